@@ -1,0 +1,29 @@
+"""Paths of pytrees ("encoder/Dense_0/kernel") and rules over them: `(pattern, value)` pairs."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+Rules = Sequence[tuple[str, Any]]
+
+
+def path_of(key_path: Any) -> str:
+    """The "/"-joined path of a leaf, from the key path that `jax.tree_util` gives."""
+    return jax.tree_util.keystr(key_path, simple=True, separator="/")
+
+
+def flat(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by path, in the tree's own order."""
+    return {path_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def match(rules: Rules, path: str, default: Any = None) -> Any:
+    """The value of the first rule whose pattern matches the whole path."""
+    return next((value for pattern, value in rules if re.fullmatch(pattern, path)), default)
+
+
+def label(rules: Rules, tree: Any, default: Any = None) -> Any:
+    """Maps every leaf of a tree to the value of the first rule that matches its path."""
+    return jax.tree_util.tree_map_with_path(lambda p, _: match(rules, path_of(p), default), tree)
