@@ -1,0 +1,21 @@
+"""What every test shares: four simulated devices, and doctests that know the optional packages."""
+
+from importlib.util import find_spec
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 4)
+
+OPTIONAL = ("clu", "datasets", "grain", "matplotlib", "metrax", "pandas", "tensorflow", "torch")
+
+
+def pytest_collection_modifyitems(items):
+    """Skips the doctests whose own lines import an optional package that is not installed."""
+    missing = {name for name in OPTIONAL if find_spec(name) is None}
+    for item in items:
+        if isinstance(item, pytest.DoctestItem):
+            lines = "".join(example.source for example in item.dtest.examples)
+            for name in sorted(missing):
+                if f"import {name}" in lines or f"from {name}" in lines:
+                    item.add_marker(pytest.mark.skip(reason=f"{name} is not installed"))

@@ -1,0 +1,76 @@
+"""The layers of the package: a module imports only from lower layers and its own package."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "flaxfit"
+LAYERS = (
+    {"_rules", "_batch", "_display"},
+    {"_state", "losses", "metrics", "strategies", "optim", "data", "modules"},
+    {"_task", "_checkpoint"},
+    {"_step", "_history", "checkpoints", "export"},
+    {"_loop", "_evaluate", "callbacks", "importers"},
+    {"_model"},
+)
+LAYER_OF = {part: number for number, parts in enumerate(LAYERS, start=1) for part in parts}
+MODULES = sorted(
+    path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE) != Path("__init__.py")
+)
+
+
+def part_of(path: Path) -> str:
+    """The part of the package, a top module or a sub-package, that a file belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_parts(source: str) -> Iterator[str]:
+    """The parts of flaxfit that a source text imports, wherever in the text it does."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                modules = [alias.name for alias in names]
+            case ast.ImportFrom(module="flaxfit", names=names):
+                modules = [f"flaxfit.{alias.name}" for alias in names]
+            case ast.ImportFrom(module=module, level=0) if module:
+                modules = [module]
+            case _:
+                continue
+        yield from (name.split(".")[1] for name in modules if name.startswith("flaxfit."))
+
+
+def test_imports_are_read_from_every_form_of_the_statement():
+    source = (
+        "import numpy, flaxfit._rules\n"
+        "from flaxfit import _state\n"
+        "def late():\n    from flaxfit.data._arrays import ArrayStream\n"
+    )
+    assert set(imported_parts(source)) == {"_rules", "_state", "data"}
+
+
+def test_every_part_of_the_package_has_a_layer():
+    assert {part_of(path) for path in MODULES} <= LAYER_OF.keys()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_imports_only_from_lower_layers(path):
+    part = part_of(path)
+    others = set(imported_parts(path.read_text())) - {part}
+    assert not [other for other in others if LAYER_OF[other] >= LAYER_OF[part]]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_hides_no_import_and_no_annotation(path):
+    tree = ast.parse(path.read_text())
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    futures = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__"
+    ]
+    relative = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+    assert "TYPE_CHECKING" not in names
+    assert not futures
+    assert not relative
