@@ -1,0 +1,106 @@
+"""What a metric is: sums measured on a device, and a value computed from them on the host."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """A pair of pure functions: `measure` gives sums that add up, `compute` their value.
+
+    `measure(*outputs, *targets, weights=None)` returns a pytree of arrays that add over batches,
+    devices and hosts. It is traced. `weights` has the shape `(batch,)` or is None; an example of
+    weight 0 is padding and must leave no mark, not even when it holds NaN.
+
+    `compute(sums)` gets the added sums as NumPy arrays and returns a number or an array. It
+    divides, so it runs once, at the end.
+
+    Calling a metric sets its options, for the built-in ones that have any:
+    `precision(average="macro")`.
+
+    >>> largest_score = mean(lambda outputs, targets: outputs.max(-1), name="largest_score")
+    >>> sums = largest_score.measure(np.eye(2), np.zeros(2), weights=np.array([1.0, 3.0]))
+    >>> largest_score.compute(sums)
+    1.0
+    """
+
+    measure: Callable[..., Any]
+    """`(*outputs, *targets, weights=None) -> sums`."""
+    compute: Callable[[Any], Any]
+    """`sums -> value`."""
+    name: str | None = None
+    """What the metric is called where it is listed without a name."""
+    configure: Callable[..., "Metric"] | None = None
+    """Makes the metric with other options."""
+
+    def __call__(self, **options: Any) -> "Metric":
+        """The same metric with other options."""
+        if self.configure is not None:
+            return self.configure(**options)
+        if not options:
+            return self
+        raise TypeError(f"The metric {self.name!r} has no options, got {', '.join(options)}.")
+
+
+def mean(values: Callable[..., Any], *, name: str | None = None) -> Metric:
+    """Makes a metric of a function: the weighted mean of the values it returns.
+
+    Args:
+      values: `(*outputs, *targets) -> values` of shape `(batch, ...)`. All elements of an example
+        count with the weight of the example.
+      name: the name of the metric; by default that of the function.
+
+    >>> bias = mean(lambda outputs, targets: outputs - targets)
+    >>> bias.compute(bias.measure(np.array([1.0, 5.0]), np.array([0.0, 1.0])))
+    2.5
+    """
+    name = name or getattr(values, "__name__", None)
+
+    def measure(*arguments: Any, weights: Any = None) -> Any:
+        return sums_of(values(*arguments), weights, name=name)
+
+    return Metric(measure, lambda sums: ratio(sums["sum"], sums["weight"]), name)
+
+
+def sums_of(values: Any, weights: Any = None, *, name: str | None = None) -> dict[str, Any]:
+    """The weighted sum of all elements of per-example values, and the sum of their weights."""
+    values = jnp.asarray(values)
+    if values.ndim == 0:
+        raise ValueError(
+            f"The metric {name!r} returned a scalar; expected one value per example, of shape "
+            "(batch, ...). Leave the mean to flaxfit (it weighs the examples), or pass a "
+            "Metric(measure, compute)."
+        )
+    weights = weights_of(values, weights)
+    return {"sum": weighted(values, weights).sum(), "weight": weights.sum()}
+
+
+def weights_of(values: Any, weights: Any = None) -> Any:
+    """One floating weight for every element, from the weights of the examples."""
+    dtype = jnp.promote_types(jnp.result_type(values), jnp.float32)
+    if weights is None:
+        return jnp.ones(values.shape, dtype)
+    if weights.ndim != 1 or weights.shape != values.shape[:1]:
+        raise ValueError(
+            f"A metric has values of shape {values.shape} but weights of shape {weights.shape}; "
+            f"expected weights of shape {values.shape[:1]}, one per example."
+        )
+    by_example = weights.astype(dtype).reshape(weights.shape + (1,) * (values.ndim - 1))
+    return jnp.broadcast_to(by_example, values.shape)
+
+
+def weighted(values: Any, weights: Any) -> Any:
+    """Values times weights; where the weight is 0 the value counts as 0, even if it is NaN."""
+    return jnp.where(weights != 0, values.astype(weights.dtype) * weights, 0)
+
+
+def ratio(numerator: Any, denominator: Any, otherwise: float = np.nan) -> Any:
+    """Divides on the host, quietly; a zero denominator gives `otherwise`."""
+    numerator, denominator = np.asarray(numerator), np.asarray(denominator)
+    with np.errstate(all="ignore"):
+        quotient = np.where(denominator != 0, numerator / denominator, otherwise)
+    return quotient if quotient.ndim else quotient.item()

@@ -1,0 +1,96 @@
+"""What users pass as metrics: names, functions, classes of other libraries, as named `Metric`s."""
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from flaxfit.metrics._accuracy import accuracy, binary_accuracy, top_k
+from flaxfit.metrics._metric import Metric, mean
+
+_BUILT_IN = {
+    metric.name: metric
+    for metric in (
+        accuracy,
+        binary_accuracy,
+    )
+}
+_ALIASES = {
+    "acc": "accuracy",
+    "categorical_accuracy": "accuracy",
+    "sparse_categorical_accuracy": "accuracy",
+    "top_k_categorical_accuracy": "top_5",
+    "sparse_top_k_categorical_accuracy": "top_5",
+}
+_RESERVED = ("loss", "grad_norm", "penalty", "learning_rate")
+
+MetricLike = Metric | Callable[..., Any] | str
+
+
+def as_metrics(
+    metrics: Mapping[str, MetricLike] | Sequence[MetricLike] | MetricLike,
+) -> dict[str, Metric]:
+    """Brings the metrics that a user passed into the form `{name: Metric}`.
+
+    Accepts a mapping of names to metrics, a sequence of metrics, or one metric. A metric is a
+    `Metric`, a built-in name such as "accuracy" or "top_5", a function that returns per-example
+    values, or a metric class of clu or metrax.
+
+    >>> sorted(as_metrics(["accuracy", top_k(3)]))
+    ['accuracy', 'top_3']
+
+    Raises:
+      ValueError: a name is unknown, missing, taken twice or kept for the loop's own numbers.
+      TypeError: something is not a metric.
+    """
+    if isinstance(metrics, Mapping):
+        pairs = [(name, as_metric(metric)) for name, metric in metrics.items()]
+    else:
+        listed = metrics if isinstance(metrics, list | tuple) else [metrics]
+        pairs = [(_name_of(metric), as_metric(metric)) for metric in listed]
+    names = [name for name, _ in pairs]
+    for name in names:
+        if name in _RESERVED:
+            raise ValueError(
+                f"A metric cannot be called {name!r}: the loop reports its own number under that "
+                "name. Pass a mapping with another name."
+            )
+        if names.count(name) > 1:
+            raise ValueError(f"Two metrics are called {name!r}: pass a mapping with two names.")
+    return dict(pairs)
+
+
+def as_metric(metric: MetricLike) -> Metric:
+    """Makes a `Metric` of a name or a function; see `as_metrics`."""
+    if isinstance(metric, Metric):
+        return metric
+    if isinstance(metric, str):
+        return _by_name(metric)
+    if callable(metric):
+        return mean(metric)
+    raise TypeError(
+        f"A metric must be a Metric, a name, a function or a metric class, got "
+        f"{type(metric).__name__}: {metric!r:.60}"
+    )
+
+
+def _by_name(name: str) -> Metric:
+    name = _ALIASES.get(name, name)
+    if match := re.fullmatch(r"top_(\d+)", name):
+        return top_k(int(match[1]))
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    known = [*_BUILT_IN, *_ALIASES, "top_5"]
+    nearest = difflib.get_close_matches(name.lower(), known, cutoff=0.4) or sorted(_BUILT_IN)
+    raise ValueError(f"There is no metric {name!r}. Did you mean {', '.join(nearest)}?")
+
+
+def _name_of(metric: MetricLike) -> str:
+    if isinstance(metric, str):
+        return metric
+    name = metric.name if isinstance(metric, Metric) else getattr(metric, "__name__", None)
+    if name in (None, "<lambda>"):
+        raise ValueError(
+            f"A metric in a list has no name: pass a mapping instead, {{'name': metric}}."
+        )
+    return name
