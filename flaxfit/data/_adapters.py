@@ -1,0 +1,115 @@
+"""as_stream: a stream of batches from the kinds of data that people have."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from flaxfit.data._arrays import ArrayStream
+from flaxfit.data._iterables import IterableStream
+from flaxfit.data._narrow import is_array
+
+_ACCEPTED = (
+    "Give arrays, a tuple (x, y) or mapping of arrays, a list or other iterable of batches, a "
+    "loader (Grain, torch, tf.data, Hugging Face), or a callable that returns one of these."
+)
+_ROLES = (("x", "y", "w"), ("inputs", "targets", "weights"))
+
+
+def as_stream(
+    data: Any,
+    *,
+    batch_size: int = 32,
+    shuffle: bool = False,
+    seed: int = 0,
+    epochs: int | None = None,
+    drop_remainder: bool = False,
+) -> Any:
+    """Makes a stream of batches of almost anything.
+
+    Arrays, and a tuple or mapping of arrays, are a data set, which is cut into batches. A list or
+    any other iterable is a sequence of batches, for which `batch_size`, `shuffle`, `seed` and
+    `drop_remainder` have no meaning. A callable is called for each pass. A stream that has
+    `get_state` and `set_state` is returned as it is.
+
+    >>> x, y = next(as_stream((np.zeros((10, 3)), np.arange(10)), batch_size=4))
+    >>> x.shape, y.dtype
+    ((4, 3), dtype('int32'))
+
+    Args:
+      data: arrays, an iterable or a loader.
+      batch_size: examples in a batch of a data set.
+      shuffle: whether each pass over a data set has its own random order.
+      seed: of the random orders.
+      epochs: how many passes to make; None: a data set repeats for ever, batches end once.
+      drop_remainder: whether to leave out a smaller last batch of a data set.
+
+    Raises:
+      TypeError: the data has none of these forms.
+    """
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "shuffle": shuffle,
+        "seed": seed,
+        "drop_remainder": drop_remainder,
+    }
+    if is_array(data) or isinstance(data, tuple | Mapping):
+        return ArrayStream(*_parts(data), epochs=epochs, **options)
+    if _is_stream(data):
+        return data
+    return IterableStream(
+        lambda epoch: _open(data, epoch, options),
+        name=type(data).__name__,
+        once=isinstance(data, Iterator),
+        epochs=1 if epochs is None else epochs,
+        n_batches=_length(data),
+    )
+
+
+def one_pass(data: Any) -> Iterator[Any]:
+    """Iterates over data exactly once, from its beginning: an endless stream for one epoch.
+
+    A generator can be passed over only once; a second pass is a `ValueError`, not empty.
+
+    >>> len(list(one_pass(ArrayStream(np.zeros(100)))))
+    4
+    """
+    stream = as_stream(data)
+    return stream.one_epoch() if hasattr(stream, "one_epoch") else iter(stream)
+
+
+def _parts(data: Any) -> tuple[Any, ...]:
+    """The x, y and weights of a data set."""
+    if isinstance(data, Mapping):
+        roles = next((r for r in _ROLES if r[0] in data and data.keys() <= set(r)), None)
+        data = tuple(map(data.get, roles)) if roles else (data,)
+    parts = data if isinstance(data, tuple) else (data,)
+    if not 1 <= len(parts) <= 3:
+        raise TypeError(
+            f"A data set is x, (x, y) or (x, y, weights); got {len(parts)} parts. "
+            "Several inputs go into a tuple of their own: ((x1, x2), y)."
+        )
+    for leaf in jax.tree.leaves(parts):
+        if not is_array(leaf):
+            raise TypeError(
+                f"A tuple or mapping is a data set and must hold arrays, got "
+                f"{type(leaf).__name__}: {leaf!r:.60}. {_ACCEPTED}"
+            )
+    return parts
+
+
+def _open(data: Any, epoch: int, options: dict[str, Any]) -> Iterator[Any]:
+    if hasattr(data, "__iter__"):
+        return iter(data)
+    return as_stream(data(), epochs=1, **options)
+
+
+def _is_stream(data: Any) -> bool:
+    return all(hasattr(data, n) for n in ("__next__", "get_state", "set_state"))
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except TypeError:
+        return None

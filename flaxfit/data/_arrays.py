@@ -1,0 +1,199 @@
+"""ArrayStream: batches of arrays, in an order that depends on the seed and the epoch only."""
+
+import copy
+import mmap
+import operator
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from flaxfit.data._narrow import is_array, narrow, narrow_dtype
+
+
+class ArrayStream:
+    """Streams batches `(x, y)` or `(x, y, w)` of arrays; `(x, ())` without targets.
+
+    The order of an epoch is `np.random.default_rng((seed, epoch)).permutation(n)`, so a position
+    is two integers and any of them is reached at once. The data is not copied: batches of
+    unshuffled data are views. 64-bit arrays are narrowed once, quietly, memory-mapped ones batch
+    by batch.
+
+    >>> stream = ArrayStream(np.arange(5.0), batch_size=2, epochs=1)
+    >>> [x.tolist() for x, _ in stream]
+    [[0.0, 1.0], [2.0, 3.0], [4.0]]
+
+    Attributes:
+      n_examples: how many examples the data holds.
+      batch_size: examples in a batch; the last of an epoch may be smaller.
+      epoch: how many passes are complete.
+    """
+
+    def __init__(
+        self,
+        x: Any,
+        y: Any = None,
+        w: Any = None,
+        *,
+        batch_size: int = 32,
+        shuffle: bool = False,
+        seed: int = 0,
+        epochs: int | None = None,
+        drop_remainder: bool = False,
+    ):
+        """Checks the data.
+
+        Args:
+          x: the inputs: an array, or a (nested) tuple or mapping of arrays.
+          y: the targets, likewise; None for none.
+          w: one weight per example.
+          batch_size: examples in a batch.
+          shuffle: whether each epoch has its own random order.
+          seed: of the random orders.
+          epochs: how many passes to make; None repeats for ever.
+          drop_remainder: whether to leave out a smaller last batch.
+        """
+        self.batch_size = _count("batch_size", batch_size, at_least=1)
+        self.epochs = None if epochs is None else _count("epochs", epochs, at_least=1)
+        self.shuffle = bool(shuffle)
+        self.seed = _count("seed", seed, at_least=0)
+        self.drop_remainder = bool(drop_remainder)
+        parts = (x, () if y is None else y) + (() if w is None else (w,))
+        self.n_examples = _common_length(parts)
+        leaves, self._structure = jax.tree.flatten(parts)
+        self._columns = [_Column(leaf) for leaf in leaves]
+        if len(self) == 0:
+            raise ValueError(
+                f"{self.n_examples:,} rows make no batch of {self.batch_size} when the remainder "
+                "is dropped: use a smaller batch_size or drop_remainder=False."
+            )
+        self._rewind()
+
+    def __len__(self) -> int:
+        """The number of batches in an epoch."""
+        rows = self.n_examples if self.drop_remainder else self.n_examples + self.batch_size - 1
+        return rows // self.batch_size
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        if self.epochs is not None and self.epoch >= self.epochs:
+            raise StopIteration
+        if self.shuffle and self._order is None:
+            self._order = self._permutation()
+        rows: Any = slice(self._batch * self.batch_size, (self._batch + 1) * self.batch_size)
+        if self._order is not None:
+            rows = self._order[rows]
+        batch = self._structure.unflatten([column.pick(rows) for column in self._columns])
+        self._batch += 1
+        if self._batch == self._n_batches:
+            self.epoch, self._batch, self._order = self.epoch + 1, 0, None
+        return batch
+
+    def one_epoch(self) -> "ArrayStream":
+        """A fresh stream of one pass over the same arrays, in their stored order."""
+        fresh = copy.copy(self)
+        fresh.shuffle, fresh.epochs = False, 1
+        fresh._rewind()
+        return fresh
+
+    def get_state(self) -> dict[str, Any]:
+        """The position after the last delivered batch, with a description of the data."""
+        return {"epoch": self.epoch, "batch": self._batch, "data": self._description()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Moves to a position that `get_state` gave.
+
+        Raises:
+          ValueError: the position belongs to other data, or to other batches of it.
+        """
+        if state.get("data") != self._description():
+            raise ValueError(
+                "Cannot go on in other data than the position was saved in:\n"
+                f"  saved: {state.get('data', state)}\n"
+                f"  here:  {self._description()}\n"
+                "Use the same data and settings, or start without the saved position."
+            )
+        self.epoch, self._batch, self._order = state["epoch"], state["batch"], None
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value}" for name, value in self._description().items())
+        return f"ArrayStream({settings}, epochs={self.epochs}, epoch={self.epoch})"
+
+    def _rewind(self) -> None:
+        self.epoch, self._batch, self._n_batches = 0, 0, len(self)
+        self._order: np.ndarray | None = None
+
+    def _permutation(self) -> np.ndarray:
+        # Shuffling 32-bit rows in place makes the same draws as `permutation(n)`, in half the
+        # memory.
+        dtype = np.int32 if self.n_examples <= np.iinfo(np.int32).max else np.int64
+        order = np.arange(self.n_examples, dtype=dtype)
+        np.random.default_rng((self.seed, self.epoch)).shuffle(order)
+        return order
+
+    def _description(self) -> dict[str, Any]:
+        return {
+            "length": self.n_examples,
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "drop_remainder": self.drop_remainder,
+        }
+
+
+class _Column:
+    """One array of the data and how its rows are picked."""
+
+    def __init__(self, leaf: Any):
+        array = np.asarray(leaf)
+        self._dtype = narrow_dtype(array.dtype)
+        self._array = array if _is_mapped(array) else narrow(array, self._dtype)
+        # `take` is the fastest, but copies the whole array first if it is not contiguous.
+        self._contiguous = self._array.flags.c_contiguous and self._array.flags.aligned
+
+    def pick(self, rows: Any) -> np.ndarray:
+        if isinstance(rows, slice) or not self._contiguous:
+            picked = self._array[rows]
+        else:
+            picked = self._array.take(rows, axis=0)
+        return picked if picked.dtype == self._dtype else narrow(picked, self._dtype)
+
+
+def _is_mapped(array: Any) -> bool:
+    """Whether the array lies in a memory-mapped file, which narrowing would read whole."""
+    while array is not None and not isinstance(array, mmap.mmap):
+        array = getattr(array, "base", None)
+    return array is not None
+
+
+def _count(name: str, value: Any, *, at_least: int) -> int:
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {value!r:.60}.") from None
+    if count < at_least or isinstance(value, bool):
+        raise ValueError(f"{name} must be {at_least} or more, got {value!r}.")
+    return count
+
+
+def _common_length(parts: tuple[Any, ...]) -> int:
+    """The number of rows that all arrays share."""
+    n, first = None, ""
+    for path, leaf in jax.tree.leaves_with_path(parts):
+        name = "xyw"[path[0].idx] + jax.tree_util.keystr(path[1:])
+        if not is_array(leaf):
+            raise TypeError(
+                f"{name} must be an array, got {type(leaf).__name__}: {leaf!r:.60}. "
+                "Convert lists with np.asarray; several arrays go into a tuple or a mapping."
+            )
+        shape = np.shape(leaf)
+        if not shape:
+            raise TypeError(f"{name} must hold one row per example, got the scalar {leaf!r:.60}.")
+        n, first = (shape[0], name) if n is None else (n, first)
+        if shape[0] != n:
+            raise ValueError(f"{first} has {n:,} rows but {name} has {shape[0]:,}.")
+    if not n:
+        raise ValueError("The data holds no examples: x has 0 rows." if n == 0 else "x is empty.")
+    return n

@@ -1,0 +1,159 @@
+"""IterableStream: batches of anything that Python can iterate over, with a position."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+from flaxfit._display import say
+
+
+class IterableStream:
+    """Streams the batches of an iterable, for one or several passes.
+
+    Its position is the iterator's own where that has `get_state` and `set_state` (Grain's have);
+    otherwise it counts the delivered batches and returns to a position by skipping.
+    An iterator that raises and then stops is broken, not finished, and the stream says so.
+
+    >>> list(IterableStream(lambda epoch: iter("ab"), epochs=2))
+    ['a', 'b', 'a', 'b']
+
+    Attributes:
+      epoch: how many passes are complete: a pass is, once the batch after its last was asked for.
+    """
+
+    def __init__(
+        self,
+        open_pass: Callable[[int], Iterator[Any]],
+        *,
+        name: str = "data",
+        once: bool = False,
+        epochs: int | None = 1,
+        n_batches: int | None = None,
+    ):
+        """Opens nothing yet.
+
+        Args:
+          open_pass: gives the iterator over the batches of an epoch.
+          name: what messages call the data.
+          once: whether all passes share one iterator, which ends but once.
+          epochs: how many passes to make; None repeats for ever.
+          n_batches: batches in a pass, where known.
+        """
+        self._open_pass = open_pass
+        self._name = name
+        self._once = once
+        self.epochs = epochs
+        self._n_batches = n_batches
+        self._rewind()
+
+    def __len__(self) -> int:
+        """The number of batches in an epoch, where the data knows it."""
+        if self._n_batches is None:
+            raise TypeError(f"A stream of {self._name} does not know its length.")
+        return self._n_batches
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        while self.epochs is None or self.epoch < self.epochs:
+            if self._iterator is None:
+                self._iterator = self._open_pass(self.epoch)
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                self._end_pass()
+                continue
+            except BaseException as error:
+                self._error = error
+                raise
+            self._error = None
+            self._delivered += 1
+            self._empty = False
+            return batch
+        raise StopIteration
+
+    def one_epoch(self) -> "IterableStream":
+        """A fresh stream of one pass over the same data."""
+        return IterableStream(
+            self._open_pass,
+            name=self._name,
+            once=self._once,
+            epochs=1,
+            n_batches=self._n_batches,
+        )
+
+    def get_state(self) -> dict[str, Any]:
+        """The position after the last delivered batch."""
+        state: dict[str, Any] = {"delivered": self._delivered}
+        if hasattr(self._iterator, "get_state"):
+            position = self._iterator.get_state()
+            state["epoch"] = self.epoch
+            state["iterator"] = position.decode() if isinstance(position, bytes) else position
+        return state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Moves to a position that `get_state` gave, by skipping where there is no other way.
+
+        Raises:
+          ValueError: the data is shorter than that, or cannot go back.
+        """
+        n = state["delivered"]
+        if "iterator" in state:
+            self._restore(state)
+        elif self._once and n < self._delivered:
+            raise ValueError(
+                f"Cannot go back from batch {self._delivered:,} to {n:,} of a {self._name}, which "
+                "is passed over only once: pass a callable that makes a new one."
+            )
+        else:
+            if not self._once:
+                self._rewind()
+            self._skip(n - self._delivered)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self._rewind()
+        iterator = self._open_pass(state["epoch"])
+        if not hasattr(iterator, "set_state"):
+            raise ValueError(
+                f"Cannot go on in a {self._name} from a position saved in other data, {state}."
+            )
+        position = state["iterator"]
+        # Grain's DataLoader keeps its position as encoded JSON.
+        as_bytes = isinstance(position, str)
+        iterator.set_state(position.encode() if as_bytes else position)
+        self._iterator, self._empty = iterator, False
+        self.epoch, self._delivered = state["epoch"], state["delivered"]
+
+    def _skip(self, n: int) -> None:
+        if n:
+            say(f"skipping {n:,} batches of a {self._name} to where training was")
+        for skipped in range(n):
+            try:
+                next(self)
+            except StopIteration:
+                raise ValueError(
+                    f"Cannot go on after batch {n:,} of a {self._name} that ends after "
+                    f"{skipped:,}: the data is shorter than when the position was saved."
+                ) from None
+
+    def _end_pass(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(
+                f"A {self._name} stopped after it raised "
+                f"{type(self._error).__name__}: {self._error}. Its data did not end: "
+                "mend what raised and start the stream again."
+            ) from self._error
+        if self._empty:
+            raise ValueError(
+                f"A {self._name} gave no batches: it is empty, or an iterator that was consumed "
+                "before. For several passes give a list, a loader or a callable."
+            )
+        self._iterator, self._empty = None, True
+        self.epoch += 1
+
+    def _rewind(self) -> None:
+        self.epoch = 0
+        self._delivered = 0
+        self._iterator: Any = None
+        self._empty = True
+        self._error: BaseException | None = None
