@@ -1,0 +1,104 @@
+"""The documentation: every Python block of every page runs, in order, without a warning.
+
+The blocks of a page share one namespace. `<!-- not run: reason -->` on the line above a block
+leaves it out; `<!-- needs torch, grain -->` leaves it out where one of these is not installed.
+"""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    path
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
+    if "```python" in path.read_text()
+]
+FENCE = re.compile(
+    r"^(?:<!-- (?P<kind>not run|needs)\b:?(?P<words>.*?)-->\n+)?```python\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+class Block(NamedTuple):
+    """A Python block of a page, and the note above it, if any."""
+
+    line: int
+    code: str
+    kind: str | None
+    words: str
+
+
+def blocks(text: str) -> list[Block]:
+    """The Python blocks of a Markdown text."""
+    return [
+        Block(
+            line=text.count("\n", 0, match.start("code")),
+            code=match["code"],
+            kind=match["kind"],
+            words=(match["words"] or "").strip(),
+        )
+        for match in FENCE.finditer(text)
+    ]
+
+
+def missing(block: Block) -> list[str]:
+    """The packages that a block needs and that are not installed."""
+    names = re.findall(r"[\w.]+", block.words) if block.kind == "needs" else []
+    return [name for name in names if find_spec(name) is None]
+
+
+def run(text: str, path: Path) -> list[str]:
+    """Runs the blocks of a page; returns the packages that kept some of them from running."""
+    namespace = {"__name__": "__main__"}
+    lacking = []
+    for block in blocks(text):
+        if block.kind == "not run":
+            continue
+        if names := missing(block):
+            lacking += names
+            continue
+        # As many empty lines as stand before the block: tracebacks then name the page's lines.
+        code = compile("\n" * block.line + block.code, str(path), "exec")
+        exec(code, namespace)
+    return lacking
+
+
+def test_blocks_of_a_page_share_names_and_report_its_lines(tmp_path):
+    page = "# A page\n\n```python\nx = 1\n```\n\n```sh\nls\n```\n\n```python\nassert x == 2\n```\n"
+    with pytest.raises(AssertionError) as caught:
+        run(page, tmp_path / "page.md")
+    assert caught.traceback[-1].lineno + 1 == page.splitlines().index("assert x == 2") + 1
+
+
+def test_notes_leave_blocks_out():
+    page = (
+        "<!-- not run: it would download -->\n```python\n1 / 0\n```\n"
+        "<!-- needs no_such_package -->\n```python\nimport no_such_package\n```\n"
+    )
+    assert run(page, Path("page.md")) == ["no_such_package"]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_block_that_is_not_run_says_why(path):
+    silent = [b.line for b in blocks(path.read_text()) if b.kind == "not run" and not b.words]
+    assert not silent
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    lacking = run(path.read_text(), path)
+    if lacking:
+        pytest.skip(f"some blocks need {', '.join(lacking)}")
+
+
+@pytest.mark.parametrize("name", ["example", "tests"])
+def test_a_command_of_the_readme_is_one_line(name):
+    readme = (ROOT / "README.md").read_text()
+    found = re.findall(rf"^<!-- command: {name} -->\n```sh\n(.*)\n```$", readme, re.MULTILINE)
+    assert len(found) == 1

@@ -1,0 +1,31 @@
+"""The examples: each is short, runs without a warning and reaches what it promises."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+LEAST_ACCURACY = {"01_digits.py": 0.96, "02_loop.py": 0.95}
+
+
+def test_every_example_is_run():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == LEAST_ACCURACY.keys()
+
+
+@pytest.mark.parametrize("name", LEAST_ACCURACY)
+def test_an_example_is_under_a_hundred_lines(name):
+    assert len((EXAMPLES / name).read_text().splitlines()) < 100
+
+
+@pytest.mark.parametrize("name", LEAST_ACCURACY)
+def test_an_example_reaches_its_accuracy(name, tmp_path):
+    pytest.importorskip("sklearn")
+    command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    accuracy = re.search(r"test accuracy (\d\.\d{4})$", done.stdout.strip())
+    assert accuracy, f"no result line in:\n{done.stdout}"
+    assert float(accuracy[1]) >= LEAST_ACCURACY[name]

@@ -1,0 +1,100 @@
+"""The public API: its names, their documentation, and what importing them costs."""
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "flaxfit"
+PUBLIC = {
+    "flaxfit": (),
+}
+HEAVY = ("flax.nnx", "grain", "matplotlib", "orbax", "tensorflow", "torch")
+
+
+def public_names(module_name):
+    """The names of a module without an underscore that flaxfit defines."""
+    module = importlib.import_module(module_name)
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and not inspect.ismodule(value)
+        and getattr(value, "__module__", "").startswith("flaxfit")
+    }
+
+
+def fresh(script):
+    """What a script prints as JSON in a new interpreter."""
+    command = [sys.executable, "-W", "error", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_public_module_is_listed():
+    packages = {path.parent.name for path in PACKAGE.glob("[!_]*/__init__.py")}
+    modules = {path.stem for path in PACKAGE.glob("[!_]*.py")}
+    assert {"flaxfit"} | {f"flaxfit.{name}" for name in packages | modules} == PUBLIC.keys()
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_the_names_are_those_that_were_agreed(module):
+    assert public_names(module) == set(PUBLIC[module])
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module, names in PUBLIC.items() for name in names]
+)
+def test_a_public_name_is_documented_with_an_example(module, name):
+    doc = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
+    assert ">>> " in doc
+
+
+def test_no_name_is_reachable_by_two_paths():
+    homes = Counter(
+        id(getattr(importlib.import_module(module), name))
+        for module, names in PUBLIC.items()
+        for name in names
+    )
+    twice = [
+        f"{module}.{name}"
+        for module, names in PUBLIC.items()
+        for name in names
+        if homes[id(getattr(importlib.import_module(module), name))] > 1
+    ]
+    assert not twice
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    name = "no_such_name"
+    with pytest.raises(AttributeError, match=name):
+        getattr(importlib.import_module("flaxfit"), name)
+
+
+def test_importing_brings_in_no_heavy_package():
+    lazy = sorted(name.removeprefix("flaxfit.") for name in PUBLIC if "." in name)
+    found = fresh(
+        "import json, sys, flaxfit\n"
+        f"for name in {lazy}: getattr(flaxfit, name)\n"
+        f"heavy = {HEAVY}\n"
+        "starts = tuple(name + '.' for name in heavy)\n"
+        "print(json.dumps([m for m in sys.modules if m in heavy or m.startswith(starts)]))"
+    )
+    assert found == []
+
+
+def test_importing_costs_at_most_a_tenth_of_a_second_over_the_dependencies():
+    script = (
+        "import json, time\n"
+        "import flax.linen, jax, numpy, optax, redex.combinator, redex.util, tqdm.auto\n"
+        "before = time.process_time()\nimport flaxfit\n"
+        "print(json.dumps(time.process_time() - before))"
+    )
+    # The first run may have to compile the files.
+    assert any(fresh(script) <= 0.1 for _ in range(3))
