@@ -1,1 +1,18 @@
-"""flaxfit."""
+"""flaxfit: trains Flax models. This page is the public API."""
+
+import importlib
+from typing import Any
+
+from flaxfit._batch import Batch as Batch
+from flaxfit._checkpoint import Checkpoint as Checkpoint
+from flaxfit._loop import EndOfData as EndOfData
+from flaxfit._loop import TrainLoop as TrainLoop
+from flaxfit._state import InferenceState as InferenceState
+from flaxfit._state import TrainState as TrainState
+from flaxfit._state import init_state as init_state
+from flaxfit._step import make_eval_step as make_eval_step
+from flaxfit._step import make_predict_step as make_predict_step
+from flaxfit._step import make_train_step as make_train_step
+from flaxfit._step import step_key as step_key
+from flaxfit._task import EvalTask as EvalTask
+from flaxfit._task import TrainTask as TrainTask

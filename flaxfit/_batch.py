@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from redex.util import expand_to_tuple
 
-_ROLES = ({"inputs", "targets", "weights"}, {"x", "y", "w"})
+_ROLES = (("x", "y", "w"), ("inputs", "targets", "weights"))
 _FORMS = "x, (x, y), ((x, ...), (y, ...)), (x, y, weights) or a mapping of these"
 
 
@@ -42,9 +42,9 @@ def normalize(item: Any) -> Batch:
     if isinstance(item, Batch):
         return item
     if isinstance(item, Mapping):
-        roles = next((names for names in _ROLES if item.keys() <= names), None)
-        if roles and (min(roles) in item or "x" in item):
-            x, y, w = (item.get(n) for n in (("x", "y", "w") if "x" in roles else sorted(roles)))
+        roles = next((r for r in _ROLES if r[0] in item and item.keys() <= set(r)), None)
+        if roles:
+            x, y, w = map(item.get, roles)
             parts = (x, () if y is None else y) + (() if w is None else (w,))
         else:
             parts = (item,)

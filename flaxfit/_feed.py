@@ -1,0 +1,113 @@
+"""Feed: brings the batches of a stream into the few shapes that a step is compiled for."""
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit._batch import Batch, n_examples, normalize
+from flaxfit.strategies import Strategy
+
+
+class Portion(NamedTuple):
+    """A batch ready for a compiled step."""
+
+    strategy: Strategy
+    """The devices that it divides over: all of them, or fewer for a remainder."""
+    batch: Batch
+    signature: Hashable
+    """The number of devices, the shapes and the dtypes: batches that share it share a program."""
+
+
+class Feed:
+    """Pads batches, or finds the devices that they divide over.
+
+    The size of the first batch is the regular one. Where rows of weight 0 are harmless (`pad`),
+    every batch is brought to a multiple of the devices, and smaller ones to the regular size, so
+    that one program serves all. Elsewhere a smaller batch (the remainder of an epoch) runs at its
+    own size on as many devices as divide it, and a regular batch must divide.
+    """
+
+    def __init__(
+        self, strategy: Strategy, *, pad: bool, why_not: str = "", say: Callable[[str], None]
+    ):
+        self.strategy, self.pad, self._why_not, self._say = strategy, pad, why_not, say
+        self._structure: Any = None
+        self._size = 0
+        self._ones: dict[int, np.ndarray] = {}
+        self._announced = False
+
+    def __call__(self, item: Any) -> Portion:
+        """The next batch, in normal form and of a size that can be split."""
+        batch = normalize(item)
+        n = n_examples(batch)
+        self._size = self._size or n
+        n_devices = self.strategy.n_devices
+        strategy = self.strategy
+        if self.pad:
+            batch = batch._replace(weights=self._weights(n, batch.weights))
+            size = -(-max(n, self._size) // n_devices) * n_devices
+            if size != n:
+                if n % n_devices:
+                    self._announce(n, size)
+                batch = pad_batch(batch, size)
+        elif n % n_devices:
+            if n >= self._size:
+                raise ValueError(
+                    f"Cannot split a batch of {n} examples over {n_devices} devices "
+                    f"({n} % {n_devices} = {n % n_devices}), nor pad it: {self._why_not}. Use a "
+                    f"batch size of {n - n % n_devices or n_devices} or "
+                    f"{n + n_devices - n % n_devices}, or fewer devices."
+                )
+            strategy = self.strategy.narrow(n)
+        return Portion(strategy, batch, self._signature(strategy, batch))
+
+    def _weights(self, n: int, weights: Any) -> np.ndarray:
+        if weights is not None:
+            return np.asarray(weights, np.float32)
+        if n not in self._ones:
+            self._ones[n] = np.ones(n, np.float32)
+        return self._ones[n]
+
+    def _signature(self, strategy: Strategy, batch: Batch) -> Hashable:
+        leaves, structure = jax.tree.flatten(batch)
+        if self._structure is None:
+            self._structure = structure
+        elif structure != self._structure:
+            raise ValueError(
+                "A batch has another structure than the first one, and so cannot be trained on or "
+                f"measured with it:\\n  first {self._structure}\\n  now   {structure}"
+            )
+        return (strategy.n_devices, *((leaf.shape, leaf.dtype) for leaf in leaves))
+
+    def _announce(self, n: int, size: int) -> None:
+        if self._announced:
+            return
+        self._announced = True
+        self._say(
+            f"a batch of {n} examples does not divide over {self.strategy.n_devices} devices: padded "
+            f"to {size} with rows of weight 0 (loss, gradients and metrics stay exact)"
+        )
+
+
+def pad_batch(batch: Batch, size: int) -> Batch:
+    """Repeats the first row up to `size` rows, with weight 0.
+
+    A real row, because a row of zeros can give NaN gradients even with weight 0.
+    """
+    n = n_examples(batch)
+    rows = np.concatenate([np.arange(n), np.zeros(size - n, np.int32)])
+    weights = np.zeros(size, np.float32)
+    weights[:n] = 1 if batch.weights is None else batch.weights
+
+    def take(x: Any) -> Any:
+        return jnp.take(x, rows, axis=0) if isinstance(x, jax.Array) else x[rows]
+
+    return Batch(jax.tree.map(take, batch.inputs), jax.tree.map(take, batch.targets), weights)
+
+
+def stack_batches(batches: list[Batch]) -> Batch:
+    """Several batches of one shape as one, whose leaves carry the step as their first axis."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)

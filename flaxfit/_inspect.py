@@ -1,0 +1,81 @@
+"""Inspection of the first batch: what a task makes of it, or in words why it cannot be trained."""
+
+from typing import Any
+
+import flax
+import jax
+import numpy as np
+
+from flaxfit import losses
+from flaxfit._batch import Batch, n_examples
+from flaxfit._rules import flat
+from flaxfit._step import ForwardPass, forward
+
+
+def inspect(task: Any, state: Any, batch: Batch) -> ForwardPass:
+    """Traces one forward pass of a task without running it, on a batch as the user passed it.
+
+    Returns:
+      The shapes and dtypes of a `ForwardPass`.
+
+    Raises:
+      ValueError: labels, weights, the shape of the loss or a random stream do not fit.
+      TypeError: the batch lacks the targets that the loss wants.
+    """
+    check_finite(batch)
+    try:
+        # Over the state's shapes, since its arrays are spread over the devices of a strategy.
+        result = jax.eval_shape(
+            lambda state, batch: forward(task, state.params, state, batch, state.key),
+            shapes_of(state),
+            shapes_of(batch),
+        )
+    except flax.errors.InvalidRngError as error:
+        raise ValueError(
+            "The model asks for a random stream that the task does not supply: "
+            f"{error}\nTrainTask(..., rngs={task.rngs}) supplies {list(task.rngs)}: add its name."
+        ) from error
+    except TypeError as error:
+        if not batch.targets and "argument" in str(error):
+            shapes = jax.tree.map(lambda x: x.shape, batch.inputs)
+            raise TypeError(
+                "A batch from 'data' must be (inputs, targets) or a mapping for a loss that wants "
+                f"targets, got only inputs of shape {shapes}: {error}. Wrap it: yield x, y."
+            ) from error
+        raise
+    check_loss(task.loss, result.values, result.outputs, batch)
+    if result.values.ndim == 0 and batch.weights is not None:
+        raise ValueError(
+            "Weights cannot be applied to a loss that returns a scalar: return one value per "
+            f"example, of shape ({n_examples(batch)},), without taking the mean."
+        )
+    return result
+
+
+def check_loss(loss: Any, values: Any, outputs: Any, batch: Batch) -> None:
+    """Checks the shape of a loss against the batch, and the values of labels, on the host."""
+    losses.check_loss_shape(values.shape, outputs, batch.targets, n_examples(batch))
+    losses.check_values(loss, outputs, batch.targets)
+
+
+def check_finite(batch: Batch, name: str = "The first batch") -> None:
+    """Checks that no input is NaN or infinite.
+
+    Raises:
+      ValueError: with the path of the input, how many of its rows are not finite, and the first.
+    """
+    for path, leaf in flat(batch.inputs).items():
+        if not np.issubdtype(leaf.dtype, np.floating) or bool(np.isfinite(np.sum(leaf))):
+            continue
+        bad = ~np.isfinite(np.asarray(leaf)).reshape(len(leaf), -1).all(1)
+        if bad.any():
+            raise ValueError(
+                f"{name} holds NaN or infinite values: input {path!r}, {bad.sum():,} of "
+                f"{len(leaf):,} rows, the first of them row {bad.argmax():,}. Clean the data, or "
+                "replace the values (np.nan_to_num)."
+            )
+
+
+def shapes_of(tree: Any) -> Any:
+    """A tree of shapes and dtypes, without the arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

@@ -1,0 +1,58 @@
+"""Strategy: what the loop asks of the devices. It sees functions and pytrees, never tasks."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Strategy(Protocol):
+    """Compiles pure functions and places what they are called with.
+
+    >>> from flaxfit.strategies import DataParallel
+    >>> DataParallel().axis_name
+    'replica'
+    """
+
+    @property
+    def axis_name(self) -> str | None:
+        """The axis over which a step must reduce, or None where the compiler does it."""
+        ...
+
+    @property
+    def n_devices(self) -> int:
+        """The number of parts that a batch is split into."""
+        ...
+
+    def place(self, tree: Any) -> Any:
+        """Puts a tree of whole arrays onto the devices."""
+        ...
+
+    def collect(self, tree: Any) -> Any:
+        """A copy of a placed tree as whole arrays, safe from later donation."""
+        ...
+
+    def split(self, batch: Any, n_stacked: int = 0) -> Any:
+        """Splits the leaves `(n, ...)` of a batch over the devices.
+
+        With `n_stacked` the leaves are `(n_stacked, n, ...)`: several batches, one per step.
+        """
+        ...
+
+    def join(self, outputs: Any) -> Any:
+        """Joins outputs computed from a split batch: NumPy leaves `(n, ...)`, in order."""
+        ...
+
+    def narrow(self, n_examples: int) -> "Strategy":
+        """The same strategy on as many devices as divide `n_examples`."""
+        ...
+
+    def compile(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], *, n_donated: int = 0
+    ) -> Callable[..., Any]:
+        """Compiles `function(state, ..., batch)` for these arguments; results are whole."""
+        ...
+
+    def compile_split(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> Callable[..., Any]:
+        """Compiles `function(state, ..., batch)` whose results are split as the batch is."""
+        ...
