@@ -1,11 +1,228 @@
-"""What flaxfit says to a person at a terminal."""
+"""What a terminal or a notebook shows: numbers and lines as text, and the one way to write them."""
 
+import math
+import os
 import sys
+from collections.abc import Mapping
+from typing import TextIO
+
+from tqdm import tqdm
+
+WIDTH = 120
+"""Longer lines are broken before the validation metrics."""
 
 
-def say(text: str) -> None:
-    """Prints one line about what the library does, to stderr.
+def number(value: float) -> str:
+    """A measured value: 4 decimals, scientific where these say little.
 
-    >>> say("no checkpoint found, starting fresh")
+    >>> number(0.97223), number(3.2e-5), number(1234567.0)
+    ('0.9722', '3.20e-05', '1.23e+06')
     """
-    print(f"flaxfit: {text}", file=sys.stderr)
+    if value and math.isfinite(value) and not 1e-4 <= abs(value) < 1e6:
+        return f"{value:.2e}"
+    return f"{value:.4f}"
+
+
+def count(n: float) -> str:
+    """A whole number with its thousands apart.
+
+    >>> count(1437)
+    '1,437'
+    """
+    return f"{round(n):,}"
+
+
+def plural(n: float, noun: str) -> str:
+    """A count of things.
+
+    >>> plural(1, "epoch"), plural(1437, "step")
+    ('1 epoch', '1,437 steps')
+    """
+    return f"{count(n)} {noun}{'' if n == 1 else 's'}"
+
+
+def duration(seconds: float, decimals: int = 1) -> str:
+    """A time span in its two largest units.
+
+    >>> duration(0.123), duration(42.1), duration(187), duration(7384)
+    ('0.1s', '42s', '3m 07s', '2h 03m')
+    """
+    if seconds < 10:
+        return f"{seconds:.{decimals}f}s"
+    seconds = round(seconds)
+    for name, size, below, unit in (
+        ("d", 86400, 3600, "h"),
+        ("h", 3600, 60, "m"),
+        ("m", 60, 1, "s"),
+    ):
+        if seconds >= size:
+            return f"{seconds // size}{name} {seconds % size // below:02d}{unit}"
+    return f"{seconds}s"
+
+
+def rate(steps_per_second: float) -> str:
+    """A speed of training.
+
+    >>> rate(4712.3), rate(0.416)
+    ('4,712 steps/s', '0.42 steps/s')
+    """
+    if steps_per_second >= 10:
+        return f"{count(steps_per_second)} steps/s"
+    return f"{steps_per_second:.2g} steps/s"
+
+
+def metric_line(metrics: Mapping[str, float]) -> str:
+    """Names and values of metrics.
+
+    >>> metric_line({"loss": 0.42901, "accuracy": 0.88968})
+    'loss 0.4290  accuracy 0.8897'
+    """
+    return "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
+
+
+def label(unit: str, n: int, total: int | None = None) -> str:
+    """How far training is, in lines that stay aligned.
+
+    >>> label("epoch", 3, 10)
+    'Epoch  3/10'
+    """
+    if total is None:
+        return f"{unit.capitalize()} {count(n):>6}"
+    return f"{unit.capitalize()} {count(n):>{len(count(total))}}/{count(total)}"
+
+
+def start_line(
+    name: str,
+    *notes: str,
+    n_params: int,
+    n_devices: int,
+    platform: str,
+    batch_size: int | None = None,
+    n_train: int | None = None,
+    n_validation: int | None = None,
+    steps_per_epoch: int | None = None,
+) -> str:
+    """What is trained, on what and with what; unknown parts are left out.
+
+    >>> start_line("MLP", n_params=9610, n_devices=1, platform="cpu", n_train=1437, batch_size=32)
+    'MLP · 9,610 params · 1 cpu device · 1,437 train examples · batch 32'
+    """
+    parts = [name, f"{count(n_params)} params", plural(n_devices, f"{platform} device")]
+    if n_train is not None:
+        validation = "" if n_validation is None else f" / {count(n_validation)} val"
+        parts.append(f"{count(n_train)} train{validation} examples")
+    elif n_validation is not None:
+        parts.append(f"{count(n_validation)} val examples")
+    if batch_size is not None:
+        parts.append(f"batch {count(batch_size)}")
+    if steps_per_epoch is not None:
+        parts.append(f"{count(steps_per_epoch)} steps/epoch")
+    return " · ".join([*parts, *notes])
+
+
+def checkpoint_line(
+    label: str, seconds: float, metrics: Mapping[str, float], *, is_best: bool = False
+) -> str:
+    """One finished epoch (or another span of steps); "*" marks a new best.
+
+    >>> checkpoint_line("Epoch  1/10", 0.11, {"loss": 1.76321}, is_best=True)
+    'Epoch  1/10  0.1s  loss 1.7632 *'
+    """
+    head, star = f"{label}  {duration(seconds)}", " *" if is_best else ""
+    line = "  ".join(filter(None, (head, metric_line(metrics)))) + star
+    validation = {name: value for name, value in metrics.items() if name.startswith("val_")}
+    if len(line) <= WIDTH or len(validation) in (0, len(metrics)):
+        return line
+    training = {name: value for name, value in metrics.items() if name not in validation}
+    indent = " " * (len(label) + 2)
+    return f"{head}  {metric_line(training)}\n{indent}{metric_line(validation)}{star}"
+
+
+def progress_line(
+    n: int, total: int | None, steps_per_second: float | None, metrics: Mapping[str, float]
+) -> str:
+    """What stands beside a live bar.
+
+    >>> progress_line(28, 44, 4700.0, {"loss": 0.429})
+    '28/44 · 4,700 steps/s · ETA 0s · loss 0.4290'
+    """
+    parts = [plural(n, "step") if total is None else f"{count(n)}/{count(total)}"]
+    if steps_per_second:
+        parts.append(rate(steps_per_second))
+        if total is not None:
+            parts.append(f"ETA {duration(max(total - n, 0) / steps_per_second, decimals=0)}")
+    return " · ".join(filter(None, (*parts, metric_line(metrics))))
+
+
+def final_line(
+    seconds: float,
+    metrics: Mapping[str, float],
+    *,
+    unit: str = "epoch",
+    n: int = 0,
+    total: int | None = None,
+    monitor: str | None = None,
+    best: tuple[float, int] | None = None,
+) -> str:
+    """How training ended.
+
+    Args:
+      seconds: how long it took.
+      metrics: those of the last checkpoint.
+      unit: what `n` and `total` count.
+      n: how far training came.
+      total: how far it was to go.
+      monitor: the metric that was watched.
+      best: its best value, and the epoch (or step) that reached it.
+
+    >>> final_line(1.5, {"val_loss": 0.2}, n=9, total=9, monitor="val_loss", best=(0.1, 8))
+    'done in 1.5s · best val_loss 0.1000 at epoch 8 (*) · last 0.2000'
+    """
+    if total is None or n >= total:
+        line = f"done in {duration(seconds)}"
+    else:
+        line = f"stopped after {count(n)} of {plural(total, unit)} in {duration(seconds)}"
+    if monitor is None or best is None:
+        return " · ".join(filter(None, (line, metric_line(metrics))))
+    line += f" · best {monitor} {number(best[0])} at {unit} {count(best[1])} (*)"
+    return f"{line} · last {number(metrics[monitor])}" if monitor in metrics else line
+
+
+def is_notebook() -> bool:
+    """Whether this is a Jupyter kernel (a terminal's IPython is not)."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+def output() -> TextIO:
+    """Where the display goes: standard error, so that a piped standard output stays clean.
+
+    In a notebook it is standard output: notebooks paint standard error as an error.
+    """
+    return sys.stdout if is_notebook() else sys.stderr
+
+
+def is_live(file: TextIO) -> bool:
+    """Whether what was written to the stream can be redrawn: on a terminal or in a notebook."""
+    if file in (sys.stdout, sys.stderr) and is_notebook():
+        return True
+    return file.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def printable(text: str, file: TextIO) -> str:
+    """The text in the characters that the stream can encode; "?" stands for the others."""
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
+
+
+def write(text: str, file: TextIO | None = None) -> None:
+    """Writes a line, above whatever progress bars are on the screen."""
+    file = output() if file is None else file
+    tqdm.write(printable(text, file), file=file)
+    file.flush()
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Writes a notice of the library: the text after its name and two blanks."""
+    write(f"flaxfit  {text}", file)

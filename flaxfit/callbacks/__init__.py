@@ -1,0 +1,10 @@
+"""Callbacks: what happens at a checkpoint, `Checkpoint -> Checkpoint | None`."""
+
+from flaxfit.callbacks._callback import Callback as Callback
+from flaxfit.callbacks._every import every as every
+from flaxfit.callbacks._loggers import CSVLogger as CSVLogger
+from flaxfit.callbacks._loggers import JSONLogger as JSONLogger
+from flaxfit.callbacks._progress import ProgressBar as ProgressBar
+from flaxfit.callbacks._stopping import EarlyStopping as EarlyStopping
+from flaxfit.callbacks._stopping import StopOnNaN as StopOnNaN
+from flaxfit.callbacks._summary import SummaryLogger as SummaryLogger

@@ -1,0 +1,62 @@
+"""Callback: the one hook of a training loop, and what a loop offers to a callback."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from flaxfit._checkpoint import Checkpoint
+
+
+class Callback(Protocol):
+    """Anything that takes a checkpoint and returns it, a changed copy, or None (unchanged).
+
+    Callbacks run in their order; what one returns is what the next one and the user get. Return
+    the checkpoint, as the built-in ones do, and `redex.combinator.serial` composes them too.
+
+    A callback may have two more methods. `attach(loop)` is called once when a loop that has it
+    in its `callbacks` is built. `close()` is called when training ends, however it ends.
+
+    >>> def halve(checkpoint: Checkpoint) -> Checkpoint:
+    ...     return checkpoint.with_metrics({"half": checkpoint.loss / 2})
+    >>> callback: Callback = halve
+    >>> callback(Checkpoint(step=1, state=None, metrics={"loss": 0.5})).metrics["half"]
+    0.25
+    """
+
+    def __call__(self, checkpoint: Checkpoint, /) -> Checkpoint | None:
+        """Reads, changes or stores what happened up to a step."""
+        ...
+
+
+class Loop(Protocol):
+    """What a callback that is attached to a training loop may use of it."""
+
+    watchers: list[Callable[[int], None]]
+    """Functions of the step, called after each step is dispatched; they must not read arrays."""
+
+    @property
+    def step(self) -> int:
+        """How many updates were done."""
+        ...
+
+    @property
+    def n_steps(self) -> int | None:
+        """Where training ends; None: with the data."""
+        ...
+
+    @property
+    def n_steps_per_checkpoint(self) -> int:
+        """How many steps lie between two checkpoints."""
+        ...
+
+    @property
+    def state(self) -> Any:
+        """A safe copy of the training state."""
+        ...
+
+    def restore(self, state: Any, /) -> Any:
+        """Goes on from another state."""
+        ...
+
+    def running_metrics(self) -> dict[str, float]:
+        """The means since the last checkpoint; waits for the device."""
+        ...

@@ -1,0 +1,198 @@
+"""ProgressBar: a live bar on a terminal or in a notebook, a line per checkpoint elsewhere."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TextIO
+
+from tqdm.auto import tqdm
+
+from flaxfit import _display as display
+from flaxfit._checkpoint import Checkpoint
+from flaxfit._monitor import default_monitor, is_better, resolve_mode
+from flaxfit.callbacks._callback import Loop
+
+_SECONDS_BETWEEN_REFRESHES = 0.5
+# Steps are int32: a span of this many ends with the data, wherever that is.
+_ENDLESS = 2**31 - 1
+
+
+class _Bar(tqdm):
+    """A bar that only we redraw: no thread wakes up to do it."""
+
+    monitor_interval = 0
+
+
+class ProgressBar:
+    """Shows how training goes: a line for every checkpoint, and a live bar below them.
+
+    The bar shows the running metrics, the speed and the time that is left, compilation not
+    counted. It is drawn, and the metrics are read from the device, at most every 0.5 seconds.
+    Where nothing can be redrawn (a log file, a pipe) there are only the lines.
+
+    >>> import sys
+    >>> bar = ProgressBar(unit="epoch", total=10, file=sys.stdout)
+    >>> metrics = {"loss": 1.7632, "val_accuracy": 0.8611}
+    >>> checkpoint = bar(Checkpoint(step=44, state=None, metrics=metrics, elapsed_time=0.1))
+    Epoch  1/10  0.1s  loss 1.7632  val_accuracy 0.8611 *
+    """
+
+    def __init__(
+        self,
+        *,
+        unit: str = "step",
+        total: int | None = None,
+        start: int = 0,
+        monitor: str | None = None,
+        mode: str = "auto",
+        live: bool | None = None,
+        file: TextIO | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Describes what to show.
+
+        Args:
+          unit: "step" shows the step of the loop; any other word ("epoch") counts checkpoints,
+            and the bar starts again after each.
+          total: how many units there will be; None: the loop's `n_steps` for steps.
+          start: how many units were done before (a resumed run).
+          monitor: the metric whose best values are marked "*"; None: the first validation
+            metric, if there is one.
+          mode: "min", "max", or "auto": losses and errors are minimised, the rest maximised.
+          live: whether to draw a bar; None: on a terminal or in a notebook.
+          file: a text stream; None: standard error, in a notebook the cell's output.
+          clock: gives the time in seconds.
+        """
+        self._unit, self._total, self._start = unit, total, start
+        self._monitor, self._mode = monitor, mode
+        self._live, self._file, self._clock = live, file, clock
+        self._loop: Loop | None = None
+        self._bar: _Bar | None = None
+        self._reset(0)
+
+    def _reset(self, step: int) -> None:
+        self._n = step if self._unit == "step" else self._start
+        self._bar_start = step
+        self._best: tuple[float, int] | None = None
+        self._last: Checkpoint | None = None
+        self._began: float | None = None
+        self._previous: tuple[int, float] | None = None
+        self._n_timed, self._seconds = 0, 0.0
+        self._next_refresh = self._clock() + _SECONDS_BETWEEN_REFRESHES
+
+    def attach(self, loop: Loop) -> None:
+        """Starts afresh for a loop."""
+        self._loop = loop
+        self._reset(loop.step)
+        if self._live or (self._live is None and display.is_live(self._stream)):
+            loop.watchers.append(self._watch)
+
+    @property
+    def _n_units(self) -> int | None:
+        """How many there will be; read anew, as the loop's end may be moved."""
+        if self._total is None and self._unit == "step" and self._loop is not None:
+            return self._loop.n_steps
+        return self._total
+
+    @property
+    def _stream(self) -> TextIO:
+        return display.output() if self._file is None else self._file
+
+    def _watch(self, step: int) -> None:
+        # Time runs from one step to the next: the first of a span comes after compilation,
+        # or after evaluation, and only starts the clock.
+        now = self._clock()
+        if self._previous is not None:
+            self._n_timed += step - self._previous[0]
+            self._seconds += now - self._previous[1]
+        self._previous = step, now
+        if now >= self._next_refresh and self._loop is not None:
+            self._draw(step, self._loop.running_metrics())
+            self._next_refresh = self._clock() + _SECONDS_BETWEEN_REFRESHES
+
+    def _draw(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._bar is None:
+            blocks = "─╸━"
+            self._bar = _Bar(
+                total=self._span(step)[2],
+                bar_format=" ",
+                leave=False,
+                dynamic_ncols=True,
+                ascii=blocks if display.printable(blocks, self._stream) == blocks else True,
+                file=self._stream,
+            )
+        self._arrange(self._bar, step, metrics)
+        self._bar.refresh()
+
+    def _arrange(self, bar: _Bar, step: int, metrics: Mapping[str, float]) -> None:
+        """Puts what is to be shown into the bar, without drawing it."""
+        label, n, total = self._span(step)
+        speed = self._n_timed / self._seconds if self._seconds else None
+        text = display.printable(display.progress_line(n, total, speed, metrics), self._stream)
+        text = text.replace("{", "{{").replace("}", "}}")
+        bar.bar_format = f"{label}  {{bar}}  {text}" if total else f"{label}  {text}"
+        bar.total, bar.n = total, n if total is None else min(n, total)
+
+    def _span(self, step: int) -> tuple[str, int, int | None]:
+        """What the bar runs over, where in it the step is, and how long it is."""
+        if self._unit == "step" or self._loop is None:
+            return "Step", step, self._n_units
+        label = display.label(self._unit, self._n + 1, self._n_units)
+        length = self._loop.n_steps_per_checkpoint
+        if length >= _ENDLESS:
+            length = self._last.n_completed_steps if self._last else None
+        return label, step - self._bar_start, length
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Writes a line."""
+        if self._began is None:
+            before = checkpoint.elapsed_time + checkpoint.compile_time
+            self._began = self._clock() - before
+        self._last, self._previous = checkpoint, None
+        self._n = checkpoint.step if self._unit == "step" else self._n + 1
+        self._bar_start = checkpoint.step
+        is_best = self._is_best(checkpoint.metrics)
+        if self._bar is not None:
+            if checkpoint.stop or self._n == self._n_units:
+                self._close_bar()
+            else:
+                self._arrange(self._bar, checkpoint.step, {})
+        label = display.label(self._unit, self._n, self._n_units)
+        display.write(
+            display.checkpoint_line(
+                label, checkpoint.elapsed_time, checkpoint.metrics, is_best=is_best
+            ),
+            self._stream,
+        )
+        return checkpoint
+
+    def _is_best(self, metrics: Mapping[str, float]) -> bool:
+        name = self._monitor = self._monitor or default_monitor(metrics)
+        if name is None or name not in metrics:
+            return False
+        value, best = float(metrics[name]), self._best and self._best[0]
+        if not is_better(value, best, resolve_mode(name, self._mode)):
+            return False
+        self._best = value, self._n
+        return True
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def close(self) -> None:
+        """Takes the bar away and writes how training ended."""
+        self._close_bar()
+        if self._last is None or self._began is None:
+            return
+        line = display.final_line(
+            self._clock() - self._began,
+            self._last.metrics,
+            unit=self._unit,
+            n=self._n,
+            total=self._n_units,
+            monitor=self._monitor,
+            best=self._best,
+        )
+        display.write(line, self._stream)
+        self._last = self._began = None

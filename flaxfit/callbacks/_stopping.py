@@ -1,0 +1,157 @@
+"""Callbacks that end training: when it no longer improves, when it broke."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from flaxfit._checkpoint import Checkpoint
+from flaxfit._display import say
+from flaxfit._monitor import is_better, read_metric, resolve_mode
+from flaxfit.callbacks._callback import Loop
+
+
+class EarlyStopping:
+    """Stops training when a metric no longer improves, and puts the best weights back.
+
+    The best parameters and model state (not the optimizer's) are put back when training ends,
+    however it ends: stopped here, out of steps or data, interrupted, failed. For this it must
+    be in the `callbacks` of the loop itself (`every` may wrap it).
+
+    >>> stopping = EarlyStopping("val_loss", patience=2)
+    >>> for step, loss in enumerate([0.9, 0.5, 0.7, 0.6]):
+    ...     checkpoint = Checkpoint(step=step, state=None, metrics={"val_loss": loss})
+    ...     checkpoint = stopping(checkpoint)
+    >>> checkpoint.stop, stopping.best_value, stopping.best_step
+    (True, 0.5, 1)
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        *,
+        mode: str = "auto",
+        patience: int = 0,
+        min_delta: float = 0.0,
+        restore_best: bool = True,
+    ) -> None:
+        """Describes when to stop.
+
+        Args:
+          monitor: the metric to watch.
+          mode: "min", "max", or "auto": losses and errors are minimised, the rest maximised.
+          patience: how many checkpoints without improvement end training; 0 is as 1.
+          min_delta: an improvement is larger than this; a tie is none, nor is nan.
+          restore_best: whether to put the best weights back when training ends.
+        """
+        if patience < 0 or min_delta < 0:
+            raise ValueError(
+                "patience and min_delta must not be negative, "
+                f"got patience={patience}, min_delta={min_delta}."
+            )
+        self._monitor = monitor
+        self._mode = resolve_mode(monitor, mode)
+        self._patience = patience
+        self._min_delta = min_delta
+        self._restore_best = restore_best
+        self._loop: Loop | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.best_value: float | None = None
+        """The best value so far."""
+        self.best_step: int | None = None
+        """The step that reached it."""
+        self._n_waited = 0
+        self._best_weights: dict[str, Any] | None = None
+        self._is_closed = True
+
+    def attach(self, loop: Loop) -> None:
+        """Starts afresh for a loop."""
+        self._reset()
+        self._loop = loop
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint, with `stop` set when patience has run out."""
+        self._is_closed = False
+        if self._monitor not in checkpoint.metrics and self.best_step is not None:
+            return checkpoint  # Measured at other checkpoints only.
+        value = read_metric(checkpoint.metrics, self._monitor, "EarlyStopping")
+        if is_better(value, self.best_value, self._mode, self._min_delta):
+            self.best_value, self.best_step, self._n_waited = value, checkpoint.step, 0
+            if self._restore_best and checkpoint.state is not None:
+                self._best_weights = {
+                    "params": checkpoint.state.params,
+                    "model_state": checkpoint.state.model_state,
+                }
+            return checkpoint
+        self._n_waited += 1
+        if self._n_waited < self._patience:
+            return checkpoint
+        return checkpoint.replace(stop=True)
+
+    def close(self) -> None:
+        """Puts the best weights back, once for each time that training ends."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if (
+            self._loop is None
+            or not self._restore_best
+            or self.best_step in (None, self._loop.step)
+        ):
+            return
+        if self._best_weights is None:
+            say(
+                f"the best weights (step {self.best_step:,}) were reached before this run was "
+                "resumed: restore them from a saved checkpoint"
+            )
+            return
+        self._loop.restore(self._loop.state.replace(**self._best_weights))
+
+    def get_state(self) -> dict[str, Any]:
+        """What a resumed run needs, as plain JSON; the weights are not in it."""
+        return {
+            "best_value": self.best_value,
+            "best_step": self.best_step,
+            "n_waited": self._n_waited,
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Puts back what `get_state` gave; call it after `attach`."""
+        self._reset()
+        self.best_value = state["best_value"]
+        self.best_step = state["best_step"]
+        self._n_waited = state["n_waited"]
+
+
+class StopOnNaN:
+    """Raises a FloatingPointError when the loss or the gradients are no longer finite.
+
+    >>> check = StopOnNaN()
+    >>> checkpoint = check(Checkpoint(step=9, state=None, metrics={"loss": 0.5}))
+    >>> check(Checkpoint(step=18, state=None, metrics={"loss": float("nan")}))
+    Traceback (most recent call last):
+    FloatingPointError: loss became nan at step 18 (last finite 0.5 at step 9). Lower the ...
+    """
+
+    def __init__(self) -> None:
+        self._last: Checkpoint | None = None
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint, when its loss and gradient norm are finite."""
+        for name in ("loss", "grad_norm"):
+            value = float(checkpoint.metrics.get(name, 0.0))
+            if not math.isfinite(value):
+                raise FloatingPointError(
+                    f"{name} became {value} at step {checkpoint.step:,} ({self._history(name)}). "
+                    "Lower the learning rate or clip: "
+                    "optax.chain(optax.clip_by_global_norm(1.0), optimizer)."
+                )
+        # Only numbers are kept: the state would hold on to its arrays.
+        self._last = checkpoint.replace(state=None, last_grads=None)
+        return checkpoint
+
+    def _history(self, name: str) -> str:
+        if self._last is None or name not in self._last.metrics:
+            return "it never was finite"
+        return f"last finite {self._last.metrics[name]:.4g} at step {self._last.step:,}"

@@ -1,0 +1,65 @@
+"""What the tests of callbacks share: checkpoints made by hand, a loop and a terminal."""
+
+import io
+
+import pytest
+
+from flaxfit._checkpoint import Checkpoint
+
+
+class FakeLoop:
+    """What a training loop offers to a callback, without training."""
+
+    def __init__(self, n_steps=None, n_steps_per_checkpoint=1, step=0, state=None):
+        self.n_steps, self.n_steps_per_checkpoint = n_steps, n_steps_per_checkpoint
+        self.step, self.state = step, state
+        self.watchers = []
+        self.restored = []
+        self.metrics = {"loss": 0.5}
+        self.n_reads = 0
+
+    def restore(self, state):
+        self.state = state
+        self.restored.append(state)
+
+    def running_metrics(self):
+        self.n_reads += 1
+        return self.metrics
+
+    def dispatch(self):
+        self.step += 1
+        for watch in self.watchers:
+            watch(self.step)
+
+
+class FakeTerminal(io.StringIO):
+    """A text stream that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def make_loop():
+    return FakeLoop
+
+
+@pytest.fixture
+def terminal():
+    return FakeTerminal()
+
+
+@pytest.fixture
+def checkpoint_at():
+    """Makes a checkpoint of a step from metrics given by name."""
+
+    def make(step, *, state=None, n_completed_steps=0, elapsed_time=0.0, **metrics):
+        return Checkpoint(
+            step=step,
+            state=state,
+            metrics=metrics,
+            n_completed_steps=n_completed_steps,
+            elapsed_time=elapsed_time,
+        )
+
+    return make

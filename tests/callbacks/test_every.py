@@ -1,0 +1,90 @@
+import copy
+from typing import Any
+
+import pytest
+import redex.combinator as cb
+
+from flaxfit.callbacks import (
+    CSVLogger,
+    EarlyStopping,
+    JSONLogger,
+    ProgressBar,
+    StopOnNaN,
+    SummaryLogger,
+    every,
+)
+
+
+class Recorder:
+    """A callback with everything a callback may have."""
+
+    def __init__(self):
+        self.events = []
+
+    def __call__(self, checkpoint):
+        self.events.append(checkpoint.step)
+        return checkpoint.with_metrics({"seen": 1.0})
+
+    def attach(self, loop):
+        self.events.append("attach")
+
+    def close(self):
+        self.events.append("close")
+
+
+def test_only_checkpoints_of_divisible_steps_reach_the_callback(checkpoint_at):
+    recorder = Recorder()
+    callback = every(10, recorder)
+    changed = [callback(checkpoint_at(step, loss=1.0)) for step in (5, 10, 15, 20)]
+    assert recorder.events == [10, 20]
+    assert ["seen" in checkpoint.metrics for checkpoint in changed] == [False, True, False, True]
+
+
+def test_a_callback_that_returns_none_leaves_the_checkpoint_as_it_is(checkpoint_at):
+    checkpoint = checkpoint_at(10, loss=1.0)
+    assert every(10, lambda checkpoint: None)(checkpoint) is checkpoint
+
+
+def test_attach_and_close_are_forwarded_where_the_callback_has_them(make_loop):
+    recorder = Recorder()
+    callback = every(2, every(3, recorder))
+    callback.attach(make_loop())
+    callback.close()
+    assert recorder.events == ["attach", "close"]
+    assert not hasattr(every(2, lambda checkpoint: None), "attach")
+    assert not hasattr(every(2, lambda checkpoint: None), "close")
+
+
+def test_a_callback_of_some_checkpoints_can_be_copied(checkpoint_at):
+    callback = copy.deepcopy(every(2, StopOnNaN()))
+    assert callback(checkpoint_at(2, loss=1.0)).loss == 1.0
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, True])
+def test_a_number_of_steps_below_one_or_not_whole_is_refused(n):
+    with pytest.raises(ValueError, match="at least 1, got"):
+        every(n, Recorder())
+
+
+def test_something_that_cannot_be_called_is_refused():
+    name: Any = "save"
+    with pytest.raises(TypeError, match="callable of a checkpoint, got 'save'"):
+        every(2, name)
+
+
+def test_all_built_in_callbacks_compose_in_series(checkpoint_at, tmp_path, capsys):
+    callbacks = [
+        every(2, Recorder()),
+        SummaryLogger(),
+        ProgressBar(),
+        EarlyStopping("loss"),
+        StopOnNaN(),
+        CSVLogger(tmp_path / "log.csv"),
+        JSONLogger(tmp_path / "log.jsonl"),
+    ]
+    together: Any = cb.serial(*callbacks)
+    assert together(checkpoint_at(2, loss=0.5)).metrics == {"loss": 0.5, "seen": 1.0}
+    assert together(checkpoint_at(3, loss=0.6)).stop
+    for callback in callbacks:
+        if hasattr(callback, "close"):
+            callback.close()

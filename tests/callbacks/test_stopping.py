@@ -1,0 +1,245 @@
+import json
+import math
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from flaxfit import TrainLoop, TrainTask
+from flaxfit._checkpoint import Checkpoint
+from flaxfit._state import init_state
+from flaxfit.callbacks import EarlyStopping, StopOnNaN, every
+
+
+def stops(stopping, values, name="val_loss"):
+    """Whether the callback stops training at each of these values."""
+    return [
+        stopping(Checkpoint(step=step, state=None, metrics={name: value})).stop
+        for step, value in enumerate(values, start=1)
+    ]
+
+
+def state_of(value):
+    """A training state whose one parameter and one statistic have this value."""
+
+    def init(rngs, x):
+        return {"params": {"w": x * 0 + value}, "batch_stats": {"mean": x * 0 + value}}
+
+    return init_state(init, optax.sgd(0.1), 0, (np.ones((1,), np.float32),))
+
+
+@pytest.mark.parametrize(
+    ("patience", "expected"),
+    [
+        (0, [False, False, True, True, False, True]),
+        (1, [False, False, True, True, False, True]),
+        (2, [False, False, False, True, False, False]),
+        (9, [False] * 6),
+    ],
+)
+def test_training_stops_after_patience_checkpoints_without_improvement(patience, expected):
+    values = [0.9, 0.5, 0.6, 0.7, 0.4, 0.5]
+    assert stops(EarlyStopping(patience=patience), values) == expected
+
+
+def test_a_tie_does_not_renew_patience():
+    assert stops(EarlyStopping(patience=2), [0.5, 0.5, 0.5]) == [False, False, True]
+
+
+def test_an_improvement_must_exceed_min_delta():
+    stopping = EarlyStopping(min_delta=0.125)
+    assert stops(stopping, [1.0, 0.875, 0.75]) == [False, True, False]
+    assert stopping.best_value == 0.75
+
+
+@pytest.mark.parametrize(
+    ("monitor", "mode", "best"),
+    [
+        ("val_loss", "auto", 1.0),
+        ("val_RMSE", "auto", 1.0),
+        ("perplexity", "auto", 1.0),
+        ("val_accuracy", "auto", 3.0),
+        ("val_loss", "max", 3.0),
+        ("val_accuracy", "min", 1.0),
+    ],
+)
+def test_the_mode_follows_the_name_unless_it_is_given(monitor, mode, best):
+    stopping = EarlyStopping(monitor, mode=mode, patience=9)
+    stops(stopping, [2.0, 3.0, 1.0], monitor)
+    assert stopping.best_value == best
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_never_best(bad):
+    stopping = EarlyStopping(patience=3)
+    assert stops(stopping, [bad, 0.5, bad, bad, bad]) == [False] * 4 + [True]
+    assert (stopping.best_value, stopping.best_step) == (0.5, 2)
+
+
+def test_nothing_but_nan_runs_out_of_patience_and_restores_nothing(make_loop, checkpoint_at):
+    stopping, loop = EarlyStopping(patience=2), make_loop(step=2, state=state_of(1.0))
+    stopping.attach(loop)
+    results = [stopping(checkpoint_at(step, val_loss=math.nan)).stop for step in (1, 2)]
+    stopping.close()
+    assert results == [False, True]
+    assert not loop.restored
+
+
+def test_an_unknown_metric_is_an_error_that_lists_the_known_ones(checkpoint_at):
+    with pytest.raises(ValueError, match="'val_loss': the checkpoint holds loss, accuracy"):
+        EarlyStopping()(checkpoint_at(1, loss=0.5, accuracy=0.9))
+
+
+def test_checkpoints_without_the_metric_do_not_count_once_it_was_there(checkpoint_at):
+    stopping = EarlyStopping()
+    stopping(checkpoint_at(10, val_loss=0.5))
+    assert not stopping(checkpoint_at(15, loss=0.5)).stop
+    assert stopping(checkpoint_at(20, val_loss=0.6)).stop
+
+
+@pytest.mark.parametrize("options", [{"patience": -1}, {"min_delta": -0.1}, {"mode": "lowest"}])
+def test_senseless_options_are_refused(options):
+    with pytest.raises(ValueError, match="must"):
+        EarlyStopping(**options)
+
+
+def test_close_puts_the_best_weights_and_statistics_back_and_leaves_the_rest(
+    make_loop, checkpoint_at
+):
+    stopping, loop = EarlyStopping(patience=9), make_loop()
+    stopping.attach(loop)
+    for step, loss in enumerate([0.9, 0.1, 0.5], start=1):
+        loop.step, loop.state = step, state_of(float(step)).replace_step(step)
+        stopping(checkpoint_at(step, state=loop.state, val_loss=loss))
+    stopping.close()
+    assert float(loop.state.params["w"][0]) == 2.0
+    assert float(loop.state.model_state["batch_stats"]["mean"][0]) == 2.0
+    assert int(loop.state.step) == 3
+    stopping.close()
+    assert len(loop.restored) == 1
+
+
+def test_close_restores_again_only_after_more_training(make_loop, checkpoint_at):
+    stopping, loop = EarlyStopping(patience=9), make_loop(state=state_of(1.0))
+    stopping.attach(loop)
+    for step, loss in (1, 0.1), (2, 0.5), (3, 0.6):
+        loop.step = step
+        stopping(checkpoint_at(step, state=loop.state, val_loss=loss))
+        if step > 1:
+            stopping.close()
+    assert len(loop.restored) == 2
+
+
+def test_nothing_is_restored_when_the_last_weights_are_best_or_when_not_wanted(
+    make_loop, checkpoint_at
+):
+    for stopping, losses in (
+        (EarlyStopping(patience=9), [0.5, 0.1]),
+        (EarlyStopping(patience=9, restore_best=False), [0.1, 0.5]),
+    ):
+        loop = make_loop(state=state_of(1.0))
+        stopping.attach(loop)
+        for loop.step, loss in enumerate(losses, start=1):
+            stopping(checkpoint_at(loop.step, state=loop.state, val_loss=loss))
+        stopping.close()
+        assert not loop.restored
+
+
+def test_attaching_to_a_new_loop_starts_afresh(make_loop, checkpoint_at):
+    stopping = EarlyStopping()
+    stopping(checkpoint_at(1, val_loss=0.1))
+    stopping.attach(make_loop())
+    assert not stopping(checkpoint_at(1, val_loss=0.9)).stop
+
+
+def test_patience_and_best_value_survive_as_json(checkpoint_at):
+    values = [0.5, 0.6, 0.7, 0.4, 0.8, 0.9]
+    whole = EarlyStopping(patience=3)
+    expected = stops(whole, values)
+    first, second = EarlyStopping(patience=3), EarlyStopping(patience=3)
+    results = stops(first, values[:3])
+    second.set_state(json.loads(json.dumps(first.get_state())))
+    results += stops(second, values[3:])
+    assert results == expected
+    assert second.best_value == whole.best_value
+
+
+def test_a_resumed_run_says_that_the_best_weights_are_elsewhere(make_loop, checkpoint_at, capsys):
+    stopping, loop = EarlyStopping(patience=1), make_loop(step=20, state=state_of(1.0))
+    stopping.attach(loop)
+    stopping.set_state({"best_value": 0.1, "best_step": 10, "n_waited": 0})
+    assert stopping(checkpoint_at(20, state=loop.state, val_loss=0.2)).stop
+    stopping.close()
+    assert not loop.restored
+    assert "best weights (step 10) were reached before this run was resumed" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("end", ["stopped", "out of steps", "out of data", "interrupted"])
+def test_a_real_loop_ends_with_its_best_weights_however_it_ends(end):
+    # The weight moves towards 1 for two steps, and away from it in those that follow.
+    x = np.ones((4, 1), np.float32)
+    data = [(x, x * target) for target in (1, 1, 9, 9, 9, 9)]
+
+    def init(rngs, x):
+        return {"params": {"w": np.zeros((1, 1), np.float32)}}
+
+    def apply(variables, x, **_):
+        return x @ variables["params"]["w"], {}
+
+    def measure(checkpoint):
+        error = float(np.square(checkpoint.model_params["w"] - 1).sum())
+        return checkpoint.with_metrics({"val_loss": error})
+
+    def interrupt(checkpoint):
+        if end == "interrupted" and checkpoint.step == 5:
+            raise KeyboardInterrupt
+
+    stopping = every(1, EarlyStopping(patience=3 if end == "stopped" else 99))
+    loop = TrainLoop(
+        init,
+        TrainTask(apply, optax.sgd(0.25), "mse", data),
+        0,
+        n_steps=4 if end == "out of steps" else 6,
+        callbacks=[measure, stopping, interrupt],
+        devices=jax.devices()[:1],
+        stdout=False,
+    )
+    weights, last = {0: np.zeros((1, 1))}, 0
+    try:
+        with loop:
+            for checkpoint in loop:
+                weights[checkpoint.step] = checkpoint.model_params["w"]
+                last = checkpoint.step
+    except KeyboardInterrupt:
+        assert end == "interrupted"
+    assert last == {"stopped": 5, "out of steps": 4, "out of data": 6, "interrupted": 4}[end]
+    best = min(weights, key=lambda step: abs(float(weights[step][0, 0]) - 1))
+    assert best == 2
+    np.testing.assert_array_equal(loop.state.params["w"], weights[2])
+    assert not np.array_equal(weights[2], weights[last])
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_or_gradient_that_is_not_finite_is_an_error_with_its_history(
+    checkpoint_at, name, value
+):
+    check = StopOnNaN()
+    fine = {"loss": 0.5, "grad_norm": 32000.0}
+    assert check(checkpoint_at(90, **fine)).metrics == fine
+    last = "0.5" if name == "loss" else "3.2e\\+04"
+    match = rf"{name} became {value} at step 1,180 \(last finite {last} at step 90\). Lower the"
+    with pytest.raises(FloatingPointError, match=match):
+        check(checkpoint_at(1180, **{**fine, name: value}))
+
+
+def test_other_metrics_may_be_nan(checkpoint_at):
+    assert StopOnNaN()(checkpoint_at(1, loss=0.5, auc=math.nan)).loss == 0.5
+
+
+def test_a_loss_that_never_was_finite_says_so(checkpoint_at):
+    with pytest.raises(FloatingPointError, match="it never was finite"):
+        StopOnNaN()(checkpoint_at(1, loss=math.nan))
