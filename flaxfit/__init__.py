@@ -5,6 +5,7 @@ from typing import Any
 
 from flaxfit._batch import Batch as Batch
 from flaxfit._checkpoint import Checkpoint as Checkpoint
+from flaxfit._evaluate import EvalLoop as EvalLoop
 from flaxfit._loop import EndOfData as EndOfData
 from flaxfit._loop import TrainLoop as TrainLoop
 from flaxfit._state import InferenceState as InferenceState
@@ -16,3 +17,5 @@ from flaxfit._step import make_train_step as make_train_step
 from flaxfit._step import step_key as step_key
 from flaxfit._task import EvalTask as EvalTask
 from flaxfit._task import TrainTask as TrainTask
+from flaxfit.data import ArrayStream as ArrayStream
+from flaxfit.strategies import DataParallel as DataParallel

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 
 from flaxfit import _totals
+from flaxfit._batch import Batch, normalize
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._feed import Feed
-from flaxfit._inspect import shapes_of
+from flaxfit._inspect import inspect_eval, shapes_of
 from flaxfit._step import compute, make_eval_step
 from flaxfit._task import EvalTask
 from flaxfit.data import one_pass
@@ -74,18 +75,21 @@ class EvalLoop:
         Raises:
           ValueError: the data holds no batches.
         """
-        feed = Feed(self.strategy, pad=True, say=lambda text: None)
-        state = self.strategy.place(state)
-        totals, in_flight = None, deque()
         batches = one_pass(self.task.data if data is None else data)
+        strategy, state = self.strategy, self.strategy.place(state)
+        feed, totals, in_flight = None, None, deque()
         for item in itertools.islice(batches, self.n_steps):
-            strategy, batch, signature = feed(item)
-            if totals is None:
-                totals = self._zero_totals(state, batch)
-            arguments = (state, totals, strategy.split(batch))
-            if signature not in self._executables:
-                self._executables[signature] = strategy.compile(self._update(), arguments)
-            totals = self._executables[signature](*arguments)
+            if feed is None:
+                feed, totals = self._look_at(normalize(item), state, batches)
+            portion = feed(item)
+            if portion.strategy is not strategy:
+                strategy = portion.strategy
+                state, totals = strategy.place((state, totals))
+            arguments = (state, totals, strategy.split(portion.batch))
+            update = self._executables.get(portion.signature)
+            if update is None:
+                update = self._executables[portion.signature] = self._compile(strategy, arguments)
+            totals = update(*arguments)
             in_flight.append(totals)
             if len(in_flight) > 2:
                 jax.block_until_ready(in_flight.popleft())
@@ -93,10 +97,23 @@ class EvalLoop:
             raise ValueError("There is nothing to evaluate: the data holds no batches.")
         return compute(_totals.read(totals), self.task.metrics)
 
-    def _zero_totals(self, state: Any, batch: Any) -> Any:
-        measure = make_eval_step(self.task)
-        return _totals.zero_totals(jax.eval_shape(measure, shapes_of(state), shapes_of(batch)))
+    def _look_at(self, batch: Batch, state: Any, batches: Any) -> tuple[Feed, Any]:
+        """Checks the first batch; whether batches can be padded, and empty totals."""
+        values = inspect_eval(self.task, state, batch)
+        is_scalar = values is not None and values.ndim == 0
+        sums = jax.eval_shape(make_eval_step(self.task), shapes_of(state), shapes_of(batch))
+        feed = Feed(
+            self.strategy,
+            pad=not is_scalar,
+            why_not="the loss returns a scalar, not one value per example",
+            size=0 if is_scalar else getattr(batches, "batch_size", 0),
+        )
+        return feed, _totals.zero_totals(sums)
 
-    def _update(self) -> Callable[..., Any]:
-        measure = make_eval_step(self.task, axis_name=self.strategy.axis_name)
-        return lambda state, totals, batch: _totals.add(totals, measure(state, batch))
+    def _compile(self, strategy: Strategy, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        measure = make_eval_step(self.task, axis_name=strategy.axis_name)
+
+        def update(state: Any, totals: Any, batch: Any) -> Any:
+            return _totals.add(totals, measure(state, batch))
+
+        return strategy.compile(update, arguments)

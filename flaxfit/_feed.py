@@ -17,6 +17,8 @@ class Portion(NamedTuple):
     strategy: Strategy
     """The devices that it divides over: all of them, or fewer for a remainder."""
     batch: Batch
+    is_weighted: bool
+    """Whether the weights are the user's, and so may all be zero."""
     signature: Hashable
     """The number of devices, the shapes and the dtypes: batches that share it share a program."""
 
@@ -31,11 +33,17 @@ class Feed:
     """
 
     def __init__(
-        self, strategy: Strategy, *, pad: bool, why_not: str = "", say: Callable[[str], None]
+        self,
+        strategy: Strategy,
+        *,
+        pad: bool,
+        why_not: str = "",
+        size: int = 0,
+        say: Callable[[str], None] = lambda text: None,
     ):
         self.strategy, self.pad, self._why_not, self._say = strategy, pad, why_not, say
         self._structure: Any = None
-        self._size = 0
+        self._size = size
         self._ones: dict[int, np.ndarray] = {}
         self._announced = False
 
@@ -44,8 +52,8 @@ class Feed:
         batch = normalize(item)
         n = n_examples(batch)
         self._size = self._size or n
-        n_devices = self.strategy.n_devices
-        strategy = self.strategy
+        strategy, n_devices = self.strategy, self.strategy.n_devices
+        is_weighted = batch.weights is not None
         if self.pad:
             batch = batch._replace(weights=self._weights(n, batch.weights))
             size = -(-max(n, self._size) // n_devices) * n_devices
@@ -62,7 +70,7 @@ class Feed:
                     f"{n + n_devices - n % n_devices}, or fewer devices."
                 )
             strategy = self.strategy.narrow(n)
-        return Portion(strategy, batch, self._signature(strategy, batch))
+        return Portion(strategy, batch, is_weighted, self._signature(strategy, batch, is_weighted))
 
     def _weights(self, n: int, weights: Any) -> np.ndarray:
         if weights is not None:
@@ -71,7 +79,7 @@ class Feed:
             self._ones[n] = np.ones(n, np.float32)
         return self._ones[n]
 
-    def _signature(self, strategy: Strategy, batch: Batch) -> Hashable:
+    def _signature(self, strategy: Strategy, batch: Batch, is_weighted: bool) -> Hashable:
         leaves, structure = jax.tree.flatten(batch)
         if self._structure is None:
             self._structure = structure
@@ -80,7 +88,7 @@ class Feed:
                 "A batch has another structure than the first one, and so cannot be trained on or "
                 f"measured with it:\\n  first {self._structure}\\n  now   {structure}"
             )
-        return (strategy.n_devices, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        return (strategy.n_devices, is_weighted, *((leaf.shape, leaf.dtype) for leaf in leaves))
 
     def _announce(self, n: int, size: int) -> None:
         if self._announced:

@@ -9,7 +9,7 @@ import numpy as np
 from flaxfit import losses
 from flaxfit._batch import Batch, n_examples
 from flaxfit._rules import flat
-from flaxfit._step import ForwardPass, forward
+from flaxfit._step import ForwardPass, evaluate_loss, forward, forward_eval
 
 
 def inspect(task: Any, state: Any, batch: Batch) -> ForwardPass:
@@ -44,18 +44,37 @@ def inspect(task: Any, state: Any, batch: Batch) -> ForwardPass:
             ) from error
         raise
     check_loss(task.loss, result.values, result.outputs, batch)
-    if result.values.ndim == 0 and batch.weights is not None:
-        raise ValueError(
-            "Weights cannot be applied to a loss that returns a scalar: return one value per "
-            f"example, of shape ({n_examples(batch)},), without taking the mean."
-        )
     return result
+
+
+def inspect_eval(task: Any, state: Any, batch: Batch) -> Any:
+    """Traces one measurement without running it: the shape of the loss, None without a loss.
+
+    Raises:
+      ValueError: labels, weights or the shape of the loss do not fit.
+    """
+
+    def measure(state: Any, batch: Batch) -> Any:
+        outputs = forward_eval(task, state, batch)
+        if task.loss is None:
+            return outputs, None
+        return outputs, evaluate_loss(task.loss, outputs, batch.targets)[0]
+
+    outputs, values = jax.eval_shape(measure, shapes_of(state), shapes_of(batch))
+    if values is not None:
+        check_loss(task.loss, values, outputs, batch)
+    return values
 
 
 def check_loss(loss: Any, values: Any, outputs: Any, batch: Batch) -> None:
     """Checks the shape of a loss against the batch, and the values of labels, on the host."""
     losses.check_loss_shape(values.shape, outputs, batch.targets, n_examples(batch))
     losses.check_values(loss, outputs, batch.targets)
+    if values.ndim == 0 and batch.weights is not None:
+        raise ValueError(
+            "Weights cannot be applied to a loss that returns a scalar: return one value per "
+            f"example, of shape ({n_examples(batch)},), without taking the mean."
+        )
 
 
 def check_finite(batch: Batch, name: str = "The first batch") -> None:

@@ -88,16 +88,15 @@ class TrainLoop:
         stdout: bool = True,
     ):
         if devices is not None and strategy is not None:
-            raise ValueError("Give either devices or a strategy, not both: strategies hold devices.")
+            raise ValueError(
+                "Give either devices or a strategy, not both: strategies hold devices."
+            )
         self.task = _with_collections(task, collections, mutable_collections)
         self.strategy = strategy or DataParallel(devices)
         self.n_steps_per_checkpoint = n_steps_per_checkpoint
         self.n_steps = n_steps
         self.first_checkpoint = _positive("first_checkpoint", first_checkpoint)
         self.steps_per_call = _positive("steps_per_call", steps_per_call)
-        self.callbacks = (callbacks,) if callable(callbacks) else tuple(callbacks)
-        self.watchers: list[Callable[[int], None]] = []
-        """Functions of the step, called after each dispatch. They must not read the device."""
         self._options = {"grad_norm": grad_norm, "keep_grads": keep_grads}
         self._say = say if stdout else lambda text: None
         self._interrupts = Interrupts()
@@ -114,9 +113,7 @@ class TrainLoop:
         """The checkpoint file that the run was restored from, or None."""
         if self.start is not None and self.start.data_state is not None:
             self._set_position(self.start.data_state)
-        for callback in self.callbacks:
-            if hasattr(callback, "attach"):
-                callback.attach(self)
+        self.callbacks = callbacks
 
     # Driving the loop: each is a choice of where to train to.
 
@@ -197,6 +194,20 @@ class TrainLoop:
         self._feed: Feed | None = None
         self._ended = self.stopped = False
 
+    @property
+    def callbacks(self) -> Any:
+        """The callbacks; those that have an `attach` get to know the loop when set."""
+        return self._callbacks
+
+    @callbacks.setter
+    def callbacks(self, callbacks: Any) -> None:
+        self._callbacks = (callbacks,) if callable(callbacks) else tuple(callbacks)
+        self.watchers: list[Callable[[int], None]] = []
+        """Functions of the step, called after each dispatch. They must not read the device."""
+        for callback in self._callbacks:
+            if hasattr(callback, "attach"):
+                callback.attach(self)
+
     def running_metrics(self) -> dict[str, Any]:
         """The metrics since the previous checkpoint so far; waits for the device."""
         if not self._n_completed:
@@ -274,7 +285,7 @@ class TrainLoop:
 
     def _dispatch(self, portions: list[Portion]) -> jax.Array:
         """Runs the compiled update. What was fetched is let go once the new state is stored."""
-        strategy, batch, signature = portions[0]
+        strategy, batch, is_weighted, signature = portions[0]
         n = len(portions)
         if n > 1:
             batch = stack_batches([portion.batch for portion in portions])
@@ -285,7 +296,7 @@ class TrainLoop:
             state, totals = strategy.place((state, totals))
         update = self._executables.get((n, signature))
         if update is None:
-            update = self._compile(strategy, n, signature, (state, totals, batch))
+            update = self._compile(portions, (state, totals, batch))
         state, totals, (token, grads) = update(state, totals, batch)
         if not whole:
             state, totals = self.strategy.place((state, totals))
@@ -296,19 +307,25 @@ class TrainLoop:
         del self._fetched[:n]
         return token
 
-    def _compile(self, strategy: Strategy, n: int, signature: Any, arguments: Any) -> Any:
+    def _compile(self, portions: list[Portion], arguments: tuple[Any, ...]) -> Any:
         began = time.perf_counter()
-        update = make_update(self.task, axis_name=strategy.axis_name, n_steps=n, **self._options)
+        strategy, batch, is_weighted, signature = portions[0]
+        update = make_update(
+            self.task,
+            axis_name=strategy.axis_name,
+            n_steps=len(portions),
+            skip_empty=is_weighted,
+            **self._options,
+        )
         update = strategy.compile(update, arguments, n_donated=2)
         seconds = time.perf_counter() - began
         self._compile_time += seconds
-        again = ", again:" if self._executables else " for"
-        shapes = ", ".join(str(shape) for shape, _ in signature[1:])
+        shapes = ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(batch[:2]))
         self._say(
-            f"compiled the training step{again} batches of {shapes} on {strategy.n_devices} "
-            f"device{'s' * (strategy.n_devices > 1)} in {seconds:.1f} s"
+            f"compiled the training step {'again ' * bool(self._executables)}in {seconds:.1f}s, "
+            f"for batches of {shapes} on {strategy.n_devices} device(s)"
         )
-        self._executables[n, signature] = update
+        self._executables[len(portions), signature] = update
         return update
 
     def _deliver(self) -> Checkpoint:
@@ -382,7 +399,9 @@ class TrainLoop:
             try:
                 self._fetched.append(next(self._stream))
             except StopIteration:
-                raise ValueError("The data holds no batches: there is nothing to train on.") from None
+                raise ValueError(
+                    "The data holds no batches: there is nothing to train on."
+                ) from None
         return self._fetched[0]
 
     def _set_state(self, state: TrainState) -> None:

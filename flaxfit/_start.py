@@ -57,5 +57,7 @@ def start(
             f"{type(init).__name__}: {init!r:.60}"
         )
     if key is None:
-        raise ValueError("A fresh start needs a random key: TrainLoop(..., rnkey=jax.random.key(0)).")
+        raise ValueError(
+            "A fresh start needs a random key: TrainLoop(..., rnkey=jax.random.key(0))."
+        )
     return Start(init_state(init, task.optimizer, key, sample(), collections=streams))

@@ -18,7 +18,12 @@ Sums = dict[str, Any]
 
 
 def make_train_step(
-    task: Any, *, axis_name: str | None = None, grad_norm: bool = True, keep_grads: bool = False
+    task: Any,
+    *,
+    axis_name: str | None = None,
+    grad_norm: bool = True,
+    keep_grads: bool = False,
+    skip_empty: bool = True,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Any]]:
     """Makes the pure update of one training step: `(state, batch) -> (state, sums)`.
 
@@ -40,6 +45,7 @@ def make_train_step(
       axis_name: the mapped axis to reduce over, where the step runs once per replica.
       grad_norm: whether to report the global norm of the gradients.
       keep_grads: whether to return `(state, (sums, grads))`.
+      skip_empty: whether the weights of a batch may sum to zero; False saves the check.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
@@ -65,7 +71,7 @@ def make_train_step(
             task.optimizer, grads, model_state=average_state(result.model_state, axis_name)
         )
         has_weight = jnp.ones(())
-        if batch.weights is not None:
+        if skip_empty and batch.weights is not None:
             has_weight = jnp.where(total_weight > 0, 1.0, 0.0)
             unchanged = state.replace(step=updated.step)
             updated = _where(total_weight > 0, updated, unchanged)
@@ -111,9 +117,7 @@ def forward(task: Any, params: Any, state: Any, batch: Batch, key: jax.Array) ->
         **_measure(task.metrics, outputs, batch.targets, weights),
     }
     model_state = {name: updates.get(name, old) for name, old in state.model_state.items()}
-    return ForwardPass(
-        values, sum(penalties) if penalties else None, sums, outputs, model_state
-    )
+    return ForwardPass(values, sum(penalties) if penalties else None, sums, outputs, model_state)
 
 
 def make_eval_step(
@@ -135,10 +139,7 @@ def make_eval_step(
     """
 
     def eval_step(state: TrainState, batch: Batch) -> Sums:
-        options = {}
-        if task.rngs:
-            options["rngs"] = _rngs(task.rngs, step_key(state.key, state.step, _replica(axis_name)))
-        outputs = expand_to_tuple(call(task.apply, state.variables, batch.inputs, **options))
+        outputs = forward_eval(task, state, batch, axis_name)
         weights = _weights(batch)
         sums = _measure(task.metrics, outputs, batch.targets, weights)
         if task.loss is not None:
@@ -197,6 +198,16 @@ def compute(sums: Sums, metrics: Mapping[str, Any]) -> dict[str, Any]:
                 value = np.float64(parts[0]) / np.float64(parts[1])
         values[name] = float(value) if value.ndim == 0 else value
     return values
+
+
+def forward_eval(
+    task: Any, state: Any, batch: Batch, axis_name: str | None = None
+) -> tuple[Any, ...]:
+    """Applies the model in evaluation: its outputs."""
+    options = {}
+    if task.rngs:
+        options["rngs"] = _rngs(task.rngs, step_key(state.key, state.step, _replica(axis_name)))
+    return expand_to_tuple(call(task.apply, state.variables, batch.inputs, **options))
 
 
 def evaluate_loss(

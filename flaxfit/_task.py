@@ -91,5 +91,3 @@ def _check_apply(owner: str, apply: Any) -> None:
         hint = "module.apply" if hasattr(apply, "apply") else "apply(variables, *inputs, ...)"
         kind = "a module" if hasattr(apply, "apply") else repr(apply)[:80]
         raise TypeError(f"{owner} needs an apply function, got {kind}: pass {hint}.")
-
-

@@ -1,11 +1,21 @@
 """What every test shares: four simulated devices, and doctests that know the optional packages."""
 
+import atexit
+import shutil
+import tempfile
 from importlib.util import find_spec
 
 import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 4)
+
+# Tests build the same small programs over and over: each is compiled once in a session.
+_compilation_cache = tempfile.mkdtemp(prefix="flaxfit-tests-")
+atexit.register(shutil.rmtree, _compilation_cache, ignore_errors=True)
+jax.config.update("jax_compilation_cache_dir", _compilation_cache)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 OPTIONAL = ("clu", "datasets", "grain", "matplotlib", "metrax", "pandas", "tensorflow", "torch")
 

@@ -8,8 +8,7 @@ class Strategy(Protocol):
     """Compiles pure functions and places what they are called with.
 
     >>> from flaxfit.strategies import DataParallel
-    >>> DataParallel().axis_name
-    'replica'
+    >>> strategy: Strategy = DataParallel()
     """
 
     @property

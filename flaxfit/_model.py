@@ -1,0 +1,273 @@
+"""Model: fit, evaluate and predict. It forwards to the loop and decides nothing."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from flaxfit import _display as display
+from flaxfit import modules
+from flaxfit._arrays import prepare
+from flaxfit._batch import n_examples, normalize
+from flaxfit._checkpoint import Checkpoint
+from flaxfit._evaluate import EvalLoop
+from flaxfit._feed import Feed
+from flaxfit._history import History
+from flaxfit._loop import TrainLoop
+from flaxfit._state import TrainState
+from flaxfit._step import make_predict_step
+from flaxfit._task import EvalTask, TrainTask
+from flaxfit.callbacks import ProgressBar
+from flaxfit.data import ArrayStream, as_stream, one_pass
+from flaxfit.strategies import DataParallel, Strategy
+
+_ENDLESS = 2**31 - 1
+
+
+class Model:
+    """A model that is trained with `fit`, measured with `evaluate` and used with `predict`.
+
+    >>> import optax
+    >>> from flax import linen as nn
+    >>> x = np.linspace(-1, 1, 64)[:, None]
+    >>> model = Model(nn.Dense(1), optax.adam(0.1), "mse")
+    >>> history = model.fit(x, 3 * x, epochs=30, verbose=0)
+    >>> model.predict(x[:2]).shape
+    (2, 1)
+
+    Args:
+      module: a linen module, an nnx module or a factory of one, or an `(init, apply)` pair. Its
+        switch between training and evaluation (`train`, `training`, `deterministic`,
+        `use_running_average`; a field or an argument of the call) is set as needed.
+      optimizer: an optax transformation.
+      loss: a function `(*outputs, *targets) -> values` or a name, such as "crossentropy".
+      metrics: names, functions or `Metric`s, in a sequence or by name in a mapping.
+      strategy: where arrays live; None: data-parallel over all local devices.
+      rngs: the random streams that the model uses in training.
+      seed: of the initial parameters, of shuffling and of dropout.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        optimizer: Any,
+        loss: Any,
+        metrics: Any = (),
+        *,
+        strategy: Strategy | None = None,
+        rngs: Sequence[str] = ("dropout",),
+        seed: int = 0,
+    ):
+        self.module = module
+        self.strategy = strategy or DataParallel()
+        self.seed = seed
+        self.history: History | None = None
+        """The history of the latest `fit`, also when it was interrupted."""
+        self._train, self._eval = modules.train_and_eval(module)
+        self._task = TrainTask(self._train.apply, optimizer, loss, None, metrics, rngs=rngs)
+        task = EvalTask(self._eval.apply, self._task.metrics, None, loss=self._task.loss)
+        self._evaluator = EvalLoop(task, strategy=self.strategy)
+        self._predictors: dict[Any, Callable[..., Any]] = {}
+        self._loop: TrainLoop | None = None
+        self._n_epochs = 0
+
+    def fit(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        batch_size: int = 32,
+        epochs: int = 1,
+        steps_per_epoch: int | None = None,
+        validation_data: Any = None,
+        validation_split: float = 0.0,
+        sample_weight: Any = None,
+        class_weight: Mapping[int, float] | None = None,
+        shuffle: bool = True,
+        callbacks: Any = (),
+        verbose: int | str = "auto",
+        steps_per_execution: int = 1,
+    ) -> History:
+        """Trains for a number of passes over the data; again continues.
+
+        Args:
+          x: inputs: arrays (64-bit ones are narrowed), or anything that gives batches.
+          y: targets, where `x` is arrays.
+          batch_size: examples per step, over all devices.
+          epochs: how many passes to make.
+          steps_per_epoch: steps that count as a pass; None: those of one pass over the data.
+          validation_data: `(x, y)`, `(x, y, weights)` or batches to measure after each epoch.
+          validation_split: the part of the arrays to keep for that, chosen at random by the seed.
+          sample_weight: one weight per example.
+          class_weight: weights by integer label, 1 where none is given.
+          shuffle: whether each epoch has its own random order.
+          callbacks: functions `Checkpoint -> Checkpoint | None`, called after each epoch.
+          verbose: "auto" or 1: a bar on a terminal or in a notebook, else a line per epoch;
+            2: lines; 0: nothing.
+          steps_per_execution: steps per dispatch to the device.
+
+        Returns:
+          The metrics of each epoch.
+
+        Raises:
+          ValueError: the data does not fit together, or does not fit the loss.
+        """
+        if verbose not in ("auto", 0, 1, 2):
+            raise ValueError(f"verbose must be 'auto', 0, 1 or 2, got {verbose!r}.")
+        if epochs < 1:
+            raise ValueError(f"epochs must be 1 or more, got {epochs}.")
+        data, validation_data = prepare(
+            x, y, sample_weight, class_weight, validation_split, validation_data, self.seed
+        )
+        if isinstance(data, tuple):
+            stream = ArrayStream(*data, batch_size=batch_size, shuffle=shuffle, seed=self.seed)
+            stream.epoch = self._n_epochs
+        else:
+            stream = as_stream(data, epochs=epochs)
+        if isinstance(validation_data, tuple):
+            validation_data = ArrayStream(*validation_data, batch_size=batch_size, epochs=1)
+
+        n_steps = steps_per_epoch or _length(stream)
+        loop = self._loop_over(stream, n_steps, steps_per_execution, quiet=not verbose)
+        facts = self._facts(stream, validation_data, n_steps)
+        self.history = History(type(self.module).__name__, unit="epoch", facts=facts)
+        loop.callbacks = [
+            *([] if validation_data is None else [self._validation(validation_data)]),
+            *([callbacks] if callable(callbacks) else callbacks),
+            self.history.append,
+            *(
+                [ProgressBar(unit="epoch", total=epochs, live=False if verbose == 2 else None)]
+                if verbose
+                else []
+            ),
+        ]
+        if verbose:
+            display.say(facts)
+        try:
+            for _ in self._epochs(loop, stream, n_steps, epochs):
+                self._n_epochs += 1
+        finally:
+            loop.close()
+        return self.history
+
+    def evaluate(
+        self, x: Any, y: Any = None, *, batch_size: int = 32, sample_weight: Any = None
+    ) -> dict[str, float]:
+        """Measures the loss and the metrics, exactly for any number of examples and devices."""
+        data, _ = prepare(x, y, sample_weight)
+        if isinstance(data, tuple):
+            data = ArrayStream(*data, batch_size=batch_size, epochs=1)
+        return self._evaluator.measure(self.state, data)
+
+    def predict(self, x: Any, *, batch_size: int = 32) -> Any:
+        """The model's outputs as NumPy arrays, one row per example of `x`, in order."""
+        data, _ = prepare(x)
+        batches = data
+        if isinstance(data, tuple):
+            batches = ArrayStream(*data, batch_size=batch_size, epochs=1)
+        feed = Feed(self.strategy, pad=True, size=getattr(batches, "batch_size", 0))
+        state, outputs = self.strategy.place(self.state.for_inference()), []
+        for item in one_pass(batches):
+            batch = normalize(item)._replace(targets=(), weights=None)
+            strategy, padded, _, signature = feed(batch)
+            arguments = (state, strategy.split(padded))
+            if signature not in self._predictors:
+                step = make_predict_step(self._eval.apply)
+                self._predictors[signature] = strategy.compile_split(step, arguments)
+            joined = strategy.join(self._predictors[signature](*arguments))
+            outputs.append(jax.tree.map(lambda a, n=n_examples(batch): a[:n], joined))
+        if not outputs:
+            raise ValueError("There is nothing to predict: the data holds no batches.")
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
+
+    def summary(self, x: Any = None) -> None:
+        """Prints the layers, their shapes and parameters.
+
+        Args:
+          x: inputs, for their shapes; not needed after `fit`.
+        """
+        if x is not None:
+            self._sample = self._sample_of(as_stream(prepare(x)[0]))
+        if self._sample is None:
+            raise ValueError("summary() needs inputs before the first fit: summary(x).")
+        print(modules.describe(self.module, self._sample))
+
+    @property
+    def state(self) -> TrainState:
+        """The training state: a copy that stays valid.
+
+        Raises:
+          RuntimeError: the model has not been trained.
+        """
+        if self._loop is None:
+            raise RuntimeError(
+                "This model has no weights yet: call fit (epochs=1 is enough) before evaluate, "
+                "predict or state."
+            )
+        return self._loop.state
+
+    @property
+    def step(self) -> int:
+        """How many updates were done."""
+        return 0 if self._loop is None else self._loop.step
+
+    def _loop_over(
+        self, stream: Any, n_steps: int | None, steps_per_call: int, *, quiet: bool
+    ) -> TrainLoop:
+        """The one loop of this model, set to go over the stream with a checkpoint each epoch."""
+        task = dataclasses.replace(self._task, data=stream)
+        if self._loop is None:
+            self._loop = TrainLoop(
+                self._train.init, task, self.seed, strategy=self.strategy, stdout=not quiet
+            )
+        else:
+            self._loop.data = stream
+        self._loop.steps_per_call = steps_per_call
+        self._loop.n_steps_per_checkpoint = n_steps or _ENDLESS
+        self._loop.first_checkpoint = self._loop.step + (n_steps or _ENDLESS)
+        return self._loop
+
+    def _epochs(
+        self, loop: TrainLoop, stream: Any, n_steps: int | None, epochs: int
+    ) -> Iterator[Checkpoint]:
+        """The checkpoints at the ends of epochs; an epoch of unknown length is one pass."""
+        if n_steps is not None:
+            yield from loop.run_until(loop.step + epochs * n_steps)
+            return
+        for _ in range(epochs):
+            loop.data = stream.one_epoch() if hasattr(stream, "one_epoch") else stream
+            loop.first_checkpoint = loop.step + _ENDLESS
+            yield from loop.run_until(loop.step + _ENDLESS)
+            if loop.stopped:
+                return
+
+    def _validation(self, data: Any) -> Callable[[Checkpoint], Checkpoint]:
+        def validate(checkpoint: Checkpoint) -> Checkpoint:
+            metrics = self._evaluator.measure(checkpoint.state, data)
+            return checkpoint.with_metrics(metrics, "val_")
+
+        return validate
+
+    def _facts(self, stream: Any, validation_data: Any, n_steps: int | None) -> str:
+        params = self.state.params
+        return display.start_line(
+            type(self.module).__name__,
+            n_params=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
+            n_devices=self.strategy.n_devices,
+            platform=jax.default_backend(),
+            batch_size=getattr(stream, "batch_size", None),
+            n_train=getattr(stream, "n_examples", None),
+            n_validation=getattr(validation_data, "n_examples", None),
+            steps_per_epoch=n_steps,
+        )
+
+
+def _length(stream: Any) -> int | None:
+    """The number of batches in a pass over a stream, where it is known."""
+    try:
+        return len(stream)
+    except TypeError:
+        return None
