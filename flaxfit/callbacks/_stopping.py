@@ -17,7 +17,7 @@ class EarlyStopping:
     however it ends: stopped here, out of steps or data, interrupted, failed. For this it must
     be in the `callbacks` of the loop itself (`every` may wrap it).
 
-    >>> stopping = EarlyStopping("val_loss", patience=2)
+    >>> stopping = EarlyStopping("val_loss", patience=2, restore_best=False)
     >>> for step, loss in enumerate([0.9, 0.5, 0.7, 0.6]):
     ...     checkpoint = Checkpoint(step=step, state=None, metrics={"val_loss": loss})
     ...     checkpoint = stopping(checkpoint)
@@ -87,6 +87,11 @@ class EarlyStopping:
         self._n_waited += 1
         if self._n_waited < self._patience:
             return checkpoint
+        if self._restore_best and self._loop is None:
+            say(
+                "EarlyStopping stops, but no loop knows it that could take the best weights: "
+                "put it into callbacks= itself, or pass restore_best=False"
+            )
         return checkpoint.replace(stop=True)
 
     def close(self) -> None:

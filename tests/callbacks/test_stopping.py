@@ -146,6 +146,13 @@ def test_nothing_is_restored_when_the_last_weights_are_best_or_when_not_wanted(
         assert not loop.restored
 
 
+def test_outside_of_a_loop_it_says_that_weights_cannot_be_put_back(capsys):
+    stops(EarlyStopping(restore_best=False), [0.1, 0.2])
+    assert capsys.readouterr().err == ""
+    stops(EarlyStopping(), [0.1, 0.2])
+    assert "put it into callbacks= itself" in capsys.readouterr().err
+
+
 def test_attaching_to_a_new_loop_starts_afresh(make_loop, checkpoint_at):
     stopping = EarlyStopping()
     stopping(checkpoint_at(1, val_loss=0.1))
