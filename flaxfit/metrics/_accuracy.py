@@ -5,62 +5,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from flaxfit.metrics._labels import classes_of, labels_of
 from flaxfit.metrics._metric import Metric, mean
 
 
-def hits(outputs: Any, targets: Any) -> Any:
-    """Whether each prediction is right; what the targets are is told by the shapes.
-
-    Scores of shape `(batch, ..., classes)` go with integer labels `(batch, ...)` or one-hot labels
-    of the same shape. A single score `(batch,)` or `(batch, 1)` is a logit of the label 1.
-    """
-    outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
-    if is_single_score(outputs, targets):
-        scores, targets = outputs.reshape(targets.shape), targets > 0.5
-        return (scores > 0) == targets
-    return outputs.argmax(-1) == labels_of(outputs, targets)
+def _is_right(outputs: Any, targets: Any) -> Any:
+    actual, predicted, _ = classes_of(outputs, targets)
+    return actual == predicted
 
 
-def is_single_score(outputs: Any, targets: Any) -> bool:
-    """Whether the outputs are one logit per label rather than one score per class."""
-    scores = outputs.shape[:-1] if outputs.shape[-1:] == (1,) else outputs.shape
-    labels = targets.shape[:-1] if targets.shape[-1:] == (1,) else targets.shape
-    return scores == labels and (outputs.ndim == 1 or outputs.shape[-1] == 1)
-
-
-def labels_of(outputs: Any, targets: Any) -> Any:
-    """Integer labels, from themselves or from one-hot labels.
-
-    Raises:
-      ValueError: the targets fit the outputs in neither way.
-    """
-    if outputs.ndim > 1 and targets.shape == outputs.shape:
-        return targets.argmax(-1)
-    if targets.shape == outputs.shape[:-1] and jnp.issubdtype(targets.dtype, jnp.integer):
-        return targets
-    wanted = f"integer labels of shape {outputs.shape[:-1]} or one-hot labels of shape "
-    raise ValueError(
-        f"A classification metric wants {wanted if outputs.ndim > 1 else 'labels of shape '}"
-        f"{outputs.shape} for outputs of shape {outputs.shape}, "
-        f"got labels {targets.shape} {targets.dtype}."
-    )
-
-
-accuracy = mean(hits, name="accuracy")
+accuracy = mean(_is_right, name="accuracy")
 """The share of right predictions: integer, one-hot or binary labels, told apart by shape."""
 
 
-def _binary_hits(outputs: Any, targets: Any) -> Any:
-    if jnp.shape(outputs) != jnp.shape(targets):
+def _each_is_right(outputs: Any, targets: Any) -> Any:
+    outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
+    if outputs.shape != targets.shape:
         raise ValueError(
-            f"The metric 'binary_accuracy' wants labels of shape {jnp.shape(outputs)}, as the "
-            f"outputs, got labels {jnp.shape(targets)}."
+            "The metric 'binary_accuracy' wants labels of the shape of the outputs, got outputs "
+            f"{outputs.shape} and labels {targets.shape}."
         )
-    return (jnp.asarray(outputs) > 0) == (jnp.asarray(targets) > 0.5)
+    return (outputs > 0) == (targets > 0.5)
 
 
-binary_accuracy = mean(_binary_hits, name="binary_accuracy")
-"""The share of right yes-or-no answers over all elements: several logits per example."""
+binary_accuracy = mean(_each_is_right, name="binary_accuracy")
+"""The share of right answers among many yes-or-no questions per example: logits, threshold 0."""
 
 
 def top_k(k: int) -> Metric:

@@ -6,14 +6,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flaxfit.metrics._accuracy import accuracy, binary_accuracy, top_k
+from flaxfit.metrics._adapter import from_metric_class, is_metric_class
+from flaxfit.metrics._auc import auc
+from flaxfit.metrics._confusion import f1, precision, recall
 from flaxfit.metrics._metric import Metric, mean
+from flaxfit.metrics._regression import mae, mse, perplexity, r2, rmse
 
 _BUILT_IN = {
-    metric.name: metric
-    for metric in (
-        accuracy,
-        binary_accuracy,
-    )
+    "accuracy": accuracy,
+    "binary_accuracy": binary_accuracy,
+    "precision": precision,
+    "recall": recall,
+    "f1": f1,
+    "auc": auc,
+    "mse": mse,
+    "mae": mae,
+    "rmse": rmse,
+    "r2": r2,
+    "perplexity": perplexity,
 }
 _ALIASES = {
     "acc": "accuracy",
@@ -21,6 +31,12 @@ _ALIASES = {
     "sparse_categorical_accuracy": "accuracy",
     "top_k_categorical_accuracy": "top_5",
     "sparse_top_k_categorical_accuracy": "top_5",
+    "f1_score": "f1",
+    "roc_auc": "auc",
+    "mean_squared_error": "mse",
+    "mean_absolute_error": "mae",
+    "root_mean_squared_error": "rmse",
+    "r2_score": "r2",
 }
 _RESERVED = ("loss", "grad_norm", "penalty", "learning_rate")
 
@@ -66,12 +82,35 @@ def as_metric(metric: MetricLike) -> Metric:
         return metric
     if isinstance(metric, str):
         return _by_name(metric)
+    if is_metric_class(metric):
+        return from_metric_class(metric)
     if callable(metric):
         return mean(metric)
     raise TypeError(
         f"A metric must be a Metric, a name, a function or a metric class, got "
         f"{type(metric).__name__}: {metric!r:.60}"
     )
+
+
+def on(arguments: Callable[..., tuple[Any, ...]], metric: MetricLike) -> Metric:
+    """Measures something else than the bare outputs and targets.
+
+    Args:
+      arguments: `(*outputs, *targets) -> (*outputs, *targets)` as the metric wants them: one of
+        several outputs, probabilities instead of logits, another shape.
+      metric: what `as_metrics` takes.
+
+    >>> import numpy as np
+    >>> second = on(lambda a, b, targets: (b, targets), "mse")
+    >>> second.compute(second.measure(np.zeros(3), np.ones(3), np.ones(3)))
+    0.0
+    """
+    inner = as_metric(metric)
+
+    def measure(*outputs_and_targets: Any, weights: Any = None) -> Any:
+        return inner.measure(*arguments(*outputs_and_targets), weights=weights)
+
+    return Metric(measure, inner.compute, inner.name)
 
 
 def _by_name(name: str) -> Metric:
@@ -81,7 +120,7 @@ def _by_name(name: str) -> Metric:
     if name in _BUILT_IN:
         return _BUILT_IN[name]
     known = [*_BUILT_IN, *_ALIASES, "top_5"]
-    nearest = difflib.get_close_matches(name.lower(), known, cutoff=0.4) or sorted(_BUILT_IN)
+    nearest = difflib.get_close_matches(name.lower(), known, cutoff=0.5) or sorted(_BUILT_IN)
     raise ValueError(f"There is no metric {name!r}. Did you mean {', '.join(nearest)}?")
 
 
@@ -91,6 +130,6 @@ def _name_of(metric: MetricLike) -> str:
     name = metric.name if isinstance(metric, Metric) else getattr(metric, "__name__", None)
     if name in (None, "<lambda>"):
         raise ValueError(
-            f"A metric in a list has no name: pass a mapping instead, {{'name': metric}}."
+            "A metric in a list has no name: pass a mapping instead, {'name': metric}."
         )
     return name

@@ -1,0 +1,120 @@
+"""Metric classes of clu and metrax as a `Metric`: states of single examples, weighted and added."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit.metrics._metric import Metric, ratio, weighted, weights_of
+
+
+def is_metric_class(metric: Any) -> bool:
+    """Whether this is a class with the protocol `from_model_output`, `merge`, `compute`."""
+    protocol = ("from_model_output", "merge", "compute")
+    return isinstance(metric, type) and all(hasattr(metric, name) for name in protocol)
+
+
+def from_metric_class(metric_class: Any) -> Metric:
+    """Makes a `Metric` of a class whose states merge by addition.
+
+    The class sees one example at a time, so weights and padding work even where it knows neither,
+    and its value does not depend on how the data is cut into batches. It gets the outputs and the
+    targets by position, or as `logits` and `labels` where it asks for these.
+    """
+    name = metric_class.__name__
+
+    def measure(*arguments: Any, weights: Any = None) -> Any:
+        call = _caller(metric_class, arguments)
+        one_row_each = jax.tree.map(lambda array: jnp.asarray(array)[:, None], arguments)
+        try:
+            states = jax.vmap(call)(*one_row_each)
+        except jax.errors.JAXTypeError as error:
+            raise _cannot_use(name, "it computes outside of JAX") from error
+        except KeyError as error:
+            why = f"it asks for the model output {error}, and flaxfit passes logits and labels"
+            raise _cannot_use(name, why) from error
+        first = jax.tree.map(lambda leaf: leaf[0], states)
+        kept = _kept_leaves(first, name)
+        n_examples = len(jax.tree.leaves(states)[0])
+        weights = weights_of(jnp.zeros(n_examples), weights)
+        added = jax.tree.map(lambda leaf: weighted(leaf, weights_of(leaf, weights)).sum(0), states)
+        state = jax.tree.map(lambda keep, a, b: a if keep else b, kept, first, added)
+        return {"state": state, "n_sums": jnp.ones((), int)}
+
+    def compute(sums: Any) -> Any:
+        kept = _kept_leaves(sums["state"], name)
+        state = jax.tree.map(
+            lambda keep, leaf: _mean_of(leaf, sums["n_sums"]) if keep else leaf, kept, sums["state"]
+        )
+        with np.errstate(all="ignore"):
+            value = np.asarray(state.compute())
+        return value if value.ndim else value.item()
+
+    return Metric(measure, compute, name)
+
+
+def _caller(metric_class: Any, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+    """How to call `from_model_output` with these arguments."""
+    make = metric_class.from_model_output
+    parameters = inspect.signature(make).parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind not in _VARIADIC]
+    by_name = any(p.kind is p.VAR_KEYWORD for p in parameters) and not required
+    if by_name or any(p.kind is p.KEYWORD_ONLY for p in required):
+        wanted = {p.name for p in required}
+        if len(arguments) == 2 and wanted <= {"logits", "labels"}:
+            return lambda logits, labels: make(logits=logits, labels=labels)
+    elif len(required) == len(arguments):
+        return make
+    raise _cannot_use(
+        metric_class.__name__,
+        f"from_model_output{inspect.signature(make)} does not fit the {len(arguments)} outputs "
+        "and targets",
+    )
+
+
+_VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+def _kept_leaves(state: Any, name: str) -> Any:
+    """Which leaves merging keeps (True) and which it adds (False), found by trying.
+
+    Raises:
+      ValueError: merging does something else, so that sums cannot stand for it.
+    """
+    leaves, structure = jax.tree.flatten(state)
+    low, high = (
+        [np.full(np.shape(leaf), number, jnp.result_type(leaf)) for leaf in leaves]
+        for number in (3, 50)
+    )
+    with jax.ensure_compile_time_eval():
+        try:
+            up = structure.unflatten(low).merge(structure.unflatten(high))
+            down = structure.unflatten(high).merge(structure.unflatten(low))
+        except (NotImplementedError, TypeError, ValueError) as error:
+            raise _cannot_use(name, f"its merge() failed ({error})") from error
+    does_add = jax.tree.structure(up) == jax.tree.structure(down) == structure
+    kept = []
+    for a, b, ab, ba in zip(low, high, jax.tree.leaves(up), jax.tree.leaves(down), strict=False):
+        keeps = np.array_equal(ab, a) and np.array_equal(ba, b)
+        adds = np.array_equal(ab, a + b) and np.array_equal(ba, a + b)
+        does_add = does_add and (keeps or adds)
+        kept.append(keeps)
+    if not does_add:
+        raise _cannot_use(name, "its merge() does not add the two states")
+    return structure.unflatten(kept)
+
+
+def _mean_of(leaf: Any, n_sums: Any) -> Any:
+    """A constant, from the sum of its copies; still an integer if it was one."""
+    constant = np.asarray(ratio(leaf, n_sums))
+    return constant.astype(np.asarray(leaf).dtype)
+
+
+def _cannot_use(name: str, why: str) -> ValueError:
+    return ValueError(
+        f"Cannot use the metric class {name}: {why}. Pass a Metric(measure, compute), or bring the "
+        "arguments into its form with flaxfit.metrics.on(arguments, metric)."
+    )

@@ -1,0 +1,79 @@
+"""How far the outputs are from the targets: squared and absolute errors, R2; and perplexity."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from flaxfit.metrics._labels import labels_of
+from flaxfit.metrics._metric import Metric, mean, ratio, weighted, weights_of
+
+
+def _errors(outputs: Any, targets: Any) -> Any:
+    outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
+    if outputs.shape != targets.shape:
+        raise ValueError(
+            "A regression metric wants targets of the shape of the outputs, got outputs "
+            f"{outputs.shape} and targets {targets.shape}: reshape one of them."
+        )
+    dtype = jnp.promote_types(jnp.result_type(outputs, targets), jnp.float32)
+    return outputs.astype(dtype) - targets.astype(dtype)
+
+
+mse = mean(lambda outputs, targets: jnp.square(_errors(outputs, targets)), name="mse")
+"""The mean of the squared errors."""
+
+mae = mean(lambda outputs, targets: jnp.abs(_errors(outputs, targets)), name="mae")
+"""The mean of the absolute errors."""
+
+rmse = Metric(mse.measure, lambda sums: float(np.sqrt(mse.compute(sums))), "rmse")
+"""The root of the mean of the squared errors."""
+
+
+def _r2(*, center: float = 0.0) -> Metric:
+    """Makes the share of the variance of the targets that the outputs explain; see `r2`."""
+
+    def measure(outputs: Any, targets: Any, *, weights: Any = None) -> Any:
+        errors = _errors(outputs, targets)
+        targets = jnp.asarray(targets).astype(errors.dtype) - center
+        weights = weights_of(errors, weights)
+        return {
+            "errors": weighted(jnp.square(errors), weights).sum(0),
+            "targets": weighted(targets, weights).sum(0),
+            "squares": weighted(jnp.square(targets), weights).sum(0),
+            "weight": weights.sum(0),
+        }
+
+    def compute(sums: Any) -> Any:
+        sums = {name: np.asarray(value, np.float64) for name, value in sums.items()}
+        spread = sums["squares"] - ratio(sums["targets"] ** 2, sums["weight"])
+        return float(np.mean(1 - ratio(sums["errors"], spread)))
+
+    return Metric(measure, compute, "r2", _r2)
+
+
+r2 = _r2()
+"""The coefficient of determination; of several outputs, the mean of theirs.
+
+Sums of squares lose digits where the targets lie far from zero compared with their spread (years,
+prices in cents); `r2(center=2000.0)`, with about their mean, keeps the digits.
+"""
+
+
+def _surprise(outputs: Any, targets: Any) -> Any:
+    outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
+    labels = labels_of(outputs, targets)
+    return optax.softmax_cross_entropy_with_integer_labels(outputs.astype(jnp.float32), labels)
+
+
+_mean_surprise = mean(_surprise, name="perplexity")
+
+
+def _exponential(sums: Any) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.exp(_mean_surprise.compute(sums)))
+
+
+perplexity = Metric(_mean_surprise.measure, _exponential, "perplexity")
+"""The exponential of the mean cross-entropy of integer or one-hot labels under the logits."""
