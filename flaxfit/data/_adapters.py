@@ -1,12 +1,14 @@
 """as_stream: a stream of batches from the kinds of data that people have."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from flaxfit.data._arrays import ArrayStream
 from flaxfit.data._iterables import IterableStream
+from flaxfit.data._libraries import comes_from, length, opener
 from flaxfit.data._narrow import is_array
 
 _ACCEPTED = (
@@ -55,27 +57,33 @@ def as_stream(
     }
     if is_array(data) or isinstance(data, tuple | Mapping):
         return ArrayStream(*_parts(data), epochs=epochs, **options)
-    if _is_stream(data):
+    if _keeps_position(data) and not comes_from(data, "grain"):
         return data
     return IterableStream(
-        lambda epoch: _open(data, epoch, options),
+        _opener(data, options),
         name=type(data).__name__,
         once=isinstance(data, Iterator),
         epochs=1 if epochs is None else epochs,
-        n_batches=_length(data),
+        n_batches=length(data, batch_size, drop_remainder),
     )
 
 
-def one_pass(data: Any) -> Iterator[Any]:
+def one_pass(data: Any, *, batch_size: int = 32) -> Iterator[Any]:
     """Iterates over data exactly once, from its beginning: an endless stream for one epoch.
 
     A generator can be passed over only once; a second pass is a `ValueError`, not empty.
 
     >>> len(list(one_pass(ArrayStream(np.zeros(100)))))
     4
+
+    Args:
+      data: anything that `as_stream` takes.
+      batch_size: examples in a batch of a data set.
     """
-    stream = as_stream(data)
-    return stream.one_epoch() if hasattr(stream, "one_epoch") else iter(stream)
+    stream = as_stream(data, batch_size=batch_size)
+    if hasattr(stream, "one_epoch"):
+        return stream.one_epoch()
+    return IterableStream(lambda epoch: iter(stream), name=type(stream).__name__, once=True)
 
 
 def _parts(data: Any) -> tuple[Any, ...]:
@@ -98,18 +106,40 @@ def _parts(data: Any) -> tuple[Any, ...]:
     return parts
 
 
-def _open(data: Any, epoch: int, options: dict[str, Any]) -> Iterator[Any]:
+def _opener(data: Any, options: dict[str, Any]) -> Callable[[int], Iterator[Any]]:
+    """A function from the epoch to an iterator over the batches of one pass."""
+    if isinstance(data, str | bytes | type):
+        raise TypeError(f"Cannot read batches from {data!r:.60}. {_ACCEPTED}")
+    if isinstance(data, list):
+        _check_list(data)
+    foreign = opener(data, **options)
+    if foreign is not None:
+        return foreign
     if hasattr(data, "__iter__"):
-        return iter(data)
-    return as_stream(data(), epochs=1, **options)
+        return lambda epoch: iter(data)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return lambda epoch: (data[index] for index in range(len(data)))
+    if callable(data):
+        return lambda epoch: _called(data(), epoch, options)
+    raise TypeError(f"Cannot read batches from {type(data).__name__}: {data!r:.60}. {_ACCEPTED}")
 
 
-def _is_stream(data: Any) -> bool:
-    return all(hasattr(data, n) for n in ("__next__", "get_state", "set_state"))
+def _called(data: Any, epoch: int, options: dict[str, Any]) -> Iterator[Any]:
+    """One pass over what a callable returned."""
+    if is_array(data) or isinstance(data, tuple | Mapping):
+        return as_stream(data, epochs=1, **options)
+    return _opener(data, options)(epoch)
 
 
-def _length(data: Any) -> int | None:
-    try:
-        return len(data)
-    except TypeError:
-        return None
+def _check_list(data: list[Any]) -> None:
+    if not data:
+        raise ValueError("The list of batches is empty.")
+    if isinstance(data[0], str | bytes | int | float | complex | np.generic):
+        raise TypeError(
+            f"A list is a sequence of batches, got a list of {type(data[0]).__name__}: "
+            "convert it with np.asarray to use it as a data set."
+        )
+
+
+def _keeps_position(data: Any) -> bool:
+    return all(hasattr(data, name) for name in ("__next__", "get_state", "set_state"))

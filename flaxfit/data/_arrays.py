@@ -1,13 +1,13 @@
 """ArrayStream: batches of arrays, in an order that depends on the seed and the epoch only."""
 
 import copy
-import mmap
 import operator
 from typing import Any, Self
 
 import jax
 import numpy as np
 
+from flaxfit.data._mapped import Releaser, mapping_of
 from flaxfit.data._narrow import is_array, narrow, narrow_dtype
 
 
@@ -148,24 +148,23 @@ class _Column:
 
     def __init__(self, leaf: Any):
         array = np.asarray(leaf)
+        mapped = mapping_of(array) is not None
         self._dtype = narrow_dtype(array.dtype)
-        self._array = array if _is_mapped(array) else narrow(array, self._dtype)
+        # Narrowing a memory-mapped file at once would read all of it.
+        self._array = array if mapped else narrow(array, self._dtype)
+        self._releaser = Releaser(array) if mapped else None
         # `take` is the fastest, but copies the whole array first if it is not contiguous.
         self._contiguous = self._array.flags.c_contiguous and self._array.flags.aligned
 
     def pick(self, rows: Any) -> np.ndarray:
-        if isinstance(rows, slice) or not self._contiguous:
+        in_order = isinstance(rows, slice)
+        if in_order or not self._contiguous:
             picked = self._array[rows]
         else:
             picked = self._array.take(rows, axis=0)
+        if self._releaser is not None:
+            self._releaser.note(picked, scattered=not in_order)
         return picked if picked.dtype == self._dtype else narrow(picked, self._dtype)
-
-
-def _is_mapped(array: Any) -> bool:
-    """Whether the array lies in a memory-mapped file, which narrowing would read whole."""
-    while array is not None and not isinstance(array, mmap.mmap):
-        array = getattr(array, "base", None)
-    return array is not None
 
 
 def _count(name: str, value: Any, *, at_least: int) -> int:

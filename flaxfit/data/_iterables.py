@@ -29,7 +29,7 @@ class IterableStream:
         epochs: int | None = 1,
         n_batches: int | None = None,
     ):
-        """Opens nothing yet.
+        """Opens nothing yet: the first pass opens with the first batch that is asked for.
 
         Args:
           open_pass: gives the iterator over the batches of an epoch.
@@ -112,7 +112,7 @@ class IterableStream:
 
     def _restore(self, state: dict[str, Any]) -> None:
         self._rewind()
-        iterator = self._open_pass(state["epoch"])
+        iterator: Any = self._open_pass(state["epoch"])
         if not hasattr(iterator, "set_state"):
             raise ValueError(
                 f"Cannot go on in a {self._name} from a position saved in other data, {state}."

@@ -1,0 +1,74 @@
+"""How to iterate over the batches of other libraries' data; none of them is imported for it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def comes_from(data: Any, module: str) -> bool:
+    """Whether the type of an object, or one that it inherits from, is of a module.
+
+    >>> comes_from(np.zeros(3), "numpy")
+    True
+    """
+    names = (cls.__module__ + "." for cls in type(data).__mro__)
+    return any(name.startswith(module + ".") for name in names)
+
+
+def opener(data: Any, **options: Any) -> Callable[[int], Iterator[Any]] | None:
+    """A function from the epoch to an iterator over the batches of foreign data, or None.
+
+    Args:
+      data: any object.
+      **options: `batch_size`, `shuffle`, `seed` and `drop_remainder`, for data without batches.
+    """
+    if comes_from(data, "torch.utils.data.dataset"):
+        raise TypeError(
+            f"Cannot read batches from the torch dataset {type(data).__name__}: wrap it, "
+            "torch.utils.data.DataLoader(dataset, batch_size=32)."
+        )
+    if comes_from(data, "torch.utils.data"):
+        return lambda epoch: (jax.tree.map(_from_torch, batch) for batch in data)
+    if hasattr(data, "as_numpy_iterator"):
+        return lambda epoch: data.as_numpy_iterator()
+    if comes_from(data, "datasets"):
+        return lambda epoch: _hugging_face_batches(data, epoch, **options)
+    return None
+
+
+def length(data: Any, batch_size: int, drop_remainder: bool) -> int | None:
+    """The number of batches in a pass, where the data knows it."""
+    try:
+        n = len(data)
+    except TypeError:
+        return None
+    if comes_from(data, "datasets"):
+        n = (n if drop_remainder else n + batch_size - 1) // batch_size
+    return n
+
+
+def _from_torch(leaf: Any) -> Any:
+    """A tensor as an array over the same memory, as far as it lies on the host."""
+    if not comes_from(leaf, "torch"):
+        return leaf
+    import torch
+
+    tensor = leaf.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(jax.numpy.bfloat16)
+    return tensor.numpy()
+
+
+def _hugging_face_batches(
+    data: Any, epoch: int, *, batch_size: int, shuffle: bool, seed: int, drop_remainder: bool
+) -> Iterator[Any]:
+    form = getattr(data, "format", None) or {"type": None, "columns": None}
+    # A transform set by the user makes the batches as they are wanted.
+    if form["type"] != "custom":
+        columns = {"columns": form["columns"]} if form["columns"] else {}
+        data = data.with_format("numpy", **columns)
+    if shuffle:
+        data = data.shuffle(generator=np.random.default_rng((seed, epoch)))
+    return data.iter(batch_size, drop_last_batch=drop_remainder)
