@@ -1,4 +1,8 @@
-"""flaxfit: trains Flax models. This page is the public API."""
+"""flaxfit trains Flax models; this page is its public API.
+
+The sub-packages `callbacks`, `checkpoints`, `data`, `losses`, `metrics`, `modules` and `strategies`
+are attributes, imported when first used.
+"""
 
 import importlib
 from typing import Any
@@ -6,8 +10,10 @@ from typing import Any
 from flaxfit._batch import Batch as Batch
 from flaxfit._checkpoint import Checkpoint as Checkpoint
 from flaxfit._evaluate import EvalLoop as EvalLoop
+from flaxfit._history import History as History
 from flaxfit._loop import EndOfData as EndOfData
 from flaxfit._loop import TrainLoop as TrainLoop
+from flaxfit._model import Model as Model
 from flaxfit._state import InferenceState as InferenceState
 from flaxfit._state import TrainState as TrainState
 from flaxfit._state import init_state as init_state
@@ -19,3 +25,17 @@ from flaxfit._task import EvalTask as EvalTask
 from flaxfit._task import TrainTask as TrainTask
 from flaxfit.data import ArrayStream as ArrayStream
 from flaxfit.strategies import DataParallel as DataParallel
+
+_SUBPACKAGES = frozenset(
+    ("callbacks", "checkpoints", "data", "losses", "metrics", "modules", "strategies")
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"flaxfit.{name}")
+    raise AttributeError(f"module 'flaxfit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_SUBPACKAGES})

@@ -14,7 +14,7 @@ from flaxfit._batch import normalize
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._display import say
 from flaxfit._feed import Feed, Portion, stack_batches
-from flaxfit._inspect import inspect
+from flaxfit._inspect import inspect, shapes_of
 from flaxfit._interrupt import Interrupts
 from flaxfit._start import start
 from flaxfit._state import TrainState
@@ -103,6 +103,8 @@ class TrainLoop:
         self._executables: dict[Any, Callable[..., Any]] = {}
         self._in_flight: deque[jax.Array] = deque()
         self.data = self.task.data
+        self.input_shapes: Any = None
+        """The shapes and dtypes of the inputs of the first batch that was trained on."""
 
         def sample() -> Any:
             return normalize(self._first() if input_sample is None else (input_sample,)).inputs
@@ -365,6 +367,7 @@ class TrainLoop:
     def _make_feed(self, item: Any) -> Feed:
         """Looks at the first batch: the sums that it gives, and whether batches can be padded."""
         batch = normalize(item)
+        self.input_shapes = shapes_of(batch.inputs)
         result = inspect(self.task, self._state, batch)
         names = ["grad_norm"] * self._options["grad_norm"]
         names += ["penalty"] * (result.penalty is not None)
@@ -409,7 +412,7 @@ class TrainLoop:
         self.step = int(state.step)
         """How many updates were done; on the host, as reading the device's would wait for it."""
         self._due: tuple[Checkpoint, list[Any]] | None = None
-        self._has_trained = self.stopped = False
+        self._has_trained = False
         self._sums: Any = {}
         self._reset_totals()
         self._feed = None

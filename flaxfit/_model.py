@@ -16,6 +16,7 @@ from flaxfit._checkpoint import Checkpoint
 from flaxfit._evaluate import EvalLoop
 from flaxfit._feed import Feed
 from flaxfit._history import History
+from flaxfit._inspect import shapes_of
 from flaxfit._loop import TrainLoop
 from flaxfit._state import TrainState
 from flaxfit._step import make_predict_step
@@ -134,18 +135,14 @@ class Model:
         loop = self._loop_over(stream, n_steps, steps_per_execution, quiet=not verbose)
         facts = self._facts(stream, validation_data, n_steps)
         self.history = History(type(self.module).__name__, unit="epoch", facts=facts)
-        loop.callbacks = [
-            *([] if validation_data is None else [self._validation(validation_data)]),
-            *([callbacks] if callable(callbacks) else callbacks),
-            self.history.append,
-            *(
-                [ProgressBar(unit="epoch", total=epochs, live=False if verbose == 2 else None)]
-                if verbose
-                else []
-            ),
-        ]
+        validate = [] if validation_data is None else [self._validation(validation_data)]
+        users = [callbacks] if callable(callbacks) else callbacks
+        show = []
         if verbose:
             display.say(facts)
+            is_live = False if verbose == 2 else None
+            show = [ProgressBar(unit="epoch", total=epochs, live=is_live)]
+        loop.callbacks = [*validate, *users, self.history.append, *show]
         try:
             for _ in self._epochs(loop, stream, n_steps, epochs):
                 self._n_epochs += 1
@@ -178,10 +175,12 @@ class Model:
                 step = make_predict_step(self._eval.apply)
                 self._predictors[signature] = strategy.compile_split(step, arguments)
             joined = strategy.join(self._predictors[signature](*arguments))
-            outputs.append(jax.tree.map(lambda a, n=n_examples(batch): a[:n], joined))
+            n = n_examples(batch)
+            outputs.append([rows[:n] for rows in jax.tree.leaves(joined)])
         if not outputs:
             raise ValueError("There is nothing to predict: the data holds no batches.")
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
+        columns = [np.concatenate(parts) for parts in zip(*outputs, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(joined), columns)
 
     def summary(self, x: Any = None) -> None:
         """Prints the layers, their shapes and parameters.
@@ -190,10 +189,12 @@ class Model:
           x: inputs, for their shapes; not needed after `fit`.
         """
         if x is not None:
-            self._sample = self._sample_of(as_stream(prepare(x)[0]))
-        if self._sample is None:
-            raise ValueError("summary() needs inputs before the first fit: summary(x).")
-        print(modules.describe(self.module, self._sample))
+            inputs = shapes_of(normalize(next(as_stream(prepare(x)[0]))).inputs)
+        elif self._loop is not None and self._loop.input_shapes is not None:
+            inputs = self._loop.input_shapes
+        else:
+            raise ValueError("summary() needs inputs before the first fit: model.summary(x).")
+        print(modules.summarize(self.module, inputs))
 
     @property
     def state(self) -> TrainState:
@@ -221,7 +222,12 @@ class Model:
         task = dataclasses.replace(self._task, data=stream)
         if self._loop is None:
             self._loop = TrainLoop(
-                self._train.init, task, self.seed, strategy=self.strategy, stdout=not quiet
+                self._train.init,
+                task,
+                self.seed,
+                strategy=self.strategy,
+                grad_norm=False,
+                stdout=not quiet,
             )
         else:
             self._loop.data = stream

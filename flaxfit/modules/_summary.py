@@ -1,0 +1,42 @@
+"""A table of a model's layers, by flax's own tabulate."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from flaxfit._batch import call
+from flaxfit.modules._switch import switched
+
+_WIDTH = 100
+
+
+def summarize(module: Any, inputs: Any) -> str:
+    """The layers of a linen or nnx module, the shapes of their outputs and their parameters.
+
+    >>> "Dense" in summarize(nn.Dense(3), (jax.ShapeDtypeStruct((1, 2), "float32"),))
+    True
+
+    Args:
+      module: a linen or nnx module.
+      inputs: the model's inputs, a tuple or a dict; only shapes and dtypes matter.
+
+    Raises:
+      TypeError: the model has no layers to show, being two functions.
+    """
+    inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
+    if isinstance(module, nn.Module):
+        module, arguments = switched(module, train=False)
+        rngs = dict.fromkeys(("params", "dropout"), jax.random.key(0))
+        options = {"console_kwargs": {"width": _WIDTH, "force_terminal": False}}
+        return call(module.tabulate, rngs, inputs, **options, **arguments).strip("\n")
+    if isinstance(module, tuple):
+        raise TypeError("summary() shows the layers of a linen or nnx module, not of functions.")
+    from flax import nnx
+
+    if not isinstance(module, nnx.Module):
+        module = nnx.eval_shape(lambda: module(nnx.Rngs(0)))
+    options = {"console_kwargs": {"width": _WIDTH, "force_terminal": False, "no_color": True}}
+    args, named = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    return nnx.tabulate(module, *args, **named, **options).strip("\n")
