@@ -8,9 +8,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "flaxfit"
 LAYERS = (
-    {"_rules", "_batch", "_chart", "_display", "_interrupt"},
-    {"_state", "_monitor", "losses", "metrics", "strategies", "optim", "data", "modules"},
-    {"_task", "_checkpoint", "_feed", "_totals"},
+    {"_rules", "_batch", "_arrays", "_chart", "_display", "_interrupt", "_monitor", "_totals"},
+    {"_state", "losses", "metrics", "strategies", "optim", "data", "modules"},
+    {"_task", "_checkpoint", "_feed", "_start"},
     {"_step", "_history", "checkpoints", "export"},
     {"_update", "_inspect"},
     {"_loop", "_evaluate", "callbacks", "importers"},

@@ -1,0 +1,199 @@
+"""Uneven data: for every size and device count the numbers are those of one device and one batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxfit as ff
+
+BATCH = 8
+rng = np.random.default_rng(2)
+X = rng.normal(size=(3 * BATCH + 1, 3)).astype(np.float32)
+Y = (X @ np.array([1.0, -2.0, 0.5])).astype(np.float32)
+W = rng.uniform(0.2, 2, size=len(X)).astype(np.float32)
+PARAMS = np.array([0.3, 0.1, -0.4], np.float32)
+DEVICES = [1, 2, 3, 4]
+SIZES = [1, 2, 3, 5, 7, 8, 9, 12, 15, 16, 17, 20, 23, 24, 25]
+
+
+def apply(variables, x, **options):
+    outputs = x @ variables["params"]
+    return (outputs, {}) if "mutable" in options else outputs
+
+
+def init(rngs, x):
+    return {"params": jnp.asarray(PARAMS)}
+
+
+def strategy(n):
+    return ff.DataParallel(jax.devices()[:n])
+
+
+EVALUATORS = {
+    n: ff.EvalLoop(ff.EvalTask(apply, ["mae", "mse"], loss="mse"), strategy=strategy(n))
+    for n in DEVICES
+}
+
+
+def reference(n, weights):
+    w = np.ones(n) if weights is None else weights[:n].astype(np.float64)
+    errors = X[:n].astype(np.float64) @ PARAMS - Y[:n]
+    return {
+        "loss": np.average(errors**2, weights=w),
+        "mse": np.average(errors**2, weights=w),
+        "mae": np.average(np.abs(errors), weights=w),
+    }
+
+
+@pytest.mark.parametrize("weights", [None, W], ids=["equal", "weighted"])
+@pytest.mark.parametrize("n_devices", DEVICES)
+def test_evaluation_is_that_of_the_whole_data_set(n_devices, weights):
+    state = ff.InferenceState(np.int32(0), PARAMS, {})
+    for n in SIZES:
+        data = ff.ArrayStream(
+            X[:n], Y[:n], None if weights is None else weights[:n], batch_size=BATCH
+        )
+        measured = EVALUATORS[n_devices].measure(state, data)
+        assert measured == pytest.approx(reference(n, weights), rel=1e-6), n
+
+
+@pytest.mark.parametrize("weights", [None, W], ids=["equal", "weighted"])
+@pytest.mark.parametrize("n_devices", DEVICES)
+def test_every_step_of_an_epoch_has_the_gradient_of_its_own_examples(n_devices, weights):
+    task = ff.TrainTask(apply, optax.sgd(0.1), "mse", [(X, Y)])
+    loop = ff.TrainLoop(init, task, 0, strategy=strategy(n_devices), stdout=False)
+    for n in SIZES:
+        w = None if weights is None else weights[:n]
+        loop.restore(loop.state.replace_params(PARAMS))
+        loop.data = ff.ArrayStream(X[:n], Y[:n], w, batch_size=BATCH, epochs=1)
+        params = PARAMS.astype(np.float64)
+        for i, checkpoint in enumerate(loop.run(99)):
+            rows = slice(i * BATCH, min((i + 1) * BATCH, n))
+            weight = np.ones(n)[rows] if w is None else w[rows].astype(np.float64)
+            errors = X[rows].astype(np.float64) @ params - Y[rows]
+            loss = np.average(errors**2, weights=weight)
+            params -= 0.1 * (2 * weight * errors) @ X[rows] / weight.sum()
+            assert checkpoint.loss == pytest.approx(loss, rel=1e-5, abs=1e-9), (n, i)
+            np.testing.assert_allclose(checkpoint.state.params, params, rtol=2e-5, atol=1e-7)
+        assert i + 1 == -(-n // BATCH)
+
+
+@pytest.mark.parametrize("n_devices", DEVICES)
+def test_predictions_come_in_order_and_without_padding(n_devices):
+    model = ff.Model((init, apply), optax.sgd(0.0), "mse", strategy=strategy(n_devices))
+    model.fit(X[:12], Y[:12], batch_size=12, verbose=0)
+    whole = model.predict(X, batch_size=24)
+    for n in SIZES:
+        np.testing.assert_array_equal(model.predict(X[:n], batch_size=24), whole[:n])
+
+
+def test_prediction_compiles_once_for_all_sizes():
+    model = ff.Model((init, apply), optax.sgd(0.0), "mse")
+    model.fit(X, Y, verbose=0)
+    for n in SIZES:
+        model.predict(X[:n], batch_size=BATCH)
+    assert len(model._predictors) == 1
+
+
+def test_an_epoch_with_a_remainder_compiles_once():
+    task = ff.TrainTask(apply, optax.sgd(0.1), "mse", ff.ArrayStream(X, Y, batch_size=8, epochs=3))
+    loop = ff.TrainLoop(init, task, 0, stdout=False)
+    assert len(list(loop)) == 12
+    assert len(loop._executables) == 1
+
+
+def scalar_loss(outputs, targets):
+    return jnp.mean((outputs - targets) ** 2)
+
+
+def test_a_scalar_loss_runs_the_remainder_at_its_own_size():
+    for n_devices in DEVICES:
+        batch = 12
+        data = ff.ArrayStream(X, Y, batch_size=batch, epochs=1)
+        task = ff.TrainTask(apply, optax.sgd(0.0), scalar_loss, data)
+        loop = ff.TrainLoop(
+            init,
+            task,
+            0,
+            n_steps_per_checkpoint=9,
+            first_checkpoint=9,
+            strategy=strategy(n_devices),
+            stdout=False,
+        )
+        (checkpoint,) = loop
+        assert checkpoint.step == 3
+        assert checkpoint.loss == pytest.approx(reference(25, None)["loss"], rel=1e-6)
+
+
+def test_a_scalar_loss_is_evaluated_exactly_too():
+    evaluate = ff.EvalLoop(
+        ff.EvalTask(apply, [], ff.ArrayStream(X, Y, batch_size=12), loss=scalar_loss),
+        strategy=strategy(4),
+    )
+    state = ff.InferenceState(np.int32(0), PARAMS, {})
+    assert evaluate.measure(state)["loss"] == pytest.approx(reference(25, None)["loss"], rel=1e-6)
+
+
+def test_a_regular_batch_that_cannot_be_split_or_padded_is_refused():
+    task = ff.TrainTask(apply, optax.sgd(0.1), scalar_loss, ff.ArrayStream(X, Y, batch_size=6))
+    loop = ff.TrainLoop(init, task, 0, strategy=strategy(4), stdout=False)
+    with pytest.raises(ValueError, match=r"6 examples over 4 devices .*batch size of 4 or 8"):
+        next(loop)
+
+
+def test_padding_is_announced_once(capsys):
+    task = ff.TrainTask(apply, optax.sgd(0.1), "mse", ff.ArrayStream(X, Y, batch_size=6))
+    loop = ff.TrainLoop(init, task, 0, strategy=strategy(4))
+    for _ in range(4):
+        next(loop)
+    assert capsys.readouterr().err.count("padded to 8 with rows of weight 0") == 1
+
+
+def test_a_padded_row_is_a_real_one():
+    # The gradient of a norm is NaN at zero, even times a weight of zero.
+    def norm(variables, x, **options):
+        return jnp.sqrt(jnp.sum((x * variables["params"]) ** 2, -1)), {}
+
+    task = ff.TrainTask(norm, optax.sgd(0.1), "mse", ff.ArrayStream(X[:5], Y[:5], batch_size=5))
+    loop = ff.TrainLoop(init, task, 0, strategy=strategy(4), stdout=False)
+    assert np.isfinite(next(loop).state.params).all()
+
+
+def normalized(variables, x, **options):
+    """A model that counts the rows it has seen, as BatchNorm does."""
+    seen = {"stats": {"sum": variables["stats"]["sum"] + x.sum(0) / 8}}
+    return x @ variables["params"], seen
+
+
+def init_normalized(rngs, x):
+    return {"params": jnp.asarray(PARAMS), "stats": {"sum": jnp.zeros(3)}}
+
+
+@pytest.mark.parametrize("n_devices", [1, 2, 4])
+def test_statistics_never_see_a_padded_row(n_devices):
+    data = ff.ArrayStream(X[:13], Y[:13], batch_size=8, epochs=1)
+    task = ff.TrainTask(normalized, optax.sgd(0.0), "mse", data)
+    loop = ff.TrainLoop(init_normalized, task, 0, strategy=strategy(n_devices), stdout=False)
+    *_, last = loop
+    # 8 rows over all devices, averaged; then 5 rows on the one device that divides them.
+    expected = X[:8].sum(0) / 8 / n_devices + X[8:13].sum(0) / 8
+    np.testing.assert_allclose(last.model_state["stats"]["sum"], expected, rtol=1e-5)
+    assert last.loss == pytest.approx(np.mean((X[8:13] @ PARAMS - Y[8:13]) ** 2), rel=1e-5)
+
+
+def test_a_task_without_padding_runs_remainders_at_their_own_size():
+    sizes = []
+
+    def loss(outputs, targets):
+        sizes.append(outputs.shape[0])
+        return (outputs - targets) ** 2
+
+    data = ff.ArrayStream(X[:13], Y[:13], batch_size=8, epochs=1)
+    task = ff.TrainTask(apply, optax.sgd(0.0), loss, data, pad=False)
+    *_, last = ff.TrainLoop(init, task, 0, strategy=strategy(4), stdout=False)
+    assert last.step == 2 and 5 in sizes and 2 in sizes
+    with pytest.raises(ValueError, match="pad=False"):
+        task = ff.TrainTask(apply, optax.sgd(0.0), loss, [(X[:6], Y[:6])], pad=False)
+        next(ff.TrainLoop(init, task, 0, strategy=strategy(4), stdout=False))
