@@ -97,6 +97,10 @@ class IterableStream:
         Raises:
           ValueError: the data is shorter than that, or cannot go back.
         """
+        if "delivered" not in state:
+            raise ValueError(
+                f"Cannot go on in a {self._name} from a position saved in other data, {state}."
+            )
         n = state["delivered"]
         if "iterator" in state:
             self._restore(state)
@@ -115,7 +119,7 @@ class IterableStream:
         iterator: Any = self._open_pass(state["epoch"])
         if not hasattr(iterator, "set_state"):
             raise ValueError(
-                f"Cannot go on in a {self._name} from a position saved in other data, {state}."
+                f"Cannot go on in a {self._name}, which keeps no position of its own, from {state}."
             )
         position = state["iterator"]
         # Grain's DataLoader keeps its position as encoded JSON.

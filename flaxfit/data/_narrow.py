@@ -21,7 +21,7 @@ def narrow_dtype(dtype: np.dtype) -> np.dtype:
     """
     if dtype.kind not in _KINDS:
         raise TypeError(f"Cannot train on an array of dtype {dtype}: encode it as numbers first.")
-    return jax.dtypes.canonicalize_dtype(dtype)
+    return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))
 
 
 def narrow(array: np.ndarray, dtype: np.dtype) -> np.ndarray:

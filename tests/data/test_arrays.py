@@ -1,0 +1,180 @@
+import itertools
+import json
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+from flaxfit._batch import normalize
+from flaxfit.data import ArrayStream
+
+X, Y = load_digits(return_X_y=True)
+
+
+def rows(batches):
+    return np.concatenate([x for x, *_ in batches])
+
+
+@pytest.mark.parametrize(
+    ("n", "drop_remainder"),
+    [(n, False) for n in range(1, 14)] + [(n, True) for n in range(4, 14)],
+)
+def test_a_pass_holds_every_row_once_in_order(n, drop_remainder):
+    x = np.arange(n, dtype=np.float32)
+    stream = ArrayStream(x, batch_size=4, epochs=1, drop_remainder=drop_remainder)
+    batches = list(stream)
+    kept = n // 4 * 4 if drop_remainder else n
+    np.testing.assert_array_equal(rows(batches), x[:kept])
+    assert len(batches) == len(stream)
+    assert all(len(x) == 4 for x, _ in batches[:-1])
+
+
+def test_shuffled_orders_are_those_of_the_seed_and_the_epoch():
+    n = 21
+    stream = ArrayStream(np.arange(n), batch_size=4, shuffle=True, seed=7, epochs=3)
+    expected = [np.random.default_rng((7, epoch)).permutation(n) for epoch in range(3)]
+    np.testing.assert_array_equal(rows(stream), np.concatenate(expected))
+
+
+def test_all_parts_of_a_shuffled_batch_belong_together():
+    weights = np.arange(len(Y)) / 10
+    for x, y, w in ArrayStream(X, Y, weights, batch_size=100, shuffle=True, epochs=1):
+        at = np.rint(w * 10).astype(int)
+        np.testing.assert_array_equal(x, X[at])
+        np.testing.assert_array_equal(y, Y[at])
+
+
+def test_nested_inputs_and_targets_keep_their_structure():
+    x = {"image": X, "size": (Y, Y + 1)}
+    batch_x, batch_y = next(ArrayStream(x, (Y, Y + 2), batch_size=5))
+    np.testing.assert_array_equal(batch_x["size"][1], Y[:5] + 1)
+    np.testing.assert_array_equal(batch_y[1], Y[:5] + 2)
+    assert batch_x["image"].shape == (5, 64)
+
+
+@pytest.mark.parametrize("parts", [(X,), (X, Y), (X, Y, Y + 1), (X, None, Y + 1), ((X, X), ())])
+def test_batches_have_a_normal_form(parts):
+    batch = normalize(next(ArrayStream(*parts, batch_size=6)))
+    assert len(batch.inputs) == (2 if isinstance(parts[0], tuple) else 1)
+    assert len(batch.targets) == (len(parts) > 1 and isinstance(parts[1], np.ndarray))
+    assert (batch.weights is not None) == (len(parts) == 3)
+
+
+def test_the_stream_repeats_for_ever_and_counts_its_passes():
+    stream = ArrayStream(X, Y, batch_size=600)
+    epochs = [stream.epoch for _ in itertools.islice(stream, 7)]
+    assert epochs == [0, 0, 1, 1, 1, 2, 2]
+
+
+def test_an_ended_stream_stays_ended():
+    stream = ArrayStream(np.zeros(3), epochs=2)
+    assert len(list(stream)) == 2
+    assert list(stream) == []
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("n_delivered", [0, 1, 3, 4, 10])
+def test_a_position_survives_json_and_leads_to_the_same_batches(shuffle, n_delivered):
+    def stream():
+        return ArrayStream(X[:30], Y[:30], batch_size=8, shuffle=shuffle, seed=3, epochs=4)
+
+    first, second = stream(), stream()
+    list(itertools.islice(first, n_delivered))
+    list(itertools.islice(second, 6))
+    second.set_state(json.loads(json.dumps(first.get_state())))
+    rest, again = list(first), list(second)
+    assert len(rest) == len(again) == 16 - n_delivered
+    np.testing.assert_array_equal(rows(rest or [(X,)]), rows(again or [(X,)]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"batch_size": 5}, {"seed": 1}, {"shuffle": True}, {"drop_remainder": True}, {"n": 20}],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_position_in_changed_data_is_refused_with_both_descriptions(change):
+    def stream(n=21, **options):
+        return ArrayStream(np.arange(n), **{"batch_size": 4, **options})
+
+    with pytest.raises(ValueError, match="(?s)saved: .*'length': 21.*here: .*'length'") as error:
+        stream(**change).set_state(stream().get_state())
+    (name, value) = next(iter(change.items()))
+    assert f"{'length' if name == 'n' else name!s}': {value}" in str(error.value)
+
+
+def test_one_epoch_is_a_fresh_pass_in_stored_order_over_the_same_arrays():
+    stream = ArrayStream(X, Y, batch_size=100, shuffle=True)
+    next(stream)
+    position = stream.get_state()
+    one = stream.one_epoch()
+    batches = list(one)
+    np.testing.assert_array_equal(rows(batches), X.astype(np.float32))
+    assert one.epoch == 1
+    assert stream.get_state() == position
+
+
+def test_wide_arrays_become_narrow_and_narrow_ones_are_not_copied():
+    wide, narrow = np.arange(6.0), np.arange(6, dtype=np.float16)
+    x, y = next(ArrayStream((wide, narrow), np.arange(6)))
+    assert (x[0].dtype, x[1].dtype, y.dtype) == (np.float32, np.float16, np.int32)
+    assert np.shares_memory(x[1], narrow)
+
+
+def test_batches_of_arrays_that_are_not_contiguous_are_right():
+    x = np.asfortranarray(X[:, ::2].astype(np.float32))
+    stream = ArrayStream(x, batch_size=50, shuffle=True, epochs=1)
+    np.testing.assert_array_equal(
+        rows(stream), x[np.random.default_rng((0, 0)).permutation(len(x))]
+    )
+
+
+def test_big_endian_arrays_are_brought_into_native_order():
+    x, _ = next(ArrayStream(np.arange(4, dtype=">f4"), shuffle=True))
+    assert x.dtype == np.dtype("<f4")
+    assert sorted(x) == [0, 1, 2, 3]
+
+
+def test_data_frames_are_arrays():
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    frame = pandas.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]})
+    x, y = next(ArrayStream(frame, frame["a"]))
+    np.testing.assert_array_equal(x, [[1, 3], [2, 4]])
+    np.testing.assert_array_equal(y, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((X[:1437], Y[:360]), {}, ValueError, "x has 1,437 rows but y has 360."),
+        (({"a": X, "b": X[:3]},), {}, ValueError, "has 1,797 rows but x['b'] has 3."),
+        ((X, Y, Y[:9]), {}, ValueError, "x has 1,797 rows but w has 9."),
+        ((X[:0],), {}, ValueError, "no examples"),
+        (((),), {}, ValueError, "x is empty"),
+        ((X, [0, 1]), {}, TypeError, "y[0] must be an array, got int: 0. Convert"),
+        (("text",), {}, TypeError, "x must be an array, got str: 'text'"),
+        ((np.float32(3),), {}, TypeError, "x must be an array, got float32"),
+        ((np.array(3.0),), {}, TypeError, "got the scalar array(3.)"),
+        ((np.array(["a", "b"]),), {}, TypeError, "dtype <U1: encode it as numbers"),
+        (
+            (np.array([2**40, 0]),),
+            {},
+            ValueError,
+            "from 0 to 1099511627776, which do not fit int32",
+        ),
+        ((X,), {"batch_size": 0}, ValueError, "batch_size must be 1 or more, got 0."),
+        ((X,), {"batch_size": 2.5}, TypeError, "batch_size must be a whole number, got 2.5."),
+        ((X,), {"batch_size": True}, ValueError, "batch_size must be 1 or more, got True."),
+        ((X,), {"epochs": -1}, ValueError, "epochs must be 1 or more, got -1."),
+        ((X,), {"seed": -1}, ValueError, "seed must be 0 or more, got -1."),
+        (
+            (X[:9],),
+            {"batch_size": 10, "drop_remainder": True},
+            ValueError,
+            "9 rows make no batch of 10 when the remainder is dropped",
+        ),
+    ],
+)
+def test_wrong_data_is_refused_at_construction(arguments, options, error, message):
+    with pytest.raises(error) as raised:
+        ArrayStream(*arguments, **options)
+    assert message in str(raised.value)

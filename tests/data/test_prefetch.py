@@ -1,0 +1,152 @@
+import gc
+import itertools
+import threading
+import traceback
+
+import numpy as np
+import pytest
+
+from flaxfit.data import ArrayStream, as_stream, one_pass, prefetch
+
+
+class Counting:
+    """An endless stream that tells when it has made a batch."""
+
+    def __init__(self):
+        self.n_made = 0
+        self.made = threading.Condition()
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        with self.made:
+            self.n_made += 1
+            self.made.notify_all()
+        return self.n_made
+
+    def wait_for(self, n, timeout=5.0):
+        with self.made:
+            return self.made.wait_for(lambda: self.n_made >= n, timeout)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    gc.collect()
+    assert set(threading.enumerate()) == before
+
+
+def numbers(batches):
+    return [x.tolist() for x, _ in batches]
+
+
+@pytest.mark.parametrize("n", [1, 2, 7])
+def test_the_batches_are_those_of_the_stream(n):
+    def stream():
+        return ArrayStream(np.arange(11), batch_size=2, shuffle=True, epochs=3)
+
+    assert numbers(prefetch(stream(), n)) == numbers(stream())
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_no_more_than_n_batches_are_made_ahead(n):
+    source = Counting()
+    stream = prefetch(source, n)
+    for delivered in range(1, 6):
+        assert next(stream) == delivered
+        assert source.wait_for(delivered + n)
+        assert not source.wait_for(delivered + n + 1, timeout=0.02)
+    stream.close()
+
+
+def test_nothing_is_read_before_the_first_batch_is_asked_for():
+    source = Counting()
+    prefetch(source)
+    assert not source.wait_for(1, timeout=0.02)
+
+
+@pytest.mark.parametrize("n_delivered", [0, 1, 4, 6])
+def test_the_position_is_that_of_the_last_delivered_batch(n_delivered):
+    def stream():
+        return ArrayStream(np.arange(11), batch_size=2, shuffle=True, epochs=3)
+
+    plain, ahead = stream(), prefetch(stream(), 3)
+    list(itertools.islice(plain, n_delivered))
+    list(itertools.islice(ahead, n_delivered))
+    assert ahead.get_state() == plain.get_state()
+    assert ahead.epoch == plain.epoch
+    again = prefetch(stream(), 3)
+    next(again)
+    again.set_state(ahead.get_state())
+    assert numbers(again) == numbers(plain)
+    ahead.close()
+
+
+def test_the_position_of_a_counted_stream_is_delivered_batches_too(capsys):
+    batches = [(np.full(2, i), ()) for i in range(6)]
+    ahead = prefetch(as_stream(batches), 3)
+    list(itertools.islice(ahead, 2))
+    assert ahead.get_state() == {"delivered": 2}
+    ahead.set_state(ahead.get_state())
+    assert numbers(ahead) == [[i, i] for i in range(2, 6)]
+    assert "skipping 2 batches" in capsys.readouterr().err
+
+
+def test_an_error_is_raised_where_the_batch_is_wanted_with_its_own_traceback():
+    def generate():
+        yield 1
+        raise OSError("the disk is gone")
+
+    stream = prefetch(generate(), 4)
+    assert next(stream) == 1
+    with pytest.raises(OSError, match="the disk is gone") as raised:
+        next(stream)
+    assert "generate" in [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+    with pytest.raises(RuntimeError, match="stopped after it raised OSError"):
+        next(stream)
+
+
+def test_the_end_of_the_data_ends_the_thread():
+    before = threading.active_count()
+    stream = prefetch(ArrayStream(np.arange(4), epochs=1))
+    assert len(list(stream)) == 1
+    assert threading.active_count() == before
+    assert list(stream) == []
+
+
+def test_a_closed_stream_ends_its_thread_and_gives_no_more():
+    stream = prefetch(Counting())
+    next(stream)
+    stream.close()
+    stream.close()
+    with pytest.raises(ValueError, match="was closed"):
+        next(stream)
+
+
+def test_a_forgotten_stream_ends_its_thread():
+    before = threading.active_count()
+    stream = prefetch(Counting())
+    next(stream)
+    assert threading.active_count() == before + 1
+    del stream
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_one_pass_leaves_the_prefetched_stream_where_it_is():
+    stream = prefetch(ArrayStream(np.arange(5), batch_size=2))
+    next(stream)
+    assert numbers(one_pass(stream)) == numbers(one_pass(stream)) == [[0, 1], [2, 3], [4]]
+    assert next(stream)[0].tolist() == [2, 3]
+    stream.close()
+
+
+def test_the_length_is_that_of_the_stream():
+    assert len(prefetch(ArrayStream(np.arange(5), batch_size=2))) == 3
+
+
+def test_a_number_below_one_is_refused():
+    with pytest.raises(ValueError, match="Cannot assemble 0 batches ahead"):
+        prefetch(ArrayStream(np.arange(5)), 0)

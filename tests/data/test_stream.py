@@ -1,0 +1,30 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from flaxfit.data import ArrayStream, DataStream, as_stream, prefetch, take
+
+
+def test_take_gives_the_next_batches_and_leaves_the_rest():
+    stream = as_stream([np.zeros(i + 1) for i in range(5)])
+    assert [len(x) for x in take(stream, 2)] == [1, 2]
+    assert [len(x) for x in stream] == [3, 4, 5]
+
+
+def test_take_stops_where_the_data_ends():
+    assert list(take(iter("abc"), 9)) == ["a", "b", "c"]
+    assert list(take(itertools.count(), 0)) == []
+
+
+def test_take_refuses_a_negative_number():
+    with pytest.raises(ValueError, match="Cannot take -1 batches"):
+        take(iter("abc"), -1)
+
+
+def test_every_stream_follows_the_protocol():
+    data = ArrayStream(np.zeros(3))
+    for stream in (data, as_stream([np.zeros(3)]), prefetch(data)):
+        assert isinstance(stream, DataStream)
+        assert iter(stream) is stream
+    assert not isinstance([1, 2], DataStream)
