@@ -112,14 +112,8 @@ def _all_arrays(part: Any) -> bool:
 
 
 def _check_lengths(parts: Mapping[str, Any]) -> None:
-    lengths = {
-        name: {len(leaf) for leaf in jax.tree.leaves(part)}
-        for name, part in parts.items()
-        if part is not None
-    }
-    if len(set.union(*lengths.values())) > 1:
-        described = ", ".join(
-            f"{name} has {' and '.join(f'{n:,}' for n in sorted(ns))} rows"
-            for name, ns in lengths.items()
-        )
-        raise ValueError(f"{described}: they must have as many rows as each other.")
+    rows = [(name, len(a)) for name, part in parts.items() for a in jax.tree.leaves(part)]
+    (first, n), *rest = rows
+    for name, other in rest:
+        if other != n:
+            raise ValueError(f"{first} has {n:,} rows but {name} has {other:,}.")

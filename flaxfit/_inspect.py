@@ -12,8 +12,14 @@ from flaxfit._rules import flat
 from flaxfit._step import ForwardPass, evaluate_loss, forward, forward_eval
 
 
-def inspect(task: Any, state: Any, batch: Batch) -> ForwardPass:
+def inspect(task: Any, state: Any, batch: Batch, data: Batch | None = None) -> ForwardPass:
     """Traces one forward pass of a task without running it, on a batch as the user passed it.
+
+    Args:
+      task: a `TrainTask`.
+      state: the training state.
+      batch: the first batch.
+      data: all of the data, where it is at hand: its values are checked, else the batch's.
 
     Returns:
       The shapes and dtypes of a `ForwardPass`.
@@ -22,7 +28,7 @@ def inspect(task: Any, state: Any, batch: Batch) -> ForwardPass:
       ValueError: labels, weights, the shape of the loss or a random stream do not fit.
       TypeError: the batch lacks the targets that the loss wants.
     """
-    check_finite(batch)
+    check_finite(batch if data is None else data, "The first batch" if data is None else "The data")
     try:
         # Over the state's shapes, since its arrays are spread over the devices of a strategy.
         result = jax.eval_shape(
@@ -43,7 +49,7 @@ def inspect(task: Any, state: Any, batch: Batch) -> ForwardPass:
                 f"targets, got only inputs of shape {shapes}: {error}. Wrap it: yield x, y."
             ) from error
         raise
-    check_loss(task.loss, result.values, result.outputs, batch)
+    check_loss(task.loss, result.values, result.outputs, batch, data)
     return result
 
 
@@ -66,10 +72,12 @@ def inspect_eval(task: Any, state: Any, batch: Batch) -> Any:
     return values
 
 
-def check_loss(loss: Any, values: Any, outputs: Any, batch: Batch) -> None:
+def check_loss(
+    loss: Any, values: Any, outputs: Any, batch: Batch, data: Batch | None = None
+) -> None:
     """Checks the shape of a loss against the batch, and the values of labels, on the host."""
     losses.check_loss_shape(values.shape, outputs, batch.targets, n_examples(batch))
-    losses.check_values(loss, outputs, batch.targets)
+    losses.check_values(loss, outputs, (data or batch).targets)
     if values.ndim == 0 and batch.weights is not None:
         raise ValueError(
             "Weights cannot be applied to a loss that returns a scalar: return one value per "
@@ -77,7 +85,7 @@ def check_loss(loss: Any, values: Any, outputs: Any, batch: Batch) -> None:
         )
 
 
-def check_finite(batch: Batch, name: str = "The first batch") -> None:
+def check_finite(batch: Batch, name: str) -> None:
     """Checks that no input is NaN or infinite.
 
     Raises:

@@ -194,6 +194,7 @@ class TrainLoop:
         self._stream = as_stream(data)
         self._fetched: list[Any] = []
         self._feed: Feed | None = None
+        self._due: tuple[Checkpoint, list[Any]] | None = None
         self._ended = self.stopped = False
 
     @property
@@ -368,7 +369,9 @@ class TrainLoop:
         """Looks at the first batch: the sums that it gives, and whether batches can be padded."""
         batch = normalize(item)
         self.input_shapes = shapes_of(batch.inputs)
-        result = inspect(self.task, self._state, batch)
+        whole = self._stream.whole() if hasattr(self._stream, "whole") else None
+        data = None if whole is None else normalize(whole)
+        result = inspect(self.task, self._state, batch, data)
         names = ["grad_norm"] * self._options["grad_norm"]
         names += ["penalty"] * (result.penalty is not None)
         pair = (jax.ShapeDtypeStruct((), "float32"),) * 2
@@ -411,7 +414,7 @@ class TrainLoop:
         self._state = self.strategy.place(state)
         self.step = int(state.step)
         """How many updates were done; on the host, as reading the device's would wait for it."""
-        self._due: tuple[Checkpoint, list[Any]] | None = None
+        self._due = None
         self._has_trained = False
         self._sums: Any = {}
         self._reset_totals()

@@ -132,7 +132,9 @@ class Model:
             validation_data = ArrayStream(*validation_data, batch_size=batch_size, epochs=1)
 
         n_steps = steps_per_epoch or _length(stream)
-        loop = self._loop_over(stream, n_steps, steps_per_execution, quiet=not verbose)
+        loop = self._loop_over(
+            _one_pass(stream, n_steps), n_steps, steps_per_execution, quiet=not verbose
+        )
         facts = self._facts(stream, validation_data, n_steps)
         self.history = History(type(self.module).__name__, unit="epoch", facts=facts)
         validate = [] if validation_data is None else [self._validation(validation_data)]
@@ -243,8 +245,9 @@ class Model:
         if n_steps is not None:
             yield from loop.run_until(loop.step + epochs * n_steps)
             return
-        for _ in range(epochs):
-            loop.data = stream.one_epoch() if hasattr(stream, "one_epoch") else stream
+        for epoch in range(epochs):
+            if epoch:
+                loop.data = _one_pass(stream, n_steps)
             loop.first_checkpoint = loop.step + _ENDLESS
             yield from loop.run_until(loop.step + _ENDLESS)
             if loop.stopped:
@@ -269,6 +272,12 @@ class Model:
             n_validation=getattr(validation_data, "n_examples", None),
             steps_per_epoch=n_steps,
         )
+
+
+def _one_pass(stream: Any, n_steps: int | None) -> Any:
+    """The stream; where the length of a pass is unknown, a single pass of it."""
+    is_whole = n_steps is not None or not hasattr(stream, "one_epoch")
+    return stream if is_whole else stream.one_epoch()
 
 
 def _length(stream: Any) -> int | None:

@@ -98,6 +98,12 @@ class ArrayStream:
         fresh._rewind()
         return fresh
 
+    def whole(self) -> Any:
+        """All examples as one batch; None where the data is mapped from a file."""
+        if any(column.is_mapped for column in self._columns):
+            return None
+        return self._structure.unflatten([column.pick(slice(None)) for column in self._columns])
+
     def get_state(self) -> dict[str, Any]:
         """The position after the last delivered batch, with a description of the data."""
         return {"epoch": self.epoch, "batch": self._batch, "data": self._description()}
@@ -155,6 +161,10 @@ class _Column:
         self._releaser = Releaser(array) if mapped else None
         # `take` is the fastest, but copies the whole array first if it is not contiguous.
         self._contiguous = self._array.flags.c_contiguous and self._array.flags.aligned
+
+    @property
+    def is_mapped(self) -> bool:
+        return self._releaser is not None
 
     def pick(self, rows: Any) -> np.ndarray:
         in_order = isinstance(rows, slice)

@@ -1,0 +1,391 @@
+"""Model: fit, evaluate and predict as a Keras user knows them, on real digits."""
+
+import signal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from sklearn.datasets import load_digits
+
+import flaxfit as ff
+from flaxfit.callbacks import EarlyStopping
+
+X, Y = load_digits(return_X_y=True)
+X = X / 16
+X, Y, X_TEST, Y_TEST = X[:300], Y[:300], X[300:413], Y[300:413]
+
+
+class MLP(nn.Module):
+    train: bool = False
+    dropout: float = 0.2
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(32)(x))
+        x = nn.Dropout(self.dropout, deterministic=not self.train)(x)
+        return nn.Dense(10)(x)
+
+
+class Normalized(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(16)(x))
+        return nn.Dense(10)(nn.relu(x))
+
+
+def make_model(module=None, optimizer=None, metrics=("accuracy",), **options):
+    return ff.Model(
+        module or MLP(), optimizer or optax.adam(3e-3), "crossentropy", metrics, **options
+    )
+
+
+def fit(model, **options):
+    return model.fit(X, Y, **{"batch_size": 64, "verbose": 0, **options})
+
+
+def assert_equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_fit_learns_and_reports_each_epoch():
+    model = make_model(optimizer=optax.adam(1e-2))
+    history = fit(model, epochs=8, validation_data=(X_TEST, Y_TEST))
+    assert set(history) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+    assert [len(values) for values in history.values()] == [8] * 4
+    assert history["val_accuracy"][-1] > 0.8 and history["loss"][-1] < history["loss"][0] / 2
+    assert history.steps == [5 * i for i in range(1, 9)] and model.step == 40
+    measured = model.evaluate(X_TEST, Y_TEST)
+    assert measured["accuracy"] == pytest.approx(history["val_accuracy"][-1])
+    assert measured["loss"] == pytest.approx(history["val_loss"][-1], rel=1e-5)
+
+
+@pytest.mark.parametrize("n_devices", [1, 3, 4])
+def test_evaluate_and_predict_agree_with_the_module_itself(n_devices):
+    model = make_model(strategy=ff.DataParallel(jax.devices()[:n_devices]))
+    fit(model)
+    logits = MLP().apply({"params": model.state.params}, jnp.asarray(X_TEST, jnp.float32))
+    np.testing.assert_allclose(model.predict(X_TEST), logits, rtol=1e-5, atol=1e-5)
+    expected = np.mean(np.argmax(logits, -1) == Y_TEST)
+    assert model.evaluate(X_TEST, Y_TEST)["accuracy"] == pytest.approx(expected)
+
+
+def test_fit_again_continues():
+    once, twice = make_model(), make_model()
+    fit(once, epochs=4)
+    fit(twice, epochs=2)
+    history = fit(twice, epochs=2)
+    assert len(history["loss"]) == 2 and twice.step == 20
+    assert_equal(once.state.params, twice.state.params)
+
+
+def test_fit_again_with_the_same_shapes_compiles_nothing():
+    model = make_model()
+    fit(model, validation_data=(X_TEST, Y_TEST))
+    counts = len(model._loop._executables), len(model._evaluator._executables)
+    history = fit(model, validation_data=(X_TEST, Y_TEST))
+    assert (len(model._loop._executables), len(model._evaluator._executables)) == counts == (1, 1)
+    assert history.compile_time == 0
+
+
+def test_fit_has_the_result_of_the_loop_that_a_user_would_write():
+    model = make_model()
+    fit(model, epochs=2)
+    task = ff.TrainTask(
+        MLP(train=True).apply,
+        optax.adam(3e-3),
+        "crossentropy",
+        ff.ArrayStream(X, Y, batch_size=64, shuffle=True, epochs=2),
+    )
+    *_, last = ff.TrainLoop(MLP().init, task, 0, stdout=False)
+    assert_equal(model.state.params, last.state.params)
+
+
+def test_validation_split_takes_a_random_part_away_from_training():
+    model = make_model()
+    history = fit(model, validation_split=0.25, batch_size=225)
+    assert model.step == 1 and "val_loss" in history
+    with pytest.raises(ValueError, match="either validation_data or validation_split"):
+        fit(model, validation_split=0.1, validation_data=(X, Y))
+
+
+def test_a_weight_of_zero_is_as_good_as_leaving_the_example_out():
+    weights = np.ones(len(X))
+    weights[150:] = 0
+    a, b = make_model(MLP(dropout=0.0)), make_model(MLP(dropout=0.0))
+    history = a.fit(X, Y, sample_weight=weights, batch_size=300, shuffle=False, verbose=0)
+    other = b.fit(X[:150], Y[:150], batch_size=150, shuffle=False, verbose=0)
+    assert history["loss"][0] == pytest.approx(other["loss"][0], rel=1e-5)
+    assert history["accuracy"][0] == pytest.approx(other["accuracy"][0], rel=1e-5)
+    assert a.evaluate(X, Y, sample_weight=weights) == pytest.approx(a.evaluate(X[:150], Y[:150]))
+
+
+def test_class_weights_weigh_examples_by_their_label():
+    model = make_model(optimizer=optax.sgd(0.0))
+    history = fit(model, class_weight={3: 5.0, 4: 0.0})
+    weights = np.where(Y == 3, 5.0, np.where(Y == 4, 0.0, 1.0))
+    expected = model.evaluate(X, Y, sample_weight=weights)
+    quiet = make_model(MLP(dropout=0.0), optax.sgd(0.0))
+    history = fit(quiet, class_weight={3: 5.0, 4: 0.0})
+    expected = quiet.evaluate(X, Y, sample_weight=weights)
+    assert history["loss"][0] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+def test_wide_numbers_are_narrowed_quietly():
+    assert X.dtype == np.float64 and Y.dtype == np.int64
+    model = make_model()
+    fit(model)
+    assert model.predict(X_TEST).dtype == np.float32
+
+
+def test_batch_norm_trains_on_batches_and_evaluates_on_running_statistics():
+    model = make_model(Normalized())
+    fit(model, epochs=2, batch_size=100)
+    statistics = jax.tree.leaves(model.state.model_state["batch_stats"])
+    assert not np.allclose(statistics[0], 0)
+    state = model.state
+    expected = Normalized().apply(state.variables, jnp.asarray(X_TEST, jnp.float32), train=False)
+    np.testing.assert_allclose(model.predict(X_TEST), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_nnx_module_and_its_factory_can_be_trained():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(64, 32, rngs=rngs)
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+            self.last = nnx.Linear(32, 10, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(self.dropout(nnx.relu(self.first(x))))
+
+    for module in (Net, Net(nnx.Rngs(0))):
+        model = make_model(module, optax.adam(1e-2))
+        fit(model, epochs=6)
+        assert model.evaluate(X_TEST, Y_TEST)["accuracy"] > 0.7
+    ff.modules.update_nnx(module, model.state.variables)
+    np.testing.assert_allclose(
+        nnx.view(module, deterministic=True)(X_TEST.astype(np.float32)),
+        model.predict(X_TEST),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_a_pair_of_functions_can_be_trained():
+    def init(rngs, x):
+        return {"params": {"w": jnp.zeros((64, 10))}}
+
+    def apply(variables, x, **options):
+        outputs = x @ variables["params"]["w"]
+        return (outputs, {}) if "mutable" in options else outputs
+
+    model = make_model((init, apply), optax.adam(1e-1))
+    assert fit(model, epochs=5)["accuracy"][-1] > 0.8
+
+
+@pytest.mark.parametrize("kind", ["list", "known length", "unknown length"])
+def test_batches_of_any_kind_can_be_fitted(kind):
+    batches = [(X[i : i + 64], Y[i : i + 64]) for i in range(0, 256, 64)]
+
+    class Loader:
+        def __iter__(self):
+            return iter(batches)
+
+    class Sized(Loader):
+        def __len__(self):
+            return 4
+
+    data = {"list": batches, "known length": Sized(), "unknown length": Loader()}[kind]
+    model = make_model(MLP(dropout=0.0))
+    history = model.fit(data, epochs=3, validation_data=Loader(), verbose=0)
+    assert history.steps == [4, 8, 12]
+    other = make_model(MLP(dropout=0.0))
+    other.fit(X[:256], Y[:256], batch_size=64, epochs=3, shuffle=False, verbose=0)
+    assert_equal(model.state.params, other.state.params)
+    assert model.predict(Loader()).shape == (256, 10)
+    assert model.evaluate(Loader())["loss"] == pytest.approx(history["val_loss"][-1], rel=1e-5)
+
+
+def test_an_exhausted_generator_is_not_taken_for_an_epoch():
+    model = make_model()
+    with pytest.raises(ValueError, match="consumed before|passed over only once"):
+        model.fit(((X, Y) for _ in range(2)), epochs=2, verbose=0)
+    assert model.step == 2
+
+
+def test_steps_per_epoch_sets_the_length_of_an_epoch():
+    assert fit(make_model(), epochs=3, steps_per_epoch=2).steps == [2, 4, 6]
+
+
+def test_several_steps_per_execution_change_nothing():
+    one, many = make_model(), make_model()
+    a, b = fit(one, epochs=2), fit(many, epochs=2, steps_per_execution=3)
+    assert_equal(one.state.params, many.state.params)
+    assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+
+
+def test_several_inputs_and_outputs():
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, a, b):
+            return nn.Dense(10)(a), nn.Dense(1)(b)[:, 0]
+
+    def loss(logits, value, label, target):
+        return (
+            optax.softmax_cross_entropy_with_integer_labels(logits, label) + (value - target) ** 2
+        )
+
+    model = ff.Model(Two(), optax.adam(1e-2), loss)
+    history = model.fit((X, X), (Y, X.sum(1)), epochs=2, verbose=0)
+    assert history["loss"][1] < history["loss"][0]
+    logits, values = model.predict((X[:7], X[:7]))
+    assert logits.shape == (7, 10) and values.shape == (7,)
+
+
+def test_named_inputs_are_keyword_arguments():
+    class Named(nn.Module):
+        @nn.compact
+        def __call__(self, *, image):
+            return nn.Dense(10)(image)
+
+    model = make_model(Named())
+    assert fit_named(model) == model.predict({"image": X[:3]}).shape[0] == 3
+
+
+def fit_named(model):
+    model.fit({"image": X}, Y, verbose=0)
+    return 3
+
+
+def test_early_stopping_restores_the_best_weights():
+    stop = EarlyStopping("val_loss", patience=1, restore_best=True)
+    model = make_model(optimizer=optax.sgd(30.0))
+    history = fit(model, epochs=20, validation_data=(X_TEST, Y_TEST), callbacks=stop)
+    assert len(history.steps) < 20
+    best = min(history["val_loss"])
+    assert model.evaluate(X_TEST, Y_TEST)["loss"] == pytest.approx(best, rel=1e-5)
+
+
+def test_an_interrupt_leaves_a_usable_model_and_its_history():
+    def interrupt(checkpoint):
+        if checkpoint.step == 10:
+            signal.raise_signal(signal.SIGINT)
+
+    model = make_model()
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, epochs=5, callbacks=[interrupt])
+    assert model.step == 10 and model.history.steps == [5]
+    assert model.evaluate(X_TEST, Y_TEST)["loss"] > 0
+    fit(model, epochs=1)
+    assert model.step == 15
+
+
+def test_the_summary_lists_the_layers(capsys):
+    model = make_model()
+    with pytest.raises(ValueError, match=r"model\.summary\(x\)"):
+        model.summary()
+    model.summary(X)
+    before = capsys.readouterr().out
+    fit(model)
+    model.summary()
+    assert capsys.readouterr().out.count("Dense_1") == before.count("Dense_1") == 1
+    assert "2,080" in before or "2,410" in before
+
+
+def test_lines_tell_how_training_goes(capsys):
+    fit(make_model(), epochs=2, verbose=2, validation_data=(X_TEST, Y_TEST))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("flaxfit  MLP · 2,410 params · 4 cpu devices · 300 train / 113 val")
+    assert "compiled the training step in" in lines[1]
+    assert [line.split()[0] for line in lines[-3:]] == ["Epoch", "Epoch", "done"]
+    assert "\r" not in "".join(lines)
+
+
+def test_verbose_0_says_nothing(capsys):
+    fit(make_model(), epochs=2)
+    assert capsys.readouterr() == ("", "")
+
+
+# What cannot be done, and what it says.
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict", "state"])
+def test_a_model_without_weights_says_so(method):
+    model = make_model()
+    with pytest.raises(RuntimeError, match="call fit"):
+        _ = model.state if method == "state" else getattr(model, method)(X)
+
+
+def nan_inputs():
+    x = X.copy()
+    x[17, 3] = np.nan
+    return x
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        (X, Y[:200], "x has 300 rows but y has 200"),
+        (X, Y[:, None], r"wants integer labels of shape \(32,\).*Squeeze them"),
+        (X, Y.astype(float), "Cast them"),
+        (X, Y + 3, r"label 12 is out of range for 10 outputs \(labels must be 0..9\)"),
+        (nan_inputs(), Y, "1 of 300 rows, the first of them row 17"),
+        (X[:0], Y[:0], "no rows|no examples|empty"),
+        ([], None, "no batches|empty"),
+        (X, None, "targets"),
+    ],
+)
+def test_bad_data_is_refused_in_words(x, y, message):
+    model = make_model(strategy=ff.DataParallel(jax.devices()[:1]))
+    with pytest.raises((ValueError, TypeError), match=message):
+        model.fit(x, y, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "crossentrophy"}, "crossentropy"),
+        ({"metrics": ["acuracy"]}, "accuracy"),
+        ({"optimizer": 1e-3}, "optax"),
+        ({"module": MLP}, r"MLP\(\.\.\.\)"),
+    ],
+)
+def test_bad_parts_of_a_model_are_refused_in_words(options, message):
+    parts = {"module": MLP(), "optimizer": optax.sgd(0.1), "loss": "mse", **options}
+    with pytest.raises((ValueError, TypeError), match=message):
+        ff.Model(**parts)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"verbose": 3}, "verbose must be"),
+        ({"epochs": 0}, "epochs must be 1 or more"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"validation_split": 1.5}, "between 0 and 1"),
+        ({"sample_weight": np.ones(10)}, "x has 300 rows but sample_weight has 10"),
+    ],
+)
+def test_bad_settings_of_fit_are_refused_in_words(options, message):
+    with pytest.raises(ValueError, match=message):
+        fit(make_model(), **options)
+
+
+def test_weights_for_batches_are_refused():
+    with pytest.raises(ValueError, match="sample_weight can be used with arrays only"):
+        make_model().fit([(X, Y)], sample_weight=np.ones(300), verbose=0)
+
+
+def test_a_missing_random_stream_is_named():
+    class Noisy(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            x = nn.Dense(10)(x)
+            return x + jax.random.normal(self.make_rng("noise"), x.shape) if train else x
+
+    with pytest.raises(ValueError, match=r"noise[\s\S]*rngs="):
+        fit(make_model(Noisy()))
+    assert fit(make_model(Noisy(), rngs=("noise",)))["loss"][0] > 0
