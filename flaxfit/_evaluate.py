@@ -77,10 +77,11 @@ class EvalLoop:
         """
         batches = one_pass(self.task.data if data is None else data)
         strategy, state = self.strategy, self.strategy.place(state)
-        feed, totals, in_flight = None, None, deque()
+        feed, sums, totals, in_flight = None, None, None, deque()
         for item in itertools.islice(batches, self.n_steps):
             if feed is None:
-                feed, totals = self._look_at(normalize(item), state, batches)
+                feed, sums = self._look_at(normalize(item), state, batches)
+                totals = _totals.zero_totals(sums)
             portion = feed(item)
             if portion.strategy is not strategy:
                 strategy = portion.strategy
@@ -95,10 +96,10 @@ class EvalLoop:
                 jax.block_until_ready(in_flight.popleft())
         if totals is None:
             raise ValueError("There is nothing to evaluate: the data holds no batches.")
-        return compute(_totals.read(totals), self.task.metrics)
+        return compute(_totals.read(totals, sums), self.task.metrics)
 
     def _look_at(self, batch: Batch, state: Any, batches: Any) -> tuple[Feed, Any]:
-        """Checks the first batch; whether batches can be padded, and empty totals."""
+        """Checks the first batch; whether batches can be padded, and the sums that they give."""
         values = inspect_eval(self.task, state, batch)
         is_scalar = values is not None and values.ndim == 0
         sums = jax.eval_shape(make_eval_step(self.task), shapes_of(state), shapes_of(batch))
@@ -108,7 +109,7 @@ class EvalLoop:
             why_not="the loss returns a scalar, not one value per example",
             size=0 if is_scalar else getattr(batches, "batch_size", 0),
         )
-        return feed, _totals.zero_totals(sums)
+        return feed, sums
 
     def _compile(self, strategy: Strategy, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         measure = make_eval_step(self.task, axis_name=strategy.axis_name)

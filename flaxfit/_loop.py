@@ -215,7 +215,7 @@ class TrainLoop:
         """The metrics since the previous checkpoint so far; waits for the device."""
         if not self._n_completed:
             return {}
-        return compute(_totals.read(self._totals), self.task.metrics)
+        return compute(_totals.read(self._totals, self._sums), self.task.metrics)
 
     def restore(self, state: TrainState | Checkpoint) -> None:
         """Goes on from another state; a checkpoint brings its data position along."""
@@ -343,7 +343,7 @@ class TrainLoop:
         return checkpoint
 
     def _make_checkpoint(self) -> Checkpoint:
-        metrics = compute(_totals.read(self._totals), self.task.metrics)
+        metrics = compute(_totals.read(self._totals, self._sums), self.task.metrics)
         state, grads = self.strategy.collect((self._state, self._grads))
         get_position = getattr(self._stream, "get_state", None)
         return Checkpoint(
