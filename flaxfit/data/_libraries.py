@@ -17,6 +17,11 @@ def comes_from(data: Any, module: str) -> bool:
     return any(name.startswith(module + ".") for name in names)
 
 
+def _is_hugging_face(data: Any) -> bool:
+    """Whether data is a dataset of Hugging Face, which is cut into batches."""
+    return comes_from(data, "datasets") and hasattr(data, "with_format")
+
+
 def opener(data: Any, **options: Any) -> Callable[[int], Iterator[Any]] | None:
     """A function from the epoch to an iterator over the batches of foreign data, or None.
 
@@ -24,6 +29,9 @@ def opener(data: Any, **options: Any) -> Callable[[int], Iterator[Any]] | None:
       data: any object.
       **options: `batch_size`, `shuffle`, `seed` and `drop_remainder`, for data without batches.
     """
+    # First of all: Hugging Face's iterable dataset inherits from torch's where torch is imported.
+    if _is_hugging_face(data):
+        return lambda epoch: _hugging_face_batches(data, epoch, **options)
     if comes_from(data, "torch.utils.data.dataset"):
         raise TypeError(
             f"Cannot read batches from the torch dataset {type(data).__name__}: wrap it, "
@@ -33,8 +41,6 @@ def opener(data: Any, **options: Any) -> Callable[[int], Iterator[Any]] | None:
         return lambda epoch: (jax.tree.map(_from_torch, batch) for batch in data)
     if hasattr(data, "as_numpy_iterator"):
         return lambda epoch: data.as_numpy_iterator()
-    if comes_from(data, "datasets"):
-        return lambda epoch: _hugging_face_batches(data, epoch, **options)
     return None
 
 
@@ -44,7 +50,7 @@ def length(data: Any, batch_size: int, drop_remainder: bool) -> int | None:
         n = len(data)
     except TypeError:
         return None
-    if comes_from(data, "datasets"):
+    if _is_hugging_face(data):
         n = (n if drop_remainder else n + batch_size - 1) // batch_size
     return n
 
