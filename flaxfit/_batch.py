@@ -41,6 +41,8 @@ def normalize(item: Any) -> Batch:
     """
     if isinstance(item, Batch):
         return item
+    if item is None:
+        raise TypeError(f"A batch must be made of arrays, {_FORMS}; got None.")
     if isinstance(item, Mapping):
         roles = next((r for r in _ROLES if r[0] in item and item.keys() <= set(r)), None)
         if roles:

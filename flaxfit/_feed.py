@@ -95,8 +95,8 @@ class Feed:
             return
         self._announced = True
         self._say(
-            f"a batch of {n} examples does not divide over {self.strategy.n_devices} devices: padded "
-            f"to {size} with rows of weight 0 (loss, gradients and metrics stay exact)"
+            f"a batch of {n} examples does not divide over {self.strategy.n_devices} devices: "
+            f"padded to {size} with rows of weight 0 (loss, gradients and metrics stay exact)"
         )
 
 

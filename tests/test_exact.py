@@ -1,4 +1,4 @@
-"""Uneven data: for every size and device count the numbers are those of one device and one batch."""
+"""Uneven data: for every size and device count the numbers are those of one whole batch."""
 
 import jax
 import jax.numpy as jnp

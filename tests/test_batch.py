@@ -1,0 +1,84 @@
+"""Every form of a batch that a stream may yield, and the forms that it may not."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxfit._batch import Batch, call, n_examples, normalize
+
+X, Y, W = np.zeros((4, 3), np.float32), np.zeros(4, np.int32), np.ones(4, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("item", "inputs", "targets", "weights"),
+    [
+        (X, 1, 0, False),
+        ((X,), 1, 0, False),
+        ((X, Y), 1, 1, False),
+        ([X, Y], 1, 1, False),
+        ((X, ()), 1, 0, False),
+        (((X, X), (Y, Y)), 2, 2, False),
+        ([[X, X], Y], 2, 1, False),
+        ((X, Y, W), 1, 1, True),
+        ({"x": X, "y": Y}, 1, 1, False),
+        ({"inputs": X, "targets": Y, "weights": W}, 1, 1, True),
+        ({"x": X}, 1, 0, False),
+    ],
+)
+def test_all_forms_become_inputs_targets_and_weights(item, inputs, targets, weights):
+    batch = normalize(item)
+    assert (len(batch.inputs), len(batch.targets)) == (inputs, targets)
+    assert (batch.weights is not None) == weights
+    assert n_examples(batch) == 4
+    assert normalize(batch) is batch
+
+
+def test_other_mappings_are_keyword_inputs():
+    assert normalize({"image": X, "mask": Y}).inputs.keys() == {"image", "mask"}
+    batch = normalize(({"image": X}, Y))
+    assert call(lambda v, *, image: (v, image.shape), "v", batch.inputs) == ("v", (4, 3))
+
+
+def test_a_mapping_in_a_tuple_is_one_positional_input():
+    (inputs,) = normalize((({"image": X},), Y)).inputs
+    assert inputs["image"] is X
+
+
+def test_wide_numbers_are_narrowed_and_narrow_ones_not_copied():
+    batch = normalize((X.astype(np.float64), Y.astype(np.int64)))
+    assert batch.inputs[0].dtype == np.float32 and batch.targets[0].dtype == np.int32
+    batch = normalize((X, jnp.asarray(Y)))
+    assert batch.inputs[0] is X and batch.targets[0].dtype == jnp.int32
+
+
+@pytest.mark.parametrize(
+    "item", ["text", None, 3, (X, "label"), [1.0, 2.0], (X, np.array(["a"] * 4))]
+)
+def test_what_holds_no_arrays_is_refused(item):
+    with pytest.raises(TypeError, match="A batch must"):
+        normalize(item)
+
+
+def test_scalars_and_too_many_parts_are_refused():
+    with pytest.raises(TypeError, match=r"got the scalar 3\.0"):
+        normalize((X, np.array(3.0)))
+    with pytest.raises(TypeError, match="got 4 parts"):
+        normalize((X, Y, W, W))
+
+
+def test_parts_of_different_lengths_are_refused():
+    with pytest.raises(ValueError, match=r"different numbers of examples.*\(4, 3\).*\(3,\)"):
+        normalize((X, Y[:3]))
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(ValueError, match="no examples"):
+        normalize((X[:0], Y[:0]))
+    with pytest.raises(TypeError, match="got 0 parts"):
+        normalize(())
+
+
+def test_weights_count_as_a_part_of_the_batch():
+    assert Batch((X,)).weights is None
+    with pytest.raises(ValueError, match="different numbers"):
+        normalize((X, Y, W[:2]))

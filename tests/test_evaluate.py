@@ -1,0 +1,104 @@
+"""EvalLoop as a callback and on its own; its numbers are tested in test_exact.py."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from redex import combinator
+
+import flaxfit as ff
+
+X = np.arange(12, dtype=np.float32)[:, None]
+Y = 2 * X[:, 0]
+
+
+def apply(variables, x, **options):
+    outputs = (x * variables["params"])[:, 0]
+    return (outputs, {}) if "mutable" in options else outputs
+
+
+def make_loop(**options):
+    task = ff.TrainTask(apply, optax.sgd(1e-3), "mse", [(X, Y)] * 4)
+    return ff.TrainLoop(lambda rngs, x: {"params": jnp.ones(1)}, task, 0, stdout=False, **options)
+
+
+def make_eval(data=(X, Y), **options):
+    return ff.EvalLoop(ff.EvalTask(apply, ["mae"], data, loss="mse"), **options)
+
+
+def test_as_a_callback_it_adds_metrics_under_its_name():
+    loop = make_loop(callbacks=[make_eval(), make_eval((X[:5], Y[:5]), name="first")])
+    metrics = loop.next_step().metrics
+    assert metrics.keys() >= {"loss", "val_loss", "val_mae", "first_loss", "first_mae"}
+    assert metrics["first_mae"] < metrics["val_mae"]
+
+
+def test_it_composes_with_redex_and_measures_again_and_again():
+    process = combinator.serial(make_eval(), make_eval(name="test"))
+    values = [process(checkpoint).metrics["test_loss"] for checkpoint in make_loop()]
+    assert len(values) == 4 and values == sorted(values, reverse=True)
+
+
+def test_it_takes_over_the_strategy_of_its_loop():
+    strategy = ff.DataParallel(jax.devices()[:2])
+    evaluate = make_eval()
+    make_loop(callbacks=[evaluate], strategy=strategy)
+    assert evaluate.strategy is strategy
+    assert make_eval().strategy.n_devices == len(jax.local_devices())
+    own = make_eval(strategy=ff.DataParallel(jax.devices()[:1]))
+    make_loop(callbacks=[own], strategy=strategy)
+    assert own.strategy.n_devices == 1
+
+
+def test_n_steps_limits_it_to_so_many_batches():
+    batches = [(X[i : i + 4], Y[i : i + 4]) for i in (0, 4, 8)]
+    state = ff.InferenceState(np.int32(0), np.float32(1), {})
+    measured = make_eval(batches, n_steps=2).measure(state)
+    assert measured["loss"] == pytest.approx(np.mean((X[:8, 0] - Y[:8]) ** 2))
+    with pytest.raises(ValueError, match="n_steps must be 1 or more"):
+        make_eval(n_steps=0)
+
+
+def test_an_endless_stream_is_measured_for_one_epoch():
+    state = ff.InferenceState(np.int32(0), np.float32(1), {})
+    stream = ff.ArrayStream(X, Y, batch_size=5, shuffle=True)
+    evaluate = make_eval(stream)
+    expected = np.mean((X[:, 0] - Y) ** 2)
+    assert evaluate.measure(state)["loss"] == pytest.approx(expected)
+    assert evaluate.measure(state)["loss"] == pytest.approx(expected)
+
+
+def test_a_generator_cannot_be_measured_twice():
+    evaluate = make_eval((batch for batch in [(X, Y)]))
+    state = ff.InferenceState(np.int32(0), np.float32(1), {})
+    evaluate.measure(state)
+    with pytest.raises(ValueError, match="consumed before|passed over only once"):
+        evaluate.measure(state)
+
+
+def test_weights_weigh_the_metrics():
+    weights = np.linspace(0, 1, 12).astype(np.float32)
+    state = ff.InferenceState(np.int32(0), np.float32(1), {})
+    measured = make_eval((X, Y, weights)).measure(state)
+    assert measured["mae"] == pytest.approx(np.average(np.abs(X[:, 0] - Y), weights=weights))
+
+
+def test_a_stochastic_evaluation_is_given_its_keys():
+    def noisy(variables, x, *, rngs):
+        return x[:, 0] + jax.random.normal(rngs["sample"], x.shape[:1])
+
+    task = ff.EvalTask(noisy, [], (X, X[:, 0]), loss="mse", rngs="sample")
+    state = make_loop().state
+    one = ff.EvalLoop(task).measure(state)
+    assert one["loss"] > 0 and one == ff.EvalLoop(task).measure(state)
+    assert one != ff.EvalLoop(task).measure(state.replace_step(1))
+
+
+def test_labels_are_checked_in_evaluation_too():
+    def logits(variables, x):
+        return jnp.zeros((x.shape[0], 3))
+
+    task = ff.EvalTask(logits, [], (X, np.full(12, 3)), loss="crossentropy")
+    with pytest.raises(ValueError, match="label 3 is out of range for 3 outputs"):
+        ff.EvalLoop(task).measure(ff.InferenceState(np.int32(0), np.float32(1), {}))
