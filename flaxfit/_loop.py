@@ -3,29 +3,17 @@
 import contextlib
 import dataclasses
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
-import jax
-
-from flaxfit import _totals
 from flaxfit._batch import normalize
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._display import say
-from flaxfit._feed import Feed, Portion, stack_batches
-from flaxfit._inspect import inspect, shapes_of
-from flaxfit._interrupt import Interrupts
 from flaxfit._start import start
 from flaxfit._state import TrainState
-from flaxfit._step import compute
+from flaxfit._stepper import Stepper
 from flaxfit._task import TrainTask
-from flaxfit._update import make_update
-from flaxfit.data import as_stream
 from flaxfit.strategies import DataParallel, Strategy
-
-# On a CPU with several devices, unbounded dispatch of collectives aborts the process.
-_STEPS_IN_FLIGHT = 2
 
 
 class EndOfData(Exception):
@@ -97,24 +85,23 @@ class TrainLoop:
         self.n_steps = n_steps
         self.first_checkpoint = _positive("first_checkpoint", first_checkpoint)
         self.steps_per_call = _positive("steps_per_call", steps_per_call)
-        self._options = {"grad_norm": grad_norm, "keep_grads": keep_grads}
         self._say = say if stdout else lambda text: None
-        self._interrupts = Interrupts()
-        self._executables: dict[Any, Callable[..., Any]] = {}
-        self._in_flight: deque[jax.Array] = deque()
-        self.data = self.task.data
-        self.input_shapes: Any = None
-        """The shapes and dtypes of the inputs of the first batch that was trained on."""
+        self._stepper = stepper = Stepper(
+            self.task, self.strategy, grad_norm=grad_norm, keep_grads=keep_grads, say=self._say
+        )
 
         def sample() -> Any:
-            return normalize(self._first() if input_sample is None else (input_sample,)).inputs
+            return normalize(
+                stepper.first_batch() if input_sample is None else (input_sample,)
+            ).inputs
 
         beginning = start(init, self.task, rnkey, sample, self._say)
-        self._set_state(beginning.state)
         self.start = beginning.checkpoint
         """The checkpoint file that the run was restored from, or None."""
-        if self.start is not None and self.start.data_state is not None:
-            self._set_position(self.start.data_state)
+        self._go_on_from(beginning.state, getattr(self.start, "data_state", None))
+        self._first_step = self.step
+        self.stopped = False
+        """Whether a callback has ended the run; setting `data` begins it anew."""
         self.callbacks = callbacks
 
     # Driving the loop: each is a choice of where to train to.
@@ -124,7 +111,7 @@ class TrainLoop:
 
     def __next__(self) -> Checkpoint:
         if self.n_steps is not None and self.step >= self.n_steps and self._due is None:
-            if not self._has_trained:
+            if self._first_step == self.step:
                 self._say(f"step {self.n_steps:,} is already reached (at step {self.step:,})")
             self._end()
         if self.stopped:
@@ -160,9 +147,14 @@ class TrainLoop:
     # What the loop holds.
 
     @property
+    def step(self) -> int:
+        """How many updates were done."""
+        return self._stepper.step
+
+    @property
     def state(self) -> TrainState:
         """The training state: an unreplicated copy that stays valid."""
-        return self.strategy.collect(self._state)
+        return self.strategy.collect(self._stepper.state)
 
     @property
     def n_steps(self) -> int | None:
@@ -187,15 +179,13 @@ class TrainLoop:
     @property
     def data(self) -> Any:
         """The stream of batches; set it to go on with other data."""
-        return self._stream
+        return self._stepper.stream
 
     @data.setter
     def data(self, data: Any) -> None:
-        self._stream = as_stream(data)
-        self._fetched: list[Any] = []
-        self._feed: Feed | None = None
-        self._due: tuple[Checkpoint, list[Any]] | None = None
-        self._ended = self.stopped = False
+        self._stepper.set_data(data)
+        self._due = None
+        self.stopped = False
 
     @property
     def callbacks(self) -> Any:
@@ -213,18 +203,19 @@ class TrainLoop:
 
     def running_metrics(self) -> dict[str, Any]:
         """The metrics since the previous checkpoint so far; waits for the device."""
-        if not self._n_completed:
-            return {}
-        return compute(_totals.read(self._totals, self._sums), self.task.metrics)
+        return self._stepper.metrics()
+
+    @property
+    def input_shapes(self) -> Any:
+        """The shapes and dtypes of the inputs of the first batch trained on; None before."""
+        return self._stepper.input_shapes
 
     def restore(self, state: TrainState | Checkpoint) -> None:
         """Goes on from another state; a checkpoint brings its data position along."""
         if isinstance(state, TrainState):
-            return self._set_state(state)
-        self._set_state(state.state)
-        if state.data_state is not None:
-            self._set_position(state.data_state)
-        return None
+            self._go_on_from(state, None)
+        else:
+            self._go_on_from(state.state, state.data_state)
 
     def close(self) -> None:
         """Closes the callbacks; iteration that comes to its end does so by itself."""
@@ -242,97 +233,25 @@ class TrainLoop:
 
     def _train_to(self, stop: Callable[[], int]) -> Checkpoint | None:
         """Trains to the step `stop()`, or to the end of the data; None if that is here."""
-        with self._interrupts.watched(), self._timed():
-            while self._due is None and self.step < stop() and not self._ended:
-                self._advance(stop() - self.step)
-            if self._due is None and self._n_completed:
+        stepper = self._stepper
+        with stepper.interrupts.watched(), self._timed():
+            while self._due is None and stepper.step < stop() and not stepper.ended:
+                n = self.steps_per_call
+                if stepper.advance(n if stepper.step + n <= stop() else 1):
+                    for watch in self.watchers:
+                        watch(stepper.step)
+            if self._due is None and stepper.n_completed:
                 checkpoint = self._make_checkpoint()
-                self._interrupts.hold()
+                stepper.interrupts.hold()
                 self._due = (checkpoint, list(self.callbacks))
-                self._reset_totals()
-                self._interrupts.release()
-        return None if self._due is None else self._deliver()
+                self._reset()
+                stepper.interrupts.release()
+        return self._deliver()
 
-    def _advance(self, n: int) -> None:
-        """Makes one dispatch: of `steps_per_call` steps where `n` allows it, else of one."""
-        # From here to the release an interrupt waits, so that no batch and no state is lost.
-        self._interrupts.hold()
-        try:
-            portions = self._fetch(self.steps_per_call if n >= self.steps_per_call else 1)
-            if not portions:
-                self._ended = True
-                return
-            token = self._dispatch(portions)
-        finally:
-            self._interrupts.release()
-        self._in_flight.append(token)
-        if len(self._in_flight) > _STEPS_IN_FLIGHT:
-            self._in_flight.popleft().block_until_ready()
-        for watch in self.watchers:
-            watch(self.step)
-
-    def _fetch(self, n: int) -> list[Portion]:
-        """The next `n` batches if they share a program, else one; none at the end of the data."""
-        while len(self._fetched) < n:
-            try:
-                self._fetched.append(next(self._stream))
-            except StopIteration:
-                break
-        if not self._fetched:
-            return []
-        if self._feed is None:
-            self._feed = self._make_feed(self._fetched[0])
-        portions = [self._feed(item) for item in self._fetched[:n]]
-        alike = len(portions) == n and len({p.signature for p in portions}) == 1
-        return portions if alike else portions[:1]
-
-    def _dispatch(self, portions: list[Portion]) -> jax.Array:
-        """Runs the compiled update. What was fetched is let go once the new state is stored."""
-        strategy, batch, is_weighted, signature = portions[0]
-        n = len(portions)
-        if n > 1:
-            batch = stack_batches([portion.batch for portion in portions])
-        batch = strategy.split(batch, n if n > 1 else 0)
-        whole = strategy is self.strategy
-        state, totals = self._state, self._totals
-        if not whole:
-            state, totals = strategy.place((state, totals))
-        update = self._executables.get((n, signature))
-        if update is None:
-            update = self._compile(portions, (state, totals, batch))
-        state, totals, (token, grads) = update(state, totals, batch)
-        if not whole:
-            state, totals = self.strategy.place((state, totals))
-        self._state, self._totals, self._grads = state, totals, grads
-        self.step += n
-        self._n_completed += n
-        self._has_trained = True
-        del self._fetched[:n]
-        return token
-
-    def _compile(self, portions: list[Portion], arguments: tuple[Any, ...]) -> Any:
-        began = time.perf_counter()
-        strategy, batch, is_weighted, signature = portions[0]
-        update = make_update(
-            self.task,
-            axis_name=strategy.axis_name,
-            n_steps=len(portions),
-            skip_empty=is_weighted,
-            **self._options,
-        )
-        update = strategy.compile(update, arguments, n_donated=2)
-        seconds = time.perf_counter() - began
-        self._compile_time += seconds
-        shapes = ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(batch[:2]))
-        self._say(
-            f"compiled the training step {'again ' * bool(self._executables)}in {seconds:.1f}s, "
-            f"for batches of {shapes} on {strategy.n_devices} device(s)"
-        )
-        self._executables[len(portions), signature] = update
-        return update
-
-    def _deliver(self) -> Checkpoint:
+    def _deliver(self) -> Checkpoint | None:
         """Shows the checkpoint to the callbacks; after an interrupt, to those still waiting."""
+        if self._due is None:
+            return None
         checkpoint, waiting = self._due
         while waiting:
             checkpoint = waiting[0](checkpoint) or checkpoint
@@ -343,19 +262,31 @@ class TrainLoop:
         return checkpoint
 
     def _make_checkpoint(self) -> Checkpoint:
-        metrics = compute(_totals.read(self._totals, self._sums), self.task.metrics)
-        state, grads = self.strategy.collect((self._state, self._grads))
-        get_position = getattr(self._stream, "get_state", None)
+        stepper = self._stepper
+        metrics = stepper.metrics()
+        state, grads = self.strategy.collect((stepper.state, stepper.grads))
+        seconds = self._elapsed + time.perf_counter() - self._resumed
+        get_position = getattr(stepper.stream, "get_state", None)
         return Checkpoint(
-            step=self.step,
+            step=stepper.step,
             state=state,
             metrics=metrics,
-            n_completed_steps=self._n_completed,
-            elapsed_time=self._elapsed + time.perf_counter() - self._resumed - self._compile_time,
-            compile_time=self._compile_time,
+            n_completed_steps=stepper.n_completed,
+            elapsed_time=seconds - stepper.compile_time,
+            compile_time=stepper.compile_time,
             data_state=get_position() if get_position else None,
             last_grads=grads,
         )
+
+    def _go_on_from(self, state: TrainState, data_state: Any) -> None:
+        self._stepper.set_state(state)
+        self._stepper.set_position(data_state)
+        self._due: tuple[Checkpoint, list[Any]] | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._stepper.reset_totals()
+        self._elapsed, self._resumed = 0.0, time.perf_counter()
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
@@ -364,28 +295,6 @@ class TrainLoop:
             yield
         finally:
             self._elapsed += time.perf_counter() - self._resumed
-
-    def _make_feed(self, item: Any) -> Feed:
-        """Looks at the first batch: the sums that it gives, and whether batches can be padded."""
-        batch = normalize(item)
-        self.input_shapes = shapes_of(batch.inputs)
-        whole = self._stream.whole() if hasattr(self._stream, "whole") else None
-        data = None if whole is None else normalize(whole)
-        result = inspect(self.task, self._state, batch, data)
-        names = ["grad_norm"] * self._options["grad_norm"]
-        names += ["penalty"] * (result.penalty is not None)
-        pair = (jax.ShapeDtypeStruct((), "float32"),) * 2
-        self._sums = {**result.sums, **dict.fromkeys(names, pair)}
-        if not self._n_completed:
-            self._reset_totals()
-        why_not = ""
-        if not self.task.pad:
-            why_not = "the task has pad=False"
-        elif result.values.ndim == 0:
-            why_not = "the loss returns a scalar, not one value per example"
-        elif jax.tree.leaves(self._state.model_state) and self.task.mutable not in (False, (), []):
-            why_not = "the model keeps statistics of what it sees, such as BatchNorm's"
-        return Feed(self.strategy, pad=not why_not, why_not=why_not, say=self._say)
 
     def _next_stop(self, last: Callable[[], int | None] | None = None) -> Callable[[], int]:
         """Where the next checkpoint is due; a function, as the settings may change on the way."""
@@ -398,40 +307,6 @@ class TrainLoop:
             return min(target, end) if end is not None and here < end else target
 
         return stop
-
-    def _first(self) -> Any:
-        """The first batch, which stays there to be trained on."""
-        if not self._fetched:
-            try:
-                self._fetched.append(next(self._stream))
-            except StopIteration:
-                raise ValueError(
-                    "The data holds no batches: there is nothing to train on."
-                ) from None
-        return self._fetched[0]
-
-    def _set_state(self, state: TrainState) -> None:
-        self._state = self.strategy.place(state)
-        self.step = int(state.step)
-        """How many updates were done; on the host, as reading the device's would wait for it."""
-        self._due = None
-        self._has_trained = False
-        self._sums: Any = {}
-        self._reset_totals()
-        self._feed = None
-
-    def _set_position(self, data_state: Any) -> None:
-        if hasattr(self._stream, "set_state"):
-            self._stream.set_state(data_state)
-            self._fetched = []
-            self._ended = False
-
-    def _reset_totals(self) -> None:
-        self._totals = _totals.zero_totals(self._sums)
-        self._grads = None
-        self._n_completed = 0
-        self._compile_time = self._elapsed = 0.0
-        self._resumed = time.perf_counter()
 
     def _end(self) -> Any:
         self.close()

@@ -13,6 +13,7 @@ LAYERS = (
     {"_task", "_checkpoint", "_feed", "_start"},
     {"_step", "_history", "checkpoints", "export"},
     {"_update", "_inspect"},
+    {"_stepper"},
     {"_loop", "_evaluate", "callbacks", "importers"},
     {"_model"},
 )

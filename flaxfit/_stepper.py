@@ -1,0 +1,200 @@
+"""Stepper: takes training steps, each from a batch of the stream to the state it leads to."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from flaxfit import _totals
+from flaxfit._batch import normalize
+from flaxfit._feed import Feed, Portion, stack_batches
+from flaxfit._inspect import inspect, shapes_of
+from flaxfit._interrupt import Interrupts
+from flaxfit._state import TrainState
+from flaxfit._step import compute
+from flaxfit._task import TrainTask
+from flaxfit._update import make_update
+from flaxfit.data import as_stream
+from flaxfit.strategies import Strategy
+
+# On a CPU with several devices, unbounded dispatch of collectives aborts the process.
+_STEPS_IN_FLIGHT = 2
+
+
+class Stepper:
+    """The state of a run, its position in the data, and the compiled update between them.
+
+    Nothing is read from the device but by `metrics`. An interrupt never parts a batch from the
+    state that it leads to.
+    """
+
+    def __init__(
+        self,
+        task: TrainTask,
+        strategy: Strategy,
+        *,
+        grad_norm: bool,
+        keep_grads: bool,
+        say: Callable[[str], None],
+    ):
+        self.task = task
+        self.strategy = strategy
+        self.interrupts = Interrupts()
+        self.executables: dict[Any, Callable[..., Any]] = {}
+        self.input_shapes: Any = None
+        self._options = {"grad_norm": grad_norm, "keep_grads": keep_grads}
+        self._say = say
+        self._in_flight: deque[jax.Array] = deque()
+        self.set_data(task.data)
+
+    def set_data(self, data: Any) -> None:
+        """Goes on with other data."""
+        self.stream = as_stream(data)
+        self.ended = False
+        self._fetched: list[Any] = []
+        self._feed: Feed | None = None
+
+    def set_position(self, data_state: Any) -> None:
+        """Moves in the data to where a checkpoint was made."""
+        if data_state is not None and hasattr(self.stream, "set_state"):
+            self.stream.set_state(data_state)
+            self._fetched = []
+            self.ended = False
+
+    def set_state(self, state: TrainState) -> None:
+        """Goes on from another state."""
+        self.state = self.strategy.place(state)
+        self.step = int(state.step)
+        """How many updates were done; on the host, as reading the device's would wait for it."""
+        self._sums: Any = {}
+        self._feed = None
+        self.reset_totals()
+
+    def reset_totals(self) -> None:
+        """Begins to count anew."""
+        self._totals = _totals.zero_totals(self._sums)
+        self.grads: Any = None
+        self.n_completed = 0
+        self.compile_time = 0.0
+
+    def metrics(self) -> dict[str, Any]:
+        """The metrics over all steps since the totals were reset; waits for the device."""
+        if not self.n_completed:
+            return {}
+        return compute(_totals.read(self._totals, self._sums), self.task.metrics)
+
+    def first_batch(self) -> Any:
+        """The batch to be trained on next.
+
+        Raises:
+          ValueError: there is none.
+        """
+        if not self._fetch(1):
+            raise ValueError("The data holds no batches: there is nothing to train on.")
+        return self._fetched[0]
+
+    def advance(self, n: int) -> bool:
+        """Dispatches `n` steps at once, or one where the next batches do not share a program.
+
+        Returns whether there was a batch to step.
+        """
+        # From here to the release an interrupt waits, so that no batch and no state is lost.
+        self.interrupts.hold()
+        try:
+            portions = self._portions(n)
+            if not portions:
+                self.ended = True
+                return False
+            token = self._dispatch(portions)
+        finally:
+            self.interrupts.release()
+        self._in_flight.append(token)
+        if len(self._in_flight) > _STEPS_IN_FLIGHT:
+            self._in_flight.popleft().block_until_ready()
+        return True
+
+    def _fetch(self, n: int) -> list[Any]:
+        """The next `n` batches, fewer at the end of the data; they stay until they are stepped."""
+        while len(self._fetched) < n:
+            try:
+                self._fetched.append(next(self.stream))
+            except StopIteration:
+                break
+        return self._fetched[:n]
+
+    def _portions(self, n: int) -> list[Portion]:
+        """The next `n` batches if they share a program, else one; none at the end of the data."""
+        fetched = self._fetch(n)
+        if fetched and self._feed is None:
+            self._feed = self._make_feed(fetched[0])
+        portions = [self._feed(item) for item in fetched if self._feed is not None]
+        is_alike = len(portions) == n and len({p.signature for p in portions}) == 1
+        return portions if is_alike else portions[:1]
+
+    def _dispatch(self, portions: list[Portion]) -> jax.Array:
+        """Runs the compiled update. What was fetched is let go once the new state is stored."""
+        strategy, batch, is_weighted, signature = portions[0]
+        n = len(portions)
+        if n > 1:
+            batch = stack_batches([portion.batch for portion in portions])
+        batch = strategy.split(batch, n if n > 1 else 0)
+        whole = strategy is self.strategy
+        state, totals = self.state, self._totals
+        if not whole:
+            state, totals = strategy.place((state, totals))
+        update = self.executables.get((n, signature))
+        if update is None:
+            update = self._compile(portions, (state, totals, batch))
+        state, totals, (token, grads) = update(state, totals, batch)
+        if not whole:
+            state, totals = self.strategy.place((state, totals))
+        self.state, self._totals, self.grads = state, totals, grads
+        self.step += n
+        self.n_completed += n
+        del self._fetched[:n]
+        return token
+
+    def _compile(self, portions: list[Portion], arguments: tuple[Any, ...]) -> Any:
+        began = time.perf_counter()
+        strategy, batch, is_weighted, signature = portions[0]
+        update = make_update(
+            self.task,
+            axis_name=strategy.axis_name,
+            n_steps=len(portions),
+            skip_empty=is_weighted,
+            **self._options,
+        )
+        update = strategy.compile(update, arguments, n_donated=2)
+        seconds = time.perf_counter() - began
+        self.compile_time += seconds
+        shapes = ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(batch[:2]))
+        self._say(
+            f"compiled the training step {'again ' * bool(self.executables)}in {seconds:.1f}s, "
+            f"for batches of {shapes} on {strategy.n_devices} device(s)"
+        )
+        self.executables[len(portions), signature] = update
+        return update
+
+    def _make_feed(self, item: Any) -> Feed:
+        """Looks at the first batch: the sums that it gives, and whether batches can be padded."""
+        batch = normalize(item)
+        self.input_shapes = shapes_of(batch.inputs)
+        whole = self.stream.whole() if hasattr(self.stream, "whole") else None
+        data = None if whole is None else normalize(whole)
+        result = inspect(self.task, self.state, batch, data)
+        names = ["grad_norm"] * self._options["grad_norm"]
+        names += ["penalty"] * (result.penalty is not None)
+        pair = (jax.ShapeDtypeStruct((), "float32"),) * 2
+        self._sums = {**result.sums, **dict.fromkeys(names, pair)}
+        if not self.n_completed:
+            self.reset_totals()
+        why_not = ""
+        if not self.task.pad:
+            why_not = "the task has pad=False"
+        elif result.values.ndim == 0:
+            why_not = "the loss returns a scalar, not one value per example"
+        elif jax.tree.leaves(self.state.model_state) and self.task.mutable not in (False, (), []):
+            why_not = "the model keeps statistics of what it sees, such as BatchNorm's"
+        return Feed(self.strategy, pad=not why_not, why_not=why_not, say=self._say)
