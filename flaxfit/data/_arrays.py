@@ -7,8 +7,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from flaxfit.data._mapped import Releaser, mapping_of
-from flaxfit.data._narrow import is_array, narrow, narrow_dtype
+from flaxfit.data._columns import Column, common_length
 
 
 class ArrayStream:
@@ -59,9 +58,9 @@ class ArrayStream:
         self.seed = _count("seed", seed, at_least=0)
         self.drop_remainder = bool(drop_remainder)
         parts = (x, () if y is None else y) + (() if w is None else (w,))
-        self.n_examples = _common_length(parts)
+        self.n_examples = common_length(parts)
         leaves, self._structure = jax.tree.flatten(parts)
-        self._columns = [_Column(leaf) for leaf in leaves]
+        self._columns = [Column(leaf) for leaf in leaves]
         if len(self) == 0:
             raise ValueError(
                 f"{self.n_examples:,} rows make no batch of {self.batch_size} when the remainder "
@@ -149,34 +148,6 @@ class ArrayStream:
         }
 
 
-class _Column:
-    """One array of the data and how its rows are picked."""
-
-    def __init__(self, leaf: Any):
-        array = np.asarray(leaf)
-        mapped = mapping_of(array) is not None
-        self._dtype = narrow_dtype(array.dtype)
-        # Narrowing a memory-mapped file at once would read all of it.
-        self._array = array if mapped else narrow(array, self._dtype)
-        self._releaser = Releaser(array) if mapped else None
-        # `take` is the fastest, but copies the whole array first if it is not contiguous.
-        self._contiguous = self._array.flags.c_contiguous and self._array.flags.aligned
-
-    @property
-    def is_mapped(self) -> bool:
-        return self._releaser is not None
-
-    def pick(self, rows: Any) -> np.ndarray:
-        in_order = isinstance(rows, slice)
-        if in_order or not self._contiguous:
-            picked = self._array[rows]
-        else:
-            picked = self._array.take(rows, axis=0)
-        if self._releaser is not None:
-            self._releaser.note(picked, scattered=not in_order)
-        return picked if picked.dtype == self._dtype else narrow(picked, self._dtype)
-
-
 def _count(name: str, value: Any, *, at_least: int) -> int:
     try:
         count = operator.index(value)
@@ -185,24 +156,3 @@ def _count(name: str, value: Any, *, at_least: int) -> int:
     if count < at_least or isinstance(value, bool):
         raise ValueError(f"{name} must be {at_least} or more, got {value!r}.")
     return count
-
-
-def _common_length(parts: tuple[Any, ...]) -> int:
-    """The number of rows that all arrays share."""
-    n, first = None, ""
-    for path, leaf in jax.tree.leaves_with_path(parts):
-        name = "xyw"[path[0].idx] + jax.tree_util.keystr(path[1:])
-        if not is_array(leaf):
-            raise TypeError(
-                f"{name} must be an array, got {type(leaf).__name__}: {leaf!r:.60}. "
-                "Convert lists with np.asarray; several arrays go into a tuple or a mapping."
-            )
-        shape = np.shape(leaf)
-        if not shape:
-            raise TypeError(f"{name} must hold one row per example, got the scalar {leaf!r:.60}.")
-        n, first = (shape[0], name) if n is None else (n, first)
-        if shape[0] != n:
-            raise ValueError(f"{first} has {n:,} rows but {name} has {shape[0]:,}.")
-    if not n:
-        raise ValueError("The data holds no examples: x has 0 rows." if n == 0 else "x is empty.")
-    return n

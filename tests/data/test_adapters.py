@@ -1,3 +1,4 @@
+import jax
 import numpy as np
 import pytest
 
@@ -24,14 +25,16 @@ def test_a_data_set_may_name_its_parts(data):
     batches = [normalize(item) for item in stream]
     assert isinstance(stream, ArrayStream)
     assert [len(batch.weights) for batch in batches] == [4, 4, 2]
-    np.testing.assert_array_equal(np.concatenate([batch.inputs[0] for batch in batches]), X)
+    np.testing.assert_array_equal(
+        np.concatenate([jax.tree.leaves(batch.inputs)[0] for batch in batches]), X
+    )
     np.testing.assert_array_equal(np.concatenate([batch.targets[0] for batch in batches]), Y)
 
 
 @pytest.mark.parametrize("data", [X, (X,), (X, ()), (X, None), {"x": X}], ids=str)
 def test_targets_may_be_missing(data):
     batch = normalize(next(as_stream(data, batch_size=4)))
-    np.testing.assert_array_equal(batch.inputs[0], X[:4])
+    np.testing.assert_array_equal(jax.tree.leaves(batch.inputs)[0], X[:4])
     assert (batch.targets, batch.weights) == ((), None)
 
 

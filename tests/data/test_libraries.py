@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ def examples(batches):
     """The inputs and targets of all batches, in order."""
     normal = [normalize(item) for item in batches]
     return (
-        np.concatenate([batch.inputs[0] for batch in normal]),
+        np.concatenate([jax.tree.leaves(batch.inputs)[0] for batch in normal]),
         np.concatenate([batch.targets[0] for batch in normal]),
     )
 
