@@ -14,7 +14,7 @@ from flaxfit._feed import Feed
 from flaxfit._inspect import inspect_eval, shapes_of
 from flaxfit._step import compute, make_eval_step
 from flaxfit._task import EvalTask
-from flaxfit.data import one_pass
+from flaxfit.data import as_stream, one_pass
 from flaxfit.strategies import DataParallel, Strategy
 
 
@@ -53,6 +53,8 @@ class EvalLoop:
         self.name = name
         self.n_steps = n_steps
         self._strategy = strategy
+        # Made a stream once, so that wide arrays are narrowed once and not at each measurement.
+        self._data = None if task.data is None else as_stream(task.data)
         self._executables: dict[Any, Callable[..., Any]] = {}
 
     @property
@@ -75,7 +77,7 @@ class EvalLoop:
         Raises:
           ValueError: the data holds no batches.
         """
-        batches = one_pass(self.task.data if data is None else data)
+        batches = one_pass(self._data if data is None else data)
         strategy, state = self.strategy, self.strategy.place(state)
         feed, sums, totals, in_flight = None, None, None, deque()
         for item in itertools.islice(batches, self.n_steps):

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import flax
 import jax
 import numpy as np
+from flax.errors import InvalidRngError
 
 from flaxfit import losses
 from flaxfit._batch import Batch, n_examples
@@ -36,7 +36,7 @@ def inspect(task: Any, state: Any, batch: Batch, data: Batch | None = None) -> F
             shapes_of(state),
             shapes_of(batch),
         )
-    except flax.errors.InvalidRngError as error:
+    except InvalidRngError as error:
         raise ValueError(
             "The model asks for a random stream that the task does not supply: "
             f"{error}\nTrainTask(..., rngs={task.rngs}) supplies {list(task.rngs)}: add its name."

@@ -194,7 +194,8 @@ class TrainLoop:
 
     @callbacks.setter
     def callbacks(self, callbacks: Any) -> None:
-        self._callbacks = (callbacks,) if callable(callbacks) else tuple(callbacks)
+        single = callable(callbacks)
+        self._callbacks: tuple[Any, ...] = (callbacks,) if single else tuple(callbacks)
         self.watchers: list[Callable[[int], None]] = []
         """Functions of the step, called after each dispatch. They must not read the device."""
         for callback in self._callbacks:

@@ -168,7 +168,8 @@ class Model:
         if isinstance(data, tuple):
             batches = ArrayStream(*data, batch_size=batch_size, epochs=1)
         feed = Feed(self.strategy, pad=True, size=getattr(batches, "batch_size", 0))
-        state, outputs = self.strategy.place(self.state.for_inference()), []
+        state = self.strategy.place(self.state.for_inference())
+        outputs: list[Any] = []
         for item in one_pass(batches):
             batch = normalize(item)._replace(targets=(), weights=None)
             strategy, padded, _, signature = feed(batch)
@@ -177,12 +178,10 @@ class Model:
                 step = make_predict_step(self._eval.apply)
                 self._predictors[signature] = strategy.compile_split(step, arguments)
             joined = strategy.join(self._predictors[signature](*arguments))
-            n = n_examples(batch)
-            outputs.append([rows[:n] for rows in jax.tree.leaves(joined)])
+            outputs.append(_first_rows(joined, n_examples(batch)))
         if not outputs:
             raise ValueError("There is nothing to predict: the data holds no batches.")
-        columns = [np.concatenate(parts) for parts in zip(*outputs, strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(joined), columns)
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
 
     def summary(self, x: Any = None) -> None:
         """Prints the layers, their shapes and parameters.
@@ -272,6 +271,10 @@ class Model:
             n_validation=getattr(validation_data, "n_examples", None),
             steps_per_epoch=n_steps,
         )
+
+
+def _first_rows(tree: Any, n: int) -> Any:
+    return jax.tree.map(lambda rows: rows[:n], tree)
 
 
 def _one_pass(stream: Any, n_steps: int | None) -> Any:

@@ -3,15 +3,15 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import optax
+from flax import struct
 
 from flaxfit._batch import call
 
 
-class TrainState(flax.struct.PyTreeNode):
+class TrainState(struct.PyTreeNode):
     """The state of a training run. Functions (apply, loss, optimizer) live in the task.
 
     Attributes:
@@ -28,7 +28,7 @@ class TrainState(flax.struct.PyTreeNode):
     opt_state: Any
     model_state: Any
     key: jax.Array
-    axes: Any = flax.struct.field(pytree_node=False, default=None)
+    axes: Any = struct.field(pytree_node=False, default=None)
 
     def apply_gradient(
         self, optimizer: Any, grads: Any, *, model_state: Any = None, **hyperparams: Any
@@ -69,13 +69,13 @@ class TrainState(flax.struct.PyTreeNode):
         )
 
 
-class InferenceState(flax.struct.PyTreeNode):
+class InferenceState(struct.PyTreeNode):
     """A trained model's parameters and state, without the optimizer."""
 
     step: jax.Array
     params: Any
     model_state: Any
-    axes: Any = flax.struct.field(pytree_node=False, default=None)
+    axes: Any = struct.field(pytree_node=False, default=None)
 
     @property
     def variables(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def make_update(
 
     def update_many(state: Any, totals: Any, batches: Any) -> Any:
         def body(carry: Any, batch: Any) -> Any:
-            state, totals, (_, grads) = update(*carry, batch)
+            state, totals, (_, grads) = update(carry[0], carry[1], batch)
             return (state, totals), grads
 
         (state, totals), grads = jax.lax.scan(body, (state, totals), batches)
