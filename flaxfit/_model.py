@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -73,6 +74,8 @@ class Model:
         self._evaluator = EvalLoop(task, strategy=self.strategy)
         self._predictors: dict[Any, Callable[..., Any]] = {}
         self._loop: TrainLoop | None = None
+        self._init: Any = self._train.init
+        self._loaded: TrainState | None = None
         self._n_epochs = 0
 
     def fit(
@@ -197,6 +200,34 @@ class Model:
             raise ValueError("summary() needs inputs before the first fit: model.summary(x).")
         print(modules.summarize(self.module, inputs))
 
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Saves the training state and the history in a folder, as the checkpoint of its step."""
+        from flaxfit import checkpoints
+
+        history = None if self.history is None else self.history.get_state()
+        checkpoints.save(folder, self.state, history=history)
+
+    def load(self, folder: str | os.PathLike[str], *, which: str | int = "latest") -> None:
+        """Takes over the training state of a checkpoint; a later `fit` goes on from it.
+
+        Args:
+          folder: where `save` or a `CheckpointFileWriter` put it.
+          which: "latest", "best" or a step.
+
+        Raises:
+          FileNotFoundError: the folder holds no checkpoint.
+          ValueError: the checkpoint does not fit this model.
+        """
+        from flaxfit import checkpoints
+
+        if self._loop is not None:
+            self._loop.restore(checkpoints.restore(folder, self._loop.state, which=which))
+            return
+        self._loaded = checkpoints.restore(folder, which=which)
+        # Read again by the first `fit`, which knows what the optimizer's state looks like.
+        reader = checkpoints.CheckpointFileReader(folder, which=int(self._loaded.step))
+        self._init = _SavedState(reader, self._train.init)
+
     @property
     def state(self) -> TrainState:
         """The training state: a copy that stays valid.
@@ -204,17 +235,21 @@ class Model:
         Raises:
           RuntimeError: the model has not been trained.
         """
-        if self._loop is None:
-            raise RuntimeError(
-                "This model has no weights yet: call fit (epochs=1 is enough) before evaluate, "
-                "predict or state."
-            )
-        return self._loop.state
+        if self._loop is not None:
+            return self._loop.state
+        if self._loaded is not None:
+            return self._loaded
+        raise RuntimeError(
+            "This model has no weights yet: call fit (epochs=1 is enough) or load before "
+            "evaluate, predict, save or state."
+        )
 
     @property
     def step(self) -> int:
         """How many updates were done."""
-        return 0 if self._loop is None else self._loop.step
+        if self._loop is not None:
+            return self._loop.step
+        return 0 if self._loaded is None else int(self._loaded.step)
 
     def _loop_over(
         self, stream: Any, n_steps: int | None, steps_per_call: int, *, quiet: bool
@@ -223,7 +258,7 @@ class Model:
         task = dataclasses.replace(self._task, data=stream)
         if self._loop is None:
             self._loop = TrainLoop(
-                self._train.init,
+                self._init,
                 task,
                 self.seed,
                 strategy=self.strategy,
@@ -271,6 +306,16 @@ class Model:
             n_validation=getattr(validation_data, "n_examples", None),
             steps_per_epoch=n_steps,
         )
+
+
+class _SavedState(NamedTuple):
+    """A reader that gives the state of a checkpoint, but not its position in the data."""
+
+    reader: Any
+    target: Any
+
+    def read(self, template: Any) -> Any:
+        return dataclasses.replace(self.reader.read(template), data_state=None)
 
 
 def _first_rows(tree: Any, n: int) -> Any:

@@ -1,6 +1,7 @@
 """What TrainLoop promises: when it yields, what it counts, and that nothing is ever lost."""
 
 import itertools
+import shutil
 import signal
 import threading
 
@@ -13,6 +14,7 @@ import pytest
 from redex import combinator
 
 import flaxfit as ff
+from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(64, 5)).astype(np.float32)
@@ -443,6 +445,27 @@ def test_a_reader_is_asked_for_a_checkpoint_and_a_fresh_start_said(capsys):
         ff.TrainLoop(reader, make_task())
 
 
+def test_a_run_is_resumed_from_its_checkpoint_files(tmp_path, capsys):
+    def make(**options):
+        module = Normalized(dropout=0.3)
+        reader = CheckpointFileReader(tmp_path / "run", module.init)
+        task = make_task(module, optimizer=optax.adamw(1e-2))
+        with ff.TrainLoop(
+            reader, task, 0, n_steps_per_checkpoint=4, devices=jax.devices()[:2], **options
+        ) as loop:
+            return list(loop)
+
+    writer = CheckpointFileWriter(tmp_path / "run")
+    make(n_steps=6, callbacks=[writer])
+    assert "starting fresh" in capsys.readouterr().err
+    *_, resumed = make(n_steps=12)
+    assert "restored step 6" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "run")
+    *_, whole = make(n_steps=12)
+    assert (resumed.step, resumed.n_completed_steps) == (12, whole.n_completed_steps)
+    assert_equal(resumed.state, whole.state)
+
+
 # Randomness and resuming.
 
 
@@ -565,7 +588,9 @@ def test_one_and_four_devices_agree():
 def test_every_replica_holds_the_same_state():
     loop = make_loop(Normalized(dropout=0.5), devices=jax.devices(), n_steps=3)
     list(loop)
-    for leaf in jax.tree.leaves(loop._stepper.state.replace(key=jax.random.key_data(loop._stepper.state.key))):
+    for leaf in jax.tree.leaves(
+        loop._stepper.state.replace(key=jax.random.key_data(loop._stepper.state.key))
+    ):
         shards = [np.asarray(shard.data) for shard in leaf.addressable_shards]
         assert len(shards) == 4
         for shard in shards:

@@ -87,7 +87,11 @@ def test_fit_again_with_the_same_shapes_compiles_nothing():
     fit(model, validation_data=(X_TEST, Y_TEST))
     counts = len(model._loop._stepper.executables), len(model._evaluator._executables)
     history = fit(model, validation_data=(X_TEST, Y_TEST))
-    assert (len(model._loop._stepper.executables), len(model._evaluator._executables)) == counts == (1, 1)
+    assert (
+        (len(model._loop._stepper.executables), len(model._evaluator._executables))
+        == counts
+        == (1, 1)
+    )
     assert history.compile_time == 0
 
 
@@ -293,6 +297,42 @@ def test_the_summary_lists_the_layers(capsys):
     model.summary()
     assert capsys.readouterr().out.count("Dense_1") == before.count("Dense_1") == 1
     assert "2,080" in before or "2,410" in before
+
+
+def test_a_saved_model_is_loaded_without_a_fit_and_goes_on(tmp_path):
+    model = make_model()
+    fit(model, epochs=2)
+    model.save(tmp_path)
+    fresh = make_model()
+    fresh.load(tmp_path)
+    assert fresh.step == 10
+    np.testing.assert_array_equal(fresh.predict(X_TEST), model.predict(X_TEST))
+    assert fresh.evaluate(X_TEST, Y_TEST) == model.evaluate(X_TEST, Y_TEST)
+    for each in (model, fresh):
+        each._n_epochs = 2  # The order of the third epoch, for both.
+        fit(each)
+    assert fresh.step == 15
+    assert_equal(model.state.params, fresh.state.params)
+    assert_equal(model.state.opt_state, fresh.state.opt_state)
+    model.load(tmp_path)
+    assert model.step == 10
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    class Wider(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(10)(x)
+
+    with pytest.raises(FileNotFoundError):
+        make_model().load(tmp_path)
+    model = make_model(Wider())
+    fit(model)
+    model.save(tmp_path)
+    other = make_model()
+    other.load(tmp_path)
+    with pytest.raises(ValueError, match="params/Dense_0/kernel"):
+        fit(other)
 
 
 def test_lines_tell_how_training_goes(capsys):
