@@ -62,10 +62,14 @@ def as_metrics(
     if isinstance(metrics, Mapping):
         pairs = [(name, as_metric(metric)) for name, metric in metrics.items()]
     else:
-        listed = metrics if isinstance(metrics, list | tuple) else [metrics]
+        listed: Sequence[Any] = metrics if isinstance(metrics, list | tuple) else [metrics]
         pairs = [(_name_of(metric), as_metric(metric)) for metric in listed]
     names = [name for name, _ in pairs]
     for name in names:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"The name of a metric must be a string, got {type(name).__name__}: {name!r:.60}"
+            )
         if name in _RESERVED:
             raise ValueError(
                 f"A metric cannot be called {name!r}: the loop reports its own number under that "

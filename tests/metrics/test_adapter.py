@@ -1,0 +1,161 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sklearn.metrics
+
+from flaxfit.metrics import as_metrics, auc, on
+
+NOT_INSTALLED = "{} is an extra: pip install 'flaxfit[metrics]'"
+
+
+@pytest.fixture(scope="module")
+def clu():
+    return pytest.importorskip("clu.metrics", reason=NOT_INSTALLED.format("clu"))
+
+
+@pytest.fixture(scope="module")
+def metrax():
+    return pytest.importorskip("metrax", reason=NOT_INSTALLED.format("google-metrax"))
+
+
+def metric_of(metric):
+    return as_metrics({"it": metric})["it"]
+
+
+def probabilities(scores, labels):
+    return jax.nn.sigmoid(scores), labels
+
+
+def test_clu_accuracy_is_taken_as_it_is_weights_included(clu, digits, measured):
+    logits, labels, weights = digits
+    expected = sklearn.metrics.accuracy_score(labels, logits.argmax(1), sample_weight=weights)
+    value = measured(metric_of(clu.Accuracy), logits, labels, weights=weights)
+    assert value == pytest.approx(expected, rel=1e-6)
+
+
+def test_clu_metrics_of_a_function_are_taken(clu, digits, measured):
+    logits, labels, weights = digits
+    metric_class = clu.Average.from_fun(lambda logits, labels: logits.max(-1))
+    value = measured(metric_of(metric_class), logits, labels, weights=weights)
+    assert value == pytest.approx(np.average(logits.max(1), weights=weights), rel=1e-6)
+
+
+def test_clu_metrics_of_a_named_output_are_taken(clu, digits, measured):
+    logits, labels, weights = digits
+    value = measured(metric_of(clu.Average.from_output("logits")), logits, labels, weights=weights)
+    assert value == pytest.approx(np.average(logits.mean(1), weights=weights), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Precision", "Recall"])
+def test_metrax_rates_are_weighted_though_they_know_no_weights(metrax, tumours, measured, name):
+    scores, labels, weights = tumours
+    reference = getattr(sklearn.metrics, f"{name.lower()}_score")
+    expected = reference(labels, scores > 0, sample_weight=weights)
+    metric = metric_of(on(probabilities, getattr(metrax, name)))
+    assert measured(metric, scores, labels, weights=weights) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("MSE", sklearn.metrics.mean_squared_error),
+        ("MAE", sklearn.metrics.mean_absolute_error),
+        ("RMSE", sklearn.metrics.root_mean_squared_error),
+        ("RSQUARED", sklearn.metrics.r2_score),
+    ],
+)
+def test_metrax_regression_agrees_with_scikit_learn(metrax, diabetes, measured, name, reference):
+    outputs, targets, weights = diabetes
+    expected = reference(targets, outputs, sample_weight=weights)
+    value = measured(metric_of(getattr(metrax, name)), outputs, targets, weights=weights)
+    assert value == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["AUCROC", "AUCPR"])
+def test_metrax_areas_keep_their_number_of_thresholds(metrax, tumours, measured, name):
+    scores, labels, weights = tumours
+    metric_class = getattr(metrax, name)
+    whole = metric_class.from_model_output(
+        *probabilities(scores, labels), sample_weights=jnp.asarray(weights)
+    )
+    value = measured(on(probabilities, metric_class), scores, labels, weights=weights)
+    assert value == pytest.approx(float(whole.compute()), rel=1e-5)
+    if name == "AUCROC":
+        assert value == pytest.approx(measured(auc, scores, labels, weights=weights), abs=1e-3)
+
+
+def test_metrax_perplexity_of_one_batch_is_that_of_its_examples(metrax, digits, measured):
+    generator = np.random.default_rng(0)
+    likelihoods = jax.nn.softmax(generator.normal(size=(50, 6, 7)).astype(np.float32))
+    labels = generator.integers(0, 7, (50, 6)).astype(np.int32)
+    whole = metrax.Perplexity.from_model_output(likelihoods, jnp.asarray(labels)).compute()
+    value = measured(metric_of(metrax.Perplexity), np.asarray(likelihoods), labels)
+    assert value == pytest.approx(float(whole), rel=1e-5)
+
+
+def test_a_state_adds_up_over_devices(clu, digits):
+    logits, labels, weights = (array[:400] for array in digits)
+    metric = metric_of(clu.Accuracy)
+    step = jax.pmap(
+        lambda o, t, w: jax.lax.psum(metric.measure(o, t, weights=w), "replica"),
+        axis_name="replica",
+        out_axes=None,
+    )
+    shards = [array.reshape(4, 100, *array.shape[1:]) for array in (logits, labels, weights)]
+    value = metric.compute(jax.device_get(step(*shards)))
+    whole = metric.compute(jax.device_get(metric.measure(logits, labels, weights=weights)))
+    assert value == pytest.approx(whole, rel=1e-6)
+
+
+def test_classes_that_do_not_add_are_refused(clu, metrax):
+    for metric_class in (
+        clu.LastValue.from_output("logits"),
+        clu.CollectingMetric.from_outputs(("logits", "labels")),
+        metrax.FBetaScore,
+    ):
+        with pytest.raises(ValueError, match="Cannot use the metric class .*its merge"):
+            metric_of(metric_class).measure(np.zeros(4, np.float32), np.zeros(4, np.int32))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Lowest:
+    value: jax.Array
+
+    @classmethod
+    def from_model_output(cls, outputs, targets):
+        return cls(outputs.min())
+
+    def merge(self, other):
+        return Lowest(jnp.minimum(self.value, other.value))
+
+    def compute(self):
+        return self.value
+
+
+class Outside(Lowest):
+    @classmethod
+    def from_model_output(cls, outputs, targets):
+        return cls(jnp.asarray(float(outputs[0])))
+
+
+def test_a_minimum_is_not_taken_for_a_constant():
+    with pytest.raises(ValueError, match="class Lowest: its merge.. does not add the two states"):
+        metric_of(Lowest).measure(np.zeros(4), np.zeros(4))
+
+
+def test_a_class_that_leaves_jax_is_refused():
+    with pytest.raises(ValueError, match="class Outside: it computes outside of JAX"):
+        metric_of(Outside).measure(np.zeros(4), np.zeros(4))
+
+
+def test_a_class_that_wants_other_arguments_is_refused(clu, metrax):
+    logits, labels = np.zeros((4, 3), np.float32), np.zeros(4, np.int32)
+    for metric_class in (clu.Average, metrax.PrecisionAtK):
+        with pytest.raises(ValueError, match="does not fit the 2 outputs and targets"):
+            metric_of(metric_class).measure(logits, labels)
+    with pytest.raises(ValueError, match="asks for the model output 'loss'"):
+        metric_of(clu.Average.from_output("loss")).measure(logits, labels)

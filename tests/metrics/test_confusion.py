@@ -1,0 +1,88 @@
+import numpy as np
+import pytest
+import sklearn.metrics
+
+from flaxfit.metrics import confusion_matrix, f1, precision, recall
+
+RATES = [
+    (precision, sklearn.metrics.precision_score),
+    (recall, sklearn.metrics.recall_score),
+    (f1, sklearn.metrics.f1_score),
+]
+rates = pytest.mark.parametrize(("metric", "reference"), RATES, ids=["precision", "recall", "f1"])
+
+
+@rates
+@pytest.mark.parametrize("threshold", [0.0, 1.5])
+def test_binary_rates_of_a_single_score(tumours, measured, metric, reference, threshold):
+    scores, labels, weights = tumours
+    expected = reference(labels, scores > threshold, sample_weight=weights)
+    value = measured(metric(threshold=threshold), scores[:, None], labels, weights=weights)
+    assert value == pytest.approx(expected, rel=1e-6)
+
+
+@rates
+def test_two_classes_are_binary_unless_told_otherwise(tumours, measured, metric, reference):
+    scores, labels, weights = tumours
+    two_scores = np.stack([-scores / 2, scores / 2], axis=1)
+    assert measured(metric, two_scores, labels, weights=weights) == pytest.approx(
+        measured(metric, scores, labels, weights=weights), rel=1e-7
+    )
+    expected = reference(labels, scores > 0, sample_weight=weights, average="macro")
+    value = measured(metric(average="macro"), two_scores, labels, weights=weights)
+    assert value == pytest.approx(expected, rel=1e-6)
+
+
+@rates
+@pytest.mark.parametrize("average", ["macro", "micro"])
+def test_rates_of_many_classes(digits, measured, metric, reference, average):
+    logits, labels, weights = digits
+    expected = reference(labels, logits.argmax(1), sample_weight=weights, average=average)
+    value = measured(metric(average=average), logits, labels, weights=weights)
+    assert value == pytest.approx(expected, rel=1e-6)
+    if average == "macro":
+        assert value == measured(metric, logits, labels, weights=weights)
+
+
+@rates
+def test_classes_that_never_occur_do_not_lower_the_macro_average(metric, reference):
+    logits, labels = np.eye(6)[[0, 0, 1, 2]], np.array([0, 1, 1, 4])
+    value = metric.compute(metric.measure(logits, labels))
+    expected = reference(labels, logits.argmax(1), average="macro", zero_division=0.0)
+    assert value == pytest.approx(expected, rel=1e-6)
+
+
+@rates
+def test_rates_of_nothing(metric, reference):
+    scores, labels = np.full(3, -1.0), np.zeros(3, np.int32)
+    assert metric.compute(metric.measure(scores, labels)) == reference(
+        labels, scores > 0, zero_division=0.0
+    )
+    assert np.isnan(metric.compute(metric.measure(scores, labels, weights=np.zeros(3))))
+
+
+def test_an_average_that_cannot_be_taken_is_refused():
+    with pytest.raises(ValueError, match="'binary', 'macro' or 'micro', got 'weighted'"):
+        f1(average="weighted")
+    with pytest.raises(ValueError, match=r"binary 'f1' of 10 classes: use f1\(average='macro'\)"):
+        f1(average="binary").measure(np.zeros((3, 10)), np.zeros(3, np.int32))
+
+
+def test_the_confusion_matrix_has_actual_classes_in_rows(digits, measured):
+    logits, labels, weights = digits
+    expected = sklearn.metrics.confusion_matrix(labels, logits.argmax(1), sample_weight=weights)
+    value = measured(confusion_matrix(10), logits, labels, weights=weights)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+
+
+def test_labels_out_of_range_are_counted_nowhere():
+    logits, labels = np.eye(3)[[0, 1, 2]], np.array([0, -1, 7])
+    matrix = confusion_matrix(3)
+    np.testing.assert_array_equal(
+        matrix.compute(matrix.measure(logits, labels)), np.diag([1, 0, 0])
+    )
+
+
+def test_a_confusion_matrix_of_another_size_is_refused():
+    with pytest.raises(ValueError, match=r"of 10 classes does not fit outputs of shape \(4, 3\)"):
+        confusion_matrix(10).measure(np.zeros((4, 3)), np.zeros(4, np.int32))

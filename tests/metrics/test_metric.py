@@ -1,0 +1,82 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxfit.metrics import Metric, accuracy, f1, mean, mse
+
+OUTPUTS = np.arange(12, dtype=np.float32).reshape(4, 3)
+TARGETS = np.ones((4, 3), np.float32)
+WEIGHTS = np.array([1.0, 0.0, 2.0, 0.5], np.float32)
+
+
+def test_a_function_becomes_the_weighted_mean_of_all_its_values():
+    difference = mean(lambda outputs, targets: outputs - targets)
+    value = difference.compute(difference.measure(OUTPUTS, TARGETS, weights=WEIGHTS))
+    expected = np.average((OUTPUTS - TARGETS).mean(1), weights=WEIGHTS)
+    assert value == pytest.approx(expected, rel=1e-7)
+
+
+def test_without_weights_all_examples_count_the_same():
+    largest = mean(lambda outputs, targets: outputs.max(-1))
+    assert largest.compute(largest.measure(OUTPUTS, TARGETS)) == OUTPUTS.max(1).mean()
+
+
+@pytest.mark.parametrize("filling", [np.nan, np.inf, -np.inf])
+def test_a_row_of_weight_zero_leaves_no_mark(filling):
+    outputs = OUTPUTS.copy()
+    outputs[1] = filling
+    spoilt = mse.compute(mse.measure(outputs, TARGETS, weights=WEIGHTS))
+    assert spoilt == mse.compute(mse.measure(OUTPUTS, TARGETS, weights=WEIGHTS))
+
+
+def test_a_nan_that_has_weight_is_not_hidden():
+    outputs = OUTPUTS.copy()
+    outputs[2] = np.nan
+    assert np.isnan(mse.compute(mse.measure(outputs, TARGETS, weights=WEIGHTS)))
+
+
+def test_no_weight_at_all_gives_nan_quietly():
+    assert np.isnan(mse.compute(mse.measure(OUTPUTS, TARGETS, weights=np.zeros(4, np.float32))))
+
+
+def test_half_precision_values_are_added_in_single_precision():
+    ones = mean(lambda outputs: outputs)
+    sums = ones.measure(jnp.ones(4096, jnp.bfloat16))
+    assert sums["sum"].dtype == jnp.float32
+    assert ones.compute(jax.device_get(sums)) == 1.0
+
+
+def test_a_function_that_takes_the_mean_itself_is_refused():
+    with pytest.raises(ValueError, match="'already' returned a scalar; expected one value per ex"):
+        mean(lambda outputs, targets: jnp.mean(outputs), name="already").measure(OUTPUTS, TARGETS)
+
+
+def test_values_that_are_not_per_example_do_not_take_weights():
+    by_column = mean(lambda outputs, targets: outputs.mean(0))
+    with pytest.raises(ValueError, match=r"values of shape \(3,\) but weights of shape \(4,\)"):
+        by_column.measure(OUTPUTS, TARGETS, weights=WEIGHTS)
+
+
+def test_sums_add_up_over_devices():
+    outputs, targets = OUTPUTS[:, None], TARGETS[:, None]
+    step = jax.pmap(
+        lambda o, t, w: jax.lax.psum(mse.measure(o, t, weights=w), "replica"),
+        axis_name="replica",
+        out_axes=None,
+    )
+    value = mse.compute(jax.device_get(step(outputs, targets, WEIGHTS[:, None])))
+    whole = mse.compute(mse.measure(OUTPUTS, TARGETS, weights=WEIGHTS))
+    assert value == pytest.approx(whole, rel=1e-6)
+
+
+def test_calling_a_metric_sets_its_options():
+    assert f1(average="macro").name == "f1"
+    assert accuracy() is accuracy
+    with pytest.raises(TypeError, match="'accuracy' has no options, got average"):
+        accuracy(average="macro")
+
+
+def test_a_metric_of_ones_own_needs_two_functions():
+    highest = Metric(lambda outputs, weights=None: {"count": jnp.ones(3)}, lambda s: s["count"][0])
+    assert highest.compute(highest.measure(OUTPUTS)) == 1

@@ -1,0 +1,99 @@
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxfit.metrics import Metric, accuracy, as_metrics, auc, confusion_matrix, mse, on, top_k
+
+LOGITS = np.array([[0.1, 0.7, 0.2], [0.3, 0.5, 0.2]], np.float32)
+LABELS = np.array([1, 2], np.int32)
+
+
+def compute(metric, *arrays):
+    return metric.compute(metric.measure(*arrays))
+
+
+def test_a_sequence_takes_the_names_of_its_metrics():
+    def margin(outputs, targets):
+        return outputs.max(-1)
+
+    metrics = as_metrics(["acc", accuracy, top_k(2), margin, confusion_matrix(3)])
+    assert list(metrics) == ["acc", "accuracy", "top_2", "margin", "confusion_matrix"]
+    assert metrics["acc"] is metrics["accuracy"] is accuracy
+    assert compute(metrics["margin"], LOGITS, LABELS) == pytest.approx(0.6)
+
+
+def test_a_mapping_keeps_its_names_and_order():
+    metrics = as_metrics({"b": "mse", "a": auc, "c": lambda outputs, targets: outputs})
+    assert list(metrics) == ["b", "a", "c"]
+    assert all(isinstance(metric, Metric) for metric in metrics.values())
+    assert metrics["b"] is mse
+
+
+def test_one_metric_need_not_be_in_a_list():
+    assert as_metrics("accuracy") == as_metrics(accuracy) == {"accuracy": accuracy}
+    assert as_metrics(()) == as_metrics({}) == {}
+
+
+def test_what_as_metrics_gives_it_also_takes():
+    metrics = as_metrics(["accuracy", "top_2"])
+    assert as_metrics(metrics) == metrics
+
+
+def test_the_k_of_top_k_is_read_from_the_name():
+    assert compute(as_metrics(["top_2"])["top_2"], LOGITS, LABELS) == 0.5
+    assert compute(as_metrics(["top_3"])["top_3"], LOGITS, LABELS) == 1.0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("accuracy", "binary_accuracy", "precision", "recall", "f1", "auc", "mse", "mae", "rmse"),
+        *("r2", "perplexity", "sparse_categorical_accuracy", "mean_squared_error", "roc_auc"),
+    ],
+)
+def test_every_usual_name_is_known(name):
+    assert isinstance(as_metrics([name])[name], Metric)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("acuracy", "accuracy"), ("F1", "f1"), ("precison", "precision")]
+)
+def test_an_unknown_name_is_answered_with_the_nearest(name, nearest):
+    with pytest.raises(ValueError, match=f"no metric {name!r}. Did you mean .*{nearest}"):
+        as_metrics([name])
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm", "penalty", "learning_rate"])
+def test_the_names_of_the_loops_own_numbers_are_refused(name):
+    with pytest.raises(ValueError, match=f"cannot be called '{name}'"):
+        as_metrics({name: "mse"})
+
+
+def test_a_metric_without_a_name_is_refused_in_a_list():
+    for nameless in (lambda outputs, targets: outputs, Metric(jnp.sum, float)):
+        with pytest.raises(ValueError, match="has no name: pass a mapping"):
+            as_metrics([nameless])
+
+
+def test_two_metrics_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="Two metrics are called 'top_2'"):
+        as_metrics(["top_2", top_k(2)])
+
+
+def test_what_is_no_metric_is_refused():
+    nonsense: Any = {"three": 3}
+    with pytest.raises(TypeError, match="must be a Metric, a name.*got int: 3"):
+        as_metrics(nonsense)
+    unnamed: Any = {3: "mse"}
+    with pytest.raises(TypeError, match="name of a metric must be a string, got int: 3"):
+        as_metrics(unnamed)
+
+
+def test_on_measures_one_of_several_outputs_with_the_weights():
+    first = on(lambda a, b, targets_a, targets_b: (a, targets_a), "mse")
+    a, b = np.array([1.0, 3.0], np.float32), np.zeros(2)
+    sums = first.measure(a, b, np.zeros(2, np.float32), b, weights=np.array([3.0, 1.0]))
+    assert first.compute(sums) == pytest.approx((3 * 1 + 9) / 4)
+    assert first.name == "mse"
