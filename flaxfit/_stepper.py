@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from flaxfit import _totals
-from flaxfit._batch import normalize
+from flaxfit._batch import Batch, n_examples, normalize
 from flaxfit._feed import Feed, Portion, stack_batches
 from flaxfit._inspect import inspect, shapes_of
 from flaxfit._interrupt import Interrupts
@@ -55,6 +55,8 @@ class Stepper:
         self.ended = False
         self._fetched: list[Any] = []
         self._feed: Feed | None = None
+        self._gathers: bool = getattr(self.stream, "resident", False)
+        self._resident: Batch | None = None
 
     def set_position(self, data_state: Any) -> None:
         """Moves in the data to where a checkpoint was made."""
@@ -91,9 +93,10 @@ class Stepper:
         Raises:
           ValueError: there is none.
         """
-        if not self._fetch(1):
+        fetched = self._fetch(1)
+        if not fetched:
             raise ValueError("The data holds no batches: there is nothing to train on.")
-        return self._fetched[0]
+        return self._examples(fetched[0])
 
     def advance(self, n: int) -> bool:
         """Dispatches `n` steps at once, or one where the next batches do not share a program.
@@ -119,7 +122,8 @@ class Stepper:
         """The next `n` batches, fewer at the end of the data; they stay until they are stepped."""
         while len(self._fetched) < n:
             try:
-                self._fetched.append(next(self.stream))
+                stream = self.stream
+                self._fetched.append(stream.next_rows() if self._gathers else next(stream))
             except StopIteration:
                 break
         return self._fetched[:n]
@@ -127,11 +131,24 @@ class Stepper:
     def _portions(self, n: int) -> list[Portion]:
         """The next `n` batches if they share a program, else one; none at the end of the data."""
         fetched = self._fetch(n)
-        if fetched and self._feed is None:
-            self._feed = self._make_feed(fetched[0])
-        portions = [self._feed(item) for item in fetched if self._feed is not None]
+        portions = [self._portion(item) for item in fetched]
         is_alike = len(portions) == n and len({p.signature for p in portions}) == 1
         return portions if is_alike else portions[:1]
+
+    def _portion(self, item: Any) -> Portion:
+        """A fetched batch, ready for the update."""
+        if self._feed is None:
+            self._feed = self._make_feed(item)
+        if self._resident is None:
+            return self._feed(item)
+        portion = self._feed(Batch((item,)))
+        if portion.strategy is not self.strategy:
+            # On fewer devices than hold the data.
+            return self._remainder_feed(self._examples(item))
+        return portion._replace(is_weighted=self._resident.weights is not None)
+
+    def _examples(self, item: Any) -> Any:
+        return self.stream.pick(item) if self._gathers else item
 
     def _dispatch(self, portions: list[Portion]) -> jax.Array:
         """Runs the compiled update. What was fetched is let go once the new state is stored."""
@@ -140,15 +157,18 @@ class Stepper:
         if n > 1:
             batch = stack_batches([portion.batch for portion in portions])
         batch = strategy.split(batch, n if n > 1 else 0)
-        whole = strategy is self.strategy
+        is_whole = strategy is self.strategy
         state, totals = self.state, self._totals
-        if not whole:
+        if not is_whole:
             state, totals = strategy.place((state, totals))
-        update = self.executables.get((n, signature))
+        data = (self._resident,) if self._resident is not None and is_whole else ()
+        arguments = (state, totals, *data, batch)
+        key = (n, signature, self._resident_shapes if data else None)
+        update = self.executables.get(key)
         if update is None:
-            update = self._compile(portions, (state, totals, batch))
-        state, totals, (token, grads) = update(state, totals, batch)
-        if not whole:
+            update = self.executables[key] = self._compile(portions, arguments)
+        state, totals, (token, grads) = update(*arguments)
+        if not is_whole:
             state, totals = self.strategy.place((state, totals))
         self.state, self._totals, self.grads = state, totals, grads
         self.step += n
@@ -169,20 +189,24 @@ class Stepper:
         update = strategy.compile(update, arguments, n_donated=2)
         seconds = time.perf_counter() - began
         self.compile_time += seconds
-        shapes = ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(batch[:2]))
+        shapes = [leaf.shape for leaf in jax.tree.leaves(batch[:2])]
+        if self._resident is not None:
+            shapes = [shapes[0] + leaf.shape[1:] for leaf in jax.tree.leaves(self._resident[:2])]
         self._say(
-            f"compiled the training step {'again ' * bool(self.executables)}in {seconds:.1f}s, "
-            f"for batches of {shapes} on {strategy.n_devices} device(s)"
+            f"compiled the training step {'again ' * bool(self.executables)}in {seconds:.1f}s, for "
+            f"batches of {', '.join(map(str, shapes))} on {strategy.n_devices} device(s)"
         )
-        self.executables[len(portions), signature] = update
         return update
 
     def _make_feed(self, item: Any) -> Feed:
         """Looks at the first batch: the sums that it gives, and whether batches can be padded."""
-        batch = normalize(item)
+        batch = normalize(self._examples(item))
         self.input_shapes = shapes_of(batch.inputs)
         whole = self.stream.whole() if hasattr(self.stream, "whole") else None
         data = None if whole is None else normalize(whole)
+        self._resident = self.strategy.place(data) if self._gathers else None
+        leaves = jax.tree.leaves(self._resident)
+        self._resident_shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         result = inspect(self.task, self.state, batch, data)
         names = ["grad_norm"] * self._options["grad_norm"]
         names += ["penalty"] * (result.penalty is not None)
@@ -197,4 +221,6 @@ class Stepper:
             why_not = "the loss returns a scalar, not one value per example"
         elif jax.tree.leaves(self.state.model_state) and self.task.mutable not in (False, (), []):
             why_not = "the model keeps statistics of what it sees, such as BatchNorm's"
-        return Feed(self.strategy, pad=not why_not, why_not=why_not, say=self._say)
+        n = n_examples(batch)
+        self._remainder_feed = Feed(self.strategy, pad=False, why_not=why_not, size=n)
+        return Feed(self.strategy, pad=not why_not, why_not=why_not, size=n, say=self._say)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from flaxfit import _totals
+from flaxfit._batch import Batch
 from flaxfit._step import make_train_step
 
 
@@ -20,20 +21,38 @@ def make_update(
     """Makes `(state, totals, batch) -> (state, totals, (step, grads))`.
 
     With several steps, the leaves of `batch` carry one batch per step as their first axis.
-    The step that comes back is a token: waiting for it waits for the update.
+    Where the data is on the devices, the update is `(state, totals, data, batch)`, and the only
+    input of `batch` are the indices of its examples. The step that comes back is a token: waiting
+    for it waits for the update.
     """
     step = make_train_step(task, axis_name=axis_name, keep_grads=True, **options)
 
-    def update(state: Any, totals: Any, batch: Any) -> Any:
-        state, (sums, grads) = step(state, batch)
+    def update(state: Any, totals: Any, *batch: Any) -> Any:
+        state, (sums, grads) = step(state, batch[0] if len(batch) == 1 else gather(*batch))
         return state, _totals.add(totals, sums), (state.step, grads if keep_grads else None)
 
-    def update_many(state: Any, totals: Any, batches: Any) -> Any:
+    def update_many(state: Any, totals: Any, *batches: Any) -> Any:
+        *data, stacked = batches
+
         def body(carry: Any, batch: Any) -> Any:
-            state, totals, (_, grads) = update(carry[0], carry[1], batch)
+            state, totals, (_, grads) = update(carry[0], carry[1], *data, batch)
             return (state, totals), grads
 
-        (state, totals), grads = jax.lax.scan(body, (state, totals), batches)
+        (state, totals), grads = jax.lax.scan(body, (state, totals), stacked)
         return state, totals, (state.step, jax.tree.map(lambda g: g[-1], grads))
 
     return update if n_steps == 1 else update_many
+
+
+def gather(data: Batch, batch: Batch) -> Batch:
+    """The batch whose examples stand at the indices that are the only input of `batch`."""
+    (rows,) = batch.inputs
+
+    def take(x: jax.Array) -> jax.Array:
+        return x.at[rows].get(mode="promise_in_bounds")
+
+    picked = jax.tree.map(take, data)
+    if batch.weights is None:
+        return picked
+    weights = batch.weights if picked.weights is None else picked.weights * batch.weights
+    return picked._replace(weights=weights)

@@ -9,6 +9,8 @@ import numpy as np
 
 from flaxfit.data._columns import Column, common_length
 
+_RESIDENT_BYTES = 2**28
+
 
 class ArrayStream:
     """Streams batches `(x, y)` or `(x, y, w)` of arrays; `(x, ())` without targets.
@@ -39,6 +41,7 @@ class ArrayStream:
         seed: int = 0,
         epochs: int | None = None,
         drop_remainder: bool = False,
+        resident: bool | None = None,
     ):
         """Checks the data.
 
@@ -51,6 +54,9 @@ class ArrayStream:
           seed: of the random orders.
           epochs: how many passes to make; None repeats for ever.
           drop_remainder: whether to leave out a smaller last batch.
+          resident: whether `TrainLoop` puts the arrays on the devices once, each of which then
+            holds them all, and gathers batches there; None: if they take at most 256 MiB and are
+            not mapped from a file.
         """
         self.batch_size = _count("batch_size", batch_size, at_least=1)
         self.epochs = None if epochs is None else _count("epochs", epochs, at_least=1)
@@ -66,6 +72,11 @@ class ArrayStream:
                 f"{self.n_examples:,} rows make no batch of {self.batch_size} when the remainder "
                 "is dropped: use a smaller batch_size or drop_remainder=False."
             )
+        n_bytes = sum(column.nbytes for column in self._columns)
+        is_mapped = any(column.is_mapped for column in self._columns)
+        is_small = n_bytes <= _RESIDENT_BYTES and not is_mapped
+        self.resident = is_small if resident is None else resident
+        """Whether a training loop keeps the arrays on the devices and gathers batches there."""
         self._rewind()
 
     def __len__(self) -> int:
@@ -77,18 +88,31 @@ class ArrayStream:
         return self
 
     def __next__(self) -> Any:
+        return self.pick(self._advance())
+
+    def next_rows(self) -> np.ndarray:
+        """Moves on by a batch, and gives the indices of its examples instead of the examples."""
+        rows = self._advance()
+        return np.arange(rows.start, rows.stop, dtype=np.int32) if isinstance(rows, slice) else rows
+
+    def pick(self, rows: Any) -> Any:
+        """The examples at a slice or at an array of indices, as a batch."""
+        return self._structure.unflatten([column.pick(rows) for column in self._columns])
+
+    def _advance(self) -> Any:
+        """The rows of the next batch."""
         if self.epochs is not None and self.epoch >= self.epochs:
             raise StopIteration
         if self.shuffle and self._order is None:
             self._order = self._permutation()
-        rows: Any = slice(self._batch * self.batch_size, (self._batch + 1) * self.batch_size)
+        start = self._batch * self.batch_size
+        rows: Any = slice(start, min(start + self.batch_size, self.n_examples))
         if self._order is not None:
             rows = self._order[rows]
-        batch = self._structure.unflatten([column.pick(rows) for column in self._columns])
         self._batch += 1
         if self._batch == self._n_batches:
             self.epoch, self._batch, self._order = self.epoch + 1, 0, None
-        return batch
+        return rows
 
     def one_epoch(self) -> "ArrayStream":
         """A fresh stream of one pass over the same arrays, in their stored order."""
@@ -101,7 +125,7 @@ class ArrayStream:
         """All examples as one batch; None where the data is mapped from a file."""
         if any(column.is_mapped for column in self._columns):
             return None
-        return self._structure.unflatten([column.pick(slice(None)) for column in self._columns])
+        return self.pick(slice(None))
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last delivered batch, with a description of the data."""

@@ -24,6 +24,7 @@ class Column:
     def __init__(self, leaf: Any):
         array = np.asarray(leaf)
         self._dtype = narrow_dtype(array.dtype)
+        self.nbytes = array.size * self._dtype.itemsize
         self.is_mapped = mapping_of(array) is not None
         if self.is_mapped:
             # Narrowing a memory-mapped file at once would read all of it.
