@@ -1,7 +1,12 @@
 """ModelFunctions: a model as two functions; `from_function` makes them of any function."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax.core.scope import in_filter
 
 
 class ModelFunctions(NamedTuple):
@@ -20,7 +25,7 @@ class ModelFunctions(NamedTuple):
 
 
 def from_function(
-    function: Callable[..., Any], params: Any, *, rng: str | None = None
+    function: Callable[..., Any], params: Any, *, rng: str | None = None, stateful: bool = False
 ) -> ModelFunctions:
     """Makes a model of `function(params, *inputs)`, such as a haiku or an equinox one.
 
@@ -29,28 +34,51 @@ def from_function(
     `from_function(lambda p, x: jax.vmap(eqx.combine(p, static))(x), params)` after
     `params, static = eqx.partition(model, eqx.is_inexact_array)`.
 
+    An argument of the function that is named `train`, `is_training`, `deterministic` or the like
+    is set by `Model`, as it is for linen modules.
+
     >>> init, apply = from_function(lambda w, x: w * x, 2.0)
-    >>> apply(init(None, 3.0), 3.0)
+    >>> float(apply(init(None, 3.0), 3.0))
     6.0
 
     Args:
       function: `(params, *inputs) -> outputs`.
       params: the initial parameters, or a function `(key, *inputs) -> params`.
-      rng: the random stream that the function takes as its keyword `rng`; None: it takes none.
+      rng: the random stream, such as "dropout", whose key the function takes as its keyword `rng`,
+        None where the call has none; by default it takes no `rng`.
+      stateful: the function is `(params, state, *inputs) -> (outputs, state)`, and `params` is,
+        or returns, the initial `(params, state)`. The state is the collection `"state"`.
     """
+    # A pytree may be callable too: an equinox module is both.
+    is_init = callable(params) and jax.tree_util.all_leaves([params])
 
     def init(rngs: Any, *inputs: Any, **named: Any) -> dict[str, Any]:
-        if not callable(params):
-            return {"params": params}
-        key = rngs["params"] if isinstance(rngs, dict) else rngs
-        return {"params": params(key, *inputs, **named)}
+        initial = params
+        if is_init:
+            key = rngs["params"] if isinstance(rngs, dict) else rngs
+            initial = params(key, *inputs, **named)
+        # A copy: training donates its arrays, and the user keeps these.
+        initial = jax.tree.map(jnp.copy, initial)
+        if not stateful:
+            return {"params": initial}
+        return dict(zip(("params", "state"), initial, strict=True))
 
     def apply(
         variables: Any, *inputs: Any, rngs: Any = None, mutable: Any = False, **named: Any
     ) -> Any:
         if rng is not None:
-            named["rng"] = (rngs or {}).get(rng)
-        outputs = function(variables["params"], *inputs, **named)
-        return outputs if mutable is False else (outputs, {})
+            named["rng"] = rngs.get(rng) if isinstance(rngs, dict) else rngs
+        if not stateful:
+            outputs, updates = function(variables["params"], *inputs, **named), {}
+        else:
+            outputs, state = function(variables["params"], variables["state"], *inputs, **named)
+            updates = {"state": state}
+        if mutable is False:
+            return outputs
+        return outputs, {name: new for name, new in updates.items() if in_filter(mutable, name)}
 
+    # Their signatures show the arguments of the user's functions, such as `train`.
+    functools.update_wrapper(apply, function, assigned=(), updated=())
+    if is_init:
+        functools.update_wrapper(init, params, assigned=(), updated=())
     return ModelFunctions(init, apply)

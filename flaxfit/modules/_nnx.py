@@ -1,12 +1,16 @@
 """from_nnx: an nnx module as `(init, apply)`, its variables as plain dicts of arrays."""
 
-from collections.abc import Callable
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax.core.scope import in_filter
 
+from flaxfit.modules._flags import call_flags, parameters
 from flaxfit.modules._functions import ModelFunctions
 
 
@@ -20,8 +24,9 @@ def from_nnx(
     """Makes a model of an nnx module, or of a factory `(rngs) -> module`.
 
     Its variables become `{"params": ..., "batch_stats": ..., ...}`, one collection per type of
-    variable, a variable that is shared held once. Random states stay out of them: every call is
-    given its keys by `rngs`, a different one for each stream of each layer.
+    variable, a variable that is shared held once; arrays that are no variables are "constants".
+    Random states stay out of them: every call is given its keys by `rngs`, and each stream of
+    each layer draws its own numbers.
 
     >>> from flax import nnx
     >>> init, apply = from_nnx(lambda rngs: nnx.Linear(2, 3, rngs=rngs))
@@ -30,64 +35,54 @@ def from_nnx(
     (1, 3)
 
     Args:
-      model: an instance, whose weights are the initial ones, or a factory.
-      train: True or False sets the layers' `deterministic` and `use_running_average`.
+      model: an instance, whose present weights `init` returns, or a factory.
+      train: True or False sets the layers' `deterministic` and `use_running_average`, and an
+        argument of the model's own call named `train`, `deterministic` or the like.
       call: `(module, *inputs) -> outputs`, where it is not the module itself that is called.
-      **modes: other attributes of layers to set.
+      **modes: what else `nnx.view` sets in the layers.
+
+    Raises:
+      TypeError: it is no nnx module, and makes none of its rngs alone.
     """
     from flax import nnx
+
+    from flaxfit.modules import _nnx_state as states
 
     if train is not None:
         modes = {"deterministic": not train, "use_running_average": not train, **modes}
     is_instance = isinstance(model, nnx.Module)
-    not_random = nnx.Not(nnx.RngState)
-
-    def in_mode(module: Any) -> Any:
-        return nnx.view(module, raise_if_not_found=False, **modes) if modes else module
-
-    def collection(variable: Any) -> str:
-        return nnx.variable_name_from_type(type(variable), allow_register=True)
-
-    def variables_of(module: Any) -> dict[str, Any]:
-        collections: dict[str, dict[Any, Any]] = {}
-        for path, variable in nnx.to_flat_state(nnx.state(module, not_random)):
-            name = "params" if isinstance(variable, nnx.Param) else collection(variable)
-            collections.setdefault(name, {})[path] = variable.get_value()
-        collections.pop("intermediate", None)
-        return {name: nnx.traversals.unflatten_mapping(c) for name, c in collections.items()}
-
-    abstract = in_mode(model if is_instance else nnx.eval_shape(lambda: model(nnx.Rngs(0))))
-    graph, template, random = nnx.split(abstract, not_random, nnx.RngState)
-    slots = [
-        (path, variable, "params" if isinstance(variable, nnx.Param) else collection(variable))
-        for path, variable in nnx.to_flat_state(template)
-        if not isinstance(variable, nnx.Intermediate)
-    ]
+    abstract = model if is_instance else nnx.eval_shape(lambda: make(model, nnx.Rngs(0)))
+    arguments = {} if train is None or call else call_flags(abstract.__call__, train)
+    graph, random, template = states.split(abstract, **modes)
 
     def init(rngs: Any, *inputs: Any, **named: Any) -> dict[str, Any]:
-        if is_instance:
-            # A copy: training donates its arrays, and the user keeps the instance.
-            return jax.tree.map(jnp.copy, variables_of(model))
-        rngs = dict(rngs) if isinstance(rngs, dict) else {"params": rngs}
-        return variables_of(model(nnx.Rngs(**{"default": rngs["params"], **rngs})))
+        module = model if is_instance else make(model, _rngs(rngs))
+        variables = states.persistent(states.variables_of(module))
+        # A copy: training donates its arrays, and the user keeps the instance.
+        return jax.tree.map(jnp.copy, variables)
 
     def apply(
         variables: Any, *inputs: Any, rngs: Any = None, mutable: Any = False, **named: Any
     ) -> Any:
-        flat = {name: nnx.traversals.flatten_mapping(tree) for name, tree in variables.items()}
-        state = nnx.from_flat_state([(p, v.replace(flat[name][p])) for p, v, name in slots])
-        module = nnx.merge(graph, state, _keyed(random, rngs or {}))
-        outputs = module(*inputs, **named) if call is None else call(module, *inputs, **named)
+        streams = states.keyed(random, rngs)
+        unused = states.counts(streams)
+        module = nnx.merge(graph, streams, states.filled(template, variables))
+        run = module if call is None else functools.partial(call, module)
+        outputs = run(*inputs, **{**arguments, **named})
+        is_keyless = rngs is None or (isinstance(rngs, Mapping) and not rngs)
+        # In evaluation the state may pass through `nnx.scan` or `nnx.remat` without being drawn on.
+        if is_keyless and not modes.get("deterministic"):
+            _check_unused(unused, states.counts(module))
         if mutable is False:
             return outputs
-        updates = variables_of(module)
+        updates = states.variables_of(module)
         return outputs, {name: tree for name, tree in updates.items() if in_filter(mutable, name)}
 
     return ModelFunctions(init, apply)
 
 
 def update_nnx(model: Any, variables: Any) -> None:
-    """Writes trained variables back into an nnx instance.
+    """Writes copies of trained variables into an nnx instance: the object you passed is trained.
 
     >>> from flax import nnx
     >>> layer = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
@@ -98,37 +93,88 @@ def update_nnx(model: Any, variables: Any) -> None:
     Args:
       model: the instance that `from_nnx` was given.
       variables: such as `model.state.variables`.
+
+    Raises:
+      TypeError: the model is no instance of an nnx module.
+      ValueError: the variables are not those of the model; it is left as it was.
     """
     from flax import nnx
 
-    state = nnx.state(model, nnx.Not(nnx.RngState))
-    values = {}
-    for tree in variables.values():
-        values.update(nnx.traversals.flatten_mapping(tree))
-    flat = [
-        (path, v.replace(values.get(path, v.get_value()))) for path, v in nnx.to_flat_state(state)
-    ]
-    nnx.update(model, nnx.from_flat_state(flat))
+    from flaxfit.modules import _nnx_state as states
+
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"update_nnx needs an instance of an nnx module, got {model!r:.60}.")
+    states.assign(model, variables)
 
 
-def _keyed(random: Any, rngs: dict[str, Any]) -> Any:
-    """The random state of a call: each stream's key from `rngs`, its count at 0.
+def is_nnx(model: Any) -> bool:
+    """Whether a model is an nnx module, or may be a factory of one: a function of its rngs alone.
 
-    A stream made by `nnx.Rngs(0)` is called "default" whatever the layer: it takes the key of
-    any stream but "params". The place of the stream is folded in, so that no two are alike.
+    >>> is_nnx("a text")
+    False
+    """
+    # A user of nnx has imported it; nobody else should pay for its import.
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None or isinstance(model, nnx.Module):
+        return nnx is not None
+    maker = _maker(model)
+    found = parameters(maker)
+    required = {
+        p.name
+        for p in found.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+    takes_rngs_alone = required <= {"rngs"} if "rngs" in found else len(required) == 1
+    return maker is not None and takes_rngs_alone
+
+
+def make(model: Any, rngs: Any) -> Any:
+    """The module that a factory makes of these `nnx.Rngs`; an instance is itself.
+
+    Raises:
+      TypeError: the model is no nnx module, and makes none of its rngs alone.
     """
     from flax import nnx
 
-    flat = nnx.to_flat_state(random)
-    fallback = next((key for name, key in rngs.items() if name != "params"), None)
-    keyed = []
-    for i, (path, variable) in enumerate(flat):
-        value = variable.get_value()
-        if not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-            keyed.append((path, variable.replace(jnp.zeros(value.shape, value.dtype))))
-            continue
-        key = rngs.get(variable.tag, fallback)
-        key = jax.random.key(0) if key is None else jax.random.fold_in(key, i)
-        shape = value.shape
-        keyed.append((path, variable.replace(jax.random.split(key, shape) if shape else key)))
-    return nnx.from_flat_state(keyed)
+    made = model
+    if is_nnx(model) and not isinstance(model, nnx.Module):
+        is_named = "rngs" in parameters(_maker(model))
+        made = model(rngs=rngs) if is_named else model(rngs)
+    if isinstance(made, nnx.Module):
+        return made
+    raise TypeError(
+        "from_nnx needs an instance of an nnx module, or a function that makes one of its rngs "
+        f"alone, got {model!r:.60}: pass `lambda rngs: Module(..., rngs=rngs)`."
+    )
+
+
+def _maker(model: Any) -> Any:
+    """A function with the signature of a factory: of a class, what its metaclass hides."""
+    from flax import nnx
+
+    if isinstance(model, functools.partial):
+        maker = _maker(model.func)
+        return maker and functools.partial(maker, *model.args, **model.keywords)
+    if isinstance(model, type):
+        initializer: Any = model.__init__
+        return functools.partial(initializer, None) if issubclass(model, nnx.Module) else None
+    return model if inspect.isroutine(model) else None
+
+
+def _rngs(rngs: Any) -> Any:
+    from flax import nnx
+
+    rngs = dict(rngs) if isinstance(rngs, Mapping) else {"params": rngs}
+    if "params" in rngs and "default" not in rngs:
+        # As `nnx.Rngs(key)` does it: one stream, so that no two draws of weights are alike.
+        rngs["default"] = rngs.pop("params")
+    return nnx.Rngs(**rngs)
+
+
+def _check_unused(before: dict[str, Any], after: dict[str, Any]) -> None:
+    used = [stream for stream in after if after[stream] is not before.get(stream)]
+    if used:
+        raise ValueError(
+            f"The model draws random numbers (from {', '.join(used)}), but the call was given no "
+            "key: pass rngs={'dropout': key}, or make it by from_nnx(..., train=False)."
+        )

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from flaxfit._batch import call
+from flaxfit.modules._flags import call_flags
+from flaxfit.modules._nnx import make
 from flaxfit.modules._switch import switched
 
 _WIDTH = 100
@@ -36,7 +38,11 @@ def summarize(module: Any, inputs: Any) -> str:
     from flax import nnx
 
     if not isinstance(module, nnx.Module):
-        module = nnx.eval_shape(lambda: module(nnx.Rngs(0)))
-    options = {"console_kwargs": {"width": _WIDTH, "force_terminal": False, "no_color": True}}
+        module = make(module, nnx.Rngs(0))
+    options: dict[str, Any] = {
+        "console_kwargs": {"width": _WIDTH, "force_terminal": False, "no_color": True}
+    }
     args, named = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    return nnx.tabulate(module, *args, **named, **options).strip("\n")
+    arguments = call_flags(module.__call__, train=False)
+    view = nnx.view(module, raise_if_not_found=False, deterministic=True, use_running_average=True)
+    return nnx.tabulate(view, *args, **named, **arguments, **options).strip("\n")

@@ -1,23 +1,13 @@
 """The switch between training and evaluation: found in a model and set for the user."""
 
 import functools
-import inspect
-import sys
-from collections.abc import Callable
 from typing import Any
 
 from flax import linen as nn
 
+from flaxfit.modules._flags import call_flags, flags, parameters
 from flaxfit.modules._functions import ModelFunctions
-from flaxfit.modules._nnx import from_nnx
-
-_IN_TRAINING = {
-    "train": True,
-    "training": True,
-    "is_training": True,
-    "deterministic": False,
-    "use_running_average": False,
-}
+from flaxfit.modules._nnx import from_nnx, is_nnx
 
 
 def train_and_eval(module: Any) -> tuple[ModelFunctions, ModelFunctions]:
@@ -41,11 +31,13 @@ def train_and_eval(module: Any) -> tuple[ModelFunctions, ModelFunctions]:
         return _linen(module, True), _linen(module, False)
     if isinstance(module, tuple) and len(module) == 2 and all(map(callable, module)):
         return _pair(module, True), _pair(module, False)
-    if _is_nnx(module):
+    if is_nnx(module):
         return from_nnx(module, train=True), from_nnx(module, train=False)
     hint = ""
     if isinstance(module, type):
         hint = f" Make an instance: {module.__name__}(...)."
+    elif callable(module):
+        hint = " A function or another family's model: wrap it by flaxfit.modules.from_function."
     raise TypeError(
         "A model must be a linen module, an nnx module, a factory of one that takes rngs, or an "
         f"(init, apply) pair; got {module!r:.80}.{hint}"
@@ -55,12 +47,18 @@ def train_and_eval(module: Any) -> tuple[ModelFunctions, ModelFunctions]:
 def switched(module: nn.Module, train: bool) -> tuple[nn.Module, dict[str, bool]]:
     """A linen module with its fields set, and the arguments of the call that are to be set.
 
+    Where a switch is both, a field that is None leaves it to the call, as linen's layers do.
+
     >>> switched(nn.Dropout(0.5), train=False)[1]
     {'deterministic': True}
     """
-    arguments = _switches(_parameters(module.__call__), train)
-    fields = _switches(module.__dataclass_fields__, train)
-    fields = {name: value for name, value in fields.items() if name not in arguments}
+    values = {name: getattr(module, name, None) for name in module.__dataclass_fields__}
+    fields: dict[str, Any] = flags(values, train)
+    arguments = call_flags(module.__call__, train)
+    required = parameters(module.__call__)
+    for name in fields.keys() & arguments.keys():
+        is_required = required[name].default is required[name].empty
+        del (fields if values[name] is None or is_required else arguments)[name]
     return (module.clone(**fields) if fields else module), arguments
 
 
@@ -71,28 +69,9 @@ def _linen(module: nn.Module, train: bool) -> ModelFunctions:
 
 
 def _pair(pair: tuple[Any, Any], train: bool) -> ModelFunctions:
-    init, apply = pair
-    arguments = _switches(_parameters(apply), train)
-    return ModelFunctions(init, functools.partial(apply, **arguments) if arguments else apply)
-
-
-def _switches(names: Any, train: bool) -> dict[str, bool]:
-    return {name: train == value for name, value in _IN_TRAINING.items() if name in names}
-
-
-def _parameters(function: Callable[..., Any]) -> Any:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
-def _is_nnx(module: Any) -> bool:
-    # A user of nnx has imported it; nobody else should pay for its import.
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return False
-    if isinstance(module, nnx.Module):
-        return True
-    is_function = callable(module) and not isinstance(module, type)
-    return is_function and len(_parameters(module)) == 1
+    owner = getattr(pair[1], "__self__", None)
+    if isinstance(owner, nn.Module) and pair == (owner.init, owner.apply):
+        return _linen(owner, train)
+    # A function without a switch stays itself: whoever holds it can tell that it is the same.
+    switches = ((function, call_flags(function, train)) for function in pair)
+    return ModelFunctions(*(functools.partial(f, **set_) if set_ else f for f, set_ in switches))

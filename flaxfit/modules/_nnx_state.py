@@ -1,0 +1,152 @@
+"""The state of an nnx module: taken apart into plain dicts of arrays, and put together again.
+
+It imports nnx, so it is itself imported only where a model is one.
+"""
+
+import functools
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.traverse_util import unflatten_dict
+
+# Written anew by each call, never part of what a model is.
+_TRANSIENT = ("intermediates", "losses")
+
+Place = tuple[str, ...]
+"""Where a variable is in a dict of variables: its collection, then its path in the module."""
+
+
+def variables_of(module: nnx.Module) -> dict[str, Any]:
+    """The variables of a module, random states left out, as linen holds them."""
+    return unflatten_dict({place: _value(leaf) for _, place, leaf in _leaves(_state(module))})
+
+
+def persistent(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The collections that are part of the model, not of a call."""
+    return {name: tree for name, tree in variables.items() if name not in _TRANSIENT}
+
+
+def split(module: nnx.Module, **modes: Any) -> tuple[Any, Any, Any]:
+    """The graph of a module, its random states and its other variables, as shapes only.
+
+    The module itself stays as it is; the modes are set in the graph.
+    """
+    view = nnx.view(module, raise_if_not_found=False, **modes)
+    nnx.pop(view, _is_sown)
+    graph, random, state = nnx.split(view, nnx.RngState, ...)
+    return graph, *jax.eval_shape(lambda *states: states, random, state)
+
+
+def filled(state: Any, variables: Mapping[str, Any]) -> Any:
+    """A state with the values that the variables hold.
+
+    Raises:
+      ValueError: some of its variables are not there.
+    """
+    values, missing = [], []
+    for path, place, leaf in _leaves(state):
+        try:
+            value = functools.reduce(operator.getitem, place, variables)
+        except (KeyError, TypeError):
+            value = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), _value(leaf))
+            if place[0] not in _TRANSIENT:
+                missing.append("/".join(place))
+        values.append((path, leaf.replace(value) if isinstance(leaf, nnx.Variable) else value))
+    if missing:
+        raise ValueError(
+            f"The variables lack what the model holds at {', '.join(missing)}; they have the "
+            f"collections {', '.join(variables)}. Pass what its init returned."
+        )
+    return nnx.from_flat_state(values)
+
+
+def keyed(random: Any, rngs: Any) -> Any:
+    """The random states of a call: each stream's key from `rngs`, its count at 0.
+
+    A stream made by `nnx.Rngs(0)` is called "default" whatever the layer: it takes the key of
+    any stream but "params". The place of the stream is folded in, so that no two are alike.
+    """
+    states = []
+    for number, (path, variable) in enumerate(nnx.to_flat_state(random)):
+        value = variable.get_raw_value()
+        if isinstance(variable, nnx.RngKey):
+            key = _key(rngs, variable.tag)
+            key = jax.random.key(0) if key is None else jax.random.fold_in(key, number)
+            state = jax.random.split(key, value.shape) if value.shape else key
+        else:
+            state = jnp.zeros(value.shape, value.dtype)
+        states.append((path, variable.replace(state)))
+    return nnx.from_flat_state(states)
+
+
+def counts(states: Any) -> dict[str, Any]:
+    """How many numbers were drawn from each stream, by the stream's path in a module or state."""
+    state = states if isinstance(states, nnx.State) else nnx.state(states, nnx.RngState)
+    return {
+        "/".join(map(str, path[:-1])): variable.get_raw_value()
+        for path, variable in nnx.to_flat_state(state)
+        if isinstance(variable, nnx.RngCount)
+    }
+
+
+def assign(module: nnx.Module, variables: Mapping[str, Any]) -> None:
+    """Gives the variables of a module copies of these values: all of them, or none and an error."""
+    state = _state(module)
+    new = filled(state, variables)
+    old, now = (
+        {place: jax.tree.map(jnp.shape, _value(leaf)) for _, place, leaf in _leaves(tree)}
+        for tree in (state, new)
+    )
+    wrong = [
+        f"{'/'.join(place)} is {old[place]} in the module and {now[place]} in the variables"
+        for place in old
+        if place[0] not in _TRANSIENT and old[place] != now[place]
+    ]
+    if wrong:
+        raise ValueError(f"The variables do not fit the module: {'; '.join(wrong)}.")
+    kept = [leaf for leaf in _leaves(new) if leaf[1][0] not in _TRANSIENT]
+    nnx.update(module, jax.tree.map(jnp.copy, nnx.from_flat_state([(p, v) for p, _, v in kept])))
+
+
+def _state(module: nnx.Module) -> Any:
+    return nnx.state(module, nnx.Not(nnx.RngState))
+
+
+def _leaves(state: Any) -> Iterator[tuple[tuple[Any, ...], Place, Any]]:
+    for path, leaf in nnx.to_flat_state(state):
+        yield path, (_collection(leaf), *map(str, path)), leaf
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _collection(leaf: Any) -> str:
+    if not isinstance(leaf, nnx.Variable):
+        return "constants"
+    if isinstance(leaf, nnx.Param):
+        return "params"
+    try:
+        return nnx.variable_name_from_type(type(leaf))
+    except ValueError:
+        # Not registered, and not to be: a class defined anew in a notebook could not be again.
+        return type(leaf).__name__
+
+
+def _is_sown(_: Any, leaf: Any) -> bool:
+    # What `sow` left in an instance would grow with each call; it always is a tuple.
+    return _collection(leaf) in _TRANSIENT and isinstance(_value(leaf), tuple)
+
+
+def _key(rngs: Any, stream: str) -> Any:
+    if isinstance(rngs, Mapping):
+        others = [name for name in rngs if name != "params"]
+        name = next((n for n in (stream, "default", *others, "params") if n in rngs), None)
+        rngs = None if name is None else rngs[name]
+    if rngs is None or jnp.issubdtype(rngs.dtype, jax.dtypes.prng_key):
+        return rngs
+    return jax.random.wrap_key_data(rngs)

@@ -1,0 +1,349 @@
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.core.scope import DenyList
+
+from flaxfit.modules import from_nnx, update_nnx
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+
+
+class Net(nnx.Module):
+    """A dense layer, batch normalization and dropout."""
+
+    def __init__(self, rngs):
+        self.hidden = nnx.Linear(4, 6, rngs=rngs)
+        self.norm = nnx.BatchNorm(6, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.out = nnx.Linear(6, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
+
+
+class TwoDropouts(nnx.Module):
+    """Gives the masks of two layers."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Dropout(0.5, rngs=rngs)
+        self.second = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.first(x), self.second(x)
+
+
+def shapes(tree):
+    return jax.tree.map(jnp.shape, tree)
+
+
+def assert_equal(tree, other):
+    jax.tree.map(np.testing.assert_array_equal, tree, other)
+
+
+def test_variables_are_plain_dicts_of_arrays_without_random_states():
+    variables = from_nnx(Net).init(jax.random.key(0), X)
+    assert shapes(variables) == {
+        "params": {
+            "hidden": {"kernel": (4, 6), "bias": (6,)},
+            "norm": {"scale": (6,), "bias": (6,)},
+            "out": {"kernel": (6, 2), "bias": (2,)},
+        },
+        "batch_stats": {"norm": {"mean": (6,), "var": (6,)}},
+    }
+    assert all(type(leaf) is type(jnp.ones(1)) for leaf in jax.tree.leaves(variables))
+
+
+def test_init_of_a_factory_draws_the_weights_that_nnx_draws_of_the_same_key():
+    key = jax.random.key(3)
+    init, _ = from_nnx(lambda rngs: Net(rngs))
+    expected = from_nnx(Net(nnx.Rngs(key))).init(None)
+    assert_equal(init(key, X), expected)
+    dropout = jax.random.key(1)
+    assert_equal(
+        init({"params": key, "dropout": dropout}, X),
+        from_nnx(Net(nnx.Rngs(key, dropout=dropout))).init(None),
+    )
+    assert shapes(jax.eval_shape(init, key, X)) == shapes(expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), jax.jit(init)(key, X), expected
+    )
+
+
+def test_evaluation_computes_what_the_module_in_eval_mode_computes():
+    net = Net(nnx.Rngs(0))
+    net.norm.mean[...] = jnp.arange(6.0)
+    init, apply = from_nnx(net, train=False)
+    outputs, updates = jax.jit(lambda v, x: apply(v, x, mutable=["batch_stats"]))(init(None), X)
+    expected = nnx.view(net, deterministic=True, use_running_average=True)(X)
+    np.testing.assert_allclose(outputs, expected, rtol=1e-6)
+    assert_equal(updates, {"batch_stats": init(None)["batch_stats"]})
+
+
+def test_batch_statistics_move_in_training_as_they_do_in_the_module_itself():
+    net = Net(nnx.Rngs(0))
+    init, apply = from_nnx(net, train=True)
+    variables = init(None)
+    apply_ = jax.jit(lambda v, x, k: apply(v, x, rngs={"dropout": k}, mutable=DenyList("params")))
+    _, updates = apply_(variables, X, jax.random.key(0))
+    net(X)
+    moved = from_nnx(net).init(None)["batch_stats"]
+    assert updates.keys() == {"batch_stats"}
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), updates["batch_stats"], moved
+    )
+    assert np.abs(moved["norm"]["mean"] - variables["batch_stats"]["norm"]["mean"]).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("mutable", "collections"),
+    [
+        (True, {"params", "batch_stats"}),
+        ("batch_stats", {"batch_stats"}),
+        (["params"], {"params"}),
+        ([], set()),
+        (DenyList("batch_stats"), {"params"}),
+    ],
+)
+def test_updates_hold_the_mutable_collections(mutable, collections):
+    init, apply = from_nnx(Net, train=False)
+    variables = init(jax.random.key(0))
+    outputs, updates = apply(variables, X, mutable=mutable)
+    assert outputs.shape == (8, 2)
+    assert updates.keys() == collections
+    assert_equal(updates, {name: variables[name] for name in collections})
+
+
+@pytest.mark.parametrize("rngs", [nnx.Rngs(0), nnx.Rngs(params=0, dropout=1)])
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_each_call_and_each_layer_has_the_masks_of_its_key(rngs, make_key):
+    apply = from_nnx(TwoDropouts(rngs), train=True).apply
+    masks = jax.jit(lambda key: apply({}, jnp.ones((8, 32)), rngs={"dropout": key}))
+    first, second = masks(make_key(0))
+    assert not np.array_equal(first, second)
+    assert 0.3 < np.mean(np.asarray(first) > 0) < 0.7
+    assert_equal(masks(make_key(0)), (first, second))
+    assert not np.array_equal(masks(make_key(1))[0], first)
+    assert_equal(apply({}, jnp.ones((8, 32)), rngs=make_key(0)), (first, second))
+
+
+def test_a_stream_has_the_key_of_its_name():
+    apply = from_nnx(TwoDropouts(nnx.Rngs(params=0, dropout=1)), train=True).apply
+    x, (a, b) = jnp.ones((8, 32)), jax.random.split(jax.random.key(0))
+    alone = apply({}, x, rngs={"dropout": b})
+    assert_equal(apply({}, x, rngs={"params": a, "noise": a, "dropout": b}), alone)
+
+
+def test_drawing_without_a_key_is_an_error_in_training_and_needs_none_in_evaluation():
+    module = TwoDropouts(nnx.Rngs(0))
+    with pytest.raises(ValueError, match="first/rngs, second/rngs.*given no key.*rngs="):
+        from_nnx(module, train=True).apply({}, jnp.ones((2, 3)))
+    assert_equal(from_nnx(module, train=False).apply({}, X), (X, X))
+    batch_norm = from_nnx(nnx.BatchNorm(4, rngs=nnx.Rngs(0)), train=True)
+    assert batch_norm.apply(batch_norm.init(None), X).shape == X.shape
+
+
+def test_layers_repeated_by_scan_draw_masks_of_their_own():
+    class Deep(nnx.Module):
+        def __init__(self, rngs):
+            @nnx.split_rngs(splits=3)
+            @nnx.vmap(in_axes=(0,), out_axes=0)
+            def create(rngs):
+                return nnx.Dropout(0.5, rngs=rngs)
+
+            self.layers = create(rngs)
+
+        def __call__(self, x):
+            return nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(self.layers, x)
+
+    first, second, third = from_nnx(Deep, train=True).apply({}, X, rngs=jax.random.key(0))
+    assert not np.array_equal(first == 0, second == 0)
+    assert not np.array_equal(second == 0, third == 0)
+    assert_equal(from_nnx(Deep, train=False).apply({}, X), np.stack([X] * 3))
+
+
+def test_tied_weights_stay_one_leaf_with_the_gradients_of_both_uses():
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.encode = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+            self.decode = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+            self.decode.kernel = self.encode.kernel
+
+        def __call__(self, x):
+            return self.decode(self.encode(x))
+
+    init, apply = from_nnx(Tied)
+    params = init(jax.random.key(0))["params"]
+    (kernel,) = jax.tree.leaves(params)
+    gradient = jax.grad(lambda p: apply({"params": p}, X).sum())(params)
+    expected = jax.grad(lambda w: (X @ w @ w).sum())(kernel)
+    np.testing.assert_allclose(jax.tree.leaves(gradient)[0], expected, rtol=1e-4)
+
+
+def test_variables_of_another_type_are_a_collection_and_so_are_bare_arrays():
+    def define():
+        class Calls(nnx.Variable):
+            pass
+
+        class Counting(nnx.Module):
+            def __init__(self):
+                self.n = Calls(jnp.zeros((), jnp.int32))
+                self.layers = nnx.List([nnx.data(jnp.arange(3.0))])
+
+            def __call__(self, x):
+                self.n[...] += 1
+                return x * self.layers[0]
+
+        return Counting()
+
+    # Twice, as a notebook cell that is run again defines the same names anew.
+    for init, apply in (from_nnx(define()), from_nnx(define())):
+        variables = init(None)
+        assert shapes(variables) == {"Calls": {"n": ()}, "constants": {"layers": {"0": (3,)}}}
+        outputs, updates = apply(variables, jnp.ones(3), mutable=["Calls"])
+        assert_equal((outputs, updates), (np.arange(3.0), {"Calls": {"n": 1}}))
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_intermediates_belong_to_a_call_and_not_to_the_model():
+    class Sowing(nnx.Module):
+        def __call__(self, x):
+            self.sow(nnx.Intermediate, "seen", x)
+            self.last = nnx.Intermediate(x)
+            return x
+
+    module = Sowing()
+    module(X[:2])  # leaves what it sowed in the instance
+    init, apply = from_nnx(module)
+    assert init(None) == {}
+    _, updates = apply({}, X, mutable=["intermediates"])
+    assert_equal(updates, {"intermediates": {"seen": (X,), "last": X}})
+    assert apply({}, X, mutable=DenyList("intermediates"))[1] == {}
+    assert module.seen.get_value()[0].shape == (2, 4)
+
+
+def test_the_module_has_its_own_switch_set_and_its_named_inputs_passed_on():
+    class Switch(nnx.Module):
+        def __call__(self, x, scale=1.0, *, train):
+            return x * scale if train else -x * scale
+
+    assert_equal(from_nnx(Switch(), train=True).apply({}, X), X)
+    assert_equal(from_nnx(Switch(), train=False).apply({}, X, scale=2.0), -2 * X)
+    assert_equal(from_nnx(Switch(), call=lambda m, x: m(x, train=True)).apply({}, X), X)
+    assert_equal(from_nnx(Switch()).apply({}, X, train=False), -X)
+
+
+def test_modes_reach_the_layers_that_have_them():
+    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(from_nnx(dropout, deterministic=True).apply({}, X), X)
+    assert not dropout.deterministic
+
+
+def test_donating_the_initial_variables_leaves_the_users_module_alive():
+    net = Net(nnx.Rngs(0))
+    variables = from_nnx(net).init(None)
+    jax.block_until_ready(
+        jax.jit(lambda v: jax.tree.map(jnp.add, v, v), donate_argnums=0)(variables)
+    )
+    assert variables["params"]["out"]["kernel"].is_deleted()
+    assert net(X).shape == (8, 2)
+
+
+def test_init_returns_the_present_weights_and_update_nnx_writes_them_back():
+    net, other = Net(nnx.Rngs(0)), Net(nnx.Rngs(1))
+    init, apply = from_nnx(net, train=False)
+    variables = from_nnx(other).init(None)
+    update_nnx(net, variables)
+    assert_equal(init(None), variables)
+    before = apply(variables, X)
+    jax.tree.map(lambda leaf: leaf.delete(), variables)
+    np.testing.assert_allclose(
+        nnx.view(net, deterministic=True, use_running_average=True)(X), before
+    )
+
+
+def test_update_nnx_writes_all_variables_or_none_and_names_what_does_not_fit():
+    net = Net(nnx.Rngs(0))
+    variables = from_nnx(net).init(None)
+    other = from_nnx(Net(nnx.Rngs(1))).init(None)
+    wrong = {**other, "batch_stats": {"norm": {"mean": jnp.zeros(5), "var": jnp.ones(6)}}}
+    with pytest.raises(ValueError, match=r"batch_stats/norm/mean is \(6,\) .* and \(5,\)"):
+        update_nnx(net, wrong)
+    with pytest.raises(ValueError, match="lack .* at batch_stats/norm/mean, batch_stats/norm/var"):
+        update_nnx(net, {"params": other["params"]})
+    assert_equal(from_nnx(net).init(None), variables)
+    with pytest.raises(TypeError, match="instance of an nnx module"):
+        update_nnx(Net, variables)
+
+
+def test_a_step_is_compiled_once_and_traces_the_module_only_then():
+    calls = []
+
+    class Traced(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(4, 2, rngs=rngs)
+
+        def __call__(self, x):
+            calls.append(x)
+            return self.linear(x)
+
+    init, apply = from_nnx(Traced)
+    variables, step = init(jax.random.key(0)), jax.jit(apply)
+    for _ in range(3):
+        step(variables, X)
+    assert len(calls) == 1
+
+
+def test_training_under_pmap_is_training_of_the_same_replicas_one_by_one():
+    init, apply = from_nnx(Net, train=True)
+    variables, keys = init(jax.random.key(0)), jax.random.split(jax.random.key(1), 4)
+
+    def gradients(params, x, key):
+        def loss(params):
+            inputs = {**variables, "params": params}
+            y, updates = apply(inputs, x, rngs={"dropout": key}, mutable=["batch_stats"])
+            return jnp.square(y).mean(), updates
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    parallel = jax.pmap(gradients, in_axes=(None, 0, 0))(
+        variables["params"], X.reshape(4, 2, 4), keys
+    )
+    one = jax.jit(gradients)
+    for i in range(4):
+        expected = one(variables["params"], X.reshape(4, 2, 4)[i], keys[i])
+        mine = jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i], parallel)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), mine, expected)
+    masks = np.asarray(parallel[0]["out"]["kernel"])
+    assert not np.array_equal(masks[0], masks[1])
+
+
+def test_a_class_that_needs_more_than_rngs_and_what_makes_no_module_are_worded_errors():
+    with pytest.raises(TypeError, match="makes one of its rngs alone.*Linear"):
+        from_nnx(nnx.Linear)
+    with pytest.raises(TypeError, match="makes one of its rngs alone"):
+        from_nnx(lambda rngs: 3)
+    with pytest.raises(TypeError, match="got 'a text'"):
+        from_nnx("a text")
+
+
+def test_variables_that_lack_a_part_are_named():
+    init, apply = from_nnx(Net, train=False)
+    params = init(jax.random.key(0))["params"]
+    del params["out"]["bias"]
+    with pytest.raises(ValueError, match="at batch_stats/norm/mean, .*params/out/bias"):
+        apply({"params": params}, X)
+
+
+def test_importing_the_modules_does_not_import_nnx():
+    code = (
+        "import sys, flaxfit.modules as m; from flax import linen as nn\n"
+        "m.train_and_eval(nn.Dense(1))\n"
+        "print('flax.nnx' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
