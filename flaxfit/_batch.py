@@ -14,6 +14,9 @@ _FORMS = "x, (x, y), ((x, ...), (y, ...)), (x, y, weights) or a mapping of these
 class Batch(NamedTuple):
     """One batch in normal form.
 
+    >>> Batch((np.ones((2, 3)),), (np.zeros(2),)).weights is None
+    True
+
     Attributes:
       inputs: positional inputs of the model, or a dict of keyword inputs.
       targets: what the loss and the metrics compare the outputs with; may be empty.

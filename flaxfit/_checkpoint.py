@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from flaxfit._state import TrainState
 
@@ -50,6 +51,11 @@ class Checkpoint:
         return self.replace(metrics={**self.metrics, **added})
 
     @property
+    def scalars(self) -> dict[str, float]:
+        """The metrics that are single numbers: all but confusion matrices and the like."""
+        return {name: value for name, value in self.metrics.items() if np.ndim(value) == 0}
+
+    @property
     def loss(self) -> float:
         """The example-weighted mean loss since the previous checkpoint."""
         return self.metrics["loss"]
@@ -81,7 +87,7 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         parts = [f"step={self.step}"]
-        parts += [f"{name}={value:.4g}" for name, value in self.metrics.items()]
+        parts += [f"{name}={value:.4g}" for name, value in self.scalars.items()]
         if self.elapsed_time and self.n_completed_steps:
             parts.append(f"{self.n_completed_steps / self.elapsed_time:,.0f} steps/s")
         if self.state is not None:

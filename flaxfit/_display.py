@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import TextIO
 
+import numpy as np
 from tqdm import tqdm
 
 WIDTH = 120
@@ -72,12 +73,13 @@ def rate(steps_per_second: float) -> str:
 
 
 def metric_line(metrics: Mapping[str, float]) -> str:
-    """Names and values of metrics.
+    """Names and values of metrics, of those that are single numbers.
 
     >>> metric_line({"loss": 0.42901, "accuracy": 0.88968})
     'loss 0.4290  accuracy 0.8897'
     """
-    return "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
+    numbers = {name: value for name, value in metrics.items() if np.ndim(value) == 0}
+    return "  ".join(f"{name} {number(value)}" for name, value in numbers.items())
 
 
 def label(unit: str, n: int, total: int | None = None) -> str:

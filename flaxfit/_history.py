@@ -54,11 +54,12 @@ class History(Mapping[str, list[float]]):
         self._values: dict[str, list[float]] = {}
 
     def append(self, checkpoint: Checkpoint) -> None:
-        """Adds what a checkpoint measured."""
-        for name in checkpoint.metrics:
+        """Adds the numbers that a checkpoint measured."""
+        metrics = checkpoint.scalars
+        for name in metrics:
             self._values.setdefault(name, [math.nan] * len(self.steps))
         for name, values in self._values.items():
-            values.append(float(checkpoint.metrics.get(name, math.nan)))
+            values.append(float(metrics.get(name, math.nan)))
         self.steps.append(checkpoint.step)
         self.n_steps += checkpoint.n_completed_steps
         self.elapsed_time += checkpoint.elapsed_time

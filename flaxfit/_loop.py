@@ -17,7 +17,11 @@ from flaxfit.strategies import DataParallel, Strategy
 
 
 class EndOfData(Exception):
-    """Raised by `next_step` and `next_checkpoint` when the data has no further batch."""
+    """Raised by `next_step` and `next_checkpoint` when the data has no further batch.
+
+    >>> issubclass(EndOfData, Exception)
+    True
+    """
 
 
 class TrainLoop:

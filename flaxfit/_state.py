@@ -14,6 +14,11 @@ from flaxfit._batch import call
 class TrainState(struct.PyTreeNode):
     """The state of a training run. Functions (apply, loss, optimizer) live in the task.
 
+    >>> params, optimizer = jnp.ones(2), optax.sgd(0.5)
+    >>> state = TrainState(jnp.int32(0), params, optimizer.init(params), {}, as_key(0))
+    >>> state.apply_gradient(optimizer, jnp.ones(2)).params
+    Array([0.5, 0.5], dtype=float32)
+
     Attributes:
       step: completed updates, an int32 scalar.
       params: the model's trainable parameters.
@@ -70,7 +75,11 @@ class TrainState(struct.PyTreeNode):
 
 
 class InferenceState(struct.PyTreeNode):
-    """A trained model's parameters and state, without the optimizer."""
+    """A trained model's parameters and state, without the optimizer.
+
+    >>> InferenceState(jnp.int32(7), {"w": 1.0}, {"batch_stats": {}}).variables
+    {'params': {'w': 1.0}, 'batch_stats': {}}
+    """
 
     step: jax.Array
     params: Any
@@ -101,6 +110,10 @@ def init_state(
     collections: Sequence[str] = ("params", "dropout"),
 ) -> TrainState:
     """Initialises a model and its optimizer in one jitted call.
+
+    >>> init = lambda rngs, x: {"params": jnp.ones(x.shape[1])}
+    >>> init_state(init, optax.adam(0.1), 0, (jnp.ones((2, 3)),)).params.shape
+    (3,)
 
     Args:
       init: a linen `init`: `init(rngs, *inputs) -> variables`.

@@ -138,7 +138,9 @@ class Stepper:
     def _portion(self, item: Any) -> Portion:
         """A fetched batch, ready for the update."""
         if self._feed is None:
+            began = time.perf_counter()
             self._feed = self._make_feed(item)
+            self.compile_time += time.perf_counter() - began
         if self._resident is None:
             return self._feed(item)
         portion = self._feed(Batch((item,)))
@@ -213,7 +215,7 @@ class Stepper:
         pair = (jax.ShapeDtypeStruct((), "float32"),) * 2
         self._sums = {**result.sums, **dict.fromkeys(names, pair)}
         if not self.n_completed:
-            self.reset_totals()
+            self._totals = _totals.zero_totals(self._sums)
         why_not = ""
         if not self.task.pad:
             why_not = "the task has pad=False"

@@ -1,6 +1,7 @@
 """What every test shares: four simulated devices, and doctests that know the optional packages."""
 
 import atexit
+import os
 import shutil
 import tempfile
 from importlib.util import find_spec
@@ -8,7 +9,7 @@ from importlib.util import find_spec
 import jax
 import pytest
 
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", int(os.environ.get("FLAXFIT_TEST_DEVICES", "4")))
 
 # Tests build the same small programs over and over: each is compiled once in a session.
 _compilation_cache = tempfile.mkdtemp(prefix="flaxfit-tests-")

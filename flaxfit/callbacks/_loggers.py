@@ -127,7 +127,7 @@ class JSONLogger:
 
 
 def _row(checkpoint: Checkpoint) -> dict[str, Any]:
-    metrics = {name: float(value) for name, value in checkpoint.metrics.items()}
+    metrics = {name: float(value) for name, value in checkpoint.scalars.items()}
     return {"step": checkpoint.step, "elapsed_time": checkpoint.elapsed_time, **metrics}
 
 

@@ -150,7 +150,7 @@ class ProgressBar:
         self._last, self._previous = checkpoint, None
         self._n = checkpoint.step if self._unit == "step" else self._n + 1
         self._bar_start = checkpoint.step
-        is_best = self._is_best(checkpoint.metrics)
+        is_best = self._is_best(checkpoint.scalars)
         if self._bar is not None:
             if checkpoint.stop or self._n == self._n_units:
                 self._close_bar()
@@ -159,7 +159,7 @@ class ProgressBar:
         label = display.label(self._unit, self._n, self._n_units)
         display.write(
             display.checkpoint_line(
-                label, checkpoint.elapsed_time, checkpoint.metrics, is_best=is_best
+                label, checkpoint.elapsed_time, checkpoint.scalars, is_best=is_best
             ),
             self._stream,
         )
@@ -187,7 +187,7 @@ class ProgressBar:
             return
         line = display.final_line(
             self._clock() - self._began,
-            self._last.metrics,
+            self._last.scalars,
             unit=self._unit,
             n=self._n,
             total=self._n_units,

@@ -35,7 +35,7 @@ class SummaryLogger:
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Prints a line."""
-        parts = [f"step {count(checkpoint.step):>{self._width}}:", metric_line(checkpoint.metrics)]
+        parts = [f"step {count(checkpoint.step):>{self._width}}:", metric_line(checkpoint.scalars)]
         if checkpoint.n_completed_steps and checkpoint.elapsed_time:
             parts.append(rate(checkpoint.n_completed_steps / checkpoint.elapsed_time))
         write("  ".join(filter(None, parts)), self._file)
