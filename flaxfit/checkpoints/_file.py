@@ -1,0 +1,216 @@
+"""CheckpointFile: the checkpoint of one step on disk, all of it verified when it is read."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit._checkpoint import Checkpoint
+from flaxfit._state import TrainState
+from flaxfit.checkpoints import _orbax, _seal
+from flaxfit.checkpoints._compare import check_fits
+from flaxfit.checkpoints._digest import digest
+from flaxfit.checkpoints._seal import Damaged
+from flaxfit.checkpoints._tree import (
+    Description,
+    as_plain_state,
+    describe,
+    is_key,
+    key_description,
+    leaves_of,
+    sharding_of,
+    unflatten,
+)
+
+FORMAT = 1
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "flaxfit")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointFile:
+    """What the folder of one step holds, as `CheckpointFileReader.read` gives it.
+
+    >>> CheckpointFile(step=3, state=None, metrics={"loss": 0.5}, path=Path("run/3")).metrics
+    {'loss': 0.5}
+    """
+
+    step: int
+    """How many updates were done since the very first."""
+    state: TrainState
+    """The training state after that step."""
+    metrics: Mapping[str, float]
+    """The metrics of the checkpoint."""
+    history: Any = None
+    """The metrics of the run up to the step, where the writer was given them; JSON."""
+    data_state: Any = None
+    """The position of the data stream; JSON."""
+    callback_states: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What callbacks remember, by their names; JSON."""
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The packages that wrote the file."""
+    path: Path
+    """The folder that it was read from."""
+
+
+def contents(
+    checkpoint: Checkpoint, history: Any, callback_states: Any, monitor: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arrays that are to be written for a checkpoint, and the record beside them."""
+    arrays, described = {}, {}
+    for path, leaf in leaves_of(checkpoint.state).items():
+        description = describe(leaf)
+        if is_key(leaf):
+            description |= key_description(leaf)
+            leaf = jax.random.key_data(leaf)
+        described[path] = {**description, "digest": digest(leaf)}
+        if leaf.size:  # Orbax writes no empty arrays, and the description says it all.
+            arrays[path] = leaf
+    record = {
+        "format": FORMAT,
+        "step": int(checkpoint.step),
+        "metrics": {name: float(value) for name, value in checkpoint.metrics.items()},
+        "history": history,
+        "data_state": checkpoint.data_state,
+        "callback_states": callback_states or {},
+        "versions": _versions(),
+        "monitor": monitor,
+        "arrays": described,
+    }
+    # From text, so that later changes of what the caller holds do not reach the file.
+    return arrays, json.loads(_as_json(record))
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The record of a step, compared with the seal.
+
+    Raises:
+      Damaged: it was changed, or it belongs to another step.
+      ValueError: a later version of the library wrote it.
+    """
+    try:
+        _seal.check(path, _orbax.RECORD)
+        record = _orbax.read_record(path)
+    except (OSError, ValueError) as error:
+        if isinstance(error, PermissionError):
+            raise
+        raise Damaged(f"its record cannot be read ({_first_line(error)})") from error
+    if record["format"] > FORMAT:
+        raise ValueError(
+            f"Cannot read the checkpoint {path}: it has format {record['format']}, this version "
+            f"of flaxfit reads up to {FORMAT}. Install a newer flaxfit."
+        )
+    if str(record["step"]) != path.name:
+        raise Damaged(f"its record is that of step {record['step']}")
+    return record
+
+
+def read(path: Path, template: Any = None) -> CheckpointFile:
+    """Reads and verifies the checkpoint of one step.
+
+    Args:
+      path: the folder of the step.
+      template: a state that says what is expected and where it goes; its leaves may be
+        `jax.ShapeDtypeStruct`s. Fields that it lacks (those of an `InferenceState`) are not read.
+
+    Raises:
+      Damaged: some file is not what was written.
+      ValueError: the file and the template differ.
+    """
+    record = read_record(path)
+    described = record["arrays"]
+    templates = {}
+    if template is not None:
+        fields = {field.name for field in dataclasses.fields(template)}
+        described = {name: d for name, d in described.items() if name.split("/")[0] in fields}
+        templates = leaves_of(template)
+        check_fits(described, {name: describe(leaf) for name, leaf in templates.items()}, path)
+    _seal.check(path)
+    arrays = _read_arrays(path, described, templates)
+    return CheckpointFile(
+        step=record["step"],
+        state=as_plain_state(arrays) if template is None else unflatten(arrays, template),
+        metrics=record["metrics"],
+        history=record["history"],
+        data_state=record["data_state"],
+        callback_states=record["callback_states"],
+        versions=record["versions"],
+        path=path,
+    )
+
+
+def _read_arrays(
+    path: Path, described: Mapping[str, Description], templates: Mapping[str, Any]
+) -> dict[str, Any]:
+    wanted = {
+        name: _stored(description, templates.get(name)) for name, description in described.items()
+    }
+    try:
+        found = _orbax.read_arrays(path, {n: w for n, w in wanted.items() if math.prod(w.shape)})
+    except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+        raise  # No fault of the file.
+    except Exception as error:
+        raise Damaged(f"its arrays cannot be read ({_first_line(error)})") from error
+    arrays = {}
+    for name, description in described.items():
+        array = found[name] if name in found else np.zeros(wanted[name].shape, wanted[name].dtype)
+        is_whole = array.shape == wanted[name].shape and array.dtype == wanted[name].dtype
+        if not is_whole or digest(array) != description["digest"]:
+            raise Damaged(f"the content of {name} was changed")
+        if "random_bits" in description:
+            array = jax.random.wrap_key_data(jnp.asarray(array), impl=description["random_bits"])
+        arrays[name] = array if templates else _default(array)
+    return arrays
+
+
+def _stored(description: Description, template: Any) -> jax.ShapeDtypeStruct:
+    """The array that is on disk for a leaf, and where it is to be read to."""
+    if "random_bits" in description:
+        return jax.ShapeDtypeStruct(tuple(description["words"]), np.uint32)
+    shape, dtype = tuple(description["shape"]), jnp.dtype(description["dtype"])
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(template))
+
+
+def _default(array: Any) -> Any:
+    """The array in JAX; in NumPy where JAX would cut its 64 bits to 32."""
+    if isinstance(array, jax.Array) or jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+        return array
+    return jnp.array(array)
+
+
+def _as_json(record: Any) -> str:
+    try:
+        return json.dumps(record, default=_number)
+    except TypeError as error:
+        raise TypeError(
+            "A checkpoint file keeps metrics, history, data position and callback states as "
+            f"JSON, which these are not: {error}."
+        ) from error
+
+
+def _number(value: Any) -> Any:
+    """NumPy's and JAX's numbers and arrays as Python's."""
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        return value.tolist()
+    raise TypeError(f"got {type(value).__name__}: {value!r:.60}")
+
+
+def _versions() -> dict[str, str]:
+    def installed(name: str) -> str:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return "not installed"
+
+    return {name: installed(name) for name in _PACKAGES}
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]:.200}"

@@ -1,0 +1,101 @@
+"""The folder of a run: which steps it holds, and how a step leaves it without being half there."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from flaxfit.checkpoints import _orbax, _seal
+
+_LEFT_OVER = re.compile(r"deleted-\d+-\d+|saving-\d+(\.orbax-checkpoint-tmp.*)?")
+
+
+def absolute(folder: str | os.PathLike[str]) -> Path:
+    """The folder's absolute path: Orbax loses what is saved to a relative one."""
+    return Path(os.path.abspath(Path(folder).expanduser()))
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps that a folder holds, in order; empty and foreign folders are none."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(entry.name) for entry in folder.iterdir() if _is_step(entry))
+
+
+def step_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return folder / str(int(step))
+
+
+def saving_path(folder: Path, step: int) -> Path:
+    """Where a step is written before it is complete."""
+    return folder / f"saving-{int(step)}"
+
+
+def complete(folder: Path, step: int) -> None:
+    """Seals what was written for a step and gives it its name.
+
+    Orbax syncs its arrays only: syncing the rest, and then the rename, makes the step survive a
+    power cut.
+    """
+    written, path = saving_path(folder, step), step_path(folder, step)
+    _seal.write(written)
+    for parent, _, names in os.walk(written):
+        for name in names:
+            _sync(os.path.join(parent, name))
+        _sync(parent)
+    if path.exists():
+        set_aside(folder, step, "replaced")
+    written.rename(path)
+    _sync(folder)
+
+
+def set_aside(folder: Path, step: int, reason: str) -> Path:
+    """Renames a step to `<reason>-<step>-<n>`; it is a step no longer, but nothing is lost."""
+    n = 0
+    while (target := folder / f"{reason}-{step}-{n}").exists():
+        n += 1
+    return step_path(folder, step).rename(target)
+
+
+def aside(folder: Path, reason: str) -> list[Path]:
+    """The steps that were set aside for a reason."""
+    if not folder.is_dir():
+        return []
+    name = re.compile(rf"{reason}-\d+-\d+")
+    return sorted(entry for entry in folder.iterdir() if name.fullmatch(entry.name))
+
+
+def delete(folder: Path, step: int) -> None:
+    """Deletes a step; a kill in the middle leaves no half step behind."""
+    shutil.rmtree(set_aside(folder, step, "deleted"), ignore_errors=True)
+
+
+def tidy(folder: Path) -> None:
+    """Ends what a killed process began: removes half saved steps, brings back replaced ones."""
+    if not folder.is_dir():
+        return
+    for entry in list(folder.iterdir()):
+        if entry.is_dir() and not entry.is_symlink() and _LEFT_OVER.fullmatch(entry.name):
+            shutil.rmtree(entry, ignore_errors=True)
+    for entry in reversed(aside(folder, "replaced")):
+        step = int(entry.name.split("-")[1])
+        if step_path(folder, step).exists():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.rename(step_path(folder, step))
+
+
+def _is_step(entry: Path) -> bool:
+    name = entry.name
+    if not (name.isascii() and name.isdigit() and str(int(name)) == name) or entry.is_symlink():
+        return False
+    return any((entry / item).is_dir() for item in (_orbax.ARRAYS, _orbax.RECORD))
+
+
+def _sync(path: str | Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,201 @@
+"""CheckpointFileReader: the newest, best or named checkpoint of a folder, never a damaged one."""
+
+import operator
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flaxfit._display import say
+from flaxfit._state import TrainState
+from flaxfit.checkpoints import _file, _folder
+from flaxfit.checkpoints._best import ranking
+from flaxfit.checkpoints._seal import Damaged
+
+
+class CheckpointFileReader:
+    """Reads one checkpoint of a folder; what `TrainLoop(init=...)` takes to go on from it.
+
+    Every array is compared with the digest that was saved beside it. A damaged checkpoint is
+    reported, renamed to `corrupt-<step>-<n>`, and the next one is read: the one before it, or
+    the next best. When none is left that is an error: a run never starts anew in silence. A step
+    that was asked for by number has no substitute: its damage is an error.
+
+    >>> import tempfile
+    >>> CheckpointFileReader(tempfile.mkdtemp()).read() is None
+    True
+
+    Args:
+      folder: the folder of the run, as given to `CheckpointFileWriter`.
+      target: the model's `init`, for the loop: it tells what a state looks like, and starts the
+        run when the folder holds no checkpoint.
+      which: "latest", "best" (by what the writer monitored), or a step.
+      strict: whether a damaged checkpoint is an error at once, and stays where it is.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        target: Any = None,
+        *,
+        which: str | int = "latest",
+        strict: bool = False,
+    ) -> None:
+        if isinstance(which, str) and which not in ("latest", "best"):
+            raise ValueError(f"which must be 'latest', 'best' or a step, got {which!r}.")
+        self.folder = _folder.absolute(folder)
+        self.target = target
+        self.which = which if isinstance(which, str) else operator.index(which)
+        self.strict = strict
+
+    def read(self, template: Any = None) -> _file.CheckpointFile | None:
+        """Reads the checkpoint; None when the folder holds none or does not exist.
+
+        Args:
+          template: a state that says what to expect and where to put it; its leaves may be
+            `jax.ShapeDtypeStruct`s, and dtypes are never changed. With an `InferenceState` only
+            its fields are read. Without one, optimizer states come as nested dicts.
+
+        Raises:
+          ValueError: the checkpoint does not fit the template (every difference is listed);
+            there is no such step; all checkpoints are damaged.
+        """
+        damaged = []
+        for step in self._candidates(damaged):
+            try:
+                return _file.read(_folder.step_path(self.folder, step), template)
+            except Damaged as error:
+                damaged.append(self._reject(step, error))
+        damaged += [path for path in self._set_aside() if path not in damaged]
+        if damaged:
+            raise ValueError(
+                f"Cannot go on from {self.folder}: it holds no intact checkpoint, only "
+                f"{', '.join(path.name for path in damaged)}. To start anew, move these away."
+            )
+        return None
+
+    def _candidates(self, damaged: list[Path]) -> Iterator[int]:
+        steps = _folder.steps(self.folder)
+        if isinstance(self.which, int):
+            if self.which not in steps and (steps or self._set_aside()):
+                raise ValueError(
+                    f"There is no checkpoint of step {self.which} in {self.folder}: it holds "
+                    f"{', '.join(map(str, steps)) or 'none'}."
+                )
+            yield from {self.which}.intersection(steps)
+        elif self.which == "latest":
+            yield from reversed(steps)
+        else:
+            records = {}
+            for step in steps:
+                try:
+                    records[step] = _file.read_record(_folder.step_path(self.folder, step))
+                except Damaged as error:
+                    damaged.append(self._reject(step, error))
+            yield from _ranked(self.folder, records)
+
+    def _reject(self, step: int, error: Exception) -> Path:
+        path = _folder.step_path(self.folder, step)
+        if self.strict or isinstance(self.which, int):
+            raise ValueError(f"The checkpoint {path} is damaged: {error}.") from error
+        if not path.exists():  # A writer elsewhere has just removed it.
+            return path
+        target = _folder.set_aside(self.folder, step, "corrupt")
+        say(
+            f"the checkpoint of step {step} in {self.folder} is damaged: {error}; it is not used, "
+            f"and is now {target.name}"
+        )
+        return target
+
+    def _set_aside(self) -> list[Path]:
+        return _folder.aside(self.folder, "corrupt") + _folder.aside(self.folder, "replaced")
+
+
+def restore(
+    folder: str | os.PathLike[str], target: Any = None, *, which: str | int = "latest"
+) -> TrainState:
+    """Reads the state of a checkpoint.
+
+    >>> import tempfile, jax.numpy as jnp, optax
+    >>> from flaxfit._state import init_state
+    >>> from flaxfit.checkpoints import save
+    >>> init = lambda rngs, x: {"params": {"w": jnp.ones(3)}}
+    >>> state = init_state(init, optax.adam(0.1), 0, (jnp.ones(3),))
+    >>> path = save(folder := tempfile.mkdtemp(), state)
+    >>> restore(folder, state).params["w"]
+    Array([1., 1., 1.], dtype=float32)
+
+    Args:
+      folder: the folder of the run.
+      target: a state that says what to expect and where to put it, as in
+        `CheckpointFileReader.read`. Without one, optimizer states come as nested dicts.
+      which: "latest", "best" or a step.
+
+    Raises:
+      FileNotFoundError: the folder holds no checkpoint.
+      ValueError: the checkpoint does not fit the target; all checkpoints are damaged.
+    """
+    reader = CheckpointFileReader(folder, which=which)
+    found = reader.read(target)
+    if found is None:
+        raise FileNotFoundError(f"There is no checkpoint in {reader.folder}.")
+    return found.state
+
+
+def list_steps(folder: str | os.PathLike[str]) -> list[int]:
+    """The steps that a folder holds, in order.
+
+    >>> import tempfile
+    >>> list_steps(tempfile.mkdtemp())
+    []
+    """
+    return _folder.steps(_folder.absolute(folder))
+
+
+def latest(folder: str | os.PathLike[str]) -> int | None:
+    """The last step that a folder holds, or None.
+
+    >>> import tempfile
+    >>> latest(tempfile.mkdtemp()) is None
+    True
+    """
+    return next(reversed(list_steps(folder)), None)
+
+
+def best(folder: str | os.PathLike[str]) -> int | None:
+    """The step that is best by what its writer monitored (among equals the last), or None.
+
+    >>> import tempfile
+    >>> best(tempfile.mkdtemp()) is None
+    True
+
+    Raises:
+      ValueError: there are checkpoints, but no metric was monitored.
+    """
+    path = _folder.absolute(folder)
+    records = {}
+    for step in _folder.steps(path):
+        try:
+            records[step] = _file.read_record(_folder.step_path(path, step))
+        except Damaged:
+            continue
+    return next(iter(_ranked(path, records)), None)
+
+
+def _ranked(folder: Path, records: dict[int, Any]) -> list[int]:
+    """The steps from best to worst, by what the newest of the records says was monitored."""
+    if not records:
+        return []
+    monitor = records[max(records)]["monitor"]
+    if monitor is None:
+        raise ValueError(
+            f"There is no best checkpoint in {folder}: its writer monitored no metric. "
+            'Pass monitor= to CheckpointFileWriter, or read which="latest".'
+        )
+    steps = ranking(records, monitor)
+    if not steps:
+        raise ValueError(
+            f"There is no best checkpoint in {folder}: none of its steps has a finite value of "
+            f'{monitor["name"]!r}. Read which="latest".'
+        )
+    return steps

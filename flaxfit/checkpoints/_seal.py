@@ -1,0 +1,51 @@
+"""The seal of a step: the checksum of every file in its folder, written last."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+SEAL = "seal.json"
+
+
+class Damaged(Exception):
+    """The files of a step are not what was written."""
+
+
+def write(folder: Path) -> None:
+    """Seals a folder whose files are complete."""
+    text = json.dumps(_checksums(folder), separators=(",", ":"))
+    (folder / SEAL).write_text(text, encoding="utf-8")
+
+
+def check(folder: Path, item: str = "") -> None:
+    """Compares the files of a folder, or of one folder in it, with its seal.
+
+    The digests of the arrays find damage that matters; this finds all, and tells the file.
+
+    Raises:
+      Damaged: a file was changed or is missing, or the seal is.
+    """
+    try:
+        sealed = json.loads((folder / SEAL).read_text(encoding="utf-8"))
+        expected = {name: text for name, text in sealed.items() if name.startswith(item)}
+    except (FileNotFoundError, ValueError, AttributeError) as error:
+        raise Damaged(f"its {SEAL} is missing or was changed") from error
+    # Names in the seal are only compared with those of the files, never opened.
+    found = _checksums(folder, item)
+    for name, checksum in expected.items():
+        if found.get(name) != checksum:
+            raise Damaged(f"its file {name} {'was changed' if name in found else 'is missing'}")
+    if not expected:
+        raise Damaged(f"its {SEAL} was changed")
+
+
+def _checksums(folder: Path, item: str = "") -> dict[str, str]:
+    checksums = {}
+    for parent, _, names in os.walk(folder / item):
+        for path in (Path(parent, name) for name in names):
+            name = path.relative_to(folder).as_posix()
+            if name != SEAL:
+                with path.open("rb") as file:
+                    checksums[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return checksums

@@ -1,0 +1,265 @@
+"""CheckpointFileWriter: a callback that saves each checkpoint, in the background by default."""
+
+import atexit
+import functools
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from flaxfit._checkpoint import Checkpoint
+from flaxfit._display import say
+from flaxfit.checkpoints import _file, _folder
+from flaxfit.checkpoints._best import best_step
+from flaxfit.checkpoints._orbax import StepWriter
+from flaxfit.checkpoints._seal import Damaged
+
+_unfinished: set["CheckpointFileWriter"] = set()
+
+
+class CheckpointFileWriter:
+    """Saves each checkpoint that it is called with, and returns it untouched.
+
+    A save is complete or absent: a kill at any instant leaves every earlier step as it was.
+    Arrays are copied before the call returns and written in the background; `close` waits for
+    that, and so does the end of the process. Whatever fails in the background is raised by the
+    next call or by `close`. One writer at a time may save into a folder.
+
+    Saving a step that the folder holds already does nothing if the content is the same, and
+    replaces it otherwise. A run that starts again at an earlier step sets the later steps of the
+    run before it aside (`superseded-<step>-<n>`) with its first save, and says so.
+
+    >>> import tempfile, jax.numpy as jnp, optax
+    >>> from flaxfit._state import init_state
+    >>> init = lambda rngs, x: {"params": {"w": jnp.ones(3)}}
+    >>> state = init_state(init, optax.adam(0.1), 0, (jnp.ones(3),))
+    >>> folder = tempfile.mkdtemp()
+    >>> with CheckpointFileWriter(folder, keep=1, monitor="loss") as save:
+    ...     for step, loss in enumerate([0.9, 0.3, 0.5, 0.4]):
+    ...         checkpoint = save(Checkpoint(step=step, state=state, metrics={"loss": loss}))
+    >>> _folder.steps(_folder.absolute(folder))
+    [1, 3]
+
+    Args:
+      output_dir: the folder of the run; made when it does not exist.
+      keep: how many of the last steps are kept; None keeps all. Must be at least 1.
+      monitor: a metric whose best step is kept as well; among equals, the last is the best.
+      mode: whether the best value of `monitor` is the smallest ("min") or the largest ("max").
+      asynchronous: whether to write in the background. Python 3.12.0 and 3.12.1 cannot end
+        background work when a process ends, so there it is never done.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | os.PathLike[str],
+        *,
+        keep: int | None = 2,
+        monitor: str | None = None,
+        mode: str = "min",
+        asynchronous: bool = True,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"Cannot keep {keep} checkpoints: keep must be at least 1, or None.")
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max', got {mode!r}.")
+        self.output_dir = _folder.absolute(output_dir)
+        self.keep = keep
+        self.monitor = None if monitor is None else {"name": monitor, "mode": mode}
+        self.asynchronous = asynchronous and not (3, 12) <= sys.version_info < (3, 12, 2)
+        for other in [w for w in _unfinished if w.output_dir == self.output_dir]:
+            other.wait()
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        _folder.tidy(self.output_dir)
+        self._found = _folder.steps(self.output_dir)
+        self._writer: StepWriter | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._saving: Future[None] | None = None
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Saves a checkpoint and returns it."""
+        self.save(checkpoint)
+        return checkpoint
+
+    def save(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        history: Any = None,
+        callback_states: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Saves a checkpoint and, beside it, what else a run needs to go on.
+
+        Args:
+          checkpoint: what to save.
+          history: the metrics of the run so far; JSON.
+          callback_states: what callbacks remember, by their names; JSON.
+
+        Returns:
+          The folder of the step, which is there once the save is complete.
+        """
+        self.wait()
+        step = int(checkpoint.step)
+        path = _folder.step_path(self.output_dir, step)
+        self._check_monitor(checkpoint)
+        arrays, record = _file.contents(checkpoint, history, callback_states, self.monitor)
+        if path.exists() and self._holds(step, record):
+            return path
+        writer, executor = self._start()
+        try:
+            writer.start(_folder.saving_path(self.output_dir, step), arrays, record)
+        except Exception as error:
+            _folder.tidy(self.output_dir)
+            raise self._failure(step, arrays, error) from error
+        self._saving = executor.submit(self._finish, writer, step, arrays)
+        if not self.asynchronous:
+            self.wait()
+        return path
+
+    def wait(self) -> None:
+        """Waits until the last save is on disk.
+
+        Raises:
+          RuntimeError: it failed; the steps before it are as they were.
+        """
+        if self._saving is not None:
+            wait([self._saving])  # If this is interrupted, the save is still known.
+            saving, self._saving = self._saving, None
+            saving.result()
+
+    def close(self) -> None:
+        """Waits for the last save, as `wait`, and ends the background threads.
+
+        A closed writer may be used again.
+        """
+        try:
+            self.wait()
+        finally:
+            writer, executor = self._writer, self._executor
+            self._writer = self._executor = None
+            _unfinished.discard(self)
+            if writer is not None:
+                writer.close()
+            if executor is not None:
+                executor.shutdown()
+
+    def __enter__(self) -> "CheckpointFileWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _start(self) -> tuple[StepWriter, ThreadPoolExecutor]:
+        _register_end()
+        _unfinished.add(self)
+        self._writer = self._writer or StepWriter()
+        self._executor = self._executor or ThreadPoolExecutor(1, "flaxfit-save")
+        return self._writer, self._executor
+
+    def _check_monitor(self, checkpoint: Checkpoint) -> None:
+        if self.monitor and self.monitor["name"] not in checkpoint.metrics:
+            say(
+                f"the checkpoint of step {checkpoint.step} lacks the monitored metric "
+                f"{self.monitor['name']!r} (it holds {', '.join(checkpoint.metrics) or 'none'}): "
+                "it cannot be the best"
+            )
+
+    def _holds(self, step: int, record: Mapping[str, Any]) -> bool:
+        """Whether a step on disk has this record, and by its digests the same arrays."""
+        try:
+            return _file.read_record(_folder.step_path(self.output_dir, step)) == record
+        except Damaged:
+            return False
+
+    def _finish(self, writer: StepWriter, step: int, arrays: Mapping[str, Any]) -> None:
+        try:
+            writer.wait()
+            _folder.complete(self.output_dir, step)
+        except Exception as error:
+            _folder.tidy(self.output_dir)
+            raise self._failure(step, arrays, error) from error
+        self._clear(step)
+
+    def _clear(self, step: int) -> None:
+        """Removes what a completed save has made superfluous."""
+        _folder.tidy(self.output_dir)
+        later = [old for old in self._found if old > step]
+        self._found = []
+        for old in later:
+            target = _folder.set_aside(self.output_dir, old, "superseded")
+            say(f"this run is at step {step}: an earlier run's step {old} is now {target.name}")
+        if self.keep is None:
+            return
+        steps = _folder.steps(self.output_dir)
+        kept = {step, *steps[-self.keep :]}
+        best = best_step(self.output_dir, steps, self.monitor) if self.monitor else None
+        for old in set(steps) - kept - {best}:
+            _folder.delete(self.output_dir, old)
+
+    def _failure(self, step: int, arrays: Mapping[str, Any], error: Exception) -> RuntimeError:
+        needed = sum(array.nbytes for array in arrays.values())
+        free = shutil.disk_usage(self.output_dir.parent).free
+        return RuntimeError(
+            f"Cannot save the checkpoint of step {step} in {self.output_dir}: "
+            f"{type(error).__name__}: {error}\n(It needs up to {needed:,} bytes, {free:,} are "
+            "free.) The steps saved before are as they were."
+        )
+
+
+def save(
+    folder: str | os.PathLike[str],
+    checkpoint: Any,
+    *,
+    metrics: Mapping[str, float] | None = None,
+    history: Any = None,
+    callback_states: Mapping[str, Any] | None = None,
+) -> Path:
+    """Saves a checkpoint, or a bare state, and waits until it is on disk.
+
+    No other step is removed.
+
+    >>> import tempfile, jax.numpy as jnp, optax
+    >>> from flaxfit._state import init_state
+    >>> init = lambda rngs, x: {"params": {"w": jnp.ones(3)}}
+    >>> state = init_state(init, optax.adam(0.1), 0, (jnp.ones(3),))
+    >>> save(tempfile.mkdtemp(), state).name
+    '0'
+
+    Args:
+      folder: the folder of the run.
+      checkpoint: a `Checkpoint`, or a `TrainState`.
+      metrics: metrics to keep with a bare state.
+      history: the metrics of the run so far; JSON.
+      callback_states: what callbacks remember, by their names; JSON.
+
+    Returns:
+      The folder of the step.
+    """
+    if not isinstance(checkpoint, Checkpoint):
+        step = int(checkpoint.step)
+        checkpoint = Checkpoint(step=step, state=checkpoint, metrics=metrics or {})
+    elif metrics is not None:
+        checkpoint = checkpoint.with_metrics(metrics)
+    with CheckpointFileWriter(folder, keep=None, asynchronous=False) as writer:
+        writer._found = []  # It starts no run, so it supersedes nothing.
+        return writer.save(checkpoint, history=history, callback_states=callback_states)
+
+
+@functools.cache
+def _register_end() -> None:
+    """Has all writers closed before the interpreter ends, however that comes about."""
+    # By the time of `atexit` no thread can be given work, and Orbax would lose the save: this is
+    # where `concurrent.futures` registers its own end, and what comes later runs before that.
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(_close_all)
+
+
+def _close_all() -> None:
+    for writer in list(_unfinished):
+        try:
+            writer.close()
+        except Exception as error:
+            say(str(error))

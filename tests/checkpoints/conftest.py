@@ -1,0 +1,73 @@
+"""What the tests of checkpoints share: states as a loop gives them, and their comparison."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from flaxfit._checkpoint import Checkpoint
+from flaxfit._state import init_state
+
+
+class Net(nn.Module):
+    width: int = 5
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(self.width, param_dtype=jnp.bfloat16)(x)
+        x = nn.BatchNorm(use_running_average=False)(x.astype(jnp.float32))
+        self.variable("counts", "calls", lambda: jnp.zeros((), jnp.int32))
+        return nn.Dense(2)(nn.Dropout(0.5, deterministic=False)(x))
+
+
+def make_state(step=0, width=5, optimizer=None):
+    optimizer = optimizer or optax.adamw(optax.linear_schedule(1e-2, 0.0, 100))
+    state = init_state(Net(width).init, optimizer, step, (jnp.ones((4, 3)),))
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    return state.apply_gradient(optimizer, grads).replace_step(step)
+
+
+def make_checkpoint(step=0, **metrics):
+    return Checkpoint(
+        step=step, state=make_state(step), metrics=metrics or {"loss": 1 / (1 + step)}
+    )
+
+
+def replicated(tree):
+    mesh = Mesh(np.array(jax.devices()), ("replica",))
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+
+
+def abstract(state):
+    return jax.eval_shape(lambda: state)
+
+
+def plain(leaf):
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def assert_same(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert plain(a).tobytes() == plain(b).tobytes()
+
+
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    make_state = staticmethod(make_state)
+    make_checkpoint = staticmethod(make_checkpoint)
+    replicated = staticmethod(replicated)
+    abstract = staticmethod(abstract)
+    assert_same = staticmethod(assert_same)
+
+
+@pytest.fixture(scope="session")
+def tools():
+    return Tools()

@@ -1,0 +1,264 @@
+import resource
+import subprocess
+import sys
+import textwrap
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxfit._checkpoint import Checkpoint
+from flaxfit._state import TrainState
+from flaxfit.checkpoints import (
+    CheckpointFileReader,
+    CheckpointFileWriter,
+    best,
+    latest,
+    list_steps,
+    restore,
+    save,
+)
+
+SMALL = TrainState(
+    step=jnp.int32(0), params={}, opt_state=(), model_state={}, key=jax.random.key(0)
+)
+
+
+def read(folder, template=None, **options):
+    found = CheckpointFileReader(folder, **options).read(template)
+    assert found is not None
+    return found
+
+
+def test_the_writer_returns_the_checkpoint_untouched(tmp_path, tools):
+    checkpoint = tools.make_checkpoint(3)
+    with CheckpointFileWriter(tmp_path) as writer:
+        assert writer(checkpoint) is checkpoint
+    assert list_steps(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_replicated_state_is_saved_whole_and_may_be_donated_at_once(
+    tmp_path, tools, asynchronous
+):
+    state = tools.make_state(7)
+    placed = tools.replicated(state)
+    checkpoint = tools.make_checkpoint(7).replace(state=placed)
+    consume = jax.jit(
+        lambda state: jax.tree.map(lambda x: x * 0 if x.ndim else x, state.params),
+        donate_argnums=0,
+    )
+    with CheckpointFileWriter(tmp_path, asynchronous=asynchronous) as writer:
+        writer(checkpoint)
+        jax.block_until_ready(consume(placed))
+        assert placed.params["Dense_0"]["kernel"].is_deleted()
+    expected = tools.make_state(7)  # The placed state shared its buffers with the first one.
+    tools.assert_same(restore(tmp_path, tools.abstract(expected)), expected)
+
+
+def test_numpy_leaves_changed_after_the_call_do_not_reach_the_file(tmp_path, tools):
+    state = tools.make_state()
+    weights = np.arange(200_000, dtype=np.float64)
+    checkpoint = tools.make_checkpoint(1).replace(state=state.replace(params={"w": weights}))
+    position = {"next": 3}
+    with CheckpointFileWriter(tmp_path) as writer:
+        writer(checkpoint.replace(data_state=position))
+        weights[:] = 0
+        position["next"] = 4
+    found = read(tmp_path)
+    np.testing.assert_array_equal(found.state.params["w"], np.arange(200_000, dtype=np.float64))
+    assert found.data_state == {"next": 3}
+
+
+def test_a_relative_folder_is_made_absolute(tmp_path, tools, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with CheckpointFileWriter("runs/first") as writer:
+        monkeypatch.chdir("/")
+        writer(tools.make_checkpoint(2))
+    assert list_steps(tmp_path / "runs" / "first") == [2]
+
+
+def test_the_last_ones_and_the_best_are_kept_and_ties_count_as_best(tmp_path, tools):
+    losses = [0.5, 0.2, 0.9, 0.2, 0.8, 0.7, float("nan"), 0.6]
+    state = tools.make_state()
+    with CheckpointFileWriter(tmp_path, keep=2, monitor="val_loss") as writer:
+        for step, loss in enumerate(losses):
+            checkpoint = tools.make_checkpoint(step, val_loss=loss).replace(state=state)
+            writer(checkpoint)
+    assert list_steps(tmp_path) == [3, 6, 7]
+    assert best(tmp_path) == 3
+    assert latest(tmp_path) == 7
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "6", "7"]
+
+
+def test_the_largest_value_is_best_with_mode_max(tmp_path, tools):
+    with CheckpointFileWriter(tmp_path, keep=1, monitor="accuracy", mode="max") as writer:
+        for step, accuracy in enumerate([0.1, 0.9, 0.5]):
+            writer(tools.make_checkpoint(step, accuracy=accuracy))
+    assert list_steps(tmp_path) == [1, 2]
+    assert read(tmp_path, which="best").metrics == {"accuracy": 0.9}
+
+
+def test_keep_none_keeps_all(tmp_path, tools):
+    state = tools.make_state()
+    with CheckpointFileWriter(tmp_path, keep=None) as writer:
+        for step in range(4):
+            writer(tools.make_checkpoint(step).replace(state=state))
+    assert list_steps(tmp_path) == [0, 1, 2, 3]
+
+
+def test_a_checkpoint_without_the_monitored_metric_is_saved_and_announced(tmp_path, tools, capfd):
+    with CheckpointFileWriter(tmp_path, monitor="val_loss") as writer:
+        writer(tools.make_checkpoint(1))
+    assert list_steps(tmp_path) == [1]
+    assert "lacks the monitored metric 'val_loss' (it holds loss)" in capfd.readouterr().err
+
+
+def test_the_same_content_is_not_written_twice(tmp_path, tools):
+    checkpoint = tools.make_checkpoint(5)
+    save(tmp_path, checkpoint)
+    before = (tmp_path / "5").stat().st_ino
+    save(tmp_path, checkpoint)
+    assert (tmp_path / "5").stat().st_ino == before
+
+
+def test_other_content_of_a_step_replaces_it(tmp_path, tools):
+    save(tmp_path, tools.make_checkpoint(5))
+    other = tools.make_state(6).replace_step(5)
+    save(tmp_path, other, metrics={"loss": 2.0})
+    found = read(tmp_path, tools.abstract(other))
+    tools.assert_same(found.state, other)
+    assert found.metrics == {"loss": 2.0}
+    assert [path.name for path in tmp_path.iterdir()] == ["5"]
+
+
+def test_an_interrupted_replacement_is_taken_back(tmp_path, tools):
+    state = tools.make_state(5)
+    save(tmp_path, state)
+    (tmp_path / "5").rename(tmp_path / "replaced-5-0")
+    CheckpointFileWriter(tmp_path)
+    tools.assert_same(restore(tmp_path, state), state)
+
+
+def test_left_over_folders_of_a_killed_save_are_removed_and_others_are_not(tmp_path):
+    for name in ("saving-7", "saving-8.orbax-checkpoint-tmp", "deleted-3-0"):
+        (tmp_path / name / "arrays").mkdir(parents=True)
+    (tmp_path / "saving-notes").mkdir()
+    (tmp_path / "9").mkdir()
+    CheckpointFileWriter(tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["9", "saving-notes"]
+
+
+def test_a_run_from_an_earlier_step_supersedes_the_later_steps(tmp_path, tools, capfd):
+    for step in (10, 20, 30):
+        save(tmp_path, tools.make_checkpoint(step))
+    with CheckpointFileWriter(tmp_path, keep=3) as writer:
+        writer(tools.make_checkpoint(15))
+        writer(tools.make_checkpoint(16))
+    assert list_steps(tmp_path) == [10, 15, 16]
+    assert (tmp_path / "superseded-20-0").is_dir()
+    assert "an earlier run's step 30 is now superseded-30-0" in capfd.readouterr().err
+
+
+@contextmanager
+def small_disk():
+    """No file can grow beyond 300 kB: a write in the background fails as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def noise(step):
+    params = {"w": jax.random.normal(jax.random.key(step), (1000, 500))}
+    return Checkpoint(step=step, state=SMALL.replace(params=params), metrics={})
+
+
+def test_a_failed_save_is_raised_by_the_next_call_and_harms_nothing(tmp_path):
+    writer = CheckpointFileWriter(tmp_path)
+    writer(noise(1))
+    writer.wait()
+    # Where saving is not asynchronous the first of the calls raises.
+    with (
+        small_disk(),
+        pytest.raises(RuntimeError, match="Cannot save the checkpoint of step 2 .*\n.*bytes"),
+    ):
+        writer(noise(2))
+        writer(noise(3))
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    writer(noise(4))
+    writer.close()
+    assert list_steps(tmp_path) == [1, 4]
+    np.testing.assert_array_equal(
+        restore(tmp_path, which=1).params["w"], noise(1).state.params["w"]
+    )
+
+
+def test_a_failed_save_is_raised_by_close(tmp_path):
+    writer = CheckpointFileWriter(tmp_path)
+    with small_disk(), pytest.raises(RuntimeError, match="of step 2"):
+        writer(noise(2))
+        writer.close()
+    assert list_steps(tmp_path) == []
+    writer.close()
+
+
+def test_a_save_that_cannot_begin_is_a_worded_error(tmp_path, tools):
+    writer = CheckpointFileWriter(tmp_path / "run")
+    (tmp_path / "run").rmdir()
+    (tmp_path / "run").write_text("in the way")
+    with pytest.raises(RuntimeError, match="Cannot save the checkpoint of step 1"):
+        writer(tools.make_checkpoint(1))
+        writer.close()
+
+
+@pytest.mark.parametrize("ending", ["", "raise KeyError('of the user')", "sys.exit(3)"])
+def test_a_process_that_ends_without_close_loses_nothing(tmp_path, ending):
+    program = f"""
+        import sys
+        import jax.numpy as jnp, optax
+        from flaxfit._checkpoint import Checkpoint
+        from flaxfit._state import init_state
+        from flaxfit.checkpoints import CheckpointFileWriter
+
+        init = lambda rngs, x: {{"params": {{"w": jnp.ones((1000, 500))}}}}
+        state = init_state(init, optax.sgd(0.1), 0, (jnp.ones(3),))
+        save = CheckpointFileWriter({str(tmp_path)!r})
+        for step in range(3):
+            save(Checkpoint(step=step, state=state, metrics={{}}))
+        {ending}
+    """
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == {"": 0, "sys.exit(3)": 3}.get(ending, 1)
+    assert ("of the user" if "raise" in ending else "") in ended.stderr
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["1", "2"]
+    assert restore(tmp_path).params["w"].shape == (1000, 500)
+
+
+def test_what_is_not_json_is_refused_by_name(tmp_path, tools):
+    checkpoint = tools.make_checkpoint(1).replace(data_state=b"opaque")
+    with pytest.raises(TypeError, match="data position .* as JSON.*bytes"):
+        save(tmp_path, checkpoint)
+    assert list_steps(tmp_path) == []
+
+
+def test_numpy_numbers_count_as_json(tmp_path, tools):
+    checkpoint = tools.make_checkpoint(1, loss=jnp.float32(0.5)).replace(
+        data_state={"next": np.int64(3), "order": np.arange(2)}
+    )
+    save(tmp_path, checkpoint)
+    found = read(tmp_path)
+    assert found.data_state == {"next": 3, "order": [0, 1]}
+    assert found.metrics == {"loss": 0.5}
+
+
+@pytest.mark.parametrize("options", [{"keep": 0}, {"mode": "least"}])
+def test_wrong_options_are_refused(tmp_path, options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        CheckpointFileWriter(tmp_path, **options)
