@@ -70,7 +70,7 @@ def test_an_endless_stream_is_measured_for_one_epoch():
 
 
 def test_a_generator_cannot_be_measured_twice():
-    evaluate = make_eval((batch for batch in [(X, Y)]))
+    evaluate = make_eval(batch for batch in [(X, Y)])
     state = ff.InferenceState(np.int32(0), np.float32(1), {})
     evaluate.measure(state)
     with pytest.raises(ValueError, match="consumed before|passed over only once"):

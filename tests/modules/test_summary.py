@@ -27,7 +27,9 @@ class Nnx(nnx.Module):
         return self.dropout(self.layer(x), deterministic=not train)
 
 
-@pytest.mark.parametrize("model", [Linen(), Nnx, Nnx(rngs=nnx.Rngs(0))], ids=["linen", "class", "nnx"])
+@pytest.mark.parametrize(
+    "model", [Linen(), Nnx, Nnx(rngs=nnx.Rngs(0))], ids=["linen", "class", "nnx"]
+)
 def test_a_summary_counts_the_parameters_of_each_layer(model):
     table = summarize(model, INPUTS)
     assert "20 (80 B)" in table
