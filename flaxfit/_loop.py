@@ -277,7 +277,7 @@ class TrainLoop:
             state=state,
             metrics=metrics,
             n_completed_steps=stepper.n_completed,
-            elapsed_time=seconds - stepper.compile_time,
+            elapsed_time=seconds - stepper.compile_time - stepper.inspection_time,
             compile_time=stepper.compile_time,
             data_state=get_position() if get_position else None,
             last_grads=grads,

@@ -80,6 +80,7 @@ class Stepper:
         self.grads: Any = None
         self.n_completed = 0
         self.compile_time = 0.0
+        self.inspection_time = 0.0
 
     def metrics(self) -> dict[str, Any]:
         """The metrics over all steps since the totals were reset; waits for the device."""
@@ -140,7 +141,7 @@ class Stepper:
         if self._feed is None:
             began = time.perf_counter()
             self._feed = self._make_feed(item)
-            self.compile_time += time.perf_counter() - began
+            self.inspection_time += time.perf_counter() - began
         if self._resident is None:
             return self._feed(item)
         portion = self._feed(Batch((item,)))
