@@ -1,6 +1,7 @@
 """Checkpoint: the record that a training loop yields."""
 
 import dataclasses
+import html
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from flaxfit._rules import flat
 from flaxfit._state import TrainState
 
 
@@ -94,3 +96,21 @@ class Checkpoint:
             n_params = sum(math.prod(x.shape) for x in jax.tree.leaves(self.state.params))
             parts.append(f"{n_params:,} params")
         return f"Checkpoint({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        """The facts, the metrics and the parameters as a notebook shows them, without scripts."""
+        rows = "".join(
+            f"<tr><td>{html.escape(name)}</td><td>{value:.4g}</td></tr>"
+            for name, value in self.scalars.items()
+        )
+        params = {} if self.state is None else flat(self.state.params)
+        leaves = "".join(
+            f"<tr><td>{html.escape(path)}</td><td>{leaf.dtype}{list(leaf.shape)}</td></tr>"
+            for path, leaf in params.items()
+        )
+        n_params = sum(math.prod(leaf.shape) for leaf in params.values())
+        return (
+            f"<b>Checkpoint</b> at step {self.step:,}, {self.n_completed_steps:,} steps in "
+            f"{self.elapsed_time:.2f} s<table>{rows}</table>"
+            f"<details><summary>{n_params:,} parameters</summary><table>{leaves}</table></details>"
+        )

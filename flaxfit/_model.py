@@ -23,7 +23,7 @@ from flaxfit._state import TrainState
 from flaxfit._step import make_predict_step
 from flaxfit._task import EvalTask, TrainTask
 from flaxfit.callbacks import ProgressBar
-from flaxfit.data import ArrayStream, as_stream, one_pass
+from flaxfit.data import ArrayStream, as_stream, one_pass, prefetch
 from flaxfit.strategies import DataParallel, Strategy
 
 _ENDLESS = 2**31 - 1
@@ -135,9 +135,8 @@ class Model:
             validation_data = ArrayStream(*validation_data, batch_size=batch_size, epochs=1)
 
         n_steps = steps_per_epoch or _length(stream)
-        loop = self._loop_over(
-            _one_pass(stream, n_steps), n_steps, steps_per_execution, quiet=not verbose
-        )
+        batches = _ahead(_one_pass(stream, n_steps))
+        loop = self._loop_over(batches, n_steps, steps_per_execution, quiet=not verbose)
         facts = self._facts(stream, validation_data, n_steps)
         self.history = History(type(self.module).__name__, unit="epoch", facts=facts)
         validate = [] if validation_data is None else [self._validation(validation_data)]
@@ -153,6 +152,8 @@ class Model:
                 self._n_epochs += 1
         finally:
             loop.close()
+            if hasattr(loop.data, "close"):
+                loop.data.close()
         return self.history
 
     def evaluate(
@@ -281,7 +282,7 @@ class Model:
             return
         for epoch in range(epochs):
             if epoch:
-                loop.data = _one_pass(stream, n_steps)
+                loop.data = _ahead(_one_pass(stream, n_steps))
             loop.first_checkpoint = loop.step + _ENDLESS
             yield from loop.run_until(loop.step + _ENDLESS)
             if loop.stopped:
@@ -326,6 +327,17 @@ def _one_pass(stream: Any, n_steps: int | None) -> Any:
     """The stream; where the length of a pass is unknown, a single pass of it."""
     is_whole = n_steps is not None or not hasattr(stream, "one_epoch")
     return stream if is_whole else stream.one_epoch()
+
+
+def _ahead(stream: Any) -> Any:
+    """The stream, with its batches assembled ahead where they are assembled at all.
+
+    Not where the data is on the devices already, and not a generator: what was read ahead of it
+    would be lost to whoever goes on with it.
+    """
+    is_resident = getattr(stream, "resident", False)
+    is_repeatable = getattr(stream, "is_repeatable", isinstance(stream, ArrayStream))
+    return prefetch(stream) if is_repeatable and not is_resident else stream
 
 
 def _length(stream: Any) -> int | None:

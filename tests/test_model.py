@@ -1,6 +1,7 @@
 """Model: fit, evaluate and predict as a Keras user knows them, on real digits."""
 
 import signal
+import threading
 
 import flax.linen as nn
 import jax
@@ -429,3 +430,23 @@ def test_a_missing_random_stream_is_named():
     with pytest.raises(ValueError, match=r"noise[\s\S]*rngs="):
         fit(make_model(Noisy()))
     assert fit(make_model(Noisy(), rngs=("noise",)))["loss"][0] > 0
+
+
+def test_fit_leaves_no_thread_behind():
+    before = threading.active_count()
+    batches = [(X[i : i + 64], Y[i : i + 64]) for i in range(0, 256, 64)]
+    make_model().fit(batches, epochs=2, verbose=0)
+    with pytest.raises(ZeroDivisionError):
+        make_model().fit(batches, epochs=2, callbacks=lambda c: 1 / 0, verbose=0)
+    assert threading.active_count() == before
+
+
+def test_an_error_of_the_data_is_raised_with_its_own_traceback():
+    class Broken:
+        def __iter__(self):
+            yield X[:64], Y[:64]
+            raise OSError("disk gone")
+
+    with pytest.raises(OSError, match="disk gone") as caught:
+        make_model().fit(Broken(), verbose=0)
+    assert any(entry.name == "__iter__" for entry in caught.traceback)

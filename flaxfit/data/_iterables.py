@@ -41,6 +41,8 @@ class IterableStream:
         self._open_pass = open_pass
         self._name = name
         self._once = once
+        self.is_repeatable = not once
+        """Whether the data can be passed over again, so that reading ahead loses nothing."""
         self.epochs = epochs
         self._n_batches = n_batches
         self._rewind()

@@ -64,6 +64,10 @@ class PrefetchedStream:
         self._state, self.epoch = position
         return batch
 
+    def whole(self) -> Any:
+        """All examples as one batch, where the stream can give them; else None."""
+        return self._stream.whole() if hasattr(self._stream, "whole") else None
+
     def one_epoch(self) -> "PrefetchedStream":
         """A fresh prefetched stream of one pass over the same data."""
         return PrefetchedStream(self._stream.one_epoch(), self._n)

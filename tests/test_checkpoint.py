@@ -1,0 +1,41 @@
+"""The record that a loop yields."""
+
+import numpy as np
+import optax
+import pytest
+
+import flaxfit as ff
+
+
+def make_checkpoint(**options):
+    params = {"dense": {"kernel": np.ones((3, 2), np.float32)}}
+    state = ff.TrainState(np.int32(4), params, optax.EmptyState(), {"stats": {}}, None)
+    return ff.Checkpoint(step=4, state=state, metrics={"loss": 0.5}, **options)
+
+
+def test_its_parts_have_the_names_of_the_field():
+    checkpoint = make_checkpoint(last_grads={"dense": 1})
+    assert checkpoint.loss == 0.5
+    assert checkpoint.model_params is checkpoint.state.params
+    assert checkpoint.model_state == {"stats": {}}
+    assert checkpoint.optimizer_state == optax.EmptyState()
+    assert checkpoint.grads == {"dense": 1}
+
+
+def test_it_is_changed_by_copies_only():
+    checkpoint = make_checkpoint()
+    with pytest.raises(AttributeError):
+        checkpoint.stop = True
+    assert checkpoint.replace(stop=True).stop and not checkpoint.stop
+    added = checkpoint.with_metrics({"mae": 1.0}, "val_")
+    assert added.metrics == {"loss": 0.5, "val_mae": 1.0} and checkpoint.metrics == {"loss": 0.5}
+
+
+def test_it_shows_its_numbers_and_not_its_matrices():
+    checkpoint = make_checkpoint(n_completed_steps=8, elapsed_time=2.0)
+    checkpoint = checkpoint.with_metrics({"confusion": np.eye(2)})
+    assert checkpoint.scalars == {"loss": 0.5}
+    assert repr(checkpoint) == "Checkpoint(step=4, loss=0.5, 4 steps/s, 6 params)"
+    html = checkpoint._repr_html_()
+    assert "dense/kernel" in html and "float32[3, 2]" in html and "confusion" not in html
+    assert html.count("<table>") == html.count("</table>") == 2
