@@ -88,7 +88,12 @@ class Feed:
                 "A batch has another structure than the first one, and so cannot be trained on or "
                 f"measured with it:\\n  first {self._structure}\\n  now   {structure}"
             )
-        return (strategy.n_devices, is_weighted, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        return (
+            strategy.n_devices,
+            is_weighted,
+            structure,
+            *((leaf.shape, leaf.dtype) for leaf in leaves),
+        )
 
     def _announce(self, n: int, size: int) -> None:
         if self._announced:

@@ -111,6 +111,8 @@ def init_state(
 ) -> TrainState:
     """Initialises a model and its optimizer in one jitted call.
 
+    An `init` that says `gives_weights` is not traced, since its weights would be constants.
+
     >>> init = lambda rngs, x: {"params": jnp.ones(x.shape[1])}
     >>> init_state(init, optax.adam(0.1), 0, (jnp.ones((2, 3)),)).params.shape
     (3,)
@@ -146,4 +148,4 @@ def init_state(
             key=train_key,
         )
 
-    return jax.jit(create)(key)
+    return create(key) if getattr(init, "gives_weights", False) else jax.jit(create)(key)

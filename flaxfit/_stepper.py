@@ -209,7 +209,8 @@ class Stepper:
         data = None if whole is None else normalize(whole)
         self._resident = self.strategy.place(data) if self._gathers else None
         leaves = jax.tree.leaves(self._resident)
-        self._resident_shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        structure = jax.tree.structure(self._resident)
+        self._resident_shapes = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         result = inspect(self.task, self.state, batch, data)
         names = ["grad_norm"] * self._options["grad_norm"]
         names += ["penalty"] * (result.penalty is not None)

@@ -88,3 +88,15 @@ def test_parts_can_be_replaced():
 @pytest.mark.parametrize("key", [5, jax.random.key(5), jax.random.PRNGKey(5)])
 def test_keys_of_every_kind_become_typed(key):
     assert as_key(key) == jax.random.key(5)
+
+
+def test_given_weights_are_not_traced():
+    class Given:
+        gives_weights = True
+
+        def __call__(self, rngs, x):
+            assert not isinstance(x, jax.core.Tracer)
+            return {"params": jnp.ones(3)}
+
+    state = ff.init_state(Given(), optax.adam(0.1), 0, (X,))
+    np.testing.assert_array_equal(state.params, np.ones(3))

@@ -24,6 +24,22 @@ class ModelFunctions(NamedTuple):
     where `mutable` is not False."""
 
 
+class GivenInit:
+    """An `init` of weights that are there already: a copy of them, whatever the keys.
+
+    A copy, because training donates its arrays, and the user keeps these.
+    """
+
+    gives_weights = True
+    """Says that there is nothing to trace: under `jit` the weights would be constants."""
+
+    def __init__(self, give: Callable[[], Any]):
+        self._give = give
+
+    def __call__(self, rngs: Any, *inputs: Any, **named: Any) -> Any:
+        return jax.tree.map(jnp.copy, self._give())
+
+
 def from_function(
     function: Callable[..., Any], params: Any, *, rng: str | None = None, stateful: bool = False
 ) -> ModelFunctions:
@@ -52,16 +68,14 @@ def from_function(
     # A pytree may be callable too: an equinox module is both.
     is_init = callable(params) and jax.tree_util.all_leaves([params])
 
-    def init(rngs: Any, *inputs: Any, **named: Any) -> dict[str, Any]:
-        initial = params
-        if is_init:
-            key = rngs["params"] if isinstance(rngs, dict) else rngs
-            initial = params(key, *inputs, **named)
-        # A copy: training donates its arrays, and the user keeps these.
-        initial = jax.tree.map(jnp.copy, initial)
+    def collections(initial: Any) -> dict[str, Any]:
         if not stateful:
             return {"params": initial}
         return dict(zip(("params", "state"), initial, strict=True))
+
+    def init(rngs: Any, *inputs: Any, **named: Any) -> dict[str, Any]:
+        key = rngs["params"] if isinstance(rngs, dict) else rngs
+        return collections(params(key, *inputs, **named))
 
     def apply(
         variables: Any, *inputs: Any, rngs: Any = None, mutable: Any = False, **named: Any
@@ -79,6 +93,7 @@ def from_function(
 
     # Their signatures show the arguments of the user's functions, such as `train`.
     functools.update_wrapper(apply, function, assigned=(), updated=())
-    if is_init:
-        functools.update_wrapper(init, params, assigned=(), updated=())
+    if not is_init:
+        return ModelFunctions(GivenInit(lambda: collections(params)), apply)
+    functools.update_wrapper(init, params, assigned=(), updated=())
     return ModelFunctions(init, apply)

@@ -6,12 +6,10 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from flax.core.scope import in_filter
 
 from flaxfit.modules._flags import call_flags, parameters
-from flaxfit.modules._functions import ModelFunctions
+from flaxfit.modules._functions import GivenInit, ModelFunctions
 
 
 def from_nnx(
@@ -28,6 +26,8 @@ def from_nnx(
     Random states stay out of them: every call is given its keys by `rngs`, and each stream of
     each layer draws its own numbers.
 
+    >>> import jax
+    >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> init, apply = from_nnx(lambda rngs: nnx.Linear(2, 3, rngs=rngs))
     >>> variables = init(jax.random.key(0), jnp.ones((1, 2)))
@@ -56,10 +56,7 @@ def from_nnx(
     graph, random, template = states.split(abstract, **modes)
 
     def init(rngs: Any, *inputs: Any, **named: Any) -> dict[str, Any]:
-        module = model if is_instance else make(model, _rngs(rngs))
-        variables = states.persistent(states.variables_of(module))
-        # A copy: training donates its arrays, and the user keeps the instance.
-        return jax.tree.map(jnp.copy, variables)
+        return states.persistent(states.variables_of(make(model, _rngs(rngs))))
 
     def apply(
         variables: Any, *inputs: Any, rngs: Any = None, mutable: Any = False, **named: Any
@@ -78,12 +75,17 @@ def from_nnx(
         updates = states.variables_of(module)
         return outputs, {name: tree for name, tree in updates.items() if in_filter(mutable, name)}
 
+    if is_instance:
+        return ModelFunctions(
+            GivenInit(lambda: states.persistent(states.variables_of(model))), apply
+        )
     return ModelFunctions(init, apply)
 
 
 def update_nnx(model: Any, variables: Any) -> None:
     """Writes copies of trained variables into an nnx instance: the object you passed is trained.
 
+    >>> import jax.numpy as jnp
     >>> from flax import nnx
     >>> layer = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
     >>> update_nnx(layer, {"params": {"kernel": jnp.ones((1, 1)), "bias": jnp.ones(1)}})
