@@ -15,6 +15,17 @@ def absolute(folder: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(Path(folder).expanduser()))
 
 
+def make(folder: Path) -> None:
+    """Makes the folder of a run where it is missing.
+
+    Raises:
+      OSError: it cannot be made, or not be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"{folder} cannot be written to")
+
+
 def steps(folder: Path) -> list[int]:
     """The steps that a folder holds, in order; empty and foreign folders are none."""
     if not folder.is_dir():

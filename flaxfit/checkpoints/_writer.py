@@ -110,6 +110,8 @@ class CheckpointFileWriter:
             return path
         writer, executor = self._start()
         try:
+            # Were it to find out by itself, Orbax would leave threads that wait for minutes.
+            _folder.make(self.output_dir)
             writer.start(_folder.saving_path(self.output_dir, step), arrays, record)
         except Exception as error:
             _folder.tidy(self.output_dir)
