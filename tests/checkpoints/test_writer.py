@@ -179,33 +179,28 @@ def noise(step):
     return Checkpoint(step=step, state=SMALL.replace(params=params), metrics={})
 
 
-def test_a_failed_save_is_raised_by_the_next_call_and_harms_nothing(tmp_path):
+# After a failure, what Orbax still had under way complains that its event loop is closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_failed_save_is_raised_by_the_next_call_or_close_and_harms_nothing(tmp_path):
     writer = CheckpointFileWriter(tmp_path)
     writer(noise(1))
     writer.wait()
     # Where saving is not asynchronous the first of the calls raises.
-    with (
-        small_disk(),
-        pytest.raises(RuntimeError, match="Cannot save the checkpoint of step 2 .*\n.*bytes"),
-    ):
+    failure = "Cannot save the checkpoint of step 2 .*\n.*bytes"
+    with small_disk(), pytest.raises(RuntimeError, match=failure):
         writer(noise(2))
         writer(noise(3))
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
-    writer(noise(4))
-    writer.close()
-    assert list_steps(tmp_path) == [1, 4]
-    np.testing.assert_array_equal(
-        restore(tmp_path, which=1).params["w"], noise(1).state.params["w"]
-    )
-
-
-def test_a_failed_save_is_raised_by_close(tmp_path):
-    writer = CheckpointFileWriter(tmp_path)
-    with small_disk(), pytest.raises(RuntimeError, match="of step 2"):
-        writer(noise(2))
+    with small_disk(), pytest.raises(RuntimeError, match="of step 4"):
+        writer(noise(4))
         writer.close()
-    assert list_steps(tmp_path) == []
     writer.close()
+    writer(noise(5))
+    writer.close()
+    assert list_steps(tmp_path) == [1, 5]
+    for step in (1, 5):
+        found = restore(tmp_path, which=step)
+        np.testing.assert_array_equal(found.params["w"], noise(step).state.params["w"])
 
 
 def test_a_save_that_cannot_begin_is_a_worded_error(tmp_path, tools):
