@@ -89,9 +89,9 @@ class TrainLoop:
         self.n_steps = n_steps
         self.first_checkpoint = _positive("first_checkpoint", first_checkpoint)
         self.steps_per_call = _positive("steps_per_call", steps_per_call)
-        self._say = say if stdout else lambda text: None
+        self.say = say if stdout else lambda text: None
         self._stepper = stepper = Stepper(
-            self.task, self.strategy, grad_norm=grad_norm, keep_grads=keep_grads, say=self._say
+            self.task, self.strategy, grad_norm=grad_norm, keep_grads=keep_grads, say=self.say
         )
 
         def sample() -> Any:
@@ -99,7 +99,7 @@ class TrainLoop:
                 stepper.first_batch() if input_sample is None else (input_sample,)
             ).inputs
 
-        beginning = start(init, self.task, rnkey, sample, self._say)
+        beginning = start(init, self.task, rnkey, sample, self.say)
         self.start = beginning.checkpoint
         """The checkpoint file that the run was restored from, or None."""
         self._go_on_from(beginning.state, getattr(self.start, "data_state", None))
@@ -116,7 +116,7 @@ class TrainLoop:
     def __next__(self) -> Checkpoint:
         if self.n_steps is not None and self.step >= self.n_steps and self._due is None:
             if self._first_step == self.step:
-                self._say(f"step {self.n_steps:,} is already reached (at step {self.step:,})")
+                self.say(f"step {self.n_steps:,} is already reached (at step {self.step:,})")
             self._end()
         if self.stopped:
             self._end()
@@ -138,7 +138,7 @@ class TrainLoop:
     def run_until(self, step: int) -> Iterator[Checkpoint]:
         """Yields the checkpoints up to `step`, which always is one."""
         if step <= self.step:
-            self._say(f"step {step:,} is already reached (at step {self.step:,})")
+            self.say(f"step {step:,} is already reached (at step {self.step:,})")
         while self.step < step:
             stop = self._next_stop(last=lambda: step)
             checkpoint = self._train_to(stop)

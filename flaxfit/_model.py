@@ -4,13 +4,13 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from flaxfit import _display as display
-from flaxfit import modules
+from flaxfit import checkpoints, modules
 from flaxfit._arrays import prepare
 from flaxfit._batch import n_examples, normalize
 from flaxfit._checkpoint import Checkpoint
@@ -19,6 +19,7 @@ from flaxfit._feed import Feed
 from flaxfit._history import History
 from flaxfit._inspect import shapes_of
 from flaxfit._loop import TrainLoop
+from flaxfit._run_folder import RunFolder, SavedState
 from flaxfit._state import TrainState
 from flaxfit._step import make_predict_step
 from flaxfit._task import EvalTask, TrainTask
@@ -94,6 +95,8 @@ class Model:
         callbacks: Any = (),
         verbose: int | str = "auto",
         steps_per_execution: int = 1,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        resume: bool | str = "auto",
     ) -> History:
         """Trains for a number of passes over the data; again continues.
 
@@ -112,12 +115,17 @@ class Model:
           verbose: "auto" or 1: a bar on a terminal or in a notebook, else a line per epoch;
             2: lines; 0: nothing.
           steps_per_execution: steps per dispatch to the device.
+          checkpoint_dir: a folder in which each epoch is saved, with the history, the position in
+            the data and what callbacks remember.
+          resume: "auto": a model without weights goes on from the newest checkpoint of that
+            folder, to `epochs` epochs in all, and ends as if it had never been interrupted; a
+            finished call returns at once. True: there must be a checkpoint; False: none.
 
         Returns:
-          The metrics of each epoch.
+          The metrics of each epoch, those before a resume included.
 
         Raises:
-          ValueError: the data does not fit together, or does not fit the loss.
+          ValueError: the data does not fit together, or does not fit the loss, or a checkpoint.
         """
         if verbose not in ("auto", 0, 1, 2):
             raise ValueError(f"verbose must be 'auto', 0, 1 or 2, got {verbose!r}.")
@@ -135,23 +143,41 @@ class Model:
             validation_data = ArrayStream(*validation_data, batch_size=batch_size, epochs=1)
 
         n_steps = steps_per_epoch or _length(stream)
+        folder = None
+        is_fresh = self._loop is None and self._loaded is None
+        if checkpoint_dir is not None:
+            folder = RunFolder(checkpoint_dir, resume if is_fresh else "auto")
+            if is_fresh:
+                self._init = folder.init(self._train.init, keeps_position=n_steps is not None)
         batches = _ahead(_one_pass(stream, n_steps))
-        loop = self._loop_over(batches, n_steps, steps_per_execution, quiet=not verbose)
+        loop, found = self._loop_over(batches, n_steps, steps_per_execution, quiet=not verbose)
         facts = self._facts(stream, validation_data, n_steps)
         self.history = History(type(self.module).__name__, unit="epoch", facts=facts)
         validate = [] if validation_data is None else [self._validation(validation_data)]
-        users = [callbacks] if callable(callbacks) else callbacks
+        users = [callbacks] if callable(callbacks) else list(callbacks)
+        save = [] if folder is None else [folder.saving(self.history, users)]
         show = []
         if verbose:
             display.say(facts)
             is_live = False if verbose == 2 else None
-            show = [ProgressBar(unit="epoch", total=epochs, live=is_live)]
-        loop.callbacks = [*validate, *users, self.history.append, *show]
+            n_before = 0 if found is None or not found.history else len(found.history["steps"])
+            show = [ProgressBar(unit="epoch", total=epochs, start=n_before, live=is_live)]
+        loop.callbacks = [*validate, *users, self.history.append, *save, *show]
+        if folder is not None and found is not None:
+            was_stopped = folder.take_over(found, self.history, users)
+            self._n_epochs = len(self.history.steps)
+            if was_stopped or self._n_epochs >= epochs:
+                loop.say(f"this run is complete: {self._n_epochs} epochs are done")
+                epochs = 0
+            else:
+                epochs -= self._n_epochs
         try:
             for _ in self._epochs(loop, stream, n_steps, epochs):
                 self._n_epochs += 1
         finally:
             loop.close()
+            if folder is not None:
+                folder.writer.close()
             if hasattr(loop.data, "close"):
                 loop.data.close()
         return self.history
@@ -203,8 +229,6 @@ class Model:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Saves the training state and the history in a folder, as the checkpoint of its step."""
-        from flaxfit import checkpoints
-
         history = None if self.history is None else self.history.get_state()
         checkpoints.save(folder, self.state, history=history)
 
@@ -219,15 +243,15 @@ class Model:
           FileNotFoundError: the folder holds no checkpoint.
           ValueError: the checkpoint does not fit this model.
         """
-        from flaxfit import checkpoints
-
         if self._loop is not None:
             self._loop.restore(checkpoints.restore(folder, self._loop.state, which=which))
             return
         self._loaded = checkpoints.restore(folder, which=which)
         # Read again by the first `fit`, which knows what the optimizer's state looks like.
-        reader = checkpoints.CheckpointFileReader(folder, which=int(self._loaded.step))
-        self._init = _SavedState(reader, self._train.init)
+        reader = checkpoints.CheckpointFileReader(
+            folder, self._train.init, which=int(self._loaded.step)
+        )
+        self._init = SavedState(reader, keeps_position=False)
 
     @property
     def state(self) -> TrainState:
@@ -254,9 +278,13 @@ class Model:
 
     def _loop_over(
         self, stream: Any, n_steps: int | None, steps_per_call: int, *, quiet: bool
-    ) -> TrainLoop:
-        """The one loop of this model, set to go over the stream with a checkpoint each epoch."""
+    ) -> tuple[TrainLoop, Any]:
+        """The one loop of this model, set to go over the stream with a checkpoint each epoch.
+
+        And the checkpoint file that it starts from, if this call has made it start from one.
+        """
         task = dataclasses.replace(self._task, data=stream)
+        found = None
         if self._loop is None:
             self._loop = TrainLoop(
                 self._init,
@@ -266,12 +294,14 @@ class Model:
                 grad_norm=False,
                 stdout=not quiet,
             )
+            # What `load` has read is the start of this model, not of an interrupted call.
+            found = self._loop.start if self._loaded is None else None
         else:
             self._loop.data = stream
         self._loop.steps_per_call = steps_per_call
         self._loop.n_steps_per_checkpoint = n_steps or _ENDLESS
         self._loop.first_checkpoint = self._loop.step + (n_steps or _ENDLESS)
-        return self._loop
+        return self._loop, found
 
     def _epochs(
         self, loop: TrainLoop, stream: Any, n_steps: int | None, epochs: int
@@ -307,16 +337,6 @@ class Model:
             n_validation=getattr(validation_data, "n_examples", None),
             steps_per_epoch=n_steps,
         )
-
-
-class _SavedState(NamedTuple):
-    """A reader that gives the state of a checkpoint, but not its position in the data."""
-
-    reader: Any
-    target: Any
-
-    def read(self, template: Any) -> Any:
-        return dataclasses.replace(self.reader.read(template), data_state=None)
 
 
 def _first_rows(tree: Any, n: int) -> Any:

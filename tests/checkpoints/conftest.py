@@ -1,6 +1,7 @@
 """What the tests of checkpoints share: states as a loop gives them, and their comparison."""
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
@@ -12,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._state import init_state
+
+ADAMW = optax.adamw(optax.linear_schedule(1e-2, 0.0, 100))
 
 
 class Net(nn.Module):
@@ -25,11 +28,22 @@ class Net(nn.Module):
         return nn.Dense(2)(nn.Dropout(0.5, deterministic=False)(x))
 
 
-def make_state(step=0, width=5, optimizer=None):
-    optimizer = optimizer or optax.adamw(optax.linear_schedule(1e-2, 0.0, 100))
-    state = init_state(Net(width).init, optimizer, step, (jnp.ones((4, 3)),))
-    grads = jax.tree.map(jnp.ones_like, state.params)
-    return state.apply_gradient(optimizer, grads).replace_step(step)
+@functools.cache
+def first_state(width, optimizer):
+    state = init_state(Net(width).init, optimizer, 0, (jnp.ones((4, 3)),))
+    return state.apply_gradient(optimizer, jax.tree.map(jnp.ones_like, state.params))
+
+
+def make_state(step=0, width=5, optimizer=ADAMW):
+    """A state of its own for every step, its buffers shared with nothing."""
+    first = first_state(width, optimizer)
+    return first.replace(
+        step=jnp.int32(step),
+        params=jax.tree.map(lambda x: x + jnp.asarray(step, x.dtype), first.params),
+        opt_state=jax.tree.map(jnp.copy, first.opt_state),
+        model_state=jax.tree.map(jnp.copy, first.model_state),
+        key=jax.random.key(step),
+    )
 
 
 def make_checkpoint(step=0, **metrics):

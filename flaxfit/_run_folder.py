@@ -1,0 +1,100 @@
+"""RunFolder: where `fit` saves each epoch, and finds what an interrupted call has left."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flaxfit._checkpoint import Checkpoint
+from flaxfit._history import History
+from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter, latest, list_steps
+
+_STOPPED = "stopped"
+
+
+class RunFolder:
+    """The folder of a run of `fit`.
+
+    Args:
+      folder: its path; made when it does not exist.
+      resume: "auto": go on from the newest checkpoint, if there is one; True: there must be one;
+        False: there must be none.
+
+    Raises:
+      FileNotFoundError: `resume=True`, and the folder holds no checkpoint.
+      ValueError: `resume=False`, and it holds some; or another value of `resume`.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], resume: bool | str = "auto"):
+        if resume not in ("auto", True, False):
+            raise ValueError(f"resume must be 'auto', True or False, got {resume!r}.")
+        found = latest(folder)
+        if resume is True and found is None:
+            raise FileNotFoundError(
+                f"resume=True, and {os.fspath(folder)!r} holds no checkpoint. Use resume='auto' "
+                "to start afresh when there is none."
+            )
+        if resume is False and found is not None:
+            raise ValueError(
+                f"resume=False, and {os.fspath(folder)!r} holds the checkpoints of steps "
+                f"{list_steps(folder)}. Use another folder, or resume='auto' to go on from them."
+            )
+        self._folder = folder
+        self.writer = CheckpointFileWriter(folder)
+
+    def init(self, init: Callable[..., Any], *, keeps_position: bool) -> Any:
+        """What a loop starts with: the newest checkpoint, else `init`.
+
+        Args:
+          init: the model's.
+          keeps_position: whether the position in the data is taken over; not where each epoch is
+            a stream of its own.
+        """
+        return SavedState(CheckpointFileReader(self._folder, init), keeps_position)
+
+    def saving(
+        self, history: History, callbacks: Sequence[Any]
+    ) -> Callable[[Checkpoint], Checkpoint]:
+        """A callback that saves, beside the checkpoint, the history and what callbacks remember."""
+
+        def save(checkpoint: Checkpoint) -> Checkpoint:
+            states = {name: each.get_state() for name, each in _with_state(callbacks).items()}
+            states[_STOPPED] = checkpoint.stop
+            self.writer.save(checkpoint, history=history.get_state(), callback_states=states)
+            return checkpoint
+
+        return save
+
+    def take_over(self, found: Any, history: History, callbacks: Sequence[Any]) -> bool:
+        """Puts back the history and what callbacks remember; whether the run had been stopped."""
+        if found.history is not None:
+            history.set_state(found.history)
+        for name, each in _with_state(callbacks).items():
+            if name in found.callback_states:
+                each.set_state(found.callback_states[name])
+        return bool(found.callback_states.get(_STOPPED, False))
+
+
+class SavedState:
+    """A reader for `TrainLoop(init=...)` that may leave the position in the data alone."""
+
+    def __init__(self, reader: CheckpointFileReader, keeps_position: bool):
+        self.target = reader.target
+        self._reader = reader
+        self._keeps_position = keeps_position
+
+    def read(self, template: Any) -> Any:
+        """What the reader reads, or None."""
+        found = self._reader.read(template)
+        if found is None or self._keeps_position:
+            return found
+        return dataclasses.replace(found, data_state=None)
+
+
+def _with_state(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """The callbacks that remember something, by their place and their type."""
+    return {
+        f"{i}-{type(each).__name__}": each
+        for i, each in enumerate(callbacks)
+        if hasattr(each, "get_state") and hasattr(each, "set_state")
+    }

@@ -1,0 +1,154 @@
+"""fit with a folder: an interrupted call, run again, ends as if it had never been interrupted."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+
+import flaxfit as ff
+from flaxfit.callbacks import EarlyStopping
+from flaxfit.checkpoints import list_steps
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(50, 4)).astype(np.float32)
+Y = X.sum(1, keepdims=True)
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+        x = nn.Dropout(0.3, deterministic=not train)(nn.relu(x))
+        return nn.Dense(1)(x)
+
+
+class Interruption(Exception):
+    pass
+
+
+def interrupt_at(step):
+    def callback(checkpoint):
+        if checkpoint.step == step:
+            raise Interruption
+
+    return callback
+
+
+def train(folder, data=(X, Y), callbacks=(), **options):
+    model = ff.Model(Net(), optax.adam(1e-2), "mse", ["mae"])
+    options = {"epochs": 5, "batch_size": 16, "verbose": 0, **options}
+    x, y = data if isinstance(data, tuple) else (data, None)
+    history = model.fit(
+        x, y, validation_data=(X, Y), callbacks=list(callbacks), checkpoint_dir=folder, **options
+    )
+    return model, history
+
+
+def fingerprint(model, history):
+    leaves = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(model.state.replace(key=()))]
+    return hashlib.sha256(b"".join(leaves)).hexdigest(), history.steps, dict(history)
+
+
+class Loader:
+    """Batches of unknown number, which are read ahead."""
+
+    def __iter__(self):
+        return iter([(X[:16], Y[:16]), (X[16:32], Y[16:32]), (X[32:48], Y[32:48])])
+
+
+@pytest.mark.parametrize(
+    "data", [(X, Y), list(Loader()), Loader()], ids=["arrays", "list", "loader"]
+)
+@pytest.mark.parametrize("options", [{}, {"steps_per_execution": 2}], ids=["", "several steps"])
+def test_an_interrupted_call_ends_as_the_whole_one(tmp_path, data, options):
+    whole = fingerprint(*train(tmp_path / "whole", data, **options))
+    folder, n = tmp_path / "run", 4 if isinstance(data, tuple) else 3
+    for epoch in (2, 4):
+        with pytest.raises(Interruption):
+            train(folder, data, [interrupt_at(epoch * n)], **options)
+    assert list_steps(folder)[-1] == 3 * n
+    assert fingerprint(*train(folder, data, **options)) == whole
+
+
+def test_a_finished_call_returns_at_once(tmp_path):
+    first = fingerprint(*train(tmp_path))
+    model, history = train(tmp_path)
+    assert fingerprint(model, history) == first
+    assert not model._loop._stepper.executables
+
+
+def test_more_epochs_go_on(tmp_path):
+    whole = fingerprint(*train(tmp_path / "whole", epochs=6))
+    train(tmp_path / "run", epochs=4)
+    assert fingerprint(*train(tmp_path / "run", epochs=6)) == whole
+
+
+def test_what_callbacks_remember_survives(tmp_path):
+    def stop():
+        return EarlyStopping("mae", mode="max", patience=3, restore_best=False)
+
+    _, whole = train(tmp_path / "whole", callbacks=[stop()], epochs=20)
+    with pytest.raises(Interruption):
+        train(tmp_path / "run", callbacks=[stop(), interrupt_at(12)], epochs=20)
+    _, history = train(tmp_path / "run", callbacks=[stop()], epochs=20)
+    assert history.steps == whole.steps and len(whole.steps) < 20
+    model, again = train(tmp_path / "run", callbacks=[stop()], epochs=20)
+    assert again.steps == whole.steps and not model._loop._stepper.executables
+
+
+def test_a_later_fit_of_the_same_model_saves_on(tmp_path):
+    model, _ = train(tmp_path, epochs=2)
+    history = model.fit(X, Y, batch_size=16, epochs=1, verbose=0, checkpoint_dir=tmp_path)
+    assert history.steps == [12] and list_steps(tmp_path)[-1] == 12
+
+
+def test_resume_is_asked_for_or_ruled_out(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+        train(tmp_path / "run", resume=True)
+    train(tmp_path / "run", epochs=1, resume=False)
+    with pytest.raises(ValueError, match=r"checkpoints of steps \[4\]"):
+        train(tmp_path / "run", resume=False)
+    assert train(tmp_path / "run", resume=True)[0].step == 20
+    with pytest.raises(ValueError, match="'auto', True or False"):
+        train(tmp_path / "run", resume="always")
+
+
+def test_other_data_is_refused(tmp_path):
+    train(tmp_path, epochs=1)
+    with pytest.raises(ValueError, match="Cannot go on in other data"):
+        train(tmp_path, batch_size=8)
+
+
+RUN = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+import test_run_folder as t
+folder, step = sys.argv[1], int(sys.argv[2])
+
+def kill(checkpoint):
+    if checkpoint.step == step:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+print(t.fingerprint(*t.train(folder, callbacks=[kill]))[0])
+"""
+
+
+def test_a_killed_process_loses_no_finished_epoch(tmp_path):
+    run = RUN.format(tests=os.path.dirname(__file__))
+
+    def start(folder, step):
+        command = [sys.executable, "-c", run, str(tmp_path / folder), str(step)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    whole = start("whole", -1)
+    assert whole.returncode == 0, whole.stderr
+    assert start("run", 12).returncode == -signal.SIGKILL
+    resumed = start("run", -1)
+    assert resumed.stdout == whole.stdout and len(resumed.stdout) == 65, resumed.stderr
