@@ -29,7 +29,8 @@ class Feed:
     The size of the first batch is the regular one. Where rows of weight 0 are harmless (`pad`),
     every batch is brought to a multiple of the devices, and smaller ones to the regular size, so
     that one program serves all. Elsewhere a smaller batch (the remainder of an epoch) runs at its
-    own size on as many devices as divide it, and a regular batch must divide.
+    own size on as many devices as divide it, and a regular batch must divide. Where each device
+    works its share off in `parts`, that share is to divide by them, too.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class Feed:
         pad: bool,
         why_not: str = "",
         size: int = 0,
+        parts: int = 1,
         say: Callable[[str], None] = lambda text: None,
     ):
         self.strategy, self.pad, self._why_not, self._say = strategy, pad, why_not, say
         self._structure: Any = None
         self._size = size
+        self._parts = parts
         self._ones: dict[int, np.ndarray] = {}
         self._announced = False
 
@@ -56,19 +59,15 @@ class Feed:
         is_weighted = batch.weights is not None
         if self.pad:
             batch = batch._replace(weights=self._weights(n, batch.weights))
-            size = -(-max(n, self._size) // n_devices) * n_devices
+            divisor = n_devices * self._parts
+            size = -(-max(n, self._size) // divisor) * divisor
             if size != n:
-                if n % n_devices:
+                if n % divisor:
                     self._announce(n, size)
                 batch = pad_batch(batch, size)
+        elif n >= self._size and n % (n_devices * self._parts):
+            raise ValueError(self._cannot_split(n))
         elif n % n_devices:
-            if n >= self._size:
-                raise ValueError(
-                    f"Cannot split a batch of {n} examples over {n_devices} devices "
-                    f"({n} % {n_devices} = {n % n_devices}), nor pad it: {self._why_not}. Use a "
-                    f"batch size of {n - n % n_devices or n_devices} or "
-                    f"{n + n_devices - n % n_devices}, or fewer devices."
-                )
             strategy = self.strategy.narrow(n)
         return Portion(strategy, batch, is_weighted, self._signature(strategy, batch, is_weighted))
 
@@ -95,13 +94,26 @@ class Feed:
             *((leaf.shape, leaf.dtype) for leaf in leaves),
         )
 
+    def _division(self) -> str:
+        n_devices = f"{self.strategy.n_devices} devices"
+        return n_devices if self._parts == 1 else f"{n_devices} in {self._parts} parts each"
+
+    def _cannot_split(self, n: int) -> str:
+        divisor = self.strategy.n_devices * self._parts
+        fewer = "or fewer devices" if self._parts == 1 else "fewer devices, or accumulate less"
+        return (
+            f"Cannot split a batch of {n} examples over {self._division()} "
+            f"({n} % {divisor} = {n % divisor}), nor pad it: {self._why_not}. Use a batch size of "
+            f"{n - n % divisor or divisor} or {n + divisor - n % divisor}, {fewer}."
+        )
+
     def _announce(self, n: int, size: int) -> None:
         if self._announced:
             return
         self._announced = True
         self._say(
-            f"a batch of {n} examples does not divide over {self.strategy.n_devices} devices: "
-            f"padded to {size} with rows of weight 0 (loss, gradients and metrics stay exact)"
+            f"a batch of {n} examples does not divide over {self._division()}: padded to {size} "
+            "with rows of weight 0 (loss, gradients and metrics stay exact)"
         )
 
 

@@ -8,8 +8,8 @@ from flax.errors import InvalidRngError
 
 from flaxfit import losses
 from flaxfit._batch import Batch, n_examples
+from flaxfit._forward import ForwardPass, evaluate_loss, forward, forward_eval
 from flaxfit._rules import flat
-from flaxfit._step import ForwardPass, evaluate_loss, forward, forward_eval
 
 
 def inspect(task: Any, state: Any, batch: Batch, data: Batch | None = None) -> ForwardPass:
@@ -32,7 +32,7 @@ def inspect(task: Any, state: Any, batch: Batch, data: Batch | None = None) -> F
     try:
         # Over the state's shapes, since its arrays are spread over the devices of a strategy.
         result = jax.eval_shape(
-            lambda state, batch: forward(task, state.params, state, batch, state.key),
+            lambda state, batch: forward(task, state.params, state.model_state, batch, state.key),
             shapes_of(state),
             shapes_of(batch),
         )
@@ -61,7 +61,7 @@ def inspect_eval(task: Any, state: Any, batch: Batch) -> Any:
     """
 
     def measure(state: Any, batch: Batch) -> Any:
-        outputs = forward_eval(task, state, batch)
+        outputs = forward_eval(task, state, batch, state.key if task.rngs else None)
         if task.loss is None:
             return outputs, None
         return outputs, evaluate_loss(task.loss, outputs, batch.targets)[0]

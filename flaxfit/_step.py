@@ -1,21 +1,28 @@
 """The pure core: one training step is `(state, batch) -> (state, sums)`, and so is measuring."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.core import DenyList
-from redex.util import expand_to_tuple
 
-from flaxfit._batch import Batch, call, n_examples
+from flaxfit._batch import Batch, call
+from flaxfit._forward import (
+    ForwardPass,
+    Sums,
+    evaluate_loss,
+    forward_eval,
+    loss_sums,
+    measure,
+    weights_of,
+)
+from flaxfit._gradient import gradient
+from flaxfit._precision import in_precision
 from flaxfit._state import TrainState
 from flaxfit._totals import pack, unpack
-
-Sums = dict[str, Any]
-"""By metric: sums that add up over batches, devices and hosts; `compute` turns them into values."""
+from flaxfit.optim._freeze import mask, merge
 
 
 def make_train_step(
@@ -51,74 +58,57 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
         key = step_key(state.key, state.step, _replica(axis_name))
-        total_weight = _sum(jnp.sum(_weights(batch)), axis_name)
+        total_weight = _sum(jnp.sum(weights_of(batch)), axis_name)
         n_replicas = 1 if axis_name is None else jax.lax.psum(1, axis_name)
+        # Divided by the weight of the whole batch, times the number of replicas: the mean of these
+        # over the replicas is the mean over the examples.
+        found = gradient(task, state, batch, key, total_weight / n_replicas)
+        grads = _mean(found.grads, axis_name)
+        sums = _sum(found.sums, axis_name)
 
-        def objective(params: Any) -> tuple[jax.Array, ForwardPass]:
-            result = forward(task, params, state, batch, key)
-            penalty = 0 if result.penalty is None else result.penalty
-            if result.values.ndim == 0:
-                return result.values + penalty, result
-            # Divided by the weight of the whole batch, times the number of replicas: the mean of
-            # these over the replicas is the mean over the examples.
-            n_elements = result.values.size // n_examples(batch)
-            share = total_weight * n_elements / n_replicas
-            mean = result.sums["loss"][0] / jnp.where(share > 0, share, 1)
-            return mean + penalty, result
-
-        grads, result = jax.grad(objective, has_aux=True)(state.params)
-        grads = _mean(grads, axis_name)
-        updated = state.apply_gradient(
-            task.optimizer, grads, model_state=average_state(result.model_state, axis_name)
+        trained = state.replace(params=mask(state.params, task.freeze))
+        updated = trained.apply_gradient(
+            task.optimizer, grads, model_state=average_state(found.model_state, axis_name)
         )
-        has_weight = jnp.ones(())
-        if skip_empty and batch.weights is not None:
-            has_weight = jnp.where(total_weight > 0, 1.0, 0.0)
-            unchanged = state.replace(step=updated.step)
-            updated = _where(total_weight > 0, updated, unchanged)
+        updated = updated.replace(params=merge(updated.params, state.params))
+        unchanged = state.replace(step=updated.step)
+        if found.scale != ():
+            scale = _reduce(jax.lax.pmin, found.scale, axis_name) if axis_name else found.scale
+            updated, unchanged = (_with_scale(each, scale) for each in (updated, unchanged))
 
-        sums = _sum(result.sums, axis_name)
+        is_used = jnp.ones(())
+        if skip_empty and batch.weights is not None:
+            is_used = jnp.where(total_weight > 0, 1.0, 0.0)
+        if guards(task):
+            is_finite = _is_finite((grads, sums["loss"]))
+            # What a skipped batch has given is not a number to be added to others.
+            sums = _where(is_finite, sums, jax.tree.map(jnp.zeros_like, sums))
+            sums["skipped_steps"] = (1 - is_finite.astype(jnp.float32),)
+            is_used *= is_finite
+        if guards(task) or (skip_empty and batch.weights is not None):
+            updated = _where(is_used > 0, updated, unchanged)
+
         per_step = {"grad_norm": optax.tree.norm(grads)} if grad_norm else {}
-        if result.penalty is not None:
-            per_step["penalty"] = _mean(result.penalty, axis_name)
-        sums |= {name: (value * has_weight, has_weight) for name, value in per_step.items()}
+        if found.penalty is not None:
+            per_step["penalty"] = _mean(found.penalty, axis_name)
+        sums |= {
+            name: (jnp.where(is_used > 0, value, 0), is_used) for name, value in per_step.items()
+        }
         return updated, (sums, grads) if keep_grads else sums
 
     return train_step
 
 
-class ForwardPass(NamedTuple):
-    """What one forward pass in training gives."""
-
-    values: jax.Array
-    """The loss: per example `(batch, ...)`, or a scalar."""
-    penalty: Any
-    """The sum of the penalty of the loss and the model's `losses`; None where there is neither."""
-    sums: Sums
-    """The sums of the loss and of the metrics, on this replica."""
-    outputs: tuple[Any, ...]
-    model_state: Any
+def more_sums(task: Any, result: ForwardPass, *, grad_norm: bool) -> Sums:
+    """The shapes of what a training step adds to the sums of its forward pass."""
+    one = jax.ShapeDtypeStruct((), "float32")
+    names = ["grad_norm"] * grad_norm + ["penalty"] * (result.penalty is not None)
+    return dict.fromkeys(names, (one, one)) | ({"skipped_steps": (one,)} if guards(task) else {})
 
 
-def forward(task: Any, params: Any, state: Any, batch: Batch, key: jax.Array) -> ForwardPass:
-    """Applies the model in training, and the loss and the metrics to its outputs."""
-    outputs, updates = call(
-        task.apply,
-        {"params": params, **state.model_state},
-        batch.inputs,
-        rngs=_rngs(task.rngs, key),
-        mutable=DenyList(("params", "intermediates")) if task.mutable is None else task.mutable,
-    )
-    outputs = expand_to_tuple(outputs)
-    values, penalty = evaluate_loss(task.loss, outputs, batch.targets)
-    penalties = [jnp.sum(x) for x in jax.tree.leaves((penalty, updates.get("losses", ())))]
-    weights = _weights(batch)
-    sums = {
-        "loss": _loss_sums(values, weights),
-        **_measure(task.metrics, outputs, batch.targets, weights),
-    }
-    model_state = {name: updates.get(name, old) for name, old in state.model_state.items()}
-    return ForwardPass(values, sum(penalties) if penalties else None, sums, outputs, model_state)
+def guards(task: Any) -> bool:
+    """Whether a step whose loss or gradients are not finite leaves the state as it was."""
+    return task.skip_nonfinite or task.precision == "float16"
 
 
 def make_eval_step(
@@ -140,18 +130,23 @@ def make_eval_step(
     """
 
     def eval_step(state: TrainState, batch: Batch) -> Sums:
-        outputs = forward_eval(task, state, batch, axis_name)
-        weights = _weights(batch)
-        sums = _measure(task.metrics, outputs, batch.targets, weights)
+        key = None
+        if task.rngs:
+            key = step_key(state.key, state.step, _replica(axis_name))
+        outputs = forward_eval(task, state, batch, key)
+        weights = weights_of(batch)
+        sums = measure(task.metrics, outputs, batch.targets, weights)
         if task.loss is not None:
             values, _ = evaluate_loss(task.loss, outputs, batch.targets)
-            sums["loss"] = _loss_sums(values, weights)
+            sums["loss"] = loss_sums(values, weights)
         return _sum(sums, axis_name)
 
     return eval_step
 
 
-def make_predict_step(apply: Callable[..., Any]) -> Callable[[TrainState, Batch], Any]:
+def make_predict_step(
+    apply: Callable[..., Any], *, precision: str | None = None
+) -> Callable[[TrainState, Batch], Any]:
     """Makes the pure forward pass of one batch: `(state, batch) -> outputs`.
 
     >>> import numpy as np
@@ -162,7 +157,9 @@ def make_predict_step(apply: Callable[..., Any]) -> Callable[[TrainState, Batch]
 
     Args:
       apply: `apply(variables, *inputs)`, such as the `apply` of a module in evaluation mode.
+      precision: what to compute in, as of a `TrainTask`.
     """
+    apply = in_precision(apply, precision)
 
     def predict_step(state: TrainState, batch: Batch) -> Any:
         return call(apply, state.variables, batch.inputs)
@@ -184,6 +181,8 @@ def step_key(key: jax.Array, step: Any, replica: Any = 0) -> jax.Array:
 def compute(sums: Sums, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The values of metrics from their sums, on the host; scalars become floats.
 
+    Sums that no metric claims are `(sum, weight)`, whose value is the mean, or `(count,)`.
+
     >>> compute({"loss": (np.float32(6), np.float32(4))}, {})
     {'loss': 1.5}
     """
@@ -194,30 +193,13 @@ def compute(sums: Sums, metrics: Mapping[str, Any]) -> dict[str, Any]:
         parts = sums[name]
         if name in metrics:
             value = np.asarray(metrics[name].compute(parts))
+        elif len(parts) == 1:
+            value = np.float64(parts[0])
         else:
             with np.errstate(invalid="ignore", divide="ignore"):
                 value = np.float64(parts[0]) / np.float64(parts[1])
         values[name] = float(value) if value.ndim == 0 else value
     return values
-
-
-def forward_eval(
-    task: Any, state: Any, batch: Batch, axis_name: str | None = None
-) -> tuple[Any, ...]:
-    """Applies the model in evaluation: its outputs."""
-    options = {}
-    if task.rngs:
-        options["rngs"] = _rngs(task.rngs, step_key(state.key, state.step, _replica(axis_name)))
-    return expand_to_tuple(call(task.apply, state.variables, batch.inputs, **options))
-
-
-def evaluate_loss(
-    loss: Callable[..., Any], outputs: tuple[Any, ...], targets: tuple[Any, ...]
-) -> tuple[jax.Array, Any]:
-    """The values of a loss and its penalty, or None."""
-    result = loss(*outputs, *targets)
-    values, penalty = result if isinstance(result, tuple) else (result, None)
-    return jnp.asarray(values), penalty
 
 
 def average_state(model_state: Any, axis_name: str | None) -> Any:
@@ -239,31 +221,6 @@ def average_state(model_state: Any, axis_name: str | None) -> Any:
     return jax.tree.map(average, model_state)
 
 
-def _measure(metrics: Mapping[str, Any], outputs: Any, targets: Any, weights: Any) -> Sums:
-    return {
-        name: metric.measure(*outputs, *targets, weights=weights)
-        for name, metric in metrics.items()
-    }
-
-
-def _loss_sums(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The weighted sum of a loss over all its elements, and the weight of that sum."""
-    if values.ndim == 0:
-        return values * weights.size, jnp.asarray(weights.size, values.dtype)
-    w = weights.reshape(weights.shape + (1,) * (values.ndim - 1))
-    # Not merely a product: a row of weight 0 may hold a NaN.
-    total = jnp.sum(jnp.where(w != 0, values * w, 0))
-    return total, jnp.sum(weights) * (values.size // weights.size)
-
-
-def _weights(batch: Batch) -> jax.Array:
-    return jnp.ones(n_examples(batch)) if batch.weights is None else batch.weights
-
-
-def _rngs(names: tuple[str, ...], key: jax.Array) -> dict[str, jax.Array]:
-    return {name: jax.random.fold_in(key, i) for i, name in enumerate(names)}
-
-
 def _replica(axis_name: str | None) -> Any:
     return 0 if axis_name is None else jax.lax.axis_index(axis_name)
 
@@ -283,6 +240,14 @@ def _reduce(reduce: Callable[..., Any], tree: Any, axis_name: str) -> Any:
     # One reduction of a long vector takes half the time of many short ones; XLA combines them
     # by itself elsewhere, but not on CPU.
     return unpack(reduce(pack(tree), axis_name), tree)
+
+
+def _with_scale(state: TrainState, scale: Any) -> TrainState:
+    return state.replace(opt_state=state.opt_state._replace(scale=scale))
+
+
+def _is_finite(tree: Any) -> jax.Array:
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
 def _where(condition: Any, new: Any, old: Any) -> Any:

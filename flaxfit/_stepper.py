@@ -13,7 +13,7 @@ from flaxfit._feed import Feed, Portion, stack_batches
 from flaxfit._inspect import inspect, shapes_of
 from flaxfit._interrupt import Interrupts
 from flaxfit._state import TrainState
-from flaxfit._step import compute
+from flaxfit._step import compute, more_sums
 from flaxfit._task import TrainTask
 from flaxfit._update import make_update
 from flaxfit.data import as_stream
@@ -212,10 +212,9 @@ class Stepper:
         structure = jax.tree.structure(self._resident)
         self._resident_shapes = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         result = inspect(self.task, self.state, batch, data)
-        names = ["grad_norm"] * self._options["grad_norm"]
-        names += ["penalty"] * (result.penalty is not None)
-        pair = (jax.ShapeDtypeStruct((), "float32"),) * 2
-        self._sums = {**result.sums, **dict.fromkeys(names, pair)}
+        self._sums = result.sums | more_sums(
+            self.task, result, grad_norm=self._options["grad_norm"]
+        )
         if not self.n_completed:
             self._totals = _totals.zero_totals(self._sums)
         why_not = ""
@@ -225,6 +224,8 @@ class Stepper:
             why_not = "the loss returns a scalar, not one value per example"
         elif jax.tree.leaves(self.state.model_state) and self.task.mutable not in (False, (), []):
             why_not = "the model keeps statistics of what it sees, such as BatchNorm's"
-        n = n_examples(batch)
-        self._remainder_feed = Feed(self.strategy, pad=False, why_not=why_not, size=n)
-        return Feed(self.strategy, pad=not why_not, why_not=why_not, size=n, say=self._say)
+        n, parts = n_examples(batch), self.task.accumulate
+        self._remainder_feed = Feed(self.strategy, pad=False, why_not=why_not, size=n, parts=parts)
+        return Feed(
+            self.strategy, pad=not why_not, why_not=why_not, size=n, parts=parts, say=self._say
+        )

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flaxfit import losses, metrics
+from flaxfit._precision import check_precision
+from flaxfit.optim._extended import extend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +26,8 @@ class TrainTask:
     apply: Callable[..., Any]
     """`apply(variables, *inputs, rngs=, mutable=)`, such as a linen module's `apply`."""
     optimizer: Any
-    """An optax transformation; its `update` is given the parameters."""
+    """An optax transformation; its `update` is given the parameters. Clipping, freezing, averaging
+    and loss scaling are put around it here: the states are those of `task.optimizer`."""
     loss: Any
     """`loss(*outputs, *targets)` or a name. It returns values `(batch, ...)` (preferred: weights
     and padding are then exact), or `(values, penalty)` with an unweighted scalar penalty, or a
@@ -41,14 +44,47 @@ class TrainTask:
     pad: bool = True
     """Whether a batch may be padded with rows of weight 0; False for a loss that compares the
     examples of a batch with one another."""
+    freeze: Sequence[str] = ()
+    """Patterns of the paths of parameters that are not trained: no gradient is computed for them,
+    and the optimizer never sees them."""
+    accumulate: int = 1
+    """The number of parts that each batch is worked off in, one after the other. The result is
+    that of the whole batch; the activations of only one part are in memory."""
+    precision: str | None = None
+    """What the model computes in: "bfloat16", or "float16" with dynamic loss scaling. Parameters,
+    loss and metrics stay float32."""
+    clip_norm: float | None = None
+    """The largest global norm that gradients may have; longer ones are scaled down to it."""
+    ema: float | None = None
+    """The decay of an exponential moving average of the parameters, kept beside them: after each
+    step `average = ema * average + (1 - ema) * params`. See `flaxfit.optim.swap_ema`."""
+    skip_nonfinite: bool = False
+    """Whether a step whose loss or gradients are not finite leaves the whole state as it was, and
+    is counted in `metrics["skipped_steps"]`. Always so with float16."""
 
     def __post_init__(self) -> None:
         _check_apply("TrainTask", self.apply)
+        check_precision("TrainTask", self.precision)
+        object.__setattr__(self, "freeze", _names(self.freeze))
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate must be 1 or more, got {self.accumulate}.")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm must be more than 0, or None, got {self.clip_norm}.")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"ema must lie between 0 and 1, such as 0.999, got {self.ema}.")
         if not (hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")):
             raise TypeError(
                 "TrainTask needs an optax transformation as optimizer, such as optax.adam(1e-3), "
                 f"got {self.optimizer!r:.80}."
             )
+        optimizer = extend(
+            self.optimizer,
+            clip_norm=self.clip_norm,
+            freeze=self.freeze,
+            ema=self.ema,
+            scales_loss=self.precision == "float16",
+        )
+        object.__setattr__(self, "optimizer", optimizer)
         object.__setattr__(self, "loss", losses.resolve(self.loss))
         object.__setattr__(self, "metrics", metrics.as_metrics(self.metrics))
         object.__setattr__(self, "rngs", _names(self.rngs))
@@ -73,9 +109,12 @@ class EvalTask:
     """A loss to report as well, or its name."""
     rngs: Sequence[str] = ()
     """The random streams of a stochastic evaluation; none by default."""
+    precision: str | None = None
+    """What the model computes in, as of a `TrainTask`."""
 
     def __post_init__(self) -> None:
         _check_apply("EvalTask", self.apply)
+        check_precision("EvalTask", self.precision)
         if self.loss is not None:
             object.__setattr__(self, "loss", losses.resolve(self.loss))
         object.__setattr__(self, "metrics", metrics.as_metrics(self.metrics))

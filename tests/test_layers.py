@@ -8,9 +8,11 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "flaxfit"
 LAYERS = (
-    {"_rules", "_batch", "_arrays", "_chart", "_display", "_interrupt", "_monitor", "_totals"},
+    {"_rules", "_batch", "_arrays", "_chart", "_display", "_interrupt", "_monitor"}
+    | {"_precision", "_totals"},
     {"_state", "losses", "metrics", "strategies", "optim", "data", "modules"},
-    {"_task", "_checkpoint", "_feed", "_start"},
+    {"_task", "_checkpoint", "_feed", "_forward", "_start"},
+    {"_gradient"},
     {"_step", "_history", "checkpoints", "export"},
     {"_update", "_inspect"},
     {"_stepper"},

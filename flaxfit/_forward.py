@@ -1,0 +1,93 @@
+"""The forward passes of a task: the model applied to a batch, its loss, its metrics as sums."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax.core import DenyList
+from redex.util import expand_to_tuple
+
+from flaxfit._batch import Batch, call, n_examples
+from flaxfit._precision import in_precision, like
+
+Sums = dict[str, Any]
+"""By metric: sums that add up over batches, devices and hosts."""
+
+
+class ForwardPass(NamedTuple):
+    """What one forward pass in training gives."""
+
+    values: jax.Array
+    """The loss: per example `(batch, ...)`, or a scalar."""
+    penalty: Any
+    """The sum of the penalty of the loss and the model's `losses`; None where there is neither."""
+    sums: Sums
+    """The sums of the loss and of the metrics, on this replica."""
+    outputs: tuple[Any, ...]
+    model_state: Any
+
+
+def forward(task: Any, params: Any, model_state: Any, batch: Batch, key: jax.Array) -> ForwardPass:
+    """Applies the model in training, and the loss and the metrics to its outputs."""
+    outputs, updates = call(
+        in_precision(task.apply, task.precision),
+        {"params": params, **model_state},
+        batch.inputs,
+        rngs=rngs_of(task.rngs, key),
+        mutable=DenyList(("params", "intermediates")) if task.mutable is None else task.mutable,
+    )
+    outputs = expand_to_tuple(outputs)
+    values, penalty = evaluate_loss(task.loss, outputs, batch.targets)
+    penalties = [jnp.sum(x) for x in jax.tree.leaves((penalty, updates.get("losses", ())))]
+    weights = weights_of(batch)
+    sums = {
+        "loss": loss_sums(values, weights),
+        **measure(task.metrics, outputs, batch.targets, weights),
+    }
+    model_state = {name: like(updates.get(name, old), old) for name, old in model_state.items()}
+    return ForwardPass(values, sum(penalties) if penalties else None, sums, outputs, model_state)
+
+
+def forward_eval(task: Any, state: Any, batch: Batch, key: jax.Array | None) -> tuple[Any, ...]:
+    """Applies the model in evaluation: its outputs."""
+    options = {} if key is None else {"rngs": rngs_of(task.rngs, key)}
+    apply = in_precision(task.apply, task.precision)
+    return expand_to_tuple(call(apply, state.variables, batch.inputs, **options))
+
+
+def evaluate_loss(
+    loss: Callable[..., Any], outputs: tuple[Any, ...], targets: tuple[Any, ...]
+) -> tuple[jax.Array, Any]:
+    """The values of a loss and its penalty, or None."""
+    result = loss(*outputs, *targets)
+    values, penalty = result if isinstance(result, tuple) else (result, None)
+    return jnp.asarray(values), penalty
+
+
+def measure(metrics: Mapping[str, Any], outputs: Any, targets: Any, weights: jax.Array) -> Sums:
+    """The sums of the metrics over a batch."""
+    return {
+        name: metric.measure(*outputs, *targets, weights=weights)
+        for name, metric in metrics.items()
+    }
+
+
+def loss_sums(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The weighted sum of a loss over all its elements, and the weight of that sum."""
+    if values.ndim == 0:
+        return values * weights.size, jnp.asarray(weights.size, values.dtype)
+    w = weights.reshape(weights.shape + (1,) * (values.ndim - 1))
+    # Not merely a product: a row of weight 0 may hold a NaN.
+    total = jnp.sum(jnp.where(w != 0, values * w, 0))
+    return total, jnp.sum(weights) * (values.size // weights.size)
+
+
+def weights_of(batch: Batch) -> jax.Array:
+    """The weights of a batch, 1 for each example where it has none."""
+    return jnp.ones(n_examples(batch)) if batch.weights is None else batch.weights
+
+
+def rngs_of(names: tuple[str, ...], key: jax.Array) -> dict[str, jax.Array]:
+    """The keys of the random streams of a step."""
+    return {name: jax.random.fold_in(key, i) for i, name in enumerate(names)}

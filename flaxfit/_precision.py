@@ -1,0 +1,50 @@
+"""Mixed precision: a model that computes in 16 bits, with parameters and results in 32."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+PRECISIONS = (None, "float32", "bfloat16", "float16")
+
+
+def in_precision(apply: Callable[..., Any], precision: str | None) -> Callable[..., Any]:
+    """An `apply` that casts parameters and inputs down to a precision, and what it gives up again.
+
+    The other collections, such as BatchNorm's statistics, stay as they are.
+
+    >>> double = in_precision(lambda v, x: v["params"] * x, "bfloat16")
+    >>> double({"params": jnp.float32(2)}, jnp.float32(1.001))
+    Array(2., dtype=float32)
+    """
+    if precision in (None, "float32"):
+        return apply
+    low = jnp.dtype(precision)
+
+    def down(x: Any) -> Any:
+        is_float = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(low) if is_float and x.dtype.itemsize > 2 else x
+
+    def up(x: Any) -> Any:
+        return x.astype(jnp.float32) if getattr(x, "dtype", None) == low else x
+
+    def apply_low(variables: Any, *inputs: Any, **options: Any) -> Any:
+        variables = {**variables, "params": jax.tree.map(down, variables["params"])}
+        inputs, options = jax.tree.map(down, (inputs, options))
+        return jax.tree.map(up, apply(variables, *inputs, **options))
+
+    return apply_low
+
+
+def like(new: Any, old: Any) -> Any:
+    """The leaves of `new` in the dtypes of `old`: the types of a state never change."""
+    return jax.tree.map(lambda a, b: a if a.dtype == b.dtype else a.astype(b.dtype), new, old)
+
+
+def check_precision(owner: str, precision: str | None) -> None:
+    """Checks that a precision is one of those that there are."""
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"{owner} cannot compute in precision {precision!r}: choose one of {PRECISIONS}."
+        )

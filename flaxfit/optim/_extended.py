@@ -1,0 +1,108 @@
+"""The optimizer of a task: the user's, with clipping, freezing, averaging and scaling around it."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from flaxfit.optim._freeze import carry_over, check_patterns, mask, merge
+
+
+class ExtendedState(NamedTuple):
+    """The state of an optimizer, and what is kept beside it; `()` where that is not asked for."""
+
+    inner: Any
+    """The state of the user's optimizer."""
+    average: Any = ()
+    """The exponential moving average of the trained parameters."""
+    scale: Any = ()
+    """flax's `DynamicScale` of the loss, for float16."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtendedOptimizer:
+    """An optax transformation around another one. It does not see the parameters it freezes."""
+
+    user: Any
+    """The optimizer that was passed."""
+    clip_norm: float | None = None
+    freeze: tuple[str, ...] = ()
+    ema: float | None = None
+    scales_loss: bool = False
+
+    @property
+    def _inner(self) -> Any:
+        if self.clip_norm is None:
+            return optax.with_extra_args_support(self.user)
+        return optax.chain(optax.clip_by_global_norm(self.clip_norm), self.user)
+
+    def init(self, params: Any) -> ExtendedState:
+        """The state before the first step.
+
+        Raises:
+          ValueError: a pattern to freeze matches nothing, or they match everything.
+        """
+        check_patterns(self.freeze, params)
+        trained = mask(params, self.freeze)
+        # A copy: a state that is donated must not hold one buffer twice.
+        average = () if self.ema is None else jax.tree.map(jnp.array, trained)
+        return ExtendedState(self._inner.init(trained), average, new_scale(self.scales_loss))
+
+    def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        """One step; frozen parameters may be left out of the trees, and are given zeros if not."""
+        trained = mask(params, self.freeze)
+        own, inner = self._inner.update(mask(updates, self.freeze), state.inner, trained, **extra)
+        average = state.average
+        if self.ema is not None:
+            moved = optax.apply_updates(trained, own)
+            average = optax.incremental_update(moved, average, 1 - self.ema)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return merge(own, zeros), state._replace(inner=inner, average=average)
+
+
+def extend(optimizer: Any, **options: Any) -> Any:
+    """The optimizer with these options around it; itself where there are none.
+
+    What is around it already is replaced, so that extending again changes nothing.
+    """
+    user = getattr(optimizer, "user", optimizer)
+    return ExtendedOptimizer(user, **options) if any(options.values()) else user
+
+
+def new_scale(is_wanted: bool) -> Any:
+    """A fresh `DynamicScale`, or `()`."""
+    if not is_wanted:
+        return ()
+    from flax.training.dynamic_scale import DynamicScale
+
+    # Arrays of fixed dtypes, not Python numbers: the state's types must not change on the way.
+    return DynamicScale(fin_steps=jnp.zeros((), jnp.int32), scale=jnp.float32(65536.0))
+
+
+def swap_ema(state: Any) -> Any:
+    """A state whose parameters are the moving average, and the average the parameters.
+
+    Swapping again gives the state back. Frozen parameters have no average, and stay.
+
+    >>> from flaxfit import TrainState
+    >>> state = TrainState(0, {"w": 1.0}, ExtendedState((), {"w": 0.5}), {}, None)
+    >>> swap_ema(state).params
+    {'w': 0.5}
+
+    Raises:
+      ValueError: the state holds no average.
+    """
+    kept = state.opt_state
+    is_plain = isinstance(kept, dict)
+    average = kept.get("average", ()) if is_plain else getattr(kept, "average", ())
+    if not jax.tree.leaves(average):
+        raise ValueError(
+            "This state holds no moving average of its parameters: train with "
+            "TrainTask(..., ema=0.999) or Model(..., ema=0.999)."
+        )
+    # By path, as a state that was restored without a target holds plain containers.
+    swapped = carry_over(state.params, average)
+    changed = {**kept, "average": swapped} if is_plain else kept._replace(average=swapped)
+    return state.replace(params=carry_over(average, state.params), opt_state=changed)

@@ -1,0 +1,68 @@
+"""Freezing: parameters that no gradient is computed for, and no optimizer sees."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+
+from flaxfit._rules import flat, label
+
+
+def mask(tree: Any, patterns: Sequence[str]) -> Any:
+    """The tree without the leaves whose paths match a pattern: they become `optax.MaskedNode`s.
+
+    >>> mask({"stem": 1.0, "head": 2.0}, ["stem.*"])
+    {'head': 2.0, 'stem': MaskedNode()}
+    """
+    is_frozen = label([(pattern, True) for pattern in patterns], tree, False)
+    return jax.tree.map(lambda frozen, x: optax.MaskedNode() if frozen else x, is_frozen, tree)
+
+
+def merge(masked: Any, whole: Any) -> Any:
+    """The masked tree with the leaves of `whole` where its own are missing.
+
+    >>> merge({"stem": optax.MaskedNode(), "head": 5.0}, {"stem": 1.0, "head": 2.0})
+    {'head': 5.0, 'stem': 1.0}
+    """
+
+    def is_masked(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)
+
+    return jax.tree.map(
+        lambda own, other: other if is_masked(own) else own, masked, whole, is_leaf=is_masked
+    )
+
+
+def carry_over(old: Any, new: Any) -> Any:
+    """The leaves of `new`, in the state of `old` where that has a leaf of the same path.
+
+    After a change of what is frozen, the moments of the other parameters are kept.
+
+    >>> carry_over({"mu": {"head": 3.0}}, {"mu": {"head": 0.0, "stem": 0.0}})
+    {'mu': {'head': 3.0, 'stem': 0.0}}
+    """
+    known = flat(old)
+    leaves = [known.get(path, leaf) for path, leaf in flat(new).items()]
+    return jax.tree.unflatten(jax.tree.structure(new), leaves)
+
+
+def check_patterns(patterns: Sequence[str], params: Any) -> None:
+    """Checks that each pattern freezes something, and that something is left to train.
+
+    Raises:
+      ValueError: with the paths that there are.
+    """
+    paths = list(flat(params))
+    known = "\n  ".join(paths[:50] + [f"... and {len(paths) - 50} more"] * (len(paths) > 50))
+    for pattern in patterns:
+        if not any(flat(label([(pattern, True)], params, False)).values()):
+            raise ValueError(
+                f"freeze={pattern!r} matches no parameter (patterns match whole paths, so that "
+                f"'stem/.*' is all of stem). The parameters are:\n  {known}"
+            )
+    if patterns and not jax.tree.leaves(mask(params, patterns)):
+        raise ValueError(
+            f"freeze={list(patterns)} freezes every parameter: there is nothing to train. The "
+            f"parameters are:\n  {known}"
+        )
