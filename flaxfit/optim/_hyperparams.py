@@ -1,0 +1,251 @@
+"""Hyperparameters in optimizer states: found wherever they are in the tree, read and set."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jax.core import Tracer
+
+
+class OverrideState(NamedTuple):
+    """The state of a hyperparameter that goes by a schedule unless it is overridden."""
+
+    schedule: Any
+    """The state of the schedule, which counts on under an override."""
+    value: Any
+    """The override."""
+    is_set: Any
+    """Whether the override counts."""
+
+
+class GroupsState(struct.PyTreeNode):
+    """The states of the optimizers of several groups of parameters."""
+
+    states: tuple[Any, ...]
+    names: tuple[str, ...] = struct.field(pytree_node=False)
+
+
+def hyperparams(opt_state: Any, group: str | int | None = None) -> dict[str, Any]:
+    """The hyperparameters in an optimizer's state, by name; those of groups by group and name.
+
+    They are looked for in the whole tree: in states of `OptimizerDef`s, of groups, and of optax's
+    own `inject_hyperparams`. A value that goes by a schedule is that of the latest step (before
+    the first step, of that one). Pure: under `jit` the values are traced.
+
+    >>> optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=0.5)
+    >>> float(hyperparams(optimizer.init(jnp.ones(2)))["learning_rate"])
+    0.5
+
+    Args:
+      opt_state: any state of an optimizer.
+      group: the name of a group, or its position: only what that group has.
+
+    Raises:
+      ValueError: there is no such group.
+    """
+    if group is None:
+        return _read(opt_state)
+    name = _group_name(opt_state, group)
+    return next(_read(state) for own, state in _groups(opt_state) if own == name)
+
+
+def set_hyperparams(opt_state: Any, *, group: str | int | None = None, **values: Any) -> Any:
+    """The optimizer's state with some hyperparameters set; None clears what was set before.
+
+    A value that was set beats a schedule until it is cleared; the schedule counts on meanwhile.
+    Nothing is recompiled for it: shapes, dtypes and placement stay as they are.
+
+    >>> optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=0.5)
+    >>> state = set_hyperparams(optimizer.init(jnp.ones(2)), learning_rate=0.1)
+    >>> float(hyperparams(state)["learning_rate"])
+    0.1...
+
+    Args:
+      opt_state: any state of an optimizer.
+      group: the name of a group, or its position; None: every group that has the hyperparameter.
+      **values: numbers by name, or None.
+
+    Raises:
+      TypeError: a value is not a number.
+      ValueError: there is no such hyperparameter or group, or it cannot be set.
+    """
+    name = None if group is None else _group_name(opt_state, group)
+    chosen = [opt_state] if name is None else [s for own, s in _groups(opt_state) if own == name]
+    known = {hyperparam for state in chosen for hyperparam in _names(state)}
+    check_known(values, known, describe(opt_state))
+    return _map(opt_state, lambda state: _set(state, values), name)
+
+
+def describe(opt_state: Any) -> str:
+    """What hyperparameters a state holds, by group, in words."""
+    groups = {name: _names(state) for name, state in _groups(opt_state)}
+    if any(groups.values()):
+        return ", ".join(f"{list(names)} in group {name!r}" for name, names in groups.items())
+    return str(list(_names(opt_state))) if _names(opt_state) else ""
+
+
+def check_known(given: Any, known: Any, description: str) -> None:
+    """Checks that hyperparameters are known.
+
+    Raises:
+      ValueError: with those that are.
+    """
+    unknown = [name for name in given if name not in known]
+    if not unknown:
+        return
+    if not description:
+        raise ValueError(
+            f"Cannot set {', '.join(unknown)}: this optimizer keeps no hyperparameters in its "
+            "state. Make it with flaxfit.optim.OptimizerDef(optax.adam, learning_rate=1e-3)."
+        )
+    raise ValueError(
+        f"No hyperparameter is called {', '.join(unknown)}. The optimizer was given {description}."
+    )
+
+
+def check_number(name: str, value: Any) -> None:
+    """Checks that something can be the value of a hyperparameter.
+
+    Raises:
+      TypeError: it is not a number.
+    """
+    is_number = isinstance(value, int | float | np.ndarray | np.generic | jax.Array)
+    if not is_number or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, or None for what it was made with, got {value}.")
+
+
+# The tree of a state: what injects hyperparameters, and what splits the parameters in groups.
+
+
+def _is_known(node: Any) -> bool:
+    kinds = optax.InjectStatefulHyperparamsState | optax.transforms.PartitionState | GroupsState
+    return isinstance(node, kinds)
+
+
+def _nodes(state: Any) -> list[Any]:
+    return [node for node in jax.tree.leaves(state, is_leaf=_is_known) if _is_known(node)]
+
+
+def _children(node: Any) -> dict[str, Any]:
+    """The states of the groups of a node, by name."""
+    if isinstance(node, GroupsState):
+        # There may be a last state without a name, of the parameters that no group has.
+        return dict(zip(node.names, node.states, strict=False))
+    if isinstance(node, optax.transforms.PartitionState):
+        return {str(label): state for label, state in node.inner_states.items()}
+    return {}
+
+
+def _groups(state: Any) -> list[tuple[str, Any]]:
+    """The groups anywhere in a state, with their own states."""
+    found = []
+    for node in _nodes(state):
+        children = _children(node)
+        found += children.items()
+        for child in children.values() if children else [getattr(node, "inner_state", ())]:
+            found += _groups(child)
+    return found
+
+
+def _read(state: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for node in _nodes(state):
+        if isinstance(node, optax.InjectStatefulHyperparamsState):
+            found = {**_read(node.inner_state), **node.hyperparams, **found}
+        for name, child in _children(node).items():
+            if own := _read(child):
+                found[name] = own
+    return found
+
+
+def _names(state: Any) -> dict[str, None]:
+    """The names of all hyperparameters of a state, whatever their group, in order."""
+    names: dict[str, None] = {}
+    for node in _nodes(state):
+        if isinstance(node, optax.InjectStatefulHyperparamsState):
+            names |= dict.fromkeys(node.hyperparams) | _names(node.inner_state)
+        for child in _children(node).values():
+            names |= _names(child)
+    return names
+
+
+def _group_name(state: Any, group: str | int) -> str:
+    names = list(dict.fromkeys(name for name, _ in _groups(state)))
+    if group in names:
+        return str(group)
+    if isinstance(group, int) and -len(names) <= group < len(names):
+        return names[group]
+    known = f"The groups are {names}." if names else "This optimizer has no groups."
+    raise ValueError(f"There is no group {group!r}. {known}")
+
+
+def _map(state: Any, function: Callable[[Any], Any], group: str | None) -> Any:
+    """Maps the nodes with hyperparameters: all of them, or those of the groups of that name."""
+
+    def visit(node: Any) -> Any:
+        if isinstance(node, optax.InjectStatefulHyperparamsState):
+            node = function(node) if group is None else node
+            return node._replace(inner_state=_map(node.inner_state, function, group))
+        children = _children(node)
+        if not children:
+            return node
+        changed = {
+            name: _map(child, function, None if name == group else group)
+            for name, child in children.items()
+        }
+        if isinstance(node, GroupsState):
+            return node.replace(states=(*changed.values(), *node.states[len(changed) :]))
+        return node._replace(
+            inner_states=dict(zip(node.inner_states, changed.values(), strict=True))
+        )
+
+    return jax.tree.map(visit, state, is_leaf=_is_known)
+
+
+def _set(node: Any, values: Mapping[str, Any]) -> Any:
+    """A node whose hyperparameters of these names have these values."""
+    now, states = dict(node.hyperparams), dict(node.hyperparams_states)
+    for name in values.keys() & now.keys():
+        value, own = values[name], states.get(name)
+        if name in states and not isinstance(own, OverrideState):
+            raise ValueError(
+                f"Cannot set {name}: it follows a schedule that optax.inject_hyperparams does not "
+                "let one override. Make the optimizer with flaxfit.optim.OptimizerDef instead."
+            )
+        if value is None and own is None:
+            raise ValueError(
+                f"Cannot clear {name}: optax.inject_hyperparams does not remember what it was. "
+                "Set it to a number, or make the optimizer with flaxfit.optim.OptimizerDef."
+            )
+        if value is not None:
+            check_number(name, value)
+            now[name] = _like(now[name], value, name)
+            # An array of its own: no buffer may be in a donated state twice.
+            states |= {name: own._replace(value=_like(own.value, value, name))} if own else {}
+        if own is not None:
+            states[name] = states[name]._replace(is_set=_like(own.is_set, value is not None, name))
+    return node._replace(hyperparams=now, hyperparams_states=states)
+
+
+def _like(old: Any, value: Any, name: str) -> Any:
+    """A value as an array that compiled functions take in place of `old`."""
+    if jnp.shape(value) != jnp.shape(old):
+        raise ValueError(f"{name} has shape {jnp.shape(old)}, got shape {jnp.shape(value)}.")
+    is_whole = jnp.issubdtype(old.dtype, jnp.integer)
+    if is_whole and isinstance(value, float) and not value.is_integer():
+        raise ValueError(
+            f"{name} was made as a whole number and stays one, got {value}. Make the optimizer "
+            "with a float, such as 1.0 instead of 1."
+        )
+    if not isinstance(old, jax.Array):
+        return np.asarray(value, old.dtype)
+    if old.weak_type and isinstance(value, int | float):
+        new = jnp.asarray(int(value) if is_whole else float(value))
+    else:
+        new = jnp.asarray(value, old.dtype)
+    is_placed = not isinstance(old, Tracer) and old.committed
+    return jax.device_put(new, old.sharding) if is_placed else new
