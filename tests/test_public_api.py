@@ -50,8 +50,10 @@ PUBLIC = {
         "best",
         "latest",
         "list_steps",
+        "load_weights",
         "restore",
         "save",
+        "save_weights",
     ),
     "flaxfit.data": (
         "ArrayStream",
@@ -60,6 +62,17 @@ PUBLIC = {
         "one_pass",
         "prefetch",
         "take",
+    ),
+    "flaxfit.export": (
+        "ExportReport",
+        "ExportedModel",
+        "InputSpec",
+        "JaxModule",
+        "batch_specs",
+        "from_state",
+        "load",
+        "save",
+        "write",
     ),
     "flaxfit.losses": (
         "binary_crossentropy",

@@ -7,13 +7,20 @@ from typing import Any
 from flaxfit.checkpoints._tree import Description
 
 
-def check_fits(on_disk: Mapping[str, Description], here: Mapping[str, Any], source: Any) -> None:
+def check_fits(
+    on_disk: Mapping[str, Description],
+    here: Mapping[str, Description],
+    source: Any,
+    *,
+    advice: str = "Build the model and the optimizer that wrote it, or start in another folder.",
+) -> None:
     """Refuses a file whose arrays differ from a template in name, shape or dtype.
 
     Args:
       on_disk: descriptions of the file's arrays by path.
       here: descriptions of the template's arrays by path.
       source: the name of the file, for the message.
+      advice: what to do.
 
     Raises:
       ValueError: every difference, one a line, both sides.
@@ -24,7 +31,7 @@ def check_fits(on_disk: Mapping[str, Description], here: Mapping[str, Any], sour
         noun = "difference" if len(found) == 1 else "differences"
         raise ValueError(
             f"The checkpoint {source} does not fit this model ({len(found)} {noun}):{lines}\n"
-            "Build the model and the optimizer that wrote it, or start in another folder."
+            f"{advice}"
         )
 
 

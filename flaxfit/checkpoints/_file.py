@@ -3,8 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit._checkpoint import Checkpoint
+from flaxfit._display import say
 from flaxfit._state import TrainState
 from flaxfit.checkpoints import _orbax, _seal
 from flaxfit.checkpoints._compare import check_fits
 from flaxfit.checkpoints._digest import digest
+from flaxfit.checkpoints._environment import changes, environment, versions
+from flaxfit.checkpoints._partial import chosen, path_in_state
 from flaxfit.checkpoints._seal import Damaged
 from flaxfit.checkpoints._tree import (
     Description,
@@ -25,12 +27,12 @@ from flaxfit.checkpoints._tree import (
     is_key,
     key_description,
     leaves_of,
+    on_device,
     sharding_of,
     unflatten,
 )
 
 FORMAT = 1
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "flaxfit")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,10 +53,14 @@ class CheckpointFile:
     """The metrics of the run up to the step, where the writer was given them; JSON."""
     data_state: Any = None
     """The position of the data stream; JSON."""
+    running: Any = None
+    """What the loop had counted since its last checkpoint, where it stood between two; JSON."""
     callback_states: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What callbacks remember, by their names; JSON."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The packages that wrote the file."""
+    environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The machine and the settings that wrote it, as far as bits may depend on them."""
     path: Path
     """The folder that it was read from."""
 
@@ -78,8 +84,10 @@ def contents(
         "metrics": {name: float(value) for name, value in checkpoint.metrics.items()},
         "history": history,
         "data_state": checkpoint.data_state,
+        "running": checkpoint.running,
         "callback_states": callback_states or {},
-        "versions": _versions(),
+        "versions": versions(),
+        "environment": environment(),
         "monitor": monitor,
         "arrays": described,
     }
@@ -111,13 +119,16 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def read(path: Path, template: Any = None) -> CheckpointFile:
+def read(
+    path: Path, template: Any = None, partial: str | Sequence[str] | None = None
+) -> CheckpointFile:
     """Reads and verifies the checkpoint of one step.
 
     Args:
       path: the folder of the step.
       template: a state that says what is expected and where it goes; its leaves may be
         `jax.ShapeDtypeStruct`s. Fields that it lacks (those of an `InferenceState`) are not read.
+      partial: patterns of the weights to read; the template's leaves are kept for the rest.
 
     Raises:
       Damaged: some file is not what was written.
@@ -130,8 +141,17 @@ def read(path: Path, template: Any = None) -> CheckpointFile:
         fields = {field.name for field in dataclasses.fields(template)}
         described = {name: d for name, d in described.items() if name.split("/")[0] in fields}
         templates = leaves_of(template)
-        check_fits(described, {name: describe(leaf) for name, leaf in templates.items()}, path)
+        if partial is None:
+            check_fits(described, {name: describe(leaf) for name, leaf in templates.items()}, path)
+        else:
+            taken = chosen(described, templates, partial, path, path_in_state)
+            described = {name: described[name] for name in taken}
     _seal.check(path)
+    if partial is None and (changed := changes(record)):
+        say(
+            f"the numbers may not go on bit for bit from {path}: since it was saved, there is "
+            f"another {'; another '.join(changed)}"
+        )
     arrays = _read_arrays(path, described, templates)
     return CheckpointFile(
         step=record["step"],
@@ -139,8 +159,10 @@ def read(path: Path, template: Any = None) -> CheckpointFile:
         metrics=record["metrics"],
         history=record["history"],
         data_state=record["data_state"],
+        running=record.get("running"),
         callback_states=record["callback_states"],
         versions=record["versions"],
+        environment=record["environment"],
         path=path,
     )
 
@@ -165,7 +187,7 @@ def _read_arrays(
             raise Damaged(f"the content of {name} was changed")
         if "random_bits" in description:
             array = jax.random.wrap_key_data(jnp.asarray(array), impl=description["random_bits"])
-        arrays[name] = array if templates else _default(array)
+        arrays[name] = array if templates else on_device(array)
     return arrays
 
 
@@ -175,13 +197,6 @@ def _stored(description: Description, template: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(description["words"]), np.uint32)
     shape, dtype = tuple(description["shape"]), jnp.dtype(description["dtype"])
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(template))
-
-
-def _default(array: Any) -> Any:
-    """The array in JAX; in NumPy where JAX would cut its 64 bits to 32."""
-    if isinstance(array, jax.Array) or jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
-        return array
-    return jnp.array(array)
 
 
 def _as_json(record: Any) -> str:
@@ -199,16 +214,6 @@ def _number(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         return value.tolist()
     raise TypeError(f"got {type(value).__name__}: {value!r:.60}")
-
-
-def _versions() -> dict[str, str]:
-    def installed(name: str) -> str:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return "not installed"
-
-    return {name: installed(name) for name in _PACKAGES}
 
 
 def _first_line(error: Exception) -> str:

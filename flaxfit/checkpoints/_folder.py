@@ -33,6 +33,13 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(entry.name) for entry in folder.iterdir() if _is_step(entry))
 
 
+def foreign(folder: Path) -> list[Path]:
+    """What has the name of a step and is none: emptied folders, and those of others."""
+    if not folder.is_dir():
+        return []
+    return sorted(e for e in folder.iterdir() if _is_number(e.name) and not _is_step(e))
+
+
 def step_path(folder: Path, step: int) -> Path:
     """Where the checkpoint of a step is."""
     return folder / str(int(step))
@@ -53,12 +60,12 @@ def complete(folder: Path, step: int) -> None:
     _seal.write(written)
     for parent, _, names in os.walk(written):
         for name in names:
-            _sync(os.path.join(parent, name))
-        _sync(parent)
+            sync(os.path.join(parent, name))
+        sync(parent)
     if path.exists():
-        set_aside(folder, step, "replaced")
+        set_aside(folder, step, "replaced" if _is_step(path) else "foreign")
     written.rename(path)
-    _sync(folder)
+    sync(folder)
 
 
 def set_aside(folder: Path, step: int, reason: str) -> Path:
@@ -98,13 +105,17 @@ def tidy(folder: Path) -> None:
 
 
 def _is_step(entry: Path) -> bool:
-    name = entry.name
-    if not (name.isascii() and name.isdigit() and str(int(name)) == name) or entry.is_symlink():
+    if not _is_number(entry.name) or entry.is_symlink():
         return False
     return any((entry / item).is_dir() for item in (_orbax.ARRAYS, _orbax.RECORD))
 
 
-def _sync(path: str | Path) -> None:
+def _is_number(name: str) -> bool:
+    return re.fullmatch("0|[1-9][0-9]{,17}", name) is not None
+
+
+def sync(path: str | Path) -> None:
+    """Has what is known of a file or folder written to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -2,7 +2,7 @@
 
 import operator
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,22 +48,28 @@ class CheckpointFileReader:
         self.which = which if isinstance(which, str) else operator.index(which)
         self.strict = strict
 
-    def read(self, template: Any = None) -> _file.CheckpointFile | None:
+    def read(
+        self, template: Any = None, *, partial: str | Sequence[str] | None = None
+    ) -> _file.CheckpointFile | None:
         """Reads the checkpoint; None when the folder holds none or does not exist.
 
         Args:
           template: a state that says what to expect and where to put it; its leaves may be
             `jax.ShapeDtypeStruct`s, and dtypes are never changed. With an `InferenceState` only
             its fields are read. Without one, optimizer states come as nested dicts.
+          partial: as in `restore`.
 
         Raises:
           ValueError: the checkpoint does not fit the template (every difference is listed);
             there is no such step; all checkpoints are damaged.
         """
+        if partial is not None and template is None:
+            raise ValueError("partial= needs a target, to keep the rest of.")
+        self._report_foreign()
         damaged = []
         for step in self._candidates(damaged):
             try:
-                return _file.read(_folder.step_path(self.folder, step), template)
+                return _file.read(_folder.step_path(self.folder, step), template, partial)
             except Damaged as error:
                 damaged.append(self._reject(step, error))
         damaged += [path for path in self._set_aside() if path not in damaged]
@@ -73,6 +79,14 @@ class CheckpointFileReader:
                 f"{', '.join(path.name for path in damaged)}. To start anew, move these away."
             )
         return None
+
+    def _report_foreign(self) -> None:
+        """Tells of folders that look like steps and are none: who made them, and what is lost?"""
+        names = ", ".join(path.name for path in _folder.foreign(self.folder))
+        if names and self.strict:
+            raise ValueError(f"{self.folder} holds what is no checkpoint, by the names {names}.")
+        if names:
+            say(f"{self.folder} holds what is no checkpoint, by the names {names}: it is not used")
 
     def _candidates(self, damaged: list[Path]) -> Iterator[int]:
         steps = _folder.steps(self.folder)
@@ -112,7 +126,12 @@ class CheckpointFileReader:
 
 
 def restore(
-    folder: str | os.PathLike[str], target: Any = None, *, which: str | int = "latest"
+    folder: str | os.PathLike[str],
+    target: Any = None,
+    *,
+    which: str | int = "latest",
+    partial: str | Sequence[str] | None = None,
+    strict: bool = False,
 ) -> TrainState:
     """Reads the state of a checkpoint.
 
@@ -130,13 +149,18 @@ def restore(
       target: a state that says what to expect and where to put it, as in
         `CheckpointFileReader.read`. Without one, optimizer states come as nested dicts.
       which: "latest", "best" or a step.
+      partial: patterns of the parameters (and of the model's other collections) to take from the
+        file, for a warm start: they match whole "/"-joined paths within the model, such as
+        "encoder/.*". For the rest, step, optimizer state and key included, the target's are kept.
+      strict: whether a damaged checkpoint is an error at once, and stays where it is.
 
     Raises:
       FileNotFoundError: the folder holds no checkpoint.
-      ValueError: the checkpoint does not fit the target; all checkpoints are damaged.
+      ValueError: the checkpoint does not fit the target, or `partial` what it chooses from; all
+        checkpoints are damaged.
     """
-    reader = CheckpointFileReader(folder, which=which)
-    found = reader.read(target)
+    reader = CheckpointFileReader(folder, which=which, strict=strict)
+    found = reader.read(target, partial=partial)
     if found is None:
         raise FileNotFoundError(f"There is no checkpoint in {reader.folder}.")
     return found.state

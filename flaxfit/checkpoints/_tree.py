@@ -71,22 +71,53 @@ def sharding_of(template: Any) -> jax.sharding.Sharding | None:
 
 
 def unflatten(arrays: Mapping[str, Any], template: Any) -> Any:
-    """The template with its leaves replaced by the arrays of the same paths."""
-    replace = jax.tree_util.tree_map_with_path
-    return replace(lambda path, leaf: like(arrays[path_of(path)], leaf), template)
+    """The template with the arrays in the places that they name."""
+
+    def replaced(path: Any, leaf: Any) -> Any:
+        name = path_of(path)
+        return like(arrays[name], leaf) if name in arrays else leaf
+
+    return jax.tree_util.tree_map_with_path(replaced, template)
+
+
+def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dicts, as the paths say.
+
+    >>> nested({"a/b": 1, "a/c": 2})
+    {'a': {'b': 1, 'c': 2}}
+
+    Raises:
+      ValueError: a path goes on where another one ends.
+    """
+    tree: dict[str, Any] = {}
+    for path, array in arrays.items():
+        *parents, name = path.split("/")
+        place = tree
+        for parent in parents:
+            place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                break
+        if not isinstance(place, dict) or name in place:
+            raise ValueError(
+                f"{path} goes on where another path ends, so without a target there is no telling "
+                "what the tree looks like"
+            )
+        place[name] = array
+    return tree
 
 
 def as_plain_state(arrays: Mapping[str, Any]) -> TrainState:
     """A state made without a template: nested dicts, as the paths say."""
-    fields: dict[str, Any] = {"params": {}, "opt_state": {}, "model_state": {}}
-    for path, array in arrays.items():
-        *parents, name = path.split("/")
-        place = fields
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[name] = array
+    fields = {"params": {}, "opt_state": {}, "model_state": {}, **nested(arrays)}
     known = {field.name for field in dataclasses.fields(TrainState)}
     return TrainState(**{name: value for name, value in fields.items() if name in known})
+
+
+def on_device(array: Any) -> Any:
+    """The array in JAX; in NumPy where JAX would cut its 64 bits to 32."""
+    if isinstance(array, jax.Array) or jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+        return array
+    return jnp.array(array)
 
 
 def _as_array(leaf: Any) -> Any:

@@ -13,12 +13,13 @@ from typing import Any
 
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._display import say
-from flaxfit.checkpoints import _file, _folder
+from flaxfit.checkpoints import _file, _folder, _lock
 from flaxfit.checkpoints._best import best_step
 from flaxfit.checkpoints._orbax import StepWriter
 from flaxfit.checkpoints._seal import Damaged
 
 _unfinished: set["CheckpointFileWriter"] = set()
+_turn = threading.Lock()
 
 
 class CheckpointFileWriter:
@@ -27,7 +28,8 @@ class CheckpointFileWriter:
     A save is complete or absent: a kill at any instant leaves every earlier step as it was.
     Arrays are copied before the call returns and written in the background; `close` waits for
     that, and so does the end of the process. Whatever fails in the background is raised by the
-    next call or by `close`. One writer at a time may save into a folder.
+    next call or by `close`. Writers of one process take turns at a folder; while a process has
+    one, no other process can make one for that folder.
 
     Saving a step that the folder holds already does nothing if the content is the same, and
     replaces it otherwise. A run that starts again at an earlier step sets the later steps of the
@@ -51,6 +53,11 @@ class CheckpointFileWriter:
       mode: whether the best value of `monitor` is the smallest ("min") or the largest ("max").
       asynchronous: whether to write in the background. Python 3.12.0 and 3.12.1 cannot end
         background work when a process ends, so there it is never done.
+      on_error: what a save that fails (a full disk) does: "raise" an error, or "warn" and let the
+        run go on without it. The next checkpoint is tried again.
+
+    Raises:
+      BlockingIOError: another process saves into the folder.
     """
 
     def __init__(
@@ -61,23 +68,27 @@ class CheckpointFileWriter:
         monitor: str | None = None,
         mode: str = "min",
         asynchronous: bool = True,
+        on_error: str = "raise",
     ) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"Cannot keep {keep} checkpoints: keep must be at least 1, or None.")
         if mode not in ("min", "max"):
             raise ValueError(f"mode must be 'min' or 'max', got {mode!r}.")
+        if on_error not in ("raise", "warn"):
+            raise ValueError(f"on_error must be 'raise' or 'warn', got {on_error!r}.")
         self.output_dir = _folder.absolute(output_dir)
         self.keep = keep
+        self.on_error = on_error
         self.monitor = None if monitor is None else {"name": monitor, "mode": mode}
         self.asynchronous = asynchronous and not (3, 12) <= sys.version_info < (3, 12, 2)
-        for other in [w for w in _unfinished if w.output_dir == self.output_dir]:
-            other.wait()
-        self.output_dir.mkdir(parents=True, exist_ok=True)
-        _folder.tidy(self.output_dir)
-        self._found = _folder.steps(self.output_dir)
         self._writer: StepWriter | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._saving: Future[None] | None = None
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        with _turn:
+            self._take_turn()
+            _folder.tidy(self.output_dir)
+        self._found = _folder.steps(self.output_dir)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Saves a checkpoint and returns it."""
@@ -108,15 +119,8 @@ class CheckpointFileWriter:
         arrays, record = _file.contents(checkpoint, history, callback_states, self.monitor)
         if path.exists() and self._holds(step, record):
             return path
-        writer, executor = self._start()
-        try:
-            # Were it to find out by itself, Orbax would leave threads that wait for minutes.
-            _folder.make(self.output_dir)
-            writer.start(_folder.saving_path(self.output_dir, step), arrays, record)
-        except Exception as error:
-            _folder.tidy(self.output_dir)
-            raise self._failure(step, arrays, error) from error
-        self._saving = executor.submit(self._finish, writer, step, arrays)
+        with _turn:
+            self._begin(step, arrays, record)
         if not self.asynchronous:
             self.wait()
         return path
@@ -125,12 +129,13 @@ class CheckpointFileWriter:
         """Waits until the last save is on disk.
 
         Raises:
-          RuntimeError: it failed; the steps before it are as they were.
+          RuntimeError: it failed, and `on_error` is "raise"; the steps before it are as they were.
         """
         if self._saving is not None:
             wait([self._saving])  # If this is interrupted, the save is still known.
             saving, self._saving = self._saving, None
-            saving.result()
+            if (error := saving.exception()) is not None:
+                self._fail(error)
 
     def close(self) -> None:
         """Waits for the last save, as `wait`, and ends the background threads.
@@ -141,7 +146,7 @@ class CheckpointFileWriter:
             self.wait()
         finally:
             writer, executor = self._writer, self._executor
-            self._writer = self._executor = None
+            self._writer = self._executor = self._lock = None
             _unfinished.discard(self)
             if writer is not None:
                 writer.close()
@@ -153,6 +158,35 @@ class CheckpointFileWriter:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _take_turn(self) -> None:
+        """Waits for the other writers of the folder; their failures stay theirs."""
+        others = [w for w in _unfinished if w.output_dir == self.output_dir and w is not self]
+        wait([saving for other in others if (saving := other._saving) is not None])
+        self._lock = _lock.hold(self.output_dir)
+
+    def _begin(self, step: int, arrays: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+        """Has everything copied that the save needs, and the rest done in the background."""
+        writer, executor = self._start()
+        try:
+            # Were it to find out by itself, Orbax would leave threads that wait for minutes.
+            _folder.make(self.output_dir)
+            self._take_turn()
+            writer.start(_folder.saving_path(self.output_dir, step), arrays, record)
+        except BlockingIOError:
+            raise
+        except Exception as error:
+            _folder.tidy(self.output_dir)
+            failure = self._failure(step, arrays, error)
+            failure.__cause__ = error
+            self._fail(failure)
+        else:
+            self._saving = executor.submit(self._finish, writer, step, arrays)
+
+    def _fail(self, error: BaseException) -> None:
+        if self.on_error == "raise":
+            raise error
+        say(f"{error}\nThe run goes on without this checkpoint.")
 
     def _start(self) -> tuple[StepWriter, ThreadPoolExecutor]:
         _register_end()
@@ -203,7 +237,8 @@ class CheckpointFileWriter:
 
     def _failure(self, step: int, arrays: Mapping[str, Any], error: Exception) -> RuntimeError:
         needed = sum(array.nbytes for array in arrays.values())
-        free = shutil.disk_usage(self.output_dir.parent).free
+        folder = next(path for path in (self.output_dir, *self.output_dir.parents) if path.exists())
+        free = shutil.disk_usage(folder).free
         return RuntimeError(
             f"Cannot save the checkpoint of step {step} in {self.output_dir}: "
             f"{type(error).__name__}: {error}\n(It needs up to {needed:,} bytes, {free:,} are "

@@ -1,0 +1,159 @@
+"""save_weights and load_weights: the weights of a model in one `.safetensors` file."""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit._state import InferenceState, TrainState
+from flaxfit.checkpoints import _folder, _safetensors
+from flaxfit.checkpoints._compare import check_fits
+from flaxfit.checkpoints._partial import chosen, path_in_variables
+from flaxfit.checkpoints._tree import (
+    describe,
+    is_key,
+    key_description,
+    leaves_of,
+    nested,
+    on_device,
+    unflatten,
+)
+
+_KEYS = "random_bits"
+
+
+def save_weights(path: str | os.PathLike[str], weights: Any) -> Path:
+    """Saves weights in one file that many other programs can read.
+
+    The file is complete, or as it was before: it is written beside its place, synced, renamed.
+    It holds a checksum of its content.
+
+    >>> import tempfile
+    >>> path = save_weights(tempfile.mkdtemp() + "/w.safetensors", {"dense": {"bias": jnp.ones(2)}})
+    >>> load_weights(path)
+    {'dense': {'bias': Array([1., 1.], dtype=float32)}}
+
+    Args:
+      path: the file; its folder is made when it does not exist.
+      weights: a tree of arrays, or a state. Of a state the parameters and the model's other
+        collections are saved, under `params/...` and `<collection>/...`; not the optimizer's.
+
+    Returns:
+      The absolute path of the file.
+
+    Raises:
+      ValueError: the format does not know the dtype of an array, or two have the same name.
+      OSError: the file cannot be written; what was there before is as it was.
+    """
+    target = _folder.absolute(path)
+    arrays, keys = {}, {}
+    for name, leaf in leaves_of(_variables(weights)).items():
+        if is_key(leaf):
+            keys[name] = key_description(leaf)["random_bits"]
+            leaf = jax.random.key_data(leaf)
+        arrays[name] = np.asarray(leaf)
+    _replace(target, arrays, {"format": "flax", **({_KEYS: json.dumps(keys)} if keys else {})})
+    return target
+
+
+def load_weights(
+    path: str | os.PathLike[str],
+    target: Any = None,
+    *,
+    partial: str | Sequence[str] | None = None,
+) -> Any:
+    """Reads the weights of a `.safetensors` file.
+
+    >>> import tempfile
+    >>> path = tempfile.mkdtemp() + "/w.safetensors"
+    >>> path = save_weights(path, {"encoder": jnp.ones(2), "head": jnp.ones(3)})
+    >>> load_weights(path, {"encoder": jnp.zeros(2), "new_head": jnp.zeros(1)}, partial="encoder")
+    {'encoder': Array([1., 1.], dtype=float32), 'new_head': Array([0.], dtype=float32)}
+
+    Args:
+      path: the file.
+      target: a tree, or a state, that says what to expect and where to put it; its leaves may be
+        `jax.ShapeDtypeStruct`s, and dtypes are never changed. Of a state the parameters and the
+        model's other collections are replaced. Without one, nested dicts are returned.
+      partial: patterns of the weights to take from the file; the target's are kept for the rest.
+        They match whole "/"-joined paths within the model, without the name of the collection.
+
+    Returns:
+      The weights, or the state with them.
+
+    Raises:
+      ValueError: the file is damaged; it does not fit the target (every difference is listed);
+        `partial` matches nothing.
+    """
+    if partial is not None and target is None:
+        raise ValueError("partial= needs a target, to keep the rest of.")
+    source = _folder.absolute(path)
+    try:
+        arrays, facts = _safetensors.read(source)
+        arrays |= _keys(arrays, facts)
+        if target is None:
+            return nested({name: on_device(array) for name, array in arrays.items()})
+    except (_safetensors.Malformed, ValueError) as error:
+        raise ValueError(f"Cannot read weights from {source}: {error}.") from error
+    variables = _variables(target)
+    here = leaves_of(variables)
+    on_disk = {name: describe(array) for name, array in arrays.items()}
+    if partial is None:
+        expected = {name: describe(leaf) for name, leaf in here.items()}
+        check_fits(on_disk, expected, source, advice="Pass the target that it was saved from.")
+    else:
+        # The paths of bare parameters are those within the model already.
+        is_variables = isinstance(variables, Mapping) and "params" in variables
+        taken = chosen(on_disk, here, partial, source, path_in_variables if is_variables else str)
+        arrays = {name: arrays[name] for name in taken}
+    found = unflatten(arrays, variables)
+    if not isinstance(target, TrainState | InferenceState):
+        return found
+    return target.replace(params=found.pop("params"), model_state=found)
+
+
+def _variables(weights: Any) -> Any:
+    is_state = isinstance(weights, TrainState | InferenceState)
+    return weights.variables if is_state else weights
+
+
+def _keys(arrays: Mapping[str, Any], facts: Mapping[str, str]) -> dict[str, Any]:
+    """The random keys among the arrays: the format knows only their words."""
+    try:
+        kinds = json.loads(facts.get(_KEYS, "{}"))
+        return {
+            name: jax.random.wrap_key_data(jnp.asarray(arrays[name]), impl=kind)
+            for name, kind in kinds.items()
+        }
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise _safetensors.Malformed(f"it holds no such random keys: {error!s:.100}") from error
+
+
+def _replace(target: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, str]) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    written = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        with written.open("xb") as file:
+            _safetensors.write(file, arrays, facts)
+            file.flush()
+            os.fsync(file.fileno())
+        written.replace(target)
+        _folder.sync(target.parent)
+    except OSError as error:
+        needed = sum(array.nbytes for array in arrays.values())
+        free = shutil.disk_usage(target.parent).free
+        raise OSError(
+            error.errno,
+            f"Cannot save the weights: {error.strerror}. (It needs {needed:,} bytes, {free:,} are "
+            "free.) What was there before is as it was",
+            str(target),
+        ) from error
+    finally:
+        written.unlink(missing_ok=True)
