@@ -40,6 +40,8 @@ class Checkpoint:
     """The position of the data stream, where it can tell; JSON-able."""
     stop: bool = False
     """Set by a callback to end the loop after this checkpoint."""
+    running: Any = None
+    """What was counted so far, where it was made between two checkpoints of the loop; JSON."""
     last_grads: Any = None
     """The gradients of the last step; see `grads`."""
 

@@ -99,10 +99,11 @@ class TrainLoop:
                 stepper.first_batch() if input_sample is None else (input_sample,)
             ).inputs
 
+        self._phase = ""
         beginning = start(init, self.task, rnkey, sample, self.say)
         self.start = beginning.checkpoint
         """The checkpoint file that the run was restored from, or None."""
-        self._go_on_from(beginning.state, getattr(self.start, "data_state", None))
+        self._go_on_from(beginning.state, self.start)
         self._first_step = self.step
         self.stopped = False
         """Whether a callback has ended the run; setting `data` begins it anew."""
@@ -114,7 +115,8 @@ class TrainLoop:
         return self
 
     def __next__(self) -> Checkpoint:
-        if self.n_steps is not None and self.step >= self.n_steps and self._due is None:
+        is_done = self.n_steps is not None and self.step >= self.n_steps
+        if is_done and self._due is None and not self.n_completed_steps:
             if self._first_step == self.step:
                 self.say(f"step {self.n_steps:,} is already reached (at step {self.step:,})")
             self._end()
@@ -139,7 +141,7 @@ class TrainLoop:
         """Yields the checkpoints up to `step`, which always is one."""
         if step <= self.step:
             self.say(f"step {step:,} is already reached (at step {self.step:,})")
-        while self.step < step:
+        while self.step < step or (self.step == step and self.n_completed_steps):
             stop = self._next_stop(last=lambda: step)
             checkpoint = self._train_to(stop)
             if checkpoint is None:
@@ -220,13 +222,42 @@ class TrainLoop:
         if isinstance(state, TrainState):
             self._go_on_from(state, None)
         else:
-            self._go_on_from(state.state, state.data_state)
+            self._go_on_from(state.state, state)
+
+    @property
+    def n_completed_steps(self) -> int:
+        """How many updates were done since the previous checkpoint."""
+        return self._stepper.n_completed
+
+    @property
+    def phase(self) -> str:
+        """What the loop is at; "" while it has handed out a checkpoint.
+
+        Else "training", "preparing" (it inspects the data, or compiles) or "callbacks".
+        """
+        is_preparing = self._phase == "training" and self._stepper.is_preparing
+        return "preparing" if is_preparing else self._phase
+
+    def snapshot(self) -> Checkpoint | None:
+        """A checkpoint of this very moment, which callbacks do not see.
+
+        Counting goes on. Whoever goes on from it, by `restore` or from a file, comes to the very
+        metrics that this loop comes to. None where that cannot be: the callbacks are at work, or
+        a batch was fetched that has not been stepped yet.
+        """
+        if self._due is not None or not self._stepper.is_between_batches:
+            return None
+        if not self.n_completed_steps and self._last is not None:
+            return self._last.replace(state=self.state)
+        running = self._stepper.get_running()
+        return self._make_checkpoint().replace(running=running, last_grads=None)
 
     def close(self) -> None:
-        """Closes the callbacks; iteration that comes to its end does so by itself."""
-        for callback in self.callbacks:
-            if hasattr(callback, "close"):
-                callback.close()
+        """Closes the callbacks, all of them; iteration that comes to its end does so by itself."""
+        with contextlib.ExitStack() as stack:
+            for callback in reversed(self.callbacks):
+                if hasattr(callback, "close"):
+                    stack.callback(callback.close)
 
     def __enter__(self) -> Self:
         return self
@@ -258,11 +289,13 @@ class TrainLoop:
         if self._due is None:
             return None
         checkpoint, waiting = self._due
-        while waiting:
-            checkpoint = waiting[0](checkpoint) or checkpoint
-            del waiting[0]
-            self._due = (checkpoint, waiting)
+        with self._in_phase("callbacks"):
+            while waiting:
+                checkpoint = waiting[0](checkpoint) or checkpoint
+                del waiting[0]
+                self._due = (checkpoint, waiting)
         self._due = None
+        self._last = checkpoint.replace(state=None, last_grads=None)
         self.stopped = checkpoint.stop
         return checkpoint
 
@@ -283,11 +316,15 @@ class TrainLoop:
             last_grads=grads,
         )
 
-    def _go_on_from(self, state: TrainState, data_state: Any) -> None:
+    def _go_on_from(self, state: TrainState, checkpoint: Any) -> None:
+        """From a state, and from the position and the counts of the checkpoint it came with."""
         self._stepper.set_state(state)
-        self._stepper.set_position(data_state)
+        self._stepper.set_position(getattr(checkpoint, "data_state", None))
         self._due: tuple[Checkpoint, list[Any]] | None = None
+        self._last: Checkpoint | None = None
         self._reset()
+        if getattr(checkpoint, "running", None) is not None:
+            self._stepper.set_running(checkpoint.running)
 
     def _reset(self) -> None:
         self._stepper.reset_totals()
@@ -297,13 +334,23 @@ class TrainLoop:
     def _timed(self) -> Iterator[None]:
         self._resumed = time.perf_counter()
         try:
-            yield
+            with self._in_phase("training"):
+                yield
         finally:
             self._elapsed += time.perf_counter() - self._resumed
 
+    @contextlib.contextmanager
+    def _in_phase(self, phase: str) -> Iterator[None]:
+        before, self._phase = self._phase, phase
+        try:
+            yield
+        finally:
+            self._phase = before
+
     def _next_stop(self, last: Callable[[], int | None] | None = None) -> Callable[[], int]:
         """Where the next checkpoint is due; a function, as the settings may change on the way."""
-        here = self.step
+        # Steps that no checkpoint has shown: one at this very step may still be due.
+        here = self.step - bool(self.n_completed_steps)
 
         def stop() -> int:
             first, n = self.first_checkpoint, self.n_steps_per_checkpoint

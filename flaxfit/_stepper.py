@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from flaxfit import _totals
 from flaxfit._batch import Batch, n_examples, normalize
@@ -43,6 +44,8 @@ class Stepper:
         self.strategy = strategy
         self.interrupts = Interrupts()
         self.executables: dict[Any, Callable[..., Any]] = {}
+        self.is_preparing = False
+        """Whether it inspects the first batch or compiles, which may take long."""
         self.input_shapes: Any = None
         self._options = {"grad_norm": grad_norm, "keep_grads": keep_grads}
         self._say = say
@@ -81,6 +84,26 @@ class Stepper:
         self.n_completed = 0
         self.compile_time = 0.0
         self.inspection_time = 0.0
+
+    @property
+    def is_between_batches(self) -> bool:
+        """Whether the stream stands right behind the last batch that was stepped."""
+        return not self._fetched
+
+    def get_running(self) -> Any:
+        """What was counted since the totals were reset, as JSON; None where that is nothing."""
+        if not self.n_completed:
+            return None
+        totals = jax.tree.map(lambda vector: vector.tolist(), jax.device_get(self._totals))
+        return {"n_steps": self.n_completed, "totals": totals}
+
+    def set_running(self, running: Any) -> None:
+        """Counts on from what `get_running` gave."""
+        self.n_completed = running["n_steps"]
+        self._totals = tuple(
+            {dtype: np.asarray(values, dtype) for dtype, values in vectors.items()}
+            for vectors in running["totals"]
+        )
 
     def metrics(self) -> dict[str, Any]:
         """The metrics over all steps since the totals were reset; waits for the device."""
@@ -139,9 +162,10 @@ class Stepper:
     def _portion(self, item: Any) -> Portion:
         """A fetched batch, ready for the update."""
         if self._feed is None:
-            began = time.perf_counter()
+            began, self.is_preparing = time.perf_counter(), True
             self._feed = self._make_feed(item)
             self.inspection_time += time.perf_counter() - began
+            self.is_preparing = False
         if self._resident is None:
             return self._feed(item)
         portion = self._feed(Batch((item,)))
@@ -180,7 +204,7 @@ class Stepper:
         return token
 
     def _compile(self, portions: list[Portion], arguments: tuple[Any, ...]) -> Any:
-        began = time.perf_counter()
+        began, self.is_preparing = time.perf_counter(), True
         strategy, batch, is_weighted, signature = portions[0]
         update = make_update(
             self.task,
@@ -192,6 +216,7 @@ class Stepper:
         update = strategy.compile(update, arguments, n_donated=2)
         seconds = time.perf_counter() - began
         self.compile_time += seconds
+        self.is_preparing = False
         shapes = [leaf.shape for leaf in jax.tree.leaves(batch[:2])]
         if self._resident is not None:
             shapes = [shapes[0] + leaf.shape[1:] for leaf in jax.tree.leaves(self._resident[:2])]
@@ -215,8 +240,14 @@ class Stepper:
         self._sums = result.sums | more_sums(
             self.task, result, grad_norm=self._options["grad_norm"]
         )
+        zeros = _totals.zero_totals(self._sums)
+        if self.n_completed and jax.tree.map(np.shape, zeros) != jax.tree.map(
+            np.shape, self._totals
+        ):
+            self._say("the metrics were changed in the middle of their span: it is counted anew")
+            self.reset_totals()
         if not self.n_completed:
-            self._totals = _totals.zero_totals(self._sums)
+            self._totals = zeros
         why_not = ""
         if not self.task.pad:
             why_not = "the task has pad=False"
