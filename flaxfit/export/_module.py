@@ -1,0 +1,234 @@
+"""JaxModule: parameters and named functions of them, as every format of export takes them."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.core import FrozenDict
+
+from flaxfit._batch import call
+from flaxfit._rules import flat
+from flaxfit.export._spec import as_specs, shape_structs
+
+DEFAULT_METHOD_KEY = "jax_module_default_method"
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """One function of a module, and what it is given."""
+
+    function: Callable[[dict[str, Any], Any], Any]
+    """`(parameters by name, inputs) -> outputs`; inputs are a tuple, or a dict of keywords."""
+    input_spec: Any
+    jit_compile: bool
+
+
+class JaxModule:
+    """Parameters and functions of them, to be exported together.
+
+    The parameters are copied; `update_variables` replaces them, in all formats at once.
+
+    >>> import numpy as np
+    >>> from flaxfit.export import InputSpec
+    >>> module = JaxModule({"w": np.ones(3)}, lambda p, x: x @ p["w"],
+    ...                    input_spec=InputSpec(("batch", 3)))
+    >>> float(module.jax_methods[JaxModule.DEFAULT_METHOD_KEY](np.ones((1, 3)))[0])
+    3.0
+
+    Args:
+      params: a pytree of arrays, such as a model's variables.
+      apply_fn: `(params, *inputs) -> outputs`, or several by name; in evaluation mode.
+      input_spec: of the inputs: one `InputSpec`, or a tuple of (nested) ones, or a dict of those
+        that are passed by keyword; by the name of the method where there are several.
+      trainable: whether the parameters are to be trained in TensorFlow; a bool, or a pytree of
+        bools like `params`.
+      jit_compile: whether TensorFlow compiles a method as a whole; by name where they differ.
+      preprocess: `(*inputs) -> inputs` before the function, exported with it; the specs describe
+        what it takes.
+      postprocess: `outputs -> outputs` after it.
+
+    Raises:
+      ValueError: the names of methods differ, or two parameters have one name.
+      TypeError: something is neither an array nor an InputSpec nor a function.
+    """
+
+    DEFAULT_METHOD_KEY = DEFAULT_METHOD_KEY
+    """The name of the method where `apply_fn` is a single function."""
+
+    def __init__(
+        self,
+        params: Any,
+        apply_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+        *,
+        input_spec: Any,
+        trainable: Any = False,
+        jit_compile: bool | Mapping[str, bool] = True,
+        preprocess: Callable[..., Any] | None = None,
+        postprocess: Callable[..., Any] | None = None,
+    ):
+        self._structure = jax.tree.structure(params)
+        self._leaves = named_arrays(params)
+        self.trainable = self._flags(trainable)
+        """Whether a parameter is trainable, by its name."""
+        functions = apply_fn
+        if not isinstance(functions, Mapping):
+            functions = {DEFAULT_METHOD_KEY: functions}
+            input_spec = {DEFAULT_METHOD_KEY: input_spec}
+        elif not isinstance(input_spec, Mapping):
+            input_spec = dict.fromkeys(functions, input_spec)
+        if not isinstance(jit_compile, Mapping):
+            jit_compile = dict.fromkeys(functions, jit_compile)
+        _check_keys("input_spec", input_spec, functions)
+        _check_keys("jit_compile", jit_compile, functions)
+        self.method_specs: dict[str, Method] = {}
+        """What the methods are, by name."""
+        for name, function in functions.items():
+            if not callable(function):
+                raise TypeError(f"Method {name!r} must be a function, got {function!r:.60}.")
+            spec = as_specs(input_spec[name])
+            spec = spec if isinstance(spec, tuple | dict) else (spec,)
+            shape_structs(spec)  # Raises what JAX finds wrong, here rather than while exporting.
+            run = self._method(function, preprocess, postprocess)
+            self.method_specs[name] = Method(run, spec, bool(jit_compile[name]))
+        self._compiled = {name: jax.jit(m.function) for name, m in self.method_specs.items()}
+        self._tensorflow: Any = None
+
+    @property
+    def params(self) -> Any:
+        """The present parameters."""
+        return jax.tree.unflatten(self._structure, list(self._leaves.values()))
+
+    @property
+    def named_params(self) -> dict[str, jax.Array]:
+        """The present parameters by name: the "."-joined path, with "_" for "~"."""
+        return dict(self._leaves)
+
+    @property
+    def with_gradient(self) -> bool:
+        """Whether some parameter is trainable."""
+        return any(self.trainable.values())
+
+    @property
+    def jax_methods(self) -> dict[str, Callable[..., Any]]:
+        """The methods as compiled functions of the inputs, in JAX."""
+
+        def bind(name: str) -> Callable[..., Any]:
+            def method(*inputs: Any, **named: Any) -> Any:
+                return self._compiled[name](self._leaves, named or inputs)
+
+            return method
+
+        return {name: bind(name) for name in self.method_specs}
+
+    @property
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """The methods as functions of the inputs, in TensorFlow."""
+        return self.tensorflow.methods
+
+    @property
+    def tensorflow(self) -> Any:
+        """The module in TensorFlow: its `methods`, `variables` and `trainable_variables`.
+
+        Raises:
+          ImportError: TensorFlow is not installed.
+        """
+        if self._tensorflow is None:
+            from flaxfit.export._tensorflow import TensorFlowModule
+
+            self._tensorflow = TensorFlowModule(self)
+        return self._tensorflow
+
+    def update_variables(self, params: Any) -> None:
+        """Replaces all parameters, in JAX and in TensorFlow, or none.
+
+        Args:
+          params: a pytree like the present one, of the same shapes and dtypes.
+
+        Raises:
+          ValueError: it differs; every difference is listed, and nothing has changed.
+        """
+        if jax.tree.structure(params) != self._structure:
+            raise ValueError(
+                "Cannot update the variables: the PyTree structure of the updated parameters must "
+                f"be the same.\nReceived: {jax.tree.structure(params)}\n"
+                f"Expected: {self._structure}"
+            )
+        leaves = named_arrays(params)
+        wrong = [
+            f"{name} is {old.dtype}{list(old.shape)}, got {new.dtype}{list(new.shape)}"
+            for (name, old), new in zip(self._leaves.items(), leaves.values(), strict=True)
+            if (old.shape, old.dtype) != (new.shape, new.dtype)
+        ]
+        if wrong:
+            raise ValueError(
+                "Cannot update the variables, their shapes or dtypes differ: " + "; ".join(wrong)
+            )
+        if self._tensorflow is not None:
+            self._tensorflow.assign(leaves)
+        self._leaves = leaves
+
+    def _method(self, function: Any, preprocess: Any, postprocess: Any) -> Callable[..., Any]:
+        def run(leaves: dict[str, Any], inputs: Any) -> Any:
+            if preprocess is not None:
+                inputs = preprocess(**inputs) if isinstance(inputs, dict) else preprocess(*inputs)
+                inputs = inputs if isinstance(inputs, tuple | dict) else (inputs,)
+            # By the order of the names, as a dict that went through `jit` is sorted.
+            params = jax.tree.unflatten(self._structure, [leaves[name] for name in self._leaves])
+            outputs = call(function, params, inputs)
+            return plain(outputs if postprocess is None else postprocess(outputs))
+
+        return run
+
+    def _flags(self, trainable: Any) -> dict[str, bool]:
+        if isinstance(trainable, bool):
+            return dict.fromkeys(self._leaves, trainable)
+        if jax.tree.structure(trainable) != self._structure:
+            raise ValueError(
+                "trainable must be a bool or a pytree of bools with the structure of params.\n"
+                f"Received: {jax.tree.structure(trainable)}\nExpected: {self._structure}"
+            )
+        return dict(zip(self._leaves, map(bool, jax.tree.leaves(trainable)), strict=True))
+
+
+def named_arrays(params: Any) -> dict[str, jax.Array]:
+    """Copies of the leaves by name, on the default device.
+
+    >>> import numpy as np
+    >>> list(named_arrays({"linear/~/b": np.zeros(2), "a": [np.ones(1)]}))
+    ['a.0', 'linear._.b']
+    """
+    arrays: dict[str, jax.Array] = {}
+    for path, leaf in flat(params).items():
+        name = path.replace("/", ".").replace("~", "_") or "params"
+        if name in arrays:
+            raise ValueError(f"Two parameters would both be named {name!r}: rename one of them.")
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise TypeError(f"Parameter {name!r} is a random key, which no format can hold.")
+        arrays[name] = jnp.array(jax.device_get(leaf))
+    return arrays
+
+
+def plain(tree: Any) -> Any:
+    """A tree with the containers that every format knows: dicts, lists and tuples.
+
+    Named tuples and dataclasses become dicts of their fields.
+    """
+    if isinstance(tree, dict | FrozenDict):
+        return {key: plain(value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and (fields := getattr(tree, "_fields", None)):
+        return {key: plain(value) for key, value in zip(fields, tree, strict=True)}
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(plain, tree))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return {f.name: plain(getattr(tree, f.name)) for f in dataclasses.fields(tree)}
+    return tree
+
+
+def _check_keys(argument: str, given: Mapping[str, Any], functions: Mapping[str, Any]) -> None:
+    if given.keys() != functions.keys():
+        raise ValueError(
+            f"{argument} must have the same keys as apply_fn.\n"
+            f"Received: {sorted(given)}\nExpected: {sorted(functions)}"
+        )

@@ -1,0 +1,74 @@
+"""From training to a file: a trained state as a JaxModule, and a format by its name."""
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from flaxfit.export._compare import ExportReport
+from flaxfit.export._module import JaxModule
+
+_WRITERS = {
+    "stablehlo": ("flaxfit.export._stablehlo", "save"),
+    "saved_model": ("flaxfit.export._saved_model", "save_saved_model"),
+    "onnx": ("flaxfit.export._onnx", "save_onnx"),
+}
+
+
+def from_state(
+    state: Any,
+    apply: Callable[..., Any],
+    input_spec: Any,
+    *,
+    params: Any = None,
+    trainable: bool = False,
+) -> JaxModule:
+    """Makes the JaxModule of a trained state; its parameters are those of `state.variables`.
+
+    >>> import numpy as np
+    >>> from flaxfit import Checkpoint, InferenceState
+    >>> from flaxfit.export import InputSpec
+    >>> state = InferenceState(np.int32(0), {"w": np.float32(3)}, {})
+    >>> checkpoint = Checkpoint(step=0, state=state, metrics={})
+    >>> module = from_state(checkpoint, lambda v, x: v["params"]["w"] * x, InputSpec(("batch",)))
+    >>> list(module.named_params)
+    ['params.w']
+
+    Args:
+      state: a `TrainState`, an `InferenceState` or a `Checkpoint`.
+      apply: `apply(variables, *inputs)` in evaluation mode: dropout off, statistics frozen.
+      input_spec: of the inputs, as `JaxModule` takes it.
+      params: parameters to export in place of the state's, such as their moving average.
+      trainable: whether TensorFlow may train the parameters (never the other collections).
+    """
+    state = getattr(state, "state", state)
+    variables = {"params": state.params if params is None else params, **state.model_state}
+    flags = {
+        name: jax.tree.map(lambda _, flag=trainable and name == "params": flag, collection)
+        for name, collection in variables.items()
+    }
+    return JaxModule(variables, apply, input_spec=input_spec, trainable=flags)
+
+
+def write(
+    module: JaxModule, path: str | os.PathLike[str], format: str = "stablehlo", **options: Any
+) -> ExportReport:
+    """Writes a module in the format of that name.
+
+    >>> write(None, "model", "tflite")
+    Traceback (most recent call last):
+    ValueError: format must be one of 'stablehlo', 'saved_model', 'onnx', got 'tflite'.
+
+    Args:
+      module: what to write.
+      path: the file, or the folder of a SavedModel.
+      format: "stablehlo", "saved_model" or "onnx".
+      **options: those of `save`, `save_saved_model` or `save_onnx`.
+    """
+    if format not in _WRITERS:
+        names = ", ".join(map(repr, _WRITERS))
+        raise ValueError(f"format must be one of {names}, got {format!r}.")
+    home, name = _WRITERS[format]
+    return getattr(importlib.import_module(home), name)(module, path, **options)

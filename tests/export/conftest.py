@@ -1,0 +1,49 @@
+"""What the tests of export share: a small trained-looking model and what it is given."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from flaxfit.export import InputSpec, JaxModule
+
+# TensorFlow says a line about oneDNN when it is loaded, and threads cost more than they gain.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+class Net(nn.Module):
+    """Dropout and BatchNorm: what has to be switched off and frozen."""
+
+    train: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(5)(x)
+        x = nn.BatchNorm(use_running_average=not self.train)(x)
+        x = nn.Dropout(0.5, deterministic=not self.train)(x)
+        return nn.Dense(2)(jnp.tanh(x))
+
+
+@pytest.fixture(scope="session")
+def net():
+    return Net()
+
+
+@pytest.fixture(scope="session")
+def variables(net):
+    variables = net.init(jax.random.key(0), jnp.ones((1, 3)))
+    stats = jax.tree.map(lambda a: a + 0.5, variables["batch_stats"])
+    return {"params": variables["params"], "batch_stats": stats}
+
+
+@pytest.fixture
+def module(net, variables):
+    return JaxModule(variables, net.apply, input_spec=InputSpec(("batch", 3)))
+
+
+@pytest.fixture
+def x():
+    return np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
