@@ -253,6 +253,46 @@ class Model:
         )
         self._init = SavedState(reader, keeps_position=False)
 
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        format: str = "stablehlo",
+        input_spec: Any = None,
+        *,
+        params: Any = None,
+        trainable: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Writes the model, in evaluation mode, as a file that runs without its code.
+
+        What is written is read again and compared with the model.
+
+        Args:
+          path: the file, or the folder of a SavedModel.
+          format: "stablehlo", "saved_model" or "onnx".
+          input_spec: `flaxfit.export.InputSpec`s of the inputs; None: batches of any size of what
+            the model was fitted to.
+          params: parameters to write in place of the present ones, such as their moving average.
+          trainable: whether TensorFlow may train the parameters of a SavedModel.
+          **options: those of `flaxfit.export.save`, `save_saved_model` or `save_onnx`.
+
+        Returns:
+          How large the file is, and how far off the model.
+        """
+        from flaxfit import export  # Not before it is used: `import flaxfit` stays quick.
+
+        if input_spec is None:
+            if self._loop is None or self._loop.input_shapes is None:
+                raise ValueError(
+                    "export() needs input_spec= before the first fit, such as "
+                    "flaxfit.export.InputSpec(('batch', 28, 28))."
+                )
+            input_spec = export.batch_specs(self._loop.input_shapes)
+        module = export.from_state(
+            self.state, self._eval.apply, input_spec, params=params, trainable=trainable
+        )
+        return export.write(module, path, format, **options)
+
     @property
     def state(self) -> TrainState:
         """The training state: a copy that stays valid.
