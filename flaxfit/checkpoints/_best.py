@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flaxfit.checkpoints import _file, _folder
+from flaxfit.checkpoints import _folder
+from flaxfit.checkpoints._record import read_record
 from flaxfit.checkpoints._seal import Damaged
 
 
@@ -30,7 +31,7 @@ def best_step(folder: Path, steps: Iterable[int], monitor: Mapping[str, str]) ->
     records = {}
     for step in steps:
         try:
-            records[step] = _file.read_record(_folder.step_path(folder, step))
+            records[step] = read_record(_folder.step_path(folder, step))
         except Damaged:
             continue
     return next(iter(ranking(records, monitor)), None)

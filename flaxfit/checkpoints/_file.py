@@ -1,7 +1,6 @@
 """CheckpointFile: the checkpoint of one step on disk, all of it verified when it is read."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from flaxfit.checkpoints._compare import check_fits
 from flaxfit.checkpoints._digest import digest
 from flaxfit.checkpoints._environment import changes, environment, versions
 from flaxfit.checkpoints._partial import chosen, path_in_state
+from flaxfit.checkpoints._record import FORMAT, as_plain_json, first_line, read_record
 from flaxfit.checkpoints._seal import Damaged
 from flaxfit.checkpoints._tree import (
     Description,
@@ -31,8 +31,6 @@ from flaxfit.checkpoints._tree import (
     sharding_of,
     unflatten,
 )
-
-FORMAT = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,32 +89,7 @@ def contents(
         "monitor": monitor,
         "arrays": described,
     }
-    # From text, so that later changes of what the caller holds do not reach the file.
-    return arrays, json.loads(_as_json(record))
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """The record of a step, compared with the seal.
-
-    Raises:
-      Damaged: it was changed, or it belongs to another step.
-      ValueError: a later version of the library wrote it.
-    """
-    try:
-        _seal.check(path, _orbax.RECORD)
-        record = _orbax.read_record(path)
-    except (OSError, ValueError) as error:
-        if isinstance(error, PermissionError):
-            raise
-        raise Damaged(f"its record cannot be read ({_first_line(error)})") from error
-    if record["format"] > FORMAT:
-        raise ValueError(
-            f"Cannot read the checkpoint {path}: it has format {record['format']}, this version "
-            f"of flaxfit reads up to {FORMAT}. Install a newer flaxfit."
-        )
-    if str(record["step"]) != path.name:
-        raise Damaged(f"its record is that of step {record['step']}")
-    return record
+    return arrays, as_plain_json(record)
 
 
 def read(
@@ -147,12 +120,12 @@ def read(
             taken = chosen(described, templates, partial, path, path_in_state)
             described = {name: described[name] for name in taken}
     _seal.check(path)
+    arrays = _read_arrays(path, described, templates)
     if partial is None and (changed := changes(record)):
         say(
-            f"the numbers may not go on bit for bit from {path}: since it was saved, there is "
-            f"another {'; another '.join(changed)}"
+            f"from {path} the numbers may not go on bit for bit; since it was saved, this has "
+            f"changed: {', '.join(changed)}"
         )
-    arrays = _read_arrays(path, described, templates)
     return CheckpointFile(
         step=record["step"],
         state=as_plain_state(arrays) if template is None else unflatten(arrays, template),
@@ -178,7 +151,7 @@ def _read_arrays(
     except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
         raise  # No fault of the file.
     except Exception as error:
-        raise Damaged(f"its arrays cannot be read ({_first_line(error)})") from error
+        raise Damaged(f"its arrays cannot be read ({first_line(error)})") from error
     arrays = {}
     for name, description in described.items():
         array = found[name] if name in found else np.zeros(wanted[name].shape, wanted[name].dtype)
@@ -197,25 +170,3 @@ def _stored(description: Description, template: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(description["words"]), np.uint32)
     shape, dtype = tuple(description["shape"]), jnp.dtype(description["dtype"])
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(template))
-
-
-def _as_json(record: Any) -> str:
-    try:
-        return json.dumps(record, default=_number)
-    except TypeError as error:
-        raise TypeError(
-            "A checkpoint file keeps metrics, history, data position and callback states as "
-            f"JSON, which these are not: {error}."
-        ) from error
-
-
-def _number(value: Any) -> Any:
-    """NumPy's and JAX's numbers and arrays as Python's."""
-    if isinstance(value, np.ndarray | np.generic | jax.Array):
-        return value.tolist()
-    raise TypeError(f"got {type(value).__name__}: {value!r:.60}")
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]:.200}"

@@ -10,6 +10,7 @@ from flaxfit._display import say
 from flaxfit._state import TrainState
 from flaxfit.checkpoints import _file, _folder
 from flaxfit.checkpoints._best import ranking
+from flaxfit.checkpoints._record import read_record
 from flaxfit.checkpoints._seal import Damaged
 
 
@@ -103,7 +104,7 @@ class CheckpointFileReader:
             records = {}
             for step in steps:
                 try:
-                    records[step] = _file.read_record(_folder.step_path(self.folder, step))
+                    records[step] = read_record(_folder.step_path(self.folder, step))
                 except Damaged as error:
                     damaged.append(self._reject(step, error))
             yield from _ranked(self.folder, records)
@@ -200,7 +201,7 @@ def best(folder: str | os.PathLike[str]) -> int | None:
     records = {}
     for step in _folder.steps(path):
         try:
-            records[step] = _file.read_record(_folder.step_path(path, step))
+            records[step] = read_record(_folder.step_path(path, step))
         except Damaged:
             continue
     return next(iter(_ranked(path, records)), None)

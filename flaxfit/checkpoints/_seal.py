@@ -29,7 +29,7 @@ def check(folder: Path, item: str = "") -> None:
     try:
         sealed = json.loads((folder / SEAL).read_text(encoding="utf-8"))
         expected = {name: text for name, text in sealed.items() if name.startswith(item)}
-    except (FileNotFoundError, ValueError, AttributeError) as error:
+    except (FileNotFoundError, ValueError, AttributeError, RecursionError) as error:
         raise Damaged(f"its {SEAL} is missing or was changed") from error
     # Names in the seal are only compared with those of the files, never opened.
     found = _checksums(folder, item)

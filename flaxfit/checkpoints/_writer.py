@@ -16,6 +16,7 @@ from flaxfit._display import say
 from flaxfit.checkpoints import _file, _folder, _lock
 from flaxfit.checkpoints._best import best_step
 from flaxfit.checkpoints._orbax import StepWriter
+from flaxfit.checkpoints._record import read_record
 from flaxfit.checkpoints._seal import Damaged
 
 _unfinished: set["CheckpointFileWriter"] = set()
@@ -206,7 +207,7 @@ class CheckpointFileWriter:
     def _holds(self, step: int, record: Mapping[str, Any]) -> bool:
         """Whether a step on disk has this record, and by its digests the same arrays."""
         try:
-            return _file.read_record(_folder.step_path(self.output_dir, step)) == record
+            return read_record(_folder.step_path(self.output_dir, step)) == record
         except Damaged:
             return False
 

@@ -1,0 +1,107 @@
+"""The record of a step: all that is not an array, as JSON, of which nothing is believed unseen."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit.checkpoints import _orbax, _seal
+from flaxfit.checkpoints._seal import Damaged
+
+FORMAT = 1
+_KINDS_OF_KEYS = frozenset({"threefry2x32", "rbg", "unsafe_rbg"})
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The record of a step, compared with the seal.
+
+    Raises:
+      Damaged: it was changed, or it belongs to another step.
+      ValueError: a later version of the library wrote it.
+    """
+    try:
+        _seal.check(path, _orbax.RECORD)
+        record = _orbax.read_record(path)
+    except PermissionError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise Damaged(f"its record cannot be read ({first_line(error)})") from error
+    match record:
+        case {"format": int(number)} if number > FORMAT:
+            raise ValueError(
+                f"Cannot read the checkpoint {path}: it has format {number}, this version of "
+                f"flaxfit reads up to {FORMAT}. Install a newer flaxfit."
+            )
+        case {
+            "format": int(),
+            "step": int(step),
+            "metrics": {**metrics},
+            "history": _,
+            "data_state": _,
+            "callback_states": {},
+            "versions": {},
+            "environment": {},
+            "monitor": None | {"name": str(), "mode": "min" | "max"},
+            "arrays": {**arrays},
+        } if all(isinstance(value, int | float) for value in metrics.values()):
+            if str(step) != path.name:
+                raise Damaged(f"its record is that of step {step}")
+            for name, description in arrays.items():
+                _check_description(name, description)
+            return record
+    raise Damaged("its record lacks some part")
+
+
+def _check_description(name: str, description: Any) -> None:
+    match description:
+        case {"shape": [*shape], "dtype": str(), "digest": str(), "random_bits": str(kind)}:
+            is_whole = kind in _KINDS_OF_KEYS and _are_sizes(description.get("words"))
+        case {"shape": [*shape], "dtype": str(dtype), "digest": str()}:
+            is_whole = _is_dtype(dtype)
+        case _:
+            shape, is_whole = None, False
+    if not is_whole or not _are_sizes(shape):
+        raise Damaged(f"its record does not say what {name:.100} is")
+
+
+def _are_sizes(shape: Any) -> bool:
+    return isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**63 for n in shape)
+
+
+def _is_dtype(name: str) -> bool:
+    try:
+        dtype = jnp.dtype(name)
+    except (TypeError, ValueError):
+        return False
+    return str(dtype) == name and (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number))
+
+
+def as_plain_json(record: Any) -> Any:
+    """A copy of a record as it comes back from a file: later changes of its parts do not reach it.
+
+    Raises:
+      TypeError: part of it is no JSON.
+    """
+    try:
+        return json.loads(json.dumps(record, default=_number))
+    except TypeError as error:
+        raise TypeError(
+            "A checkpoint file keeps metrics, history, data position and callback states as "
+            f"JSON, which these are not: {error}."
+        ) from error
+
+
+def _number(value: Any) -> Any:
+    """NumPy's and JAX's numbers and arrays as Python's."""
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        return value.tolist()
+    raise TypeError(f"got {type(value).__name__}: {value!r:.60}")
+
+
+def first_line(error: Exception) -> str:
+    """What an error is called, and how it begins."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]:.200}"
