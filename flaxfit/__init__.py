@@ -1,7 +1,7 @@
 """flaxfit trains Flax models; this page is its public API.
 
-The sub-packages `callbacks`, `checkpoints`, `data`, `export`, `losses`, `metrics`, `modules` and
-`strategies` are attributes, imported when first used.
+The sub-packages `callbacks`, `checkpoints`, `data`, `export`, `losses`, `metrics`, `modules`,
+`optim` and `strategies` are attributes, imported when first used.
 """
 
 import importlib
@@ -27,7 +27,8 @@ from flaxfit.data import ArrayStream as ArrayStream
 from flaxfit.strategies import DataParallel as DataParallel
 
 _SUBPACKAGES = frozenset(
-    ("callbacks", "checkpoints", "data", "export", "losses", "metrics", "modules", "strategies")
+    ("callbacks", "checkpoints", "data", "export", "losses", "metrics", "modules", "optim")
+    + ("strategies",)
 )
 
 

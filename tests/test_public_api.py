@@ -116,6 +116,14 @@ PUBLIC = {
         "train_and_eval",
         "update_nnx",
     ),
+    "flaxfit.optim": (
+        "MultiOptimizer",
+        "Optimizer",
+        "OptimizerDef",
+        "hyperparams",
+        "set_hyperparams",
+        "swap_ema",
+    ),
     "flaxfit.strategies": ("DataParallel", "Strategy"),
 }
 # The spine of the library is at the top; these live in a sub-package as well, among their kind.

@@ -1,0 +1,62 @@
+"""What the optimizers here have in common: they are optax transformations with methods."""
+
+import abc
+from collections.abc import Iterable
+from typing import Any, Self
+
+import optax
+
+from flaxfit.optim._hyperparams import check_known
+from flaxfit.optim._optimizer import Optimizer
+
+OPTAX_ARGUMENTS = frozenset(("grad", "value", "value_fn"))
+"""What transformations of optax take in an update beside hyperparameters."""
+
+
+class Adjustable(optax.GradientTransformationExtraArgs, abc.ABC):
+    """An optax transformation with methods; subclasses have `_init` and `_update`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """The pair of functions that optax unpacks."""
+
+        def init(params: Any) -> Any:
+            return made._init(params)
+
+        def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+            return made._update(updates, state, params, **extra_args)
+
+        made = super().__new__(cls, init, update)
+        return made
+
+    @abc.abstractmethod
+    def _init(self, params: Any) -> Any:
+        """The state before the first step."""
+
+    @abc.abstractmethod
+    def _update(self, updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        """The updates of a step, and the new state."""
+
+    @property
+    @abc.abstractmethod
+    def known(self) -> Iterable[str]:
+        """The names of all hyperparameters."""
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """The hyperparameters in words."""
+
+    @abc.abstractmethod
+    def update_hyper_params(self, *, hyper_params: Any = None, **overrides: Any) -> Any:
+        """The set of hyperparameters with some values replaced."""
+
+    def create(self, target: Any) -> Optimizer:
+        """An `Optimizer` of the target, which is a tree of parameters."""
+        return Optimizer(optimizer_def=self, state=self.init(target), target=target)
+
+    def check(self, overrides: Iterable[str]) -> None:
+        """Checks that the arguments of an update are hyperparameters, or what optax takes.
+
+        Raises:
+          ValueError: with the hyperparameters that there are.
+        """
+        check_known(set(overrides) - OPTAX_ARGUMENTS, self.known, self.describe())

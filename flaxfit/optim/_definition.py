@@ -1,0 +1,223 @@
+"""OptimizerDef: an optax transformation whose hyperparameters stay adjustable."""
+
+import dataclasses
+import inspect
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from flaxfit.optim._adjustable import Adjustable
+from flaxfit.optim._groups import MultiOptimizer
+from flaxfit.optim._hyperparams import check_known, check_number
+from flaxfit.optim._optimizer import Optimizer
+from flaxfit.optim._overridable import Overridable
+from flaxfit.optim._per_parameter import per_parameter
+
+
+class OptimizerDef(Adjustable):
+    """An optax transformation whose hyperparameters live in its state.
+
+    They can be read (`hyperparams(state)`), set (`set_hyperparams(state, learning_rate=0.1)`),
+    and overridden for one step (`update(grads, state, params, learning_rate=0.1)`). What was set
+    beats a schedule until it is set to None, and what was given here.
+
+    >>> optimizer = OptimizerDef(optax.adam, learning_rate=optax.linear_schedule(0.1, 0.0, 10))
+    >>> optimizer
+    OptimizerDef(adam, learning_rate)
+
+    A subclass is an optimizer of one's own. It passes its hyperparameters to `super().__init__`,
+    by name or as one dataclass, and has two methods: `init_param_state(param)` returns the state
+    of a parameter, `apply_param_gradient(step, hyper_params, param, state, grad)` the new
+    parameter and its new state.
+
+    Args:
+      optax_factory: a function that makes an optax transformation, such as `optax.adam`.
+      static: names of arguments that the factory is given as they are, such as numbers that it
+        must know as such, and functions that are not schedules.
+      **hyperparams: arguments of the factory; the numbers and the schedules among them become
+        hyperparameters.
+
+    Raises:
+      TypeError: the factory does not take these arguments.
+      ValueError: a function among the hyperparameters is not a schedule.
+    """
+
+    def __init__(self, optax_factory: Any = None, *, static: Any = (), **hyperparams: Any):
+        is_set = dataclasses.is_dataclass(optax_factory)
+        self._given: Any = optax_factory if is_set else hyperparams
+        given = _by_name(self._given)
+        fixed = (static,) if isinstance(static, str) else tuple(static)
+        if hasattr(self, "apply_param_gradient"):
+            optax_factory = self._make_own
+        else:
+            _check_factory(optax_factory, given, fixed)
+        self._name = getattr(optax_factory, "__name__", repr(optax_factory))
+        live = {name: v for name, v in given.items() if name not in fixed and _is_live(v)}
+        for name, value in live.items():
+            _check_schedule(name, value)
+        self._live = {name: Overridable(name, value) for name, value in live.items()}
+        others = {name: value for name, value in given.items() if name not in self._live}
+
+        def make(**values: Any) -> Any:
+            return optax_factory(**others, **values)
+
+        # optax injects what the signature names.
+        names = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self._live]
+        vars(make)["__signature__"] = inspect.Signature(names)
+        dtype = jnp.result_type(float)
+        self._injected = optax.inject_hyperparams(make, hyperparam_dtype=dtype)(**self._live)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join([self._name, *self._live])})"
+
+    @property
+    def hyper_params(self) -> Any:
+        """The set of hyperparameters as it was given: by name, or the dataclass."""
+        if dataclasses.is_dataclass(self._given):
+            return self._given
+        return {name: value for name, value in self._given.items() if name in self._live}
+
+    def update_hyper_params(self, *, hyper_params: Any = None, **overrides: Any) -> Any:
+        """The set of hyperparameters with some values replaced.
+
+        Args:
+          hyper_params: a set in place of the one that was given.
+          **overrides: values by name.
+
+        Raises:
+          ValueError: there is no hyperparameter of that name.
+        """
+        check_known(overrides, self._live, self.describe())
+        start = self.hyper_params if hyper_params is None else hyper_params
+        is_plain = isinstance(start, Mapping)
+        return {**start, **overrides} if is_plain else dataclasses.replace(start, **overrides)
+
+    def create(self, target: Any, focus: Any = None) -> Optimizer:
+        """An `Optimizer` of the target, which is a tree of parameters.
+
+        Args:
+          target: the parameters.
+          focus: a filter, as of `MultiOptimizer`: only these parameters are updated.
+        """
+        return (
+            super().create(target)
+            if focus is None
+            else MultiOptimizer((focus, self)).create(target)
+        )
+
+    @property
+    def known(self) -> Iterable[str]:
+        """The names of all hyperparameters."""
+        return self._live.keys()
+
+    def describe(self) -> str:
+        """The hyperparameters in words."""
+        return str(list(self._live))
+
+    def _init(self, params: Any) -> Any:
+        return self._injected.init(params)
+
+    def _update(
+        self,
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        hyper_params: Any = None,
+        **extra: Any,
+    ) -> tuple[Any, Any]:
+        self.check(extra)
+        overrides = {**self._whole_set(hyper_params), **extra}
+        for name in overrides.keys() & self._live.keys():
+            if overrides[name] is not None:
+                check_number(name, overrides[name])
+        try:
+            updates, new = self._injected.update(updates, state, params, **overrides)
+        except (
+            jax.errors.ConcretizationTypeError,
+            jax.errors.TracerIntegerConversionError,
+        ) as error:
+            raise TypeError(
+                f"{self._name} needs the plain value of one of {list(self._live)}, which are "
+                "adjustable while it runs. Name it in static=, such as "
+                "OptimizerDef(optax.adafactor, ..., static=('min_dim_size_to_factor',))."
+            ) from error
+        return updates, jax.tree.map(_as_before, new, state)
+
+    def _whole_set(self, hyper_params: Any) -> dict[str, Any]:
+        """The overrides that a set stands for; what it leaves out is as it was given."""
+        if hyper_params is None:
+            return {}
+        values = _by_name(hyper_params)
+        if not dataclasses.is_dataclass(hyper_params):
+            check_known(values, self._live, self.describe())
+        return {name: None if callable(v := values.get(name)) else v for name in self._live}
+
+    def _make_own(self, **values: Any) -> optax.GradientTransformation:
+        """The transformation of a subclass that has methods for one parameter."""
+        own: Any = self
+        is_plain = isinstance(self._given, Mapping)
+        replace = dataclasses.replace
+        hyper_params = SimpleNamespace(**values) if is_plain else replace(self._given, **values)
+
+        def apply(step: Any, param: Any, state: Any, grad: Any) -> Any:
+            return own.apply_param_gradient(step, hyper_params, param, state, grad)
+
+        return per_parameter(own.init_param_state, apply)
+
+
+def _by_name(hyper_params: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(hyper_params):
+        names = [field.name for field in dataclasses.fields(hyper_params)]
+        return {name: getattr(hyper_params, name) for name in names}
+    return dict(hyper_params)
+
+
+def _is_live(value: Any) -> bool:
+    """Whether an argument can be a hyperparameter: a number or a function, but no type."""
+    if isinstance(value, bool | type):
+        return False
+    return callable(value) or isinstance(value, int | float | np.ndarray | np.generic | jax.Array)
+
+
+def _check_factory(factory: Any, given: Mapping[str, Any], static: Iterable[str]) -> None:
+    if isinstance(factory, optax.GradientTransformation) or not callable(factory):
+        raise TypeError(
+            "OptimizerDef needs a function that makes an optax transformation, and its arguments "
+            f"by name, such as OptimizerDef(optax.adam, learning_rate=1e-3), got {factory!r:.80}."
+        )
+    if unknown := [name for name in static if name not in given]:
+        raise ValueError(f"static names {unknown}, but the arguments are {list(given)}.")
+    signature = inspect.signature(factory)
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        raise TypeError(
+            f"Cannot make {getattr(factory, '__name__', factory)} of {list(given)}: {error}. It "
+            f"takes {', '.join(signature.parameters)}."
+        ) from None
+
+
+def _check_schedule(name: str, value: Any) -> None:
+    if not callable(value) or isinstance(value, optax.schedules.StatefulSchedule):
+        return
+    try:
+        at_0 = jax.eval_shape(value, jax.ShapeDtypeStruct((), jnp.int32))
+        is_schedule = at_0.shape == () and jnp.issubdtype(at_0.dtype, jnp.number)
+    except Exception:
+        is_schedule = False
+    if not is_schedule:
+        raise ValueError(
+            f"{name} is a function, but not a schedule: it does not turn a step into a number. If "
+            f"the optimizer takes it as it is, name it in static=({name!r},)."
+        )
+
+
+def _as_before(new: Any, old: Any) -> Any:
+    """A new leaf of a state in the dtype of the old one, as hyperparameters may be more precise."""
+    return new.astype(old.dtype) if new.dtype != old.dtype else new

@@ -1,0 +1,97 @@
+"""Filters: which parameters belong to which group."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+
+from flaxfit._rules import flat
+
+
+@runtime_checkable
+class Traversal(Protocol):
+    """Selects parts of a tree, as the traversals of `flax.traverse_util` do."""
+
+    def iterate(self, inputs: Any) -> Any:
+        """The selected parts."""
+
+    def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+        """The tree with a function applied to the selected parts."""
+
+
+Filter = str | re.Pattern[str] | Traversal | Callable[[str, Any], bool]
+"""A pattern of the whole path, a traversal, or a function of the path and the parameter."""
+
+
+def group_name(position: int, filter: Any) -> str:
+    """The name of a group: its pattern, or its position where the filter is not a pattern.
+
+    Raises:
+      TypeError: the filter is neither a pattern, nor a function, nor a traversal.
+      ValueError: the pattern is not a regular expression.
+    """
+    if isinstance(filter, str | re.Pattern):
+        try:
+            return re.compile(filter).pattern
+        except re.error as error:
+            raise ValueError(
+                f"Group {position} has no valid pattern: {filter!r}: {error}."
+            ) from None
+    if not (isinstance(filter, Traversal) or callable(filter)):
+        raise TypeError(
+            "A group is chosen by a pattern of paths, a function (path, value) -> bool, or an "
+            f"object with iterate and update, got {filter!r} for group {position}."
+        )
+    return str(position)
+
+
+def assign(filters: Sequence[Filter], names: Sequence[str], params: Any) -> Any:
+    """The tree of the numbers of the groups; what no group has gets the next number.
+
+    >>> assign(["a/.*", lambda path, x: x > 2], ["a/.*", "1"], {"a": {"b": 1}, "c": 2, "d": 3})
+    {'a': {'b': 0}, 'c': 2, 'd': 1}
+
+    Raises:
+      ValueError: a group has no parameter, or two groups have the same one.
+    """
+    paths = list(flat(params))
+    chosen = [_select(filter, params) for filter in filters]
+    for name, selected in zip(names, chosen, strict=True):
+        # A tree without any parameter is fine: so optax looks where parameters are in a state.
+        if paths and not any(selected):
+            raise ValueError(
+                f"Group {name!r} matches no parameter (patterns match whole paths, so that "
+                f"'encoder/.*' is all of encoder). The parameters are:{_listing(paths)}"
+            )
+    numbers = [
+        [number for number, selected in enumerate(chosen) if selected[i]] for i in range(len(paths))
+    ]
+    twice = [
+        f"{path} (groups {', '.join(repr(names[number]) for number in of_leaf)})"
+        for path, of_leaf in zip(paths, numbers, strict=True)
+        if len(of_leaf) > 1
+    ]
+    if twice:
+        raise ValueError(f"Multiple optimizers match the same parameters:{_listing(twice)}")
+    rest = len(filters)
+    labels = [of_leaf[0] if of_leaf else rest for of_leaf in numbers]
+    return jax.tree.unflatten(jax.tree.structure(params), labels)
+
+
+_CHOSEN = object()
+
+
+def _select(filter: Filter, params: Any) -> list[bool]:
+    """Whether each leaf is selected."""
+    if isinstance(filter, str | re.Pattern):
+        return [re.fullmatch(filter, path) is not None for path in flat(params)]
+    if isinstance(filter, Traversal):
+        marked = filter.update(lambda part: jax.tree.map(lambda _: _CHOSEN, part), params)
+        return [leaf is _CHOSEN for leaf in jax.tree.leaves(marked)]
+    return [bool(filter(path, leaf)) for path, leaf in flat(params).items()]
+
+
+def _listing(paths: Sequence[str]) -> str:
+    shown = [*paths[:50], *([f"... and {len(paths) - 50} more"] if len(paths) > 50 else [])]
+    return "".join(f"\n  {path}" for path in shown)

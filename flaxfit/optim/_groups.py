@@ -1,0 +1,179 @@
+"""MultiOptimizer: one optimizer for each of several groups of parameters."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import optax
+
+from flaxfit.optim._adjustable import OPTAX_ARGUMENTS, Adjustable
+from flaxfit.optim._filters import assign, group_name
+from flaxfit.optim._hyperparams import GroupsState
+
+
+class MultiOptimizer(Adjustable):
+    """Updates groups of parameters, each with an optimizer of its own; others stay as they are.
+
+    A parameter of no group has no moments, no decay and no update. A group is named by its
+    pattern, or by its position where its filter is not a pattern; each has its own
+    hyperparameters. One that is overridden by name is overridden in all groups that have it.
+
+    >>> import jax.numpy as jnp
+    >>> from flaxfit.optim import OptimizerDef
+    >>> optimizer = MultiOptimizer(
+    ...     ("encoder/.*", OptimizerDef(optax.sgd, learning_rate=0.1)),
+    ...     (lambda path, value: path == "head", OptimizerDef(optax.adam, learning_rate=0.5)),
+    ... )
+    >>> params = {"encoder": {"kernel": jnp.ones(2)}, "head": jnp.ones(2), "scale": jnp.ones(2)}
+    >>> optimizer.create(params).apply_gradient(params, learning_rate=1.0).target["encoder"]
+    {'kernel': Array([0., 0.], dtype=float32)}
+
+    Args:
+      *groups: pairs of a filter and an optimizer. A filter is a pattern that matches whole paths
+        ("encoder/.*"), a function `(path, value) -> bool`, or an object with `iterate` and
+        `update`, such as a `flax.traverse_util.ModelParamTraversal`. An optimizer is an
+        `OptimizerDef` or any optax transformation.
+
+    Raises:
+      TypeError: a group is not such a pair.
+      ValueError: there is no group, or two have the same name.
+    """
+
+    def __init__(self, *groups: Any):
+        if not groups:
+            raise ValueError(
+                "MultiOptimizer needs at least one group: a pair (filter, optimizer), such as "
+                "('encoder/.*', optax.adam(1e-3))."
+            )
+        for position, group in enumerate(groups):
+            _check_pair(position, group)
+        self._filters = tuple(filter for filter, _ in groups)
+        self._optimizers = tuple(optimizer for _, optimizer in groups)
+        self._names = tuple(group_name(i, filter) for i, filter in enumerate(self._filters))
+        if len(set(self._names)) < len(groups):
+            raise ValueError(f"Two groups have the same name: {list(self._names)}.")
+
+    def __repr__(self) -> str:
+        return f"MultiOptimizer({self.describe() or list(self._names)})"
+
+    @property
+    def hyper_params(self) -> list[Any]:
+        """The set of each group: hyperparameters by name, as they were given."""
+        return [getattr(optimizer, "hyper_params", {}) for optimizer in self._optimizers]
+
+    def update_hyper_params(self, *, hyper_params: Any = None, **overrides: Any) -> list[Any]:
+        """The set of each group with some values replaced, wherever a group has them.
+
+        Args:
+          hyper_params: a sequence of sets, or a mapping from groups to sets, in place of those
+            that were given.
+          **overrides: values by name.
+
+        Raises:
+          ValueError: no group has a hyperparameter of that name.
+        """
+        self.check(overrides)
+        sets = [
+            default if given is None else given
+            for default, given in zip(self.hyper_params, self._sets(hyper_params), strict=True)
+        ]
+        return [
+            optimizer.update_hyper_params(hyper_params=given, **_of(optimizer, overrides))
+            if isinstance(optimizer, Adjustable)
+            else given
+            for optimizer, given in zip(self._optimizers, sets, strict=True)
+        ]
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The names of all hyperparameters, whatever their group."""
+        adjustable = [x for x in self._optimizers if isinstance(x, Adjustable)]
+        return tuple(dict.fromkeys(name for optimizer in adjustable for name in optimizer.known))
+
+    def describe(self) -> str:
+        """The hyperparameters in words."""
+        groups = zip(self._names, self._optimizers, strict=True)
+        return ", ".join(
+            f"{optimizer.describe()} in group {name!r}"
+            for name, optimizer in groups
+            if isinstance(optimizer, Adjustable)
+        )
+
+    def _init(self, params: Any) -> GroupsState:
+        labels = assign(self._filters, self._names, params)
+        state = _partition(self._optimizers, labels).init(params)
+        return GroupsState(tuple(state.inner_states.values()), self._names)
+
+    def _update(
+        self,
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        hyper_params: Any = None,
+        **extra: Any,
+    ) -> tuple[Any, GroupsState]:
+        if params is None:
+            raise ValueError(
+                "MultiOptimizer finds its groups in the parameters: pass them, as "
+                "optimizer.update(grads, state, params)."
+            )
+        self.check(extra)
+        labels = assign(self._filters, self._names, params)
+        optimizers = [
+            _with_arguments(optimizer, given, extra)
+            for optimizer, given in zip(self._optimizers, self._sets(hyper_params), strict=True)
+        ]
+        states = optax.transforms.PartitionState(dict(enumerate(state.states)))
+        updates, new = _partition(optimizers, labels).update(updates, states, params)
+        return updates, state.replace(states=tuple(new.inner_states.values()))
+
+    def _sets(self, hyper_params: Any) -> list[Any]:
+        """The given set of each group, or None."""
+        if hyper_params is None:
+            return [None] * len(self._names)
+        if isinstance(hyper_params, Mapping):
+            unknown = [name for name in hyper_params if name not in self._names]
+            if unknown:
+                raise ValueError(f"There are no groups {unknown}, only {list(self._names)}.")
+            return [hyper_params.get(name) for name in self._names]
+        if len(hyper_params) != len(self._names):
+            raise ValueError(
+                f"hyper_params must hold a set for each of the groups {list(self._names)}, got "
+                f"{len(hyper_params)}."
+            )
+        return list(hyper_params)
+
+
+def _check_pair(position: int, group: Any) -> None:
+    is_pair = isinstance(group, tuple | list) and len(group) == 2
+    if not is_pair or not (hasattr(group[1], "init") and hasattr(group[1], "update")):
+        raise TypeError(
+            "MultiOptimizer takes pairs (filter, optimizer), such as ('encoder/.*', "
+            f"optax.adam(1e-3)), got {group!r:.80} for group {position}."
+        )
+
+
+def _of(optimizer: Adjustable, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in overrides.items() if name in optimizer.known}
+
+
+def _with_arguments(optimizer: Any, hyper_params: Any, extra: Mapping[str, Any]) -> Any:
+    """The optimizer with its own arguments of an update filled in."""
+    if isinstance(optimizer, Adjustable):
+        own = {name: v for name, v in extra.items() if name in OPTAX_ARGUMENTS}
+        arguments = {"hyper_params": hyper_params, **own, **_of(optimizer, extra)}
+    else:
+        optimizer, arguments = optax.with_extra_args_support(optimizer), extra
+        if hyper_params:
+            raise ValueError(
+                f"Cannot set {list(hyper_params)}: the optimizer of this group is not an "
+                "OptimizerDef."
+            )
+    update = functools.partial(optimizer.update, **arguments)
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def _partition(optimizers: Any, labels: Any) -> Any:
+    """The optimizers by number; parameters of the number after the last one stay put."""
+    return optax.partition(dict(enumerate([*optimizers, optax.set_to_zero()])), labels)
