@@ -99,8 +99,8 @@ def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
                 break
         if not isinstance(place, dict) or name in place:
             raise ValueError(
-                f"{path} goes on where another path ends, so without a target there is no telling "
-                "what the tree looks like"
+                f"Cannot make nested dicts of the names of these arrays: {path} goes on where "
+                "another one ends. Pass a target."
             )
         place[name] = array
     return tree

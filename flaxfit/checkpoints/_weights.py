@@ -98,10 +98,10 @@ def load_weights(
     try:
         arrays, facts = _safetensors.read(source)
         arrays |= _keys(arrays, facts)
-        if target is None:
-            return nested({name: on_device(array) for name, array in arrays.items()})
-    except (_safetensors.Malformed, ValueError) as error:
+    except _safetensors.Malformed as error:
         raise ValueError(f"Cannot read weights from {source}: {error}.") from error
+    if target is None:
+        return nested({name: on_device(array) for name, array in arrays.items()})
     variables = _variables(target)
     here = leaves_of(variables)
     on_disk = {name: describe(array) for name, array in arrays.items()}
