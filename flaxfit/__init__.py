@@ -27,8 +27,18 @@ from flaxfit.data import ArrayStream as ArrayStream
 from flaxfit.strategies import DataParallel as DataParallel
 
 _SUBPACKAGES = frozenset(
-    ("callbacks", "checkpoints", "data", "export", "losses", "metrics", "modules", "optim")
-    + ("strategies",)
+    (
+        "callbacks",
+        "checkpoints",
+        "data",
+        "export",
+        "importers",
+        "losses",
+        "metrics",
+        "modules",
+        "optim",
+        "strategies",
+    )
 )
 
 

@@ -74,6 +74,15 @@ PUBLIC = {
         "save",
         "write",
     ),
+    "flaxfit.importers": (
+        "CheckpointTranslator",
+        "LazyArray",
+        "LazyAwaitableArray",
+        "LazyThreadPoolArray",
+        "UnreadableFile",
+        "fill",
+        "load_tf_ckpt",
+    ),
     "flaxfit.losses": (
         "binary_crossentropy",
         "check_loss_shape",

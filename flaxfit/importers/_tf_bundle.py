@@ -1,0 +1,190 @@
+"""load_tf_ckpt: reads TensorFlow's checkpoints (tensor bundles) without TensorFlow."""
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from flaxfit.importers._crc32c import crc32c, unmasked
+from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
+from flaxfit.importers._slices import Extent, place_of, read_slice, slice_key
+from flaxfit.importers._table import read_table
+from flaxfit.importers._unreadable import UnreadableFile, reading, require
+from flaxfit.importers._varint import fields, integer, message
+
+_KIND = "a TensorFlow checkpoint (version 2)"
+_TEXT = 7
+_DTYPES: Mapping[int, Any] = {
+    1: np.float32,
+    2: np.float64,
+    3: np.int32,
+    4: np.uint8,
+    5: np.int16,
+    6: np.int8,
+    8: np.complex64,
+    9: np.int64,
+    10: np.bool_,
+    14: ml_dtypes.bfloat16,
+    17: np.uint16,
+    18: np.complex128,
+    19: np.float16,
+    22: np.uint32,
+    23: np.uint64,
+    24: ml_dtypes.float8_e5m2,
+    25: ml_dtypes.float8_e4m3fn,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """What the index says about one variable, or one part of one."""
+
+    dtype: int = 0
+    shape: tuple[int, ...] = ()
+    shard: int = 0
+    offset: int = 0
+    size: int = 0
+    checksum: int | None = None
+    slices: tuple[list[Extent], ...] = ()
+
+
+def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
+    """Opens a checkpoint that TensorFlow's savers wrote; needs no TensorFlow.
+
+    The index is read at once, each array when it is asked for, and then compared with its
+    checksum. Partitioned variables are put together. Text (such as the object graph of newer
+    checkpoints) is left out.
+
+    >>> load_tf_ckpt("no_such_folder/model.ckpt-1000")
+    Traceback (most recent call last):
+    FileNotFoundError: No TensorFlow checkpoint at no_such_folder/model.ckpt-1000: ...
+
+    Args:
+      path: the prefix of its files ("folder/model.ckpt-1000"), any one of them, or a folder, whose
+        `checkpoint` file then names the newest. The files are always those of the given folder,
+        even where that text names the folder they were copied from.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+      UnreadableFile: it is damaged, or of a kind that is not supported.
+    """
+    prefix = _prefix(Path(path))
+    index = Path(f"{prefix}.index")
+    if not index.is_file():
+        raise FileNotFoundError(
+            f"No TensorFlow checkpoint at {path}: expected a folder, or a prefix with files such "
+            f"as {index.name} and {prefix.name}.data-00000-of-00001."
+        )
+    with reading(index, _KIND):
+        table = dict(read_table(index.read_bytes()))
+        n_shards = _n_shards(table.get(b"", b""))
+        arrays: dict[str, LazyArray] = {}
+        for key, value in table.items():
+            if key[:1] in (b"", b"\0"):  # The header, and the parts of partitioned variables.
+                continue
+            name, entry = key.decode(), _entry(value)
+            if entry.dtype != _TEXT:
+                arrays[name] = _lazy(prefix, n_shards, name, entry, table)
+        return arrays
+
+
+def _prefix(path: Path) -> Path:
+    """The common start of the paths of a checkpoint's files."""
+    if not path.is_dir():
+        return path.with_name(re.sub(r"\.(index|meta|data-\d+-of-\d+)$", "", path.name))
+    try:
+        text = (path / "checkpoint").read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        text = ""
+    named = re.search(r'^model_checkpoint_path:\s*"([^"]*)"', text, re.MULTILINE)
+    if named:
+        return path / re.split(r"[/\\]", named[1])[-1]
+    found = sorted(path.glob("*.index"))
+    if len(found) == 1:
+        return found[0].with_suffix("")
+    names = ", ".join(file.stem for file in found[:10]) or "none"
+    raise FileNotFoundError(
+        f"Cannot tell which checkpoint of {path} to read: it has no file named checkpoint that "
+        f"says so. Give the path of one of these: {names}."
+    )
+
+
+def _n_shards(header: bytes) -> int:
+    values = dict(fields(header))
+    require(values.get(2, 0) == 0, "it was written on a big-endian machine")
+    n_shards = integer(values.get(1, 1))
+    require(0 < n_shards < 100_000, f"it states {n_shards} data files")
+    return n_shards
+
+
+def _entry(entry: bytes) -> _Entry:
+    numbers: dict[int, int] = {}
+    shape: tuple[int, ...] = ()
+    slices = []
+    for number, value in fields(entry):
+        if number == 2:
+            dims = [message(dim) for n, dim in fields(message(value)) if n == 2]
+            shape = tuple(integer(dict(fields(dim)).get(1, 0)) for dim in dims)
+        elif number == 7:
+            slices.append(read_slice(message(value)))
+        else:
+            numbers[number] = integer(value)
+    return _Entry(
+        dtype=numbers.get(1, 0),
+        shape=shape,
+        shard=numbers.get(3, 0),
+        offset=numbers.get(4, 0),
+        size=numbers.get(5, 0),
+        checksum=numbers.get(6),
+        slices=tuple(slices),
+    )
+
+
+def _lazy(
+    prefix: Path, n_shards: int, name: str, entry: _Entry, table: Mapping[bytes, bytes]
+) -> LazyArray:
+    if entry.dtype not in _DTYPES:
+        raise UnreadableFile(
+            f"Cannot read {prefix}.index: {name} has TensorFlow's dtype number {entry.dtype}, "
+            "which NumPy has no match for. Leave this variable out when writing the checkpoint."
+        )
+    dtype = np.dtype(_DTYPES[entry.dtype])
+    parts = [(entry, ())]
+    if entry.slices:
+        found = [_entry(table[slice_key(name, extents)]) for extents in entry.slices]
+        places = [place_of(extents, entry.shape) for extents in entry.slices]
+        parts = list(zip(found, places, strict=True))
+    sizes = [part.size for part, _ in parts]
+    stated = math.prod(entry.shape) * dtype.itemsize
+    require(len(entry.shape) <= 32 and sum(sizes) == stated, f"the size of {name} is wrong")
+
+    def read() -> np.ndarray:
+        with reading(f"{name} of {prefix}", _KIND):
+            if not entry.slices:
+                return _read(prefix, n_shards, entry, dtype).reshape(entry.shape)
+            whole = np.empty(entry.shape, dtype)
+            for part, place in parts:
+                whole[place] = _read(prefix, n_shards, part, dtype).reshape(whole[place].shape)
+            return whole
+
+    return LazyThreadPoolArray(entry.shape, dtype, read)
+
+
+def _read(prefix: Path, n_shards: int, entry: _Entry, dtype: np.dtype) -> np.ndarray:
+    path = Path(f"{prefix}.data-{entry.shard:05d}-of-{n_shards:05d}")
+    if not path.is_file():
+        raise UnreadableFile(f"Cannot read {prefix}: its data file {path.name} is missing.")
+    with path.open("rb") as file:
+        left = os.fstat(file.fileno()).st_size - entry.offset
+        require(entry.size <= left, f"its data file {path.name} is cut short")
+        file.seek(entry.offset)
+        data = np.fromfile(file, np.uint8, entry.size)
+    is_whole = entry.checksum is None or crc32c(data) == unmasked(entry.checksum)
+    require(is_whole, f"the checksum of the data in {path.name} is wrong")
+    return data.view(dtype)

@@ -1,0 +1,161 @@
+"""CheckpointTranslator: rules that rename, change or drop the arrays of a checkpoint."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+Rule = Callable[..., tuple[str | None, Any] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Translation:
+    """What rules make of a checkpoint: the new arrays, where each is from, what is wrong."""
+
+    values: Mapping[str, Any]
+    sources: Mapping[str, str]
+    dropped: list[str]
+    unmatched: list[str]
+    collisions: Mapping[str, list[str]]
+
+    def problems(self, strict: bool = True) -> list[str]:
+        """What keeps the translation from being used, a line each."""
+        lines = [f"{name}: no rule matches this name" for name in self.unmatched if strict]
+        lines += [f"{' and '.join(olds)} all become {new}" for new, olds in self.collisions.items()]
+        return lines
+
+
+class CheckpointTranslator:
+    r"""Translates the names, and where needed the values, of a checkpoint by rules.
+
+    A rule is a function of `(opts, name, value, *groups)` under a regular expression that has to
+    match a whole name; the groups are those of the expression. It returns the new name and value,
+    or None to drop the array. The first rule that matches wins; a name that none matches is an
+    error. Values may be lazy: what `T`, `reshape`, `transpose` and `astype` do is done when they
+    are read.
+
+    >>> translator = CheckpointTranslator()
+    >>> @translator.add(r"fc(\d+)\.weight")
+    ... def kernel(opts, name, value, number):
+    ...     return f"Dense_{number}/kernel", value.T
+    >>> @translator.add(r".*\.num_batches_tracked")
+    ... def drop(opts, name, value):
+    ...     return None
+    >>> checkpoint = {"fc0.weight": np.ones((2, 3)), "bn.num_batches_tracked": np.array(9)}
+    >>> translator.dry_run(checkpoint)
+    fc0.weight              -> Dense_0/kernel  (3, 2)  float64
+    bn.num_batches_tracked  -> dropped
+    >>> {name: value.shape for name, value in translator.apply(checkpoint).items()}
+    {'Dense_0/kernel': (3, 2)}
+    """
+
+    def __init__(self) -> None:
+        self.rules: list[tuple[re.Pattern[str], Rule]] = []
+        self._last_steps: list[Callable[..., Any]] = []
+        self._inverse: CheckpointTranslator | None = None
+
+    def add(self, pattern: str) -> Callable[[Rule], Rule]:
+        """Decorates a function that becomes the rule for names that the pattern matches whole."""
+
+        def register(rule: Rule) -> Rule:
+            self.rules.append((re.compile(pattern), rule))
+            return rule
+
+        return register
+
+    def add_last_step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorates a function of `(opts, values)` that is given all that the rules made.
+
+        It returns the dict to go on with: the place for what takes more than one array to decide.
+        """
+        self._last_steps.append(function)
+        return function
+
+    @property
+    def inverse(self) -> "CheckpointTranslator":
+        """The translator for the way back, with rules of its own.
+
+        `@translator.inverse.add(...)` says how to undo a rule; `translator.inverse.apply(...)`
+        then writes names as they were, for export.
+        """
+        if self._inverse is None:
+            self._inverse = CheckpointTranslator()
+            self._inverse._inverse = self
+        return self._inverse
+
+    def apply(self, checkpoint: Mapping[str, Any], **opts: Any) -> dict[str, Any]:
+        """Translates a checkpoint.
+
+        Args:
+          checkpoint: arrays, lazy or not, by name.
+          **opts: handed to every rule, as one dict.
+
+        Raises:
+          ValueError: names that no rule matches, and names that become the same; all are listed.
+        """
+        translation = self.translate(checkpoint, **opts)
+        raise_problems(translation.problems(), "translate the checkpoint")
+        return dict(translation.values)
+
+    def dry_run(self, checkpoint: Mapping[str, Any], **opts: Any) -> None:
+        """Prints a table: old name, new name, shape and dtype. Nothing is read."""
+        translation = self.translate(checkpoint, **opts)
+        sources = translation.sources
+        rows = [(sources.get(n, "(added)"), n, v) for n, v in translation.values.items()]
+        shown = [(old, new, _shape(value), _dtype(value)) for old, new, value in rows]
+        shown += [(name, "dropped", "", "") for name in translation.dropped]
+        shown += [(name, "no rule matches", "", "") for name in translation.unmatched]
+        shown += [
+            (old, f"{new} (taken)", "", "")
+            for new, olds in translation.collisions.items()
+            for old in olds[1:]
+        ]
+        widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+        for cells in shown:
+            old, *rest = (c.ljust(width) for c, width in zip(cells, widths, strict=True))
+            print(f"{old}  -> {'  '.join(rest)}".rstrip())
+
+    def translate(self, checkpoint: Mapping[str, Any], **opts: Any) -> Translation:
+        """Translates as far as the rules go, and keeps what is wrong instead of raising."""
+        values, olds_of, dropped, unmatched = {}, {}, [], []
+        for name, value in checkpoint.items():
+            found = ((rule, pattern.fullmatch(name)) for pattern, rule in self.rules)
+            rule, match = next(((r, m) for r, m in found if m), (None, None))
+            if rule is None or match is None:
+                unmatched.append(name)
+                continue
+            new_name, new_value = rule(opts, name, value, *match.groups()) or (None, None)
+            if new_name is None:
+                dropped.append(name)
+                continue
+            olds_of.setdefault(new_name, []).append(name)
+            values.setdefault(new_name, new_value)
+        collisions = {new: olds for new, olds in olds_of.items() if len(olds) > 1}
+        # The last steps may rename: an array is then known by what it is.
+        origins = {id(value): olds_of[new][0] for new, value in values.items()}
+        result = dict(values)
+        for step in self._last_steps:
+            result = dict(step(opts, result))
+        sources = {new: origins[id(v)] for new, v in result.items() if id(v) in origins}
+        return Translation(result, sources, dropped, unmatched, collisions)
+
+
+def raise_problems(problems: list[str], task: str) -> None:
+    """Raises one `ValueError` that lists all problems, if there are any."""
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        lines = "".join(f"\n  {line}" for line in problems)
+        raise ValueError(
+            f"Cannot {task} ({count}):{lines}\nAdd or correct rules of the translator (one that "
+            "returns None drops an array), or build the model that the checkpoint is of."
+        )
+
+
+def _shape(value: Any) -> str:
+    return str(tuple(np.shape(value) if not hasattr(value, "shape") else value.shape))
+
+
+def _dtype(value: Any) -> str:
+    return str(getattr(value, "dtype", type(value).__name__))
