@@ -1,0 +1,110 @@
+"""SavedModel: a module as TensorFlow serves it, and trains it, without JAX."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from flaxfit.export._compare import RTOL, ExportReport, compare, report, size_of
+from flaxfit.export._files import replacing
+from flaxfit.export._module import DEFAULT_METHOD_KEY, JaxModule
+from flaxfit.export._names import from_names, input_names, output_names
+from flaxfit.export._program import PLATFORMS, PORTABLE
+from flaxfit.export._tensorflow import TensorFlowModule, import_tensorflow, tensor_specs
+
+
+def save_saved_model(
+    module: JaxModule,
+    path: str | os.PathLike[str],
+    *,
+    platforms: Sequence[str] = PLATFORMS,
+    stablehlo_version: str = PORTABLE,
+    samples: Sequence[Any] | None = None,
+    rtol: float = RTOL,
+) -> ExportReport:
+    """Writes a module as a TensorFlow SavedModel: a folder that needs TensorFlow 2.20, not JAX.
+
+    What `tf.saved_model.load` gives has a method of each name (a single function is the object's
+    own call), `variables` and `trainable_variables`. Each method is a signature as well, a single
+    one "serving_default": its inputs are named "inputs", or by keyword or path ("inputs_0"), its
+    outputs "outputs" or by path.
+
+    The folder is read again and compared with the module before it takes its place.
+
+    >>> import tempfile
+    >>> import tensorflow as tf
+    >>> from flaxfit.export import InputSpec
+    >>> module = JaxModule({"w": 2.0}, lambda p, x: p["w"] * x, input_spec=InputSpec(("n",)))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     made = save_saved_model(module, f"{folder}/double")
+    ...     double = tf.saved_model.load(f"{folder}/double")
+    >>> double(tf.constant([1.0, 2.0])).numpy().tolist()
+    [2.0, 4.0]
+
+    Args:
+      module: what to write; its `trainable` parameters can be trained in TensorFlow.
+      path: the folder; a SavedModel that is there is replaced.
+      platforms: where it is to run, of "cpu", "cuda", "rocm" and "tpu".
+      stablehlo_version: of the programs; TensorFlow must know it.
+      samples: inputs to compare on, each a tuple, where random ones make no sense.
+      rtol: how far an output may be off, relative to its largest value.
+
+    Raises:
+      ValueError: the folder differs from the module, or the model cannot be exported; nothing is
+        written.
+      ImportError: TensorFlow is not installed.
+    """
+    tf = import_tensorflow()
+    made = TensorFlowModule(module, platforms, stablehlo_version)
+    saved, signatures = tf.train.Checkpoint(), {}
+    saved.variables, saved.trainable_variables = made.variables, made.trainable_variables
+    for name, function in made.methods.items():
+        specs = module.method_specs[name].input_spec
+        # Traced for the open shapes: this is what is saved.
+        _call(function.get_concrete_function, tensor_specs(specs))
+        is_default = name == DEFAULT_METHOD_KEY
+        setattr(saved, "__call__" if is_default else name, function)
+        key = "serving_default" if is_default or len(made.methods) == 1 else name
+        signatures[key] = _signature(function, specs)
+    options = tf.saved_model.SaveOptions(experimental_custom_gradients=True)
+    specs = {name: method.input_spec for name, method in module.method_specs.items()}
+    with replacing(path, folder=True) as temporary:
+        tf.saved_model.save(saved, str(temporary), signatures=signatures, options=options)
+        compared = (0.0, ("not compared: it does not run on this platform",))
+        if "cpu" in platforms:
+            loaded = tf.saved_model.load(str(temporary))
+            methods = {name: _as_numpy(loaded, name) for name in made.methods}
+            with jax.default_device(jax.devices("cpu")[0]):
+                compared = compare(module.jax_methods, methods, specs, samples=samples, rtol=rtol)
+    return report(Path(path), "SavedModel", size_of(Path(path)), compared)
+
+
+def _signature(function: Callable[..., Any], specs: Any) -> Any:
+    """A method with flat, named inputs and outputs."""
+    tf = import_tensorflow()
+
+    def signature(**named: Any) -> Any:
+        outputs = _call(function, from_names(specs, named))
+        return dict(zip(output_names(outputs), jax.tree.leaves(outputs), strict=True))
+
+    flat = zip(input_names(specs), jax.tree.leaves(specs), strict=True)
+    tensors = {name: tensor_specs(spec, name) for name, spec in flat}
+    return tf.function(signature, autograph=False).get_concrete_function(**tensors)
+
+
+def _as_numpy(loaded: Any, name: str) -> Callable[..., Any]:
+    """A method of what was loaded, between NumPy arrays."""
+    tf = import_tensorflow()
+    function = loaded if name == DEFAULT_METHOD_KEY else getattr(loaded, name)
+
+    def method(*inputs: Any, **named: Any) -> Any:
+        outputs = _call(function, jax.tree.map(tf.constant, named or inputs))
+        return jax.tree.map(lambda tensor: tensor.numpy(), outputs)
+
+    return method
+
+
+def _call(function: Callable[..., Any], inputs: Any) -> Any:
+    return function(**inputs) if isinstance(inputs, dict) else function(*inputs)

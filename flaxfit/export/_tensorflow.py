@@ -1,0 +1,160 @@
+"""TensorFlowModule: a JaxModule's methods and variables in TensorFlow, without jax2tf."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+
+from flaxfit.export._program import PLATFORMS, PORTABLE, export_method, in_version
+
+
+class TensorFlowModule:
+    """The methods and variables of a JaxModule in TensorFlow.
+
+    A method holds its StableHLO program and, for training, the program of its gradient; both take
+    the variables, so that assigning to these is enough.
+    """
+
+    def __init__(
+        self, module: Any, platforms: Sequence[str] = PLATFORMS, version: str = PORTABLE
+    ) -> None:
+        tf = import_tensorflow()
+        self._platforms, self._version = platforms, version
+        self._variables = {
+            name: tf.Variable(np.asarray(leaf), trainable=module.trainable[name], name=name)
+            for name, leaf in module.named_params.items()
+        }
+        self.methods: dict[str, Callable[..., Any]] = {
+            name: self._method(module, name) for name in module.method_specs
+        }
+        """The methods by name, as `tf.function`s of the inputs."""
+
+    @property
+    def variables(self) -> list[Any]:
+        """All parameters, as `tf.Variable`s named by their paths."""
+        return list(self._variables.values())
+
+    @property
+    def trainable_variables(self) -> list[Any]:
+        """The trainable ones."""
+        return [variable for variable in self.variables if variable.trainable]
+
+    def assign(self, leaves: dict[str, Any]) -> None:
+        """Takes over other values, by name."""
+        values = {name: np.asarray(leaf) for name, leaf in leaves.items()}
+        for name, variable in self._variables.items():
+            variable.assign(values[name])
+
+    def _method(self, module: Any, name: str) -> Callable[..., Any]:
+        tf = import_tensorflow()
+        method = module.method_specs[name]
+        exported = export_method(module, name, self._platforms)
+        run = _program(in_version(exported, self._version), self._version)
+
+        # Not a lambda, and without defaults: TensorFlow saves the name and the signature.
+        def call(*inputs: Any, **named: Any) -> Any:
+            given = _as_tensors(method.input_spec, named or inputs)
+            params = {key: tf.convert_to_tensor(v) for key, v in self._variables.items()}
+            return run(params, given)
+
+        return tf.function(call, jit_compile=method.jit_compile, autograph=False)
+
+
+def import_tensorflow() -> Any:
+    """TensorFlow, or an error that says how to install it."""
+    try:
+        import tensorflow
+    except ImportError as error:
+        raise ImportError(
+            "TensorFlow's formats need TensorFlow: pip install 'flaxfit[tensorflow]'."
+        ) from error
+    return tensorflow
+
+
+def tensor_specs(specs: Any, name: str | None = None) -> Any:
+    """InputSpecs as `tf.TensorSpec`s, whose symbolic dimensions are open."""
+    tf = import_tensorflow()
+
+    def tensor(spec: Any) -> Any:
+        shape = [d if isinstance(d, int) else None for d in spec.shape]
+        return tf.TensorSpec(shape, tf.as_dtype(spec.dtype), name=name)
+
+    return jax.tree.map(tensor, specs)
+
+
+def _as_tensors(specs: Any, inputs: Any) -> Any:
+    """The inputs as tensors of the dtypes of their specs."""
+    tf = import_tensorflow()
+    if jax.tree.structure(inputs) != jax.tree.structure(specs):
+        raise ValueError(
+            "The inputs differ from input_spec.\n"
+            f"Received: {jax.tree.structure(inputs)}\nExpected: {jax.tree.structure(specs)}"
+        )
+
+    def tensor(spec: Any, value: Any) -> Any:
+        return tf.convert_to_tensor(value, tf.as_dtype(spec.dtype))
+
+    return jax.tree.map(tensor, specs, inputs)
+
+
+def _program(exported: jax.export.Exported, version: str) -> Callable[..., Any]:
+    """A program `(parameters, inputs) -> outputs` as an operation with a gradient."""
+    tf = import_tensorflow()
+    gradient = in_version(exported.vjp(), version)
+    differentiable = [_is_float(aval) for aval in exported.in_avals]
+
+    @tf.custom_gradient
+    def run(*flat: Any) -> Any:
+        outputs = _call_module(exported, flat)
+
+        def grad(*cotangents: Any) -> Any:
+            given = [
+                cotangent if _is_float(aval) else tf.zeros(tf.shape(output), tf.bool)
+                for aval, output, cotangent in zip(
+                    exported.out_avals, outputs, cotangents, strict=True
+                )
+            ]
+            found = _call_module(gradient, [*flat, *given])
+            return [g if d else None for g, d in zip(found, differentiable, strict=True)]
+
+        return tuple(outputs), grad
+
+    def call(params: Any, inputs: Any) -> Any:
+        arguments = (params, inputs), {}
+        flat = jax.tree.leaves(arguments)
+        return jax.tree.unflatten(exported.out_tree, list(run(*flat)))
+
+    return call
+
+
+def _call_module(exported: jax.export.Exported, flat: Sequence[Any]) -> list[Any]:
+    """TensorFlow's operation that runs a program of StableHLO."""
+    tf = import_tensorflow()
+    from tensorflow.compiler.tf2xla.python import xla
+
+    return xla.call_module(
+        # Arguments that the program does not use are no part of it.
+        [flat[i] for i in exported.module_kept_var_idx],
+        version=exported.calling_convention_version,
+        module=exported.mlir_module_serialized,
+        # The gradient of an integer is of a type without values, which StableHLO writes as bool.
+        Tout=[
+            tf.as_dtype(bool if aval.dtype == jax.dtypes.float0 else aval.dtype)
+            for aval in exported.out_avals
+        ],
+        Sout=[
+            tf.TensorShape([d if isinstance(d, int) else None for d in aval.shape])
+            for aval in exported.out_avals
+        ],
+        platforms=tuple(platform.upper() for platform in exported.platforms),
+        function_list=[],
+        has_token_input_output=False,
+        disabled_checks=(),
+        use_shardy_partitioner=True,
+    )
+
+
+def _is_float(aval: Any) -> bool:
+    return jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact)
