@@ -1,6 +1,6 @@
 """TrainState: everything that a training step reads and writes, as data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,7 +8,10 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from flaxfit import _axes, _state_dict
 from flaxfit._batch import call
+from flaxfit._inference_state import InferenceState
+from flaxfit._optimizer_axes import with_optimizer, without_optimizer
 
 
 class TrainState(struct.PyTreeNode):
@@ -25,7 +28,7 @@ class TrainState(struct.PyTreeNode):
       opt_state: the optimizer's state.
       model_state: every other collection of the model, such as `batch_stats`.
       key: a typed random key; the key of a step is `fold_in(key, step)`, so it never changes.
-      axes: logical axis names of the parameters, or None.
+      axes: logical axis names of the arrays by path ("params/Dense_0/kernel"), or None.
     """
 
     step: jax.Array
@@ -33,7 +36,25 @@ class TrainState(struct.PyTreeNode):
     opt_state: Any
     model_state: Any
     key: jax.Array
-    axes: Any = struct.field(pytree_node=False, default=None)
+    axes: _axes.Axes | None = struct.field(pytree_node=False, default=None)
+
+    @classmethod
+    def create(cls, optimizer: Any, variables: Mapping[str, Any], *, key: Any = 0) -> "TrainState":
+        """The state at step 0 of what a model's `init` returned; names of axes are split off.
+
+        >>> TrainState.create(optax.sgd(0.1), {"params": {"w": 1.0}}).params
+        {'w': 1.0}
+
+        Args:
+          optimizer: an optax transformation.
+          variables: `{"params": ...}` and other collections, with or without names of axes.
+          key: a random key or an integer seed.
+
+        Raises:
+          ValueError: the variables have no "params", or names that do not fit the arrays.
+        """
+        _axes.check_has_params(variables)
+        return _at_start(optimizer, variables, as_key(key))
 
     def apply_gradient(
         self, optimizer: Any, grads: Any, *, model_state: Any = None, **hyperparams: Any
@@ -59,6 +80,54 @@ class TrainState(struct.PyTreeNode):
         """What the model's `apply` takes: parameters and every other collection."""
         return {"params": self.params, **self.model_state}
 
+    @property
+    def param_states(self) -> Any:
+        """The optimizer's state, by its name in T5X."""
+        return self.opt_state
+
+    @property
+    def flax_mutables(self) -> Any:
+        """The model state, by its name in T5X."""
+        return self.model_state
+
+    @property
+    def params_axes(self) -> Any:
+        """A tree like `params` of `PartitionSpec`s of logical names, or None."""
+        return _axes.below("params", self.params, self.axes)
+
+    @property
+    def flax_mutables_axes(self) -> Any:
+        """A tree like `model_state` of `PartitionSpec`s of logical names, or None."""
+        return _axes.below("model_state", self.model_state, self.axes)
+
+    def as_logical_axes(self) -> "TrainState":
+        """The same structure with a `PartitionSpec` of logical names in the place of each array.
+
+        Raises:
+          ValueError: some parameters have no names, and it lists them; or the optimizer's state
+            was replaced by another's.
+        """
+        return _axes.as_logical_axes(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain nested dicts in T5X's layout.
+
+        It is `{target, state: {step, param_states}, flax_mutables}`, the last where there are any.
+        Neither the key nor the axes are in it. Random keys elsewhere are their words.
+
+        >>> TrainState.create(optax.sgd(0.1), {"params": {"w": 1.0}}).state_dict()["target"]
+        {'w': 1.0}
+        """
+        return _state_dict.state_dict(self)
+
+    def restore_state(self, state_dict: Mapping[str, Any]) -> "TrainState":
+        """A copy with the arrays of such a dict; the key and the axes stay.
+
+        Raises:
+          ValueError: every difference in structure, shape or dtype.
+        """
+        return _state_dict.restore_state(self, state_dict)
+
     def replace_params(self, params: Any) -> "TrainState":
         """A copy with other parameters."""
         return self.replace(params=params)
@@ -67,29 +136,24 @@ class TrainState(struct.PyTreeNode):
         """A copy at another step."""
         return self.replace(step=jnp.asarray(step, jnp.int32))
 
+    def replace_flax_mutables(self, flax_mutables: Any) -> "TrainState":
+        """A copy with another model state."""
+        return self.replace(model_state=flax_mutables)
+
+    def replace_optimizer(self, optimizer: Any) -> "TrainState":
+        """A copy with the state of another optimizer, as new, and the axes that belong to it."""
+        opt_state = optimizer.init(self.params)
+        axes = with_optimizer(self.axes, self.params, opt_state)
+        return self.replace(opt_state=opt_state, axes=axes)
+
     def for_inference(self) -> "InferenceState":
         """The part that evaluation, prediction and export need."""
         return InferenceState(
-            step=self.step, params=self.params, model_state=self.model_state, axes=self.axes
+            step=self.step,
+            params=self.params,
+            model_state=self.model_state,
+            axes=without_optimizer(self.axes),
         )
-
-
-class InferenceState(struct.PyTreeNode):
-    """A trained model's parameters and state, without the optimizer.
-
-    >>> InferenceState(jnp.int32(7), {"w": 1.0}, {"batch_stats": {}}).variables
-    {'params': {'w': 1.0}, 'batch_stats': {}}
-    """
-
-    step: jax.Array
-    params: Any
-    model_state: Any
-    axes: Any = struct.field(pytree_node=False, default=None)
-
-    @property
-    def variables(self) -> dict[str, Any]:
-        """What the model's `apply` takes."""
-        return {"params": self.params, **self.model_state}
 
 
 def as_key(key: Any) -> jax.Array:
@@ -108,6 +172,7 @@ def init_state(
     inputs: Any,
     *,
     collections: Sequence[str] = ("params", "dropout"),
+    shardings: Any = None,
 ) -> TrainState:
     """Initialises a model and its optimizer in one jitted call.
 
@@ -124,9 +189,12 @@ def init_state(
       inputs: the model's inputs, a tuple (or a dict of keyword inputs) of arrays or
         `jax.ShapeDtypeStruct`s; only shapes and dtypes matter.
       collections: the random streams that `init` is given.
+      shardings: where the state is born: a pytree of `jax.sharding.Sharding`s (one for all will
+        do), or a function that makes it of the abstract state. No array is ever whole on one
+        device, except weights that are given.
 
     Returns:
-      The state at step 0.
+      The state at step 0. Boxes of logical axis names are taken off; the names are its `axes`.
     """
     key = as_key(key)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
@@ -136,16 +204,23 @@ def init_state(
         keys = jax.random.split(init_key, len(collections))
         rngs = dict(zip(collections, keys, strict=True))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        variables = dict(call(init, rngs, zeros))
-        params = variables.pop("params", {})
-        variables.pop("intermediates", None)
-        variables.pop("losses", None)
-        return TrainState(
-            step=jnp.zeros((), jnp.int32),
-            params=params,
-            opt_state=optimizer.init(params),
-            model_state=variables,
-            key=train_key,
-        )
+        return _at_start(optimizer, call(init, rngs, zeros), train_key)
 
-    return create(key) if getattr(init, "gives_weights", False) else jax.jit(create)(key)
+    if callable(shardings):
+        shardings = shardings(jax.eval_shape(create, key))
+    if getattr(init, "gives_weights", False):
+        state = create(key)
+        return state if shardings is None else jax.device_put(state, shardings, may_alias=False)
+    return jax.jit(create, out_shardings=shardings)(key)
+
+
+def _at_start(optimizer: Any, variables: Mapping[str, Any], key: jax.Array) -> TrainState:
+    fields, axes = _axes.take_apart(variables)
+    opt_state = optimizer.init(fields["params"])
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        opt_state=opt_state,
+        key=key,
+        axes=with_optimizer(axes, fields["params"], opt_state),
+        **fields,
+    )

@@ -10,6 +10,8 @@ PACKAGE = Path(__file__).parents[1] / "flaxfit"
 LAYERS = (
     {"_rules", "_batch", "_arrays", "_chart", "_display", "_interrupt", "_monitor"}
     | {"_precision", "_totals"},
+    {"_axes", "_state_dict"},
+    {"_inference_state", "_optimizer_axes"},
     {"_state", "losses", "metrics", "strategies", "optim", "data", "modules"},
     {"_task", "_checkpoint", "_feed", "_forward", "_start"},
     {"_gradient"},
