@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core import FrozenDict
+from jax.sharding import PartitionSpec
 
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._display import say
@@ -68,8 +70,11 @@ def contents(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arrays that are to be written for a checkpoint, and the record beside them."""
     arrays, described = {}, {}
+    names = checkpoint.state.axes or {}
     for path, leaf in leaves_of(checkpoint.state).items():
         description = describe(leaf)
+        if path in names:
+            description["axes"] = list(names[path])
         if is_key(leaf):
             description |= key_description(leaf)
             leaf = jax.random.key_data(leaf)
@@ -128,7 +133,7 @@ def read(
         )
     return CheckpointFile(
         step=record["step"],
-        state=as_plain_state(arrays) if template is None else unflatten(arrays, template),
+        state=_plain_state(arrays, described) if template is None else unflatten(arrays, template),
         metrics=record["metrics"],
         history=record["history"],
         data_state=record["data_state"],
@@ -138,6 +143,16 @@ def read(
         environment=record["environment"],
         path=path,
     )
+
+
+def _plain_state(arrays: Mapping[str, Any], described: Mapping[str, Description]) -> TrainState:
+    """The state without a template, with the logical axes that the file names."""
+    axes = {
+        path: PartitionSpec(*(tuple(n) if isinstance(n, list) else n for n in description["axes"]))
+        for path, description in described.items()
+        if "axes" in description
+    }
+    return as_plain_state(arrays).replace(axes=FrozenDict(axes) or None)
 
 
 def _read_arrays(

@@ -81,6 +81,17 @@ def new_scale(is_wanted: bool) -> Any:
     return DynamicScale(fin_steps=jnp.zeros((), jnp.int32), scale=jnp.float32(65536.0))
 
 
+def carry_state(old: Any, optimizer: Any, params: Any) -> Any:
+    """The state of an optimizer that freezes other parameters than the one that made `old`.
+
+    What `old` knows of a parameter is kept; what is new begins afresh.
+    """
+    new = optimizer.init(params)
+    if isinstance(new, ExtendedState):
+        return carry_over(old if isinstance(old, ExtendedState) else ExtendedState(old), new)
+    return carry_over(old.inner if isinstance(old, ExtendedState) else old, new)
+
+
 def swap_ema(state: Any) -> Any:
     """A state whose parameters are the moving average, and the average the parameters.
 
