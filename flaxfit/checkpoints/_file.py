@@ -170,6 +170,8 @@ def _read_arrays(
     arrays = {}
     for name, description in described.items():
         array = found[name] if name in found else np.zeros(wanted[name].shape, wanted[name].dtype)
+        if not isinstance(array, np.ndarray | jax.Array):  # Orbax gives back what was asked for.
+            raise Damaged(f"it does not hold {name}")
         is_whole = array.shape == wanted[name].shape and array.dtype == wanted[name].dtype
         if not is_whole or digest(array) != description["digest"]:
             raise Damaged(f"the content of {name} was changed")
