@@ -2,6 +2,7 @@ import shutil
 import subprocess
 import sys
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flaxfit._checkpoint import Checkpoint
+from flaxfit._loop import TrainLoop
 from flaxfit._state import TrainState
+from flaxfit._task import TrainTask
 from flaxfit.checkpoints import (
     CheckpointFileReader,
     CheckpointFileWriter,
@@ -21,6 +24,7 @@ from flaxfit.checkpoints import (
     restore,
     save,
 )
+from flaxfit.data import ArrayStream
 
 SMALL = TrainState(
     step=jnp.int32(0),
@@ -345,3 +349,59 @@ def test_a_damaged_best_gives_way_to_the_next_best(tmp_path, capfd):
 def test_importing_checkpoints_does_not_import_orbax():
     program = "import sys, flaxfit.checkpoints; sys.exit('orbax.checkpoint' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
+
+
+@pytest.mark.parametrize("content", [None, "notes.txt", "foreign/file"])
+def test_an_emptied_or_foreign_newest_folder_is_named_and_the_one_before_is_used(
+    tmp_path, capfd, content
+):
+    fill(tmp_path, 1)
+    (tmp_path / "9").mkdir()
+    if content:
+        (tmp_path / "9" / content).parent.mkdir(exist_ok=True)
+        (tmp_path / "9" / content).write_text("foreign")
+    assert int(restore(tmp_path, SMALL).step) == 1
+    assert "holds what is no checkpoint, by the names 9" in capfd.readouterr().err
+    with pytest.raises(ValueError, match="no checkpoint, by the names 9"):
+        restore(tmp_path, SMALL, strict=True)
+    assert (tmp_path / "9").is_dir()
+
+
+def test_damage_in_every_step_is_an_error_that_names_them_and_nothing_is_deleted(tmp_path, capfd):
+    fill(tmp_path, 1, 2, 3)
+    shutil.rmtree(tmp_path / "1" / "record")
+    truncate_arrays(tmp_path / "2")
+    flip_array(tmp_path / "3")
+    with pytest.raises(ValueError, match="only .*corrupt-3-0.*corrupt-2-0.*corrupt-1-0"):
+        restore(tmp_path, SMALL)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("n_before, n_after", [(1, 4), (4, 2)])
+def test_a_run_goes_on_with_another_number_of_devices(tmp_path, n_before, n_after):
+    init = nn.Dense(2).init
+    x = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
+    y = x[:, :2] - x[:, 1:]
+
+    def loop(init, n_devices, n_steps):
+        data = ArrayStream(x, y, batch_size=8, shuffle=True)
+        task = TrainTask(nn.Dense(2).apply, optax.adam(0.05), "mse", data)
+        devices = jax.devices()[:n_devices]
+        return TrainLoop(init, task, 0, n_steps=n_steps, devices=devices, stdout=False)
+
+    with CheckpointFileWriter(tmp_path) as save_each:
+        for checkpoint in loop(init, n_before, 5):
+            save_each(checkpoint)
+    resumed = loop(CheckpointFileReader(tmp_path, init), n_after, 10)
+    for one, other in zip(
+        jax.tree.leaves(resumed.state), jax.tree.leaves(checkpoint.state), strict=True
+    ):
+        if not jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(one, other)
+    *_, last = resumed
+    *_, uninterrupted = loop(init, n_before, 10)
+    assert last.step == 10
+    for one, other in zip(
+        jax.tree.leaves(last.model_params), jax.tree.leaves(uninterrupted.model_params), strict=True
+    ):
+        np.testing.assert_allclose(one, other, atol=1e-6)

@@ -1,4 +1,6 @@
+import re
 import resource
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -253,7 +255,99 @@ def test_numpy_numbers_count_as_json(tmp_path, tools):
     assert found.metrics == {"loss": 0.5}
 
 
-@pytest.mark.parametrize("options", [{"keep": 0}, {"mode": "least"}])
+@pytest.mark.parametrize("options", [{"keep": 0}, {"mode": "least"}, {"on_error": "ignore"}])
 def test_wrong_options_are_refused(tmp_path, options):
     with pytest.raises(ValueError, match=next(iter(options))):
         CheckpointFileWriter(tmp_path, **options)
+
+
+FULL_DISK = """
+    import os, sys
+    from pathlib import Path
+    import jax, jax.numpy as jnp
+    from flaxfit._checkpoint import Checkpoint
+    from flaxfit._state import TrainState
+    from flaxfit.checkpoints import CheckpointFileWriter, list_steps, restore
+
+    def checkpoint(step, n=100_000):
+        params = {"w": jax.random.normal(jax.random.key(step), (n,))}
+        state = TrainState(jnp.int32(step), params, (), {}, jax.random.key(0))
+        return Checkpoint(step=step, state=state, metrics={})
+
+    folder = Path(sys.argv[1])
+    assert os.statvfs(folder).f_blocks * os.statvfs(folder).f_frsize == 2 << 20
+    writer = CheckpointFileWriter(folder, keep=None, asynchronous=sys.argv[2] == "async",
+                                  on_error="warn")
+    for step in range(1, 9):
+        writer(checkpoint(step))  # The fifth finds no room.
+    writer(checkpoint(9, 1000))
+    writer.close()
+    steps = list_steps(folder)
+    assert steps[:3] == [1, 2, 3] and 8 not in steps and steps[-1] == 9, steps
+    assert sorted(path.name for path in folder.iterdir()) == [str(step) for step in steps]
+    for step in steps:
+        n = 1000 if step == 9 else 100_000
+        expected = checkpoint(step, n).state.params["w"]
+        assert (restore(folder, which=step).params["w"] == expected).all()
+    writer.on_error = "raise"
+    try:
+        writer(checkpoint(10))
+        writer.close()
+    except RuntimeError as error:
+        print(error)
+    os._exit(0)  # What Orbax still has under way may complain.
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", ["async", "sync"])
+def test_a_full_disk_loses_no_checkpoint_and_a_run_may_go_on(tmp_path, asynchronous):
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "true"]).returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(FULL_DISK))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = f'mount -t tmpfs -o size=2m none {disk} && exec "$@"'
+    command = ["unshare", "-rm", "sh", "-c", mount, "sh"]
+    command += [sys.executable, str(program), str(disk), asynchronous]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    assert "Cannot save the checkpoint of step 8" in ended.stderr
+    assert "The run goes on without this checkpoint." in ended.stderr
+    assert "Cannot save the checkpoint of step 10" in ended.stdout
+    assert re.search(r"needs up to 400,0\d\d bytes, [\d,]+ are free", ended.stdout)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_on_error_warn_lets_the_run_go_on_and_says_so(tmp_path, asynchronous, capfd):
+    with CheckpointFileWriter(tmp_path, asynchronous=asynchronous, on_error="warn") as writer:
+        writer(noise(1))
+        writer.wait()
+        with small_disk():
+            assert writer(noise(2)).step == 2
+            writer.wait()
+        assert "Cannot save the checkpoint of step 2" in capfd.readouterr().err
+        writer(noise(3))
+    assert list_steps(tmp_path) == [1, 3]
+
+
+def test_on_error_warn_covers_a_folder_that_has_gone(tmp_path, tools, capfd):
+    with CheckpointFileWriter(tmp_path / "run", on_error="warn") as writer:
+        (tmp_path / "run").rmdir()
+        (tmp_path / "run").write_text("in the way")
+        writer(tools.make_checkpoint(1))
+        assert "goes on without" in capfd.readouterr().err
+        (tmp_path / "run").unlink()
+        writer(tools.make_checkpoint(2))
+    assert list_steps(tmp_path / "run") == [2]
+
+
+def test_a_foreign_folder_of_the_name_of_a_step_is_moved_not_lost(tmp_path, tools):
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "thesis.txt").write_text("of the user")
+    save(tmp_path, tools.make_checkpoint(3))
+    CheckpointFileWriter(tmp_path)
+    assert list_steps(tmp_path) == [3]
+    assert (tmp_path / "foreign-3-0" / "thesis.txt").read_text() == "of the user"
