@@ -15,6 +15,7 @@ from flaxfit._inspect import inspect_eval, shapes_of
 from flaxfit._step import compute, make_eval_step
 from flaxfit._task import EvalTask
 from flaxfit.data import as_stream, one_pass
+from flaxfit.optim import swap_ema
 from flaxfit.strategies import DataParallel, Strategy
 
 
@@ -35,6 +36,7 @@ class EvalLoop:
       task: what to measure, on one pass over its data.
       name: the prefix of the metrics that a checkpoint is given.
       n_steps: how many batches to measure; None: all of one pass.
+      ema: whether to measure the moving average of the parameters.
       strategy: where arrays live; None: that of the loop whose callback this is, else all local
         devices.
     """
@@ -45,6 +47,7 @@ class EvalLoop:
         *,
         name: str = "val",
         n_steps: int | None = None,
+        ema: bool = False,
         strategy: Strategy | None = None,
     ):
         if n_steps is not None and n_steps < 1:
@@ -52,6 +55,7 @@ class EvalLoop:
         self.task = task
         self.name = name
         self.n_steps = n_steps
+        self.ema = ema
         self._strategy = strategy
         # Made a stream once, so that wide arrays are narrowed once and not at each measurement.
         self._data = None if task.data is None else as_stream(task.data)
@@ -78,6 +82,7 @@ class EvalLoop:
           ValueError: the data holds no batches.
         """
         batches = one_pass(self._data if data is None else data)
+        state = swap_ema(state) if self.ema else state
         strategy, state = self.strategy, self.strategy.place(state)
         feed, sums, totals, in_flight = None, None, None, deque()
         for item in itertools.islice(batches, self.n_steps):

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
+import jax
+
 from flaxfit._batch import normalize
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._display import say
@@ -13,6 +15,8 @@ from flaxfit._start import start
 from flaxfit._state import TrainState
 from flaxfit._stepper import Stepper
 from flaxfit._task import TrainTask
+from flaxfit.optim import hyperparams
+from flaxfit.optim._learning_rates import learning_rates
 from flaxfit.strategies import DataParallel, Strategy
 
 
@@ -163,6 +167,56 @@ class TrainLoop:
         return self.strategy.collect(self._stepper.state)
 
     @property
+    def hyperparams(self) -> dict[str, Any]:
+        """The optimizer's hyperparameters by name, those of groups by group and name.
+
+        They are there for an `OptimizerDef`, a `MultiOptimizer` and `optax.inject_hyperparams`.
+        One that goes by a schedule has the value of the latest step.
+        """
+        values = jax.device_get(hyperparams(self._stepper.state.opt_state))
+        return jax.tree.map(lambda value: value.item() if value.ndim == 0 else value, values)
+
+    def set_hyperparams(self, *, group: str | int | None = None, **values: Any) -> None:
+        """Sets hyperparameters from the next step on, without a recompilation.
+
+        A value that was set beats a schedule until None clears it.
+
+        >>> import numpy as np, optax
+        >>> x = np.ones((8, 1), np.float32)
+        >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+        >>> apply = lambda v, x, **_: (v["params"] * x, {})
+        >>> loop = TrainLoop(
+        ...     lambda rngs, x: {"params": np.zeros(1, np.float32)},
+        ...     TrainTask(apply, optimizer, "mse", (x, 2 * x)), 0, n_steps=3, stdout=False,
+        ... )
+        >>> for checkpoint in loop:
+        ...     loop.set_hyperparams(learning_rate=0.5 * loop.hyperparams["learning_rate"])
+        >>> round(loop.hyperparams["learning_rate"], 4)
+        0.0125
+
+        Args:
+          group: the group of a `MultiOptimizer`, by name or position; None: all that have it.
+          **values: numbers by name.
+
+        Raises:
+          ValueError: the optimizer has no such hyperparameter or group; those it has are listed.
+        """
+        self._stepper.set_hyperparams(group, values)
+
+    @property
+    def freeze(self) -> tuple[str, ...]:
+        """Patterns of the parameters that are not trained; takes effect at once when set.
+
+        The update is compiled anew, and the moments of the other parameters are kept.
+        """
+        return self._stepper.task.freeze
+
+    @freeze.setter
+    def freeze(self, patterns: str | Sequence[str]) -> None:
+        self._stepper.freeze(patterns)
+        self.task = self._stepper.task
+
+    @property
     def n_steps(self) -> int | None:
         """The step at which iteration ends; takes effect at once when set."""
         return self._n_steps
@@ -301,7 +355,7 @@ class TrainLoop:
 
     def _make_checkpoint(self) -> Checkpoint:
         stepper = self._stepper
-        metrics = stepper.metrics()
+        metrics = stepper.metrics() | self._learning_rates()
         state, grads = self.strategy.collect((stepper.state, stepper.grads))
         seconds = self._elapsed + time.perf_counter() - self._resumed
         get_position = getattr(stepper.stream, "get_state", None)
@@ -315,6 +369,14 @@ class TrainLoop:
             data_state=get_position() if get_position else None,
             last_grads=grads,
         )
+
+    def _learning_rates(self) -> dict[str, float]:
+        """The learning rates of the latest step, where the optimizer tells them."""
+        rates = learning_rates(self.hyperparams)
+        return {
+            "learning_rate" if group is None else f"learning_rate/{group}": rate
+            for group, rate in rates.items()
+        }
 
     def _go_on_from(self, state: TrainState, checkpoint: Any) -> None:
         """From a state, and from the position and the counts of the checkpoint it came with."""

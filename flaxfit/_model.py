@@ -16,6 +16,7 @@ from flaxfit._batch import n_examples, normalize
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._evaluate import EvalLoop
 from flaxfit._feed import Feed
+from flaxfit._find_lr import LearningRateRange, find_lr
 from flaxfit._history import History
 from flaxfit._inspect import shapes_of
 from flaxfit._loop import TrainLoop
@@ -25,6 +26,7 @@ from flaxfit._step import make_predict_step
 from flaxfit._task import EvalTask, TrainTask
 from flaxfit.callbacks import ProgressBar
 from flaxfit.data import ArrayStream, as_stream, one_pass, prefetch
+from flaxfit.optim import swap_ema
 from flaxfit.strategies import DataParallel, Strategy
 
 _ENDLESS = 2**31 - 1
@@ -49,8 +51,10 @@ class Model:
       loss: a function `(*outputs, *targets) -> values` or a name, such as "crossentropy".
       metrics: names, functions or `Metric`s, in a sequence or by name in a mapping.
       strategy: where arrays live; None: data-parallel over all local devices.
-      rngs: the random streams that the model uses in training.
       seed: of the initial parameters, of shuffling and of dropout.
+      **options: fields of `TrainTask`: `rngs`, `mutable`, `pad`, `freeze`, `accumulate`,
+        `precision`, `clip_norm`, `ema`, `skip_nonfinite`. With `ema`, the moving average of the
+        parameters is what validation, `evaluate`, `predict` and `export` use.
     """
 
     def __init__(
@@ -61,8 +65,8 @@ class Model:
         metrics: Any = (),
         *,
         strategy: Strategy | None = None,
-        rngs: Sequence[str] = ("dropout",),
         seed: int = 0,
+        **options: Any,
     ):
         self.module = module
         self.strategy = strategy or DataParallel()
@@ -70,9 +74,14 @@ class Model:
         self.history: History | None = None
         """The history of the latest `fit`, also when it was interrupted."""
         self._train, self._eval = modules.train_and_eval(module)
-        self._task = TrainTask(self._train.apply, optimizer, loss, None, metrics, rngs=rngs)
-        task = EvalTask(self._eval.apply, self._task.metrics, None, loss=self._task.loss)
-        self._evaluator = EvalLoop(task, strategy=self.strategy)
+        self._task = TrainTask(self._train.apply, optimizer, loss, None, metrics, **options)
+        task = EvalTask(
+            self._eval.apply,
+            self._task.metrics,
+            loss=self._task.loss,
+            precision=self._task.precision,
+        )
+        self._evaluator = EvalLoop(task, strategy=self.strategy, ema=self._task.ema is not None)
         self._predictors: dict[Any, Callable[..., Any]] = {}
         self._loop: TrainLoop | None = None
         self._init: Any = self._train.init
@@ -198,14 +207,14 @@ class Model:
         if isinstance(data, tuple):
             batches = ArrayStream(*data, batch_size=batch_size, epochs=1)
         feed = Feed(self.strategy, pad=True, size=getattr(batches, "batch_size", 0))
-        state = self.strategy.place(self.state.for_inference())
+        state = self.strategy.place(self._state_to_use().for_inference())
         outputs: list[Any] = []
         for item in one_pass(batches):
             batch = normalize(item)._replace(targets=(), weights=None)
             strategy, padded, _, signature = feed(batch)
             arguments = (state, strategy.split(padded))
             if signature not in self._predictors:
-                step = make_predict_step(self._eval.apply)
+                step = make_predict_step(self._eval.apply, precision=self._task.precision)
                 self._predictors[signature] = strategy.compile_split(step, arguments)
             joined = strategy.join(self._predictors[signature](*arguments))
             outputs.append(_first_rows(joined, n_examples(batch)))
@@ -272,7 +281,7 @@ class Model:
           format: "stablehlo", "saved_model" or "onnx".
           input_spec: `flaxfit.export.InputSpec`s of the inputs; None: batches of any size of what
             the model was fitted to.
-          params: parameters to write in place of the present ones, such as their moving average.
+          params: parameters to write in place of the present ones.
           trainable: whether TensorFlow may train the parameters of a SavedModel.
           **options: those of `flaxfit.export.save`, `save_saved_model` or `save_onnx`.
 
@@ -289,7 +298,7 @@ class Model:
                 )
             input_spec = export.batch_specs(self._loop.input_shapes)
         module = export.from_state(
-            self.state, self._eval.apply, input_spec, params=params, trainable=trainable
+            self._state_to_use(), self._eval.apply, input_spec, params=params, trainable=trainable
         )
         return export.write(module, path, format, **options)
 
@@ -310,11 +319,74 @@ class Model:
         )
 
     @property
+    def freeze(self) -> tuple[str, ...]:
+        """Patterns of the parameters that are not trained; set it to freeze others from now on."""
+        return self._task.freeze
+
+    @freeze.setter
+    def freeze(self, patterns: str | Sequence[str]) -> None:
+        self._task = dataclasses.replace(self._task, freeze=patterns)
+        if self._loop is not None:
+            self._loop.freeze = patterns
+
+    def find_lr(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        batch_size: int = 32,
+        sample_weight: Any = None,
+        lowest: float = 1e-6,
+        highest: float = 1.0,
+        n_steps: int = 100,
+    ) -> LearningRateRange:
+        """Tries rising learning rates on a copy of the model, one per step, and suggests one.
+
+        The model, and the data that a later `fit` sees, are left as they are.
+
+        Args:
+          x: inputs, or anything that gives batches again and again.
+          y: targets, where `x` is arrays.
+          batch_size: examples per step.
+          sample_weight: one weight per example.
+          lowest: the first rate.
+          highest: the last rate.
+          n_steps: how many rates to try.
+
+        Raises:
+          ValueError: the optimizer's learning rate cannot be set.
+        """
+        data, _ = prepare(x, y, sample_weight)
+        if isinstance(data, tuple):
+            data = ArrayStream(*data, batch_size=batch_size, shuffle=True, seed=self.seed)
+        stream = as_stream(data, epochs=None)
+        if not getattr(stream, "is_repeatable", True):
+            raise ValueError(
+                "find_lr would use up this data, which can be passed over only once: give arrays, "
+                "a list of batches or a loader."
+            )
+        task = dataclasses.replace(self._task, data=stream)
+        init = self._init if self._loop is None else self._loop.state
+        return find_lr(
+            init,
+            task,
+            self.seed,
+            strategy=self.strategy,
+            lowest=lowest,
+            highest=highest,
+            n_steps=n_steps,
+        )
+
+    @property
     def step(self) -> int:
         """How many updates were done."""
         if self._loop is not None:
             return self._loop.step
         return 0 if self._loaded is None else int(self._loaded.step)
+
+    def _state_to_use(self) -> TrainState:
+        """The state whose parameters are used, not trained: with `ema`, their moving average."""
+        return self.state if self._task.ema is None else swap_ema(self.state)
 
     def _loop_over(
         self, stream: Any, n_steps: int | None, steps_per_call: int, *, quiet: bool

@@ -1,5 +1,6 @@
 """Stepper: takes training steps, each from a batch of the stream to the state it leads to."""
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from flaxfit._step import compute, more_sums
 from flaxfit._task import TrainTask
 from flaxfit._update import make_update
 from flaxfit.data import as_stream
+from flaxfit.optim import set_hyperparams
+from flaxfit.optim._extended import carry_state
 from flaxfit.strategies import Strategy
 
 # On a CPU with several devices, unbounded dispatch of collectives aborts the process.
@@ -76,6 +79,20 @@ class Stepper:
         self._sums: Any = {}
         self._feed = None
         self.reset_totals()
+
+    def freeze(self, patterns: Any) -> None:
+        """Goes on with other parameters frozen; what the optimizer knows of the rest is kept."""
+        task = dataclasses.replace(self.task, freeze=patterns)
+        state = self.strategy.collect(self.state)
+        opt_state = carry_state(state.opt_state, task.optimizer, state.params)
+        self.state = self.strategy.place(state.replace(opt_state=opt_state))
+        self.task = task
+        self.executables = {}
+
+    def set_hyperparams(self, group: str | int | None, values: dict[str, Any]) -> None:
+        """Goes on with other hyperparameters; nothing is recompiled."""
+        opt_state = set_hyperparams(self.state.opt_state, group=group, **values)
+        self.state = self.state.replace(opt_state=opt_state)
 
     def reset_totals(self) -> None:
         """Begins to count anew."""

@@ -19,6 +19,7 @@ LAYERS = (
     {"_update", "_inspect"},
     {"_stepper"},
     {"_loop", "_evaluate", "_run_folder", "callbacks", "importers"},
+    {"_find_lr"},
     {"_model"},
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS, start=1) for part in parts}

@@ -5,6 +5,8 @@ from flaxfit.callbacks._every import every as every
 from flaxfit.callbacks._loggers import CSVLogger as CSVLogger
 from flaxfit.callbacks._loggers import JSONLogger as JSONLogger
 from flaxfit.callbacks._progress import ProgressBar as ProgressBar
+from flaxfit.callbacks._rates import LearningRateScheduler as LearningRateScheduler
+from flaxfit.callbacks._rates import ReduceLROnPlateau as ReduceLROnPlateau
 from flaxfit.callbacks._stopping import EarlyStopping as EarlyStopping
 from flaxfit.callbacks._stopping import StopOnNaN as StopOnNaN
 from flaxfit.callbacks._summary import SummaryLogger as SummaryLogger

@@ -53,8 +53,31 @@ class Loop(Protocol):
         """A safe copy of the training state."""
         ...
 
+    @property
+    def hyperparams(self) -> dict[str, Any]:
+        """The optimizer's hyperparameters by name, or by group and name."""
+        ...
+
+    def set_hyperparams(self, *, group: str | int | None = None, **values: Any) -> None:
+        """Sets hyperparameters from the next step on."""
+        ...
+
     def restore(self, state: Any, /) -> Any:
         """Goes on from another state."""
+        ...
+
+    @property
+    def phase(self) -> str:
+        """What it is at: "training", "preparing", "callbacks" or ""; see `TrainLoop.phase`."""
+        ...
+
+    @property
+    def callbacks(self) -> Any:
+        """All callbacks of the loop."""
+        ...
+
+    def snapshot(self) -> Checkpoint | None:
+        """A checkpoint of this very moment, if one can be made; see `TrainLoop.snapshot`."""
         ...
 
     def running_metrics(self) -> dict[str, float]:

@@ -1,0 +1,127 @@
+"""Callbacks that set the learning rate, in a real loop."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import flaxfit as ff
+from flaxfit.callbacks import LearningRateScheduler, ReduceLROnPlateau
+
+X = np.ones((8, 1), np.float32)
+
+
+def make_loop(callbacks, optimizer=None, n_steps=6, init=None):
+    task = ff.TrainTask(
+        lambda v, x, **_: (x * v["params"]["w"] + v["params"]["b"], {}),
+        optimizer or optax.inject_hyperparams(optax.sgd)(learning_rate=1.0),
+        lambda outputs, targets: 0 * outputs,
+        [(X, X)] * 20,
+    )
+    return ff.TrainLoop(
+        init or (lambda rngs, x: {"params": {"w": np.zeros(1), "b": np.zeros(1)}}),
+        task,
+        0,
+        n_steps=n_steps,
+        callbacks=callbacks,
+        stdout=False,
+        devices=jax.devices()[:1],
+    )
+
+
+def rates_of(loop):
+    return [round(checkpoint.metrics["learning_rate"], 6) for checkpoint in loop]
+
+
+def test_a_scheduler_sets_the_rate_of_the_steps_up_to_the_next_checkpoint():
+    seen = []
+
+    def schedule(step, rate):
+        seen.append((step, rate))
+        return 0.1 * (step + 1)
+
+    assert rates_of(make_loop(LearningRateScheduler(schedule), n_steps=3)) == [0.1, 0.2, 0.3]
+    assert [step for step, _ in seen] == [0, 1, 2, 3]
+    assert seen[0][1] == 1.0
+
+
+def plateau_with(losses, n_steps=6, **options):
+    """The rates of a loop in which the watched metric takes these values."""
+    values = iter(losses)
+
+    def measure(checkpoint):
+        return checkpoint.with_metrics({"val_loss": next(values)})
+
+    plateau = ReduceLROnPlateau(factor=0.5, **options)
+    return rates_of(make_loop([measure, plateau], n_steps=n_steps))
+
+
+def test_a_plateau_halves_the_rate_for_the_steps_after_it():
+    assert plateau_with([5, 4, 4, 4, 4, 3], patience=2) == [1, 1, 1, 1, 0.5, 0.5]
+
+
+def test_a_plateau_counts_anew_after_a_reduction_and_an_improvement():
+    assert plateau_with([5, 5, 5, 4, 4, 4, 4], 7, patience=2) == [1, 1, 1, 0.5, 0.5, 0.5, 0.25]
+
+
+def test_a_plateau_does_not_count_while_it_cools_down():
+    losses = [5] * 6
+    assert plateau_with(losses, patience=1) == [1, 1, 0.5, 0.25, 0.125, 0.0625]
+    assert plateau_with(losses, patience=1, cooldown=2) == [1, 1, 0.5, 0.5, 0.5, 0.25]
+
+
+def test_a_plateau_stops_at_the_lowest_rate():
+    assert plateau_with([5] * 6, patience=1, min_lr=0.3) == [1, 1, 0.5, 0.3, 0.3, 0.3]
+
+
+def test_an_improvement_by_less_than_the_least_is_none():
+    assert plateau_with([5, 4.95, 4.9], 3, patience=1, min_delta=0.2)[-1] == 0.5
+
+
+def test_a_plateau_goes_on_counting_after_a_restart():
+    first, second = ReduceLROnPlateau("loss", patience=3), ReduceLROnPlateau("loss", patience=3)
+    first.attach(make_loop([]))
+    for loss in (1.0, 1.0, 1.0):
+        first(ff.Checkpoint(step=1, state=None, metrics={"loss": loss}))
+    loop = make_loop([])
+    second.attach(loop)
+    second.set_state(first.get_state())
+    second(ff.Checkpoint(step=4, state=None, metrics={"loss": 1.0}))
+    assert loop.hyperparams["learning_rate"] == pytest.approx(0.1)
+
+
+def test_each_group_is_lowered_by_itself_or_all_together():
+    optimizer = ff.optim.MultiOptimizer(
+        ("w", ff.optim.OptimizerDef(optax.sgd, learning_rate=1.0)),
+        ("b", ff.optim.OptimizerDef(optax.sgd, learning_rate=0.5)),
+    )
+    one = ReduceLROnPlateau("loss", factor=0.1, patience=1, group="b")
+    loop = make_loop(one, optimizer, n_steps=2)
+    list(loop)
+    assert loop.hyperparams["w"]["learning_rate"] == 1.0
+    assert loop.hyperparams["b"]["learning_rate"] == pytest.approx(0.05)
+    both = ReduceLROnPlateau("loss", factor=0.1, patience=1)
+    loop = make_loop(both, optimizer, n_steps=3)
+    checkpoint = list(loop)[-1]
+    assert checkpoint.metrics["learning_rate/w"] == pytest.approx(0.1)
+    assert checkpoint.metrics["learning_rate/b"] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    "callback", [ReduceLROnPlateau("loss"), LearningRateScheduler(lambda step, rate: rate)]
+)
+def test_an_optimizer_whose_rate_cannot_be_set_is_refused_at_once(callback):
+    with pytest.raises(ValueError, match=r"cannot set the learning rate.*OptimizerDef"):
+        make_loop(callback, optax.sgd(0.1))
+
+
+@pytest.mark.parametrize("options", [{"factor": 2}, {"patience": -1}, {"min_lr": -0.1}])
+def test_wrong_options_of_a_plateau_are_refused(options):
+    with pytest.raises(ValueError, match=str(next(iter(options.values())))):
+        ReduceLROnPlateau(**options)
+
+
+def test_without_a_loop_they_say_where_they_belong():
+    scheduler = LearningRateScheduler(lambda step, rate: rate)
+    with pytest.raises(ValueError, match="callbacks of a loop"):
+        scheduler(ff.Checkpoint(step=1, state=None, metrics={}))

@@ -1,0 +1,236 @@
+"""What can be changed while training goes on: hyperparameters, frozen parameters."""
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+
+import flaxfit as ff
+
+rng = np.random.default_rng(3)
+X = rng.normal(size=(32, 4)).astype(np.float32)
+Y = np.tanh(X @ rng.normal(size=(4, 2))).astype(np.float32)
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2, name="head")(nn.tanh(nn.Dense(6, name="stem")(x)))
+
+
+def adam(rate=0.01):
+    return ff.optim.OptimizerDef(optax.adam, learning_rate=rate)
+
+
+def make_loop(optimizer, n_devices=1, n_steps=6, **options):
+    task = ff.TrainTask(
+        MLP().apply, optimizer, "mse", ff.ArrayStream(X, Y, batch_size=8), **options
+    )
+    return ff.TrainLoop(
+        MLP().init, task, 0, n_steps=n_steps, devices=jax.devices()[:n_devices], stdout=False
+    )
+
+
+def assert_equal(tree, other):
+    jax.tree.map(np.testing.assert_array_equal, tree, other)
+
+
+@pytest.mark.parametrize("n_devices", [1, 2])
+def test_a_rate_that_is_set_between_steps_acts_without_a_new_program(n_devices):
+    loop = make_loop(adam(), n_devices)
+    rates = []
+    for checkpoint in loop:
+        rates.append(round(checkpoint.metrics["learning_rate"], 6))
+        loop.set_hyperparams(learning_rate=0.01 / (checkpoint.step + 1))
+    assert rates == [round(0.01 / step, 6) for step in range(1, 7)]
+    assert len(loop._stepper.executables) == 1
+    schedule = optax.adam(lambda count: 0.01 / (count + 1))
+    expected = make_loop(schedule, n_devices)
+    list(expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5),
+        loop.state.params,
+        expected.state.params,
+    )
+
+
+def test_an_override_beats_a_schedule_until_it_is_cleared():
+    loop = make_loop(adam(optax.linear_schedule(0.6, 0.0, 6)))
+    rates = []
+    for checkpoint in loop:
+        rates.append(checkpoint.metrics["learning_rate"])
+        if checkpoint.step == 2:
+            loop.set_hyperparams(learning_rate=7.0)
+        if checkpoint.step == 4:
+            loop.set_hyperparams(learning_rate=None)
+    assert rates == pytest.approx([0.6, 0.5, 7.0, 7.0, 0.2, 0.1])
+
+
+def test_an_unknown_hyperparameter_lists_those_that_there_are():
+    loop = make_loop(adam())
+    with pytest.raises(ValueError, match=r"called lr.*learning_rate"):
+        loop.set_hyperparams(lr=0.1)
+    assert loop.hyperparams["learning_rate"] == pytest.approx(0.01)
+
+
+def test_an_optimizer_without_hyperparameters_has_none_to_read_or_set():
+    loop = make_loop(optax.adam(0.01))
+    assert loop.hyperparams == {}
+    assert "learning_rate" not in next(loop).metrics
+    with pytest.raises(ValueError, match="OptimizerDef"):
+        loop.set_hyperparams(learning_rate=0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0, "ema": 0.9}], ids=["plain", "more"])
+@pytest.mark.parametrize("n_devices", [1, 2])
+def test_thawing_keeps_the_moments_of_what_was_trained(options, n_devices):
+    loop = make_loop(optax.adam(0.01), n_devices, freeze="stem/.*", **options)
+    next(loop), next(loop)
+    before = loop.state
+    loop.freeze = ()
+    after = loop.state
+    assert_equal(after.params, before.params)
+    old = before.opt_state.inner
+    new = after.opt_state.inner if options else after.opt_state
+    old_adam, new_adam = (
+        [s for s in jax.tree.leaves(tree, is_leaf=is_adam) if is_adam(s)][0] for tree in (old, new)
+    )
+    assert_equal(new_adam.mu["head"], old_adam.mu["head"])
+    assert_equal(new_adam.nu["head"], old_adam.nu["head"])
+    assert int(new_adam.count) == 2
+    assert not np.any(new_adam.mu["stem"]["kernel"])
+    checkpoint = next(loop)
+    assert np.any(checkpoint.state.params["stem"]["kernel"] != before.params["stem"]["kernel"])
+    if options:
+        assert_equal(after.opt_state.average["head"], before.opt_state.average["head"])
+
+
+def is_adam(state):
+    return isinstance(state, optax.ScaleByAdamState)
+
+
+def test_freezing_on_the_way_stops_there():
+    loop = make_loop(optax.adam(0.01))
+    before = next(loop).state
+    loop.freeze = ["head/.*"]
+    after = next(loop).state
+    assert loop.freeze == ("head/.*",)
+    assert_equal(after.params["head"], before.params["head"])
+    assert np.any(after.params["stem"]["kernel"] != before.params["stem"]["kernel"])
+
+
+def test_a_wrong_pattern_changes_nothing():
+    loop = make_loop(optax.adam(0.01))
+    next(loop)
+    with pytest.raises(ValueError, match="matches no parameter"):
+        loop.freeze = "body/.*"
+    assert loop.freeze == ()
+    assert next(loop).step == 2
+
+
+# The same through a Model.
+
+
+def test_a_model_forwards_the_options_of_its_task():
+    model = ff.Model(MLP(), optax.adam(0.01), "mse", freeze="stem/.*", ema=0.5, clip_norm=1.0)
+    model.fit(X, Y, epochs=2, batch_size=8, verbose=0)
+    assert model.freeze == ("stem/.*",)
+    averaged = ff.optim.swap_ema(model.state).params
+    expected = MLP().apply({"params": averaged}, X)
+    np.testing.assert_allclose(model.predict(X), expected, rtol=1e-5)
+    loss = float(np.mean((expected - Y) ** 2))
+    assert model.evaluate(X, Y)["loss"] == pytest.approx(loss, rel=1e-5)
+    stem = model.state.params["stem"]
+    model.freeze = ()
+    model.fit(X, Y, epochs=1, batch_size=8, verbose=0)
+    assert np.any(model.state.params["stem"]["kernel"] != stem["kernel"])
+
+
+def test_a_model_validates_its_average_and_keeps_it_in_its_files(tmp_path):
+    model = ff.Model(MLP(), optax.adam(0.05), "mse", ema=0.9)
+    history = model.fit(X, Y, epochs=2, batch_size=8, validation_data=(X, Y), verbose=0)
+    assert history["val_loss"][-1] == pytest.approx(model.evaluate(X, Y)["loss"], rel=1e-6)
+    model.save(tmp_path)
+    other = ff.Model(MLP(), optax.adam(0.05), "mse", ema=0.9)
+    other.load(tmp_path)
+    np.testing.assert_array_equal(other.predict(X), model.predict(X))
+    for each in (model, other):
+        each.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+    np.testing.assert_array_equal(other.predict(X), model.predict(X))
+
+
+def test_a_model_in_sixteen_bits_evaluates_and_predicts_in_them():
+    model = ff.Model(MLP(), optax.adam(0.01), "mse", precision="bfloat16")
+    model.fit(X, Y, batch_size=8, verbose=0)
+    outputs = model.predict(X)
+    exact = MLP().apply({"params": model.state.params}, X)
+    assert outputs.dtype == np.float32
+    assert 0 < np.abs(outputs - exact).max() < 0.05
+    assert model.evaluate(X, Y)["loss"] == pytest.approx(np.mean((outputs - Y) ** 2), rel=1e-5)
+
+
+def test_float16_survives_a_save_and_a_load(tmp_path):
+    model = ff.Model(MLP(), optax.adam(0.01), "mse", precision="float16")
+    model.fit(X, Y, batch_size=8, verbose=0)
+    model.save(tmp_path)
+    other = ff.Model(MLP(), optax.adam(0.01), "mse", precision="float16")
+    other.load(tmp_path)
+    for each in (model, other):
+        each.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+    assert_equal(other.state.params, model.state.params)
+    assert_equal(other.state.opt_state.scale.scale, model.state.opt_state.scale.scale)
+
+
+def test_a_range_test_finds_a_rate_and_leaves_the_model_alone():
+    model, untouched = (
+        ff.Model(MLP(), ff.optim.OptimizerDef(optax.sgd, learning_rate=0.01), "mse")
+        for _ in range(2)
+    )
+    for each in (model, untouched):
+        each.fit(X, Y, batch_size=8, verbose=0)
+    found = model.find_lr(X, Y, batch_size=8, lowest=1e-4, highest=100.0, n_steps=60)
+    assert found.rates[0] == pytest.approx(1e-4)
+    assert len(found.rates) < 60
+    assert 1e-2 < found.suggestion < 2
+    assert found.suggestion < found.rates[np.argmin(found.losses)]
+    assert "suggestion" in repr(found)
+    assert "<svg" in found._repr_html_()
+    assert model.step == 4
+    for each in (model, untouched):
+        each.fit(X, Y, batch_size=8, verbose=0)
+    assert_equal(model.state.params, untouched.state.params)
+
+
+def test_a_range_test_works_before_any_fit_and_draws_itself():
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed").use("agg")
+    model = ff.Model(MLP(), adam(), "mse")
+    found = model.find_lr(X, Y, batch_size=8, n_steps=20)
+    assert found.plot().get_xscale() == "log"
+    assert model.step == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lowest": 1.0, "highest": 0.1}, "lowest=1.0"),
+        ({"n_steps": 2}, "10 steps or more"),
+    ],
+)
+def test_a_range_that_is_none_is_refused(options, message):
+    model = ff.Model(MLP(), adam(), "mse")
+    with pytest.raises(ValueError, match=message):
+        model.find_lr(X, Y, **options)
+
+
+def test_a_loss_that_never_falls_suggests_no_rate():
+    model = ff.Model(MLP(), adam(), lambda outputs, targets: 0 * outputs)
+    with pytest.raises(ValueError, match="has not fallen at any rate"):
+        model.find_lr(X, Y, n_steps=12)
+
+
+def test_a_range_test_needs_a_rate_to_set_and_data_to_repeat():
+    with pytest.raises(ValueError, match=r"cannot set.*OptimizerDef"):
+        ff.Model(MLP(), optax.adam(0.1), "mse").find_lr(X, Y)
+    with pytest.raises(ValueError, match="use up this data"):
+        ff.Model(MLP(), adam(), "mse").find_lr(batch for batch in [(X, Y)])
