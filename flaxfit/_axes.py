@@ -77,16 +77,16 @@ def unnamed(array: Any) -> PartitionSpec:
 
 
 def below(field: str, tree: Any, axes: Axes | None) -> Any:
-    """The names of the arrays of a field of the state, None for those without.
+    """The names of the arrays of a field of the state, None for those without, or for all.
 
     >>> spec = PartitionSpec("embed")
     >>> below("params", {"w": np.ones(2)}, FrozenDict({"params/w": spec})) == {"w": spec}
     True
     """
-    if axes is None:
+    if not any(path.split("/")[0] == field for path in axes or ()):
         return None
     at = jax.tree_util.tree_map_with_path
-    return at(lambda path, _: axes.get(path_of(path)), {field: tree})[field]
+    return at(lambda path, _: (axes or {}).get(path_of(path)), {field: tree})[field]
 
 
 def as_logical_axes(state: Any) -> Any:
