@@ -1,0 +1,36 @@
+"""Checkpoints that TensorFlow wrote: small ones that are kept here, and fresh ones."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "write_with_tensorflow.py"
+
+
+@pytest.fixture(scope="session")
+def kept():
+    """The folder of the checkpoints that are kept in the repository."""
+    return HERE / "fixtures"
+
+
+@pytest.fixture(scope="session")
+def truth():
+    """What the checkpoints hold: functions by name, each giving arrays by name."""
+    spec = importlib.util.spec_from_file_location("write_with_tensorflow", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.CHECKPOINTS
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory):
+    """A folder of checkpoints that TensorFlow has just written."""
+    if importlib.util.find_spec("tensorflow") is None:
+        pytest.skip("tensorflow is not installed")
+    folder = tmp_path_factory.mktemp("tensorflow")
+    subprocess.run([sys.executable, str(SCRIPT), str(folder)], check=True, capture_output=True)
+    return folder
