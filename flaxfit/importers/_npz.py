@@ -1,0 +1,81 @@
+"""load_npz: NumPy's archives of arrays, without pickle."""
+
+import math
+import os
+import zipfile
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from flaxfit.importers._dtypes import as_dtype
+from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
+from flaxfit.importers._unreadable import reading, require
+
+_KIND = "an .npz file of numbers"
+_MOST_GROWTH = 1100
+"""Deflate makes at most 1032 bytes of one: what claims more is made up."""
+
+
+def load_npz(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
+    """Opens the arrays of an `.npz` file that `np.savez` or `np.savez_compressed` wrote.
+
+    Two bytes of which NumPy does not know the kind are bfloat16, which it saves as such. Arrays
+    of objects are refused: reading them would run code of the file.
+
+    >>> import tempfile
+    >>> path = tempfile.mkdtemp() + "/weights.npz"
+    >>> np.savez(path, **{"dense/kernel": np.ones((2, 3))})
+    >>> load_npz(path)
+    {'dense/kernel': LazyThreadPoolArray(shape=(2, 3), dtype=float64)}
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      UnreadableFile: it is damaged, or holds something else than numbers.
+    """
+    path = Path(path)
+    with reading(path, _KIND, NotImplementedError, RuntimeError), zipfile.ZipFile(path) as archive:
+        return {
+            member.filename.removesuffix(".npy"): _lazy(path, archive, member)
+            for member in archive.infolist()
+            if not member.is_dir()
+        }
+
+
+def _lazy(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> LazyArray:
+    growth = 1 if member.compress_type == zipfile.ZIP_STORED else _MOST_GROWTH
+    held = min(member.compress_size, path.stat().st_size)
+    require(member.file_size <= growth * held, f"the size of {member.filename} is impossible")
+    with archive.open(member) as file:
+        shape, is_fortran, dtype = _header(file)
+    size = math.prod(shape) * dtype.itemsize
+    require(0 <= size <= member.file_size, f"the size of {member.filename} is wrong")
+
+    def read() -> np.ndarray:
+        with (
+            reading(f"{member.filename} of {path}", _KIND, NotImplementedError, RuntimeError),
+            zipfile.ZipFile(path) as archive,
+            archive.open(member) as file,
+        ):
+            _header(file)
+            content = file.read(size)
+            require(len(content) == size, "it is cut short")
+            require(not file.read(1), "it is longer than its shape")  # Checks the checksum, too.
+            array = np.frombuffer(content, dtype)
+            return array.reshape(shape, order="F" if is_fortran else "C")
+
+    return LazyThreadPoolArray(shape, dtype, read)
+
+
+def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, order and dtype of an array in NumPy's format."""
+    version = np.lib.format.read_magic(file)
+    # The third version differs from the second by names of fields, which numbers do not have.
+    require(version in ((1, 0), (2, 0)), f"it has the unknown version {version}")
+    read = np.lib.format.read_array_header_1_0
+    if version == (2, 0):
+        read = np.lib.format.read_array_header_2_0
+    shape, is_fortran, dtype = read(file)
+    require(len(shape) <= 32 and all(0 <= n <= 1 << 62 for n in shape), "its shape is impossible")
+    unknown_of_two = dtype.kind == "V" and dtype.itemsize == 2 and dtype.names is None
+    return shape, is_fortran, as_dtype("bfloat16" if unknown_of_two else dtype.str)
