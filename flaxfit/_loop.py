@@ -143,7 +143,7 @@ class TrainLoop:
 
     def run_until(self, step: int) -> Iterator[Checkpoint]:
         """Yields the checkpoints up to `step`, which always is one."""
-        if step <= self.step:
+        if step <= self.step and not self.n_completed_steps:
             self.say(f"step {step:,} is already reached (at step {self.step:,})")
         while self.step < step or (self.step == step and self.n_completed_steps):
             stop = self._next_stop(last=lambda: step)

@@ -164,6 +164,7 @@ class Model:
         self.history = History(type(self.module).__name__, unit="epoch", facts=facts)
         validate = [] if validation_data is None else [self._validation(validation_data)]
         users = [callbacks] if callable(callbacks) else list(callbacks)
+        guard = [] if folder is None else folder.guards(users)
         save = [] if folder is None else [folder.saving(self.history, users)]
         show = []
         if verbose:
@@ -171,7 +172,7 @@ class Model:
             is_live = False if verbose == 2 else None
             n_before = 0 if found is None or not found.history else len(found.history["steps"])
             show = [ProgressBar(unit="epoch", total=epochs, start=n_before, live=is_live)]
-        loop.callbacks = [*validate, *users, self.history.append, *save, *show]
+        loop.callbacks = [*guard, *validate, *users, self.history.append, *save, *show]
         if folder is not None and found is not None:
             was_stopped = folder.take_over(found, self.history, users)
             self._n_epochs = len(self.history.steps)
@@ -184,11 +185,11 @@ class Model:
             for _ in self._epochs(loop, stream, n_steps, epochs):
                 self._n_epochs += 1
         finally:
-            loop.close()
-            if folder is not None:
-                folder.writer.close()
-            if hasattr(loop.data, "close"):
-                loop.data.close()
+            try:
+                loop.close()
+            finally:
+                if hasattr(loop.data, "close"):
+                    loop.data.close()
         return self.history
 
     def evaluate(
@@ -412,7 +413,8 @@ class Model:
             self._loop.data = stream
         self._loop.steps_per_call = steps_per_call
         self._loop.n_steps_per_checkpoint = n_steps or _ENDLESS
-        self._loop.first_checkpoint = self._loop.step + (n_steps or _ENDLESS)
+        n_done = 0 if found is None else self._loop.n_completed_steps  # Of an unfinished epoch.
+        self._loop.first_checkpoint = self._loop.step - n_done + (n_steps or _ENDLESS)
         return self._loop, found
 
     def _epochs(
@@ -420,7 +422,7 @@ class Model:
     ) -> Iterator[Checkpoint]:
         """The checkpoints at the ends of epochs; an epoch of unknown length is one pass."""
         if n_steps is not None:
-            yield from loop.run_until(loop.step + epochs * n_steps)
+            yield from loop.run_until(loop.first_checkpoint + (epochs - 1) * n_steps)
             return
         for epoch in range(epochs):
             if epoch:

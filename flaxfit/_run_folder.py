@@ -2,11 +2,14 @@
 
 import dataclasses
 import os
+import signal
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._history import History
+from flaxfit.callbacks import SaveOnSignal
 from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter, latest, list_steps
 
 _STOPPED = "stopped"
@@ -52,18 +55,16 @@ class RunFolder:
         """
         return SavedState(CheckpointFileReader(self._folder, init), keeps_position)
 
-    def saving(
-        self, history: History, callbacks: Sequence[Any]
-    ) -> Callable[[Checkpoint], Checkpoint]:
+    def saving(self, history: History, callbacks: Sequence[Any]) -> "Saving":
         """A callback that saves, beside the checkpoint, the history and what callbacks remember."""
+        return Saving(self.writer, history, callbacks)
 
-        def save(checkpoint: Checkpoint) -> Checkpoint:
-            states = {name: each.get_state() for name, each in _with_state(callbacks).items()}
-            states[_STOPPED] = checkpoint.stop
-            self.writer.save(checkpoint, history=history.get_state(), callback_states=states)
-            return checkpoint
-
-        return save
+    def guards(self, callbacks: Sequence[Any]) -> list[Any]:
+        """A `SaveOnSignal`, where neither a callback nor the program handles SIGTERM itself."""
+        is_handled = any(isinstance(each, SaveOnSignal) for each in callbacks)
+        is_handled |= signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        is_main = threading.current_thread() is threading.main_thread()
+        return [SaveOnSignal()] if is_main and not is_handled else []
 
     def take_over(self, found: Any, history: History, callbacks: Sequence[Any]) -> bool:
         """Puts back the history and what callbacks remember; whether the run had been stopped."""
@@ -73,6 +74,31 @@ class RunFolder:
             if name in found.callback_states:
                 each.set_state(found.callback_states[name])
         return bool(found.callback_states.get(_STOPPED, False))
+
+
+class Saving:
+    """A callback that saves all that a run of `fit` needs to go on."""
+
+    def __init__(self, writer: CheckpointFileWriter, history: History, callbacks: Sequence[Any]):
+        self._writer = writer
+        self._history = history
+        self._callbacks = callbacks
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Saves the checkpoint and returns it."""
+        self.save(checkpoint)
+        return checkpoint
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Saves a checkpoint, also one that the callbacks have not seen."""
+        states = {name: each.get_state() for name, each in _with_state(self._callbacks).items()}
+        states[_STOPPED] = checkpoint.stop
+        history = self._history.get_state()
+        self._writer.save(checkpoint, history=history, callback_states=states)
+
+    def close(self) -> None:
+        """Waits until everything is on disk."""
+        self._writer.close()
 
 
 class SavedState:
@@ -86,7 +112,8 @@ class SavedState:
     def read(self, template: Any) -> Any:
         """What the reader reads, or None."""
         found = self._reader.read(template)
-        if found is None or self._keeps_position:
+        # In the middle of an epoch the position is one in its own stream.
+        if found is None or self._keeps_position or found.running is not None:
             return found
         return dataclasses.replace(found, data_state=None)
 

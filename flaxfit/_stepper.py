@@ -99,6 +99,7 @@ class Stepper:
         self._totals = _totals.zero_totals(self._sums)
         self.grads: Any = None
         self.n_completed = 0
+        self._known_metrics: dict[str, Any] = {}
         self.compile_time = 0.0
         self.inspection_time = 0.0
 
@@ -112,7 +113,7 @@ class Stepper:
         if not self.n_completed:
             return None
         totals = jax.tree.map(lambda vector: vector.tolist(), jax.device_get(self._totals))
-        return {"n_steps": self.n_completed, "totals": totals}
+        return {"n_steps": self.n_completed, "totals": totals, "metrics": self.metrics()}
 
     def set_running(self, running: Any) -> None:
         """Counts on from what `get_running` gave."""
@@ -121,11 +122,17 @@ class Stepper:
             {dtype: np.asarray(values, dtype) for dtype, values in vectors.items()}
             for vectors in running["totals"]
         )
+        self._known_metrics = {
+            name: np.asarray(value) if isinstance(value, list) else value
+            for name, value in running["metrics"].items()
+        }
 
     def metrics(self) -> dict[str, Any]:
         """The metrics over all steps since the totals were reset; waits for the device."""
         if not self.n_completed:
             return {}
+        if not self._sums:
+            return self._known_metrics  # Those it goes on from: no batch has shown any sums.
         return compute(_totals.read(self._totals, self._sums), self.task.metrics)
 
     def first_batch(self) -> Any:

@@ -18,8 +18,8 @@ LAYERS = (
     {"_step", "_history", "checkpoints", "export"},
     {"_update", "_inspect"},
     {"_stepper"},
-    {"_loop", "_evaluate", "_run_folder", "callbacks", "importers"},
-    {"_find_lr"},
+    {"_loop", "_evaluate", "callbacks", "importers"},
+    {"_find_lr", "_run_folder"},
     {"_model"},
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS, start=1) for part in parts}

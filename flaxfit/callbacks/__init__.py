@@ -2,11 +2,15 @@
 
 from flaxfit.callbacks._callback import Callback as Callback
 from flaxfit.callbacks._every import every as every
+from flaxfit.callbacks._exit import ExitCode as ExitCode
 from flaxfit.callbacks._loggers import CSVLogger as CSVLogger
 from flaxfit.callbacks._loggers import JSONLogger as JSONLogger
 from flaxfit.callbacks._progress import ProgressBar as ProgressBar
 from flaxfit.callbacks._rates import LearningRateScheduler as LearningRateScheduler
 from flaxfit.callbacks._rates import ReduceLROnPlateau as ReduceLROnPlateau
+from flaxfit.callbacks._rollback import Rollback as Rollback
+from flaxfit.callbacks._signal import SaveOnSignal as SaveOnSignal
 from flaxfit.callbacks._stopping import EarlyStopping as EarlyStopping
 from flaxfit.callbacks._stopping import StopOnNaN as StopOnNaN
 from flaxfit.callbacks._summary import SummaryLogger as SummaryLogger
+from flaxfit.callbacks._watchdog import Watchdog as Watchdog

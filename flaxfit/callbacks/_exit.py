@@ -1,0 +1,38 @@
+"""How a process that cannot go on ends: with a code that says why, and with its stacks."""
+
+import enum
+import os
+import sys
+import threading
+import traceback
+from typing import NoReturn
+
+
+class ExitCode(enum.IntEnum):
+    """The exit codes of a process that a callback has ended; others mean what they always do.
+
+    >>> ExitCode(85).name
+    'PREEMPTED'
+    """
+
+    PREEMPTED = 85
+    """A signal asked to end; everything is saved: start the same command again."""
+    UNSAVED = 86
+    """A signal asked to end, but no step or save came to its end in the time of grace."""
+    HUNG = 87
+    """No step came to its end in the time that `Watchdog` allows."""
+
+
+def end_with_stacks(code: ExitCode, reason: str) -> NoReturn:
+    """Ends the process at once, from any thread, after showing where each thread is."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = [f"flaxfit: {reason}; the process ends with code {code:d} ({code.name})\n"]
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            lines.append(f"\nThread {names.get(ident, ident)} (most recent call last):\n")
+            lines += traceback.format_stack(frame)
+    try:
+        sys.stderr.write("".join(lines))
+        sys.stderr.flush()
+    finally:
+        os._exit(code)

@@ -1,0 +1,112 @@
+"""Rollback: when training diverges, go on from the last good checkpoint with the data behind."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit._checkpoint import Checkpoint
+from flaxfit._display import plural, say
+from flaxfit._monitor import read_metric
+from flaxfit._state import TrainState
+from flaxfit.callbacks._callback import Loop
+
+
+class Rollback:
+    """Puts the last good state back when a metric or the parameters are no longer finite.
+
+    Parameters, optimizer state and model state become those of the last checkpoint that was
+    good, or of the start. The step and the position in the data stay where they are: what led
+    astray is skipped, and no random key is used twice. `metrics["rollbacks"]` counts, so that
+    each event is in the history, beside the value that was not finite.
+
+    The good state is kept in the memory of the host, a copy for every checkpoint.
+
+    >>> import numpy as np, optax
+    >>> from flaxfit import TrainLoop, TrainTask
+    >>> one = np.ones((1, 1), np.float32)
+    >>> data = [(one, one), (one, one), (np.inf * one, one), (one, one), (one, one)]
+    >>> task = TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", data)
+    >>> init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
+    >>> loop = TrainLoop(init, task, 0, callbacks=[Rollback()], stdout=False)
+    >>> [checkpoint.metrics["rollbacks"] for checkpoint in loop]
+    [0, 0, 1, 1, 1]
+
+    Args:
+      monitor: the metric to watch.
+      n_times: how often to roll back before giving up with a FloatingPointError.
+    """
+
+    def __init__(self, monitor: str = "loss", *, n_times: int = 3) -> None:
+        if n_times < 1:
+            raise ValueError(f"n_times must be at least 1, got {n_times}.")
+        self._monitor = monitor
+        self._n_times = n_times
+        self._loop: Loop | None = None
+        self._good: TrainState | None = None
+        self.n_rollbacks = 0
+        """How often it has rolled back."""
+
+    def attach(self, loop: Loop) -> None:
+        """Starts afresh for a loop, whose present state is good."""
+        self._loop = loop
+        self._good = _to_host(loop.state)
+        self.n_rollbacks = 0
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint, with the last good state where its own is not good."""
+        value = float(read_metric(checkpoint.metrics, self._monitor, "Rollback"))
+        state = _to_host(checkpoint.state)
+        if math.isfinite(value) and _is_finite((state.params, state.model_state)):
+            self._good = state
+        else:
+            checkpoint = checkpoint.replace(state=self._go_back(checkpoint.step, value))
+        return checkpoint.with_metrics({"rollbacks": self.n_rollbacks})
+
+    def _go_back(self, step: int, value: float) -> TrainState:
+        """Puts the last good state into the loop, or gives up."""
+        if self._loop is None or self._good is None:
+            raise ValueError(
+                "Rollback has no loop to put a state back into: give it to callbacks= itself."
+            )
+        what = f"{self._monitor} is {value:.4g} at step {step:,}"
+        if math.isfinite(value):
+            what = f"the parameters or the model's state are not finite at step {step:,}"
+        if self.n_rollbacks >= self._n_times:
+            raise FloatingPointError(
+                f"{what}, after {plural(self.n_rollbacks, 'rollback')}. Lower the learning rate "
+                "or clip: optax.chain(optax.clip_by_global_norm(1.0), optimizer)."
+            )
+        self.n_rollbacks += 1
+        say(
+            f"{what}: going on with the state of step {int(self._good.step):,} "
+            f"(rollback {self.n_rollbacks} of {self._n_times})"
+        )
+        self._loop.restore(self._good.replace(step=jnp.int32(step)))
+        return self._loop.state
+
+    def get_state(self) -> dict[str, Any]:
+        """What a resumed run needs, as plain JSON; the good state is the one resumed from."""
+        return {"n_rollbacks": self.n_rollbacks}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Puts back what `get_state` gave; call it after `attach`."""
+        self.n_rollbacks = int(state["n_rollbacks"])
+
+
+def _to_host(state: TrainState) -> TrainState:
+    """The state in NumPy, but for its random keys, which NumPy does not know."""
+    return jax.tree.map(
+        lambda x: x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x), state
+    )
+
+
+def _is_finite(tree: Any) -> bool:
+    return all(
+        bool(np.isfinite(x).all())
+        for x in jax.tree.leaves(tree)
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+    )

@@ -1,0 +1,177 @@
+"""SaveOnSignal: a process that is told to end saves first, within one step."""
+
+import queue
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from flaxfit._checkpoint import Checkpoint
+from flaxfit._display import say
+from flaxfit.callbacks._callback import Loop
+from flaxfit.callbacks._exit import ExitCode, end_with_stacks
+
+
+class SaveOnSignal:
+    """Saves at the end of the step during which a signal arrives, and ends the process.
+
+    What is saved lies between two checkpoints: callbacks do not see it, and a run that goes on
+    from it reports the metrics that it would have reported. The process then ends by
+    `SystemExit` with `ExitCode.PREEMPTED`. In the main thread only; the handlers that were there
+    before are put back by `close`. With several processes JAX's preemption service watches
+    SIGTERM, and all save the same step.
+
+    Give it to `callbacks` before those that change the loop when it is closed (`EarlyStopping`).
+    `fit(checkpoint_dir=...)` adds it where nothing else handles SIGTERM.
+
+    >>> import tempfile
+    >>> from flaxfit.checkpoints import CheckpointFileWriter
+    >>> callbacks = [SaveOnSignal(), CheckpointFileWriter(tempfile.mkdtemp())]
+
+    Args:
+      writer: a `CheckpointFileWriter`; None: those among the callbacks of the loop.
+      signals: what to listen to.
+      grace_seconds: how long after the signal the process may live; it then ends with
+        `ExitCode.UNSAVED` and shows where every thread is. None: as long as it takes.
+      on_exception: whether to save as well when an exception ends training, Ctrl-C included
+        (with `fit`, or with `with loop:`). One that a callback raises leaves its checkpoint
+        unfinished: it is not saved.
+    """
+
+    def __init__(
+        self,
+        writer: Any = None,
+        *,
+        signals: Sequence[int] = (signal.SIGTERM,),
+        grace_seconds: float | None = 60.0,
+        on_exception: bool = False,
+    ) -> None:
+        if grace_seconds is not None and grace_seconds <= 0:
+            raise ValueError(f"grace_seconds must be positive or None, got {grace_seconds}.")
+        self._writer = writer
+        self._signals = tuple(signals)
+        self._grace_seconds = grace_seconds
+        self._on_exception = on_exception
+        self._loop: Any = lambda: None
+        self._previous: dict[int, Any] = {}
+        self._received: int | None = None
+        self._is_done = False
+
+    def attach(self, loop: Loop) -> None:
+        """Begins to listen, and to look after each step whether a signal has arrived."""
+        self._loop = weakref.ref(loop)
+        if not self._writers():
+            raise ValueError(
+                "SaveOnSignal has nothing to save with: add a CheckpointFileWriter to the "
+                "callbacks, or pass one as writer=."
+            )
+        self._received, self._is_done = None, False
+        loop.watchers.append(self._watch)
+        self._n_calls = 0
+        if jax.process_count() == 1:
+            self._listen()
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint, as it is."""
+        return checkpoint
+
+    def _listen(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            say("SaveOnSignal hears no signals: Python delivers them to the main thread only")
+            return
+        # A queue that a signal handler may use whatever the thread was at: it takes no lock.
+        self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        arguments = (self._arrived, self._grace_seconds)
+        threading.Thread(
+            target=_limit, args=arguments, daemon=True, name="flaxfit-deadline"
+        ).start()
+        for number in self._signals:
+            self._previous[number] = signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self._loop() is None:  # It was given up without being closed.
+            self._stop_listening()
+            signal.raise_signal(number)
+        elif self._received is None:
+            self._received = number
+            self._arrived.put(signal.Signals(number).name)
+
+    def _watch(self, step: int) -> None:
+        if self._received is not None or self._all_are_told():
+            self._save_and_end()
+
+    def _all_are_told(self) -> bool:
+        """Whether the processes of a run have agreed to end here."""
+        if jax.process_count() == 1:
+            return False
+        from jax.experimental import multihost_utils
+
+        self._n_calls += 1
+        return multihost_utils.reached_preemption_sync_point(self._n_calls)
+
+    def _save_and_end(self) -> None:
+        step = self._save()
+        if step is None:
+            return  # After the next step.
+        name = signal.Signals(self._received or signal.SIGTERM).name
+        say(
+            f"received {name}: step {step:,} is saved, the process ends with code "
+            f"{ExitCode.PREEMPTED:d} ({ExitCode.PREEMPTED.name})"
+        )
+        raise SystemExit(ExitCode.PREEMPTED)
+
+    def _save(self) -> int | None:
+        """Saves, and waits until it is on disk; the step, or None where that is not possible."""
+        checkpoint = self._loop().snapshot()
+        if checkpoint is None:
+            return None
+        for writer in self._writers():
+            writer.save(checkpoint)
+            writer.close()
+        self._is_done = True
+        return checkpoint.step
+
+    def _writers(self) -> list[Any]:
+        if self._writer is not None:
+            return [self._writer]
+        return [each for each in self._loop().callbacks if hasattr(each, "save")]
+
+    def close(self) -> None:
+        """Puts the earlier handlers back; acts on a signal that came after the last step."""
+        error = sys.exception()
+        try:
+            if self._is_done or self._loop() is None:
+                pass
+            elif error is None and self._received is not None:
+                self._save_and_end()
+            elif error is not None and self._on_exception:
+                step = self._save()
+                if step is not None:
+                    say(f"{type(error).__name__}: step {step:,} is saved")
+        finally:
+            self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        for number, handler in self._previous.items():
+            # Not where somebody else has begun to listen since.
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, handler)
+        if self._previous and self._received is None:
+            self._arrived.put(None)
+        self._previous = {}
+
+
+def _limit(arrived: queue.SimpleQueue, seconds: float | None) -> None:
+    """Ends the process some time after a signal has arrived."""
+    name = arrived.get()
+    if name is None or seconds is None:
+        return
+    try:
+        arrived.get(timeout=seconds)
+    except queue.Empty:
+        reason = f"{name} arrived {seconds:g} s ago, and no step and no save was completed since"
+        end_with_stacks(ExitCode.UNSAVED, reason)

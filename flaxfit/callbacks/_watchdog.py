@@ -1,0 +1,86 @@
+"""Watchdog: a run that hangs ends, and says where it hung."""
+
+import threading
+import time
+import weakref
+from typing import Any
+
+from flaxfit._checkpoint import Checkpoint
+from flaxfit.callbacks._callback import Loop
+from flaxfit.callbacks._exit import ExitCode, end_with_stacks
+
+_INTERVALS = 10
+
+
+class Watchdog:
+    """Ends the process when no step comes to its end for a time, showing where each thread is.
+
+    Its thread looks at the loop a few times per allowance, and costs a step nothing. Counted is
+    the time in which the loop itself is at work: fetching batches, stepping, making a checkpoint.
+    Not the time in which your code holds a checkpoint, nor that of a stopped process.
+    Compilation, the inspection of the first batch and the callbacks (evaluation, saving) have an
+    allowance of their own. The exit code is `ExitCode.HUNG`.
+
+    It guards from when it is given to a loop: not the first batch, where the loop fetches it to
+    learn the shapes of the inputs. Code that never lets go of Python's lock stops it as well.
+
+    >>> watchdog = Watchdog(300, slow_seconds=3600)
+
+    Args:
+      seconds: how long a step may take; several times the longest to be expected.
+      slow_seconds: how long a compilation may take, and the callbacks of a checkpoint; None: as
+        long as they want.
+    """
+
+    def __init__(self, seconds: float, *, slow_seconds: float | None = None) -> None:
+        if seconds <= 0 or (slow_seconds is not None and slow_seconds <= 0):
+            raise ValueError(
+                "Watchdog needs positive allowances, "
+                f"got seconds={seconds}, slow_seconds={slow_seconds}."
+            )
+        self._limits = {"training": seconds, "preparing": slow_seconds, "callbacks": slow_seconds}
+        self._loop: Any = None
+        self._ended: threading.Event | None = None
+
+    def attach(self, loop: Loop) -> None:
+        """Begins to watch a loop."""
+        self.close()
+        self._loop = weakref.ref(loop)
+        self._watch()
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint, as it is; a loop that goes on after its end is watched again."""
+        if self._ended is None and self._loop is not None:
+            self._watch()
+        return checkpoint
+
+    def _watch(self) -> None:
+        self._ended = threading.Event()
+        arguments = (self._loop, self._limits, self._ended)
+        threading.Thread(
+            target=_guard, args=arguments, daemon=True, name="flaxfit-watchdog"
+        ).start()
+
+    def close(self) -> None:
+        """Ends the watch."""
+        if self._ended is not None:
+            self._ended.set()
+            self._ended = None
+
+
+def _guard(loop_ref: Any, limits: dict[str, float | None], ended: threading.Event) -> None:
+    interval = min(limit for limit in limits.values() if limit is not None) / _INTERVALS
+    seen, waited, before = None, 0.0, time.monotonic()
+    while not ended.wait(interval):
+        loop = loop_ref()
+        if loop is None:
+            return
+        here, now = (loop.phase, loop.step), time.monotonic()
+        del loop
+        # A process that was stopped for an hour has not waited for an hour.
+        waited = waited + min(now - before, 2 * interval) if here == seen else 0.0
+        seen, before = here, now
+        limit = limits.get(here[0])
+        if limit is not None and waited >= limit:
+            reason = f"step {here[1] + 1:,} has not ended for {waited:.1f} s (at: {here[0]})"
+            end_with_stacks(ExitCode.HUNG, reason)
