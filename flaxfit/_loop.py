@@ -217,6 +217,15 @@ class TrainLoop:
         self.task = self._stepper.task
 
     @property
+    def norms(self) -> tuple[str, ...]:
+        """Patterns of the parameters whose norms are reported: "grad_norm/..", "param_norm/.."."""
+        return self._stepper.norms
+
+    @norms.setter
+    def norms(self, patterns: Sequence[str]) -> None:
+        self._stepper.set_norms(patterns)
+
+    @property
     def n_steps(self) -> int | None:
         """The step at which iteration ends; takes effect at once when set."""
         return self._n_steps

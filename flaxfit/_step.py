@@ -1,6 +1,7 @@
 """The pure core: one training step is `(state, batch) -> (state, sums)`, and so is measuring."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from flaxfit._forward import (
 )
 from flaxfit._gradient import gradient
 from flaxfit._precision import in_precision
+from flaxfit._rules import flat
 from flaxfit._state import TrainState
 from flaxfit._totals import pack, unpack
 from flaxfit.optim._freeze import mask, merge
@@ -30,6 +32,7 @@ def make_train_step(
     *,
     axis_name: str | None = None,
     grad_norm: bool = True,
+    norms: Sequence[str] = (),
     keep_grads: bool = False,
     skip_empty: bool = True,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Any]]:
@@ -52,6 +55,7 @@ def make_train_step(
       task: a `TrainTask`.
       axis_name: the mapped axis to reduce over, where the step runs once per replica.
       grad_norm: whether to report the global norm of the gradients.
+      norms: patterns of parameter paths, whose gradients' and parameters' norms to report.
       keep_grads: whether to return `(state, (sums, grads))`.
       skip_empty: whether the weights of a batch may sum to zero; False saves the check.
     """
@@ -89,6 +93,9 @@ def make_train_step(
             updated = _where(is_used > 0, updated, unchanged)
 
         per_step = {"grad_norm": optax.tree.norm(grads)} if grad_norm else {}
+        for pattern in norms:
+            per_step[f"grad_norm/{pattern}"] = norm_of(grads, pattern)
+            per_step[f"param_norm/{pattern}"] = norm_of(updated.params, pattern)
         if found.penalty is not None:
             per_step["penalty"] = _mean(found.penalty, axis_name)
         sums |= {
@@ -99,10 +106,13 @@ def make_train_step(
     return train_step
 
 
-def more_sums(task: Any, result: ForwardPass, *, grad_norm: bool) -> Sums:
+def more_sums(
+    task: Any, result: ForwardPass, *, grad_norm: bool, norms: Sequence[str] = ()
+) -> Sums:
     """The shapes of what a training step adds to the sums of its forward pass."""
     one = jax.ShapeDtypeStruct((), "float32")
     names = ["grad_norm"] * grad_norm + ["penalty"] * (result.penalty is not None)
+    names += [f"{kind}/{pattern}" for pattern in norms for kind in ("grad_norm", "param_norm")]
     return dict.fromkeys(names, (one, one)) | ({"skipped_steps": (one,)} if guards(task) else {})
 
 
@@ -240,6 +250,11 @@ def _reduce(reduce: Callable[..., Any], tree: Any, axis_name: str) -> Any:
     # One reduction of a long vector takes half the time of many short ones; XLA combines them
     # by itself elsewhere, but not on CPU.
     return unpack(reduce(pack(tree), axis_name), tree)
+
+
+def norm_of(tree: Any, pattern: str) -> jax.Array:
+    """The Euclidean norm of all the leaves whose paths match a pattern."""
+    return optax.tree.norm([x for path, x in flat(tree).items() if re.fullmatch(pattern, path)])
 
 
 def _with_scale(state: TrainState, scale: Any) -> TrainState:

@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from flaxfit._update import make_update
 from flaxfit.data import as_stream
 from flaxfit.optim import set_hyperparams
 from flaxfit.optim._extended import carry_state
+from flaxfit.optim._freeze import check_matches
 from flaxfit.strategies import Strategy
 
 # On a CPU with several devices, unbounded dispatch of collectives aborts the process.
@@ -50,6 +51,7 @@ class Stepper:
         self.is_preparing = False
         """Whether it inspects the first batch or compiles, which may take long."""
         self.input_shapes: Any = None
+        self.norms: tuple[str, ...] = ()
         self._options = {"grad_norm": grad_norm, "keep_grads": keep_grads}
         self._say = say
         self._in_flight: deque[jax.Array] = deque()
@@ -88,6 +90,20 @@ class Stepper:
         self.state = self.strategy.place(state.replace(opt_state=opt_state))
         self.task = task
         self.executables = {}
+
+    def set_norms(self, patterns: Sequence[str]) -> None:
+        """Reports the norms of parameters and gradients by these patterns, from now on."""
+        if tuple(patterns) == self.norms:
+            return
+        if self.n_completed:
+            raise RuntimeError(
+                f"Cannot report other norms now: {self.n_completed} steps were counted since the "
+                "latest checkpoint. Set them before training, or right after a checkpoint."
+            )
+        for pattern in patterns:
+            check_matches("norms", pattern, self.state.params)
+        self.norms = tuple(patterns)
+        self.executables, self._feed = {}, None
 
     def set_hyperparams(self, group: str | int | None, values: dict[str, Any]) -> None:
         """Goes on with other hyperparameters; nothing is recompiled."""
@@ -235,6 +251,7 @@ class Stepper:
             axis_name=strategy.axis_name,
             n_steps=len(portions),
             skip_empty=is_weighted,
+            norms=self.norms,
             **self._options,
         )
         update = strategy.compile(update, arguments, n_donated=2)
@@ -262,7 +279,7 @@ class Stepper:
         self._resident_shapes = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
         result = inspect(self.task, self.state, batch, data)
         self._sums = result.sums | more_sums(
-            self.task, result, grad_norm=self._options["grad_norm"]
+            self.task, result, grad_norm=self._options["grad_norm"], norms=self.norms
         )
         zeros = _totals.zero_totals(self._sums)
         if self.n_completed and jax.tree.map(np.shape, zeros) != jax.tree.map(

@@ -40,6 +40,7 @@ PUBLIC = {
         "ExitCode",
         "JSONLogger",
         "LearningRateScheduler",
+        "Norms",
         "ProgressBar",
         "ReduceLROnPlateau",
         "Rollback",

@@ -5,6 +5,7 @@ from flaxfit.callbacks._every import every as every
 from flaxfit.callbacks._exit import ExitCode as ExitCode
 from flaxfit.callbacks._loggers import CSVLogger as CSVLogger
 from flaxfit.callbacks._loggers import JSONLogger as JSONLogger
+from flaxfit.callbacks._norms import Norms as Norms
 from flaxfit.callbacks._progress import ProgressBar as ProgressBar
 from flaxfit.callbacks._rates import LearningRateScheduler as LearningRateScheduler
 from flaxfit.callbacks._rates import ReduceLROnPlateau as ReduceLROnPlateau

@@ -53,16 +53,29 @@ def check_patterns(patterns: Sequence[str], params: Any) -> None:
     Raises:
       ValueError: with the paths that there are.
     """
-    paths = list(flat(params))
-    known = "\n  ".join(paths[:50] + [f"... and {len(paths) - 50} more"] * (len(paths) > 50))
     for pattern in patterns:
-        if not any(flat(label([(pattern, True)], params, False)).values()):
-            raise ValueError(
-                f"freeze={pattern!r} matches no parameter (patterns match whole paths, so that "
-                f"'stem/.*' is all of stem). The parameters are:\n  {known}"
-            )
+        check_matches("freeze", pattern, params)
     if patterns and not jax.tree.leaves(mask(params, patterns)):
         raise ValueError(
             f"freeze={list(patterns)} freezes every parameter: there is nothing to train. The "
-            f"parameters are:\n  {known}"
+            f"parameters are:\n{_listing(params)}"
         )
+
+
+def check_matches(owner: str, pattern: str, params: Any) -> None:
+    """Checks that a pattern matches the path of a parameter.
+
+    Raises:
+      ValueError: with the paths that there are.
+    """
+    if not any(flat(label([(pattern, True)], params, False)).values()):
+        raise ValueError(
+            f"{owner}: {pattern!r} matches no parameter (patterns match whole paths, so that "
+            f"'stem/.*' is all of stem). The parameters are:\n{_listing(params)}"
+        )
+
+
+def _listing(params: Any, limit: int = 50) -> str:
+    paths = list(flat(params))
+    more = [f"... and {len(paths) - limit:,} more"] if len(paths) > limit else []
+    return "\n".join(f"  {path}" for path in paths[:limit] + more)

@@ -1,0 +1,84 @@
+"""Norms by group, measured inside the step."""
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+
+import flaxfit as ff
+from flaxfit.callbacks import Norms
+
+X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1, name="head")(nn.tanh(nn.Dense(4, name="stem")(x)))
+
+
+def make_loop(callbacks=(), n_devices=1, **options):
+    task = ff.TrainTask(MLP().apply, optax.sgd(0.1), "mse", [(X, X[:, :1])] * 6, **options)
+    return ff.TrainLoop(
+        MLP().init,
+        task,
+        0,
+        n_steps=5,
+        n_steps_per_checkpoint=2,
+        devices=jax.devices()[:n_devices],
+        callbacks=callbacks,
+        stdout=False,
+    )
+
+
+@pytest.mark.parametrize("n_devices", [1, 2])
+def test_the_norms_of_groups_are_means_over_steps(n_devices):
+    loop = make_loop(Norms("stem/.*", "head/kernel"), n_devices)
+    norms = {"params": [], "grads": []}
+    params = loop.state.params
+
+    def loss(params):
+        return np.float32(1) * ((MLP().apply({"params": params}, X) - X[:, :1]) ** 2).mean()
+
+    for _ in range(3):
+        grads = jax.grad(loss)(params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        norms["grads"].append(float(optax.tree.norm(grads["stem"])))
+        norms["params"].append(float(np.linalg.norm(params["head"]["kernel"])))
+    first, second, _ = loop
+    assert first.metrics["grad_norm/stem/.*"] == pytest.approx(norms["grads"][0], rel=1e-5)
+    assert second.metrics["grad_norm/stem/.*"] == pytest.approx(
+        np.mean(norms["grads"][1:]), rel=1e-5
+    )
+    assert second.metrics["param_norm/head/kernel"] == pytest.approx(
+        np.mean(norms["params"][1:]), rel=1e-5
+    )
+
+
+def test_the_gradients_of_frozen_parameters_count_as_nothing():
+    checkpoint = next(make_loop(Norms("stem/.*", ".*"), freeze="stem/.*"))
+    assert checkpoint.metrics["grad_norm/stem/.*"] == 0
+    assert checkpoint.metrics["grad_norm/.*"] == pytest.approx(checkpoint.metrics["grad_norm"])
+    assert checkpoint.metrics["param_norm/stem/.*"] > 0
+
+
+def test_a_pattern_that_matches_nothing_lists_the_parameters():
+    with pytest.raises(ValueError, match=r"(?s)'body/.\*' matches no parameter.*stem/kernel"):
+        make_loop(Norms("body/.*"))
+
+
+def test_they_can_be_asked_for_at_a_checkpoint_only():
+    loop = make_loop()
+    next(loop)
+    loop.norms = [".*"]
+    assert "grad_norm/.*" in next(loop).metrics
+    loop.watchers.append(lambda step: setattr(loop, "norms", ()))
+    with pytest.raises(RuntimeError, match="1 steps were counted"):
+        next(loop)
+
+
+def test_fit_reports_them_in_its_history():
+    model = ff.Model(MLP(), optax.sgd(0.1), "mse")
+    history = model.fit(X, X[:, :1], epochs=2, callbacks=[Norms("head/.*")], verbose=0)
+    assert len(history["param_norm/head/.*"]) == 2
