@@ -18,7 +18,17 @@ jax.config.update("jax_compilation_cache_dir", _compilation_cache)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-OPTIONAL = ("clu", "datasets", "grain", "matplotlib", "metrax", "pandas", "tensorflow", "torch")
+OPTIONAL = (
+    "clu",
+    "datasets",
+    "grain",
+    "jax2onnx",
+    "matplotlib",
+    "metrax",
+    "pandas",
+    "tensorflow",
+    "torch",
+)
 
 
 def pytest_collection_modifyitems(items):

@@ -2,6 +2,7 @@
 
 from flaxfit.export._compare import ExportReport as ExportReport
 from flaxfit.export._module import JaxModule as JaxModule
+from flaxfit.export._onnx import save_onnx as save_onnx
 from flaxfit.export._saved_model import save_saved_model as save_saved_model
 from flaxfit.export._spec import InputSpec as InputSpec
 from flaxfit.export._spec import batch_specs as batch_specs

@@ -26,7 +26,7 @@ class TensorFlowModule:
             name: tf.Variable(np.asarray(leaf), trainable=module.trainable[name], name=name)
             for name, leaf in module.named_params.items()
         }
-        self.methods: dict[str, Callable[..., Any]] = {
+        self.methods: dict[str, Any] = {
             name: self._method(module, name) for name in module.method_specs
         }
         """The methods by name, as `tf.function`s of the inputs."""
@@ -129,7 +129,7 @@ def _program(exported: jax.export.Exported, version: str) -> Callable[..., Any]:
     return call
 
 
-def _call_module(exported: jax.export.Exported, flat: Sequence[Any]) -> list[Any]:
+def _call_module(exported: jax.export.Exported, flat: Sequence[Any]) -> Any:
     """TensorFlow's operation that runs a program of StableHLO."""
     tf = import_tensorflow()
     from tensorflow.compiler.tf2xla.python import xla

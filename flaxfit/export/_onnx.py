@@ -1,0 +1,127 @@
+"""ONNX: a method as one file that onnxruntime and others run."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from flaxfit.export._compare import RTOL, ExportReport, compare, report, size_of
+from flaxfit.export._files import replacing
+from flaxfit.export._module import DEFAULT_METHOD_KEY, JaxModule
+from flaxfit.export._names import input_names, output_names
+from flaxfit.export._spec import shape_structs
+
+
+def save_onnx(
+    module: JaxModule,
+    path: str | os.PathLike[str],
+    *,
+    method: str | None = None,
+    opset: int = 21,
+    samples: Sequence[Any] | None = None,
+    rtol: float = RTOL,
+) -> ExportReport:
+    """Writes a method of a module as ONNX; its weights become constants.
+
+    Inputs and outputs have the names that `save_saved_model` gives them, symbolic dimensions
+    keep theirs; constraints are not written. The file is run by onnxruntime and compared with
+    the module before it takes its place.
+
+    >>> import tempfile
+    >>> import jax2onnx, onnxruntime
+    >>> from flaxfit.export import InputSpec
+    >>> module = JaxModule({"w": 2.0}, lambda p, x: p["w"] * x, input_spec=InputSpec(("n",)))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     made = save_onnx(module, f"{folder}/double.onnx")
+    ...     double = onnxruntime.InferenceSession(f"{folder}/double.onnx")
+    >>> double.run(None, {"inputs": np.float32([1, 2])})[0].tolist()
+    [2.0, 4.0]
+
+    Args:
+      module: what to write.
+      path: the file; one that is there is replaced.
+      method: the method to write; None: the default or only one.
+      opset: the version of ONNX's operators.
+      samples: inputs to compare on, each a tuple, where random ones make no sense.
+      rtol: how far an output may be off, relative to its largest value.
+
+    Raises:
+      ValueError: the file differs from the module, or an operation has no counterpart in ONNX;
+        nothing is written.
+      ImportError: jax2onnx or onnxruntime is not installed.
+    """
+    jax2onnx, onnxruntime = _import()
+    name = _chosen(module, method)
+    specs = module.method_specs[name].input_spec
+    structs = shape_structs(specs)
+    structure = jax.tree.structure(specs)
+    params = module.named_params
+    function = module.method_specs[name].function
+    outputs = jax.eval_shape(function, params, structs)
+
+    def flat(*leaves: Any) -> Any:
+        return tuple(jax.tree.leaves(function(params, jax.tree.unflatten(structure, leaves))))
+
+    try:
+        made = jax2onnx.to_onnx(
+            flat,
+            jax.tree.leaves(structs),
+            model_name=name,
+            opset=opset,
+            input_names=input_names(specs),
+            output_names=output_names(outputs),
+        )
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        raise ValueError(
+            f"Cannot write {name!r} as ONNX: jax2onnx has no counterpart for something in it "
+            f"({type(error).__name__}: {reason})."
+        ) from error
+    with replacing(path) as temporary:
+        temporary.write_bytes(made.SerializeToString())
+        session = onnxruntime.InferenceSession(str(temporary), providers=["CPUExecutionProvider"])
+        run = _as_function(session, specs, jax.tree.structure(outputs))
+        with jax.default_device(jax.devices("cpu")[0]):
+            compared = compare(
+                module.jax_methods, {name: run}, {name: specs}, samples=samples, rtol=rtol
+            )
+    return report(Path(path), "ONNX", size_of(Path(path)), compared)
+
+
+def _import() -> tuple[Any, Any]:
+    try:
+        import jax2onnx
+        import onnxruntime
+    except ImportError as error:
+        raise ImportError(
+            "Writing ONNX needs jax2onnx and onnxruntime: pip install 'flaxfit[onnx]'."
+        ) from error
+    return jax2onnx, onnxruntime
+
+
+def _chosen(module: JaxModule, method: str | None) -> str:
+    names = list(module.method_specs)
+    if method is None:
+        method = names[0] if len(names) == 1 else DEFAULT_METHOD_KEY
+    if method not in names:
+        raise ValueError(
+            f"A file of ONNX holds one method: pass method=, one of {', '.join(names)}."
+        )
+    return method
+
+
+def _as_function(session: Any, specs: Any, structure: Any) -> Callable[..., Any]:
+    """A session as a function of the method's inputs."""
+
+    def run(*inputs: Any, **named: Any) -> Any:
+        leaves = map(np.asarray, jax.tree.leaves(named or inputs))
+        feed = dict(zip(input_names(specs), leaves, strict=True))
+        # An input that the method does not use is no part of the file.
+        used = {i.name for i in session.get_inputs()}
+        found = session.run(None, {name: x for name, x in feed.items() if name in used})
+        return jax.tree.unflatten(structure, found)
+
+    return run

@@ -1,0 +1,274 @@
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from flaxfit import export
+from flaxfit.export import InputSpec, JaxModule, save_saved_model
+from flaxfit.export import _saved_model as saved_model
+
+tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+DEFAULT = JaxModule.DEFAULT_METHOD_KEY
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "saved"
+
+
+@pytest.fixture(scope="module")
+def trainable(net, variables):
+    """A module whose parameters, but not its statistics, can be trained."""
+    flags = {
+        name: jax.tree.map(lambda _, on=name == "params": on, tree)
+        for name, tree in variables.items()
+    }
+    return JaxModule(variables, net.apply, input_spec=InputSpec(("batch", 3)), trainable=flags)
+
+
+@pytest.fixture(scope="module")
+def written(trainable, tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "net"
+    save_saved_model(trainable, path)
+    return path
+
+
+def test_methods_compute_the_same_in_tensorflow(module, net, variables, x):
+    for n in (1, 4):
+        got = module.methods[DEFAULT](x[:n]).numpy()
+        np.testing.assert_allclose(got, net.apply(variables, x[:n]), rtol=1e-5, atol=1e-6)
+
+
+def test_variables_are_named_by_their_paths(trainable):
+    assert [v.name.removesuffix(":0") for v in trainable.tensorflow.variables] == list(
+        trainable.named_params
+    )
+    names = {v.name for v in trainable.tensorflow.trainable_variables}
+    assert len(names) == 6
+    assert all(name.startswith("params.") for name in names)
+
+
+def test_nothing_is_trainable_unless_asked(module):
+    assert module.tensorflow.trainable_variables == []
+
+
+def test_gradients_in_tensorflow_are_those_of_jax(trainable, net, variables, x):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(trainable.methods[DEFAULT](x) ** 2)
+    got = tape.gradient(loss, trainable.tensorflow.trainable_variables)
+
+    def jax_loss(params):
+        return (net.apply({**variables, "params": params}, x) ** 2).sum()
+
+    want = jax.tree.leaves(jax.grad(jax_loss)(variables["params"]))
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+
+
+def test_an_update_reaches_tensorflow_and_jax(module, net, variables, x):
+    method = module.methods[DEFAULT]
+    method(x)
+    doubled = jax.tree.map(lambda a: 2 * a, variables)
+    module.update_variables(doubled)
+    want = net.apply(doubled, x)
+    np.testing.assert_allclose(method(x).numpy(), want, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="shapes or dtypes differ"):
+        module.update_variables(jax.tree.map(lambda a: a[..., :1], variables))
+    np.testing.assert_allclose(method(x).numpy(), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(module.jax_methods[DEFAULT](x), want, rtol=1e-5, atol=1e-6)
+
+
+def test_inputs_of_another_structure_are_refused(module, x):
+    with pytest.raises(ValueError, match=r"differ from input_spec.\nReceived.*\nExpected"):
+        module.methods[DEFAULT](x, x)
+
+
+def test_what_is_loaded_computes_the_same(written, net, variables, x):
+    loaded = tf.saved_model.load(str(written))
+    want = net.apply(variables, x)
+    np.testing.assert_allclose(loaded(tf.constant(x)).numpy(), want, rtol=1e-5, atol=1e-6)
+    served = loaded.signatures["serving_default"](inputs=tf.constant(x))["outputs"]
+    np.testing.assert_allclose(served.numpy(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_it_is_served_and_differentiated_without_jax(written, trainable, net, variables, x):
+    script = (
+        "import json, sys\n"
+        "for name in ('jax', 'jaxlib', 'flax', 'flaxfit'): sys.modules[name] = None\n"
+        "import tensorflow as tf\n"
+        f"loaded = tf.saved_model.load({str(written)!r})\n"
+        f"x = tf.constant({x.tolist()}, tf.float32)\n"
+        "with tf.GradientTape() as tape: loss = tf.reduce_sum(loaded(x) ** 2)\n"
+        "grads = tape.gradient(loss, loaded.trainable_variables)\n"
+        "names = [v.name.split(':')[0] for v in loaded.trainable_variables]\n"
+        "print(json.dumps([loaded(x).numpy().tolist(), {n: g.numpy().tolist() "
+        "for n, g in zip(names, grads)}]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    outputs, grads = json.loads(done.stdout)
+    np.testing.assert_allclose(outputs, net.apply(variables, x), rtol=1e-5, atol=1e-6)
+    want = jax.grad(lambda p: (net.apply({**variables, "params": p}, x) ** 2).sum())(
+        variables["params"]
+    )
+    assert sorted(grads) == [n for n, on in trainable.trainable.items() if on]
+    for (name, g), w in zip(sorted(grads.items()), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_it_is_fine_tuned_in_tensorflow(written, x):
+    loaded = tf.saved_model.load(str(written))
+    target = tf.ones((4, 2))
+    frozen = [v.numpy() for v in loaded.variables if "batch_stats" in v.name]
+    losses = []
+    for _ in range(30):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((loaded(tf.constant(x)) - target) ** 2)
+        losses.append(float(loss))
+        grads = tape.gradient(loss, loaded.trainable_variables)
+        for variable, grad in zip(loaded.trainable_variables, grads, strict=True):
+            variable.assign_sub(0.1 * grad)
+    assert losses[-1] < 0.3 * losses[0]
+    after = [v.numpy() for v in loaded.variables if "batch_stats" in v.name]
+    jax.tree.map(np.testing.assert_array_equal, frozen, after)
+
+
+@pytest.mark.slow
+def test_it_is_fine_tuned_in_keras(written):
+    script = (
+        "import os, sys\nos.environ['KERAS_BACKEND'] = 'tensorflow'\n"
+        "for name in ('jax', 'flax', 'flaxfit'): sys.modules[name] = None\n"
+        "import keras, numpy as np\n"
+        f"layer = keras.layers.TFSMLayer({str(written)!r}, call_endpoint='serving_default')\n"
+        "inputs = keras.Input((3,))\n"
+        "model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)['outputs']))\n"
+        "model.compile(keras.optimizers.SGD(0.05), 'mse')\n"
+        "x = np.random.default_rng(0).standard_normal((64, 3)).astype('float32')\n"
+        "before = [v.numpy() for v in layer.trainable_weights]\n"
+        "history = model.fit(x, x[:, :1] ** 2, epochs=15, verbose=0).history['loss']\n"
+        "changed = sum(bool((a != b.numpy()).any()) "
+        "for a, b in zip(before, layer.trainable_weights))\n"
+        "print(len(before), changed, history[-1] < 0.7 * history[0])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["6", "6", "True"]
+
+
+class Tokens(nn.Module):
+    """Integers and floats, in and out, and a parameter that is not used."""
+
+    @nn.compact
+    def __call__(self, tokens, *, scale):
+        self.param("unused", nn.initializers.ones, (2,))
+        vectors = nn.Embed(4, 3)(tokens["ids"])
+        return {"mean": vectors.mean(1) * scale, "next": tokens["ids"] + 1}
+
+
+def test_several_methods_and_nested_inputs_become_signatures(path):
+    ids, scale = np.array([[0, 1, 3]], np.int32), np.ones((1, 1), np.float32)
+    net = Tokens()
+    variables = net.init(jax.random.key(0), {"ids": ids}, scale=scale)
+
+    def encode(variables, tokens, scale):
+        return net.apply(variables, tokens, scale=scale)
+
+    module = JaxModule(
+        variables,
+        {"encode": encode, "total": lambda v, *, x: (x.sum(), x)},
+        input_spec={
+            "encode": ({"ids": InputSpec(("b", "t"), "int32")}, InputSpec(("b", 1))),
+            "total": {"x": InputSpec(("n",))},
+        },
+        trainable=True,
+        jit_compile={"encode": True, "total": False},
+    )
+    save_saved_model(module, path)
+    loaded = tf.saved_model.load(str(path))
+    assert sorted(loaded.signatures) == ["encode", "total"]
+    want = net.apply(variables, {"ids": ids}, scale=scale)
+    got = loaded.encode({"ids": tf.constant(ids)}, tf.constant(scale))
+    np.testing.assert_allclose(got["mean"].numpy(), want["mean"], rtol=1e-5)
+    assert got["next"].numpy().tolist() == [[1, 2, 4]]
+    served = loaded.signatures["encode"](
+        **{"inputs_0_ids": tf.constant(ids), "inputs_1": tf.constant(scale)}
+    )
+    np.testing.assert_allclose(served["mean"].numpy(), want["mean"], rtol=1e-5)
+    total = loaded.signatures["total"](x=tf.constant([1.0, 2.0]))
+    assert float(total["outputs_0"]) == 3
+    with tf.GradientTape() as tape:
+        sum_ = tf.reduce_sum(loaded.encode({"ids": tf.constant(ids)}, tf.constant(scale))["mean"])
+    gradient = tape.gradient(sum_, loaded.trainable_variables)
+    by_name = {v.name: g for v, g in zip(loaded.trainable_variables, gradient, strict=True)}
+    table = by_name["params.Embed_0.embedding:0"].numpy()
+    np.testing.assert_allclose(table, np.array([[1], [1], [0], [1]]) / 3 * np.ones((4, 3)), 1e-5)
+
+
+def test_a_folder_that_differs_from_its_source_is_removed(module, path, monkeypatch):
+    right = saved_model._as_numpy
+
+    def wrong(*arguments):
+        method = right(*arguments)
+        return lambda *inputs: method(*inputs) * 1.001
+
+    monkeypatch.setattr(saved_model, "_as_numpy", wrong)
+    with pytest.raises(ValueError, match="Nothing was written"):
+        save_saved_model(module, path)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_saved_model_is_replaced_and_nothing_else_is(module, path, capsys):
+    (path / "precious").mkdir(parents=True)
+    with pytest.raises(FileExistsError, match="holds something else"):
+        save_saved_model(module, path)
+    (path / "precious").rmdir()
+    save_saved_model(module, path)
+    report = save_saved_model(module, path)
+    assert report.max_error < 1e-6
+    assert [p.name for p in path.parent.iterdir()] == ["saved"]
+    assert str(report) in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_saved_model_becomes_a_lite_model(written, net, variables, x):
+    script = (
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "import json, numpy as np, tensorflow as tf\n"
+        f"made = tf.lite.TFLiteConverter.from_saved_model({str(written)!r}).convert()\n"
+        "run = tf.lite.Interpreter(model_content=made).get_signature_runner('serving_default')\n"
+        f"x = np.array({x.tolist()}, np.float32)\n"
+        "print(json.dumps([run(inputs=x[:n])['outputs'].tolist() for n in (1, 4)]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for outputs in json.loads(done.stdout.splitlines()[-1]):
+        want = net.apply(variables, x[: len(outputs)])
+        np.testing.assert_allclose(outputs, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_state_is_exported_with_its_parameters_trainable(path, net, variables, x):
+    from flaxfit import InferenceState
+
+    stats = {"batch_stats": variables["batch_stats"]}
+    state = InferenceState(jnp.int32(0), variables["params"], stats)
+    average = jax.tree.map(lambda a: a / 2, variables["params"])
+    module = export.from_state(
+        state, net.apply, InputSpec(("b", 3)), params=average, trainable=True
+    )
+    export.write(module, path, "saved_model")
+    loaded = tf.saved_model.load(str(path))
+    want = net.apply({**stats, "params": average}, x)
+    np.testing.assert_allclose(loaded(tf.constant(x)).numpy(), want, rtol=1e-5, atol=1e-6)
+    assert len(loaded.trainable_variables) == 6
+
+
+def test_without_tensorflow_the_extra_is_named(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    with pytest.raises(ImportError, match=r"pip install 'flaxfit\[tensorflow\]'"):
+        save_saved_model(module, os.devnull)
