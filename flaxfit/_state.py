@@ -197,7 +197,10 @@ def init_state(
       The state at step 0. Boxes of logical axis names are taken off; the names are its `axes`.
     """
     key = as_key(key)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+    # 64 bits become 32 in silence, as in every batch.
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), inputs
+    )
 
     def create(key: jax.Array) -> TrainState:
         init_key, train_key = jax.random.split(key)
