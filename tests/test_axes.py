@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.core import FrozenDict, meta
-from flax.linen import partitioning
+from flax.linen import partitioning, spmd
 from jax.sharding import PartitionSpec as P
 
 import flaxfit as ff
@@ -87,6 +88,21 @@ def test_collections_of_names_are_split_off():
         assert logical.params == state.params_axes and logical.model_state["cache"]["seen"] == P(
             "mlp"
         )
+
+
+@pytest.mark.parametrize("is_instance", [True, False])
+def test_names_of_nnx_variables_are_found(is_instance):
+    def make(rngs):
+        kernel_init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+        return nnx.Linear(8, 4, kernel_init=kernel_init, rngs=rngs)
+
+    with nnx.use_eager_sharding(False):  # else nnx itself asks for a mesh
+        init, apply = ff.modules.from_nnx(make(nnx.Rngs(0)) if is_instance else make)
+        state = ff.init_state(init, optax.sgd(0.1, momentum=0.9), 0, (X,))
+        assert apply(state.variables, X).shape == (4, 4)
+    assert state.params_axes == {"kernel": P("embed", "mlp"), "bias": None}
+    assert dict(state.axes or {})["opt_state/0/trace/kernel"] == P("embed", "mlp")
+    assert state.model_state == {}
 
 
 def test_specs_and_plain_tuples_are_names_too():
@@ -264,16 +280,14 @@ def test_axes_are_a_static_part_of_the_state():
     assert mapped(state, jnp.ones(2)).axes == state.axes
 
 
-def test_a_state_with_axes_trains_like_one_without():
-    y = X[:, :4]
-    task = ff.TrainTask(
-        Boxed().apply, optax.adam(0.1), "mse", [(X, y)] * 3, mutable=("batch_stats",)
-    )
-    *_, last = ff.TrainLoop(boxed_state(task.optimizer), task, stdout=False)
-    plain = boxed_state(task.optimizer).replace(axes=None)
-    *_, other = ff.TrainLoop(plain, task, stdout=False)
+@pytest.mark.parametrize("module", [Boxed(), Annotated()], ids=["boxes", "collections"])
+def test_a_state_with_axes_trains_like_one_without(module):
+    task = ff.TrainTask(module.apply, optax.adam(0.1), "mse", [(X, X[:, :4])] * 3)
+    state = ff.init_state(module.init, task.optimizer, 0, (X,))
+    *_, last = ff.TrainLoop(state, task, stdout=False)
+    *_, other = ff.TrainLoop(state.replace(axes=None), task, stdout=False)
     jax.tree.map(np.testing.assert_array_equal, last.state.params, other.state.params)
-    assert last.state.as_logical_axes().params["wide"]["kernel"] == P("embed", "mlp")
+    assert last.state.axes == state.axes and last.state.as_logical_axes().step == P()
 
 
 def test_axes_survive_checkpoint_files(tmp_path):
@@ -289,7 +303,7 @@ def test_logical_axes_with_rules_place_the_state():
     state = boxed_state(optax.adafactor(1e-3, min_dim_size_to_factor=2))
     mesh = jax.make_mesh((2, 2), ("data", "model"))
     rules = (("embed", "data"), ("mlp", "model"))
-    shardings = nn.logical_to_mesh_sharding(state.as_logical_axes(), mesh, rules)
+    shardings = spmd.logical_to_mesh_sharding(state.as_logical_axes(), mesh, rules)
     placed = jax.device_put(state, shardings)
     assert placed.params["wide"]["kernel"].addressable_shards[0].data.shape == (4, 2)
     assert placed.opt_state[0].v_col["wide"]["kernel"].addressable_shards[0].data.shape == (4,)

@@ -24,7 +24,8 @@ def from_nnx(
     Its variables become `{"params": ..., "batch_stats": ..., ...}`, one collection per type of
     variable, a variable that is shared held once; arrays that are no variables are "constants".
     Random states stay out of them: every call is given its keys by `rngs`, and each stream of
-    each layer draws its own numbers.
+    each layer draws its own numbers. Names of axes (`nnx.with_partitioning`) are collections
+    `params_axes` and so on, which `init_state` takes off.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -54,9 +55,10 @@ def from_nnx(
     abstract = model if is_instance else nnx.eval_shape(lambda: make(model, nnx.Rngs(0)))
     arguments = {} if train is None or call else call_flags(abstract.__call__, train)
     graph, random, template = states.split(abstract, **modes)
+    axes = states.axes_of(abstract)
 
     def init(rngs: Any, *inputs: Any, **named: Any) -> dict[str, Any]:
-        return states.persistent(states.variables_of(make(model, _rngs(rngs))))
+        return {**states.persistent(states.variables_of(make(model, _rngs(rngs)))), **axes}
 
     def apply(
         variables: Any, *inputs: Any, rngs: Any = None, mutable: Any = False, **named: Any
@@ -77,7 +79,7 @@ def from_nnx(
 
     if is_instance:
         return ModelFunctions(
-            GivenInit(lambda: states.persistent(states.variables_of(model))), apply
+            GivenInit(lambda: {**states.persistent(states.variables_of(model)), **axes}), apply
         )
     return ModelFunctions(init, apply)
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.linen.partitioning import AxisMetadata
 from flax.traverse_util import unflatten_dict
 
 # Written anew by each call, never part of what a model is.
@@ -28,6 +29,19 @@ def variables_of(module: nnx.Module) -> dict[str, Any]:
 def persistent(variables: Mapping[str, Any]) -> dict[str, Any]:
     """The collections that are part of the model, not of a call."""
     return {name: tree for name, tree in variables.items() if name not in _TRANSIENT}
+
+
+def axes_of(module: nnx.Module) -> dict[str, Any]:
+    """The names of the axes of variables made by `nnx.with_partitioning`, as linen holds them.
+
+    That is a collection `params_axes` beside `params`, and so on; there is none without names.
+    """
+    named = {}
+    for _, (collection, *parents, name), leaf in _leaves(_state(module)):
+        names = leaf.get_metadata().get("out_sharding") if isinstance(leaf, nnx.Variable) else None
+        if names is not None and collection not in _TRANSIENT:
+            named[f"{collection}_axes", *parents, f"{name}_axes"] = AxisMetadata(tuple(names))
+    return unflatten_dict(named)
 
 
 def split(module: nnx.Module, **modes: Any) -> tuple[Any, Any, Any]:
