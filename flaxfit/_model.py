@@ -164,6 +164,9 @@ class Model:
         self.history = History(type(self.module).__name__, unit="epoch", facts=facts)
         validate = [] if validation_data is None else [self._validation(validation_data)]
         users = [callbacks] if callable(callbacks) else list(callbacks)
+        for callback in users:
+            if hasattr(callback, "attach_apply"):
+                callback.attach_apply(self._eval.apply)
         guard = [] if folder is None else folder.guards(users)
         save = [] if folder is None else [folder.saving(self.history, users)]
         show = []

@@ -38,6 +38,7 @@ PUBLIC = {
         "Callback",
         "EarlyStopping",
         "ExitCode",
+        "Export",
         "JSONLogger",
         "LearningRateScheduler",
         "Norms",

@@ -3,6 +3,7 @@
 from flaxfit.callbacks._callback import Callback as Callback
 from flaxfit.callbacks._every import every as every
 from flaxfit.callbacks._exit import ExitCode as ExitCode
+from flaxfit.callbacks._export import Export as Export
 from flaxfit.callbacks._loggers import CSVLogger as CSVLogger
 from flaxfit.callbacks._loggers import JSONLogger as JSONLogger
 from flaxfit.callbacks._norms import Norms as Norms

@@ -1,0 +1,125 @@
+"""Export: the best checkpoint as a file that runs without the model's code."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flaxfit._checkpoint import Checkpoint
+from flaxfit._monitor import is_better, read_metric, resolve_mode
+from flaxfit.callbacks._callback import Loop
+from flaxfit.optim import swap_ema
+
+
+class Export:
+    """Writes the model to a file whenever a checkpoint is better than those before.
+
+    The file is replaced as a whole, so it always holds the best model so far. `Model.fit` tells
+    the callback what it needs to know; a loop of your own does not know the model in evaluation
+    mode: pass it as `apply`.
+
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from flaxfit import InferenceState, export
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     callback = Export(f"{folder}/best", monitor="loss", apply=lambda v, x: v["params"] * x,
+    ...                       input_spec=export.InputSpec(("batch",)))
+    ...     for step, loss in enumerate([0.9, 0.5, 0.7]):
+    ...         state = InferenceState(np.int32(step), np.float32(step), {})
+    ...         checkpoint = Checkpoint(step=step, state=state, metrics={"loss": loss})
+    ...         checkpoint = callback(checkpoint)
+    ...     best = export.load(f"{folder}/best")
+    >>> best(np.ones(1)), callback.best_step
+    (Array([1.], dtype=float32), 1)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        monitor: str | None = "val_loss",
+        format: str = "stablehlo",
+        *,
+        mode: str = "auto",
+        apply: Callable[..., Any] | None = None,
+        input_spec: Any = None,
+        ema: bool | None = None,
+        **options: Any,
+    ) -> None:
+        """Describes what to write, and when.
+
+        Args:
+          path: the file, or the folder of a SavedModel.
+          monitor: the metric that says which checkpoint is best; None: write every one.
+          format: "stablehlo", "saved_model" or "onnx".
+          mode: "min", "max", or "auto": losses and errors are minimised, the rest maximised.
+          apply: `apply(variables, *inputs)` in evaluation mode; None: that of the model in `fit`.
+          input_spec: `flaxfit.export.InputSpec`s; None: batches of any size of what the loop sees.
+          ema: whether to write the moving average of the parameters; None: if the task keeps one.
+          **options: those of `flaxfit.export.save`, `save_saved_model` or `save_onnx`.
+        """
+        self._path = path
+        self._monitor = monitor
+        self._mode = "min" if monitor is None else resolve_mode(monitor, mode)
+        self._format = format
+        self._apply = apply
+        self._input_spec = input_spec
+        self._ema = ema
+        self._options = options
+        self._loop: Any = None
+        self.best_value: float | None = None
+        """The best value so far."""
+        self.best_step: int | None = None
+        """The step that was written last."""
+
+    def attach(self, loop: Loop) -> None:
+        """Asks a loop what its model is fed, and whether it keeps a moving average."""
+        self._loop = loop
+
+    def attach_apply(self, apply: Callable[..., Any]) -> None:
+        """Takes the model in evaluation mode, unless it was given."""
+        self._apply = self._apply or apply
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint; it is written if it is the best so far."""
+        if self._monitor is not None:
+            if self._monitor not in checkpoint.metrics and self.best_step is not None:
+                return checkpoint  # Measured at other checkpoints only.
+            value = read_metric(checkpoint.metrics, self._monitor, "Export")
+            if not is_better(value, self.best_value, self._mode):
+                return checkpoint
+            self.best_value = value
+        self._write(checkpoint)
+        self.best_step = checkpoint.step
+        return checkpoint
+
+    def get_state(self) -> dict[str, Any]:
+        """What a resumed run needs, as plain JSON."""
+        return {"best_value": self.best_value, "best_step": self.best_step}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Puts back what `get_state` gave."""
+        self.best_value, self.best_step = state["best_value"], state["best_step"]
+
+    def _write(self, checkpoint: Checkpoint) -> None:
+        from flaxfit import export  # Not before it is used: `import flaxfit` stays quick.
+
+        if self._apply is None:
+            raise ValueError(
+                "Export does not know the model in evaluation mode: pass apply=, such as "
+                "functools.partial(module.apply, train=False)."
+            )
+        spec = self._input_spec
+        if spec is None:
+            shapes = getattr(self._loop, "input_shapes", None)
+            if shapes is None:
+                raise ValueError(
+                    "Export does not know the model's inputs: pass input_spec=, such as "
+                    "flaxfit.export.InputSpec(('batch', 28, 28)), or put it into callbacks=."
+                )
+            spec = export.batch_specs(shapes)
+        ema = self._ema
+        if ema is None:
+            ema = getattr(getattr(self._loop, "task", None), "ema", None) is not None
+        state = swap_ema(checkpoint.state) if ema else checkpoint.state
+        export.write(
+            export.from_state(state, self._apply, spec), self._path, self._format, **self._options
+        )
