@@ -14,6 +14,10 @@ from flaxfit.checkpoints._record import read_record
 from flaxfit.checkpoints._seal import Damaged
 
 
+class _Gone(Exception):
+    """A step is no longer there."""
+
+
 class CheckpointFileReader:
     """Reads one checkpoint of a folder; what `TrainLoop(init=...)` takes to go on from it.
 
@@ -67,6 +71,14 @@ class CheckpointFileReader:
         if partial is not None and template is None:
             raise ValueError("partial= needs a target, to keep the rest of.")
         self._report_foreign()
+        try:
+            return self._read(template, partial)
+        except _Gone:  # A writer elsewhere has just removed it, and has saved a newer one before.
+            return self.read(template, partial=partial)
+
+    def _read(
+        self, template: Any, partial: str | Sequence[str] | None
+    ) -> _file.CheckpointFile | None:
         damaged = []
         for step in self._candidates(damaged):
             try:
@@ -111,10 +123,10 @@ class CheckpointFileReader:
 
     def _reject(self, step: int, error: Exception) -> Path:
         path = _folder.step_path(self.folder, step)
+        if not path.exists():
+            raise _Gone from error
         if self.strict or isinstance(self.which, int):
             raise ValueError(f"The checkpoint {path} is damaged: {error}.") from error
-        if not path.exists():  # A writer elsewhere has just removed it.
-            return path
         target = _folder.set_aside(self.folder, step, "corrupt")
         say(
             f"the checkpoint of step {step} in {self.folder} is damaged: {error}; it is not used, "

@@ -17,6 +17,7 @@ from flaxfit._task import TrainTask
 from flaxfit.checkpoints import (
     CheckpointFileReader,
     CheckpointFileWriter,
+    _file,
     _seal,
     best,
     latest,
@@ -322,6 +323,27 @@ def test_when_all_are_damaged_a_run_does_not_start_anew(tmp_path):
             CheckpointFileReader(tmp_path).read(SMALL)
 
 
+@pytest.mark.parametrize("options", [{}, {"strict": True}, {"which": 1}])
+def test_a_step_that_a_writer_removes_meanwhile_is_not_damage(tmp_path, monkeypatch, options):
+    fill(tmp_path, 1)
+    read_record = _file.read_record
+
+    def read_late(path):
+        if path.name == "1":
+            shutil.rmtree(path)
+            fill(tmp_path, 2)
+        return read_record(path)
+
+    monkeypatch.setattr(_file, "read_record", read_late)
+    reader = CheckpointFileReader(tmp_path, **options)
+    if options.get("which"):
+        with pytest.raises(ValueError, match="no checkpoint of step 1 in .*: it holds 2"):
+            reader.read(SMALL)
+    else:
+        assert reader.read(SMALL).step == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+
+
 def test_strict_reading_refuses_damage_and_renames_nothing(tmp_path):
     fill(tmp_path, 1, 2)
     flip_array(tmp_path / "2")
@@ -390,11 +412,10 @@ def test_a_run_goes_on_with_another_number_of_devices(tmp_path, n_before, n_afte
         return TrainLoop(init, task, 0, n_steps=n_steps, devices=devices, stdout=False)
 
     with CheckpointFileWriter(tmp_path) as save_each:
-        for checkpoint in loop(init, n_before, 5):
-            save_each(checkpoint)
+        *_, before = [save_each(checkpoint) for checkpoint in loop(init, n_before, 5)]
     resumed = loop(CheckpointFileReader(tmp_path, init), n_after, 10)
     for one, other in zip(
-        jax.tree.leaves(resumed.state), jax.tree.leaves(checkpoint.state), strict=True
+        jax.tree.leaves(resumed.state), jax.tree.leaves(before.state), strict=True
     ):
         if not jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
             np.testing.assert_array_equal(one, other)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxfit.checkpoints import load_weights, save_weights
+from flaxfit.checkpoints import _safetensors, load_weights, save_weights
 
 PARAMS = {
     "encoder": {"kernel": np.arange(6, dtype=np.float32).reshape(2, 3), "bias": jnp.ones(3)},
@@ -103,7 +103,7 @@ def test_patterns_leave_out_the_name_of_the_collection(tmp_path, tools):
     tools.assert_same(variables["params"]["Dense_0"], state.params["Dense_0"])
 
 
-def test_every_flipped_bit_is_detected(tmp_path, tools):
+def test_every_flipped_bit_is_detected(tmp_path):
     path = save_weights(tmp_path / "w.safetensors", {"a": jnp.arange(3.0), "b": jnp.ones(2)})
     content = path.read_bytes()
     n_refused = 0
@@ -112,11 +112,12 @@ def test_every_flipped_bit_is_detected(tmp_path, tools):
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
         try:
-            found = load_weights(path)
-        except ValueError:
+            arrays, _ = _safetensors.read(path)
+        except _safetensors.Malformed:
             n_refused += 1
         else:  # A bit of the name of the checksum: the content is as it was.
-            tools.assert_same(found, {"a": jnp.arange(3.0), "b": jnp.ones(2)})
+            assert arrays["a"].tolist() == [0, 1, 2] and arrays["b"].tolist() == [1, 1]
+            assert {str(array.dtype) for array in arrays.values()} == {"float32"}
     assert n_refused > 0.9 * 8 * len(content)
 
 
