@@ -15,7 +15,7 @@ from flaxfit.optim._adjustable import Adjustable
 from flaxfit.optim._groups import MultiOptimizer
 from flaxfit.optim._hyperparams import check_known, check_number
 from flaxfit.optim._optimizer import Optimizer
-from flaxfit.optim._overridable import Overridable
+from flaxfit.optim._overridable import Overridable, as_float
 from flaxfit.optim._per_parameter import per_parameter
 
 
@@ -24,7 +24,7 @@ class OptimizerDef(Adjustable):
 
     They can be read (`hyperparams(state)`), set (`set_hyperparams(state, learning_rate=0.1)`),
     and overridden for one step (`update(grads, state, params, learning_rate=0.1)`). What was set
-    beats a schedule until it is set to None, and what was given here.
+    beats a schedule until it is set to None.
 
     >>> optimizer = OptimizerDef(optax.adam, learning_rate=optax.linear_schedule(0.1, 0.0, 10))
     >>> optimizer
@@ -57,10 +57,11 @@ class OptimizerDef(Adjustable):
         else:
             _check_factory(optax_factory, given, fixed)
         self._name = getattr(optax_factory, "__name__", repr(optax_factory))
-        live = {name: v for name, v in given.items() if name not in fixed and _is_live(v)}
-        for name, value in live.items():
-            _check_schedule(name, value)
-        self._live = {name: Overridable(name, value) for name, value in live.items()}
+        self._live = {
+            name: _prepared(name, value)
+            for name, value in given.items()
+            if name not in fixed and _is_live(value)
+        }
         others = {name: value for name, value in given.items() if name not in self._live}
 
         def make(**values: Any) -> Any:
@@ -70,7 +71,7 @@ class OptimizerDef(Adjustable):
         names = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self._live]
         vars(make)["__signature__"] = inspect.Signature(names)
         dtype = jnp.result_type(float)
-        self._injected = optax.inject_hyperparams(make, hyperparam_dtype=dtype)(**self._live)
+        self._injected: Any = optax.inject_hyperparams(make, hyperparam_dtype=dtype)(**self._live)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join([self._name, *self._live])})"
@@ -104,11 +105,9 @@ class OptimizerDef(Adjustable):
           target: the parameters.
           focus: a filter, as of `MultiOptimizer`: only these parameters are updated.
         """
-        return (
-            super().create(target)
-            if focus is None
-            else MultiOptimizer((focus, self)).create(target)
-        )
+        if focus is not None:
+            return MultiOptimizer((focus, self)).create(target)
+        return super().create(target)
 
     @property
     def known(self) -> Iterable[str]:
@@ -132,31 +131,45 @@ class OptimizerDef(Adjustable):
         **extra: Any,
     ) -> tuple[Any, Any]:
         self.check(extra)
-        overrides = {**self._whole_set(hyper_params), **extra}
-        for name in overrides.keys() & self._live.keys():
-            if overrides[name] is not None:
-                check_number(name, overrides[name])
+        given = {**self._whole_set(hyper_params), **extra}
+        own = {name: self._value(name, given[name], state) for name in self._live if name in given}
+        begun: Any = state._replace(hyperparams={**state.hyperparams, **own})
         try:
-            updates, new = self._injected.update(updates, state, params, **overrides)
-        except (
-            jax.errors.ConcretizationTypeError,
-            jax.errors.TracerIntegerConversionError,
-        ) as error:
+            updates, new = self._injected.update(updates, begun, params, **{**given, **own})
+        except _NEEDS_A_NUMBER as error:
             raise TypeError(
-                f"{self._name} needs the plain value of one of {list(self._live)}, which are "
+                f"{self._name} needs the plain number of one of {list(self._live)}, which are "
                 "adjustable while it runs. Name it in static=, such as "
                 "OptimizerDef(optax.adafactor, ..., static=('min_dim_size_to_factor',))."
             ) from error
-        return updates, jax.tree.map(_as_before, new, state)
+        # What is overridden for one step leaves no trace.
+        standing = {name: self._standing(name, state) for name in own}
+        hyperparams = {**new.hyperparams, **standing}
+        return updates, jax.tree.map(_as_before, new._replace(hyperparams=hyperparams), state)
 
     def _whole_set(self, hyper_params: Any) -> dict[str, Any]:
-        """The overrides that a set stands for; what it leaves out is as it was given."""
+        """The overrides that a set stands for: one for every hyperparameter."""
         if hyper_params is None:
             return {}
         values = _by_name(hyper_params)
-        if not dataclasses.is_dataclass(hyper_params):
+        if isinstance(hyper_params, Mapping):
             check_known(values, self._live, self.describe())
-        return {name: None if callable(v := values.get(name)) else v for name in self._live}
+        return {name: values.get(name) for name in self._live}
+
+    def _value(self, name: str, override: Any, state: Any) -> jax.Array:
+        """The value for one step; that which was given at first where there is no number."""
+        live = self._live[name]
+        if override is None or callable(override):
+            is_schedule = isinstance(live, Overridable)
+            override = live.scheduled(state.hyperparams_states[name]) if is_schedule else live
+        check_number(name, override)
+        return as_float(override)
+
+    def _standing(self, name: str, state: Any) -> Any:
+        """The value if it were not overridden for this step."""
+        live = self._live[name]
+        is_schedule = isinstance(live, Overridable)
+        return live(state.hyperparams_states[name]) if is_schedule else state.hyperparams[name]
 
     def _make_own(self, **values: Any) -> optax.GradientTransformation:
         """The transformation of a subclass that has methods for one parameter."""
@@ -171,6 +184,12 @@ class OptimizerDef(Adjustable):
         return per_parameter(own.init_param_state, apply)
 
 
+_NEEDS_A_NUMBER = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
 def _by_name(hyper_params: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(hyper_params):
         names = [field.name for field in dataclasses.fields(hyper_params)]
@@ -182,7 +201,8 @@ def _is_live(value: Any) -> bool:
     """Whether an argument can be a hyperparameter: a number or a function, but no type."""
     if isinstance(value, bool | type):
         return False
-    return callable(value) or isinstance(value, int | float | np.ndarray | np.generic | jax.Array)
+    is_number = isinstance(value, int | float | np.ndarray | np.generic | jax.Array)
+    return callable(value) or (is_number and np.ndim(value) == 0)
 
 
 def _check_factory(factory: Any, given: Mapping[str, Any], static: Iterable[str]) -> None:
@@ -203,9 +223,16 @@ def _check_factory(factory: Any, given: Mapping[str, Any], static: Iterable[str]
         ) from None
 
 
+def _prepared(name: str, value: Any) -> Any:
+    """A constant as a float, a schedule as one that can be overridden."""
+    if not callable(value):
+        return float(value) if isinstance(value, int | float | np.generic) else as_float(value)
+    if not isinstance(value, optax.schedules.StatefulSchedule):
+        _check_schedule(name, value)
+    return Overridable(name, value)
+
+
 def _check_schedule(name: str, value: Any) -> None:
-    if not callable(value) or isinstance(value, optax.schedules.StatefulSchedule):
-        return
     try:
         at_0 = jax.eval_shape(value, jax.ShapeDtypeStruct((), jnp.int32))
         is_schedule = at_0.shape == () and jnp.issubdtype(at_0.dtype, jnp.number)

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from flaxfit._rules import flat
+from flaxfit._rules import path_of
 
 
 @runtime_checkable
@@ -55,7 +55,7 @@ def assign(filters: Sequence[Filter], names: Sequence[str], params: Any) -> Any:
     Raises:
       ValueError: a group has no parameter, or two groups have the same one.
     """
-    paths = list(flat(params))
+    paths = [path for path, _ in _parameters(params)]
     chosen = [_select(filter, params) for filter in filters]
     for name, selected in zip(names, chosen, strict=True):
         # A tree without any parameter is fine: so optax looks where parameters are in a state.
@@ -85,11 +85,20 @@ _CHOSEN = object()
 def _select(filter: Filter, params: Any) -> list[bool]:
     """Whether each leaf is selected."""
     if isinstance(filter, str | re.Pattern):
-        return [re.fullmatch(filter, path) is not None for path in flat(params)]
+        return [re.fullmatch(filter, path) is not None for path, _ in _parameters(params)]
     if isinstance(filter, Traversal):
         marked = filter.update(lambda part: jax.tree.map(lambda _: _CHOSEN, part), params)
         return [leaf is _CHOSEN for leaf in jax.tree.leaves(marked)]
-    return [bool(filter(path, leaf)) for path, leaf in flat(params).items()]
+    return [bool(filter(path, leaf)) for path, leaf in _parameters(params)]
+
+
+def _parameters(params: Any) -> list[tuple[str, Any]]:
+    """Paths and leaves. The value in a box is named as the box: an nnx variable, linen metadata."""
+    leaves = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        is_boxed = path and path[-1] == jax.tree_util.GetAttrKey("value")
+        leaves.append((path_of(path[:-1] if is_boxed else path), leaf))
+    return leaves
 
 
 def _listing(paths: Sequence[str]) -> str:

@@ -102,7 +102,8 @@ class MultiOptimizer(Adjustable):
     def _init(self, params: Any) -> GroupsState:
         labels = assign(self._filters, self._names, params)
         state = _partition(self._optimizers, labels).init(params)
-        return GroupsState(tuple(state.inner_states.values()), self._names)
+        names = tuple({name: ()} for name in self._names)
+        return GroupsState(tuple(state.inner_states.values()), names)
 
     def _update(
         self,
@@ -126,7 +127,7 @@ class MultiOptimizer(Adjustable):
         ]
         states = optax.transforms.PartitionState(dict(enumerate(state.states)))
         updates, new = _partition(optimizers, labels).update(updates, states, params)
-        return updates, state.replace(states=tuple(new.inner_states.values()))
+        return updates, state._replace(states=tuple(new.inner_states.values()))
 
     def _sets(self, hyper_params: Any) -> list[Any]:
         """The given set of each group, or None."""

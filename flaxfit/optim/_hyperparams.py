@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import struct
 from jax.core import Tracer
 
 
@@ -22,11 +21,14 @@ class OverrideState(NamedTuple):
     """Whether the override counts."""
 
 
-class GroupsState(struct.PyTreeNode):
+class GroupsState(NamedTuple):
     """The states of the optimizers of several groups of parameters."""
 
     states: tuple[Any, ...]
-    names: tuple[str, ...] = struct.field(pytree_node=False)
+    """One for each group, and one more for the parameters that no group has."""
+    names: tuple[dict[str, tuple[()]], ...]
+    """The name of each group, as the key of a dict: a named tuple crosses `jit` faster than a class
+    with static fields, and can hold no text."""
 
 
 def hyperparams(opt_state: Any, group: str | int | None = None) -> dict[str, Any]:
@@ -133,8 +135,7 @@ def _nodes(state: Any) -> list[Any]:
 def _children(node: Any) -> dict[str, Any]:
     """The states of the groups of a node, by name."""
     if isinstance(node, GroupsState):
-        # There may be a last state without a name, of the parameters that no group has.
-        return dict(zip(node.names, node.states, strict=False))
+        return {name: state for (name,), state in zip(node.names, node.states, strict=False)}
     if isinstance(node, optax.transforms.PartitionState):
         return {str(label): state for label, state in node.inner_states.items()}
     return {}
@@ -198,7 +199,7 @@ def _map(state: Any, function: Callable[[Any], Any], group: str | None) -> Any:
             for name, child in children.items()
         }
         if isinstance(node, GroupsState):
-            return node.replace(states=(*changed.values(), *node.states[len(changed) :]))
+            return node._replace(states=(*changed.values(), *node.states[len(changed) :]))
         return node._replace(
             inner_states=dict(zip(node.inner_states, changed.values(), strict=True))
         )
