@@ -176,6 +176,10 @@ def test_the_logical_axes_have_the_structure_of_the_state_and_a_name_per_dimensi
         optax.partition(
             {"a": optax.adam(1e-3), "b": optax.sgd(0.1, momentum=0.9)}, {"square": "a", "wide": "b"}
         ),
+        ff.optim.MultiOptimizer(
+            ("square/.*", ff.optim.OptimizerDef(optax.adamw, learning_rate=1e-3)),
+            ("wide/kernel", optax.lamb(1e-3)),
+        ),
     ],
 )
 def test_what_an_optimizer_keeps_for_a_parameter_has_its_names(optimizer):
