@@ -36,7 +36,7 @@ def gradient(task: Any, state: Any, batch: Batch, key: jax.Array, weight: Any) -
       weight: the weight of the whole batch, divided by the number of replicas.
     """
     n_parts = count_parts(n_examples(batch), task.accumulate)
-    scale = getattr(state.opt_state, "scale", ()) if task.precision == "float16" else ()
+    scale: Any = getattr(state.opt_state, "scale", ()) if task.precision == "float16" else ()
     trained = mask(state.params, task.freeze)
 
     def of_part(model_state: Any, batch: Batch, key: jax.Array) -> Gradient:

@@ -204,7 +204,7 @@ class TrainLoop:
         self._stepper.set_hyperparams(group, values)
 
     @property
-    def freeze(self) -> tuple[str, ...]:
+    def freeze(self) -> Sequence[str]:
         """Patterns of the parameters that are not trained; takes effect at once when set.
 
         The update is compiled anew, and the moments of the other parameters are kept.

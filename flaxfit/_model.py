@@ -163,7 +163,7 @@ class Model:
         facts = self._facts(stream, validation_data, n_steps)
         self.history = History(type(self.module).__name__, unit="epoch", facts=facts)
         validate = [] if validation_data is None else [self._validation(validation_data)]
-        users = [callbacks] if callable(callbacks) else list(callbacks)
+        users: list[Any] = [callbacks] if callable(callbacks) else list(callbacks)
         for callback in users:
             if hasattr(callback, "attach_apply"):
                 callback.attach_apply(self._eval.apply)
@@ -323,7 +323,7 @@ class Model:
         )
 
     @property
-    def freeze(self) -> tuple[str, ...]:
+    def freeze(self) -> Sequence[str]:
         """Patterns of the parameters that are not trained; set it to freeze others from now on."""
         return self._task.freeze
 

@@ -112,7 +112,7 @@ class Stepper:
 
     def reset_totals(self) -> None:
         """Begins to count anew."""
-        self._totals = _totals.zero_totals(self._sums)
+        self._totals: Any = _totals.zero_totals(self._sums)
         self.grads: Any = None
         self.n_completed = 0
         self._known_metrics: dict[str, Any] = {}

@@ -1,5 +1,7 @@
 """What can be changed while training goes on: hyperparameters, frozen parameters."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import numpy as np
@@ -86,7 +88,7 @@ def test_an_optimizer_without_hyperparameters_has_none_to_read_or_set():
 @pytest.mark.parametrize("n_devices", [1, 2])
 def test_thawing_keeps_the_moments_of_what_was_trained(options, n_devices):
     loop = make_loop(optax.adam(0.01), n_devices, freeze="stem/.*", **options)
-    next(loop), next(loop)
+    list(loop.run(2))
     before = loop.state
     loop.freeze = ()
     after = loop.state
@@ -137,7 +139,7 @@ def test_a_model_forwards_the_options_of_its_task():
     model.fit(X, Y, epochs=2, batch_size=8, verbose=0)
     assert model.freeze == ("stem/.*",)
     averaged = ff.optim.swap_ema(model.state).params
-    expected = MLP().apply({"params": averaged}, X)
+    expected: Any = MLP().apply({"params": averaged}, X)
     np.testing.assert_allclose(model.predict(X), expected, rtol=1e-5)
     loss = float(np.mean((expected - Y) ** 2))
     assert model.evaluate(X, Y)["loss"] == pytest.approx(loss, rel=1e-5)

@@ -78,7 +78,7 @@ def new_scale(is_wanted: bool) -> Any:
     from flax.training.dynamic_scale import DynamicScale
 
     # Arrays of fixed dtypes, not Python numbers: the state's types must not change on the way.
-    return DynamicScale(fin_steps=jnp.zeros((), jnp.int32), scale=jnp.float32(65536.0))
+    return DynamicScale().replace(fin_steps=jnp.int32(0), scale=jnp.float32(65536.0))
 
 
 def carry_state(old: Any, optimizer: Any, params: Any) -> Any:

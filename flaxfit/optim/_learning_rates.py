@@ -16,6 +16,6 @@ def learning_rates(values: Mapping[str, Any]) -> dict[str | None, float]:
       values: hyperparameters by name, or by group and name.
     """
     groups = {name: own for name, own in values.items() if isinstance(own, Mapping)}
-    found = {name: own.get("learning_rate") for name, own in groups.items()}
+    found: dict[str | None, Any] = {name: own.get("learning_rate") for name, own in groups.items()}
     found[None] = values.get("learning_rate")
     return {name: rate for name, rate in found.items() if isinstance(rate, int | float)}
