@@ -55,6 +55,19 @@ def fill(
         translation = Translation(checkpoint, {}, [], [], {})
     else:
         translation = translator.translate(checkpoint, **opts)
+    return fill_from(translation, tree, strict=strict, partial=partial, dtype=dtype, lazy=lazy)
+
+
+def fill_from(
+    translation: Translation,
+    tree: Any,
+    *,
+    strict: bool,
+    partial: bool | str,
+    dtype: Any,
+    lazy: bool,
+) -> Any:
+    """What `fill` does once the rules have been applied."""
     leaves = flat(tree)
     problems = translation.problems(strict) + _misfits(translation, leaves, strict, partial)
     raise_problems(problems, "fill the tree from the checkpoint")

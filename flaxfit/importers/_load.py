@@ -1,0 +1,48 @@
+"""load: opens a checkpoint of any format that this package reads."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from flaxfit.importers._lazy import LazyArray
+from flaxfit.importers._msgpack import load_msgpack
+from flaxfit.importers._npz import load_npz
+from flaxfit.importers._orbax import is_orbax, load_orbax
+from flaxfit.importers._safetensors import load_safetensors
+from flaxfit.importers._t5x import is_t5x, load_t5x
+from flaxfit.importers._tf_bundle import load_tf_ckpt
+
+_BY_SUFFIX: dict[str, Callable[..., dict[str, LazyArray]]] = {
+    ".safetensors": load_safetensors,
+    ".json": load_safetensors,
+    ".npz": load_npz,
+    ".msgpack": load_msgpack,
+}
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
+    """Opens a checkpoint with the reader that its name, or what its folder holds, asks for.
+
+    >>> import tempfile
+    >>> import numpy as np
+    >>> path = tempfile.mkdtemp() + "/weights.npz"
+    >>> np.savez(path, bias=np.ones(3))
+    >>> load(path)
+    {'bias': LazyThreadPoolArray(shape=(3,), dtype=float64)}
+
+    Args:
+      path: a `.safetensors`, `.npz` or `.msgpack` file; a folder of safetensors files, of T5X or
+        of Orbax; or the folder or prefix of a TensorFlow checkpoint.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+      UnreadableFile: it is damaged, or of a kind that is not supported.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return _BY_SUFFIX.get(path.suffix, load_tf_ckpt)(path)
+    if (path / "model.safetensors").exists() or (path / "model.safetensors.index.json").exists():
+        return load_safetensors(path)
+    if is_t5x(path):
+        return load_t5x(path)
+    return load_orbax(path) if is_orbax(path) else load_tf_ckpt(path)

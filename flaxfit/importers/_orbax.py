@@ -1,0 +1,83 @@
+"""load_orbax: the arrays of an Orbax checkpoint, without the tree that wrote it."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from flaxfit.importers._lazy import LazyArray
+from flaxfit.importers._tensorstore import file_store, open_stores
+from flaxfit.importers._unreadable import reading, require
+
+_KIND = "an Orbax checkpoint"
+_TREE = "_METADATA"
+_ARRAYS = ("jax.Array", "np.ndarray", "scalar")
+
+
+def is_orbax(path: Path) -> bool:
+    """Whether a folder is an Orbax checkpoint, or the step of one."""
+    return bool(_items(path))
+
+
+def load_orbax(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
+    """Opens the arrays of an Orbax checkpoint, by "/"-joined path.
+
+    The tree that wrote it is not needed: positions in lists and tuples are parts of the paths.
+    Numbers become arrays without dimensions; text and None are left out. Checkpoints that flaxfit
+    wrote are better read by `flaxfit.checkpoints`, which verifies them.
+
+    >>> load_orbax("no_such_folder")
+    Traceback (most recent call last):
+    FileNotFoundError: No Orbax checkpoint at no_such_folder: ...
+
+    Args:
+      path: the folder of a tree, or of a step that holds one tree.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+      UnreadableFile: it is damaged, or of a kind that is not supported.
+    """
+    path = Path(path)
+    items = _items(path)
+    if len(items) != 1:
+        names = ", ".join(item.name for item in items) or "none"
+        raise FileNotFoundError(
+            f"No Orbax checkpoint at {path}: expected the folder of one tree (with a file "
+            f"{_TREE}), or of a step that holds one. Trees found here: {names}."
+        )
+    folder = items[0]
+    with reading(folder, _KIND):
+        description = json.loads((folder / _TREE).read_bytes())
+        zarr = "zarr3" if description.get("use_zarr3") else "zarr"
+        in_one_store = description.get("use_ocdbt", (folder / "manifest.ocdbt").exists())
+        # Where zeros are written like all else, what is missing is missing.
+        is_whole = bool(description.get("store_array_data_equal_to_fill_value"))
+        specs: dict[str, dict[str, Any]] = {}
+        for entry in description["tree_metadata"].values():
+            if entry["value_metadata"]["value_type"] not in _ARRAYS:
+                continue
+            keys = [str(key["key"]) for key in entry["key_metadata"]]
+            name = "/".join(keys)
+            require(name not in specs, f"the name {name:.100} occurs twice")
+            store = _inside(folder, ".".join(keys)) if in_one_store else None
+            specs[name] = {
+                "driver": zarr,
+                "kvstore": store or file_store(folder, ".".join(keys)),
+                "fill_missing_data_reads": not is_whole,
+            }
+    return open_stores(specs, folder, _KIND)
+
+
+def _inside(folder: Path, name: str) -> dict[str, Any]:
+    """Where an array lies in the one store of a checkpoint."""
+    return {
+        "driver": "ocdbt",
+        "base": {"driver": "file", "path": f"{folder.resolve()}/"},
+        "path": f"{name}/",
+    }
+
+
+def _items(path: Path) -> list[Path]:
+    if (path / _TREE).is_file():
+        return [path]
+    return sorted(tree.parent for tree in path.glob(f"*/{_TREE}"))

@@ -1,0 +1,105 @@
+"""load_t5x: the checkpoints that T5X itself writes, old and new."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
+from flaxfit.importers._msgpack import read_tree
+from flaxfit.importers._tensorstore import file_store, open_stores
+from flaxfit.importers._unreadable import UnreadableFile, reading, require
+
+_KIND = "a T5X checkpoint"
+_INDEX = "checkpoint"
+_PLACEHOLDER = "PLACEHOLDER://"
+
+
+def is_t5x(path: Path) -> bool:
+    """Whether a folder, or a file, is a T5X checkpoint: its index starts as a dict does."""
+    index = path / _INDEX if path.is_dir() else path
+    if not index.is_file():
+        return False
+    with index.open("rb") as file:
+        first = file.read(1)
+    return b"\x80" <= first <= b"\x8f" or first in (b"\xde", b"\xdf")
+
+
+def load_t5x(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
+    """Opens a checkpoint that T5X wrote: `target/...`, `state/step`, `state/param_states/...`.
+
+    The layout of old versions (`optimizer/target/...`) is given the names of the new one. uint16
+    means bfloat16, as those versions stored it.
+
+    >>> load_t5x("no_such_folder/checkpoint_1000")
+    Traceback (most recent call last):
+    FileNotFoundError: No T5X checkpoint at no_such_folder/checkpoint_1000: ...
+
+    Args:
+      path: the folder of one step, or a checkpoint in one file.
+
+    Raises:
+      FileNotFoundError: there is no such checkpoint.
+      UnreadableFile: it is damaged, or of a kind that is not supported.
+    """
+    path = Path(path)
+    folder, index = (path, path / _INDEX) if path.is_dir() else (path.parent, path)
+    if not index.is_file():
+        raise FileNotFoundError(
+            f"No T5X checkpoint at {path}: expected a folder with a file named {_INDEX}."
+        )
+    if not is_t5x(path):
+        raise UnreadableFile(f"Cannot read {index}: it is not the index of {_KIND}.")
+    arrays: dict[str, LazyArray] = {}
+    specs: dict[str, dict[str, Any]] = {}
+    with reading(index, _KIND):
+        tree = read_tree(index)
+        for old_name, leaf in _leaves(tree, ()):
+            name = old_name.removeprefix("optimizer/")
+            require(name not in arrays and name not in specs, f"{name:.100} occurs twice")
+            if isinstance(leaf, dict):
+                specs[name] = {"driver": "zarr", "kvstore": file_store(folder, _folder_of(leaf))}
+            elif isinstance(leaf, str) and leaf.startswith(_PLACEHOLDER):
+                store = file_store(folder, leaf.removeprefix(_PLACEHOLDER))
+                specs[name] = {"driver": "zarr", "kvstore": store}
+            elif name != "version" and not isinstance(leaf, str):
+                arrays[name] = _as_lazy(leaf)
+    if specs:
+        arrays |= open_stores(specs, folder, _KIND, old_bfloat16=True)
+    return arrays
+
+
+def _leaves(tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, list):
+        tree = {str(number): branch for number, branch in enumerate(tree)}
+    if isinstance(tree, dict) and not _is_spec(tree):
+        for key, branch in tree.items():
+            yield from _leaves(branch, (*keys, key))
+    elif tree is not None:
+        yield "/".join(keys), tree
+
+
+def _is_spec(tree: dict[str, Any]) -> bool:
+    """Whether a dict says where an array lies, in the words of TensorStore."""
+    return isinstance(tree.get("driver"), str) and isinstance(tree.get("kvstore"), dict)
+
+
+def _folder_of(spec: dict[str, Any]) -> str:
+    """The folder of an array: the last part of its path, wherever it was written."""
+    require(spec["driver"] == "zarr", f"an array has the unknown driver {spec['driver']:.100}")
+    path = spec["kvstore"].get("path") or spec.get("path") or ""
+    name = str(path).rstrip("/").rpartition("/")[2]
+    require(name not in ("", ".", ".."), "an array has no folder")
+    return name
+
+
+def _as_lazy(leaf: Any) -> LazyArray:
+    if isinstance(leaf, LazyArray):
+        if leaf.dtype != np.uint16:
+            return leaf
+        return leaf.map(lambda array: array.view("bfloat16"))
+    array = np.asarray(leaf)
+    require(array.dtype.kind in "biufc", "it holds something else than numbers")
+    return LazyThreadPoolArray(array.shape, array.dtype, lambda: array)

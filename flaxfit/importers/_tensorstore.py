@@ -1,0 +1,68 @@
+"""Lazy arrays over the Zarr stores in which T5X and Orbax keep theirs."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flaxfit.importers._lazy import LazyArray, LazyAwaitableArray
+from flaxfit.importers._unreadable import reading, require
+
+_MOST_GROWTH = 1000
+_ALWAYS_FINE = 1 << 28
+_MOST_CHUNKS = 1 << 20
+
+
+def file_store(folder: Path, name: str) -> dict[str, Any]:
+    """Where an array lies that has a folder of its own."""
+    place = (folder / name).resolve()
+    require(place.is_relative_to(folder.resolve()), f"{name:.100} lies outside of the folder")
+    return {"driver": "file", "path": f"{place}/"}
+
+
+def open_stores(
+    specs: Mapping[str, Mapping[str, Any]], folder: Path, kind: str, *, old_bfloat16: bool = False
+) -> dict[str, LazyArray]:
+    """Opens stores, all at the same time; their arrays are read when they are asked for.
+
+    Args:
+      specs: what TensorStore has to open, by the names of the arrays.
+      folder: the checkpoint that the stores are part of.
+      kind: what the folder should be, for messages.
+      old_bfloat16: whether uint16 means bfloat16.
+    """
+    import tensorstore
+
+    with reading(folder, kind, NotImplementedError):
+        opening = {
+            name: tensorstore.open(dict(spec), open=True, read=True) for name, spec in specs.items()
+        }
+        stores = {name: store.result() for name, store in opening.items()}
+        # An array may state any shape: what was not written reads as zeros.
+        limit = _ALWAYS_FINE + _MOST_GROWTH * _bytes_in(folder)
+        for name, store in stores.items():
+            item = store.dtype.numpy_dtype.itemsize
+            chunk = store.chunk_layout.read_chunk.shape or ()
+            n_chunks = math.prod(
+                -(-n // max(c or n, 1)) for n, c in zip(store.shape, chunk, strict=True)
+            )
+            largest = max(math.prod(store.shape), math.prod(chunk)) * item
+            is_plausible = largest <= limit and n_chunks <= _MOST_CHUNKS
+            require(is_plausible, f"the stated size of {name:.100} is impossible")
+        return {
+            name: _lazy(name, store, folder, kind, old_bfloat16) for name, store in stores.items()
+        }
+
+
+def _lazy(name: str, store: Any, folder: Path, kind: str, old_bfloat16: bool) -> LazyArray:
+    async def read() -> Any:
+        with reading(f"{name} of {folder}", kind, NotImplementedError):
+            return await store.read()
+
+    if old_bfloat16:
+        return LazyAwaitableArray.from_tensor_store_spec(store.spec(), read)
+    return LazyAwaitableArray(store.shape, store.dtype.numpy_dtype, read)
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
