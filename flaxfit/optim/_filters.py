@@ -49,8 +49,10 @@ def group_name(position: int, filter: Any) -> str:
 def assign(filters: Sequence[Filter], names: Sequence[str], params: Any) -> Any:
     """The tree of the numbers of the groups; what no group has gets the next number.
 
+    A part of the tree that is in one group as a whole is given as one number.
+
     >>> assign(["a/.*", lambda path, x: x > 2], ["a/.*", "1"], {"a": {"b": 1}, "c": 2, "d": 3})
-    {'a': {'b': 0}, 'c': 2, 'd': 1}
+    {'a': 0, 'c': 2, 'd': 1}
 
     Raises:
       ValueError: a group has no parameter, or two groups have the same one.
@@ -76,7 +78,7 @@ def assign(filters: Sequence[Filter], names: Sequence[str], params: Any) -> Any:
         raise ValueError(f"Multiple optimizers match the same parameters:{_listing(twice)}")
     rest = len(filters)
     labels = [of_leaf[0] if of_leaf else rest for of_leaf in numbers]
-    return jax.tree.unflatten(jax.tree.structure(params), labels)
+    return _collapsed(jax.tree.unflatten(jax.tree.structure(params), labels))
 
 
 _CHOSEN = object()
@@ -90,6 +92,16 @@ def _select(filter: Filter, params: Any) -> list[bool]:
         marked = filter.update(lambda part: jax.tree.map(lambda _: _CHOSEN, part), params)
         return [leaf is _CHOSEN for leaf in jax.tree.leaves(marked)]
     return [bool(filter(path, leaf)) for path, leaf in _parameters(params)]
+
+
+def _collapsed(labels: Any) -> Any:
+    """The tree with dicts of one and the same label as that label: fewer nodes to be masked."""
+    if not isinstance(labels, dict):
+        return labels
+    parts = {name: _collapsed(part) for name, part in labels.items()}
+    found = list(parts.values())
+    is_one = all(isinstance(part, int) and part == found[0] for part in found)
+    return found[0] if found and is_one else parts
 
 
 def _parameters(params: Any) -> list[tuple[str, Any]]:

@@ -103,7 +103,7 @@ class MultiOptimizer(Adjustable):
         labels = assign(self._filters, self._names, params)
         state = _partition(self._optimizers, labels).init(params)
         names = tuple({name: ()} for name in self._names)
-        return GroupsState(tuple(state.inner_states.values()), names)
+        return GroupsState(_of_groups(state), names)
 
     def _update(
         self,
@@ -125,9 +125,9 @@ class MultiOptimizer(Adjustable):
             _with_arguments(optimizer, given, extra)
             for optimizer, given in zip(self._optimizers, self._sets(hyper_params), strict=True)
         ]
-        states = optax.transforms.PartitionState(dict(enumerate(state.states)))
+        states = optax.transforms.PartitionState(dict(enumerate([*state.states, _REST])))
         updates, new = _partition(optimizers, labels).update(updates, states, params)
-        return updates, state._replace(states=tuple(new.inner_states.values()))
+        return updates, state._replace(states=_of_groups(new))
 
     def _sets(self, hyper_params: Any) -> list[Any]:
         """The given set of each group, or None."""
@@ -173,6 +173,14 @@ def _with_arguments(optimizer: Any, hyper_params: Any, extra: Mapping[str, Any])
             )
     update = functools.partial(optimizer.update, **arguments)
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+# The state of the parameters that no group has.
+_REST = optax.MaskedState(optax.EmptyState())
+
+
+def _of_groups(state: Any) -> tuple[Any, ...]:
+    return tuple(state.inner_states.values())[:-1]
 
 
 def _partition(optimizers: Any, labels: Any) -> Any:

@@ -25,7 +25,6 @@ class GroupsState(NamedTuple):
     """The states of the optimizers of several groups of parameters."""
 
     states: tuple[Any, ...]
-    """One for each group, and one more for the parameters that no group has."""
     names: tuple[dict[str, tuple[()]], ...]
     """The name of each group, as the key of a dict: a named tuple crosses `jit` faster than a class
     with static fields, and can hold no text."""
@@ -135,7 +134,7 @@ def _nodes(state: Any) -> list[Any]:
 def _children(node: Any) -> dict[str, Any]:
     """The states of the groups of a node, by name."""
     if isinstance(node, GroupsState):
-        return {name: state for (name,), state in zip(node.names, node.states, strict=False)}
+        return {name: state for (name,), state in zip(node.names, node.states, strict=True)}
     if isinstance(node, optax.transforms.PartitionState):
         return {str(label): state for label, state in node.inner_states.items()}
     return {}
@@ -199,7 +198,7 @@ def _map(state: Any, function: Callable[[Any], Any], group: str | None) -> Any:
             for name, child in children.items()
         }
         if isinstance(node, GroupsState):
-            return node._replace(states=(*changed.values(), *node.states[len(changed) :]))
+            return node._replace(states=tuple(changed.values()))
         return node._replace(
             inner_states=dict(zip(node.inner_states, changed.values(), strict=True))
         )
