@@ -20,7 +20,7 @@ class ExportReport:
     """What was written, and how far off its source it was when it was read again.
 
     >>> print(ExportReport(Path("digits.ff"), "StableHLO", 23_000, 1.2e-7, ("batch=1", "batch=5")))
-    digits.ff: StableHLO, 23 kB, at most 1.2e-07 off its source (batch=1; batch=5)
+    digits.ff: StableHLO, 23 kB, at most 1.2e-07 off its source on batch=1; batch=5
     """
 
     path: Path
@@ -32,13 +32,14 @@ class ExportReport:
     max_error: float
     """The largest difference of an output, relative to the largest value of that output."""
     inputs: tuple[str, ...]
-    """The inputs that were compared on."""
+    """The inputs that were compared on; none, where the file does not run on this machine."""
 
     def __str__(self) -> str:
-        return (
-            f"{self.path}: {self.format}, {_size(self.n_bytes)}, at most {self.max_error:.1e} off "
-            f"its source ({'; '.join(self.inputs)})"
+        off = f"at most {self.max_error:.1e} off" if self.max_error else "equal to"
+        measured = (
+            f"{off} its source on {'; '.join(self.inputs)}" if self.inputs else "not compared"
         )
+        return f"{self.path}: {self.format}, {_size(self.n_bytes)}, {measured}"
 
 
 def compare(

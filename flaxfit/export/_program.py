@@ -30,15 +30,16 @@ def export_method(module: JaxModule, name: str, platforms: Sequence[str]) -> jax
     try:
         return exporting(params, shape_structs(method.input_spec))
     except Exception as error:
-        # By its name, since JAX has moved this class.
-        if type(error).__name__ != "InconclusiveDimensionOperation":
+        # By its name, since JAX has moved this class; `len(x)` and the like raise a TypeError.
+        is_inconclusive = type(error).__name__ == "InconclusiveDimensionOperation"
+        if not is_inconclusive and "_DimExpr" not in str(error):
             raise
         dims = [d for spec in jax.tree.leaves(method.input_spec) for d in spec.shape]
         names = sorted({d for d in dims if isinstance(d, str)})
         raise ValueError(
             f"Cannot export {name!r} with symbolic dimensions {names}: the model's code depends "
-            f"on their size ({_first_line(error)}). Give them fixed sizes in input_spec, or add "
-            "constraints."
+            f"on their size ({_first_line(error)}). Write x.shape[0] for len(x), give them fixed "
+            "sizes in input_spec, or add constraints."
         ) from error
 
 

@@ -1,5 +1,6 @@
 """SavedModel: a module as TensorFlow serves it, and trains it, without JAX."""
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -72,7 +73,7 @@ def save_saved_model(
     specs = {name: method.input_spec for name, method in module.method_specs.items()}
     with replacing(path, folder=True) as temporary:
         tf.saved_model.save(saved, str(temporary), signatures=signatures, options=options)
-        compared = (0.0, ("not compared: it does not run on this platform",))
+        compared = (math.nan, ())
         if "cpu" in platforms:
             loaded = tf.saved_model.load(str(temporary))
             methods = {name: _as_numpy(loaded, name) for name in made.methods}

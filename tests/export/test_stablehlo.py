@@ -128,10 +128,13 @@ def test_a_wrong_shape_is_an_error_that_shows_both(module, path):
         export.load(path)(np.ones((2, 4)))
 
 
-def test_code_that_depends_on_a_symbolic_size_is_refused_in_words(path):
-    module = JaxModule(
-        1.0, lambda p, x: x if x.shape[0] > 8 else p * x, input_spec=InputSpec(("batch",))
-    )
+@pytest.mark.parametrize(
+    "apply",
+    [lambda p, x: x if x.shape[0] > 8 else p * x, lambda p, x: p * x.reshape(len(x), -1)],
+    ids=["comparison", "len"],
+)
+def test_code_that_depends_on_a_symbolic_size_is_refused_in_words(path, apply):
+    module = JaxModule(1.0, apply, input_spec=InputSpec(("batch",)))
     with pytest.raises(ValueError, match="symbolic dimensions \\['batch'\\].*fixed sizes"):
         export.save(module, path)
     assert not path.exists()
