@@ -7,7 +7,7 @@ import numpy as np
 
 _POLYNOMIAL = 0x82F63B78
 _LANE = 1024
-"""Bytes that are summed one after the other; all lanes go through at the same time."""
+"""Bytes that are summed one after the other, at most; all lanes go through at the same time."""
 _CHUNK = 1 << 24
 """Bytes that are copied at a time."""
 
@@ -32,14 +32,15 @@ def _update(register: int, data: np.ndarray) -> int:
         return register
     # A register at work is the same as one of zeros and its bytes mixed into the first of the
     # data; and zeros in front then change nothing: the data can be cut into lanes of one length.
-    lanes = np.zeros((-(-len(data) // _LANE), _LANE), np.uint8)
+    lane = min(_LANE, max(8, 1 << len(data).bit_length() // 2))
+    lanes = np.zeros((-(-len(data) // lane), lane), np.uint8)
     padded = lanes.reshape(-1)[-len(data) :]
     padded[:] = data
     padded[:4] ^= np.frombuffer(register.to_bytes(4, "little"), np.uint8)
     registers, table = np.zeros(len(lanes), np.uint32), _word_table()
     for word in np.ascontiguousarray(lanes.view("<u2").T):
         registers = table[(registers & 0xFFFF) ^ word] ^ (registers >> 16)
-    length = _LANE
+    length = lane
     while len(registers) > 1:
         if len(registers) % 2:
             registers = np.concatenate([np.zeros(1, np.uint32), registers])

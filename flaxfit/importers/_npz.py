@@ -44,7 +44,9 @@ def load_npz(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
 
 def _lazy(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> LazyArray:
     growth = 1 if member.compress_type == zipfile.ZIP_STORED else _MOST_GROWTH
-    held = min(member.compress_size, path.stat().st_size)
+    n_bytes = path.stat().st_size
+    held = min(member.compress_size, n_bytes)
+    require(0 <= member.header_offset < n_bytes, f"{member.filename} lies outside of the file")
     require(member.file_size <= growth * held, f"the size of {member.filename} is impossible")
     with archive.open(member) as file:
         shape, is_fortran, dtype = _header(file)

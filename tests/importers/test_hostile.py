@@ -1,0 +1,178 @@
+"""Damaged and made-up files: every reader gives arrays or our error, in bounded time and memory."""
+
+import shutil
+import tracemalloc
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import serialization
+
+from flaxfit.importers import UnreadableFile, load
+
+MOST_MEMORY = 50_000_000
+ARRAYS = {
+    "body/kernel": np.arange(60, dtype=np.float32).reshape(20, 3),
+    "body/bias": np.arange(3),
+    "scale": np.ones(5, np.float16),
+}
+
+
+def write_npz(folder):
+    np.savez(folder / "w.npz", **ARRAYS)
+    return folder / "w.npz"
+
+
+def write_compressed_npz(folder):
+    np.savez_compressed(folder / "w.npz", **ARRAYS)
+    return folder / "w.npz"
+
+
+def write_msgpack(folder):
+    tree = ARRAYS | {"step": 3, "list": [1.0, "text", None]}
+    (folder / "w.msgpack").write_bytes(serialization.msgpack_serialize(tree))
+    return folder / "w.msgpack"
+
+
+def write_safetensors(folder):
+    from flaxfit import checkpoints
+
+    tree = {name.replace("/", "_"): jnp.asarray(value) for name, value in ARRAYS.items()}
+    checkpoints.save_weights(folder / "w.safetensors", tree)
+    return folder / "w.safetensors"
+
+
+def write_tf(folder):
+    from pathlib import Path
+
+    shutil.copytree(Path(__file__).parent / "fixtures" / "small_t5", folder / "tf")
+    return folder / "tf"
+
+
+def write_partitioned_tf(folder):
+    from pathlib import Path
+
+    shutil.copytree(Path(__file__).parent / "fixtures" / "partitioned", folder / "tf")
+    return folder / "tf"
+
+
+def write_t5x(folder):
+    tensorstore = pytest.importorskip("tensorstore", reason="tensorstore is not installed")
+    spec = {
+        "driver": "zarr",
+        "kvstore": {"driver": "file", "path": str(folder / "t5x" / "target.w")},
+        "metadata": {"shape": [20, 3], "compressor": {"id": "gzip", "level": 1}},
+        "dtype": "float32",
+    }
+    tensorstore.open(spec, create=True, open=True).result().write(ARRAYS["body/kernel"]).result()
+    array = {"driver": "zarr", "kvstore": {"driver": "file", "path": "target.w"}}
+    tree = {"target": {"w": array}, "state": {"step": np.int32(1)}, "version": 3}
+    (folder / "t5x" / "checkpoint").write_bytes(serialization.msgpack_serialize(tree))
+    return folder / "t5x"
+
+
+def write_orbax(folder):
+    ocp = pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed")
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(folder / "orbax", args=ocp.args.PyTreeSave(dict(ARRAYS)))
+    return folder / "orbax"
+
+
+WRITERS = (
+    write_npz,
+    write_compressed_npz,
+    write_msgpack,
+    write_safetensors,
+    write_tf,
+    write_partitioned_tf,
+    write_t5x,
+    write_orbax,
+)
+# What a reader looks at; Orbax keeps other things as well, which nothing depends on.
+READ = ("*.npz", "*.msgpack", "*.safetensors", "*.index", "*.data-*", "checkpoint", ".zarray")
+READ += ("0.0", "_METADATA", "manifest.ocdbt", "d/*")
+
+
+def damaged(content, rng):
+    """Bytes changed in one of the ways that find the most."""
+    content = bytearray(content)
+    position = int(rng.integers(len(content)))
+    match rng.integers(7):
+        case 0:
+            content[position] ^= 1 << int(rng.integers(8))
+        case 1:
+            content[position] = int(rng.integers(256))
+        case 2:
+            del content[position:]
+        case 3:
+            content[position : position + 8] = b"\xff" * 8
+        case 4:
+            content[position : position + 4] = rng.bytes(4)
+        case 5:
+            del content[position : position + int(rng.integers(1, 9))]
+        case 6:
+            digits = [i for i, byte in enumerate(content) if 0x30 <= byte <= 0x39]
+            place = digits[int(rng.integers(len(digits)))] if digits else position
+            content[place:place] = b"99999999"
+    return bytes(content)
+
+
+def read_everything(path):
+    for lazy in load(path).values():
+        lazy.get()
+
+
+def fuzz(write, folder, n_rounds, seed):
+    """Damages one file at a time; counts how often the damage was refused."""
+    rng, refused = np.random.default_rng(seed), 0
+    path = write(folder)
+    files = sorted(
+        file for pattern in READ for file in folder.rglob(pattern) if file.stat().st_size
+    )
+    read_everything(path)
+    for _ in range(n_rounds):
+        file = files[int(rng.integers(len(files)))]
+        whole = file.read_bytes()
+        # Another file in its place: what was mapped stays what it was.
+        file.unlink()
+        file.write_bytes(damaged(whole, rng))
+        tracemalloc.start()
+        try:
+            read_everything(path)
+        except UnreadableFile as error:
+            assert "Cannot read" in str(error)
+            refused += 1
+        except FileNotFoundError:
+            refused += 1  # The damaged text names another checkpoint.
+        finally:
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert peak < MOST_MEMORY
+        file.unlink()
+        file.write_bytes(whole)
+    read_everything(path)
+    return refused
+
+
+@pytest.mark.filterwarnings("ignore")  # NumPy and Python warn of odd headers before they refuse.
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+def test_damage_at_random_is_refused_or_harmless(write, tmp_path):
+    assert fuzz(write, tmp_path, 60, 0) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+def test_much_damage_at_random_is_refused_or_harmless(write, tmp_path, seed):
+    assert fuzz(write, tmp_path, 1500, seed) > 250
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["w.npz", "w.msgpack", "w.safetensors", "m.index", "checkpoint"])
+def test_bytes_at_random_are_refused(name, tmp_path):
+    rng = np.random.default_rng(0)
+    for size in (1, 9, 50, 500, 5000) * 4:
+        (tmp_path / name).write_bytes(rng.bytes(size))
+        with pytest.raises((UnreadableFile, FileNotFoundError)):
+            load(tmp_path / (name if "." in name else ""))
