@@ -25,6 +25,8 @@ from flaxfit._task import EvalTask as EvalTask
 from flaxfit._task import TrainTask as TrainTask
 from flaxfit.data import ArrayStream as ArrayStream
 from flaxfit.strategies import DataParallel as DataParallel
+from flaxfit.strategies import Sharded as Sharded
+from flaxfit.strategies import gather as gather
 
 _SUBPACKAGES = frozenset(
     (

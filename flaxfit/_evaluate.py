@@ -83,7 +83,7 @@ class EvalLoop:
         """
         batches = one_pass(self._data if data is None else data)
         state = swap_ema(state) if self.ema else state
-        strategy, state = self.strategy, self.strategy.place(state)
+        strategy, state = self.strategy, self.strategy.share(state)
         feed, sums, totals, in_flight = None, None, None, deque()
         for item in itertools.islice(batches, self.n_steps):
             if feed is None:
@@ -92,7 +92,7 @@ class EvalLoop:
             portion = feed(item)
             if portion.strategy is not strategy:
                 strategy = portion.strategy
-                state, totals = strategy.place((state, totals))
+                state, totals = strategy.share((state, totals))
             arguments = (state, totals, strategy.split(portion.batch))
             update = self._executables.get(portion.signature)
             if update is None:
@@ -107,9 +107,10 @@ class EvalLoop:
 
     def _look_at(self, batch: Batch, state: Any, batches: Any) -> tuple[Feed, Any]:
         """Checks the first batch; whether batches can be padded, and the sums that they give."""
-        values = inspect_eval(self.task, state, batch)
+        bind = self.strategy.bind
+        values = inspect_eval(self.task, state, batch, bind)
         is_scalar = values is not None and values.ndim == 0
-        sums = jax.eval_shape(make_eval_step(self.task), shapes_of(state), shapes_of(batch))
+        sums = jax.eval_shape(bind(make_eval_step(self.task)), shapes_of(state), shapes_of(batch))
         feed = Feed(
             self.strategy,
             pad=not is_scalar,

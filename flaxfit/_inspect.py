@@ -1,5 +1,6 @@
 """Inspection of the first batch: what a task makes of it, or in words why it cannot be trained."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,13 @@ from flaxfit._forward import ForwardPass, evaluate_loss, forward, forward_eval
 from flaxfit._rules import flat
 
 
-def inspect(task: Any, state: Any, batch: Batch, data: Batch | None = None) -> ForwardPass:
+def inspect(
+    task: Any,
+    state: Any,
+    batch: Batch,
+    data: Batch | None = None,
+    bind: Callable[..., Any] = lambda function: function,
+) -> ForwardPass:
     """Traces one forward pass of a task without running it, on a batch as the user passed it.
 
     Args:
@@ -20,6 +27,7 @@ def inspect(task: Any, state: Any, batch: Batch, data: Batch | None = None) -> F
       state: the training state.
       batch: the first batch.
       data: all of the data, where it is at hand: its values are checked, else the batch's.
+      bind: of the strategy, to trace as it does.
 
     Returns:
       The shapes and dtypes of a `ForwardPass`.
@@ -29,10 +37,14 @@ def inspect(task: Any, state: Any, batch: Batch, data: Batch | None = None) -> F
       TypeError: the batch lacks the targets that the loss wants.
     """
     check_finite(batch if data is None else data, "The first batch" if data is None else "The data")
+
+    def pass_forward(state: Any, batch: Batch) -> ForwardPass:
+        return forward(task, state.params, state.model_state, batch, state.key)
+
     try:
         # Over the state's shapes, since its arrays are spread over the devices of a strategy.
         result = jax.eval_shape(
-            lambda state, batch: forward(task, state.params, state.model_state, batch, state.key),
+            bind(pass_forward),
             shapes_of(state),
             shapes_of(batch),
         )
@@ -53,7 +65,12 @@ def inspect(task: Any, state: Any, batch: Batch, data: Batch | None = None) -> F
     return result
 
 
-def inspect_eval(task: Any, state: Any, batch: Batch) -> Any:
+def inspect_eval(
+    task: Any,
+    state: Any,
+    batch: Batch,
+    bind: Callable[..., Any] = lambda function: function,
+) -> Any:
     """Traces one measurement without running it: the shape of the loss, None without a loss.
 
     Raises:
@@ -66,7 +83,7 @@ def inspect_eval(task: Any, state: Any, batch: Batch) -> Any:
             return outputs, None
         return outputs, evaluate_loss(task.loss, outputs, batch.targets)[0]
 
-    outputs, values = jax.eval_shape(measure, shapes_of(state), shapes_of(batch))
+    outputs, values = jax.eval_shape(bind(measure), shapes_of(state), shapes_of(batch))
     if values is not None:
         check_loss(task.loss, values, outputs, batch)
     return values

@@ -104,7 +104,8 @@ class TrainLoop:
             ).inputs
 
         self._phase = ""
-        beginning = start(init, self.task, rnkey, sample, self.say)
+        shardings = getattr(self.strategy, "shardings", None)
+        beginning = start(init, self.task, rnkey, sample, self.say, shardings)
         self.start = beginning.checkpoint
         """The checkpoint file that the run was restored from, or None."""
         self._go_on_from(beginning.state, self.start)

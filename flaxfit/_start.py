@@ -18,7 +18,12 @@ class Start(NamedTuple):
 
 
 def start(
-    init: Any, task: Any, key: Any, sample: Callable[[], Any], say: Callable[[str], None]
+    init: Any,
+    task: Any,
+    key: Any,
+    sample: Callable[[], Any],
+    say: Callable[[str], None],
+    shardings: Callable[[Any], Any] | None = None,
 ) -> Start:
     """Finds the state to begin with.
 
@@ -29,6 +34,7 @@ def start(
       key: a random key or seed; None where `init` brings a state along.
       sample: gives the inputs of a batch, if they are needed.
       say: prints a line.
+      shardings: gives the place of each array of an abstract state, to make it there.
 
     Raises:
       ValueError: a fresh start without a key.
@@ -41,10 +47,14 @@ def start(
         raise TypeError(f"TrainLoop needs an init function, got {init!r:.60}: pass module.init.")
     streams = ("params", *task.rngs)
     if hasattr(init, "read"):
+        # Of a warm start only the shapes are asked for, not the weights.
+        shapes = getattr(init.target, "fresh", init.target)
         template = jax.eval_shape(
-            lambda k: init_state(init.target, task.optimizer, k, sample(), collections=streams),
+            lambda k: init_state(shapes, task.optimizer, k, sample(), collections=streams),
             jax.random.key(0),
         )
+        if shardings is not None:
+            template = jax.tree.map(_in_place, template, shardings(template))
         found = init.read(template)
         if found is not None:
             say(f"restored step {int(found.state.step):,} from {found.path}")
@@ -60,4 +70,11 @@ def start(
         raise ValueError(
             "A fresh start needs a random key: TrainLoop(..., rnkey=jax.random.key(0))."
         )
-    return Start(init_state(init, task.optimizer, key, sample(), collections=streams))
+    state = init_state(
+        init, task.optimizer, key, sample(), collections=streams, shardings=shardings
+    )
+    return Start(state)
+
+
+def _in_place(array: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)

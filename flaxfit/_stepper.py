@@ -14,6 +14,7 @@ from flaxfit._batch import Batch, n_examples, normalize
 from flaxfit._feed import Feed, Portion, stack_batches
 from flaxfit._inspect import inspect, shapes_of
 from flaxfit._interrupt import Interrupts
+from flaxfit._optimizer_axes import with_optimizer
 from flaxfit._state import TrainState
 from flaxfit._step import compute, more_sums
 from flaxfit._task import TrainTask
@@ -87,7 +88,8 @@ class Stepper:
         task = dataclasses.replace(self.task, freeze=patterns)
         state = self.strategy.collect(self.state)
         opt_state = carry_state(state.opt_state, task.optimizer, state.params)
-        self.state = self.strategy.place(state.replace(opt_state=opt_state))
+        axes = with_optimizer(state.axes, state.params, opt_state)
+        self.state = self.strategy.place(state.replace(opt_state=opt_state, axes=axes))
         self.task = task
         self.executables = {}
 
@@ -227,7 +229,8 @@ class Stepper:
         is_whole = strategy is self.strategy
         state, totals = self.state, self._totals
         if not is_whole:
-            state, totals = strategy.place((state, totals))
+            # Not copied where the narrower strategy holds it in the same places.
+            state, totals = strategy.share((state, totals))
         data = (self._resident,) if self._resident is not None and is_whole else ()
         arguments = (state, totals, *data, batch)
         key = (n, signature, self._resident_shapes if data else None)
@@ -236,7 +239,7 @@ class Stepper:
             update = self.executables[key] = self._compile(portions, arguments)
         state, totals, (token, grads) = update(*arguments)
         if not is_whole:
-            state, totals = self.strategy.place((state, totals))
+            state, totals = self.strategy.share((state, totals))
         self.state, self._totals, self.grads = state, totals, grads
         self.step += n
         self.n_completed += n
@@ -277,7 +280,7 @@ class Stepper:
         leaves = jax.tree.leaves(self._resident)
         structure = jax.tree.structure(self._resident)
         self._resident_shapes = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
-        result = inspect(self.task, self.state, batch, data)
+        result = inspect(self.task, self.state, batch, data, self.strategy.bind)
         self._sums = result.sums | more_sums(
             self.task, result, grad_norm=self._options["grad_norm"], norms=self.norms
         )

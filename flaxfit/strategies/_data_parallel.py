@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-_AXIS = "replica"
+from flaxfit.strategies._replica import REPLICA, alone
+
 _copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
@@ -29,9 +30,9 @@ class DataParallel:
         self.devices = tuple(jax.local_devices() if devices is None else devices)
         if not self.devices:
             raise ValueError("DataParallel needs at least one device, got an empty sequence.")
-        mesh = Mesh(np.array(self.devices), (_AXIS,))
+        mesh = Mesh(np.array(self.devices), (REPLICA,))
         self._whole = NamedSharding(mesh, PartitionSpec())
-        self._parts = NamedSharding(mesh, PartitionSpec(_AXIS))
+        self._parts = NamedSharding(mesh, PartitionSpec(REPLICA))
         self._narrowed: dict[int, DataParallel] = {}
 
     def __repr__(self) -> str:
@@ -41,7 +42,7 @@ class DataParallel:
     def axis_name(self) -> str | None:
         """ "replica", or None on a single device, where there is nothing to reduce over."""
         # A reduction over one replica is not free: 10 to 15 % of a small step.
-        return _AXIS if self.n_devices > 1 else None
+        return REPLICA if self.n_devices > 1 else None
 
     @property
     def n_devices(self) -> int:
@@ -51,7 +52,11 @@ class DataParallel:
     def place(self, tree: Any) -> Any:
         """Replicates a tree, as a copy: the original outlives the donation of the replicas."""
         # device_put shares the buffer of a device that holds the array already.
-        return _copy(jax.device_put(tree, self._whole))
+        return _copy(self.share(tree))
+
+    def share(self, tree: Any) -> Any:
+        """As `place`, but without a copy of what a device holds already."""
+        return jax.device_put(tree, self._whole)
 
     def collect(self, tree: Any) -> Any:
         """A copy of a replicated tree on the first device."""
@@ -83,6 +88,10 @@ class DataParallel:
             return self
         return self._narrowed.setdefault(n, DataParallel(self.devices[:n]))
 
+    def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function as a single replica, so that a model may name the axis "replica"."""
+        return alone(function)
+
     def compile(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], *, n_donated: int = 0
     ) -> Callable[..., Any]:
@@ -100,7 +109,7 @@ class DataParallel:
     ) -> Callable[..., Any]:
         mapped = jax.pmap(
             function,
-            axis_name=_AXIS,
+            axis_name=REPLICA,
             in_axes=(None,) * (len(arguments) - 1) + (0,),
             out_axes=out_axes,
             devices=self.devices,

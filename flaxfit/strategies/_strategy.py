@@ -7,6 +7,9 @@ from typing import Any, Protocol
 class Strategy(Protocol):
     """Compiles pure functions and places what they are called with.
 
+    One that has a method `shardings(state)` too, from an abstract state to the sharding of each
+    array, has new and restored states made in their places.
+
     >>> from flaxfit.strategies import DataParallel
     >>> strategy: Strategy = DataParallel()
     """
@@ -23,6 +26,10 @@ class Strategy(Protocol):
 
     def place(self, tree: Any) -> Any:
         """Puts a tree of whole arrays onto the devices."""
+        ...
+
+    def share(self, tree: Any) -> Any:
+        """As `place`, but what is in its place already is not copied."""
         ...
 
     def collect(self, tree: Any) -> Any:
@@ -42,6 +49,10 @@ class Strategy(Protocol):
 
     def narrow(self, n_examples: int) -> "Strategy":
         """The same strategy on as many devices as divide `n_examples`."""
+        ...
+
+    def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function as it may be traced outside of `compile`, with what models refer to."""
         ...
 
     def compile(

@@ -1,0 +1,123 @@
+"""Layout: how a state lies on a mesh, and how many bytes of it on each device, as a table."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from flaxfit._rules import flat
+from flaxfit.strategies._specs import axes_of, n_parts
+
+
+class Placed(NamedTuple):
+    """One array of a state."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
+    """The axes of the mesh that each dimension is split over."""
+    n_parts: int
+    """The number of different parts; 1 where every device holds the whole array."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the whole array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of the part on a device."""
+        return self.n_bytes // self.n_parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What `Sharded.describe` returns; it prints as a table. Nothing is allocated for it.
+
+    >>> array = Placed((8, 2), np.dtype("float32"), PartitionSpec("data"), 4)
+    >>> Layout({"data": 4}, ("data",), {"params/w": array}).bytes_per_device
+    16
+    """
+
+    mesh: Mapping[str, int]
+    """The axes of the mesh and their sizes."""
+    batch_axes: tuple[str, ...]
+    """The axes that batches are split over."""
+    arrays: Mapping[str, Placed]
+    """The arrays of the state by path."""
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the whole state, held once."""
+        return sum(array.n_bytes for array in self.arrays.values())
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of the state on each device."""
+        return sum(array.bytes_per_device for array in self.arrays.values())
+
+    @property
+    def replicated_bytes(self) -> int:
+        """Bytes of those arrays that every device holds whole."""
+        return sum(array.n_bytes for array in self.arrays.values() if array.n_parts == 1)
+
+    def __repr__(self) -> str:
+        n_devices = math.prod(self.mesh.values())
+        mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        rows = [
+            (path, f"{a.dtype}{list(a.shape)}", _show(a.spec), _bytes(a.bytes_per_device))
+            for path, a in self.arrays.items()
+        ]
+        rows = [("array", "shape", "split over", "per device"), *rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = [
+            "  ".join(
+                cell.rjust(width) if i == 3 else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        ]
+        used = {axis for a in self.arrays.values() for entry in a.spec for axis in axes_of(entry)}
+        used |= {*self.batch_axes}
+        idle = [axis for axis, size in self.mesh.items() if size > 1 and axis not in used]
+        notes = [f"nothing is split over {axis}: its devices all do the same" for axis in idle]
+        return "\n".join(
+            [
+                f"mesh {mesh}: {n_devices} devices, batches split over "
+                f"{' and '.join(self.batch_axes) or 'none'}",
+                *table,
+                f"state {_bytes(self.n_bytes)}, on each device {_bytes(self.bytes_per_device)}, "
+                f"of these {_bytes(self.replicated_bytes)} in arrays that every device holds whole",
+                *notes,
+            ]
+        )
+
+
+def layout(
+    state: Any,
+    specs: Mapping[str, PartitionSpec],
+    mesh: Mapping[str, int],
+    batch_axes: tuple[str, ...],
+) -> Layout:
+    """The layout of a state whose arrays have these specs."""
+    arrays = {}
+    for path, leaf in flat(state).items():
+        leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        arrays[path] = Placed(leaf.shape, leaf.dtype, specs[path], n_parts(specs[path], mesh))
+    return Layout(dict(mesh), batch_axes, arrays)
+
+
+def _show(spec: PartitionSpec) -> str:
+    if not any(spec):
+        return "whole"
+    return "(" + ", ".join("*".join(axes_of(entry)) or "-" for entry in spec) + ")"
+
+
+def _bytes(n: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return f"{n} B"

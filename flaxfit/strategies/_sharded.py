@@ -1,0 +1,335 @@
+"""Sharded: one program over a mesh of devices, which hold parts of the state (`jax.jit`)."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import combinations
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from flaxfit._optimizer_axes import specs_by_parameter
+from flaxfit._rules import Rules, path_of
+from flaxfit.strategies._gather import gather
+from flaxfit.strategies._layout import Layout, layout
+from flaxfit.strategies._replica import alone
+from flaxfit.strategies._specs import STANDARD_RULES, axes_of, state_specs
+
+_copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+
+
+class Sharded:
+    """Splits the state and the batches over a named mesh; the compiler does the communication.
+
+    The state is born in parts and stays so: `gather` makes whole arrays of it. Batches are split
+    over the axes "data" and "fsdp" of the mesh, or those of the rule "batch". Parameters are split
+    by the names of their dimensions (`nn.with_logical_partitioning`, `nnx.with_partitioning`),
+    which rules map to axes of the mesh, or by patterns of their paths; the optimizer's state is
+    split like them. The first rule of a name whose axes are free counts. A name without a rule is
+    an axis itself, where the mesh has it; else that dimension stays whole.
+
+    A step sees the whole batch: losses, BatchNorm and random streams are those of one device.
+
+    >>> strategy = Sharded({"data": 2, "model": 2}, fsdp=True)
+    >>> strategy
+    Sharded(data=2, model=2, fsdp='data')
+    >>> state = {"params": {"w": jax.ShapeDtypeStruct((512, 64), "float32")}}
+    >>> from flaxfit import InferenceState
+    >>> state = InferenceState(jnp.int32(0), state["params"], {})
+    >>> strategy.describe(state).arrays["params/w"].spec == PartitionSpec("data", None)
+    True
+
+    Args:
+      mesh_shape: axis names and their sizes, one of which may be -1 (what is left of the devices);
+        None: all devices on the axis "data".
+      rules: pairs of a logical name and an axis (or a tuple of axes, or None), or of a pattern of
+        parameter paths ("encoder/.*/kernel") and a `PartitionSpec`. None: the usual names of a
+        transformer's dimensions ("vocab", "heads", "mlp") over the axis "model".
+      fsdp: whether to split what the rules leave whole, each array but small ones at its largest
+        dimension that divides: over the axis "fsdp" where the mesh has it, else "data", or over
+        the axis of this name.
+      devices: the devices to use; None: all devices, of all processes.
+    """
+
+    axis_name: str | None = None
+    """There is none: a step is written for the whole batch."""
+
+    def __init__(
+        self,
+        mesh_shape: Mapping[str, int] | None = None,
+        *,
+        rules: Rules | Mapping[str, Any] | None = None,
+        fsdp: bool | str = False,
+        devices: Sequence[Any] | None = None,
+    ):
+        self.devices = tuple(jax.devices() if devices is None else devices)
+        sizes = _sizes({"data": -1} if mesh_shape is None else mesh_shape, len(self.devices))
+        self.mesh: Mesh = jax.make_mesh(
+            tuple(sizes.values()),
+            tuple(sizes),
+            axis_types=(AxisType.Auto,) * len(sizes),
+            devices=self.devices,
+        )
+        self._sizes = sizes
+        if rules is None:
+            rules = [rule for rule in STANDARD_RULES if {*axes_of(rule[1])} <= {*sizes}]
+        self.rules = tuple(rules.items() if isinstance(rules, Mapping) else rules)
+        batch = [axes_of(value) for name, value in self.rules if name == "batch"]
+        batch = batch[0] if batch else [name for name in ("data", "fsdp") if name in sizes]
+        self._batch_axes = tuple(axis for axis in batch if axis in sizes)
+        self._fsdp_axis = _fsdp_axis(fsdp, sizes)
+        self._narrowed: dict[tuple[str, ...], Sharded] = {self._batch_axes: self}
+
+    @classmethod
+    def fsdp(cls, devices: Sequence[Any] | None = None) -> "Sharded":
+        """Fully sharded data parallelism: each device holds a part of every array of any model.
+
+        >>> Sharded.fsdp(jax.devices()[:2])
+        Sharded(data=2, fsdp='data')
+        """
+        return cls(fsdp=True, devices=devices)
+
+    @classmethod
+    def tensor_parallel(
+        cls,
+        size: int = -1,
+        *,
+        fsdp: bool = False,
+        rules: Rules | Mapping[str, Any] | None = None,
+        devices: Sequence[Any] | None = None,
+    ) -> "Sharded":
+        """Splits the arrays of a model with named dimensions over `size` devices.
+
+        The other devices share the batch. With `fsdp` they share the rest of the arrays, too.
+
+        >>> Sharded.tensor_parallel(2, fsdp=True, devices=jax.devices()[:4])
+        Sharded(data=2, model=2, fsdp='data')
+        """
+        sizes = {"data": 1, "model": -1} if size == -1 else {"data": -1, "model": size}
+        return cls(sizes, rules=rules, fsdp=fsdp, devices=devices)
+
+    def __repr__(self) -> str:
+        parts = [f"{axis}={size}" for axis, size in self._sizes.items()]
+        parts += [f"fsdp={self._fsdp_axis!r}"] if self._fsdp_axis else []
+        return f"Sharded({', '.join(parts)})"
+
+    @property
+    def n_devices(self) -> int:
+        """The number of parts that a batch is split into: the size of the axes of the batch."""
+        return math.prod(self._sizes[axis] for axis in self._batch_axes)
+
+    def describe(self, state: Any) -> Layout:
+        """How a state would lie on the devices, a table when printed; nothing is allocated.
+
+        >>> import optax
+        >>> from flaxfit import init_state
+        >>> init = lambda rngs, x: {"params": {"w": jnp.ones((4096, 4))}}
+        >>> abstract = jax.eval_shape(lambda: init_state(init, optax.sgd(0.1), 0, (jnp.ones(1),)))
+        >>> Sharded.fsdp(jax.devices()[:4]).describe(abstract).arrays["params/w"].bytes_per_device
+        16384
+
+        Args:
+          state: a `TrainState` or `InferenceState`, of arrays or of `jax.ShapeDtypeStruct`s.
+
+        Raises:
+          ValueError: every rule and array that do not fit together.
+        """
+        return layout(state, self._specs(state), self._sizes, self._batch_axes)
+
+    def shardings(self, state: Any) -> Any:
+        """The state with the sharding of each array in its place.
+
+        Raises:
+          ValueError: every rule and array that do not fit together.
+        """
+        specs = self._specs(state)
+        at = jax.tree_util.tree_map_with_path
+        return at(lambda path, _: NamedSharding(self.mesh, specs[path_of(path)]), state)
+
+    def place(self, tree: Any) -> Any:
+        """Spreads a tree over the mesh, as a copy; what is no part of a state is replicated."""
+        return _copy(self.share(tree))
+
+    def share(self, tree: Any) -> Any:
+        """As `place`, but what is in its place already is not copied."""
+        return jax.device_put(tree, self._placements(tree))
+
+    def collect(self, tree: Any) -> Any:
+        """A copy of a placed tree that is spread in the same way."""
+        return _copy(tree)
+
+    def split(self, batch: Any, n_stacked: int = 0) -> Any:
+        """The leaves `(n, ...)` of a batch, or `(n_stacked, n, ...)`, over the axes of the batch.
+
+        NumPy arrays stay on the host: the compiled function moves each part to its device.
+        """
+        sharding = self._split(bool(n_stacked))
+        if jax.process_count() > 1:
+            make = jax.make_array_from_process_local_data
+            return jax.tree.map(lambda x: make(sharding, x), batch)
+        is_moved = bool(n_stacked)  # `compile` takes an array on the host for a single batch.
+
+        def split_leaf(x: Any) -> Any:
+            return jax.device_put(x, sharding) if is_moved or isinstance(x, jax.Array) else x
+
+        return jax.tree.map(split_leaf, batch)
+
+    def join(self, outputs: Any) -> Any:
+        """NumPy arrays of all examples in order, from outputs of a split batch."""
+        return gather(outputs)
+
+    def narrow(self, n_examples: int) -> "Sharded":
+        """The same, with batches split over those of their axes that divide `n_examples`.
+
+        Over the other axes the devices do the same work: the state stays where it is.
+        """
+        options = [
+            axes
+            for n in range(len(self._batch_axes) + 1)
+            for axes in combinations(self._batch_axes, n)
+            if n_examples % math.prod(self._sizes[axis] for axis in axes) == 0
+        ]
+        chosen = max(options, key=lambda axes: math.prod(self._sizes[axis] for axis in axes))
+        if chosen not in self._narrowed:
+            narrowed = copy.copy(self)
+            narrowed._batch_axes = chosen
+            self._narrowed[chosen] = narrowed
+        return self._narrowed[chosen]
+
+    def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function within the mesh and the rules, so that `nn.with_logical_constraint` acts."""
+
+        def bound(*arguments: Any) -> Any:
+            with self._context():
+                return alone(function)(*arguments)
+
+        return bound
+
+    def compile(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], *, n_donated: int = 0
+    ) -> Callable[..., Any]:
+        """Compiles `function(state, ..., batch)`; its results are spread as `place` does it."""
+
+        def placed(*arguments: Any) -> Any:
+            results = self.bind(function)(*arguments)
+            placements = self._placements(results, arguments[0])
+            return jax.lax.with_sharding_constraint(results, placements)
+
+        return self._compile(placed, arguments, tuple(range(n_donated)))
+
+    def compile_split(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> Callable[..., Any]:
+        """Compiles `function(state, ..., batch)` whose results are split as the batch is."""
+
+        def split(*arguments: Any) -> Any:
+            results = self.bind(function)(*arguments)
+            whole = NamedSharding(self.mesh, PartitionSpec())
+            parts = jax.tree.map(lambda x: self._split(False) if x.ndim else whole, results)
+            return jax.lax.with_sharding_constraint(results, parts)
+
+        return self._compile(split, arguments, ())
+
+    def _compile(
+        self, function: Any, arguments: tuple[Any, ...], donated: tuple[int, ...]
+    ) -> Callable[..., Any]:
+        *states, batch = arguments
+
+        def place_of(x: Any) -> Any:
+            return x.sharding if isinstance(x, jax.Array) else self._split(False)
+
+        shardings = (*map(self._placements, states), jax.tree.map(place_of, batch))
+        compiled = jax.jit(function, in_shardings=shardings, donate_argnums=donated)
+        return compiled.lower(*arguments).compile()
+
+    def _split(self, is_stacked: bool) -> NamedSharding:
+        spec = (None, self._batch_axes) if is_stacked else (self._batch_axes,)
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+    def _specs(self, state: Any) -> dict[str, PartitionSpec]:
+        rules = [rule for rule in self.rules if rule[0] != "batch"]
+        return state_specs(state, self._sizes, rules, self._fsdp_axis)
+
+    def _placements(self, tree: Any, state: Any = None) -> Any:
+        """The sharding of every array of a tree: states are spread, all else is replicated.
+
+        With a state, so are trees like its parameters, such as their gradients.
+        """
+        specs = {}
+        if _is_state(state) and not hasattr(state.params, "shape"):
+            of_params = {p: spec for p, spec in self._specs(state).items() if p[:7] == "params/"}
+            specs = specs_by_parameter({"tree": tree}, {"params": state.params}, of_params)
+
+        def placement(path: Any, part: Any) -> Any:
+            if _is_state(part):
+                return self.shardings(part)
+            spec = specs.get(f"tree/{path_of(path)}", PartitionSpec())
+            return NamedSharding(self.mesh, spec)
+
+        return jax.tree_util.tree_map_with_path(placement, tree, is_leaf=_is_state)
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        """The mesh and the rules, while a function is traced."""
+        dropped = {axis for axis in self._narrowed_from() if axis not in self._batch_axes}
+        rules = [rule for rule in self.rules if not isinstance(rule[1], PartitionSpec)]
+        rules = [("batch", self._batch_axes), *(rule for rule in rules if rule[0] != "batch")]
+        named = {name for name, _ in rules}
+        itself = [(axis, None if axis in dropped else axis) for axis in self._sizes]
+        rules += [rule for rule in itself if rule[0] not in named]
+        with (
+            jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh),
+            nn.logical_axis_rules(rules),
+            nn.intercept_methods(_without_mesh),
+        ):
+            yield
+
+    def _narrowed_from(self) -> tuple[str, ...]:
+        return next(iter(self._narrowed))
+
+
+def _without_mesh(call: Any, arguments: Any, options: Any, context: Any) -> Any:
+    """Calls a `DenseGeneral` without the mesh, all other modules as they are.
+
+    It initialises its kernel as a matrix, for which the names of the kernel's dimensions are too
+    many where a mesh makes them count; this even when it is applied, as shapes are then checked.
+    """
+    if not isinstance(context.module, nn.DenseGeneral):
+        return call(*arguments, **options)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return call(*arguments, **options)
+
+
+def _is_state(tree: Any) -> bool:
+    return hasattr(tree, "params") and hasattr(tree, "model_state")
+
+
+def _sizes(mesh_shape: Mapping[str, int], n_devices: int) -> dict[str, int]:
+    """The sizes of the axes, -1 replaced."""
+    sizes = dict(mesh_shape)
+    open_axes = [axis for axis, size in sizes.items() if size == -1]
+    given = math.prod(size for size in sizes.values() if size != -1)
+    fits = given > 0 and len(open_axes) <= 1 and n_devices % given == 0
+    if not sizes or not fits or (not open_axes and given != n_devices):
+        raise ValueError(
+            f"Cannot arrange {n_devices} devices in a mesh {sizes}: the sizes must multiply to "
+            f"{n_devices} (one of them may be -1, what is left). Change them, or pass devices=."
+        )
+    return {axis: n_devices // given if size == -1 else size for axis, size in sizes.items()}
+
+
+def _fsdp_axis(fsdp: bool | str, sizes: Mapping[str, int]) -> str | None:
+    if fsdp is False:
+        return None
+    options = ("fsdp", "data") if fsdp is True else (fsdp,)
+    axis = next((axis for axis in options if axis in sizes), None)
+    if axis is None:
+        raise ValueError(
+            f"fsdp={fsdp!r} needs an axis {' or '.join(map(repr, options))}, and the mesh has "
+            f"{', '.join(map(repr, sizes))}. Name one of them: fsdp={next(iter(sizes))!r}."
+        )
+    return axis

@@ -1,0 +1,175 @@
+"""Which dimensions of the arrays of a state are split over which axes of a mesh, by rules."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from flaxfit._optimizer_axes import specs_by_parameter
+from flaxfit._rules import Rules, flat
+
+STANDARD_RULES: Rules = (
+    ("vocab", "model"),
+    ("mlp", "model"),
+    ("heads", "model"),
+    ("joined_kv", "model"),
+    ("embed", None),
+    ("kv", None),
+)
+"""Tensor parallelism by the usual names of a transformer's dimensions."""
+
+SMALL = 4096
+"""Arrays of fewer elements are not split by FSDP: to gather them takes longer than it saves."""
+
+
+def state_specs(
+    state: Any, sizes: Mapping[str, int], rules: Rules, fsdp: str | None
+) -> dict[str, PartitionSpec]:
+    """The axes of the mesh by path of the state, for parameters, optimizer and model state.
+
+    Args:
+      state: a state, or one of `jax.ShapeDtypeStruct`s.
+      sizes: the axes of the mesh.
+      rules: `(logical name, axis)`, or `(pattern of parameter paths, PartitionSpec)`.
+      fsdp: the axis that splits the largest dimension left of every array that is not small.
+
+    Raises:
+      ValueError: every rule and array for which it cannot be done.
+    """
+    names, arrays = state.axes or {}, flat(state)
+    problems = list(_unknown_axes(names, arrays, sizes, rules))
+    if problems:
+        raise ValueError(_message(sizes, problems))
+    specs = {}
+    for path, array in arrays.items():
+        if path.split("/")[0] == "opt_state":
+            continue
+        shape = np.shape(array)
+        specs[path], wrong = _spec(path, shape, names.get(path, ()), sizes, rules)
+        problems += [f"{path} {shape}: {problem}" for problem in wrong]
+    if problems:
+        raise ValueError(_message(sizes, problems))
+    specs |= specs_by_parameter(
+        {"opt_state": getattr(state, "opt_state", ())}, {"params": state.params}, specs
+    )
+    if fsdp is not None:
+        specs |= {p: _spread(np.shape(a), specs[p], fsdp, sizes[fsdp]) for p, a in arrays.items()}
+    return specs
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """The axes of the mesh that an entry of a spec, or the right side of a rule, names.
+
+    >>> axes_of(None), axes_of("data"), axes_of(("data", "model"))
+    ((), ('data',), ('data', 'model'))
+    """
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def n_parts(spec: Iterable[Any], sizes: Mapping[str, int]) -> int:
+    """The number of different parts that an array is split into.
+
+    >>> n_parts(PartitionSpec("data", None), {"data": 4, "model": 2})
+    4
+    """
+    return math.prod(sizes[axis] for entry in spec for axis in axes_of(entry))
+
+
+def _spec(
+    path: str, shape: tuple[int, ...], names: Sequence[Any], sizes: Mapping[str, int], rules: Rules
+) -> tuple[PartitionSpec, list[str]]:
+    """The spec of an array by its path or by its names, and what is wrong with it."""
+    place, _, name = path.partition("/")
+    patterns = [(key, value) for key, value in rules if isinstance(value, PartitionSpec)]
+    entries = next((v for key, v in patterns if re.fullmatch(key, name)), None)
+    if place != "params" or entries is None:
+        entries, wrong = _by_names(names, sizes, [r for r in rules if r not in patterns])
+    else:
+        wrong = _twice(entries)
+        if len(entries) > len(shape):
+            return PartitionSpec(), [f"a rule splits {len(entries)} dimensions: {entries}"]
+    entries = tuple(entries) + (None,) * (len(shape) - len(entries))
+    for i, (size, entry) in enumerate(zip(shape, entries, strict=True)):
+        parts = n_parts((entry,), sizes)
+        if size % parts:
+            called = f" ({names[i]})" if names and names[i] is not None else ""
+            wrong.append(
+                f"dimension {i}{called} of size {size} does not divide by {parts}, the size of "
+                f"{_quoted(axes_of(entry))}"
+            )
+    return PartitionSpec(*entries), wrong
+
+
+def _by_names(
+    names: Sequence[Any], sizes: Mapping[str, int], rules: Rules
+) -> tuple[list[Any], list[str]]:
+    """The axes of dimensions by their names: for each its first rule whose axes are free."""
+    # A name without a rule may be that of an axis of the mesh (nn.with_partitioning).
+    ruled = {name for name, _ in rules}
+    itself = [n for n in names if n not in ruled and axes_of(n) and set(axes_of(n)) <= {*sizes}]
+    found: dict[int, Any] = {}
+    used: set[str] = set()
+    for key, value in (*rules, *((name, name) for name in itself)):
+        for i, name in enumerate(names):
+            if name == key and i not in found and not used & {*axes_of(value)}:
+                found[i] = value
+                used |= {*axes_of(value)}
+    wrong = [
+        f"dimension {i} ({name}) is to be split over "
+        f"{_quoted(axis for key, value in rules if key == name for axis in axes_of(value))}, "
+        "which another dimension is split over already; add a rule "
+        f"({name!r}, None) after the others to leave it whole there"
+        for i, name in enumerate(names)
+        if i not in found and (name in ruled or name in itself)
+    ]
+    return [found.get(i) for i in range(len(names))], wrong
+
+
+def _twice(entries: Iterable[Any]) -> list[str]:
+    axes = [axis for entry in entries for axis in axes_of(entry)]
+    twice = sorted({axis for axis in axes if axes.count(axis) > 1})
+    return [f"a rule splits two dimensions over {_quoted(twice)}"] if twice else []
+
+
+def _unknown_axes(
+    names: Mapping[str, Any], arrays: Mapping[str, Any], sizes: Mapping[str, int], rules: Rules
+) -> Iterator[str]:
+    """Rules that name an axis which the mesh does not have, and the parameters they are for."""
+    for key, value in rules:
+        is_pattern = isinstance(value, PartitionSpec)
+        wanted = {a for entry in (value if is_pattern else (value,)) for a in axes_of(entry)}
+        if unknown := sorted(wanted - {*sizes}):
+            paths = [path for path in arrays if path.startswith("params/")]
+            hit = [
+                path
+                for path in paths
+                if (re.fullmatch(key, path[7:]) if is_pattern else key in names.get(path, ()))
+            ]
+            yield (
+                f"the rule ({key!r}, {value!r}) names {_quoted(unknown)}, which the mesh does not "
+                f"have; it is for {', '.join(hit) or 'no parameter'}"
+            )
+
+
+def _spread(shape: tuple[int, ...], spec: Any, axis: str, size: int) -> PartitionSpec:
+    """The spec with the largest dimension that is whole and divides split over the axis."""
+    entries = tuple(spec) + (None,) * (len(shape) - len(spec))
+    if math.prod(shape) < SMALL or any(axis in axes_of(entry) for entry in entries):
+        return PartitionSpec(*entries)
+    free = [i for i, entry in enumerate(entries) if entry is None and shape[i] % size == 0]
+    if not free:
+        return PartitionSpec(*entries)
+    chosen = max(free, key=lambda i: shape[i])
+    return PartitionSpec(*(axis if i == chosen else entry for i, entry in enumerate(entries)))
+
+
+def _quoted(axes: Any) -> str:
+    return " and ".join(f"{axis!r}" for axis in axes)
+
+
+def _message(sizes: Mapping[str, int], problems: Sequence[str]) -> str:
+    mesh = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    return f"Cannot lay out the state over the mesh ({mesh}):\n  " + "\n  ".join(problems)
