@@ -52,11 +52,12 @@ class OptimizerDef(Adjustable):
         self._given: Any = optax_factory if is_set else hyperparams
         given = _by_name(self._given)
         fixed = (static,) if isinstance(static, str) else tuple(static)
-        if hasattr(self, "apply_param_gradient"):
-            optax_factory = self._make_own
-        else:
+        is_own = hasattr(self, "apply_param_gradient")
+        if not is_own:
             _check_factory(optax_factory, given, fixed)
-        self._name = getattr(optax_factory, "__name__", repr(optax_factory))
+        named = type(self) if is_own else optax_factory
+        self._name = getattr(named, "__name__", type(named).__name__)
+        factory = self._make_own if is_own else optax_factory
         self._live = {
             name: _prepared(name, value)
             for name, value in given.items()
@@ -65,7 +66,7 @@ class OptimizerDef(Adjustable):
         others = {name: value for name, value in given.items() if name not in self._live}
 
         def make(**values: Any) -> Any:
-            return optax_factory(**others, **values)
+            return factory(**others, **values)
 
         # optax injects what the signature names.
         names = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self._live]
@@ -74,7 +75,7 @@ class OptimizerDef(Adjustable):
         self._injected: Any = optax.inject_hyperparams(make, hyperparam_dtype=dtype)(**self._live)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join([self._name, *self._live])})"
+        return f"OptimizerDef({', '.join([self._name, *self._live])})"
 
     @property
     def hyper_params(self) -> Any:
