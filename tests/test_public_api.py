@@ -82,6 +82,8 @@ PUBLIC = {
         "from_state",
         "load",
         "save",
+        "save_onnx",
+        "save_saved_model",
         "write",
     ),
     "flaxfit.importers": (

@@ -235,6 +235,19 @@ def test_a_lying_description_is_refused(module, path, change):
         export.load(path)
 
 
+@pytest.mark.parametrize("program", [b"", bytes(200), b"\xff" * 200, b"\x10\0\0\0" + bytes(40)])
+def test_a_program_that_is_none_is_refused(module, path, program):
+    export.save(module, path)
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    parts["programs/0"] = program
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, part in parts.items():
+            archive.writestr(name, part)
+    with pytest.raises(ValueError, match=f"Cannot load .*which jax {jax.__version__} wrote"):
+        export.load(path)
+
+
 def test_a_damaged_file_never_loads(module, path):
     export.save(module, path, gradients=False)
     whole = path.read_bytes()
