@@ -1,12 +1,14 @@
 """Model: fit, evaluate and predict. It forwards to the loop and decides nothing."""
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flaxfit import _display as display
@@ -24,6 +26,7 @@ from flaxfit._run_folder import RunFolder, SavedState
 from flaxfit._state import TrainState
 from flaxfit._step import make_predict_step
 from flaxfit._task import EvalTask, TrainTask
+from flaxfit._warm_start import WarmStart
 from flaxfit.callbacks import ProgressBar
 from flaxfit.data import ArrayStream, as_stream, one_pass, prefetch
 from flaxfit.optim import swap_ema
@@ -153,13 +156,15 @@ class Model:
 
         n_steps = steps_per_epoch or _length(stream)
         folder = None
-        is_fresh = self._loop is None and self._loaded is None
+        # What `load` has read is the start of this model, not of an interrupted call.
+        is_fresh = self._loop is None and not isinstance(self._init, SavedState)
         if checkpoint_dir is not None:
             folder = RunFolder(checkpoint_dir, resume if is_fresh else "auto")
             if is_fresh:
-                self._init = folder.init(self._train.init, keeps_position=n_steps is not None)
+                self._init = folder.init(self._init, keeps_position=n_steps is not None)
         batches = _ahead(_one_pass(stream, n_steps))
-        loop, found = self._loop_over(batches, n_steps, steps_per_execution, quiet=not verbose)
+        loop = self._loop_over(batches, n_steps, steps_per_execution, quiet=not verbose)
+        found = loop.start if is_fresh else None
         facts = self._facts(stream, validation_data, n_steps)
         self.history = History(type(self.module).__name__, unit="epoch", facts=facts)
         validate = [] if validation_data is None else [self._validation(validation_data)]
@@ -211,7 +216,7 @@ class Model:
         if isinstance(data, tuple):
             batches = ArrayStream(*data, batch_size=batch_size, epochs=1)
         feed = Feed(self.strategy, pad=True, size=getattr(batches, "batch_size", 0))
-        state = self.strategy.place(self._state_to_use().for_inference())
+        state = self.strategy.share(self._state_to_use().for_inference())
         outputs: list[Any] = []
         for item in one_pass(batches):
             batch = normalize(item)._replace(targets=(), weights=None)
@@ -264,7 +269,38 @@ class Model:
         reader = checkpoints.CheckpointFileReader(
             folder, self._train.init, which=int(self._loaded.step)
         )
-        self._init = SavedState(reader, keeps_position=False)
+        self._init = SavedState(reader, keeps_position=False, mid_epoch=False)
+
+    def save_weights(self, path: str | os.PathLike[str]) -> None:
+        """Saves the parameters and the model's other collections in one `.safetensors` file."""
+        checkpoints.save_weights(path, self.state)
+
+    def load_weights(
+        self, path: str | os.PathLike[str], *, partial: str | Sequence[str] | None = None
+    ) -> None:
+        """Takes over weights from a `.safetensors` file; the optimizer begins afresh.
+
+        Args:
+          path: the file that `save_weights` has written.
+          partial: patterns of the paths to take over ("encoder/.*"); the others stay as they are.
+
+        Raises:
+          ValueError: the weights do not fit this model; every difference is listed.
+        """
+        if self._loop is not None:
+            state = checkpoints.load_weights(path, self._loop.state, partial=partial)
+            self._loop.restore(state.replace(opt_state=self._task.optimizer.init(state.params)))
+            return
+        if partial is None:
+            variables = checkpoints.load_weights(path)
+            params = variables.pop("params", {})
+            self._loaded = TrainState(
+                jnp.int32(0), params, (), variables, jax.random.key(self.seed)
+            )
+        self._init = WarmStart(
+            self._train.init,
+            functools.partial(_put_weights, os.fspath(path), partial),
+        )
 
     def export(
         self,
@@ -394,13 +430,10 @@ class Model:
 
     def _loop_over(
         self, stream: Any, n_steps: int | None, steps_per_call: int, *, quiet: bool
-    ) -> tuple[TrainLoop, Any]:
-        """The one loop of this model, set to go over the stream with a checkpoint each epoch.
-
-        And the checkpoint file that it starts from, if this call has made it start from one.
-        """
+    ) -> TrainLoop:
+        """The one loop of this model, set to go over the stream with a checkpoint each epoch."""
         task = dataclasses.replace(self._task, data=stream)
-        found = None
+        n_done = 0
         if self._loop is None:
             self._loop = TrainLoop(
                 self._init,
@@ -410,15 +443,13 @@ class Model:
                 grad_norm=False,
                 stdout=not quiet,
             )
-            # What `load` has read is the start of this model, not of an interrupted call.
-            found = self._loop.start if self._loaded is None else None
+            n_done = self._loop.n_completed_steps  # Of an epoch that was not finished.
         else:
             self._loop.data = stream
         self._loop.steps_per_call = steps_per_call
         self._loop.n_steps_per_checkpoint = n_steps or _ENDLESS
-        n_done = 0 if found is None else self._loop.n_completed_steps  # Of an unfinished epoch.
         self._loop.first_checkpoint = self._loop.step - n_done + (n_steps or _ENDLESS)
-        return self._loop, found
+        return self._loop
 
     def _epochs(
         self, loop: TrainLoop, stream: Any, n_steps: int | None, epochs: int
@@ -454,6 +485,10 @@ class Model:
             n_validation=getattr(validation_data, "n_examples", None),
             steps_per_epoch=n_steps,
         )
+
+
+def _put_weights(path: str, partial: Any, variables: Any) -> Any:
+    return checkpoints.load_weights(path, variables, partial=partial)
 
 
 def _first_rows(tree: Any, n: int) -> Any:

@@ -31,6 +31,8 @@ class RunFolder:
     def __init__(self, folder: str | os.PathLike[str], resume: bool | str = "auto"):
         if resume not in ("auto", True, False):
             raise ValueError(f"resume must be 'auto', True or False, got {resume!r}.")
+        # Before looking: a writer finishes what a killed process has left half replaced.
+        self.writer = CheckpointFileWriter(folder)
         found = latest(folder)
         if resume is True and found is None:
             raise FileNotFoundError(
@@ -43,7 +45,6 @@ class RunFolder:
                 f"{list_steps(folder)}. Use another folder, or resume='auto' to go on from them."
             )
         self._folder = folder
-        self.writer = CheckpointFileWriter(folder)
 
     def init(self, init: Callable[..., Any], *, keeps_position: bool) -> Any:
         """What a loop starts with: the newest checkpoint, else `init`.
@@ -102,20 +103,29 @@ class Saving:
 
 
 class SavedState:
-    """A reader for `TrainLoop(init=...)` that may leave the position in the data alone."""
+    """A reader for `TrainLoop(init=...)` that may leave the position in the data alone.
 
-    def __init__(self, reader: CheckpointFileReader, keeps_position: bool):
+    Args:
+      reader: what reads.
+      keeps_position: whether the position is taken over.
+      mid_epoch: whether it is taken over at least from the middle of an epoch, where the position
+        is one in that epoch's own stream.
+    """
+
+    def __init__(
+        self, reader: CheckpointFileReader, keeps_position: bool, *, mid_epoch: bool = True
+    ):
         self.target = reader.target
         self._reader = reader
         self._keeps_position = keeps_position
+        self._mid_epoch = mid_epoch
 
     def read(self, template: Any) -> Any:
         """What the reader reads, or None."""
         found = self._reader.read(template)
-        # In the middle of an epoch the position is one in its own stream.
-        if found is None or self._keeps_position or found.running is not None:
+        if found is None or self._keeps_position or (self._mid_epoch and found.running is not None):
             return found
-        return dataclasses.replace(found, data_state=None)
+        return dataclasses.replace(found, data_state=None, running=None)
 
 
 def _with_state(callbacks: Sequence[Any]) -> dict[str, Any]:
