@@ -125,7 +125,8 @@ def test_static_arguments_stay_plain_numbers():
         updates, state = plain.update(grads, state, params)
         params = optax.apply_updates(params, updates)
     np.testing.assert_allclose(ours.target["w"], params["w"], rtol=1e-6)
-    assert optax.tree.get(ours.state, "v_row")["w"].shape == (4,)
+    factor: Any = optax.tree.get(ours.state, "v_row")
+    assert factor["w"].shape == (4,)
     unknown = OptimizerDef(optax.adafactor, **given)
     with pytest.raises(TypeError, match="static="):
         jax.jit(unknown.update)(params, unknown.init(params), params)
