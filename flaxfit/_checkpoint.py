@@ -41,7 +41,7 @@ class Checkpoint:
     stop: bool = False
     """Set by a callback to end the loop after this checkpoint."""
     running: Any = None
-    """What was counted so far, where it was made between two checkpoints of the loop; JSON."""
+    """What else the loop needs to go on exactly, such as counts between two checkpoints; JSON."""
     last_grads: Any = None
     """The gradients of the last step; see `grads`."""
 

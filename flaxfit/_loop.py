@@ -313,8 +313,7 @@ class TrainLoop:
             return None
         if not self.n_completed_steps and self._last is not None:
             return self._last.replace(state=self.state)
-        running = self._stepper.get_running()
-        return self._make_checkpoint().replace(running=running, last_grads=None)
+        return self._make_checkpoint(between=True).replace(last_grads=None)
 
     def close(self) -> None:
         """Closes the callbacks, all of them; iteration that comes to its end does so by itself."""
@@ -363,7 +362,7 @@ class TrainLoop:
         self.stopped = checkpoint.stop
         return checkpoint
 
-    def _make_checkpoint(self) -> Checkpoint:
+    def _make_checkpoint(self, *, between: bool = False) -> Checkpoint:
         stepper = self._stepper
         metrics = stepper.metrics() | self._learning_rates()
         state, grads = self.strategy.collect((stepper.state, stepper.grads))
@@ -377,6 +376,7 @@ class TrainLoop:
             elapsed_time=seconds - stepper.compile_time - stepper.inspection_time,
             compile_time=stepper.compile_time,
             data_state=get_position() if get_position else None,
+            running=stepper.get_running(counts=between),
             last_grads=grads,
         )
 

@@ -123,7 +123,9 @@ class SavedState:
     def read(self, template: Any) -> Any:
         """What the reader reads, or None."""
         found = self._reader.read(template)
-        if found is None or self._keeps_position or (self._mid_epoch and found.running is not None):
+        # In the middle of an epoch the position is one in its own stream.
+        is_within = found is not None and "n_steps" in (found.running or {})
+        if found is None or self._keeps_position or (self._mid_epoch and is_within):
             return found
         return dataclasses.replace(found, data_state=None, running=None)
 

@@ -53,6 +53,7 @@ class Stepper:
         """Whether it inspects the first batch or compiles, which may take long."""
         self.input_shapes: Any = None
         self.norms: tuple[str, ...] = ()
+        self.state: Any = None
         self._options = {"grad_norm": grad_norm, "keep_grads": keep_grads}
         self._say = say
         self._in_flight: deque[jax.Array] = deque()
@@ -64,6 +65,7 @@ class Stepper:
         self.ended = False
         self._fetched: list[Any] = []
         self._feed: Feed | None = None
+        self._batch_size = 0
         self._gathers: bool = getattr(self.stream, "resident", False)
         self._resident: Batch | None = None
 
@@ -76,11 +78,12 @@ class Stepper:
 
     def set_state(self, state: TrainState) -> None:
         """Goes on from another state."""
-        self.state = self.strategy.place(state)
+        before, self.state = self.state, self.strategy.place(state)
         self.step = int(state.step)
         """How many updates were done; on the host, as reading the device's would wait for it."""
-        self._sums: Any = {}
-        self._feed = None
+        if shapes_of(before) != shapes_of(self.state):
+            self._sums: Any = {}
+            self._feed = None
         self.reset_totals()
 
     def freeze(self, patterns: Any) -> None:
@@ -97,7 +100,7 @@ class Stepper:
         """Reports the norms of parameters and gradients by these patterns, from now on."""
         if tuple(patterns) == self.norms:
             return
-        if self.n_completed:
+        if self.n_completed and self._feed is not None:
             raise RuntimeError(
                 f"Cannot report other norms now: {self.n_completed} steps were counted since the "
                 "latest checkpoint. Set them before training, or right after a checkpoint."
@@ -126,15 +129,23 @@ class Stepper:
         """Whether the stream stands right behind the last batch that was stepped."""
         return not self._fetched
 
-    def get_running(self) -> Any:
-        """What was counted since the totals were reset, as JSON; None where that is nothing."""
-        if not self.n_completed:
-            return None
-        totals = jax.tree.map(lambda vector: vector.tolist(), jax.device_get(self._totals))
-        return {"n_steps": self.n_completed, "totals": totals, "metrics": self.metrics()}
+    def get_running(self, *, counts: bool) -> Any:
+        """What a run needs beside state and position to go on exactly, as JSON.
+
+        That is the size of the batches, as the next one may be a remainder, and between two
+        checkpoints what was counted so far.
+        """
+        running: dict[str, Any] = {"batch_size": self._batch_size}
+        if counts and self.n_completed:
+            totals = jax.tree.map(lambda vector: vector.tolist(), jax.device_get(self._totals))
+            running |= {"n_steps": self.n_completed, "totals": totals, "metrics": self.metrics()}
+        return running
 
     def set_running(self, running: Any) -> None:
-        """Counts on from what `get_running` gave."""
+        """Goes on from what `get_running` gave."""
+        self._batch_size = running["batch_size"]
+        if "n_steps" not in running:
+            return
         self.n_completed = running["n_steps"]
         self._totals = tuple(
             {dtype: np.asarray(values, dtype) for dtype, values in vectors.items()}
@@ -299,7 +310,8 @@ class Stepper:
             why_not = "the loss returns a scalar, not one value per example"
         elif jax.tree.leaves(self.state.model_state) and self.task.mutable not in (False, (), []):
             why_not = "the model keeps statistics of what it sees, such as BatchNorm's"
-        n, parts = n_examples(batch), self.task.accumulate
+        n = self._batch_size = self._batch_size or n_examples(batch)
+        parts = self.task.accumulate
         self._remainder_feed = Feed(self.strategy, pad=False, why_not=why_not, size=n, parts=parts)
         return Feed(
             self.strategy, pad=not why_not, why_not=why_not, size=n, parts=parts, say=self._say

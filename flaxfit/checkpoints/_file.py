@@ -54,7 +54,7 @@ class CheckpointFile:
     data_state: Any = None
     """The position of the data stream; JSON."""
     running: Any = None
-    """What the loop had counted since its last checkpoint, where it stood between two; JSON."""
+    """What else the loop needs to go on exactly, such as counts between two checkpoints; JSON."""
     callback_states: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What callbacks remember, by their names; JSON."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -1,0 +1,111 @@
+"""Rollback: a diverged run goes on from its last good state, with the data behind it."""
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+
+import flaxfit as ff
+from flaxfit.callbacks import Rollback
+from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
+
+ONE = np.ones((4, 1), np.float32)
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(nn.BatchNorm(use_running_average=False)(x))
+
+
+def batches(bad, n=12):
+    """Batches of which some hold a value that is not finite."""
+    rng = np.random.default_rng(0)
+    for i in range(1, n + 1):
+        x = rng.normal(size=(4, 3)).astype(np.float32)
+        yield (x * np.nan if i in bad else x), x.sum(1, keepdims=True)
+
+
+def make_loop(bad, callbacks, *, init=None, **options):
+    task = ff.TrainTask(Net().apply, optax.adam(1e-2), "mse", batches(bad))
+    options = {"n_steps_per_checkpoint": 2, "first_checkpoint": 2, "stdout": False, **options}
+    return ff.TrainLoop(init or Net().init, task, 0, callbacks=callbacks, **options)
+
+
+def test_the_run_goes_on_from_the_last_good_state():
+    rollback = Rollback()
+    loop = make_loop({5, 9}, [rollback])
+    found = {checkpoint.step: checkpoint for checkpoint in loop}
+    assert [c.metrics["rollbacks"] for c in found.values()] == [0, 0, 1, 1, 2, 2]
+    assert np.isnan(found[6].loss) and np.isfinite(found[8].loss)
+    # Batches 5 and 6 are skipped, with all that the model has kept of them.
+    fields = ("params", "opt_state", "model_state")
+    for after, before in ((6, 4), (10, 8)):
+        for field in fields:
+            pairs = zip(
+                jax.tree.leaves(getattr(found[after].state, field)),
+                jax.tree.leaves(getattr(found[before].state, field)),
+                strict=True,
+            )
+            assert all(np.array_equal(a, b) for a, b in pairs)
+        assert int(found[after].state.step) == after
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(loop.state.params))
+
+
+def test_the_start_is_good():
+    loop = make_loop({2}, [Rollback()])
+    start = loop.state
+    first = next(loop)
+    assert first.metrics["rollbacks"] == 1
+    pairs = zip(jax.tree.leaves(first.state.params), jax.tree.leaves(start.params), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)
+    assert np.isfinite(next(loop).loss)
+
+
+def test_parameters_that_are_not_finite_are_not_good():
+    def loss(outputs, targets):
+        # Its value is finite, its gradient is not.
+        return (0 * outputs[:, 0]) ** 0.5
+
+    task = ff.TrainTask(nn.Dense(1).apply, optax.sgd(1.0), loss, (ONE, ONE))
+    loop = ff.TrainLoop(nn.Dense(1).init, task, 0, n_steps=1, callbacks=[Rollback()], stdout=False)
+    (checkpoint,) = loop
+    assert np.isfinite(checkpoint.loss) and checkpoint.metrics["rollbacks"] == 1
+
+
+def test_it_gives_up_after_some_times():
+    loop = make_loop(set(range(3, 13)), [Rollback(n_times=2)])
+    with pytest.raises(FloatingPointError, match="loss is nan at step 8, after 2 rollbacks"):
+        list(loop)
+    with pytest.raises(ValueError, match="at least 1"):
+        Rollback(n_times=0)
+
+
+def test_each_event_is_in_the_history_of_fit():
+    x = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
+    model = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse")
+
+    def steps():
+        for i in range(12):
+            yield (np.full_like(x, np.inf) if i == 5 else x), x.sum(1, keepdims=True)
+
+    history = model.fit(steps, steps_per_epoch=4, epochs=3, callbacks=[Rollback()], verbose=0)
+    assert history["rollbacks"] == [0, 1, 1]
+    assert [np.isfinite(loss) for loss in history["loss"]] == [True, False, True]
+
+
+def test_what_was_put_back_is_what_is_saved(tmp_path):
+    for _ in make_loop({5}, [Rollback(), CheckpointFileWriter(tmp_path)], n_steps=6):
+        pass
+    found = CheckpointFileReader(tmp_path).read()
+    assert found.metrics["rollbacks"] == 1 and found.step == 6
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found.state.params))
+
+
+def test_the_count_survives_a_restart():
+    rollback, again = Rollback(), Rollback()
+    for _ in make_loop({2}, [rollback], n_steps=2):
+        pass
+    again.set_state(rollback.get_state())
+    assert again.n_rollbacks == 1

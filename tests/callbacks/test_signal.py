@@ -1,0 +1,211 @@
+"""SaveOnSignal: told to end, a run saves within a step, and goes on as if nothing had been."""
+
+import hashlib
+import os
+import signal
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+
+import flaxfit as ff
+from flaxfit.callbacks import EarlyStopping, ExitCode, Rollback, SaveOnSignal, every
+from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter, list_steps
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(50, 4)).astype(np.float32)
+Y = X.sum(1, keepdims=True)
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+        return nn.Dense(1)(nn.Dropout(0.3, deterministic=not train)(nn.relu(x)))
+
+
+class Loader:
+    """Batches of unknown number, which are read ahead."""
+
+    def __iter__(self):
+        return iter([(X[i : i + 16], Y[i : i + 16]) for i in (0, 16, 32)])
+
+
+class SignalAt:
+    """Sends a signal to this process, or raises, after a step."""
+
+    def __init__(self, step, number=signal.SIGTERM, error=None):
+        self.step, self.number, self.error = step, number, error
+
+    def attach(self, loop):
+        loop.watchers.insert(0, self.watch)
+
+    def watch(self, step):
+        if step == self.step:
+            if self.error is not None:
+                raise self.error
+            os.kill(os.getpid(), self.number)
+
+    def __call__(self, checkpoint):
+        pass
+
+
+def guard(**options):
+    # No time of grace: it would end the process of the tests.
+    return SaveOnSignal(grace_seconds=None, **options)
+
+
+def train(folder, data, callbacks, **options):
+    model = ff.Model(Net(), optax.adam(1e-2), "mse", ["mae"])
+    x, y = (X, Y) if data is None else (data, None)
+    stopping = EarlyStopping("val_loss", patience=3, restore_best=False)
+    history = model.fit(
+        x,
+        y,
+        validation_data=(X, Y),
+        callbacks=[*callbacks, stopping, Rollback()],
+        checkpoint_dir=folder,
+        epochs=4,
+        batch_size=16,
+        verbose=0,
+        **options,
+    )
+    return model, history
+
+
+def digest(state):
+    leaves = jax.tree.leaves(state.replace(key=jax.random.key_data(state.key)))
+    return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "steps"),
+    [
+        (None, {}, (2, 4, 11, 16)),
+        (None, {"steps_per_execution": 2}, (6,)),
+        (Loader(), {}, (4, 6)),
+    ],
+    ids=["arrays", "several steps", "loader"],
+)
+def test_a_run_that_was_told_to_end_ends_as_the_whole_one(tmp_path, data, options, steps):
+    model, history = train(tmp_path / "whole", data, [guard()], **options)
+    whole = digest(model.state), history.steps, dict(history)
+    for step in steps:
+        with pytest.raises(SystemExit) as end:
+            train(tmp_path / "run", data, [SignalAt(step), guard()], **options)
+        assert end.value.code == ExitCode.PREEMPTED == 85
+        assert list_steps(tmp_path / "run")[-1] == step
+    model, history = train(tmp_path / "run", data, [guard()], **options)
+    assert (digest(model.state), history.steps, dict(history)) == whole
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def make_loop(init, callbacks):
+    module = nn.Dense(1)
+    data = ff.ArrayStream(X, Y, batch_size=16, shuffle=True)
+    task = ff.TrainTask(module.apply, optax.adam(1e-2), "mse", data, ["mae"])
+    return ff.TrainLoop(
+        init or module.init,
+        task,
+        0,
+        n_steps_per_checkpoint=5,
+        n_steps=12,
+        callbacks=callbacks,
+        stdout=False,
+    )
+
+
+def results(loop):
+    return {checkpoint.step: checkpoint.metrics for checkpoint in loop}
+
+
+def test_a_loop_of_ones_own_goes_on_from_between_two_checkpoints(tmp_path):
+    loop = make_loop(None, ())
+    whole = results(loop)
+    assert list(whole) == [1, 6, 11, 12]
+    for step in (3, 6, 12):
+        init = CheckpointFileReader(tmp_path, nn.Dense(1).init)
+        # The writer is called rarely; the signal has it save all the same.
+        writer = every(1000, CheckpointFileWriter(tmp_path))
+        with pytest.raises(SystemExit):
+            results(make_loop(init, [SignalAt(step), guard(), writer]))
+        assert list_steps(tmp_path)[-1] == step
+    again = make_loop(CheckpointFileReader(tmp_path, nn.Dense(1).init), ())
+    assert results(again) == {12: whole[12]}
+    assert digest(again.state) == digest(loop.state)
+
+
+def test_a_signal_that_comes_after_the_last_step_is_not_lost(tmp_path):
+    loop = make_loop(None, [guard(), CheckpointFileWriter(tmp_path)])
+    with pytest.raises(SystemExit):
+        for checkpoint in loop:
+            if checkpoint.step == 12:
+                os.kill(os.getpid(), signal.SIGTERM)
+    assert list_steps(tmp_path)[-1] == 12
+
+
+def test_other_signals_and_a_writer_of_its_own(tmp_path):
+    save = guard(writer=CheckpointFileWriter(tmp_path), signals=(signal.SIGUSR1,))
+    loop = make_loop(None, [SignalAt(4, signal.SIGUSR1), save])
+    with pytest.raises(SystemExit):
+        results(loop)
+    loop.close()
+    assert list_steps(tmp_path) == [4]
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), SystemExit(3)])
+def test_an_exception_saves_where_that_is_asked_for(tmp_path, error):
+    whole = results(make_loop(None, ()))
+    callbacks = [guard(on_exception=True), CheckpointFileWriter(tmp_path)]
+    with (
+        pytest.raises(type(error)),
+        make_loop(None, [SignalAt(9, error=error), *callbacks]) as loop,
+    ):
+        results(loop)
+    assert list_steps(tmp_path) == [6, 9]
+    again = results(make_loop(CheckpointFileReader(tmp_path, nn.Dense(1).init), ()))
+    assert again == {step: whole[step] for step in (11, 12)}
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), SystemExit(3)])
+def test_saves_in_the_background_are_finished_whatever_happens(tmp_path, error):
+    writer = CheckpointFileWriter(tmp_path)
+    with pytest.raises(type(error)), make_loop(None, [writer]) as loop:
+        for _checkpoint in loop:
+            raise error
+    assert not [name for name in os.listdir(tmp_path) if name.startswith("saving")]
+    assert list_steps(tmp_path) == [1]
+
+
+def test_a_callback_that_fails_to_close_keeps_no_other_from_it(tmp_path):
+    class Failing:
+        def __call__(self, checkpoint):
+            pass
+
+        def close(self):
+            raise ValueError("cannot close")
+
+    with pytest.raises(ValueError, match="cannot close"):
+        results(make_loop(None, [Failing(), CheckpointFileWriter(tmp_path)]))
+    assert not [name for name in os.listdir(tmp_path) if name.startswith("saving")]
+    assert list_steps(tmp_path) == [11, 12]
+
+
+def test_what_cannot_work_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="nothing to save with"):
+        make_loop(None, [guard()])
+    with pytest.raises(ValueError, match="grace_seconds must be positive"):
+        SaveOnSignal(grace_seconds=0)
+
+
+def test_a_handler_of_the_program_stays(tmp_path):
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        train(tmp_path, None, [SignalAt(6)])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [signal.SIGTERM] and list_steps(tmp_path)[-1] == 16

@@ -1,0 +1,130 @@
+"""Runs that hang, for real: the process ends, with its exit code, and says where it hung."""
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import optax
+import pytest
+
+import flaxfit as ff
+from flaxfit.callbacks import ExitCode, Watchdog
+
+RUN = """
+import os, signal, sys, tempfile, threading
+import numpy as np, optax
+import flaxfit as ff
+from flaxfit.callbacks import SaveOnSignal, Watchdog
+from flaxfit.checkpoints import CheckpointFileWriter, list_steps
+
+case, folder = sys.argv[1:]
+x = np.ones((8, 1), np.float32)
+forever = threading.Event()
+
+def wait_for_the_file_server():
+    forever.wait()
+
+def batches():
+    for i in range(100):
+        if i == 5 and case != "signal":
+            if case == "deadline":
+                os.kill(os.getpid(), signal.SIGTERM)
+            wait_for_the_file_server()
+        if i == 5 and case == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        yield x, x
+
+callbacks = {
+    "hang": [Watchdog(1.0)],
+    "prefetched": [Watchdog(1.0)],
+    "deadline": [SaveOnSignal(grace_seconds=1.0), CheckpointFileWriter(folder)],
+    "signal": [SaveOnSignal(), CheckpointFileWriter(folder)],
+}[case]
+data = ff.data.prefetch(batches) if case == "prefetched" else batches
+task = ff.TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", data)
+init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
+for checkpoint in ff.TrainLoop(init, task, 0, callbacks=callbacks):
+    pass
+"""
+CODES = {
+    "hang": ExitCode.HUNG,
+    "prefetched": ExitCode.HUNG,
+    "deadline": ExitCode.UNSAVED,
+    "signal": ExitCode.PREEMPTED,
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """The exit codes and the last words of processes that ran at the same time."""
+    folder = tmp_path_factory.mktemp("hangs")
+    path = folder / "run.py"
+    path.write_text(RUN)
+    processes = {
+        case: subprocess.Popen(
+            [sys.executable, str(path), case, str(folder / case)], stderr=subprocess.PIPE, text=True
+        )
+        for case in CODES
+    }
+    return {
+        case: (process.communicate(timeout=120)[1], process.returncode)
+        for case, process in processes.items()
+    }
+
+
+@pytest.mark.parametrize("case", CODES)
+def test_a_process_ends_with_its_code(ended, case):
+    words, code = ended[case]
+    assert code == CODES[case], words
+
+
+@pytest.mark.parametrize("case", ["hang", "prefetched", "deadline"])
+def test_the_hung_line_of_a_data_loader_is_named(ended, case):
+    words, code = ended[case]
+    assert f"the process ends with code {code} ({CODES[case].name})" in words
+    assert "in batches\n    wait_for_the_file_server()" in words
+
+
+def test_what_is_said_of_a_signal(ended):
+    assert "received SIGTERM: step 6 is saved, the process ends with code 85" in ended["signal"][0]
+    assert "SIGTERM arrived 1 s ago" in ended["deadline"][0]
+    assert "step 6 has not ended for 1." in ended["hang"][0]
+
+
+def run(callback, hold):
+    """Trains a few steps with code of one's own that takes its time at each checkpoint."""
+    x = np.ones((8, 1), np.float32)
+    task = ff.TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", (x, x))
+
+    def init(rngs, x):
+        return {"params": np.zeros(1, np.float32)}
+
+    with ff.TrainLoop(init, task, 0, n_steps=3, callbacks=[callback], stdout=False) as loop:
+        for _ in loop:
+            hold()
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "flaxfit-watchdog"]
+
+
+def test_code_of_ones_own_is_not_watched():
+    # Had it been counted, this process would have ended.
+    seconds = 0.2
+    run(Watchdog(seconds, slow_seconds=60), lambda: threading.Event().wait(2 * seconds))
+
+
+def test_the_watch_ends_with_the_loop():
+    seen = []
+    run(Watchdog(60), lambda: seen.append(len(threads())))
+    assert seen == [1, 1, 1]
+    for thread in threads():
+        thread.join(timeout=10)
+    assert not threads()
+
+
+@pytest.mark.parametrize("options", [{"seconds": 0}, {"seconds": 1, "slow_seconds": -1}])
+def test_allowances_are_positive(options):
+    with pytest.raises(ValueError, match="positive allowances"):
+        Watchdog(**options)
