@@ -14,6 +14,7 @@ LEAST_ACCURACY = {
     "02_loop.py": 0.95,
     "03_any_data.py": 0.8,
     "05_param_groups.py": 0.88,
+    "07_import_t5.py": 0.85,
     "08_export.py": 0.94,
 }
 NEEDS = {

@@ -160,4 +160,3 @@ class RelativeBias(nn.Module):
         far = exact + (ratio * (n_buckets - exact)).astype(jnp.int32)
         bucket = jnp.where(distance < exact, distance, jnp.minimum(far, n_buckets - 1))
         return embedding[:, first + bucket]
-
