@@ -120,7 +120,9 @@ class OptimizerDef(Adjustable):
         return str(list(self._live))
 
     def _init(self, params: Any) -> Any:
-        return self._injected.init(params)
+        # Without optax's count of the steps, which nothing reads: each array in a state takes about
+        # a microsecond of every step.
+        return self._injected.init(params)._replace(count=())
 
     def _update(
         self,
@@ -134,7 +136,7 @@ class OptimizerDef(Adjustable):
         self.check(extra)
         given = {**self._whole_set(hyper_params), **extra}
         own = {name: self._value(name, given[name], state) for name in self._live if name in given}
-        begun: Any = state._replace(hyperparams={**state.hyperparams, **own})
+        begun: Any = state._replace(count=0, hyperparams={**state.hyperparams, **own})
         try:
             updates, new = self._injected.update(updates, begun, params, **{**given, **own})
         except _NEEDS_A_NUMBER as error:
@@ -145,8 +147,8 @@ class OptimizerDef(Adjustable):
             ) from error
         # What is overridden for one step leaves no trace.
         standing = {name: self._standing(name, state) for name in own}
-        hyperparams = {**new.hyperparams, **standing}
-        return updates, jax.tree.map(_as_before, new._replace(hyperparams=hyperparams), state)
+        new = new._replace(count=(), hyperparams={**new.hyperparams, **standing})
+        return updates, jax.tree.map(_as_before, new, state)
 
     def _whole_set(self, hyper_params: Any) -> dict[str, Any]:
         """The overrides that a set stands for: one for every hyperparameter."""

@@ -113,7 +113,7 @@ def test_other_arguments_are_passed_on_and_are_no_hyperparameters():
 
 
 def test_static_arguments_stay_plain_numbers():
-    params = {"w": jnp.ones((4, 8))}
+    params: Any = {"w": jnp.ones((4, 8))}
     given = {"learning_rate": 0.1, "min_dim_size_to_factor": 4}
     definition = OptimizerDef(optax.adafactor, static="min_dim_size_to_factor", **given)
     ours = definition.create(params)
