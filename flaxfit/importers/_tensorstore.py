@@ -42,10 +42,8 @@ def open_stores(
         limit = _ALWAYS_FINE + _MOST_GROWTH * _bytes_in(folder)
         for name, store in stores.items():
             item = store.dtype.numpy_dtype.itemsize
-            chunk = store.chunk_layout.read_chunk.shape or ()
-            n_chunks = math.prod(
-                -(-n // max(c or n, 1)) for n, c in zip(store.shape, chunk, strict=True)
-            )
+            chunk = [length or 1 for length in store.chunk_layout.read_chunk.shape or ()]
+            n_chunks = math.prod(-(-n // c) for n, c in zip(store.shape, chunk, strict=True))
             largest = max(math.prod(store.shape), math.prod(chunk)) * item
             is_plausible = largest <= limit and n_chunks <= _MOST_CHUNKS
             require(is_plausible, f"the stated size of {name:.100} is impossible")

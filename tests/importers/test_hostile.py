@@ -1,13 +1,17 @@
 """Damaged and made-up files: every reader gives arrays or our error, in bounded time and memory."""
 
+import resource
 import shutil
 import tracemalloc
+from contextlib import contextmanager
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import serialization
 
+from flaxfit import checkpoints
 from flaxfit.importers import UnreadableFile, load
 
 MOST_MEMORY = 50_000_000
@@ -35,23 +39,17 @@ def write_msgpack(folder):
 
 
 def write_safetensors(folder):
-    from flaxfit import checkpoints
-
     tree = {name.replace("/", "_"): jnp.asarray(value) for name, value in ARRAYS.items()}
     checkpoints.save_weights(folder / "w.safetensors", tree)
     return folder / "w.safetensors"
 
 
 def write_tf(folder):
-    from pathlib import Path
-
     shutil.copytree(Path(__file__).parent / "fixtures" / "small_t5", folder / "tf")
     return folder / "tf"
 
 
 def write_partitioned_tf(folder):
-    from pathlib import Path
-
     shutil.copytree(Path(__file__).parent / "fixtures" / "partitioned", folder / "tf")
     return folder / "tf"
 
@@ -122,6 +120,35 @@ def read_everything(path):
         lazy.get()
 
 
+@contextmanager
+def bounded_memory(write):
+    """Checks the most memory in use; TensorStore's threads cannot be traced, only the process."""
+    if write in (write_t5x, write_orbax):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        yield
+        grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+        assert grown < 4 * MOST_MEMORY
+        return
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < MOST_MEMORY
+    finally:
+        tracemalloc.stop()
+
+
+def is_refused(path):
+    """Whether reading ends in one of the errors that it may end in."""
+    try:
+        read_everything(path)
+    except UnreadableFile as error:
+        assert "Cannot read" in str(error)
+        return True
+    except FileNotFoundError:
+        return True  # The damaged text names another checkpoint.
+    return False
+
+
 def fuzz(write, folder, n_rounds, seed):
     """Damages one file at a time; counts how often the damage was refused."""
     rng, refused = np.random.default_rng(seed), 0
@@ -136,18 +163,8 @@ def fuzz(write, folder, n_rounds, seed):
         # Another file in its place: what was mapped stays what it was.
         file.unlink()
         file.write_bytes(damaged(whole, rng))
-        tracemalloc.start()
-        try:
-            read_everything(path)
-        except UnreadableFile as error:
-            assert "Cannot read" in str(error)
-            refused += 1
-        except FileNotFoundError:
-            refused += 1  # The damaged text names another checkpoint.
-        finally:
-            _, peak = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-            assert peak < MOST_MEMORY
+        with bounded_memory(write):
+            refused += is_refused(path)
         file.unlink()
         file.write_bytes(whole)
     read_everything(path)
@@ -165,7 +182,7 @@ def test_damage_at_random_is_refused_or_harmless(write, tmp_path):
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
 def test_much_damage_at_random_is_refused_or_harmless(write, tmp_path, seed):
-    assert fuzz(write, tmp_path, 1500, seed) > 250
+    assert fuzz(write, tmp_path, 600, seed) > 100
 
 
 @pytest.mark.filterwarnings("ignore")
