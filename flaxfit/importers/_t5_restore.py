@@ -32,7 +32,7 @@ def restore_from_t5(
     Everything is compared before anything is read. The result can start a loop:
     `TrainLoop(init=restore_from_t5(state, path), ...)`.
 
-    >>> import jax.numpy as jnp, optax, tempfile
+    >>> import jax.numpy as jnp, numpy as np, optax, tempfile
     >>> path = tempfile.mkdtemp() + "/t5.npz"
     >>> np.savez(path, **{"shared/embedding": np.ones((4, 2)), "global_step": np.int64(1000)})
     >>> variables = {"params": {"token_embedder": {"embedding": jnp.zeros((4, 2))}}}
