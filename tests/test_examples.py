@@ -1,6 +1,7 @@
 """The examples: each is short, runs without a warning and reaches what it promises."""
 
 import re
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ LEAST_ACCURACY = {
     "01_digits.py": 0.96,
     "02_loop.py": 0.95,
     "03_any_data.py": 0.8,
+    "04_resume.py": 0.95,
     "05_param_groups.py": 0.88,
     "07_import_t5.py": 0.85,
     "08_export.py": 0.94,
@@ -46,3 +48,17 @@ def test_an_example_reaches_its_accuracy(name, tmp_path):
     accuracy = re.search(r"test accuracy (\d\.\d{4})$", done.stdout.strip())
     assert accuracy, f"no result line in:\n{done.stdout}"
     assert float(accuracy[1]) >= LEAST_ACCURACY[name]
+
+
+def test_a_killed_example_ends_with_the_weights_of_the_whole_run(tmp_path):
+    def run(*arguments):
+        command = [sys.executable, "-W", "error", str(EXAMPLES / "04_resume.py"), *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    for _ in range(2):
+        killed = run("killed", "--kill")
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed, whole = run("killed"), run("whole")
+    assert resumed.returncode == whole.returncode == 0, resumed.stderr + whole.stderr
+    digests = [re.search(r"digest of the weights (\w{64})", d.stdout) for d in (resumed, whole)]
+    assert digests[0][1] == digests[1][1]

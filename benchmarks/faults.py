@@ -1,0 +1,297 @@
+"""Runs that are killed and damaged again and again, and where every one of them ends.
+
+    python -m benchmarks.faults [--kills 100] [--damages 20] [--sizes 10 100 500]
+
+A small model with dropout and BatchNorm is trained by `fit` with a folder, its process killed by
+SIGKILL at random moments and at chosen instants of saving and restoring, its newest checkpoint
+damaged in between, and the same call made again until it ends. Its state, history and callbacks
+must then be those of the run that nothing happened to, to the bit; else the exit code is 1.
+
+After that: how long a save in the background blocks training, beside Orbax alone.
+"""
+
+import argparse
+import collections
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+N_EPOCHS = 8
+RANDOM = "SIGKILL at a random moment"
+INSTANTS = {
+    "SIGKILL while arrays are written": ("_orbax.StepWriter", "start", "after"),
+    "SIGKILL between rename and cleanup": ("_folder", "complete", "after"),
+    "SIGKILL at the end of a restore": ("_file", "read", "after"),
+    "SIGKILL between seal and rename": ("_seal", "write", "after"),
+    "SIGKILL at the start of a restore": ("_file", "read", "before"),
+    "SIGKILL before a step is sealed": ("_folder", "complete", "before"),
+    "SIGKILL during the cleanup": ("_folder", "set_aside", "after"),
+}
+DAMAGES = ("a bit flipped", "a file truncated", "a file deleted", "an empty folder as newest")
+
+
+def main() -> None:
+    """Prints the table of faults, and what a save costs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--damages", type=int, default=20)
+    parser.add_argument("--sizes", type=int, nargs="*", default=[10, 100, 500], help="in MB")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    lost = faults(arguments.kills, arguments.damages, random.Random(arguments.seed))
+    for size in arguments.sizes:
+        print(cost(size))
+    sys.exit(1 if lost else 0)
+
+
+def faults(n_kills: int, n_damages: int, chance: random.Random) -> int:
+    """Tries the faults, prints their table, and returns how many runs were lost to them."""
+    plan = [RANDOM, *INSTANTS]
+    kills = [plan[i % 2 and 1 + i // 2 % len(INSTANTS)] for i in range(n_kills)]
+    damages = [DAMAGES[i % len(DAMAGES)] for i in range(n_damages)]
+    counts = {name: collections.Counter() for name in (*plan, *DAMAGES)}
+    with tempfile.TemporaryDirectory() as work:
+        trainer = Trainer(Path(work))
+        expected, _ = trainer.run("whole")
+        began = time.perf_counter()
+        trainer.run("timed")
+        seconds = time.perf_counter() - began
+        n_runs = 0
+        while kills or damages:
+            n_runs += 1
+            folder, suffered, result = trainer.work / f"run-{n_runs}", [], None
+            while result is None:
+                if damages and not kills:
+                    kills.append(RANDOM)  # What is damaged is a run that was killed.
+                fault = kills[-1] if kills else None
+                after = chance.uniform(0, seconds) if fault == RANDOM else None
+                trap = (INSTANTS[fault], chance.randint(1, 3)) if fault in INSTANTS else None
+                result, code = trainer.run(folder.name, after=after, trap=trap)
+                if code == -signal.SIGKILL:
+                    suffered.append(kills.pop())
+                elif result is None:
+                    print(f"run {n_runs} failed with code {code} after {suffered}")
+                    break
+                elif trap is not None:
+                    # It had nothing left to save, or nothing to read yet: for the next run.
+                    kills.insert(0, kills.pop())
+                if damages and result is None and damage(folder, damages[-1], chance):
+                    suffered.append(damages.pop())
+                    counts[suffered[-1]]["detected"] += trainer.detects(folder, suffered[-1])
+            for name in suffered:
+                counts[name]["tried"] += 1
+                counts[name]["survived" if result == expected else "lost"] += 1
+            print(f"run {n_runs}: {len(suffered)} faults, ended", flush=True)
+            shutil.rmtree(folder, ignore_errors=True)
+    return report(counts, n_runs)
+
+
+def report(counts: dict[str, collections.Counter], n_runs: int) -> int:
+    """Prints the table; returns the number of faults that a run was lost to."""
+    columns = ("tried", "detected", "survived", "lost")
+    print(f"\n{'fault':36}" + "".join(f"{column:>10}" for column in columns))
+    for name, row in counts.items():
+        values = [row[c] if c != "detected" or name in DAMAGES else "" for c in columns]
+        print(f"{name:36}" + "".join(f"{value:>10}" for value in values))
+    total = sum(counts.values(), collections.Counter())
+    print(f"{f'in {n_runs} runs':36}" + "".join(f"{total[column]:>10}" for column in columns))
+    undetected = sum(counts[name]["tried"] - counts[name]["detected"] for name in DAMAGES)
+    return total["lost"] + undetected
+
+
+class Trainer:
+    """Starts processes that train; they are forked from one that has imported everything."""
+
+    def __init__(self, work: Path):
+        self.work = work
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["flaxfit", "optax", "orbax.checkpoint"])
+
+    def run(
+        self, name: str, *, after: float | None = None, trap: object = None, only_read: bool = False
+    ) -> tuple[str | None, int | None]:
+        """Trains until it ends or is killed: the fingerprint, or None, and the exit code."""
+        result = self.work / "result"
+        result.unlink(missing_ok=True)
+        # What the whole run compiles, the others only load.
+        cache = self.work / "programs"
+        arguments = (str(self.work / name), str(result), str(cache), trap, only_read)
+        process = self._context.Process(target=train, args=arguments)
+        process.start()
+        process.join(after)
+        if process.is_alive():
+            process.kill()
+        process.join()
+        return result.read_text() if result.exists() else None, process.exitcode
+
+    def detects(self, folder: Path, kind: str) -> bool:
+        """Whether a damage is noticed: the checkpoint is set aside, and another one is read."""
+        n_corrupt = len(list(folder.glob("corrupt-*")))
+        _, code = self.run(folder.name, only_read=True)
+        # An empty folder is no checkpoint, and is passed over.
+        is_noticed = kind == DAMAGES[-1] or len(list(folder.glob("corrupt-*"))) > n_corrupt
+        return is_noticed and code == 0
+
+
+def train(folder: str, result: str, cache: str, trap: object, only_read: bool) -> None:
+    """One process: a call of `fit` that goes on from whatever is in the folder."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    import optax
+    from tqdm import tqdm
+
+    import flaxfit as ff
+    from flaxfit.callbacks import EarlyStopping
+
+    tqdm.set_lock(threading.RLock())  # Its own, between processes, is left behind by the killed.
+
+    if only_read:
+        ff.checkpoints.CheckpointFileReader(folder).read()
+        return
+    if trap is not None:
+        set_trap(*trap)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(200, 4)).astype(np.float32)
+    y = x.sum(1, keepdims=True)
+    stopping = EarlyStopping("val_loss", patience=N_EPOCHS, restore_best=False)
+    model = ff.Model(make_net(), optax.adam(1e-2), "mse", ["mae"])
+    history = model.fit(
+        *(x, y),
+        batch_size=16,
+        epochs=N_EPOCHS,
+        validation_data=(x, y),
+        callbacks=[stopping],
+        checkpoint_dir=folder,
+        verbose=0,
+    )
+    state = model.state.replace(key=jax.random.key_data(model.state.key))
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(state):
+        digest.update(np.asarray(leaf).tobytes())
+    record = [digest.hexdigest(), history.steps, dict(history), stopping.get_state()]
+    Path(result).write_text(json.dumps(record))
+
+
+def make_net() -> object:
+    """A model with all that makes resuming hard."""
+    import flax.linen as nn
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            x = nn.BatchNorm(use_running_average=not train)(nn.Dense(32)(x))
+            x = nn.Dropout(0.3, deterministic=not train)(nn.relu(x))
+            return nn.Dense(1)(x)
+
+    return Net()
+
+
+def set_trap(instant: tuple[str, str, str], n: int) -> None:
+    """Kills this process at the n-th time that a function of the checkpoints is called."""
+    from flaxfit import checkpoints
+
+    place, name, when = instant
+    owner = checkpoints
+    for part in place.split("."):
+        owner = getattr(owner, part)
+    original, calls = getattr(owner, name), []
+
+    def trapped(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == n and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **kwargs)
+        if len(calls) == n and when == "after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, trapped)
+
+
+def damage(folder: Path, kind: str, chance: random.Random) -> bool:
+    """Damages the newest checkpoint of a folder that holds another one; whether it did."""
+    steps = [entry for entry in folder.glob("*") if entry.name.isdigit() and any(entry.iterdir())]
+    steps.sort(key=_number)
+    if len(steps) < 2:
+        return False
+    if kind == "an empty folder as newest":
+        (folder / str(_number(steps[-1]) + 1)).mkdir()
+        return True
+    files = sorted(path for path in steps[-1].rglob("*") if path.is_file() and path.stat().st_size)
+    path = chance.choice(files)
+    if kind == "a file deleted":
+        path.unlink()
+        return True
+    content = bytearray(path.read_bytes())
+    if kind == "a file truncated":
+        content = content[: chance.randrange(len(content))]
+    else:
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    path.write_bytes(content)
+    return True
+
+
+def _number(path: Path) -> int:
+    return int(path.name)
+
+
+def cost(megabytes: int, n_rounds: int = 5) -> str:
+    """How long the call that begins a save in the background takes, beside Orbax's own."""
+    import jax
+    import jax.numpy as jnp
+    import orbax.checkpoint as ocp
+
+    from flaxfit import Checkpoint, TrainState
+    from flaxfit.checkpoints import CheckpointFileWriter
+
+    n = megabytes * 250_000 // 10
+    params = {f"layer_{i}": jnp.arange(n, dtype=jnp.float32) + i for i in range(10)}
+    state = TrainState(jnp.int32(0), params, {}, {}, jax.random.key(0))
+    ours, theirs = [], []
+    with tempfile.TemporaryDirectory() as work:
+        writer = CheckpointFileWriter(f"{work}/flaxfit", keep=1)
+        orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        for step in range(n_rounds + 1):
+            checkpoint = Checkpoint(
+                step=step, state=state.replace(step=jnp.int32(step)), metrics={}
+            )
+            began = time.perf_counter()
+            writer.save(checkpoint)
+            ours.append(time.perf_counter() - began)
+            writer.wait()
+            began = time.perf_counter()
+            orbax.save(Path(work, "orbax", str(step)), args=ocp.args.PyTreeSave(params))
+            theirs.append(time.perf_counter() - began)
+            orbax.wait_until_finished()
+            shutil.rmtree(Path(work, "orbax", str(step)))
+        writer.close()
+        orbax.close()
+    # The first round compiles.
+    ratio = statistics.median(a / b for a, b in zip(ours[1:], theirs[1:], strict=True))
+    ours, theirs = statistics.median(ours[1:]), statistics.median(theirs[1:])
+    return (
+        f"a save of {megabytes} MB blocks for {ours * 1e3:.1f} ms, with Orbax alone for "
+        f"{theirs * 1e3:.1f} ms: x {ratio:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
