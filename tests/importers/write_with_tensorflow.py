@@ -66,7 +66,9 @@ def arrays(found, dtype, *, step=1000, slots=True, momentum=False):
         if momentum:
             sizes["_slot_m"] = shape
         for slot, size in sizes.items():
-            values[name + slot] = np.abs(rng.normal(size=size)).astype(np.float32)
+            # The momentum is of updates, which are small.
+            scale = 1e-4 if slot == "_slot_m" else 1
+            values[name + slot] = scale * np.abs(rng.normal(size=size)).astype(np.float32)
     return values
 
 
