@@ -143,7 +143,9 @@ def make(model: Any, rngs: Any) -> Any:
     made = model
     if is_nnx(model) and not isinstance(model, nnx.Module):
         is_named = "rngs" in parameters(_maker(model))
-        made = model(rngs=rngs) if is_named else model(rngs)
+        # Names of dimensions are for a strategy to act upon; nnx itself would ask for a mesh now.
+        with nnx.use_eager_sharding(False):
+            made = model(rngs=rngs) if is_named else model(rngs)
     if isinstance(made, nnx.Module):
         return made
     raise TypeError(

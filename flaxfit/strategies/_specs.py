@@ -52,11 +52,14 @@ def state_specs(
         problems += [f"{path} {shape}: {problem}" for problem in wrong]
     if problems:
         raise ValueError(_message(sizes, problems))
-    specs |= specs_by_parameter(
+    if fsdp is not None:
+        specs |= {p: _spread(np.shape(arrays[p]), specs[p], fsdp, sizes[fsdp]) for p in specs}
+    of_optimizer = specs_by_parameter(
         {"opt_state": getattr(state, "opt_state", ())}, {"params": state.params}, specs
     )
-    if fsdp is not None:
-        specs |= {p: _spread(np.shape(a), specs[p], fsdp, sizes[fsdp]) for p, a in arrays.items()}
+    for path, spec in of_optimizer.items():
+        is_whole = fsdp is not None and not any(spec)
+        specs[path] = _spread(np.shape(arrays[path]), spec, fsdp, sizes[fsdp]) if is_whole else spec
     return specs
 
 

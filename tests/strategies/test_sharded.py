@@ -1,0 +1,532 @@
+"""Sharded: the numbers of one device, and a part of the state on each."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import flaxfit as ff
+from flaxfit import checkpoints
+
+# test_sharded_on_eight.py runs the first tests once more, on eight devices.
+N = len(jax.devices())
+VOCAB, WIDTH = 64, 64
+STRATEGIES = {
+    "data": lambda: ff.DataParallel(),
+    "fsdp": lambda: ff.Sharded.fsdp(),
+    "tensor": lambda: ff.Sharded.tensor_parallel(4),
+    "fsdp x tensor": lambda: ff.Sharded.tensor_parallel(2, fsdp=True),
+}
+SPREAD = {name: make for name, make in STRATEGIES.items() if name != "data"}
+
+
+def named(*names):
+    return nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
+
+
+class Transformer(nn.Module):
+    """A block of a causal transformer whose dimensions have the usual names."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        table = nn.Embed(VOCAB, WIDTH, embedding_init=named("vocab", "embed"), name="embed")
+        h = table(tokens)
+        attend = nn.MultiHeadDotProductAttention(
+            num_heads=4,
+            use_bias=False,
+            kernel_init=named("embed", "heads", "kv"),
+            out_kernel_init=named("heads", "kv", "embed"),
+        )
+        h += attend(nn.RMSNorm()(h), mask=nn.make_causal_mask(tokens))
+        up = nn.Dense(4 * WIDTH, use_bias=False, kernel_init=named("embed", "mlp"))
+        down = nn.Dense(WIDTH, use_bias=False, kernel_init=named("mlp", "embed"))
+        inner = nn.with_logical_constraint(nn.gelu(up(h)), ("batch", "length", "mlp"))
+        return table.attend(nn.RMSNorm()(h + down(inner)))
+
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(38, 16)).astype(np.float32)
+X[::3] *= 4  # So that parts of a batch have statistics of their own.
+Y = np.sin(X.sum(1))
+TOKENS = rng.integers(0, VOCAB, (70, 8)).astype(np.int32)
+NEXT = (3 * TOKENS + 1) % VOCAB
+
+
+@functools.cache
+def trained(name):
+    """A transformer after 50 steps; each epoch ends with a batch of 6 of 16 examples."""
+    strategy = ff.DataParallel(jax.devices()[:1]) if name == "one" else STRATEGIES[name]()
+    model = ff.Model(
+        Transformer(), optax.adamw(1e-3), "crossentropy", ["accuracy"], strategy=strategy
+    )
+    model.fit(TOKENS, NEXT, batch_size=16, epochs=10, verbose=0)
+    return model
+
+
+def close(a, b, atol=1e-5):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=atol),
+        ff.gather(a),
+        ff.gather(b),
+    )
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_fifty_steps_of_a_transformer_agree_with_one_device(name):
+    model, one = trained(name), trained("one")
+    assert model.step == 50
+    np.testing.assert_allclose(model.history["loss"], one.history["loss"], rtol=1e-5)
+    # Adam divides by the root of what may be rounding alone.
+    close(model.state.params, one.state.params, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("n", [1, 19])
+def test_evaluation_and_prediction_of_any_number_agree_with_one_device(name, n):
+    model, one = trained(name), trained("one")
+    found = model.evaluate(TOKENS[:n], NEXT[:n], batch_size=8)
+    expected = one.evaluate(TOKENS[:n], NEXT[:n], batch_size=8)
+    assert found == pytest.approx(expected, rel=1e-4)
+    outputs = model.predict(TOKENS[:n], batch_size=8)
+    assert isinstance(outputs, np.ndarray)
+    np.testing.assert_allclose(outputs, one.predict(TOKENS[:n], batch_size=8), atol=2e-3)
+
+
+def bytes_on(device, tree):
+    """The bytes of the shards of a tree that one device holds."""
+    leaves = jax.tree.leaves(jax.tree.map(as_data, tree))
+    shards = [s for leaf in leaves for s in leaf.addressable_shards if s.device == device]
+    return sum(shard.data.nbytes for shard in shards)
+
+
+def as_data(leaf):
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_each_device_holds_its_part_of_the_state(name):
+    model = trained(name)
+    state = model.state
+    whole = sum(as_data(leaf).nbytes for leaf in jax.tree.leaves(state))
+    n_parts = 4 if name == "tensor" else N
+    arrays = {path: (size, parts) for path, size, parts in sizes(state)}
+    small = sum(size for size, parts in arrays.values() if parts == 1)
+    assert small < 0.02 * whole
+    for device in jax.devices():
+        assert bytes_on(device, state) <= 1.1 * whole / n_parts + small
+    described = model.strategy.describe(state)
+    assert described.bytes_per_device == bytes_on(jax.devices()[0], state)
+    assert described.n_bytes == whole and described.replicated_bytes == small
+
+
+def sizes(state):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(jax.tree.map(as_data, state)):
+        shard = leaf.addressable_shards[0].data
+        yield jax.tree_util.keystr(path), leaf.nbytes, leaf.size // max(shard.size, 1)
+
+
+def abstract_state(optimizer=None):
+    optimizer = optimizer or optax.adam(1e-3)
+    create = functools.partial(ff.init_state, Transformer().init, optimizer, inputs=(TOKENS[:1],))
+    return jax.eval_shape(create, key=jax.random.key(0)), create
+
+
+def test_a_state_is_born_in_parts():
+    strategy = ff.Sharded.fsdp()
+    abstract, create = abstract_state()
+    layout = strategy.describe(abstract)
+    born = jax.jit(lambda key: create(key=key), out_shardings=strategy.shardings(abstract))
+    memory = born.lower(jax.random.key(0)).compile().memory_analysis()
+    peak = memory.output_size_in_bytes + memory.temp_size_in_bytes
+    assert peak < 0.6 * layout.n_bytes
+
+    before = {id(array) for array in jax.live_arrays()}
+    task = ff.TrainTask(Transformer().apply, optax.adam(1e-3), "crossentropy", (TOKENS, NEXT))
+    loop = ff.TrainLoop(Transformer().init, task, 0, strategy=strategy, stdout=False)
+    new = [array for array in jax.live_arrays() if id(array) not in before]
+    largest = max(new, key=lambda array: array.nbytes)
+    assert largest.nbytes == 4 * WIDTH * WIDTH * 4
+    assert {s.data.nbytes for s in largest.addressable_shards} == {largest.nbytes // N}
+    assert bytes_on(jax.devices()[0], loop.state) == layout.bytes_per_device
+
+
+# Layouts: names and rules, or patterns of paths, or neither.
+
+
+def state_of(params, axes=None, optimizer=None):
+    """A state of shapes; `axes` are names of the dimensions by path within the parameters."""
+
+    def init(rngs, x):
+        boxed = {
+            name: nn.LogicallyPartitioned(jnp.ones(shape), axes[name])
+            if axes and name in axes
+            else jnp.ones(shape)
+            for name, shape in params.items()
+        }
+        return {"params": boxed}
+
+    optimizer = optimizer or optax.sgd(0.1)
+    return jax.eval_shape(lambda: ff.init_state(init, optimizer, 0, (jnp.ones(1),)))
+
+
+def specs(strategy, state):
+    return {path: array.spec for path, array in strategy.describe(state).arrays.items()}
+
+
+def four(shape=None, **options):
+    return ff.Sharded(shape, devices=jax.devices()[:4], **options)
+
+
+def test_fsdp_splits_the_largest_dimension_that_divides_and_leaves_small_arrays_whole():
+    state = state_of({"wide": (48, 512), "odd": (4097, 6), "tall": (1030, 64), "bias": (512,)})
+    found = specs(four(fsdp=True), state)
+    assert found["params/wide"] == P(None, "data")
+    assert found["params/tall"] == P(None, "data")  # 1030 does not divide by 4.
+    assert found["params/odd"] == P(None, None)
+    assert found["params/bias"] == P(None)
+
+
+def test_fsdp_takes_what_the_rules_leave_whole():
+    state = state_of({"w": (256, 64)}, {"w": ("mlp", "embed")})
+    mesh = {"data": 2, "model": 2}
+    assert specs(four(mesh, fsdp=True), state)["params/w"] == P("model", "data")
+    assert specs(four(mesh), state)["params/w"] == P("model", None)
+    both = four({"fsdp": 2, "data": 2}, fsdp=True)
+    assert specs(both, state)["params/w"] == P("fsdp", None) and both.n_devices == 4
+    assert specs(four({"x": 4}, fsdp="x"), state)["params/w"] == P("x", None)
+
+
+def test_the_first_rule_whose_axes_are_free_counts():
+    state = state_of({"w": (64, 64)}, {"w": ("a", "b")})
+    rules = [("b", "model"), ("a", "model"), ("a", "data")]
+    mesh = {"data": 2, "model": 2}
+    assert specs(four(mesh, rules=rules), state)["params/w"] == P("data", "model")
+    assert specs(four(mesh, rules={"a": ("data", "model")}), state)["params/w"] == P(
+        ("data", "model"), None
+    )
+
+
+def test_a_name_that_is_an_axis_needs_no_rule():
+    state = state_of({"w": (64, 64)}, {"w": (None, "model")})
+    assert specs(four({"model": 4}), state)["params/w"] == P(None, "model")
+
+
+def test_patterns_of_paths_split_models_without_names():
+    rules = [("dense.*", P(None, "model")), (".*", P("data"))]
+    state = state_of({"dense_0": (8, 8), "other": (8, 8)}, optimizer=optax.adam(0.1))
+    found = specs(four({"data": 2, "model": 2}, rules=rules), state)
+    assert found["params/dense_0"] == found["opt_state/0/mu/dense_0"] == P(None, "model")
+    assert found["params/other"] == P("data", None)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adamw(0.1),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.lion(0.1)),
+        optax.adafactor(0.1, min_dim_size_to_factor=8),
+        optax.multi_transform(
+            {"a": optax.adam(0.1), "b": optax.sgd(0.1, momentum=0.9)}, {"w": "a", "v": "b"}
+        ),
+        optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+    ],
+    ids=["adamw", "chain", "adafactor", "multi", "steps"],
+)
+def test_the_state_of_any_optimizer_is_split_like_its_parameters(optimizer):
+    shapes = {"w": (64, 512), "v": (512, 64)}
+    state = state_of(shapes, {"w": ("embed", "mlp"), "v": ("mlp", "embed")}, optimizer)
+    layout = four({"data": 2, "model": 2}, fsdp=True).describe(state)
+    expected = {(64, 512): P("data", "model"), (512, 64): P("model", "data")}
+    for path, array in layout.arrays.items():
+        if array.shape in expected:
+            assert array.spec == expected[array.shape], path
+        elif math.prod(array.shape) >= 64:  # A factor of Adafactor's.
+            assert array.spec == P({64: "data", 512: "model"}[array.shape[0]]), path
+
+
+def test_an_array_of_the_optimizer_that_is_like_no_parameter_is_split_by_fsdp():
+    state = state_of({"w": (64, 64), "v": (64, 64)}, optimizer=optax.flatten(optax.adam(0.1)))
+    assert specs(four(fsdp=True), state)["opt_state/0/mu"] == P("data")
+
+
+@pytest.mark.parametrize(
+    ("names", "rules", "message"),
+    [
+        (("a", "b"), [("a", "modle")], r"\('a', 'modle'\) names 'modle'.* params/w$"),
+        (("c", "b"), [("b", "model")], r"params/w \(6, 9\): dimension 1 \(b\) of size 9 .* 2"),
+        (("a", "b"), [("a", "data"), ("b", "data")], r"params/w .* dimension 1 \(b\) .*'data'"),
+        (("a", "a"), [("a", "data")], r"params/w .* \(a\) is to be split over 'data', which an"),
+        (("a", "b"), [("w", P("data", "data"))], r"params/w .* two dimensions over 'data'"),
+        (("a", "b"), [("w", P(None, None, "data"))], r"params/w .* splits 3 dimensions"),
+        (("a", "b"), [("w", P("pipe"))], r"'pipe', which the mesh does not have.* params/w"),
+    ],
+)
+def test_bad_rules_are_refused_and_the_parameters_listed(names, rules, message):
+    state = state_of({"w": (6, 9), "fine": (8,)}, {"w": names})
+    with pytest.raises(ValueError, match=r"the mesh \(data=2, model=2\)") as error:
+        four({"data": 2, "model": 2}, rules=rules).shardings(state)
+    assert re.search(message, str(error.value), re.DOTALL | re.MULTILINE), str(error.value)
+    assert "params/fine" not in str(error.value)
+
+
+@pytest.mark.parametrize("shape", [{}, {"data": 3}, {"data": -1, "model": -1}, {"data": 0}])
+def test_a_mesh_of_another_number_of_devices_is_refused(shape):
+    with pytest.raises(ValueError, match=r"Cannot arrange 4 devices in a mesh"):
+        four(shape)
+
+
+def test_fsdp_over_an_axis_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"needs an axis 'fsdp' or 'data'.* has 'x'"):
+        four({"x": 4}, fsdp=True)
+
+
+def test_the_layout_prints_as_a_table():
+    state = state_of({"w": (64, 512), "bias": (512,)})
+    text = str(four({"data": 2, "model": 2}, fsdp=True).describe(state))
+    assert "mesh data=2, model=2: 4 devices, batches split over data" in text
+    assert re.search(r"params/w +float32\[64, 512\] +\(-, data\) +65.5 kB", text)
+    assert re.search(r"params/bias +float32\[512\] +whole +2.0 kB", text)
+    assert "nothing is split over model" in text
+    assert re.search(r"state 133.1 kB, on each device 67.6 kB, of these 2.1 kB", text)
+
+
+def test_names_of_nnx_are_followed():
+    def make(rngs):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+        return nnx.Linear(16, 8, kernel_init=init, rngs=rngs)
+
+    strategy = four({"data": 2, "model": 2})
+    model = ff.Model(make, optax.adam(0.1), "mse", strategy=strategy)
+    model.fit(X[:16], np.tile(Y[:16, None], 8), batch_size=16, verbose=0)
+    found = specs(strategy, model.state)
+    assert found["params/kernel"] == found["opt_state/0/mu/kernel"] == P(None, "model")
+    for tree in (model.state.params, model.state.opt_state[0].mu):
+        assert tree["kernel"].addressable_shards[0].data.shape == (16, 4)
+
+
+# Steps.
+
+
+class Net(nn.Module):
+    """A layer with or without BatchNorm, with arrays large enough for FSDP."""
+
+    norm: str | None = "here"
+    train: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(256, use_bias=False)(x)
+        if self.norm:
+            axis = "replica" if self.norm == "everywhere" else None
+            x = nn.BatchNorm(use_running_average=not self.train, axis_name=axis)(x)
+        return nn.Dense(1)(nn.tanh(x))[:, 0]
+
+
+def loop_of(strategy, norm="here", n_steps=5, **options):
+    task = ff.TrainTask(
+        Net(norm).apply, optax.sgd(0.02, momentum=0.9), "mse", ff.ArrayStream(X, Y, batch_size=16)
+    )
+    loop = ff.TrainLoop(
+        Net(norm).init,
+        task,
+        1,
+        n_steps=n_steps,
+        n_steps_per_checkpoint=n_steps,
+        first_checkpoint=n_steps,
+        strategy=strategy,
+        stdout=False,
+        **options,
+    )
+    (checkpoint,) = loop
+    return loop, checkpoint
+
+
+def one():
+    return ff.DataParallel(jax.devices()[:1])
+
+
+@functools.cache
+def on_one():
+    return loop_of(one())[1]
+
+
+def test_batchnorm_is_that_of_the_whole_batch_for_every_remainder():
+    # The third batch has 6 examples, which rows of weight 0 would not leave as they are.
+    _, found = loop_of(four(fsdp=True))
+    expected = on_one()
+    assert found.metrics == pytest.approx(expected.metrics, rel=1e-4)
+    close(found.state.replace(key=0), expected.state.replace(key=0))
+
+
+def test_batchnorm_under_pmap_is_that_of_each_replica_unless_it_names_the_axis():
+    expected = on_one()
+    _, apart = loop_of(ff.DataParallel(jax.devices()[:2]))
+    assert abs(apart.loss - expected.loss) > 1e-3
+    for strategy in (one(), ff.DataParallel(jax.devices()[:2]), four(fsdp=True)):
+        _, together = loop_of(strategy, "everywhere")
+        assert together.metrics == pytest.approx(expected.metrics, rel=1e-4)
+        close(together.state.params, expected.state.params)
+
+
+def test_several_steps_in_a_call_are_those_steps():
+    _, single = loop_of(four(fsdp=True), None, n_steps=6)
+    loop, several = loop_of(four(fsdp=True), None, n_steps=6, steps_per_call=3)
+    close(several.state.replace(key=0), single.state.replace(key=0))
+    assert several.loss == pytest.approx(single.loss, rel=1e-5)
+    kernel = several.state.params["Dense_0"]["kernel"]
+    assert kernel.sharding.is_equivalent_to(
+        loop.strategy.shardings(several.state).params["Dense_0"]["kernel"], 2
+    )
+
+
+def test_accumulated_and_resident_batches_agree_with_one_device():
+    def run(strategy):
+        data = ff.ArrayStream(jnp.asarray(X[:32]), jnp.asarray(Y[:32]), batch_size=16)
+        task = ff.TrainTask(Net(None).apply, optax.sgd(0.02), "mse", data, accumulate=2)
+        loop = ff.TrainLoop(Net(None).init, task, 1, n_steps=3, strategy=strategy, stdout=False)
+        return list(loop)[-1]
+
+    found, expected = run(four(fsdp=True)), run(one())
+    close(found.state.params, expected.state.params)
+
+
+def test_the_state_and_the_gradients_that_a_checkpoint_holds_are_copies_in_parts():
+    loop, checkpoint = loop_of(four(fsdp=True), None, keep_grads=True)
+    before = ff.gather(checkpoint.state.params)
+    loop.next_step()
+    jax.tree.map(np.testing.assert_array_equal, ff.gather(checkpoint.state.params), before)
+    for tree in (checkpoint.state.params, checkpoint.grads, loop.state.opt_state[0].trace):
+        shards = tree["Dense_0"]["kernel"].addressable_shards
+        assert [shard.data.shape for shard in shards] == [(16, 64)] * 4
+
+
+def test_hyperparameters_and_frozen_parameters_can_be_set_on_the_way():
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    task = ff.TrainTask(Net(None).apply, optimizer, "mse", ff.ArrayStream(X, Y, batch_size=16))
+    loop = ff.TrainLoop(Net(None).init, task, 0, strategy=four(fsdp=True), stdout=False)
+    loop.next_step()
+    loop.set_hyperparams(learning_rate=0.0)
+    before = ff.gather(loop.state.params)
+    loop.next_step()
+    jax.tree.map(np.testing.assert_array_equal, ff.gather(loop.state.params), before)
+    loop.set_hyperparams(learning_rate=0.1)
+    loop.freeze = "Dense_0/.*"
+    loop.next_step()
+    after = ff.gather(loop.state.params)
+    np.testing.assert_array_equal(after["Dense_0"]["kernel"], before["Dense_0"]["kernel"])
+    assert np.abs(after["Dense_1"]["kernel"] - before["Dense_1"]["kernel"]).max() > 0
+
+
+def test_a_given_state_is_spread_and_stays_valid():
+    state = ff.init_state(Net(None).init, optax.sgd(0.1), 0, (X[:1],))
+    task = ff.TrainTask(Net(None).apply, optax.sgd(0.1), "mse", (X[:16], Y[:16]))
+    loop = ff.TrainLoop(state, task, n_steps=1, strategy=four(fsdp=True), stdout=False)
+    (checkpoint,) = loop
+    assert not state.params["Dense_0"]["kernel"].is_deleted()
+    shard = checkpoint.state.params["Dense_0"]["kernel"].addressable_shards[0]
+    assert shard.data.shape == (16, 64)
+
+
+def test_a_run_goes_on_under_another_strategy(tmp_path):
+    def run(strategy, n_steps, init):
+        task = ff.TrainTask(Net(None).apply, optax.adam(0.01), "mse", ff.ArrayStream(X, Y))
+        writer = checkpoints.CheckpointFileWriter(tmp_path, asynchronous=False)
+        loop = ff.TrainLoop(
+            init,
+            task,
+            0,
+            n_steps=n_steps,
+            n_steps_per_checkpoint=n_steps,
+            first_checkpoint=n_steps,
+            strategy=strategy,
+            callbacks=[writer],
+            stdout=False,
+        )
+        start = loop.state
+        return start, list(loop)[-1].state
+
+    reader = checkpoints.CheckpointFileReader(tmp_path, Net(None).init)
+    _, saved = run(four(fsdp=True), 2, reader)
+    saved = ff.gather(saved.replace(key=0))
+    for n_steps, strategy in ((3, four({"data": 2, "model": 2}, fsdp=True)), (4, one())):
+        restored, last = run(strategy, n_steps, reader)
+        jax.tree.map(np.testing.assert_array_equal, ff.gather(restored.replace(key=0)), saved)
+        saved = ff.gather(last.replace(key=0))
+    assert int(saved.step) == 4
+
+
+def test_a_restored_state_is_never_whole_on_a_device(tmp_path):
+    strategy = four(fsdp=True)
+    _, checkpoint = loop_of(strategy, None)
+    checkpoints.save(tmp_path, checkpoint.state)
+    before = {id(array) for array in jax.live_arrays()}
+    task = ff.TrainTask(Net(None).apply, optax.sgd(0.02, momentum=0.9), "mse", (X, Y))
+    reader = checkpoints.CheckpointFileReader(tmp_path, Net(None).init)
+    loop = ff.TrainLoop(reader, task, strategy=strategy, stdout=False)
+    assert loop.step == 5
+    large = [a for a in jax.live_arrays() if id(a) not in before and a.shape == (16, 256)]
+    assert large
+    assert {s.data.shape for a in large for s in a.addressable_shards} == {(16, 64)}
+
+
+# Pieces.
+
+
+def test_names_of_activations_act_within_a_step_in_any_layer():
+    seen = []
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = named("embed", "heads", "kv")
+            x = nn.DenseGeneral((2, 8), kernel_init=init, use_bias=False)(x)
+            x = nn.with_logical_constraint(x, ("batch", "heads", "kv"))
+            jax.debug.inspect_array_sharding(x, callback=seen.append)
+            return x
+
+    x = np.ones((4, 8), np.float32)
+    state = ff.init_state(Layer().init, optax.sgd(0.1), 0, (x,)).for_inference()
+    seen.clear()
+    strategy = four({"data": 2, "model": 2})
+    arguments = (strategy.place(state), strategy.split(ff.Batch((x,))))
+    run = strategy.compile_split(ff.make_predict_step(Layer().apply), arguments)
+    assert strategy.join(run(*arguments)).shape == (4, 2, 8)
+    assert [sharding.spec[:2] for sharding in seen] == [("data", "model")]
+
+
+def test_a_batch_is_split_over_the_axes_that_divide_it():
+    strategy = four({"data": 2, "fsdp": 2})
+    assert [strategy.narrow(n).n_devices for n in (8, 6, 5)] == [4, 2, 1]
+    assert strategy.narrow(8) is strategy and strategy.narrow(2) is strategy.narrow(6)
+    assert four({"model": 4}).n_devices == 1
+    assert four({"x": 2, "y": 2}, rules=[("batch", ("x", "y"))]).n_devices == 4
+
+
+def test_gathered_arrays_are_whole_and_on_the_host():
+    strategy = four(fsdp=True)
+    state = ff.InferenceState(np.int32(3), {"w": np.ones((64, 64), np.float32)}, {})
+    placed = strategy.place(state)
+    assert not placed.params["w"].is_fully_replicated
+    whole = ff.gather({"state": placed, "key": jax.random.key(2), "note": 1})
+    assert isinstance(whole["state"].params["w"], np.ndarray)
+    np.testing.assert_array_equal(whole["state"].params["w"], state.params["w"])
+    assert whole["key"] == jax.random.key(2) and whole["note"] == 1
+
+
+def test_a_model_is_saved_loaded_and_used_under_sharded(tmp_path):
+    model = ff.Model(Net(None), optax.adam(0.01), "mse", strategy=four(fsdp=True))
+    model.fit(X, Y, batch_size=16, verbose=0)
+    model.save(tmp_path)
+    loaded = ff.Model(Net(None), optax.adam(0.01), "mse", strategy=four(fsdp=True))
+    loaded.load(tmp_path)
+    np.testing.assert_allclose(loaded.predict(X), model.predict(X), rtol=1e-6)
+    assert loaded.evaluate(X, Y) == pytest.approx(model.evaluate(X, Y))
