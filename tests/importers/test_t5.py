@@ -369,4 +369,5 @@ def test_what_tensorflow_wrote_is_imported_and_trained_on(T5, written, truth, na
     task = reverse_task(model, optimizer, 64)
     last = ff.TrainLoop(restored, task, stdout=False).run_until(1020)
     losses = [checkpoint.loss for checkpoint in last]
-    assert losses[-1] < losses[0]
+    # Over a whole epoch, of four batches: the made-up statistics allow small steps only.
+    assert sum(losses[-4:]) < sum(losses[:4])
