@@ -1,0 +1,98 @@
+"""Contenders: what is compared, by name, and how each is made."""
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.workloads import Workload
+
+BASE = "hand-written"
+"""The contender that the ratios are to."""
+
+
+class Contender(NamedTuple):
+    """A model in training, under somebody's care."""
+
+    count: Callable[[], int]
+    """The number of parameters; known after the first epoch."""
+    train: Callable[[int], float]
+    """Trains that many epochs more, and returns the mean loss over the last of them."""
+    evaluate: Callable[[], tuple[float, float]] | None = None
+    """The loss and the accuracy on the data that it trains on."""
+    predict: Callable[[], np.ndarray] | None = None
+    """The logits of all examples, in order, on the host."""
+
+
+class Recipe(NamedTuple):
+    """How to make a contender, and where."""
+
+    maker: str
+    """A function `(workload, params) -> Contender` as "module:name"; it alone imports the rival."""
+    options: dict[str, Any] = {}
+    needs: str = ""
+    """The package that must be installed."""
+    is_scan: bool = False
+    """Whether it puts the step into a loop on the device."""
+    spreads: bool = False
+    """Whether it can use several devices."""
+
+
+RECIPES = {
+    BASE: Recipe("benchmarks.hand_written:make", spreads=True),
+    "hand-written, lax.scan": Recipe("benchmarks.hand_written:make", {"scan": True}, is_scan=True),
+    "TrainLoop": Recipe("benchmarks.with_flaxfit:train_loop", spreads=True),
+    "TrainLoop, 32 a call": Recipe(
+        "benchmarks.with_flaxfit:train_loop", {"steps_per_call": 32}, is_scan=True, spreads=True
+    ),
+    "Model.fit": Recipe("benchmarks.with_flaxfit:fit", spreads=True),
+    "Model.fit, 32 a call": Recipe(
+        "benchmarks.with_flaxfit:fit", {"steps_per_execution": 32}, is_scan=True, spreads=True
+    ),
+    "Keras": Recipe("benchmarks.with_keras:make", needs="keras"),
+    "Keras, 32 a call": Recipe(
+        "benchmarks.with_keras:make",
+        {"steps_per_execution": 32, "jit_compile": True},
+        needs="keras",
+    ),
+    "torch": Recipe("benchmarks.with_torch:plain", needs="torch"),
+    "Lightning": Recipe("benchmarks.with_torch:lightning", needs="lightning"),
+}
+
+
+def make(name: str, workload: Workload, params: Any = None, **options: Any) -> Contender:
+    """Makes a contender; with its own initial parameters where none are given."""
+    recipe = RECIPES[name]
+    module, _, function = recipe.maker.partition(":")
+    maker = getattr(importlib.import_module(module), function)
+    return maker(workload, params, **recipe.options, **options)
+
+
+def installed(name: str) -> bool:
+    """Whether what the contender needs is there."""
+    needs = RECIPES[name].needs
+    return not needs or importlib.util.find_spec(needs) is not None
+
+
+class _Terminal(io.TextIOWrapper):
+    """A terminal that nobody looks at."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def unseen_terminal() -> Iterator[None]:
+    """Lets progress bars draw as on a terminal, without showing them."""
+    with (
+        open(os.devnull, "wb") as nowhere,
+        _Terminal(nowhere, encoding="utf-8") as terminal,
+        contextlib.redirect_stdout(terminal),
+        contextlib.redirect_stderr(terminal),
+    ):
+        yield

@@ -1,0 +1,100 @@
+"""Hand-written loops of flax and optax: what anything else can at best be equal to."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks.contenders import Contender
+from benchmarks.linen_models import build, initial_params
+from benchmarks.workloads import Workload
+
+
+def make(
+    workload: Workload, params: Any = None, *, scan: bool = False, n_devices: int = 1
+) -> Contender:
+    """A donating `jit` step over data on the device; or a whole epoch of them under `lax.scan`.
+
+    The rows of a batch come from the host and are gathered within the step; the metrics are added
+    up there, and read once an epoch.
+    """
+    model, optimizer = build(workload), optax.adam(workload.learning_rate)
+    mesh = Mesh(np.array(jax.devices()[:n_devices]), ("batch",))
+    whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("batch",)))
+    zeros = {name: np.zeros((), np.float32) for name in ("loss", "correct", "n")}
+    params = initial_params(workload) if params is None else params
+    state = jax.device_put((params, jax.jit(optimizer.init)(params)), whole)
+    data = jax.device_put((workload.x, workload.y), whole)
+
+    def measure(params, x, y):
+        logits = model.apply({"params": params}, x)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+        sums = {
+            "loss": losses.sum(),
+            "correct": (logits.argmax(-1) == y).sum(dtype=jnp.float32),
+            "n": jnp.float32(y.size),
+        }
+        return losses.mean(), sums
+
+    def take(data, rows):
+        return [array.at[rows].get(mode="promise_in_bounds") for array in data]
+
+    def update(carry, data, rows):
+        (params, opt_state), totals = carry
+        (_, sums), grads = jax.value_and_grad(measure, has_aux=True)(params, *take(data, rows))
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        totals = jax.tree.map(jnp.add, totals, sums)
+        return (optax.apply_updates(params, updates), opt_state), totals
+
+    def update_many(carry, data, rows):
+        return jax.lax.scan(lambda c, r: (update(c, data, r), None), carry, rows)[0]
+
+    compile = partial(jax.jit, donate_argnums=0)
+    if n_devices > 1:
+        compile = partial(compile, in_shardings=(whole, whole, split), out_shardings=whole)
+    step = compile(update_many if scan else update)
+    rows = np.arange(len(workload.x), dtype=np.int32).reshape(-1, workload.batch_size)
+    carry = [(state, jax.device_put(zeros, whole))]
+
+    def train(epochs: int) -> float:
+        for _ in range(epochs):
+            state, _ = carry[0]
+            carry[0] = state, jax.device_put(zeros, whole)
+            if scan:
+                carry[0] = step(carry[0], data, rows)
+            else:
+                for i, batch in enumerate(rows):
+                    carry[0] = step(carry[0], data, batch)
+                    # Collectives of a CPU must not pile up.
+                    if n_devices > 1 and i % 8 == 0:
+                        jax.block_until_ready(carry[0])
+            totals = jax.device_get(carry[0][1])
+        return float(totals["loss"] / totals["n"])
+
+    @jax.jit
+    def add_measured(params, totals, data, rows):
+        return jax.tree.map(jnp.add, totals, measure(params, *take(data, rows))[1])
+
+    @jax.jit
+    def forward(params, x, rows):
+        return model.apply({"params": params}, take([x], rows)[0])
+
+    def evaluate() -> tuple[float, float]:
+        totals = zeros
+        for batch in rows:
+            totals = add_measured(carry[0][0][0], totals, data, batch)
+        totals = jax.device_get(totals)
+        return float(totals["loss"] / totals["n"]), float(totals["correct"] / totals["n"])
+
+    def predict() -> np.ndarray:
+        outputs = [forward(carry[0][0][0], data[0], batch) for batch in rows]
+        return np.concatenate(jax.device_get(outputs))
+
+    def count() -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+    return Contender(count, train, evaluate, predict)

@@ -1,0 +1,108 @@
+"""The networks in linen, whose names of parameters the other rivals go by."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from benchmarks.workloads import Workload
+
+
+class MLP(nn.Module):
+    n_classes: int
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        # One at a time: layers are numbered as they are made.
+        x = nn.relu(nn.Dense(self.width)(x))
+        return nn.Dense(self.n_classes)(x)
+
+
+class CNN(nn.Module):
+    n_classes: int
+    first: int
+    second: int
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        for features in (self.first, self.second):
+            x = nn.relu(nn.Conv(features, (3, 3))(x))
+            x = nn.avg_pool(x, (2, 2), strides=(2, 2))
+        x = nn.relu(nn.Dense(self.width)(x.reshape(len(x), -1)))
+        return nn.Dense(self.n_classes)(x)
+
+
+class Transformer(nn.Module):
+    n_classes: int
+    width: int
+    n_layers: int
+    n_heads: int
+    length: int
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Embed(self.n_classes, self.width)(x)
+        x = x + nn.Embed(self.length, self.width)(jnp.arange(self.length))
+        causal = nn.make_causal_mask(jnp.ones((1, self.length)))
+        for _ in range(self.n_layers):
+            attention = nn.MultiHeadDotProductAttention(self.n_heads)
+            x = x + attention(nn.LayerNorm()(x), mask=causal)
+            hidden = nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x)))
+            x = x + nn.Dense(self.width)(hidden)
+        return nn.Dense(self.n_classes)(nn.LayerNorm()(x))
+
+
+class Recommender(nn.Module):
+    n_classes: int
+    n_ids: int
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        user = nn.Embed(self.n_ids, self.width)(x[:, 0])
+        item = nn.Embed(self.n_ids, self.width)(x[:, 1])
+        x = jnp.concatenate([user, item, user * item], axis=-1)
+        x = nn.relu(nn.Dense(2 * self.width)(x))
+        return nn.Dense(self.n_classes)(x)
+
+
+class Leaves(nn.Module):
+    n_classes: int
+    n_leaves: int
+
+    @nn.compact
+    def __call__(self, x):
+        normal = nn.initializers.normal(0.01)
+        shape = (self.n_classes,)
+        rows = [self.param(f"leaf_{i}", normal, shape) for i in range(self.n_leaves)]
+        return x * jnp.stack(rows).sum(axis=0)
+
+
+_MODULES = {
+    "mlp": MLP,
+    "cnn": CNN,
+    "transformer": Transformer,
+    "recommender": Recommender,
+    "leaves": Leaves,
+}
+
+
+def build(workload: Workload) -> nn.Module:
+    """The network of a workload."""
+    return _MODULES[workload.name](workload.n_classes, *workload.sizes)
+
+
+def initial_params(workload: Workload) -> Any:
+    """The parameters that every rival starts from, as NumPy arrays."""
+    init = jax.jit(build(workload).init)
+    return jax.tree.map(np.asarray, init(jax.random.key(0), workload.x[:1])["params"])
+
+
+def by_path(params: Any) -> dict[str, np.ndarray]:
+    """The parameters by path, such as "Dense_0/kernel"."""
+    leaves, _ = jax.tree.flatten_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}

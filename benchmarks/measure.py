@@ -1,0 +1,167 @@
+"""Measuring: contenders in turn, round after round, after a check that they do the same work."""
+
+import dataclasses
+import gc
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import contenders as contenders_
+from benchmarks.contenders import BASE, RECIPES, Contender
+from benchmarks.linen_models import initial_params
+from benchmarks.workloads import Workload
+
+QUANTITIES = ("step", "evaluate", "predict")
+_LOSS_TOLERANCE = 1e-3
+_LOGIT_TOLERANCE = 1e-2
+
+
+@dataclasses.dataclass
+class Measurement:
+    """One quantity of several contenders, measured in the same rounds."""
+
+    model: str
+    quantity: str
+    unit: str
+    values: dict[str, list[float]]
+    """By contender, one of each round."""
+    losses: dict[str, float]
+    n_devices: int = 1
+    load: float = 0.0
+    """How many processes wanted a core at the end: above the number of cores, distrust it all."""
+
+    def ratio(self, name: str, base: str = BASE) -> float | None:
+        """The median over the rounds of the ratio to the base; None where that was not measured."""
+        if base not in self.values or name not in self.values:
+            return None
+        pairs = zip(self.values[name], self.values[base], strict=True)
+        return statistics.median(a / b for a, b in pairs)
+
+
+def measure(
+    workload: Workload,
+    names: Iterable[str],
+    *,
+    quantities: Iterable[str] = QUANTITIES,
+    rounds: int,
+    n_devices: int = 1,
+) -> list[Measurement]:
+    """Microseconds per training step, and per example evaluated or predicted.
+
+    Raises:
+      SystemExit: the contenders do not do the same work, so that the times would compare nothing.
+    """
+    names = [name for name in names if _can_run(name, workload, n_devices)]
+    options = {"n_devices": n_devices} if n_devices > 1 else {}
+    params = initial_params(workload)
+    with contenders_.unseen_terminal():
+        contenders = {name: contenders_.make(name, workload, params, **options) for name in names}
+        losses = {name: contender.train(1) for name, contender in contenders.items()}
+        check(contenders, losses)
+        return [
+            Measurement(
+                workload.name if workload.name != "leaves" else f"leaves-{workload.sizes[0]}",
+                quantity,
+                unit,
+                _rounds(blocks, n, rounds),
+                losses,
+                n_devices,
+                os.getloadavg()[0],
+            )
+            for quantity, unit, blocks, n in _blocks(workload, contenders)
+            if quantity in quantities
+        ]
+
+
+def check(contenders: dict[str, Contender], losses: dict[str, float]) -> None:
+    """Ends the program unless all have come as far, with as many parameters."""
+    counts = {name: contender.count() for name, contender in contenders.items()}
+    if len(set(counts.values())) > 1:
+        raise SystemExit(f"The numbers of parameters disagree: {counts}")
+    check_losses(losses, _LOSS_TOLERANCE)
+    measured = {name: each.evaluate()[0] for name, each in contenders.items() if each.evaluate}
+    check_losses(measured, _LOSS_TOLERANCE)
+    logits = {name: each.predict() for name, each in contenders.items() if each.predict}
+    first = next(iter(logits.values()), np.zeros(1))
+    for name, each in logits.items():
+        far = np.abs(each - first).mean() / np.abs(first).mean()
+        if each.shape != first.shape or not far <= _LOGIT_TOLERANCE:
+            raise SystemExit(
+                f"The predictions of {name} are off those of {next(iter(logits))} by {far:.1e} of "
+                "their size, so the times compare nothing."
+            )
+
+
+def check_losses(losses: dict[str, float], tolerance: float) -> None:
+    """Ends the program unless the losses agree to that part of them."""
+    low, high = min(losses.values()), max(losses.values())
+    if not high - low <= tolerance * abs(low):
+        raise SystemExit(f"The losses disagree, so the times compare nothing: {losses}")
+
+
+def _can_run(name: str, workload: Workload, n_devices: int) -> bool:
+    recipe = RECIPES[name]
+    if n_devices > 1 and (not recipe.spreads):
+        return False
+    if workload.name == "leaves":
+        return recipe.maker.endswith(("hand_written:make", "flaxfit:train_loop"))
+    # XLA's loops on a CPU run the gradients of convolutions an order of magnitude slower.
+    return not (recipe.is_scan and workload.name == "cnn" and jax.default_backend() == "cpu")
+
+
+def _blocks(
+    workload: Workload, contenders: dict[str, Contender]
+) -> list[tuple[str, str, dict[str, Callable[[], Any]], int]]:
+    """What to time: the quantity, its unit, a function for each contender, the units in a call."""
+    epochs, n_examples = workload.epochs, len(workload.x)
+
+    def train(contender: Contender) -> Callable[[], Any]:
+        return lambda: contender.train(epochs)
+
+    def repeat(call: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: [call() for _ in range(epochs)]
+
+    # How many steps a call takes matters to training alone.
+    users = {name: each for name, each in contenders.items() if not RECIPES[name].options}
+    n = epochs * n_examples
+    return [
+        (
+            "step",
+            "us per step",
+            {name: train(each) for name, each in contenders.items()},
+            epochs * workload.n_steps,
+        ),
+        (
+            "evaluate",
+            "us per example",
+            {name: repeat(each.evaluate) for name, each in users.items() if each.evaluate},
+            n,
+        ),
+        (
+            "predict",
+            "us per example",
+            {name: repeat(each.predict) for name, each in users.items() if each.predict},
+            n,
+        ),
+    ]
+
+
+def _rounds(blocks: dict[str, Callable[[], Any]], n: int, rounds: int) -> dict[str, list[float]]:
+    """Microseconds per unit by contender; the order within a round is drawn anew each time."""
+    values: dict[str, list[float]] = {name: [] for name in blocks}
+    order = random.Random(0)
+    for i in range(rounds + 1):
+        for name in order.sample(list(blocks), len(blocks)):
+            gc.collect()
+            began = time.perf_counter()
+            blocks[name]()
+            seconds = time.perf_counter() - began
+            if i:  # The first round still warms up.
+                values[name].append(seconds / n * 1e6)
+    return values

@@ -1,0 +1,80 @@
+"""Reporting: measurements as Markdown tables and as JSON."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders import BASE
+from benchmarks.measure import Measurement
+
+_PACKAGES = ("flaxfit", "jax", "jaxlib", "flax", "optax", "numpy", "keras", "torch", "lightning")
+
+
+def table(measurement: Measurement) -> str:
+    """A Markdown table, with the ratios to the hand-written loop and to Keras."""
+    title = f"{measurement.model}: {measurement.quantity}"
+    if measurement.n_devices > 1:
+        title += f", {measurement.n_devices} devices"
+    lines = [
+        f"### {title}",
+        "",
+        f"| contender | {measurement.unit} | least | x {BASE} | x Keras |",
+        "| --- | --: | --: | --: | --: |",
+    ]
+    for name, values in measurement.values.items():
+        ratios = [measurement.ratio(name, base) for base in (BASE, "Keras")]
+        cells = [
+            name,
+            _number(statistics.median(values)),
+            _number(min(values)),
+            *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def write(
+    path: str | os.PathLike[str], measurements: Iterable[Measurement], **settings: Any
+) -> None:
+    """Writes all values of all rounds, with what they were measured on."""
+    content = {
+        "environment": environment(),
+        "settings": settings,
+        "measurements": [dataclasses.asdict(measurement) for measurement in measurements],
+    }
+    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read(path: str | os.PathLike[str]) -> list[Measurement]:
+    """The measurements in a file."""
+    content = json.loads(Path(path).read_text(encoding="utf-8"))
+    return [Measurement(**fields) for fields in content["measurements"]]
+
+
+def environment() -> dict[str, Any]:
+    """The machine and the versions."""
+    import jax
+
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "n_cores": os.cpu_count(),
+        "device": jax.devices()[0].device_kind,
+        "versions": versions,
+    }
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"

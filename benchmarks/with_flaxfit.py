@@ -1,0 +1,91 @@
+"""flaxfit: TrainLoop and Model.fit, both with their progress bars."""
+
+from typing import Any
+
+import jax
+import optax
+
+import flaxfit as ff
+from benchmarks.contenders import Contender
+from benchmarks.linen_models import build
+from benchmarks.workloads import Workload
+
+
+def train_loop(
+    workload: Workload, params: Any = None, *, steps_per_call: Any = 1, n_devices: int = 1
+) -> Contender:
+    """A TrainLoop with a metric, a bar and a callback, and a checkpoint each epoch."""
+    model, optimizer = build(workload), optax.adam(workload.learning_rate)
+    stream = ff.ArrayStream(workload.x, workload.y, batch_size=workload.batch_size)
+    task = ff.TrainTask(model.apply, optimizer, "crossentropy", stream, ["accuracy"])
+    seen = []
+    loop = ff.TrainLoop(
+        model.init if params is None else ff.TrainState.create(optimizer, {"params": params}),
+        task,
+        0,
+        n_steps_per_checkpoint=workload.n_steps,
+        first_checkpoint=workload.n_steps,
+        devices=jax.devices()[:n_devices],
+        steps_per_call=steps_per_call,
+        callbacks=[lambda checkpoint: seen.append(checkpoint.step), ff.callbacks.ProgressBar()],
+        grad_norm=False,
+    )
+    evaluator = ff.EvalLoop(
+        ff.EvalTask(model.apply, task.metrics, stream.one_epoch(), loss=task.loss),
+        strategy=loop.strategy,
+    )
+
+    def train(epochs: int) -> float:
+        for checkpoint in loop.run(epochs * workload.n_steps):
+            loss = checkpoint.loss
+        return loss
+
+    def evaluate() -> tuple[float, float]:
+        metrics = evaluator.measure(loop.state)
+        return metrics["loss"], metrics["accuracy"]
+
+    return Contender(lambda: _count(loop.state.params), train, evaluate)
+
+
+def fit(
+    workload: Workload, params: Any = None, *, steps_per_execution: Any = 1, n_devices: int = 1
+) -> Contender:
+    """`Model.fit`, `evaluate` and `predict`."""
+    network: Any = build(workload)
+    if params is not None:
+        network = (lambda rngs, x: {"params": params}, network.apply)
+    model = ff.Model(
+        network,
+        optax.adam(workload.learning_rate),
+        "crossentropy",
+        metrics=["accuracy"],
+        strategy=ff.strategies.DataParallel(jax.devices()[:n_devices]),
+    )
+    x, y, batch_size = workload.x, workload.y, workload.batch_size
+
+    def train(epochs: int) -> float:
+        history = model.fit(
+            x,
+            y,
+            batch_size=batch_size,
+            epochs=epochs,
+            shuffle=False,
+            steps_per_execution=steps_per_execution,
+            verbose=1,
+        )
+        return history["loss"][-1]
+
+    def evaluate() -> tuple[float, float]:
+        metrics = model.evaluate(x, y, batch_size=batch_size)
+        return metrics["loss"], metrics["accuracy"]
+
+    return Contender(
+        lambda: _count(model.state.params),
+        train,
+        evaluate,
+        lambda: model.predict(x, batch_size=batch_size),
+    )
+
+
+def _count(params: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
