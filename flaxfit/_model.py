@@ -478,7 +478,7 @@ class Model:
         return display.start_line(
             type(self.module).__name__,
             n_params=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
-            n_devices=self.strategy.n_devices,
+            n_devices=len(self.strategy.devices),
             platform=jax.default_backend(),
             batch_size=getattr(stream, "batch_size", None),
             n_train=getattr(stream, "n_examples", None),

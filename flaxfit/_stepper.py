@@ -11,12 +11,13 @@ import numpy as np
 
 from flaxfit import _totals
 from flaxfit._batch import Batch, n_examples, normalize
+from flaxfit._cost import count_flops, memory_of
 from flaxfit._feed import Feed, Portion, stack_batches
 from flaxfit._inspect import inspect, shapes_of
 from flaxfit._interrupt import Interrupts
 from flaxfit._optimizer_axes import with_optimizer
 from flaxfit._state import TrainState
-from flaxfit._step import compute, more_sums
+from flaxfit._step import compute, make_train_step, more_sums
 from flaxfit._task import TrainTask
 from flaxfit._update import make_update
 from flaxfit.data import as_stream
@@ -51,7 +52,7 @@ class Stepper:
         self.executables: dict[Any, Callable[..., Any]] = {}
         self.is_preparing = False
         """Whether it inspects the first batch or compiles, which may take long."""
-        self.input_shapes: Any = None
+        self.batch_shapes: Batch | None = None
         self.norms: tuple[str, ...] = ()
         self.state: Any = None
         self._options = {"grad_norm": grad_norm, "keep_grads": keep_grads}
@@ -120,6 +121,7 @@ class Stepper:
         self._totals: Any = _totals.zero_totals(self._sums)
         self.grads: Any = None
         self.n_completed = 0
+        self.n_examples = 0
         self._known_metrics: dict[str, Any] = {}
         self.compile_time = 0.0
         self.inspection_time = 0.0
@@ -232,7 +234,7 @@ class Stepper:
 
     def _dispatch(self, portions: list[Portion]) -> jax.Array:
         """Runs the compiled update. What was fetched is let go once the new state is stored."""
-        strategy, batch, is_weighted, signature = portions[0]
+        strategy, batch, _, _, signature = portions[0]
         n = len(portions)
         if n > 1:
             batch = stack_batches([portion.batch for portion in portions])
@@ -254,21 +256,14 @@ class Stepper:
         self.state, self._totals, self.grads = state, totals, grads
         self.step += n
         self.n_completed += n
+        self.n_examples += sum(portion.n_examples for portion in portions)
         del self._fetched[:n]
         return token
 
     def _compile(self, portions: list[Portion], arguments: tuple[Any, ...]) -> Any:
         began, self.is_preparing = time.perf_counter(), True
-        strategy, batch, is_weighted, signature = portions[0]
-        update = make_update(
-            self.task,
-            axis_name=strategy.axis_name,
-            n_steps=len(portions),
-            skip_empty=is_weighted,
-            norms=self.norms,
-            **self._options,
-        )
-        update = strategy.compile(update, arguments, n_donated=2)
+        strategy, batch = portions[0].strategy, portions[0].batch
+        update = self._build(portions[0], arguments, n_steps=len(portions))
         seconds = time.perf_counter() - began
         self.compile_time += seconds
         self.is_preparing = False
@@ -277,14 +272,54 @@ class Stepper:
             shapes = [shapes[0] + leaf.shape[1:] for leaf in jax.tree.leaves(self._resident[:2])]
         self._say(
             f"compiled the training step {'again ' * bool(self.executables)}in {seconds:.1f}s, for "
-            f"batches of {', '.join(map(str, shapes))} on {strategy.n_devices} device(s)"
+            f"batches of {', '.join(map(str, shapes))} on {len(strategy.devices)} device(s)"
         )
         return update
+
+    def _build(self, portion: Portion, arguments: tuple[Any, ...], *, n_steps: int) -> Any:
+        update = make_update(
+            self.task,
+            axis_name=portion.strategy.axis_name,
+            n_steps=n_steps,
+            skip_empty=portion.is_weighted,
+            norms=self.norms,
+            **self._options,
+        )
+        return portion.strategy.compile(update, arguments, n_donated=2)
+
+    def count_flops(self, n: int | None) -> float:
+        """The operations of a step on `n` examples, on all devices together."""
+        step = make_train_step(self.task)
+        return count_flops(
+            self.strategy.bind(step), shapes_of(self.state), shapes_of(self._batch_of(n))
+        )
+
+    def count_bytes(self, n: int | None) -> int:
+        """The memory of a step on `n` examples, on each device; compiles it, and runs nothing."""
+        batch = self._batch_of(n)
+        feed = Feed(
+            self.strategy,
+            pad=self._feed is not None and self._feed.pad,
+            why_not="the task or its loss does not allow it",
+            size=n_examples(batch),
+            parts=self.task.accumulate,
+        )
+        portion = feed(batch)
+        arguments = (self.state, self._totals, portion.strategy.split(portion.batch))
+        return memory_of(self._build(portion, arguments, n_steps=1))
+
+    def _batch_of(self, n: int | None) -> Batch:
+        """A batch of `n` examples, all zeros: memory that is taken only where it is written to."""
+        if self._feed is None:
+            self.first_batch()
+            self._portion(self._fetched[0])
+        n = n or self._batch_size
+        return jax.tree.map(lambda x: np.zeros((n, *x.shape[1:]), x.dtype), self.batch_shapes)
 
     def _make_feed(self, item: Any) -> Feed:
         """Looks at the first batch: the sums that it gives, and whether batches can be padded."""
         batch = normalize(self._examples(item))
-        self.input_shapes = shapes_of(batch.inputs)
+        self.batch_shapes = shapes_of(batch)
         whole = self.stream.whole() if hasattr(self.stream, "whole") else None
         data = None if whole is None else normalize(whole)
         self._resident = self.strategy.place(data) if self._gathers else None

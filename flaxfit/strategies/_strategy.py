@@ -1,6 +1,6 @@
 """Strategy: what the loop asks of the devices. It sees functions and pytrees, never tasks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 
@@ -13,6 +13,11 @@ class Strategy(Protocol):
     >>> from flaxfit.strategies import DataParallel
     >>> strategy: Strategy = DataParallel()
     """
+
+    @property
+    def devices(self) -> Sequence[Any]:
+        """The devices that it computes on."""
+        ...
 
     @property
     def axis_name(self) -> str | None:
