@@ -75,9 +75,12 @@ def faults(n_kills: int, n_damages: int, chance: random.Random) -> int:
             while result is None:
                 if damages and not kills:
                     kills.append(RANDOM)  # What is damaged is a run that was killed.
+                if kills and "restore" in kills[-1] and not folder.exists():
+                    kills.insert(0, kills.pop())  # There is nothing to restore yet.
                 fault = kills[-1] if kills else None
                 after = chance.uniform(0, seconds) if fault == RANDOM else None
-                trap = (INSTANTS[fault], chance.randint(1, 3)) if fault in INSTANTS else None
+                n = 1 if fault and "restore" in fault else chance.randint(1, 3)
+                trap = (INSTANTS[fault], n) if fault in INSTANTS else None
                 result, code = trainer.run(folder.name, after=after, trap=trap)
                 if code == -signal.SIGKILL:
                     suffered.append(kills.pop())
