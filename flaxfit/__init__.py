@@ -11,9 +11,13 @@ from flaxfit._batch import Batch as Batch
 from flaxfit._checkpoint import Checkpoint as Checkpoint
 from flaxfit._evaluate import EvalLoop as EvalLoop
 from flaxfit._history import History as History
+from flaxfit._initialize import initialize as initialize
 from flaxfit._loop import EndOfData as EndOfData
 from flaxfit._loop import TrainLoop as TrainLoop
 from flaxfit._model import Model as Model
+from flaxfit._processes import is_main as is_main
+from flaxfit._processes import process_count as process_count
+from flaxfit._processes import process_index as process_index
 from flaxfit._state import InferenceState as InferenceState
 from flaxfit._state import TrainState as TrainState
 from flaxfit._state import init_state as init_state

@@ -8,7 +8,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "flaxfit"
 LAYERS = (
-    {"_rules", "_batch", "_arrays", "_chart", "_display", "_interrupt", "_monitor"}
+    {"_processes", "launch"},
+    {"_initialize"}
+    | {"_rules", "_batch", "_arrays", "_chart", "_cost", "_display", "_interrupt", "_monitor"}
     | {"_precision", "_totals"},
     {"_axes", "_state_dict"},
     {"_inference_state", "_optimizer_axes"},

@@ -30,9 +30,13 @@ PUBLIC = {
         "TrainTask",
         "gather",
         "init_state",
+        "initialize",
+        "is_main",
         "make_eval_step",
         "make_predict_step",
         "make_train_step",
+        "process_count",
+        "process_index",
         "step_key",
     ),
     "flaxfit.callbacks": (
@@ -103,6 +107,7 @@ PUBLIC = {
         "restore_from_t5",
         "t5_translator",
     ),
+    "flaxfit.launch": ("main",),
     "flaxfit.losses": (
         "binary_crossentropy",
         "check_loss_shape",

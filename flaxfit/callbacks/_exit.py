@@ -7,6 +7,8 @@ import threading
 import traceback
 from typing import NoReturn
 
+from flaxfit._initialize import PEER_FAILED
+
 
 class ExitCode(enum.IntEnum):
     """The exit codes of a process that a callback has ended; others mean what they always do.
@@ -21,6 +23,8 @@ class ExitCode(enum.IntEnum):
     """A signal asked to end, but no step or save came to its end in the time of grace."""
     HUNG = 87
     """No step came to its end in the time that `Watchdog` allows."""
+    PEER_FAILED = PEER_FAILED
+    """Another process of the run has failed; `initialize` ends them together."""
 
 
 def end_with_stacks(code: ExitCode, reason: str) -> NoReturn:

@@ -1,0 +1,103 @@
+"""The launcher: several processes on one machine start, speak, fail and end together."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from flaxfit import launch
+
+ROOT = Path(__file__).parents[1]
+READ_FOR_EVER = "import os\nos.read(os.pipe()[0], 1)\n"
+
+
+def run(capfd, *arguments):
+    code = launch.main([*arguments])
+    captured = capfd.readouterr()
+    return code, sorted(captured.out.splitlines()), captured.err
+
+
+def script(tmp_path, text):
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_each_process_is_told_which_one_it_is(capfd, tmp_path):
+    path = script(
+        tmp_path,
+        "import os, sys\n"
+        "number = os.environ['FLAXFIT_PROCESS_ID'] + '/' + os.environ['FLAXFIT_NUM_PROCESSES']\n"
+        "print(number, os.environ['JAX_NUM_CPU_DEVICES'], sys.argv[1:])\n",
+    )
+    code, lines, _ = run(capfd, "-n", "2", "--cpu-devices", "3", path, "--lr", "0.1")
+    assert code == 0
+    assert lines == ["[0] 0/2 3 ['--lr', '0.1']", "[1] 1/2 3 ['--lr', '0.1']"]
+
+
+def test_all_are_given_one_address_of_this_machine_alone(capfd, tmp_path):
+    path = script(tmp_path, "import os\nprint(os.environ['FLAXFIT_COORDINATOR_ADDRESS'])\n")
+    _, lines, _ = run(capfd, "-n", "2", path)
+    first, second = (line.split()[1] for line in lines)
+    assert first == second and first.startswith("127.0.0.1:")
+
+
+def test_when_one_fails_the_others_are_killed_and_its_code_is_returned(capfd, tmp_path):
+    fails = "import os, sys\nif os.environ['FLAXFIT_PROCESS_ID'] == '1': sys.exit(7)\n"
+    code, _, messages = run(
+        capfd, "-n", "3", "--grace", "0.2", script(tmp_path, fails + READ_FOR_EVER)
+    )
+    assert code == 7
+    assert "process 1 has ended with code 7" in messages
+    assert "killing process 0, 2, which did not end within 0.2 s" in messages
+
+
+def test_the_code_of_a_killed_process_is_that_of_a_shell(capfd, tmp_path):
+    path = script(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    code, _, messages = run(capfd, "-n", "1", path)
+    assert code == 128 + signal.SIGKILL
+    assert "process 0 has ended with code -9 (SIGKILL)" in messages
+
+
+def test_a_failed_run_starts_again_as_often_as_it_may(capfd, tmp_path):
+    path = script(
+        tmp_path,
+        "import os, sys\n"
+        "attempt = int(os.environ['FLAXFIT_ATTEMPT'])\n"
+        "print('attempt', attempt)\n"
+        "sys.exit(3 if attempt < 2 else 0)\n",
+    )
+    code, lines, messages = run(capfd, "-n", "1", "--restarts", "2", path)
+    assert code == 0
+    assert lines == ["[0] attempt 0", "[0] attempt 1", "[0] attempt 2"]
+    assert "starting all processes again (2 of 2)" in messages
+    assert run(capfd, "-n", "1", "--restarts", "1", path)[0] == 3
+
+
+def test_a_launcher_that_is_told_to_end_tells_its_processes_and_does_not_restart(tmp_path):
+    path = script(
+        tmp_path,
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(85))\n"
+        "print('ready')\n" + READ_FOR_EVER,
+    )
+    command = [sys.executable, "-m", "flaxfit.launch", "-n", "2", "--restarts", "5", path]
+    launcher = subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert launcher.stdout is not None
+        ready = sorted(launcher.stdout.readline() for _ in range(2))
+        launcher.send_signal(signal.SIGTERM)
+        _, messages = launcher.communicate(timeout=60)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert ready == ["[0] ready\n", "[1] ready\n"]
+    assert launcher.returncode == 85
+    assert "received SIGTERM" in messages and "starting" not in messages
