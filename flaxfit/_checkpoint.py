@@ -32,6 +32,8 @@ class Checkpoint:
     """Means over the examples since the previous checkpoint, and what callbacks added."""
     n_completed_steps: int = 0
     """How many updates were done since the previous checkpoint."""
+    n_examples: int = 0
+    """How many examples were trained on since the previous checkpoint."""
     elapsed_time: float = 0.0
     """Seconds of training since the previous checkpoint, compilation excluded."""
     compile_time: float = 0.0

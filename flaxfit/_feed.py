@@ -19,6 +19,8 @@ class Portion(NamedTuple):
     batch: Batch
     is_weighted: bool
     """Whether the weights are the user's, and so may all be zero."""
+    n_examples: int
+    """How many there are, without padding."""
     signature: Hashable
     """The number of devices, the shapes and the dtypes: batches that share it share a program."""
 
@@ -69,7 +71,8 @@ class Feed:
             raise ValueError(self._cannot_split(n))
         elif n % n_devices:
             strategy = self.strategy.narrow(n)
-        return Portion(strategy, batch, is_weighted, self._signature(strategy, batch, is_weighted))
+        signature = self._signature(strategy, batch, is_weighted)
+        return Portion(strategy, batch, is_weighted, n, signature)
 
     def _weights(self, n: int, weights: Any) -> np.ndarray:
         if weights is not None:
@@ -100,11 +103,12 @@ class Feed:
 
     def _cannot_split(self, n: int) -> str:
         divisor = self.strategy.n_devices * self._parts
+        sizes = [size for size in (n - n % divisor, n + divisor - n % divisor) if size]
         fewer = "or fewer devices" if self._parts == 1 else "fewer devices, or accumulate less"
         return (
             f"Cannot split a batch of {n} examples over {self._division()} "
             f"({n} % {divisor} = {n % divisor}), nor pad it: {self._why_not}. Use a batch size of "
-            f"{n - n % divisor or divisor} or {n + divisor - n % divisor}, {fewer}."
+            f"{' or '.join(map(str, sizes))}, {fewer}."
         )
 
     def _announce(self, n: int, size: int) -> None:

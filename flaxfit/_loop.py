@@ -104,6 +104,7 @@ class TrainLoop:
             ).inputs
 
         self._phase = ""
+        self._is_finishing = False
         shardings = getattr(self.strategy, "shardings", None)
         beginning = start(init, self.task, rnkey, sample, self.say, shardings)
         self.start = beginning.checkpoint
@@ -255,7 +256,7 @@ class TrainLoop:
     def data(self, data: Any) -> None:
         self._stepper.set_data(data)
         self._due = None
-        self.stopped = False
+        self.stopped = self._is_finishing = False
 
     @property
     def callbacks(self) -> Any:
@@ -279,7 +280,42 @@ class TrainLoop:
     @property
     def input_shapes(self) -> Any:
         """The shapes and dtypes of the inputs of the first batch trained on; None before."""
-        return self._stepper.input_shapes
+        batch = self._stepper.batch_shapes
+        return None if batch is None else batch.inputs
+
+    def step_flops(self, batch_size: int | None = None) -> float:
+        """The floating-point operations of one step on all devices, as XLA counts them.
+
+        Of the step as it is written, before it is compiled. What runs in a `while` loop counts
+        once, what runs in a kernel that XLA cannot look into not at all; so `nan` or a number
+        that is too low may come back for such a model.
+
+        Args:
+          batch_size: examples in the step; None: those of a regular batch of the data.
+        """
+        return self._stepper.count_flops(batch_size)
+
+    def step_memory(self, batch_size: int | None = None) -> int:
+        """The bytes that one step needs on each device, by XLA's plan for it.
+
+        The step is compiled, but not run: no batch is too large to be asked about. Not counted
+        are data that is kept on the devices, and the next two batches on their way there.
+
+        >>> import numpy as np, optax
+        >>> x = np.ones((8, 1), np.float32)
+        >>> task = TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", (x, x))
+        >>> init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
+        >>> loop = TrainLoop(init, task, 0, stdout=False)
+        >>> loop.step_memory(4096) > loop.step_memory(64)
+        True
+
+        Args:
+          batch_size: examples in the step; None: those of a regular batch of the data.
+
+        Raises:
+          ValueError: the backend does not tell, or several processes share the step.
+        """
+        return self._stepper.count_bytes(batch_size)
 
     def restore(self, state: TrainState | Checkpoint) -> None:
         """Goes on from another state; a checkpoint brings its data position along."""
@@ -315,6 +351,27 @@ class TrainLoop:
             return self._last.replace(state=self.state)
         return self._make_checkpoint(between=True).replace(last_grads=None)
 
+    def finish(self) -> None:
+        """Ends the run with the step that is being taken, whatever `n_steps` says.
+
+        That step yields a checkpoint with `stop=True`, the last one. Callable from anywhere: a
+        watcher, a callback, another thread, or the `for` over the loop, where no step is being
+        taken and no further checkpoint comes.
+
+        >>> import numpy as np, optax
+        >>> x = np.ones((8, 1), np.float32)
+        >>> task = TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", (x, x))
+        >>> init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
+        >>> loop = TrainLoop(init, task, 0, n_steps=10, n_steps_per_checkpoint=5, stdout=False)
+        >>> loop.watchers.append(lambda step: loop.finish() if step == 3 else None)
+        >>> [(checkpoint.step, checkpoint.stop) for checkpoint in loop]
+        [(1, False), (3, True)]
+        """
+        if self._phase or self.n_completed_steps:
+            self._is_finishing = True
+        else:
+            self.stopped = True
+
     def close(self) -> None:
         """Closes the callbacks, all of them; iteration that comes to its end does so by itself."""
         with contextlib.ExitStack() as stack:
@@ -335,12 +392,14 @@ class TrainLoop:
         stepper = self._stepper
         with stepper.interrupts.watched(), self._timed():
             while self._due is None and stepper.step < stop() and not stepper.ended:
+                if self._is_finishing and stepper.n_completed:
+                    break
                 n = self.steps_per_call
                 if stepper.advance(n if stepper.step + n <= stop() else 1):
                     for watch in self.watchers:
                         watch(stepper.step)
             if self._due is None and stepper.n_completed:
-                checkpoint = self._make_checkpoint()
+                checkpoint = self._make_checkpoint().replace(stop=self._is_finishing)
                 stepper.interrupts.hold()
                 self._due = (checkpoint, list(self.callbacks))
                 self._reset()
@@ -358,6 +417,9 @@ class TrainLoop:
                 del waiting[0]
                 self._due = (checkpoint, waiting)
         self._due = None
+        if self._is_finishing:  # A callback may have said so just now.
+            checkpoint = checkpoint.replace(stop=True)
+        self._is_finishing = False
         self._last = checkpoint.replace(state=None, last_grads=None)
         self.stopped = checkpoint.stop
         return checkpoint
@@ -373,6 +435,7 @@ class TrainLoop:
             state=state,
             metrics=metrics,
             n_completed_steps=stepper.n_completed,
+            n_examples=stepper.n_examples,
             elapsed_time=seconds - stepper.compile_time - stepper.inspection_time,
             compile_time=stepper.compile_time,
             data_state=get_position() if get_position else None,

@@ -1,0 +1,74 @@
+"""What a training step costs, by XLA's own analysis: operations, and memory on a device."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+
+
+def count_flops(function: Callable[..., Any], *shapes: Any) -> float:
+    """The floating-point operations of a function, without compiling or running it.
+
+    Counted is the program as it was written, before the compiler changes it. XLA counts the body
+    of a loop once; that of a `scan`, whose length is known, counts as often as it runs here. A
+    kernel that XLA cannot look into counts nothing.
+
+    >>> import jax.numpy as jnp
+    >>> x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    >>> count_flops(lambda x: x @ x, x)
+    8192.0
+    """
+    return _flops(jax.make_jaxpr(function)(*shapes))
+
+
+def _flops(program: ClosedJaxpr) -> float:
+    return _counted_once(program) + sum(
+        scan.params["length"] * _flops(scan.params["jaxpr"]) - _counted_once(scan.params["jaxpr"])
+        for scan in _scans(program.jaxpr)
+    )
+
+
+def _counted_once(program: ClosedJaxpr) -> float:
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.in_avals]
+    analysis = jax.jit(jaxpr_as_fun(program)).lower(*shapes).cost_analysis()
+    return float((analysis or {}).get("flops", math.nan))
+
+
+def _scans(program: Jaxpr) -> Iterator[Any]:
+    """The scans of a program, those inside of other scans left out."""
+    for equation in program.eqns:
+        if equation.primitive.name == "scan":
+            yield equation
+            continue
+        for part in jax.tree.leaves(tuple(equation.params.values()), is_leaf=_is_program):
+            if isinstance(part, ClosedJaxpr):
+                yield from _scans(part.jaxpr)
+            elif isinstance(part, Jaxpr):
+                yield from _scans(part)
+
+
+def _is_program(part: Any) -> bool:
+    return isinstance(part, ClosedJaxpr | Jaxpr)
+
+
+def memory_of(compiled: Any) -> int:
+    """The bytes that a compiled program needs on each device: arguments, results, temporaries.
+
+    Raises:
+      ValueError: this backend does not tell.
+    """
+    analysis = compiled.memory_analysis() if hasattr(compiled, "memory_analysis") else None
+    if analysis is None:
+        raise ValueError(
+            "The memory of a step is not known here: the backend does not tell, or several "
+            "processes share the step."
+        )
+    return (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes
+        + analysis.generated_code_size_in_bytes
+    )
