@@ -16,6 +16,7 @@ from flaxfit._feed import Feed, Portion, stack_batches
 from flaxfit._inspect import inspect, shapes_of
 from flaxfit._interrupt import Interrupts
 from flaxfit._optimizer_axes import with_optimizer
+from flaxfit._rules import flat
 from flaxfit._state import TrainState
 from flaxfit._step import compute, make_train_step, more_sums
 from flaxfit._task import TrainTask
@@ -50,6 +51,7 @@ class Stepper:
         self.strategy = strategy
         self.interrupts = Interrupts()
         self.executables: dict[Any, Callable[..., Any]] = {}
+        self._compiled_for: Any = None
         self.is_preparing = False
         """Whether it inspects the first batch or compiles, which may take long."""
         self.batch_shapes: Batch | None = None
@@ -64,7 +66,9 @@ class Stepper:
         """Goes on with other data."""
         self.stream = as_stream(data)
         self.ended = False
-        self._fetched: list[Any] = []
+        self._fetched: list[tuple[Any, Any]] = []
+        """Batches that were not stepped yet, each with the position behind it."""
+        self._position: Any = None
         self._feed: Feed | None = None
         self._batch_size = 0
         self._gathers: bool = getattr(self.stream, "resident", False)
@@ -115,6 +119,24 @@ class Stepper:
         """Goes on with other hyperparameters; nothing is recompiled."""
         opt_state = set_hyperparams(self.state.opt_state, group=group, **values)
         self.state = self.state.replace(opt_state=opt_state)
+
+    def check_fits(self, state: TrainState) -> None:
+        """Checks that a state is like the present one.
+
+        Raises:
+          ValueError: with the arrays that are not.
+        """
+        own, new = (
+            {path: f"{x.dtype}{list(x.shape)}" for path, x in flat(tree).items()}
+            for tree in (self.state, state)
+        )
+        if own != new:
+            paths = [path for path in {**own, **new} if own.get(path) != new.get(path)]
+            lines = [f"  {p}: here {own.get(p, '-')}, given {new.get(p, '-')}" for p in paths[:30]]
+            raise ValueError(
+                f"Cannot go on from a state of another model or optimizer; {len(paths)} arrays "
+                "differ:\n" + "\n".join(lines)
+            )
 
     def reset_totals(self) -> None:
         """Begins to count anew."""
@@ -172,7 +194,7 @@ class Stepper:
         Raises:
           ValueError: there is none.
         """
-        fetched = self._fetch(1)
+        fetched = self._fetch(1, is_ahead=True)
         if not fetched:
             raise ValueError("The data holds no batches: there is nothing to train on.")
         return self._examples(fetched[0])
@@ -197,15 +219,24 @@ class Stepper:
             self._in_flight.popleft().block_until_ready()
         return True
 
-    def _fetch(self, n: int) -> list[Any]:
+    def _fetch(self, n: int, *, is_ahead: bool = False) -> list[Any]:
         """The next `n` batches, fewer at the end of the data; they stay until they are stepped."""
+        stream, is_ahead = self.stream, is_ahead or n > 1
         while len(self._fetched) < n:
             try:
-                stream = self.stream
-                self._fetched.append(stream.next_rows() if self._gathers else next(stream))
+                item = stream.next_rows() if self._gathers else next(stream)
             except StopIteration:
                 break
-        return self._fetched[:n]
+            # Asked for only where batches may be fetched without being stepped at once.
+            self._fetched.append((item, self._stream_position() if is_ahead else None))
+        return [item for item, _ in self._fetched[:n]]
+
+    def position(self) -> Any:
+        """The position in the data behind the last batch that was stepped; None if none is told."""
+        return self._position if self._fetched else self._stream_position()
+
+    def _stream_position(self) -> Any:
+        return self.stream.get_state() if hasattr(self.stream, "get_state") else None
 
     def _portions(self, n: int) -> list[Portion]:
         """The next `n` batches if they share a program, else one; none at the end of the data."""
@@ -257,6 +288,7 @@ class Stepper:
         self.step += n
         self.n_completed += n
         self.n_examples += sum(portion.n_examples for portion in portions)
+        self._position = self._fetched[n - 1][1]
         del self._fetched[:n]
         return token
 
@@ -267,14 +299,27 @@ class Stepper:
         seconds = time.perf_counter() - began
         self.compile_time += seconds
         self.is_preparing = False
-        shapes = [leaf.shape for leaf in jax.tree.leaves(batch[:2])]
+        leaves = jax.tree.leaves(batch[:2])
+        shapes = [leaf.shape for leaf in leaves]
         if self._resident is not None:
-            shapes = [shapes[0] + leaf.shape[1:] for leaf in jax.tree.leaves(self._resident[:2])]
-        self._say(
-            f"compiled the training step {'again ' * bool(self.executables)}in {seconds:.1f}s, for "
-            f"batches of {', '.join(map(str, shapes))} on {len(strategy.devices)} device(s)"
-        )
+            leaves = jax.tree.leaves(self._resident[:2])
+            shapes = [shapes[0] + leaf.shape[1:] for leaf in leaves]
+        self._announce(shapes, [str(leaf.dtype) for leaf in leaves], len(strategy.devices), seconds)
         return update
+
+    def _announce(self, shapes: Any, dtypes: Any, n_devices: int, seconds: float) -> None:
+        """Says what was compiled, and what has changed where it was compiled before."""
+        first = self._compiled_for = self._compiled_for or (shapes, dtypes)
+        now = ", ".join(map(str, shapes))
+        before = ", ".join(map(str, first[0]))
+        if now == before and dtypes != first[1]:
+            now, before = f"{now} of {', '.join(dtypes)}", ", ".join(first[1])
+        again = "again " * bool(self.executables)
+        after = f" (the first were of {before})" if again and now != before else ""
+        self._say(
+            f"compiled the training step {again}in {seconds:.1f}s, for batches of {now} on "
+            f"{n_devices} device(s){after}"
+        )
 
     def _build(self, portion: Portion, arguments: tuple[Any, ...], *, n_steps: int) -> Any:
         update = make_update(
@@ -312,9 +357,9 @@ class Stepper:
         """A batch of `n` examples, all zeros: memory that is taken only where it is written to."""
         if self._feed is None:
             self.first_batch()
-            self._portion(self._fetched[0])
-        n = n or self._batch_size
-        return jax.tree.map(lambda x: np.zeros((n, *x.shape[1:]), x.dtype), self.batch_shapes)
+            self._portion(self._fetched[0][0])
+        size = n or self._batch_size
+        return jax.tree.map(lambda x: np.zeros((size, *x.shape[1:]), x.dtype), self.batch_shapes)
 
     def _make_feed(self, item: Any) -> Feed:
         """Looks at the first batch: the sums that it gives, and whether batches can be padded."""
@@ -345,7 +390,9 @@ class Stepper:
             why_not = "the loss returns a scalar, not one value per example"
         elif jax.tree.leaves(self.state.model_state) and self.task.mutable not in (False, (), []):
             why_not = "the model keeps statistics of what it sees, such as BatchNorm's"
-        n = self._batch_size = self._batch_size or n_examples(batch)
+        # A first batch that is smaller than those of the stream is a remainder already.
+        size = max(n_examples(batch), getattr(self.stream, "batch_size", 0))
+        n = self._batch_size = self._batch_size or size
         parts = self.task.accumulate
         self._remainder_feed = Feed(self.strategy, pad=False, why_not=why_not, size=n, parts=parts)
         return Feed(
