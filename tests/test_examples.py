@@ -16,6 +16,7 @@ LEAST_ACCURACY = {
     "03_any_data.py": 0.8,
     "04_resume.py": 0.95,
     "05_param_groups.py": 0.88,
+    "06_sharded.py": 0.28,
     "07_import_t5.py": 0.85,
     "08_export.py": 0.94,
 }

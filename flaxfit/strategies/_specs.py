@@ -57,9 +57,10 @@ def state_specs(
     of_optimizer = specs_by_parameter(
         {"opt_state": getattr(state, "opt_state", ())}, {"params": state.params}, specs
     )
-    for path, spec in of_optimizer.items():
-        is_whole = fsdp is not None and not any(spec)
-        specs[path] = _spread(np.shape(arrays[path]), spec, fsdp, sizes[fsdp]) if is_whole else spec
+    specs |= of_optimizer
+    if fsdp is not None:  # What is like no parameter, too.
+        rest = [path for path, spec in of_optimizer.items() if not any(spec)]
+        specs |= {p: _spread(np.shape(arrays[p]), specs[p], fsdp, sizes[fsdp]) for p in rest}
     return specs
 
 
