@@ -39,6 +39,7 @@ _SUBPACKAGES = frozenset(
         "data",
         "export",
         "importers",
+        "launch",
         "losses",
         "metrics",
         "modules",
