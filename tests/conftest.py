@@ -26,6 +26,7 @@ OPTIONAL = (
     "matplotlib",
     "metrax",
     "pandas",
+    "tensorboardX",
     "tensorflow",
     "torch",
 )

@@ -1,18 +1,25 @@
 """Callbacks: what happens at a checkpoint, `Checkpoint -> Checkpoint | None`."""
 
 from flaxfit.callbacks._callback import Callback as Callback
-from flaxfit.callbacks._every import every as every
 from flaxfit.callbacks._exit import ExitCode as ExitCode
 from flaxfit.callbacks._export import Export as Export
+from flaxfit.callbacks._log_to import Logger as Logger
+from flaxfit.callbacks._log_to import LogTo as LogTo
 from flaxfit.callbacks._loggers import CSVLogger as CSVLogger
 from flaxfit.callbacks._loggers import JSONLogger as JSONLogger
+from flaxfit.callbacks._mlflow import MLflowLogger as MLflowLogger
 from flaxfit.callbacks._norms import Norms as Norms
 from flaxfit.callbacks._progress import ProgressBar as ProgressBar
 from flaxfit.callbacks._rates import LearningRateScheduler as LearningRateScheduler
 from flaxfit.callbacks._rates import ReduceLROnPlateau as ReduceLROnPlateau
 from flaxfit.callbacks._rollback import Rollback as Rollback
+from flaxfit.callbacks._schedules import at as at
+from flaxfit.callbacks._schedules import every as every
+from flaxfit.callbacks._schedules import when as when
 from flaxfit.callbacks._signal import SaveOnSignal as SaveOnSignal
 from flaxfit.callbacks._stopping import EarlyStopping as EarlyStopping
 from flaxfit.callbacks._stopping import StopOnNaN as StopOnNaN
 from flaxfit.callbacks._summary import SummaryLogger as SummaryLogger
+from flaxfit.callbacks._tensorboard import TensorBoardLogger as TensorBoardLogger
+from flaxfit.callbacks._wandb import WandbLogger as WandbLogger
 from flaxfit.callbacks._watchdog import Watchdog as Watchdog

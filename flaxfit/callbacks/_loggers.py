@@ -1,5 +1,6 @@
 """CSVLogger and JSONLogger: the metrics of every checkpoint as a row of a file."""
 
+import contextlib
 import csv
 import io
 import json
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from flaxfit._checkpoint import Checkpoint
+from flaxfit.callbacks._log_to import Attempt
 
 
 class CSVLogger:
     """Writes the step, the training time and the metrics of every checkpoint as a row of CSV.
 
-    Rows are flushed at each checkpoint. A metric that appears later adds a column. A file that
+    Rows are flushed at each checkpoint; a disk that takes no more is reported once, and does not
+    stop training. A metric that appears later adds a column. A file that
     exists is continued after its rows of earlier steps: rows from the present step on, and one
     that a killed process left unfinished, are dropped. So a resumed run leaves one row per step,
     and a run that starts anew leaves only its own.
@@ -38,17 +41,20 @@ class CSVLogger:
         self._file: TextIO | None = None
         self._columns: list[str] = []
         self._step = 0
+        self._attempt = Attempt("CSVLogger", OSError)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Writes a row."""
-        row = _row(checkpoint)
-        if self._file is None or row["step"] <= self._step or row.keys() - set(self._columns):
+        self._attempt(self._write, _row(checkpoint))
+        return checkpoint
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        is_ahead = row["step"] > self._step and row.keys() <= set(self._columns)
+        if self._file is None or self._file.closed or not is_ahead:
             self._begin(row)
         if self._file is not None:
-            self._file.write(_csv_lines([row], self._columns))
-            self._file.flush()
+            _append(self._file, _csv_lines([row], self._columns))
         self._step = row["step"]
-        return checkpoint
 
     def _begin(self, row: Mapping[str, Any]) -> None:
         """Opens the file behind the rows that stay, with a column for everything in the row."""
@@ -90,18 +96,20 @@ class JSONLogger:
         self._path = Path(path)
         self._file: TextIO | None = None
         self._step = 0
+        self._attempt = Attempt("JSONLogger", OSError)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Writes a line."""
-        row = _row(checkpoint)
-        if self._file is None or row["step"] <= self._step:
+        self._attempt(self._write, _row(checkpoint))
+        return checkpoint
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        if self._file is None or self._file.closed or row["step"] <= self._step:
             self._begin(row["step"])
         if self._file is not None:
             values = {k: v if math.isfinite(v) else None for k, v in row.items()}
-            self._file.write(json.dumps(values) + "\n")
-            self._file.flush()
+            _append(self._file, json.dumps(values) + "\n")
         self._step = row["step"]
-        return checkpoint
 
     def _begin(self, step: int) -> None:
         """Opens the file behind the rows of earlier steps."""
@@ -152,6 +160,17 @@ def _rewrite(path: Path, text: str) -> TextIO:
     temporary.write_text(text, encoding="utf-8", newline="")
     os.replace(temporary, path)
     return path.open("a", encoding="utf-8", newline="")
+
+
+def _append(file: TextIO, text: str) -> None:
+    """Writes text to the disk; where that fails the file is closed, to be begun anew."""
+    try:
+        file.write(text)
+        file.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.close()
+        raise
 
 
 def _closed(file: TextIO | None) -> None:

@@ -11,7 +11,9 @@ from flaxfit.callbacks import (
     ProgressBar,
     StopOnNaN,
     SummaryLogger,
+    at,
     every,
+    when,
 )
 
 
@@ -66,10 +68,53 @@ def test_a_number_of_steps_below_one_or_not_whole_is_refused(n):
         every(n, Recorder())
 
 
-def test_something_that_cannot_be_called_is_refused():
+@pytest.mark.parametrize("schedule", [every(2), at(2), when(bool)])
+def test_something_that_cannot_be_called_is_refused(schedule):
     name: Any = "save"
     with pytest.raises(TypeError, match="callable of a checkpoint, got 'save'"):
-        every(2, name)
+        schedule(name)
+
+
+def test_a_callback_runs_when_seconds_have_passed_since_it_last_ran(checkpoint_at):
+    times = iter([0.0, 4.0, 10.5, 15.0, 20.0, 20.5])
+    recorder = Recorder()
+    callback = every(seconds=10, callback=recorder, clock=lambda: next(times))
+    for step in range(1, 7):
+        callback(checkpoint_at(step, loss=1.0))
+    assert recorder.events == [1, 3, 6]
+
+
+@pytest.mark.parametrize("options", [{}, {"n": 1, "seconds": 1.0}, {"seconds": 0}])
+def test_a_schedule_has_either_steps_or_seconds(options):
+    with pytest.raises(ValueError, match="every needs"):
+        every(callback=Recorder(), **options)
+
+
+def test_steps_between_checkpoints_count_at_the_next_checkpoint(checkpoint_at):
+    recorder = Recorder()
+    callback = at(0, 1, 7, 8, 12)(recorder)
+    for step in (1, 6, 11, 16, 21):
+        callback(checkpoint_at(step, n_completed_steps=1 if step == 1 else 5, loss=1.0))
+    assert recorder.events == [1, 11, 16]
+
+
+@pytest.mark.parametrize("steps", [(), (-1,), ("1",)])
+def test_at_needs_steps(steps):
+    with pytest.raises(ValueError, match="at needs one or more steps"):
+        at(*steps)
+
+
+def test_a_predicate_chooses_the_checkpoints(checkpoint_at):
+    recorder = Recorder()
+
+    @when(lambda checkpoint: checkpoint.loss < 0.5)
+    def record(checkpoint):
+        return recorder(checkpoint)
+
+    changed = [record(checkpoint_at(step, loss=1 / step)) for step in (1, 2, 3)]
+    assert recorder.events == [3] and "seen" in changed[2].metrics
+    with pytest.raises(TypeError, match="when needs a function"):
+        when(0.5)
 
 
 def test_all_built_in_callbacks_compose_in_series(checkpoint_at, tmp_path, capsys):

@@ -1,0 +1,97 @@
+"""MLflowLogger with stores on this machine, read back with MLflow's own client."""
+
+import os
+
+import numpy as np
+import optax
+import pytest
+
+import flaxfit as ff
+from flaxfit.callbacks import MLflowLogger
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+
+x = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def uri(tmp_path, monkeypatch):
+    # Files take no migration of a database, which takes seconds.
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    return (tmp_path / "runs").as_uri()
+
+
+def history(uri, log, name="loss"):
+    found = mlflow.MlflowClient(tracking_uri=uri).get_metric_history(log.run_id, name)
+    return [(metric.step, metric.value) for metric in found]
+
+
+def run_of(uri, log):
+    return mlflow.MlflowClient(tracking_uri=uri).get_run(log.run_id)
+
+
+def make_loop(callbacks):
+    task = ff.TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", (x, 2 * x))
+    return ff.TrainLoop(
+        lambda rngs, x: {"params": np.zeros(1, np.float32)},
+        task,
+        0,
+        n_steps=3,
+        callbacks=callbacks,
+        stdout=False,
+    )
+
+
+def test_the_metrics_of_the_run_are_those_of_the_checkpoints(uri):
+    log = MLflowLogger("digits", run_name="first", params={"rate": 0.1}, tracking_uri=uri)
+    checkpoints = list(make_loop([log]))
+    assert history(uri, log) == [(c.step, c.loss) for c in checkpoints]
+    run = run_of(uri, log)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "first")
+    assert run.data.params == {"rate": "0.1"} and set(run.data.metrics) == set(
+        checkpoints[0].scalars
+    )
+
+
+@pytest.mark.slow
+def test_a_database_takes_the_same(tmp_path):
+    uri = f"sqlite:///{tmp_path}/runs.db"
+    log = MLflowLogger("digits", tracking_uri=uri)
+    checkpoints = list(make_loop([log]))
+    assert history(uri, log) == [(c.step, c.loss) for c in checkpoints]
+
+
+def test_a_resumed_run_goes_on_in_the_same_run(uri, checkpoint_at):
+    first = MLflowLogger("digits", tracking_uri=uri)
+    first(checkpoint_at(1, loss=1.0))
+    first.close()
+    second = MLflowLogger("digits", tracking_uri=uri)
+    second.set_state(first.get_state())
+    second(checkpoint_at(2, loss=0.5))
+    assert run_of(uri, second).info.status == "RUNNING"
+    second.close()
+    assert history(uri, first) == [(1, 1.0), (2, 0.5)]
+
+
+def test_how_training_ended_is_the_status_of_the_run(uri):
+    for error, status in ((ZeroDivisionError, "FAILED"), (KeyboardInterrupt, "KILLED")):
+        log = MLflowLogger("digits", tracking_uri=uri)
+        with pytest.raises(error), make_loop([log]) as loop:
+            next(loop)
+            raise error
+        assert run_of(uri, log).info.status == status
+
+
+def test_a_name_that_mlflow_does_not_take_is_respelled(uri, checkpoint_at):
+    log = MLflowLogger("digits", tracking_uri=uri)
+    log(checkpoint_at(1, **{"loss": 1.0, "norm/a.*|b": 2.0}))
+    log.close()
+    assert history(uri, log, "norm/a.__b") == [(1, 2.0)]
+
+
+def test_a_store_that_cannot_be_reached_does_not_stop_training(capsys):
+    log = MLflowLogger("digits", tracking_uri="nowhere://at.all")
+    assert len(list(make_loop([log]))) == 3
+    assert capsys.readouterr().err.count("MLflowLogger failed") == 1

@@ -1,0 +1,138 @@
+"""TensorBoardLogger, read back with TensorBoard's own reader."""
+
+import sys
+import types
+
+import flax.linen as nn
+import numpy as np
+import optax
+import pytest
+
+import flaxfit as ff
+from flaxfit.callbacks import TensorBoardLogger
+
+# TensorBoard then reads without TensorFlow, which takes many seconds to import.
+sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("notf"))
+pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
+accumulator = pytest.importorskip(
+    "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
+)
+
+x = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
+
+
+def read(folder):
+    events = accumulator.EventAccumulator(str(folder), size_guidance={"histograms": 0})
+    return events.Reload()
+
+
+def scalars(folder, name="loss"):
+    return [(event.step, event.value) for event in read(folder).Scalars(name)]
+
+
+def make_loop(callbacks, **options):
+    task = ff.TrainTask(nn.Dense(1).apply, optax.sgd(0.1), "mse", [(x, 3 * x)] * 4)
+    return ff.TrainLoop(nn.Dense(1).init, task, 0, callbacks=callbacks, stdout=False, **options)
+
+
+def test_the_scalars_are_the_metrics_of_the_checkpoints(tmp_path):
+    checkpoints = list(make_loop([TensorBoardLogger(tmp_path / "run")]))
+    found = read(tmp_path / "run")
+    assert set(found.Tags()["scalars"]) == set(checkpoints[0].scalars)
+    assert scalars(tmp_path / "run") == [(c.step, np.float32(c.loss)) for c in checkpoints]
+    assert len(list((tmp_path / "run").iterdir())) == 1
+
+
+def test_histograms_are_of_the_parameters_and_of_the_gradients_that_are_kept(tmp_path):
+    log = TensorBoardLogger(tmp_path, histograms=True)
+    checkpoints = list(make_loop([log], keep_grads=True))
+    found = read(tmp_path)
+    assert set(found.Tags()["histograms"]) == {
+        f"{kind}/{name}" for kind in ("params", "grads") for name in ("kernel", "bias")
+    }
+    last = found.Histograms("params/kernel")[-1]
+    kernel = np.asarray(checkpoints[-1].state.params["kernel"])
+    assert last.step == 4 and last.histogram_value.num == kernel.size
+    np.testing.assert_allclose(last.histogram_value.sum, kernel.sum(), rtol=1e-6)
+
+
+def test_histograms_leave_out_what_is_not_finite(tmp_path, checkpoint_at):
+    state = ff.InferenceState(
+        np.int32(1), {"w": np.array([1.0, np.nan]), "none": np.array([np.inf])}, {}
+    )
+    log = TensorBoardLogger(tmp_path, histograms=True)
+    log(checkpoint_at(1, loss=0.5, state=state))
+    log.close()
+    found = read(tmp_path)
+    assert found.Tags()["histograms"] == ["params/w"]
+    assert found.Histograms("params/w")[0].histogram_value.num == 1
+
+
+def test_a_resumed_run_goes_on_in_the_same_file(tmp_path, checkpoint_at):
+    first = TensorBoardLogger(tmp_path)
+    for step in (1, 2, 3, 4):
+        first(checkpoint_at(step, loss=1.0))
+    first.close()
+    second = TensorBoardLogger(tmp_path)
+    for step in (3, 4, 5):
+        second(checkpoint_at(step, loss=2.0))
+    second.close()
+    assert scalars(tmp_path) == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("n_lost", [1, 15, 30])
+def test_a_record_that_a_killed_process_left_unfinished_is_cut_off(tmp_path, checkpoint_at, n_lost):
+    log = TensorBoardLogger(tmp_path)
+    for step in (1, 2, 3):
+        log(checkpoint_at(step, loss=1.0))
+    log.close()
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-n_lost])
+    log(checkpoint_at(4, loss=2.0))
+    log.close()
+    assert scalars(tmp_path) == [(1, 1), (2, 1), (4, 2)]
+
+
+def test_a_loop_that_goes_back_voids_what_it_had_written(tmp_path, checkpoint_at):
+    log = TensorBoardLogger(tmp_path)
+    for step, loss in ((1, 1.0), (2, 1.0), (3, 1.0), (2, 2.0)):
+        log(checkpoint_at(step, loss=loss))
+    log.close()
+    assert scalars(tmp_path) == [(1, 1), (2, 2)]
+
+
+def test_images_and_texts_are_written_at_the_latest_step(tmp_path, checkpoint_at):
+    pytest.importorskip("PIL", reason="pillow is not installed")
+    log = TensorBoardLogger(tmp_path)
+    log(checkpoint_at(7, loss=1.0))
+    log.log_image("digit", np.zeros((8, 6)))
+    log.log_image("photo", np.zeros((8, 6, 3), np.uint8), step=9)
+    log.log_text("note", "**hello**")
+    log.log(8, {"extra": 0.25})
+    log.close()
+    found = read(tmp_path)
+    (image,) = found.Images("digit")
+    assert (image.step, image.height, image.width) == (7, 8, 6)
+    assert found.Images("photo")[0].step == 9
+    assert found.Tensors("note/text_summary")[0].tensor_proto.string_val == [b"**hello**"]
+    assert scalars(tmp_path, "extra") == [(8, 0.25)]
+
+
+def test_hyperparameters_are_in_the_table_of_the_plugin(tmp_path, checkpoint_at):
+    from tensorboard.plugins.hparams import metadata
+
+    given = {"rate": 0.5, "name": "adam", "big": True, "shape": (2, 3)}
+    log = TensorBoardLogger(tmp_path, hparams=given)
+    log(checkpoint_at(1, loss=1.0))
+    log.close()
+    contents = read(tmp_path).summary_metadata[metadata.SESSION_START_INFO_TAG]
+    data = metadata.parse_session_start_info_plugin_data(contents.plugin_data.content)
+    found = {name: getattr(v, v.WhichOneof("kind")) for name, v in data.hparams.items()}
+    assert found == {"rate": 0.5, "name": "adam", "big": True, "shape": "(2, 3)"}
+
+
+def test_a_folder_that_cannot_be_written_does_not_stop_training(tmp_path, capsys):
+    (tmp_path / "run").write_text("a file where the folder should be")
+    assert len(list(make_loop([TensorBoardLogger(tmp_path / "run")]))) == 4
+    assert capsys.readouterr().err.count("TensorBoardLogger failed") == 1
