@@ -64,7 +64,9 @@ def faults(n_kills: int, n_damages: int, chance: random.Random) -> int:
     counts = {name: collections.Counter() for name in (*plan, *DAMAGES)}
     with tempfile.TemporaryDirectory() as work:
         trainer = Trainer(Path(work))
-        expected, _ = trainer.run("whole")
+        expected, code = trainer.run("whole")
+        if expected is None:
+            raise SystemExit(f"The run that nothing happened to ended with code {code}.")
         began = time.perf_counter()
         trainer.run("timed")
         seconds = time.perf_counter() - began

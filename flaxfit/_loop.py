@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
@@ -91,8 +92,8 @@ class TrainLoop:
         self.strategy = strategy or DataParallel(devices)
         self.n_steps_per_checkpoint = n_steps_per_checkpoint
         self.n_steps = n_steps
-        self.first_checkpoint = _positive("first_checkpoint", first_checkpoint)
-        self.steps_per_call = _positive("steps_per_call", steps_per_call)
+        self.first_checkpoint = first_checkpoint
+        self.steps_per_call = steps_per_call
         self.say = say if stdout else lambda text: None
         self._stepper = stepper = Stepper(
             self.task, self.strategy, grad_norm=grad_norm, keep_grads=keep_grads, say=self.say
@@ -128,7 +129,9 @@ class TrainLoop:
             self._end()
         if self.stopped:
             self._end()
-        return self._train_to(self._next_stop()) or self._end()
+        # Steps behind an end that was moved to before them still are to be seen.
+        stop = (lambda: self.step) if is_done else self._next_stop()
+        return self._train_to(stop) or self._end()
 
     def next_checkpoint(self) -> Checkpoint:
         """Trains to the next checkpoint step; past `n_steps` where that is reached already."""
@@ -151,10 +154,10 @@ class TrainLoop:
             stop = self._next_stop(last=lambda: step)
             checkpoint = self._train_to(stop)
             if checkpoint is None:
-                return
+                return self.close()
             yield checkpoint
             if self.stopped:
-                return
+                return self.close()
 
     # What the loop holds.
 
@@ -234,9 +237,7 @@ class TrainLoop:
 
     @n_steps.setter
     def n_steps(self, value: int | None) -> None:
-        if value is not None and value < 0:
-            raise ValueError(f"n_steps must be 0 or more, or None, got {value}.")
-        self._n_steps = value
+        self._n_steps = None if value is None else _whole_number("n_steps", value, 0)
 
     @property
     def n_steps_per_checkpoint(self) -> int:
@@ -245,17 +246,36 @@ class TrainLoop:
 
     @n_steps_per_checkpoint.setter
     def n_steps_per_checkpoint(self, value: int) -> None:
-        self._n_steps_per_checkpoint = _positive("n_steps_per_checkpoint", value)
+        self._n_steps_per_checkpoint = _whole_number("n_steps_per_checkpoint", value, 1)
+
+    @property
+    def steps_per_call(self) -> int:
+        """The steps per dispatch; takes effect at once when set."""
+        return self._steps_per_call
+
+    @steps_per_call.setter
+    def steps_per_call(self, value: int) -> None:
+        self._steps_per_call = _whole_number("steps_per_call", value, 1)
+
+    @property
+    def first_checkpoint(self) -> int:
+        """The step of the first checkpoint."""
+        return self._first_checkpoint
+
+    @first_checkpoint.setter
+    def first_checkpoint(self, value: int) -> None:
+        self._first_checkpoint = _whole_number("first_checkpoint", value, 1)
 
     @property
     def data(self) -> Any:
-        """The stream of batches; set it to go on with other data."""
+        """The stream of batches; set it to go on with other data, counting anew."""
         return self._stepper.stream
 
     @data.setter
     def data(self, data: Any) -> None:
         self._stepper.set_data(data)
         self._due = None
+        self._reset()
         self.stopped = self._is_finishing = False
 
     @property
@@ -266,7 +286,17 @@ class TrainLoop:
     @callbacks.setter
     def callbacks(self, callbacks: Any) -> None:
         single = callable(callbacks)
-        self._callbacks: tuple[Any, ...] = (callbacks,) if single else tuple(callbacks)
+        given = (callbacks,) if single else tuple(() if callbacks is None else callbacks)
+        for callback in given:
+            if not callable(callback):
+                raise TypeError(
+                    "A callback must be a function Checkpoint -> Checkpoint | None, got "
+                    f"{type(callback).__name__}: {callback!r:.60}."
+                )
+        self._callbacks: tuple[Any, ...] = given
+        if self._due is not None:
+            checkpoint, waiting = self._due
+            self._due = (checkpoint, [each for each in waiting if each in given])
         self.watchers: list[Callable[[int], None]] = []
         """Functions of the step, called after each dispatch. They must not read the device."""
         for callback in self._callbacks:
@@ -413,7 +443,7 @@ class TrainLoop:
         checkpoint, waiting = self._due
         with self._in_phase("callbacks"):
             while waiting:
-                checkpoint = waiting[0](checkpoint) or checkpoint
+                checkpoint = _changed(waiting[0], checkpoint)
                 del waiting[0]
                 self._due = (checkpoint, waiting)
         self._due = None
@@ -429,7 +459,6 @@ class TrainLoop:
         metrics = stepper.metrics() | self._learning_rates()
         state, grads = self.strategy.collect((stepper.state, stepper.grads))
         seconds = self._elapsed + time.perf_counter() - self._resumed
-        get_position = getattr(stepper.stream, "get_state", None)
         return Checkpoint(
             step=stepper.step,
             state=state,
@@ -438,7 +467,7 @@ class TrainLoop:
             n_examples=stepper.n_examples,
             elapsed_time=seconds - stepper.compile_time - stepper.inspection_time,
             compile_time=stepper.compile_time,
-            data_state=get_position() if get_position else None,
+            data_state=stepper.position(),
             running=stepper.get_running(counts=between),
             last_grads=grads,
         )
@@ -521,7 +550,27 @@ def _with_collections(task: TrainTask, collections: Any, mutable: Any) -> TrainT
     return dataclasses.replace(task, **changes) if changes else task
 
 
-def _positive(name: str, value: int) -> int:
-    if value < 1:
-        raise ValueError(f"{name} must be 1 or more, got {value}.")
-    return value
+def _changed(callback: Any, checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint as a callback returns it."""
+    changed = callback(checkpoint)
+    if changed is None:
+        return checkpoint
+    if not isinstance(changed, Checkpoint):
+        name = getattr(callback, "__name__", type(callback).__name__)
+        raise TypeError(
+            f"The callback {name} returned {type(changed).__name__}; expected a Checkpoint or "
+            "None. To add a number: return checkpoint.with_metrics({...})."
+        )
+    return changed
+
+
+def _whole_number(name: str, value: Any, least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{name} must be a whole number, got {value!r}.")
+    if number < least:
+        raise ValueError(f"{name} must be {least} or more, got {number}.")
+    return number

@@ -141,8 +141,14 @@ class Model:
         """
         if verbose not in ("auto", 0, 1, 2):
             raise ValueError(f"verbose must be 'auto', 0, 1 or 2, got {verbose!r}.")
-        if epochs < 1:
-            raise ValueError(f"epochs must be 1 or more, got {epochs}.")
+        for name, number in {
+            "epochs": epochs,
+            "steps_per_epoch": 1 if steps_per_epoch is None else steps_per_epoch,
+            "steps_per_execution": steps_per_execution,
+            "batch_size": batch_size,
+        }.items():
+            if number < 1:
+                raise ValueError(f"{name} must be 1 or more, got {number}.")
         data, validation_data = prepare(
             x, y, sample_weight, class_weight, validation_split, validation_data, self.seed
         )
@@ -220,12 +226,15 @@ class Model:
         outputs: list[Any] = []
         for item in one_pass(batches):
             batch = normalize(item)._replace(targets=(), weights=None)
-            strategy, padded, _, signature = feed(batch)
-            arguments = (state, strategy.split(padded))
-            if signature not in self._predictors:
+            portion = feed(batch)
+            strategy = portion.strategy
+            arguments = (state, strategy.split(portion.batch))
+            key = (portion.signature, shapes)
+            if key not in self._predictors:
                 step = make_predict_step(self._eval.apply, precision=self._task.precision)
-                self._predictors[signature] = strategy.compile_split(step, arguments)
-            joined = strategy.join(self._predictors[signature](*arguments))
+                check_rows(jax.eval_shape(strategy.bind(step), shapes_of(state), shapes_of(batch)))
+                self._predictors[key] = strategy.compile_split(step, arguments)
+            joined = strategy.join(self._predictors[key](*arguments))
             outputs.append(_first_rows(joined, n_examples(batch)))
         if not outputs:
             raise ValueError("There is nothing to predict: the data holds no batches.")
