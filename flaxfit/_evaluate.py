@@ -11,7 +11,7 @@ from flaxfit import _totals
 from flaxfit._batch import Batch, normalize
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._feed import Feed
-from flaxfit._inspect import inspect_eval, shapes_of
+from flaxfit._inspect import inspect_eval, shapes_of, structure_of
 from flaxfit._step import compute, make_eval_step
 from flaxfit._task import EvalTask
 from flaxfit.data import as_stream, one_pass
@@ -57,8 +57,10 @@ class EvalLoop:
         self.n_steps = n_steps
         self.ema = ema
         self._strategy = strategy
+        self._is_given = strategy is not None
         # Made a stream once, so that wide arrays are narrowed once and not at each measurement.
         self._data = None if task.data is None else as_stream(task.data)
+        self._checked: Any = None  # The data whose values were checked whole.
         self._executables: dict[Any, Callable[..., Any]] = {}
 
     @property
@@ -69,7 +71,9 @@ class EvalLoop:
 
     def attach(self, loop: Any) -> None:
         """Takes over the strategy of the loop, where none was given."""
-        self._strategy = self._strategy or loop.strategy
+        if not self._is_given and self._strategy is not loop.strategy:
+            self._strategy = loop.strategy
+            self._executables = {}
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint with the metrics of its state added."""
@@ -81,22 +85,25 @@ class EvalLoop:
         Raises:
           ValueError: the data holds no batches.
         """
-        batches = one_pass(self._data if data is None else data)
-        state = swap_ema(state) if self.ema else state
-        strategy, state = self.strategy, self.strategy.share(state)
+        data = self._data if data is None else data
+        batches = one_pass(data)
+        strategy = self.strategy
+        state = strategy.share(self._measured(state))
+        shapes = structure_of(state)
         feed, sums, totals, in_flight = None, None, None, deque()
         for item in itertools.islice(batches, self.n_steps):
             if feed is None:
-                feed, sums = self._look_at(normalize(item), state, batches)
+                feed, sums = self._look_at(normalize(item), state, batches, data)
                 totals = _totals.zero_totals(sums)
             portion = feed(item)
             if portion.strategy is not strategy:
                 strategy = portion.strategy
                 state, totals = strategy.share((state, totals))
             arguments = (state, totals, strategy.split(portion.batch))
-            update = self._executables.get(portion.signature)
+            key = (portion.signature, shapes)
+            update = self._executables.get(key)
             if update is None:
-                update = self._executables[portion.signature] = self._compile(strategy, arguments)
+                update = self._executables[key] = self._compile(strategy, arguments)
             totals = update(*arguments)
             in_flight.append(totals)
             if len(in_flight) > 2:
@@ -105,17 +112,45 @@ class EvalLoop:
             raise ValueError("There is nothing to evaluate: the data holds no batches.")
         return compute(_totals.read(totals, sums), self.task.metrics)
 
-    def _look_at(self, batch: Batch, state: Any, batches: Any) -> tuple[Feed, Any]:
+    def check(self, state: Any, data: Any = None) -> None:
+        """Looks at the first batch, as `measure` would, without measuring anything.
+
+        Raises:
+          ValueError: labels, weights or the shape of the loss do not fit.
+        """
+        data = self._data if data is None else data
+        batches = one_pass(data)
+        for item in batches:
+            self._look_at(normalize(item), self._measured(state), batches, data)
+            return
+
+    def _measured(self, state: Any) -> Any:
+        """The part of a state that is measured."""
+        state = swap_ema(state) if self.ema else state
+        if not self.task.rngs:
+            return state.for_inference() if hasattr(state, "for_inference") else state
+        if not hasattr(state, "key"):
+            raise ValueError(
+                f"EvalTask(rngs={self.task.rngs}) needs the random key of a TrainState, got an "
+                f"{type(state).__name__}: measure the training state, or leave rngs out."
+            )
+        return state.replace(opt_state=())
+
+    def _look_at(self, batch: Batch, state: Any, batches: Any, data: Any) -> tuple[Feed, Any]:
         """Checks the first batch; whether batches can be padded, and the sums that they give."""
         bind = self.strategy.bind
-        values = inspect_eval(self.task, state, batch, bind)
-        is_scalar = values is not None and values.ndim == 0
+        is_known, self._checked = data is self._checked, data
+        whole = None if is_known or not hasattr(batches, "whole") else batches.whole()
+        whole = None if whole is None else normalize(whole)
+        values = inspect_eval(self.task, state, batch, whole, bind)
         sums = jax.eval_shape(bind(make_eval_step(self.task)), shapes_of(state), shapes_of(batch))
+        why_not = "the loss returns a scalar, not one value per example"
+        is_scalar = values is not None and values.ndim == 0
         feed = Feed(
             self.strategy,
-            pad=not is_scalar,
-            why_not="the loss returns a scalar, not one value per example",
-            size=0 if is_scalar else getattr(batches, "batch_size", 0),
+            pad=self.task.pad and not is_scalar,
+            why_not=why_not if is_scalar else "the task has pad=False",
+            size=getattr(batches, "batch_size", 0),
         )
         return feed, sums
 

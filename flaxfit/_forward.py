@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax.core import DenyList
 from redex.util import expand_to_tuple
 
+from flaxfit import losses
 from flaxfit._batch import Batch, call, n_examples
 from flaxfit._precision import in_precision, like
 
@@ -38,7 +39,7 @@ def forward(task: Any, params: Any, model_state: Any, batch: Batch, key: jax.Arr
         mutable=DenyList(("params", "intermediates")) if task.mutable is None else task.mutable,
     )
     outputs = expand_to_tuple(outputs)
-    values, penalty = evaluate_loss(task.loss, outputs, batch.targets)
+    values, penalty = evaluate_loss(task.loss, outputs, batch)
     penalties = [jnp.sum(x) for x in jax.tree.leaves((penalty, updates.get("losses", ())))]
     weights = weights_of(batch)
     sums = {
@@ -57,12 +58,32 @@ def forward_eval(task: Any, state: Any, batch: Batch, key: jax.Array | None) -> 
 
 
 def evaluate_loss(
-    loss: Callable[..., Any], outputs: tuple[Any, ...], targets: tuple[Any, ...]
+    loss: Callable[..., Any], outputs: tuple[Any, ...], batch: Batch
 ) -> tuple[jax.Array, Any]:
-    """The values of a loss and its penalty, or None."""
-    result = loss(*outputs, *targets)
-    values, penalty = result if isinstance(result, tuple) else (result, None)
-    return jnp.asarray(values), penalty
+    """The values of a loss and its penalty, or None.
+
+    Raises:
+      TypeError: the loss returned something else than an array, or a pair of two.
+      ValueError: the shape of the values or of the penalty is not that of a loss.
+    """
+    result = loss(*outputs, *batch.targets)
+    parts = result if isinstance(result, tuple) else (result, None)
+    is_array = [hasattr(part, "shape") or isinstance(part, int | float) for part in parts]
+    if len(parts) != 2 or not is_array[0] or not (is_array[1] or parts[1] is None):
+        kinds = ", ".join(type(part).__name__ for part in parts[: len(is_array)])
+        received = f"a tuple of {len(parts)} ({kinds})" if isinstance(result, tuple) else kinds
+        raise TypeError(
+            f"The loss returned {received.removesuffix(', NoneType')}; expected one value per "
+            f"example, of shape ({n_examples(batch)},), or a pair (values, penalty)."
+        )
+    values, penalty = jnp.asarray(parts[0]), parts[1]
+    if penalty is not None and jnp.ndim(penalty):
+        raise ValueError(
+            f"The loss returned two arrays, of shapes {values.shape} and {jnp.shape(penalty)}; the "
+            "second would be a penalty, which is a scalar. Add the losses of several outputs."
+        )
+    losses.check_loss_shape(values.shape, outputs, batch.targets, n_examples(batch))
+    return values, penalty
 
 
 def measure(metrics: Mapping[str, Any], outputs: Any, targets: Any, weights: jax.Array) -> Sums:

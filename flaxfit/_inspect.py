@@ -1,16 +1,20 @@
 """Inspection of the first batch: what a task makes of it, or in words why it cannot be trained."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.errors import InvalidRngError
 
 from flaxfit import losses
 from flaxfit._batch import Batch, n_examples
+from flaxfit._by_row import check_by_row
 from flaxfit._forward import ForwardPass, evaluate_loss, forward, forward_eval
 from flaxfit._rules import flat
+from flaxfit._weights import check_weights
 
 
 def inspect(
@@ -41,17 +45,52 @@ def inspect(
     def pass_forward(state: Any, batch: Batch) -> ForwardPass:
         return forward(task, state.params, state.model_state, batch, state.key)
 
-    try:
+    with _explained("TrainTask", task, batch):
         # Over the state's shapes, since its arrays are spread over the devices of a strategy.
-        result = jax.eval_shape(
-            bind(pass_forward),
-            shapes_of(state),
-            shapes_of(batch),
-        )
+        result = jax.eval_shape(bind(pass_forward), shapes_of(state), shapes_of(batch))
+    check_loss(task.loss, result.values, result.outputs, batch, data)
+    _check_by_row(task, result.outputs, batch)
+    return result
+
+
+def inspect_eval(
+    task: Any,
+    state: Any,
+    batch: Batch,
+    data: Batch | None = None,
+    bind: Callable[..., Any] = lambda function: function,
+) -> Any:
+    """Traces one measurement without running it: the shape of the loss, None without a loss.
+
+    Raises:
+      ValueError: labels, weights or the shape of the loss do not fit.
+      TypeError: the batch lacks the targets that the loss wants.
+    """
+    check_finite(batch if data is None else data, "The first batch" if data is None else "The data")
+
+    def measure(state: Any, batch: Batch) -> Any:
+        outputs = forward_eval(task, state, batch, state.key if task.rngs else None)
+        if task.loss is None:
+            return outputs, None
+        return outputs, evaluate_loss(task.loss, outputs, batch)[0]
+
+    with _explained("EvalTask", task, batch):
+        outputs, values = jax.eval_shape(bind(measure), shapes_of(state), shapes_of(batch))
+    if values is not None:
+        check_loss(task.loss, values, outputs, batch, data)
+    _check_by_row(task, outputs, batch)
+    return values
+
+
+@contextlib.contextmanager
+def _explained(owner: str, task: Any, batch: Batch) -> Iterator[None]:
+    """Says in words what it means when a model or a loss is not given what it asks for."""
+    try:
+        yield
     except InvalidRngError as error:
         raise ValueError(
             "The model asks for a random stream that the task does not supply: "
-            f"{error}\nTrainTask(..., rngs={task.rngs}) supplies {list(task.rngs)}: add its name."
+            f"{error}\n{owner}(..., rngs={task.rngs}) supplies {list(task.rngs)}: add its name."
         ) from error
     except TypeError as error:
         if not batch.targets and "argument" in str(error):
@@ -61,39 +100,24 @@ def inspect(
                 f"targets, got only inputs of shape {shapes}: {error}. Wrap it: yield x, y."
             ) from error
         raise
-    check_loss(task.loss, result.values, result.outputs, batch, data)
-    return result
 
 
-def inspect_eval(
-    task: Any,
-    state: Any,
-    batch: Batch,
-    bind: Callable[..., Any] = lambda function: function,
-) -> Any:
-    """Traces one measurement without running it: the shape of the loss, None without a loss.
-
-    Raises:
-      ValueError: labels, weights or the shape of the loss do not fit.
-    """
-
-    def measure(state: Any, batch: Batch) -> Any:
-        outputs = forward_eval(task, state, batch, state.key if task.rngs else None)
-        if task.loss is None:
-            return outputs, None
-        return outputs, evaluate_loss(task.loss, outputs, batch.targets)[0]
-
-    outputs, values = jax.eval_shape(bind(measure), shapes_of(state), shapes_of(batch))
-    if values is not None:
-        check_loss(task.loss, values, outputs, batch)
-    return values
+def _check_by_row(task: Any, outputs: Any, batch: Batch) -> None:
+    """Checks that neither the loss nor a metric broadcasts the outputs against the targets."""
+    if not task.pad:
+        return
+    if task.loss is not None:
+        advice = " If it is to look across the batch, say so: pad=False in the task."
+        check_by_row("The loss", task.loss, outputs, batch.targets, advice)
+    for name, metric in task.metrics.items():
+        if metric.values is not None:
+            check_by_row(f"The metric {name!r}", metric.values, outputs, batch.targets)
 
 
 def check_loss(
     loss: Any, values: Any, outputs: Any, batch: Batch, data: Batch | None = None
 ) -> None:
-    """Checks the shape of a loss against the batch, and the values of labels, on the host."""
-    losses.check_loss_shape(values.shape, outputs, batch.targets, n_examples(batch))
+    """Checks the values of labels on the host, and that what is weighted can be."""
     losses.check_values(loss, outputs, (data or batch).targets)
     if values.ndim == 0 and batch.weights is not None:
         raise ValueError(
@@ -103,21 +127,36 @@ def check_loss(
 
 
 def check_finite(batch: Batch, name: str) -> None:
-    """Checks that no input is NaN or infinite.
+    """Checks that no input, target or weight is NaN or infinite, and no weight negative.
+
+    Targets of weight 0 may be anything: they leave no mark.
 
     Raises:
-      ValueError: with the path of the input, how many of its rows are not finite, and the first.
+      ValueError: with the path of the array, how many of its rows are not finite, and the first.
     """
-    for path, leaf in flat(batch.inputs).items():
-        if not np.issubdtype(leaf.dtype, np.floating) or bool(np.isfinite(np.sum(leaf))):
-            continue
-        bad = ~np.isfinite(np.asarray(leaf)).reshape(len(leaf), -1).all(1)
-        if bad.any():
-            raise ValueError(
-                f"{name} holds NaN or infinite values: input {path!r}, {bad.sum():,} of "
-                f"{len(leaf):,} rows, the first of them row {bad.argmax():,}. Clean the data, or "
-                "replace the values (np.nan_to_num)."
-            )
+    if batch.weights is not None:
+        check_weights(batch.weights, f"{name} holds weights, which")
+    for role, tree in ("input", batch.inputs), ("target", batch.targets):
+        for path, leaf in flat(tree).items():
+            bad = _rows_not_finite(leaf)
+            if role == "target" and batch.weights is not None:
+                bad = bad & (np.asarray(batch.weights) != 0)
+            if np.any(bad):
+                raise ValueError(
+                    f"{name} holds NaN or infinite values: {role} {path!r}, {np.sum(bad):,} of "
+                    f"{len(leaf):,} rows, the first of them row {np.argmax(bad):,}. Clean the "
+                    "data, or replace the values (np.nan_to_num)."
+                )
+
+
+def _rows_not_finite(leaf: Any) -> Any:
+    """Which rows of an array hold NaN or infinite values; False where none does."""
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return False
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(np.sum(leaf)):
+            return False
+    return ~np.isfinite(np.asarray(leaf)).reshape(len(leaf), -1).all(1)
 
 
 def shapes_of(tree: Any) -> Any:

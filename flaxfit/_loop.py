@@ -349,10 +349,15 @@ class TrainLoop:
 
     def restore(self, state: TrainState | Checkpoint) -> None:
         """Goes on from another state; a checkpoint brings its data position along."""
-        if isinstance(state, TrainState):
-            self._go_on_from(state, None)
-        else:
-            self._go_on_from(state.state, state)
+        checkpoint = None if isinstance(state, TrainState) else state
+        state = getattr(state, "state", state)
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"restore needs a TrainState or a Checkpoint, got {type(state).__name__}."
+            )
+        # Whatever cannot be taken over is found out before anything has changed.
+        self._stepper.check_fits(state)
+        self._go_on_from(state, checkpoint)
 
     @property
     def n_completed_steps(self) -> int:
@@ -482,8 +487,8 @@ class TrainLoop:
 
     def _go_on_from(self, state: TrainState, checkpoint: Any) -> None:
         """From a state, and from the position and the counts of the checkpoint it came with."""
-        self._stepper.set_state(state)
         self._stepper.set_position(getattr(checkpoint, "data_state", None))
+        self._stepper.set_state(state)
         self._due: tuple[Checkpoint, list[Any]] | None = None
         self._last: Checkpoint | None = None
         self._reset()

@@ -20,7 +20,7 @@ from flaxfit._evaluate import EvalLoop
 from flaxfit._feed import Feed
 from flaxfit._find_lr import LearningRateRange, find_lr
 from flaxfit._history import History
-from flaxfit._inspect import shapes_of
+from flaxfit._inspect import check_rows, shapes_of, structure_of
 from flaxfit._loop import TrainLoop
 from flaxfit._run_folder import RunFolder, SavedState
 from flaxfit._state import TrainState
@@ -83,6 +83,7 @@ class Model:
             self._task.metrics,
             loss=self._task.loss,
             precision=self._task.precision,
+            pad=self._task.pad,
         )
         self._evaluator = EvalLoop(task, strategy=self.strategy, ema=self._task.ema is not None)
         self._predictors: dict[Any, Callable[..., Any]] = {}
@@ -171,6 +172,8 @@ class Model:
         batches = _ahead(_one_pass(stream, n_steps))
         loop = self._loop_over(batches, n_steps, steps_per_execution, quiet=not verbose)
         found = loop.start if is_fresh else None
+        if validation_data is not None and not isinstance(validation_data, Iterator):
+            self._evaluator.check(loop.state, validation_data)  # Before an epoch is spent on it.
         facts = self._facts(stream, validation_data, n_steps)
         self.history = History(type(self.module).__name__, unit="epoch", facts=facts)
         validate = [] if validation_data is None else [self._validation(validation_data)]
@@ -229,10 +232,18 @@ class Model:
             portion = feed(batch)
             strategy = portion.strategy
             arguments = (state, strategy.split(portion.batch))
+<<<<<<< flaxfit/_model.py
+            key = (portion.signature, structure_of(state))
+            if key not in self._predictors:
+                step = make_predict_step(self._eval.apply, precision=self._task.precision)
+                result = jax.eval_shape(strategy.bind(step), shapes_of(state), shapes_of(batch))
+                check_rows(result, n_examples(batch))
+=======
             key = (portion.signature, shapes)
             if key not in self._predictors:
                 step = make_predict_step(self._eval.apply, precision=self._task.precision)
                 check_rows(jax.eval_shape(strategy.bind(step), shapes_of(state), shapes_of(batch)))
+>>>>>>> /tmp/land.new
                 self._predictors[key] = strategy.compile_split(step, arguments)
             joined = strategy.join(self._predictors[key](*arguments))
             outputs.append(_first_rows(joined, n_examples(batch)))

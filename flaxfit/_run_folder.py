@@ -46,7 +46,7 @@ class RunFolder:
             )
         self._folder = folder
 
-    def init(self, init: Callable[..., Any], *, keeps_position: bool) -> Any:
+    def init(self, init: Any, *, keeps_position: bool) -> Any:
         """What a loop starts with: the newest checkpoint, else `init`.
 
         Args:

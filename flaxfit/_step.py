@@ -147,7 +147,7 @@ def make_eval_step(
         weights = weights_of(batch)
         sums = measure(task.metrics, outputs, batch.targets, weights)
         if task.loss is not None:
-            values, _ = evaluate_loss(task.loss, outputs, batch.targets)
+            values, _ = evaluate_loss(task.loss, outputs, batch)
             sums["loss"] = loss_sums(values, weights)
         return _sum(sums, axis_name)
 

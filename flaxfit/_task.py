@@ -111,6 +111,8 @@ class EvalTask:
     """The random streams of a stochastic evaluation; none by default."""
     precision: str | None = None
     """What the model computes in, as of a `TrainTask`."""
+    pad: bool = True
+    """Whether a batch may be padded with rows of weight 0, as of a `TrainTask`."""
 
     def __post_init__(self) -> None:
         _check_apply("EvalTask", self.apply)

@@ -208,6 +208,28 @@ def test_a_scalar_loss_is_evaluated_exactly_too():
     assert evaluate.measure(state)["loss"] == pytest.approx(reference(25, None)["loss"], rel=1e-6)
 
 
+@pytest.mark.parametrize("n", [1, 3, 6, 7])
+def test_less_data_than_a_batch_is_a_remainder_where_it_cannot_be_padded(n):
+    data = ff.ArrayStream(X[:n], Y[:n], batch_size=8, epochs=1)
+    state = ff.InferenceState(np.int32(0), PARAMS, {})
+    for n_devices in (d for d in DEVICES if 8 % d == 0):
+        for apply_of, init_of, loss in (
+            (apply, init, scalar_loss),
+            (normalized, init_normalized, "mse"),
+        ):
+            task = ff.TrainTask(apply_of, optax.sgd(0.0), loss, data.one_epoch())
+            (checkpoint,) = ff.TrainLoop(
+                init_of, task, 0, strategy=strategy(n_devices), stdout=False
+            )
+            assert checkpoint.loss == pytest.approx(reference(n, None)["loss"], rel=1e-6)
+        evaluate = ff.EvalLoop(
+            ff.EvalTask(apply, [], data, loss=scalar_loss), strategy=strategy(n_devices)
+        )
+        assert evaluate.measure(state)["loss"] == pytest.approx(
+            reference(n, None)["loss"], rel=1e-6
+        )
+
+
 def test_a_regular_batch_that_cannot_be_split_or_padded_is_refused():
     task = ff.TrainTask(apply, optax.sgd(0.1), scalar_loss, ff.ArrayStream(X, Y, batch_size=6))
     loop = ff.TrainLoop(init, task, 0, strategy=strategy(4), stdout=False)

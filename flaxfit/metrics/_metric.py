@@ -36,6 +36,8 @@ class Metric:
     """What the metric is called where it is listed without a name."""
     configure: Callable[..., "Metric"] | None = None
     """Makes the metric with other options."""
+    values: Callable[..., Any] | None = None
+    """The function whose mean it is, where it is one."""
 
     def __call__(self, **options: Any) -> "Metric":
         """The same metric with other options."""
@@ -63,7 +65,9 @@ def mean(values: Callable[..., Any], *, name: str | None = None) -> Metric:
     def measure(*arguments: Any, weights: Any = None) -> Any:
         return sums_of(values(*arguments), weights, name=name)
 
-    return Metric(measure, lambda sums: ratio(sums["sum"], sums["weight"]), name)
+    return Metric(
+        measure, lambda sums: ratio(sums["sum"], sums["weight"]), name, values=values
+    )
 
 
 def sums_of(values: Any, weights: Any = None, *, name: str | None = None) -> dict[str, Any]:

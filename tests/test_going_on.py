@@ -1,0 +1,255 @@
+"""Going on after something went wrong, or was changed: no step is lost, none is counted twice."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import flaxfit as ff
+from flaxfit.callbacks import EarlyStopping
+
+X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(32, 2)
+Y = X.sum(1, keepdims=True)
+
+
+def apply(variables, x, **options):
+    outputs = x @ variables["params"]
+    return (outputs, {}) if "mutable" in options else outputs
+
+
+def init(rngs, x):
+    return {"params": np.zeros((2, 1), np.float32)}
+
+
+def make_loop(data=None, **options):
+    data = ff.ArrayStream(X, Y, batch_size=4) if data is None else data
+    task = ff.TrainTask(apply, optax.sgd(0.1), "mse", data)
+    settings = {"devices": jax.devices()[:1], "stdout": False, "n_steps_per_checkpoint": 100}
+    return ff.TrainLoop(init, task, 0, **(settings | options))
+
+
+def interrupt_at(loop, step):
+    def watch(at):
+        if at == step:
+            loop.watchers.clear()
+            raise KeyboardInterrupt
+
+    loop.watchers.append(watch)
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(90).__next__() if loop.step else list(loop)
+
+
+def test_an_end_that_is_moved_before_the_present_step_ends_there():
+    loop = make_loop(first_checkpoint=100)
+    interrupt_at(loop, 8)
+    loop.n_steps = 6
+    assert [(c.step, c.n_completed_steps) for c in loop] == [(8, 8)]
+
+
+def test_other_data_is_counted_by_itself():
+    loop = make_loop(first_checkpoint=100)
+    interrupt_at(loop, 6)
+    loop.data = ff.ArrayStream(X, 0 * Y, batch_size=4, epochs=1)
+    checkpoint = next(loop)
+    assert (checkpoint.step, checkpoint.n_completed_steps) == (14, 8)
+
+
+def test_an_interrupted_epoch_of_fit_is_not_counted_in_the_next():
+    def stop(checkpoint):
+        raise KeyboardInterrupt
+
+    model = ff.Model((init, apply), optax.sgd(0.1), "mse")
+    model.fit(X, Y, batch_size=4, verbose=0)
+    model._loop.watchers.append(lambda step: stop(None) if step == 14 else None)
+    watchers = model._loop.watchers
+    seen = []
+
+    class Interrupt:
+        def attach(self, loop):
+            loop.watchers.append(lambda step: stop(None) if step == 14 else None)
+
+        def __call__(self, checkpoint):
+            return checkpoint
+
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(X, Y, batch_size=4, verbose=0, callbacks=[Interrupt()])
+    assert model.step == 14 and watchers
+    model.fit(X, Y, batch_size=4, epochs=2, verbose=0, callbacks=[seen.append])
+    assert [c.n_completed_steps for c in seen] == [8, 8]
+
+
+@pytest.mark.parametrize("drive", ["iterate", "run", "data"])
+def test_the_best_weights_are_put_back_however_the_loop_is_driven(drive):
+    losses = iter([3.0, 1.0, 2.0, 2.0, 2.0, 2.0])
+    weights = {}
+
+    def measure(checkpoint):
+        weights[checkpoint.step] = np.asarray(checkpoint.state.params)
+        return checkpoint.with_metrics({"val_loss": next(losses)})
+
+    data = ff.ArrayStream(X[:16], Y[:16], batch_size=4, epochs=1) if drive == "data" else None
+    loop = make_loop(
+        data,
+        callbacks=[measure, EarlyStopping(patience=9 if drive == "data" else 2)],
+        n_steps_per_checkpoint=1,
+    )
+    list(loop if drive == "iterate" else loop.run(20))
+    assert loop.step == 4
+    np.testing.assert_array_equal(loop.state.params, weights[2])
+
+
+class Flaky:
+    """A stream that raises once, at one of its batches."""
+
+    def __init__(self, at):
+        self.i, self.at = 0, at
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.i == self.at:
+            self.at = None
+            raise OSError("the disk is away")
+        self.i += 1
+        return X[:4], Y[:4]
+
+    def get_state(self):
+        return {"i": self.i}
+
+    def set_state(self, state):
+        self.i = state["i"]
+
+
+def test_the_position_is_that_of_the_steps_though_batches_were_fetched_ahead():
+    loop = make_loop(Flaky(6), steps_per_call=4)
+    with pytest.raises(OSError, match="disk"):
+        list(loop.run(8))
+    checkpoint = loop.next_step()
+    assert checkpoint.data_state == {"i": checkpoint.step}
+
+
+def test_restoring_what_does_not_fit_changes_nothing():
+    loop = make_loop(n_steps_per_checkpoint=1)
+    first = next(loop)
+    next(loop)
+    other = first.state.replace(params=np.zeros((3, 1), np.float32))
+    with pytest.raises(ValueError, match=r"params: here float32\[2, 1\], given float32\[3, 1\]"):
+        loop.restore(other)
+    with pytest.raises(TypeError, match="TrainState or a Checkpoint, got NoneType"):
+        loop.restore(None)
+    assert loop.step == 2
+
+
+def test_restoring_over_data_that_cannot_go_back_changes_nothing():
+    loop = make_loop((batch for batch in [(X[:4], Y[:4])] * 9), n_steps_per_checkpoint=1)
+    first = next(loop)
+    list(loop.run(3))
+    with pytest.raises(ValueError):
+        loop.restore(first)
+    assert loop.step == 4
+    assert next(loop).step == 5
+
+
+def test_a_callback_that_returns_something_else_loses_no_checkpoint():
+    loop = make_loop(callbacks=[lambda checkpoint: checkpoint.loss], n_steps_per_checkpoint=1)
+    with pytest.raises(TypeError, match=r"<lambda> returned float; expected a Checkpoint or None"):
+        next(loop)
+    loop.callbacks = None
+    assert next(loop).step == 1
+
+
+@pytest.mark.parametrize("callbacks", [[3], [None], 3])
+def test_what_is_no_callback_is_refused_at_once(callbacks):
+    with pytest.raises(TypeError):
+        make_loop(callbacks=callbacks)
+
+
+@pytest.mark.parametrize(
+    "option", ["n_steps", "n_steps_per_checkpoint", "first_checkpoint", "steps_per_call"]
+)
+@pytest.mark.parametrize(("value", "error"), [(2.5, TypeError), ("3", TypeError), (-1, ValueError)])
+def test_numbers_of_steps_are_whole_and_not_negative(option, value, error):
+    with pytest.raises(error, match=f"{option} must be"):
+        make_loop(**{option: value})
+
+
+@pytest.mark.parametrize(
+    "option", ["steps_per_execution", "steps_per_epoch", "epochs", "batch_size"]
+)
+def test_fit_refuses_numbers_below_one(option):
+    model = ff.Model((init, apply), optax.sgd(0.1), "mse")
+    with pytest.raises(ValueError, match=f"{option} must be 1 or more, got 0"):
+        model.fit(X, Y, **{option: 0})
+
+
+def test_another_shape_is_announced_with_the_first(capsys):
+    batches = [(X[:n], Y[:n]) for n in (4, 4, 8, 8)]
+    list(make_loop(batches, stdout=True))
+    said = [line for line in capsys.readouterr().err.splitlines() if "compiled" in line]
+    assert len(said) == 2
+    assert "again" not in said[0] and "(4, 2), (4, 1)" in said[0]
+    assert "(8, 2), (8, 1)" in said[1] and "(the first were of (4, 2), (4, 1))" in said[1]
+
+
+# Evaluation and prediction between trainings.
+
+
+def test_evaluation_goes_on_through_loading_fitting_and_freezing(tmp_path):
+    def init_two(rngs, x):
+        return {"params": {"a": np.zeros((2, 1), np.float32), "b": np.zeros(1, np.float32)}}
+
+    def apply_two(variables, x, **options):
+        outputs = x @ variables["params"]["a"] + variables["params"]["b"]
+        return (outputs, {}) if "mutable" in options else outputs
+
+    def make_model():
+        return ff.Model((init_two, apply_two), optax.adam(0.1), "mse")
+
+    model = make_model()
+    model.fit(X, Y, verbose=0)
+    model.save(tmp_path)
+    other = make_model()
+    other.load(tmp_path)
+    assert other.evaluate(X, Y) == model.evaluate(X, Y)
+    other.predict(X)
+    other.fit(X, Y, validation_data=(X, Y), verbose=0)
+    other.freeze = "b"
+    other.fit(X, Y, validation_data=(X, Y), verbose=0)
+    loss = float(np.mean((other.predict(X) - Y) ** 2))
+    assert other.evaluate(X, Y)["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_wrong_validation_data_is_found_before_training():
+    def init_three(rngs, x):
+        return {"params": np.zeros((2, 3), np.float32)}
+
+    model = ff.Model((init_three, apply), optax.sgd(0.1), "crossentropy")
+    labels = np.zeros(32, np.int32)
+    wrong = labels.copy()
+    wrong[30] = 7
+    with pytest.raises(ValueError, match="label 7 is out of range"):
+        model.fit(X, labels, validation_data=(X, wrong), batch_size=4, verbose=0)
+    assert model.step == 0
+
+
+def test_stochastic_evaluation_needs_a_training_state():
+    task = ff.EvalTask(apply, ["mse"], (X, Y), rngs=("dropout",))
+    with pytest.raises(ValueError, match="random key of a TrainState, got an InferenceState"):
+        ff.EvalLoop(task).measure(ff.InferenceState(np.int32(0), np.zeros((2, 1)), {}))
+
+
+def test_predictions_without_rows_are_refused():
+    model = ff.Model(
+        (
+            init,
+            lambda v, x, **o: (
+                ((apply(v, x), x.mean()), {}) if "mutable" in o else (apply(v, x), x.mean())
+            ),
+        ),
+        optax.sgd(0.1),
+        lambda o, mean, t: (o - t) ** 2,
+    )
+    model.fit(X, Y, verbose=0)
+    with pytest.raises(ValueError, match=r"output 1 has shape \(\) for a batch of 32"):
+        model.predict(X)
