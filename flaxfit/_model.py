@@ -232,18 +232,11 @@ class Model:
             portion = feed(batch)
             strategy = portion.strategy
             arguments = (state, strategy.split(portion.batch))
-<<<<<<< flaxfit/_model.py
             key = (portion.signature, structure_of(state))
             if key not in self._predictors:
                 step = make_predict_step(self._eval.apply, precision=self._task.precision)
                 result = jax.eval_shape(strategy.bind(step), shapes_of(state), shapes_of(batch))
                 check_rows(result, n_examples(batch))
-=======
-            key = (portion.signature, shapes)
-            if key not in self._predictors:
-                step = make_predict_step(self._eval.apply, precision=self._task.precision)
-                check_rows(jax.eval_shape(strategy.bind(step), shapes_of(state), shapes_of(batch)))
->>>>>>> /tmp/land.new
                 self._predictors[key] = strategy.compile_split(step, arguments)
             joined = strategy.join(self._predictors[key](*arguments))
             outputs.append(_first_rows(joined, n_examples(batch)))

@@ -52,7 +52,6 @@ class Stepper:
         self.interrupts = Interrupts()
         self.executables: dict[Any, Callable[..., Any]] = {}
         self._compiled_for: Any = None
-        self._compiled_for: Any = None
         self.is_preparing = False
         """Whether it inspects the first batch or compiles, which may take long."""
         self.batch_shapes: Batch | None = None
@@ -289,7 +288,6 @@ class Stepper:
         self.step += n
         self.n_completed += n
         self.n_examples += sum(portion.n_examples for portion in portions)
-        self._position = self._fetched[n - 1][1]
         self._position = self._fetched[n - 1][1]
         del self._fetched[:n]
         return token
