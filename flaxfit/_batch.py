@@ -7,6 +7,9 @@ import jax
 import numpy as np
 from redex.util import expand_to_tuple
 
+from flaxfit._narrow import is_array, narrow, narrow_dtype
+from flaxfit._weights import check_weights_shape
+
 _ROLES = (("x", "y", "w"), ("inputs", "targets", "weights"))
 _FORMS = "x, (x, y), ((x, ...), (y, ...)), (x, y, weights) or a mapping of these"
 
@@ -46,25 +49,31 @@ def normalize(item: Any) -> Batch:
         return item
     if item is None:
         raise TypeError(f"A batch must be made of arrays, {_FORMS}; got None.")
-    if isinstance(item, Mapping):
-        roles = next((r for r in _ROLES if r[0] in item and item.keys() <= set(r)), None)
-        if roles:
-            x, y, w = map(item.get, roles)
-            parts = (x, () if y is None else y) + (() if w is None else (w,))
-        else:
-            parts = (item,)
-    else:
-        parts = tuple(item) if isinstance(item, list | tuple) else (item,)
+    parts = parts_of(item)
     if not 1 <= len(parts) <= 3:
         raise TypeError(f"A batch has 1 to 3 parts, {_FORMS}; got {len(parts)} parts.")
-    weights = parts[2] if len(parts) == 3 else None
+    inputs, targets, weights = (*parts, None, None)[:3]
     batch = Batch(
-        _inputs(parts[0]),
-        _part(parts[1]) if len(parts) > 1 else (),
+        _inputs(inputs),
+        () if targets is None else _part(targets),
         None if weights is None else _array(weights),
     )
+    if weights is not None:
+        check_weights_shape(batch.weights, "weights")
     _check_lengths(batch)
     return batch
+
+
+def parts_of(data: Any) -> tuple[Any, ...]:
+    """The parts x, y and weights of a batch or of a data set, as far as they are given.
+
+    >>> parts_of({"y": 1, "x": 0}), parts_of([0, 1]), parts_of({"image": 2})
+    ((0, 1, None), (0, 1), ({'image': 2},))
+    """
+    if isinstance(data, Mapping):
+        roles = next((r for r in _ROLES if r[0] in data and data.keys() <= set(r)), None)
+        return tuple(map(data.get, roles)) if roles else (data,)
+    return tuple(data) if isinstance(data, list | tuple) else (data,)
 
 
 def n_examples(batch: Batch) -> int:
@@ -94,20 +103,14 @@ def _array(leaf: Any) -> Any:
     """The leaf as an array in the width that JAX computes in: 64 bits become 32, quietly."""
     if isinstance(leaf, jax.Array):
         return leaf
-    if not hasattr(leaf, "__array__") or isinstance(leaf, np.generic):
+    if not is_array(leaf):
         raise TypeError(
             f"A batch must be made of arrays, {_FORMS}; got {type(leaf).__name__}: {leaf!r:.60}"
         )
     array = np.asarray(leaf)
-    if array.dtype.kind not in "biufcV":
-        raise TypeError(
-            f"A batch must hold numbers, got an array of dtype {array.dtype} and shape "
-            f"{array.shape}: encode it as numbers first."
-        )
     if array.ndim == 0:
         raise TypeError(f"A batch must hold arrays of shape (batch, ...), got the scalar {array}.")
-    narrow = jax.dtypes.canonicalize_dtype(array.dtype)
-    return array if array.dtype == narrow else array.astype(narrow)
+    return narrow(array, narrow_dtype(array.dtype))
 
 
 def _check_lengths(batch: Batch) -> None:

@@ -159,6 +159,27 @@ def _rows_not_finite(leaf: Any) -> Any:
     return ~np.isfinite(np.asarray(leaf)).reshape(len(leaf), -1).all(1)
 
 
+def check_rows(outputs: Any, n: int) -> None:
+    """Checks that predictions have a row for each of `n` examples.
+
+    Raises:
+      ValueError: with the output that has not.
+    """
+    for path, leaf in flat(outputs).items():
+        if leaf.shape[:1] != (n,):
+            raise ValueError(
+                f"predict joins the rows of batches, and output {path or 0} has shape {leaf.shape} "
+                f"for a batch of {n} examples. Return one row per example, or apply the module "
+                "itself: module.apply(model.state.variables, x)."
+            )
+
+
+def structure_of(tree: Any) -> Any:
+    """What a program is compiled for: the structure of a tree, its shapes and dtypes."""
+    leaves, structure = jax.tree.flatten(tree)
+    return (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+
+
 def shapes_of(tree: Any) -> Any:
     """A tree of shapes and dtypes, without the arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

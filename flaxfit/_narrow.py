@@ -19,6 +19,8 @@ def narrow_dtype(dtype: np.dtype) -> np.dtype:
     Raises:
       TypeError: the dtype is not one of numbers.
     """
+    if dtype.itemsize < 8 and dtype.kind in "biuf" and dtype.isnative:
+        return dtype  # Each array of each batch comes by here.
     if dtype.kind not in _KINDS:
         raise TypeError(f"Cannot train on an array of dtype {dtype}: encode it as numbers first.")
     return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))

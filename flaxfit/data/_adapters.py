@@ -6,16 +6,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from flaxfit._batch import parts_of
+from flaxfit._narrow import is_array
 from flaxfit.data._arrays import ArrayStream
 from flaxfit.data._iterables import IterableStream
-from flaxfit.data._libraries import comes_from, length, opener
-from flaxfit.data._narrow import is_array
+from flaxfit.data._libraries import comes_from, describe, length, opener
 
 _ACCEPTED = (
     "Give arrays, a tuple (x, y) or mapping of arrays, a list or other iterable of batches, a "
     "loader (Grain, torch, tf.data, Hugging Face), or a callable that returns one of these."
 )
-_ROLES = (("x", "y", "w"), ("inputs", "targets", "weights"))
 
 
 def as_stream(
@@ -65,6 +65,7 @@ def as_stream(
         once=isinstance(data, Iterator),
         epochs=1 if epochs is None else epochs,
         n_batches=length(data, batch_size, drop_remainder),
+        settings=describe(data, **options),
     )
 
 
@@ -88,10 +89,7 @@ def one_pass(data: Any, *, batch_size: int = 32) -> Iterator[Any]:
 
 def _parts(data: Any) -> tuple[Any, ...]:
     """The x, y and weights of a data set."""
-    if isinstance(data, Mapping):
-        roles = next((r for r in _ROLES if r[0] in data and data.keys() <= set(r)), None)
-        data = tuple(map(data.get, roles)) if roles else (data,)
-    parts = data if isinstance(data, tuple) else (data,)
+    parts = parts_of(data)
     if not 1 <= len(parts) <= 3:
         raise TypeError(
             f"A data set is x, (x, y) or (x, y, weights); got {len(parts)} parts. "

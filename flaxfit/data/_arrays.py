@@ -7,7 +7,9 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from flaxfit._weights import check_weights_shape
 from flaxfit.data._columns import Column, common_length
+from flaxfit.data._position import check_description
 
 _RESIDENT_BYTES = 2**28
 
@@ -65,6 +67,8 @@ class ArrayStream:
         self.drop_remainder = bool(drop_remainder)
         parts = (x, () if y is None else y) + (() if w is None else (w,))
         self.n_examples = common_length(parts)
+        if w is not None:
+            check_weights_shape(w, "weights")
         leaves, self._structure = jax.tree.flatten(parts)
         self._columns = [Column(leaf) for leaf in leaves]
         if len(self) == 0:
@@ -137,13 +141,7 @@ class ArrayStream:
         Raises:
           ValueError: the position belongs to other data, or to other batches of it.
         """
-        if state.get("data") != self._description():
-            raise ValueError(
-                "Cannot go on in other data than the position was saved in:\n"
-                f"  saved: {state.get('data', state)}\n"
-                f"  here:  {self._description()}\n"
-                "Use the same data and settings, or start without the saved position."
-            )
+        check_description(state.get("data", state), self._description())
         self.epoch, self._batch, self._order = state["epoch"], state["batch"], None
 
     def __repr__(self) -> str:

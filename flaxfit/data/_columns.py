@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from flaxfit._narrow import is_array, narrow, narrow_dtype
 from flaxfit.data._mapped import MappedArray, mapping_of
-from flaxfit.data._narrow import is_array, narrow, narrow_dtype
 
 
 class Column:

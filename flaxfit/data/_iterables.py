@@ -1,9 +1,14 @@
 """IterableStream: batches of anything that Python can iterate over, with a position."""
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Self
 
 from flaxfit._display import say
+from flaxfit.data._position import check_description, describe_batch
+
+_FIRST = "first_batch"
 
 
 class IterableStream:
@@ -28,6 +33,7 @@ class IterableStream:
         once: bool = False,
         epochs: int | None = 1,
         n_batches: int | None = None,
+        settings: Mapping[str, Any] = MappingProxyType({}),
     ):
         """Opens nothing yet: the first pass opens with the first batch that is asked for.
 
@@ -37,6 +43,7 @@ class IterableStream:
           once: whether all passes share one iterator, which ends but once.
           epochs: how many passes to make; None repeats for ever.
           n_batches: batches in a pass, where known.
+          settings: what else the batches depend on; saved with a position, and compared.
         """
         self._open_pass = open_pass
         self._name = name
@@ -45,6 +52,9 @@ class IterableStream:
         """Whether the data can be passed over again, so that reading ahead loses nothing."""
         self.epochs = epochs
         self._n_batches = n_batches
+        self._settings = settings
+        known = {} if n_batches is None else {"n_batches": n_batches}
+        self._description: dict[str, Any] = {"type": name, **known, **settings}
         self._rewind()
 
     def __len__(self) -> int:
@@ -69,6 +79,8 @@ class IterableStream:
                 self._error = error
                 raise
             self._error = None
+            if not self._delivered:
+                self._description[_FIRST] = describe_batch(batch)
             self._delivered += 1
             self._empty = False
             return batch
@@ -82,12 +94,13 @@ class IterableStream:
             once=self._once,
             epochs=1,
             n_batches=self._n_batches,
+            settings=self._settings,
         )
 
     def get_state(self) -> dict[str, Any]:
-        """The position after the last delivered batch."""
-        state: dict[str, Any] = {"delivered": self._delivered}
-        if hasattr(self._iterator, "get_state"):
+        """The position after the last delivered batch, with a description of the data."""
+        state: dict[str, Any] = {"delivered": self._delivered, "data": dict(self._description)}
+        if _keeps_position(self._iterator):
             position = self._iterator.get_state()
             state["epoch"] = self.epoch
             state["iterator"] = position.decode() if isinstance(position, bytes) else position
@@ -97,13 +110,15 @@ class IterableStream:
         """Moves to a position that `get_state` gave, by skipping where there is no other way.
 
         Raises:
-          ValueError: the data is shorter than that, or cannot go back.
+          ValueError: the position belongs to other data, or to more of it, or lies behind an
+            iterator that cannot go back.
         """
         if "delivered" not in state:
             raise ValueError(
                 f"Cannot go on in a {self._name} from a position saved in other data, {state}."
             )
-        n = state["delivered"]
+        n, saved = state["delivered"], state.get("data")
+        self._check(saved)
         if "iterator" in state:
             self._restore(state)
         elif self._once and n < self._delivered:
@@ -114,15 +129,20 @@ class IterableStream:
         else:
             if not self._once:
                 self._rewind()
-            self._skip(n - self._delivered)
+            self._skip(n - self._delivered, saved)
 
     def _restore(self, state: dict[str, Any]) -> None:
         self._rewind()
         iterator: Any = self._open_pass(state["epoch"])
-        if not hasattr(iterator, "set_state"):
+        if not _keeps_position(iterator):
             raise ValueError(
                 f"Cannot go on in a {self._name}, which keeps no position of its own, from {state}."
             )
+        saved = state.get("data")
+        if saved is not None and _FIRST in saved and _FIRST not in self._description:
+            for batch in itertools.islice(self._open_pass(0), 1):
+                self._description[_FIRST] = describe_batch(batch)
+            self._check(saved)
         position = state["iterator"]
         # Grain's DataLoader keeps its position as encoded JSON.
         as_bytes = isinstance(position, str)
@@ -130,7 +150,7 @@ class IterableStream:
         self._iterator, self._empty = iterator, False
         self.epoch, self._delivered = state["epoch"], state["delivered"]
 
-    def _skip(self, n: int) -> None:
+    def _skip(self, n: int, saved: Any) -> None:
         if n:
             say(f"skipping {n:,} batches of a {self._name} to where training was")
         for skipped in range(n):
@@ -141,6 +161,17 @@ class IterableStream:
                     f"Cannot go on after batch {n:,} of a {self._name} that ends after "
                     f"{skipped:,}: the data is shorter than when the position was saved."
                 ) from None
+            if not skipped:
+                self._check(saved)
+
+    def _check(self, saved: Any) -> None:
+        """Compares what is known of the data with what was known when a position was saved."""
+        if saved is None:  # By an older version.
+            return
+        here = self._description
+        if _FIRST not in here or _FIRST not in saved:  # It was not read yet, here or there.
+            here, saved = {**here, _FIRST: None}, {**saved, _FIRST: None}
+        check_description(saved, here)
 
     def _end_pass(self) -> None:
         if self._error is not None:
@@ -163,3 +194,7 @@ class IterableStream:
         self._iterator: Any = None
         self._empty = True
         self._error: BaseException | None = None
+
+
+def _keeps_position(iterator: Any) -> bool:
+    return hasattr(iterator, "get_state") and hasattr(iterator, "set_state")

@@ -55,6 +55,11 @@ def length(data: Any, batch_size: int, drop_remainder: bool) -> int | None:
     return n
 
 
+def describe(data: Any, **options: Any) -> dict[str, Any]:
+    """The options that the batches of foreign data depend on."""
+    return options if _is_hugging_face(data) else {}
+
+
 def _from_torch(leaf: Any) -> Any:
     """A tensor as an array over the same memory, as far as it lies on the host."""
     if not comes_from(leaf, "torch"):

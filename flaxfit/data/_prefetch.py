@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Self
 
-from flaxfit.data._adapters import as_stream
+from flaxfit.data._adapters import as_stream, one_pass
 
 
 def prefetch(stream: Any, n: int = 2) -> "PrefetchedStream":
@@ -47,6 +47,11 @@ class PrefetchedStream:
         """The number of batches in an epoch, where the stream knows it."""
         return len(self._stream)
 
+    @property
+    def batch_size(self) -> int:
+        """The size of its regular batches, where the stream knows it; else 0."""
+        return getattr(self._stream, "batch_size", 0)
+
     def __iter__(self) -> Self:
         return self
 
@@ -70,7 +75,7 @@ class PrefetchedStream:
 
     def one_epoch(self) -> "PrefetchedStream":
         """A fresh prefetched stream of one pass over the same data."""
-        return PrefetchedStream(self._stream.one_epoch(), self._n)
+        return PrefetchedStream(one_pass(self._stream), self._n)
 
     def get_state(self) -> Any:
         """The position after the last delivered batch."""

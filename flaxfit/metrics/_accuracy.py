@@ -1,5 +1,6 @@
 """How often the outputs name the right class: accuracy and its relatives."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,27 +10,43 @@ from flaxfit.metrics._labels import classes_of, labels_of
 from flaxfit.metrics._metric import Metric, mean
 
 
-def _is_right(outputs: Any, targets: Any) -> Any:
-    actual, predicted, _ = classes_of(outputs, targets)
-    return actual == predicted
+def _accuracy(*, threshold: float = 0.0) -> Metric:
+    """Makes the share of right predictions; see `accuracy`."""
+
+    def is_right(outputs: Any, targets: Any) -> Any:
+        actual, predicted, _ = classes_of(outputs, targets, threshold=threshold)
+        return actual == predicted
+
+    return dataclasses.replace(mean(is_right, name="accuracy"), configure=_accuracy)
 
 
-accuracy = mean(_is_right, name="accuracy")
-"""The share of right predictions: integer, one-hot or binary labels, told apart by shape."""
+accuracy = _accuracy()
+"""The share of right predictions: integer, one-hot or binary labels, told apart by shape.
+
+Its option `threshold` is the logit above which class 1 of two is predicted.
+"""
 
 
-def _each_is_right(outputs: Any, targets: Any) -> Any:
-    outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
-    if outputs.shape != targets.shape:
-        raise ValueError(
-            "The metric 'binary_accuracy' wants labels of the shape of the outputs, got outputs "
-            f"{outputs.shape} and labels {targets.shape}."
-        )
-    return (outputs > 0) == (targets > 0.5)
+def _binary_accuracy(*, threshold: float = 0.0) -> Metric:
+    """Makes the share of right answers; see `binary_accuracy`."""
+
+    def is_right(outputs: Any, targets: Any) -> Any:
+        outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
+        if outputs.shape != targets.shape:
+            raise ValueError(
+                "The metric 'binary_accuracy' wants labels of the shape of the outputs, got "
+                f"outputs {outputs.shape} and labels {targets.shape}."
+            )
+        return (outputs > threshold) == (targets > 0.5)
+
+    return dataclasses.replace(mean(is_right, name="binary_accuracy"), configure=_binary_accuracy)
 
 
-binary_accuracy = mean(_each_is_right, name="binary_accuracy")
-"""The share of right answers among many yes-or-no questions per example: logits, threshold 0."""
+binary_accuracy = _binary_accuracy()
+"""The share of right answers among many yes-or-no questions per example.
+
+Its option `threshold` is the logit above which the answer is yes.
+"""
 
 
 def top_k(k: int) -> Metric:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,18 @@ def is_metric_class(metric: Any) -> bool:
     """Whether this is a class with the protocol `from_model_output`, `merge`, `compute`."""
     protocol = ("from_model_output", "merge", "compute")
     return isinstance(metric, type) and all(hasattr(metric, name) for name in protocol)
+
+
+def is_collection_class(metrics: Any) -> bool:
+    """Whether this is a class whose annotated fields are metric classes, as clu's `Collection`."""
+    protocol = ("single_from_model_output", "merge", "compute")
+    return isinstance(metrics, type) and all(hasattr(metrics, name) for name in protocol)
+
+
+def members_of(collection_class: Any) -> dict[str, Any]:
+    """The metric classes of a collection by name."""
+    hints = get_type_hints(collection_class)
+    return {name: member for name, member in hints.items() if not name.startswith("_")}
 
 
 def from_metric_class(metric_class: Any) -> Metric:

@@ -6,7 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flaxfit.metrics._accuracy import accuracy, binary_accuracy, top_k
-from flaxfit.metrics._adapter import from_metric_class, is_metric_class
+from flaxfit.metrics._adapter import (
+    from_metric_class,
+    is_collection_class,
+    is_metric_class,
+    members_of,
+)
 from flaxfit.metrics._auc import auc
 from flaxfit.metrics._confusion import f1, precision, recall
 from flaxfit.metrics._metric import Metric, mean
@@ -38,7 +43,7 @@ _ALIASES = {
     "root_mean_squared_error": "rmse",
     "r2_score": "r2",
 }
-_RESERVED = ("loss", "grad_norm", "penalty", "learning_rate")
+_RESERVED = ("loss", "grad_norm", "penalty", "skipped_steps", "learning_rate")
 
 MetricLike = Metric | Callable[..., Any] | str
 
@@ -50,7 +55,7 @@ def as_metrics(
 
     Accepts a mapping of names to metrics, a sequence of metrics, or one metric. A metric is a
     `Metric`, a built-in name such as "accuracy" or "top_5", a function that returns per-example
-    values, or a metric class of clu or metrax.
+    values, or a metric class of clu or metrax. A `Collection` class of clu is a mapping.
 
     >>> sorted(as_metrics(["accuracy", top_k(3)]))
     ['accuracy', 'top_3']
@@ -59,6 +64,8 @@ def as_metrics(
       ValueError: a name is unknown, missing, taken twice or kept for the loop's own numbers.
       TypeError: something is not a metric.
     """
+    if is_collection_class(metrics):
+        metrics = members_of(metrics)
     if isinstance(metrics, Mapping):
         pairs = [(name, as_metric(metric)) for name, metric in metrics.items()]
     else:
@@ -86,6 +93,12 @@ def as_metric(metric: MetricLike) -> Metric:
         return metric
     if isinstance(metric, str):
         return _by_name(metric)
+    if is_collection_class(metric):
+        raise TypeError(
+            f"A metric must be one metric, got the collection {metric!r:.60} of "
+            f"{', '.join(members_of(metric))}: pass it alone, metrics=collection, or pass its "
+            "metric classes by name."
+        )
     if is_metric_class(metric):
         return from_metric_class(metric)
     if callable(metric):
