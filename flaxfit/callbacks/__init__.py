@@ -7,8 +7,10 @@ from flaxfit.callbacks._log_to import Logger as Logger
 from flaxfit.callbacks._log_to import LogTo as LogTo
 from flaxfit.callbacks._loggers import CSVLogger as CSVLogger
 from flaxfit.callbacks._loggers import JSONLogger as JSONLogger
+from flaxfit.callbacks._memory import MemoryReport as MemoryReport
 from flaxfit.callbacks._mlflow import MLflowLogger as MLflowLogger
 from flaxfit.callbacks._norms import Norms as Norms
+from flaxfit.callbacks._profiler import Profiler as Profiler
 from flaxfit.callbacks._progress import ProgressBar as ProgressBar
 from flaxfit.callbacks._rates import LearningRateScheduler as LearningRateScheduler
 from flaxfit.callbacks._rates import ReduceLROnPlateau as ReduceLROnPlateau
@@ -20,6 +22,10 @@ from flaxfit.callbacks._signal import SaveOnSignal as SaveOnSignal
 from flaxfit.callbacks._stopping import EarlyStopping as EarlyStopping
 from flaxfit.callbacks._stopping import StopOnNaN as StopOnNaN
 from flaxfit.callbacks._summary import SummaryLogger as SummaryLogger
+from flaxfit.callbacks._swap_ema import SwapEMA as SwapEMA
 from flaxfit.callbacks._tensorboard import TensorBoardLogger as TensorBoardLogger
+from flaxfit.callbacks._throughput import Throughput as Throughput
+from flaxfit.callbacks._timer import Timer as Timer
+from flaxfit.callbacks._unfreeze import Unfreeze as Unfreeze
 from flaxfit.callbacks._wandb import WandbLogger as WandbLogger
 from flaxfit.callbacks._watchdog import Watchdog as Watchdog

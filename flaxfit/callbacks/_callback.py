@@ -62,6 +62,10 @@ class Loop(Protocol):
         """Sets hyperparameters from the next step on."""
         ...
 
+    def finish(self) -> None:
+        """Ends the run with the step that is being taken; see `TrainLoop.finish`."""
+        ...
+
     def restore(self, state: Any, /) -> Any:
         """Goes on from another state."""
         ...

@@ -10,6 +10,7 @@ import numpy as np
 
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._rules import flat
+from flaxfit.callbacks._event_file import EventFile
 from flaxfit.callbacks._log_to import Attempt
 
 
@@ -128,8 +129,6 @@ class TensorBoardLogger:
 
     def _opened(self) -> Any:
         if self._file is None:
-            from flaxfit.callbacks._event_file import EventFile  # It needs tensorboardX.
-
             self._file = EventFile(self._folder)
         return self._file
 
