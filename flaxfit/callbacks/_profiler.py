@@ -1,0 +1,66 @@
+"""Profiler: a trace of some steps, of what the devices and the host did in them."""
+
+import os
+from typing import Any
+
+import jax
+
+from flaxfit._checkpoint import Checkpoint
+from flaxfit.callbacks._callback import Loop
+from flaxfit.callbacks._log_to import Attempt
+
+
+class Profiler:
+    """Writes a trace of the steps from `first` to `last` with JAX's profiler.
+
+    It is looked at with TensorBoard (and its plugin tensorboard-plugin-profile) or Perfetto.
+    Steps that one dispatch takes together (`steps_per_call`) are traced together. Before and after
+    these steps the loop waits for the devices once; no other step is slowed down. The first step
+    would show compilation. Another trace that is running already is reported, and training goes
+    on.
+
+    >>> profiler = Profiler("runs/digits", 10, 12)
+
+    Args:
+      folder: where to write.
+      first: the first step in the trace.
+      last: the last step in the trace.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], first: int = 10, last: int = 14) -> None:
+        if not 1 <= first <= last:
+            raise ValueError(f"Profiler needs 1 <= first <= last, got {first} and {last}.")
+        self._folder = os.fspath(folder)
+        self._first, self._last = first, last
+        self._attempt = Attempt("Profiler")
+        self._loop: Any = None
+        self._is_tracing = False
+
+    def attach(self, loop: Loop) -> None:
+        """Begins to watch the steps of a loop."""
+        self._loop = loop
+        self._n_per_call = getattr(loop, "steps_per_call", 1)
+        loop.watchers.append(self._watch)
+        self._watch(loop.step)
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint, as it is."""
+        return checkpoint
+
+    def close(self) -> None:
+        """Ends a trace whose last step was not reached."""
+        if self._is_tracing:
+            self._is_tracing = False
+            self._attempt(jax.profiler.stop_trace)
+
+    def _watch(self, step: int) -> None:
+        if self._is_tracing and step >= self._last:
+            self._loop.running_metrics()  # Waits until the devices have done the step.
+            self.close()
+        elif not self._is_tracing and self._first - self._n_per_call <= step < self._last:
+            self._loop.running_metrics()
+            self._attempt(self._begin)
+
+    def _begin(self) -> None:
+        jax.profiler.start_trace(self._folder)
+        self._is_tracing = True

@@ -1,0 +1,57 @@
+"""SwapEMA: training ends with the moving average of the parameters in their place."""
+
+from collections.abc import Callable
+from typing import Any
+
+from flaxfit._checkpoint import Checkpoint
+from flaxfit.callbacks._callback import Loop
+from flaxfit.optim import swap_ema
+
+
+class SwapEMA:
+    """Puts the moving average of the parameters in their place when training ends.
+
+    For a loop whose task keeps one, `TrainTask(ema=0.999)`: afterwards `loop.state.params` is the
+    average, and the average is the parameters. Checkpoints that were yielded or saved before stay
+    as they are. Training that goes on after it goes on from the average. A model needs none:
+    `Model(ema=)` evaluates, predicts and exports with the average by itself.
+
+    >>> import numpy as np, optax
+    >>> from flaxfit import TrainLoop, TrainTask
+    >>> x = np.ones((8, 1), np.float32)
+    >>> apply = lambda v, x, **_: (v["params"] * x, {})
+    >>> task = TrainTask(apply, optax.sgd(0.5), "mse", (x, x), ema=0.5)
+    >>> init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
+    >>> loop = TrainLoop(init, task, 0, n_steps=1, callbacks=[SwapEMA()], stdout=False)
+    >>> checkpoint = list(loop)[-1]
+    >>> float(checkpoint.state.params[0]), float(loop.state.params[0])
+    (1.0, 0.5)
+    """
+
+    def __init__(self) -> None:
+        self._loop: Any = None
+        self._is_due = False
+
+    def attach_apply(self, apply: Callable[..., Any]) -> None:
+        """Refuses to work in `fit`, whose model uses the average already."""
+        raise ValueError(
+            "SwapEMA is for loops: Model(ema=...) evaluates, predicts and exports with the moving "
+            "average by itself. Leave SwapEMA out; flaxfit.optim.swap_ema(model.state).params is "
+            "the average."
+        )
+
+    def attach(self, loop: Loop) -> None:
+        """Checks that the loop keeps an average."""
+        swap_ema(loop.state)
+        self._loop, self._is_due = loop, False
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint, as it is."""
+        self._is_due = True
+        return checkpoint
+
+    def close(self) -> None:
+        """Swaps, once for each time that training ends."""
+        if self._is_due and self._loop is not None:
+            self._is_due = False
+            self._loop.restore(swap_ema(self._loop.state))

@@ -1,0 +1,81 @@
+"""Unfreeze: parameters that begin to be trained later than others."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flaxfit._checkpoint import Checkpoint
+from flaxfit._display import say
+from flaxfit._rules import flat
+from flaxfit.callbacks._callback import Loop
+
+
+class Unfreeze:
+    """Trains frozen parameters from some checkpoint on: after so many epochs, in `fit`.
+
+    The task says what is frozen to begin with (`freeze=`). The update is compiled anew each
+    time; what the optimizer knows of the other parameters is kept.
+
+    >>> unfreeze = Unfreeze({2: "encoder/layer_1/.*", 4: "encoder/.*"})
+
+    Args:
+      schedule: patterns of parameter paths by the number of checkpoints after which to train
+        them.
+    """
+
+    def __init__(self, schedule: Mapping[int, str | Sequence[str]]) -> None:
+        if not schedule or min(schedule) < 1:
+            raise ValueError(
+                "Unfreeze needs patterns by a number of checkpoints of 1 or more, such as "
+                f"{{2: 'encoder/.*'}}, got {dict(schedule)}."
+            )
+        self._schedule = {
+            n: (patterns,) if isinstance(patterns, str) else tuple(patterns)
+            for n, patterns in schedule.items()
+        }
+        self._loop: Any = None
+        self._n_seen = 0
+
+    def attach(self, loop: Loop) -> None:
+        """Begins to count, and checks that every pattern matches something frozen."""
+        self._loop, self._n_seen = loop, 0
+        frozen = _frozen(self._loop)
+        for pattern in [p for patterns in self._schedule.values() for p in patterns]:
+            if not any(re.fullmatch(pattern, path) for path in frozen):
+                raise ValueError(
+                    f"Unfreeze({pattern!r}) matches no frozen parameter; frozen are: "
+                    f"{', '.join(frozen) or 'none (freeze= is empty)'}."
+                )
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint; the loop goes on with fewer parameters frozen when it is time."""
+        if self._loop is None:
+            raise ValueError("Unfreeze must be in the callbacks of a loop, which it changes.")
+        self._n_seen += 1
+        if self._n_seen in self._schedule:
+            n = self._unfreeze(self._schedule[self._n_seen])
+            say(f"step {checkpoint.step:,}: {n} more parameter arrays are trained from here on")
+        return checkpoint
+
+    def get_state(self) -> dict[str, Any]:
+        """What a resumed run needs, as plain JSON."""
+        return {"n_seen": self._n_seen}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Puts back what `get_state` gave, and what was unfrozen by then; after `attach`."""
+        self._n_seen = state["n_seen"]
+        due = [p for n, patterns in self._schedule.items() if n <= self._n_seen for p in patterns]
+        if due and self._loop is not None:
+            self._unfreeze(due)
+
+    def _unfreeze(self, patterns: Sequence[str]) -> int:
+        frozen = _frozen(self._loop)
+        rest = [path for path in frozen if not any(re.fullmatch(p, path) for p in patterns)]
+        self._loop.freeze = tuple(map(re.escape, rest))
+        return len(frozen) - len(rest)
+
+
+def _frozen(loop: Any) -> list[str]:
+    """The paths of the parameters that a loop does not train."""
+    paths = flat(loop.state.params)
+    return [path for path in paths if any(re.fullmatch(p, path) for p in loop.freeze)]

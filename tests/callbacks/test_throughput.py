@@ -1,0 +1,106 @@
+"""Throughput and MemoryReport, against numbers by hand."""
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+
+import flaxfit as ff
+from flaxfit.callbacks import MemoryReport, Throughput
+from flaxfit.callbacks._memory import resident_bytes
+from flaxfit.callbacks._throughput import _peak_flops
+
+tokens = np.zeros((48, 10), np.int32)
+labels = np.zeros(48, np.int32)
+
+
+class Classifier(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(nn.Embed(16, 8)(x).reshape(len(x), -1))
+
+
+def run(throughput, strategy=None, data=None, **options):
+    data = ff.ArrayStream(tokens, labels, batch_size=16, epochs=1) if data is None else data
+    module = Classifier()
+    task = ff.TrainTask(module.apply, optax.sgd(0.1), "crossentropy", data, **options)
+    loop = ff.TrainLoop(
+        module.init,
+        task,
+        0,
+        n_steps_per_checkpoint=2,
+        strategy=strategy,
+        callbacks=[throughput],
+        stdout=False,
+    )
+    return loop, list(loop)
+
+
+def test_examples_and_tokens_are_per_second_of_training():
+    _, checkpoints = run(Throughput())
+    for c, n in zip(checkpoints, (16, 32), strict=True):
+        np.testing.assert_allclose(c.metrics["examples_per_second"], n / c.elapsed_time)
+        np.testing.assert_allclose(c.metrics["tokens_per_second"], 10 * n / c.elapsed_time)
+
+
+@pytest.mark.parametrize(
+    "strategy", [ff.DataParallel(), ff.Sharded({"data": 2, "model": 2})], ids=["replicas", "mesh"]
+)
+def test_utilisation_is_that_of_all_devices(strategy):
+    loop, checkpoints = run(Throughput(peak_flops=1e9), strategy)
+    assert len(strategy.devices) == len(jax.devices()) > 1
+    for c in checkpoints:
+        flops = loop.step_flops(16) / 16 * c.metrics["examples_per_second"]
+        np.testing.assert_allclose(c.metrics["flops_per_second"], flops)
+        np.testing.assert_allclose(c.metrics["mfu"], flops / (1e9 * len(strategy.devices)))
+
+
+def test_what_the_user_knows_better_is_used():
+    _, (c, _) = run(Throughput(tokens_per_example=3, flops_per_example=1e6))
+    speed = c.metrics["examples_per_second"]
+    assert c.metrics["tokens_per_second"] == 3 * speed
+    assert c.metrics["flops_per_second"] == 1e6 * speed
+
+
+def test_a_device_whose_peak_is_not_known_has_no_utilisation():
+    _, (c, _) = run(Throughput())
+    assert "mfu" not in c.metrics and c.metrics["flops_per_second"] > 0
+
+
+def test_operations_can_be_counted_for_batches_that_parts_do_not_divide():
+    data = ff.ArrayStream(tokens[:30], labels[:30], batch_size=15, epochs=1)
+    _, (c, _) = run(Throughput(), data=data, accumulate=2)
+    assert c.metrics["flops_per_second"] > 0
+
+
+def test_the_longest_name_of_a_device_counts():
+    assert _peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert _peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert _peak_flops("TPU v5 lite") == 197e12
+    assert _peak_flops("cpu") is None
+
+
+def test_without_a_loop_there_is_nothing_to_measure(checkpoint_at):
+    with pytest.raises(ValueError, match="must be in the callbacks of a loop"):
+        Throughput()(checkpoint_at(1, loss=1.0))
+
+
+def test_memory_that_is_taken_is_reported(checkpoint_at):
+    report = MemoryReport()
+    before = report(checkpoint_at(1, loss=1.0)).metrics["host_memory_gb"]
+    taken = np.ones(64 << 20, np.uint8)
+    after = report(checkpoint_at(2, loss=1.0)).metrics["host_memory_gb"]
+    assert taken.all() and after - before > 0.9 * taken.nbytes / 1e9
+    assert resident_bytes() < 1e12
+
+
+def test_memory_of_devices_is_that_of_the_fullest(checkpoint_at, monkeypatch):
+    class Device:
+        def __init__(self, stats):
+            self.memory_stats = lambda: stats
+
+    stats = [{"bytes_in_use": 2e9, "peak_bytes_in_use": 5e9}, {"bytes_in_use": 3e9}, None]
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(each) for each in stats])
+    metrics = MemoryReport()(checkpoint_at(1, loss=1.0)).metrics
+    assert metrics["device_memory_gb"] == 3 and metrics["device_memory_peak_gb"] == 5
