@@ -4,7 +4,7 @@ import dataclasses
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from flaxfit._checkpoint import Checkpoint
