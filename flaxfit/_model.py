@@ -18,6 +18,7 @@ from flaxfit._batch import n_examples, normalize
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._evaluate import EvalLoop
 from flaxfit._feed import Feed
+from flaxfit._find_batch_size import find_batch_size
 from flaxfit._find_lr import LearningRateRange, find_lr
 from flaxfit._history import History
 from flaxfit._inspect import check_rows, shapes_of, structure_of
@@ -409,17 +410,7 @@ class Model:
         Raises:
           ValueError: the optimizer's learning rate cannot be set.
         """
-        data, _ = prepare(x, y, sample_weight)
-        if isinstance(data, tuple):
-            data = ArrayStream(*data, batch_size=batch_size, shuffle=True, seed=self.seed)
-        stream = as_stream(data, epochs=None)
-        if not getattr(stream, "is_repeatable", True):
-            raise ValueError(
-                "find_lr would use up this data, which can be passed over only once: give arrays, "
-                "a list of batches or a loader."
-            )
-        task = dataclasses.replace(self._task, data=stream)
-        init = self._init if self._loop is None else self._loop.state
+        init, task = self._trial(x, y, sample_weight, batch_size, "find_lr")
         return find_lr(
             init,
             task,
@@ -429,6 +420,52 @@ class Model:
             highest=highest,
             n_steps=n_steps,
         )
+
+    def find_batch_size(
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        sample_weight: Any = None,
+        limit: float | None = None,
+        largest: int = 65536,
+    ) -> int:
+        """The largest batch size whose training step fits the memory of a device.
+
+        Steps are compiled for one example per device, two, four and so on, and the compiler tells
+        what memory each needs; none is run, so nothing can run out of memory.
+
+        Args:
+          x: inputs, or anything that gives batches again and again.
+          y: targets, where `x` is arrays.
+          sample_weight: one weight per example.
+          limit: bytes on each device; None: nine tenths of what the smallest device has.
+          largest: where to stop, also where more would fit.
+
+        Raises:
+          ValueError: not even the smallest batch fits, or the backend tells no limit (a CPU).
+        """
+        init, task = self._trial(x, y, sample_weight, 1, "find_batch_size")
+        loop = TrainLoop(
+            init, task, self.seed, strategy=self.strategy, grad_norm=False, stdout=False
+        )
+        return find_batch_size(loop, limit=limit, largest=largest)
+
+    def _trial(
+        self, x: Any, y: Any, sample_weight: Any, batch_size: int, owner: str
+    ) -> tuple[Any, TrainTask]:
+        """What to begin from, and a task, for a loop that leaves this model and the data alone."""
+        data, _ = prepare(x, y, sample_weight)
+        if isinstance(data, tuple):
+            data = ArrayStream(*data, batch_size=batch_size, shuffle=True, seed=self.seed)
+        stream = as_stream(data, epochs=None)
+        if not getattr(stream, "is_repeatable", True):
+            raise ValueError(
+                f"{owner} would use up this data, which can be passed over only once: give arrays, "
+                "a list of batches or a loader."
+            )
+        init = self._init if self._loop is None else self._loop.state
+        return init, dataclasses.replace(self._task, data=stream)
 
     @property
     def step(self) -> int:

@@ -21,7 +21,7 @@ LAYERS = (
     {"_update", "_inspect"},
     {"_stepper"},
     {"_loop", "_evaluate", "callbacks", "importers"},
-    {"_find_lr", "_run_folder", "_warm_start"},
+    {"_find_batch_size", "_find_lr", "_run_folder", "_warm_start"},
     {"_model"},
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS, start=1) for part in parts}

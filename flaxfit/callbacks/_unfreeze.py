@@ -14,7 +14,8 @@ class Unfreeze:
     """Trains frozen parameters from some checkpoint on: after so many epochs, in `fit`.
 
     The task says what is frozen to begin with (`freeze=`). The update is compiled anew each
-    time; what the optimizer knows of the other parameters is kept.
+    time; what the optimizer knows of the other parameters is kept. To resume a run that was
+    interrupted after the second of several stages, build its model with what was frozen then.
 
     >>> unfreeze = Unfreeze({2: "encoder/layer_1/.*", 4: "encoder/.*"})
 
@@ -37,14 +38,15 @@ class Unfreeze:
         self._n_seen = 0
 
     def attach(self, loop: Loop) -> None:
-        """Begins to count, and checks that every pattern matches something frozen."""
+        """Begins to count, and checks that every pattern matches, and that something is frozen."""
         self._loop, self._n_seen = loop, 0
-        frozen = _frozen(self._loop)
+        frozen, paths = _frozen(self._loop), list(flat(loop.state.params))
+        if not frozen:
+            raise ValueError("Unfreeze has nothing to do: the task freezes no parameter (freeze=).")
         for pattern in [p for patterns in self._schedule.values() for p in patterns]:
-            if not any(re.fullmatch(pattern, path) for path in frozen):
+            if not any(re.fullmatch(pattern, path) for path in paths):
                 raise ValueError(
-                    f"Unfreeze({pattern!r}) matches no frozen parameter; frozen are: "
-                    f"{', '.join(frozen) or 'none (freeze= is empty)'}."
+                    f"Unfreeze({pattern!r}) matches no parameter; frozen are: {', '.join(frozen)}."
                 )
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:

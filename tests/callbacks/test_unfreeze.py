@@ -89,6 +89,12 @@ def test_a_schedule_that_can_never_act_is_refused(schedule):
         Unfreeze(schedule)
 
 
-def test_a_pattern_of_nothing_frozen_is_refused():
-    with pytest.raises(ValueError, match=r"matches no frozen parameter; frozen are: layers_0/bias"):
-        make_loop([Unfreeze({1: "layers_2/.*"})])
+def test_a_pattern_that_matches_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"matches no parameter; frozen are: layers_0/bias"):
+        make_loop([Unfreeze({1: "layer_1/.*"})])
+
+
+def test_a_task_that_freezes_nothing_is_refused():
+    task = ff.TrainTask(module.apply, optax.adam(0.01), "mse", (x, y))
+    with pytest.raises(ValueError, match="the task freezes no parameter"):
+        ff.TrainLoop(module.init, task, 0, callbacks=[Unfreeze({1: ".*"})], stdout=False)
