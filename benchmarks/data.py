@@ -9,7 +9,6 @@ that trains on a small array.
 """
 
 import argparse
-import resource
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import optax
 from flax import linen as nn
 
 import flaxfit as ff
+from benchmarks.fresh import peak_mebibytes
 
 BATCH = 64
 GIB = 2**30
@@ -114,7 +114,7 @@ def alone(data, n_steps):
     return epoch
 
 
-def peak_mebibytes(n_bytes):
+def peak_of_training_on(n_bytes):
     """The peak memory of a process that trains on a mapped file of that size."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.data", "--train-on", folder, str(n_bytes)]
@@ -139,7 +139,7 @@ def train_on(folder, n_bytes):
         module.init, task, 0, n_steps_per_checkpoint=n_steps, n_steps=n_steps, stdout=False
     )
     list(loop)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    print(peak_mebibytes())
 
 
 def main() -> None:
@@ -178,7 +178,7 @@ def main() -> None:
     pairs = zip(times["TrainLoop, Grain"], sums, strict=True)
     ratio = statistics.median(a / b for a, b in pairs)
     print(f"TrainLoop with Grain, x (Grain alone + hand-written): {ratio:.3f}")
-    small, large = peak_mebibytes(2**20), peak_mebibytes(2 * GIB)
+    small, large = peak_of_training_on(2**20), peak_of_training_on(2 * GIB)
     print(f"peak memory with a mapped file of 2 GiB: {large - small:.0f} MiB more than with 1 MiB")
     return None
 
