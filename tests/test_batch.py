@@ -55,7 +55,7 @@ def test_wide_numbers_are_narrowed_and_narrow_ones_not_copied():
     "item", ["text", None, 3, (X, "label"), [1.0, 2.0], (X, np.array(["a"] * 4))]
 )
 def test_what_holds_no_arrays_is_refused(item):
-    with pytest.raises(TypeError, match="A batch must"):
+    with pytest.raises(TypeError, match="A batch must|Cannot train on an array of dtype"):
         normalize(item)
 
 
@@ -82,3 +82,24 @@ def test_weights_count_as_a_part_of_the_batch():
     assert Batch((X,)).weights is None
     with pytest.raises(ValueError, match="different numbers"):
         normalize((X, Y, W[:2]))
+
+
+@pytest.mark.parametrize("item", [(X, Y, None), {"x": X, "y": Y, "w": None}], ids=type)
+def test_weights_may_be_none(item):
+    assert normalize(item).weights is None
+
+
+def test_targets_may_be_none():
+    assert normalize((X, None)).targets == normalize((X, None, W)).targets == ()
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (4, 6), (4, 4)], ids=str)
+def test_weights_that_are_not_one_number_per_example_are_refused(shape):
+    with pytest.raises(ValueError, match=r"weights must hold one number .* second target"):
+        normalize((X, Y, np.ones(shape)))
+
+
+def test_an_integer_that_does_not_fit_is_refused():
+    assert normalize((X, Y.astype(np.int64) - 2**31)).targets[0].dtype == np.int32
+    with pytest.raises(ValueError, match="from 4294967296 to 4294967296, which do not fit int32"):
+        normalize((X, Y.astype(np.int64) + 2**32))

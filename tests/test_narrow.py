@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxfit.data._narrow import is_array, narrow, narrow_dtype
+from flaxfit._narrow import is_array, narrow, narrow_dtype
 
 
 @pytest.mark.parametrize(

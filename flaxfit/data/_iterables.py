@@ -166,12 +166,9 @@ class IterableStream:
 
     def _check(self, saved: Any) -> None:
         """Compares what is known of the data with what was known when a position was saved."""
-        if saved is None:  # By an older version.
-            return
-        here = self._description
-        if _FIRST not in here or _FIRST not in saved:  # It was not read yet, here or there.
-            here, saved = {**here, _FIRST: None}, {**saved, _FIRST: None}
-        check_description(saved, here)
+        if saved is not None:  # As it was by an older version.
+            is_known = _FIRST in self._description and _FIRST in saved
+            check_description(saved, self._description, but_for=None if is_known else _FIRST)
 
     def _end_pass(self) -> None:
         if self._error is not None:

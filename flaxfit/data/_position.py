@@ -18,16 +18,23 @@ def describe_batch(batch: Any) -> list[str]:
     return [_describe(leaf) for leaf in jax.tree.leaves(batch)]
 
 
-def check_description(saved: Any, here: Mapping[str, Any]) -> None:
-    """Checks that a position belongs to the data at hand.
+def check_description(
+    saved: Mapping[str, Any], here: Mapping[str, Any], *, but_for: str | None = None
+) -> None:
+    """Checks that a position belongs to the data at hand, as far as it is described.
+
+    Args:
+      saved: the description that was saved with the position.
+      here: that of the data at hand.
+      but_for: what may differ.
 
     Raises:
       ValueError: with both descriptions, where they differ.
     """
-    if saved != here:
+    if {**saved, but_for: None} != {**here, but_for: None}:
         raise ValueError(
             "Cannot go on in other data than the position was saved in:\n"
-            f"  saved: {saved}\n"
+            f"  saved: {dict(saved)}\n"
             f"  here:  {dict(here)}\n"
             "Use the same data and settings, or start without the saved position."
         )

@@ -1,6 +1,7 @@
 """What a metric is: sums measured on a device, and a value computed from them on the host."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -41,11 +42,16 @@ class Metric:
 
     def __call__(self, **options: Any) -> "Metric":
         """The same metric with other options."""
-        if self.configure is not None:
-            return self.configure(**options)
         if not options:
             return self
-        raise TypeError(f"The metric {self.name!r} has no options, got {', '.join(options)}.")
+        known = [] if self.configure is None else list(inspect.signature(self.configure).parameters)
+        unknown = [name for name in options if name not in known]
+        if self.configure is None or unknown:
+            raise TypeError(
+                f"The metric {self.name!r} has no option {', '.join(unknown)}: "
+                f"it has {', '.join(known) or 'none'}."
+            )
+        return self.configure(**options)
 
 
 def mean(values: Callable[..., Any], *, name: str | None = None) -> Metric:
@@ -65,9 +71,7 @@ def mean(values: Callable[..., Any], *, name: str | None = None) -> Metric:
     def measure(*arguments: Any, weights: Any = None) -> Any:
         return sums_of(values(*arguments), weights, name=name)
 
-    return Metric(
-        measure, lambda sums: ratio(sums["sum"], sums["weight"]), name, values=values
-    )
+    return Metric(measure, lambda sums: ratio(sums["sum"], sums["weight"]), name, values=values)
 
 
 def sums_of(values: Any, weights: Any = None, *, name: str | None = None) -> dict[str, Any]:

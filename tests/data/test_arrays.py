@@ -178,3 +178,9 @@ def test_wrong_data_is_refused_at_construction(arguments, options, error, messag
     with pytest.raises(error) as raised:
         ArrayStream(*arguments, **options)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("shape", [(6, 1), (6, 3)], ids=str)
+def test_weights_that_are_not_one_number_per_example_are_refused(shape):
+    with pytest.raises(ValueError, match=r"weights must hold one number .* second target"):
+        ArrayStream(np.zeros((6, 3)), np.zeros(6), np.ones(shape))

@@ -143,6 +143,37 @@ def test_a_grain_iterator_keeps_its_position_too(grain, make):
     assert_same_batches(second, first)
 
 
+@pytest.mark.parametrize("make", GRAIN, ids=lambda make: make.__name__)
+def test_a_position_of_grain_in_batches_of_another_size_is_refused(grain, make):
+    first = as_stream(make(grain))
+    next(first)
+    state = json.loads(json.dumps(first.get_state()))
+
+    as_stream(make(grain)).set_state(state)
+    known = state["data"]
+    known["first_batch"] = [text.replace("[8", "[16") for text in known["first_batch"]]
+    with pytest.raises(ValueError, match=r"(?s)saved: .*\[16, :\].*here: .*\[8, :\]"):
+        as_stream(make(grain)).set_state(state)
+
+
+def test_a_grain_pipeline_with_another_batch_size_is_told_by_its_first_batch(grain):
+    rows = grain.MapDataset.source(Rows()).to_iter_dataset()
+    first = as_stream(rows.batch(8))
+    next(first)
+    with pytest.raises(ValueError, match=r"(?s)\[8, :\].*here: .*\[16, :\]"):
+        as_stream(rows.batch(16)).set_state(first.get_state())
+
+
+def test_a_position_of_grain_saved_without_a_description_is_taken(grain):
+    first, second = as_stream(map_dataset(grain)), as_stream(map_dataset(grain))
+    list(itertools.islice(first, 6))
+    state = first.get_state()
+    del state["data"]
+    second.set_state(state)
+    next(second)  # The remainder, which is not to be taken for the first batch.
+    assert "first_batch" not in second.get_state()["data"]
+
+
 def torch_loader(torch, **options):
     dataset = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
     return torch.utils.data.DataLoader(dataset, batch_size=8, **options)
@@ -244,6 +275,20 @@ def test_the_length_of_a_hugging_face_dataset_is_in_batches(datasets):
     dataset = datasets.Dataset.from_dict({"x": X, "y": Y})
     assert len(as_stream(dataset, batch_size=8)) == 7
     assert len(as_stream(dataset, batch_size=8, drop_remainder=True)) == 6
+
+
+@pytest.mark.parametrize(
+    "other", [{"batch_size": 4}, {"seed": 4}, {"shuffle": False}, {"drop_remainder": True}], ids=str
+)
+def test_a_position_in_other_batches_of_a_hugging_face_dataset_is_refused(rows, other):
+    options = {"batch_size": 8, "shuffle": True, "seed": 3}
+    first = as_stream(rows, **options)
+    next(first)
+    state = json.loads(json.dumps(first.get_state()))
+    as_stream(rows, **options).set_state(state)
+    (name, value), *_ = other.items()
+    with pytest.raises(ValueError, match=rf"(?s)saved: .*'seed': 3.*here: .*'{name}': {value}"):
+        as_stream(rows, **options | other).set_state(state)
 
 
 def test_columns_and_transforms_chosen_in_hugging_face_are_kept(datasets):

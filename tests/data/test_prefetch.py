@@ -88,7 +88,7 @@ def test_the_position_of_a_counted_stream_is_delivered_batches_too(capsys):
     batches = [(np.full(2, i), ()) for i in range(6)]
     ahead = prefetch(as_stream(batches), 3)
     list(itertools.islice(ahead, 2))
-    assert ahead.get_state() == {"delivered": 2}
+    assert ahead.get_state()["delivered"] == 2
     ahead.set_state(ahead.get_state())
     assert numbers(ahead) == [[i, i] for i in range(2, 6)]
     assert "skipping 2 batches" in capsys.readouterr().err
@@ -150,3 +150,48 @@ def test_the_length_is_that_of_the_stream():
 def test_a_number_below_one_is_refused():
     with pytest.raises(ValueError, match="Cannot assemble 0 batches ahead"):
         prefetch(ArrayStream(np.arange(5)), 0)
+
+
+class Plain:
+    """A user's own stream: what `DataStream` requires, and a position."""
+
+    def __init__(self):
+        self.n = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.n += 1
+        if self.n > 4:
+            raise StopIteration
+        return self.n
+
+
+class Positioned(Plain):
+    def get_state(self):
+        return {"n": self.n}
+
+    def set_state(self, state):
+        self.n = state["n"]
+
+
+@pytest.mark.parametrize("make", [Plain, Positioned])
+def test_a_stream_of_the_users_own_can_be_passed_over(make):
+    ahead = prefetch(make())
+    assert next(ahead) == 1
+    ahead.close()
+    once = prefetch(make()).one_epoch()
+    assert list(once) == [1, 2, 3, 4]
+    once.close()
+
+
+def test_a_stream_that_tells_but_takes_no_position_goes_on_by_skipping():
+    class Telling(Plain):
+        get_state = Positioned.get_state
+
+    first, second = prefetch(Telling()), prefetch(Telling())
+    list(itertools.islice(first, 2))
+    second.set_state(first.get_state())
+    assert list(second) == [3, 4]
+    first.close()

@@ -91,3 +91,14 @@ def test_top_k_of_too_many_or_too_few_classes_is_refused():
         top_k(0)
     with pytest.raises(ValueError, match="top 5 of 3 classes"):
         top_k(5).measure(np.zeros((2, 3)), np.zeros(2, np.int32))
+
+
+@pytest.mark.parametrize("threshold", [-0.5, 0.0, 0.5])
+def test_the_threshold_is_the_logit_above_which_class_1_is_predicted(threshold):
+    scores, labels = np.linspace(-1, 1, 9), np.array([0, 0, 1, 0, 1, 0, 1, 1, 1])
+    expected = np.mean((scores > threshold) == labels)
+    two = np.stack([np.zeros(9), scores], 1)
+    for metric, outputs in (accuracy, scores), (accuracy, two), (binary_accuracy, scores):
+        metric = metric(threshold=threshold)
+        assert metric.compute(metric.measure(outputs, labels)) == pytest.approx(expected)
+        assert metric.name in ("accuracy", "binary_accuracy")

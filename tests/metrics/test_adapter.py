@@ -49,6 +49,22 @@ def test_clu_metrics_of_a_named_output_are_taken(clu, digits, measured):
     assert value == pytest.approx(np.average(logits.mean(1), weights=weights), rel=1e-6)
 
 
+def test_a_collection_of_clu_is_a_mapping_of_its_metrics(clu, digits, measured):
+    logits, labels, weights = digits
+    collection = clu.Collection.create(right=clu.Accuracy, scores=clu.Average.from_output("logits"))
+    metrics = as_metrics(collection)
+    assert list(metrics) == ["right", "scores"]
+    value = measured(metrics["right"], logits, labels, weights=weights)
+    assert value == measured(metric_of(clu.Accuracy), logits, labels, weights=weights)
+
+
+@pytest.mark.parametrize("wrap", [lambda c: [c], lambda c: {"it": c}], ids=["list", "mapping"])
+def test_a_collection_in_the_place_of_one_metric_is_refused_in_words(clu, wrap):
+    collection = clu.Collection.create(right=clu.Accuracy)
+    with pytest.raises(TypeError, match=r"collection .* of right: pass it alone"):
+        as_metrics(wrap(collection))
+
+
 @pytest.mark.parametrize("name", ["Precision", "Recall"])
 def test_metrax_rates_are_weighted_though_they_know_no_weights(metrax, tumours, measured, name):
     scores, labels, weights = tumours

@@ -73,8 +73,10 @@ def test_sums_add_up_over_devices():
 def test_calling_a_metric_sets_its_options():
     assert f1(average="macro").name == "f1"
     assert accuracy() is accuracy
-    with pytest.raises(TypeError, match="'accuracy' has no options, got average"):
+    with pytest.raises(TypeError, match="'accuracy' has no option average: it has threshold"):
         accuracy(average="macro")
+    with pytest.raises(TypeError, match="'mse' has no option threshold: it has none"):
+        mse(threshold=0.5)
 
 
 def test_a_metric_of_ones_own_needs_two_functions():

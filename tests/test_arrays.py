@@ -1,0 +1,205 @@
+"""Arrays in every form that `fit`, `evaluate` and `predict` take them."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import flaxfit as ff
+from flaxfit._arrays import prepare, prepare_inputs
+
+X = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
+Y = (X.sum(1) > 0).astype(np.int32)
+W = np.linspace(0.5, 1.5, 20, dtype=np.float32)
+
+
+def assert_same(data, expected):
+    assert isinstance(data, tuple) and len(data) == 3
+    assert jax.tree.structure(data) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, data, expected)
+
+
+def make_model(outputs=2, loss="crossentropy", metrics=()):
+    return ff.Model(nn.Dense(outputs), optax.sgd(0.1), loss, metrics)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (X, (X, None, None)),
+        ((X, Y), (X, Y, None)),
+        ((X, Y, W), (X, Y, W)),
+        ((X, ()), (X, None, None)),
+        ((X, None), (X, None, None)),
+        ({"x": X, "y": Y}, (X, Y, None)),
+        ({"inputs": X, "targets": Y, "weights": W}, (X, Y, W)),
+        ({"image": X}, ({"image": X}, None, None)),
+        (((X, X), (Y, Y)), ((X, X), (Y, Y), None)),
+        ((X, Y.tolist()), (X, Y, None)),
+        (X.tolist(), (X, None, None)),
+    ],
+    ids=str,
+)
+def test_without_y_arrays_are_a_data_set(data, expected):
+    assert_same(prepare(data)[0], expected)
+    if not isinstance(data, list):
+        assert_same(prepare(X, validation_data=data)[1], expected)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "expected"),
+    [
+        (X.tolist(), Y, (X, Y)),
+        (X, Y.tolist(), (X, Y)),
+        (X, list(Y), (X, Y)),
+        ([X, X], Y, ((X, X), Y)),
+        ((X, X), Y, ((X, X), Y)),
+        (X, [Y, Y], (X, (Y, Y))),
+        (X, (Y, Y.tolist()), (X, (Y, Y))),
+        ({"x": X, "y": X}, Y, ({"x": X, "y": X}, Y)),
+    ],
+    ids=str,
+)
+def test_with_y_all_of_x_is_inputs(x, y, expected):
+    assert_same(prepare(x, y)[0], (*expected, None))
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ([X, Y], (X, Y, None)),
+        ([X, Y, W], (X, Y, W)),
+        ([X, list(Y)], (X, Y, None)),
+        ((X, list(Y)), (X, Y, None)),
+        ([X, [Y, Y]], (X, (Y, Y), None)),
+        ([(X, X), Y], ((X, X), Y, None)),
+    ],
+    ids=str,
+)
+def test_validation_data_may_be_a_list_as_in_keras(data, expected):
+    assert_same(prepare(X, Y, validation_data=data)[1], expected)
+
+
+@pytest.mark.parametrize(
+    "batches", [[(X, Y)], [(X, Y), (X, Y)], [[X, Y], [X, Y]], [X], [{"x": X, "y": Y}] * 2], ids=len
+)
+def test_a_list_of_batches_stays_one(batches):
+    assert prepare(batches, validation_data=batches) == (batches, batches)
+
+
+def test_all_that_is_predicted_is_inputs():
+    assert_same(prepare_inputs((X, X)), ((X, X), None, None))
+    assert_same(prepare_inputs({"x": X, "y": X}), ({"x": X, "y": X}, None, None))
+    assert_same(prepare_inputs(X.tolist()), (X, None, None))
+    batches = [X, X]
+    assert prepare_inputs(batches) is batches
+
+
+@pytest.mark.parametrize(
+    "data", [((X, Y),), ({"x": X, "y": Y},), (X.tolist(), list(Y)), ([(X, Y)],)], ids=len
+)
+def test_a_model_is_fitted_and_evaluated_on_each_form_alike(data):
+    model, expected = make_model(), make_model()
+    options = {"shuffle": False, "epochs": 2, "verbose": 0}
+    history = model.fit(*data, **options, validation_data=[X, list(Y)])
+    wanted = expected.fit(X, Y, **options, validation_data=(X, Y))
+    for name in ("loss", "val_loss"):
+        assert history[name] == pytest.approx(wanted[name], rel=1e-6)
+    assert model.evaluate(*data) == pytest.approx(expected.evaluate(X, Y), rel=1e-6)
+
+
+def test_a_list_of_targets_is_the_targets_of_several_outputs():
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1)(x), nn.Dense(1)(x)
+
+    def loss(a, b, first, second):
+        return ((a - first) ** 2 + (b - second) ** 2)[:, 0]
+
+    targets = X.sum(1, keepdims=True)
+    losses = [
+        ff.Model(Two(), optax.sgd(0.1), loss).fit(X, y, verbose=0)["loss"]
+        for y in ([targets, -targets], (targets, -targets))
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_class_weights_count_in_training_only():
+    options = {"sample_weight": W, "class_weight": {1: 3.0}}
+    (x, y, w), (_, y_held_out, w_held_out) = prepare(X, Y, **options, validation_split=0.25)
+    rows = [np.flatnonzero((row == X).all(1))[0] for row in x]
+    np.testing.assert_allclose(w, np.where(y == 1, 3, 1) * W[rows])
+    held_out = np.setdiff1d(np.arange(20), rows)
+    np.testing.assert_array_equal(w_held_out, W[held_out])
+    np.testing.assert_array_equal(y_held_out, Y[held_out])
+    weights = prepare(X, Y, class_weight={1: 3.0}, validation_split=0.25)[1][2]
+    assert weights is None
+
+
+def test_class_weights_multiply_those_of_the_examples():
+    np.testing.assert_array_equal(
+        prepare((X, Y, W), class_weight={0: 0.0, 1: 2.0})[0][2], np.where(Y == 1, 2 * W, 0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("class_weight", "error", "message"),
+    [
+        ([1, 2], TypeError, r"must map labels to weights, such as .* got list: \[1, 2\]"),
+        (5, TypeError, "got int: 5"),
+        ({5: 1.0}, ValueError, r"y does not hold, \[5\]. There are 0, 1"),
+        ({"a": 1.0}, ValueError, r"\['a'\]. There are 0, 1"),
+        ({0: "x"}, TypeError, "class_weight of 0 must be a number, got 'x'"),
+        ({0: np.nan}, ValueError, "class_weight must be finite and not negative"),
+        ({1: -1.0}, ValueError, "class_weight must be finite and not negative"),
+    ],
+    ids=str,
+)
+def test_wrong_class_weights_are_refused_in_words(class_weight, error, message):
+    with pytest.raises(error, match=message):
+        prepare(X, Y, class_weight=class_weight)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (2.0, r"one number per example, of shape \(batch,\), got the shape \(\)"),
+        (np.ones((20, 1)), r"got the shape \(20, 1\)"),
+        (np.ones(5), "x has 20 rows but sample_weight has 5"),
+        ([1.0] * 5, "x has 20 rows but sample_weight has 5"),
+        (np.where(Y == 1, np.nan, 1), "sample_weight must be finite and not negative"),
+        (-W, "sample_weight must be finite and not negative: 20 of 20"),
+    ],
+)
+def test_wrong_sample_weights_are_refused_in_words(weights, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(X, Y, weights)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (((X, Y, W, W),), ValueError, r"x must be \(x, y\) or \(x, y, weights\), got 4 parts"),
+        (((X, "labels"),), TypeError, "must hold arrays, got str: 'labels'"),
+        (((X, Y[:5]),), ValueError, "x has 20 rows but y has 5"),
+        ((X, [Y, Y[:5]]), ValueError, r"x has 20 rows but y\[1\] has 5"),
+        ((X, 3), TypeError, "y must hold one row per example, got the scalar"),
+        (([[1.0, 2.0], [3.0]],), ValueError, "lists of different lengths"),
+        (((X, Y, W), None, W), ValueError, "either in the data set or as sample_weight"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_fit_together_is_refused_in_words(arguments, error, message):
+    with pytest.raises(error, match=message):
+        prepare(*arguments)
+
+
+def test_parts_of_the_validation_data_are_named():
+    with pytest.raises(ValueError, match=r"validation_data\[0\] has 20 rows but .*\[1\] has 5"):
+        prepare(X, Y, validation_data=(X, Y[:5]))
+    with pytest.raises(ValueError, match="weights of validation_data must be finite"):
+        prepare(X, Y, validation_data=(X, Y, -W))
+    with pytest.raises(ValueError, match="validation_data must be .* got 4 parts"):
+        prepare(X, Y, validation_data=(X, Y, W, W))
