@@ -9,6 +9,8 @@ from typing import TextIO
 import numpy as np
 from tqdm import tqdm
 
+from flaxfit._processes import is_main
+
 WIDTH = 120
 """Longer lines are broken before the validation metrics."""
 
@@ -219,7 +221,9 @@ def printable(text: str, file: TextIO) -> str:
 
 
 def write(text: str, file: TextIO | None = None) -> None:
-    """Writes a line, above whatever progress bars are on the screen."""
+    """Writes a line, above whatever progress bars are on the screen; of several processes, one."""
+    if not is_main():
+        return
     file = output() if file is None else file
     tqdm.write(printable(text, file), file=file)
     file.flush()

@@ -8,10 +8,12 @@ from typing import Any
 import jax
 
 from flaxfit import _totals
+from flaxfit._agreement import Agreement
 from flaxfit._batch import Batch, normalize
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._feed import Feed
 from flaxfit._inspect import inspect_eval, shapes_of, structure_of
+from flaxfit._own_rows import OwnBatches
 from flaxfit._step import compute, make_eval_step
 from flaxfit._task import EvalTask
 from flaxfit.data import as_stream, one_pass
@@ -86,16 +88,17 @@ class EvalLoop:
           ValueError: the data holds no batches.
         """
         data = self._data if data is None else data
-        batches = one_pass(data)
-        strategy = self.strategy
+        strategy, agreement = self.strategy, Agreement(self.strategy)
+        batches = OwnBatches(one_pass(data), strategy)
         state = strategy.share(self._measured(state))
         shapes = structure_of(state)
-        feed, sums, totals, in_flight = None, None, None, deque()
+        feed, sums, totals, in_flight, n_batches = None, None, None, deque(), 0
         for item in itertools.islice(batches, self.n_steps):
             if feed is None:
-                feed, sums = self._look_at(normalize(item), state, batches, data)
+                feed, sums = self._look_at(batches.examples(item), state, batches, data)
                 totals = _totals.zero_totals(sums)
-            portion = feed(item)
+            portion = batches.portion(feed, item)
+            n_batches += 1
             if portion.strategy is not strategy:
                 strategy = portion.strategy
                 state, totals = strategy.share((state, totals))
@@ -103,11 +106,13 @@ class EvalLoop:
             key = (portion.signature, shapes)
             update = self._executables.get(key)
             if update is None:
+                agreement.program(n_batches, portion.batch)
                 update = self._executables[key] = self._compile(strategy, arguments)
             totals = update(*arguments)
             in_flight.append(totals)
             if len(in_flight) > 2:
                 jax.block_until_ready(in_flight.popleft())
+        agreement.end("evaluation", n_batches, in_flight)
         if totals is None:
             raise ValueError("There is nothing to evaluate: the data holds no batches.")
         return compute(_totals.read(totals, sums), self.task.metrics)
@@ -119,9 +124,9 @@ class EvalLoop:
           ValueError: labels, weights or the shape of the loss do not fit.
         """
         data = self._data if data is None else data
-        batches = one_pass(data)
+        batches = OwnBatches(one_pass(data), self.strategy)
         for item in batches:
-            self._look_at(normalize(item), self._measured(state), batches, data)
+            self._look_at(batches.examples(item), self._measured(state), batches, data)
             return
 
     def _measured(self, state: Any) -> Any:
@@ -136,11 +141,13 @@ class EvalLoop:
             )
         return state.replace(opt_state=())
 
-    def _look_at(self, batch: Batch, state: Any, batches: Any, data: Any) -> tuple[Feed, Any]:
+    def _look_at(
+        self, batch: Batch, state: Any, batches: OwnBatches, data: Any
+    ) -> tuple[Feed, Any]:
         """Checks the first batch; whether batches can be padded, and the sums that they give."""
         bind = self.strategy.bind
         is_known, self._checked = data is self._checked, data
-        whole = None if is_known or not hasattr(batches, "whole") else batches.whole()
+        whole = None if is_known else batches.whole()
         whole = None if whole is None else normalize(whole)
         values = inspect_eval(self.task, state, batch, whole, bind)
         sums = jax.eval_shape(bind(make_eval_step(self.task)), shapes_of(state), shapes_of(batch))
@@ -150,7 +157,8 @@ class EvalLoop:
             self.strategy,
             pad=self.task.pad and not is_scalar,
             why_not=why_not if is_scalar else "the task has pad=False",
-            size=getattr(batches, "batch_size", 0),
+            size=batches.batch_size,
+            is_own=batches.is_own,
         )
         return feed, sums
 

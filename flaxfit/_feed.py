@@ -43,12 +43,17 @@ class Feed:
         why_not: str = "",
         size: int = 0,
         parts: int = 1,
+        is_own: bool = False,
         say: Callable[[str], None] = lambda text: None,
     ):
         self.strategy, self.pad, self._why_not, self._say = strategy, pad, why_not, say
         self._structure: Any = None
         self._size = size
         self._parts = parts
+        # Of several processes, each may bring batches of its own, for its own devices.
+        n_devices = strategy.n_devices
+        self._is_own = is_own and strategy.n_processes > 1
+        self._n_devices = len(range(n_devices)[strategy.rows(n_devices)]) if is_own else n_devices
         self._ones: dict[int, np.ndarray] = {}
         self._announced = False
 
@@ -57,7 +62,7 @@ class Feed:
         batch = normalize(item)
         n = n_examples(batch)
         self._size = self._size or n
-        strategy, n_devices = self.strategy, self.strategy.n_devices
+        strategy, n_devices = self.strategy, self._n_devices
         is_weighted = batch.weights is not None
         if self.pad:
             batch = batch._replace(weights=self._weights(n, batch.weights))
@@ -67,7 +72,7 @@ class Feed:
                 if n % divisor:
                     self._announce(n, size)
                 batch = pad_batch(batch, size)
-        elif n >= self._size and n % (n_devices * self._parts):
+        elif (n >= self._size or self._is_own) and n % (n_devices * self._parts):
             raise ValueError(self._cannot_split(n))
         elif n % n_devices:
             strategy = self.strategy.narrow(n)
@@ -82,7 +87,7 @@ class Feed:
         return self._ones[n]
 
     def _signature(self, strategy: Strategy, batch: Batch, is_weighted: bool) -> Hashable:
-        leaves, structure = jax.tree.flatten(batch)
+        structure = jax.tree.structure(batch)
         if self._structure is None:
             self._structure = structure
         elif structure != self._structure:
@@ -90,19 +95,14 @@ class Feed:
                 "A batch has another structure than the first one, and so cannot be trained on or "
                 f"measured with it:\\n  first {self._structure}\\n  now   {structure}"
             )
-        return (
-            strategy.n_devices,
-            is_weighted,
-            structure,
-            *((leaf.shape, leaf.dtype) for leaf in leaves),
-        )
+        return signature_of(strategy, batch, is_weighted)
 
     def _division(self) -> str:
-        n_devices = f"{self.strategy.n_devices} devices"
+        n_devices = f"{self._n_devices} devices"
         return n_devices if self._parts == 1 else f"{n_devices} in {self._parts} parts each"
 
     def _cannot_split(self, n: int) -> str:
-        divisor = self.strategy.n_devices * self._parts
+        divisor = self._n_devices * self._parts
         sizes = [size for size in (n - n % divisor, n + divisor - n % divisor) if size]
         fewer = "or fewer devices" if self._parts == 1 else "fewer devices, or accumulate less"
         return (
@@ -119,6 +119,13 @@ class Feed:
             f"a batch of {n} examples does not divide over {self._division()}: padded to {size} "
             "with rows of weight 0 (loss, gradients and metrics stay exact)"
         )
+
+
+def signature_of(strategy: Strategy, batch: Batch, is_weighted: bool) -> Hashable:
+    """What decides on the program for a batch: the devices, the shapes and the dtypes."""
+    leaves, structure = jax.tree.flatten(batch)
+    shapes = ((leaf.shape, leaf.dtype) for leaf in leaves)
+    return (strategy.n_devices, is_weighted, structure, *shapes)
 
 
 def pad_batch(batch: Batch, size: int) -> Batch:

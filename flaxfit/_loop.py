@@ -434,6 +434,7 @@ class TrainLoop:
                     for watch in self.watchers:
                         watch(stepper.step)
             if self._due is None and stepper.n_completed:
+                stepper.agreement.checkpoint(stepper.step)
                 checkpoint = self._make_checkpoint().replace(stop=self._is_finishing)
                 stepper.interrupts.hold()
                 self._due = (checkpoint, list(self.callbacks))

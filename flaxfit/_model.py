@@ -23,6 +23,7 @@ from flaxfit._find_lr import LearningRateRange, find_lr
 from flaxfit._history import History
 from flaxfit._inspect import check_rows, shapes_of, structure_of
 from flaxfit._loop import TrainLoop
+from flaxfit._own_rows import OwnBatches, knows_rows
 from flaxfit._run_folder import RunFolder, SavedState
 from flaxfit._state import TrainState
 from flaxfit._step import make_predict_step
@@ -225,14 +226,15 @@ class Model:
         batches = data
         if isinstance(data, tuple):
             batches = ArrayStream(*data, batch_size=batch_size, epochs=1)
-        feed = Feed(self.strategy, pad=True, size=getattr(batches, "batch_size", 0))
+        batches = OwnBatches(one_pass(batches), self.strategy)
+        feed = Feed(self.strategy, pad=True, size=batches.batch_size, is_own=batches.is_own)
         state = self.strategy.share(self._state_to_use().for_inference())
         outputs: list[Any] = []
-        for item in one_pass(batches):
-            batch = normalize(item)._replace(targets=(), weights=None)
-            portion = feed(batch)
-            strategy = portion.strategy
-            arguments = (state, strategy.split(portion.batch))
+        for item in batches:
+            n = n_examples(batches.examples(item))
+            portion = batches.portion(feed, item)
+            strategy, batch = portion.strategy, portion.batch._replace(targets=(), weights=None)
+            arguments = (state, strategy.split(batch))
             key = (portion.signature, structure_of(state))
             if key not in self._predictors:
                 step = make_predict_step(self._eval.apply, precision=self._task.precision)
@@ -240,7 +242,7 @@ class Model:
                 check_rows(result, n_examples(batch))
                 self._predictors[key] = strategy.compile_split(step, arguments)
             joined = strategy.join(self._predictors[key](*arguments))
-            outputs.append(_first_rows(joined, n_examples(batch)))
+            outputs.append(batches.without_padding(joined, n))
         if not outputs:
             raise ValueError("There is nothing to predict: the data holds no batches.")
         return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
@@ -541,10 +543,6 @@ def _put_weights(path: str, partial: Any, variables: Any) -> Any:
     return checkpoints.load_weights(path, variables, partial=partial)
 
 
-def _first_rows(tree: Any, n: int) -> Any:
-    return jax.tree.map(lambda rows: rows[:n], tree)
-
-
 def _one_pass(stream: Any, n_steps: int | None) -> Any:
     """The stream; where the length of a pass is unknown, a single pass of it."""
     is_whole = n_steps is not None or not hasattr(stream, "one_epoch")
@@ -554,10 +552,10 @@ def _one_pass(stream: Any, n_steps: int | None) -> Any:
 def _ahead(stream: Any) -> Any:
     """The stream, with its batches assembled ahead where they are assembled at all.
 
-    Not where the data is on the devices already, and not a generator: what was read ahead of it
-    would be lost to whoever goes on with it.
+    Not where the data is on the devices already or its rows are parted between processes, and not
+    a generator: what was read ahead of it would be lost to whoever goes on with it.
     """
-    is_resident = getattr(stream, "resident", False)
+    is_resident = getattr(stream, "resident", False) or knows_rows(stream)
     is_repeatable = getattr(stream, "is_repeatable", isinstance(stream, ArrayStream))
     return prefetch(stream) if is_repeatable and not is_resident else stream
 

@@ -11,6 +11,17 @@ import jax
 from jax._src.distributed import global_state
 
 _FAILURE = "flaxfit/failure"
+_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        BlockingIOError,
+        FileNotFoundError,
+        OSError,
+        PermissionError,
+        TypeError,
+        ValueError,
+    )
+}
 _rounds: Counter[str] = Counter()
 _patience: dict[str, float] = {"seconds": 60.0}
 
@@ -98,7 +109,8 @@ def from_main(topic: str, function: Callable[[], Any], *, seconds: float | None 
       seconds: how long the others wait for it; None: an hour.
 
     Raises:
-      RuntimeError: it failed on process 0, which raises its own error.
+      RuntimeError: it failed on process 0, which raises its own error; a common built-in error
+        keeps its kind.
     """
     if process_count() == 1:
         return function()
@@ -107,12 +119,13 @@ def from_main(topic: str, function: Callable[[], Any], *, seconds: float | None 
         try:
             said = {"value": function()}
         except Exception as failure:
-            error, said = failure, {"error": f"{type(failure).__name__}: {failure}"}
+            error, said = failure, {"kind": type(failure).__name__, "error": str(failure)}
     heard = exchange(topic, said, seconds=3600 if seconds is None else seconds)[0]
     if error is not None:
         raise error
     if "error" in heard:
-        raise RuntimeError(f"On process 0: {heard['error']}")
+        kind = _KINDS.get(heard["kind"], RuntimeError)
+        raise kind(f"On process 0: {heard['error']}")
     return heard["value"]
 
 

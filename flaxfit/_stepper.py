@@ -10,12 +10,14 @@ import jax
 import numpy as np
 
 from flaxfit import _totals
+from flaxfit._agreement import Agreement
 from flaxfit._batch import Batch, n_examples, normalize
 from flaxfit._cost import count_flops, memory_of
 from flaxfit._feed import Feed, Portion, stack_batches
 from flaxfit._inspect import inspect, shapes_of
 from flaxfit._interrupt import Interrupts
 from flaxfit._optimizer_axes import with_optimizer
+from flaxfit._own_rows import knows_rows, own_examples, own_rows
 from flaxfit._rules import flat
 from flaxfit._state import TrainState
 from flaxfit._step import compute, make_train_step, more_sums
@@ -50,6 +52,7 @@ class Stepper:
         self.task = task
         self.strategy = strategy
         self.interrupts = Interrupts()
+        self.agreement = Agreement(strategy)
         self.executables: dict[Any, Callable[..., Any]] = {}
         self._compiled_for: Any = None
         self.is_preparing = False
@@ -72,6 +75,7 @@ class Stepper:
         self._feed: Feed | None = None
         self._batch_size = 0
         self._gathers: bool = getattr(self.stream, "resident", False)
+        self._takes_rows = self._gathers or knows_rows(self.stream)
         self._resident: Batch | None = None
 
     def set_position(self, data_state: Any) -> None:
@@ -83,6 +87,7 @@ class Stepper:
 
     def set_state(self, state: TrainState) -> None:
         """Goes on from another state."""
+        self.agreement.state(int(state.step), state)
         before, self.state = self.state, self.strategy.place(state)
         self.step = int(state.step)
         """How many updates were done; on the host, as reading the device's would wait for it."""
@@ -209,6 +214,7 @@ class Stepper:
         try:
             portions = self._portions(n)
             if not portions:
+                self.agreement.end("training", self.step, self._in_flight)
                 self.ended = True
                 return False
             token = self._dispatch(portions)
@@ -224,7 +230,7 @@ class Stepper:
         stream, is_ahead = self.stream, is_ahead or n > 1
         while len(self._fetched) < n:
             try:
-                item = stream.next_rows() if self._gathers else next(stream)
+                item = stream.next_rows() if self._takes_rows else next(stream)
             except StopIteration:
                 break
             # Asked for only where batches may be fetched without being stepped at once.
@@ -252,16 +258,18 @@ class Stepper:
             self._feed = self._make_feed(item)
             self.inspection_time += time.perf_counter() - began
             self.is_preparing = False
-        if self._resident is None:
+        if not self._takes_rows:
             return self._feed(item)
         portion = self._feed(Batch((item,)))
-        if portion.strategy is not self.strategy:
-            # On fewer devices than hold the data.
-            return self._remainder_feed(self._examples(item))
-        return portion._replace(is_weighted=self._resident.weights is not None)
+        if self._resident is not None and portion.strategy is self.strategy:
+            return own_rows(portion._replace(is_weighted=self._resident.weights is not None))
+        if knows_rows(self.stream):
+            return own_examples(portion, self.stream.pick)
+        # On fewer devices than hold the data.
+        return self._remainder_feed(self._examples(item))
 
     def _examples(self, item: Any) -> Any:
-        return self.stream.pick(item) if self._gathers else item
+        return self.stream.pick(item) if self._takes_rows else item
 
     def _dispatch(self, portions: list[Portion]) -> jax.Array:
         """Runs the compiled update. What was fetched is let go once the new state is stored."""
@@ -288,6 +296,7 @@ class Stepper:
         self.step += n
         self.n_completed += n
         self.n_examples += sum(portion.n_examples for portion in portions)
+        self.agreement.stepped(key)
         self._position = self._fetched[n - 1][1]
         del self._fetched[:n]
         return token
@@ -295,6 +304,7 @@ class Stepper:
     def _compile(self, portions: list[Portion], arguments: tuple[Any, ...]) -> Any:
         began, self.is_preparing = time.perf_counter(), True
         strategy, batch = portions[0].strategy, portions[0].batch
+        self.agreement.program(self.step + 1, batch)
         update = self._build(portions[0], arguments, n_steps=len(portions))
         seconds = time.perf_counter() - began
         self.compile_time += seconds
@@ -365,6 +375,9 @@ class Stepper:
         """Looks at the first batch: the sums that it gives, and whether batches can be padded."""
         batch = normalize(self._examples(item))
         self.batch_shapes = shapes_of(batch)
+        is_own = self.strategy.n_processes > 1 and not self._takes_rows
+        if not is_own:
+            self.agreement.data(self._stream_position())
         whole = self.stream.whole() if hasattr(self.stream, "whole") else None
         data = None if whole is None else normalize(whole)
         self._resident = self.strategy.place(data) if self._gathers else None
@@ -391,10 +404,18 @@ class Stepper:
         elif jax.tree.leaves(self.state.model_state) and self.task.mutable not in (False, (), []):
             why_not = "the model keeps statistics of what it sees, such as BatchNorm's"
         # A first batch that is smaller than those of the stream is a remainder already.
-        size = max(n_examples(batch), getattr(self.stream, "batch_size", 0))
+        size = n_examples(batch)
+        if not is_own:
+            size = max(size, getattr(self.stream, "batch_size", 0))
         n = self._batch_size = self._batch_size or size
         parts = self.task.accumulate
         self._remainder_feed = Feed(self.strategy, pad=False, why_not=why_not, size=n, parts=parts)
         return Feed(
-            self.strategy, pad=not why_not, why_not=why_not, size=n, parts=parts, say=self._say
+            self.strategy,
+            pad=not why_not,
+            why_not=why_not,
+            size=n,
+            parts=parts,
+            is_own=is_own,
+            say=self._say,
         )

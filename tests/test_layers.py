@@ -10,13 +10,13 @@ PACKAGE = Path(__file__).parents[1] / "flaxfit"
 LAYERS = (
     {"_narrow", "_processes", "_weights", "launch"},
     {"_initialize"}
-    | {"_rules", "_batch", "_chart", "_cost", "_display", "_interrupt", "_monitor"}
+    | {"_rules", "_batch", "_by_row", "_chart", "_cost", "_display", "_interrupt", "_monitor"}
     | {"_precision", "_totals"},
     {"_arrays", "_axes", "_state_dict"},
     {"_inference_state", "_optimizer_axes"},
     {"_state", "losses", "metrics", "strategies", "optim", "data", "modules"},
     {"_task", "_checkpoint", "_feed", "_forward", "_start"},
-    {"_gradient", "_own_rows"},
+    {"_gradient", "_own_rows", "_agreement"},
     {"_step", "_history", "checkpoints", "export"},
     {"_update", "_inspect"},
     {"_stepper"},

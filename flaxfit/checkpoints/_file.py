@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._display import say
+from flaxfit._processes import from_main
 from flaxfit._state import TrainState
 from flaxfit.checkpoints import _orbax, _seal
 from flaxfit.checkpoints._compare import check_fits
@@ -124,7 +125,8 @@ def read(
         else:
             taken = chosen(described, templates, partial, path, path_in_state)
             described = {name: described[name] for name in taken}
-    _seal.check(path)
+    if problem := from_main("the seal of a checkpoint", lambda: _seal.problem(path)):
+        raise Damaged(problem)
     arrays = _read_arrays(path, described, templates)
     if partial is None and (changed := changes(record)):
         say(

@@ -2,11 +2,12 @@
 
 import operator
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from flaxfit._display import say
+from flaxfit._processes import exchange, from_main
 from flaxfit._state import TrainState
 from flaxfit.checkpoints import _file, _folder
 from flaxfit.checkpoints._best import ranking
@@ -70,7 +71,7 @@ class CheckpointFileReader:
         """
         if partial is not None and template is None:
             raise ValueError("partial= needs a target, to keep the rest of.")
-        self._report_foreign()
+        from_main("a look at the checkpoints", self._report_foreign)
         try:
             return self._read(template, partial)
         except _Gone:  # A writer elsewhere has just removed it, and has saved a newer one before.
@@ -79,17 +80,24 @@ class CheckpointFileReader:
     def _read(
         self, template: Any, partial: str | Sequence[str] | None
     ) -> _file.CheckpointFile | None:
-        damaged = []
-        for step in self._candidates(damaged):
+        steps, damaged = from_main("the checkpoints of a folder", self._candidates)
+        for step in steps:
+            found, problem = None, None
             try:
-                return _file.read(_folder.step_path(self.folder, step), template, partial)
+                found = _file.read(_folder.step_path(self.folder, step), template, partial)
             except Damaged as error:
-                damaged.append(self._reject(step, error))
-        damaged += [path for path in self._set_aside() if path not in damaged]
+                problem = str(error)
+            told = exchange("the reading of a checkpoint", problem, seconds=3600)
+            problem = next(filter(None, told), None)
+            if problem is None:
+                return found
+            damaged.append(self._reject(step, problem))
+        set_aside = from_main("what was set aside", self._set_aside)
+        damaged += [name for name in set_aside if name not in damaged]
         if damaged:
             raise ValueError(
                 f"Cannot go on from {self.folder}: it holds no intact checkpoint, only "
-                f"{', '.join(path.name for path in damaged)}. To start anew, move these away."
+                f"{', '.join(damaged)}. To start anew, move these away."
             )
         return None
 
@@ -101,41 +109,51 @@ class CheckpointFileReader:
         if names:
             say(f"{self.folder} holds what is no checkpoint, by the names {names}: it is not used")
 
-    def _candidates(self, damaged: list[Path]) -> Iterator[int]:
-        steps = _folder.steps(self.folder)
+    def _candidates(self) -> tuple[list[int], list[str]]:
+        """The steps in the order in which to try them, and what was found to be damaged so far."""
+        steps, damaged = _folder.steps(self.folder), []
         if isinstance(self.which, int):
             if self.which not in steps and (steps or self._set_aside()):
                 raise ValueError(
                     f"There is no checkpoint of step {self.which} in {self.folder}: it holds "
                     f"{', '.join(map(str, steps)) or 'none'}."
                 )
-            yield from {self.which}.intersection(steps)
-        elif self.which == "latest":
-            yield from reversed(steps)
-        else:
-            records = {}
-            for step in steps:
-                try:
-                    records[step] = read_record(_folder.step_path(self.folder, step))
-                except Damaged as error:
-                    damaged.append(self._reject(step, error))
-            yield from _ranked(self.folder, records)
+            return [step for step in steps if step == self.which], damaged
+        if self.which == "latest":
+            return steps[::-1], damaged
+        records = {}
+        for step in steps:
+            try:
+                records[step] = read_record(_folder.step_path(self.folder, step))
+            except Damaged as error:
+                damaged.append(self._set_corrupt_aside(step, str(error)))
+        if None in damaged:
+            raise _Gone
+        return _ranked(self.folder, records), damaged
 
-    def _reject(self, step: int, error: Exception) -> Path:
+    def _reject(self, step: int, problem: str) -> str:
+        """Sets a damaged step aside; its new name."""
+        name = from_main("a damaged checkpoint", lambda: self._set_corrupt_aside(step, problem))
+        if name is None:
+            raise _Gone
+        return name
+
+    def _set_corrupt_aside(self, step: int, problem: str) -> str | None:
         path = _folder.step_path(self.folder, step)
         if not path.exists():
-            raise _Gone from error
+            return None
         if self.strict or isinstance(self.which, int):
-            raise ValueError(f"The checkpoint {path} is damaged: {error}.") from error
+            raise ValueError(f"The checkpoint {path} is damaged: {problem}.")
         target = _folder.set_aside(self.folder, step, "corrupt")
         say(
-            f"the checkpoint of step {step} in {self.folder} is damaged: {error}; it is not used, "
-            f"and is now {target.name}"
+            f"the checkpoint of step {step} in {self.folder} is damaged: {problem}; it is not "
+            f"used, and is now {target.name}"
         )
-        return target
+        return target.name
 
-    def _set_aside(self) -> list[Path]:
-        return _folder.aside(self.folder, "corrupt") + _folder.aside(self.folder, "replaced")
+    def _set_aside(self) -> list[str]:
+        paths = _folder.aside(self.folder, "corrupt") + _folder.aside(self.folder, "replaced")
+        return [path.name for path in paths]
 
 
 def restore(

@@ -18,6 +18,15 @@ def write(folder: Path) -> None:
     (folder / SEAL).write_text(text, encoding="utf-8")
 
 
+def problem(folder: Path) -> str | None:
+    """What `check` finds wrong with a folder, or None."""
+    try:
+        check(folder)
+    except Damaged as error:
+        return str(error)
+    return None
+
+
 def check(folder: Path, item: str = "") -> None:
     """Compares the files of a folder, or of one folder in it, with its seal.
 

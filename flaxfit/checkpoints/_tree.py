@@ -10,6 +10,7 @@ import numpy as np
 
 from flaxfit._rules import flat, path_of
 from flaxfit._state import TrainState
+from flaxfit.strategies._put import put
 
 Description = Mapping[str, Any]
 """What a file says about one leaf: shape and dtype, and for a random key how it is kept."""
@@ -59,7 +60,7 @@ def like(array: Any, template: Any) -> Any:
     if template is None or isinstance(template, jax.ShapeDtypeStruct | jax.Array):
         sharding = sharding_of(template)
         array = array if isinstance(array, jax.Array) else jnp.array(array)
-        return array if sharding is None else jax.device_put(array, sharding)
+        return array if sharding is None else put(array, sharding)
     return array if hasattr(template, "dtype") else array.item()
 
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from flaxfit._processes import process_count, process_index
 from flaxfit._weights import check_weights_shape
 from flaxfit.data._columns import Column, common_length
 from flaxfit.data._position import check_description
@@ -21,6 +22,9 @@ class ArrayStream:
     is two integers and any of them is reached at once. The data is not copied: batches of
     unshuffled data are views. 64-bit arrays are narrowed once, quietly, memory-mapped ones batch
     by batch.
+
+    With several processes all of them are given the same data, and each gets its own part of every
+    batch: process p of n the p-th of n slices. The order does not depend on their number.
 
     >>> stream = ArrayStream(np.arange(5.0), batch_size=2, epochs=1)
     >>> [x.tolist() for x, _ in stream]
@@ -92,10 +96,13 @@ class ArrayStream:
         return self
 
     def __next__(self) -> Any:
-        return self.pick(self._advance())
+        return self.pick(_own(self._advance()))
 
     def next_rows(self) -> np.ndarray:
-        """Moves on by a batch, and gives the indices of its examples instead of the examples."""
+        """Moves on by a batch, and gives the indices of its examples instead of the examples.
+
+        They are those of all processes.
+        """
         rows = self._advance()
         return np.arange(rows.start, rows.stop, dtype=np.int32) if isinstance(rows, slice) else rows
 
@@ -168,6 +175,25 @@ class ArrayStream:
             "seed": self.seed,
             "drop_remainder": self.drop_remainder,
         }
+
+
+def _own(rows: Any) -> Any:
+    """The slice of the rows of a batch that is this process's part."""
+    n = process_count()
+    if n == 1:
+        return rows
+    is_slice = isinstance(rows, slice)
+    size = rows.stop - rows.start if is_slice else len(rows)
+    if size % n:
+        raise ValueError(
+            f"Cannot part a batch of {size} examples evenly between {n} processes. A loop that is "
+            "given the ArrayStream itself can; else use drop_remainder=True and a batch_size that "
+            "divides."
+        )
+    start = process_index() * size // n
+    if not is_slice:
+        return rows[start : start + size // n]
+    return slice(rows.start + start, rows.start + start + size // n)
 
 
 def _count(name: str, value: Any, *, at_least: int) -> int:

@@ -1,13 +1,16 @@
 """DataParallel: one copy of the state per device, through `jax.pmap` (this file alone uses it)."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from flaxfit.strategies._local import local_devices
 from flaxfit.strategies._replica import REPLICA, alone
 
 _copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
@@ -23,14 +26,18 @@ class DataParallel:
     1
 
     Args:
-      devices: the devices to use; None: all local devices.
+      devices: the devices to use; None: all devices, of all processes.
+
+    Raises:
+      ValueError: there are no devices, or the processes have different numbers of them.
     """
 
     def __init__(self, devices: Sequence[Any] | None = None):
-        self.devices = tuple(jax.local_devices() if devices is None else devices)
+        self.devices = tuple(jax.devices() if devices is None else devices)
         if not self.devices:
             raise ValueError("DataParallel needs at least one device, got an empty sequence.")
-        mesh = Mesh(np.array(self.devices), (REPLICA,))
+        self._local = local_devices(self.devices)
+        mesh = Mesh(np.array(self._local), (REPLICA,))
         self._whole = NamedSharding(mesh, PartitionSpec())
         self._parts = NamedSharding(mesh, PartitionSpec(REPLICA))
         self._narrowed: dict[int, DataParallel] = {}
@@ -49,6 +56,17 @@ class DataParallel:
         """The number of replicas."""
         return len(self.devices)
 
+    @property
+    def n_processes(self) -> int:
+        """How many processes the replicas belong to."""
+        return self.n_devices // len(self._local)
+
+    def rows(self, n_examples: int) -> slice:
+        """The rows of a batch of all processes that this one works at."""
+        per_device = n_examples // self.n_devices
+        start = self.devices.index(self._local[0]) * per_device
+        return slice(start, start + len(self._local) * per_device)
+
     def place(self, tree: Any) -> Any:
         """Replicates a tree, as a copy: the original outlives the donation of the replicas."""
         # device_put shares the buffer of a device that holds the array already.
@@ -64,8 +82,11 @@ class DataParallel:
         return _copy(jax.tree.map(lambda x: x.addressable_shards[0].data, tree))
 
     def split(self, batch: Any, n_stacked: int = 0) -> Any:
-        """Reshapes leaves `(n, ...)` to `(devices, n / devices, ...)`, NumPy without a copy."""
-        n = self.n_devices
+        """Reshapes leaves `(n, ...)` to `(devices, n / devices, ...)`, NumPy without a copy.
+
+        The devices are those of this process.
+        """
+        n = len(self._local)
 
         def split_leaf(x: Any) -> Any:
             if not n_stacked:
@@ -79,14 +100,33 @@ class DataParallel:
     def join(self, outputs: Any) -> Any:
         """NumPy arrays of all examples in order, from outputs of a split batch."""
         host = jax.device_get(outputs)
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), host)
+        rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), host)
+        return multihost_utils.process_allgather(rows, tiled=True) if self.n_processes > 1 else rows
 
     def narrow(self, n_examples: int) -> "DataParallel":
-        """The same on the largest number of devices that divides `n_examples`."""
-        n = next(n for n in range(self.n_devices, 0, -1) if n_examples % n == 0)
+        """The same on the largest number of devices that divides `n_examples`.
+
+        Of several processes each takes part, with as many devices as the others.
+        """
+        n_processes = self.n_processes
+        counts = range(self.n_devices, 0, -n_processes)
+        n = next((n for n in counts if n_examples % n == 0), 0)
         if n == self.n_devices:
             return self
-        return self._narrowed.setdefault(n, DataParallel(self.devices[:n]))
+        if not n:
+            raise ValueError(
+                f"Cannot split the last {n_examples} examples over {n_processes} processes: make "
+                "the data divide by them, or leave them out (drop_remainder=True)."
+            )
+        if n not in self._narrowed:
+            taken = Counter()
+            devices = []
+            for device in self.devices:
+                taken[device.process_index] += 1
+                if taken[device.process_index] <= n // n_processes:
+                    devices.append(device)
+            self._narrowed[n] = DataParallel(devices)
+        return self._narrowed[n]
 
     def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function as a single replica, so that a model may name the axis "replica"."""
@@ -115,7 +155,7 @@ class DataParallel:
             devices=self.devices,
             donate_argnums=donated,
         )
-        if jax.process_count() > 1:
+        if self.n_processes > 1:
             # The compiled object skips the conversion of host-local arrays that pmap does.
             return mapped
         return mapped.lower(*arguments).compile()

@@ -16,6 +16,7 @@ from flaxfit._optimizer_axes import specs_by_parameter
 from flaxfit._rules import Rules, path_of
 from flaxfit.strategies._gather import gather
 from flaxfit.strategies._layout import Layout, layout
+from flaxfit.strategies._put import put
 from flaxfit.strategies._replica import alone
 from flaxfit.strategies._specs import STANDARD_RULES, axes_of, state_specs
 
@@ -122,6 +123,17 @@ class Sharded:
         """The number of parts that a batch is split into: the size of the axes of the batch."""
         return math.prod(self._sizes[axis] for axis in self._batch_axes)
 
+    @property
+    def n_processes(self) -> int:
+        """How many processes the devices belong to."""
+        return len({device.process_index for device in self.devices})
+
+    def rows(self, n_examples: int) -> slice:
+        """The rows of a batch of all processes that this one's devices get."""
+        parts = self._split(False).addressable_devices_indices_map((n_examples,))
+        bounds = [part[0].indices(n_examples) for part in parts.values() if part]
+        return slice(min(start for start, *_ in bounds), max(stop for _, stop, _ in bounds))
+
     def describe(self, state: Any) -> Layout:
         """How a state would lie on the devices, a table when printed; nothing is allocated.
 
@@ -156,7 +168,10 @@ class Sharded:
 
     def share(self, tree: Any) -> Any:
         """As `place`, but what is in its place already is not copied."""
-        return jax.device_put(tree, self._placements(tree))
+        placements = self._placements(tree)
+        if self.n_processes == 1:
+            return jax.device_put(tree, placements)
+        return jax.tree.map(put, tree, placements)
 
     def collect(self, tree: Any) -> Any:
         """A copy of a placed tree that is spread in the same way."""

@@ -41,15 +41,31 @@ class Strategy(Protocol):
         """A copy of a placed tree as whole arrays, safe from later donation."""
         ...
 
+    @property
+    def n_processes(self) -> int:
+        """How many processes train together over these devices."""
+        ...
+
+    def rows(self, n_examples: int) -> slice:
+        """Which rows of a batch of all processes, of a size that divides, this one's devices get.
+
+        Where batches are not split over the processes, they are all of the rows.
+        """
+        ...
+
     def split(self, batch: Any, n_stacked: int = 0) -> Any:
         """Splits the leaves `(n, ...)` of a batch over the devices.
 
-        With `n_stacked` the leaves are `(n_stacked, n, ...)`: several batches, one per step.
+        Of several processes, each splits the `rows` that its devices get. With `n_stacked` the
+        leaves are `(n_stacked, n, ...)`: several batches, one per step.
         """
         ...
 
     def join(self, outputs: Any) -> Any:
-        """Joins outputs computed from a split batch: NumPy leaves `(n, ...)`, in order."""
+        """Joins outputs computed from a split batch: NumPy leaves `(n, ...)`, in order.
+
+        Every process calls it, and gets the rows of all of them.
+        """
         ...
 
     def narrow(self, n_examples: int) -> "Strategy":

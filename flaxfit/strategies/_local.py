@@ -1,0 +1,29 @@
+"""Which devices of a strategy are those of this process."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import jax
+
+
+def local_devices(devices: Sequence[Any]) -> tuple[Any, ...]:
+    """The devices of this process, checked to be as many, and as much in a row, as everyone's.
+
+    >>> len(local_devices(jax.devices()[:2]))
+    2
+
+    Raises:
+      ValueError: they are not.
+    """
+    owners = [device.process_index for device in devices]
+    counts = [(owner, len([*group])) for owner, group in groupby(owners)]
+    this = jax.process_index() if len({*owners}) > 1 else owners[0]
+    is_even = len({count for _, count in counts}) == 1 and len(counts) == len({*owners})
+    if not is_even or this not in owners:
+        raise ValueError(
+            "Every process must have the same number of devices, all of them in a row; got "
+            f"{', '.join(f'{count} of process {owner}' for owner, count in counts)}, in process "
+            f"{jax.process_index()}."
+        )
+    return tuple(device for device in devices if device.process_index == this)

@@ -1,0 +1,25 @@
+"""put: an array that every process has whole, to where a sharding over all processes wants it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def put(array: Any, sharding: jax.sharding.Sharding) -> Any:
+    """As `jax.device_put`, also onto the devices of other processes, and of random keys.
+
+    >>> device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    >>> put(np.ones(2), device).sharding == device
+    True
+    """
+    if sharding.is_fully_addressable or getattr(array, "sharding", None) == sharding:
+        return jax.device_put(array, sharding)
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    if jnp.issubdtype(jnp.result_type(array), jax.dtypes.prng_key):
+        data = put(np.asarray(jax.random.key_data(array)), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
