@@ -430,7 +430,7 @@ class TrainLoop:
                 if self._is_finishing and stepper.n_completed:
                     break
                 n = self.steps_per_call
-                if stepper.advance(n if stepper.step + n <= stop() else 1):
+                if stepper.advance(min(n, stop() - stepper.step)):
                     for watch in self.watchers:
                         watch(stepper.step)
             if self._due is None and stepper.n_completed:

@@ -13,7 +13,7 @@ import numpy as np
 
 from flaxfit import _display as display
 from flaxfit import checkpoints, modules
-from flaxfit._arrays import prepare
+from flaxfit._arrays import prepare, prepare_inputs
 from flaxfit._batch import n_examples, normalize
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._evaluate import EvalLoop
@@ -116,15 +116,16 @@ class Model:
         """Trains for a number of passes over the data; again continues.
 
         Args:
-          x: inputs: arrays (64-bit ones are narrowed), or anything that gives batches.
-          y: targets, where `x` is arrays.
+          x: inputs: arrays (64-bit ones are narrowed), a data set `(x, y)` or `{"x": .., "y": ..}`,
+            or anything that gives batches.
+          y: targets, where `x` is arrays; a list or a tuple where there are several.
           batch_size: examples per step, over all devices.
           epochs: how many passes to make.
           steps_per_epoch: steps that count as a pass; None: those of one pass over the data.
           validation_data: `(x, y)`, `(x, y, weights)` or batches to measure after each epoch.
           validation_split: the part of the arrays to keep for that, chosen at random by the seed.
           sample_weight: one weight per example.
-          class_weight: weights by integer label, 1 where none is given.
+          class_weight: weights by integer label, 1 where none is given; in training only.
           shuffle: whether each epoch has its own random order.
           callbacks: functions `Checkpoint -> Checkpoint | None`, called after each epoch.
           verbose: "auto" or 1: a bar on a terminal or in a notebook, else a line per epoch;
@@ -222,7 +223,7 @@ class Model:
 
     def predict(self, x: Any, *, batch_size: int = 32) -> Any:
         """The model's outputs as NumPy arrays, one row per example of `x`, in order."""
-        data, _ = prepare(x)
+        data = prepare_inputs(x)
         batches = data
         if isinstance(data, tuple):
             batches = ArrayStream(*data, batch_size=batch_size, epochs=1)
@@ -254,7 +255,7 @@ class Model:
           x: inputs, for their shapes; not needed after `fit`.
         """
         if x is not None:
-            inputs = shapes_of(normalize(next(as_stream(prepare(x)[0]))).inputs)
+            inputs = shapes_of(normalize(next(as_stream(prepare_inputs(x)))).inputs)
         elif self._loop is not None and self._loop.input_shapes is not None:
             inputs = self._loop.input_shapes
         else:

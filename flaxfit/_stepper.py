@@ -369,6 +369,7 @@ class Stepper:
             self.first_batch()
             self._portion(self._fetched[0][0])
         size = n or self._batch_size
+        size += -size % self.task.accumulate
         return jax.tree.map(lambda x: np.zeros((size, *x.shape[1:]), x.dtype), self.batch_shapes)
 
     def _make_feed(self, item: Any) -> Feed:

@@ -30,6 +30,24 @@ def digest(array: Any) -> str:
     return "".join(f"{int(lane):08x}" for lane in np.asarray(_lanes(words)))
 
 
+def digest_or_source(array: Any) -> Any:
+    """The digest of an array, or the array itself where another thread may compute it later.
+
+    Not where it takes several devices, whose programs must come in one order, nor where the
+    memory is a device's own, in which the digest is quick and from which the array may go.
+    """
+    if isinstance(array, jax.Array) and array.is_fully_replicated and array.is_fully_addressable:
+        array = array.addressable_data(0)
+        if next(iter(array.devices())).platform == "cpu":
+            return np.asarray(array)  # A view, for which the memory is kept.
+    return digest(array)  # At once, too, of an array of NumPy's: it may be changed.
+
+
+def as_digest(source: Any) -> str:
+    """The digest of what `digest_or_source` gave."""
+    return source if isinstance(source, str) else digest(source)
+
+
 def _host_words(array: np.ndarray) -> np.ndarray:
     """The array, its elements of 64 bits or more split in two: JAX would cut them to 32."""
     return array.reshape(-1).view(np.uint32) if array.dtype.itemsize >= 8 else array

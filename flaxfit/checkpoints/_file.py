@@ -18,7 +18,7 @@ from flaxfit._processes import from_main
 from flaxfit._state import TrainState
 from flaxfit.checkpoints import _orbax, _seal
 from flaxfit.checkpoints._compare import check_fits
-from flaxfit.checkpoints._digest import digest
+from flaxfit.checkpoints._digest import as_digest, digest, digest_or_source
 from flaxfit.checkpoints._environment import changes, environment, versions
 from flaxfit.checkpoints._partial import chosen, path_in_state
 from flaxfit.checkpoints._record import FORMAT, as_plain_json, first_line, read_record
@@ -69,8 +69,12 @@ class CheckpointFile:
 def contents(
     checkpoint: Checkpoint, history: Any, callback_states: Any, monitor: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays that are to be written for a checkpoint, and the record beside them."""
-    arrays, described = {}, {}
+    """The arrays that are to be written for a checkpoint, and the record beside them.
+
+    Where a digest can wait, its array stands in its place: `with_digests` completes the record.
+    """
+    arrays: dict[str, Any] = {}
+    described: dict[str, dict[str, Any]] = {}
     names = checkpoint.state.axes or {}
     for path, leaf in leaves_of(checkpoint.state).items():
         description = describe(leaf)
@@ -79,7 +83,7 @@ def contents(
         if is_key(leaf):
             description |= key_description(leaf)
             leaf = jax.random.key_data(leaf)
-        described[path] = {**description, "digest": digest(leaf)}
+        described[path] = {**description, "digest": digest_or_source(leaf)}
         if leaf.size:  # Orbax writes no empty arrays, and the description says it all.
             arrays[path] = leaf
     record = {
@@ -93,9 +97,17 @@ def contents(
         "versions": versions(),
         "environment": environment(),
         "monitor": monitor,
-        "arrays": described,
     }
-    return arrays, as_plain_json(record)
+    return arrays, {**as_plain_json(record), "arrays": described}
+
+
+def with_digests(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with all digests computed, as plain JSON."""
+    described = {
+        path: {**each, "digest": as_digest(each["digest"])}
+        for path, each in record["arrays"].items()
+    }
+    return as_plain_json({**record, "arrays": described})
 
 
 def read(

@@ -17,7 +17,7 @@ RECORD = "record"
 class StepWriter:
     """Writes steps in the background, one at a time.
 
-    A step appears under its name when it is complete, arrays and record together, or never.
+    The arrays appear under their name when they are complete, or never.
     """
 
     def __init__(self) -> None:
@@ -26,14 +26,11 @@ class StepWriter:
         self._orbax = ocp
         self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
 
-    def start(self, path: Path, arrays: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+    def start(self, path: Path, arrays: Mapping[str, Any]) -> None:
         """Begins to write a step; the arrays may be changed or donated once this returns."""
         args = self._orbax.args
-        items = {
-            ARRAYS: args.PyTreeSave({name: _savable(array) for name, array in arrays.items()}),
-            RECORD: args.JsonSave(record),
-        }
-        self._checkpointer.save(path, args=args.Composite(**items))
+        items = {name: _savable(array) for name, array in arrays.items()}
+        self._checkpointer.save(path, args=args.Composite(**{ARRAYS: args.PyTreeSave(items)}))
 
     def wait(self) -> None:
         """Waits until the step is on disk; raises what went wrong."""
@@ -42,6 +39,12 @@ class StepWriter:
     def close(self) -> None:
         """Ends the background threads."""
         self._checkpointer.close()
+
+
+def write_record(path: Path, record: Any) -> None:
+    """Writes the record of a step, in the place where Orbax would put a JSON item."""
+    (path / RECORD).mkdir()
+    (path / RECORD / "metadata").write_text(json.dumps(record), encoding="utf-8")
 
 
 def read_record(path: Path) -> Any:

@@ -13,9 +13,11 @@ from typing import Any
 
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._display import say
+from flaxfit._processes import from_main, is_main
 from flaxfit.checkpoints import _file, _folder, _lock
 from flaxfit.checkpoints._best import best_step
-from flaxfit.checkpoints._orbax import StepWriter
+from flaxfit.checkpoints._file import with_digests
+from flaxfit.checkpoints._orbax import StepWriter, write_record
 from flaxfit.checkpoints._record import read_record
 from flaxfit.checkpoints._seal import Damaged
 
@@ -85,11 +87,15 @@ class CheckpointFileWriter:
         self._writer: StepWriter | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._saving: Future[None] | None = None
+        self._found: list[int] = from_main("the folder of checkpoints", self._open)
+
+    def _open(self) -> list[int]:
+        """Makes and locks the folder, and tells which steps it holds."""
         self.output_dir.mkdir(parents=True, exist_ok=True)
         with _turn:
             self._take_turn()
             _folder.tidy(self.output_dir)
-        self._found = _folder.steps(self.output_dir)
+        return _folder.steps(self.output_dir)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Saves a checkpoint and returns it."""
@@ -118,7 +124,7 @@ class CheckpointFileWriter:
         path = _folder.step_path(self.output_dir, step)
         self._check_monitor(checkpoint)
         arrays, record = _file.contents(checkpoint, history, callback_states, self.monitor)
-        if path.exists() and self._holds(step, record):
+        if from_main("a save", lambda: self._holds(step, record)):
             return path
         with _turn:
             self._begin(step, arrays, record)
@@ -170,19 +176,22 @@ class CheckpointFileWriter:
         """Has everything copied that the save needs, and the rest done in the background."""
         writer, executor = self._start()
         try:
-            # Were it to find out by itself, Orbax would leave threads that wait for minutes.
-            _folder.make(self.output_dir)
-            self._take_turn()
-            writer.start(_folder.saving_path(self.output_dir, step), arrays, record)
+            from_main("the start of a save", self._prepare)
+            writer.start(_folder.saving_path(self.output_dir, step), arrays)
         except BlockingIOError:
             raise
         except Exception as error:
-            _folder.tidy(self.output_dir)
+            self._tidy()
             failure = self._failure(step, arrays, error)
             failure.__cause__ = error
             self._fail(failure)
         else:
-            self._saving = executor.submit(self._finish, writer, step, arrays)
+            self._saving = executor.submit(self._finish, writer, step, arrays, record)
+
+    def _prepare(self) -> None:
+        # Were it to find out by itself, Orbax would leave threads that wait for minutes.
+        _folder.make(self.output_dir)
+        self._take_turn()
 
     def _fail(self, error: BaseException) -> None:
         if self.on_error == "raise":
@@ -206,19 +215,33 @@ class CheckpointFileWriter:
 
     def _holds(self, step: int, record: Mapping[str, Any]) -> bool:
         """Whether a step on disk has this record, and by its digests the same arrays."""
+        path = _folder.step_path(self.output_dir, step)
         try:
-            return read_record(_folder.step_path(self.output_dir, step)) == record
+            return path.exists() and read_record(path) == with_digests(record)
         except Damaged:
             return False
 
-    def _finish(self, writer: StepWriter, step: int, arrays: Mapping[str, Any]) -> None:
+    def _finish(
+        self, writer: StepWriter, step: int, arrays: Mapping[str, Any], record: Mapping[str, Any]
+    ) -> None:
         try:
+            # While Orbax writes.
+            record = with_digests(record)
             writer.wait()
-            _folder.complete(self.output_dir, step)
+            from_main("the end of a save", lambda: self._complete(step, record))
         except Exception as error:
-            _folder.tidy(self.output_dir)
+            self._tidy()
             raise self._failure(step, arrays, error) from error
-        self._clear(step)
+        if is_main():
+            self._clear(step)
+
+    def _complete(self, step: int, record: Mapping[str, Any]) -> None:
+        write_record(_folder.saving_path(self.output_dir, step), record)
+        _folder.complete(self.output_dir, step)
+
+    def _tidy(self) -> None:
+        if is_main():
+            _folder.tidy(self.output_dir)
 
     def _clear(self, step: int) -> None:
         """Removes what a completed save has made superfluous."""
