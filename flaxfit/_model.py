@@ -175,7 +175,8 @@ class Model:
         batches = _ahead(_one_pass(stream, n_steps))
         loop = self._loop_over(batches, n_steps, steps_per_execution, quiet=not verbose)
         found = loop.start if is_fresh else None
-        if validation_data is not None and not isinstance(validation_data, Iterator):
+        can_repeat = hasattr(validation_data, "one_epoch")
+        if can_repeat or not isinstance(validation_data, Iterator | None):
             self._evaluator.check(loop.state, validation_data)  # Before an epoch is spent on it.
         facts = self._facts(stream, validation_data, n_steps)
         self.history = History(type(self.module).__name__, unit="epoch", facts=facts)
