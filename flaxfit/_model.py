@@ -22,7 +22,7 @@ from flaxfit._find_batch_size import find_batch_size
 from flaxfit._find_lr import LearningRateRange, find_lr
 from flaxfit._history import History
 from flaxfit._inspect import check_rows, shapes_of, structure_of
-from flaxfit._loop import TrainLoop
+from flaxfit._loop import EndOfData, TrainLoop
 from flaxfit._own_rows import OwnBatches, knows_rows
 from flaxfit._run_folder import RunFolder, SavedState
 from flaxfit._state import TrainState
@@ -516,7 +516,10 @@ class Model:
             if epoch:
                 loop.data = _ahead(_one_pass(stream, n_steps))
             loop.first_checkpoint = loop.step + _ENDLESS
-            yield from loop.run_until(loop.step + _ENDLESS)
+            try:
+                yield loop.next_checkpoint()
+            except EndOfData:
+                continue  # This pass held nothing.
             if loop.stopped:
                 return
 

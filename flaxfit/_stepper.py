@@ -22,7 +22,7 @@ from flaxfit._rules import flat
 from flaxfit._state import TrainState
 from flaxfit._step import compute, make_train_step, more_sums
 from flaxfit._task import TrainTask
-from flaxfit._update import make_update
+from flaxfit._update import make_update, on_leaves
 from flaxfit.data import as_stream
 from flaxfit.optim import set_hyperparams
 from flaxfit.optim._extended import carry_state
@@ -59,7 +59,9 @@ class Stepper:
         """Whether it inspects the first batch or compiles, which may take long."""
         self.batch_shapes: Batch | None = None
         self.norms: tuple[str, ...] = ()
-        self.state: Any = None
+        # To take a state apart and put it together for every step costs more than small steps do.
+        self._is_flat = not hasattr(strategy, "shardings")
+        self.state = None
         self._options = {"grad_norm": grad_norm, "keep_grads": keep_grads}
         self._say = say
         self._in_flight: deque[jax.Array] = deque()
@@ -84,6 +86,20 @@ class Stepper:
             self.stream.set_state(data_state)
             self._fetched = []
             self.ended = False
+
+    @property
+    def state(self) -> Any:
+        """The training state, in its places on the devices; the next step uses it up."""
+        return jax.tree.unflatten(self._structure, self._leaves)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._leaves, self._structure = jax.tree.flatten(state)
+
+    @property
+    def _held(self) -> Any:
+        """What programs take for the state: its leaves, where places do not go by its structure."""
+        return self._leaves if self._is_flat else self.state
 
     def set_state(self, state: TrainState) -> None:
         """Goes on from another state."""
@@ -279,20 +295,24 @@ class Stepper:
             batch = stack_batches([portion.batch for portion in portions])
         batch = strategy.split(batch, n if n > 1 else 0)
         is_whole = strategy is self.strategy
-        state, totals = self.state, self._totals
+        held, totals = self._held, self._totals
         if not is_whole:
             # Not copied where the narrower strategy holds it in the same places.
-            state, totals = strategy.share((state, totals))
+            held, totals = strategy.share((held, totals))
         data = (self._resident,) if self._resident is not None and is_whole else ()
-        arguments = (state, totals, *data, batch)
+        arguments = (held, totals, *data, batch)
         key = (n, signature, self._resident_shapes if data else None)
         update = self.executables.get(key)
         if update is None:
             update = self.executables[key] = self._compile(portions, arguments)
-        state, totals, (token, grads) = update(*arguments)
+        held, totals, (token, grads) = update(*arguments)
         if not is_whole:
-            state, totals = self.strategy.share((state, totals))
-        self.state, self._totals, self.grads = state, totals, grads
+            held, totals = self.strategy.share((held, totals))
+        if self._is_flat:
+            self._leaves = held
+        else:
+            self.state = held
+        self._totals, self.grads = totals, grads
         self.step += n
         self.n_completed += n
         self.n_examples += sum(portion.n_examples for portion in portions)
@@ -304,7 +324,7 @@ class Stepper:
     def _compile(self, portions: list[Portion], arguments: tuple[Any, ...]) -> Any:
         began, self.is_preparing = time.perf_counter(), True
         strategy, batch = portions[0].strategy, portions[0].batch
-        self.agreement.program(self.step + 1, batch)
+        self.agreement.program(self.step + 1, batch, is_weighted=portions[0].is_weighted)
         update = self._build(portions[0], arguments, n_steps=len(portions))
         seconds = time.perf_counter() - began
         self.compile_time += seconds
@@ -340,6 +360,8 @@ class Stepper:
             norms=self.norms,
             **self._options,
         )
+        if self._is_flat:
+            update = on_leaves(update, self._structure)
         return portion.strategy.compile(update, arguments, n_donated=2)
 
     def count_flops(self, n: int | None) -> float:
@@ -360,7 +382,7 @@ class Stepper:
             parts=self.task.accumulate,
         )
         portion = feed(batch)
-        arguments = (self.state, self._totals, portion.strategy.split(portion.batch))
+        arguments = (self._held, self._totals, portion.strategy.split(portion.batch))
         return memory_of(self._build(portion, arguments, n_steps=1))
 
     def _batch_of(self, n: int | None) -> Batch:

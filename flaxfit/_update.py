@@ -44,6 +44,16 @@ def make_update(
     return update if n_steps == 1 else update_many
 
 
+def on_leaves(update: Callable[..., Any], structure: Any) -> Callable[..., Any]:
+    """The update of a state that is given, and given back, as the list of its leaves."""
+
+    def update_leaves(leaves: Any, totals: Any, *batch: Any) -> Any:
+        state, totals, token = update(jax.tree.unflatten(structure, leaves), totals, *batch)
+        return jax.tree.leaves(state), totals, token
+
+    return update_leaves
+
+
 def gather(data: Batch, batch: Batch) -> Batch:
     """The batch whose examples stand at the indices that are the only input of `batch`."""
     (rows,) = batch.inputs
