@@ -10,6 +10,7 @@ import numpy as np
 
 from flaxfit._batch import Batch
 from flaxfit._processes import agree
+from flaxfit._rules import flat
 from flaxfit.strategies import Strategy
 
 _SLOW_SECONDS = 600.0
@@ -40,11 +41,12 @@ class Agreement:
         if self.is_needed:
             self._say(f"data at {position}", True)
 
-    def program(self, step: int, batch: Batch) -> None:
+    def program(self, step: int, batch: Batch, *, is_weighted: bool = False) -> None:
         """They are about to run the first step with batches of these shapes."""
         if self.is_needed:
-            shapes = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(batch)]
-            self._say(f"step {step:,} as the first with {', '.join(shapes)} in a process", True)
+            parts = batch._asdict() | ({} if is_weighted else {"weights": None})
+            shapes = [f"{path} {x.dtype}{list(x.shape)}" for path, x in flat(parts).items()]
+            self._say(f"step {step:,} as the first with {', '.join(shapes)}", True)
 
     def stepped(self, program: Hashable) -> None:
         """Notes a step, for the checkpoint."""

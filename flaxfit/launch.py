@@ -49,6 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--grace", type=float, default=15.0, help="seconds from a failure until the rest is killed"
     )
+    parser.add_argument(
+        "--patience", type=float, default=90.0, help="seconds from a signal until all are killed"
+    )
     parser.add_argument("-c", action="store_true", help="the script is a text, not a file")
     parser.add_argument("script", help="a Python script that calls flaxfit.initialize()")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the script")
@@ -85,7 +88,7 @@ def _run_once(command: list[str], options: argparse.Namespace, attempt: int) -> 
             processes.append(process)
             readers.append(threading.Thread(target=_show, args=(index, process.stdout)))
             readers[-1].start()
-        return _wait(processes, told, options.grace), bool(told)
+        return _wait(processes, told, options), bool(told)
     finally:
         for process in processes:
             if process.poll() is None:
@@ -97,7 +100,9 @@ def _run_once(command: list[str], options: argparse.Namespace, attempt: int) -> 
             signal.signal(number, handler)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], told: list[int], grace: float) -> int:
+def _wait(
+    processes: list[subprocess.Popen[bytes]], told: list[int], options: argparse.Namespace
+) -> int:
     """Waits until all have ended; the code of the first that failed."""
     running = dict(enumerate(processes))
     first, deadline, n_told = 0, float("inf"), 0
@@ -111,18 +116,20 @@ def _wait(processes: list[subprocess.Popen[bytes]], told: list[int], grace: floa
             if code:
                 _say(f"process {index} has ended with code {code}{_name(code)}")
                 first = first or (128 - code if code < 0 else code)
-                deadline = min(deadline, time.monotonic() + grace)
+                deadline = min(deadline, time.monotonic() + options.grace)
         for number in told[n_told:]:
             # Ctrl-C in a terminal reaches them by itself.
             _say(f"received {signal.Signals(number).name}, as the processes do")
             for process in running.values():
                 process.send_signal(number)
+            deadline = min(deadline, time.monotonic() + options.patience)
         if len(told) > max(n_told, 1):
             deadline = 0.0  # Told twice: at once.
         n_told = len(told)
         if running and time.monotonic() > deadline:
             names = ", ".join(map(str, running))
-            _say(f"killing process {names}, which did not end within {grace:g} s of the failure")
+            seconds = options.patience if told else options.grace
+            _say(f"killing process {names}, which did not end within {seconds:g} s")
             for process in running.values():
                 process.kill()
     return first
