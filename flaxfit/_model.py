@@ -28,7 +28,7 @@ from flaxfit._run_folder import RunFolder, SavedState
 from flaxfit._state import TrainState
 from flaxfit._step import make_predict_step
 from flaxfit._task import EvalTask, TrainTask
-from flaxfit._warm_start import WarmStart
+from flaxfit._warm_start import WarmStart, put_weights
 from flaxfit.callbacks import ProgressBar
 from flaxfit.data import ArrayStream, as_stream, one_pass, prefetch
 from flaxfit.optim import swap_ema
@@ -294,31 +294,35 @@ class Model:
         checkpoints.save_weights(path, self.state)
 
     def load_weights(
-        self, path: str | os.PathLike[str], *, partial: str | Sequence[str] | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        partial: str | Sequence[str] | None = None,
+        translator: Any = None,
     ) -> None:
-        """Takes over weights from a `.safetensors` file; the optimizer begins afresh.
+        """Takes over weights from a file; the optimizer begins afresh.
 
         Args:
-          path: the file that `save_weights` has written.
+          path: a file of `save_weights`, or any that `flaxfit.importers.load` reads.
           partial: patterns of the paths to take over ("encoder/.*"); the others stay as they are.
+          translator: a `CheckpointTranslator` from the names of the file to those of the model.
 
         Raises:
           ValueError: the weights do not fit this model; every difference is listed.
         """
+        options = {"partial": partial, "translator": translator}
         if self._loop is not None:
-            state = checkpoints.load_weights(path, self._loop.state, partial=partial)
+            state = put_weights(path, self._loop.state, **options)
             self._loop.restore(state.replace(opt_state=self._task.optimizer.init(state.params)))
             return
-        if partial is None:
+        if partial is None and translator is None and os.fspath(path).endswith(".safetensors"):
             variables = checkpoints.load_weights(path)
             params = variables.pop("params", {})
             self._loaded = TrainState(
                 jnp.int32(0), params, (), variables, jax.random.key(self.seed)
             )
-        self._init = WarmStart(
-            self._train.init,
-            functools.partial(_put_weights, os.fspath(path), partial),
-        )
+        put = functools.partial(put_weights, path, **options)
+        self._init = WarmStart(self._train.init, put)
 
     def export(
         self,
@@ -542,10 +546,6 @@ class Model:
             n_validation=getattr(validation_data, "n_examples", None),
             steps_per_epoch=n_steps,
         )
-
-
-def _put_weights(path: str, partial: Any, variables: Any) -> Any:
-    return checkpoints.load_weights(path, variables, partial=partial)
 
 
 def _one_pass(stream: Any, n_steps: int | None) -> Any:

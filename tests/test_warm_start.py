@@ -98,3 +98,26 @@ def test_weights_of_another_model_are_refused_with_the_names_of_both(tmp_path):
     model.load_weights(tmp_path / "w.safetensors")
     with pytest.raises(ValueError, match=r"(?s)other.*stem/kernel|stem/kernel.*other"):
         model.fit(X, Y, verbose=0)
+
+
+def test_weights_under_other_names_are_translated(tmp_path):
+    source = fitted().state.params
+    names = {"a.weight": source["stem"]["kernel"].T, "a.bias": source["stem"]["bias"]}
+    np.savez(tmp_path / "other.npz", **{name: np.asarray(x) for name, x in names.items()})
+    translator = ff.importers.CheckpointTranslator()
+
+    @translator.add(r"a\.(weight|bias)")
+    def stem(opts, key, value, kind):
+        if kind == "bias":
+            return "stem/bias", value
+        return "stem/kernel", np.asarray(value.get()).T
+
+    model = make_model(seed=1, freeze="stem/.*")
+    model.load_weights(tmp_path / "other.npz", translator=translator, partial="stem/.*")
+    model.fit(X, Y, batch_size=24, verbose=0)
+    assert_equal(model.state.params["stem"], source["stem"])
+    model.load_weights(tmp_path / "other.npz", translator=translator, partial="stem/bias")
+    with pytest.raises(ValueError, match="head/kernel is not in the checkpoint"):
+        model.load_weights(tmp_path / "other.npz", translator=translator)
+    with pytest.raises(ValueError, match="'body' matches no parameter"):
+        model.load_weights(tmp_path / "other.npz", translator=translator, partial="body")
