@@ -6,7 +6,6 @@ import shutil
 import struct
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from flaxfit.importers import LazyArray, UnreadableFile, load_tf_ckpt
 from flaxfit.importers._crc32c import crc32c
 from flaxfit.importers._table import read_table
 
-SHARED = Path(__file__).parents[3] / "shared" / "fixtures" / "mtf_tiny_t5"
 INDEX = "model.ckpt-1000.index"
 DATA = "model.ckpt-1000.data-00000-of-00002"
 
@@ -43,19 +41,6 @@ def test_a_kept_checkpoint_is_read_exactly(kept, truth, name):
 )
 def test_what_tensorflow_writes_is_read_exactly(written, truth, name):
     assert_holds(load_tf_ckpt(written / name), truth[name]())
-
-
-def test_a_real_index_of_mesh_tensorflow_is_read():
-    if not SHARED.is_dir():
-        pytest.skip("the index of a real T5 checkpoint is not beside this repository")
-    # It is compressed, and its second data file is not there.
-    arrays = load_tf_ckpt(SHARED)
-    assert len(arrays) == 105
-    assert arrays["global_step"].get() == 0
-    assert arrays["shared/embedding"].shape == (32128, 32)
-    assert arrays["shared/embedding"].dtype == "bfloat16"
-    with pytest.raises(UnreadableFile, match="data-00001-of-00002 is missing"):
-        arrays["shared/embedding"].get()
 
 
 def test_arrays_can_be_read_at_the_same_time(kept, truth):
