@@ -40,6 +40,8 @@ def initialize(
 ) -> None:
     """Joins the processes that train together; call it first of all, before any array is made.
 
+    JAX then knows the devices of all of them: set options such as `jax_num_cpu_devices` before.
+
     What is not given is taken from `FLAXFIT_COORDINATOR_ADDRESS`, `FLAXFIT_NUM_PROCESSES` and
     `FLAXFIT_PROCESS_ID` (`python -m flaxfit.launch` sets them), else from torchrun's `MASTER_ADDR`,
     `MASTER_PORT`, `WORLD_SIZE` and `RANK`, else JAX finds it out (SLURM, Open MPI, Kubernetes, TPU
@@ -114,6 +116,8 @@ def initialize(
         ) from error
     if _processes.process_count() > 1:
         _end_together(shutdown_seconds)
+        # All must come to this at once: it waits for everyone's devices.
+        jax.devices()
 
 
 def _find(given: dict[str, Any]) -> dict[str, Any]:

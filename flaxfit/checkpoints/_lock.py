@@ -5,7 +5,7 @@ import os
 import weakref
 from pathlib import Path
 
-import jax
+from flaxfit._processes import is_main
 
 
 class FolderLock:
@@ -36,7 +36,7 @@ def hold(folder: Path) -> FolderLock | None:
         import fcntl
     except ImportError:  # There is none on Windows.
         return None
-    if jax.distributed.is_initialized() and jax.process_index() > 0:
+    if not is_main():
         return None
     status = os.stat(folder)
     identity = status.st_dev, status.st_ino
