@@ -50,6 +50,7 @@ def records(path):
 
 def rows(folder):
     """What was logged in each run of a folder, in the order of the runs."""
+    wandb.teardown()  # Ends the process that writes the files, and so waits for it.
     found = []
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         history = [r.history for r in records(path) if r.WhichOneof("record_type") == "history"]
