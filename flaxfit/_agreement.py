@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit._batch import Batch
-from flaxfit._processes import agree
+from flaxfit._processes import agree, exchange
 from flaxfit._rules import flat
 from flaxfit.strategies import Strategy
 
@@ -57,6 +57,10 @@ class Agreement:
         """They have come to a checkpoint, by steps of the same programs."""
         if self.is_needed:
             self._say(f"a checkpoint at step {step:,}, by programs of the sum {self._stepped:08x}")
+
+    def stop(self, wanted: bool) -> bool:
+        """Whether one of them has ended the run."""
+        return any(exchange("whether to stop", wanted)) if self.is_needed else wanted
 
     def end(self, what: str, n: int, in_flight: Iterable[Any]) -> None:
         """They have come to the end of some data."""

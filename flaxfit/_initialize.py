@@ -11,6 +11,9 @@ from typing import Any, NoReturn
 
 import jax
 
+# What JAX itself knows of SLURM, Open MPI and the rest; it has no public way to ask whether.
+from jax._src.clusters import ClusterEnv
+
 from flaxfit import _processes
 
 PEER_FAILED = 88
@@ -90,30 +93,27 @@ def initialize(
         return
     if found.get("num_processes") == 1:
         return
+    known = {name: value for name, value in found.items() if name in _OUR_VARIABLES}
+    missing = [name for name in _OUR_VARIABLES if name not in known]
+    if missing and not _is_in_cluster(options):
+        if not known:
+            return
+        raise ValueError(
+            f"Cannot join the other processes: {known} is known, {' and '.join(missing)} is not. "
+            f"Pass it, or set {' and '.join(_OUR_VARIABLES[name] for name in missing)}."
+        )
     if coordinator_bind_address is None:
         coordinator_bind_address = found.get("coordinator_address")
     if getattr(jax.config, "jax_cpu_collectives_implementation", "gloo") in (None, "none"):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    try:
-        jax.distributed.initialize(
-            **found,
-            coordinator_bind_address=coordinator_bind_address,
-            heartbeat_timeout_seconds=heartbeat_seconds,
-            initialization_timeout=connect_seconds,
-            shutdown_timeout_seconds=shutdown_seconds,
-            **options,
-        )
-    except ValueError as error:
-        if "must be defined" not in str(error) and "should be defined" not in str(error):
-            raise
-        known = {name: value for name, value in found.items() if name in _OUR_VARIABLES}
-        if not known:
-            return
-        missing = [name for name in _OUR_VARIABLES if name not in known]
-        raise ValueError(
-            f"Cannot join the other processes: {known} is known, {' and '.join(missing)} is not. "
-            f"Pass it, or set {' and '.join(_OUR_VARIABLES[name] for name in missing)}."
-        ) from error
+    jax.distributed.initialize(
+        **found,
+        coordinator_bind_address=coordinator_bind_address,
+        heartbeat_timeout_seconds=heartbeat_seconds,
+        initialization_timeout=connect_seconds,
+        shutdown_timeout_seconds=shutdown_seconds,
+        **options,
+    )
     if _processes.process_count() > 1:
         _end_together(shutdown_seconds)
         # All must come to this at once: it waits for everyone's devices.
@@ -145,6 +145,14 @@ def _from_torchrun() -> dict[str, Any]:
     if _number("LOCAL_WORLD_SIZE", text.get("LOCAL_WORLD_SIZE", "1")) > 1:
         found["local_device_ids"] = _number("LOCAL_RANK", text["LOCAL_RANK"])
     return found
+
+
+def _is_in_cluster(options: dict[str, Any]) -> bool:
+    """Whether JAX can find out the rest by itself."""
+    if "cluster_detection_method" in options or os.environ.get("JAX_COORDINATOR_ADDRESS"):
+        return True
+    kinds = [kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method]
+    return any(kind.is_env_present() for kind in kinds)
 
 
 def _number(variable: str, text: str) -> int:

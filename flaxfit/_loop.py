@@ -427,7 +427,9 @@ class TrainLoop:
         stepper = self._stepper
         with stepper.interrupts.watched(), self._timed():
             while self._due is None and stepper.step < stop() and not stepper.ended:
-                if self._is_finishing and stepper.n_completed:
+                # Of several processes each may be told at another step: a checkpoint settles it.
+                is_alone = not stepper.agreement.is_needed
+                if self._is_finishing and stepper.n_completed and is_alone:
                     break
                 n = self.steps_per_call
                 if stepper.advance(min(n, stop() - stepper.step)):
@@ -456,6 +458,8 @@ class TrainLoop:
         if self._is_finishing:  # A callback may have said so just now.
             checkpoint = checkpoint.replace(stop=True)
         self._is_finishing = False
+        if self._stepper.agreement.stop(checkpoint.stop) and not checkpoint.stop:
+            checkpoint = checkpoint.replace(stop=True)
         self._last = checkpoint.replace(state=None, last_grads=None)
         self.stopped = checkpoint.stop
         return checkpoint

@@ -129,7 +129,8 @@ def _wait(
         if running and time.monotonic() > deadline:
             names = ", ".join(map(str, running))
             seconds = options.patience if told else options.grace
-            _say(f"killing process {names}, which did not end within {seconds:g} s")
+            why = "told twice" if deadline == 0 else f"which did not end within {seconds:g} s"
+            _say(f"killing process {names}, {why}")
             for process in running.values():
                 process.kill()
     return first

@@ -1,10 +1,12 @@
 """What every test shares: four simulated devices, and doctests that know the optional packages."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
 from importlib.util import find_spec
+from pathlib import Path
 
 import jax
 import pytest
@@ -17,6 +19,19 @@ atexit.register(shutil.rmtree, _compilation_cache, ignore_errors=True)
 jax.config.update("jax_compilation_cache_dir", _compilation_cache)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+# Each compiled program maps a few pieces of memory; Linux allows a process 65,530 of them.
+MAPS = Path("/proc/self/maps")
+ENOUGH_MAPS = 15_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > ENOUGH_MAPS:
+        jax.clear_caches()
+        gc.collect()
+
 
 OPTIONAL = (
     "clu",

@@ -1,5 +1,7 @@
 """How a process finds out which one it is; that processes join is in test_many_processes."""
 
+import os
+
 import jax
 import pytest
 
@@ -18,6 +20,9 @@ OURS = {
 def joined(monkeypatch):
     """What JAX is called with, which then does nothing."""
     calls = []
+    for name in os.environ:
+        if name.startswith(("FLAXFIT_", "JAX_", "SLURM_", "OMPI_")) or name in TORCHRUN:
+            monkeypatch.delenv(name)
     monkeypatch.setattr(jax.distributed, "initialize", lambda **options: calls.append(options))
     return calls
 
@@ -80,16 +85,49 @@ def test_one_process_joins_nobody(joined):
     assert not joined
 
 
-def test_a_process_that_nothing_is_known_of_is_alone():
+def test_a_process_that_nothing_is_known_of_is_alone(joined):
     initialize()
     initialize()
+    assert not joined
     assert _processes.process_count() == 1
 
 
-def test_half_known_processes_are_told_what_is_missing(monkeypatch):
-    monkeypatch.setenv("FLAXFIT_NUM_PROCESSES", "2")
-    with pytest.raises(ValueError, match=r"process_id is not(.|\n)*FLAXFIT_PROCESS_ID"):
-        initialize("127.0.0.1:1234")
+def test_jax_finds_out_what_is_not_given_where_it_can(joined, monkeypatch):
+    """As under SLURM, whose variables these are."""
+    set_all(monkeypatch, {"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"})
+    set_all(monkeypatch, {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "node0"})
+    initialize()
+    assert given(joined) == {}
+
+
+def test_jaxs_own_variable_or_a_way_asked_for_is_left_to_jax(joined, monkeypatch):
+    initialize(cluster_detection_method="slurm")
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234")
+    initialize(num_processes=2, process_id=1)
+    assert joined[0]["cluster_detection_method"] == "slurm"
+    assert given(joined[1:]) == {"num_processes": 2, "process_id": 1}
+
+
+@pytest.mark.parametrize(
+    "missing", ["coordinator_address", "num_processes", "process_id"], ids=lambda name: name
+)
+def test_half_known_processes_are_told_what_is_missing(joined, monkeypatch, missing):
+    names = dict(zip(("coordinator_address", "num_processes", "process_id"), OURS, strict=True))
+    set_all(monkeypatch, {name: text for name, text in OURS.items() if name != names[missing]})
+    with pytest.raises(ValueError, match=rf"{missing} is not(.|\n)*{names[missing]}\."):
+        initialize()
+    assert not joined
+
+
+def test_called_again_it_does_nothing_unless_it_says_something_else(joined, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(_processes.global_state, "process_id", 1)
+    monkeypatch.setattr(_processes.global_state, "num_processes", 2)
+    initialize("10.0.0.1:1234", 2, 1)
+    initialize()
+    assert not joined
+    with pytest.raises(RuntimeError, match=r"joined already(.|\n)*'process_id': 0(.|\n)*once"):
+        initialize("10.0.0.1:1234", 2, 0)
 
 
 def test_a_number_that_is_none_is_named(monkeypatch):

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from flaxfit import launch
 
 ROOT = Path(__file__).parents[1]
@@ -75,29 +77,82 @@ def test_a_failed_run_starts_again_as_often_as_it_may(capfd, tmp_path):
     assert run(capfd, "-n", "1", "--restarts", "1", path)[0] == 3
 
 
-def test_a_launcher_that_is_told_to_end_tells_its_processes_and_does_not_restart(tmp_path):
-    path = script(
-        tmp_path,
-        "import os, signal, sys\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(85))\n"
-        "print('ready')\n" + READ_FOR_EVER,
-    )
-    command = [sys.executable, "-m", "flaxfit.launch", "-n", "2", "--restarts", "5", path]
+@pytest.mark.parametrize("wrong", [("-n", "0"), ("-n", "2", "--restarts", "-1"), ("-n", "two")])
+def test_wrong_numbers_are_refused_before_anything_starts(capfd, wrong):
+    with pytest.raises(SystemExit, match="2"):
+        launch.main([*wrong, "never_read.py"])
+    assert wrong[-2] in capfd.readouterr().err
+
+
+def test_errors_and_unfinished_lines_are_shown_like_the_rest(capfd):
+    text = "import sys; sys.stderr.write('to stderr\\n'); sys.stdout.buffer.write(b'caf\\xe9')"
+    code, lines, _ = run(capfd, "-n", "1", "-c", text)
+    assert code == 0
+    assert lines == ["[0] caf\ufffd", "[0] to stderr"]
+
+
+def test_a_script_that_does_not_exist_fails_with_pythons_own_words(capfd, tmp_path):
+    code, lines, _ = run(capfd, "-n", "1", str(tmp_path / "missing.py"))
+    assert code == 2
+    assert "No such file" in lines[0]
+
+
+def launched(tmp_path, text, *arguments):
+    """A launcher whose two processes have said that they are ready."""
     launcher = subprocess.Popen(
-        command,
+        [sys.executable, "-m", "flaxfit.launch", "-n", "2", *arguments, script(tmp_path, text)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    assert launcher.stdout is not None
+    ready = sorted(launcher.stdout.readline() for _ in range(2))
+    assert ready == ["[0] ready\n", "[1] ready\n"]
+    return launcher
+
+
+def told(launcher, *signals):
+    """Its exit code and its messages, after signals."""
     try:
-        assert launcher.stdout is not None
-        ready = sorted(launcher.stdout.readline() for _ in range(2))
-        launcher.send_signal(signal.SIGTERM)
+        for number in signals:
+            launcher.send_signal(number)
+            # It has read this one when it says so.
+            line = launcher.stderr.readline()
+            assert f"received {number.name}" in line, line
         _, messages = launcher.communicate(timeout=60)
     finally:
         launcher.kill()
         launcher.wait()
-    assert ready == ["[0] ready\n", "[1] ready\n"]
-    assert launcher.returncode == 85
-    assert "received SIGTERM" in messages and "starting" not in messages
+    return launcher.returncode, messages
+
+
+def test_a_launcher_that_is_told_to_end_tells_its_processes_and_does_not_restart(tmp_path):
+    ends = (
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(85))\n"
+        "print('ready')\n" + READ_FOR_EVER
+    )
+    code, messages = told(launched(tmp_path, ends, "--restarts", "5"), signal.SIGTERM)
+    assert code == 85
+    assert "starting" not in messages
+
+
+DEAF = (
+    "import os, signal\n"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    "print('ready')\n" + READ_FOR_EVER
+)
+
+
+def test_processes_that_do_not_listen_are_killed_after_a_while(tmp_path):
+    code, messages = told(launched(tmp_path, DEAF, "--patience", "0.2"), signal.SIGTERM)
+    assert code == 128 + signal.SIGKILL
+    assert "killing process 0, 1, which did not end within 0.2 s" in messages
+
+
+def test_a_launcher_that_is_told_twice_kills_at_once(tmp_path):
+    code, messages = told(launched(tmp_path, DEAF), signal.SIGINT, signal.SIGINT)
+    assert code == 128 + signal.SIGKILL
+    assert "killing process 0, 1, told twice" in messages

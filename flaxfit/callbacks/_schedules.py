@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flaxfit._checkpoint import Checkpoint
+from flaxfit._processes import from_main
 from flaxfit.callbacks._callback import Callback
 
 
@@ -112,6 +113,10 @@ class _Elapsed:
         self._last: float | None = None
 
     def __call__(self, checkpoint: Checkpoint) -> bool:
+        # The clocks of several processes are not one, and what is due may need all of them.
+        return from_main("whether something is due", self._is_due)
+
+    def _is_due(self) -> bool:
         now = self._clock()
         if self._last is not None and now - self._last < self._seconds:
             return False

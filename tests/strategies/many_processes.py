@@ -68,6 +68,23 @@ def own_parts():
         yield X[rows], Y[rows]
 
 
+def stop_one(strategy):
+    """The steps of the checkpoints of a run that process 1 ends at step 3, and those saved."""
+    saved = []
+    clock = iter(range(0, 1000, 1 + 9 * ff.process_index())).__next__
+    is_last = ff.process_index() == ff.process_count() - 1
+
+    def stop(checkpoint):
+        return checkpoint.replace(stop=is_last and checkpoint.step >= 3)
+
+    note = ff.callbacks.every(seconds=2, callback=lambda c: saved.append(c.step), clock=clock)
+    task = ff.TrainTask(Net().apply, optax.sgd(0.1), "crossentropy", arrays(), rngs=())
+    loop = ff.TrainLoop(
+        Net().init, task, 0, n_steps=9, strategy=strategy, callbacks=[note, stop], stdout=False
+    )
+    return {"seen": np.array([c.step for c in loop]), "saved": np.array(saved)}
+
+
 def predict(strategy):
     """The outputs for all examples, of a model that was fitted a little."""
     model = ff.Model(Net(), optax.adam(0.01), "crossentropy", strategy=strategy)
@@ -86,6 +103,7 @@ def everything(strategy, folder):
     own, _ = train(strategy, own_parts(), None)
     results["own"] = ff.gather(own.state.params)
     results["predictions"] = predict(strategy)
+    results["stopped"] = stop_one(strategy)
     return results
 
 

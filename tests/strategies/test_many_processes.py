@@ -119,6 +119,14 @@ def test_what_two_processes_saved_is_restored_by_one(two, alone, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_one_process_may_end_the_run_of_all_and_the_clock_of_the_first_counts(two, name):
+    for process in (0, 1):
+        stopped = part(results(two, name, process), "stopped")
+        assert stopped["['seen']"].tolist() == [1, 2, 3]
+        assert stopped["['saved']"].tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_what_differs_between_processes_is_an_error_in_all_of_them(two, name):
     first, second = (json.loads((two / f"{name}-{i}.json").read_text()) for i in (0, 1))
     assert first == second
