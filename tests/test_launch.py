@@ -120,10 +120,13 @@ def told(launcher, *signals):
             # It has read this one when it says so.
             line = launcher.stderr.readline()
             assert f"received {number.name}" in line, line
-        _, messages = launcher.communicate(timeout=60)
+        messages = launcher.stderr.read()
+        launcher.wait(60)
     finally:
         launcher.kill()
         launcher.wait()
+        launcher.stdout.close()
+        launcher.stderr.close()
     return launcher.returncode, messages
 
 
