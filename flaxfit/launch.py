@@ -117,15 +117,16 @@ def _wait(
                 _say(f"process {index} has ended with code {code}{_name(code)}")
                 first = first or (128 - code if code < 0 else code)
                 deadline = min(deadline, time.monotonic() + options.grace)
-        for number in told[n_told:]:
+        news = told[n_told:]
+        n_told += len(news)
+        for number in news:
             # Ctrl-C in a terminal reaches them by itself.
             _say(f"received {signal.Signals(number).name}, as the processes do")
             for process in running.values():
                 process.send_signal(number)
             deadline = min(deadline, time.monotonic() + options.patience)
-        if len(told) > max(n_told, 1):
-            deadline = 0.0  # Told twice: at once.
-        n_told = len(told)
+        if news and n_told > 1:
+            deadline = 0.0
         if running and time.monotonic() > deadline:
             names = ", ".join(map(str, running))
             seconds = options.patience if told else options.grace
