@@ -52,7 +52,9 @@ def test_the_stream_counts_its_passes():
     assert next(stream, None) is None
 
 
-@pytest.mark.parametrize("make", [lambda: BATCHES, generate, lambda: generate], ids=str)
+@pytest.mark.parametrize(
+    "make", [lambda: BATCHES, generate, lambda: generate], ids=["list", "generator", "function"]
+)
 @pytest.mark.parametrize("n_delivered", [0, 1, 3, 5])
 def test_a_position_is_reached_by_skipping_and_says_so(make, n_delivered, capsys):
     first, second = as_stream(make()), as_stream(make())
