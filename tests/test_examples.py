@@ -36,7 +36,13 @@ def test_an_example_is_under_a_hundred_lines(name):
     assert len((EXAMPLES / name).read_text().splitlines()) < 100
 
 
-@pytest.mark.parametrize("name", LEAST_ACCURACY)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name < "03" else pytest.param(name, marks=pytest.mark.slow)
+        for name in LEAST_ACCURACY
+    ],
+)
 def test_an_example_reaches_its_accuracy(name, tmp_path):
     for package in NEEDS.get(name, ()):
         if find_spec(package) is None:

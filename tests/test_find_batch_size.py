@@ -24,7 +24,11 @@ def needed(model, n):
     return loop.step_memory(n)
 
 
-@pytest.mark.parametrize("strategy", [ff.DataParallel(), ff.Sharded()], ids=["replicas", "mesh"])
+@pytest.mark.parametrize(
+    "strategy",
+    [ff.DataParallel(), pytest.param(ff.Sharded(), marks=pytest.mark.slow)],
+    ids=["replicas", "mesh"],
+)
 def test_the_size_fits_and_the_double_does_not(strategy):
     model = make_model(strategy=strategy)
     limit = (needed(model, 16) + needed(model, 32)) / 2

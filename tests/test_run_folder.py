@@ -66,7 +66,11 @@ class Loader:
 @pytest.mark.parametrize(
     "data", [(X, Y), list(Loader()), Loader()], ids=["arrays", "list", "loader"]
 )
-@pytest.mark.parametrize("options", [{}, {"steps_per_execution": 2}], ids=["", "several steps"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"steps_per_execution": 2}],
+    ids=["", "several steps"],
+)
 def test_an_interrupted_call_ends_as_the_whole_one(tmp_path, data, options):
     whole = fingerprint(*train(tmp_path / "whole", data, **options))
     folder, n = tmp_path / "run", 4 if isinstance(data, tuple) else 3
@@ -84,6 +88,7 @@ def test_a_finished_call_returns_at_once(tmp_path):
     assert not model._loop._stepper.executables
 
 
+@pytest.mark.slow
 def test_more_epochs_go_on(tmp_path):
     whole = fingerprint(*train(tmp_path / "whole", epochs=6))
     train(tmp_path / "run", epochs=4)

@@ -83,9 +83,9 @@ def digest(state):
 @pytest.mark.parametrize(
     ("data", "options", "steps"),
     [
-        (None, {}, (2, 4, 11, 16)),
+        pytest.param(None, {}, (2, 4, 11, 16), marks=pytest.mark.slow),
         (None, {"steps_per_execution": 2}, (6,)),
-        (Loader(), {}, (4, 6)),
+        pytest.param(Loader(), {}, (4, 6), marks=pytest.mark.slow),
     ],
     ids=["arrays", "several steps", "loader"],
 )

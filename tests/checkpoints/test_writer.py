@@ -215,7 +215,14 @@ def test_a_save_that_cannot_begin_is_a_worded_error(tmp_path, tools):
         writer.close()
 
 
-@pytest.mark.parametrize("ending", ["", "raise KeyError('of the user')", "sys.exit(3)"])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        pytest.param("", marks=pytest.mark.slow),
+        pytest.param("raise KeyError('of the user')", marks=pytest.mark.slow),
+        "sys.exit(3)",
+    ],
+)
 def test_a_process_that_ends_without_close_loses_nothing(tmp_path, ending):
     program = f"""
         import sys

@@ -42,7 +42,7 @@ def test_mapped_arrays_are_narrowed_batch_by_batch(file, shuffle):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("shuffle", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_pages_that_were_read_are_handed_back(file, shuffle, monkeypatch):
     def read(keep):
         monkeypatch.setattr(mapped, "_KEEP", keep)

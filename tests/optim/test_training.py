@@ -32,7 +32,7 @@ def loop_with(optimizer, init=MODEL.init, apply=MODEL.apply, **options):
     return ff.TrainLoop(init, task, 0, n_steps_per_checkpoint=3, stdout=False, **options)
 
 
-@pytest.mark.parametrize("n_devices", [1, 4])
+@pytest.mark.parametrize("n_devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_loop_trains_the_groups_as_one_device_by_hand_does(n_devices):
     loop = loop_with(two_groups(), devices=jax.devices()[:n_devices])
     start = loop.state

@@ -85,7 +85,15 @@ def losses(model):
     return model.history["loss"]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("data", marks=pytest.mark.slow),
+        pytest.param("fsdp", marks=pytest.mark.slow),
+        pytest.param("tensor", marks=pytest.mark.slow),
+        "fsdp x tensor",
+    ],
+)
 def test_fifty_steps_of_a_transformer_agree_with_one_device(name):
     model, one = trained(name), trained("one")
     assert model.step == 50
@@ -373,6 +381,7 @@ def test_batchnorm_is_that_of_the_whole_batch_for_every_remainder():
     close(found.state.replace(key=0), expected.state.replace(key=0))
 
 
+@pytest.mark.slow
 def test_batchnorm_under_pmap_is_that_of_each_replica_unless_it_names_the_axis():
     expected = on_one()
     _, apart = loop_of(ff.DataParallel(jax.devices()[:2]))
@@ -442,6 +451,7 @@ def test_a_given_state_is_spread_and_stays_valid():
     assert shard.data.shape == (16, 64)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_strategy(tmp_path):
     def run(strategy, n_steps, init):
         task = ff.TrainTask(Net(None).apply, optax.adam(0.01), "mse", ff.ArrayStream(X, Y))
