@@ -1,7 +1,9 @@
 """The learning rate range test: at which rate the loss falls fast, and at which no longer."""
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ _SMOOTHING = 0.9
 """Of the exponential moving average of the losses, which is corrected for its start at 0."""
 _DIVERGED = 4.0
 """The test ends when the loss is this many times its best."""
+_MOST_SKIPPED = 40
+"""How many steps in a row may be skipped at one rate before the loss counts as diverged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +92,7 @@ def find_lr(
     for rate in np.geomspace(lowest, highest, n_steps).tolist():
         loop.set_hyperparams(learning_rate=rate)
         try:
-            loss = loop.next_step().loss
+            loss = _loss(loop)
         except EndOfData:
             break
         average = _SMOOTHING * average + (1 - _SMOOTHING) * loss
@@ -103,6 +107,26 @@ def find_lr(
             "loss diverged or the data ended: lower `lowest`, or give more data."
         )
     return LearningRateRange(rates, losses, _suggest(rates, losses))
+
+
+@contextlib.contextmanager
+def put_back(stream: Any) -> Iterator[None]:
+    """Has a stream stand where it stood, whatever was read from it in between."""
+    position = stream.get_state() if hasattr(stream, "get_state") else None
+    try:
+        yield
+    finally:
+        if position is not None:
+            stream.set_state(position)
+
+
+def _loss(loop: TrainLoop) -> float:
+    """The loss of the next step that counts: float16 skips some until its scale is found."""
+    for _ in range(_MOST_SKIPPED):
+        checkpoint = loop.next_step()
+        if not checkpoint.metrics.get("skipped_steps"):
+            return checkpoint.loss
+    return math.nan
 
 
 def _suggest(rates: list[float], losses: list[float]) -> float:

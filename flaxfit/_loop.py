@@ -17,6 +17,7 @@ from flaxfit._state import TrainState
 from flaxfit._stepper import Stepper
 from flaxfit._task import TrainTask
 from flaxfit.optim import hyperparams
+from flaxfit.optim._hyperparams import group_name
 from flaxfit.optim._learning_rates import learning_rates
 from flaxfit.strategies import DataParallel, Strategy
 
@@ -178,8 +179,15 @@ class TrainLoop:
         They are there for an `OptimizerDef`, a `MultiOptimizer` and `optax.inject_hyperparams`.
         One that goes by a schedule has the value of the latest step.
         """
-        values = jax.device_get(hyperparams(self._stepper.state.opt_state))
-        return jax.tree.map(lambda value: value.item() if value.ndim == 0 else value, values)
+        return _on_host(hyperparams(self._stepper.state.opt_state))
+
+    def group_name(self, group: str | int) -> str:
+        """The name of a group of the optimizer, which may be given by its position.
+
+        Raises:
+          ValueError: there is no such group; those that there are are listed.
+        """
+        return group_name(self._stepper.state.opt_state, group)
 
     def set_hyperparams(self, *, group: str | int | None = None, **values: Any) -> None:
         """Sets hyperparameters from the next step on, without a recompilation.
@@ -584,3 +592,14 @@ def _whole_number(name: str, value: Any, least: int) -> int:
     if number < least:
         raise ValueError(f"{name} must be {least} or more, got {number}.")
     return number
+
+
+def _on_host(values: dict[str, Any]) -> dict[str, Any]:
+    """Hyperparameters as numbers, in their order, which is that of the groups."""
+    fetched = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            fetched[name] = _on_host(value)
+        else:
+            fetched[name] = value.item() if value.ndim == 0 else jax.device_get(value)
+    return fetched

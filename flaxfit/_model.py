@@ -1,7 +1,7 @@
 """Model: fit, evaluate and predict. It forwards to the loop and decides nothing."""
 
 import dataclasses
-import functools
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,19 +19,20 @@ from flaxfit._checkpoint import Checkpoint
 from flaxfit._evaluate import EvalLoop
 from flaxfit._feed import Feed
 from flaxfit._find_batch_size import find_batch_size
-from flaxfit._find_lr import LearningRateRange, find_lr
+from flaxfit._find_lr import LearningRateRange, find_lr, put_back
 from flaxfit._history import History
 from flaxfit._inspect import check_rows, shapes_of, structure_of
 from flaxfit._loop import EndOfData, TrainLoop
 from flaxfit._own_rows import OwnBatches, knows_rows
 from flaxfit._run_folder import RunFolder, SavedState
-from flaxfit._state import TrainState
+from flaxfit._state import TrainState, init_state
 from flaxfit._step import make_predict_step
 from flaxfit._task import EvalTask, TrainTask
-from flaxfit._warm_start import WarmStart, put_weights
+from flaxfit._warm_start import WarmStart, open_weights
 from flaxfit.callbacks import ProgressBar
 from flaxfit.data import ArrayStream, as_stream, one_pass, prefetch
 from flaxfit.optim import swap_ema
+from flaxfit.optim._extended import has_ema
 from flaxfit.strategies import DataParallel, Strategy
 
 _ENDLESS = 2**31 - 1
@@ -220,6 +221,7 @@ class Model:
         data, _ = prepare(x, y, sample_weight)
         if isinstance(data, tuple):
             data = ArrayStream(*data, batch_size=batch_size, epochs=1)
+        data = self._look_at(data)
         return self._evaluator.measure(self.state, data)
 
     def predict(self, x: Any, *, batch_size: int = 32) -> Any:
@@ -228,6 +230,7 @@ class Model:
         batches = data
         if isinstance(data, tuple):
             batches = ArrayStream(*data, batch_size=batch_size, epochs=1)
+        batches = self._look_at(batches)
         batches = OwnBatches(one_pass(batches), self.strategy)
         feed = Feed(self.strategy, pad=True, size=batches.batch_size, is_own=batches.is_own)
         state = self.strategy.share(self._state_to_use().for_inference())
@@ -290,8 +293,12 @@ class Model:
         self._init = SavedState(reader, keeps_position=False, mid_epoch=False)
 
     def save_weights(self, path: str | os.PathLike[str]) -> None:
-        """Saves the parameters and the model's other collections in one `.safetensors` file."""
-        checkpoints.save_weights(path, self.state)
+        """Saves the parameters and the model's other collections in one `.safetensors` file.
+
+        They are those that `evaluate` and `predict` use: with `ema`, the moving average. `save`
+        keeps both, to train on from.
+        """
+        checkpoints.save_weights(path, self._state_to_use())
 
     def load_weights(
         self,
@@ -299,30 +306,40 @@ class Model:
         *,
         partial: str | Sequence[str] | None = None,
         translator: Any = None,
+        prefix: str = "",
+        **opts: Any,
     ) -> None:
         """Takes over weights from a file; the optimizer begins afresh.
 
+        The file is opened at once. Before a `fit`, the shapes that it has to fit become known
+        from the inputs of `fit`, `predict` or `evaluate`, whichever comes first.
+
         Args:
-          path: a file of `save_weights`, or any that `flaxfit.importers.load` reads.
+          path: a file of `save_weights`, or any that `flaxfit.importers.load` reads. Names that
+            begin with that of a collection ("params/...", "batch_stats/...") are of all the
+            model's variables, others of the parameters alone.
           partial: patterns of the paths to take over ("encoder/.*"); the others stay as they are.
           translator: a `CheckpointTranslator` from the names of the file to those of the model.
+          prefix: the part of the model that the file is of ("encoder"); the others stay.
+          **opts: handed to the rules of the translator.
 
         Raises:
-          ValueError: the weights do not fit this model; every difference is listed.
+          FileNotFoundError: there is no such file.
+          ValueError: the file is damaged, or the rules do not fit it; or the weights do not fit
+            this model, and every difference is listed.
         """
-        options = {"partial": partial, "translator": translator}
+        put = open_weights(path, partial=partial, translator=translator, prefix=prefix, **opts)
         if self._loop is not None:
-            state = put_weights(path, self._loop.state, **options)
+            state = put(self._loop.state)
             self._loop.restore(state.replace(opt_state=self._task.optimizer.init(state.params)))
             return
-        if partial is None and translator is None and os.fspath(path).endswith(".safetensors"):
+        self._init, self._loaded = WarmStart(self._train.init, put), None
+        is_own = partial is None and translator is None and not prefix
+        if is_own and os.fspath(path).endswith(".safetensors"):
             variables = checkpoints.load_weights(path)
-            params = variables.pop("params", {})
-            self._loaded = TrainState(
-                jnp.int32(0), params, (), variables, jax.random.key(self.seed)
-            )
-        put = functools.partial(put_weights, path, **options)
-        self._init = WarmStart(self._train.init, put)
+            if "params" in variables:
+                step, key = jnp.int32(0), jax.random.key(self.seed)
+                self._loaded = TrainState(step, variables.pop("params"), (), variables, key)
 
     def export(
         self,
@@ -351,6 +368,7 @@ class Model:
           How large the file is, and how far off the model.
         """
         from flaxfit import export  # Not before it is used: `import flaxfit` stays quick.
+        from flaxfit.export._spec import example
 
         if input_spec is None:
             if self._loop is None or self._loop.input_shapes is None:
@@ -359,6 +377,7 @@ class Model:
                     "flaxfit.export.InputSpec(('batch', 28, 28))."
                 )
             input_spec = export.batch_specs(self._loop.input_shapes)
+        self._begin(lambda: example(input_spec))
         module = export.from_state(
             self._state_to_use(), self._eval.apply, input_spec, params=params, trainable=trainable
         )
@@ -378,6 +397,9 @@ class Model:
         raise RuntimeError(
             "This model has no weights yet: call fit (epochs=1 is enough) or load before "
             "evaluate, predict, save or state."
+            if not isinstance(self._init, WarmStart)
+            else "The shapes that the loaded weights have to fit are not known yet: call predict, "
+            "evaluate or fit before save or state."
         )
 
     @property
@@ -419,15 +441,16 @@ class Model:
           ValueError: the optimizer's learning rate cannot be set.
         """
         init, task = self._trial(x, y, sample_weight, batch_size, "find_lr")
-        return find_lr(
-            init,
-            task,
-            self.seed,
-            strategy=self.strategy,
-            lowest=lowest,
-            highest=highest,
-            n_steps=n_steps,
-        )
+        with put_back(task.data):
+            return find_lr(
+                init,
+                task,
+                self.seed,
+                strategy=self.strategy,
+                lowest=lowest,
+                highest=highest,
+                n_steps=n_steps,
+            )
 
     def find_batch_size(
         self,
@@ -454,10 +477,11 @@ class Model:
           ValueError: not even the smallest batch fits, or the backend tells no limit (a CPU).
         """
         init, task = self._trial(x, y, sample_weight, 1, "find_batch_size")
-        loop = TrainLoop(
-            init, task, self.seed, strategy=self.strategy, grad_norm=False, stdout=False
-        )
-        return find_batch_size(loop, limit=limit, largest=largest)
+        with put_back(task.data):
+            loop = TrainLoop(
+                init, task, self.seed, strategy=self.strategy, grad_norm=False, stdout=False
+            )
+            return find_batch_size(loop, limit=limit, largest=largest)
 
     def _trial(
         self, x: Any, y: Any, sample_weight: Any, batch_size: int, owner: str
@@ -482,9 +506,39 @@ class Model:
             return self._loop.step
         return 0 if self._loaded is None else int(self._loaded.step)
 
+    def _look_at(self, data: Any) -> Any:
+        """The data, after the inputs of its first batch were used to begin, if they are needed."""
+        first: list[Any] = []
+        batches = one_pass(data)
+
+        def inputs() -> Any:
+            first.extend(itertools.islice(batches, 1))
+            if not first:
+                raise ValueError("There is nothing to begin with: the data holds no batches.")
+            return normalize(first[0]).inputs
+
+        self._begin(inputs)
+        is_stream = hasattr(data, "one_epoch") and getattr(data, "is_repeatable", True)
+        can_repeat = is_stream or not isinstance(data, Iterator)
+        return data if can_repeat or not first else itertools.chain(first, batches)
+
+    def _begin(self, inputs: Callable[[], Any]) -> None:
+        """Makes the state of a model whose weights were loaded, as a `fit` would begin with it."""
+        # Without an optimizer's state it is of a file alone: it was not held against the model yet.
+        is_begun = self._loaded is not None and self._loaded.opt_state
+        if self._loop is None and isinstance(self._init, WarmStart) and not is_begun:
+            streams = ("params", *self._task.rngs)
+            self._loaded = init_state(
+                self._init, self._task.optimizer, self.seed, inputs(), collections=streams
+            )
+
     def _state_to_use(self) -> TrainState:
-        """The state whose parameters are used, not trained: with `ema`, their moving average."""
-        return self.state if self._task.ema is None else swap_ema(self.state)
+        """The state whose parameters are used, not trained: with `ema`, their moving average.
+
+        Weights that were loaded from a file bring no average along: they are used themselves.
+        """
+        state = self.state
+        return swap_ema(state) if self._task.ema is not None and has_ema(state) else state
 
     def _loop_over(
         self, stream: Any, n_steps: int | None, steps_per_call: int, *, quiet: bool

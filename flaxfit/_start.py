@@ -6,7 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from flaxfit._optimizer_axes import with_optimizer
+from flaxfit._rules import flat
 from flaxfit._state import TrainState, init_state
+from flaxfit.optim._extended import wrap_state
 
 
 class Start(NamedTuple):
@@ -42,7 +45,8 @@ def start(
     """
     if isinstance(init, TrainState):
         # A state may have been made by hand, with a Python integer or an int64 as its step.
-        return Start(init.replace(step=jnp.asarray(init.step, jnp.int32)))
+        state = init.replace(step=jnp.asarray(init.step, jnp.int32))
+        return Start(_with_options(state, task.optimizer))
     if hasattr(init, "init"):
         raise TypeError(f"TrainLoop needs an init function, got {init!r:.60}: pass module.init.")
     streams = ("params", *task.rngs)
@@ -74,6 +78,34 @@ def start(
         init, task.optimizer, key, sample(), collections=streams, shardings=shardings
     )
     return Start(state)
+
+
+def _with_options(state: TrainState, optimizer: Any) -> TrainState:
+    """The state with what the task keeps beside the optimizer's own state.
+
+    Raises:
+      ValueError: its optimizer state is not one of this optimizer.
+    """
+    opt_state = wrap_state(state.opt_state, optimizer, state.params)
+    own = {path: x.shape for path, x in flat(jax.eval_shape(optimizer.init, state.params)).items()}
+    given = {path: jnp.shape(x) for path, x in flat(opt_state).items()}
+    if own != given:
+        differ = [path for path in {**own, **given} if own.get(path) != given.get(path)]
+        lines = "".join(
+            f"\n  {path}: {own.get(path, '-')} in the task, {given.get(path, '-')} in the state"
+            for path in differ[:20]
+        )
+        raise ValueError(
+            "Cannot begin with this state, whose optimizer state is not one of the task's "
+            f"optimizer; {len(differ)} arrays differ:{lines}\n"
+            "Make it with init_state(init, task.optimizer, ...) or "
+            "state.replace(opt_state=task.optimizer.init(state.params))."
+        )
+    if opt_state is state.opt_state:
+        return state
+    return state.replace(
+        opt_state=opt_state, axes=with_optimizer(state.axes, state.params, opt_state)
+    )
 
 
 def _in_place(array: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:

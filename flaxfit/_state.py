@@ -12,6 +12,7 @@ from flaxfit import _axes, _state_dict
 from flaxfit._batch import call
 from flaxfit._inference_state import InferenceState
 from flaxfit._optimizer_axes import with_optimizer, without_optimizer
+from flaxfit.optim._hyperparams import check_known, describe, names_of
 
 
 class TrainState(struct.PyTreeNode):
@@ -66,7 +67,13 @@ class TrainState(struct.PyTreeNode):
           grads: gradients, shaped like `params`.
           model_state: the model's new state; None keeps the present one.
           **hyperparams: passed on to `optimizer.update` (such as `value=loss`).
+
+        Raises:
+          ValueError: a learning rate for an optimizer that keeps none in its state.
         """
+        if "learning_rate" in hyperparams:
+            # optax ignores in silence what none of its transformations takes.
+            check_known(["learning_rate"], names_of(self.opt_state), describe(self.opt_state))
         updates, opt_state = optimizer.update(grads, self.opt_state, self.params, **hyperparams)
         return self.replace(
             step=self.step + 1,

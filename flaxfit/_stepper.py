@@ -156,7 +156,8 @@ class Stepper:
             lines = [f"  {p}: here {own.get(p, '-')}, given {new.get(p, '-')}" for p in paths[:30]]
             raise ValueError(
                 f"Cannot go on from a state of another model or optimizer; {len(paths)} arrays "
-                "differ:\n" + "\n".join(lines)
+                "differ:\n" + "\n".join(lines) + "\nIf other parameters were frozen then, set "
+                "`freeze` as it was, restore, and set it back."
             )
 
     def reset_totals(self) -> None:

@@ -1,12 +1,16 @@
 """TrainTask and EvalTask: what to train and what to measure, as plain descriptions."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from flaxfit import losses, metrics
 from flaxfit._precision import check_precision
 from flaxfit.optim._extended import extend
+from flaxfit.optim._optimizer import Optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +30,8 @@ class TrainTask:
     apply: Callable[..., Any]
     """`apply(variables, *inputs, rngs=, mutable=)`, such as a linen module's `apply`."""
     optimizer: Any
-    """An optax transformation; its `update` is given the parameters. Clipping, freezing, averaging
+    """An optax transformation, whose `update` is given the parameters, or an `Optimizer`, whose
+    definition is taken. Clipping, freezing, averaging
     and loss scaling are put around it here: the states are those of `task.optimizer`."""
     loss: Any
     """`loss(*outputs, *targets)` or a name. It returns values `(batch, ...)` (preferred: weights
@@ -65,20 +70,24 @@ class TrainTask:
     def __post_init__(self) -> None:
         _check_apply("TrainTask", self.apply)
         check_precision("TrainTask", self.precision)
-        object.__setattr__(self, "freeze", _names(self.freeze))
-        if self.accumulate < 1:
-            raise ValueError(f"accumulate must be 1 or more, got {self.accumulate}.")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"clip_norm must be more than 0, or None, got {self.clip_norm}.")
-        if self.ema is not None and not 0 < self.ema < 1:
-            raise ValueError(f"ema must lie between 0 and 1, such as 0.999, got {self.ema}.")
-        if not (hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")):
+        object.__setattr__(self, "freeze", _patterns(self.freeze))
+        is_whole = isinstance(self.accumulate, int) and not isinstance(self.accumulate, bool)
+        if not is_whole or self.accumulate < 1:
+            raise ValueError(
+                f"accumulate must be a whole number of 1 or more, got {self.accumulate!r}."
+            )
+        if self.clip_norm is not None and not (_is_number(self.clip_norm) and self.clip_norm > 0):
+            raise ValueError(f"clip_norm must be more than 0, or None, got {self.clip_norm!r}.")
+        if self.ema is not None and not (_is_number(self.ema) and 0 < self.ema < 1):
+            raise ValueError(f"ema must lie between 0 and 1, such as 0.999, got {self.ema!r}.")
+        is_optimizer = hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")
+        if not is_optimizer and not isinstance(self.optimizer, Optimizer):
             raise TypeError(
                 "TrainTask needs an optax transformation as optimizer, such as optax.adam(1e-3), "
                 f"got {self.optimizer!r:.80}."
             )
         optimizer = extend(
-            self.optimizer,
+            getattr(self.optimizer, "optimizer_def", self.optimizer),
             clip_norm=self.clip_norm,
             freeze=self.freeze,
             ema=self.ema,
@@ -132,3 +141,20 @@ def _check_apply(owner: str, apply: Any) -> None:
         hint = "module.apply" if hasattr(apply, "apply") else "apply(variables, *inputs, ...)"
         kind = "a module" if hasattr(apply, "apply") else repr(apply)[:80]
         raise TypeError(f"{owner} needs an apply function, got {kind}: pass {hint}.")
+
+
+def _patterns(patterns: Any) -> tuple[str, ...]:
+    given = (patterns,) if isinstance(patterns, str) else patterns
+    try:
+        for pattern in given:
+            re.compile(pattern)
+    except (TypeError, re.error) as error:
+        raise ValueError(
+            "freeze takes patterns of the paths of parameters, such as 'encoder/.*', got "
+            f"{patterns!r}: {error}."
+        ) from None
+    return tuple(given)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.generic) and not isinstance(value, bool)

@@ -13,8 +13,8 @@ LAYERS = (
     | {"_rules", "_batch", "_by_row", "_chart", "_cost", "_display", "_interrupt", "_monitor"}
     | {"_precision", "_totals"},
     {"_arrays", "_axes", "_state_dict"},
-    {"_inference_state", "_optimizer_axes"},
-    {"_state", "losses", "metrics", "strategies", "optim", "data", "modules"},
+    {"_inference_state", "_optimizer_axes", "optim"},
+    {"_state", "losses", "metrics", "strategies", "data", "modules"},
     {"_task", "_checkpoint", "_feed", "_forward", "_start"},
     {"_gradient", "_own_rows", "_agreement"},
     {"_step", "_history", "checkpoints", "export"},

@@ -27,7 +27,7 @@ class Norms:
         Raises:
           ValueError: a pattern matches no parameter.
         """
-        loop.norms = self.patterns
+        loop.norms = tuple(dict.fromkeys((*loop.norms, *self.patterns)))
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint, which holds the norms already."""

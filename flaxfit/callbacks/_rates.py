@@ -7,7 +7,7 @@ from flaxfit._checkpoint import Checkpoint
 from flaxfit._display import say
 from flaxfit._monitor import is_better, read_metric, resolve_mode
 from flaxfit.callbacks._callback import Loop
-from flaxfit.optim._learning_rates import learning_rates
+from flaxfit.optim._learning_rates import in_group, learning_rates
 
 
 class LearningRateScheduler:
@@ -147,10 +147,7 @@ def rates(loop: Any, group: str | int | None, owner: str) -> dict[str | None, fl
     if loop is None:
         raise ValueError(f"{owner} must be in the callbacks of a loop, which it sets the rate of.")
     known = loop.hyperparams
-    found = learning_rates(known)
-    if group is not None:
-        name = list(known)[group] if isinstance(group, int) else group
-        found = {own: rate for own, rate in found.items() if own == name}
+    found = learning_rates(known) if group is None else in_group(known, loop.group_name(group))
     if not found:
         where = "" if group is None else f" in group {group!r}"
         raise ValueError(

@@ -12,7 +12,8 @@ def check_fits(
     here: Mapping[str, Description],
     source: Any,
     *,
-    advice: str = "Build the model and the optimizer that wrote it, or start in another folder.",
+    advice: str = "Build the model and the optimizer that wrote it, with the same freeze, ema and "
+    "clip_norm, or start in another folder.",
 ) -> None:
     """Refuses a file whose arrays differ from a template in name, shape or dtype.
 

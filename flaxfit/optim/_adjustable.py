@@ -9,7 +9,7 @@ import optax
 from flaxfit.optim._hyperparams import check_known
 from flaxfit.optim._optimizer import Optimizer
 
-OPTAX_ARGUMENTS = frozenset(("grad", "value", "value_fn"))
+OPTAX_ARGUMENTS = frozenset(("grad", "obj_fn", "value", "value_fn"))
 """What transformations of optax take in an update beside hyperparameters."""
 
 

@@ -1,8 +1,9 @@
 """OptimizerDef: an optax transformation whose hyperparameters stay adjustable."""
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,8 @@ class OptimizerDef(Adjustable):
     A subclass is an optimizer of one's own. It passes its hyperparameters to `super().__init__`,
     by name or as one dataclass, and has two methods: `init_param_state(param)` returns the state
     of a parameter, `apply_param_gradient(step, hyper_params, param, state, grad)` the new
-    parameter and its new state.
+    parameter and its new state. As everywhere in optax, what is applied is the difference between
+    the new parameter and the old one.
 
     Args:
       optax_factory: a function that makes an optax transformation, such as `optax.adam`.
@@ -47,7 +49,14 @@ class OptimizerDef(Adjustable):
       ValueError: a function among the hyperparameters is not a schedule.
     """
 
-    def __init__(self, optax_factory: Any = None, *, static: Any = (), **hyperparams: Any):
+    def __init__(
+        self, optax_factory: Any = None, *unnamed: Any, static: Any = (), **hyperparams: Any
+    ):
+        if unnamed:
+            raise TypeError(
+                f"OptimizerDef takes hyperparameters by name, got {unnamed}: write "
+                "OptimizerDef(optax.adam, learning_rate=1e-3)."
+            )
         is_set = dataclasses.is_dataclass(optax_factory)
         self._given: Any = optax_factory if is_set else hyperparams
         given = _by_name(self._given)
@@ -122,7 +131,24 @@ class OptimizerDef(Adjustable):
     def _init(self, params: Any) -> Any:
         # Without optax's count of the steps, which nothing reads: each array in a state takes about
         # a microsecond of every step.
-        return self._injected.init(params)._replace(count=())
+        with self._explained():
+            return self._injected.init(params)._replace(count=())
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Says what to do when the factory cannot work with a number that may change."""
+        advice = (
+            f"{list(self._live)} are adjustable while {self._name} runs. What it needs as a plain "
+            "number is to be named in static=, such as OptimizerDef(optax.adafactor, ..., "
+            "static=('min_dim_size_to_factor',))."
+        )
+        try:
+            yield
+        except _NEEDS_A_NUMBER as error:
+            raise TypeError(f"{self._name} needs the plain value of a number. {advice}") from error
+        except TypeError as error:
+            error.add_note(advice)
+            raise
 
     def _update(
         self,
@@ -137,14 +163,8 @@ class OptimizerDef(Adjustable):
         given = {**self._whole_set(hyper_params), **extra}
         own = {name: self._value(name, given[name], state) for name in self._live if name in given}
         begun: Any = state._replace(count=0, hyperparams={**state.hyperparams, **own})
-        try:
+        with self._explained():
             updates, new = self._injected.update(updates, begun, params, **{**given, **own})
-        except _NEEDS_A_NUMBER as error:
-            raise TypeError(
-                f"{self._name} needs the plain number of one of {list(self._live)}, which are "
-                "adjustable while it runs. Name it in static=, such as "
-                "OptimizerDef(optax.adafactor, ..., static=('min_dim_size_to_factor',))."
-            ) from error
         # What is overridden for one step leaves no trace.
         standing = {name: self._standing(name, state) for name in own}
         new = new._replace(count=(), hyperparams={**new.hyperparams, **standing})
@@ -205,7 +225,8 @@ def _is_live(value: Any) -> bool:
     if isinstance(value, bool | type):
         return False
     is_number = isinstance(value, int | float | np.ndarray | np.generic | jax.Array)
-    return callable(value) or (is_number and np.ndim(value) == 0)
+    is_number = is_number and jnp.issubdtype(jnp.result_type(value), jnp.number)  # No random key.
+    return callable(value) or (is_number and jnp.ndim(value) == 0)
 
 
 def _check_factory(factory: Any, given: Mapping[str, Any], static: Iterable[str]) -> None:

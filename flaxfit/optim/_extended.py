@@ -92,6 +92,20 @@ def carry_state(old: Any, optimizer: Any, params: Any) -> Any:
     return carry_over(old.inner if isinstance(old, ExtendedState) else old, new)
 
 
+def wrap_state(opt_state: Any, optimizer: Any, params: Any) -> Any:
+    """The state of a user's own optimizer as that of the optimizer with the options around it.
+
+    Any other state is given back as it is.
+    """
+    if isinstance(opt_state, ExtendedState) or not isinstance(optimizer, ExtendedOptimizer):
+        return opt_state
+    own = jax.eval_shape(optimizer.user.init, params)
+    if jax.tree.structure(own) != jax.tree.structure(opt_state):
+        return opt_state
+    inner = opt_state if optimizer.clip_norm is None else (optax.EmptyState(), opt_state)
+    return carry_over(ExtendedState(inner), optimizer.init(params))
+
+
 def swap_ema(state: Any) -> Any:
     """A state whose parameters are the moving average, and the average the parameters.
 
@@ -106,8 +120,7 @@ def swap_ema(state: Any) -> Any:
       ValueError: the state holds no average.
     """
     kept = state.opt_state
-    is_plain = isinstance(kept, dict)
-    average = kept.get("average", ()) if is_plain else getattr(kept, "average", ())
+    average = _average(kept)
     if not jax.tree.leaves(average):
         raise ValueError(
             "This state holds no moving average of its parameters: train with "
@@ -115,5 +128,16 @@ def swap_ema(state: Any) -> Any:
         )
     # By path, as a state that was restored without a target holds plain containers.
     swapped = carry_over(state.params, average)
+    is_plain = isinstance(kept, dict)
     changed = {**kept, "average": swapped} if is_plain else kept._replace(average=swapped)
     return state.replace(params=carry_over(average, state.params), opt_state=changed)
+
+
+def has_ema(state: Any) -> bool:
+    """Whether a state holds a moving average of its parameters."""
+    return bool(jax.tree.leaves(_average(state.opt_state)))
+
+
+def _average(opt_state: Any) -> Any:
+    is_plain = isinstance(opt_state, dict)
+    return opt_state.get("average", ()) if is_plain else getattr(opt_state, "average", ())

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import optax
 
 from flaxfit._rules import path_of
 
@@ -59,9 +60,9 @@ def assign(filters: Sequence[Filter], names: Sequence[str], params: Any) -> Any:
     """
     paths = [path for path, _ in _parameters(params)]
     chosen = [_select(filter, params) for filter in filters]
-    for name, selected in zip(names, chosen, strict=True):
+    for name, filter, selected in zip(names, filters, chosen, strict=True):
         # A tree without any parameter is fine: so optax looks where parameters are in a state.
-        if paths and not any(selected):
+        if paths and not any(selected) and not _is_frozen(filter, params):
             raise ValueError(
                 f"Group {name!r} matches no parameter (patterns match whole paths, so that "
                 f"'encoder/.*' is all of encoder). The parameters are:{_listing(paths)}"
@@ -91,7 +92,30 @@ def _select(filter: Filter, params: Any) -> list[bool]:
     if isinstance(filter, Traversal):
         marked = filter.update(lambda part: jax.tree.map(lambda _: _CHOSEN, part), params)
         return [leaf is _CHOSEN for leaf in jax.tree.leaves(marked)]
-    return [bool(filter(path, leaf)) for path, leaf in _parameters(params)]
+    try:
+        return [bool(filter(path, leaf)) for path, leaf in _parameters(params)]
+    except jax.errors.TracerBoolConversionError as error:
+        raise TypeError(
+            "A filter of a group may look at the path, the shape and the dtype of a parameter. "
+            "Its values are not known where a step is compiled."
+        ) from error
+
+
+def _is_frozen(filter: Filter, params: Any) -> bool:
+    """Whether a filter may select only parameters that are masked, as frozen ones are."""
+    if not isinstance(filter, str | re.Pattern):
+        return bool(_masked(params))
+    return any(re.fullmatch(filter, path) for path in _masked(params))
+
+
+def _masked(params: Any) -> list[str]:
+    """The paths of the masked nodes of a tree."""
+
+    def is_masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_masked)
+    return [path_of(path) for path, node in leaves if is_masked(node)]
 
 
 def _collapsed(labels: Any) -> Any:

@@ -1,6 +1,7 @@
 """MultiOptimizer: one optimizer for each of several groups of parameters."""
 
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ import optax
 
 from flaxfit.optim._adjustable import OPTAX_ARGUMENTS, Adjustable
 from flaxfit.optim._filters import assign, group_name
-from flaxfit.optim._hyperparams import GroupsState
+from flaxfit.optim._hyperparams import GroupsState, check_known, names_of
 
 
 class MultiOptimizer(Adjustable):
@@ -119,11 +120,17 @@ class MultiOptimizer(Adjustable):
                 "MultiOptimizer finds its groups in the parameters: pass them, as "
                 "optimizer.update(grads, state, params)."
             )
-        self.check(extra)
+        held = [names_of(of_group) for of_group in state.states]
+        known = {*self.known, *itertools.chain(*held)}
+        check_known(set(extra) - OPTAX_ARGUMENTS, known, self.describe())
         labels = assign(self._filters, self._names, params)
         optimizers = [
-            _with_arguments(optimizer, given, extra)
-            for optimizer, given in zip(self._optimizers, self._sets(hyper_params), strict=True)
+            _with_arguments(
+                optimizer, given, {n: extra[n] for n in extra if n in OPTAX_ARGUMENTS | own}
+            )
+            for optimizer, given, own in zip(
+                self._optimizers, self._sets(hyper_params), map(set, held), strict=True
+            )
         ]
         states = optax.transforms.PartitionState(dict(enumerate([*state.states, _REST])))
         updates, new = _partition(optimizers, labels).update(updates, states, params)
@@ -134,6 +141,8 @@ class MultiOptimizer(Adjustable):
         if hyper_params is None:
             return [None] * len(self._names)
         if isinstance(hyper_params, Mapping):
+            positions = dict(enumerate(self._names))
+            hyper_params = {positions.get(n, n): given for n, given in hyper_params.items()}
             unknown = [name for name in hyper_params if name not in self._names]
             if unknown:
                 raise ValueError(f"There are no groups {unknown}, only {list(self._names)}.")

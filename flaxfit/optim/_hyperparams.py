@@ -50,14 +50,15 @@ def hyperparams(opt_state: Any, group: str | int | None = None) -> dict[str, Any
     """
     if group is None:
         return _read(opt_state)
-    name = _group_name(opt_state, group)
+    name = group_name(opt_state, group)
     return next(_read(state) for own, state in _groups(opt_state) if own == name)
 
 
 def set_hyperparams(opt_state: Any, *, group: str | int | None = None, **values: Any) -> Any:
-    """The optimizer's state with some hyperparameters set; None clears what was set before.
+    """The optimizer's state with some hyperparameters set.
 
-    A value that was set beats a schedule until it is cleared; the schedule counts on meanwhile.
+    A value that was set beats a schedule until None clears it; the schedule counts on meanwhile.
+    What does not go by a schedule cannot be cleared: set it to the number that it was made with.
     Nothing is recompiled for it: shapes, dtypes and placement stay as they are.
 
     >>> optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=0.5)
@@ -68,25 +69,32 @@ def set_hyperparams(opt_state: Any, *, group: str | int | None = None, **values:
     Args:
       opt_state: any state of an optimizer.
       group: the name of a group, or its position; None: every group that has the hyperparameter.
-      **values: numbers by name, or None.
+      **values: numbers by name, or None; without a group, None clears it in each group that goes
+        by a schedule.
 
     Raises:
       TypeError: a value is not a number.
       ValueError: there is no such hyperparameter or group, or it cannot be set.
     """
-    name = None if group is None else _group_name(opt_state, group)
+    name = None if group is None else group_name(opt_state, group)
     chosen = [opt_state] if name is None else [s for own, s in _groups(opt_state) if own == name]
-    known = {hyperparam for state in chosen for hyperparam in _names(state)}
+    known = {hyperparam for state in chosen for hyperparam in names_of(state)}
     check_known(values, known, describe(opt_state))
+    for hyperparam in values:
+        if values[hyperparam] is None and not any(_can_clear(x, hyperparam) for x in chosen):
+            raise ValueError(
+                f"Cannot clear {hyperparam}: it has no schedule to go by again. Set it to a "
+                "number, such as the one that it was made with."
+            )
     return _map(opt_state, lambda state: _set(state, values), name)
 
 
 def describe(opt_state: Any) -> str:
     """What hyperparameters a state holds, by group, in words."""
-    groups = {name: _names(state) for name, state in _groups(opt_state)}
+    groups = {name: names_of(state) for name, state in _groups(opt_state)}
     if any(groups.values()):
         return ", ".join(f"{list(names)} in group {name!r}" for name, names in groups.items())
-    return str(list(_names(opt_state))) if _names(opt_state) else ""
+    return str(list(names_of(opt_state))) if names_of(opt_state) else ""
 
 
 def check_known(given: Any, known: Any, description: str) -> None:
@@ -113,10 +121,13 @@ def check_number(name: str, value: Any) -> None:
 
     Raises:
       TypeError: it is not a number.
+      ValueError: it is NaN or infinite.
     """
     is_number = isinstance(value, int | float | np.ndarray | np.generic | jax.Array)
     if not is_number or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, or None for what it was made with, got {value}.")
+        raise TypeError(f"{name} must be a number, or None to go by a schedule again, got {value}.")
+    if isinstance(value, float | np.ndarray | np.generic) and not np.all(np.isfinite(value)):
+        raise ValueError(f"{name} must be a finite number, got {value}.")
 
 
 # The tree of a state: what injects hyperparameters, and what splits the parameters in groups.
@@ -162,18 +173,23 @@ def _read(state: Any) -> dict[str, Any]:
     return found
 
 
-def _names(state: Any) -> dict[str, None]:
+def names_of(state: Any) -> dict[str, None]:
     """The names of all hyperparameters of a state, whatever their group, in order."""
     names: dict[str, None] = {}
     for node in _nodes(state):
         if isinstance(node, optax.InjectStatefulHyperparamsState):
-            names |= dict.fromkeys(node.hyperparams) | _names(node.inner_state)
+            names |= dict.fromkeys(node.hyperparams) | names_of(node.inner_state)
         for child in _children(node).values():
-            names |= _names(child)
+            names |= names_of(child)
     return names
 
 
-def _group_name(state: Any, group: str | int) -> str:
+def group_name(state: Any, group: str | int) -> str:
+    """The name of a group, which may be given by its position.
+
+    Raises:
+      ValueError: there is no such group; those that there are are listed.
+    """
     names = list(dict.fromkeys(name for name, _ in _groups(state)))
     if group in names:
         return str(group)
@@ -181,6 +197,18 @@ def _group_name(state: Any, group: str | int) -> str:
         return names[group]
     known = f"The groups are {names}." if names else "This optimizer has no groups."
     raise ValueError(f"There is no group {group!r}. {known}")
+
+
+def _can_clear(state: Any, name: str) -> bool:
+    """Whether a hyperparameter goes by a schedule that can be overridden, anywhere in a state."""
+    for node in _nodes(state):
+        is_own = isinstance(node, optax.InjectStatefulHyperparamsState)
+        if is_own and isinstance(node.hyperparams_states.get(name), OverrideState):
+            return True
+        inner = [node.inner_state] if is_own else list(_children(node).values())
+        if any(_can_clear(each, name) for each in inner):
+            return True
+    return False
 
 
 def _map(state: Any, function: Callable[[Any], Any], group: str | None) -> Any:
@@ -215,11 +243,6 @@ def _set(node: Any, values: Mapping[str, Any]) -> Any:
             raise ValueError(
                 f"Cannot set {name}: it follows a schedule that optax.inject_hyperparams does not "
                 "let one override. Make the optimizer with flaxfit.optim.OptimizerDef instead."
-            )
-        if value is None and own is None:
-            raise ValueError(
-                f"Cannot clear {name}: optax.inject_hyperparams does not remember what it was. "
-                "Set it to a number, or make the optimizer with flaxfit.optim.OptimizerDef."
             )
         if value is not None:
             check_number(name, value)

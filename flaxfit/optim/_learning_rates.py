@@ -13,9 +13,30 @@ def learning_rates(values: Mapping[str, Any]) -> dict[str | None, float]:
     {'stem/.*': 0.01, 'head/.*': 0.1}
 
     Args:
-      values: hyperparameters by name, or by group and name.
+      values: hyperparameters by name, or by group and name; groups may hold groups.
     """
-    groups = {name: own for name, own in values.items() if isinstance(own, Mapping)}
-    found: dict[str | None, Any] = {name: own.get("learning_rate") for name, own in groups.items()}
-    found[None] = values.get("learning_rate")
-    return {name: rate for name, rate in found.items() if isinstance(rate, int | float)}
+    return _of_group(None, values)
+
+
+def in_group(values: Mapping[str, Any], group: str) -> dict[str | None, float]:
+    """The learning rates of one group, and of the groups that it holds, by group.
+
+    >>> in_group({"stem": {"learning_rate": 0.01}, "head": {"learning_rate": 0.1}}, "head")
+    {'head': 0.1}
+    """
+    found: dict[str | None, float] = {}
+    for name, own in values.items():
+        if isinstance(own, Mapping):
+            found |= _of_group(name, own) if name == group else in_group(own, group)
+    return found
+
+
+def _of_group(group: str | None, values: Mapping[str, Any]) -> dict[str | None, float]:
+    found: dict[str | None, float] = {}
+    rate = values.get("learning_rate")
+    if isinstance(rate, int | float):
+        found[group] = rate
+    for name, own in values.items():
+        if isinstance(own, Mapping):
+            found |= _of_group(name, own)
+    return found

@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 import optax
-from flax import serialization, struct
+from flax import struct
+
+from flaxfit._state_dict import as_plain, restore
 
 
 class Optimizer(struct.PyTreeNode):
@@ -59,14 +61,13 @@ class Optimizer(struct.PyTreeNode):
 
     def state_dict(self) -> dict[str, Any]:
         """The target and the state as plain nested dicts."""
-        return {
-            "target": serialization.to_state_dict(self.target),
-            "state": serialization.to_state_dict(self.state),
-        }
+        return {"target": as_plain(self.target), "state": as_plain(self.state)}
 
     def restore_state(self, state_dict: dict[str, Any]) -> "Optimizer":
-        """The optimizer with the target and the state of a `state_dict`."""
-        return self.replace(
-            target=serialization.from_state_dict(self.target, state_dict["target"]),
-            state=serialization.from_state_dict(self.state, state_dict["state"]),
-        )
+        """The optimizer with the target and the state of a `state_dict`.
+
+        Raises:
+          ValueError: it is that of other parameters or another optimizer; every difference.
+        """
+        restored = restore({"target": self.target, "state": self.state}, state_dict)
+        return self.replace(**restored)
