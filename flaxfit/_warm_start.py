@@ -2,14 +2,17 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import optax
+from flax.core import meta
 
 from flaxfit import checkpoints
-from flaxfit._rules import label
+from flaxfit._rules import flat, path_of
+from flaxfit.checkpoints._tree import is_key
 from flaxfit.optim._freeze import check_matches, merge
 
 
@@ -34,42 +37,105 @@ class WarmStart:
         variables = dict(self.fresh(rngs, *inputs, **named))
         for name in ("intermediates", "losses"):
             variables.pop(name, None)
-        return self.load(variables)
+        # Files know no names of axes: they stay out of it, and as they are.
+        axes = {name: variables.pop(name) for name in list(variables) if name.endswith("_axes")}
+        return {**meta.replace_boxed(variables, self.load(meta.unbox(variables))), **axes}
 
 
-def put_weights(
+def open_weights(
     path: str | os.PathLike[str],
-    target: Any,
     *,
     partial: str | Sequence[str] | None = None,
     translator: Any = None,
-) -> Any:
-    """The target with the weights of a file in it.
+    prefix: str = "",
+    **opts: Any,
+) -> Callable[[Any], Any]:
+    """Opens a file of weights: gives the function that puts them into variables, or into a state.
+
+    Names that begin with that of a collection ("params/...", "batch_stats/...") are of all the
+    variables; others are of the parameters alone.
 
     Args:
       path: a file of `save_weights`, or anything that `importers.load` reads.
-      target: variables, or a state.
       partial: patterns of the paths to take over; None: all.
-      translator: the rules that make the target's names of the file's.
+      translator: the rules that make the model's names of the file's.
+      prefix: the part of the model that the file is of; the others stay as they are.
+      **opts: handed to the rules.
 
     Raises:
-      ValueError: they do not fit; every difference is listed.
+      FileNotFoundError: there is no such file.
+      ValueError: it is damaged, or the rules do not fit it. The function raises it where the
+        weights do not fit the variables; every difference is listed.
     """
-    if translator is None and os.fspath(path).endswith(".safetensors"):
-        return checkpoints.load_weights(path, target, partial=partial)
     from flaxfit import importers  # Not before it is used: `import flaxfit` stays quick.
+    from flaxfit.importers._fill import fill_from
+    from flaxfit.importers._translator import Translation
 
-    is_state = hasattr(target, "params")
-    params = target.params if is_state else target["params"]
+    if opts and translator is None:
+        raise TypeError(f"Without a translator, nothing takes the options {', '.join(opts)}.")
     source = importers.load(path)
-    if partial is None:
-        filled = importers.fill(params, source, translator=translator)
+    if translator is None:
+        translation = Translation(source, {}, [], [], {})
     else:
-        patterns = [partial] if isinstance(partial, str) else list(partial)
-        for pattern in patterns:
-            check_matches("partial", pattern, params)
-        is_taken = label([(pattern, True) for pattern in patterns], params, False)
-        taken = jax.tree.map(lambda take, x: x if take else optax.MaskedNode(), is_taken, params)
-        filled = importers.fill(taken, source, translator=translator, strict=False)
-        filled = merge(filled, params)
-    return target.replace(params=filled) if is_state else {**target, "params": filled}
+        translation = translator.translate(source, **opts)
+    is_plain = translator is None and not prefix and os.fspath(path).endswith(".safetensors")
+
+    def put(target: Any) -> Any:
+        is_state = hasattr(target, "params")
+        variables = target.variables if is_state else target
+        values = translation.values
+        is_of_all = any(name.partition("/")[0] in variables for name in values)
+        if is_of_all and is_plain:
+            return checkpoints.load_weights(path, target, partial=partial)
+        within = _check_prefix(prefix, variables)
+        patterns = _check_patterns(partial, variables)
+
+        def is_taken(name: str, leaf: Any) -> bool:
+            collection, _, rest = name.partition("/")
+            is_of_file = (is_of_all or collection == "params") and rest.startswith(within)
+            is_wanted = any(re.fullmatch(pattern, rest) for pattern in patterns)
+            return is_of_file and is_wanted and not is_key(leaf)
+
+        def placed(name: str) -> str:
+            collection, _, rest = name.partition("/") if is_of_all else ("params", "/", name)
+            return f"{collection}/{within}{rest}"
+
+        taken = jax.tree_util.tree_map_with_path(
+            lambda at, leaf: leaf if is_taken(path_of(at), leaf) else optax.MaskedNode(), variables
+        )
+        new = dataclasses.replace(
+            translation,
+            values={placed(name): value for name, value in values.items()},
+            sources={placed(name): translation.sources.get(name, name) for name in values},
+        )
+        strict = partial is None
+        filled = fill_from(new, taken, strict=strict, partial=False, dtype=None, lazy=False)
+        merged = merge(filled, variables)
+        if not is_state:
+            return merged
+        return target.replace(params=merged.pop("params"), model_state=merged)
+
+    return put
+
+
+def _check_prefix(prefix: str, variables: Mapping[str, Any]) -> str:
+    """What the paths of a part of the model begin with."""
+    within = f"{prefix.strip('/')}/" if prefix else ""
+    if not any(path.startswith(within) for path in flat(variables["params"])):
+        raise ValueError(
+            f"prefix={prefix!r} is no part of the model, whose parts are "
+            f"{', '.join(sorted(variables['params']))}."
+        )
+    return within
+
+
+def _check_patterns(
+    partial: str | Sequence[str] | None, variables: Mapping[str, Any]
+) -> Sequence[str]:
+    if partial is None:
+        return [".*"]
+    patterns = [partial] if isinstance(partial, str) else list(partial)
+    in_model = {name.partition("/")[2]: None for name in flat(variables)}
+    for pattern in patterns:
+        check_matches("partial", pattern, dict.fromkeys(in_model, 0))
+    return patterns

@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import flatten_dict
 
 import flaxfit as ff
 
@@ -121,3 +122,206 @@ def test_weights_under_other_names_are_translated(tmp_path):
         model.load_weights(tmp_path / "other.npz", translator=translator)
     with pytest.raises(ValueError, match="'body' matches no parameter"):
         model.load_weights(tmp_path / "other.npz", translator=translator, partial="body")
+
+
+# Before a fit: the shapes are those of the first inputs.
+
+
+class Body(nn.Module):
+    train: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(5, name="stem")(x)
+        return nn.BatchNorm(use_running_average=not self.train, name="norm")(x)
+
+
+class Whole(nn.Module):
+    train: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1, name="head")(nn.relu(Body(self.train, name="body")(x)))
+
+
+def plain_names(state):
+    """The parameters as another library would name and store them."""
+    return {name: np.asarray(leaf) for name, leaf in flatten_dict(state.params, sep="/").items()}
+
+
+def collection_names(state):
+    return {name: np.asarray(leaf) for name, leaf in flatten_dict(state.variables, sep="/").items()}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return fitted()
+
+
+@pytest.fixture(params=["npz", "safetensors"])
+def write(request, tmp_path):
+    """Writes arrays under their names in a file of either format."""
+
+    def save(arrays):
+        path = tmp_path / f"weights.{request.param}"
+        if request.param == "npz":
+            np.savez(path, **arrays)
+        else:
+            ff.checkpoints.save_weights(path, arrays)
+        return path
+
+    return save
+
+
+@pytest.mark.parametrize("named", [plain_names, collection_names])
+def test_names_tell_whether_weights_are_of_all_collections(trained, write, named):
+    model = make_model(seed=1)
+    model.load_weights(write(named(trained.state)))
+    predicted = model.predict(X)
+    assert_equal(model.state.params, trained.state.params)
+    if named is collection_names:
+        assert_equal(model.state.model_state, trained.state.model_state)
+        np.testing.assert_array_equal(predicted, trained.predict(X))
+    else:
+        assert_equal(model.state.model_state, {"batch_stats": make_zero_statistics()})
+    # The same, of a model that has begun.
+    begun = fitted(seed=2)
+    begun.load_weights(write(named(trained.state)))
+    assert_equal(begun.state.params, trained.state.params)
+    statistics = (trained if named is collection_names else fitted(seed=2)).state.model_state
+    assert_equal(begun.state.model_state, statistics)
+
+
+def make_zero_statistics():
+    return {"norm": {"mean": np.zeros(5), "var": np.ones(5)}}
+
+
+def test_statistics_that_are_missing_are_listed(trained, write):
+    model = make_model()
+    names = collection_names(trained.state)
+    del names["batch_stats/norm/mean"]
+    model.load_weights(write(names))
+    with pytest.raises(ValueError, match="batch_stats/norm/mean"):
+        model.predict(X)
+
+
+@pytest.mark.parametrize("use", ["predict", "evaluate", "fit"])
+def test_the_first_inputs_complete_a_model_in_the_same_way(trained, tmp_path, use):
+    trained.save_weights(tmp_path / "weights.safetensors")
+    models = [ff.Model(MLP(), optax.sgd(0.0), "mse", seed=1, ema=0.9) for _ in range(2)]
+    for model in models:
+        model.load_weights(tmp_path / "weights.safetensors", partial="(stem|norm)/.*")
+    models[0].fit(X, Y, batch_size=24, verbose=0)
+    if use == "fit":
+        models[1].predict(X)  # Neither does using a model change what it is fitted from.
+        models[1].fit(X, Y, batch_size=24, verbose=0)
+    else:
+        getattr(models[1], use)(*((X,) if use == "predict" else (X, Y)))
+    assert_equal(models[1].state.params, models[0].state.params)
+    assert models[1].step == (1 if use == "fit" else 0)
+
+
+def test_batches_that_come_once_are_all_used(trained, tmp_path):
+    trained.save_weights(tmp_path / "weights.safetensors")
+
+    def batches(*arrays):
+        return (tuple(a[i : i + 8] for a in arrays) for i in range(0, 24, 8))
+
+    for use in ("predict", "evaluate"):
+        model = make_model(seed=1)
+        model.load_weights(tmp_path / "weights.safetensors", partial=".*")
+        if use == "predict":
+            np.testing.assert_allclose(model.predict(batches(X)), trained.predict(X), rtol=1e-6)
+        else:
+            found = model.evaluate(batches(X, Y))["loss"]
+            np.testing.assert_allclose(found, trained.evaluate(X, Y)["loss"], rtol=1e-6)
+    with pytest.raises(ValueError, match="gave no batches"):
+        model = make_model()
+        model.load_weights(tmp_path / "weights.safetensors", partial=".*")
+        model.predict(iter([]))
+
+
+def test_weights_that_fit_another_model_are_refused_at_the_first_use(trained, write):
+    model = ff.Model(nn.Dense(2), optax.sgd(0.1), "mse")
+    model.load_weights(write(collection_names(trained.state)))
+    with pytest.raises(ValueError, match=r"params/stem/kernel"):
+        model.predict(X)
+
+
+def test_a_file_is_opened_when_it_is_named(tmp_path):
+    model = make_model()
+    for name in ("none.npz", "none.safetensors", "none"):
+        with pytest.raises(FileNotFoundError):
+            model.load_weights(tmp_path / name)
+    (tmp_path / "bad.npz").write_bytes(b"no archive")
+    with pytest.raises(ff.importers.UnreadableFile, match=r"bad\.npz"):
+        model.load_weights(tmp_path / "bad.npz")
+    with pytest.raises(TypeError, match="Without a translator, nothing takes the options strict"):
+        model.load_weights(tmp_path / "bad.npz", strict=False)
+
+
+def test_shapes_are_asked_for_where_there_are_none_yet(trained, write):
+    model = make_model()
+    model.load_weights(write(plain_names(trained.state)))
+    with pytest.raises(RuntimeError, match="shapes .* are not known yet: call predict"):
+        _ = model.state
+
+
+def test_a_part_of_a_model_is_taken_from_the_file_of_that_part(write):
+    body = ff.Model(Body(), optax.adam(0.05), "mse")
+    body.fit(X, np.tile(Y, 5), batch_size=8, verbose=0)
+    whole = ff.Model(Whole(), optax.sgd(0.0), "mse")
+    path = write(collection_names(body.state))
+    whole.load_weights(path, prefix="body")
+    whole.predict(X)
+    assert_equal(whole.state.params["body"], body.state.params)
+    assert_equal(whole.state.model_state["batch_stats"]["body"], *body.state.model_state.values())
+    assert np.any(whole.state.params["head"]["kernel"])
+    other = ff.Model(Whole(), optax.sgd(0.0), "mse")
+    other.load_weights(path, prefix="trunk")
+    with pytest.raises(ValueError, match="'trunk' is no part of the model, .* body, head"):
+        other.predict(X)
+
+
+def test_options_are_handed_to_the_rules_and_a_missing_one_is_named(trained, write):
+    translator = ff.importers.CheckpointTranslator()
+
+    @translator.add(r"(.*)/(\w+)")
+    def rule(opts, name, value, module, part):
+        return f"{module}/{part}", value.reshape(opts["n"]) if part == "scale" else value
+
+    path = write(plain_names(trained.state))
+    model = make_model()
+    with pytest.raises(ValueError, match="needs the option 'n', which was not given: pass n="):
+        model.load_weights(path, translator=translator)
+    model.load_weights(path, translator=translator, n=5)
+    model.predict(X)
+    assert_equal(model.state.params, trained.state.params)
+
+
+class Named(nn.Module):
+    """A kernel whose dimensions have names."""
+
+    @nn.compact
+    def __call__(self, x):
+        names = nn.with_partitioning(nn.initializers.ones, ("a", "b"))
+        return nn.Dense(1, kernel_init=names, name="dense")(x)
+
+
+def test_parameters_with_named_dimensions_are_loaded_too(write):
+    model = ff.Model(Named(), optax.sgd(0.1), "mse")
+    kernel = np.full((3, 1), 7, np.float32)
+    model.load_weights(write({"dense/kernel": kernel, "dense/bias": np.zeros(1, np.float32)}))
+    np.testing.assert_allclose(model.predict(X), 7 * Y, rtol=1e-5)
+    assert model.state.axes["params/dense/kernel"] == jax.sharding.PartitionSpec("a", "b")
+
+
+def test_a_model_with_loaded_weights_is_exported_without_a_fit(trained, tmp_path):
+    pytest.importorskip("flatbuffers", reason="flatbuffers is not installed")
+    trained.save_weights(tmp_path / "weights.safetensors")
+    model = make_model(seed=1)
+    model.load_weights(tmp_path / "weights.safetensors", partial=".*")
+    spec = ff.export.InputSpec(("batch", 3))
+    model.export(tmp_path / "mlp.stablehlo", input_spec=spec, gradients=False)
+    loaded = ff.export.load(tmp_path / "mlp.stablehlo")
+    np.testing.assert_allclose(loaded(X), trained.predict(X), rtol=1e-5)

@@ -159,6 +159,18 @@ def random_inputs(specs: Any, sizes: Mapping[str, int], seed: int = 0) -> Any:
     return jax.tree.map(array, specs)
 
 
+def example(specs: Any) -> Any:
+    """Inputs that fit the specs, as a tuple (or a dict of keywords): the smallest that do.
+
+    >>> example(InputSpec(("batch", 3)))[0].shape
+    (1, 3)
+    """
+    specs = as_specs(specs)
+    specs = specs if isinstance(specs, tuple | dict) else (specs,)
+    sizes = two_sizes(specs)
+    return random_inputs(specs, sizes[0] if sizes else {})
+
+
 def _candidates(names: list[str], smallest: int) -> Iterator[dict[str, int]]:
     """Sizes to try: different ones first, that a confusion of two dimensions may show."""
     for size in range(smallest, _LARGEST):

@@ -120,13 +120,14 @@ class CheckpointTranslator:
     def translate(self, checkpoint: Mapping[str, Any], **opts: Any) -> Translation:
         """Translates as far as the rules go, and keeps what is wrong instead of raising."""
         values, olds_of, dropped, unmatched = {}, {}, [], []
+        options = _Options(opts)
         for name, value in checkpoint.items():
             found = ((rule, pattern.fullmatch(name)) for pattern, rule in self.rules)
             rule, match = next(((r, m) for r, m in found if m), (None, None))
             if rule is None or match is None:
                 unmatched.append(name)
                 continue
-            new_name, new_value = rule(opts, name, value, *match.groups()) or (None, None)
+            new_name, new_value = _renamed(rule, options, name, value, match)
             if new_name is None:
                 dropped.append(name)
                 continue
@@ -137,9 +138,35 @@ class CheckpointTranslator:
         origins = {id(value): olds_of[new][0] for new, value in values.items()}
         result = dict(values)
         for step in self._last_steps:
-            result = dict(step(opts, result))
+            result = dict(step(options, result))
         sources = {new: origins[id(v)] for new, v in result.items() if id(v) in origins}
         return Translation(result, sources, dropped, unmatched, collisions)
+
+
+class _Options(dict[str, Any]):
+    """The options of rules; one that is missing is named."""
+
+    def __missing__(self, name: str) -> Any:
+        raise ValueError(
+            f"The translator needs the option {name!r}, which was not given: pass {name}=... along "
+            "with the translator."
+        )
+
+
+def _renamed(
+    rule: Rule, options: Mapping[str, Any], name: str, value: Any, match: re.Match[str]
+) -> tuple[str | None, Any]:
+    """What a rule returned for a name."""
+    found = rule(options, name, value, *match.groups())
+    if found is None:
+        return None, None
+    is_pair = isinstance(found, tuple) and len(found) == 2
+    if not is_pair or not isinstance(found[0], str | None):
+        raise TypeError(
+            f"The rule for {match.re.pattern!r} must return a pair of the new name and the value, "
+            f"or None to drop the array, got {found!r:.60} for {name}."
+        )
+    return found
 
 
 def raise_problems(problems: list[str], task: str) -> None:
