@@ -11,7 +11,6 @@ import pytest
 from flax import linen as nn
 
 import flaxfit as ff
-from flaxfit._warm_start import WarmStart
 from flaxfit.importers import fill, load_safetensors
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "bert.py"
@@ -96,21 +95,28 @@ def test_the_imported_model_is_fine_tuned_with_fit(imported, folder, bert):
     texts = [f"Do you like {word}?" for word in words] + [f"I like {word}." for word in words]
     tokens = bert.Tokenizer((folder / "vocab.txt").read_text("utf-8").splitlines())(texts)
     labels = np.repeat([1, 0], len(words)).astype(np.int32)
-    module = Classifier(body)
-
-    def take_body(variables):
-        # The head is new, and keeps its random values.
-        return {"params": variables["params"] | {"body": params}}
-
     model = ff.Model(
-        (WarmStart(module.init, take_body), module.apply),
+        Classifier(body),
         optax.sgd(0.05),
         "crossentropy",
         strategy=ff.DataParallel(jax.devices()[:1]),
     )
+    n_heads = body.sizes.num_attention_heads
+    # The head is new, and keeps its random values.
+    model.load_weights(folder, translator=bert.bert_translator, prefix="body", n_heads=n_heads)
     history = model.fit(tokens, labels, batch_size=16, epochs=3, verbose=0)
     assert history["loss"][-1] < history["loss"][0]
     moved = jax.tree.map(
         lambda old, new: np.abs(old - new).max(), params, model.state.params["body"]
     )
-    assert max(jax.tree.leaves(moved)) > 0
+    # Three steps from the imported weights, not from random ones.
+    assert 0 < max(jax.tree.leaves(moved)) < 0.05
+
+
+@pytest.mark.slow
+def test_a_model_gives_the_embeddings_without_a_fit(imported, folder, bert, embeddings):
+    body, _, tokens = imported
+    model = ff.Model(body, optax.sgd(0.1), "mse", strategy=ff.DataParallel(jax.devices()[:1]))
+    n_heads = body.sizes.num_attention_heads
+    model.load_weights(folder, translator=bert.bert_translator, n_heads=n_heads)
+    np.testing.assert_allclose(model.predict(tokens), embeddings, atol=1e-5)
