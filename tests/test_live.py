@@ -236,3 +236,86 @@ def test_a_range_test_needs_a_rate_to_set_and_data_to_repeat():
         ff.Model(MLP(), optax.adam(0.1), "mse").find_lr(X, Y)
     with pytest.raises(ValueError, match="use up this data"):
         ff.Model(MLP(), adam(), "mse").find_lr(batch for batch in [(X, Y)])
+
+
+def test_a_range_test_waits_for_the_scale_of_the_loss():
+    """At the first scale of float16 these losses overflow, which is not divergence."""
+    model = ff.Model(MLP(), adam(), "mse", precision="float16")
+    found = model.find_lr(X, 100 * Y, batch_size=8, lowest=1e-4, highest=10.0, n_steps=30)
+    assert found.rates[0] == pytest.approx(1e-4)
+    assert len(found.rates) > 10
+
+
+def test_trials_leave_a_stream_of_the_user_where_it_stands():
+    stream = ff.ArrayStream(X, Y, batch_size=8, shuffle=True)
+    next(stream)
+    position = stream.get_state()
+    model = ff.Model(MLP(), adam(), "mse")
+    model.find_lr(stream, lowest=1e-3, n_steps=40)
+    assert stream.get_state() == position
+    model.find_batch_size(stream, limit=1e9, largest=16)
+    assert stream.get_state() == position
+
+
+def test_a_group_that_is_frozen_as_a_whole_is_thawed_on_the_way():
+    groups = ff.optim.MultiOptimizer(("stem/.*", adam()), ("head/.*", adam()))
+    loop = make_loop(groups, freeze="stem/.*")
+    before = jax.device_get(loop.state.params)
+    loop.next_step()
+    assert_equal(loop.state.params["stem"], before["stem"])
+    loop.freeze = ()
+    loop.next_step()
+    assert not np.array_equal(loop.state.params["stem"]["kernel"], before["stem"]["kernel"])
+
+
+OPTIONS = [{"clip_norm": 0.1}, {"ema": 0.5}, {"freeze": "stem/.*"}, {"clip_norm": 0.1, "ema": 0.5}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
+def test_the_options_of_a_task_are_put_around_a_state_of_the_users_optimizer(options):
+    optimizer = optax.adam(0.01)
+    state = ff.init_state(MLP().init, optimizer, 0, (X[:1],))
+    task = ff.TrainTask(MLP().apply, optimizer, "mse", [(X, Y)] * 3, **options)
+    expected = ff.init_state(MLP().init, task.optimizer, 0, (X[:1],))
+    losses = [
+        [c.loss for c in ff.TrainLoop(start, task, n_steps=3, stdout=False)]
+        for start in (state, expected)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_a_state_of_another_optimizer_is_refused_at_once():
+    state = ff.init_state(MLP().init, optax.sgd(0.1), 0, (X[:1],))
+    task = ff.TrainTask(MLP().apply, optax.adam(0.1), "mse", (X, Y))
+    with pytest.raises(ValueError, match=r"not one of the task's optimizer(.|\n)*init_state"):
+        ff.TrainLoop(state, task, n_steps=1, stdout=False)
+
+
+def test_the_definition_of_an_optimizer_object_is_taken():
+    optimizer = adam().create({"w": np.ones(1)})
+    assert ff.TrainTask(MLP().apply, optimizer, "mse").optimizer is optimizer.optimizer_def
+
+
+def test_loaded_weights_are_used_where_there_is_no_average_of_them(tmp_path):
+    model, fresh = (ff.Model(MLP(), optax.sgd(0.1), "mse", ema=0.9) for _ in range(2))
+    model.fit(X, Y, epochs=2, verbose=0)
+    model.save_weights(tmp_path / "w.safetensors")
+    fresh.load_weights(tmp_path / "w.safetensors")
+    np.testing.assert_array_equal(fresh.predict(X), model.predict(X))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulate": 1.5}, "accumulate must be a whole number of 1 or more, got 1.5"),
+        ({"accumulate": True}, "got True"),
+        ({"clip_norm": "1"}, "clip_norm must be more than 0, or None, got '1'"),
+        ({"ema": "0.9"}, "ema must lie between 0 and 1, such as 0.999, got '0.9'"),
+        ({"freeze": "("}, "freeze takes patterns"),
+        ({"freeze": None}, "freeze takes patterns"),
+        ({"freeze": [1]}, "freeze takes patterns"),
+    ],
+)
+def test_wrong_options_of_a_task_are_refused_in_words(options, message):
+    with pytest.raises(ValueError, match=message):
+        ff.TrainTask(MLP().apply, optax.sgd(0.1), "mse", **options)

@@ -308,3 +308,9 @@ def test_given_weights_go_where_the_shardings_say():
     assert state.params.sharding == rows
     jax.tree.map(lambda x: x.delete(), state.params)
     np.testing.assert_array_equal(weights, np.arange(8.0))
+
+
+def test_a_learning_rate_for_an_optimizer_that_takes_none_is_refused():
+    state = ff.TrainState.create(optax.sgd(0.1), {"params": {"w": jnp.ones(2)}})
+    with pytest.raises(ValueError, match=r"Cannot set learning_rate(.|\n)*OptimizerDef"):
+        state.apply_gradient(optax.sgd(0.1), {"w": jnp.ones(2)}, learning_rate=0.0)

@@ -85,3 +85,8 @@ def test_fit_reports_them_in_its_history():
     model = ff.Model(MLP(), optax.sgd(0.1), "mse")
     history = model.fit(X, X[:, :1], epochs=2, callbacks=[Norms("head/.*")], verbose=0)
     assert len(history["param_norm/head/.*"]) == 2
+
+
+def test_two_of_them_add_up():
+    loop = make_loop([Norms("stem/.*"), Norms("head/.*")])
+    assert {"grad_norm/stem/.*", "grad_norm/head/.*"} <= next(loop).metrics.keys()

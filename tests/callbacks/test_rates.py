@@ -125,3 +125,31 @@ def test_without_a_loop_they_say_where_they_belong():
     scheduler = LearningRateScheduler(lambda step, rate: rate)
     with pytest.raises(ValueError, match="callbacks of a loop"):
         scheduler(ff.Checkpoint(step=1, state=None, metrics={}))
+
+
+def test_a_group_is_meant_by_its_position_as_in_the_loop():
+    """Whatever the alphabet says, and though another group holds no rate."""
+    groups = ff.optim.MultiOptimizer(
+        ("w", ff.optim.OptimizerDef(optax.sgd, learning_rate=1.0)),
+        ("b", ff.optim.OptimizerDef(optax.sgd, learning_rate=1.0)),
+    )
+    loop = make_loop(LearningRateScheduler(lambda step, rate: 0.5, group=0), groups)
+    next(loop)
+    assert loop.hyperparams == {"w": {"learning_rate": 0.5}, "b": {"learning_rate": 1.0}}
+    assert list(loop.hyperparams) == ["w", "b"]
+
+    plain_first = ff.optim.MultiOptimizer(
+        ("w", optax.sgd(1.0)), ("b", ff.optim.OptimizerDef(optax.sgd, learning_rate=1.0))
+    )
+    with pytest.raises(ValueError, match="holds none in group 0"):
+        next(make_loop(LearningRateScheduler(lambda step, rate: 0.5, group=0), plain_first))
+    with pytest.raises(ValueError, match=r"no group 5(.|\n)*'w', 'b'"):
+        next(make_loop(ReduceLROnPlateau("loss", group=5), plain_first))
+
+
+def test_groups_within_groups_have_their_rates_set_and_reported():
+    inner = ff.optim.MultiOptimizer(("w", ff.optim.OptimizerDef(optax.sgd, learning_rate=1.0)))
+    outer = ff.optim.MultiOptimizer((".*", inner))
+    loop = make_loop(LearningRateScheduler(lambda step, rate: 0.5 * rate, group=".*"), outer)
+    assert next(loop).metrics["learning_rate/w"] == 0.5
+    assert next(loop).metrics["learning_rate/w"] == 0.25

@@ -254,3 +254,20 @@ UNUSABLE: list[Any] = [
 def test_what_cannot_be_is_a_worded_error(use, error, message):
     with pytest.raises(error, match=message):
         use()
+
+
+def test_what_a_factory_needs_as_a_plain_number_is_named_before_the_first_step():
+    optimizer = OptimizerDef(optax.adafactor, learning_rate=0.1, min_dim_size_to_factor=2)
+    with pytest.raises(TypeError, match=r"needs the plain value(.|\n)*static="):
+        jax.jit(optimizer.init)({"w": jnp.ones((4, 4))})
+
+
+def test_a_random_key_is_no_hyperparameter():
+    optimizer = OptimizerDef(optax.noisy_sgd, learning_rate=0.1, key=jax.random.key(0))
+    assert list(optimizer.hyper_params) == ["learning_rate"]
+    optimizer.init(jnp.ones(2))
+
+
+def test_values_without_names_are_refused():
+    with pytest.raises(TypeError, match=r"by name, got \(0.001,\): write OptimizerDef"):
+        OptimizerDef(optax.adam, 1e-3)

@@ -160,3 +160,23 @@ def test_a_state_without_hyperparameters_reads_as_empty():
     assert hyperparams(optax.adam(0.1).init(PARAMS)) == {}
     with pytest.raises(ValueError, match="no group 'a'"):
         hyperparams(jnp.zeros(()), "a")
+
+
+def test_without_a_group_none_clears_what_goes_by_a_schedule_and_leaves_the_rest():
+    groups = MultiOptimizer(
+        ("a", OptimizerDef(optax.sgd, learning_rate=optax.linear_schedule(1.0, 0.0, 10))),
+        ("b", OptimizerDef(optax.sgd, learning_rate=0.5)),
+    )
+    params = {"a": jnp.ones(1), "b": jnp.ones(1)}
+    state = set_hyperparams(groups.init(params), learning_rate=0.25)
+    state = set_hyperparams(state, learning_rate=None)
+    _, state = groups.update(params, state, params)
+    rates = {name: float(own["learning_rate"]) for name, own in hyperparams(state).items()}
+    assert rates == {"a": 1.0, "b": 0.25}
+
+
+@pytest.mark.parametrize("value", [float("nan"), np.inf])
+def test_a_rate_must_be_finite(value):
+    state = OptimizerDef(optax.sgd, learning_rate=0.1).init(jnp.ones(1))
+    with pytest.raises(ValueError, match="learning_rate must be a finite number"):
+        set_hyperparams(state, learning_rate=value)

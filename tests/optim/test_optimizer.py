@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import serialization
 
 from flaxfit.optim import MultiOptimizer, OptimizerDef
@@ -50,3 +51,10 @@ def test_replicas_that_average_their_gradients_agree():
     after = step(GROUPS.create(PARAMS), jnp.arange(4.0))
     expected = GROUPS.create(PARAMS).apply_gradient(jax.tree.map(jnp.ones_like, PARAMS))
     jax.tree.map(np.testing.assert_allclose, after.target, expected.target)
+
+
+def test_plain_dicts_of_something_else_are_refused():
+    optimizer = OptimizerDef(optax.adam, learning_rate=0.1).create({"w": jnp.ones(2)})
+    other = OptimizerDef(optax.adam, learning_rate=0.1).create({"w": jnp.ones(5)})
+    with pytest.raises(ValueError, match=r"target/w is float32 \(5,\), not float32 \(2,\)"):
+        optimizer.restore_state(other.state_dict())
