@@ -308,3 +308,15 @@ def test_the_sums_of_a_count_are_not_divided():
         "loss": 0.5,
         "skipped_steps": 3.0,
     }
+
+
+def test_parts_of_a_batch_need_less_memory_than_the_whole():
+    def bytes_of(accumulate):
+        module = nn.Sequential([nn.Dense(64), nn.tanh, nn.Dense(64), nn.tanh, nn.Dense(1)])
+        x = np.ones((1024, 8), np.float32)
+        task = ff.TrainTask(
+            module.apply, optax.sgd(0.1), "mse", [(x, x[:, :1])], accumulate=accumulate
+        )
+        return ff.TrainLoop(module.init, task, 0, stdout=False).step_memory()
+
+    assert bytes_of(8) < 0.5 * bytes_of(1)
