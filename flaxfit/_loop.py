@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import jax
 
+from flaxfit import _callback_states
 from flaxfit._batch import normalize
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._display import say
@@ -113,7 +114,10 @@ class TrainLoop:
         """The checkpoint file that the run was restored from, or None."""
         self._go_on_from(beginning.state, self.start)
         self._first_step = self.step
-        self.stopped = False
+        self._last = _as_checkpoint(self.start)
+        self._is_at_start = True
+        self._not_taken_over: list[str] = []
+        self.stopped = self._last is not None and self._last.stop
         """Whether a callback has ended the run; setting `data` begins it anew."""
         self.callbacks = callbacks
 
@@ -129,6 +133,7 @@ class TrainLoop:
                 self.say(f"step {self.n_steps:,} is already reached (at step {self.step:,})")
             self._end()
         if self.stopped:
+            self._say_if_complete()
             self._end()
         # Steps behind an end that was moved to before them still are to be seen.
         stop = (lambda: self.step) if is_done else self._next_stop()
@@ -151,6 +156,9 @@ class TrainLoop:
         """Yields the checkpoints up to `step`, which always is one."""
         if step <= self.step and not self.n_completed_steps:
             self.say(f"step {step:,} is already reached (at step {self.step:,})")
+        if self.stopped and self._is_at_start:
+            self._say_if_complete()
+            return self.close()
         while self.step < step or (self.step == step and self.n_completed_steps):
             stop = self._next_stop(last=lambda: step)
             checkpoint = self._train_to(stop)
@@ -284,7 +292,7 @@ class TrainLoop:
         self._stepper.set_data(data)
         self._due = None
         self._reset()
-        self.stopped = self._is_finishing = False
+        self.stopped = self._is_finishing = self._is_at_start = False
 
     @property
     def callbacks(self) -> Any:
@@ -304,12 +312,19 @@ class TrainLoop:
         self._callbacks: tuple[Any, ...] = given
         if self._due is not None:
             checkpoint, waiting = self._due
-            self._due = (checkpoint, [each for each in waiting if each in given])
+            rest = [each for each in waiting if each in given or each == self._settle]
+            self._due = (checkpoint, rest)
         self.watchers: list[Callable[[int], None]] = []
         """Functions of the step, called after each dispatch. They must not read the device."""
         for callback in self._callbacks:
             if hasattr(callback, "attach"):
                 callback.attach(self)
+        if self._is_at_start and self.start is not None:
+            states = dict(getattr(self.start, "callback_states", {}))
+            if (history := getattr(self.start, "history", None)) is not None:
+                states["History"] = history
+            arrays = getattr(self.start, "callback_arrays", {})
+            self._not_taken_over = _callback_states.put_back(given, states, arrays)
 
     def running_metrics(self) -> dict[str, Any]:
         """The metrics since the previous checkpoint so far; waits for the device."""
@@ -417,8 +432,10 @@ class TrainLoop:
 
     def close(self) -> None:
         """Closes the callbacks, all of them; iteration that comes to its end does so by itself."""
+        # What saves the state comes before what changes it at the end.
+        given = sorted(self.callbacks, key=lambda each: not getattr(each, "closes_first", False))
         with contextlib.ExitStack() as stack:
-            for callback in reversed(self.callbacks):
+            for callback in reversed(given):
                 if hasattr(callback, "close"):
                     stack.callback(callback.close)
 
@@ -433,6 +450,7 @@ class TrainLoop:
     def _train_to(self, stop: Callable[[], int]) -> Checkpoint | None:
         """Trains to the step `stop()`, or to the end of the data; None if that is here."""
         stepper = self._stepper
+        self._leave_start()
         with stepper.interrupts.watched(), self._timed():
             while self._due is None and stepper.step < stop() and not stepper.ended:
                 # Of several processes each may be told at another step: a checkpoint settles it.
@@ -447,7 +465,7 @@ class TrainLoop:
                 stepper.agreement.checkpoint(stepper.step)
                 checkpoint = self._make_checkpoint().replace(stop=self._is_finishing)
                 stepper.interrupts.hold()
-                self._due = (checkpoint, list(self.callbacks))
+                self._due = (checkpoint, self._in_order())
                 self._reset()
                 stepper.interrupts.release()
         return self._deliver()
@@ -463,14 +481,31 @@ class TrainLoop:
                 del waiting[0]
                 self._due = (checkpoint, waiting)
         self._due = None
-        if self._is_finishing:  # A callback may have said so just now.
-            checkpoint = checkpoint.replace(stop=True)
-        self._is_finishing = False
-        if self._stepper.agreement.stop(checkpoint.stop) and not checkpoint.stop:
-            checkpoint = checkpoint.replace(stop=True)
         self._last = checkpoint.replace(state=None, last_grads=None)
         self.stopped = checkpoint.stop
         return checkpoint
+
+    def _in_order(self) -> list[Any]:
+        """The callbacks in the order in which they see a checkpoint: those that save it last."""
+        last = [each for each in self.callbacks if getattr(each, "runs_last", False)]
+        return [*(each for each in self.callbacks if each not in last), self._settle, *last]
+
+    def _settle(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint, once it is known whether it is the last one."""
+        # A callback may have said so just now.
+        wanted, self._is_finishing = checkpoint.stop or self._is_finishing, False
+        stop = self._stepper.agreement.stop(wanted)
+        return checkpoint if stop == checkpoint.stop else checkpoint.replace(stop=stop)
+
+    def _leave_start(self) -> None:
+        """From here on the run is no longer what was restored."""
+        if self._is_at_start and self._not_taken_over:
+            self.say(f"from {self.start.path}: {'; '.join(self._not_taken_over)}")
+        self._is_at_start = False
+
+    def _say_if_complete(self) -> None:
+        if self._is_at_start and self.start is not None:
+            self.say(f"this run is complete: it was ended at step {self.step:,}")
 
     def _make_checkpoint(self, *, between: bool = False) -> Checkpoint:
         stepper = self._stepper
@@ -504,6 +539,7 @@ class TrainLoop:
         self._stepper.set_state(state)
         self._due: tuple[Checkpoint, list[Any]] | None = None
         self._last: Checkpoint | None = None
+        self._is_at_start = False
         self._reset()
         if getattr(checkpoint, "running", None) is not None:
             self._stepper.set_running(checkpoint.running)
@@ -551,6 +587,16 @@ class TrainLoop:
             f"The data ended after step {self.step:,}. Set loop.data to go on with more, or build "
             "the stream with epochs=None to repeat it."
         )
+
+
+def _as_checkpoint(found: Any) -> Checkpoint | None:
+    """What a file tells of the checkpoint that a run goes on from."""
+    if found is None:
+        return None
+    fields = ("metrics", "data_state", "running", "stop")
+    told = {name: getattr(found, name) for name in fields if hasattr(found, name)}
+    step, told = int(found.state.step), {"metrics": {}, **told}
+    return Checkpoint(step=step, state=found.state, **told).replace(state=None)
 
 
 def _with_collections(task: TrainTask, collections: Any, mutable: Any) -> TrainTask:

@@ -187,7 +187,7 @@ class Model:
             if hasattr(callback, "attach_apply"):
                 callback.attach_apply(self._eval.apply)
         guard = [] if folder is None else folder.guards(users)
-        save = [] if folder is None else [folder.saving(self.history, users)]
+        save = [] if folder is None else [folder.writer]
         show = []
         if verbose:
             display.say(facts)
@@ -196,9 +196,8 @@ class Model:
             show = [ProgressBar(unit="epoch", total=epochs, start=n_before, live=is_live)]
         loop.callbacks = [*guard, *validate, *users, self.history.append, *save, *show]
         if folder is not None and found is not None:
-            was_stopped = folder.take_over(found, self.history, users)
             self._n_epochs = len(self.history.steps)
-            if was_stopped or self._n_epochs >= epochs:
+            if loop.stopped or self._n_epochs >= epochs:
                 loop.say(f"this run is complete: {self._n_epochs} epochs are done")
                 epochs = 0
             else:
@@ -290,7 +289,7 @@ class Model:
         reader = checkpoints.CheckpointFileReader(
             folder, self._train.init, which=int(self._loaded.step)
         )
-        self._init = SavedState(reader, keeps_position=False, mid_epoch=False)
+        self._init = SavedState(reader, only_state=True)
 
     def save_weights(self, path: str | os.PathLike[str]) -> None:
         """Saves the parameters and the model's other collections in one `.safetensors` file.

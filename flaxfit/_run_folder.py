@@ -7,12 +7,14 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from flaxfit._checkpoint import Checkpoint
-from flaxfit._history import History
 from flaxfit.callbacks import SaveOnSignal
-from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter, latest, list_steps
-
-_STOPPED = "stopped"
+from flaxfit.checkpoints import (
+    CheckpointFile,
+    CheckpointFileReader,
+    CheckpointFileWriter,
+    latest,
+    list_steps,
+)
 
 
 class RunFolder:
@@ -56,10 +58,6 @@ class RunFolder:
         """
         return SavedState(CheckpointFileReader(self._folder, init), keeps_position)
 
-    def saving(self, history: History, callbacks: Sequence[Any]) -> "Saving":
-        """A callback that saves, beside the checkpoint, the history and what callbacks remember."""
-        return Saving(self.writer, history, callbacks)
-
     def guards(self, callbacks: Sequence[Any]) -> list[Any]:
         """A `SaveOnSignal`, where neither a callback nor the program handles SIGTERM itself."""
         is_handled = any(isinstance(each, SaveOnSignal) for each in callbacks)
@@ -67,73 +65,38 @@ class RunFolder:
         is_main = threading.current_thread() is threading.main_thread()
         return [SaveOnSignal()] if is_main and not is_handled else []
 
-    def take_over(self, found: Any, history: History, callbacks: Sequence[Any]) -> bool:
-        """Puts back the history and what callbacks remember; whether the run had been stopped."""
-        if found.history is not None:
-            history.set_state(found.history)
-        for name, each in _with_state(callbacks).items():
-            if name in found.callback_states:
-                each.set_state(found.callback_states[name])
-        return bool(found.callback_states.get(_STOPPED, False))
-
-
-class Saving:
-    """A callback that saves all that a run of `fit` needs to go on."""
-
-    def __init__(self, writer: CheckpointFileWriter, history: History, callbacks: Sequence[Any]):
-        self._writer = writer
-        self._history = history
-        self._callbacks = callbacks
-
-    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Saves the checkpoint and returns it."""
-        self.save(checkpoint)
-        return checkpoint
-
-    def save(self, checkpoint: Checkpoint) -> None:
-        """Saves a checkpoint, also one that the callbacks have not seen."""
-        states = {name: each.get_state() for name, each in _with_state(self._callbacks).items()}
-        states[_STOPPED] = checkpoint.stop
-        history = self._history.get_state()
-        self._writer.save(checkpoint, history=history, callback_states=states)
-
-    def close(self) -> None:
-        """Waits until everything is on disk."""
-        self._writer.close()
-
 
 class SavedState:
     """A reader for `TrainLoop(init=...)` that may leave the position in the data alone.
 
     Args:
       reader: what reads.
-      keeps_position: whether the position is taken over.
-      mid_epoch: whether it is taken over at least from the middle of an epoch, where the position
-        is one in that epoch's own stream.
+      keeps_position: whether the position is taken over. If not, it is at least from the middle
+        of an epoch, where it is one in that epoch's own stream.
+      only_state: whether a run of its own begins with the state, and nothing else is taken over.
     """
 
     def __init__(
-        self, reader: CheckpointFileReader, keeps_position: bool, *, mid_epoch: bool = True
+        self,
+        reader: CheckpointFileReader,
+        keeps_position: bool = False,
+        *,
+        only_state: bool = False,
     ):
         self.target = reader.target
         self._reader = reader
         self._keeps_position = keeps_position
-        self._mid_epoch = mid_epoch
+        self._only_state = only_state
 
     def read(self, template: Any) -> Any:
         """What the reader reads, or None."""
         found = self._reader.read(template)
+        if found is not None and self._only_state:
+            return CheckpointFile(
+                step=found.step, state=found.state, metrics=found.metrics, path=found.path
+            )
         # In the middle of an epoch the position is one in its own stream.
         is_within = found is not None and "n_steps" in (found.running or {})
-        if found is None or self._keeps_position or (self._mid_epoch and is_within):
+        if found is None or self._keeps_position or is_within:
             return found
         return dataclasses.replace(found, data_state=None, running=None)
-
-
-def _with_state(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """The callbacks that remember something, by their place and their type."""
-    return {
-        f"{i}-{type(each).__name__}": each
-        for i, each in enumerate(callbacks)
-        if hasattr(each, "get_state") and hasattr(each, "set_state")
-    }

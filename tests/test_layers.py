@@ -10,7 +10,8 @@ PACKAGE = Path(__file__).parents[1] / "flaxfit"
 LAYERS = (
     {"_narrow", "_processes", "_weights", "launch"},
     {"_initialize"}
-    | {"_rules", "_batch", "_by_row", "_chart", "_cost", "_display", "_interrupt", "_monitor"}
+    | {"_rules", "_batch", "_by_row", "_callback_states", "_chart", "_cost", "_display"}
+    | {"_interrupt", "_monitor"}
     | {"_precision", "_totals"},
     {"_arrays", "_axes", "_state_dict"},
     {"_inference_state", "_optimizer_axes", "optim"},

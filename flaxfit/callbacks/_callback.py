@@ -15,6 +15,11 @@ class Callback(Protocol):
     A callback may have two more methods. `attach(loop)` is called once when a loop that has it
     in its `callbacks` is built. `close()` is called when training ends, however it ends.
 
+    One that remembers something which changes what training does has `get_state()`, which gives
+    it as JSON, and `set_state(state)`: a `CheckpointFileWriter` beside it saves it, and a loop
+    that goes on from there puts it back after `attach`. Arrays, where it keeps some, go by
+    `get_arrays()` and `set_arrays(arrays)`: fields of a training state by name, such as "params".
+
     >>> def halve(checkpoint: Checkpoint) -> Checkpoint:
     ...     return checkpoint.with_metrics({"half": checkpoint.loss / 2})
     >>> callback: Callback = halve

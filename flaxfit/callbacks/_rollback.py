@@ -14,6 +14,8 @@ from flaxfit._monitor import read_metric
 from flaxfit._state import TrainState
 from flaxfit.callbacks._callback import Loop
 
+_FIELDS = ("step", "params", "opt_state", "model_state")
+
 
 class Rollback:
     """Puts the last good state back when a metric or the parameters are no longer finite.
@@ -23,7 +25,8 @@ class Rollback:
     astray is skipped, and no random key is used twice. `metrics["rollbacks"]` counts, so that
     each event is in the history, beside the value that was not finite.
 
-    The good state is kept in the memory of the host, a copy for every checkpoint.
+    The good state is kept in the memory of the host, a copy for every checkpoint. A
+    `CheckpointFileWriter` beside it saves it as well, where the state itself is a later one.
 
     >>> import numpy as np, optax
     >>> from flaxfit import TrainLoop, TrainTask
@@ -51,9 +54,10 @@ class Rollback:
         """How often it has rolled back."""
 
     def attach(self, loop: Loop) -> None:
-        """Starts afresh for a loop, whose present state is good."""
+        """Starts afresh for a loop, whose present state is good if it is finite."""
         self._loop = loop
-        self._good = _to_host(loop.state)
+        state = _to_host(loop.state)
+        self._good = state if _is_finite((state.params, state.model_state)) else None
         self.n_rollbacks = 0
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -68,13 +72,18 @@ class Rollback:
 
     def _go_back(self, step: int, value: float) -> TrainState:
         """Puts the last good state into the loop, or gives up."""
-        if self._loop is None or self._good is None:
+        if self._loop is None:
             raise ValueError(
                 "Rollback has no loop to put a state back into: give it to callbacks= itself."
             )
         what = f"{self._monitor} is {value:.4g} at step {step:,}"
         if math.isfinite(value):
             what = f"the parameters or the model's state are not finite at step {step:,}"
+        if self._good is None:
+            raise FloatingPointError(
+                f"{what}, and there is no good state to go back to: this run began with one that "
+                "is not finite. Restore an earlier checkpoint."
+            )
         if self.n_rollbacks >= self._n_times:
             raise FloatingPointError(
                 f"{what}, after {plural(self.n_rollbacks, 'rollback')}. Lower the learning rate "
@@ -89,12 +98,23 @@ class Rollback:
         return self._loop.state
 
     def get_state(self) -> dict[str, Any]:
-        """What a resumed run needs, as plain JSON; the good state is the one resumed from."""
+        """What a resumed run needs, as plain JSON; the good state is in `get_arrays`."""
         return {"n_rollbacks": self.n_rollbacks}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Puts back what `get_state` gave; call it after `attach`."""
         self.n_rollbacks = int(state["n_rollbacks"])
+
+    def get_arrays(self) -> dict[str, Any]:
+        """The fields of the good state, where it is not the present one."""
+        if self._good is None or self._loop is None or int(self._good.step) == self._loop.step:
+            return {}
+        return {name: getattr(self._good, name) for name in _FIELDS}
+
+    def set_arrays(self, arrays: Mapping[str, Any]) -> None:
+        """Puts back what `get_arrays` gave; call it after `attach`."""
+        if self._loop is not None:
+            self._good = _to_host(self._loop.state.replace(**arrays))
 
 
 def _to_host(state: TrainState) -> TrainState:

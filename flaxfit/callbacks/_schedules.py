@@ -17,6 +17,8 @@ class Scheduled:
             raise TypeError(f"{owner} needs a callable of a checkpoint, got {callback!r}.")
         self._is_due = is_due
         self._callback = callback
+        # As of a function that is wrapped: what it remembers is saved by its own name.
+        self.__wrapped__ = callback
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """What the callback makes of the checkpoint, or the checkpoint itself."""

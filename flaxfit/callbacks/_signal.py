@@ -25,7 +25,6 @@ class SaveOnSignal:
     before are put back by `close`. With several processes JAX's preemption service watches
     SIGTERM, and all save the same step.
 
-    Give it to `callbacks` before those that change the loop when it is closed (`EarlyStopping`).
     `fit(checkpoint_dir=...)` adds it where nothing else handles SIGTERM.
 
     >>> import tempfile
@@ -61,6 +60,9 @@ class SaveOnSignal:
         self._received: int | None = None
         self._is_done = False
 
+    closes_first = True
+    """Tells a loop to close it before those that change the state then (`EarlyStopping`)."""
+
     def attach(self, loop: Loop) -> None:
         """Begins to listen, and to look after each step whether a signal has arrived."""
         self._loop = weakref.ref(loop)
@@ -69,6 +71,8 @@ class SaveOnSignal:
                 "SaveOnSignal has nothing to save with: add a CheckpointFileWriter to the "
                 "callbacks, or pass one as writer=."
             )
+        if self._writer is not None and hasattr(self._writer, "attach"):
+            self._writer.attach(loop)  # It saves what the callbacks remember.
         self._received, self._is_done = None, False
         loop.watchers.append(self._watch)
         self._n_calls = 0

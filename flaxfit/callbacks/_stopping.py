@@ -15,7 +15,8 @@ class EarlyStopping:
 
     The best parameters and model state (not the optimizer's) are put back when training ends,
     however it ends: stopped here, out of steps or data, interrupted, failed. For this it must
-    be in the `callbacks` of the loop itself (`every` may wrap it).
+    be in the `callbacks` of the loop itself (`every` may wrap it). A `CheckpointFileWriter` beside
+    it saves them as well, so that a run that is started again puts back the same.
 
     >>> stopping = EarlyStopping("val_loss", patience=2, restore_best=False)
     >>> for step, loss in enumerate([0.9, 0.5, 0.7, 0.6]):
@@ -108,13 +109,13 @@ class EarlyStopping:
         if self._best_weights is None:
             say(
                 f"the best weights (step {self.best_step:,}) were reached before this run was "
-                "resumed: restore them from a saved checkpoint"
+                "resumed, and were not saved with it: the last ones stay"
             )
             return
         self._loop.restore(self._loop.state.replace(**self._best_weights))
 
     def get_state(self) -> dict[str, Any]:
-        """What a resumed run needs, as plain JSON; the weights are not in it."""
+        """What a resumed run needs, as plain JSON; the weights are in `get_arrays`."""
         return {
             "best_value": self.best_value,
             "best_step": self.best_step,
@@ -127,6 +128,16 @@ class EarlyStopping:
         self.best_value = state["best_value"]
         self.best_step = state["best_step"]
         self._n_waited = state["n_waited"]
+        self._is_closed = False
+
+    def get_arrays(self) -> dict[str, Any]:
+        """The best weights, as fields of a state."""
+        return self._best_weights or {}
+
+    def set_arrays(self, arrays: Mapping[str, Any]) -> None:
+        """Puts back what `get_arrays` gave; call it after `set_state`."""
+        if self._restore_best:
+            self._best_weights = dict(arrays)
 
 
 class StopOnNaN:

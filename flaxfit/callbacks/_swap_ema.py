@@ -1,6 +1,6 @@
 """SwapEMA: training ends with the moving average of the parameters in their place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flaxfit._checkpoint import Checkpoint
@@ -49,6 +49,14 @@ class SwapEMA:
         """The checkpoint, as it is."""
         self._is_due = True
         return checkpoint
+
+    def get_state(self) -> dict[str, Any]:
+        """What a resumed run needs, as plain JSON."""
+        return {"is_due": self._is_due}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Puts back what `get_state` gave; call it after `attach`."""
+        self._is_due = state["is_due"]
 
     def close(self) -> None:
         """Swaps, once for each time that training ends."""

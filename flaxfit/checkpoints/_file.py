@@ -30,10 +30,13 @@ from flaxfit.checkpoints._tree import (
     is_key,
     key_description,
     leaves_of,
+    nested,
     on_device,
     sharding_of,
     unflatten,
 )
+
+_CALLBACKS = "callbacks"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,10 @@ class CheckpointFile:
     """What else the loop needs to go on exactly, such as counts between two checkpoints; JSON."""
     callback_states: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What callbacks remember, by their names; JSON."""
+    callback_arrays: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Arrays that callbacks keep, by their names: fields of a state, such as the best `params`."""
+    stop: bool = False
+    """Whether a callback has ended the run with this checkpoint."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The packages that wrote the file."""
     environment: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -67,7 +74,11 @@ class CheckpointFile:
 
 
 def contents(
-    checkpoint: Checkpoint, history: Any, callback_states: Any, monitor: Any
+    checkpoint: Checkpoint,
+    history: Any,
+    callback_states: Any,
+    monitor: Any,
+    callback_arrays: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arrays that are to be written for a checkpoint, and the record beside them.
 
@@ -76,7 +87,12 @@ def contents(
     arrays: dict[str, Any] = {}
     described: dict[str, dict[str, Any]] = {}
     names = checkpoint.state.axes or {}
-    for path, leaf in leaves_of(checkpoint.state).items():
+    own = leaves_of(checkpoint.state)
+    kept = leaves_of({_CALLBACKS: callback_arrays or {}})
+    for path, leaf in (own | kept).items():
+        if path in kept and leaf is own.get(_own_path(path)):
+            described[path] = {**described[_own_path(path)], "is_own": True}
+            continue  # What was just found to be the best is written once.
         description = describe(leaf)
         if path in names:
             description["axes"] = list(names[path])
@@ -94,6 +110,7 @@ def contents(
         "data_state": checkpoint.data_state,
         "running": checkpoint.running,
         "callback_states": callback_states or {},
+        "stop": bool(checkpoint.stop),
         "versions": versions(),
         "environment": environment(),
         "monitor": monitor,
@@ -130,16 +147,25 @@ def read(
     templates = {}
     if template is not None:
         fields = {field.name for field in dataclasses.fields(template)}
-        described = {name: d for name, d in described.items() if name.split("/")[0] in fields}
         templates = leaves_of(template)
+        kept = _kept_by_callbacks(described) if isinstance(template, TrainState) else {}
+        described = {name: d for name, d in described.items() if name.split("/")[0] in fields}
         if partial is None:
+            # What callbacks keep goes where the state's own of that name goes.
+            described |= {name: d for name, d in kept.items() if _own_path(name) in templates}
+            templates |= {name: templates[_own_path(name)] for name in kept if name in described}
             check_fits(described, {name: describe(leaf) for name, leaf in templates.items()}, path)
         else:
             taken = chosen(described, templates, partial, path, path_in_state)
             described = {name: described[name] for name in taken}
     if problem := from_main("the seal of a checkpoint", lambda: _seal.problem(path)):
         raise Damaged(problem)
-    arrays = _read_arrays(path, described, templates)
+    stored = {name: each for name, each in described.items() if not each.get("is_own")}
+    arrays = _read_arrays(path, stored, templates)
+    for name in described.keys() - stored.keys():
+        if _own_path(name) not in arrays:
+            raise Damaged(f"it does not hold {name}")
+        arrays[name] = arrays[_own_path(name)].copy()
     if partial is None and (changed := changes(record)):
         say(
             f"from {path} the numbers may not go on bit for bit; since it was saved, this has "
@@ -153,6 +179,9 @@ def read(
         data_state=record["data_state"],
         running=record.get("running"),
         callback_states=record["callback_states"],
+        callback_arrays=_callback_arrays(arrays, template),
+        # Old files tell among the states.
+        stop=record.get("stop", record["callback_states"].get("stopped", False)),
         versions=record["versions"],
         environment=record["environment"],
         path=path,
@@ -167,6 +196,31 @@ def _plain_state(arrays: Mapping[str, Any], described: Mapping[str, Description]
         if "axes" in description
     }
     return as_plain_state(arrays).replace(axes=FrozenDict(axes) or None)
+
+
+def _kept_by_callbacks(described: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in described.items() if name.startswith(f"{_CALLBACKS}/")}
+
+
+def _own_path(name: str) -> str:
+    """The path in a state of an array that a callback keeps: "callbacks/<name>/<path>"."""
+    return name.split("/", 2)[2]
+
+
+def _callback_arrays(arrays: Mapping[str, Any], template: Any) -> dict[str, Any]:
+    """Fields of a state by the names of the callbacks that keep them."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, array in _kept_by_callbacks(arrays).items():
+        found.setdefault(name.split("/")[1], {})[_own_path(name)] = array
+    return {
+        callback: nested(own)
+        if template is None
+        else {
+            field: getattr(unflatten(own, template), field)
+            for field in {path.split("/")[0] for path in own}
+        }
+        for callback, own in found.items()
+    }
 
 
 def _read_arrays(

@@ -6,11 +6,13 @@ import os
 import shutil
 import sys
 import threading
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+from flaxfit._callback_states import collect
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._display import say
 from flaxfit._processes import from_main, is_main
@@ -33,6 +35,11 @@ class CheckpointFileWriter:
     that, and so does the end of the process. Whatever fails in the background is raised by the
     next call or by `close`. Writers of one process take turns at a folder; while a process has
     one, no other process can make one for that folder.
+
+    In the `callbacks` of a loop it saves what all other callbacks have made of a checkpoint,
+    wherever it stands among them, and beside it what they remember (those with `get_state` and
+    `set_state`) and what `history.append` has gathered: a loop that goes on from there, with a
+    `CheckpointFileReader` and the same callbacks, ends as if it had never been interrupted.
 
     Saving a step that the folder holds already does nothing if the content is the same, and
     replaces it otherwise. A run that starts again at an earlier step sets the later steps of the
@@ -87,6 +94,7 @@ class CheckpointFileWriter:
         self._writer: StepWriter | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._saving: Future[None] | None = None
+        self._loop: Any = lambda: None
         self._found: list[int] = from_main("the folder of checkpoints", self._open)
 
     def _open(self) -> list[int]:
@@ -96,6 +104,13 @@ class CheckpointFileWriter:
             self._take_turn()
             _folder.tidy(self.output_dir)
         return _folder.steps(self.output_dir)
+
+    runs_last = True
+    """Tells a loop to call it when the other callbacks are done with a checkpoint."""
+
+    def attach(self, loop: Any) -> None:
+        """Saves, from here on, what the callbacks of a loop remember."""
+        self._loop = weakref.ref(loop)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Saves a checkpoint and returns it."""
@@ -113,8 +128,10 @@ class CheckpointFileWriter:
 
         Args:
           checkpoint: what to save.
-          history: the metrics of the run so far; JSON.
-          callback_states: what callbacks remember, by their names; JSON.
+          history: the metrics of the run so far; JSON. None: what a `History` among the callbacks
+            of the loop has gathered.
+          callback_states: what callbacks remember, by their names; JSON. None: what those of the
+            loop do.
 
         Returns:
           The folder of the step, which is there once the save is complete.
@@ -123,7 +140,15 @@ class CheckpointFileWriter:
         step = int(checkpoint.step)
         path = _folder.step_path(self.output_dir, step)
         self._check_monitor(checkpoint)
-        arrays, record = _file.contents(checkpoint, history, callback_states, self.monitor)
+        states, kept = collect(getattr(self._loop(), "callbacks", ()))
+        gathered = states.pop("History", None)
+        arrays, record = _file.contents(
+            checkpoint,
+            gathered if history is None else history,
+            states if callback_states is None else callback_states,
+            self.monitor,
+            kept,
+        )
         if from_main("a save", lambda: self._holds(step, record)):
             return path
         with _turn:
