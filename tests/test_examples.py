@@ -23,6 +23,7 @@ LEAST_ACCURACY = {
 NEEDS = {
     "03_any_data.py": ("grain", "mlxtend", "torch"),
     "05_param_groups.py": ("mlxtend",),
+    "07_import_t5.py": ("flatbuffers",),
     "08_export.py": ("flatbuffers",),
 }
 

@@ -21,6 +21,7 @@ class Sizes:
     d_kv: int
     n_layers: int
     gated: bool = True  # False is T5 v1.0: one matrix and a relu
+    tied_logits: bool = False  # True is T5 v1.0: the embedding gives the logits, too
     shared_bias: bool = True
 
 
@@ -35,7 +36,7 @@ class T5(nn.Module):
         present = (inputs > 0)[:, None, None, :]
         encoded = Encoder(self.sizes, name="encoder")(embed(inputs), present)
         before = jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1]
-        return Decoder(self.sizes, name="decoder")(embed(before), encoded, present)
+        return Decoder(self.sizes, name="decoder")(embed(before), encoded, present, embed)
 
 
 class Encoder(nn.Module):
@@ -71,11 +72,13 @@ class Decoder(nn.Module):
     sizes: Sizes
 
     @nn.compact
-    def __call__(self, x, encoded, present):
+    def __call__(self, x, encoded, present, embed):
         shared = relative_bias(self.sizes, x, both_ways=False) if self.sizes.shared_bias else None
         for number in range(self.sizes.n_layers):
             x = DecoderLayer(self.sizes, name=f"layers_{number}")(x, encoded, present, shared)
         x = nn.RMSNorm(name="decoder_norm")(x)
+        if self.sizes.tied_logits:
+            return embed.attend(x / jnp.sqrt(self.sizes.d_model))
         return nn.Dense(self.sizes.vocab, use_bias=False, name="logits_dense")(x)
 
 

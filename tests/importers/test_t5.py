@@ -22,6 +22,7 @@ from flaxfit.importers import (
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "t5.py"
 SMALL = {"vocab": 16, "d_model": 4, "d_ff": 8, "n_heads": 2, "d_kv": 2, "n_layers": 2}
 MIDDLE = {"vocab": 64, "d_model": 16, "d_ff": 32, "n_heads": 2, "d_kv": 8, "n_layers": 2}
+FIRST = {"gated": False, "tied_logits": True}  # What T5 v1.0 has otherwise than v1.1.
 LARGE = {"vocab": 256, "d_model": 128, "d_ff": 192, "n_heads": 2, "d_kv": 64, "n_layers": 1}
 
 
@@ -57,7 +58,7 @@ def parameters(names):
         ("small_t5", SMALL),
         ("bfloat16", MIDDLE),
         ("factored", LARGE),
-        ("per_layer", MIDDLE | {"gated": False, "shared_bias": False}),
+        ("per_layer", MIDDLE | FIRST | {"shared_bias": False}),
     ],
 )
 def test_parameters_get_the_names_and_shapes_of_a_model(T5, truth, name, sizes):
@@ -148,6 +149,23 @@ def test_statistics_are_those_that_optax_makes_of_the_same_gradient(shape):
     translated = t5_translator.apply(checkpoint)
     np.testing.assert_allclose(translated[f"{path}/v_row"], state.v_row["w"], rtol=1e-5)
     np.testing.assert_allclose(translated[f"{path}/v_col"], state.v_col["w"], rtol=1e-5)
+
+
+def test_tied_logits_are_those_of_a_matrix_of_scaled_embeddings(T5):
+    rng = np.random.default_rng(0)
+    tied, own = (T5(**SMALL | {"n_layers": 1, "tied_logits": tied}) for tied in (True, False))
+    filled = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), variables(own))
+    params = filled["params"]
+    # T5 v1.0 was pretrained with this scale, the root of the width.
+    kernel = params["token_embedder"]["embedding"].T * SMALL["d_model"] ** -0.5
+    untied = params | {"decoder": params["decoder"] | {"logits_dense": {"kernel": kernel}}}
+    decoder = {name: x for name, x in params["decoder"].items() if name != "logits_dense"}
+    tokens = jnp.array([[3, 5, 1]])
+    np.testing.assert_allclose(
+        tied.apply({"params": params | {"decoder": decoder}}, tokens, tokens),
+        own.apply({"params": untied}, tokens, tokens),
+        rtol=1e-4,
+    )
 
 
 BIAS = "{}/block_{:03d}/layer_000/SelfAttention/relative_attention_bias"
@@ -351,7 +369,7 @@ def test_an_imported_model_is_trained_on_from_its_step(T5, state, kept):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bfloat16", "per_layer", "factored"])
 def test_what_tensorflow_wrote_is_imported_and_trained_on(T5, written, truth, name):
-    options = {"gated": False, "shared_bias": False} if name == "per_layer" else {}
+    options = FIRST | {"shared_bias": False} if name == "per_layer" else {}
     model = T5(**(LARGE if name == "factored" else MIDDLE), **options)
     momentum = 0.9 if name == "factored" else None
     optimizer = optax.adafactor(0.01, momentum=momentum)
@@ -372,3 +390,28 @@ def test_what_tensorflow_wrote_is_imported_and_trained_on(T5, written, truth, na
     losses = [checkpoint.loss for checkpoint in last]
     # Over a whole epoch, of four batches: the made-up statistics allow small steps only.
     assert sum(losses[-4:]) < sum(losses[:4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bfloat16", "per_layer"])
+def test_what_tensorflow_wrote_is_tuned_and_exported(T5, written, name, tmp_path):
+    options = FIRST | {"shared_bias": False} if name == "per_layer" else {}
+    model, optimizer = T5(**MIDDLE, **options), optax.adam(0.01)
+    state = create(optimizer, variables(model))
+    state = restore_from_t5(state, written / name, optimizer_state=False)
+    task = reverse_task(model, optimizer, 64)
+    *_, tuned = ff.TrainLoop(state, task, stdout=False).run(4)
+    specs = (ff.export.InputSpec(("batch", "length"), "int32"),) * 2
+    module = ff.export.from_state(tuned, model.apply, specs, trainable=True)
+    tokens = np.random.default_rng(1).integers(1, 64, (3, 7)).astype(np.int32)
+    expected = model.apply({"params": tuned.state.params}, tokens, tokens)
+    before = model.apply({"params": state.params}, tokens, tokens)
+    assert np.abs(before - expected).max() > 1e-3
+    ff.export.save(module, tmp_path / "t5.stablehlo")
+    loaded = ff.export.load(tmp_path / "t5.stablehlo")
+    np.testing.assert_allclose(loaded(tokens, tokens), expected, rtol=1e-4, atol=1e-5)
+    ff.export.save_saved_model(module, tmp_path / "t5")
+    tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+    served = tf.saved_model.load(str(tmp_path / "t5")).signatures["serving_default"]
+    found = served(inputs_0=tf.constant(tokens), inputs_1=tf.constant(tokens))["outputs"]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

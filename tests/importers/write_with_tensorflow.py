@@ -17,8 +17,10 @@ import numpy as np
 def shapes(
     *, vocab=64, d_model=16, d_ff=32, heads=2, d_kv=8, layers=2, gated=True, per_layer_bias=False
 ):
-    """The variables of an encoder and a decoder."""
-    found = {"shared/embedding": (vocab, d_model), "decoder/logits/kernel": (d_model, vocab)}
+    """The variables of an encoder and a decoder: of T5 v1.1, or not gated, of v1.0."""
+    found = {"shared/embedding": (vocab, d_model)}
+    if gated:  # The others take the embedding for the logits, too.
+        found["decoder/logits/kernel"] = (d_model, vocab)
     for tower in ("encoder", "decoder"):
         found |= tower_shapes(
             tower, d_model, d_ff, heads, heads * d_kv, layers, gated, per_layer_bias
