@@ -49,9 +49,10 @@ def serve(path, port=0):
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             x = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            answer = json.dumps(np.asarray(model(x)).tolist()).encode()
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(json.dumps(np.asarray(model(np.array(x))).tolist()).encode())
+            self.wfile.write(answer)
 
     return http.server.HTTPServer(("127.0.0.1", port), Handler)
 

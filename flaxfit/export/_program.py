@@ -28,7 +28,8 @@ def export_method(module: JaxModule, name: str, platforms: Sequence[str]) -> jax
     }
     exporting = jax.export.export(jax.jit(method.function), platforms=tuple(platforms))
     try:
-        return exporting(params, shape_structs(method.input_spec))
+        exported = exporting(params, shape_structs(method.input_spec))
+        return dataclasses.replace(exported, _get_vjp=lambda _: _gradient(exported, name))
     except Exception as error:
         # By its name, since JAX has moved this class; `len(x)` and the like raise a TypeError.
         is_inconclusive = type(error).__name__ == "InconclusiveDimensionOperation"
@@ -61,6 +62,16 @@ def in_version(exported: jax.export.Exported, version: str | None) -> jax.export
         ) from error
     gradient = (lambda _: in_version(exported.vjp(), version)) if exported.has_vjp() else None
     return dataclasses.replace(exported, mlir_module_serialized=program, _get_vjp=gradient)
+
+
+def _gradient(exported: jax.export.Exported, name: str) -> jax.export.Exported:
+    try:
+        return exported.vjp()
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"Cannot export the gradient of {name!r}, which JAX cannot differentiate "
+            f"({_first_line(error)}). Pass gradients=False to export it without."
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -21,6 +21,7 @@ def save_saved_model(
     path: str | os.PathLike[str],
     *,
     platforms: Sequence[str] = PLATFORMS,
+    gradients: bool = True,
     stablehlo_version: str = PORTABLE,
     samples: Sequence[Any] | None = None,
     rtol: float = RTOL,
@@ -48,6 +49,7 @@ def save_saved_model(
       module: what to write; its `trainable` parameters can be trained in TensorFlow.
       path: the folder; a SavedModel that is there is replaced.
       platforms: where it is to run, of "cpu", "cuda", "rocm" and "tpu".
+      gradients: whether what is loaded can be differentiated.
       stablehlo_version: of the programs; TensorFlow must know it.
       samples: inputs to compare on, each a tuple, where random ones make no sense.
       rtol: how far an output may be off, relative to its largest value.
@@ -58,7 +60,14 @@ def save_saved_model(
       ImportError: TensorFlow is not installed.
     """
     tf = import_tensorflow()
-    made = TensorFlowModule(module, platforms, stablehlo_version)
+    if module.with_gradient and not gradients:
+        raise ValueError(
+            "Cannot write trainable parameters with gradients=False: nothing could train them. "
+            "Make the module with trainable=False, or write the gradients."
+        )
+    made = TensorFlowModule(module, platforms, stablehlo_version, gradients)
+    if gradients:
+        made.make_gradients()  # TensorFlow would hide why one cannot be made.
     saved, signatures = tf.train.Checkpoint(), {}
     saved.variables, saved.trainable_variables = made.variables, made.trainable_variables
     for name, function in made.methods.items():

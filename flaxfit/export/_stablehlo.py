@@ -17,6 +17,7 @@ import numpy as np
 from flaxfit.export import _archive
 from flaxfit.export._compare import RTOL, ExportReport, compare, report, size_of
 from flaxfit.export._files import replacing
+from flaxfit.export._input import as_input
 from flaxfit.export._module import DEFAULT_METHOD_KEY, JaxModule
 from flaxfit.export._program import PLATFORMS, PORTABLE, export_method, in_version
 
@@ -53,6 +54,7 @@ class ExportedModel:
         """The packages that wrote the file."""
         self.methods: dict[str, Callable[..., Any]] = {}
         """The methods by name, as functions of the inputs."""
+        self._programs = dict(programs)
         self._compiled = {name: jax.jit(program.call) for name, program in programs.items()}
         for name in programs:
             self.methods[name] = self._method(name)
@@ -64,16 +66,23 @@ class ExportedModel:
     def apply(self, params: Any, *inputs: Any, method: str | None = None, **named: Any) -> Any:
         """The outputs for other weights; can be differentiated if it was saved with gradients.
 
+        Inputs may be arrays or nested lists of numbers. They are cast to the dtypes that the
+        method takes: whole numbers to real ones, and whole numbers of any width that fit.
+
         Args:
           params: the weights by name.
           *inputs: what the method takes.
           method: its name; None: the default or only one.
           **named: the inputs of a method that takes them by keyword.
+
+        Raises:
+          TypeError: real numbers where the method takes whole ones, or the like.
+          ValueError: there is no such method; the inputs are not what it takes.
         """
         name = self._default if method is None else method
         if name not in self._compiled:
             raise ValueError(f"There is no method {name!r}, only {', '.join(self._compiled)}.")
-        return self._compiled[name](params, jax.tree.map(jnp.asarray, named or inputs))
+        return self._compiled[name](params, self._inputs(name, named or inputs))
 
     def __repr__(self) -> str:
         methods = ", ".join(f"{name}({spec})" for name, spec in self.input_spec.items())
@@ -86,6 +95,18 @@ class ExportedModel:
         if len(self._compiled) == 1:
             return next(iter(self._compiled))
         raise ValueError(f"Name one of the methods: .methods has {', '.join(self._compiled)}.")
+
+    def _inputs(self, name: str, inputs: Any) -> Any:
+        """The inputs as arrays of the dtypes that a method takes."""
+        program = self._programs[name]
+        (_, wanted), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
+        try:
+            pairs = jax.tree.map(lambda aval, value: (aval, value), wanted, inputs)
+        except ValueError as error:
+            raise ValueError(
+                f"{name!r} takes {self.input_spec[name]}, got {_received(inputs)}."
+            ) from error
+        return jax.tree.map(lambda aval, pair: as_input(name, aval, pair[1]), wanted, pairs)
 
     def _method(self, name: str) -> Callable[..., Any]:
         def method(*inputs: Any, **named: Any) -> Any:
@@ -211,6 +232,13 @@ def _platform() -> str:
     if backend != "gpu":
         return backend
     return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
+
+
+def _received(inputs: Any) -> str:
+    def word(value: Any) -> str:
+        return f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else repr(value)
+
+    return f"{jax.tree.map(word, inputs)!s:.200}"
 
 
 def _words(specs: Any) -> str:

@@ -1,5 +1,6 @@
 """TensorFlowModule: a JaxModule's methods and variables in TensorFlow, without jax2tf."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,10 +19,16 @@ class TensorFlowModule:
     """
 
     def __init__(
-        self, module: Any, platforms: Sequence[str] = PLATFORMS, version: str = PORTABLE
+        self,
+        module: Any,
+        platforms: Sequence[str] = PLATFORMS,
+        version: str = PORTABLE,
+        gradients: bool = True,
     ) -> None:
         tf = import_tensorflow()
         self._platforms, self._version = platforms, version
+        self._is_differentiable = gradients
+        self._gradients: dict[str, Callable[[], jax.export.Exported]] = {}
         self._variables = {
             name: tf.Variable(np.asarray(leaf), trainable=module.trainable[name], name=name)
             for name, leaf in module.named_params.items()
@@ -47,17 +54,32 @@ class TensorFlowModule:
         for name, variable in self._variables.items():
             variable.assign(values[name])
 
+    def make_gradients(self) -> None:
+        """Makes the gradients of all methods.
+
+        Raises:
+          ValueError: a method cannot be differentiated.
+        """
+        for make in self._gradients.values():
+            make()
+
     def _method(self, module: Any, name: str) -> Callable[..., Any]:
         tf = import_tensorflow()
         method = module.method_specs[name]
         exported = export_method(module, name, self._platforms)
-        run = _program(in_version(exported, self._version), self._version)
+        program = in_version(exported, self._version)
+        # Made when it is asked for: there are methods without one.
+        self._gradients[name] = functools.cache(program.vjp)
+        run = functools.partial(_call_module, program)
+        if self._is_differentiable:
+            run = _with_gradient(program, self._gradients[name])
 
         # Not a lambda, and without defaults: TensorFlow saves the name and the signature.
         def call(*inputs: Any, **named: Any) -> Any:
             given = _as_tensors(method.input_spec, named or inputs)
             params = {key: tf.convert_to_tensor(v) for key, v in self._variables.items()}
-            return run(params, given)
+            outputs = run(jax.tree.leaves(((params, given), {})))
+            return jax.tree.unflatten(program.out_tree, list(outputs))
 
         return tf.function(call, jit_compile=method.jit_compile, autograph=False)
 
@@ -99,10 +121,11 @@ def _as_tensors(specs: Any, inputs: Any) -> Any:
     return jax.tree.map(tensor, specs, inputs)
 
 
-def _program(exported: jax.export.Exported, version: str) -> Callable[..., Any]:
-    """A program `(parameters, inputs) -> outputs` as an operation with a gradient."""
+def _with_gradient(
+    exported: jax.export.Exported, gradient: Callable[[], jax.export.Exported]
+) -> Callable[..., Any]:
+    """A program of flat inputs as an operation that can be differentiated."""
     tf = import_tensorflow()
-    gradient = in_version(exported.vjp(), version)
     differentiable = [_is_float(aval) for aval in exported.in_avals]
 
     @tf.custom_gradient
@@ -116,17 +139,12 @@ def _program(exported: jax.export.Exported, version: str) -> Callable[..., Any]:
                     exported.out_avals, outputs, cotangents, strict=True
                 )
             ]
-            found = _call_module(gradient, [*flat, *given])
+            found = _call_module(gradient(), [*flat, *given])
             return [g if d else None for g, d in zip(found, differentiable, strict=True)]
 
         return tuple(outputs), grad
 
-    def call(params: Any, inputs: Any) -> Any:
-        arguments = (params, inputs), {}
-        flat = jax.tree.leaves(arguments)
-        return jax.tree.unflatten(exported.out_tree, list(run(*flat)))
-
-    return call
+    return lambda flat: run(*flat)
 
 
 def _call_module(exported: jax.export.Exported, flat: Sequence[Any]) -> Any:

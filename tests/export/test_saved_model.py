@@ -54,6 +54,22 @@ def test_variables_are_named_by_their_paths(trainable):
     assert all(name.startswith("params.") for name in names)
 
 
+def test_a_method_without_a_gradient_is_saved_without(path):
+    def double(params, x):
+        return jax.lax.while_loop(lambda y: y.sum() < 100, lambda y: params * y, x)
+
+    module, x = JaxModule(np.float32(2), double, input_spec=InputSpec((2,))), np.float32([1, 2])
+    assert module.methods[DEFAULT](x).numpy().tolist() == [64, 128]
+    with pytest.raises(ValueError, match=r"while_loop.* Pass gradients=False"):
+        save_saved_model(module, path)
+    save_saved_model(module, path, gradients=False)
+    loaded = tf.saved_model.load(str(path))
+    assert loaded(tf.constant(x)).numpy().tolist() == [64, 128]
+    trainable = JaxModule(np.float32(2), double, input_spec=InputSpec((2,)), trainable=True)
+    with pytest.raises(ValueError, match="trainable parameters with gradients=False"):
+        save_saved_model(trainable, path, gradients=False)
+
+
 def test_nothing_is_trainable_unless_asked(module):
     assert module.tensorflow.trainable_variables == []
 

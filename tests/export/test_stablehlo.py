@@ -37,6 +37,57 @@ def test_what_is_loaded_computes_the_same(module, path, net, variables, x, capsy
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
+@pytest.fixture
+def endless():
+    """A method that JAX cannot differentiate: how long it runs depends on the values."""
+
+    def double(params, x):
+        return jax.lax.while_loop(lambda y: y.sum() < 100, lambda y: params * y, x)
+
+    return JaxModule(np.float32(2), double, input_spec=InputSpec((2,)))
+
+
+def test_a_method_without_a_gradient_is_saved_without(endless, path):
+    with pytest.raises(ValueError, match=r"while_loop.* Pass gradients=False"):
+        export.save(endless, path)
+    with pytest.raises(ValueError, match=r"while_loop.* Pass gradients=False"):
+        export.save(endless, path, stablehlo_version=None)
+    export.save(endless, path, gradients=False)
+    assert export.load(path)(np.float32([1, 2])).tolist() == [64, 128]
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """A method of real numbers, small whole numbers and a pair."""
+    path = tmp_path_factory.mktemp("mixed") / "mixed.stablehlo"
+    specs = (InputSpec(("n", 2)), InputSpec(("n",), "uint8"), [InputSpec(()), InputSpec(())])
+    module = JaxModule({}, lambda p, x, i, ab: x.sum(1) + i + ab[0] - ab[1], input_spec=specs)
+    export.save(module, path)
+    return export.load(path)
+
+
+def test_inputs_are_cast_to_the_dtypes_of_the_method(mixed):
+    assert mixed([[1, 2], [3, 4]], [7, 9], [5, np.float64(3)]).tolist() == [12, 18]
+    assert mixed(np.ones((1, 2), bool), jnp.int32([255]), [True, jnp.bfloat16(1)])[0] == 257
+    assert jax.grad(lambda a: mixed.apply({}, [[0, 0]], [1], [a, 0]).sum())(1.0) == 1
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        (([[1, 2]], [1.0], [0, 0]), TypeError, r"takes uint8, got float64.*astype\('uint8'\)"),
+        (([[1, 2]], [256], [0, 0]), ValueError, "takes uint8, which does not hold .* 256 to 256"),
+        (([["a", "b"]], [1], [0, 0]), TypeError, "takes float32, got <U1"),
+        ((np.ones((0, 2)), np.ones(0, int), [0, 0]), ValueError, r"1 or more, .* \(0, 2\)"),
+        (([[1, 2]], [1]), ValueError, r"takes float32\[n, 2\], uint8\[n\].*, got \("),
+        ((np.ones((1, 2)), [1], (0, 0)), ValueError, r"got \('float64\[1, 2\]'"),
+    ],
+)
+def test_inputs_that_a_method_does_not_take_are_named(mixed, inputs, error, message):
+    with pytest.raises(error, match=message):
+        mixed(*inputs)
+
+
 def test_the_file_stands_alone(module, path, x):
     export.save(module, path)
     script = (
