@@ -5,13 +5,18 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from flaxfit._rules import flat
+import jax
+import optax
+
+from flaxfit._rules import flat, path_of
 from flaxfit._state import InferenceState, TrainState
 from flaxfit.importers._fill import fill_from
 from flaxfit.importers._load import load
 from flaxfit.importers._t5 import t5_translator
-from flaxfit.importers._t5_slots import as_in
+from flaxfit.importers._t5_slots import KEPT, PREFIX, as_in
 from flaxfit.importers._translator import CheckpointTranslator
+from flaxfit.importers._unreadable import UnreadableFile
+from flaxfit.optim._freeze import merge
 
 Target = TypeVar("Target", TrainState, InferenceState, dict[str, Any])
 
@@ -48,8 +53,9 @@ def restore_from_t5(
       lazy: whether to leave `LazyArray`s in the place of arrays.
       translator: the rules; None is `t5_translator`.
       optimizer_state: whether to take Adafactor's statistics as well; the optimizer has to be
-        optax's Adafactor then (or keep no statistics). Its counts become the step. False keeps the
-        target's optimizer state.
+        optax's Adafactor then (or keep no statistics). Its counts become the step; hyperparameters
+        and gathered gradients stay. False keeps the target's optimizer state. In either case, a
+        moving average of the parameters begins at the imported ones.
       dtype: what floating arrays are cast to; None is the dtype of the target.
       **opts: handed to the rules. Unless given, `relative_bias` is as in the target.
 
@@ -61,10 +67,22 @@ def restore_from_t5(
     names = flat(tree)
     opts.setdefault("relative_bias", _relative_bias(names))
     translator = t5_translator if translator is None else translator
-    translation = as_in(names.keys(), translator.translate(load(path), **opts))
-    filled = fill_from(
-        translation, tree, strict=strict, partial="flax_mutables/.*", dtype=dtype, lazy=lazy
-    )
+    translation = as_in(names, translator.translate(load(path), **opts))
+    kept = rf"flax_mutables/.*|{PREFIX}(.*/)?({KEPT})(/.*)?"
+    try:
+        filled = fill_from(translation, tree, strict=strict, partial=kept, dtype=dtype, lazy=lazy)
+    except UnreadableFile:
+        raise
+    except ValueError as error:
+        if PREFIX not in str(error):
+            raise
+        raise ValueError(
+            f"{error}\nTo take the weights without the optimizer's state, pass "
+            "optimizer_state=False."
+        ) from error
+    if "param_states" in filled["state"]:
+        whole = _optimizer_state(target)
+        filled["state"]["param_states"] = merge(filled["state"]["param_states"], whole)
     if isinstance(target, dict):
         return {**target, **filled, "state": {**target.get("state", {}), **filled["state"]}}
     fields = {"params": filled["target"], "step": filled["state"]["step"]}
@@ -83,9 +101,19 @@ def _layout(target: Any, optimizer_state: bool) -> dict[str, Any]:
         parts = {"target": target.params, "state": state}
         if isinstance(target, TrainState):
             state["param_states"] = target.opt_state
-    if not optimizer_state:
-        state.pop("param_states", None)
+    if not optimizer_state and "param_states" in state:
+        # A moving average is of the parameters, and begins at them.
+        state["param_states"] = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: (
+                leaf if "average" in path_of(path).split("/") else optax.MaskedNode()
+            ),
+            state["param_states"],
+        )
     return parts
+
+
+def _optimizer_state(target: Any) -> Any:
+    return target["state"]["param_states"] if isinstance(target, Mapping) else target.opt_state
 
 
 def _relative_bias(names: Iterable[str]) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Adafactor's statistics: from mesh-TensorFlow's variables to T5X's names, and to optax's."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,10 @@ SLOTS = {"_slot_v": "v", "_slot_vr": "v_row", "_slot_vc": "v_col", "_slot_m": "m
 """The ends of mesh-TensorFlow's names, and T5X's names."""
 
 PREFIX = "state/param_states/"
+KEPT = "|".join(
+    ("hyperparams", "hyperparams_states", "mini_step", "skip_state", "acc_grads", "loss_scale")
+)
+"""Parts of an optimizer's state that are no statistics: no checkpoint has them."""
 _OPTAX_NAMES = {"v": "v", "v_row": "v_row", "v_col": "v_col", "ema": "m"}
 
 
@@ -43,30 +48,42 @@ def add_dummies(opts: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     return added
 
 
-def as_in(names: Collection[str], translation: Translation) -> Translation:
+def as_in(leaves: Mapping[str, Any], translation: Translation) -> Translation:
     """The statistics under the names of a target: T5X's as they are, or those of optax's state.
 
     optax keeps one tree for each kind of statistic, somewhere in its state, and counts its steps
-    there. Of a target that keeps no statistics, none are taken.
+    there; a moving average of the parameters becomes the parameters. Of a target that keeps no
+    statistics, none are taken.
     """
     values, sources = dict(translation.values), dict(translation.sources)
-    wanted = [name for name in names if name.startswith(PREFIX)]
+    # The single zeros that stand for a statistic are none where the target wants one.
+    for name in list(values):
+        leaf = leaves.get(name)
+        if leaf is not None and _is_dummy(values[name]) and np.shape(leaf) != (1,):
+            del values[name]
+    wanted = [name for name in leaves if name.startswith(PREFIX)]
     used = set()
     for name in wanted:
         source = _source(name, values)
+        if source and _is_dummy(values[source]) and np.shape(leaves[name]) != (1,):
+            continue
         if source is not None and source != name:
             values[name] = values[source]
             sources[name] = sources.get(source, source)
             used.add(source)
-    keeps_none = all(name.endswith("/count") for name in wanted)
+    no_statistic = rf"{PREFIX}(.*/)?(count|gradient_step|({KEPT}|average)(/.*)?)"
+    keeps_none = all(re.fullmatch(no_statistic, name) for name in wanted)
     for name, value in translation.values.items():
-        if not name.startswith(PREFIX) or name in names:
+        if not name.startswith(PREFIX) or name in leaves:
             continue
-        # Where all places of a kind are taken, what is left of it are its single zeros.
-        is_dummy = isinstance(value, np.ndarray) and value.shape == (1,)
-        if name in used or keeps_none or (used and is_dummy and name.endswith("/m")):
-            del values[name]
+        if name in used or keeps_none or (used and _is_dummy(value)):
+            values.pop(name, None)
     return dataclasses.replace(translation, values=values, sources=sources)
+
+
+def _is_dummy(value: Any) -> bool:
+    """Whether it is one of the zeros that `add_dummies` adds: what is read is lazy."""
+    return isinstance(value, np.ndarray) and value.shape == (1,)
 
 
 def _source(name: str, values: Mapping[str, Any]) -> str | None:
@@ -74,9 +91,12 @@ def _source(name: str, values: Mapping[str, Any]) -> str | None:
     if name in values:
         return name
     parts = name.split("/")
-    if parts[-1] == "count":
+    if parts[-1] in ("count", "gradient_step"):
         return "state/step" if "state/step" in values else None
     for number, part in enumerate(parts):
+        if part == "average":
+            source = f"target/{'/'.join(parts[number + 1 :])}"
+            return source if source in values else None
         if part in _OPTAX_NAMES:
             source = f"{PREFIX}{'/'.join(parts[number + 1 :])}/{_OPTAX_NAMES[part]}"
             if source in values:

@@ -162,8 +162,8 @@ def test_tied_logits_are_those_of_a_matrix_of_scaled_embeddings(T5):
     decoder = {name: x for name, x in params["decoder"].items() if name != "logits_dense"}
     tokens = jnp.array([[3, 5, 1]])
     np.testing.assert_allclose(
-        tied.apply({"params": params | {"decoder": decoder}}, tokens, tokens),
-        own.apply({"params": untied}, tokens, tokens),
+        jax.jit(tied.apply)({"params": params | {"decoder": decoder}}, tokens, tokens),
+        jax.jit(own.apply)({"params": untied}, tokens, tokens),
         rtol=1e-4,
     )
 
@@ -238,6 +238,66 @@ def test_a_train_state_takes_weights_statistics_and_step(state, kept, truth):
     assert statistics.count == 1000
     for path, leaf in flatten_dict(statistics.v, sep="/").items():
         np.testing.assert_array_equal(leaf, expected[f"state/param_states/{path}/v"])
+
+
+FACTORED = {"static_args": ("min_dim_size_to_factor",)}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        ff.optim.OptimizerDef(optax.adafactor, learning_rate=1e-2),
+        optax.inject_hyperparams(optax.adafactor, **FACTORED)(learning_rate=1e-2),
+        optax.MultiSteps(optax.adafactor(1e-2), 2),
+        ff.TrainTask(lambda v, x: x, optax.adafactor(1e-2), "mse", None, ema=0.9).optimizer,
+    ],
+    ids=["definition", "injected", "several steps", "average"],
+)
+def test_what_is_no_statistic_stays_as_it_is(state, kept, optimizer):
+    target = create(optimizer, {"params": state.params})
+    fresh = ff.TrainState.create(optimizer, {"params": state.params})
+    target = target.replace(opt_state=fresh.opt_state)
+    restored = restore_from_t5(target, kept / "small_t5")
+    direct = ff.importers.restore_from_t5(state, kept / "small_t5").opt_state[0]
+    found = flatten_dict(restored.state_dict()["state"]["param_states"], sep="/")
+    begun = flatten_dict(target.state_dict()["state"]["param_states"], sep="/")
+    names = "encoder/layers_0/mlp/wo/kernel"
+    assert found.keys() == begun.keys()
+    for name, value in found.items():
+        if name.endswith(("count", "gradient_step")):
+            assert value == 1000
+        elif f"v/{names}" in name:
+            np.testing.assert_array_equal(
+                value, direct.v["encoder"]["layers_0"]["mlp"]["wo"]["kernel"]
+            )
+        elif f"average/{names}" in name:
+            np.testing.assert_array_equal(
+                value, restored.params["encoder"]["layers_0"]["mlp"]["wo"]["kernel"]
+            )
+        elif "hyperparams" in name or "mini_step" in name or "acc_grads" in name:
+            np.testing.assert_array_equal(value, begun[name])
+
+
+def test_a_moving_average_begins_at_the_imported_weights(state, kept):
+    task = ff.TrainTask(lambda v, x: x, optax.adam(1e-2), "mse", None, ema=0.9)
+    target = create(task.optimizer, {"params": state.params})
+    restored = restore_from_t5(target, kept / "small_t5", optimizer_state=False)
+    assert np.any(restored.params["token_embedder"]["embedding"])
+    jax.tree.map(np.testing.assert_array_equal, restored.opt_state.average, restored.params)
+
+
+def test_statistics_that_the_checkpoint_lacks_are_named_with_a_way_out(
+    state, kept, tmp_path, truth
+):
+    target = create(optax.adafactor(1e-3, momentum=0.9), {"params": state.params})
+    with pytest.raises(ValueError, match="optimizer_state=False") as caught:
+        restore_from_t5(target, kept / "small_t5")
+    assert "ema/decoder/decoder_norm/scale is not in the checkpoint" in str(caught.value)
+    assert "(1,)" not in str(caught.value)
+    bare = {name: value for name, value in truth["small_t5"]().items() if "_slot" not in name}
+    np.savez(tmp_path / "t5.npz", **bare)
+    with pytest.raises(ValueError, match="optimizer_state=False"):
+        restore_from_t5(state, tmp_path / "t5.npz")
 
 
 def test_factored_statistics_and_momentum_find_their_places(T5, tmp_path, truth):
