@@ -144,6 +144,11 @@ def _embedding_back(opts: Any, name: str, value: Any) -> tuple[str, Any]:
     return "shared/embedding", value
 
 
+@_BACK.add("target/decoder/token_embedder/embedding")
+def _decoder_embedding_back(opts: Any, name: str, value: Any) -> tuple[str, Any]:
+    return "decoder/embedding", value
+
+
 @_BACK.add(r"target/(encoder|decoder)/(?:layers_(\d+)/)?relpos_bias/rel_embedding")
 def _bias_back(opts: Any, name: str, value: Any, tower: str, layer: str | None) -> tuple[str, Any]:
     block = f"{tower}/block_{int(layer or 0):03d}"
@@ -185,3 +190,16 @@ def _final_norm_back(opts: Any, name: str, value: Any, tower: str) -> tuple[str,
 @_BACK.add("target/decoder/logits_dense/kernel")
 def _logits_back(opts: Any, name: str, value: Any) -> tuple[str, Any]:
     return "decoder/logits/kernel", value
+
+
+@_BACK.add_last_step
+def _decoder_alone(opts: Any, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Names a decoder alone, which has embeddings of its own and no cross attention."""
+    if "decoder/embedding" not in values:
+        return values
+
+    def named(name: str) -> str:
+        name = re.sub(r"^decoder/(block_\d+)/layer_002/", r"decoder/\1/layer_001/", name)
+        return re.sub("^decoder/", "transformer/", name)
+
+    return {named(name): value for name, value in values.items()}

@@ -220,6 +220,13 @@ def test_names_lead_back_to_mesh_tensorflows(truth):
     assert all(back[name] is expected[name] for name in expected if name != "global_step")
 
 
+def test_the_names_of_a_decoder_alone_lead_back(truth):
+    checkpoint = truth["decoder_only"]()
+    back = t5_translator.inverse.apply(t5_translator.apply(checkpoint))
+    assert back.keys() == checkpoint.keys()
+    assert all(back[name] is checkpoint[name] for name in back if name != "global_step")
+
+
 @pytest.fixture(scope="module")
 def state(T5):
     optimizer = optax.adafactor(1e-3)

@@ -140,3 +140,11 @@ def test_inverse_rules_lead_back():
     assert set(back) == {"fc0.weight", "fc0.bias"}
     np.testing.assert_array_equal(back["fc0.weight"], CHECKPOINT["fc0.weight"])
     assert translator.inverse.inverse is translator
+
+
+@pytest.mark.parametrize("found", ["b", ("b", 1, 2), (2, 1)])
+def test_a_rule_that_returns_no_pair_is_named(found):
+    translator = CheckpointTranslator()
+    translator.add("a")(lambda opts, name, value: found)
+    with pytest.raises(TypeError, match=r"The rule for 'a' must return a pair .*, got .* for a\."):
+        translator.apply({"a": np.ones(1)})
