@@ -8,6 +8,7 @@ import traceback
 from typing import NoReturn
 
 from flaxfit._initialize import PEER_FAILED
+from flaxfit.checkpoints._writer import UNSAVED
 
 
 class ExitCode(enum.IntEnum):
@@ -19,8 +20,9 @@ class ExitCode(enum.IntEnum):
 
     PREEMPTED = 85
     """A signal asked to end; everything is saved: start the same command again."""
-    UNSAVED = 86
-    """A signal asked to end, but no step or save came to its end in the time of grace."""
+    UNSAVED = UNSAVED
+    """A signal asked to end, but no step or save came to its end in the time of grace; or the
+    last save failed. Earlier checkpoints are good."""
     HUNG = 87
     """No step came to its end in the time that `Watchdog` allows."""
     PEER_FAILED = PEER_FAILED

@@ -21,9 +21,9 @@ class SaveOnSignal:
 
     What is saved lies between two checkpoints: callbacks do not see it, and a run that goes on
     from it reports the metrics that it would have reported. The process then ends by
-    `SystemExit` with `ExitCode.PREEMPTED`. In the main thread only; the handlers that were there
-    before are put back by `close`. With several processes JAX's preemption service watches
-    SIGTERM, and all save the same step.
+    `SystemExit` with `ExitCode.PREEMPTED`, or with `UNSAVED` where that save failed. In the main
+    thread only; the handlers that were there before are put back by `close`. With several
+    processes JAX's preemption service watches SIGTERM, and all save the same step.
 
     `fit(checkpoint_dir=...)` adds it where nothing else handles SIGTERM.
 
@@ -35,7 +35,8 @@ class SaveOnSignal:
       writer: a `CheckpointFileWriter`; None: those among the callbacks of the loop.
       signals: what to listen to.
       grace_seconds: how long after the signal the process may live; it then ends with
-        `ExitCode.UNSAVED` and shows where every thread is. None: as long as it takes.
+        `ExitCode.UNSAVED` (`PREEMPTED`, where your code holds a loop whose present state is on
+        disk) and shows where every thread is. None: as long as it takes.
       on_exception: whether to save as well when an exception ends training, Ctrl-C included
         (with `fit`, or with `with loop:`). One that a callback raises leaves its checkpoint
         unfinished: it is not saved.
@@ -58,7 +59,7 @@ class SaveOnSignal:
         self._loop: Any = lambda: None
         self._previous: dict[int, Any] = {}
         self._received: int | None = None
-        self._is_done = False
+        self._is_done = self._is_saved = False
 
     closes_first = True
     """Tells a loop to close it before those that change the state then (`EarlyStopping`)."""
@@ -89,7 +90,7 @@ class SaveOnSignal:
             return
         # A queue that a signal handler may use whatever the thread was at: it takes no lock.
         self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        arguments = (self._arrived, self._grace_seconds)
+        arguments = (self._arrived, self._grace_seconds, weakref.WeakMethod(self._saved_step))
         threading.Thread(
             target=_limit, args=arguments, daemon=True, name="flaxfit-deadline"
         ).start()
@@ -122,6 +123,12 @@ class SaveOnSignal:
         if step is None:
             return  # After the next step.
         name = signal.Signals(self._received or signal.SIGTERM).name
+        if not self._is_saved:
+            say(
+                f"received {name}: step {step:,} could not be saved, earlier checkpoints are "
+                f"good; the process ends with code {ExitCode.UNSAVED:d} ({ExitCode.UNSAVED.name})"
+            )
+            raise SystemExit(ExitCode.UNSAVED)
         say(
             f"received {name}: step {step:,} is saved, the process ends with code "
             f"{ExitCode.PREEMPTED:d} ({ExitCode.PREEMPTED.name})"
@@ -129,15 +136,31 @@ class SaveOnSignal:
         raise SystemExit(ExitCode.PREEMPTED)
 
     def _save(self) -> int | None:
-        """Saves, and waits until it is on disk; the step, or None where that is not possible."""
+        """Saves, and waits until it is on disk; the step, or None where that is not possible.
+
+        What fails is said: an earlier save that has failed must not prevent this one.
+        """
         checkpoint = self._loop().snapshot()
         if checkpoint is None:
             return None
         for writer in self._writers():
-            writer.save(checkpoint)
-            writer.close()
+            for attempt in (writer.close, lambda to=writer: to.save(checkpoint), writer.close):
+                try:
+                    attempt()
+                except Exception as error:
+                    say(str(error))
+        saved = {getattr(writer, "last_saved", checkpoint.step) for writer in self._writers()}
+        self._is_saved = saved == {checkpoint.step}
         self._is_done = True
         return checkpoint.step
+
+    def _saved_step(self) -> int | None:
+        """The step that a loop is at, if your code holds it and all of it is on disk."""
+        loop = self._loop()
+        if loop is None or loop.phase or loop.n_completed_steps:
+            return None
+        saved = {getattr(writer, "last_saved", None) for writer in self._writers()}
+        return loop.step if saved == {loop.step} else None
 
     def _writers(self) -> list[Any]:
         if self._writer is not None:
@@ -154,7 +177,7 @@ class SaveOnSignal:
                 self._save_and_end()
             elif error is not None and self._on_exception:
                 step = self._save()
-                if step is not None:
+                if step is not None and self._is_saved:
                     say(f"{type(error).__name__}: step {step:,} is saved")
         finally:
             self._stop_listening()
@@ -169,7 +192,7 @@ class SaveOnSignal:
         self._previous = {}
 
 
-def _limit(arrived: queue.SimpleQueue, seconds: float | None) -> None:
+def _limit(arrived: queue.SimpleQueue, seconds: float | None, saved_step: Any) -> None:
     """Ends the process some time after a signal has arrived."""
     name = arrived.get()
     if name is None or seconds is None:
@@ -177,5 +200,9 @@ def _limit(arrived: queue.SimpleQueue, seconds: float | None) -> None:
     try:
         arrived.get(timeout=seconds)
     except queue.Empty:
+        ask = saved_step()
+        if ask is not None and (step := ask()) is not None:
+            reason = f"{name} arrived {seconds:g} s ago; step {step:,} is saved"
+            end_with_stacks(ExitCode.PREEMPTED, reason)
         reason = f"{name} arrived {seconds:g} s ago, and no step and no save was completed since"
         end_with_stacks(ExitCode.UNSAVED, reason)

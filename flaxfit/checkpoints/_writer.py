@@ -1,6 +1,7 @@
 """CheckpointFileWriter: a callback that saves each checkpoint, in the background by default."""
 
 import atexit
+import contextlib
 import functools
 import os
 import shutil
@@ -23,6 +24,9 @@ from flaxfit.checkpoints._orbax import StepWriter, write_record
 from flaxfit.checkpoints._record import read_record
 from flaxfit.checkpoints._seal import Damaged
 
+UNSAVED = 86
+"""The exit code of a process whose last save failed; see `flaxfit.callbacks.ExitCode`."""
+
 _unfinished: set["CheckpointFileWriter"] = set()
 _turn = threading.Lock()
 
@@ -33,7 +37,8 @@ class CheckpointFileWriter:
     A save is complete or absent: a kill at any instant leaves every earlier step as it was.
     Arrays are copied before the call returns and written in the background; `close` waits for
     that, and so does the end of the process. Whatever fails in the background is raised by the
-    next call or by `close`. Writers of one process take turns at a folder; while a process has
+    next call or by `close`; at the end of the process it is printed, and the exit code is
+    `ExitCode.UNSAVED`. Writers of one process take turns at a folder; while a process has
     one, no other process can make one for that folder.
 
     In the `callbacks` of a loop it saves what all other callbacks have made of a checkpoint,
@@ -95,6 +100,8 @@ class CheckpointFileWriter:
         self._executor: ThreadPoolExecutor | None = None
         self._saving: Future[None] | None = None
         self._loop: Any = lambda: None
+        self.last_saved: int | None = None
+        """The last step of which it is known that it is on disk."""
         self._found: list[int] = from_main("the folder of checkpoints", self._open)
 
     def _open(self) -> list[int]:
@@ -150,6 +157,7 @@ class CheckpointFileWriter:
             kept,
         )
         if from_main("a save", lambda: self._holds(step, record)):
+            self.last_saved = step
             return path
         with _turn:
             self._begin(step, arrays, record)
@@ -257,6 +265,7 @@ class CheckpointFileWriter:
         except Exception as error:
             self._tidy()
             raise self._failure(step, arrays, error) from error
+        self.last_saved = step
         if is_main():
             self._clear(step)
 
@@ -348,4 +357,15 @@ def _close_all() -> None:
         try:
             writer.close()
         except Exception as error:
-            say(str(error))
+            say(f"{error}\nThe process ends with code {UNSAVED} (UNSAVED).")
+            atexit.register(_end_unsaved)
+
+
+def _end_unsaved() -> None:
+    """Ends the process with a code that tells of the loss, when all else is done at its end."""
+    atexit.unregister(_end_unsaved)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(UNSAVED)

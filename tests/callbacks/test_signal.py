@@ -209,3 +209,53 @@ def test_a_handler_of_the_program_stays(tmp_path):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert received == [signal.SIGTERM] and list_steps(tmp_path)[-1] == 16
+
+
+def fail_to_complete(monkeypatch, times):
+    """Has the n-th saves of this process fail as on a full disk."""
+    from flaxfit.checkpoints import _folder
+
+    complete, calls = _folder.complete, []
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) in times:
+            raise OSError(28, "No space left on device")
+        return complete(*arguments)
+
+    monkeypatch.setattr(_folder, "complete", failing)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_save_that_fails_is_not_said_to_be_saved(tmp_path, monkeypatch, capfd, on_error):
+    fail_to_complete(monkeypatch, {2})
+    writer = CheckpointFileWriter(tmp_path, on_error=on_error)
+    with pytest.raises(SystemExit) as end:
+        results(make_loop(None, [SignalAt(3), guard(), writer]))
+    assert end.value.code == ExitCode.UNSAVED == 86
+    assert list_steps(tmp_path) == [1]
+    assert "step 3 could not be saved" in capfd.readouterr().err
+
+
+def test_an_earlier_save_that_failed_does_not_prevent_the_last_one(tmp_path, monkeypatch, capfd):
+    fail_to_complete(monkeypatch, {2})
+    callbacks = [SignalAt(7), guard(), writer := CheckpointFileWriter(tmp_path)]
+    if not writer.asynchronous:
+        pytest.skip("this Python cannot save in the background")
+    with pytest.raises(SystemExit) as end:
+        results(make_loop(None, callbacks))
+    assert end.value.code == ExitCode.PREEMPTED
+    assert list_steps(tmp_path) == [1, 7]
+    assert "Cannot save the checkpoint of step 6" in capfd.readouterr().err
+
+
+def test_what_is_on_disk_already_is_known_while_the_loop_is_held(tmp_path):
+    save, writer = guard(), CheckpointFileWriter(tmp_path)
+    loop = make_loop(None, [save, writer])
+    next(loop)
+    writer.wait()
+    assert save._saved_step() == 1
+    loop.callbacks = [save, lambda checkpoint: None, every(100, writer)]
+    next(loop)
+    assert save._saved_step() is None
+    loop.close()

@@ -367,3 +367,29 @@ def test_a_foreign_folder_of_the_name_of_a_step_is_moved_not_lost(tmp_path, tool
     CheckpointFileWriter(tmp_path)
     assert list_steps(tmp_path) == [3]
     assert (tmp_path / "foreign-3-0" / "thesis.txt").read_text() == "of the user"
+
+
+def test_a_save_that_fails_when_the_process_ends_shows_in_its_exit_code(tmp_path):
+    program = f"""
+        import atexit, sys
+        import jax, jax.numpy as jnp
+        from flaxfit._checkpoint import Checkpoint
+        from flaxfit._state import TrainState
+        from flaxfit.checkpoints import CheckpointFileWriter, _folder
+
+        def fail(*arguments):
+            raise OSError(28, "No space left on device")
+
+        _folder.complete = fail
+        atexit.register(print, "the program's own end")
+        state = TrainState(jnp.int32(1), {{}}, (), {{}}, jax.random.key(0))
+        CheckpointFileWriter({str(tmp_path)!r})(Checkpoint(step=1, state=state, metrics={{}}))
+        sys.exit(0)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if sys.version_info[:3] in ((3, 12, 0), (3, 12, 1)):  # There it is raised by the call.
+        assert ended.returncode == 1
+        return
+    assert ended.returncode == 86 and "No space left on device" in ended.stderr
+    assert ended.stdout == "the program's own end\n"
