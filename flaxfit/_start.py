@@ -31,8 +31,8 @@ def start(
     """Finds the state to begin with.
 
     Args:
-      init: a linen-style `init`, a `TrainState`, or a reader: an object with `target` (an `init`)
-        and `read(template)`, which returns a checkpoint file or None.
+      init: a linen-style `init`, a `TrainState`, or a reader: an object with `target` (one of the
+        two) and `read(template)`, which returns a checkpoint file or None.
       task: the `TrainTask`.
       key: a random key or seed; None where `init` brings a state along.
       sample: gives the inputs of a batch, if they are needed.
@@ -43,20 +43,25 @@ def start(
       ValueError: a fresh start without a key.
       TypeError: `init` is none of the three.
     """
-    if isinstance(init, TrainState):
-        # A state may have been made by hand, with a Python integer or an int64 as its step.
-        state = init.replace(step=jnp.asarray(init.step, jnp.int32))
-        return Start(_with_options(state, task.optimizer))
     if hasattr(init, "init"):
         raise TypeError(f"TrainLoop needs an init function, got {init!r:.60}: pass module.init.")
     streams = ("params", *task.rngs)
     if hasattr(init, "read"):
         # Of a warm start only the shapes are asked for, not the weights.
         shapes = getattr(init.target, "fresh", init.target)
-        template = jax.eval_shape(
-            lambda k: init_state(shapes, task.optimizer, k, sample(), collections=streams),
-            jax.random.key(0),
-        )
+        if isinstance(shapes, TrainState):
+            given = shapes
+            template = jax.eval_shape(lambda: _prepared(given, task.optimizer))
+        elif callable(shapes):
+            template = jax.eval_shape(
+                lambda k: init_state(shapes, task.optimizer, k, sample(), collections=streams),
+                jax.random.key(0),
+            )
+        else:
+            raise TypeError(
+                "TrainLoop needs a reader that knows the model, got one with the target "
+                f"{shapes!r:.60}: pass its init, CheckpointFileReader(folder, module.init)."
+            )
         if shardings is not None:
             template = jax.tree.map(_in_place, template, shardings(template))
         found = init.read(template)
@@ -65,6 +70,8 @@ def start(
             return Start(found.state, found)
         say("no checkpoint found, starting fresh")
         init = init.target
+    if isinstance(init, TrainState):
+        return Start(_prepared(init, task.optimizer))
     if not callable(init):
         raise TypeError(
             "TrainLoop needs an init function, a TrainState or a CheckpointFileReader, got "
@@ -78,6 +85,12 @@ def start(
         init, task.optimizer, key, sample(), collections=streams, shardings=shardings
     )
     return Start(state)
+
+
+def _prepared(state: TrainState, optimizer: Any) -> TrainState:
+    """A state that was given, as a loop takes it."""
+    # It may have been made by hand, with a Python integer or an int64 as its step.
+    return _with_options(state.replace(step=jnp.asarray(state.step, jnp.int32)), optimizer)
 
 
 def _with_options(state: TrainState, optimizer: Any) -> TrainState:

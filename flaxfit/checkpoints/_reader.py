@@ -8,7 +8,7 @@ from typing import Any
 
 from flaxfit._display import say
 from flaxfit._processes import exchange, from_main
-from flaxfit._state import TrainState
+from flaxfit._state import InferenceState, TrainState
 from flaxfit.checkpoints import _file, _folder
 from flaxfit.checkpoints._best import ranking
 from flaxfit.checkpoints._record import read_record
@@ -24,8 +24,9 @@ class CheckpointFileReader:
 
     Every array is compared with the digest that was saved beside it. A damaged checkpoint is
     reported, renamed to `corrupt-<step>-<n>`, and the next one is read: the one before it, or
-    the next best. When none is left that is an error: a run never starts anew in silence. A step
-    that was asked for by number has no substitute: its damage is an error.
+    the next best. When none is left that is an error: a run never starts anew in silence. So it is
+    when all that is left are folders that have the name of a step, and hold none. A step that was
+    asked for by number has no substitute: its damage or absence is an error.
 
     >>> import tempfile
     >>> CheckpointFileReader(tempfile.mkdtemp()).read() is None
@@ -33,8 +34,8 @@ class CheckpointFileReader:
 
     Args:
       folder: the folder of the run, as given to `CheckpointFileWriter`.
-      target: the model's `init`, for the loop: it tells what a state looks like, and starts the
-        run when the folder holds no checkpoint.
+      target: for the loop, the model's `init` or a `TrainState`: it tells what a state looks like,
+        and starts the run when the folder holds no checkpoint.
       which: "latest", "best" (by what the writer monitored), or a step.
       strict: whether a damaged checkpoint is an error at once, and stays where it is.
     """
@@ -62,13 +63,22 @@ class CheckpointFileReader:
         Args:
           template: a state that says what to expect and where to put it; its leaves may be
             `jax.ShapeDtypeStruct`s, and dtypes are never changed. With an `InferenceState` only
-            its fields are read. Without one, optimizer states come as nested dicts.
+            its fields are read. None: the reader's target, if it is a state; else optimizer states
+            come as nested dicts.
           partial: as in `restore`.
 
         Raises:
+          TypeError: the template is no state.
           ValueError: the checkpoint does not fit the template (every difference is listed);
             there is no such step; all checkpoints are damaged.
         """
+        if template is None and isinstance(self.target, TrainState):
+            template = self.target
+        if not isinstance(template, TrainState | InferenceState | None):
+            raise TypeError(
+                f"A checkpoint is read into a state, got {type(template).__name__}: "
+                f"{template!r:.60}. Make one with flaxfit.init_state(init, optimizer, key, inputs)."
+            )
         if partial is not None and template is None:
             raise ValueError("partial= needs a target, to keep the rest of.")
         from_main("a look at the checkpoints", self._report_foreign)
@@ -92,7 +102,7 @@ class CheckpointFileReader:
             if problem is None:
                 return found
             damaged.append(self._reject(step, problem))
-        set_aside = from_main("what was set aside", self._set_aside)
+        set_aside = from_main("what was set aside", self._no_steps)
         damaged += [name for name in set_aside if name not in damaged]
         if damaged:
             raise ValueError(
@@ -113,7 +123,7 @@ class CheckpointFileReader:
         """The steps in the order in which to try them, and what was found to be damaged so far."""
         steps, damaged = _folder.steps(self.folder), []
         if isinstance(self.which, int):
-            if self.which not in steps and (steps or self._set_aside()):
+            if self.which not in steps:
                 raise ValueError(
                     f"There is no checkpoint of step {self.which} in {self.folder}: it holds "
                     f"{', '.join(map(str, steps)) or 'none'}."
@@ -144,16 +154,23 @@ class CheckpointFileReader:
             return None
         if self.strict or isinstance(self.which, int):
             raise ValueError(f"The checkpoint {path} is damaged: {problem}.")
-        target = _folder.set_aside(self.folder, step, "corrupt")
+        try:
+            name = _folder.set_aside(self.folder, step, "corrupt").name
+            what = f"is now {name}"
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            name, what = path.name, f"cannot be put aside ({error.strerror})"
         say(
             f"the checkpoint of step {step} in {self.folder} is damaged: {problem}; it is not "
-            f"used, and is now {target.name}"
+            f"used, and {what}"
         )
-        return target.name
+        return name
 
-    def _set_aside(self) -> list[str]:
+    def _no_steps(self) -> list[str]:
+        """What has been a checkpoint, or may have been one."""
         paths = _folder.aside(self.folder, "corrupt") + _folder.aside(self.folder, "replaced")
-        return [path.name for path in paths]
+        return [path.name for path in (*paths, *_folder.foreign(self.folder))]
 
 
 def restore(

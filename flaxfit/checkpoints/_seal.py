@@ -38,10 +38,17 @@ def check(folder: Path, item: str = "") -> None:
     try:
         sealed = json.loads((folder / SEAL).read_text(encoding="utf-8"))
         expected = {name: text for name, text in sealed.items() if name.startswith(item)}
-    except (FileNotFoundError, ValueError, AttributeError, RecursionError) as error:
+    except PermissionError:
+        raise
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise Damaged(f"its {SEAL} is missing or was changed") from error
     # Names in the seal are only compared with those of the files, never opened.
-    found = _checksums(folder, item)
+    try:
+        found = _checksums(folder, item)
+    except PermissionError:
+        raise  # No fault of the file.
+    except OSError as error:
+        raise Damaged(f"its files cannot be read ({error.strerror}: {error.filename})") from error
     for name, checksum in expected.items():
         if found.get(name) != checksum:
             raise Damaged(f"its file {name} {'was changed' if name in found else 'is missing'}")

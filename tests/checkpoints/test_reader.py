@@ -12,12 +12,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._loop import TrainLoop
-from flaxfit._state import TrainState
+from flaxfit._state import TrainState, init_state
 from flaxfit._task import TrainTask
 from flaxfit.checkpoints import (
     CheckpointFileReader,
     CheckpointFileWriter,
     _file,
+    _folder,
     _seal,
     best,
     latest,
@@ -181,15 +182,76 @@ def test_an_inference_state_reads_only_its_own_fields(tmp_path, tools):
 def test_a_folder_without_checkpoints_reads_as_none(tmp_path, make):
     folder = tmp_path / "run"
     if make:
-        (folder / "9").mkdir(parents=True)
-        (folder / "10" / "foreign").mkdir(parents=True)
         (folder / "007" / "arrays").mkdir(parents=True)
-        (folder / "3").write_text("a file")
         (folder / "notes").mkdir()
     assert CheckpointFileReader(folder, lambda rngs, x: {}).read(SMALL) is None
     assert (list_steps(folder), latest(folder), best(folder)) == ([], None, None)
     with pytest.raises(FileNotFoundError, match="There is no checkpoint in .*run"):
         restore(folder, SMALL)
+
+
+def test_emptied_steps_alone_are_no_empty_folder(tmp_path):
+    fill(tmp_path, 1, 2)
+    for item in ("arrays", "record"):
+        shutil.rmtree(tmp_path / "1" / item)
+        shutil.rmtree(tmp_path / "2" / item)
+    (tmp_path / "2" / "seal.json").unlink()
+    with pytest.raises(ValueError, match="holds no intact checkpoint, only 1, 2"):
+        CheckpointFileReader(tmp_path, lambda rngs, x: {}).read(SMALL)
+
+
+def test_a_step_that_is_asked_for_must_be_there(tmp_path):
+    with pytest.raises(ValueError, match="no checkpoint of step 99 in .*: it holds none"):
+        CheckpointFileReader(tmp_path, which=99).read(SMALL)
+
+
+def test_a_state_as_target_says_what_to_expect_and_starts_the_run(tmp_path, tools):
+    task = TrainTask(nn.Dense(1).apply, optax.adam(0.1), "mse", (np.ones((4, 3)), np.ones((4, 1))))
+    state = init_state(nn.Dense(1).init, task.optimizer, 3, (np.ones((4, 3), np.float32),))
+    reader = CheckpointFileReader(tmp_path, state)
+    tools.assert_same(TrainLoop(reader, task, stdout=False).state, state)
+    later = state.replace(step=jnp.int32(7), params=jax.tree.map(lambda x: x + 1, state.params))
+    save(tmp_path, later)
+    assert TrainLoop(reader, task, stdout=False).step == 7
+    found = reader.read()
+    assert found is not None
+    tools.assert_same(found.state, later)
+    for target in (None, 3):
+        with pytest.raises(TypeError, match="a reader that knows the model, got .* target"):
+            TrainLoop(CheckpointFileReader(tmp_path, target), task, 0, stdout=False)
+
+
+@pytest.mark.parametrize("target", [nn.Dense(1).init, {"params": {}}], ids=["init", "dict"])
+def test_what_is_no_state_is_no_target_of_restore(tmp_path, target):
+    fill(tmp_path, 1)
+    with pytest.raises(TypeError, match="is read into a state, got (function|method|dict)"):
+        restore(tmp_path, target)
+
+
+def test_a_file_that_the_disk_does_not_give_is_damage(tmp_path, monkeypatch, capfd):
+    fill(tmp_path, 1, 2)
+    digest = _seal.hashlib.file_digest
+
+    def failing(file, kind):
+        if "/2/" in file.name and "manifest" in file.name:
+            raise OSError(5, "Input/output error", file.name)
+        return digest(file, kind)
+
+    monkeypatch.setattr(_seal.hashlib, "file_digest", failing)
+    assert int(restore(tmp_path, SMALL).step) == 1
+    assert "its files cannot be read (Input/output error" in capfd.readouterr().err
+
+
+def test_a_damaged_step_that_cannot_be_renamed_is_passed_over(tmp_path, monkeypatch, capfd):
+    fill(tmp_path, 1, 2)
+    (tmp_path / "2" / "seal.json").unlink()
+
+    def fail(*arguments):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(_folder, "set_aside", fail)
+    assert int(restore(tmp_path, SMALL).step) == 1
+    assert "not used, and cannot be put aside (Permission denied)" in capfd.readouterr().err
 
 
 def test_steps_are_chosen_by_number(tmp_path):
