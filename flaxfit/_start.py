@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flaxfit._optimizer_axes import with_optimizer
 from flaxfit._rules import flat
@@ -89,8 +90,15 @@ def start(
 
 def _prepared(state: TrainState, optimizer: Any) -> TrainState:
     """A state that was given, as a loop takes it."""
+    state = jax.tree.map(_read, state)
     # It may have been made by hand, with a Python integer or an int64 as its step.
     return _with_options(state.replace(step=jnp.asarray(state.step, jnp.int32)), optimizer)
+
+
+def _read(leaf: Any) -> Any:
+    """An array that is read only when it is asked for, as an import may leave them."""
+    is_lazy = hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array | np.ndarray)
+    return np.asarray(leaf) if is_lazy else leaf
 
 
 def _with_options(state: TrainState, optimizer: Any) -> TrainState:

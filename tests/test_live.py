@@ -284,6 +284,20 @@ def test_the_options_of_a_task_are_put_around_a_state_of_the_users_optimizer(opt
     assert losses[0] == losses[1]
 
 
+def test_arrays_that_are_read_when_asked_for_are_read_at_the_start():
+    state = ff.init_state(MLP().init, optax.sgd(0.1), 0, (X[:1],))
+    lazy = jax.tree.map(
+        lambda x: ff.importers.LazyThreadPoolArray(x.shape, x.dtype, lambda: np.asarray(x)),
+        state.params,
+    )
+    task = ff.TrainTask(MLP().apply, optax.sgd(0.1), "mse", [(X, Y)])
+    losses = [
+        next(ff.TrainLoop(start, task, n_steps=1, stdout=False)).loss
+        for start in (state, state.replace(params=lazy))
+    ]
+    assert losses[0] == losses[1]
+
+
 def test_a_state_of_another_optimizer_is_refused_at_once():
     state = ff.init_state(MLP().init, optax.sgd(0.1), 0, (X[:1],))
     task = ff.TrainTask(MLP().apply, optax.adam(0.1), "mse", (X, Y))
