@@ -1,7 +1,7 @@
 """flaxfit trains Flax models; this page is its public API.
 
 The sub-packages `callbacks`, `checkpoints`, `data`, `export`, `losses`, `metrics`, `modules`,
-`optim` and `strategies` are attributes, imported when first used.
+`optim`, `sklearn` and `strategies` are attributes, imported when first used.
 """
 
 import importlib
@@ -44,6 +44,7 @@ _SUBPACKAGES = frozenset(
         "metrics",
         "modules",
         "optim",
+        "sklearn",
         "strategies",
     )
 )

@@ -366,7 +366,7 @@ class Model:
 
     @property
     def state(self) -> TrainState:
-        """The training state: a copy that stays valid.
+        """The training state: a copy that stays valid. Set it to go on from another one.
 
         Raises:
           RuntimeError: the model has not been trained.
@@ -379,6 +379,13 @@ class Model:
             "This model has no weights yet: call fit (epochs=1 is enough) or load before "
             "evaluate, predict, save or state."
         )
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        if self._loop is not None:
+            self._loop.restore(state)
+        else:
+            self._init = self._loaded = state
 
     @property
     def freeze(self) -> Sequence[str]:

@@ -12,7 +12,7 @@ LAYERS = (
     {"_initialize"}
     | {"_rules", "_batch", "_by_row", "_chart", "_cost", "_display", "_interrupt", "_monitor"}
     | {"_precision", "_totals"},
-    {"_arrays", "_axes", "_state_dict"},
+    {"_arrays", "_axes", "_replicas", "_state_dict"},
     {"_inference_state", "_optimizer_axes"},
     {"_state", "losses", "metrics", "strategies", "optim", "data", "modules"},
     {"_task", "_checkpoint", "_feed", "_forward", "_start"},
@@ -23,6 +23,7 @@ LAYERS = (
     {"_loop", "_evaluate", "callbacks", "importers"},
     {"_find_batch_size", "_find_lr", "_run_folder", "_warm_start"},
     {"_model"},
+    {"sklearn"},
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS, start=1) for part in parts}
 MODULES = sorted(

@@ -171,6 +171,7 @@ PUBLIC = {
         "set_hyperparams",
         "swap_ema",
     ),
+    "flaxfit.sklearn": ("FlaxClassifier", "FlaxRegressor"),
     "flaxfit.strategies": ("DataParallel", "Layout", "Sharded", "Strategy", "gather"),
 }
 # The spine of the library is at the top; these live in a sub-package as well, among their kind.
