@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.errors import InvalidRngError
 
-from flaxfit import losses
 from flaxfit._batch import Batch, n_examples
+from flaxfit._by_output import check_values
 from flaxfit._by_row import check_by_row
 from flaxfit._forward import ForwardPass, evaluate_loss, forward, forward_eval
 from flaxfit._rules import flat
@@ -118,7 +118,7 @@ def check_loss(
     loss: Any, values: Any, outputs: Any, batch: Batch, data: Batch | None = None
 ) -> None:
     """Checks the values of labels on the host, and that what is weighted can be."""
-    losses.check_values(loss, outputs, (data or batch).targets)
+    check_values(loss, outputs, (data or batch).targets)
     if values.ndim == 0 and batch.weights is not None:
         raise ValueError(
             "Weights cannot be applied to a loss that returns a scalar: return one value per "

@@ -53,12 +53,13 @@ class Model:
         switch between training and evaluation (`train`, `training`, `deterministic`,
         `use_running_average`; a field or an argument of the call) is set as needed.
       optimizer: an optax transformation.
-      loss: a function `(*outputs, *targets) -> values` or a name, such as "crossentropy".
+      loss: a function `(*outputs, *targets) -> values` or a name, such as "crossentropy"; for
+        several outputs one for each, by name or in their order.
       metrics: names, functions or `Metric`s, in a sequence or by name in a mapping.
       strategy: where arrays live; None: data-parallel over all local devices.
       seed: of the initial parameters, of shuffling and of dropout.
-      **options: fields of `TrainTask`: `rngs`, `mutable`, `pad`, `freeze`, `accumulate`,
-        `precision`, `clip_norm`, `ema`, `skip_nonfinite`. With `ema`, the moving average of the
+      **options: fields of `TrainTask`: `loss_weights`, `rngs`, `mutable`, `pad`, `freeze`,
+        `accumulate`, `precision`, `clip_norm`, `ema`, `skip_nonfinite`. With `ema`, the moving average of the
         parameters is what validation, `evaluate`, `predict` and `export` use.
     """
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flaxfit import losses, metrics
+from flaxfit._by_output import as_loss, as_metrics
 from flaxfit._precision import check_precision
 from flaxfit.optim._extended import extend
 
@@ -31,12 +31,16 @@ class TrainTask:
     loss: Any
     """`loss(*outputs, *targets)` or a name. It returns values `(batch, ...)` (preferred: weights
     and padding are then exact), or `(values, penalty)` with an unweighted scalar penalty, or a
-    scalar, the mean over the batch."""
+    scalar, the mean over the batch. A model with several outputs has one for each, by name or in
+    their order: their weighted sum is trained, and each is reported as "<name>_loss"."""
     data: Any = None
     """Anything that `flaxfit.data.as_stream` takes."""
     metrics: Any = dataclasses.field(default_factory=dict)
-    """Metrics by name, or a sequence of names; measured on the outputs of the training step."""
+    """Metrics by name, or a sequence of names; measured on the outputs of the training step.
+    Under the name of one of several outputs: those of that output."""
     _: dataclasses.KW_ONLY
+    loss_weights: Any = None
+    """The weights of the losses of several outputs, by name or in their order; 1 where none is."""
     rngs: Sequence[str] = ("dropout",)
     """The random streams that `apply` is given, each with a key of its own in every step."""
     mutable: Any = None
@@ -85,8 +89,8 @@ class TrainTask:
             scales_loss=self.precision == "float16",
         )
         object.__setattr__(self, "optimizer", optimizer)
-        object.__setattr__(self, "loss", losses.resolve(self.loss))
-        object.__setattr__(self, "metrics", metrics.as_metrics(self.metrics))
+        object.__setattr__(self, "loss", as_loss(self.loss, self.loss_weights))
+        object.__setattr__(self, "metrics", as_metrics(self.metrics, self.loss))
         object.__setattr__(self, "rngs", _names(self.rngs))
 
 
@@ -106,7 +110,9 @@ class EvalTask:
     """Anything that can be passed over again and again: arrays, a list of batches, a loader."""
     _: dataclasses.KW_ONLY
     loss: Any = None
-    """A loss to report as well, or its name."""
+    """A loss to report as well, or its name; of several outputs one for each."""
+    loss_weights: Any = None
+    """The weights of the losses of several outputs, as of a `TrainTask`."""
     rngs: Sequence[str] = ()
     """The random streams of a stochastic evaluation; none by default."""
     precision: str | None = None
@@ -118,8 +124,8 @@ class EvalTask:
         _check_apply("EvalTask", self.apply)
         check_precision("EvalTask", self.precision)
         if self.loss is not None:
-            object.__setattr__(self, "loss", losses.resolve(self.loss))
-        object.__setattr__(self, "metrics", metrics.as_metrics(self.metrics))
+            object.__setattr__(self, "loss", as_loss(self.loss, self.loss_weights))
+        object.__setattr__(self, "metrics", as_metrics(self.metrics, self.loss))
         object.__setattr__(self, "rngs", _names(self.rngs))
 
 

@@ -15,6 +15,7 @@ LAYERS = (
     {"_arrays", "_axes", "_replicas", "_state_dict"},
     {"_inference_state", "_optimizer_axes"},
     {"_state", "losses", "metrics", "strategies", "optim", "data", "modules"},
+    {"_by_output"},
     {"_task", "_checkpoint", "_feed", "_forward", "_start"},
     {"_gradient", "_own_rows", "_agreement"},
     {"_step", "_history", "checkpoints", "export"},
