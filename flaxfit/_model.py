@@ -59,8 +59,8 @@ class Model:
       strategy: where arrays live; None: data-parallel over all local devices.
       seed: of the initial parameters, of shuffling and of dropout.
       **options: fields of `TrainTask`: `loss_weights`, `rngs`, `mutable`, `pad`, `freeze`,
-        `accumulate`, `precision`, `clip_norm`, `ema`, `skip_nonfinite`. With `ema`, the moving average of the
-        parameters is what validation, `evaluate`, `predict` and `export` use.
+        `accumulate`, `precision`, `clip_norm`, `ema`, `skip_nonfinite`. With `ema`, the moving
+        average of the parameters is what validation, `evaluate`, `predict` and `export` use.
     """
 
     def __init__(

@@ -209,17 +209,18 @@ class FlaxRegressor(RegressorMixin, _FlaxEstimator):
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Trains from the beginning."""
         X, y = validate_data(self, X, y, allow_nd=True, multi_output=True, y_numeric=True)
-        self._is_flat = y.ndim == 1
-        return self._fit(X, y, sample_weight, 1 if self._is_flat else y.shape[1])
+        self._shape = y.shape[1:]
+        n_outputs = y.size // len(y)
+        return self._fit(X, y.ravel() if n_outputs == 1 else y, sample_weight, n_outputs)
 
     def predict(self, X: Any) -> np.ndarray:
         """The numbers expected, of the shape of `y`."""
         outputs = self._outputs(X).astype(np.float64)
-        return outputs.reshape(len(outputs)) if self._is_flat else outputs
+        return outputs.reshape(len(outputs), *self._shape)
 
     def _loss(self) -> Any:
         loss = losses.resolve("mse" if self.loss is None else self.loss)
-        return _squeezed(loss) if self._is_flat else loss
+        return _squeezed(loss) if self._n_outputs == 1 else loss
 
 
 class _MLP(nn.Module):
