@@ -16,6 +16,7 @@ from flaxfit._start import start
 from flaxfit._state import TrainState
 from flaxfit._stepper import Stepper
 from flaxfit._task import TrainTask
+from flaxfit._trial import Trial
 from flaxfit.optim import hyperparams
 from flaxfit.optim._learning_rates import learning_rates
 from flaxfit.strategies import DataParallel, Strategy
@@ -58,7 +59,8 @@ class TrainLoop:
       strategy: where arrays live; None: `DataParallel(devices)`.
       callbacks: functions `Checkpoint -> Checkpoint | None`, called before each yield.
       first_checkpoint: the step of the first checkpoint; `n_steps_per_checkpoint` gives n, 2n, ...
-      steps_per_call: steps per dispatch to the device.
+      steps_per_call: steps per dispatch to the device; "auto": a few steps are timed, one per
+        dispatch and several (at most 32, and none across a checkpoint), and the faster is kept.
       keep_grads: whether checkpoints hold the gradients of their last step.
       grad_norm: whether to report the norm of the gradients.
       stdout: whether to print notices (to stderr).
@@ -79,7 +81,7 @@ class TrainLoop:
         strategy: Strategy | None = None,
         callbacks: Any = (),
         first_checkpoint: int = 1,
-        steps_per_call: int = 1,
+        steps_per_call: int | str = 1,
         keep_grads: bool = False,
         grad_norm: bool = True,
         stdout: bool = True,
@@ -93,11 +95,12 @@ class TrainLoop:
         self.n_steps_per_checkpoint = n_steps_per_checkpoint
         self.n_steps = n_steps
         self.first_checkpoint = first_checkpoint
-        self.steps_per_call = steps_per_call
         self.say = say if stdout else lambda text: None
         self._stepper = stepper = Stepper(
             self.task, self.strategy, grad_norm=grad_norm, keep_grads=keep_grads, say=self.say
         )
+        self._trial: Trial | None = None
+        self.steps_per_call = steps_per_call
 
         def sample() -> Any:
             return normalize(
@@ -250,12 +253,19 @@ class TrainLoop:
 
     @property
     def steps_per_call(self) -> int:
-        """The steps per dispatch; takes effect at once when set."""
-        return self._steps_per_call
+        """The steps per dispatch; takes effect at once when set.
+
+        Under "auto" it is the present number. Setting "auto" again keeps what was found out.
+        """
+        return self._steps_per_call if self._trial is None else self._trial.n_steps
 
     @steps_per_call.setter
-    def steps_per_call(self, value: int) -> None:
-        self._steps_per_call = _whole_number("steps_per_call", value, 1)
+    def steps_per_call(self, value: int | str) -> None:
+        if value == "auto":
+            self._trial = self._trial or Trial(self._stepper, self.say)
+        else:
+            self._steps_per_call = _whole_number("steps_per_call", value, 1)
+            self._trial = None
 
     @property
     def first_checkpoint(self) -> int:
@@ -431,8 +441,7 @@ class TrainLoop:
                 is_alone = not stepper.agreement.is_needed
                 if self._is_finishing and stepper.n_completed and is_alone:
                     break
-                n = self.steps_per_call
-                if stepper.advance(min(n, stop() - stepper.step)):
+                if self._advance(stop() - stepper.step):
                     for watch in self.watchers:
                         watch(stepper.step)
             if self._due is None and stepper.n_completed:
@@ -443,6 +452,12 @@ class TrainLoop:
                 self._reset()
                 stepper.interrupts.release()
         return self._deliver()
+
+    def _advance(self, n_left: int) -> bool:
+        """Dispatches the next steps, at most `n_left`; whether there was a batch."""
+        if self._trial is None:
+            return self._stepper.advance(min(self._steps_per_call, n_left))
+        return self._trial.advance(n_left, self.n_steps_per_checkpoint)
 
     def _deliver(self) -> Checkpoint | None:
         """Shows the checkpoint to the callbacks; after an interrupt, to those still waiting."""

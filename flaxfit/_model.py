@@ -110,7 +110,7 @@ class Model:
         shuffle: bool = True,
         callbacks: Any = (),
         verbose: int | str = "auto",
-        steps_per_execution: int = 1,
+        steps_per_execution: int | str = 1,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         resume: bool | str = "auto",
     ) -> History:
@@ -131,7 +131,8 @@ class Model:
           callbacks: functions `Checkpoint -> Checkpoint | None`, called after each epoch.
           verbose: "auto" or 1: a bar on a terminal or in a notebook, else a line per epoch;
             2: lines; 0: nothing.
-          steps_per_execution: steps per dispatch to the device.
+          steps_per_execution: steps per dispatch to the device; "auto": as many as are found to
+            be fastest while the first steps are taken.
           checkpoint_dir: a folder in which each epoch is saved, with the history, the position in
             the data and what callbacks remember.
           resume: "auto": a model without weights goes on from the newest checkpoint of that
@@ -149,7 +150,9 @@ class Model:
         for name, number in {
             "epochs": epochs,
             "steps_per_epoch": 1 if steps_per_epoch is None else steps_per_epoch,
-            "steps_per_execution": steps_per_execution,
+            "steps_per_execution": 1
+            if isinstance(steps_per_execution, str)
+            else steps_per_execution,
             "batch_size": batch_size,
         }.items():
             if number < 1:
@@ -495,7 +498,7 @@ class Model:
         return self.state if self._task.ema is None else swap_ema(self.state)
 
     def _loop_over(
-        self, stream: Any, n_steps: int | None, steps_per_call: int, *, quiet: bool
+        self, stream: Any, n_steps: int | None, steps_per_call: int | str, *, quiet: bool
     ) -> TrainLoop:
         """The one loop of this model, set to go over the stream with a checkpoint each epoch."""
         task = dataclasses.replace(self._task, data=stream)

@@ -197,7 +197,7 @@ def compute(sums: Sums, metrics: Mapping[str, Any]) -> dict[str, Any]:
     {'loss': 1.5}
     """
     values = {}
-    sums = jax.device_get(sums)
+    sums = jax.tree.map(np.asarray, sums)
     order = [name for name in ("loss", *metrics) if name in sums]
     for name in dict.fromkeys([*order, *sums]):
         parts = sums[name]

@@ -79,6 +79,8 @@ class Stepper:
         self._gathers: bool = getattr(self.stream, "resident", False)
         self._takes_rows = self._gathers or knows_rows(self.stream)
         self._resident: Batch | None = None
+        self._of_rows: dict[int, Portion] = {}
+        """Portions of resident data that were made before, by the number of their rows."""
 
     def set_position(self, data_state: Any) -> None:
         """Moves in the data to where a checkpoint was made."""
@@ -108,7 +110,7 @@ class Stepper:
         self.step = int(state.step)
         """How many updates were done; on the host, as reading the device's would wait for it."""
         if shapes_of(before) != shapes_of(self.state):
-            self._sums: Any = {}
+            self._count({})
             self._feed = None
         self.reset_totals()
 
@@ -159,9 +161,15 @@ class Stepper:
                 "differ:\n" + "\n".join(lines)
             )
 
+    def _count(self, sums: Any) -> None:
+        """Sets what is to be counted: sums of these shapes and dtypes."""
+        self._sums = sums
+        # Placed once, and never donated: every count begins with the same zeros.
+        self._zeros = self.strategy.share(_totals.zero_totals(sums))
+
     def reset_totals(self) -> None:
         """Begins to count anew."""
-        self._totals: Any = _totals.zero_totals(self._sums)
+        self._totals: Any = self._zeros
         self.grads: Any = None
         self.n_completed = 0
         self.n_examples = 0
@@ -241,6 +249,10 @@ class Stepper:
             self._in_flight.popleft().block_until_ready()
         return True
 
+    def wait(self) -> None:
+        """Waits until the devices have done all steps."""
+        jax.block_until_ready([*self._in_flight])
+
     def _fetch(self, n: int, *, is_ahead: bool = False) -> list[Any]:
         """The next `n` batches, fewer at the end of the data; they stay until they are stepped."""
         stream, is_ahead = self.stream, is_ahead or n > 1
@@ -262,9 +274,10 @@ class Stepper:
 
     def _portions(self, n: int) -> list[Portion]:
         """The next `n` batches if they share a program, else one; none at the end of the data."""
-        fetched = self._fetch(n)
-        portions = [self._portion(item) for item in fetched]
-        is_alike = len(portions) == n and len({p.signature for p in portions}) == 1
+        portions = [self._portion(item) for item in self._fetch(n)]
+        is_alike = len(portions) == n and all(
+            portion.signature == portions[0].signature for portion in portions[1:]
+        )
         return portions if is_alike else portions[:1]
 
     def _portion(self, item: Any) -> Portion:
@@ -276,9 +289,16 @@ class Stepper:
             self.is_preparing = False
         if not self._takes_rows:
             return self._feed(item)
+        known = self._of_rows.get(len(item))
+        if known is not None:
+            # Only the rows differ: nothing has to be looked at again for each step.
+            return Portion(known.strategy, Batch((item,), (), known.batch.weights), *known[2:])
         portion = self._feed(Batch((item,)))
         if self._resident is not None and portion.strategy is self.strategy:
-            return own_rows(portion._replace(is_weighted=self._resident.weights is not None))
+            portion = own_rows(portion._replace(is_weighted=self._resident.weights is not None))
+            if n_examples(portion.batch) == len(item):
+                self._of_rows[len(item)] = portion
+            return portion
         if knows_rows(self.stream):
             return own_examples(portion, self.stream.pick)
         # On fewer devices than hold the data.
@@ -362,7 +382,7 @@ class Stepper:
         )
         if self._is_flat:
             update = on_leaves(update, self._structure)
-        return portion.strategy.compile(update, arguments, n_donated=2)
+        return portion.strategy.compile(update, arguments, n_donated=1)
 
     def count_flops(self, n: int | None) -> float:
         """The operations of a step on `n` examples, on all devices together."""
@@ -406,19 +426,17 @@ class Stepper:
         self._resident = self.strategy.place(data) if self._gathers else None
         leaves = jax.tree.leaves(self._resident)
         structure = jax.tree.structure(self._resident)
-        self._resident_shapes = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        # As a text, since each step looks its program up by it and a text keeps its hash.
+        self._resident_shapes = repr((structure, *((leaf.shape, leaf.dtype) for leaf in leaves)))
         result = inspect(self.task, self.state, batch, data, self.strategy.bind)
-        self._sums = result.sums | more_sums(
-            self.task, result, grad_norm=self._options["grad_norm"], norms=self.norms
-        )
-        zeros = _totals.zero_totals(self._sums)
-        if self.n_completed and jax.tree.map(np.shape, zeros) != jax.tree.map(
-            np.shape, self._totals
-        ):
+        more = more_sums(self.task, result, grad_norm=self._options["grad_norm"], norms=self.norms)
+        self._count(result.sums | more)
+        is_same = jax.tree.map(np.shape, self._zeros) == jax.tree.map(np.shape, self._totals)
+        if self.n_completed and not is_same:
             self._say("the metrics were changed in the middle of their span: it is counted anew")
             self.reset_totals()
         if not self.n_completed:
-            self._totals = zeros
+            self._totals = self._zeros
         why_not = ""
         if not self.task.pad:
             why_not = "the task has pad=False"

@@ -21,6 +21,7 @@ LAYERS = (
     {"_step", "_history", "checkpoints", "export"},
     {"_update", "_inspect"},
     {"_stepper"},
+    {"_trial"},
     {"_loop", "_evaluate", "callbacks", "importers"},
     {"_find_batch_size", "_find_lr", "_run_folder", "_warm_start"},
     {"_model"},

@@ -79,7 +79,7 @@ class DataParallel:
     def collect(self, tree: Any) -> Any:
         """A copy of a replicated tree on the first device."""
         # Reading one local shard is free; `x[0]` would gather over the devices.
-        return _copy(jax.tree.map(lambda x: x.addressable_shards[0].data, tree))
+        return _copy(jax.tree.map(lambda x: x.addressable_data(0), tree))
 
     def split(self, batch: Any, n_stacked: int = 0) -> Any:
         """Reshapes leaves `(n, ...)` to `(devices, n / devices, ...)`, NumPy without a copy.
@@ -95,7 +95,9 @@ class DataParallel:
                 x = x.reshape(n_stacked, n, x.shape[1] // n, *x.shape[2:]).swapaxes(0, 1)
             return jax.device_put(x, self._parts) if isinstance(x, jax.Array) else x
 
-        return jax.tree.map(split_leaf, batch)
+        # Not `jax.tree.map`, whose generality a small step would notice.
+        leaves, structure = jax.tree.flatten(batch)
+        return structure.unflatten([split_leaf(leaf) for leaf in leaves])
 
     def join(self, outputs: Any) -> Any:
         """NumPy arrays of all examples in order, from outputs of a split batch."""
