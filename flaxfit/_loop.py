@@ -175,6 +175,11 @@ class TrainLoop:
         return self.strategy.collect(self._stepper.state)
 
     @property
+    def state_in_place(self) -> TrainState:
+        """The training state where it lies on the devices, not copied: the next step uses it up."""
+        return self._stepper.state
+
+    @property
     def hyperparams(self) -> dict[str, Any]:
         """The optimizer's hyperparameters by name, those of groups by group and name.
 

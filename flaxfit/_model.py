@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ from flaxfit.optim import swap_ema
 from flaxfit.strategies import DataParallel, Strategy
 
 _ENDLESS = 2**31 - 1
+# While these are computed and copied, others are prepared; no more of them wait on the devices.
+_BATCHES_IN_FLIGHT = 4
 
 
 class Model:
@@ -181,7 +184,7 @@ class Model:
         found = loop.start if is_fresh else None
         can_repeat = hasattr(validation_data, "one_epoch")
         if can_repeat or not isinstance(validation_data, Iterator | None):
-            self._evaluator.check(loop.state, validation_data)  # Before an epoch is spent on it.
+            self._evaluator.check(loop.state_in_place, validation_data)  # Before an epoch is spent on it.
         facts = self._facts(stream, validation_data, n_steps)
         self.history = History(type(self.module).__name__, unit="epoch", facts=facts)
         validate = [] if validation_data is None else [self._validation(validation_data)]
@@ -224,7 +227,7 @@ class Model:
         data, _ = prepare(x, y, sample_weight)
         if isinstance(data, tuple):
             data = ArrayStream(*data, batch_size=batch_size, epochs=1)
-        return self._evaluator.measure(self.state, data)
+        return self._evaluator.measure(self._state_in_place(), data)
 
     def predict(self, x: Any, *, batch_size: int = 32) -> Any:
         """The model's outputs as NumPy arrays, one row per example of `x`, in order."""
@@ -234,21 +237,32 @@ class Model:
             batches = ArrayStream(*data, batch_size=batch_size, epochs=1)
         batches = OwnBatches(one_pass(batches), self.strategy)
         feed = Feed(self.strategy, pad=True, size=batches.batch_size, is_own=batches.is_own)
-        state = self.strategy.share(self._state_to_use().for_inference())
+        state = self._state_in_place()
+        state = state if self._task.ema is None else swap_ema(state)
+        state = self.strategy.share(state.for_inference())
+        shapes = structure_of(state)
         outputs: list[Any] = []
+        in_flight: deque[tuple[Strategy, Any, int]] = deque()
+
+        def fetch() -> None:
+            strategy, output, n = in_flight.popleft()
+            outputs.append(batches.without_padding(strategy.join(output), n))
+
         for item in batches:
-            n = n_examples(batches.examples(item))
             portion = batches.portion(feed, item)
             strategy, batch = portion.strategy, portion.batch._replace(targets=(), weights=None)
             arguments = (state, strategy.split(batch))
-            key = (portion.signature, structure_of(state))
+            key = (portion.signature, shapes)
             if key not in self._predictors:
                 step = make_predict_step(self._eval.apply, precision=self._task.precision)
                 result = jax.eval_shape(strategy.bind(step), shapes_of(state), shapes_of(batch))
                 check_rows(result, n_examples(batch))
                 self._predictors[key] = strategy.compile_split(step, arguments)
-            joined = strategy.join(self._predictors[key](*arguments))
-            outputs.append(batches.without_padding(joined, n))
+            in_flight.append((strategy, self._predictors[key](*arguments), portion.n_examples))
+            if len(in_flight) > _BATCHES_IN_FLIGHT:
+                fetch()
+        while in_flight:
+            fetch()
         if not outputs:
             raise ValueError("There is nothing to predict: the data holds no batches.")
         return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
@@ -493,6 +507,10 @@ class Model:
             return self._loop.step
         return 0 if self._loaded is None else int(self._loaded.step)
 
+    def _state_in_place(self) -> TrainState:
+        """The state, not copied, for what is done with it before a next step."""
+        return self.state if self._loop is None else self._loop.state_in_place
+
     def _state_to_use(self) -> TrainState:
         """The state whose parameters are used, not trained: with `ema`, their moving average."""
         return self.state if self._task.ema is None else swap_ema(self.state)
@@ -546,7 +564,7 @@ class Model:
         return validate
 
     def _facts(self, stream: Any, validation_data: Any, n_steps: int | None) -> str:
-        params = self.state.params
+        params = self._state_in_place().params
         return display.start_line(
             type(self.module).__name__,
             n_params=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),

@@ -54,6 +54,7 @@ class Stepper:
         self.interrupts = Interrupts()
         self.agreement = Agreement(strategy)
         self.executables: dict[Any, Callable[..., Any]] = {}
+        self._traced: dict[Any, Any] = {}
         self._compiled_for: Any = None
         self.is_preparing = False
         """Whether it inspects the first batch or compiles, which may take long."""
@@ -122,7 +123,7 @@ class Stepper:
         axes = with_optimizer(state.axes, state.params, opt_state)
         self.state = self.strategy.place(state.replace(opt_state=opt_state, axes=axes))
         self.task = task
-        self.executables = {}
+        self.executables, self._traced = {}, {}
 
     def set_norms(self, patterns: Sequence[str]) -> None:
         """Reports the norms of parameters and gradients by these patterns, from now on."""
@@ -428,7 +429,7 @@ class Stepper:
         structure = jax.tree.structure(self._resident)
         # As a text, since each step looks its program up by it and a text keeps its hash.
         self._resident_shapes = repr((structure, *((leaf.shape, leaf.dtype) for leaf in leaves)))
-        result = inspect(self.task, self.state, batch, data, self.strategy.bind)
+        result = inspect(self.task, self.state, batch, data, self.strategy.bind, self._traced)
         more = more_sums(self.task, result, grad_norm=self._options["grad_norm"], norms=self.norms)
         self._count(result.sums | more)
         is_same = jax.tree.map(np.shape, self._zeros) == jax.tree.map(np.shape, self._totals)

@@ -96,6 +96,41 @@ def test_fit_again_with_the_same_shapes_compiles_nothing():
     assert history.compile_time == 0
 
 
+def test_a_model_is_traced_once_for_each_shape():
+    traces = []
+
+    class Counted(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            traces.append(x.shape)
+            return nn.Dense(10)(x)
+
+    model = make_model(Counted())
+
+    def use():
+        fit(model, validation_data=(X_TEST, Y_TEST))
+        model.evaluate(X_TEST, Y_TEST, batch_size=64)
+        model.predict(X_TEST, batch_size=64)
+
+    use()
+    traces.clear()
+    use()
+    assert traces == []
+
+
+def test_what_was_traced_before_is_still_checked():
+    model = make_model()
+    fit(model, validation_data=(X_TEST, Y_TEST))
+    model.evaluate(X_TEST, Y_TEST)
+    broken, labels = X_TEST.copy(), Y_TEST.copy()
+    broken[100, 3], labels[100] = np.nan, 10
+    for bad in ((broken, Y_TEST), (X_TEST, labels)):
+        with pytest.raises(ValueError, match="NaN|label"):
+            model.evaluate(*bad)
+        with pytest.raises(ValueError, match="NaN|label"):
+            model.fit(*bad, batch_size=64, verbose=0)
+
+
 def test_fit_has_the_result_of_the_loop_that_a_user_would_write():
     model = make_model()
     fit(model, epochs=2)
