@@ -98,6 +98,34 @@ def inspect_eval(
     return values
 
 
+def inspect_step(
+    step: Callable[..., Any],
+    state: Any,
+    batch: Batch,
+    data: Batch | None = None,
+    bind: Callable[..., Any] = lambda function: function,
+) -> Any:
+    """Traces a step of the user's own without running it: the shapes of its sums.
+
+    Raises:
+      ValueError: the state that it returns is not like the one it was given.
+    """
+    check_finite(batch if data is None else data, "The first batch" if data is None else "The data")
+    updated, sums = jax.eval_shape(bind(step), shapes_of(state), shapes_of(batch))
+    old, new = (
+        {path: f"{x.dtype}{list(x.shape)}" for path, x in flat(tree).items()}
+        for tree in (state, updated)
+    )
+    if old != new or jax.tree.structure(state) != jax.tree.structure(updated):
+        paths = [path for path in {**old, **new} if old.get(path) != new.get(path)]
+        lines = [f"  {p}: {old.get(p, '-')} became {new.get(p, '-')}" for p in paths[:30]]
+        raise ValueError(
+            "The step of the task returned a state that is not like the one it was given:\n"
+            + "\n".join(lines or ["  other containers hold its arrays"])
+        )
+    return sums
+
+
 @contextlib.contextmanager
 def _explained(owner: str, task: Any, batch: Batch) -> Iterator[None]:
     """Says in words what it means when a model or a loss is not given what it asks for."""

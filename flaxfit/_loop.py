@@ -12,6 +12,7 @@ import jax
 from flaxfit._batch import normalize
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._display import say
+from flaxfit._own_step import strategy_for
 from flaxfit._start import start
 from flaxfit._state import TrainState
 from flaxfit._stepper import Stepper
@@ -19,7 +20,7 @@ from flaxfit._task import TrainTask
 from flaxfit._trial import Trial
 from flaxfit.optim import hyperparams
 from flaxfit.optim._learning_rates import learning_rates
-from flaxfit.strategies import DataParallel, Strategy
+from flaxfit.strategies import Strategy
 
 
 class EndOfData(Exception):
@@ -56,7 +57,8 @@ class TrainLoop:
       collections: names of random streams, in place of the task's `rngs`.
       mutable_collections: in place of the task's `mutable`.
       devices: the devices of a `DataParallel` strategy.
-      strategy: where arrays live; None: `DataParallel(devices)`.
+      strategy: where arrays live; None: `DataParallel(devices)`, or, for a task with a step of its
+        own and several devices, `Sharded(devices=devices)`.
       callbacks: functions `Checkpoint -> Checkpoint | None`, called before each yield.
       first_checkpoint: the step of the first checkpoint; `n_steps_per_checkpoint` gives n, 2n, ...
       steps_per_call: steps per dispatch to the device; "auto": a few steps are timed, one per
@@ -91,7 +93,7 @@ class TrainLoop:
                 "Give either devices or a strategy, not both: strategies hold devices."
             )
         self.task = _with_collections(task, collections, mutable_collections)
-        self.strategy = strategy or DataParallel(devices)
+        self.strategy = strategy or strategy_for(self.task, devices)
         self.n_steps_per_checkpoint = n_steps_per_checkpoint
         self.n_steps = n_steps
         self.first_checkpoint = first_checkpoint
@@ -140,10 +142,25 @@ class TrainLoop:
         """Trains to the next checkpoint step; past `n_steps` where that is reached already."""
         return self._train_to(self._next_stop()) or self._no_data()
 
-    def next_step(self) -> Checkpoint:
-        """Trains a single step."""
+    def next_step(self, batch: Any = None) -> Checkpoint:
+        """Trains a single step: on the next batch of the data, or on one that is given.
+
+        A given batch may have any form that a stream may yield, and any size. The data stays
+        where it is, so that the two can be mixed; a task that is trained on given batches alone
+        needs no data, but the loop an `input_sample`. Of several processes each gives its part.
+
+        After an exception in a callback the next call only finishes that step.
+
+        >>> import numpy as np, optax
+        >>> x = np.ones((8, 1), np.float32)
+        >>> task = TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse")
+        >>> init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
+        >>> loop = TrainLoop(init, task, 0, input_sample=x, stdout=False)
+        >>> loop.next_step((x, 2 * x)).loss, loop.next_step((x[:3], x[:3])).step
+        (4.0, 2)
+        """
         step = self.step + 1
-        return self._train_to(lambda: step) or self._no_data()
+        return self._train_to(lambda: step, batch) or self._no_data()
 
     def run(self, n: int) -> Iterator[Checkpoint]:
         """Yields the checkpoints of the next `n` steps; the last of them always is one."""
@@ -437,16 +454,18 @@ class TrainLoop:
 
     # How it trains.
 
-    def _train_to(self, stop: Callable[[], int]) -> Checkpoint | None:
+    def _train_to(self, stop: Callable[[], int], batch: Any = None) -> Checkpoint | None:
         """Trains to the step `stop()`, or to the end of the data; None if that is here."""
         stepper = self._stepper
         with stepper.interrupts.watched(), self._timed():
-            while self._due is None and stepper.step < stop() and not stepper.ended:
+            while self._due is None and stepper.step < stop():
+                if stepper.ended and batch is None:
+                    break
                 # Of several processes each may be told at another step: a checkpoint settles it.
                 is_alone = not stepper.agreement.is_needed
                 if self._is_finishing and stepper.n_completed and is_alone:
                     break
-                if self._advance(stop() - stepper.step):
+                if self._advance(stop() - stepper.step, batch):
                     for watch in self.watchers:
                         watch(stepper.step)
             if self._due is None and stepper.n_completed:
@@ -458,8 +477,10 @@ class TrainLoop:
                 stepper.interrupts.release()
         return self._deliver()
 
-    def _advance(self, n_left: int) -> bool:
+    def _advance(self, n_left: int, batch: Any) -> bool:
         """Dispatches the next steps, at most `n_left`; whether there was a batch."""
+        if batch is not None:
+            return self._stepper.advance(1, batch)
         if self._trial is None:
             return self._stepper.advance(min(self._steps_per_call, n_left))
         return self._trial.advance(n_left, self.n_steps_per_checkpoint)

@@ -25,6 +25,7 @@ from flaxfit._history import History
 from flaxfit._inspect import check_rows, shapes_of, structure_of
 from flaxfit._loop import EndOfData, TrainLoop
 from flaxfit._own_rows import OwnBatches, knows_rows
+from flaxfit._own_step import strategy_for
 from flaxfit._run_folder import RunFolder, SavedState
 from flaxfit._state import TrainState
 from flaxfit._step import make_predict_step
@@ -33,7 +34,7 @@ from flaxfit._warm_start import WarmStart, put_weights
 from flaxfit.callbacks import ProgressBar
 from flaxfit.data import ArrayStream, as_stream, one_pass, prefetch
 from flaxfit.optim import swap_ema
-from flaxfit.strategies import DataParallel, Strategy
+from flaxfit.strategies import Strategy
 
 _ENDLESS = 2**31 - 1
 # While these are computed and copied, others are prepared; no more of them wait on the devices.
@@ -62,8 +63,8 @@ class Model:
       strategy: where arrays live; None: data-parallel over all local devices.
       seed: of the initial parameters, of shuffling and of dropout.
       **options: fields of `TrainTask`: `loss_weights`, `rngs`, `mutable`, `pad`, `freeze`,
-        `accumulate`, `precision`, `clip_norm`, `ema`, `skip_nonfinite`. With `ema`, the moving
-        average of the parameters is what validation, `evaluate`, `predict` and `export` use.
+        `accumulate`, `precision`, `clip_norm`, `ema`, `skip_nonfinite`, `step`. With `ema`, the
+        moving average of the parameters is what validation, `evaluate`, `predict` and `export` use.
     """
 
     def __init__(
@@ -78,12 +79,12 @@ class Model:
         **options: Any,
     ):
         self.module = module
-        self.strategy = strategy or DataParallel()
         self.seed = seed
         self.history: History | None = None
         """The history of the latest `fit`, also when it was interrupted."""
         self._train, self._eval = modules.train_and_eval(module)
         self._task = TrainTask(self._train.apply, optimizer, loss, None, metrics, **options)
+        self.strategy = strategy or strategy_for(self._task)
         task = EvalTask(
             self._eval.apply,
             self._task.metrics,

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import optax
+
 from flaxfit._by_output import as_loss, as_metrics
 from flaxfit._precision import check_precision
 from flaxfit.optim._extended import extend
@@ -11,7 +13,7 @@ from flaxfit.optim._extended import extend
 
 @dataclasses.dataclass(frozen=True)
 class TrainTask:
-    """What to train: a model, an optimizer, a loss and data.
+    """What to train: a model, an optimizer, a loss and data; or a step of your own, and data.
 
     >>> import optax
     >>> task = TrainTask(lambda v, x, **_: x, optax.sgd(0.1), "mse", [([1.0], [1.0])])
@@ -23,12 +25,12 @@ class TrainTask:
       ValueError: the name of a loss or a metric is unknown.
     """
 
-    apply: Callable[..., Any]
+    apply: Any = None
     """`apply(variables, *inputs, rngs=, mutable=)`, such as a linen module's `apply`."""
-    optimizer: Any
+    optimizer: Any = None
     """An optax transformation; its `update` is given the parameters. Clipping, freezing, averaging
     and loss scaling are put around it here: the states are those of `task.optimizer`."""
-    loss: Any
+    loss: Any = None
     """`loss(*outputs, *targets)` or a name. It returns values `(batch, ...)` (preferred: weights
     and padding are then exact), or `(values, penalty)` with an unweighted scalar penalty, or a
     scalar, the mean over the batch. A model with several outputs has one for each, by name or in
@@ -66,10 +68,19 @@ class TrainTask:
     """Whether a step whose loss or gradients are not finite leaves the whole state as it was, and
     is counted in `metrics["skipped_steps"]`. Always so with float16."""
 
+    step: Callable[..., Any] | None = None
+    """A pure function `(state, batch) -> (state, sums)` in the place of the step that is made of
+    model, loss and optimizer. It sees the whole `Batch`, as on one device; sums are numbers by name
+    (their mean over the steps is reported), pairs `(sum, weight)`, or what a metric of that name
+    computes with. The optimizer, if any, is what new states are made for."""
+
     def __post_init__(self) -> None:
-        _check_apply("TrainTask", self.apply)
-        check_precision("TrainTask", self.precision)
         object.__setattr__(self, "freeze", _names(self.freeze))
+        if self.step is not None:
+            self._check_own_step()
+        else:
+            _check_apply("TrainTask", self.apply)
+        check_precision("TrainTask", self.precision)
         if self.accumulate < 1:
             raise ValueError(f"accumulate must be 1 or more, got {self.accumulate}.")
         if self.clip_norm is not None and not self.clip_norm > 0:
@@ -89,9 +100,24 @@ class TrainTask:
             scales_loss=self.precision == "float16",
         )
         object.__setattr__(self, "optimizer", optimizer)
-        object.__setattr__(self, "loss", as_loss(self.loss, self.loss_weights))
+        if self.loss is not None or self.step is None:
+            object.__setattr__(self, "loss", as_loss(self.loss, self.loss_weights))
         object.__setattr__(self, "metrics", as_metrics(self.metrics, self.loss))
         object.__setattr__(self, "rngs", _names(self.rngs))
+
+    def _check_own_step(self) -> None:
+        if not callable(self.step):
+            raise TypeError(f"step must be (state, batch) -> (state, sums), got {self.step!r:.80}.")
+        if self.optimizer is None:
+            object.__setattr__(self, "optimizer", optax.identity())
+        names = ("freeze", "accumulate", "precision", "clip_norm", "ema", "skip_nonfinite")
+        fields = [field for field in dataclasses.fields(self) if field.name in names]
+        wrong = [field.name for field in fields if getattr(self, field.name) != field.default]
+        if wrong:
+            raise ValueError(
+                f"{', '.join(wrong)} would have no effect: the task has a step of its own. Let the "
+                "step do it, or the optimizer that it uses."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

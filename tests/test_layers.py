@@ -16,7 +16,7 @@ LAYERS = (
     {"_inference_state", "_optimizer_axes"},
     {"_state", "losses", "metrics", "strategies", "optim", "data", "modules"},
     {"_by_output"},
-    {"_task", "_checkpoint", "_feed", "_forward", "_start"},
+    {"_task", "_checkpoint", "_feed", "_forward", "_own_step", "_start"},
     {"_gradient", "_own_rows", "_agreement"},
     {"_step", "_history", "checkpoints", "export"},
     {"_update", "_inspect"},
