@@ -172,7 +172,11 @@ class EvalLoop:
         return feed, self._sums[key]
 
     def _compile(self, strategy: Strategy, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        measure = make_eval_step(self.task, axis_name=strategy.axis_name)
+        measure = make_eval_step(
+            self.task,
+            axis_name=strategy.axis_name,
+            virtual_replicas=getattr(strategy, "virtual_replicas", None),
+        )
 
         def update(state: Any, totals: Any, batch: Any) -> Any:
             return _totals.add(totals, measure(state, batch))

@@ -54,6 +54,8 @@ class Feed:
         n_devices = strategy.n_devices
         self._is_own = is_own and strategy.n_processes > 1
         self._n_devices = len(range(n_devices)[strategy.rows(n_devices)]) if is_own else n_devices
+        is_virtual = getattr(strategy, "virtual_replicas", None) is not None
+        self._unit = "virtual replicas" if is_virtual else "devices"
         self._ones: dict[int, np.ndarray] = {}
         self._announced = False
 
@@ -98,13 +100,14 @@ class Feed:
         return signature_of(strategy, batch, is_weighted)
 
     def _division(self) -> str:
-        n_devices = f"{self._n_devices} devices"
+        n_devices = f"{self._n_devices} {self._unit}"
         return n_devices if self._parts == 1 else f"{n_devices} in {self._parts} parts each"
 
     def _cannot_split(self, n: int) -> str:
         divisor = self._n_devices * self._parts
         sizes = [size for size in (n - n % divisor, n + divisor - n % divisor) if size]
-        fewer = "or fewer devices" if self._parts == 1 else "fewer devices, or accumulate less"
+        fewer = f"fewer {self._unit}"
+        fewer = f"or {fewer}" if self._parts == 1 else f"{fewer}, or accumulate less"
         return (
             f"Cannot split a batch of {n} examples over {self._division()} "
             f"({n} % {divisor} = {n % divisor}), nor pad it: {self._why_not}. Use a batch size of "

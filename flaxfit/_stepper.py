@@ -411,6 +411,7 @@ class Stepper:
         update = make_update(
             self.task,
             axis_name=portion.strategy.axis_name,
+            virtual_replicas=getattr(portion.strategy, "virtual_replicas", None),
             n_steps=n_steps,
             skip_empty=portion.is_weighted,
             norms=self.norms,
