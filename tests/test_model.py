@@ -485,3 +485,30 @@ def test_an_error_of_the_data_is_raised_with_its_own_traceback():
     with pytest.raises(OSError, match="disk gone") as caught:
         make_model().fit(Broken(), verbose=0)
     assert any(entry.name == "__iter__" for entry in caught.traceback)
+
+
+def test_an_autoencoder_is_fitted_to_inputs_alone():
+    class Autoencoder(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(64)(nn.Dense(4)(x)), x
+
+    x = load_digits().data[:64] / 16
+    model = ff.Model(Autoencoder(), optax.adam(1e-2), "mse")
+    history = model.fit(x, batch_size=20, epochs=6, verbose=0, validation_data=(x,))
+    assert history["val_loss"][-1] < 0.5 * history["val_loss"][0]
+    restored, _ = model.predict(x)
+    assert model.evaluate(x)["loss"] == pytest.approx(np.mean((restored - x) ** 2), rel=1e-5)
+
+
+def test_a_state_that_is_set_is_gone_on_from():
+    x = np.linspace(-1, 1, 16)[:, None]
+    models = [ff.Model(nn.Dense(1), optax.adam(0.1), "mse") for _ in range(2)]
+    models[0].fit(x, 3 * x, verbose=0)
+    models[1].state = models[0].state
+    np.testing.assert_array_equal(models[1].predict(x), models[0].predict(x))
+    first, second = (model.fit(x, 3 * x, shuffle=False, verbose=0)["loss"] for model in models)
+    assert first == second
+    assert models[0].step == models[1].step == 2
+    models[0].state = models[1].state.replace(step=jax.numpy.int32(7))
+    assert models[0].step == 7
