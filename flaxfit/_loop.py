@@ -507,8 +507,9 @@ class TrainLoop:
 
     def _make_checkpoint(self, *, between: bool = False) -> Checkpoint:
         stepper = self._stepper
-        metrics = stepper.metrics() | self._learning_rates()
+        # Copied first: the copy is on its way while the metrics wait for the steps before it.
         state, grads = self.strategy.collect((stepper.state, stepper.grads))
+        metrics = stepper.metrics() | self._learning_rates()
         seconds = self._elapsed + time.perf_counter() - self._resumed
         return Checkpoint(
             step=stepper.step,

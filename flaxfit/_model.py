@@ -185,7 +185,9 @@ class Model:
         found = loop.start if is_fresh else None
         can_repeat = hasattr(validation_data, "one_epoch")
         if can_repeat or not isinstance(validation_data, Iterator | None):
-            self._evaluator.check(loop.state_in_place, validation_data)  # Before an epoch is spent on it.
+            self._evaluator.check(
+                loop.state_in_place, validation_data
+            )  # Before an epoch is spent on it.
         facts = self._facts(stream, validation_data, n_steps)
         self.history = History(type(self.module).__name__, unit="epoch", facts=facts)
         validate = [] if validation_data is None else [self._validation(validation_data)]

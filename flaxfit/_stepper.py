@@ -33,6 +33,8 @@ from flaxfit.strategies import Strategy
 
 # On a CPU with several devices, unbounded dispatch of collectives aborts the process.
 _STEPS_IN_FLIGHT = 2
+# A single device only holds the batches of steps that wait, unless these are on it anyway.
+_RESIDENT_STEPS_IN_FLIGHT = 32
 
 
 class Stepper:
@@ -264,7 +266,7 @@ class Stepper:
         finally:
             self.interrupts.release()
         self._in_flight.append(token)
-        if len(self._in_flight) > _STEPS_IN_FLIGHT:
+        if len(self._in_flight) > self._most_in_flight:
             self._in_flight.popleft().block_until_ready()
         return True
 
@@ -462,6 +464,8 @@ class Stepper:
         whole = self.stream.whole() if hasattr(self.stream, "whole") else None
         data = None if whole is None else normalize(whole)
         self._resident = self.strategy.place(data) if self._gathers else None
+        is_free = self._gathers and len(self.strategy.devices) == 1
+        self._most_in_flight = _RESIDENT_STEPS_IN_FLIGHT if is_free else _STEPS_IN_FLIGHT
         leaves = jax.tree.leaves(self._resident)
         structure = jax.tree.structure(self._resident)
         # As a text, since each step looks its program up by it and a text keeps its hash.
