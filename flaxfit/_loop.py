@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import operator
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
@@ -11,6 +12,7 @@ import jax
 
 from flaxfit._batch import normalize
 from flaxfit._checkpoint import Checkpoint
+from flaxfit._compilation_cache import use_compilation_cache
 from flaxfit._display import say
 from flaxfit._own_step import strategy_for
 from flaxfit._start import start
@@ -65,6 +67,8 @@ class TrainLoop:
         dispatch and several (at most 32, and none across a checkpoint), and the faster is kept.
       keep_grads: whether checkpoints hold the gradients of their last step.
       grad_norm: whether to report the norm of the gradients.
+      compilation_cache: a folder that JAX keeps compiled programs in, for this whole process and
+        for later ones, which then start without compiling again.
       stdout: whether to print notices (to stderr).
     """
 
@@ -86,8 +90,11 @@ class TrainLoop:
         steps_per_call: int | str = 1,
         keep_grads: bool = False,
         grad_norm: bool = True,
+        compilation_cache: str | os.PathLike[str] | None = None,
         stdout: bool = True,
     ):
+        if compilation_cache is not None:
+            use_compilation_cache(compilation_cache)
         if devices is not None and strategy is not None:
             raise ValueError(
                 "Give either devices or a strategy, not both: strategies hold devices."

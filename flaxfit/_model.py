@@ -17,6 +17,7 @@ from flaxfit import checkpoints, modules
 from flaxfit._arrays import prepare, prepare_inputs
 from flaxfit._batch import n_examples, normalize
 from flaxfit._checkpoint import Checkpoint
+from flaxfit._compilation_cache import use_compilation_cache
 from flaxfit._evaluate import EvalLoop
 from flaxfit._feed import Feed
 from flaxfit._find_batch_size import find_batch_size
@@ -62,6 +63,8 @@ class Model:
       metrics: names, functions or `Metric`s, in a sequence or by name in a mapping.
       strategy: where arrays live; None: data-parallel over all local devices.
       seed: of the initial parameters, of shuffling and of dropout.
+      compilation_cache: a folder that JAX keeps compiled programs in, for this whole process and
+        for later ones, which then start without compiling again.
       **options: fields of `TrainTask`: `loss_weights`, `rngs`, `mutable`, `pad`, `freeze`,
         `accumulate`, `precision`, `clip_norm`, `ema`, `skip_nonfinite`, `step`. With `ema`, the
         moving average of the parameters is what validation, `evaluate`, `predict` and `export` use.
@@ -76,8 +79,11 @@ class Model:
         *,
         strategy: Strategy | None = None,
         seed: int = 0,
+        compilation_cache: str | os.PathLike[str] | None = None,
         **options: Any,
     ):
+        if compilation_cache is not None:
+            use_compilation_cache(compilation_cache)
         self.module = module
         self.seed = seed
         self.history: History | None = None

