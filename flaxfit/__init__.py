@@ -15,6 +15,7 @@ from flaxfit._initialize import initialize as initialize
 from flaxfit._loop import EndOfData as EndOfData
 from flaxfit._loop import TrainLoop as TrainLoop
 from flaxfit._model import Model as Model
+from flaxfit._multi_task import MultiTask as MultiTask
 from flaxfit._processes import is_main as is_main
 from flaxfit._processes import process_count as process_count
 from flaxfit._processes import process_index as process_index

@@ -44,9 +44,12 @@ class Feed:
         size: int = 0,
         parts: int = 1,
         is_own: bool = False,
+        is_mixed: bool = False,
         say: Callable[[str], None] = lambda text: None,
     ):
         self.strategy, self.pad, self._why_not, self._say = strategy, pad, why_not, say
+        # Whether batches may have different structures, each of which is a program of its own.
+        self._is_mixed = is_mixed
         self._structure: Any = None
         self._size = size
         self._parts = parts
@@ -92,7 +95,7 @@ class Feed:
         structure = jax.tree.structure(batch)
         if self._structure is None:
             self._structure = structure
-        elif structure != self._structure:
+        elif structure != self._structure and not self._is_mixed:
             raise ValueError(
                 "A batch has another structure than the first one, and so cannot be trained on or "
                 f"measured with it:\\n  first {self._structure}\\n  now   {structure}"

@@ -484,7 +484,8 @@ class Stepper:
             size = max(size, getattr(self.stream, "batch_size", 0))
         n = self._batch_size = self._batch_size or size
         parts = self.task.accumulate
-        options: dict[str, Any] = {"why_not": why_not, "parts": parts}
+        is_mixed = self.task.step is not None  # It looks at each batch itself.
+        options: dict[str, Any] = {"why_not": why_not, "parts": parts, "is_mixed": is_mixed}
         self._remainder_feed = Feed(self.strategy, pad=False, size=n, **options)
         # Given batches may have any size: they are padded no further than to divide, or narrowed.
         self._given_feed = Feed(

@@ -20,7 +20,7 @@ LAYERS = (
     {"_gradient", "_own_rows", "_agreement"},
     {"_step", "_history", "checkpoints", "export"},
     {"_update", "_inspect"},
-    {"_stepper"},
+    {"_stepper", "_multi_task"},
     {"_trial"},
     {"_loop", "_evaluate", "callbacks", "importers"},
     {"_find_batch_size", "_find_lr", "_run_folder", "_warm_start"},

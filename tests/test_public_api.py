@@ -24,6 +24,7 @@ PUBLIC = {
         "History",
         "InferenceState",
         "Model",
+        "MultiTask",
         "Sharded",
         "TrainLoop",
         "TrainState",
