@@ -1,8 +1,12 @@
 """Replicas: what they find on the devices is summed, averaged, or taken of the first."""
 
+import re
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import flaxfit as ff
@@ -71,3 +75,46 @@ def test_virtual_replicas_have_their_rows_and_are_summed_in_pairs(n):
     assert np.array_equal(total["rows"], expected) and int(total["i"]) == 6
     assert np.array_equal(mean, expected / 4)
     assert np.array_equal(least["rows"], x.reshape(4, 2).min(0)) and int(least["i"]) == 0
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_tree_is_reduced_at_once_and_to_the_same_bits_as_leaf_by_leaf(reduce, n):
+    strategy = ff.DataParallel(jax.devices()[:n])
+    random = np.random.default_rng(0)
+    found = {
+        "kernel": random.normal(size=(n, 5, 3)).astype(np.float32),
+        "bias": random.normal(size=(n, 7)).astype(np.float32),
+        "scalar": random.normal(size=n).astype(np.float32),
+    }
+
+    def at_once(_, parts):
+        return getattr(Replicas("replica"), reduce)(jax.tree.map(lambda x: x[0], parts))
+
+    def by_leaf(_, parts):
+        lax_reduce = getattr(jax.lax, f"p{reduce}")
+        return jax.tree.map(lambda x: lax_reduce(x[0], "replica"), parts)
+
+    parts = strategy.split(found)
+    programs: list[Any] = [strategy.compile(f, (np.int32(0), parts)) for f in (at_once, by_leaf)]
+    a, b = (program(np.int32(0), parts) for program in programs)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+    if jax.default_backend() == "cpu":
+        reduced = [re.search(r"= (.*) all-reduce", program.as_text())[1] for program in programs]
+        assert reduced[0].startswith("f32[23]") and not reduced[1].startswith("f32[23]")
+
+
+def test_one_device_reduces_nothing():
+    x = np.ones((8, 2), np.float32)
+    task = ff.TrainTask(lambda v, x, **_: (x @ v["params"], {}), optax.sgd(0.1), "mse", (x, x))
+    for n, has_any in ((1, False), (2, True)):
+        loop = ff.TrainLoop(
+            lambda rngs, x: {"params": np.eye(2, dtype=np.float32)},
+            task,
+            0,
+            devices=jax.devices()[:n],
+            stdout=False,
+        )
+        next(loop)
+        programs: list[Any] = [*loop._stepper.executables.values()]
+        assert ["all-reduce" in program.as_text() for program in programs] == [has_any]
