@@ -28,8 +28,8 @@ def start(
     """Finds the state to begin with.
 
     Args:
-      init: a linen-style `init`, a `TrainState`, or a reader: an object with `target` (an `init`)
-        and `read(template)`, which returns a checkpoint file or None.
+      init: a linen-style `init`, a `TrainState`, or a reader: an object with `target` (one of the
+        two) and `read(template)`, which returns a checkpoint file or None.
       task: the `TrainTask`.
       key: a random key or seed; None where `init` brings a state along.
       sample: gives the inputs of a batch, if they are needed.
@@ -48,11 +48,14 @@ def start(
     streams = ("params", *task.rngs)
     if hasattr(init, "read"):
         # Of a warm start only the shapes are asked for, not the weights.
-        shapes = getattr(init.target, "fresh", init.target)
-        template = jax.eval_shape(
-            lambda k: init_state(shapes, task.optimizer, k, sample(), collections=streams),
-            jax.random.key(0),
-        )
+        target = getattr(init.target, "fresh", init.target)
+
+        def make(k: Any) -> TrainState:
+            if isinstance(target, TrainState):
+                return target.replace(step=jnp.asarray(target.step, jnp.int32))
+            return init_state(target, task.optimizer, k, sample(), collections=streams)
+
+        template = jax.eval_shape(make, jax.random.key(0))
         if shardings is not None:
             template = jax.tree.map(_in_place, template, shardings(template))
         found = init.read(template)
@@ -60,7 +63,7 @@ def start(
             say(f"restored step {int(found.state.step):,} from {found.path}")
             return Start(found.state, found)
         say("no checkpoint found, starting fresh")
-        init = init.target
+        return start(init.target, task, key, sample, say, shardings)
     if not callable(init):
         raise TypeError(
             "TrainLoop needs an init function, a TrainState or a CheckpointFileReader, got "

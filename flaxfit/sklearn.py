@@ -4,6 +4,7 @@ They are what scikit-learn's pipelines, searches and cross-validation take. This
 scikit-learn; the rest of flaxfit does not.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -105,7 +106,8 @@ class _FlaxEstimator(BaseEstimator):
             epochs=self.epochs,
             sample_weight=sample_weight,
             verbose=self.verbose,
-            **(self.fit_options or {}),
+            # Callbacks remember what they saw, and a parameter must stay as it is.
+            **copy.deepcopy(dict(self.fit_options or {})),
         )
         return self
 

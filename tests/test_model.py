@@ -510,5 +510,16 @@ def test_a_state_that_is_set_is_gone_on_from():
     first, second = (model.fit(x, 3 * x, shuffle=False, verbose=0)["loss"] for model in models)
     assert first == second
     assert models[0].step == models[1].step == 2
-    models[0].state = models[1].state.replace(step=jax.numpy.int32(7))
+    models[0].state = models[1].state.replace(step=jnp.int32(7))
     assert models[0].step == 7
+
+
+def test_a_state_that_is_set_is_where_a_run_with_checkpoints_begins(tmp_path):
+    x = np.linspace(-1, 1, 16)[:, None]
+    first = ff.Model(nn.Dense(1), optax.adam(0.1), "mse")
+    first.fit(x, 3 * x, verbose=0)
+    for _ in range(2):  # The second time the run is complete.
+        model = ff.Model(nn.Dense(1), optax.adam(0.1), "mse")
+        model.state = first.state
+        history = model.fit(x, 3 * x, verbose=0, checkpoint_dir=tmp_path)
+        assert (model.step, history.steps) == (2, [2])

@@ -40,7 +40,7 @@ def gan_step(state, batch):
         fake = GENERATOR.apply({"params": params["generator"]}, noise)
 
         def score(params, x):
-            return DISCRIMINATOR.apply({"params": params}, x)
+            return jnp.asarray(DISCRIMINATOR.apply({"params": params}, x))
 
         d = params["discriminator"]
         d_loss = (nn.softplus(-score(d, real)) + nn.softplus(score(d, held(fake)))).mean()
@@ -224,6 +224,12 @@ def test_what_is_no_step_is_named(step, error, message):
     loop = ff.TrainLoop(init, ff.TrainTask(step=step, data=REAL), 0, stdout=False)
     with pytest.raises(error, match=message):
         loop.next_step()
+
+
+def test_a_loss_that_a_step_does_not_report_is_asked_for_by_name():
+    checkpoint = make_gan().next_step()
+    with pytest.raises(KeyError, match="no metric 'loss'; it has d_loss, g_loss. A step of your"):
+        print(checkpoint.loss)
 
 
 def test_settings_that_would_have_no_effect_are_refused():

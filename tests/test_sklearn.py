@@ -19,6 +19,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import flaxfit as ff
+from flaxfit.callbacks import EarlyStopping
 from flaxfit.sklearn import FlaxClassifier, FlaxRegressor
 
 QUICK = {"learning_rate": 1e-2, "epochs": 30, "n_devices": 1}
@@ -125,6 +126,15 @@ def test_options_reach_the_model_and_its_fit():
     ).fit(x, y)
     assert len(seen) == 2
     assert "accuracy" in fitted.history_
+
+
+def test_a_callback_begins_anew_with_each_fit():
+    x, y = load_iris(return_X_y=True)
+    stopping = EarlyStopping("loss", mode="max", patience=1)  # The loss falls: it stops soon.
+    options = {"fit_options": {"callbacks": [stopping]}}
+    estimator = FlaxClassifier(**{**QUICK, "epochs": 5}, **options)
+    lengths = [len(estimator.fit(x, y).history_["loss"]) for _ in range(2)]
+    assert lengths[0] == lengths[1] < 5
 
 
 @pytest.mark.parametrize(
