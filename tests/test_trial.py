@@ -10,6 +10,7 @@ from flax import linen as nn
 
 import flaxfit as ff
 from flaxfit import _trial
+from flaxfit._agreement import Agreement
 from flaxfit._trial import several
 
 random = np.random.default_rng(0)
@@ -191,5 +192,13 @@ def test_convolutions_in_a_loop_of_the_cpu_are_noticed():
         steps_per_call="auto",
         stdout=False,
     )
+    list(loop)
+    assert loop.steps_per_call == 1
+
+
+def test_of_several_processes_the_slowest_counts(seconds, monkeypatch):
+    seconds[12] = 0.006
+    monkeypatch.setattr(Agreement, "slowest", lambda self, own: max(own, 0.001))
+    loop = make_loop(n_steps=97, steps_per_call="auto")
     list(loop)
     assert loop.steps_per_call == 1
