@@ -97,17 +97,16 @@ class VirtualReplicas:
         n = self.n // self._devices.n
         numbers = n * self._devices.each(lambda index, _: index, ()) + jnp.arange(n)
         parts = jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]), batch)
-        shapes = jax.eval_shape(function, *jax.tree.map(lambda x: x[0], (numbers, parts)))
-        vectors = jax.lax.map(lambda one: self._apart(function, *one), (numbers, parts))
-        return jax.vmap(lambda vector: unpack(vector, shapes))(vectors)
+        return jax.lax.map(lambda one: self._apart(function, *one), (numbers, parts))
 
     def sum(self, found: Any) -> Any:
         """The sum of a tree over the replicas."""
-        total = jax.tree.map(_in_pairs, found)
-        if self._axis is not None:
-            vectors = pack(total)
-            total = unpack({dtype: self._across(vectors[dtype]) for dtype in vectors}, total)
-        return unpack(self._apart(lambda total: total, total), total)
+        total = self._apart(lambda found: jax.tree.map(_in_pairs, found), found)
+        if self._axis is None:
+            return total
+        vectors = pack(total)
+        total = unpack({dtype: self._across(vectors[dtype]) for dtype in vectors}, total)
+        return self._apart(lambda total: total, total)
 
     def mean(self, found: Any) -> Any:
         """The mean of a tree over the replicas."""
@@ -134,26 +133,29 @@ class VirtualReplicas:
         return jax.lax.all_gather(_in_pairs(shares), self._axis, tiled=True)[: vector.size]
 
     def _apart(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """`function(*arguments)`, packed, and compiled as if it stood alone.
+        """`function(*arguments)`, compiled as if it stood alone.
 
         Were it merged with what stands around it, which depends on the number of devices, it
-        could round otherwise. Packed, as matrices may be laid out to suit what stands around.
+        could round otherwise.
         """
+        shapes = jax.eval_shape(function, *arguments)
 
-        def packed(*arguments: Any) -> Any:
-            return pack(function(*arguments))
-
-        if jax.default_backend() != "cpu":
-            found = packed(*jax.lax.optimization_barrier(arguments))
-            return jax.lax.optimization_barrier(found)
-        # On CPU barriers are gone before the compiler merges; a branch is compiled by itself. The
-        # other one is never taken, but this only the number of the step tells.
-        shapes = jax.eval_shape(packed, *arguments)
+        def found(*arguments: Any) -> Any:
+            # Vectors, as matrices may be laid out in the way that suits what stands around.
+            return jax.tree.map(jnp.ravel, function(*arguments))
 
         def never(*_: Any) -> Any:
-            return jax.tree.map(lambda x: jax.lax.full(x.shape, 0, x.dtype), shapes)
+            return jax.tree.map(lambda x: jax.lax.full((x.size,), 0, x.dtype), shapes)
 
-        return jax.lax.cond(jnp.asarray(self._step) >= 0, packed, never, *arguments)
+        if jax.default_backend() != "cpu":
+            vectors = found(*jax.lax.optimization_barrier(arguments))
+            vectors = jax.lax.optimization_barrier(vectors)
+        else:
+            # On CPU barriers are gone before the compiler merges; a branch is compiled by itself.
+            # The other one is never taken, but this only the number of the step tells.
+            is_step = jnp.asarray(self._step) >= 0
+            vectors = jax.lax.cond(is_step, found, never, *arguments)
+        return jax.tree.map(lambda x, shape: x.reshape(shape.shape), vectors, shapes)
 
 
 def _in_pairs(parts: jax.Array) -> jax.Array:
