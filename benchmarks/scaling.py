@@ -1,11 +1,13 @@
-"""What scaling costs: bytes per device, and TrainLoop's time per step over a bare compiled call.
+"""What scaling costs: bytes per device, TrainLoop's time per step over a bare compiled call, and
+the time of virtual replicas over that of plain data parallelism.
 
     python -m benchmarks.scaling [--rounds 15] [--steps 100] [--devices 1 2 4]
 
 The bytes are counted from the shards of a state under `Sharded.fsdp` on eight devices. For the
 overhead both sides run the very same compiled update on the same batches, with at most two steps
 in flight; rounds alternate, and the figure to quote is the median of the ratios of the rounds.
-Each number of devices has a process of its own.
+Each number of devices has a process of its own. So do virtual replicas, eight of them, with whose
+loop that of a plain `DataParallel` alternates.
 """
 
 import argparse
@@ -21,12 +23,12 @@ WIDTH, BATCH = 256, 256
 
 
 def main() -> None:
-    """Prints both figures."""
+    """Prints all figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--devices", type=int, nargs="*", default=[1, 2, 4])
-    parser.add_argument("--only", choices=["memory", "overhead"])
+    parser.add_argument("--only", choices=["memory", "overhead", "virtual"])
     arguments = parser.parse_args()
     if arguments.only == "memory":
         jax.config.update("jax_num_cpu_devices", 8)
@@ -35,11 +37,15 @@ def main() -> None:
         jax.config.update("jax_num_cpu_devices", arguments.devices[0])
         for strategy in ("DataParallel", "Sharded"):
             overhead(strategy, arguments.rounds, arguments.steps)
+    elif arguments.only == "virtual":
+        jax.config.update("jax_num_cpu_devices", arguments.devices[0])
+        virtual(arguments.rounds, arguments.steps)
     else:
         run("--only", "memory")
-        for n in arguments.devices:
-            more = f"--devices {n} --rounds {arguments.rounds} --steps {arguments.steps}"
-            run("--only", "overhead", *more.split())
+        for only in ("overhead", "virtual"):
+            for n in arguments.devices:
+                more = f"--devices {n} --rounds {arguments.rounds} --steps {arguments.steps}"
+                run("--only", only, *more.split())
 
 
 def run(*arguments: str) -> None:
@@ -134,6 +140,35 @@ def overhead(name: str, rounds: int, n_steps: int) -> None:
     print(
         f"{name:12} on {len(jax.devices())} devices: bare call {micros[0]:8.1f} us/step, "
         f"TrainLoop {micros[1]:8.1f}   x bare {ratio:.3f}"
+    )
+
+
+def virtual(rounds: int, n_steps: int) -> None:
+    """The time of a step in eight virtual replicas over that of a plain one."""
+    import flaxfit as ff
+
+    def make_loop(**options):
+        model, task = parts()
+        strategy = ff.DataParallel(**options)
+        loop = ff.TrainLoop(
+            model.init, task, 0, n_steps_per_checkpoint=n_steps, strategy=strategy, stdout=False
+        )
+        loop.next_step()
+        return loop
+
+    def seconds(loop) -> float:
+        start = time.perf_counter()
+        for _ in loop.run(n_steps):
+            pass
+        return time.perf_counter() - start
+
+    loops = make_loop(), make_loop(virtual_replicas=8)
+    times = [tuple(map(seconds, loops)) for _ in range(rounds + 1)][1:]
+    ratio = statistics.median(b / a for a, b in times)
+    micros = [statistics.median(t) / n_steps * 1e6 for t in zip(*times, strict=True)]
+    print(
+        f"DataParallel on {len(jax.devices())} devices: plain {micros[0]:8.1f} us/step, "
+        f"virtual_replicas=8 {micros[1]:8.1f}   x plain {ratio:.2f}"
     )
 
 

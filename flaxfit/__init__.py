@@ -1,7 +1,7 @@
 """flaxfit trains Flax models; this page is its public API.
 
 The sub-packages `callbacks`, `checkpoints`, `data`, `export`, `losses`, `metrics`, `modules`,
-`optim` and `strategies` are attributes, imported when first used.
+`optim`, `sklearn` and `strategies` are attributes, imported when first used.
 """
 
 import importlib
@@ -15,6 +15,7 @@ from flaxfit._initialize import initialize as initialize
 from flaxfit._loop import EndOfData as EndOfData
 from flaxfit._loop import TrainLoop as TrainLoop
 from flaxfit._model import Model as Model
+from flaxfit._multi_task import MultiTask as MultiTask
 from flaxfit._processes import is_main as is_main
 from flaxfit._processes import process_count as process_count
 from flaxfit._processes import process_index as process_index
@@ -44,6 +45,7 @@ _SUBPACKAGES = frozenset(
         "metrics",
         "modules",
         "optim",
+        "sklearn",
         "strategies",
     )
 )

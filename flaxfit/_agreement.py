@@ -58,6 +58,10 @@ class Agreement:
         if self.is_needed:
             self._say(f"a checkpoint at step {step:,}, by programs of the sum {self._stepped:08x}")
 
+    def slowest(self, seconds: float) -> float:
+        """The longest time that one of them has taken."""
+        return max(exchange("how long steps take", seconds)) if self.is_needed else seconds
+
     def stop(self, wanted: bool) -> bool:
         """Whether one of them has ended the run."""
         return any(exchange("whether to stop", wanted)) if self.is_needed else wanted

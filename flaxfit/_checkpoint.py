@@ -63,7 +63,16 @@ class Checkpoint:
 
     @property
     def loss(self) -> float:
-        """The example-weighted mean loss since the previous checkpoint."""
+        """The example-weighted mean loss since the previous checkpoint.
+
+        Raises:
+          KeyError: there is none, as a step of the user's own reports what it likes.
+        """
+        if "loss" not in self.metrics:
+            raise KeyError(
+                f"This checkpoint has no metric 'loss'; it has {', '.join(self.metrics) or 'none'}."
+                " A step of your own reports one if it returns it: (state, {'loss': value})."
+            )
         return self.metrics["loss"]
 
     @property

@@ -63,7 +63,13 @@ class EvalLoop:
         # Made a stream once, so that wide arrays are narrowed once and not at each measurement.
         self._data = None if task.data is None else as_stream(task.data)
         self._checked: Any = None  # The data whose values were checked whole.
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begins without what was compiled and traced."""
         self._executables: dict[Any, Callable[..., Any]] = {}
+        self._traced: dict[Any, Any] = {}
+        self._sums: dict[Any, Any] = {}
 
     @property
     def strategy(self) -> Strategy:
@@ -75,7 +81,7 @@ class EvalLoop:
         """Takes over the strategy of the loop, where none was given."""
         if not self._is_given and self._strategy is not loop.strategy:
             self._strategy = loop.strategy
-            self._executables = {}
+            self._forget()
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint with the metrics of its state added."""
@@ -149,8 +155,11 @@ class EvalLoop:
         is_known, self._checked = data is self._checked, data
         whole = None if is_known else batches.whole()
         whole = None if whole is None else normalize(whole)
-        values = inspect_eval(self.task, state, batch, whole, bind)
-        sums = jax.eval_shape(bind(make_eval_step(self.task)), shapes_of(state), shapes_of(batch))
+        values = inspect_eval(self.task, state, batch, whole, bind, self._traced)
+        key = structure_of((state, batch))
+        if key not in self._sums:
+            measure = bind(make_eval_step(self.task))
+            self._sums[key] = jax.eval_shape(measure, shapes_of(state), shapes_of(batch))
         why_not = "the loss returns a scalar, not one value per example"
         is_scalar = values is not None and values.ndim == 0
         feed = Feed(
@@ -160,10 +169,14 @@ class EvalLoop:
             size=batches.batch_size,
             is_own=batches.is_own,
         )
-        return feed, sums
+        return feed, self._sums[key]
 
     def _compile(self, strategy: Strategy, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-        measure = make_eval_step(self.task, axis_name=strategy.axis_name)
+        measure = make_eval_step(
+            self.task,
+            axis_name=strategy.axis_name,
+            virtual_replicas=getattr(strategy, "virtual_replicas", None),
+        )
 
         def update(state: Any, totals: Any, batch: Any) -> Any:
             return _totals.add(totals, measure(state, batch))

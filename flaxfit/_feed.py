@@ -44,9 +44,12 @@ class Feed:
         size: int = 0,
         parts: int = 1,
         is_own: bool = False,
+        is_mixed: bool = False,
         say: Callable[[str], None] = lambda text: None,
     ):
         self.strategy, self.pad, self._why_not, self._say = strategy, pad, why_not, say
+        # Whether batches may have different structures, each of which is a program of its own.
+        self._is_mixed = is_mixed
         self._structure: Any = None
         self._size = size
         self._parts = parts
@@ -54,6 +57,8 @@ class Feed:
         n_devices = strategy.n_devices
         self._is_own = is_own and strategy.n_processes > 1
         self._n_devices = len(range(n_devices)[strategy.rows(n_devices)]) if is_own else n_devices
+        is_virtual = getattr(strategy, "virtual_replicas", None) is not None
+        self._unit = "virtual replicas" if is_virtual else "devices"
         self._ones: dict[int, np.ndarray] = {}
         self._announced = False
 
@@ -90,7 +95,7 @@ class Feed:
         structure = jax.tree.structure(batch)
         if self._structure is None:
             self._structure = structure
-        elif structure != self._structure:
+        elif structure != self._structure and not self._is_mixed:
             raise ValueError(
                 "A batch has another structure than the first one, and so cannot be trained on or "
                 f"measured with it:\\n  first {self._structure}\\n  now   {structure}"
@@ -98,13 +103,14 @@ class Feed:
         return signature_of(strategy, batch, is_weighted)
 
     def _division(self) -> str:
-        n_devices = f"{self._n_devices} devices"
+        n_devices = f"{self._n_devices} {self._unit}"
         return n_devices if self._parts == 1 else f"{n_devices} in {self._parts} parts each"
 
     def _cannot_split(self, n: int) -> str:
         divisor = self._n_devices * self._parts
         sizes = [size for size in (n - n % divisor, n + divisor - n % divisor) if size]
-        fewer = "or fewer devices" if self._parts == 1 else "fewer devices, or accumulate less"
+        fewer = f"fewer {self._unit}"
+        fewer = f"or {fewer}" if self._parts == 1 else f"{fewer}, or accumulate less"
         return (
             f"Cannot split a batch of {n} examples over {self._division()} "
             f"({n} % {divisor} = {n % divisor}), nor pad it: {self._why_not}. Use a batch size of "

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.errors import InvalidRngError
 
-from flaxfit import losses
 from flaxfit._batch import Batch, n_examples
+from flaxfit._by_output import check_values
 from flaxfit._by_row import check_by_row
 from flaxfit._forward import ForwardPass, evaluate_loss, forward, forward_eval
 from flaxfit._rules import flat
@@ -23,6 +23,7 @@ def inspect(
     batch: Batch,
     data: Batch | None = None,
     bind: Callable[..., Any] = lambda function: function,
+    known: dict[Any, ForwardPass] | None = None,
 ) -> ForwardPass:
     """Traces one forward pass of a task without running it, on a batch as the user passed it.
 
@@ -32,6 +33,7 @@ def inspect(
       batch: the first batch.
       data: all of the data, where it is at hand: its values are checked, else the batch's.
       bind: of the strategy, to trace as it does.
+      known: what was traced before of this task, by shapes; it is added to.
 
     Returns:
       The shapes and dtypes of a `ForwardPass`.
@@ -45,11 +47,16 @@ def inspect(
     def pass_forward(state: Any, batch: Batch) -> ForwardPass:
         return forward(task, state.params, state.model_state, batch, state.key)
 
-    with _explained("TrainTask", task, batch):
-        # Over the state's shapes, since its arrays are spread over the devices of a strategy.
-        result = jax.eval_shape(bind(pass_forward), shapes_of(state), shapes_of(batch))
+    known, key = {} if known is None else known, structure_of((state, batch))
+    result = known.get(key)
+    if result is None:
+        with _explained("TrainTask", task, batch):
+            # Over the state's shapes, since its arrays are spread over the devices of a strategy.
+            result = jax.eval_shape(bind(pass_forward), shapes_of(state), shapes_of(batch))
     check_loss(task.loss, result.values, result.outputs, batch, data)
-    _check_by_row(task, result.outputs, batch)
+    if key not in known:
+        _check_by_row(task, result.outputs, batch)
+        known[key] = result
     return result
 
 
@@ -59,8 +66,11 @@ def inspect_eval(
     batch: Batch,
     data: Batch | None = None,
     bind: Callable[..., Any] = lambda function: function,
+    known: dict[Any, Any] | None = None,
 ) -> Any:
     """Traces one measurement without running it: the shape of the loss, None without a loss.
+
+    The arguments are those of `inspect`.
 
     Raises:
       ValueError: labels, weights or the shape of the loss do not fit.
@@ -74,12 +84,46 @@ def inspect_eval(
             return outputs, None
         return outputs, evaluate_loss(task.loss, outputs, batch)[0]
 
-    with _explained("EvalTask", task, batch):
-        outputs, values = jax.eval_shape(bind(measure), shapes_of(state), shapes_of(batch))
+    known, key = {} if known is None else known, structure_of((state, batch))
+    result = known.get(key)
+    if result is None:
+        with _explained("EvalTask", task, batch):
+            result = jax.eval_shape(bind(measure), shapes_of(state), shapes_of(batch))
+    outputs, values = result
     if values is not None:
         check_loss(task.loss, values, outputs, batch, data)
-    _check_by_row(task, outputs, batch)
+    if key not in known:
+        _check_by_row(task, outputs, batch)
+        known[key] = result
     return values
+
+
+def inspect_step(
+    step: Callable[..., Any],
+    state: Any,
+    batch: Batch,
+    data: Batch | None = None,
+    bind: Callable[..., Any] = lambda function: function,
+) -> Any:
+    """Traces a step of the user's own without running it: the shapes of its sums.
+
+    Raises:
+      ValueError: the state that it returns is not like the one it was given.
+    """
+    check_finite(batch if data is None else data, "The first batch" if data is None else "The data")
+    updated, sums = jax.eval_shape(bind(step), shapes_of(state), shapes_of(batch))
+    old, new = (
+        {path: f"{x.dtype}{list(x.shape)}" for path, x in flat(tree).items()}
+        for tree in (state, updated)
+    )
+    if old != new or jax.tree.structure(state) != jax.tree.structure(updated):
+        paths = [path for path in {**old, **new} if old.get(path) != new.get(path)]
+        lines = [f"  {p}: {old.get(p, '-')} became {new.get(p, '-')}" for p in paths[:30]]
+        raise ValueError(
+            "The step of the task returned a state that is not like the one it was given:\n"
+            + "\n".join(lines or ["  other containers hold its arrays"])
+        )
+    return sums
 
 
 @contextlib.contextmanager
@@ -118,7 +162,7 @@ def check_loss(
     loss: Any, values: Any, outputs: Any, batch: Batch, data: Batch | None = None
 ) -> None:
     """Checks the values of labels on the host, and that what is weighted can be."""
-    losses.check_values(loss, outputs, (data or batch).targets)
+    check_values(loss, outputs, (data or batch).targets)
     if values.ndim == 0 and batch.weights is not None:
         raise ValueError(
             "Weights cannot be applied to a loss that returns a scalar: return one value per "

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import operator
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
@@ -12,15 +13,18 @@ import jax
 from flaxfit import _callback_states
 from flaxfit._batch import normalize
 from flaxfit._checkpoint import Checkpoint
+from flaxfit._compilation_cache import use_compilation_cache
 from flaxfit._display import say
+from flaxfit._own_step import strategy_for
 from flaxfit._start import start
 from flaxfit._state import TrainState
 from flaxfit._stepper import Stepper
 from flaxfit._task import TrainTask
+from flaxfit._trial import Trial
 from flaxfit.optim import hyperparams
 from flaxfit.optim._hyperparams import group_name
 from flaxfit.optim._learning_rates import learning_rates
-from flaxfit.strategies import DataParallel, Strategy
+from flaxfit.strategies import Strategy
 
 
 class EndOfData(Exception):
@@ -57,12 +61,16 @@ class TrainLoop:
       collections: names of random streams, in place of the task's `rngs`.
       mutable_collections: in place of the task's `mutable`.
       devices: the devices of a `DataParallel` strategy.
-      strategy: where arrays live; None: `DataParallel(devices)`.
+      strategy: where arrays live; None: `DataParallel(devices)`, or, for a task with a step of its
+        own and several devices, `Sharded(devices=devices)`.
       callbacks: functions `Checkpoint -> Checkpoint | None`, called before each yield.
       first_checkpoint: the step of the first checkpoint; `n_steps_per_checkpoint` gives n, 2n, ...
-      steps_per_call: steps per dispatch to the device.
+      steps_per_call: steps per dispatch to the device; "auto": a few steps are timed, one per
+        dispatch and several (at most 32, and none across a checkpoint), and the faster is kept.
       keep_grads: whether checkpoints hold the gradients of their last step.
       grad_norm: whether to report the norm of the gradients.
+      compilation_cache: a folder that JAX keeps compiled programs in, for this whole process and
+        for later ones, which then start without compiling again.
       stdout: whether to print notices (to stderr).
     """
 
@@ -81,25 +89,29 @@ class TrainLoop:
         strategy: Strategy | None = None,
         callbacks: Any = (),
         first_checkpoint: int = 1,
-        steps_per_call: int = 1,
+        steps_per_call: int | str = 1,
         keep_grads: bool = False,
         grad_norm: bool = True,
+        compilation_cache: str | os.PathLike[str] | None = None,
         stdout: bool = True,
     ):
+        if compilation_cache is not None:
+            use_compilation_cache(compilation_cache)
         if devices is not None and strategy is not None:
             raise ValueError(
                 "Give either devices or a strategy, not both: strategies hold devices."
             )
         self.task = _with_collections(task, collections, mutable_collections)
-        self.strategy = strategy or DataParallel(devices)
+        self.strategy = strategy or strategy_for(self.task, devices)
         self.n_steps_per_checkpoint = n_steps_per_checkpoint
         self.n_steps = n_steps
         self.first_checkpoint = first_checkpoint
-        self.steps_per_call = steps_per_call
         self.say = say if stdout else lambda text: None
         self._stepper = stepper = Stepper(
             self.task, self.strategy, grad_norm=grad_norm, keep_grads=keep_grads, say=self.say
         )
+        self._trial: Trial | None = None
+        self.steps_per_call = steps_per_call
 
         def sample() -> Any:
             return normalize(
@@ -143,10 +155,25 @@ class TrainLoop:
         """Trains to the next checkpoint step; past `n_steps` where that is reached already."""
         return self._train_to(self._next_stop()) or self._no_data()
 
-    def next_step(self) -> Checkpoint:
-        """Trains a single step."""
+    def next_step(self, batch: Any = None) -> Checkpoint:
+        """Trains a single step: on the next batch of the data, or on one that is given.
+
+        A given batch may have any form that a stream may yield, and any size. The data stays
+        where it is, so that the two can be mixed; a task that is trained on given batches alone
+        needs no data, but the loop an `input_sample`. Of several processes each gives its part.
+
+        After an exception in a callback the next call only finishes that step.
+
+        >>> import numpy as np, optax
+        >>> x = np.ones((8, 1), np.float32)
+        >>> task = TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse")
+        >>> init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
+        >>> loop = TrainLoop(init, task, 0, input_sample=x, stdout=False)
+        >>> loop.next_step((x, 2 * x)).loss, loop.next_step((x[:3], x[:3])).step
+        (4.0, 2)
+        """
         step = self.step + 1
-        return self._train_to(lambda: step) or self._no_data()
+        return self._train_to(lambda: step, batch) or self._no_data()
 
     def run(self, n: int) -> Iterator[Checkpoint]:
         """Yields the checkpoints of the next `n` steps; the last of them always is one."""
@@ -179,6 +206,11 @@ class TrainLoop:
     def state(self) -> TrainState:
         """The training state: an unreplicated copy that stays valid."""
         return self.strategy.collect(self._stepper.state)
+
+    @property
+    def state_in_place(self) -> TrainState:
+        """The training state where it lies on the devices, not copied: the next step uses it up."""
+        return self._stepper.state
 
     @property
     def hyperparams(self) -> dict[str, Any]:
@@ -266,12 +298,19 @@ class TrainLoop:
 
     @property
     def steps_per_call(self) -> int:
-        """The steps per dispatch; takes effect at once when set."""
-        return self._steps_per_call
+        """The steps per dispatch; takes effect at once when set.
+
+        Under "auto" it is the present number. Setting "auto" again keeps what was found out.
+        """
+        return self._steps_per_call if self._trial is None else self._trial.n_steps
 
     @steps_per_call.setter
-    def steps_per_call(self, value: int) -> None:
-        self._steps_per_call = _whole_number("steps_per_call", value, 1)
+    def steps_per_call(self, value: int | str) -> None:
+        if value == "auto":
+            self._trial = self._trial or Trial(self._stepper, self.say)
+        else:
+            self._steps_per_call = _whole_number("steps_per_call", value, 1)
+            self._trial = None
 
     @property
     def first_checkpoint(self) -> int:
@@ -447,18 +486,19 @@ class TrainLoop:
 
     # How it trains.
 
-    def _train_to(self, stop: Callable[[], int]) -> Checkpoint | None:
+    def _train_to(self, stop: Callable[[], int], batch: Any = None) -> Checkpoint | None:
         """Trains to the step `stop()`, or to the end of the data; None if that is here."""
         stepper = self._stepper
         self._leave_start()
         with stepper.interrupts.watched(), self._timed():
-            while self._due is None and stepper.step < stop() and not stepper.ended:
+            while self._due is None and stepper.step < stop():
+                if stepper.ended and batch is None:
+                    break
                 # Of several processes each may be told at another step: a checkpoint settles it.
                 is_alone = not stepper.agreement.is_needed
                 if self._is_finishing and stepper.n_completed and is_alone:
                     break
-                n = self.steps_per_call
-                if stepper.advance(min(n, stop() - stepper.step)):
+                if self._advance(stop() - stepper.step, batch):
                     for watch in self.watchers:
                         watch(stepper.step)
             if self._due is None and stepper.n_completed:
@@ -469,6 +509,14 @@ class TrainLoop:
                 self._reset()
                 stepper.interrupts.release()
         return self._deliver()
+
+    def _advance(self, n_left: int, batch: Any) -> bool:
+        """Dispatches the next steps, at most `n_left`; whether there was a batch."""
+        if batch is not None:
+            return self._stepper.advance(1, batch)
+        if self._trial is None:
+            return self._stepper.advance(min(self._steps_per_call, n_left))
+        return self._trial.advance(n_left, self.n_steps_per_checkpoint)
 
     def _deliver(self) -> Checkpoint | None:
         """Shows the checkpoint to the callbacks; after an interrupt, to those still waiting."""
@@ -509,8 +557,9 @@ class TrainLoop:
 
     def _make_checkpoint(self, *, between: bool = False) -> Checkpoint:
         stepper = self._stepper
-        metrics = stepper.metrics() | self._learning_rates()
+        # Copied first: the copy is on its way while the metrics wait for the steps before it.
         state, grads = self.strategy.collect((stepper.state, stepper.grads))
+        metrics = stepper.metrics() | self._learning_rates()
         seconds = self._elapsed + time.perf_counter() - self._resumed
         return Checkpoint(
             step=stepper.step,

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from flaxfit import checkpoints, modules
 from flaxfit._arrays import prepare, prepare_inputs
 from flaxfit._batch import n_examples, normalize
 from flaxfit._checkpoint import Checkpoint
+from flaxfit._compilation_cache import use_compilation_cache
 from flaxfit._evaluate import EvalLoop
 from flaxfit._feed import Feed
 from flaxfit._find_batch_size import find_batch_size
@@ -24,6 +26,7 @@ from flaxfit._history import History
 from flaxfit._inspect import check_rows, shapes_of, structure_of
 from flaxfit._loop import EndOfData, TrainLoop
 from flaxfit._own_rows import OwnBatches, knows_rows
+from flaxfit._own_step import strategy_for
 from flaxfit._run_folder import RunFolder, SavedState
 from flaxfit._state import TrainState, init_state
 from flaxfit._step import make_predict_step
@@ -33,9 +36,11 @@ from flaxfit.callbacks import ProgressBar
 from flaxfit.data import ArrayStream, as_stream, one_pass, prefetch
 from flaxfit.optim import swap_ema
 from flaxfit.optim._extended import has_ema
-from flaxfit.strategies import DataParallel, Strategy
+from flaxfit.strategies import Strategy
 
 _ENDLESS = 2**31 - 1
+# While these are computed and copied, others are prepared; no more of them wait on the devices.
+_BATCHES_IN_FLIGHT = 4
 
 
 class Model:
@@ -54,13 +59,16 @@ class Model:
         switch between training and evaluation (`train`, `training`, `deterministic`,
         `use_running_average`; a field or an argument of the call) is set as needed.
       optimizer: an optax transformation.
-      loss: a function `(*outputs, *targets) -> values` or a name, such as "crossentropy".
+      loss: a function `(*outputs, *targets) -> values` or a name, such as "crossentropy"; for
+        several outputs one for each, by name or in their order.
       metrics: names, functions or `Metric`s, in a sequence or by name in a mapping.
       strategy: where arrays live; None: data-parallel over all local devices.
       seed: of the initial parameters, of shuffling and of dropout.
-      **options: fields of `TrainTask`: `rngs`, `mutable`, `pad`, `freeze`, `accumulate`,
-        `precision`, `clip_norm`, `ema`, `skip_nonfinite`. With `ema`, the moving average of the
-        parameters is what validation, `evaluate`, `predict` and `export` use.
+      compilation_cache: a folder that JAX keeps compiled programs in, for this whole process and
+        for later ones, which then start without compiling again.
+      **options: fields of `TrainTask`: `loss_weights`, `rngs`, `mutable`, `pad`, `freeze`,
+        `accumulate`, `precision`, `clip_norm`, `ema`, `skip_nonfinite`, `step`. With `ema`, the
+        moving average of the parameters is what validation, `evaluate`, `predict` and `export` use.
     """
 
     def __init__(
@@ -72,15 +80,18 @@ class Model:
         *,
         strategy: Strategy | None = None,
         seed: int = 0,
+        compilation_cache: str | os.PathLike[str] | None = None,
         **options: Any,
     ):
+        if compilation_cache is not None:
+            use_compilation_cache(compilation_cache)
         self.module = module
-        self.strategy = strategy or DataParallel()
         self.seed = seed
         self.history: History | None = None
         """The history of the latest `fit`, also when it was interrupted."""
         self._train, self._eval = modules.train_and_eval(module)
         self._task = TrainTask(self._train.apply, optimizer, loss, None, metrics, **options)
+        self.strategy = strategy or strategy_for(self._task)
         task = EvalTask(
             self._eval.apply,
             self._task.metrics,
@@ -88,7 +99,7 @@ class Model:
             precision=self._task.precision,
             pad=self._task.pad,
         )
-        self._evaluator = EvalLoop(task, strategy=self.strategy, ema=self._task.ema is not None)
+        self._evaluator = EvalLoop(task, strategy=self.strategy)
         self._predictors: dict[Any, Callable[..., Any]] = {}
         self._loop: TrainLoop | None = None
         self._init: Any = self._train.init
@@ -110,7 +121,7 @@ class Model:
         shuffle: bool = True,
         callbacks: Any = (),
         verbose: int | str = "auto",
-        steps_per_execution: int = 1,
+        steps_per_execution: int | str = 1,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         resume: bool | str = "auto",
     ) -> History:
@@ -131,7 +142,8 @@ class Model:
           callbacks: functions `Checkpoint -> Checkpoint | None`, called after each epoch.
           verbose: "auto" or 1: a bar on a terminal or in a notebook, else a line per epoch;
             2: lines; 0: nothing.
-          steps_per_execution: steps per dispatch to the device.
+          steps_per_execution: steps per dispatch to the device; "auto": as many as are found to
+            be fastest while the first steps are taken.
           checkpoint_dir: a folder in which each epoch is saved, with the history, the position in
             the data and what callbacks remember.
           resume: "auto": a model without weights goes on from the newest checkpoint of that
@@ -149,7 +161,9 @@ class Model:
         for name, number in {
             "epochs": epochs,
             "steps_per_epoch": 1 if steps_per_epoch is None else steps_per_epoch,
-            "steps_per_execution": steps_per_execution,
+            "steps_per_execution": 1
+            if isinstance(steps_per_execution, str)
+            else steps_per_execution,
             "batch_size": batch_size,
         }.items():
             if number < 1:
@@ -178,7 +192,9 @@ class Model:
         found = loop.start if is_fresh else None
         can_repeat = hasattr(validation_data, "one_epoch")
         if can_repeat or not isinstance(validation_data, Iterator | None):
-            self._evaluator.check(loop.state, validation_data)  # Before an epoch is spent on it.
+            self._evaluator.check(
+                loop.state_in_place, validation_data
+            )  # Before an epoch is spent on it.
         facts = self._facts(stream, validation_data, n_steps)
         self.history = History(type(self.module).__name__, unit="epoch", facts=facts)
         validate = [] if validation_data is None else [self._validation(validation_data)]
@@ -221,7 +237,7 @@ class Model:
         if isinstance(data, tuple):
             data = ArrayStream(*data, batch_size=batch_size, epochs=1)
         data = self._look_at(data)
-        return self._evaluator.measure(self.state, data)
+        return self._evaluator.measure(self._averaged(self._state_in_place()), data)
 
     def predict(self, x: Any, *, batch_size: int = 32) -> Any:
         """The model's outputs as NumPy arrays, one row per example of `x`, in order."""
@@ -232,21 +248,32 @@ class Model:
         batches = self._look_at(batches)
         batches = OwnBatches(one_pass(batches), self.strategy)
         feed = Feed(self.strategy, pad=True, size=batches.batch_size, is_own=batches.is_own)
-        state = self.strategy.share(self._state_to_use().for_inference())
+        state = self._state_in_place()
+        state = self._averaged(state)
+        state = self.strategy.share(state.for_inference())
+        shapes = structure_of(state)
         outputs: list[Any] = []
+        in_flight: deque[tuple[Strategy, Any, int]] = deque()
+
+        def fetch() -> None:
+            strategy, output, n = in_flight.popleft()
+            outputs.append(batches.without_padding(strategy.join(output), n))
+
         for item in batches:
-            n = n_examples(batches.examples(item))
             portion = batches.portion(feed, item)
             strategy, batch = portion.strategy, portion.batch._replace(targets=(), weights=None)
             arguments = (state, strategy.split(batch))
-            key = (portion.signature, structure_of(state))
+            key = (portion.signature, shapes)
             if key not in self._predictors:
                 step = make_predict_step(self._eval.apply, precision=self._task.precision)
                 result = jax.eval_shape(strategy.bind(step), shapes_of(state), shapes_of(batch))
                 check_rows(result, n_examples(batch))
                 self._predictors[key] = strategy.compile_split(step, arguments)
-            joined = strategy.join(self._predictors[key](*arguments))
-            outputs.append(batches.without_padding(joined, n))
+            in_flight.append((strategy, self._predictors[key](*arguments), portion.n_examples))
+            if len(in_flight) > _BATCHES_IN_FLIGHT:
+                fetch()
+        while in_flight:
+            fetch()
         if not outputs:
             raise ValueError("There is nothing to predict: the data holds no batches.")
         return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
@@ -384,7 +411,7 @@ class Model:
 
     @property
     def state(self) -> TrainState:
-        """The training state: a copy that stays valid.
+        """The training state: a copy that stays valid. Set it to go on from another one.
 
         Raises:
           RuntimeError: the model has not been trained.
@@ -400,6 +427,13 @@ class Model:
             else "The shapes that the loaded weights have to fit are not known yet: call predict, "
             "evaluate or fit before save or state."
         )
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        if self._loop is not None:
+            self._loop.restore(state)
+        else:
+            self._init = self._loaded = state
 
     @property
     def freeze(self) -> Sequence[str]:
@@ -531,16 +565,23 @@ class Model:
                 self._init, self._task.optimizer, self.seed, inputs(), collections=streams
             )
 
+    def _state_in_place(self) -> TrainState:
+        """The state, not copied, for what is done with it before a next step."""
+        return self.state if self._loop is None else self._loop.state_in_place
+
     def _state_to_use(self) -> TrainState:
         """The state whose parameters are used, not trained: with `ema`, their moving average.
 
         Weights that were loaded from a file bring no average along: they are used themselves.
         """
-        state = self.state
+        return self._averaged(self.state)
+
+    def _averaged(self, state: TrainState) -> TrainState:
+        """The state with the moving average for its parameters, where there is one."""
         return swap_ema(state) if self._task.ema is not None and has_ema(state) else state
 
     def _loop_over(
-        self, stream: Any, n_steps: int | None, steps_per_call: int, *, quiet: bool
+        self, stream: Any, n_steps: int | None, steps_per_call: int | str, *, quiet: bool
     ) -> TrainLoop:
         """The one loop of this model, set to go over the stream with a checkpoint each epoch."""
         task = dataclasses.replace(self._task, data=stream)
@@ -582,13 +623,13 @@ class Model:
 
     def _validation(self, data: Any) -> Callable[[Checkpoint], Checkpoint]:
         def validate(checkpoint: Checkpoint) -> Checkpoint:
-            metrics = self._evaluator.measure(checkpoint.state, data)
+            metrics = self._evaluator.measure(self._averaged(checkpoint.state), data)
             return checkpoint.with_metrics(metrics, "val_")
 
         return validate
 
     def _facts(self, stream: Any, validation_data: Any, n_steps: int | None) -> str:
-        params = self.state.params
+        params = self._state_in_place().params
         return display.start_line(
             type(self.module).__name__,
             n_params=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),

@@ -52,7 +52,7 @@ def start(
         shapes = getattr(init.target, "fresh", init.target)
         if isinstance(shapes, TrainState):
             given = shapes
-            template = jax.eval_shape(lambda: _prepared(given, task.optimizer))
+            template = jax.eval_shape(lambda: _prepared(given, task))
         elif callable(shapes):
             template = jax.eval_shape(
                 lambda k: init_state(shapes, task.optimizer, k, sample(), collections=streams),
@@ -72,7 +72,7 @@ def start(
         say("no checkpoint found, starting fresh")
         init = init.target
     if isinstance(init, TrainState):
-        return Start(_prepared(init, task.optimizer))
+        return Start(_prepared(init, task))
     if not callable(init):
         raise TypeError(
             "TrainLoop needs an init function, a TrainState or a CheckpointFileReader, got "
@@ -88,11 +88,13 @@ def start(
     return Start(state)
 
 
-def _prepared(state: TrainState, optimizer: Any) -> TrainState:
+def _prepared(state: TrainState, task: Any) -> TrainState:
     """A state that was given, as a loop takes it."""
     state = jax.tree.map(_read, state)
     # It may have been made by hand, with a Python integer or an int64 as its step.
-    return _with_options(state.replace(step=jnp.asarray(state.step, jnp.int32)), optimizer)
+    state = state.replace(step=jnp.asarray(state.step, jnp.int32))
+    # What a step of the user's own keeps in the optimizer's place is its own affair.
+    return state if task.step is not None else _with_options(state, task.optimizer)
 
 
 def _read(leaf: Any) -> Any:

@@ -19,11 +19,11 @@ from flaxfit._forward import (
     measure,
     weights_of,
 )
-from flaxfit._gradient import gradient
+from flaxfit._gradient import Gradient, gradient
 from flaxfit._precision import in_precision
+from flaxfit._replicas import Replicas, VirtualReplicas
 from flaxfit._rules import flat
 from flaxfit._state import TrainState
-from flaxfit._totals import pack, unpack
 from flaxfit.optim._freeze import mask, merge
 
 
@@ -31,6 +31,7 @@ def make_train_step(
     task: Any,
     *,
     axis_name: str | None = None,
+    virtual_replicas: int | None = None,
     grad_norm: bool = True,
     norms: Sequence[str] = (),
     keep_grads: bool = False,
@@ -54,6 +55,8 @@ def make_train_step(
     Args:
       task: a `TrainTask`.
       axis_name: the mapped axis to reduce over, where the step runs once per replica.
+      virtual_replicas: how many replicas to divide a batch among, in all and on however many
+        devices: the results are the same to the bit. None: one for each device.
       grad_norm: whether to report the global norm of the gradients.
       norms: patterns of parameter paths, whose gradients' and parameters' norms to report.
       keep_grads: whether to return `(state, (sums, grads))`.
@@ -61,23 +64,27 @@ def make_train_step(
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
-        key = step_key(state.key, state.step, _replica(axis_name))
-        total_weight = _sum(jnp.sum(weights_of(batch)), axis_name)
-        n_replicas = 1 if axis_name is None else jax.lax.psum(1, axis_name)
+        replicas = _replicas(axis_name, virtual_replicas, state.step)
+        total_weight = replicas.sum(replicas.each(lambda _, part: jnp.sum(weights_of(part)), batch))
         # Divided by the weight of the whole batch, times the number of replicas: the mean of these
         # over the replicas is the mean over the examples.
-        found = gradient(task, state, batch, key, total_weight / n_replicas)
-        grads = _mean(found.grads, axis_name)
-        sums = _sum(found.sums, axis_name)
+        weight = total_weight / replicas.n
+
+        def gradient_of(replica: Any, part: Batch) -> Gradient:
+            return gradient(task, state, part, step_key(state.key, state.step, replica), weight)
+
+        found = replicas.each(gradient_of, batch)
+        grads = replicas.mean(found.grads)
+        sums = replicas.sum(found.sums)
 
         trained = state.replace(params=mask(state.params, task.freeze))
         updated = trained.apply_gradient(
-            task.optimizer, grads, model_state=average_state(found.model_state, axis_name)
+            task.optimizer, grads, model_state=replicas.average_state(found.model_state)
         )
         updated = updated.replace(params=merge(updated.params, state.params))
         unchanged = state.replace(step=updated.step)
         if found.scale != ():
-            scale = _reduce(jax.lax.pmin, found.scale, axis_name) if axis_name else found.scale
+            scale = replicas.least(found.scale)
             updated, unchanged = (_with_scale(each, scale) for each in (updated, unchanged))
 
         is_used = jnp.ones(())
@@ -97,7 +104,7 @@ def make_train_step(
             per_step[f"grad_norm/{pattern}"] = norm_of(grads, pattern)
             per_step[f"param_norm/{pattern}"] = norm_of(updated.params, pattern)
         if found.penalty is not None:
-            per_step["penalty"] = _mean(found.penalty, axis_name)
+            per_step["penalty"] = replicas.mean(found.penalty)
         sums |= {
             name: (jnp.where(is_used > 0, value, 0), is_used) for name, value in per_step.items()
         }
@@ -122,7 +129,7 @@ def guards(task: Any) -> bool:
 
 
 def make_eval_step(
-    task: Any, *, axis_name: str | None = None
+    task: Any, *, axis_name: str | None = None, virtual_replicas: int | None = None
 ) -> Callable[[TrainState, Batch], Sums]:
     """Makes the pure measurement of one batch: `(state, batch) -> sums`.
 
@@ -137,19 +144,23 @@ def make_eval_step(
     Args:
       task: an `EvalTask`.
       axis_name: the mapped axis to reduce over, where the step runs once per replica.
+      virtual_replicas: as of `make_train_step`.
     """
 
     def eval_step(state: TrainState, batch: Batch) -> Sums:
-        key = None
-        if task.rngs:
-            key = step_key(state.key, state.step, _replica(axis_name))
-        outputs = forward_eval(task, state, batch, key)
-        weights = weights_of(batch)
-        sums = measure(task.metrics, outputs, batch.targets, weights)
-        if task.loss is not None:
-            values, _ = evaluate_loss(task.loss, outputs, batch)
-            sums["loss"] = loss_sums(values, weights)
-        return _sum(sums, axis_name)
+        replicas = _replicas(axis_name, virtual_replicas, state.step)
+
+        def sums_of(replica: Any, part: Batch) -> Sums:
+            key = step_key(state.key, state.step, replica) if task.rngs else None
+            outputs = forward_eval(task, state, part, key)
+            weights = weights_of(part)
+            sums = measure(task.metrics, outputs, part.targets, weights)
+            if task.loss is not None:
+                values, _ = evaluate_loss(task.loss, outputs, part)
+                sums["loss"] = loss_sums(values, weights)
+            return sums
+
+        return replicas.sum(replicas.each(sums_of, batch))
 
     return eval_step
 
@@ -197,7 +208,7 @@ def compute(sums: Sums, metrics: Mapping[str, Any]) -> dict[str, Any]:
     {'loss': 1.5}
     """
     values = {}
-    sums = jax.device_get(sums)
+    sums = jax.tree.map(np.asarray, sums)
     order = [name for name in ("loss", *metrics) if name in sums]
     for name in dict.fromkeys([*order, *sums]):
         parts = sums[name]
@@ -212,44 +223,8 @@ def compute(sums: Sums, metrics: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def average_state(model_state: Any, axis_name: str | None) -> Any:
-    """One model state from those of the replicas: floats averaged, anything else of replica 0.
-
-    A mean would turn counters and flags into floats, and cannot be taken of random keys.
-    """
-    if axis_name is None:
-        return model_state
-
-    def average(x: jax.Array) -> jax.Array:
-        if jnp.issubdtype(x.dtype, jnp.inexact):
-            return jax.lax.pmean(x, axis_name)
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            data = jax.lax.all_gather(jax.random.key_data(x), axis_name)[0]
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        return jax.lax.all_gather(x, axis_name)[0]
-
-    return jax.tree.map(average, model_state)
-
-
-def _replica(axis_name: str | None) -> Any:
-    return 0 if axis_name is None else jax.lax.axis_index(axis_name)
-
-
-def _sum(tree: Any, axis_name: str | None) -> Any:
-    return tree if axis_name is None else _reduce(jax.lax.psum, tree, axis_name)
-
-
-def _mean(tree: Any, axis_name: str | None) -> Any:
-    return tree if axis_name is None else _reduce(jax.lax.pmean, tree, axis_name)
-
-
-def _reduce(reduce: Callable[..., Any], tree: Any, axis_name: str) -> Any:
-    """Reduces a tree over the replicas."""
-    if jax.default_backend() != "cpu":
-        return reduce(tree, axis_name)
-    # One reduction of a long vector takes half the time of many short ones; XLA combines them
-    # by itself elsewhere, but not on CPU.
-    return unpack(reduce(pack(tree), axis_name), tree)
+def _replicas(axis_name: str | None, n: int | None, step: Any) -> Replicas | VirtualReplicas:
+    return Replicas(axis_name) if n is None else VirtualReplicas(n, axis_name, step)
 
 
 def norm_of(tree: Any, pattern: str) -> jax.Array:

@@ -1,6 +1,7 @@
 """Stepper: takes training steps, each from a batch of the stream to the state it leads to."""
 
 import dataclasses
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,15 +15,16 @@ from flaxfit._agreement import Agreement
 from flaxfit._batch import Batch, n_examples, normalize
 from flaxfit._cost import count_flops, memory_of
 from flaxfit._feed import Feed, Portion, stack_batches
-from flaxfit._inspect import inspect, shapes_of
+from flaxfit._inspect import inspect, inspect_step, shapes_of
 from flaxfit._interrupt import Interrupts
 from flaxfit._optimizer_axes import with_optimizer
 from flaxfit._own_rows import knows_rows, own_examples, own_rows
+from flaxfit._own_step import check_strategy
 from flaxfit._rules import flat
 from flaxfit._state import TrainState
-from flaxfit._step import compute, make_train_step, more_sums
+from flaxfit._step import compute, more_sums
 from flaxfit._task import TrainTask
-from flaxfit._update import make_update, on_leaves
+from flaxfit._update import make_step, make_update, on_leaves
 from flaxfit.data import as_stream
 from flaxfit.optim import set_hyperparams
 from flaxfit.optim._extended import carry_state
@@ -31,6 +33,8 @@ from flaxfit.strategies import Strategy
 
 # On a CPU with several devices, unbounded dispatch of collectives aborts the process.
 _STEPS_IN_FLIGHT = 2
+# A single device only holds the batches of steps that wait, unless these are on it anyway.
+_RESIDENT_STEPS_IN_FLIGHT = 32
 
 
 class Stepper:
@@ -49,11 +53,15 @@ class Stepper:
         keep_grads: bool,
         say: Callable[[str], None],
     ):
+        check_strategy(task, strategy)
+        if keep_grads and task.step is not None:
+            raise ValueError("The task has a step of its own, which returns no gradients to keep.")
         self.task = task
         self.strategy = strategy
         self.interrupts = Interrupts()
         self.agreement = Agreement(strategy)
         self.executables: dict[Any, Callable[..., Any]] = {}
+        self._traced: dict[Any, Any] = {}
         self._compiled_for: Any = None
         self.is_preparing = False
         """Whether it inspects the first batch or compiles, which may take long."""
@@ -69,7 +77,8 @@ class Stepper:
 
     def set_data(self, data: Any) -> None:
         """Goes on with other data."""
-        self.stream = as_stream(data)
+        self._has_data = data is not None
+        self.stream: Any = as_stream(data) if self._has_data else iter(())
         self.ended = False
         self._fetched: list[tuple[Any, Any]] = []
         """Batches that were not stepped yet, each with the position behind it."""
@@ -79,6 +88,8 @@ class Stepper:
         self._gathers: bool = getattr(self.stream, "resident", False)
         self._takes_rows = self._gathers or knows_rows(self.stream)
         self._resident: Batch | None = None
+        self._of_rows: dict[int, Portion] = {}
+        """Portions of resident data that were made before, by the number of their rows."""
 
     def set_position(self, data_state: Any) -> None:
         """Moves in the data to where a checkpoint was made."""
@@ -108,7 +119,7 @@ class Stepper:
         self.step = int(state.step)
         """How many updates were done; on the host, as reading the device's would wait for it."""
         if shapes_of(before) != shapes_of(self.state):
-            self._sums: Any = {}
+            self._count({})
             self._feed = None
         self.reset_totals()
 
@@ -120,7 +131,7 @@ class Stepper:
         axes = with_optimizer(state.axes, state.params, opt_state)
         self.state = self.strategy.place(state.replace(opt_state=opt_state, axes=axes))
         self.task = task
-        self.executables = {}
+        self.executables, self._traced = {}, {}
 
     def set_norms(self, patterns: Sequence[str]) -> None:
         """Reports the norms of parameters and gradients by these patterns, from now on."""
@@ -131,6 +142,8 @@ class Stepper:
                 f"Cannot report other norms now: {self.n_completed} steps were counted since the "
                 "latest checkpoint. Set them before training, or right after a checkpoint."
             )
+        if self.task.step is not None:
+            raise ValueError("The task has a step of its own: let it report the norms.")
         for pattern in patterns:
             check_matches("norms", pattern, self.state.params)
         self.norms = tuple(patterns)
@@ -160,9 +173,15 @@ class Stepper:
                 "`freeze` as it was, restore, and set it back."
             )
 
+    def _count(self, sums: Any) -> None:
+        """Sets what is to be counted: sums of these shapes and dtypes."""
+        self._sums = sums
+        # Placed once, and never donated: every count begins with the same zeros.
+        self._zeros = self.strategy.share(_totals.zero_totals(sums))
+
     def reset_totals(self) -> None:
         """Begins to count anew."""
-        self._totals: Any = _totals.zero_totals(self._sums)
+        self._totals: Any = self._zeros
         self.grads: Any = None
         self.n_completed = 0
         self.n_examples = 0
@@ -182,6 +201,8 @@ class Stepper:
         checkpoints what was counted so far.
         """
         running: dict[str, Any] = {"batch_size": self._batch_size}
+        if (n_virtual := getattr(self.strategy, "virtual_replicas", None)) is not None:
+            running["virtual_replicas"] = n_virtual
         if counts and self.n_completed:
             totals = jax.tree.map(lambda vector: vector.tolist(), jax.device_get(self._totals))
             running |= {"n_steps": self.n_completed, "totals": totals, "metrics": self.metrics()}
@@ -190,6 +211,12 @@ class Stepper:
     def set_running(self, running: Any) -> None:
         """Goes on from what `get_running` gave."""
         self._batch_size = running["batch_size"]
+        before = running.get("virtual_replicas")
+        now = getattr(self.strategy, "virtual_replicas", None)
+        if before != now:
+            self._say(
+                f"the numbers do not go on bit for bit: virtual_replicas was {before}, now is {now}"
+            )
         if "n_steps" not in running:
             return
         self.n_completed = running["n_steps"]
@@ -216,34 +243,45 @@ class Stepper:
         Raises:
           ValueError: there is none.
         """
-        fetched = self._fetch(1, is_ahead=True)
+        fetched = self._peek()
         if not fetched:
             raise ValueError("The data holds no batches: there is nothing to train on.")
         return self._examples(fetched[0])
 
-    def advance(self, n: int) -> bool:
+    def advance(self, n: int, batch: Any = None) -> bool:
         """Dispatches `n` steps at once, or one where the next batches do not share a program.
+
+        With a batch that is given it is one step, on that, and the stream stays where it is.
 
         Returns whether there was a batch to step.
         """
         # From here to the release an interrupt waits, so that no batch and no state is lost.
         self.interrupts.hold()
         try:
-            portions = self._portions(n)
+            portions = self._portions(n) if batch is None else [self._given(batch)]
             if not portions:
                 self.agreement.end("training", self.step, self._in_flight)
                 self.ended = True
                 return False
-            token = self._dispatch(portions)
+            token = self._dispatch(portions, n_fetched=len(portions) if batch is None else 0)
         finally:
             self.interrupts.release()
         self._in_flight.append(token)
-        if len(self._in_flight) > _STEPS_IN_FLIGHT:
+        if len(self._in_flight) > self._most_in_flight:
             self._in_flight.popleft().block_until_ready()
         return True
 
+    def wait(self) -> None:
+        """Waits until the devices have done all steps."""
+        jax.block_until_ready([*self._in_flight])
+
     def _fetch(self, n: int, *, is_ahead: bool = False) -> list[Any]:
         """The next `n` batches, fewer at the end of the data; they stay until they are stepped."""
+        if not self._has_data:
+            raise ValueError(
+                "The task has no data: give TrainTask(data=...), or train on batches of your own, "
+                "TrainLoop(..., input_sample=x) and loop.next_step(batch)."
+            )
         stream, is_ahead = self.stream, is_ahead or n > 1
         while len(self._fetched) < n:
             try:
@@ -254,6 +292,12 @@ class Stepper:
             self._fetched.append((item, self._stream_position() if is_ahead else None))
         return [item for item, _ in self._fetched[:n]]
 
+    def _peek(self) -> list[Any]:
+        """The next batch, which stays to be stepped; empty at the end of the data."""
+        if not self._fetched:
+            self._position = self._stream_position()
+        return self._fetch(1, is_ahead=True)
+
     def position(self) -> Any:
         """The position in the data behind the last batch that was stepped; None if none is told."""
         return self._position if self._fetched else self._stream_position()
@@ -263,32 +307,44 @@ class Stepper:
 
     def _portions(self, n: int) -> list[Portion]:
         """The next `n` batches if they share a program, else one; none at the end of the data."""
-        fetched = self._fetch(n)
-        portions = [self._portion(item) for item in fetched]
-        is_alike = len(portions) == n and len({p.signature for p in portions}) == 1
+        portions = [self._portion(item) for item in self._fetch(n)]
+        is_alike = len(portions) == n and all(
+            portion.signature == portions[0].signature for portion in portions[1:]
+        )
         return portions if is_alike else portions[:1]
 
     def _portion(self, item: Any) -> Portion:
         """A fetched batch, ready for the update."""
         if self._feed is None:
-            began, self.is_preparing = time.perf_counter(), True
-            self._feed = self._make_feed(item)
-            self.inspection_time += time.perf_counter() - began
-            self.is_preparing = False
+            self._feed = self._make_feed(self._examples(item))
         if not self._takes_rows:
             return self._feed(item)
+        known = self._of_rows.get(len(item))
+        if known is not None:
+            # Only the rows differ: nothing has to be looked at again for each step.
+            return Portion(known.strategy, Batch((item,), (), known.batch.weights), *known[2:])
         portion = self._feed(Batch((item,)))
         if self._resident is not None and portion.strategy is self.strategy:
-            return own_rows(portion._replace(is_weighted=self._resident.weights is not None))
+            portion = own_rows(portion._replace(is_weighted=self._resident.weights is not None))
+            if n_examples(portion.batch) == len(item):
+                self._of_rows[len(item)] = portion
+            return portion
         if knows_rows(self.stream):
             return own_examples(portion, self.stream.pick)
         # On fewer devices than hold the data.
         return self._remainder_feed(self._examples(item))
 
+    def _given(self, batch: Any) -> Portion:
+        """A batch that is none of the stream's, ready for the update."""
+        if self._feed is None:
+            fetched = self._peek() if self._has_data else []
+            self._feed = self._make_feed(self._examples(fetched[0]) if fetched else batch)
+        return self._given_feed(batch)
+
     def _examples(self, item: Any) -> Any:
         return self.stream.pick(item) if self._takes_rows else item
 
-    def _dispatch(self, portions: list[Portion]) -> jax.Array:
+    def _dispatch(self, portions: list[Portion], *, n_fetched: int) -> jax.Array:
         """Runs the compiled update. What was fetched is let go once the new state is stored."""
         strategy, batch, _, _, signature = portions[0]
         n = len(portions)
@@ -300,7 +356,8 @@ class Stepper:
         if not is_whole:
             # Not copied where the narrower strategy holds it in the same places.
             held, totals = strategy.share((held, totals))
-        data = (self._resident,) if self._resident is not None and is_whole else ()
+        is_gathered = self._resident is not None and is_whole and n_fetched
+        data = (self._resident,) if is_gathered else ()
         arguments = (held, totals, *data, batch)
         key = (n, signature, self._resident_shapes if data else None)
         update = self.executables.get(key)
@@ -318,8 +375,9 @@ class Stepper:
         self.n_completed += n
         self.n_examples += sum(portion.n_examples for portion in portions)
         self.agreement.stepped(key)
-        self._position = self._fetched[n - 1][1]
-        del self._fetched[:n]
+        if n_fetched:
+            self._position = self._fetched[n_fetched - 1][1]
+            del self._fetched[:n_fetched]
         return token
 
     def _compile(self, portions: list[Portion], arguments: tuple[Any, ...]) -> Any:
@@ -332,8 +390,8 @@ class Stepper:
         self.is_preparing = False
         leaves = jax.tree.leaves(batch[:2])
         shapes = [leaf.shape for leaf in leaves]
-        if self._resident is not None:
-            leaves = jax.tree.leaves(self._resident[:2])
+        if len(arguments) > 3:  # The batch is gathered from data on the devices.
+            leaves = jax.tree.leaves(arguments[2][:2])
             shapes = [shapes[0] + leaf.shape[1:] for leaf in leaves]
         self._announce(shapes, [str(leaf.dtype) for leaf in leaves], len(strategy.devices), seconds)
         return update
@@ -356,6 +414,7 @@ class Stepper:
         update = make_update(
             self.task,
             axis_name=portion.strategy.axis_name,
+            virtual_replicas=getattr(portion.strategy, "virtual_replicas", None),
             n_steps=n_steps,
             skip_empty=portion.is_weighted,
             norms=self.norms,
@@ -363,11 +422,11 @@ class Stepper:
         )
         if self._is_flat:
             update = on_leaves(update, self._structure)
-        return portion.strategy.compile(update, arguments, n_donated=2)
+        return portion.strategy.compile(update, arguments, n_donated=1)
 
     def count_flops(self, n: int | None) -> float:
         """The operations of a step on `n` examples, on all devices together."""
-        step = make_train_step(self.task)
+        step = make_step(self.task)
         return count_flops(
             self.strategy.bind(step), shapes_of(self.state), shapes_of(self._batch_of(n))
         )
@@ -397,7 +456,8 @@ class Stepper:
 
     def _make_feed(self, item: Any) -> Feed:
         """Looks at the first batch: the sums that it gives, and whether batches can be padded."""
-        batch = normalize(self._examples(item))
+        began, self.is_preparing = time.perf_counter(), True
+        batch = normalize(item)
         self.batch_shapes = shapes_of(batch)
         is_own = self.strategy.n_processes > 1 and not self._takes_rows
         if not is_own:
@@ -405,41 +465,56 @@ class Stepper:
         whole = self.stream.whole() if hasattr(self.stream, "whole") else None
         data = None if whole is None else normalize(whole)
         self._resident = self.strategy.place(data) if self._gathers else None
+        is_free = self._gathers and len(self.strategy.devices) == 1
+        self._most_in_flight = _RESIDENT_STEPS_IN_FLIGHT if is_free else _STEPS_IN_FLIGHT
         leaves = jax.tree.leaves(self._resident)
         structure = jax.tree.structure(self._resident)
-        self._resident_shapes = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
-        result = inspect(self.task, self.state, batch, data, self.strategy.bind)
-        self._sums = result.sums | more_sums(
-            self.task, result, grad_norm=self._options["grad_norm"], norms=self.norms
-        )
-        zeros = _totals.zero_totals(self._sums)
-        if self.n_completed and jax.tree.map(np.shape, zeros) != jax.tree.map(
-            np.shape, self._totals
-        ):
+        # As a text, since each step looks its program up by it and a text keeps its hash.
+        self._resident_shapes = repr((structure, *((leaf.shape, leaf.dtype) for leaf in leaves)))
+        sums, why_not = self._inspect(batch, data)
+        self._count(sums)
+        is_same = jax.tree.map(np.shape, self._zeros) == jax.tree.map(np.shape, self._totals)
+        if self.n_completed and not is_same:
             self._say("the metrics were changed in the middle of their span: it is counted anew")
             self.reset_totals()
         if not self.n_completed:
-            self._totals = zeros
-        why_not = ""
-        if not self.task.pad:
-            why_not = "the task has pad=False"
-        elif result.values.ndim == 0:
-            why_not = "the loss returns a scalar, not one value per example"
-        elif jax.tree.leaves(self.state.model_state) and self.task.mutable not in (False, (), []):
-            why_not = "the model keeps statistics of what it sees, such as BatchNorm's"
+            self._totals = self._zeros
         # A first batch that is smaller than those of the stream is a remainder already.
         size = n_examples(batch)
         if not is_own:
             size = max(size, getattr(self.stream, "batch_size", 0))
         n = self._batch_size = self._batch_size or size
         parts = self.task.accumulate
-        self._remainder_feed = Feed(self.strategy, pad=False, why_not=why_not, size=n, parts=parts)
-        return Feed(
+        is_mixed = self.task.step is not None  # It looks at each batch itself.
+        options: dict[str, Any] = {"why_not": why_not, "parts": parts, "is_mixed": is_mixed}
+        self._remainder_feed = Feed(self.strategy, pad=False, size=n, **options)
+        # Given batches may have any size: they are padded no further than to divide, or narrowed.
+        self._given_feed = Feed(
             self.strategy,
             pad=not why_not,
-            why_not=why_not,
-            size=n,
-            parts=parts,
-            is_own=is_own,
-            say=self._say,
+            size=sys.maxsize if why_not else 1,
+            is_own=self.strategy.n_processes > 1,
+            **options,
         )
+        self.inspection_time += time.perf_counter() - began
+        self.is_preparing = False
+        return Feed(self.strategy, pad=not why_not, size=n, is_own=is_own, say=self._say, **options)
+
+    def _inspect(self, batch: Batch, data: Batch | None) -> tuple[Any, str]:
+        """The shapes of the sums of a step, and why rows of weight 0 would do harm, if so."""
+        bind, norms = self.strategy.bind, self.norms
+        if self.task.step is not None:
+            sums = inspect_step(make_step(self.task), self.state, batch, data, bind)
+            return sums, "the task has a step of its own"
+        result = inspect(self.task, self.state, batch, data, bind, self._traced)
+        more = more_sums(self.task, result, grad_norm=self._options["grad_norm"], norms=norms)
+        return result.sums | more, self._why_not_pad(result.values)
+
+    def _why_not_pad(self, values: Any) -> str:
+        if not self.task.pad:
+            return "the task has pad=False"
+        if values.ndim == 0:
+            return "the loss returns a scalar, not one value per example"
+        if jax.tree.leaves(self.state.model_state) and self.task.mutable not in (False, (), []):
+            return "the model keeps statistics of what it sees, such as BatchNorm's"
+        return ""

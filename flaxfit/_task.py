@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import optax
 
-from flaxfit import losses, metrics
+from flaxfit._by_output import as_loss, as_metrics
 from flaxfit._precision import check_precision
 from flaxfit.optim._extended import extend
 from flaxfit.optim._optimizer import Optimizer
@@ -15,7 +16,7 @@ from flaxfit.optim._optimizer import Optimizer
 
 @dataclasses.dataclass(frozen=True)
 class TrainTask:
-    """What to train: a model, an optimizer, a loss and data.
+    """What to train: a model, an optimizer, a loss and data; or a step of your own, and data.
 
     >>> import optax
     >>> task = TrainTask(lambda v, x, **_: x, optax.sgd(0.1), "mse", [([1.0], [1.0])])
@@ -27,21 +28,25 @@ class TrainTask:
       ValueError: the name of a loss or a metric is unknown.
     """
 
-    apply: Callable[..., Any]
+    apply: Any = None
     """`apply(variables, *inputs, rngs=, mutable=)`, such as a linen module's `apply`."""
-    optimizer: Any
+    optimizer: Any = None
     """An optax transformation, whose `update` is given the parameters, or an `Optimizer`, whose
     definition is taken. Clipping, freezing, averaging
     and loss scaling are put around it here: the states are those of `task.optimizer`."""
-    loss: Any
+    loss: Any = None
     """`loss(*outputs, *targets)` or a name. It returns values `(batch, ...)` (preferred: weights
     and padding are then exact), or `(values, penalty)` with an unweighted scalar penalty, or a
-    scalar, the mean over the batch."""
+    scalar, the mean over the batch. A model with several outputs has one for each, by name or in
+    their order: their weighted sum is trained, and each is reported as "<name>_loss"."""
     data: Any = None
     """Anything that `flaxfit.data.as_stream` takes."""
     metrics: Any = dataclasses.field(default_factory=dict)
-    """Metrics by name, or a sequence of names; measured on the outputs of the training step."""
+    """Metrics by name, or a sequence of names; measured on the outputs of the training step.
+    Under the name of one of several outputs: those of that output."""
     _: dataclasses.KW_ONLY
+    loss_weights: Any = None
+    """The weights of the losses of several outputs, by name or in their order; 1 where none is."""
     rngs: Sequence[str] = ("dropout",)
     """The random streams that `apply` is given, each with a key of its own in every step."""
     mutable: Any = None
@@ -67,10 +72,19 @@ class TrainTask:
     """Whether a step whose loss or gradients are not finite leaves the whole state as it was, and
     is counted in `metrics["skipped_steps"]`. Always so with float16."""
 
+    step: Callable[..., Any] | None = None
+    """A pure function `(state, batch) -> (state, sums)` in the place of the step that is made of
+    model, loss and optimizer. It sees the whole `Batch`, as on one device; sums are numbers by name
+    (their mean over the steps is reported), pairs `(sum, weight)`, or what a metric of that name
+    computes with. The optimizer, if any, is what new states are made for."""
+
     def __post_init__(self) -> None:
-        _check_apply("TrainTask", self.apply)
-        check_precision("TrainTask", self.precision)
         object.__setattr__(self, "freeze", _patterns(self.freeze))
+        if self.step is not None:
+            self._check_own_step()
+        else:
+            _check_apply("TrainTask", self.apply)
+        check_precision("TrainTask", self.precision)
         is_whole = isinstance(self.accumulate, int) and not isinstance(self.accumulate, bool)
         if not is_whole or self.accumulate < 1:
             raise ValueError(
@@ -94,9 +108,24 @@ class TrainTask:
             scales_loss=self.precision == "float16",
         )
         object.__setattr__(self, "optimizer", optimizer)
-        object.__setattr__(self, "loss", losses.resolve(self.loss))
-        object.__setattr__(self, "metrics", metrics.as_metrics(self.metrics))
+        if self.loss is not None or self.step is None:
+            object.__setattr__(self, "loss", as_loss(self.loss, self.loss_weights))
+        object.__setattr__(self, "metrics", as_metrics(self.metrics, self.loss))
         object.__setattr__(self, "rngs", _names(self.rngs))
+
+    def _check_own_step(self) -> None:
+        if not callable(self.step):
+            raise TypeError(f"step must be (state, batch) -> (state, sums), got {self.step!r:.80}.")
+        if self.optimizer is None:
+            object.__setattr__(self, "optimizer", optax.identity())
+        names = ("freeze", "accumulate", "precision", "clip_norm", "ema", "skip_nonfinite")
+        fields = [field for field in dataclasses.fields(self) if field.name in names]
+        wrong = [field.name for field in fields if getattr(self, field.name) != field.default]
+        if wrong:
+            raise ValueError(
+                f"{', '.join(wrong)} would have no effect: the task has a step of its own. Let the "
+                "step do it, or the optimizer that it uses."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +144,9 @@ class EvalTask:
     """Anything that can be passed over again and again: arrays, a list of batches, a loader."""
     _: dataclasses.KW_ONLY
     loss: Any = None
-    """A loss to report as well, or its name."""
+    """A loss to report as well, or its name; of several outputs one for each."""
+    loss_weights: Any = None
+    """The weights of the losses of several outputs, as of a `TrainTask`."""
     rngs: Sequence[str] = ()
     """The random streams of a stochastic evaluation; none by default."""
     precision: str | None = None
@@ -127,8 +158,8 @@ class EvalTask:
         _check_apply("EvalTask", self.apply)
         check_precision("EvalTask", self.precision)
         if self.loss is not None:
-            object.__setattr__(self, "loss", losses.resolve(self.loss))
-        object.__setattr__(self, "metrics", metrics.as_metrics(self.metrics))
+            object.__setattr__(self, "loss", as_loss(self.loss, self.loss_weights))
+        object.__setattr__(self, "metrics", as_metrics(self.metrics, self.loss))
         object.__setattr__(self, "rngs", _names(self.rngs))
 
 

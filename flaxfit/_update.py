@@ -7,7 +7,13 @@ import jax
 
 from flaxfit import _totals
 from flaxfit._batch import Batch
+from flaxfit._own_step import make_own_step
 from flaxfit._step import make_train_step
+
+
+def make_step(task: Any, **options: Any) -> Callable[..., Any]:
+    """Makes the training step of a task, its own where it has one: `(state, batch) -> ...`."""
+    return make_train_step(task, **options) if task.step is None else make_own_step(task)
 
 
 def make_update(
@@ -25,11 +31,12 @@ def make_update(
     input of `batch` are the indices of its examples. The step that comes back is a token: waiting
     for it waits for the update.
     """
-    step = make_train_step(task, axis_name=axis_name, keep_grads=True, **options)
+    step = make_step(task, axis_name=axis_name, keep_grads=keep_grads, **options)
 
     def update(state: Any, totals: Any, *batch: Any) -> Any:
-        state, (sums, grads) = step(state, batch[0] if len(batch) == 1 else gather(*batch))
-        return state, _totals.add(totals, sums), (state.step, grads if keep_grads else None)
+        state, sums = step(state, batch[0] if len(batch) == 1 else gather(*batch))
+        sums, grads = sums if keep_grads else (sums, None)
+        return state, _totals.add(totals, sums), (state.step, grads)
 
     def update_many(state: Any, totals: Any, *batches: Any) -> Any:
         *data, stacked = batches

@@ -88,7 +88,14 @@ def test_a_block_that_is_not_run_says_why(path):
     assert not silent
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+# Each tutorial trains a model or two.
+TO_RUN = [
+    pytest.param(path, marks=pytest.mark.slow if path.parent.name == "tutorials" else ())
+    for path in PAGES
+]
+
+
+@pytest.mark.parametrize("path", TO_RUN, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")

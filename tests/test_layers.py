@@ -8,22 +8,25 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "flaxfit"
 LAYERS = (
-    {"_narrow", "_processes", "_weights", "launch"},
+    {"_compilation_cache", "_narrow", "_processes", "_weights", "launch"},
     {"_initialize"}
     | {"_rules", "_batch", "_by_row", "_callback_states", "_chart", "_cost", "_display"}
     | {"_interrupt", "_monitor"}
     | {"_precision", "_totals"},
-    {"_arrays", "_axes", "_state_dict"},
+    {"_arrays", "_axes", "_replicas", "_state_dict"},
     {"_inference_state", "_optimizer_axes", "optim"},
     {"_state", "losses", "metrics", "strategies", "data", "modules"},
-    {"_task", "_checkpoint", "_feed", "_forward", "_start"},
+    {"_by_output"},
+    {"_task", "_checkpoint", "_feed", "_forward", "_own_step", "_start"},
     {"_gradient", "_own_rows", "_agreement"},
     {"_step", "_history", "checkpoints", "export"},
     {"_update", "_inspect"},
-    {"_stepper"},
+    {"_stepper", "_multi_task"},
+    {"_trial"},
     {"_loop", "_evaluate", "callbacks", "importers"},
     {"_find_batch_size", "_find_lr", "_run_folder", "_warm_start"},
     {"_model"},
+    {"sklearn"},
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS, start=1) for part in parts}
 MODULES = sorted(

@@ -316,6 +316,7 @@ def test_loaded_weights_are_used_where_there_is_no_average_of_them(tmp_path):
     model.save_weights(tmp_path / "w.safetensors")
     fresh.load_weights(tmp_path / "w.safetensors")
     np.testing.assert_array_equal(fresh.predict(X), model.predict(X))
+    assert fresh.evaluate(X, Y) == model.evaluate(X, Y)
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,41 @@ def test_fit_again_with_the_same_shapes_compiles_nothing():
     assert history.compile_time == 0
 
 
+def test_a_model_is_traced_once_for_each_shape():
+    traces = []
+
+    class Counted(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            traces.append(x.shape)
+            return nn.Dense(10)(x)
+
+    model = make_model(Counted())
+
+    def use():
+        fit(model, validation_data=(X_TEST, Y_TEST))
+        model.evaluate(X_TEST, Y_TEST, batch_size=64)
+        model.predict(X_TEST, batch_size=64)
+
+    use()
+    traces.clear()
+    use()
+    assert traces == []
+
+
+def test_what_was_traced_before_is_still_checked():
+    model = make_model()
+    fit(model, validation_data=(X_TEST, Y_TEST))
+    model.evaluate(X_TEST, Y_TEST)
+    broken, labels = X_TEST.copy(), Y_TEST.copy()
+    broken[100, 3], labels[100] = np.nan, 10
+    for bad in ((broken, Y_TEST), (X_TEST, labels)):
+        with pytest.raises(ValueError, match="NaN|label"):
+            model.evaluate(*bad)
+        with pytest.raises(ValueError, match="NaN|label"):
+            model.fit(*bad, batch_size=64, verbose=0)
+
+
 def test_fit_has_the_result_of_the_loop_that_a_user_would_write():
     model = make_model()
     fit(model, epochs=2)
@@ -450,3 +485,41 @@ def test_an_error_of_the_data_is_raised_with_its_own_traceback():
     with pytest.raises(OSError, match="disk gone") as caught:
         make_model().fit(Broken(), verbose=0)
     assert any(entry.name == "__iter__" for entry in caught.traceback)
+
+
+def test_an_autoencoder_is_fitted_to_inputs_alone():
+    class Autoencoder(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(64)(nn.Dense(4)(x)), x
+
+    x = load_digits().data[:64] / 16
+    model = ff.Model(Autoencoder(), optax.adam(1e-2), "mse")
+    history = model.fit(x, batch_size=20, epochs=6, verbose=0, validation_data=(x,))
+    assert history["val_loss"][-1] < 0.5 * history["val_loss"][0]
+    restored, _ = model.predict(x)
+    assert model.evaluate(x)["loss"] == pytest.approx(np.mean((restored - x) ** 2), rel=1e-5)
+
+
+def test_a_state_that_is_set_is_gone_on_from():
+    x = np.linspace(-1, 1, 16)[:, None]
+    models = [ff.Model(nn.Dense(1), optax.adam(0.1), "mse") for _ in range(2)]
+    models[0].fit(x, 3 * x, verbose=0)
+    models[1].state = models[0].state
+    np.testing.assert_array_equal(models[1].predict(x), models[0].predict(x))
+    first, second = (model.fit(x, 3 * x, shuffle=False, verbose=0)["loss"] for model in models)
+    assert first == second
+    assert models[0].step == models[1].step == 2
+    models[0].state = models[1].state.replace(step=jnp.int32(7))
+    assert models[0].step == 7
+
+
+def test_a_state_that_is_set_is_where_a_run_with_checkpoints_begins(tmp_path):
+    x = np.linspace(-1, 1, 16)[:, None]
+    first = ff.Model(nn.Dense(1), optax.adam(0.1), "mse")
+    first.fit(x, 3 * x, verbose=0)
+    for _ in range(2):  # The second time the run is complete.
+        model = ff.Model(nn.Dense(1), optax.adam(0.1), "mse")
+        model.state = first.state
+        history = model.fit(x, 3 * x, verbose=0, checkpoint_dir=tmp_path)
+        assert (model.step, history.steps) == (2, [2])

@@ -24,6 +24,7 @@ PUBLIC = {
         "History",
         "InferenceState",
         "Model",
+        "MultiTask",
         "Sharded",
         "TrainLoop",
         "TrainState",
@@ -171,6 +172,7 @@ PUBLIC = {
         "set_hyperparams",
         "swap_ema",
     ),
+    "flaxfit.sklearn": ("FlaxClassifier", "FlaxRegressor"),
     "flaxfit.strategies": ("DataParallel", "Layout", "Sharded", "Strategy", "gather"),
 }
 # The spine of the library is at the top; these live in a sub-package as well, among their kind.

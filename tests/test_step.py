@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import flaxfit as ff
-from flaxfit._step import average_state, compute
+from flaxfit._step import compute
 
 rng = np.random.default_rng(1)
 X = rng.normal(size=(12, 3)).astype(np.float32)
@@ -160,30 +160,6 @@ def test_several_outputs_and_targets_go_to_the_loss():
 def test_unsupervised_data_has_no_targets():
     _, metrics = run(make_task(lambda outputs: outputs**2), ff.Batch((X,), ()))
     assert metrics["loss"] == pytest.approx(np.mean((X @ PARAMS) ** 2), rel=1e-5)
-
-
-def test_float_state_is_averaged_and_everything_else_is_that_of_replica_0():
-    strategy = ff.DataParallel(jax.devices())
-
-    def step(_, i):
-        i = i[0]
-        state = {
-            "mean": i.astype(jnp.float32),
-            "half": i.astype(jnp.bfloat16),
-            "count": 10 + i,
-            "large": jnp.int32(2**30) + i,
-            "flag": i == 0,
-            "key": jax.random.key(i),
-        }
-        return average_state(state, "replica")
-
-    parts = strategy.split(np.arange(4, dtype=np.int32))
-    state = strategy.compile(step, (np.float32(0), parts))(np.float32(0), parts)
-    assert float(state["mean"]) == 1.5 and state["half"].dtype == jnp.bfloat16
-    assert int(state["count"]) == 10 and state["count"].dtype == jnp.int32
-    assert int(state["large"]) == 2**30
-    assert bool(state["flag"]) is True and state["flag"].dtype == jnp.bool_
-    assert np.array_equal(jax.random.key_data(state["key"]), jax.random.key_data(jax.random.key(0)))
 
 
 def test_each_stream_replica_and_step_has_a_key_of_its_own():

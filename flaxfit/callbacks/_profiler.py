@@ -39,7 +39,6 @@ class Profiler:
     def attach(self, loop: Loop) -> None:
         """Begins to watch the steps of a loop."""
         self._loop = loop
-        self._n_per_call = getattr(loop, "steps_per_call", 1)
         loop.watchers.append(self._watch)
         self._watch(loop.step)
 
@@ -54,10 +53,11 @@ class Profiler:
             self._attempt(jax.profiler.stop_trace)
 
     def _watch(self, step: int) -> None:
+        n_per_call = getattr(self._loop, "steps_per_call", 1)
         if self._is_tracing and step >= self._last:
             self._loop.running_metrics()  # Waits until the devices have done the step.
             self.close()
-        elif not self._is_tracing and self._first - self._n_per_call <= step < self._last:
+        elif not self._is_tracing and self._first - n_per_call <= step < self._last:
             self._loop.running_metrics()
             self._attempt(self._begin)
 

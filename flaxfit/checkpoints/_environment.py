@@ -3,6 +3,7 @@
 import functools
 import os
 import platform
+import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,6 +13,7 @@ import jax
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "flaxfit")
 _NO_ARITHMETIC = frozenset({"orbax-checkpoint"})
+_COUNT_OF_DEVICES = re.compile(r"--xla_force_host_platform_device_count=\d+\s*")
 
 
 @functools.cache
@@ -40,7 +42,7 @@ def environment() -> dict[str, Any]:
         "processes": jax.process_count(),
         "cpu": _cpu(),
         "cpu threads": _threads(),
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        "XLA_FLAGS": _COUNT_OF_DEVICES.sub("", os.environ.get("XLA_FLAGS", "")).strip(),
         **{
             name: _option(name)
             for name in (
@@ -56,6 +58,9 @@ def environment() -> dict[str, Any]:
 def changes(record: Mapping[str, Any]) -> list[str]:
     """What differs between the environment that a record tells of and the present one.
 
+    With virtual replicas the numbers of devices and processes are no difference: the bits do not
+    depend on them.
+
     >>> changes({"versions": {"jax": "0.1"}, "environment": environment() | {"devices": 64}})
     ['jax 0.1 -> ...', 'devices 64 -> ...']
     """
@@ -64,6 +69,9 @@ def changes(record: Mapping[str, Any]) -> list[str]:
     if now["platform"] == then.get("platform") != "cpu":
         now.pop("cpu")
         now.pop("cpu threads")
+    if (record.get("running") or {}).get("virtual_replicas"):
+        now.pop("devices")
+        now.pop("processes")
     return [
         f"{name} {value} -> {now[name]}"
         for name, value in then.items()
@@ -77,12 +85,17 @@ def _option(name: str) -> Any:
 
 
 def _threads() -> int:
-    """The size of XLA's pool of threads on the CPU: NPROC, or as many as may be used."""
+    """The size of XLA's pool of threads on the CPU.
+
+    It is NPROC, or as many as may be used; but at least one for each simulated device.
+    """
     given = os.environ.get("NPROC", "")
     if given.isdigit():
-        return int(given)
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+        n = int(given)
+    else:
+        affinity = getattr(os, "sched_getaffinity", None)
+        n = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(n, jax.local_device_count()) if jax.default_backend() == "cpu" else n
 
 
 @functools.cache

@@ -127,7 +127,13 @@ def on(arguments: Callable[..., tuple[Any, ...]], metric: MetricLike) -> Metric:
     def measure(*outputs_and_targets: Any, weights: Any = None) -> Any:
         return inner.measure(*arguments(*outputs_and_targets), weights=weights)
 
-    return Metric(measure, inner.compute, inner.name)
+    values = inner.values
+    return Metric(
+        measure,
+        inner.compute,
+        inner.name,
+        values=None if values is None else lambda *given: values(*arguments(*given)),
+    )
 
 
 def _by_name(name: str) -> Metric:

@@ -1,5 +1,6 @@
 """DataParallel: one copy of the state per device, through `jax.pmap` (this file alone uses it)."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flaxfit.strategies._local import local_devices
-from flaxfit.strategies._replica import REPLICA, alone
+from flaxfit.strategies._replica import REPLICA, alone, unmapped
+
+# For several devices XLA looks for common expressions once more, before it rearranges anything.
+# Where it looks for none, the arithmetic of a replica is the same on one device and on several.
+_AS_ON_ONE_DEVICE = {"xla_disable_hlo_passes": "cse"}
 
 _copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
@@ -25,45 +30,64 @@ class DataParallel:
     >>> DataParallel(jax.local_devices()[:1]).n_devices
     1
 
+    With `virtual_replicas` a batch is divided among so many replicas on however many devices, and
+    each device works at its share of them one after the other. What they find is added in an
+    order that does not depend on the devices either: on 1, 2, 4, ... of them, in one process or
+    several, training gives the same parameters and metrics to the bit, and goes on from the
+    checkpoints of any other number of them as if nothing had changed.
+
+    >>> DataParallel(jax.local_devices()[:2], virtual_replicas=8)
+    DataParallel(2 cpu devices, virtual_replicas=8)
+
     Args:
       devices: the devices to use; None: all devices, of all processes.
+      virtual_replicas: a power of two, which the number of devices divides.
 
     Raises:
-      ValueError: there are no devices, or the processes have different numbers of them.
+      ValueError: there are no devices, the processes have different numbers of them, or the
+        virtual replicas cannot be divided over them.
     """
 
-    def __init__(self, devices: Sequence[Any] | None = None):
+    def __init__(
+        self, devices: Sequence[Any] | None = None, *, virtual_replicas: int | None = None
+    ):
         self.devices = tuple(jax.devices() if devices is None else devices)
         if not self.devices:
             raise ValueError("DataParallel needs at least one device, got an empty sequence.")
+        self.virtual_replicas = virtual_replicas
+        if virtual_replicas is not None:
+            _check_divides(virtual_replicas, len(self.devices))
+        # A model cannot name the axis of virtual replicas: there is none.
+        self._axis = REPLICA if virtual_replicas is None else "device"
         self._local = local_devices(self.devices)
-        mesh = Mesh(np.array(self._local), (REPLICA,))
+        mesh = Mesh(np.array(self._local), (self._axis,))
         self._whole = NamedSharding(mesh, PartitionSpec())
-        self._parts = NamedSharding(mesh, PartitionSpec(REPLICA))
+        self._parts = NamedSharding(mesh, PartitionSpec(self._axis))
         self._narrowed: dict[int, DataParallel] = {}
 
     def __repr__(self) -> str:
-        return f"DataParallel({len(self.devices)} {self.devices[0].platform} devices)"
+        virtual = f", virtual_replicas={self.virtual_replicas}" if self.virtual_replicas else ""
+        return f"DataParallel({len(self.devices)} {self.devices[0].platform} devices{virtual})"
 
     @property
     def axis_name(self) -> str | None:
-        """ "replica", or None on a single device, where there is nothing to reduce over."""
+        """The mapped axis, or None on a single device, where there is nothing to reduce over."""
         # A reduction over one replica is not free: 10 to 15 % of a small step.
-        return REPLICA if self.n_devices > 1 else None
+        return self._axis if len(self.devices) > 1 else None
 
     @property
     def n_devices(self) -> int:
         """The number of replicas."""
-        return len(self.devices)
+        return self.virtual_replicas or len(self.devices)
 
     @property
     def n_processes(self) -> int:
         """How many processes the replicas belong to."""
-        return self.n_devices // len(self._local)
+        return len(self.devices) // len(self._local)
 
     def rows(self, n_examples: int) -> slice:
         """The rows of a batch of all processes that this one works at."""
-        per_device = n_examples // self.n_devices
+        per_device = n_examples // len(self.devices)
         start = self.devices.index(self._local[0]) * per_device
         return slice(start, start + len(self._local) * per_device)
 
@@ -79,7 +103,7 @@ class DataParallel:
     def collect(self, tree: Any) -> Any:
         """A copy of a replicated tree on the first device."""
         # Reading one local shard is free; `x[0]` would gather over the devices.
-        return _copy(jax.tree.map(lambda x: x.addressable_shards[0].data, tree))
+        return _copy(jax.tree.map(lambda x: x.addressable_data(0), tree))
 
     def split(self, batch: Any, n_stacked: int = 0) -> Any:
         """Reshapes leaves `(n, ...)` to `(devices, n / devices, ...)`, NumPy without a copy.
@@ -95,7 +119,9 @@ class DataParallel:
                 x = x.reshape(n_stacked, n, x.shape[1] // n, *x.shape[2:]).swapaxes(0, 1)
             return jax.device_put(x, self._parts) if isinstance(x, jax.Array) else x
 
-        return jax.tree.map(split_leaf, batch)
+        # Not `jax.tree.map`, whose generality a small step would notice.
+        leaves, structure = jax.tree.flatten(batch)
+        return structure.unflatten([split_leaf(leaf) for leaf in leaves])
 
     def join(self, outputs: Any) -> Any:
         """NumPy arrays of all examples in order, from outputs of a split batch."""
@@ -106,8 +132,11 @@ class DataParallel:
     def narrow(self, n_examples: int) -> "DataParallel":
         """The same on the largest number of devices that divides `n_examples`.
 
-        Of several processes each takes part, with as many devices as the others.
+        Of several processes each takes part, with as many devices as the others. Of virtual
+        replicas there are fewer, too; each process works at all of them.
         """
+        if self.virtual_replicas is not None:
+            return self._fewer(math.gcd(n_examples, self.virtual_replicas))
         n_processes = self.n_processes
         counts = range(self.n_devices, 0, -n_processes)
         n = next((n for n in counts if n_examples % n == 0), 0)
@@ -128,34 +157,87 @@ class DataParallel:
             self._narrowed[n] = DataParallel(devices)
         return self._narrowed[n]
 
+    def _fewer(self, n: int) -> "DataParallel":
+        """The same with `n` virtual replicas, on devices of this process."""
+        if n == self.virtual_replicas:
+            return self
+        if n not in self._narrowed:
+            self._narrowed[n] = DataParallel(self._local[:n], virtual_replicas=n)
+        return self._narrowed[n]
+
     def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function as a single replica, so that a model may name the axis "replica"."""
-        return alone(function)
+        return alone(function) if self.virtual_replicas is None else unmapped(function)
 
     def compile(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], *, n_donated: int = 0
     ) -> Callable[..., Any]:
         """Compiles `function(state, ..., batch)`; every result must agree between replicas."""
-        return self._compile(function, arguments, None, tuple(range(n_donated)))
+        mapped = self._map(function, len(arguments), None, tuple(range(n_donated)))
+        if self.virtual_replicas is None:
+            return self._compile(mapped, arguments)
+        program = mapped.lower(*arguments).compile(compiler_options=_AS_ON_ONE_DEVICE)
+        return program if self.n_processes == 1 else self._on_all(program)
 
     def compile_split(
         self, function: Callable[..., Any], arguments: tuple[Any, ...]
     ) -> Callable[..., Any]:
         """Compiles `function(state, ..., batch)` whose results keep the device axis."""
-        return self._compile(function, arguments, 0, ())
+        return self._compile(self._map(function, len(arguments), 0, ()), arguments)
 
-    def _compile(
-        self, function: Any, arguments: tuple[Any, ...], out_axes: Any, donated: tuple[int, ...]
-    ) -> Callable[..., Any]:
-        mapped = jax.pmap(
+    def _map(self, function: Any, n_arguments: int, out_axes: Any, donated: tuple[int, ...]) -> Any:
+        return jax.pmap(
             function,
-            axis_name=REPLICA,
-            in_axes=(None,) * (len(arguments) - 1) + (0,),
+            axis_name=self._axis,
+            in_axes=(None,) * (n_arguments - 1) + (0,),
             out_axes=out_axes,
             devices=self.devices,
             donate_argnums=donated,
         )
+
+    def _compile(self, mapped: Any, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         if self.n_processes > 1:
             # The compiled object skips the conversion of host-local arrays that pmap does.
             return mapped
         return mapped.lower(*arguments).compile()
+
+    def _on_all(self, program: Callable[..., Any]) -> Callable[..., Any]:
+        """A program for the devices of all processes, called with the arrays of this one."""
+        everywhere = Mesh(np.array(self.devices), (self._axis,))
+
+        def share(tree: Any, here: NamedSharding, n: int) -> Any:
+            def share_leaf(x: Any) -> Any:
+                there = NamedSharding(everywhere, here.spec)
+                return _assemble((x.shape[0] * n, *x.shape[1:]) if n else x.shape, there, x)
+
+            return jax.tree.map(share_leaf, jax.device_put(tree, here))
+
+        def call(*arguments: Any) -> Any:
+            *whole, batch = arguments
+            whole, batch = share(whole, self._whole, 0), share(batch, self._parts, self.n_processes)
+            return jax.tree.map(
+                lambda x: _assemble(x.shape, self._whole, x), program(*whole, batch)
+            )
+
+        return call
+
+
+def _assemble(shape: tuple[int, ...], sharding: NamedSharding, array: jax.Array) -> jax.Array:
+    """The array of this shape of which another one holds this process's parts."""
+    parts = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+
+def _check_divides(virtual_replicas: int, n_devices: int) -> None:
+    if virtual_replicas < 1 or virtual_replicas & (virtual_replicas - 1):
+        raise ValueError(
+            f"virtual_replicas must be a power of two, such as 8, got {virtual_replicas}: what "
+            "the replicas find is added in pairs."
+        )
+    if virtual_replicas % n_devices:
+        n = math.gcd(virtual_replicas, 1 << (n_devices.bit_length() - 1))
+        raise ValueError(
+            f"Cannot divide {virtual_replicas} virtual replicas over {n_devices} devices: "
+            f"{virtual_replicas} % {n_devices} = {virtual_replicas % n_devices}. Pass "
+            f"devices=jax.devices()[:{n}], or another number of virtual replicas."
+        )

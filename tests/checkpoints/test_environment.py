@@ -81,3 +81,20 @@ def test_threads_count_on_the_cpu_only():
     assert changes(record) == [f"cpu threads 99 -> {now['cpu threads']}"]
     record["environment"]["platform"] = "tpu"
     assert "platform tpu -> cpu" in changes(record)
+
+
+def test_with_virtual_replicas_the_number_of_devices_does_not_count():
+    other = {"devices": 64, "processes": 8}
+    record = {"versions": versions(), "environment": environment() | other}
+    assert [line.split()[0] for line in changes(record)] == ["devices", "processes"]
+    assert changes(record | {"running": {"batch_size": 8, "virtual_replicas": 64}}) == []
+
+
+def test_what_the_number_of_devices_is_set_by_does_not_count_twice(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4 --xla_some_flag")
+    assert environment()["XLA_FLAGS"] == "--xla_some_flag"
+
+
+def test_there_is_a_thread_for_each_simulated_device(monkeypatch):
+    monkeypatch.setenv("NPROC", "1")
+    assert environment()["cpu threads"] == jax.local_device_count()

@@ -85,6 +85,19 @@ def stop_one(strategy):
     return {"seen": np.array([c.step for c in loop]), "saved": np.array(saved)}
 
 
+def virtual(folder=None, n_steps=11):
+    """Results that are to be the same to the bit; the second ones with a smaller last batch."""
+    strategy = ff.DataParallel(virtual_replicas=8)
+    loop, metrics = train(strategy, arrays(), n_steps, folder)
+    unpadded, _ = train(strategy, arrays(), 5, pad=False)
+    return {"state": part_of(loop), "metrics": metrics, "unpadded": part_of(unpadded)}
+
+
+def part_of(loop):
+    """The parameters and their moments."""
+    return loop.state.params, loop.state.opt_state
+
+
 def predict(strategy):
     """The outputs for all examples, of a model that was fitted a little."""
     model = ff.Model(Net(), optax.adam(0.01), "crossentropy", strategy=strategy)
@@ -131,12 +144,18 @@ def main(folder):
         if ff.process_count() > 1:
             messages = json.dumps(disagreements(strategy()))
             Path(f"{folder}/{name}-{ff.process_index()}.json").write_text(messages)
-        leaves = {
-            f"{part}{jax.tree_util.keystr(path)}": leaf
-            for part, tree in results.items()
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        }
-        np.savez(f"{folder}/{name}-{ff.process_index()}.npz", **leaves)
+        leave(f"{folder}/{name}", results)
+    leave(f"{folder}/virtual", virtual(f"{folder}/virtual"))
+
+
+def leave(path, results):
+    """Leaves the results of this process in a file."""
+    leaves = {
+        f"{part}{jax.tree_util.keystr(path)}": leaf
+        for part, tree in results.items()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    np.savez(f"{path}-{ff.process_index()}.npz", **leaves)
 
 
 if __name__ == "__main__":

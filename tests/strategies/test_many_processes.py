@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import flaxfit as ff
+from flaxfit.checkpoints._environment import environment
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("many_processes.py")
@@ -25,7 +27,13 @@ def launch(folder, n, devices):
     command += ["--cpu-devices", str(devices), str(SCRIPT), str(folder)]
     launcher = subprocess.Popen(
         command,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        # The bits depend on the size of XLA's pool of threads: let it be that of this process.
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "NPROC": str(environment()["cpu threads"]),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -118,6 +126,28 @@ def test_what_two_processes_saved_is_restored_by_one(two, alone, name):
     assert all(np.array_equal(restored[key], found[key]) for key in found)
 
 
+def test_virtual_replicas_give_the_bits_of_one_process_and_go_on_in_it(two, alone, tmp_path, capfd):
+    first, second = (results(two, "virtual", process) for process in (0, 1))
+    assert first.keys() == second.keys()
+    assert all(np.array_equal(first[key], second[key]) for key in first)
+
+    expected = alone.virtual(n_steps=13)
+    checkpoints = tmp_path / "virtual"
+    shutil.copytree(two / "virtual", checkpoints)
+    capfd.readouterr()
+    loop, metrics = alone.train(
+        ff.DataParallel(virtual_replicas=8), alone.arrays(), 13, checkpoints
+    )
+    assert "bit for bit" not in capfd.readouterr().err
+    assert part(first, "metrics") == named(expected["metrics"][:3])
+    assert metrics == expected["metrics"][3:]
+    found, whole = (named(tree) for tree in (alone.part_of(loop), expected["state"]))
+    assert all(np.array_equal(found[key], whole[key]) for key in whole)
+    found, whole = part(first, "unpadded"), named(expected["unpadded"])
+    assert found.keys() == whole.keys()
+    assert all(np.array_equal(found[key], whole[key]) for key in whole)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_one_process_may_end_the_run_of_all_and_the_clock_of_the_first_counts(two, name):
     for process in (0, 1):
@@ -146,5 +176,8 @@ def test_the_bits_do_not_depend_on_which_process_has_a_device(two, tmp_path):
     launch(tmp_path, 4, 1)
     for name in NAMES:
         four, pair = results(tmp_path, name, 0), results(two, name, 0)
-        assert all(np.array_equal(four[key], pair[key]) for key in part(pair, "params"))
+        found, expected = part(four, "params"), part(pair, "params")
+        assert all(np.array_equal(found[key], expected[key]) for key in expected)
         assert_close(part(four, "metrics"), part(pair, "metrics"))
+    four, pair = results(tmp_path, "virtual", 3), results(two, "virtual", 0)
+    assert all(np.array_equal(four[key], pair[key]) for key in pair)

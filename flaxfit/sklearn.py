@@ -1,0 +1,269 @@
+"""FlaxClassifier and FlaxRegressor: models as estimators of scikit-learn.
+
+They are what scikit-learn's pipelines, searches and cross-validation take. This module needs
+scikit-learn; the rest of flaxfit does not.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import jax
+import numpy as np
+import optax
+from flax import linen as nn
+
+from flaxfit import _model, losses, strategies
+
+try:
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.utils import check_random_state
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+except ImportError as error:
+    raise ImportError(
+        'flaxfit.sklearn needs scikit-learn 1.6 or newer: pip install "flaxfit[sklearn]"'
+    ) from error
+
+
+class _FlaxEstimator(BaseEstimator):
+    """What the classifier and the regressor share: a `Model` that each `fit` makes anew."""
+
+    def __init__(
+        self,
+        module: Any = None,
+        optimizer: Any = "adam",
+        loss: Any = None,
+        *,
+        learning_rate: Any = 1e-3,
+        hidden_layer_sizes: Sequence[int] = (100,),
+        batch_size: int = 32,
+        epochs: int = 100,
+        random_state: Any = 0,
+        n_devices: int | None = None,
+        verbose: int | str = 0,
+        model_options: Mapping[str, Any] | None = None,
+        fit_options: Mapping[str, Any] | None = None,
+    ):
+        # As scikit-learn wants it: kept as they are, and looked at by `fit`.
+        self.module = module
+        self.optimizer = optimizer
+        self.loss = loss
+        self.learning_rate = learning_rate
+        self.hidden_layer_sizes = hidden_layer_sizes
+        self.batch_size = batch_size
+        self.epochs = epochs
+        self.random_state = random_state
+        self.n_devices = n_devices
+        self.verbose = verbose
+        self.model_options = model_options
+        self.fit_options = fit_options
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The parameters and what was fitted, as NumPy arrays: compiled programs are left out."""
+        state: Any = super().__getstate__()
+        if "model_" not in state:
+            return state
+        trained = self.model_.state
+        trained = trained.replace(key=jax.random.key_data(trained.key))
+        return {**state, "model_": jax.device_get(trained)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "model_" in state:
+            trained = state["model_"]
+            self.model_ = self._make_model()
+            self.model_.state = trained.replace(key=jax.random.wrap_key_data(trained.key))
+
+    def _make_model(self) -> _model.Model:
+        module = self.module
+        if module is None:
+            module = _MLP((*self.hidden_layer_sizes, self._n_outputs))
+        return _model.Model(
+            module,
+            _optimizer_of(self.optimizer, self.learning_rate),
+            self._loss(),
+            strategy=strategies.DataParallel(_first_devices(self.n_devices)),
+            seed=self._seed,
+            **(self.model_options or {}),
+        )
+
+    def _loss(self) -> Any:
+        raise TypeError("Make a FlaxClassifier or a FlaxRegressor.")
+
+    def _fit(self, x: Any, targets: Any, sample_weight: Any, n_outputs: int) -> Self:
+        if sample_weight is not None:
+            sample_weight = _check_sample_weight(sample_weight, x, ensure_non_negative=True)
+            if not np.any(sample_weight):
+                raise ValueError("Sample weights must contain at least one non-zero number.")
+        self._n_outputs = n_outputs
+        self._seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        self.model_ = self._make_model()
+        self.history_ = self.model_.fit(
+            x,
+            targets,
+            batch_size=self.batch_size,
+            epochs=self.epochs,
+            sample_weight=sample_weight,
+            verbose=self.verbose,
+            # Callbacks remember what they saw, and a parameter must stay as it is.
+            **copy.deepcopy(dict(self.fit_options or {})),
+        )
+        return self
+
+    def _outputs(self, x: Any) -> np.ndarray:
+        check_is_fitted(self)
+        x = validate_data(self, x, reset=False, allow_nd=True)
+        return self.model_.predict(x, batch_size=self.batch_size)
+
+
+class FlaxClassifier(ClassifierMixin, _FlaxEstimator):
+    """A classifier: `fit`, `predict`, `predict_proba` and `score` on labels of any kind.
+
+    >>> from sklearn.datasets import load_iris
+    >>> x, y = load_iris(return_X_y=True)
+    >>> FlaxClassifier(learning_rate=1e-2, epochs=30).fit(x, y).score(x, y) > 0.9
+    True
+
+    Args:
+      module: what `Model` takes, with one logit per class as output; None: a perceptron.
+      optimizer: the name of an optimizer of optax; a function of the learning rate, such as
+        `optax.adamw`; or a transformation, which brings its own learning rate.
+      loss: a name, or a function `(logits, labels) -> values`, of the labels 0, 1, ... that stand
+        for `classes_`; None: "crossentropy".
+      learning_rate: a number or a schedule.
+      hidden_layer_sizes: those of the perceptron.
+      batch_size: examples per step, over all devices.
+      epochs: passes over the data.
+      random_state: of the initial parameters, of shuffling and of dropout.
+      n_devices: how many of the local devices to use; None: all.
+      verbose: as of `Model.fit`.
+      model_options: more arguments of `Model`, such as `{"clip_norm": 1.0}`.
+      fit_options: more arguments of `Model.fit`, such as `{"callbacks": [EarlyStopping("loss")]}`.
+
+    Attributes:
+      classes_: the labels, sorted.
+      model_: the `Model` that was trained.
+      history_: what its `fit` returned.
+      n_features_in_: the size of the second axis of the inputs.
+    """
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Trains from the beginning."""
+        X, y = validate_data(self, X, y, allow_nd=True)
+        check_classification_targets(y)
+        self.classes_, labels = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise ValueError(
+                "A classifier needs examples of 2 classes or more, and y holds one class only: "
+                f"{self.classes_[0]!r}."
+            )
+        return self._fit(X, labels.astype(np.int32), sample_weight, len(self.classes_))
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """The probabilities of the classes, in the order of `classes_`."""
+        logits = self._outputs(X).astype(np.float64)
+        odds = np.exp(logits - logits.max(-1, keepdims=True))
+        return odds / odds.sum(-1, keepdims=True)
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The most probable classes."""
+        outputs = self._outputs(X)  # Before `classes_`, which there are once it is fitted.
+        return self.classes_[outputs.argmax(-1)]
+
+    def _loss(self) -> Any:
+        return "crossentropy" if self.loss is None else self.loss
+
+
+class FlaxRegressor(RegressorMixin, _FlaxEstimator):
+    """A regressor: `fit`, `predict` and `score` on one or several numbers per example.
+
+    >>> x = np.linspace(-1, 1, 64)[:, None]
+    >>> FlaxRegressor(learning_rate=1e-2).fit(x, x[:, 0] ** 2).score(x, x[:, 0] ** 2) > 0.9
+    True
+
+    Args:
+      module: what `Model` takes, with outputs of the shape of `y`, or with one output per example;
+        None: a perceptron.
+      optimizer: as of a `FlaxClassifier`, and so are the others.
+      loss: a name, or a function `(outputs, targets) -> values`; None: "mse".
+      learning_rate: a number or a schedule.
+      hidden_layer_sizes: those of the perceptron.
+      batch_size: examples per step, over all devices.
+      epochs: passes over the data.
+      random_state: of the initial parameters, of shuffling and of dropout.
+      n_devices: how many of the local devices to use; None: all.
+      verbose: as of `Model.fit`.
+      model_options: more arguments of `Model`.
+      fit_options: more arguments of `Model.fit`.
+
+    Attributes:
+      model_: the `Model` that was trained.
+      history_: what its `fit` returned.
+      n_features_in_: the size of the second axis of the inputs.
+    """
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Trains from the beginning."""
+        X, y = validate_data(self, X, y, allow_nd=True, multi_output=True, y_numeric=True)
+        self._shape = y.shape[1:]
+        n_outputs = y.size // len(y)
+        return self._fit(X, y.ravel() if n_outputs == 1 else y, sample_weight, n_outputs)
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The numbers expected, of the shape of `y`."""
+        outputs = self._outputs(X).astype(np.float64)
+        return outputs.reshape(len(outputs), *self._shape)
+
+    def _loss(self) -> Any:
+        loss = losses.resolve("mse" if self.loss is None else self.loss)
+        return _squeezed(loss) if self._n_outputs == 1 else loss
+
+
+class _MLP(nn.Module):
+    """A perceptron on flattened inputs."""
+
+    features: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = x.reshape(len(x), -1)
+        for n in self.features[:-1]:
+            x = nn.relu(nn.Dense(n)(x))
+        return nn.Dense(self.features[-1])(x)
+
+
+def _first_devices(n: int | None) -> list[Any] | None:
+    """So many of the local devices: a number can be cloned and pickled, devices cannot."""
+    if n is None:
+        return None
+    devices = jax.local_devices()
+    if not 1 <= n <= len(devices):
+        raise ValueError(f"n_devices must be 1 to {len(devices)}, got {n}.")
+    return devices[:n]
+
+
+def _squeezed(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss of outputs with an axis of length 1 for targets without one."""
+
+    def values(outputs: Any, targets: Any) -> Any:
+        is_column = outputs.ndim == targets.ndim + 1 and outputs.shape[-1] == 1
+        return loss(outputs[..., 0] if is_column else outputs, targets)
+
+    return values
+
+
+def _optimizer_of(optimizer: Any, learning_rate: Any) -> Any:
+    if isinstance(optimizer, str):
+        if not callable(getattr(optax, optimizer, None)):
+            raise ValueError(
+                f"There is no optimizer {optimizer!r} in optax: give a name such as 'adam', a "
+                "function of the learning rate, or a transformation."
+            )
+        optimizer = getattr(optax, optimizer)
+    return optimizer(learning_rate) if callable(optimizer) else optimizer

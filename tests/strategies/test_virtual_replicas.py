@@ -1,0 +1,186 @@
+"""Virtual replicas: training gives the same bits on any number of devices, and goes on so."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import flaxfit as ff
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(42, 12)).astype(np.float32)
+Y = RNG.integers(0, 3, 42)
+W = RNG.uniform(0, 2, 42).astype(np.float32)
+
+
+class Net(nn.Module):
+    """Statistics of its own, for which no batch can be padded; dropout; a softmax.
+
+    The gradient of a softmax divides by the same number twice.
+    """
+
+    train: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=not self.train, momentum=0.9)(nn.Dense(12)(x))
+        x = x.reshape(-1, 3, 4)
+        x = nn.softmax(x @ x.swapaxes(1, 2)) @ x
+        return nn.Dense(3)(nn.Dropout(0.3, deterministic=not self.train)(nn.relu(x.sum(1))))
+
+
+def make_loop(n, n_steps=6, *, init=None, callbacks=(), virtual_replicas=8):
+    """A run on the first `n` devices, measured at each checkpoint."""
+    net, measured = Net(), Net(train=False)
+    evaluate = ff.EvalTask(measured.apply, ["accuracy"], (X[:21], Y[:21]), loss="crossentropy")
+    stream = ff.ArrayStream(X, Y, batch_size=16, shuffle=True)
+    task = ff.TrainTask(net.apply, optax.adamw(0.01), "crossentropy", stream, ["recall"])
+    return ff.TrainLoop(
+        net.init if init is None else init(net.init),
+        task,
+        0,
+        n_steps=n_steps,
+        n_steps_per_checkpoint=2,
+        first_checkpoint=2,
+        strategy=ff.DataParallel(jax.devices()[:n], virtual_replicas=virtual_replicas),
+        callbacks=[ff.EvalLoop(evaluate), *callbacks],
+    )
+
+
+def train(*arguments, **options):
+    """The state that a run ends with, and its metrics."""
+    loop = make_loop(*arguments, **options)
+    metrics = [checkpoint.metrics for checkpoint in loop]
+    return loop.state, metrics
+
+
+def assert_same(found, expected):
+    """Every array of both, to the bit."""
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(found)]
+    for name, a, b in zip(names, jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        assert np.array_equal(a, b), name
+
+
+@pytest.fixture(scope="module")
+def four():
+    return train(4)
+
+
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_batch_statistics_dropout_and_a_smaller_last_batch_are_the_same_to_the_bit(n, four):
+    assert {"batch_stats"} == four[0].model_state.keys()
+    assert_same(train(n), four)
+
+
+def test_weights_padding_clipping_and_averages_are_the_same_to_the_bit():
+    def weighted(n):
+        stream = ff.ArrayStream(X, Y, W, batch_size=13, shuffle=True)
+        options = {"clip_norm": 0.1, "ema": 0.9, "skip_nonfinite": True, "accumulate": 2}
+        net = nn.Dense(3)
+        task = ff.TrainTask(
+            net.apply, optax.adam(0.1), "crossentropy", stream, rngs=(), freeze="bias", **options
+        )
+        strategy = ff.DataParallel(jax.devices()[:n], virtual_replicas=4)
+        loop = ff.TrainLoop(net.init, task, 0, n_steps=5, strategy=strategy, stdout=False)
+        metrics = [checkpoint.metrics for checkpoint in loop]
+        return loop.state, metrics
+
+    one, two, four = (weighted(n) for n in (1, 2, 4))
+    assert_same(two, four)
+    assert_same(one, four)
+
+
+def test_dropout_is_that_of_a_replica_wherever_it_runs():
+    def apply(variables, x, *, rngs, mutable):
+        return x * variables["params"] + jax.random.normal(rngs["dropout"], x.shape), {}
+
+    def first_loss(n):
+        stream = ff.ArrayStream(X[:16], X[:16], batch_size=16)
+        task = ff.TrainTask(apply, optax.sgd(0.1), "mse", stream)
+        strategy = ff.DataParallel(jax.devices()[:n], virtual_replicas=4)
+        init = {"params": np.ones(12, np.float32)}
+        loop = ff.TrainLoop(lambda rngs, x: init, task, 0, strategy=strategy, stdout=False)
+        return loop.next_step().loss, loop.state.key
+
+    (one, key), (four, _) = first_loss(1), first_loss(4)
+    keys = [jax.random.fold_in(ff.step_key(key, 0, replica), 0) for replica in range(4)]
+    noise = np.stack([jax.random.normal(key, (4, 12)) for key in keys])
+    assert one == four == pytest.approx((noise**2).mean(), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_to_the_bit_on_other_numbers_of_devices(four, tmp_path, capfd):
+    def reader(init):
+        return ff.checkpoints.CheckpointFileReader(tmp_path, init)
+
+    metrics = []
+    for n, n_steps in ((4, 2), (2, 4), (1, 6)):
+        save = ff.checkpoints.CheckpointFileWriter(tmp_path)
+        state, found = train(n, n_steps, init=reader, callbacks=[save])
+        metrics += found
+    assert_same((state, metrics), four)
+    assert "bit for bit" not in capfd.readouterr().err
+    make_loop(4, init=reader, virtual_replicas=4)
+    said = capfd.readouterr().err
+    assert "do not go on bit for bit: virtual_replicas was 8, now is 4" in said
+
+
+@pytest.mark.slow
+def test_several_steps_are_taken_in_one_dispatch(four):
+    loop = make_loop(2)
+    loop.steps_per_call = 2
+    metrics = [checkpoint.metrics for checkpoint in loop]
+    for name, value in four[1][-1].items():
+        assert metrics[-1][name] == pytest.approx(value, rel=1e-4), name
+
+
+@pytest.mark.parametrize(
+    "n, virtual_replicas, message",
+    [
+        (1, 6, "must be a power of two, such as 8, got 6"),
+        (1, 0, "must be a power of two, such as 8, got 0"),
+        (3, 8, r"Cannot divide 8 virtual replicas over 3 devices.*devices=jax.devices\(\)\[:2\]"),
+        (4, 2, r"Cannot divide 2 virtual replicas over 4 devices.*devices=jax.devices\(\)\[:2\]"),
+    ],
+)
+def test_numbers_that_do_not_divide_are_refused(n, virtual_replicas, message):
+    with pytest.raises(ValueError, match=message):
+        ff.DataParallel(jax.devices()[:n], virtual_replicas=virtual_replicas)
+
+
+def test_a_model_that_reduces_over_the_replicas_is_refused():
+    net = nn.BatchNorm(use_running_average=False, axis_name="replica")
+    task = ff.TrainTask(net.apply, optax.sgd(0.1), "mse", (X, X))
+    strategy = ff.DataParallel(virtual_replicas=8)
+    loop = ff.TrainLoop(net.init, task, 0, strategy=strategy, stdout=False)
+    with pytest.raises(ValueError, match='Cannot reduce over the axis "replica" inside the model'):
+        loop.next_step()
+
+
+def test_a_batch_that_cannot_be_padded_must_divide_by_them():
+    task = ff.TrainTask(
+        lambda v, x, **_: (x * v["params"], {}),
+        optax.sgd(0.1),
+        "mse",
+        iter([(X[:12], X[:12])]),
+        pad=False,
+    )
+    strategy = ff.DataParallel(jax.devices()[:2], virtual_replicas=8)
+    loop = ff.TrainLoop(
+        lambda rngs, x: {"params": np.ones(12, np.float32)}, task, 0, strategy=strategy
+    )
+    message = "Cannot split a batch of 12 examples over 8 virtual replicas.*or fewer virtual"
+    with pytest.raises(ValueError, match=message):
+        loop.next_step()
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_narrow_takes_as_many_virtual_replicas_as_divide_the_examples(n):
+    strategy = ff.DataParallel(jax.devices()[:n], virtual_replicas=8)
+    assert [strategy.narrow(rows).n_devices for rows in (16, 12, 6, 5)] == [8, 4, 2, 1]
+    assert [len(strategy.narrow(rows).devices) for rows in (6, 5)] == [min(n, 2), 1]
+    assert strategy.narrow(8) is strategy and strategy.narrow(12) is strategy.narrow(4)

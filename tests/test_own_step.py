@@ -1,0 +1,245 @@
+"""A training step of the user's own, in the same loop: two networks, whole batches, rewards."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import flaxfit as ff
+
+RNG = np.random.default_rng(0)
+REAL = (RNG.normal(size=(40, 2)) * 0.5 + np.array([2.0, -1.0])).astype("f4")
+GENERATOR = nn.Dense(2)
+DISCRIMINATOR = nn.Sequential([nn.Dense(8), nn.tanh, nn.Dense(1)])
+OPTIMIZER = ff.optim.MultiOptimizer(
+    ("generator/.*", optax.sgd(0.1)), ("discriminator/.*", optax.adam(0.02))
+)
+
+
+def init(rngs, real):
+    keys = jax.random.split(rngs["params"])
+    return {
+        "params": {
+            "generator": GENERATOR.init(keys[0], real)["params"],
+            "discriminator": DISCRIMINATOR.init(keys[1], real)["params"],
+        }
+    }
+
+
+def gan_step(state, batch):
+    """Both networks learn from the same noise and the same images."""
+    (real,) = batch.inputs
+    noise = jax.random.normal(ff.step_key(state.key, state.step), real.shape)
+
+    def losses(params):
+        held = jax.lax.stop_gradient
+        fake = GENERATOR.apply({"params": params["generator"]}, noise)
+
+        def score(params, x):
+            return jnp.asarray(DISCRIMINATOR.apply({"params": params}, x))
+
+        d = params["discriminator"]
+        d_loss = (nn.softplus(-score(d, real)) + nn.softplus(score(d, held(fake)))).mean()
+        g_loss = nn.softplus(-score(held(d), fake)).mean()
+        return d_loss + g_loss, {"d_loss": d_loss, "g_loss": g_loss}
+
+    grads, sums = jax.grad(losses, has_aux=True)(state.params)
+    return state.apply_gradient(OPTIMIZER, grads), sums
+
+
+def make_gan(data=None, **options):
+    data = ff.ArrayStream(REAL, batch_size=20) if data is None else data
+    task = ff.TrainTask(step=gan_step, optimizer=OPTIMIZER, data=data)
+    return ff.TrainLoop(init, task, 0, n_steps=4, stdout=False, **options)
+
+
+def close(one, other):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6),
+        one.params,
+        other.params,
+    )
+
+
+def test_two_networks_are_trained_as_by_hand():
+    loop = make_gan()
+    state = loop.state
+    found = list(loop)
+    by_hand = jax.jit(gan_step)
+    for i, checkpoint in enumerate(found):
+        start = 20 * (i % 2)
+        state, sums = by_hand(state, ff.Batch((REAL[start : start + 20],)))
+        assert checkpoint.metrics == pytest.approx(
+            {name: float(value) for name, value in sums.items()}, rel=1e-5
+        )
+    close(found[-1].state, state)
+    assert found[-1].step == int(found[-1].state.step) == 4
+
+
+def test_it_runs_on_one_device_and_several_steps_per_call_alike():
+    one = list(make_gan(devices=jax.devices()[:1], steps_per_call=2, first_checkpoint=4))
+    assert isinstance(make_gan(devices=jax.devices()[:1]).strategy, ff.DataParallel)
+    assert isinstance(make_gan().strategy, ff.Sharded)
+    every = list(make_gan())
+    close(one[-1].state, every[-1].state)
+    mean = np.mean([checkpoint.metrics["d_loss"] for checkpoint in every])
+    assert one[-1].metrics["d_loss"] == pytest.approx(mean, rel=1e-5)
+
+
+def test_a_run_goes_on_from_a_checkpoint_to_the_same_end():
+    loop = make_gan()
+    loop.next_step()
+    other = make_gan()
+    other.restore(loop.next_step())
+    ends = [list(each)[-1] for each in (loop, other)]
+    jax.tree.map(np.testing.assert_array_equal, *(end.state.params for end in ends))
+
+
+def test_a_remainder_is_not_padded():
+    sizes = []
+
+    def step(state, batch):
+        sizes.append((batch.inputs[0].shape[0], batch.weights))
+        return state, {"total": (batch.inputs[0].sum(), batch.inputs[0].size)}
+
+    task = ff.TrainTask(step=step, data=ff.ArrayStream(REAL[:22], batch_size=16, epochs=1))
+    loop = ff.TrainLoop(init, task, 0, first_checkpoint=99, stdout=False)
+    assert list(loop)[-1].metrics["total"] == pytest.approx(REAL[:22].mean(), rel=1e-5)
+    assert {size for size, _ in sizes} == {16, 6}
+    assert {weights for _, weights in sizes} == {None}
+
+
+def test_a_metric_of_the_task_computes_with_the_sums_of_its_name():
+    mae = ff.metrics.mae
+
+    def step(state, batch):
+        (x,) = batch.inputs
+        return state, {"error": mae.measure(x, jnp.zeros_like(x)), "seen": (jnp.float32(len(x)),)}
+
+    task = ff.TrainTask(step=step, data=[REAL, REAL], metrics={"error": mae})
+    checkpoint = list(ff.TrainLoop(init, task, 0, first_checkpoint=9, stdout=False))[-1]
+    assert checkpoint.metrics == pytest.approx({"error": np.abs(REAL).mean(), "seen": 80})
+
+
+def test_a_contrastive_loss_sees_the_whole_batch():
+    encoder = nn.Dense(3)
+
+    def of(params, batch):
+        one, other = (encoder.apply({"params": params}, view) for view in batch.inputs)
+        return optax.softmax_cross_entropy_with_integer_labels(
+            one @ other.T, jnp.arange(len(one))
+        ).mean()
+
+    optimizer = optax.sgd(0.1)
+
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(of)(state.params, batch)
+        return state.apply_gradient(optimizer, grads), {"loss": loss}
+
+    views = (REAL, REAL + 0.1)
+    task = ff.TrainTask(step=step, optimizer=optimizer, data=(views, ()))
+    loop = ff.TrainLoop(lambda rngs, a, b: encoder.init(rngs, a), task, 0, stdout=False)
+    expected = of(loop.state.params, ff.Batch((REAL[:32], REAL[:32] + 0.1)))
+    assert loop.next_step().loss == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_reinforce_learns_from_batches_that_it_made_itself():
+    policy, optimizer = nn.Dense(3), optax.adam(0.1)
+
+    def step(state, batch):
+        (seen,), (actions, rewards) = batch.inputs, batch.targets
+
+        def objective(params):
+            logs = nn.log_softmax(policy.apply({"params": params}, seen))
+            chosen = jnp.take_along_axis(logs, actions[:, None], 1)[:, 0]
+            return -(chosen * (rewards - rewards.mean())).mean()
+
+        grads = jax.grad(objective)(state.params)
+        return state.apply_gradient(optimizer, grads), {"reward": rewards.mean()}
+
+    task = ff.TrainTask(step=step, optimizer=optimizer)
+    seen = np.ones((32, 1), "f4")
+    loop = ff.TrainLoop(policy.init, task, 0, seen, stdout=False)
+    rng, rewards = np.random.default_rng(0), []
+    for _ in range(30):
+        logits = np.asarray(policy.apply(loop.state.variables, seen[:1]))[0]
+        odds = np.exp(logits - logits.max())
+        actions = rng.choice(3, 32, p=odds / odds.sum())
+        rewards.append(loop.next_step((seen, (actions, 1.0 * (actions == 2)))).metrics["reward"])
+    assert rewards[-1] > 0.9 > rewards[0]
+
+
+def test_a_model_is_fitted_by_a_step_of_its_own_and_measured_as_ever():
+    module, optimizer = nn.Dense(1), optax.adam(0.2)
+
+    def step(state, batch):
+        """Mixes examples up with one another."""
+        key = ff.step_key(state.key, state.step)
+        (x,), (y,) = batch.inputs, batch.targets
+        share = jax.random.uniform(key, (len(x), 1))
+
+        def loss(params):
+            mixed = module.apply({"params": params}, share * x + (1 - share) * x[::-1])
+            return ((mixed - share * y - (1 - share) * y[::-1]) ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradient(optimizer, grads), {"loss": value}
+
+    model = ff.Model(module, optimizer, "mse", step=step)
+    y = REAL @ np.array([[1.0], [2.0]], "f4")
+    history = model.fit(REAL, y, batch_size=20, epochs=15, verbose=0, validation_data=(REAL, y))
+    assert history["val_loss"][-1] < 0.1 * history["val_loss"][0]
+    assert model.predict(REAL).shape == y.shape
+
+
+def test_a_step_that_sees_whole_batches_refuses_replicas():
+    task = ff.TrainTask(step=gan_step, data=REAL)
+    with pytest.raises(ValueError, match=r"sees whole batches, and .*: use strategy=Sharded\(\)"):
+        ff.TrainLoop(init, task, 0, strategy=ff.DataParallel())
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "message"),
+    [
+        (lambda state, batch: state, TypeError, r"returned TrainState; expected \(state, sums\)"),
+        (lambda state, batch: (state, 1.0), TypeError, "returned TrainState and float; expected"),
+        (
+            lambda state, batch: (state, {"x": jnp.ones(3)}),
+            TypeError,
+            "for 'x'; expected a number",
+        ),
+        (
+            lambda state, batch: (state.replace(params={"w": jnp.ones(3)}), {}),
+            ValueError,
+            r"(?s)not like the one it was given.*params/w: - became float32\[3\]",
+        ),
+    ],
+    ids=["no sums", "no mapping", "an array", "another state"],
+)
+def test_what_is_no_step_is_named(step, error, message):
+    loop = ff.TrainLoop(init, ff.TrainTask(step=step, data=REAL), 0, stdout=False)
+    with pytest.raises(error, match=message):
+        loop.next_step()
+
+
+def test_a_loss_that_a_step_does_not_report_is_asked_for_by_name():
+    checkpoint = make_gan().next_step()
+    with pytest.raises(KeyError, match="no metric 'loss'; it has d_loss, g_loss. A step of your"):
+        print(checkpoint.loss)
+
+
+def test_settings_that_would_have_no_effect_are_refused():
+    with pytest.raises(ValueError, match="clip_norm, ema would have no effect"):
+        ff.TrainTask(step=gan_step, clip_norm=1.0, ema=0.9)
+    with pytest.raises(TypeError, match="step must be"):
+        ff.TrainTask(step="adam")
+    task = ff.TrainTask(step=gan_step, data=REAL)
+    with pytest.raises(ValueError, match="returns no gradients to keep"):
+        ff.TrainLoop(init, task, 0, keep_grads=True, stdout=False)
+    with pytest.raises(ValueError, match="let it report the norms"):
+        ff.TrainLoop(init, task, 0, stdout=False).norms = ("generator/.*",)
+    assert dataclasses.replace(task, data=None).step is gan_step

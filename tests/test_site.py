@@ -1,0 +1,87 @@
+"""The documentation site: it builds without a warning, and has a place for all."""
+
+import importlib.util
+import os
+import re
+import runpy
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PUBLIC = runpy.run_path(str(ROOT / "tests" / "test_public_api.py"))["PUBLIC"]
+PAGES = {str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglob("*.md")}
+
+
+def toctree_entries(page):
+    """The pages that the tables of contents of a page list, relative to the docs."""
+    trees = re.findall(r"^```\{toctree\}\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
+    lines = "\n".join(trees).splitlines()
+    folder = Path(page).parent
+    return [str(folder / line) for line in lines if line and not line.startswith(":")]
+
+
+def test_every_page_has_one_place_in_the_contents():
+    listed = [*toctree_entries("index.md"), *toctree_entries("api/index.md"), "index"]
+    assert sorted(listed) == sorted(PAGES)
+
+
+def test_every_public_module_has_a_page_of_the_reference():
+    pages = {page.removeprefix("api/") for page in PAGES if page.startswith("api/")}
+    assert pages - {"index"} == {module.rpartition(".")[2] for module in PUBLIC}
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_links_to_files_lead_somewhere(page):
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text())
+    assert not [link for link in links if not (ROOT / link).exists()]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built as CONTRIBUTING says, where any warning is an error."""
+    for name in ("sphinx", "sphinx_book_theme", "myst_nb"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed")
+    folder = tmp_path_factory.mktemp("site") / "html"
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "docs"]
+    done = subprocess.run(
+        [*command, str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_has_a_page_for_each_source(site):
+    assert not [page for page in PAGES if not (site / f"{page}.html").is_file()]
+
+
+@pytest.mark.slow
+def test_every_public_name_is_documented_and_found_by_the_search(site):
+    _, _, _, _, packed = (site / "objects.inv").read_bytes().split(b"\n", 4)
+    documented = {line.split()[0] for line in zlib.decompress(packed).decode().splitlines()}
+    names = {f"{module}.{name}" for module, names in PUBLIC.items() for name in names}
+    assert names <= documented
+    searched = set(re.findall(r"\w+", (site / "searchindex.js").read_text()))
+    assert {name.rpartition(".")[2] for name in names} <= searched
+
+
+@pytest.mark.slow
+def test_code_of_docstrings_is_code_in_the_reference(site):
+    html = (site / "api" / "flaxfit.html").read_text()
+    assert '<code class="docutils literal notranslate"><span class="pre">init</span>' in html
+    assert "`" not in re.sub(r"<(script|style).*?</\1>", "", html, flags=re.S)
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_architecture_is_part_of_its_page(site):
+    assert '<svg class="architecture"' in (site / "architecture.html").read_text()
