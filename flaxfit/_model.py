@@ -122,7 +122,7 @@ class Model:
         callbacks: Any = (),
         verbose: int | str = "auto",
         steps_per_execution: int | str = 1,
-        checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_dir: str | os.PathLike[str] | checkpoints.CheckpointFileWriter | None = None,
         resume: bool | str = "auto",
     ) -> History:
         """Trains for a number of passes over the data; again continues.
@@ -145,10 +145,11 @@ class Model:
           steps_per_execution: steps per dispatch to the device; "auto": as many as are found to
             be fastest while the first steps are taken.
           checkpoint_dir: a folder in which each epoch is saved, with the history, the position in
-            the data and what callbacks remember.
+            the data and what callbacks remember. Or a `CheckpointFileWriter`, to choose what is
+            kept (`keep`, `monitor`) and whether a failed save ends the run (`on_error`).
           resume: "auto": a model without weights goes on from the newest checkpoint of that
             folder, to `epochs` epochs in all, and ends as if it had never been interrupted; a
-            finished call returns at once. True: there must be a checkpoint; False: none.
+            finished call returns at once. True: there must be a checkpoint; False: nothing.
 
         Returns:
           The metrics of each epoch, those before a resume included.
@@ -213,6 +214,8 @@ class Model:
         loop.callbacks = [*guard, *validate, *users, self.history.append, *save, *show]
         if folder is not None and found is not None:
             self._n_epochs = len(self.history.steps)
+            if not loop.stopped:
+                folder.check_epochs(self.history, n_steps)
             if loop.stopped or self._n_epochs >= epochs:
                 loop.say(f"this run is complete: {self._n_epochs} epochs are done")
                 epochs = 0

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from flaxfit._history import History
 from flaxfit.callbacks import SaveOnSignal
 from flaxfit.checkpoints import (
     CheckpointFile,
@@ -21,20 +22,26 @@ class RunFolder:
     """The folder of a run of `fit`.
 
     Args:
-      folder: its path; made when it does not exist.
+      folder: its path; made when it does not exist. Or the writer that saves into it.
       resume: "auto": go on from the newest checkpoint, if there is one; True: there must be one;
-        False: there must be none.
+        False: the folder must be empty.
 
     Raises:
       FileNotFoundError: `resume=True`, and the folder holds no checkpoint.
-      ValueError: `resume=False`, and it holds some; or another value of `resume`.
+      ValueError: `resume=False`, and it holds something; or another value of `resume`.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], resume: bool | str = "auto"):
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | CheckpointFileWriter,
+        resume: bool | str = "auto",
+    ):
         if resume not in ("auto", True, False):
             raise ValueError(f"resume must be 'auto', True or False, got {resume!r}.")
         # Before looking: a writer finishes what a killed process has left half replaced.
-        self.writer = CheckpointFileWriter(folder)
+        is_writer = isinstance(folder, CheckpointFileWriter)
+        self.writer = folder if is_writer else CheckpointFileWriter(folder)
+        folder = self.writer.output_dir
         found = latest(folder)
         if resume is True and found is None:
             raise FileNotFoundError(
@@ -45,6 +52,11 @@ class RunFolder:
             raise ValueError(
                 f"resume=False, and {os.fspath(folder)!r} holds the checkpoints of steps "
                 f"{list_steps(folder)}. Use another folder, or resume='auto' to go on from them."
+            )
+        if resume is False and (names := sorted(entry.name for entry in folder.iterdir())):
+            raise ValueError(
+                f"resume=False, and {os.fspath(folder)!r} is not empty: it holds "
+                f"{', '.join(names[:5])}. Use another folder."
             )
         self._folder = folder
 
@@ -57,6 +69,20 @@ class RunFolder:
             a stream of its own.
         """
         return SavedState(CheckpointFileReader(self._folder, init), keeps_position)
+
+    def check_epochs(self, history: History, n_steps: int | None) -> None:
+        """Refuses to go on with epochs of another number of steps than those of a history.
+
+        Raises:
+          ValueError: with both numbers.
+        """
+        n_epochs = len(history.steps)
+        if n_steps is not None and n_epochs and history.n_steps != n_epochs * n_steps:
+            raise ValueError(
+                f"Cannot go on in {os.fspath(self._folder)!r} with {n_steps} steps per epoch: its "
+                f"{n_epochs} epochs took {history.n_steps} steps. Give the same steps_per_epoch, "
+                "data and batch_size, or another folder."
+            )
 
     def guards(self, callbacks: Sequence[Any]) -> list[Any]:
         """A `SaveOnSignal`, where neither a callback nor the program handles SIGTERM itself."""

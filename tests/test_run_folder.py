@@ -14,7 +14,7 @@ import pytest
 
 import flaxfit as ff
 from flaxfit.callbacks import EarlyStopping
-from flaxfit.checkpoints import list_steps
+from flaxfit.checkpoints import CheckpointFileWriter, list_steps
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(50, 4)).astype(np.float32)
@@ -123,6 +123,38 @@ def test_resume_is_asked_for_or_ruled_out(tmp_path):
     assert train(tmp_path / "run", resume=True)[0].step == 20
     with pytest.raises(ValueError, match="'auto', True or False"):
         train(tmp_path / "run", resume="always")
+
+
+def test_a_folder_that_holds_something_is_not_empty(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is not empty: it holds notes.txt"):
+        train(tmp_path, resume=False)
+
+
+def test_epochs_of_another_length_are_refused(tmp_path):
+    train(tmp_path, epochs=1)
+    with pytest.raises(ValueError, match="with 3 steps per epoch: its 1 epochs took 4 steps"):
+        train(tmp_path, steps_per_epoch=3)
+
+
+def test_a_writer_in_the_place_of_the_folder_says_what_is_kept_and_what_ends_the_run(
+    tmp_path, monkeypatch, capfd
+):
+    from flaxfit.checkpoints import _folder
+
+    complete = _folder.complete
+
+    def full(folder, step):
+        if step == 8:
+            raise OSError(28, "No space left on device")
+        complete(folder, step)
+
+    monkeypatch.setattr(_folder, "complete", full)
+    writer = CheckpointFileWriter(tmp_path, keep=1, on_error="warn")
+    model, _ = train(writer, epochs=3)
+    assert model.step == 12 and list_steps(tmp_path) == [12]
+    assert "The run goes on without this checkpoint" in capfd.readouterr().err
+    assert train(writer, epochs=3)[0].step == 12
 
 
 def test_other_data_is_refused(tmp_path):
