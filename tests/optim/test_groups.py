@@ -214,6 +214,10 @@ def test_what_cannot_be_is_a_worded_error(use, error, message):
         use()
 
 
+def updates_of(groups, params, **arguments) -> Any:
+    return groups.update(params, groups.init(params), params, **arguments)[0]
+
+
 def test_a_group_may_be_frozen_as_a_whole():
     """A backbone and a head, the backbone frozen: its group waits until it is thawed."""
     groups = MultiOptimizer(
@@ -221,7 +225,7 @@ def test_a_group_may_be_frozen_as_a_whole():
         ("b", OptimizerDef(optax.adam, learning_rate=0.2)),
     )
     params = {"a": jnp.ones(2), "b": optax.MaskedNode()}
-    updates, _ = groups.update(params, groups.init(params), params)
+    updates = updates_of(groups, params)
     assert float(updates["a"][0]) == pytest.approx(-0.1, rel=1e-5)  # Adam's epsilon.
     with pytest.raises(ValueError, match="Group 'b' matches no parameter"):
         groups.init({"a": jnp.ones(2), "c": optax.MaskedNode()})
@@ -233,21 +237,19 @@ def test_overrides_reach_a_definition_within_a_chain_and_no_other_group():
         ("a", chained), ("b", OptimizerDef(optax.adam, learning_rate=0.2, b1=0.9))
     )
     params = {"a": jnp.ones(1), "b": jnp.ones(1)}
-    state = groups.init(params)
-    still, _ = groups.update(params, state, params, learning_rate=0.0)
+    still = updates_of(groups, params, learning_rate=0.0)
     assert float(still["a"][0]) == float(still["b"][0]) == 0
-    moved, _ = groups.update(params, state, params, b1=0.0)
+    moved = updates_of(groups, params, b1=0.0)
     assert float(moved["a"][0]) == pytest.approx(-0.1)
     with pytest.raises(ValueError, match="No hyperparameter is called momentum"):
-        groups.update(params, state, params, momentum=0.0)
+        updates_of(groups, params, momentum=0.0)
 
 
 def test_sets_may_be_given_by_position():
     groups = MultiOptimizer(("a", OptimizerDef(optax.sgd, learning_rate=0.1)))
     params = {"a": jnp.ones(1)}
     sets = {0: {"learning_rate": 0.5}}
-    updates, _ = groups.update(params, groups.init(params), params, hyper_params=sets)
-    assert float(updates["a"][0]) == -0.5
+    assert float(updates_of(groups, params, hyper_params=sets)["a"][0]) == -0.5
 
 
 def test_a_filter_of_values_is_told_that_it_has_none_in_a_compiled_step():
