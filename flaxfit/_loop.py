@@ -114,12 +114,16 @@ class TrainLoop:
         self.steps_per_call = steps_per_call
 
         def sample() -> Any:
-            return normalize(
-                stepper.first_batch() if input_sample is None else (input_sample,)
-            ).inputs
+            with self._in_phase("training"):
+                batch = stepper.first_batch() if input_sample is None else (input_sample,)
+            return normalize(batch).inputs
 
         self._phase = ""
         self._is_finishing = False
+        callbacks = _as_tuple(callbacks)
+        for callback in callbacks:
+            if getattr(callback, "attaches_first", False):  # Before the first batch is fetched.
+                callback.attach(self)
         shardings = getattr(self.strategy, "shardings", None)
         beginning = start(init, self.task, rnkey, sample, self.say, shardings)
         self.start = beginning.checkpoint
@@ -340,8 +344,7 @@ class TrainLoop:
 
     @callbacks.setter
     def callbacks(self, callbacks: Any) -> None:
-        single = callable(callbacks)
-        given = (callbacks,) if single else tuple(() if callbacks is None else callbacks)
+        given = _as_tuple(callbacks)
         for callback in given:
             if not callable(callback):
                 raise TypeError(
@@ -636,6 +639,10 @@ class TrainLoop:
             f"The data ended after step {self.step:,}. Set loop.data to go on with more, or build "
             "the stream with epochs=None to repeat it."
         )
+
+
+def _as_tuple(callbacks: Any) -> tuple[Any, ...]:
+    return (callbacks,) if callable(callbacks) else tuple(() if callbacks is None else callbacks)
 
 
 def _as_checkpoint(found: Any) -> Checkpoint | None:

@@ -189,7 +189,9 @@ class Model:
             if is_fresh:
                 self._init = folder.init(self._init, keeps_position=n_steps is not None)
         batches = _ahead(_one_pass(stream, n_steps))
-        loop = self._loop_over(batches, n_steps, steps_per_execution, quiet=not verbose)
+        users: list[Any] = [callbacks] if callable(callbacks) else list(callbacks)
+        first = [each for each in users if getattr(each, "attaches_first", False)]
+        loop = self._loop_over(batches, n_steps, steps_per_execution, first, quiet=not verbose)
         found = loop.start if is_fresh else None
         can_repeat = hasattr(validation_data, "one_epoch")
         if can_repeat or not isinstance(validation_data, Iterator | None):
@@ -199,7 +201,6 @@ class Model:
         facts = self._facts(stream, validation_data, n_steps)
         self.history = History(type(self.module).__name__, unit="epoch", facts=facts)
         validate = [] if validation_data is None else [self._validation(validation_data)]
-        users: list[Any] = [callbacks] if callable(callbacks) else list(callbacks)
         for callback in users:
             if hasattr(callback, "attach_apply"):
                 callback.attach_apply(self._eval.apply)
@@ -584,7 +585,13 @@ class Model:
         return swap_ema(state) if self._task.ema is not None and has_ema(state) else state
 
     def _loop_over(
-        self, stream: Any, n_steps: int | None, steps_per_call: int | str, *, quiet: bool
+        self,
+        stream: Any,
+        n_steps: int | None,
+        steps_per_call: int | str,
+        callbacks: Sequence[Any],
+        *,
+        quiet: bool,
     ) -> TrainLoop:
         """The one loop of this model, set to go over the stream with a checkpoint each epoch."""
         task = dataclasses.replace(self._task, data=stream)
@@ -595,6 +602,7 @@ class Model:
                 task,
                 self.seed,
                 strategy=self.strategy,
+                callbacks=callbacks,
                 grad_norm=False,
                 stdout=not quiet,
             )

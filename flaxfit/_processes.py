@@ -97,6 +97,22 @@ def exchange(topic: str, value: Any = None, *, seconds: float | None = None) -> 
     return [found[i] for i in range(n)]
 
 
+def is_preempted() -> bool:
+    """Whether one of several processes was told to end, as far as JAX's service knows.
+
+    >>> is_preempted()
+    False
+    """
+    client: Any = global_state.client
+    if client is None:
+        return False
+    try:
+        # Where the service keeps what it has been told; there is no public way to ask.
+        return bool(client.key_value_try_get("RECEIVED_PREEMPTION_NOTICE"))
+    except jax.errors.JaxRuntimeError:
+        return False
+
+
 def from_main(topic: str, function: Callable[[], Any], *, seconds: float | None = None) -> Any:
     """What a function returns on process 0, which alone calls it; its failure is everyone's.
 

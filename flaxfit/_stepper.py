@@ -58,6 +58,8 @@ class Stepper:
             raise ValueError("The task has a step of its own, which returns no gradients to keep.")
         self.task = task
         self.strategy = strategy
+        self.step = 0
+        """How many updates were done; on the host, as reading the device's would wait for it."""
         self.interrupts = Interrupts()
         self.agreement = Agreement(strategy)
         self.executables: dict[Any, Callable[..., Any]] = {}
@@ -117,7 +119,6 @@ class Stepper:
         self.agreement.state(int(state.step), state)
         before, self.state = self.state, self.strategy.place(state)
         self.step = int(state.step)
-        """How many updates were done; on the host, as reading the device's would wait for it."""
         if shapes_of(before) != shapes_of(self.state):
             self._count({})
             self._feed = None

@@ -12,8 +12,11 @@ import jax
 
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._display import say
+from flaxfit._processes import is_preempted
 from flaxfit.callbacks._callback import Loop
 from flaxfit.callbacks._exit import ExitCode, end_with_stacks
+
+_SECONDS_BETWEEN_LOOKS = 0.5
 
 
 class SaveOnSignal:
@@ -23,7 +26,8 @@ class SaveOnSignal:
     from it reports the metrics that it would have reported. The process then ends by
     `SystemExit` with `ExitCode.PREEMPTED`, or with `UNSAVED` where that save failed. In the main
     thread only; the handlers that were there before are put back by `close`. With several
-    processes JAX's preemption service watches SIGTERM, and all save the same step.
+    processes JAX's preemption service watches SIGTERM, and all save the same step; one that
+    hangs ends after the time of grace, too.
 
     `fit(checkpoint_dir=...)` adds it where nothing else handles SIGTERM.
 
@@ -58,6 +62,8 @@ class SaveOnSignal:
         self._on_exception = on_exception
         self._loop: Any = lambda: None
         self._previous: dict[int, Any] = {}
+        self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._ended = threading.Event()
         self._received: int | None = None
         self._is_done = self._is_saved = False
 
@@ -79,6 +85,16 @@ class SaveOnSignal:
         self._n_calls = 0
         if jax.process_count() == 1:
             self._listen()
+        else:
+            if self._signals != (signal.SIGTERM,):
+                say("SaveOnSignal hears SIGTERM alone where several processes train together")
+            self._begin_deadline()
+            threading.Thread(
+                target=_hear_notice,
+                args=(self._arrived, self._ended),
+                daemon=True,
+                name="flaxfit-notice",
+            ).start()
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint, as it is."""
@@ -88,14 +104,18 @@ class SaveOnSignal:
         if threading.current_thread() is not threading.main_thread():
             say("SaveOnSignal hears no signals: Python delivers them to the main thread only")
             return
+        self._begin_deadline()
+        for number in self._signals:
+            self._previous[number] = signal.signal(number, self._on_signal)
+
+    def _begin_deadline(self) -> None:
         # A queue that a signal handler may use whatever the thread was at: it takes no lock.
-        self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._arrived = queue.SimpleQueue()
+        self._ended = threading.Event()
         arguments = (self._arrived, self._grace_seconds, weakref.WeakMethod(self._saved_step))
         threading.Thread(
             target=_limit, args=arguments, daemon=True, name="flaxfit-deadline"
         ).start()
-        for number in self._signals:
-            self._previous[number] = signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self._loop() is None:  # It was given up without being closed.
@@ -187,9 +207,18 @@ class SaveOnSignal:
             # Not where somebody else has begun to listen since.
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, handler)
-        if self._previous and self._received is None:
+        self._ended.set()
+        if self._received is None and not self._is_done:
             self._arrived.put(None)
         self._previous = {}
+
+
+def _hear_notice(arrived: queue.SimpleQueue, ended: threading.Event) -> None:
+    """Waits until JAX's preemption service tells that one of the processes is to end."""
+    while not ended.wait(_SECONDS_BETWEEN_LOOKS):
+        if is_preempted():
+            arrived.put("SIGTERM")
+            return
 
 
 def _limit(arrived: queue.SimpleQueue, seconds: float | None, saved_step: Any) -> None:

@@ -21,8 +21,8 @@ class Watchdog:
     Compilation, the inspection of the first batch and the callbacks (evaluation, saving) have an
     allowance of their own. The exit code is `ExitCode.HUNG`.
 
-    It guards from when it is given to a loop: not the first batch, where the loop fetches it to
-    learn the shapes of the inputs. Code that never lets go of Python's lock stops it as well.
+    Given to a `TrainLoop` or to `fit`, it guards the very first batch as well; not the look at the
+    validation data before `fit` begins. Code that never lets go of Python's lock stops it, too.
 
     >>> watchdog = Watchdog(300, slow_seconds=3600)
 
@@ -41,6 +41,9 @@ class Watchdog:
         self._limits = {"training": seconds, "preparing": slow_seconds, "callbacks": slow_seconds}
         self._loop: Any = None
         self._ended: threading.Event | None = None
+
+    attaches_first = True
+    """Tells a loop to attach it before anything is fetched."""
 
     def attach(self, loop: Loop) -> None:
         """Begins to watch a loop."""

@@ -1,9 +1,12 @@
 """save_weights and load_weights: the weights of a model in one `.safetensors` file."""
 
+import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from flaxfit.checkpoints._tree import (
 )
 
 _KEYS = "random_bits"
+_SECONDS_TO_WRITE = 3600
 
 
 def save_weights(path: str | os.PathLike[str], weights: Any) -> Path:
@@ -136,8 +140,18 @@ def _keys(arrays: Mapping[str, Any], facts: Mapping[str, str]) -> dict[str, Any]
         raise _safetensors.Malformed(f"it holds no such random keys: {error!s:.100}") from error
 
 
+def _remove_left_over(target: Path) -> None:
+    """Removes what killed processes have left of this file, not what another one is writing."""
+    for entry in target.parent.iterdir():
+        if re.fullmatch(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}", entry.name):
+            with contextlib.suppress(OSError):
+                if time.time() - entry.stat().st_mtime > _SECONDS_TO_WRITE:
+                    entry.unlink()
+
+
 def _replace(target: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, str]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_left_over(target)
     written = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         with written.open("xb") as file:

@@ -27,6 +27,8 @@ def wait_for_the_file_server():
 
 def batches():
     for i in range(100):
+        if i == 0 and case == "first":
+            wait_for_the_file_server()
         if i == 5 and case != "signal":
             if case == "deadline":
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -38,9 +40,13 @@ def batches():
 callbacks = {
     "hang": [Watchdog(1.0)],
     "prefetched": [Watchdog(1.0)],
+    "first": [Watchdog(1.0)],
     "deadline": [SaveOnSignal(grace_seconds=1.0), CheckpointFileWriter(folder)],
     "signal": [SaveOnSignal(), CheckpointFileWriter(folder)],
 }[case]
+if case == "first":
+    net = (lambda rngs, x: {"params": np.zeros(1, np.float32)}, lambda v, x, **_: (x, {}))
+    ff.Model(net, optax.sgd(0.1), "mse").fit(batches, callbacks=callbacks, verbose=0)
 data = ff.data.prefetch(batches) if case == "prefetched" else batches
 task = ff.TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", data)
 init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
@@ -50,6 +56,7 @@ for checkpoint in ff.TrainLoop(init, task, 0, callbacks=callbacks):
 CODES = {
     "hang": ExitCode.HUNG,
     "prefetched": ExitCode.HUNG,
+    "first": ExitCode.HUNG,
     "deadline": ExitCode.UNSAVED,
     "signal": ExitCode.PREEMPTED,
 }
@@ -79,7 +86,7 @@ def test_a_process_ends_with_its_code(ended, case):
     assert code == CODES[case], words
 
 
-@pytest.mark.parametrize("case", ["hang", "prefetched", "deadline"])
+@pytest.mark.parametrize("case", ["hang", "prefetched", "first", "deadline"])
 def test_the_hung_line_of_a_data_loader_is_named(ended, case):
     words, code = ended[case]
     assert f"the process ends with code {code} ({CODES[case].name})" in words

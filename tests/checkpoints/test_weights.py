@@ -177,3 +177,13 @@ def test_weights_need_neither_orbax_nor_the_library_of_the_format(tmp_path):
         "sys.exit(bool({'orbax.checkpoint', 'safetensors'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
+
+
+def test_what_a_killed_save_has_left_is_removed_by_a_later_one(tmp_path):
+    names = [".w.safetensors.0123abcd", ".w.safetensors.89abcdef", ".v.safetensors.0123abcd"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"half")
+    for name in (names[0], names[2]):
+        os.utime(tmp_path / name, (0, 0))
+    save_weights(tmp_path / "w.safetensors", {"a": np.ones(2, np.float32)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names[1:], "w.safetensors"])

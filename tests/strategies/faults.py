@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import optax
 
 import flaxfit as ff
 
-FAULTS = ("killed", "stopped", "raising", "out of data", "told to end")
+FAULTS = ("killed", "stopped", "raising", "out of data", "told to end", "hanging when told")
 
 
 def main(folder, fault):
@@ -35,12 +36,16 @@ def main(folder, fault):
             raise ArithmeticError("the harm of step 5")
         elif fault == "told to end":
             os.kill(os.getpid(), signal.SIGTERM)
+        elif fault == "hanging when told":
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait()
 
     n_batches = 5 if is_harmed and fault == "out of data" else 10
     if fault == "told to end":
         n_batches = 60  # The processes agree on where to end, which takes them a moment.
     rows = np.random.default_rng(ff.process_index())
     batches = [(rows.normal(size=(4, 3)).astype(np.float32),) * 2 for _ in range(n_batches)]
+    grace = 2 if fault == "hanging when told" else 60
     save = ff.checkpoints.CheckpointFileWriter(folder / "run")
     task = ff.TrainTask(lambda v, x, **_: (x * v["params"], {}), optax.adam(0.1), "mse", batches)
     loop = ff.TrainLoop(
@@ -48,7 +53,7 @@ def main(folder, fault):
         task,
         0,
         n_steps_per_checkpoint=2,
-        callbacks=[ff.callbacks.SaveOnSignal(), save, harm],
+        callbacks=[ff.callbacks.SaveOnSignal(grace_seconds=grace), save, harm],
     )
     for _ in loop:
         pass

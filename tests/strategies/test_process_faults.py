@@ -42,6 +42,10 @@ WORDS = {
         r"process 0 has ended with code 85$",
         r"process 1 has ended with code 85$",
     ),
+    "hanging when told": (
+        r"SIGTERM arrived 2 s ago, and no step and no save was completed since",
+        r"process 1 has ended with code 86$",
+    ),
 }
 
 
