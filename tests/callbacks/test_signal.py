@@ -259,3 +259,4 @@ def test_what_is_on_disk_already_is_known_while_the_loop_is_held(tmp_path):
     next(loop)
     assert save._saved_step() is None
     loop.close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # Though it was attached twice.
