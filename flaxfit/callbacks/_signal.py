@@ -72,6 +72,7 @@ class SaveOnSignal:
 
     def attach(self, loop: Loop) -> None:
         """Begins to listen, and to look after each step whether a signal has arrived."""
+        self._stop_listening()  # Else a second loop would find its own handler as the earlier one.
         self._loop = weakref.ref(loop)
         if not self._writers():
             raise ValueError(

@@ -250,6 +250,7 @@ def test_an_earlier_save_that_failed_does_not_prevent_the_last_one(tmp_path, mon
 
 
 def test_what_is_on_disk_already_is_known_while_the_loop_is_held(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
     save, writer = guard(), CheckpointFileWriter(tmp_path)
     loop = make_loop(None, [save, writer])
     next(loop)
@@ -259,3 +260,4 @@ def test_what_is_on_disk_already_is_known_while_the_loop_is_held(tmp_path):
     next(loop)
     assert save._saved_step() is None
     loop.close()
+    assert signal.getsignal(signal.SIGTERM) == before  # Though it was attached twice.
