@@ -24,6 +24,8 @@ def inspect(
     data: Batch | None = None,
     bind: Callable[..., Any] = lambda function: function,
     known: dict[Any, ForwardPass] | None = None,
+    *,
+    is_resumed: bool = False,
 ) -> ForwardPass:
     """Traces one forward pass of a task without running it, on a batch as the user passed it.
 
@@ -34,6 +36,8 @@ def inspect(
       data: all of the data, where it is at hand: its values are checked, else the batch's.
       bind: of the strategy, to trace as it does.
       known: what was traced before of this task, by shapes; it is added to.
+      is_resumed: whether the run began before this batch, whose values are not checked then: had
+        it not been interrupted, it would not have looked at them.
 
     Returns:
       The shapes and dtypes of a `ForwardPass`.
@@ -42,7 +46,9 @@ def inspect(
       ValueError: labels, weights, the shape of the loss or a random stream do not fit.
       TypeError: the batch lacks the targets that the loss wants.
     """
-    check_finite(batch if data is None else data, "The first batch" if data is None else "The data")
+    if data is not None or not is_resumed:
+        name = "The first batch" if data is None else "The data"
+        check_finite(batch if data is None else data, name)
 
     def pass_forward(state: Any, batch: Batch) -> ForwardPass:
         return forward(task, state.params, state.model_state, batch, state.key)

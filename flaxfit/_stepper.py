@@ -82,6 +82,7 @@ class Stepper:
         self._has_data = data is not None
         self.stream: Any = as_stream(data) if self._has_data else iter(())
         self.ended = False
+        self._is_resumed = False
         self._fetched: list[tuple[Any, Any]] = []
         """Batches that were not stepped yet, each with the position behind it."""
         self._position: Any = None
@@ -99,6 +100,7 @@ class Stepper:
             self.stream.set_state(data_state)
             self._fetched = []
             self.ended = False
+            self._is_resumed = True
 
     @property
     def state(self) -> Any:
@@ -507,7 +509,9 @@ class Stepper:
         if self.task.step is not None:
             sums = inspect_step(make_step(self.task), self.state, batch, data, bind)
             return sums, "the task has a step of its own"
-        result = inspect(self.task, self.state, batch, data, bind, self._traced)
+        result = inspect(
+            self.task, self.state, batch, data, bind, self._traced, is_resumed=self._is_resumed
+        )
         more = more_sums(self.task, result, grad_norm=self._options["grad_norm"], norms=norms)
         return result.sums | more, self._why_not_pad(result.values)
 
