@@ -40,10 +40,12 @@ OPTIONAL = (
     "jax2onnx",
     "matplotlib",
     "metrax",
+    "mlflow",
     "pandas",
     "tensorboardX",
     "tensorflow",
     "torch",
+    "wandb",
 )
 
 

@@ -16,7 +16,9 @@ class MLflowLogger:
     exception, or KILLED after Ctrl-C. A resumed `fit` goes on with the same run. A store that
     cannot be reached never stops training.
 
-    >>> log = MLflowLogger("digits", tracking_uri="sqlite:///runs.db")  # doctest: +SKIP
+    >>> import mlflow
+    >>> MLflowLogger("digits", tracking_uri="sqlite:///runs.db").run_id is None
+    True
 
     Args:
       experiment: the experiment of the run; made where there is none.

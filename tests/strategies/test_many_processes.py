@@ -168,7 +168,9 @@ def test_what_differs_between_processes_is_an_error_in_all_of_them(two, name):
 
 def test_only_the_first_process_prints(two, alone):
     lines = (two / "output").read_text().splitlines()
-    assert not [line for line in lines if line.startswith("[1]") and "Gloo" not in line]
+    # Gloo tells of its connections in pieces, and sometimes in the middle of another line.
+    own = [line for line in lines if "Gloo" not in line and "peer ranks" not in line]
+    assert not [line for line in own if line.startswith("[1]")]
 
 
 @pytest.mark.slow

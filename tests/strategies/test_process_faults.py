@@ -28,7 +28,7 @@ WORDS = {
         r"process 0 has ended with code (1|-6 \(SIGABRT\))",
     ),
     "stopped": (
-        r"heartbeat timeout",
+        r"heartbeat timeout|Of 2 processes, number 1 did not come to",
         r"process 0 has ended with code (1|-6 \(SIGABRT\))",
         r"killing process 1, which did not end",
     ),
