@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
-    ("n_kills", "n_damages"), [(6, 1), pytest.param(16, 8, marks=pytest.mark.slow)]
+    ("n_kills", "n_damages"), [(6, 1), pytest.param(40, 12, marks=pytest.mark.slow)]
 )
 def test_no_run_is_lost(n_kills, n_damages):
     numbers = ["--kills", str(n_kills), "--damages", str(n_damages), "--sizes"]
