@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flaxfit import _totals
@@ -17,6 +18,7 @@ from flaxfit._cost import count_flops, memory_of
 from flaxfit._feed import Feed, Portion, stack_batches
 from flaxfit._inspect import inspect, inspect_step, shapes_of
 from flaxfit._interrupt import Interrupts
+from flaxfit._keys import key_types, with_types, without_types
 from flaxfit._optimizer_axes import with_optimizer
 from flaxfit._own_rows import knows_rows, own_examples, own_rows
 from flaxfit._own_step import check_strategy
@@ -24,7 +26,7 @@ from flaxfit._rules import flat
 from flaxfit._state import TrainState
 from flaxfit._step import compute, more_sums
 from flaxfit._task import TrainTask
-from flaxfit._update import make_step, make_update, on_leaves
+from flaxfit._update import make_step, make_update, on_leaves, on_tree
 from flaxfit.data import as_stream
 from flaxfit.optim import set_hyperparams
 from flaxfit.optim._extended import carry_state
@@ -93,6 +95,8 @@ class Stepper:
         self._resident: Batch | None = None
         self._of_rows: dict[int, Portion] = {}
         """Portions of resident data that were made before, by the number of their rows."""
+        self._weights_of_rows: dict[int, Any] = {}
+        """Their weights, split and on the devices."""
 
     def set_position(self, data_state: Any) -> None:
         """Moves in the data to where a checkpoint was made."""
@@ -105,16 +109,19 @@ class Stepper:
     @property
     def state(self) -> Any:
         """The training state, in its places on the devices; the next step uses it up."""
-        return jax.tree.unflatten(self._structure, self._leaves)
+        return jax.tree.unflatten(self._structure, with_types(self._leaves, self._key_types))
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._leaves, self._structure = jax.tree.flatten(state)
+        leaves, self._structure = jax.tree.flatten(state)
+        self._key_types = key_types(leaves)
+        self._leaves = without_types(leaves, self._key_types)
 
     @property
     def _held(self) -> Any:
         """What programs take for the state: its leaves, where places do not go by its structure."""
-        return self._leaves if self._is_flat else self.state
+        is_flat = self._is_flat
+        return self._leaves if is_flat else jax.tree.unflatten(self._structure, self._leaves)
 
     def set_state(self, state: TrainState) -> None:
         """Goes on from another state."""
@@ -311,6 +318,8 @@ class Stepper:
     def _portions(self, n: int) -> list[Portion]:
         """The next `n` batches if they share a program, else one; none at the end of the data."""
         portions = [self._portion(item) for item in self._fetch(n)]
+        if n == 1:
+            return portions
         is_alike = len(portions) == n and all(
             portion.signature == portions[0].signature for portion in portions[1:]
         )
@@ -330,7 +339,13 @@ class Stepper:
         if self._resident is not None and portion.strategy is self.strategy:
             portion = own_rows(portion._replace(is_weighted=self._resident.weights is not None))
             if n_examples(portion.batch) == len(item):
+                # As a text, since each step looks its program up by it and a text keeps its hash.
+                portion = portion._replace(signature=repr(portion.signature))
                 self._of_rows[len(item)] = portion
+                # The weights are the same in each step, too: they go to the devices but once.
+                if portion.batch.weights is not None:
+                    weights = self.strategy.split(jnp.asarray(portion.batch.weights))
+                    self._weights_of_rows[len(item)] = weights
             return portion
         if knows_rows(self.stream):
             return own_examples(portion, self.stream.pick)
@@ -349,11 +364,9 @@ class Stepper:
 
     def _dispatch(self, portions: list[Portion], *, n_fetched: int) -> jax.Array:
         """Runs the compiled update. What was fetched is let go once the new state is stored."""
-        strategy, batch, _, _, signature = portions[0]
+        strategy, _, _, _, signature = portions[0]
         n = len(portions)
-        if n > 1:
-            batch = stack_batches([portion.batch for portion in portions])
-        batch = strategy.split(batch, n if n > 1 else 0)
+        batch = self._split(portions, n_fetched=n_fetched)
         is_whole = strategy is self.strategy
         held, totals = self._held, self._totals
         if not is_whole:
@@ -369,10 +382,7 @@ class Stepper:
         held, totals, (token, grads) = update(*arguments)
         if not is_whole:
             held, totals = self.strategy.share((held, totals))
-        if self._is_flat:
-            self._leaves = held
-        else:
-            self.state = held
+        self._leaves = held if self._is_flat else jax.tree.leaves(held)
         self._totals, self.grads = totals, grads
         self.step += n
         self.n_completed += n
@@ -382,6 +392,17 @@ class Stepper:
             self._position = self._fetched[n_fetched - 1][1]
             del self._fetched[:n_fetched]
         return token
+
+    def _split(self, portions: list[Portion], *, n_fetched: int) -> Any:
+        """The batches as the update takes them: each device's part of one, or of several."""
+        strategy, batch, _, n_rows, _ = portions[0]
+        if len(portions) > 1:
+            batch = stack_batches([portion.batch for portion in portions])
+            return strategy.split(batch, len(portions))
+        weights = self._weights_of_rows.get(n_rows) if n_fetched else None
+        if weights is None:
+            return strategy.split(batch)
+        return Batch((strategy.split(batch.inputs[0]),), (), weights)
 
     def _compile(self, portions: list[Portion], arguments: tuple[Any, ...]) -> Any:
         began, self.is_preparing = time.perf_counter(), True
@@ -424,7 +445,9 @@ class Stepper:
             **self._options,
         )
         if self._is_flat:
-            update = on_leaves(update, self._structure)
+            update = on_leaves(update, self._structure, self._key_types)
+        else:
+            update = on_tree(update, self._key_types)
         return portion.strategy.compile(update, arguments, n_donated=1)
 
     def count_flops(self, n: int | None) -> float:

@@ -1,6 +1,7 @@
 """What every test shares: four simulated devices, and doctests that know the optional packages."""
 
 import atexit
+import contextlib
 import gc
 import os
 import shutil
@@ -13,12 +14,33 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", int(os.environ.get("FLAXFIT_TEST_DEVICES", "4")))
 
-# Tests build the same small programs over and over: each is compiled once in a session.
-_compilation_cache = tempfile.mkdtemp(prefix="flaxfit-tests-")
-atexit.register(shutil.rmtree, _compilation_cache, ignore_errors=True)
-jax.config.update("jax_compilation_cache_dir", _compilation_cache)
+# Tests build the same small programs over and over: each is compiled once in a session. A folder
+# named by FLAXFIT_TEST_PROGRAMS hands them on to later sessions. It is not used directly: processes
+# that write and read one folder at once would read half a program.
+PROGRAMS = Path(tempfile.mkdtemp(prefix="flaxfit-tests-"))
+SHARED_PROGRAMS = os.environ.get("FLAXFIT_TEST_PROGRAMS")
+atexit.register(shutil.rmtree, PROGRAMS, ignore_errors=True)
+jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _link_all(source, target):
+    target.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        with contextlib.suppress(FileExistsError):
+            os.link(file, target / file.name)
+
+
+def pytest_configure():
+    if SHARED_PROGRAMS and Path(SHARED_PROGRAMS).is_dir():
+        _link_all(Path(SHARED_PROGRAMS), PROGRAMS)
+
+
+def pytest_unconfigure():
+    if SHARED_PROGRAMS:
+        _link_all(PROGRAMS, Path(SHARED_PROGRAMS))
+
 
 # Each compiled program maps a few pieces of memory; Linux allows a process 65,530 of them.
 MAPS = Path("/proc/self/maps")

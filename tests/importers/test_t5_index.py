@@ -1,0 +1,58 @@
+"""The index of a checkpoint that mesh-TensorFlow itself wrote, where it lies beside the project."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax.traverse_util import flatten_dict
+
+from flaxfit.importers import UnreadableFile, load_tf_ckpt, t5_translator
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT.parent / "shared" / "fixtures" / "mtf_tiny_t5"
+
+
+def variables_of_model():
+    spec = importlib.util.spec_from_file_location("t5", ROOT / "examples" / "models" / "t5.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sizes = {"vocab": 32128, "d_model": 32, "d_ff": 64, "n_heads": 2, "d_kv": 64, "n_layers": 2}
+    model = module.T5(module.Sizes(**sizes))
+    tokens = jnp.ones((1, 3), jnp.int32)
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), tokens, tokens))
+    return {path: leaf.shape for path, leaf in flatten_dict(shapes["params"], sep="/").items()}
+
+
+# The folder is not part of the project, so that there is nothing to skip where it is absent.
+if FOLDER.exists():
+
+    def test_the_index_lists_what_its_writer_says_of_it():
+        arrays = load_tf_ckpt(FOLDER)
+        listed = {}
+        for line in (FOLDER / "model-info.txt").read_text().splitlines():
+            words = line.split()
+            if words and words[0] == "Variable":
+                dimensions = line[line.index("Shape[") + 6 : line.index("]")].split(",")
+                listed[words[1]] = tuple(int(each.split("=")[1]) for each in dimensions)
+        found = {name: x.shape for name, x in arrays.items() if "_slot_" not in name}
+        assert found.pop("global_step") == ()
+        assert found == listed
+        assert len(arrays) == 105
+
+    def test_every_variable_has_its_place_in_the_model():
+        translation = t5_translator.translate(load_tf_ckpt(FOLDER))
+        assert not translation.problems()
+        values = translation.values
+        assert {
+            name.removeprefix("target/"): value.shape
+            for name, value in values.items()
+            if name.startswith("target/")
+        } == variables_of_model()
+
+    def test_what_is_there_is_read_and_what_is_not_is_named():
+        arrays = load_tf_ckpt(FOLDER)
+        assert arrays.pop("global_step").get() == 0
+        with pytest.raises(UnreadableFile, match=r"data-00001-of-00002 is missing"):
+            arrays["shared/embedding"].get()
