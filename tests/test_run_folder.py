@@ -144,10 +144,10 @@ def test_a_writer_in_the_place_of_the_folder_says_what_is_kept_and_what_ends_the
 
     complete = _folder.complete
 
-    def full(folder, step):
+    def full(folder, step, written):
         if step == 8:
             raise OSError(28, "No space left on device")
-        complete(folder, step)
+        complete(folder, step, written)
 
     monkeypatch.setattr(_folder, "complete", full)
     writer = CheckpointFileWriter(tmp_path, keep=1, on_error="warn")

@@ -146,7 +146,7 @@ def test_an_interrupted_replacement_is_taken_back(tmp_path, tools):
 
 
 def test_left_over_folders_of_a_killed_save_are_removed_and_others_are_not(tmp_path):
-    for name in ("saving-7", "saving-8.orbax-checkpoint-tmp", "deleted-3-0"):
+    for name in ("saving-7-0", "saving-8-1", "deleted-3-0"):
         (tmp_path / name / "arrays").mkdir(parents=True)
     (tmp_path / "saving-notes").mkdir()
     (tmp_path / "9").mkdir()
