@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import jax
 import numpy as np
+
+from flaxfit.checkpoints._seal import Damaged
 
 ARRAYS = "arrays"
 """The folder of a step that holds its arrays, by path, in one flat dict."""
@@ -27,7 +30,8 @@ class StepWriter:
         import orbax.checkpoint as ocp
 
         self._save_args = ocp.args.PyTreeSave
-        self._handler = ocp.PyTreeCheckpointHandler()
+        # Uncompressed, as weights hardly shrink: so no file can claim more than it holds.
+        self._handler = ocp.PyTreeCheckpointHandler(use_compression=False)
         self._commits: Any = ()
 
     def start(self, path: Path, arrays: Mapping[str, Any]) -> None:
@@ -80,11 +84,16 @@ def read_record(path: Path) -> Any:
 
 
 def read_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """The wanted arrays of a step: sharded where a sharding is named, else in NumPy."""
+    """The wanted arrays of a step: sharded where a sharding is named, else in NumPy.
+
+    Raises:
+      Damaged: the files hold arrays of other sizes; no memory is taken for those.
+    """
     import orbax.checkpoint as ocp
 
     if not wanted:
         return {}
+    _check_sizes(path / ARRAYS, wanted)
     args = {
         name: ocp.RestoreArgs(restore_type=np.ndarray)
         if array.sharding is None
@@ -94,6 +103,39 @@ def read_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         restore = ocp.args.PyTreeRestore(dict(wanted), restore_args=args, partial_restore=True)
         return checkpointer.restore(path / ARRAYS, args=restore)
+
+
+def _check_sizes(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Compares what the files say of the wanted arrays with these, before any array is read.
+
+    Orbax believes them, and the process would be aborted for lack of memory.
+    """
+    import tensorstore
+
+    needed = sum(math.prod(array.shape) * array.dtype.itemsize for array in wanted.values())
+    n_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    if needed > n_bytes:
+        raise Damaged(f"its arrays take {needed:,} bytes, and its files hold {n_bytes:,}")
+    base = {"driver": "file", "path": f"{path}/"}
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    headers = {name: store.read(f"{name.rstrip('/')}/.zarray") for name in wanted}
+    for name, array in wanted.items():
+        shape = list(array.shape)
+        expected = {"shape": shape, "dtype": _zarr_name(array.dtype)}
+        header = json.loads(headers[name].result().value)
+        match header:
+            case {"chunks": [*chunks], "compressor": None, "filters": None} if (
+                expected == {key: header.get(key) for key in expected}
+                and len(chunks) == len(shape)
+                and all(type(n) is int and 0 < n <= m for n, m in zip(chunks, shape, strict=True))
+            ):
+                continue
+        raise Damaged(f"its arrays hold no {name} of {array.dtype} {array.shape}, as it claims")
+
+
+def _zarr_name(dtype: np.dtype) -> str:
+    """What the zarr format calls a dtype."""
+    return dtype.str if dtype.isbuiltin == 1 else dtype.name
 
 
 def _savable(array: Any) -> Any:
