@@ -3,6 +3,7 @@
 import itertools
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -123,17 +124,26 @@ class EvalLoop:
             raise ValueError("There is nothing to evaluate: the data holds no batches.")
         return compute(_totals.read(totals, sums), self.task.metrics)
 
-    def check(self, state: Any, data: Any = None) -> None:
+    def check(
+        self, state: Any, data: Any = None, *, in_phase: Callable[[str], Any] = nullcontext
+    ) -> None:
         """Looks at the first batch, as `measure` would, without measuring anything.
+
+        Args:
+          state: as of `measure`.
+          data: as of `measure`.
+          in_phase: of the loop that this is done for.
 
         Raises:
           ValueError: labels, weights or the shape of the loss do not fit.
         """
         data = self._data if data is None else data
         batches = OwnBatches(one_pass(data), self.strategy)
-        for item in batches:
-            self._look_at(batches.examples(item), self._measured(state), batches, data)
-            return
+        with in_phase("training"):
+            item = next(iter(batches), None)
+        if item is not None:
+            with in_phase("preparing"):
+                self._look_at(batches.examples(item), self._measured(state), batches, data)
 
     def _measured(self, state: Any) -> Any:
         """The part of a state that is measured."""

@@ -114,7 +114,7 @@ class TrainLoop:
         self.steps_per_call = steps_per_call
 
         def sample() -> Any:
-            with self._in_phase("training"):
+            with self.in_phase("training"):
                 batch = stepper.first_batch() if input_sample is None else (input_sample,)
             return normalize(batch).inputs
 
@@ -438,6 +438,15 @@ class TrainLoop:
         is_preparing = self._phase == "training" and self._stepper.is_preparing
         return "preparing" if is_preparing else self._phase
 
+    @contextlib.contextmanager
+    def in_phase(self, phase: str) -> Iterator[None]:
+        """Has the loop be at `phase`: what is done for it meanwhile is guarded as its own."""
+        before, self._phase = self._phase, phase
+        try:
+            yield
+        finally:
+            self._phase = before
+
     def snapshot(self) -> Checkpoint | None:
         """A checkpoint of this very moment, which callbacks do not see.
 
@@ -526,7 +535,7 @@ class TrainLoop:
         if self._due is None:
             return None
         checkpoint, waiting = self._due
-        with self._in_phase("callbacks"):
+        with self.in_phase("callbacks"):
             while waiting:
                 checkpoint = _changed(waiting[0], checkpoint)
                 del waiting[0]
@@ -604,18 +613,10 @@ class TrainLoop:
     def _timed(self) -> Iterator[None]:
         self._resumed = time.perf_counter()
         try:
-            with self._in_phase("training"):
+            with self.in_phase("training"):
                 yield
         finally:
             self._elapsed += time.perf_counter() - self._resumed
-
-    @contextlib.contextmanager
-    def _in_phase(self, phase: str) -> Iterator[None]:
-        before, self._phase = self._phase, phase
-        try:
-            yield
-        finally:
-            self._phase = before
 
     def _next_stop(self, last: Callable[[], int | None] | None = None) -> Callable[[], int]:
         """Where the next checkpoint is due; a function, as the settings may change on the way."""

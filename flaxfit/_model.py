@@ -195,9 +195,8 @@ class Model:
         found = loop.start if is_fresh else None
         can_repeat = hasattr(validation_data, "one_epoch")
         if can_repeat or not isinstance(validation_data, Iterator | None):
-            self._evaluator.check(
-                loop.state_in_place, validation_data
-            )  # Before an epoch is spent on it.
+            # Before an epoch is spent on it.
+            self._evaluator.check(loop.state_in_place, validation_data, in_phase=loop.in_phase)
         facts = self._facts(stream, validation_data, n_steps)
         self.history = History(type(self.module).__name__, unit="epoch", facts=facts)
         validate = [] if validation_data is None else [self._validation(validation_data)]
@@ -593,7 +592,10 @@ class Model:
         *,
         quiet: bool,
     ) -> TrainLoop:
-        """The one loop of this model, set to go over the stream with a checkpoint each epoch."""
+        """The one loop of this model, set to go over the stream with a checkpoint each epoch.
+
+        The callbacks are those that guard what comes before the first step.
+        """
         task = dataclasses.replace(self._task, data=stream)
         n_done = 0
         if self._loop is None:
@@ -609,6 +611,8 @@ class Model:
             n_done = self._loop.n_completed_steps  # Of an epoch that was not finished.
         else:
             self._loop.data = stream
+            for callback in callbacks:
+                callback.attach(self._loop)
         self._loop.steps_per_call = steps_per_call
         self._loop.n_steps_per_checkpoint = n_steps or _ENDLESS
         self._loop.first_checkpoint = self._loop.step - n_done + (n_steps or _ENDLESS)

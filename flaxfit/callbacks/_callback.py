@@ -44,6 +44,11 @@ class Loop(Protocol):
         ...
 
     @property
+    def start(self) -> Any:
+        """The checkpoint file that the run was restored from, or None."""
+        ...
+
+    @property
     def n_steps(self) -> int | None:
         """Where training ends; None: with the data."""
         ...

@@ -19,9 +19,9 @@ class ExitCode(enum.IntEnum):
     """
 
     PREEMPTED = 85
-    """A signal asked to end; everything is saved: start the same command again."""
+    """A signal asked to end; every step that was done is saved: start the same command again."""
     UNSAVED = UNSAVED
-    """A signal asked to end, but no step or save came to its end in the time of grace; or the
+    """A signal asked to end, but what was done could not be saved in the time of grace; or the
     last save failed. Earlier checkpoints are good."""
     HUNG = 87
     """No step came to its end in the time that `Watchdog` allows."""

@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -39,8 +39,8 @@ class SaveOnSignal:
       writer: a `CheckpointFileWriter`; None: those among the callbacks of the loop.
       signals: what to listen to.
       grace_seconds: how long after the signal the process may live; it then ends with
-        `ExitCode.UNSAVED` (`PREEMPTED`, where your code holds a loop whose present state is on
-        disk) and shows where every thread is. None: as long as it takes.
+        `ExitCode.UNSAVED` (`PREEMPTED`, where every step that was done is on disk) and shows
+        where every thread is. None: as long as it takes.
       on_exception: whether to save as well when an exception ends training, Ctrl-C included
         (with `fit`, or with `with loop:`). One that a callback raises leaves its checkpoint
         unfinished: it is not saved.
@@ -113,7 +113,11 @@ class SaveOnSignal:
         # A queue that a signal handler may use whatever the thread was at: it takes no lock.
         self._arrived = queue.SimpleQueue()
         self._ended = threading.Event()
-        arguments = (self._arrived, self._grace_seconds, weakref.WeakMethod(self._saved_step))
+        arguments = (
+            self._arrived,
+            self._grace_seconds,
+            weakref.WeakMethod(self._why_nothing_is_lost),
+        )
         threading.Thread(
             target=_limit, args=arguments, daemon=True, name="flaxfit-deadline"
         ).start()
@@ -143,18 +147,15 @@ class SaveOnSignal:
         step = self._save()
         if step is None:
             return  # After the next step.
-        name = signal.Signals(self._received or signal.SIGTERM).name
         if not self._is_saved:
-            say(
-                f"received {name}: step {step:,} could not be saved, earlier checkpoints are "
-                f"good; the process ends with code {ExitCode.UNSAVED:d} ({ExitCode.UNSAVED.name})"
-            )
-            raise SystemExit(ExitCode.UNSAVED)
-        say(
-            f"received {name}: step {step:,} is saved, the process ends with code "
-            f"{ExitCode.PREEMPTED:d} ({ExitCode.PREEMPTED.name})"
-        )
-        raise SystemExit(ExitCode.PREEMPTED)
+            what = f"step {step:,} could not be saved, earlier checkpoints are good"
+            self._end(ExitCode.UNSAVED, what)
+        self._end(ExitCode.PREEMPTED, f"step {step:,} is saved")
+
+    def _end(self, code: ExitCode, what: str) -> NoReturn:
+        name = signal.Signals(self._received or signal.SIGTERM).name
+        say(f"received {name}: {what}; the process ends with code {code:d} ({code.name})")
+        raise SystemExit(code)
 
     def _save(self) -> int | None:
         """Saves, and waits until it is on disk; the step, or None where that is not possible.
@@ -175,13 +176,15 @@ class SaveOnSignal:
         self._is_done = True
         return checkpoint.step
 
-    def _saved_step(self) -> int | None:
-        """The step that a loop is at, if your code holds it and all of it is on disk."""
+    def _why_nothing_is_lost(self) -> str | None:
+        """What to say where all steps that were done are on disk; None where some are not."""
         loop = self._loop()
-        if loop is None or loop.phase or loop.n_completed_steps:
+        if loop is None:
             return None
+        if loop.step == (0 if loop.start is None else loop.start.step):
+            return f"no step was done since step {loop.step:,}, from which it began"
         saved = {getattr(writer, "last_saved", None) for writer in self._writers()}
-        return loop.step if saved == {loop.step} else None
+        return f"step {loop.step:,} is saved" if saved == {loop.step} else None
 
     def _writers(self) -> list[Any]:
         if self._writer is not None:
@@ -195,6 +198,9 @@ class SaveOnSignal:
             if self._is_done or self._loop() is None:
                 pass
             elif error is None and self._received is not None:
+                if (why := self._why_nothing_is_lost()) is not None:
+                    self._is_done = True
+                    self._end(ExitCode.PREEMPTED, why)
                 self._save_and_end()
             elif error is not None and self._on_exception:
                 step = self._save()
@@ -222,7 +228,7 @@ def _hear_notice(arrived: queue.SimpleQueue, ended: threading.Event) -> None:
             return
 
 
-def _limit(arrived: queue.SimpleQueue, seconds: float | None, saved_step: Any) -> None:
+def _limit(arrived: queue.SimpleQueue, seconds: float | None, why_nothing_is_lost: Any) -> None:
     """Ends the process some time after a signal has arrived."""
     name = arrived.get()
     if name is None or seconds is None:
@@ -230,9 +236,8 @@ def _limit(arrived: queue.SimpleQueue, seconds: float | None, saved_step: Any) -
     try:
         arrived.get(timeout=seconds)
     except queue.Empty:
-        ask = saved_step()
-        if ask is not None and (step := ask()) is not None:
-            reason = f"{name} arrived {seconds:g} s ago; step {step:,} is saved"
-            end_with_stacks(ExitCode.PREEMPTED, reason)
+        ask = why_nothing_is_lost()
+        if ask is not None and (why := ask()) is not None:
+            end_with_stacks(ExitCode.PREEMPTED, f"{name} arrived {seconds:g} s ago; {why}")
         reason = f"{name} arrived {seconds:g} s ago, and no step and no save was completed since"
         end_with_stacks(ExitCode.UNSAVED, reason)

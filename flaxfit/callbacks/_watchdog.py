@@ -21,8 +21,8 @@ class Watchdog:
     Compilation, the inspection of the first batch and the callbacks (evaluation, saving) have an
     allowance of their own. The exit code is `ExitCode.HUNG`.
 
-    Given to a `TrainLoop` or to `fit`, it guards the very first batch as well; not the look at the
-    validation data before `fit` begins. Code that never lets go of Python's lock stops it, too.
+    Given to a `TrainLoop` or to `fit`, it guards the very first batch as well, that of the
+    validation data included. Code that never lets go of Python's lock stops it, too.
 
     >>> watchdog = Watchdog(300, slow_seconds=3600)
 

@@ -231,8 +231,8 @@ def _read_arrays(
     }
     try:
         found = _orbax.read_arrays(path, {n: w for n, w in wanted.items() if math.prod(w.shape)})
-    except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
-        raise  # No fault of the file.
+    except (Damaged, MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+        raise  # It is said already, or no fault of the file.
     except Exception as error:
         raise Damaged(f"its arrays cannot be read ({first_line(error)})") from error
     arrays = {}

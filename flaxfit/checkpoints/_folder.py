@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flaxfit.checkpoints import _orbax, _seal
 
-_LEFT_OVER = re.compile(r"deleted-\d+-\d+|saving-\d+(\.orbax-checkpoint-tmp.*)?")
+_LEFT_OVER = re.compile(r"(deleted|saving)-\d+-\d+")
 
 
 def absolute(folder: str | os.PathLike[str]) -> Path:
@@ -45,18 +45,25 @@ def step_path(folder: Path, step: int) -> Path:
     return folder / str(int(step))
 
 
-def saving_path(folder: Path, step: int) -> Path:
-    """Where a step is written before it is complete."""
-    return folder / f"saving-{int(step)}"
+def begin(folder: Path, step: int) -> Path:
+    """Makes the place where a step is written before it is complete.
+
+    It is a new one: what an interrupted save may still be writing cannot come between.
+    """
+    n = 0
+    while (place := folder / f"saving-{int(step)}-{n}").exists():
+        n += 1
+    (place / _orbax.ARRAYS).mkdir(parents=True)
+    return place
 
 
-def complete(folder: Path, step: int) -> None:
+def complete(folder: Path, step: int, written: Path) -> None:
     """Seals what was written for a step and gives it its name.
 
     Orbax syncs its arrays only: syncing the rest, and then the rename, makes the step survive a
     power cut.
     """
-    written, path = saving_path(folder, step), step_path(folder, step)
+    path = step_path(folder, step)
     _seal.write(written)
     for parent, _, names in os.walk(written):
         for name in names:

@@ -1,48 +1,79 @@
 """The one module that talks to Orbax: writes and reads the arrays and the record of one step."""
 
+import asyncio
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from flaxfit.checkpoints._seal import Damaged
+
 ARRAYS = "arrays"
-"""The item of a step that holds its arrays, by path, in one flat dict."""
+"""The folder of a step that holds its arrays, by path, in one flat dict."""
 RECORD = "record"
-"""The item of a step that holds everything else, as JSON."""
+"""The folder of a step that holds everything else, as JSON."""
 
 
 class StepWriter:
-    """Writes steps in the background, one at a time.
+    """Writes the arrays of steps in the background, one step at a time.
 
-    The arrays appear under their name when they are complete, or never.
+    It holds Orbax's handler alone. Its `AsyncCheckpointer` would add a second temporary folder and
+    threads of its own, for which the caller waits; a step is made whole by `_folder.complete`.
     """
 
     def __init__(self) -> None:
         import orbax.checkpoint as ocp
 
-        self._orbax = ocp
-        self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+        self._save_args = ocp.args.PyTreeSave
+        # Uncompressed, as weights hardly shrink: so no file can claim more than it holds.
+        self._handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+        self._commits: Any = ()
 
     def start(self, path: Path, arrays: Mapping[str, Any]) -> None:
-        """Begins to write a step; the arrays may be changed or donated once this returns."""
-        args = self._orbax.args
+        """Begins to write into the folder of a step; once this returns, arrays may be donated."""
         items = {name: _savable(array) for name, array in arrays.items()}
-        self._checkpointer.save(path, args=args.Composite(**{ARRAYS: args.PyTreeSave(items)}))
+        folder = _arrays_folder(path)
+        self._commits = _run(self._handler.async_save(folder, args=self._save_args(items))) or ()
 
     def wait(self) -> None:
-        """Waits until the step is on disk; raises what went wrong."""
-        self._checkpointer.wait_until_finished()
+        """Waits until what this process writes is on disk; raises what went wrong."""
+        commits, self._commits = self._commits, ()
+        for commit in commits:
+            commit.result()
+
+    def finish(self, path: Path) -> None:
+        """Joins what all processes have written; for one of them, when all are done."""
+        self._handler.finalize(_arrays_folder(path))
 
     def close(self) -> None:
         """Ends the background threads."""
-        self._checkpointer.close()
+        self._handler.close()
+
+
+def _arrays_folder(path: Path) -> Any:
+    """Where a step holds its arrays, as the kind of path that Orbax asks for."""
+    from etils import epath
+
+    return epath.Path(path / ARRAYS)
+
+
+def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """What a coroutine returns, in a notebook as well, where a thread has its event loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(asyncio.run, coroutine).result()
 
 
 def write_record(path: Path, record: Any) -> None:
-    """Writes the record of a step, in the place where Orbax would put a JSON item."""
+    """Writes the record of a step."""
     (path / RECORD).mkdir()
     (path / RECORD / "metadata").write_text(json.dumps(record), encoding="utf-8")
 
@@ -53,11 +84,16 @@ def read_record(path: Path) -> Any:
 
 
 def read_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """The wanted arrays of a step: sharded where a sharding is named, else in NumPy."""
+    """The wanted arrays of a step: sharded where a sharding is named, else in NumPy.
+
+    Raises:
+      Damaged: the files hold arrays of other sizes; no memory is taken for those.
+    """
     import orbax.checkpoint as ocp
 
     if not wanted:
         return {}
+    _check_sizes(path / ARRAYS, wanted)
     args = {
         name: ocp.RestoreArgs(restore_type=np.ndarray)
         if array.sharding is None
@@ -67,6 +103,39 @@ def read_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         restore = ocp.args.PyTreeRestore(dict(wanted), restore_args=args, partial_restore=True)
         return checkpointer.restore(path / ARRAYS, args=restore)
+
+
+def _check_sizes(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Compares what the files say of the wanted arrays with these, before any array is read.
+
+    Orbax believes them, and the process would be aborted for lack of memory.
+    """
+    import tensorstore
+
+    needed = sum(math.prod(array.shape) * array.dtype.itemsize for array in wanted.values())
+    n_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    if needed > n_bytes:
+        raise Damaged(f"its arrays take {needed:,} bytes, and its files hold {n_bytes:,}")
+    base = {"driver": "file", "path": f"{path}/"}
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    headers = {name: store.read(f"{name.rstrip('/')}/.zarray") for name in wanted}
+    for name, array in wanted.items():
+        shape = list(array.shape)
+        expected = {"shape": shape, "dtype": _zarr_name(array.dtype)}
+        header = json.loads(headers[name].result().value)
+        match header:
+            case {"chunks": [*chunks], "compressor": None, "filters": None} if (
+                expected == {key: header.get(key) for key in expected}
+                and len(chunks) == len(shape)
+                and all(type(n) is int and 0 < n <= m for n, m in zip(chunks, shape, strict=True))
+            ):
+                continue
+        raise Damaged(f"its arrays hold no {name} of {array.dtype} {array.shape}, as it claims")
+
+
+def _zarr_name(dtype: np.dtype) -> str:
+    """What the zarr format calls a dtype."""
+    return dtype.str if dtype.isbuiltin == 1 else dtype.name
 
 
 def _savable(array: Any) -> Any:

@@ -16,12 +16,12 @@ from typing import Any
 from flaxfit._callback_states import collect
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._display import say
-from flaxfit._processes import from_main, is_main
+from flaxfit._processes import exchange, from_main, is_main
 from flaxfit.checkpoints import _file, _folder, _lock
 from flaxfit.checkpoints._best import best_step
 from flaxfit.checkpoints._file import with_digests
 from flaxfit.checkpoints._orbax import StepWriter, write_record
-from flaxfit.checkpoints._record import read_record
+from flaxfit.checkpoints._record import first_line, read_record
 from flaxfit.checkpoints._seal import Damaged
 
 UNSAVED = 86
@@ -209,8 +209,8 @@ class CheckpointFileWriter:
         """Has everything copied that the save needs, and the rest done in the background."""
         writer, executor = self._start()
         try:
-            from_main("the start of a save", self._prepare)
-            writer.start(_folder.saving_path(self.output_dir, step), arrays)
+            place = Path(from_main("the start of a save", lambda: self._prepare(step)))
+            writer.start(place, arrays)
         except BlockingIOError:
             raise
         except Exception as error:
@@ -219,12 +219,14 @@ class CheckpointFileWriter:
             failure.__cause__ = error
             self._fail(failure)
         else:
-            self._saving = executor.submit(self._finish, writer, step, arrays, record)
+            self._saving = executor.submit(self._finish, writer, place, arrays, record)
 
-    def _prepare(self) -> None:
+    def _prepare(self, step: int) -> str:
+        """Makes the place for a step, which another process may be told of."""
         # Were it to find out by itself, Orbax would leave threads that wait for minutes.
         _folder.make(self.output_dir)
         self._take_turn()
+        return str(_folder.begin(self.output_dir, step))
 
     def _fail(self, error: BaseException) -> None:
         if self.on_error == "raise":
@@ -255,13 +257,14 @@ class CheckpointFileWriter:
             return False
 
     def _finish(
-        self, writer: StepWriter, step: int, arrays: Mapping[str, Any], record: Mapping[str, Any]
+        self, writer: StepWriter, place: Path, arrays: Mapping[str, Any], record: Mapping[str, Any]
     ) -> None:
+        step = record["step"]
         try:
             # While Orbax writes.
             record = with_digests(record)
-            writer.wait()
-            from_main("the end of a save", lambda: self._complete(step, record))
+            _wait_for_all(writer)
+            from_main("the end of a save", lambda: self._complete(writer, place, record))
         except Exception as error:
             self._tidy()
             raise self._failure(step, arrays, error) from error
@@ -269,9 +272,10 @@ class CheckpointFileWriter:
         if is_main():
             self._clear(step)
 
-    def _complete(self, step: int, record: Mapping[str, Any]) -> None:
-        write_record(_folder.saving_path(self.output_dir, step), record)
-        _folder.complete(self.output_dir, step)
+    def _complete(self, writer: StepWriter, place: Path, record: Mapping[str, Any]) -> None:
+        writer.finish(place)
+        write_record(place, record)
+        _folder.complete(self.output_dir, record["step"], place)
 
     def _tidy(self) -> None:
         if is_main():
@@ -341,6 +345,20 @@ def save(
     with CheckpointFileWriter(folder, keep=None, asynchronous=False) as writer:
         writer._found = []  # It starts no run, so it supersedes nothing.
         return writer.save(checkpoint, history=history, callback_states=callback_states)
+
+
+def _wait_for_all(writer: StepWriter) -> None:
+    """Waits until all processes have written their part; the failure of one is everyone's."""
+    failure = None
+    try:
+        writer.wait()
+    except Exception as error:
+        failure = error
+    told = exchange("the arrays of a save", failure and first_line(failure), seconds=3600)
+    if failure is not None:
+        raise failure
+    if others := [text for text in told if text]:
+        raise RuntimeError(f"On another process: {others[0]}")
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import pytest
 
 import flaxfit as ff
 from flaxfit.callbacks import EarlyStopping, ExitCode, Rollback, SaveOnSignal, every
-from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter, list_steps
+from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter, latest, list_steps, save
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(50, 4)).astype(np.float32)
@@ -146,6 +146,19 @@ def test_a_signal_that_comes_after_the_last_step_is_not_lost(tmp_path):
     assert list_steps(tmp_path)[-1] == 12
 
 
+def test_a_signal_before_the_first_step_ends_with_its_code_and_nothing_is_lost(tmp_path, capfd):
+    for step in (0, 3):
+        init = CheckpointFileReader(tmp_path, nn.Dense(1).init)
+        loop = make_loop(init, [guard(), CheckpointFileWriter(tmp_path)])
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit) as end:
+            loop.close()
+        assert end.value.code == ExitCode.PREEMPTED
+        assert f"no step was done since step {step}" in capfd.readouterr().err
+        assert latest(tmp_path) == (step or None)
+        save(tmp_path, loop.state.replace_step(3))
+
+
 def test_other_signals_and_a_writer_of_its_own(tmp_path):
     save = guard(writer=CheckpointFileWriter(tmp_path), signals=(signal.SIGUSR1,))
     loop = make_loop(None, [SignalAt(4, signal.SIGUSR1), save])
@@ -255,9 +268,9 @@ def test_what_is_on_disk_already_is_known_while_the_loop_is_held(tmp_path):
     loop = make_loop(None, [save, writer])
     next(loop)
     writer.wait()
-    assert save._saved_step() == 1
+    assert save._why_nothing_is_lost() == "step 1 is saved"
     loop.callbacks = [save, lambda checkpoint: None, every(100, writer)]
     next(loop)
-    assert save._saved_step() is None
+    assert save._why_nothing_is_lost() is None
     loop.close()
     assert signal.getsignal(signal.SIGTERM) == before  # Though it was attached twice.

@@ -16,7 +16,7 @@ import os, signal, sys, tempfile, threading
 import numpy as np, optax
 import flaxfit as ff
 from flaxfit.callbacks import SaveOnSignal, Watchdog
-from flaxfit.checkpoints import CheckpointFileWriter, list_steps
+from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter, save
 
 case, folder = sys.argv[1:]
 x = np.ones((8, 1), np.float32)
@@ -27,10 +27,10 @@ def wait_for_the_file_server():
 
 def batches():
     for i in range(100):
-        if i == 0 and case == "first":
+        if i == 0 and case in ("first", "validation"):
             wait_for_the_file_server()
-        if i == 5 and case != "signal":
-            if case == "deadline":
+        if i == (0 if case == "resumed" else 5) and case != "signal":
+            if case in ("deadline", "resumed"):
                 os.kill(os.getpid(), signal.SIGTERM)
             wait_for_the_file_server()
         if i == 5 and case == "signal":
@@ -41,23 +41,36 @@ callbacks = {
     "hang": [Watchdog(1.0)],
     "prefetched": [Watchdog(1.0)],
     "first": [Watchdog(1.0)],
+    "validation": [Watchdog(1.0)],
     "deadline": [SaveOnSignal(grace_seconds=1.0), CheckpointFileWriter(folder)],
+    "resumed": [SaveOnSignal(grace_seconds=1.0), CheckpointFileWriter(folder)],
     "signal": [SaveOnSignal(), CheckpointFileWriter(folder)],
 }[case]
-if case == "first":
-    net = (lambda rngs, x: {"params": np.zeros(1, np.float32)}, lambda v, x, **_: (x, {}))
-    ff.Model(net, optax.sgd(0.1), "mse").fit(batches, callbacks=callbacks, verbose=0)
+if case in ("first", "validation"):
+    init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
+    net = (init, lambda v, x, **_: (v["params"] * x, {}))
+    model = ff.Model(net, optax.sgd(0.1), "mse")
+    if case == "first":
+        model.fit(batches, callbacks=callbacks, verbose=0)
+    model.fit(x, x, batch_size=8, verbose=0)
+    # A later call is guarded, too.
+    model.fit(x, x, batch_size=8, validation_data=batches, callbacks=callbacks, verbose=0)
 data = ff.data.prefetch(batches) if case == "prefetched" else batches
 task = ff.TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", data)
 init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
-for checkpoint in ff.TrainLoop(init, task, 0, callbacks=callbacks):
+if case == "resumed":
+    save(folder, ff.init_state(init, task.optimizer, 0, (x,)).replace_step(7))
+    init = CheckpointFileReader(folder, init)
+for checkpoint in ff.TrainLoop(init, task, 0, x, 3, callbacks=callbacks):
     pass
 """
 CODES = {
     "hang": ExitCode.HUNG,
     "prefetched": ExitCode.HUNG,
     "first": ExitCode.HUNG,
+    "validation": ExitCode.HUNG,
     "deadline": ExitCode.UNSAVED,
+    "resumed": ExitCode.PREEMPTED,
     "signal": ExitCode.PREEMPTED,
 }
 
@@ -86,7 +99,9 @@ def test_a_process_ends_with_its_code(ended, case):
     assert code == CODES[case], words
 
 
-@pytest.mark.parametrize("case", ["hang", "prefetched", "first", "deadline"])
+@pytest.mark.parametrize(
+    "case", ["hang", "prefetched", "first", "validation", "deadline", "resumed"]
+)
 def test_the_hung_line_of_a_data_loader_is_named(ended, case):
     words, code = ended[case]
     assert f"the process ends with code {code} ({CODES[case].name})" in words
@@ -94,8 +109,9 @@ def test_the_hung_line_of_a_data_loader_is_named(ended, case):
 
 
 def test_what_is_said_of_a_signal(ended):
-    assert "received SIGTERM: step 6 is saved, the process ends with code 85" in ended["signal"][0]
+    assert "received SIGTERM: step 6 is saved; the process ends with code 85" in ended["signal"][0]
     assert "SIGTERM arrived 1 s ago" in ended["deadline"][0]
+    assert "arrived 1 s ago; no step was done since step 7" in ended["resumed"][0]
     assert "step 6 has not ended for 1." in ended["hang"][0]
 
 

@@ -52,7 +52,7 @@ def test_another_process_cannot_save_into_the_folder_of_a_writer(tmp_path, tools
 def test_the_folder_of_another_process_is_left_alone(tmp_path, tools):
     writer = CheckpointFileWriter(tmp_path)
     writer.close()
-    (tmp_path / "saving-7").mkdir()
+    (tmp_path / "saving-7-0").mkdir()
     with other_process(tmp_path) as said:
         assert said == "free"
         with pytest.raises(BlockingIOError, match="Cannot save here: another process does"):
@@ -60,7 +60,7 @@ def test_the_folder_of_another_process_is_left_alone(tmp_path, tools):
         with pytest.raises(BlockingIOError, match=str(tmp_path)):
             writer(tools.make_checkpoint(1))
         writer.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["saving-7"]
+    assert [path.name for path in tmp_path.iterdir()] == ["saving-7-0"]
 
 
 def test_a_writer_that_is_forgotten_locks_nothing(tmp_path):

@@ -1,3 +1,4 @@
+import os
 import re
 import resource
 import shutil
@@ -146,7 +147,7 @@ def test_an_interrupted_replacement_is_taken_back(tmp_path, tools):
 
 
 def test_left_over_folders_of_a_killed_save_are_removed_and_others_are_not(tmp_path):
-    for name in ("saving-7", "saving-8.orbax-checkpoint-tmp", "deleted-3-0"):
+    for name in ("saving-7-0", "saving-8-1", "deleted-3-0"):
         (tmp_path / name / "arrays").mkdir(parents=True)
     (tmp_path / "saving-notes").mkdir()
     (tmp_path / "9").mkdir()
@@ -164,6 +165,22 @@ def test_a_run_from_an_earlier_step_supersedes_the_later_steps(tmp_path, tools, 
     assert list_steps(tmp_path) == [10, 15, 16]
     assert (tmp_path / "superseded-20-0").is_dir()
     assert "an earlier run's step 30 is now superseded-30-0" in capfd.readouterr().err
+
+
+def test_everything_of_a_step_is_synced_before_it_gets_its_name_and_the_name_after(
+    tmp_path, tools, monkeypatch
+):
+    fsync, synced = os.fsync, []
+
+    def record(descriptor):
+        synced.append(os.fstat(descriptor).st_ino)
+        assert (tmp_path / "3").exists() == (synced[-1] == tmp_path.stat().st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    save(tmp_path, tools.make_checkpoint(3))
+    paths = [tmp_path, tmp_path / "3", *(tmp_path / "3").rglob("*")]
+    assert set(synced) == {path.stat().st_ino for path in paths}
 
 
 @contextmanager

@@ -1,0 +1,90 @@
+"""What a step's own files claim of the sizes of its arrays is not believed."""
+
+import asyncio
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore
+
+from flaxfit._checkpoint import Checkpoint
+from flaxfit._state import TrainState
+from flaxfit.checkpoints import CheckpointFileWriter, _orbax, _seal, restore, save
+
+STATE = TrainState(
+    step=jnp.int32(1),
+    params={"w": jnp.arange(4.0)},
+    opt_state=(),
+    model_state={},
+    key=jax.random.key(0),
+)
+HUGE = [10**13]
+
+
+def rewrite_header(step, **changes):
+    """Changes what the files say of `params/w`."""
+    base = {"driver": "file", "path": f"{step / _orbax.ARRAYS}/"}
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    header = json.loads(store["params/w/.zarray"]) | changes
+    store["params/w/.zarray"] = json.dumps(header).encode()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": HUGE},
+        {"shape": HUGE, "chunks": HUGE},
+        {"chunks": HUGE},
+        {"chunks": []},
+        {"dtype": "<f8"},
+        {"compressor": {"id": "zstd", "level": 1}},
+        {"filters": []},
+    ],
+)
+@pytest.mark.parametrize("template", [STATE, None], ids=["target", "none"])
+def test_a_header_that_claims_another_size_is_refused_though_it_is_sealed(
+    tmp_path, changes, template
+):
+    step = save(tmp_path, STATE)
+    rewrite_header(step, **changes)
+    _seal.write(step)
+    with pytest.raises(ValueError, match=r"damaged: its arrays hold no params/w of float32 \(4,\)"):
+        restore(tmp_path, template, which=1)
+
+
+def test_arrays_larger_than_all_files_are_refused_though_everything_agrees_on_them(tmp_path):
+    step = save(tmp_path, STATE)
+    rewrite_header(step, shape=HUGE, chunks=HUGE)
+    record = _orbax.read_record(step)
+    record["arrays"]["params/w"]["shape"] = HUGE
+    (step / _orbax.RECORD / "metadata").write_text(json.dumps(record))
+    _seal.write(step)
+    with pytest.raises(ValueError, match="damaged: its arrays take 40,000,000,000,012 bytes, and"):
+        restore(tmp_path, which=1)
+
+
+def test_arrays_take_the_room_on_disk_that_they_take_in_memory(tmp_path):
+    save(tmp_path, STATE.replace(params={"w": jnp.zeros(100_000)}))
+    files = (tmp_path / "1" / _orbax.ARRAYS).rglob("*")
+    assert 400_000 <= sum(file.stat().st_size for file in files if file.is_file()) < 410_000
+
+
+def test_names_of_any_kind_are_found_again(tmp_path):
+    names = ["a b", "a.b", "ünï", "../c", "#1?q=%20", "a\\b", "", "/d"]
+    params = {name: {"w": jnp.full(2, i)} for i, name in enumerate(names)}
+    save(tmp_path, STATE.replace(params=params))
+    found = restore(tmp_path, STATE.replace(params=params)).params
+    assert {name: found[name]["w"][0].item() for name in names} == dict(
+        zip(names, range(len(names)), strict=True)
+    )
+
+
+def test_a_save_where_an_event_loop_runs_as_in_a_notebook(tmp_path):
+    async def cell():
+        with CheckpointFileWriter(tmp_path) as writer:
+            writer.save(Checkpoint(step=1, state=STATE, metrics={}))
+
+    asyncio.run(cell())
+    np.testing.assert_array_equal(restore(tmp_path).params["w"], np.arange(4.0))
