@@ -31,7 +31,7 @@ class Net(nn.Module):
         return nn.Dense(3)(nn.relu(nn.Dense(512)(x)))
 
 
-def train(strategy, data, n_steps, folder=None, *, measured=False, **options):
+def train(strategy, data, n_steps, folder=None, *, measured=False, steps_per_call=1, **options):
     """Trains, perhaps measures and saves; the loop, and the metrics of its checkpoints."""
     net = Net()
     init, callbacks = net.init, []
@@ -50,6 +50,8 @@ def train(strategy, data, n_steps, folder=None, *, measured=False, **options):
         0,
         n_steps=n_steps,
         n_steps_per_checkpoint=5,
+        first_checkpoint=steps_per_call,
+        steps_per_call=steps_per_call,
         strategy=strategy,
         callbacks=callbacks,
         stdout=False,
@@ -169,7 +171,7 @@ def everything(strategy, folder):
     results["predictions"] = predict(strategy, loop.state)
     mapped, _ = train(strategy, arrays(resident=False), 6)
     results["assembled"] = ff.gather(mapped.state.params)
-    own, _ = train(strategy, own_parts(), None)
+    own, _ = train(strategy, own_parts(), None, steps_per_call=2)
     results["own"] = ff.gather(own.state.params)
     results["stopped"] = stop_one(strategy)
     return results
