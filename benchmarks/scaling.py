@@ -3,19 +3,23 @@ the time of virtual replicas over that of plain data parallelism.
 
     python -m benchmarks.scaling [--rounds 15] [--steps 100] [--devices 1 2 4]
 
-The bytes are counted from the shards of a state under `Sharded.fsdp` on eight devices. For the
-overhead both sides run the very same compiled update on the same batches, with at most two steps
-in flight; rounds alternate, and the figure to quote is the median of the ratios of the rounds.
-Each number of devices has a process of its own. So do virtual replicas, eight of them, with whose
-loop that of a plain `DataParallel` alternates.
+The bytes are counted from the shards of a state under `Sharded.fsdp` on eight devices; at most 1.1
+of an eighth, and the small arrays. For the overhead both sides run the same update, compiled in
+the same way, on the same batches, with as many steps in flight: once with batches that come from
+the host, once with data that is kept on the devices. Both sides take turns at beginning a round,
+and the figure to quote is the median of the ratios of the rounds. Each number of devices has a
+process of its own. So do virtual replicas, eight of them, which take turns with plain
+`DataParallel`. Where the load is above the number of cores, the processor's time tells more.
 """
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 
 import jax
 
@@ -36,7 +40,8 @@ def main() -> None:
     elif arguments.only == "overhead":
         jax.config.update("jax_num_cpu_devices", arguments.devices[0])
         for strategy in ("DataParallel", "Sharded"):
-            overhead(strategy, arguments.rounds, arguments.steps)
+            for resident in (False, True):
+                overhead(strategy, arguments.rounds, arguments.steps, resident=resident)
     elif arguments.only == "virtual":
         jax.config.update("jax_num_cpu_devices", arguments.devices[0])
         virtual(arguments.rounds, arguments.steps)
@@ -53,8 +58,8 @@ def run(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "benchmarks.scaling", *arguments], check=True)
 
 
-def parts():
-    """The task, without its data, and batches of a regression."""
+def parts(resident: bool = True):
+    """The model and the task of a regression, with data that is kept on the devices or is not."""
     import numpy as np
     import optax
     from flax import linen as nn
@@ -64,7 +69,7 @@ def parts():
     model = nn.Sequential([nn.Dense(WIDTH), nn.tanh, nn.Dense(WIDTH), nn.tanh, nn.Dense(1)])
     x = np.random.default_rng(0).normal(size=(4 * BATCH, WIDTH)).astype(np.float32)
     y = np.sin(x.sum(1, keepdims=True))
-    data = ff.ArrayStream(x, y, batch_size=BATCH)
+    data = ff.ArrayStream(x, y, batch_size=BATCH, resident=resident)
     return model, ff.TrainTask(model.apply, optax.adam(1e-3), "mse", data)
 
 
@@ -82,22 +87,22 @@ def memory() -> None:
         for device in jax.devices()
     ]
     limit = 1.1 * layout.n_bytes / len(jax.devices()) + layout.replicated_bytes
-    print(
+    report(
         f"FSDP on 8 devices: state {layout.n_bytes:,} bytes, at most {max(per_device):,} on a "
-        f"device, of these {layout.replicated_bytes:,} in small arrays (limit {limit:,.0f})"
+        f"device, of these {layout.replicated_bytes:,} in small arrays (at most {limit:,.0f})"
     )
 
 
-def overhead(name: str, rounds: int, n_steps: int) -> None:
+def overhead(name: str, rounds: int, n_steps: int, *, resident: bool) -> None:
     """The time of a step of TrainLoop over that of a bare call of the update it compiles."""
     import numpy as np
 
     import flaxfit as ff
     from flaxfit import _totals
-    from flaxfit._batch import normalize
+    from flaxfit._batch import Batch, normalize
     from flaxfit._update import make_update
 
-    model, task = parts()
+    model, task = parts(resident)
     strategy = ff.DataParallel() if name == "DataParallel" else ff.Sharded()
     loop = ff.TrainLoop(
         model.init, task, 0, n_steps_per_checkpoint=n_steps, strategy=strategy, stdout=False
@@ -106,40 +111,36 @@ def overhead(name: str, rounds: int, n_steps: int) -> None:
 
     # With weights, as the loop gives them to every batch that could be padded.
     weights = np.ones(BATCH, np.float32)
-    batches = [normalize(next(task.data))._replace(weights=weights) for _ in range(4)]
+    stream = task.data.one_epoch()
+    rows = [stream.next_rows() for _ in range(len(stream))]
+    examples = [normalize(stream.pick(each))._replace(weights=weights) for each in rows]
+    data = (strategy.place(normalize(stream.whole())),) if resident else ()
+    batches = [Batch((each,), (), weights) for each in rows] if resident else examples
     state = strategy.place(loop.state)
     step = strategy.bind(ff.make_train_step(task, skip_empty=False))
-    totals = strategy.place(_totals.zero_totals(jax.eval_shape(step, state, batches[0])[1]))
+    totals = strategy.place(_totals.zero_totals(jax.eval_shape(step, state, examples[0])[1]))
     update = make_update(task, axis_name=strategy.axis_name, skip_empty=False)
-    arguments = (state, totals, strategy.split(batches[0]))
+    arguments = (state, totals, *data, strategy.split(batches[0]))
     call = strategy.compile(update, arguments, n_donated=2)
+    most_in_flight = 32 if resident and len(jax.devices()) == 1 else 2  # As the loop has it.
 
-    def bare() -> float:
+    def bare() -> None:
         nonlocal state, totals
         in_flight = deque()
-        start = time.perf_counter()
         for i in range(n_steps):
-            batch = strategy.split(batches[i % 4])
-            state, totals, (token, _) = call(state, totals, batch)
+            batch = strategy.split(batches[i % len(batches)])
+            state, totals, (token, _) = call(state, totals, *data, batch)
             in_flight.append(token)
-            if len(in_flight) > 2:
+            if len(in_flight) > most_in_flight:
                 in_flight.popleft().block_until_ready()
         jax.block_until_ready(totals)
-        return time.perf_counter() - start
 
-    def through_loop() -> float:
-        start = time.perf_counter()
-        for _ in loop.run(n_steps):
-            pass
-        return time.perf_counter() - start
-
-    bare(), through_loop()
-    times = [(bare(), through_loop()) for _ in range(rounds)]
-    ratio = statistics.median(b / a for a, b in times)
-    micros = [statistics.median(t) / n_steps * 1e6 for t in zip(*times, strict=True)]
-    print(
-        f"{name:12} on {len(jax.devices())} devices: bare call {micros[0]:8.1f} us/step, "
-        f"TrainLoop {micros[1]:8.1f}   x bare {ratio:.3f}"
+    ratios, first, second = compare(bare, lambda: run_loop(loop, n_steps), rounds)
+    where = "on the devices" if resident else "on the host"
+    report(
+        f"{name} on {len(jax.devices())} devices, data {where}: bare call "
+        f"{first / n_steps * 1e6:,.1f} us/step, TrainLoop {second / n_steps * 1e6:,.1f}: "
+        f"x bare {ratios[0]:.3f} (at most 1.03), of the processor's time {ratios[1]:.3f}"
     )
 
 
@@ -156,20 +157,52 @@ def virtual(rounds: int, n_steps: int) -> None:
         loop.next_step()
         return loop
 
-    def seconds(loop) -> float:
-        start = time.perf_counter()
-        for _ in loop.run(n_steps):
-            pass
-        return time.perf_counter() - start
-
-    loops = make_loop(), make_loop(virtual_replicas=8)
-    times = [tuple(map(seconds, loops)) for _ in range(rounds + 1)][1:]
-    ratio = statistics.median(b / a for a, b in times)
-    micros = [statistics.median(t) / n_steps * 1e6 for t in zip(*times, strict=True)]
-    print(
-        f"DataParallel on {len(jax.devices())} devices: plain {micros[0]:8.1f} us/step, "
-        f"virtual_replicas=8 {micros[1]:8.1f}   x plain {ratio:.2f}"
+    plain, replicated = make_loop(), make_loop(virtual_replicas=8)
+    ratios, first, second = compare(
+        lambda: run_loop(plain, n_steps), lambda: run_loop(replicated, n_steps), rounds
     )
+    report(
+        f"DataParallel on {len(jax.devices())} devices: plain {first / n_steps * 1e6:,.1f} "
+        f"us/step, virtual_replicas=8 {second / n_steps * 1e6:,.1f}: x plain {ratios[0]:.2f}, "
+        f"of the processor's time {ratios[1]:.2f}"
+    )
+
+
+def run_loop(loop, n_steps: int) -> None:
+    """Takes so many steps, and makes a checkpoint."""
+    for _ in loop.run(n_steps):
+        pass
+
+
+def compare(
+    first: Callable[[], None], second: Callable[[], None], rounds: int
+) -> tuple[list[float], float, float]:
+    """The medians of the ratios of the second to the first, and the median seconds of both.
+
+    The ratios are those of the time that passes and of the time that this process computes.
+    """
+    times = []
+    for number in range(rounds + 1):
+        if number % 2:
+            times.append((timed(first), timed(second)))
+        else:
+            times.append((timed(second), timed(first))[::-1])
+    del times[0]  # To warm up.
+    ratios = [statistics.median(b[i] / a[i] for a, b in times) for i in (0, 1)]
+    passed = [[each[0] for each in side] for side in zip(*times, strict=True)]
+    return ratios, statistics.median(passed[0]), statistics.median(passed[1])
+
+
+def timed(function: Callable[[], None]) -> tuple[float, float]:
+    """The seconds that pass and that this process computes, its threads together."""
+    start = time.perf_counter(), time.process_time()
+    function()
+    return time.perf_counter() - start[0], time.process_time() - start[1]
+
+
+def report(line: str) -> None:
+    """Prints a figure, and how many processes wanted a core meanwhile."""
+    print(f"{line} [load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores]", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,22 @@ def test_other_losses_end_it_without_a_figure(monkeypatch):
         check_losses({"a": 1.0, "b": 1.1}, 1e-3)
     with pytest.raises(SystemExit, match="disagree"):
         check_losses({"a": 1.0, "b": float("nan")}, 1e-3)
+
+
+@pytest.mark.slow
+def test_the_costs_of_scaling_are_measured_and_the_memory_is_within_its_bound():
+    command = [sys.executable, "-m", "benchmarks.scaling"]
+    done = subprocess.run(
+        [*command, "--devices", "2", "--rounds", "1", "--steps", "2"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"at most ([\d,]+) on a device, .* \(at most ([\d,]+)\)", done.stdout)
+    assert found, done.stdout
+    most, bound = (int(text.replace(",", "")) for text in found.groups())
+    assert 0 < most <= bound
+    assert len(re.findall(r"x bare \d", done.stdout)) == 4
+    assert len(re.findall(r"x plain \d", done.stdout)) == 1

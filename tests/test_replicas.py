@@ -33,6 +33,15 @@ def check_average(state):
     assert np.array_equal(jax.random.key_data(state["key"]), jax.random.key_data(jax.random.key(0)))
 
 
+@pytest.fixture(params=["cpu", "gpu"])
+def backend(request, monkeypatch):
+    """What the replicas take the backend for: elsewhere than on the CPU they trust XLA with more.
+
+    The program runs on the CPU in any case.
+    """
+    monkeypatch.setattr(jax, "default_backend", lambda: request.param)
+
+
 def run(strategy, step, x):
     """What a step makes of a batch."""
     parts = strategy.split(x)
@@ -47,7 +56,7 @@ def test_float_state_is_averaged_and_everything_else_is_that_of_replica_0():
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_so_is_that_of_virtual_replicas(n):
+def test_so_is_that_of_virtual_replicas(n, backend):
     strategy = ff.DataParallel(jax.devices()[:n], virtual_replicas=4)
 
     def step(count, x):
@@ -59,7 +68,7 @@ def test_so_is_that_of_virtual_replicas(n):
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_virtual_replicas_have_their_rows_and_are_summed_in_pairs(n):
+def test_virtual_replicas_have_their_rows_and_are_summed_in_pairs(n, backend):
     strategy = ff.DataParallel(jax.devices()[:n], virtual_replicas=4)
     x = np.array([1e8, 1, 3, -1e8, 5, 7, -11, 13], np.float32)
 
@@ -79,7 +88,7 @@ def test_virtual_replicas_have_their_rows_and_are_summed_in_pairs(n):
 
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 @pytest.mark.parametrize("n", [2, 4])
-def test_a_tree_is_reduced_at_once_and_to_the_same_bits_as_leaf_by_leaf(reduce, n):
+def test_a_tree_is_reduced_at_once_and_to_the_same_bits_as_leaf_by_leaf(reduce, n, backend):
     strategy = ff.DataParallel(jax.devices()[:n])
     random = np.random.default_rng(0)
     found = {

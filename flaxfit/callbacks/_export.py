@@ -6,16 +6,18 @@ from typing import Any
 
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._monitor import is_better, read_metric, resolve_mode
+from flaxfit._processes import from_main, process_count
 from flaxfit.callbacks._callback import Loop
 from flaxfit.optim import swap_ema
+from flaxfit.strategies import gather
 
 
 class Export:
     """Writes the model to a file whenever a checkpoint is better than those before.
 
-    The file is replaced as a whole, so it always holds the best model so far. `Model.fit` tells
-    the callback what it needs to know; a loop of your own does not know the model in evaluation
-    mode: pass it as `apply`.
+    The file is replaced as a whole, so it always holds the best model so far. With several
+    processes the first one writes it. `Model.fit` tells the callback what it needs to know; a loop
+    of your own does not know the model in evaluation mode: pass it as `apply`.
 
     >>> import tempfile
     >>> import numpy as np
@@ -120,6 +122,12 @@ class Export:
         if ema is None:
             ema = getattr(getattr(self._loop, "task", None), "ema", None) is not None
         state = swap_ema(checkpoint.state) if ema else checkpoint.state
-        export.write(
-            export.from_state(state, self._apply, spec), self._path, self._format, **self._options
-        )
+        apply = self._apply
+        # Other processes may hold parts of it.
+        state = gather(state.for_inference()) if process_count() > 1 else state
+
+        def write() -> None:
+            module = export.from_state(state, apply, spec)
+            export.write(module, self._path, self._format, **self._options)
+
+        from_main("an export", write)

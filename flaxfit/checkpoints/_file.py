@@ -35,6 +35,7 @@ from flaxfit.checkpoints._tree import (
     sharding_of,
     unflatten,
 )
+from flaxfit.data._position import joined_position, own_position
 
 _CALLBACKS = "callbacks"
 
@@ -107,7 +108,7 @@ def contents(
         "step": int(checkpoint.step),
         "metrics": {name: float(value) for name, value in checkpoint.metrics.items()},
         "history": history,
-        "data_state": checkpoint.data_state,
+        "data_state": joined_position(as_plain_json(checkpoint.data_state)),
         "running": checkpoint.running,
         "callback_states": callback_states or {},
         "stop": bool(checkpoint.stop),
@@ -176,7 +177,7 @@ def read(
         state=_plain_state(arrays, described) if template is None else unflatten(arrays, template),
         metrics=record["metrics"],
         history=record["history"],
-        data_state=record["data_state"],
+        data_state=own_position(record["data_state"]),
         running=record.get("running"),
         callback_states=record["callback_states"],
         callback_arrays=_callback_arrays(arrays, template),

@@ -9,8 +9,10 @@ import numpy as np
 from flaxfit._batch import parts_of
 from flaxfit._narrow import is_array
 from flaxfit.data._arrays import ArrayStream
+from flaxfit.data._grain import is_divided
 from flaxfit.data._iterables import IterableStream
 from flaxfit.data._libraries import comes_from, describe, length, opener
+from flaxfit.data._shared import SharedStream
 
 _ACCEPTED = (
     "Give arrays, a tuple (x, y) or mapping of arrays, a list or other iterable of batches, a "
@@ -26,6 +28,7 @@ def as_stream(
     seed: int = 0,
     epochs: int | None = None,
     drop_remainder: bool = False,
+    shared: bool | None = None,
 ) -> Any:
     """Makes a stream of batches of almost anything.
 
@@ -45,6 +48,10 @@ def as_stream(
       seed: of the random orders.
       epochs: how many passes to make; None: a data set repeats for ever, batches end once.
       drop_remainder: whether to leave out a smaller last batch of a data set.
+      shared: whether several processes are given the same batches, of which each then works at its
+        rows, as it does of arrays. Else each brings batches of its own, which add up. None: the
+        data sets and loaders of Grain are shared, unless they read a share in each process, by
+        `ShardOptions` or a slice `[process_index::process_count]`; other batches are not.
 
     Raises:
       TypeError: the data has none of these forms.
@@ -59,10 +66,13 @@ def as_stream(
         return ArrayStream(*_parts(data), epochs=epochs, **options)
     if _keeps_position(data) and not comes_from(data, "grain"):
         return data
-    return IterableStream(
+    once = isinstance(data, Iterator)
+    if shared is None:
+        shared = comes_from(data, "grain") and not once and not is_divided(data)
+    return (SharedStream if shared else IterableStream)(
         _opener(data, options),
         name=type(data).__name__,
-        once=isinstance(data, Iterator),
+        once=once,
         epochs=1 if epochs is None else epochs,
         n_batches=length(data, batch_size, drop_remainder),
         settings=describe(data, **options),

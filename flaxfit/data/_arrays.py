@@ -7,10 +7,11 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from flaxfit._processes import process_count, process_index
+from flaxfit._processes import process_count
 from flaxfit._weights import check_weights_shape
 from flaxfit.data._columns import Column, common_length
 from flaxfit.data._position import check_description
+from flaxfit.data._shared import own_slice
 
 _RESIDENT_BYTES = 2**28
 
@@ -178,22 +179,10 @@ class ArrayStream:
 
 
 def _own(rows: Any) -> Any:
-    """The slice of the rows of a batch that is this process's part."""
-    n = process_count()
-    if n == 1:
+    """The part of the rows of a batch that is this process's."""
+    if process_count() == 1:
         return rows
-    is_slice = isinstance(rows, slice)
-    size = rows.stop - rows.start if is_slice else len(rows)
-    if size % n:
-        raise ValueError(
-            f"Cannot part a batch of {size} examples evenly between {n} processes. A loop that is "
-            "given the ArrayStream itself can; else use drop_remainder=True and a batch_size that "
-            "divides."
-        )
-    start = process_index() * size // n
-    if not is_slice:
-        return rows[start : start + size // n]
-    return slice(rows.start + start, rows.start + start + size // n)
+    return own_slice(rows) if isinstance(rows, slice) else rows[own_slice(slice(0, len(rows)))]
 
 
 def _count(name: str, value: Any, *, at_least: int) -> int:

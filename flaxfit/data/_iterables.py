@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from flaxfit._display import say
-from flaxfit.data._position import check_description, describe_batch
+from flaxfit.data._position import check_description, check_own, describe_batch
 
 _FIRST = "first_batch"
 
@@ -67,6 +67,10 @@ class IterableStream:
         return self
 
     def __next__(self) -> Any:
+        return self._advance()
+
+    def _advance(self) -> Any:
+        """The next batch, of which nobody takes only a part."""
         while self.epochs is None or self.epoch < self.epochs:
             if self._iterator is None:
                 self._iterator = self._open_pass(self.epoch)
@@ -88,7 +92,7 @@ class IterableStream:
 
     def one_epoch(self) -> "IterableStream":
         """A fresh stream of one pass over the same data."""
-        return IterableStream(
+        return type(self)(
             self._open_pass,
             name=self._name,
             once=self._once,
@@ -113,6 +117,7 @@ class IterableStream:
           ValueError: the position belongs to other data, or to more of it, or lies behind an
             iterator that cannot go back.
         """
+        check_own(state)
         if "delivered" not in state:
             raise ValueError(
                 f"Cannot go on in a {self._name} from a position saved in other data, {state}."
@@ -155,7 +160,7 @@ class IterableStream:
             say(f"skipping {n:,} batches of a {self._name} to where training was")
         for skipped in range(n):
             try:
-                next(self)
+                self._advance()
             except StopIteration:
                 raise ValueError(
                     f"Cannot go on after batch {n:,} of a {self._name} that ends after "

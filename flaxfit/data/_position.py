@@ -1,9 +1,13 @@
-"""Which data a position belongs to: described where it is saved, compared where restored."""
+"""Which data a position belongs to, and which process: told where saved, looked at on return."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+
+from flaxfit._processes import exchange, process_count, process_index
+
+_EACH = "of_each_process"
 
 
 def describe_batch(batch: Any) -> list[str]:
@@ -37,6 +41,46 @@ def check_description(
             f"  saved: {dict(saved)}\n"
             f"  here:  {dict(here)}\n"
             "Use the same data and settings, or start without the saved position."
+        )
+
+
+def joined_position(position: Any) -> Any:
+    """The positions of all processes as one: where they differ, it holds each of them.
+
+    All processes must call it.
+
+    >>> joined_position({"epoch": 1})
+    {'epoch': 1}
+    """
+    each = exchange("the position in the data", position, seconds=3600)
+    return position if all(other == each[0] for other in each) else {_EACH: each}
+
+
+def own_position(position: Any) -> Any:
+    """The part of a joined position that is this process's; all of it, if it is of other ones.
+
+    >>> own_position({"epoch": 1})
+    {'epoch': 1}
+    """
+    is_joined = isinstance(position, Mapping) and _EACH in position
+    if not is_joined or len(position[_EACH]) != process_count():
+        return position
+    return position[_EACH][process_index()]
+
+
+def check_own(position: Mapping[str, Any]) -> None:
+    """Checks that a position is not one of several processes, and of another number than here.
+
+    Raises:
+      ValueError: it is.
+    """
+    if _EACH in position:
+        n, now = len(position[_EACH]), process_count()
+        raise ValueError(
+            f"Cannot go on with {now} process{'es' * (now > 1)} in data of which each of {n} read "
+            "a share, at a position of its own. Start as many again, or begin the data anew: "
+            "TrainLoop(checkpoints.restore(folder, state), ...). Data that all processes are given "
+            "alike goes on with any number of them."
         )
 
 

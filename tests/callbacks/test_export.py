@@ -7,7 +7,7 @@ import pytest
 from flax import linen as nn
 
 import flaxfit as ff
-from flaxfit.callbacks import Export, every
+from flaxfit.callbacks import Export, _export, every
 
 pytest.importorskip("flatbuffers", reason="flatbuffers is not installed")
 
@@ -58,6 +58,20 @@ def test_a_worse_checkpoint_leaves_the_file(tmp_path, monkeypatch):
         assert exporting(given) is given
     assert writes == [((tmp_path / "best", "onnx"), {"opset": 19})] * 2
     assert exporting.get_state() == {"best_value": 0.6, "best_step": 4}
+
+
+def test_of_several_processes_the_first_writes(tmp_path, monkeypatch):
+    writes = []
+    monkeypatch.setattr(_export, "process_count", lambda: 2)
+    monkeypatch.setattr(_export, "from_main", lambda topic, write: writes.append(write))
+    spec = ff.export.InputSpec(("batch", 3))
+    exporting = Export(tmp_path / "best", None, apply=nn.Dense(1).apply, input_spec=spec)
+    state = ff.init_state(nn.Dense(1).init, optax.sgd(0.1), 0, (x,))
+    exporting(ff.Checkpoint(step=1, state=state, metrics={}))
+    assert not (tmp_path / "best").exists()
+    writes[0]()
+    want = nn.Dense(1).apply({"params": state.params}, x)
+    np.testing.assert_allclose(ff.export.load(tmp_path / "best")(x), want, rtol=1e-4, atol=1e-5)
 
 
 def test_a_resumed_run_keeps_what_is_better(tmp_path):

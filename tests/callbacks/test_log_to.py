@@ -3,6 +3,7 @@
 import errno
 import io
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -48,6 +49,20 @@ def test_a_logger_that_fails_is_reported_once_and_tried_again(capsys):
     assert len(list(make_loop(callbacks=[LogTo(recorder)]))) == 3
     assert [step for step, _ in recorder.rows] == [3]
     assert capsys.readouterr().err.count("Recorder failed") == 1
+
+
+def test_of_several_processes_only_the_first_logs(checkpoint_at, tmp_path, monkeypatch):
+    recorder, path = Recorder(), tmp_path / "log.csv"
+    loggers = LogTo(recorder), CSVLogger(path), JSONLogger(tmp_path / "log.jsonl")
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    for log in loggers:
+        log(checkpoint_at(1, loss=0.5))
+    assert not recorder.rows and not [*tmp_path.iterdir()]
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    for log in loggers:
+        log(checkpoint_at(1, loss=0.5))
+        log.close()
+    assert len(recorder.rows) == 1 and len([*tmp_path.iterdir()]) == 2
 
 
 def test_arrays_among_the_metrics_are_not_logged(checkpoint_at):

@@ -47,7 +47,12 @@ def main(folder, fault):
     batches = [(rows.normal(size=(4, 3)).astype(np.float32),) * 2 for _ in range(n_batches)]
     grace = 2 if fault == "hanging when told" else 60
     save = ff.checkpoints.CheckpointFileWriter(folder / "run")
-    task = ff.TrainTask(lambda v, x, **_: (x * v["params"], {}), optax.adam(0.1), "mse", batches)
+    task = ff.TrainTask(
+        lambda v, x, **_: (x * v["params"], {}),
+        optax.adam(0.1),
+        "mse",
+        lambda: batches,  # As a loader that does not know its length, and ends too early for once.
+    )
     loop = ff.TrainLoop(
         ff.checkpoints.CheckpointFileReader(folder / "run", init),
         task,

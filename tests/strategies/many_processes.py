@@ -1,5 +1,6 @@
 """What `test_many_processes` runs in each of several processes; and alone, to compare with."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(53, 16)).astype(np.float32)
 Y = RNG.integers(0, 3, 53)
 STRATEGIES = {"data_parallel": ff.DataParallel, "fsdp": ff.Sharded.fsdp}
+OPTIMIZER = optax.sgd(0.1, momentum=0.9)
+HAS_GRAIN = importlib.util.find_spec("grain") is not None
 
 
 class Net(nn.Module):
@@ -28,17 +31,18 @@ class Net(nn.Module):
         return nn.Dense(3)(nn.relu(nn.Dense(512)(x)))
 
 
-def train(strategy, data, n_steps, folder=None, **options):
-    """Trains, measures and perhaps saves; the last checkpoint and the parameters."""
+def train(strategy, data, n_steps, folder=None, *, measured=False, steps_per_call=1, **options):
+    """Trains, perhaps measures and saves; the loop, and the metrics of its checkpoints."""
     net = Net()
     init, callbacks = net.init, []
-    measured = ff.EvalTask(net.apply, ["accuracy"], (X[:21], Y[:21]), loss="crossentropy")
-    callbacks.append(ff.EvalLoop(measured))
+    if measured:
+        task = ff.EvalTask(net.apply, ["accuracy"], (X[:21], Y[:21]), loss="crossentropy")
+        callbacks.append(ff.EvalLoop(task))
     if folder is not None:
         callbacks.append(ff.checkpoints.CheckpointFileWriter(folder))
         init = ff.checkpoints.CheckpointFileReader(folder, net.init)
     task = ff.TrainTask(
-        net.apply, optax.adam(0.01), "crossentropy", data, ["accuracy"], rngs=(), **options
+        net.apply, OPTIMIZER, "crossentropy", data, ["accuracy"], rngs=(), **options
     )
     loop = ff.TrainLoop(
         init,
@@ -46,6 +50,8 @@ def train(strategy, data, n_steps, folder=None, **options):
         0,
         n_steps=n_steps,
         n_steps_per_checkpoint=5,
+        first_checkpoint=steps_per_call,
+        steps_per_call=steps_per_call,
         strategy=strategy,
         callbacks=callbacks,
         stdout=False,
@@ -54,18 +60,67 @@ def train(strategy, data, n_steps, folder=None, **options):
     return loop, metrics
 
 
+def train_line(strategy, data, n_steps, folder=None, *, callbacks=(), which="latest"):
+    """Trains what compiles in no time, and perhaps saves it; the steps seen, the parameters."""
+
+    def init(rngs, x):
+        return {"params": np.zeros(16, np.float32)}
+
+    task = ff.TrainTask(lambda v, x, **_: (x * v["params"], {}), optax.sgd(0.1), "mse", data)
+    if folder is not None:
+        callbacks = [*callbacks, ff.checkpoints.CheckpointFileWriter(folder)]
+        init = ff.checkpoints.CheckpointFileReader(folder, init, which=which)
+    loop = ff.TrainLoop(
+        init, task, 0, n_steps=n_steps, strategy=strategy, callbacks=callbacks, stdout=False
+    )
+    steps = [checkpoint.step for checkpoint in loop]
+    return np.array(steps), ff.gather(loop.state.params)
+
+
 def arrays(**options):
     """The data in an order of its own, with a remainder that divides by nothing."""
     return ff.ArrayStream(X, Y, batch_size=16, shuffle=True, **options)
 
 
-def own_parts():
-    """The same batches as `arrays` gives, brought by each process for itself."""
+def own_parts(n_batches=4):
+    """The first batches of `arrays` without remainders, brought by each process for itself."""
     stream = arrays(drop_remainder=True)
     size, index = 16 // ff.process_count(), ff.process_index()
-    for _ in range(6):
+    for _ in range(n_batches):
         rows = stream.next_rows()[index * size : (index + 1) * size]
         yield X[rows], Y[rows]
+
+
+def grain_rows(n=53, *, batch_size=16, seed=1, pick=lambda i: (X[i], X[i])):
+    """Batches of Grain's, the same in all processes; the last is smaller."""
+    import grain
+
+    return grain.MapDataset.range(n).shuffle(seed=seed).map(pick).batch(batch_size)
+
+
+def grain_shares():
+    """A loader that gives each process a share of its own."""
+    import grain.python as grain
+
+    class Pick(grain.MapTransform):
+        def map(self, i):
+            return X[i], X[i]
+
+    shards = grain.ShardByJaxProcess()
+    return grain.DataLoader(
+        data_source=grain.RangeDataSource(0, 53, 1),
+        sampler=grain.IndexSampler(53, shards, shuffle=True, num_epochs=2, seed=3),
+        operations=[Pick(), grain.Batch(8, drop_remainder=True)],
+    )
+
+
+def with_grain(strategy, folder):
+    """Results of Grain's data: shared, and divided; the latter stopped and gone on with."""
+    _, shared = train_line(strategy, grain_rows().repeat(2), None, f"{folder}/grain")
+    _, whole = train_line(strategy, grain_shares(), 6)
+    train_line(strategy, grain_shares(), 3, f"{folder}/shares")
+    steps, resumed = train_line(strategy, grain_shares(), 6, f"{folder}/shares")
+    return {"shared": shared, "steps": steps, "resumed": resumed, "whole": whole}
 
 
 def stop_one(strategy):
@@ -78,44 +133,46 @@ def stop_one(strategy):
         return checkpoint.replace(stop=is_last and checkpoint.step >= 3)
 
     note = ff.callbacks.every(seconds=2, callback=lambda c: saved.append(c.step), clock=clock)
-    task = ff.TrainTask(Net().apply, optax.sgd(0.1), "crossentropy", arrays(), rngs=())
-    loop = ff.TrainLoop(
-        Net().init, task, 0, n_steps=9, strategy=strategy, callbacks=[note, stop], stdout=False
-    )
-    return {"seen": np.array([c.step for c in loop]), "saved": np.array(saved)}
+    seen, _ = train_line(strategy, ff.ArrayStream(X, X, batch_size=16), 9, callbacks=[note, stop])
+    return {"seen": seen, "saved": np.array(saved)}
 
 
-def virtual(folder=None, n_steps=11):
-    """Results that are to be the same to the bit; the second ones with a smaller last batch."""
+def virtual(folder=None, n_steps=6):
+    """Results that are to be the same to the bit, with a smaller last batch."""
     strategy = ff.DataParallel(virtual_replicas=8)
-    loop, metrics = train(strategy, arrays(), n_steps, folder)
-    unpadded, _ = train(strategy, arrays(), 5, pad=False)
-    return {"state": part_of(loop), "metrics": metrics, "unpadded": part_of(unpadded)}
+    loop, metrics = train(strategy, arrays(), n_steps, folder, measured=True, pad=False)
+    return {"state": part_of(loop), "metrics": metrics}
 
 
 def part_of(loop):
-    """The parameters and their moments."""
+    """The parameters and their momentum."""
     return loop.state.params, loop.state.opt_state
 
 
-def predict(strategy):
-    """The outputs for all examples, of a model that was fitted a little."""
-    model = ff.Model(Net(), optax.adam(0.01), "crossentropy", strategy=strategy)
-    model.fit(X, Y, batch_size=16, epochs=1, verbose=0)
+def trained(strategy, folder):
+    """What a run comes to that is measured and saved."""
+    loop, metrics = train(strategy, arrays(), 6, folder, measured=True)
+    return loop, {"params": ff.gather(loop.state.params), "metrics": metrics}
+
+
+def predict(strategy, state=None):
+    """The outputs for all examples; without a state, those of a model that is fitted a little."""
+    model = ff.Model(Net(), OPTIMIZER, "crossentropy", strategy=strategy)
+    if state is None:
+        model.fit(X, Y, batch_size=16, epochs=1, verbose=0)
+    else:
+        model.state = state
     return model.predict(X, batch_size=8)
 
 
 def everything(strategy, folder):
     """All results of one strategy, by name."""
-    loop, metrics = train(strategy, arrays(), 11, folder)
-    results = {"params": ff.gather(loop.state.params), "metrics": metrics}
-    mapped, _ = train(strategy, arrays(resident=False), 11)
+    loop, results = trained(strategy, folder)
+    results["predictions"] = predict(strategy, loop.state)
+    mapped, _ = train(strategy, arrays(resident=False), 6)
     results["assembled"] = ff.gather(mapped.state.params)
-    whole, _ = train(strategy, arrays(drop_remainder=True), 6)
-    results["dropped"] = ff.gather(whole.state.params)
-    own, _ = train(strategy, own_parts(), None)
+    own, _ = train(strategy, own_parts(), None, steps_per_call=2)
     results["own"] = ff.gather(own.state.params)
-    results["predictions"] = predict(strategy)
     results["stopped"] = stop_one(strategy)
     return results
 
@@ -123,29 +180,54 @@ def everything(strategy, folder):
 def disagreements(strategy):
     """What each kind of difference between the processes is called, in this process."""
     index = ff.process_index()
+
+    def pick(i):
+        return X[i], X[i]
+
+    def pick_or_weigh(i):
+        return (X[i], X[i], np.float32(1))[: 2 + index]
+
+    def in_order(n):
+        import grain
+
+        return grain.MapDataset.range(n).map(pick).batch(4)
+
     different = {
-        "lengths": lambda: ff.ArrayStream(X[: 50 + index], Y[: 50 + index]),
-        "shapes": lambda: iter([(X[: 4 + 4 * index], Y[: 4 + 4 * index])] * 3),
-        "structures": lambda: iter([(X[:4], Y[:4], np.ones(4))[: 2 + index]] * 3),
+        "lengths": lambda: ff.ArrayStream(X[: 50 + index], X[: 50 + index]),
+        "shapes": lambda: iter([(X[: 4 + 4 * index], X[: 4 + 4 * index])] * 3),
+        "structures": lambda: iter([(X[:4], X[:4], np.ones(4))[: 2 + index]] * 3),
+    }
+    of_grain = {
+        "grain lengths": lambda: in_order(52 + index),
+        "grain shapes": lambda: grain_rows(batch_size=4 + 4 * index),
+        "grain structures": lambda: grain_rows(batch_size=4, pick=pick_or_weigh),
+        "grain orders": lambda: grain_rows(batch_size=4, seed=1 + index),
+        "grain shares": lambda: ff.data.as_stream(grain_shares(), shared=True),
     }
     found = {}
-    for name, data in different.items():
+    for name, data in (different | (of_grain if HAS_GRAIN else {})).items():
         try:
-            train(strategy, data(), 3)
+            train_line(strategy, data(), 3)
         except ValueError as error:
             found[name] = str(error)
     return found
 
 
-def main(folder):
+def main(folder, only_bits):
     """Leaves the results of this process in the folder."""
-    for name, strategy in STRATEGIES.items():
-        results = everything(strategy(), f"{folder}/{name}")
-        if ff.process_count() > 1:
-            messages = json.dumps(disagreements(strategy()))
-            Path(f"{folder}/{name}-{ff.process_index()}.json").write_text(messages)
-        leave(f"{folder}/{name}", results)
+    for name, make in STRATEGIES.items():
+        strategy, path = make(), f"{folder}/{name}"
+        results = trained(strategy, path)[1] if only_bits else everything(strategy, path)
+        leave(path, results)
+        if not only_bits:
+            Path(f"{path}-{ff.process_index()}.json").write_text(
+                json.dumps(disagreements(strategy))
+            )
     leave(f"{folder}/virtual", virtual(f"{folder}/virtual"))
+    if not only_bits:
+        leave(f"{folder}/fitted", {"predictions": predict(ff.DataParallel())})
+        if HAS_GRAIN:
+            leave(f"{folder}/grain", with_grain(ff.DataParallel(), folder))
 
 
 def leave(path, results):
@@ -159,4 +241,4 @@ def leave(path, results):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:] == ["bits"])

@@ -22,19 +22,6 @@ def test_what_is_placed_is_whole_on_every_device(n):
     assert collected["key"] == TREE["key"]
 
 
-def test_donating_what_was_placed_leaves_the_original_alone():
-    strategy = DataParallel(jax.devices()[:2])
-    original = jnp.ones(3)
-    placed = strategy.place(original)
-    parts = strategy.split(np.zeros(2, np.float32))
-    run = strategy.compile(lambda x, b: x + 1, (placed, parts), n_donated=1)
-    kept = strategy.collect(placed)
-    run(placed, parts)
-    assert placed.is_deleted()
-    np.testing.assert_array_equal(original, np.ones(3))
-    np.testing.assert_array_equal(kept, np.ones(3))
-
-
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
 def test_a_batch_is_split_and_joined_in_order(make):
     strategy = DataParallel()

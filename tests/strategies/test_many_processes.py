@@ -1,11 +1,7 @@
 """Several processes on one machine train as one does; and differences between them are errors."""
 
-import contextlib
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,46 +10,16 @@ import numpy as np
 import pytest
 
 import flaxfit as ff
-from flaxfit.checkpoints._environment import environment
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("many_processes.py")
 NAMES = ("data_parallel", "fsdp")
 
 
-def launch(folder, n, devices):
-    """Runs the script in `n` processes, none of which outlives this function."""
-    command = [sys.executable, "-m", "flaxfit.launch", "-n", str(n)]
-    command += ["--cpu-devices", str(devices), str(SCRIPT), str(folder)]
-    launcher = subprocess.Popen(
-        command,
-        # The bits depend on the size of XLA's pool of threads: let it be that of this process.
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "JAX_PLATFORMS": "cpu",
-            "NPROC": str(environment()["cpu threads"]),
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = launcher.communicate(timeout=300)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(launcher.pid, signal.SIGKILL)
-        launcher.wait()
-    assert launcher.returncode == 0, output
-    return output
-
-
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
+def two(launch, tmp_path_factory):
     """The folder in which two processes with two devices each have left their results."""
     folder = tmp_path_factory.mktemp("two")
-    (folder / "output").write_text(launch(folder, 2, 2))
+    (folder / "output").write_text(launch(SCRIPT.name, folder, options=["--cpu-devices", 2]))
     return folder
 
 
@@ -97,10 +63,17 @@ def test_every_process_comes_to_the_same(two, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_two_processes_train_measure_and_predict_as_one_does(two, alone, name, tmp_path):
-    expected = alone.everything(alone.STRATEGIES[name](), tmp_path)
+    strategy = alone.STRATEGIES[name]()
+    loop, expected = alone.trained(strategy, tmp_path)
+    expected["predictions"] = alone.predict(strategy, loop.state)
     found = results(two, name, 0)
-    for each in ("params", "metrics", "predictions", "dropped"):
+    for each in ("params", "metrics", "predictions"):
         assert_close(part(found, each), named(expected[each]))
+
+
+def test_two_processes_fit_as_one_does(two, alone):
+    found = results(two, "fitted", 0)
+    assert_close(part(found, "predictions"), named(alone.predict(ff.DataParallel())))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -112,16 +85,16 @@ def test_rows_gathered_on_the_devices_and_rows_assembled_on_the_hosts_are_the_sa
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_batches_that_each_process_brings_are_parts_of_one(two, name):
-    found = results(two, name, 0)
-    assert_close(part(found, "own"), part(found, "dropped"))
+def test_batches_that_each_process_brings_are_parts_of_one(two, alone, name):
+    whole, _ = alone.train(alone.STRATEGIES[name](), alone.own_parts(), None)
+    assert_close(part(results(two, name, 0), "own"), named(ff.gather(whole.state.params)))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_two_processes_saved_is_restored_by_one(two, alone, name):
-    assert ff.checkpoints.list_steps(two / name) == [6, 11]
-    loop, metrics = alone.train(alone.STRATEGIES[name](), alone.arrays(), 11, two / name)
-    assert (loop.step, metrics) == (11, [])
+    assert ff.checkpoints.list_steps(two / name) == [1, 6]
+    loop, metrics = alone.train(alone.STRATEGIES[name](), alone.arrays(), 6, two / name)
+    assert (loop.step, metrics) == (6, [])
     restored, found = named(ff.gather(loop.state.params)), part(results(two, name, 0), "params")
     assert all(np.array_equal(restored[key], found[key]) for key in found)
 
@@ -131,21 +104,40 @@ def test_virtual_replicas_give_the_bits_of_one_process_and_go_on_in_it(two, alon
     assert first.keys() == second.keys()
     assert all(np.array_equal(first[key], second[key]) for key in first)
 
-    expected = alone.virtual(n_steps=13)
+    expected = alone.virtual(n_steps=8)
     checkpoints = tmp_path / "virtual"
     shutil.copytree(two / "virtual", checkpoints)
     capfd.readouterr()
-    loop, metrics = alone.train(
-        ff.DataParallel(virtual_replicas=8), alone.arrays(), 13, checkpoints
-    )
+    resumed = alone.virtual(checkpoints, n_steps=8)
     assert "bit for bit" not in capfd.readouterr().err
-    assert part(first, "metrics") == named(expected["metrics"][:3])
-    assert metrics == expected["metrics"][3:]
-    found, whole = (named(tree) for tree in (alone.part_of(loop), expected["state"]))
+    assert part(first, "metrics") == named(expected["metrics"][:2])
+    assert resumed["metrics"] == expected["metrics"][2:]
+    found, whole = named(resumed["state"]), named(expected["state"])
     assert all(np.array_equal(found[key], whole[key]) for key in whole)
-    found, whole = part(first, "unpadded"), named(expected["unpadded"])
-    assert found.keys() == whole.keys()
-    assert all(np.array_equal(found[key], whole[key]) for key in whole)
+
+
+@pytest.fixture
+def grain():
+    return pytest.importorskip("grain", reason="grain is not installed")
+
+
+def test_two_processes_share_the_batches_of_grain_and_one_goes_on_with_them(two, alone, grain):
+    first, second = (results(two, "grain", process) for process in (0, 1))
+    assert np.array_equal(first["shared"], second["shared"])
+    strategy, data = ff.DataParallel(), alone.grain_rows().repeat(2)
+    steps, whole = alone.train_line(strategy, data, None)
+    np.testing.assert_allclose(first["shared"], whole, rtol=1e-5)
+    assert ff.checkpoints.list_steps(two / "grain") == [7, 8]
+    steps, resumed = alone.train_line(strategy, data, None, two / "grain", which=7)
+    assert steps.tolist() == [8]
+    np.testing.assert_allclose(resumed, whole, rtol=1e-5)
+
+
+def test_each_process_goes_on_at_its_own_position_in_its_share_of_grain(two, grain):
+    first, second = (results(two, "grain", process) for process in (0, 1))
+    for found in (first, second):
+        assert found["steps"].tolist() == [4, 5, 6]
+        assert np.array_equal(found["resumed"], first["whole"])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -160,10 +152,23 @@ def test_one_process_may_end_the_run_of_all_and_the_clock_of_the_first_counts(tw
 def test_what_differs_between_processes_is_an_error_in_all_of_them(two, name):
     first, second = (json.loads((two / f"{name}-{i}.json").read_text()) for i in (0, 1))
     assert first == second
-    assert first.keys() == {"lengths", "shapes", "structures"}
+    assert first.keys() >= {"lengths", "shapes", "structures"}
     assert "'length': 50" in first["lengths"] and "'length': 51" in first["lengths"]
     assert "float32[4, 16]" in first["shapes"] and "float32[8, 16]" in first["shapes"]
     assert "process 0: step 1 as the first with inputs/0" in first["structures"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_differs_in_the_data_of_grain_is_an_error_in_all_of_them(two, name, grain):
+    first, second = (json.loads((two / f"{name}-{i}.json").read_text()) for i in (0, 1))
+    of_grain = {key: text for key, text in first.items() if key.startswith("grain")}
+    assert of_grain.items() <= second.items()
+    assert len(of_grain) == 5
+    lengths, shapes = of_grain.pop("grain lengths"), of_grain["grain shapes"]
+    assert "'n_batches': 13" in lengths and "'n_batches': 14" in lengths
+    assert "float32[4, 16]" in shapes and "float32[8, 16]" in shapes
+    assert "float32[4, 16], float32[4] and" in of_grain["grain structures"]
+    assert all("as_stream(data, shared=False)" in text for text in of_grain.values())
 
 
 def test_only_the_first_process_prints(two, alone):
@@ -174,8 +179,8 @@ def test_only_the_first_process_prints(two, alone):
 
 
 @pytest.mark.slow
-def test_the_bits_do_not_depend_on_which_process_has_a_device(two, tmp_path):
-    launch(tmp_path, 4, 1)
+def test_the_bits_do_not_depend_on_which_process_has_a_device(two, launch, tmp_path):
+    launch(SCRIPT.name, tmp_path, "bits", n=4, options=["--cpu-devices", 1])
     for name in NAMES:
         four, pair = results(tmp_path, name, 0), results(two, name, 0)
         found, expected = part(four, "params"), part(pair, "params")

@@ -1,18 +1,10 @@
 """One of two processes comes to harm: both end soon, say why, and go on exactly when restarted."""
 
-import contextlib
-import os
 import re
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = Path(__file__).with_name("faults.py")
 SECONDS = 60
 """Within which the last process has ended and the first of the next attempt trains."""
 
@@ -49,25 +41,11 @@ WORDS = {
 }
 
 
-def run(folder, fault):
-    """What the job prints; no process of it outlives this function."""
-    command = [sys.executable, "-m", "flaxfit.launch", "-n", "2", "--restarts", "1"]
-    launcher = subprocess.Popen(
-        [*command, "--grace", "10", str(SCRIPT), str(folder), fault],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = launcher.communicate(timeout=180)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(launcher.pid, signal.SIGKILL)
-        launcher.wait()
-    assert launcher.returncode == 0, output
-    return output
+@pytest.fixture
+def run(launch):
+    """Runs the job in a folder, with a fault; what it prints."""
+    options = ["--restarts", 1, "--grace", 10]
+    return lambda folder, fault: launch("faults.py", folder, fault, options=options, seconds=180)
 
 
 def expected(n_steps):
@@ -87,7 +65,7 @@ def expected(n_steps):
 @pytest.mark.parametrize(
     "fault", ["raising", *(pytest.param(f, marks=pytest.mark.slow) for f in [*WORDS][1:])]
 )
-def test_both_processes_end_say_why_and_go_on_where_they_were(fault, tmp_path):
+def test_both_processes_end_say_why_and_go_on_where_they_were(fault, run, tmp_path):
     output = run(tmp_path, fault)
     for words in WORDS[fault]:
         assert re.search(words, output, re.MULTILINE), f"{words}\n{output}"
@@ -101,7 +79,7 @@ def test_both_processes_end_say_why_and_go_on_where_they_were(fault, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_restarted_run_ends_at_the_very_bits_of_one_that_was_not_harmed(tmp_path):
+def test_a_restarted_run_ends_at_the_very_bits_of_one_that_was_not_harmed(run, tmp_path):
     for fault in ("none", "killed"):
         (tmp_path / fault).mkdir()
         run(tmp_path / fault, fault)

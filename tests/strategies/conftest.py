@@ -1,0 +1,53 @@
+"""What the tests of several processes share: how a script is run in them."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from flaxfit.checkpoints._environment import environment
+
+FOLDER = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def launch():
+    """Runs a script of this folder in `n` processes, none of which outlives the call; its output.
+
+    They keep what they compile where the tests do, so that it is compiled once: a restarted job
+    finds what it has compiled before.
+    """
+
+    def run(script, *arguments, n=2, options=(), seconds=300):
+        command = [sys.executable, "-m", "flaxfit.launch", "-n", str(n), *map(str, options)]
+        launcher = subprocess.Popen(
+            [*command, str(FOLDER / script), *map(str, arguments)],
+            env={
+                **os.environ,
+                "PYTHONPATH": str(FOLDER.parents[1]),
+                "JAX_PLATFORMS": "cpu",
+                "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                # The bits depend on the size of XLA's pool of threads: be it that of this process.
+                "NPROC": str(environment()["cpu threads"]),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = launcher.communicate(timeout=seconds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait()
+        assert launcher.returncode == 0, output
+        return output
+
+    return run
