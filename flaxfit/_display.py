@@ -74,6 +74,18 @@ def rate(steps_per_second: float) -> str:
     return f"{steps_per_second:.2g} steps/s"
 
 
+def size(n_bytes: float) -> str:
+    """An amount of memory.
+
+    >>> size(512), size(38_440), size(2.5e9)
+    ('512 B', '38.4 kB', '2.5 GB')
+    """
+    for unit, amount in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n_bytes >= amount:
+            return f"{n_bytes / amount:.1f} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
 def metric_line(metrics: Mapping[str, float]) -> str:
     """Names and values of metrics, of those that are single numbers.
 
@@ -207,11 +219,14 @@ def output() -> TextIO:
     return sys.stdout if is_notebook() else sys.stderr
 
 
+def is_cell(file: TextIO) -> bool:
+    """Whether the stream is the output of a notebook's cell."""
+    return file in (sys.stdout, sys.stderr) and is_notebook()
+
+
 def is_live(file: TextIO) -> bool:
     """Whether what was written to the stream can be redrawn: on a terminal or in a notebook."""
-    if file in (sys.stdout, sys.stderr) and is_notebook():
-        return True
-    return file.isatty() and os.environ.get("TERM") != "dumb"
+    return is_cell(file) or (file.isatty() and os.environ.get("TERM") != "dumb")
 
 
 def printable(text: str, file: TextIO) -> str:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit import _display as display
-from flaxfit import checkpoints, modules
+from flaxfit import _html, checkpoints, modules
 from flaxfit._arrays import prepare, prepare_inputs
 from flaxfit._batch import n_examples, normalize
 from flaxfit._checkpoint import Checkpoint
@@ -199,7 +199,7 @@ class Model:
                 loop.state_in_place, validation_data
             )  # Before an epoch is spent on it.
         facts = self._facts(stream, validation_data, n_steps)
-        self.history = History(type(self.module).__name__, unit="epoch", facts=facts)
+        self.history = History(self._name, unit="epoch", facts=facts)
         validate = [] if validation_data is None else [self._validation(validation_data)]
         for callback in users:
             if hasattr(callback, "attach_apply"):
@@ -543,6 +543,27 @@ class Model:
             return self._loop.step
         return 0 if self._loaded is None else int(self._loaded.step)
 
+    @property
+    def _name(self) -> str:
+        """The class of the module, also where the module is a class or a factory of one."""
+        return getattr(self.module, "__name__", type(self.module).__name__)
+
+    def _repr_html_(self) -> str:
+        """What it is and how far it was trained, as a notebook shows it."""
+        facts = [f"metrics {', '.join(self._task.metrics)}"] if self._task.metrics else []
+        devices = self.strategy.devices
+        facts.append(display.plural(len(devices), f"{devices[0].platform} device"))
+        if self._loop is None and self._loaded is None:
+            facts.append("no weights yet: call fit or load")
+            return _html.card(self._name, facts)
+        state = self._state_in_place()
+        facts = [f"{display.count(_html.n_numbers(state.params))} params", *facts]
+        parts = [] if self.history is None else [self.history._repr_html_()]
+        trees = {"params": state.params, "model_state": state.model_state}
+        parts += [_html.arrays(name, tree, state.axes) for name, tree in trees.items()]
+        title = f"{self._name} at step {display.count(self.step)}"
+        return _html.card(title, facts, *parts)
+
     def _look_at(self, data: Any) -> Any:
         """The data, after the inputs of its first batch were used to begin, if they are needed."""
         first: list[Any] = []
@@ -642,7 +663,7 @@ class Model:
     def _facts(self, stream: Any, validation_data: Any, n_steps: int | None) -> str:
         params = self._state_in_place().params
         return display.start_line(
-            type(self.module).__name__,
+            self._name,
             n_params=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
             n_devices=len(self.strategy.devices),
             platform=jax.default_backend(),

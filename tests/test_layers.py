@@ -13,7 +13,7 @@ LAYERS = (
     | {"_rules", "_batch", "_by_row", "_callback_states", "_chart", "_cost", "_display"}
     | {"_interrupt", "_monitor"}
     | {"_precision", "_totals"},
-    {"_arrays", "_axes", "_replicas", "_state_dict"},
+    {"_arrays", "_axes", "_html", "_replicas", "_state_dict"},
     {"_inference_state", "_optimizer_axes", "optim"},
     {"_state", "losses", "metrics", "strategies", "data", "modules"},
     {"_by_output"},

@@ -1,10 +1,11 @@
 """ProgressBar: a live bar on a terminal or in a notebook, a line per checkpoint elsewhere."""
 
+import io
 import time
 from collections.abc import Callable, Mapping
-from typing import TextIO
+from typing import Any, TextIO
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from flaxfit import _display as display
 from flaxfit._checkpoint import Checkpoint
@@ -20,6 +21,23 @@ class _Bar(tqdm):
     """A bar that only we redraw: no thread wakes up to do it."""
 
     monitor_interval = 0
+
+
+class _CellBar(_Bar):
+    """A bar in the output of a notebook's cell, which is redrawn without widgets.
+
+    When it is closed nothing of it is left in the notebook.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "file": io.StringIO(), "ncols": 100, "dynamic_ncols": False})
+
+    @staticmethod
+    def status_printer(file: Any) -> Callable[[str], None]:
+        from IPython import display as ipython  # A notebook has it.
+
+        cell: Any = ipython.display({"text/plain": ""}, raw=True, display_id=True)
+        return lambda text: cell.update({"text/plain": text}, raw=True)
 
 
 class ProgressBar:
@@ -112,7 +130,8 @@ class ProgressBar:
     def _draw(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._bar is None:
             blocks = "─╸━"
-            self._bar = _Bar(
+            kind = _CellBar if display.is_cell(self._stream) else _Bar
+            self._bar = kind(
                 total=self._span(step)[2],
                 bar_format=" ",
                 leave=False,
