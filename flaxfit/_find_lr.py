@@ -11,6 +11,7 @@ import numpy as np
 from flaxfit import _html
 from flaxfit._chart import sparkline, svg_chart
 from flaxfit._loop import EndOfData, TrainLoop
+from flaxfit._pyplot import pyplot
 from flaxfit.optim._learning_rates import learning_rates
 
 _SMOOTHING = 0.9
@@ -51,11 +52,7 @@ class LearningRateRange:
 
     def plot(self) -> Any:
         """Draws the loss over the rate with the suggestion; returns the matplotlib axes."""
-        try:
-            from matplotlib import pyplot
-        except ImportError as error:
-            raise ImportError('plot needs matplotlib: pip install "flaxfit[plot]"') from error
-        figure, axes = pyplot.subplots(layout="constrained")
+        _, axes = pyplot().subplots(layout="constrained")
         axes.plot(self.rates, self.losses)
         axes.axvline(self.suggestion, linestyle="--", label=f"suggested {self.suggestion:.3g}")
         axes.set(xscale="log", xlabel="learning rate", ylabel="loss (smoothed)")

@@ -9,6 +9,7 @@ from flaxfit._chart import sparkline, svg_chart
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._display import duration, number, plural
 from flaxfit._monitor import default_monitor, is_better, resolve_mode
+from flaxfit._pyplot import pyplot
 
 
 class Best(NamedTuple):
@@ -106,16 +107,9 @@ class History(Mapping[str, list[float]]):
         Returns:
           The matplotlib axes, one per metric (`axes[0].figure.savefig(...)`).
         """
-        try:
-            from matplotlib import pyplot
-        except ImportError as error:
-            raise ImportError(
-                'plot needs matplotlib: pip install "flaxfit[plot]" '
-                "(print(history) draws without it)"
-            ) from error
         charts = self._charts()
         size = (4 * max(len(charts), 1), 3)
-        figure, axes = pyplot.subplots(
+        _, axes = pyplot("(print(history) draws without it)").subplots(
             1, max(len(charts), 1), figsize=size, squeeze=False, layout="constrained"
         )
         for axis, (title, names) in zip(axes[0], charts.items(), strict=False):

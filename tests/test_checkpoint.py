@@ -46,7 +46,7 @@ def test_its_page_has_the_facts_the_numbers_and_the_arrays_but_no_matrices():
     page = ET.fromstring(checkpoint._repr_html_())
     assert page.findtext("b") == "Checkpoint at step 4"
     assert page.findtext("small") == "8 steps · 2.0s · 4 steps/s · compiled in 0.5s · 6 params"
-    rows = [[cell.text for cell in row] for row in page.find("table")]
+    rows = [[cell.text for cell in row] for row in page.findall("table/tr")]
     assert rows == [["loss", "0.5000"], ["a < b", "0.2500"]]
     assert page.findtext("details/summary") == "params: 6 numbers in 1 array"
 

@@ -8,7 +8,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "flaxfit"
 LAYERS = (
-    {"_compilation_cache", "_narrow", "_processes", "_weights", "launch"},
+    {"_compilation_cache", "_narrow", "_processes", "_pyplot", "_weights", "launch"},
     {"_initialize"}
     | {"_rules", "_batch", "_by_row", "_callback_states", "_chart", "_cost", "_display"}
     | {"_interrupt", "_monitor"}

@@ -150,6 +150,7 @@ PUBLIC = {
         "mse",
         "on",
         "perplexity",
+        "plot_confusion_matrix",
         "precision",
         "r2",
         "recall",
