@@ -384,6 +384,7 @@ class Stepper:
         return token
 
     def _compile(self, portions: list[Portion], arguments: tuple[Any, ...]) -> Any:
+        self._say("compiling…")
         began, self.is_preparing = time.perf_counter(), True
         strategy, batch = portions[0].strategy, portions[0].batch
         self.agreement.program(self.step + 1, batch, is_weighted=portions[0].is_weighted)

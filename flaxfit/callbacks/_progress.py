@@ -13,6 +13,8 @@ from flaxfit._monitor import default_monitor, is_better, resolve_mode
 from flaxfit.callbacks._callback import Loop
 
 _SECONDS_BETWEEN_REFRESHES = 0.5
+# So wide is a bar at least, where there are metrics to be left out for it.
+_LEAST_BAR = 4
 # Steps are int32: a span of this many ends with the data, wherever that is.
 _ENDLESS = 2**31 - 1
 
@@ -30,7 +32,9 @@ class _CellBar(_Bar):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{**options, "file": io.StringIO(), "ncols": 100, "dynamic_ncols": False})
+        super().__init__(
+            **{**options, "file": io.StringIO(), "ncols": display.WIDTH, "dynamic_ncols": False}
+        )
 
     @staticmethod
     def status_printer(file: Any) -> Callable[[str], None]:
@@ -146,7 +150,9 @@ class ProgressBar:
         """Puts what is to be shown into the bar, without drawing it."""
         label, n, total = self._span(step)
         speed = self._n_timed / self._seconds if self._seconds else None
-        text = display.printable(display.progress_line(n, total, speed, metrics), self._stream)
+        room = display.columns(self._stream) - len(label) - _LEAST_BAR - 4
+        line = display.progress_line(n, total, speed, metrics, width=room)
+        text = display.printable(line, self._stream)
         text = text.replace("{", "{{").replace("}", "}}")
         bar.bar_format = f"{label}  {{bar}}  {text}" if total else f"{label}  {text}"
         bar.total, bar.n = total, n if total is None else min(n, total)
@@ -178,7 +184,11 @@ class ProgressBar:
         label = display.label(self._unit, self._n, self._n_units)
         display.write(
             display.checkpoint_line(
-                label, checkpoint.elapsed_time, checkpoint.scalars, is_best=is_best
+                label,
+                checkpoint.elapsed_time,
+                checkpoint.scalars,
+                is_best=is_best,
+                width=display.columns(self._stream),
             ),
             self._stream,
         )
