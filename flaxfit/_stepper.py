@@ -14,6 +14,7 @@ from flaxfit import _totals
 from flaxfit._agreement import Agreement
 from flaxfit._batch import Batch, n_examples, normalize
 from flaxfit._cost import count_flops, memory_of
+from flaxfit._explain import explained
 from flaxfit._feed import Feed, Portion, stack_batches
 from flaxfit._inspect import inspect, inspect_step, shapes_of
 from flaxfit._interrupt import Interrupts
@@ -232,6 +233,7 @@ class Stepper:
             for name, value in running["metrics"].items()
         }
 
+    @explained
     def metrics(self) -> dict[str, Any]:
         """The metrics over all steps since the totals were reset; waits for the device."""
         if not self.n_completed:
@@ -251,6 +253,7 @@ class Stepper:
             raise ValueError("The data holds no batches: there is nothing to train on.")
         return self._examples(fetched[0])
 
+    @explained
     def advance(self, n: int, batch: Any = None) -> bool:
         """Dispatches `n` steps at once, or one where the next batches do not share a program.
 
@@ -274,6 +277,7 @@ class Stepper:
             self._in_flight.popleft().block_until_ready()
         return True
 
+    @explained
     def wait(self) -> None:
         """Waits until the devices have done all steps."""
         jax.block_until_ready([*self._in_flight])
