@@ -16,7 +16,8 @@ def warn_of_idle_gpu() -> None:
     Not where that was asked for, by `JAX_PLATFORMS=cpu` or an empty `CUDA_VISIBLE_DEVICES`.
     """
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
-    if jax.config.jax_platforms or is_hidden or jax.default_backend() != "cpu" or not sees_gpu():
+    is_chosen = bool(getattr(jax.config, "jax_platforms", None))
+    if is_chosen or is_hidden or jax.default_backend() != "cpu" or not sees_gpu():
         return
     warnings.warn(
         "JAX computes on the CPU, though this machine has an NVIDIA GPU: JAX was installed without "
