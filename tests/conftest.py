@@ -20,6 +20,21 @@ jax.config.update("jax_compilation_cache_dir", _compilation_cache)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
+
+@pytest.fixture(scope="session")
+def environment():
+    """The environment for processes of Python that are to share what they compile.
+
+    Not for those that are killed at any moment: what they were just writing would be there.
+    """
+    return {
+        **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": _compilation_cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
 # Each compiled program maps a few pieces of memory; Linux allows a process 65,530 of them.
 MAPS = Path("/proc/self/maps")
 ENOUGH_MAPS = 15_000
