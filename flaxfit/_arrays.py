@@ -28,7 +28,8 @@ def prepare(
     list is a sequence of batches, unless it is made of numbers.
 
     Returns:
-      Each as a tuple `(x, y, weights)` where it is arrays, else as it came.
+      Each as a tuple `(x, y, weights)` where it is arrays, else as it came. The weights are a
+      mapping where they were given by the names of outputs.
 
     Raises:
       ValueError: arguments that exclude each other, or parts of different lengths.
@@ -65,7 +66,7 @@ def prepare(
     # Of the examples to train on only: others are measured as they come.
     x, y, w = arrays
     if by_class is not None:
-        w = by_class if w is None else w * by_class
+        w = _times(by_class, w)
     return (x, y, w), validation_data
 
 
@@ -174,13 +175,29 @@ def _arrays_of(data: Any, y: Any = None, weights: Any = None, owner: str = "x") 
         return None
     x, y, w = (None if _is_none(part) else as_arrays(part) for part in parts)
     name = "sample_weight" if owner == "x" else f"the weights of {owner}"
-    if w is not None:
-        check_weights_shape(w, name)
-        check_weights(w, name)
-        w = w.astype(np.float32)
+    if isinstance(w, Mapping):
+        w = {output: _as_weights(each, f"{name}[{output!r}]") for output, each in w.items()}
+    elif w is not None:
+        w = _as_weights(w, name)
     names = ("x", "y", name) if owner == "x" else (f"{owner}[0]", f"{owner}[1]", name)
     _check_lengths(dict(zip(names, (x, y, w), strict=True)))
     return x, y, w
+
+
+def _as_weights(weights: Any, name: str) -> Any:
+    check_weights_shape(weights, name)
+    check_weights(weights, name)
+    return weights.astype(np.float32)
+
+
+def _times(by_class: Any, weights: Any) -> Any:
+    """The weights of the classes times those of the examples, where there are such."""
+    if isinstance(weights, Mapping):
+        raise ValueError(
+            "class_weight weighs whole examples, and sample_weight each output by its name: put "
+            "the weights of the classes into those of their output."
+        )
+    return by_class if weights is None else weights * by_class
 
 
 def _is_pair(data: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Losses and metrics of a model with several outputs, each by the name of its output."""
+"""Losses, metrics and weights of a model with several outputs, by the names of the outputs."""
 
 import dataclasses
 import functools
@@ -7,8 +7,45 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import struct
 
 from flaxfit import losses, metrics
+
+
+class WeightsByOutput(struct.PyTreeNode):
+    """Weights of the examples for some of the outputs; it travels behind the targets of a batch.
+
+    They are of mean 1 over the data, so that the mean over its examples of weight times loss is
+    the weighted mean of the loss, over all of the data.
+    """
+
+    by_name: dict[str, Any]
+
+
+def with_weights(data: Any, loss: Any) -> Any:
+    """Data whose weights are by output, as its loss takes them; other data as it is.
+
+    Args:
+      data: `(x, y, weights)`, or anything else.
+      loss: that of the task.
+
+    Raises:
+      ValueError: there is no loss by the name of an output that has weights.
+    """
+    if not isinstance(data, tuple) or not isinstance(data[2], Mapping):
+        return data
+    x, y, weights = data
+    known = list(loss.losses) if isinstance(loss, LossByOutput) else []
+    if unknown := [name for name in weights if name not in known]:
+        raise ValueError(
+            f"There are weights for {', '.join(map(repr, unknown))}, and losses by name for "
+            f"{', '.join(map(repr, known)) or 'no output'}: give sample_weight as one array, or "
+            "losses in a mapping by the same names."
+        )
+    scaled = {name: w / (np.mean(w) or 1) for name, w in weights.items()}
+    targets = y if isinstance(y, tuple) else (y,)
+    return x, (*targets, WeightsByOutput(scaled)), None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,7 +64,15 @@ class LossByOutput:
 
     def __call__(self, *outputs_and_targets: Any) -> Any:
         """The weighted sum over the outputs."""
-        return sum(w * self.of(name, *outputs_and_targets) for name, w in self.weights.items())
+        total = 0
+        for name, weight in self.weights.items():
+            values, own = (
+                self.of(name, *outputs_and_targets),
+                _own_weights(name, outputs_and_targets),
+            )
+            # Not merely a product: a row of weight 0 may hold a NaN.
+            total += weight * (values if own is None else jnp.where(own != 0, own * values, 0))
+        return total
 
     def of(self, name: str, *outputs_and_targets: Any) -> Any:
         """The loss of one output: the mean over its elements, for each example."""
@@ -47,7 +92,7 @@ class LossByOutput:
 
     def pick(self, name: str, *outputs_and_targets: Any) -> tuple[Any, Any]:
         """One output and its target, among all outputs and all targets."""
-        outputs, rest = self._by_name(outputs_and_targets)
+        outputs, rest = self._by_name(_without_weights(*outputs_and_targets))
         targets, more = self._by_name(rest)
         if outputs is None or targets is None or more:
             shapes = jax.tree.map(jnp.shape, outputs_and_targets)
@@ -116,18 +161,52 @@ def as_metrics(given: Any, loss: Any) -> dict[str, metrics.Metric]:
     """
     if not isinstance(loss, LossByOutput):
         return metrics.as_metrics(given)
-    found = {
-        f"{name}_loss": metrics.mean(functools.partial(loss.of, name), name=f"{name}_loss")
-        for name in loss.losses
-    }
+    found = {}
+    for name in loss.losses:
+        each = metrics.mean(functools.partial(loss.of, name), name=f"{name}_loss")
+        found[f"{name}_loss"] = _MetricByOutput.of(each, name)
     if isinstance(given, Mapping):
         of_outputs = {name: each for name, each in given.items() if name in loss.losses}
         given = {name: each for name, each in given.items() if name not in of_outputs}
         for output, listed in of_outputs.items():
             pick = functools.partial(loss.pick, output)
             for name, metric in metrics.as_metrics(listed).items():
-                found[f"{output}_{name}"] = metrics.on(pick, metric)
-    return found | metrics.as_metrics(given)
+                picked = metrics.on(pick, metric)
+                found[f"{output}_{name}"] = _MetricByOutput.of(picked, output)
+    for name, metric in metrics.as_metrics(given).items():
+        if not isinstance(metric, _MetricByOutput):  # As it is in a task that is replaced.
+            metric = _MetricByOutput.of(metrics.on(_without_weights, metric))
+        found[name] = metric
+    return found
+
+
+class _MetricByOutput(metrics.Metric):
+    """A metric that knows of the weights that may stand behind the targets."""
+
+    @classmethod
+    def of(cls, metric: metrics.Metric, output: str | None = None) -> "_MetricByOutput":
+        """A metric of one output, with the weights of that output, or of all of them."""
+
+        def measure(*outputs_and_targets: Any, weights: Any = None) -> Any:
+            own = _own_weights(output, outputs_and_targets)
+            if own is not None:
+                weights = own if weights is None else own * weights
+            return metric.measure(*outputs_and_targets, weights=weights)
+
+        return cls(measure, metric.compute, metric.name, values=metric.values)
+
+
+def _own_weights(output: str | None, outputs_and_targets: tuple[Any, ...]) -> Any:
+    """The weights of one output, where such stand behind the targets."""
+    last = outputs_and_targets[-1]
+    if output is None or not isinstance(last, WeightsByOutput):
+        return None
+    return last.by_name.get(output)
+
+
+def _without_weights(*outputs_and_targets: Any) -> tuple[Any, ...]:
+    is_weighted = isinstance(outputs_and_targets[-1], WeightsByOutput)
+    return outputs_and_targets[:-1] if is_weighted else outputs_and_targets
 
 
 def check_values(loss: Any, outputs: tuple[Any, ...], targets: tuple[Any, ...]) -> None:

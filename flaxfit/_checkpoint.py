@@ -1,15 +1,13 @@
 """Checkpoint: the record that a training loop yields."""
 
 import dataclasses
-import html
-import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
-from flaxfit._rules import flat
+from flaxfit import _html
+from flaxfit._display import count, duration, number, plural, rate
 from flaxfit._state import TrainState
 
 
@@ -104,26 +102,21 @@ class Checkpoint:
         parts = [f"step={self.step}"]
         parts += [f"{name}={value:.4g}" for name, value in self.scalars.items()]
         if self.elapsed_time and self.n_completed_steps:
-            parts.append(f"{self.n_completed_steps / self.elapsed_time:,.0f} steps/s")
+            parts.append(rate(self.n_completed_steps / self.elapsed_time))
         if self.state is not None:
-            n_params = sum(math.prod(x.shape) for x in jax.tree.leaves(self.state.params))
-            parts.append(f"{n_params:,} params")
+            parts.append(f"{count(_html.n_numbers(self.state.params))} params")
         return f"Checkpoint({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        """The facts, the metrics and the parameters as a notebook shows them, without scripts."""
-        rows = "".join(
-            f"<tr><td>{html.escape(name)}</td><td>{value:.4g}</td></tr>"
-            for name, value in self.scalars.items()
-        )
-        params = {} if self.state is None else flat(self.state.params)
-        leaves = "".join(
-            f"<tr><td>{html.escape(path)}</td><td>{leaf.dtype}{list(leaf.shape)}</td></tr>"
-            for path, leaf in params.items()
-        )
-        n_params = sum(math.prod(leaf.shape) for leaf in params.values())
-        return (
-            f"<b>Checkpoint</b> at step {self.step:,}, {self.n_completed_steps:,} steps in "
-            f"{self.elapsed_time:.2f} s<table>{rows}</table>"
-            f"<details><summary>{n_params:,} parameters</summary><table>{leaves}</table></details>"
-        )
+        """The facts, the metrics and the arrays as a notebook shows them."""
+        facts = [plural(self.n_completed_steps, "step"), duration(self.elapsed_time)]
+        if self.elapsed_time and self.n_completed_steps:
+            facts.append(rate(self.n_completed_steps / self.elapsed_time))
+        if self.compile_time:
+            facts.append(f"compiled in {duration(self.compile_time)}")
+        rows = [[name, number(value)] for name, value in self.scalars.items()]
+        parts = [_html.table(rows)] if rows else []
+        if self.state is not None:
+            facts.append(f"{count(_html.n_numbers(self.state.params))} params")
+            parts.append(_html.arrays("params", self.state.params, self.state.axes))
+        return _html.card(f"Checkpoint at step {count(self.step)}", facts, *parts)

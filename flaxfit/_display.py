@@ -13,6 +13,8 @@ from flaxfit._processes import is_main
 
 WIDTH = 120
 """Longer lines are broken before the validation metrics."""
+_INDENT = 9
+"""Of what is broken off a line: the name of the library, or "Epoch 1/4", and two blanks."""
 
 
 def number(value: float) -> str:
@@ -74,6 +76,18 @@ def rate(steps_per_second: float) -> str:
     return f"{steps_per_second:.2g} steps/s"
 
 
+def size(n_bytes: float) -> str:
+    """An amount of memory.
+
+    >>> size(512), size(38_440), size(2.5e9)
+    ('512 B', '38.4 kB', '2.5 GB')
+    """
+    for unit, amount in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n_bytes >= amount:
+            return f"{n_bytes / amount:.1f} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
 def metric_line(metrics: Mapping[str, float]) -> str:
     """Names and values of metrics, of those that are single numbers.
 
@@ -125,7 +139,12 @@ def start_line(
 
 
 def checkpoint_line(
-    label: str, seconds: float, metrics: Mapping[str, float], *, is_best: bool = False
+    label: str,
+    seconds: float,
+    metrics: Mapping[str, float],
+    *,
+    is_best: bool = False,
+    width: int = WIDTH,
 ) -> str:
     """One finished epoch (or another span of steps); "*" marks a new best.
 
@@ -135,7 +154,7 @@ def checkpoint_line(
     head, star = f"{label}  {duration(seconds)}", " *" if is_best else ""
     line = "  ".join(filter(None, (head, metric_line(metrics)))) + star
     validation = {name: value for name, value in metrics.items() if name.startswith("val_")}
-    if len(line) <= WIDTH or len(validation) in (0, len(metrics)):
+    if len(line) <= width or len(validation) in (0, len(metrics)):
         return line
     training = {name: value for name, value in metrics.items() if name not in validation}
     indent = " " * (len(label) + 2)
@@ -143,9 +162,14 @@ def checkpoint_line(
 
 
 def progress_line(
-    n: int, total: int | None, steps_per_second: float | None, metrics: Mapping[str, float]
+    n: int,
+    total: int | None,
+    steps_per_second: float | None,
+    metrics: Mapping[str, float],
+    *,
+    width: int = WIDTH,
 ) -> str:
-    """What stands beside a live bar.
+    """What stands beside a live bar; the last metrics are left out where they do not fit.
 
     >>> progress_line(28, 44, 4700.0, {"loss": 0.429})
     '28/44 · 4,700 steps/s · ETA 0s · loss 0.4290'
@@ -155,7 +179,11 @@ def progress_line(
         parts.append(rate(steps_per_second))
         if total is not None:
             parts.append(f"ETA {duration(max(total - n, 0) / steps_per_second, decimals=0)}")
-    return " · ".join(filter(None, (*parts, metric_line(metrics))))
+    line = " · ".join(filter(None, (*parts, metric_line(metrics))))
+    if metrics and len(line) > width:
+        fewer = dict(list(metrics.items())[:-1])
+        return progress_line(n, total, steps_per_second, fewer, width=width)
+    return line
 
 
 def final_line(
@@ -207,11 +235,44 @@ def output() -> TextIO:
     return sys.stdout if is_notebook() else sys.stderr
 
 
+def is_cell(file: TextIO) -> bool:
+    """Whether the stream is the output of a notebook's cell."""
+    return file in (sys.stdout, sys.stderr) and is_notebook()
+
+
 def is_live(file: TextIO) -> bool:
     """Whether what was written to the stream can be redrawn: on a terminal or in a notebook."""
-    if file in (sys.stdout, sys.stderr) and is_notebook():
-        return True
-    return file.isatty() and os.environ.get("TERM") != "dumb"
+    return is_cell(file) or (file.isatty() and os.environ.get("TERM") != "dumb")
+
+
+def columns(file: TextIO) -> int:
+    """How long lines may be: as long as a terminal is wide, and no longer than is easily read."""
+    try:
+        return min(os.get_terminal_size(file.fileno()).columns or WIDTH, WIDTH)
+    except (AttributeError, OSError, ValueError):  # It is no terminal, or not of this system.
+        return WIDTH
+
+
+def folded(line: str, width: int) -> str:
+    """A line broken where it has to be, between the things that it lists, not within them.
+
+    >>> print(folded("flaxfit  MLP · 9,610 params · 1 cpu device · batch 32", 40))
+    flaxfit  MLP · 9,610 params ·
+             1 cpu device · batch 32
+    """
+    if len(line) <= width:
+        return line
+    apart = next((each for each in (" · ", "  ") if each in line[_INDENT:].strip()), " ")
+    first, *parts = line.split(apart)
+    lines = [first]
+    for part in parts:
+        longer = lines[-1] + apart + part
+        if len(longer + apart.rstrip()) <= width:
+            lines[-1] = longer
+        else:
+            lines[-1] += apart.rstrip()
+            lines.append(" " * _INDENT + part)
+    return "\n".join(lines)
 
 
 def printable(text: str, file: TextIO) -> str:
@@ -220,15 +281,24 @@ def printable(text: str, file: TextIO) -> str:
     return text.encode(encoding, "replace").decode(encoding)
 
 
-def write(text: str, file: TextIO | None = None) -> None:
+def write(text: str, file: TextIO | None = None, end: str = "\n") -> None:
     """Writes a line, above whatever progress bars are on the screen; of several processes, one."""
     if not is_main():
         return
     file = output() if file is None else file
-    tqdm.write(printable(text, file), file=file)
+    if file.isatty():
+        text = "\n".join(folded(line, columns(file)) for line in text.split("\n"))
+    tqdm.write(printable(text, file), file=file, end=end)
     file.flush()
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Writes a notice of the library: the text after its name and two blanks."""
-    write(f"flaxfit  {text}", file)
+    """Writes a notice of the library: the text after its name and two blanks.
+
+    One that ends with "…" stands only until the next, and only where that can be written over it.
+    """
+    file = output() if file is None else file
+    if not text.endswith("…"):
+        write(f"flaxfit  {text}", file)
+    elif is_live(file) and not is_cell(file):
+        write(f"flaxfit  {text}", file, end="\r")

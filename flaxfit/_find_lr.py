@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from flaxfit import _html
 from flaxfit._chart import sparkline, svg_chart
 from flaxfit._loop import EndOfData, TrainLoop
+from flaxfit._pyplot import pyplot
 from flaxfit.optim._learning_rates import learning_rates
 
 _SMOOTHING = 0.9
@@ -44,15 +46,13 @@ class LearningRateRange:
 
     def _repr_html_(self) -> str:
         chart = svg_chart("log10 of the rate", {"loss": self.losses}, np.log10(self.rates).tolist())
-        return f"{chart}<br>suggested learning rate: <b>{self.suggestion:.4g}</b>"
+        title = f"suggested learning rate: {self.suggestion:.4g}"
+        facts = f"{len(self.rates)} rates from {self.rates[0]:.4g} to {self.rates[-1]:.4g}"
+        return _html.card(title, [facts], f"<div>{chart}</div>")
 
     def plot(self) -> Any:
         """Draws the loss over the rate with the suggestion; returns the matplotlib axes."""
-        try:
-            from matplotlib import pyplot
-        except ImportError as error:
-            raise ImportError('plot needs matplotlib: pip install "flaxfit[plot]"') from error
-        figure, axes = pyplot.subplots(layout="constrained")
+        _, axes = pyplot().subplots(layout="constrained")
         axes.plot(self.rates, self.losses)
         axes.axvline(self.suggestion, linestyle="--", label=f"suggested {self.suggestion:.3g}")
         axes.set(xscale="log", xlabel="learning rate", ylabel="loss (smoothed)")

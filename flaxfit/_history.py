@@ -1,14 +1,15 @@
 """History: what every checkpoint of a run measured, as lists by name."""
 
-import html
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from flaxfit import _html
 from flaxfit._chart import sparkline, svg_chart
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._display import duration, number, plural
 from flaxfit._monitor import default_monitor, is_better, resolve_mode
+from flaxfit._pyplot import pyplot
 
 
 class Best(NamedTuple):
@@ -106,16 +107,9 @@ class History(Mapping[str, list[float]]):
         Returns:
           The matplotlib axes, one per metric (`axes[0].figure.savefig(...)`).
         """
-        try:
-            from matplotlib import pyplot
-        except ImportError as error:
-            raise ImportError(
-                'plot needs matplotlib: pip install "flaxfit[plot]" '
-                "(print(history) draws without it)"
-            ) from error
         charts = self._charts()
         size = (4 * max(len(charts), 1), 3)
-        figure, axes = pyplot.subplots(
+        _, axes = pyplot("(print(history) draws without it)").subplots(
             1, max(len(charts), 1), figsize=size, squeeze=False, layout="constrained"
         )
         for axis, (title, names) in zip(axes[0], charts.items(), strict=False):
@@ -179,16 +173,12 @@ class History(Mapping[str, list[float]]):
             svg_chart(title, {name: self[name] for name in names}, self.steps)
             for title, names in list(self._charts().items())[:2]
         ]
-        cells = ["".join(f"<th>{c}</th>" for c in ("", "first", "last", "best", f"at {self.unit}"))]
+        rows = []
         for name, values in self.items():
-            row = [html.escape(name), number(values[0]), number(values[-1]), "", ""]
+            row = [name, number(values[0]), number(values[-1]), "", ""]
             if any(map(math.isfinite, values)):
                 best = self.best(name)
                 row[3:] = number(best.value), str(best.epoch)
-            cells.append("".join(f"<td>{cell}</td>" for cell in row))
-        rows = "".join(f"<tr>{row}</tr>" for row in cells)
-        return (
-            f"<div><b>{html.escape(self._title())}</b><br>"
-            f'<small style="opacity:0.65">{html.escape(" · ".join(filter(None, facts)))}</small>'
-            f"<div>{''.join(charts)}</div><table>{rows}</table></div>"
-        )
+            rows.append(row)
+        numbers = _html.table(rows, head=["", "first", "last", "best", f"at {self.unit}"])
+        return _html.card(self._title(), facts, f"<div>{''.join(charts)}</div>", numbers)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from flaxfit import _axes, _state_dict
+from flaxfit import _axes, _html, _state_dict
 
 
 class InferenceState(struct.PyTreeNode):
@@ -110,3 +110,7 @@ class InferenceState(struct.PyTreeNode):
     def replace_flax_mutables(self, flax_mutables: Any) -> "InferenceState":
         """A copy with another model state."""
         return self.replace(model_state=flax_mutables)
+
+    def _repr_html_(self) -> str:
+        """The step, the sizes and the arrays as a notebook shows them."""
+        return _html.of_state(self)

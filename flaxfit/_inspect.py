@@ -12,6 +12,7 @@ from flax.errors import InvalidRngError
 from flaxfit._batch import Batch, n_examples
 from flaxfit._by_output import check_values
 from flaxfit._by_row import check_by_row
+from flaxfit._explain import tracers_explained
 from flaxfit._forward import ForwardPass, evaluate_loss, forward, forward_eval
 from flaxfit._rules import flat
 from flaxfit._weights import check_weights
@@ -117,7 +118,8 @@ def inspect_step(
       ValueError: the state that it returns is not like the one it was given.
     """
     check_finite(batch if data is None else data, "The first batch" if data is None else "The data")
-    updated, sums = jax.eval_shape(bind(step), shapes_of(state), shapes_of(batch))
+    with tracers_explained():
+        updated, sums = jax.eval_shape(bind(step), shapes_of(state), shapes_of(batch))
     old, new = (
         {path: f"{x.dtype}{list(x.shape)}" for path, x in flat(tree).items()}
         for tree in (state, updated)
@@ -136,7 +138,8 @@ def inspect_step(
 def _explained(owner: str, task: Any, batch: Batch) -> Iterator[None]:
     """Says in words what it means when a model or a loss is not given what it asks for."""
     try:
-        yield
+        with tracers_explained():
+            yield
     except InvalidRngError as error:
         raise ValueError(
             "The model asks for a random stream that the task does not supply: "

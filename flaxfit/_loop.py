@@ -15,6 +15,7 @@ from flaxfit._batch import normalize
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._compilation_cache import use_compilation_cache
 from flaxfit._display import say
+from flaxfit._idle_gpu import warn_of_idle_gpu
 from flaxfit._own_step import strategy_for
 from flaxfit._start import start
 from flaxfit._state import TrainState
@@ -97,6 +98,7 @@ class TrainLoop:
     ):
         if compilation_cache is not None:
             use_compilation_cache(compilation_cache)
+        warn_of_idle_gpu()
         if devices is not None and strategy is not None:
             raise ValueError(
                 "Give either devices or a strategy, not both: strategies hold devices."

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit import _display as display
-from flaxfit import checkpoints, modules
+from flaxfit import _html, checkpoints, modules
 from flaxfit._arrays import prepare, prepare_inputs
 from flaxfit._batch import n_examples, normalize
+from flaxfit._by_output import with_weights
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._compilation_cache import use_compilation_cache
 from flaxfit._evaluate import EvalLoop
@@ -136,7 +137,7 @@ class Model:
           steps_per_epoch: steps that count as a pass; None: those of one pass over the data.
           validation_data: `(x, y)`, `(x, y, weights)` or batches to measure after each epoch.
           validation_split: the part of the arrays to keep for that, chosen at random by the seed.
-          sample_weight: one weight per example.
+          sample_weight: one weight per example; of several outputs also a mapping of such, by name.
           class_weight: weights by integer label, 1 where none is given; in training only.
           shuffle: whether each epoch has its own random order.
           callbacks: functions `Checkpoint -> Checkpoint | None`, called after each epoch.
@@ -172,6 +173,8 @@ class Model:
         data, validation_data = prepare(
             x, y, sample_weight, class_weight, validation_split, validation_data, self.seed
         )
+        data = with_weights(data, self._task.loss)
+        validation_data = with_weights(validation_data, self._task.loss)
         if isinstance(data, tuple):
             stream = ArrayStream(*data, batch_size=batch_size, shuffle=shuffle, seed=self.seed)
             stream.epoch = self._n_epochs
@@ -198,7 +201,7 @@ class Model:
             # Before an epoch is spent on it.
             self._evaluator.check(loop.state_in_place, validation_data, in_phase=loop.in_phase)
         facts = self._facts(stream, validation_data, n_steps)
-        self.history = History(type(self.module).__name__, unit="epoch", facts=facts)
+        self.history = History(self._name, unit="epoch", facts=facts)
         validate = [] if validation_data is None else [self._validation(validation_data)]
         for callback in users:
             if hasattr(callback, "attach_apply"):
@@ -236,7 +239,7 @@ class Model:
         self, x: Any, y: Any = None, *, batch_size: int = 32, sample_weight: Any = None
     ) -> dict[str, float]:
         """Measures the loss and the metrics, exactly for any number of examples and devices."""
-        data, _ = prepare(x, y, sample_weight)
+        data = with_weights(prepare(x, y, sample_weight)[0], self._task.loss)
         if isinstance(data, tuple):
             data = ArrayStream(*data, batch_size=batch_size, epochs=1)
         data = self._look_at(data)
@@ -523,7 +526,7 @@ class Model:
         self, x: Any, y: Any, sample_weight: Any, batch_size: int, owner: str
     ) -> tuple[Any, TrainTask]:
         """What to begin from, and a task, for a loop that leaves this model and the data alone."""
-        data, _ = prepare(x, y, sample_weight)
+        data = with_weights(prepare(x, y, sample_weight)[0], self._task.loss)
         if isinstance(data, tuple):
             data = ArrayStream(*data, batch_size=batch_size, shuffle=True, seed=self.seed)
         stream = as_stream(data, epochs=None)
@@ -541,6 +544,27 @@ class Model:
         if self._loop is not None:
             return self._loop.step
         return 0 if self._loaded is None else int(self._loaded.step)
+
+    @property
+    def _name(self) -> str:
+        """The class of the module, also where the module is a class or a factory of one."""
+        return getattr(self.module, "__name__", type(self.module).__name__)
+
+    def _repr_html_(self) -> str:
+        """What it is and how far it was trained, as a notebook shows it."""
+        facts = [f"metrics {', '.join(self._task.metrics)}"] if self._task.metrics else []
+        devices = self.strategy.devices
+        facts.append(display.plural(len(devices), f"{devices[0].platform} device"))
+        if self._loop is None and self._loaded is None:
+            facts.append("no weights yet: call fit or load")
+            return _html.card(self._name, facts)
+        state = self._state_in_place()
+        facts = [f"{display.count(_html.n_numbers(state.params))} params", *facts]
+        parts = [] if self.history is None else [self.history._repr_html_()]
+        trees = {"params": state.params, "model_state": state.model_state}
+        parts += [_html.arrays(name, tree, state.axes) for name, tree in trees.items()]
+        title = f"{self._name} at step {display.count(self.step)}"
+        return _html.card(title, facts, *parts)
 
     def _look_at(self, data: Any) -> Any:
         """The data, after the inputs of its first batch were used to begin, if they are needed."""
@@ -646,7 +670,7 @@ class Model:
     def _facts(self, stream: Any, validation_data: Any, n_steps: int | None) -> str:
         params = self._state_in_place().params
         return display.start_line(
-            type(self.module).__name__,
+            self._name,
             n_params=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
             n_devices=len(self.strategy.devices),
             platform=jax.default_backend(),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from flaxfit import _axes, _state_dict
+from flaxfit import _axes, _html, _state_dict
 from flaxfit._batch import call
 from flaxfit._inference_state import InferenceState
 from flaxfit._optimizer_axes import with_optimizer, without_optimizer
@@ -161,6 +161,10 @@ class TrainState(struct.PyTreeNode):
             model_state=self.model_state,
             axes=without_optimizer(self.axes),
         )
+
+    def _repr_html_(self) -> str:
+        """The step, the sizes and the arrays as a notebook shows them."""
+        return _html.of_state(self)
 
 
 def as_key(key: Any) -> jax.Array:

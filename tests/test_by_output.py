@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -64,6 +66,99 @@ def test_a_model_is_trained_on_the_weighted_sum_and_reports_each_loss(form):
     }
     assert found == pytest.approx(expected, rel=1e-4)
     assert {f"val_{name}" for name in expected} <= history.keys()
+
+
+def weighted_sums(outputs, weights):
+    """The two losses and an accuracy, each by its own weights, by NumPy."""
+    logits, numbers = (np.asarray(outputs[name], "f8") for name in ("kind", "size"))
+    kind = np.log(np.exp(logits).sum(1)) - logits[np.arange(22), CLASSES]
+    size = ((numbers - NUMBERS) ** 2).mean(1)
+    return {
+        "kind_loss": np.average(kind, weights=weights["kind"]),
+        "size_loss": np.average(size, weights=weights["size"]),
+        "kind_accuracy": np.average(logits.argmax(1) == CLASSES, weights=weights["kind"]),
+    }
+
+
+@pytest.mark.parametrize("form", [dict, tuple])
+@pytest.mark.parametrize("n_devices", [1, 4])
+def test_each_output_may_have_weights_of_its_own(form, n_devices):
+    targets = {"kind": CLASSES, "size": NUMBERS} if form is dict else (CLASSES, NUMBERS)
+    weights = {"kind": RNG.uniform(0, 3, 22), "size": (np.arange(22) % 3).astype(float)}
+    strategy = ff.DataParallel(jax.devices()[:n_devices])
+    model = ff.Model(
+        TwoHeads(form),
+        optax.sgd(0.1),
+        LOSS,
+        {"kind": "accuracy", "n_sizes": lambda *given: jnp.ones(len(jax.tree.leaves(given)[0]))},
+        loss_weights={"size": 0.1},
+        strategy=strategy,
+    )
+    model.fit(X, targets, batch_size=22, sample_weight=weights, verbose=0)
+    before = model.predict(X)
+    before = before if form is dict else dict(zip(LOSS, before, strict=True))
+    expected = weighted_sums(before, weights)
+    expected["loss"] = expected["kind_loss"] + 0.1 * expected["size_loss"]
+    expected["n_sizes"] = 1.0
+    found = model.evaluate(X, targets, batch_size=5, sample_weight=weights)
+    assert found == pytest.approx(expected, rel=1e-4)
+    history = model.fit(
+        X,
+        targets,
+        batch_size=22,
+        sample_weight=weights,
+        validation_data=(X, targets, weights),
+        verbose=0,
+    )
+    assert {name: history[name][0] for name in expected} == pytest.approx(expected, rel=1e-4)
+    after = model.evaluate(X, targets, sample_weight=weights)
+    assert history["val_loss"][0] == pytest.approx(after["loss"], rel=1e-5)
+    assert after["loss"] < found["loss"]
+
+
+def test_weights_of_an_output_act_as_they_would_for_it_alone():
+    """One head whose other has no weight trains as a model of one output does."""
+    weights = RNG.uniform(0, 3, 22)
+    targets = {"kind": CLASSES, "size": NUMBERS}
+    both = ff.Model(TwoHeads(), optax.sgd(0.1), LOSS)
+
+    class Alone(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return TwoHeads(name="heads")(x)["kind"]
+
+    def init(rngs, x):
+        return {"params": {"heads": TwoHeads().init(rngs, x)["params"]}}
+
+    alone = ff.Model((init, Alone().apply), optax.sgd(0.1), "crossentropy")
+    given = {"kind": weights, "size": np.zeros(22)}
+    both.fit(X, targets, batch_size=22, epochs=3, sample_weight=given, verbose=0)
+    alone.fit(X, CLASSES, batch_size=22, epochs=3, sample_weight=weights, verbose=0)
+    kernel = both.state.params["Dense_0"]["kernel"]
+    np.testing.assert_allclose(kernel, alone.state.params["heads"]["Dense_0"]["kernel"], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("loss", "weights", "message"),
+    [
+        (LOSS, {"kin": np.ones(22)}, "weights for 'kin', and losses by name for 'kind', 'size'"),
+        ("mse", {"kind": np.ones(22)}, "losses by name for no output: give sample_weight as one"),
+        (LOSS, {"kind": np.ones(21)}, "22 rows but sample_weight"),
+        (LOSS, {"kind": -np.ones(22)}, r"sample_weight\['kind'\] must be finite and not negative"),
+        (LOSS, {"kind": np.ones((22, 2))}, r"sample_weight\['kind'\] must hold one number per ex"),
+    ],
+    ids=["name", "one loss", "rows", "negative", "shape"],
+)
+def test_weights_by_output_that_do_not_fit_are_refused(loss, weights, message):
+    model = ff.Model(TwoHeads(), optax.sgd(0.1), loss)
+    with pytest.raises(ValueError, match=message):
+        model.fit(X, {"kind": CLASSES, "size": NUMBERS}, sample_weight=weights, verbose=0)
+
+
+def test_weights_of_classes_go_into_those_of_their_output():
+    model = ff.Model(TwoHeads(), optax.sgd(0.1), LOSS)
+    with pytest.raises(ValueError, match="put the weights of the classes into those of their out"):
+        model.fit(X, CLASSES, sample_weight={"kind": np.ones(22)}, class_weight={0: 2.0}, verbose=0)
 
 
 def test_losses_in_a_sequence_are_called_by_their_position():

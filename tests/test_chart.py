@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from flaxfit._chart import sparkline, svg_chart
+from flaxfit._chart import COLOURS, sparkline, svg_chart
 
 
 def test_a_sparkline_runs_from_the_lowest_to_the_highest_of_eight_blocks():
@@ -60,6 +60,21 @@ def test_a_chart_of_nothing_or_of_one_point_is_still_a_picture():
 
 def test_a_chart_escapes_names_and_draws_its_axes_in_the_colour_of_the_page():
     svg = svg_chart("<b>", {"a & b": [1.0, 2.0]}, [1, 2])
-    texts = [node.text for node in ET.fromstring(svg).iter("text")]
-    assert "<b>" in texts and "a & b" in texts
+    picture = ET.fromstring(svg)
+    assert picture.findtext("text") == "<b>"
+    assert [node.text for node in picture.iter("tspan")] == ["a & b"]
     assert re.search(r'<path [^>]*stroke="currentColor"', svg)
+
+
+def luminance(colour):
+    """The relative luminance of "#rrggbb", as the accessibility guidelines of the web define it."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("colour", COLOURS)
+def test_lines_stand_out_on_light_and_on_dark_pages(colour):
+    light, dark = luminance("#ffffff"), luminance("#111111")
+    assert (light + 0.05) / (luminance(colour) + 0.05) > 3
+    assert (luminance(colour) + 0.05) / (dark + 0.05) > 3

@@ -1,5 +1,7 @@
 """The record that a loop yields."""
 
+import xml.etree.ElementTree as ET
+
 import numpy as np
 import optax
 import pytest
@@ -36,6 +38,19 @@ def test_it_shows_its_numbers_and_not_its_matrices():
     checkpoint = checkpoint.with_metrics({"confusion": np.eye(2)})
     assert checkpoint.scalars == {"loss": 0.5}
     assert repr(checkpoint) == "Checkpoint(step=4, loss=0.5, 4 steps/s, 6 params)"
-    html = checkpoint._repr_html_()
-    assert "dense/kernel" in html and "float32[3, 2]" in html and "confusion" not in html
-    assert html.count("<table>") == html.count("</table>") == 2
+
+
+def test_its_page_has_the_facts_the_numbers_and_the_arrays_but_no_matrices():
+    checkpoint = make_checkpoint(n_completed_steps=8, elapsed_time=2.0, compile_time=0.5)
+    checkpoint = checkpoint.with_metrics({"a < b": 0.25, "confusion": np.eye(2)})
+    page = ET.fromstring(checkpoint._repr_html_())
+    assert page.findtext("b") == "Checkpoint at step 4"
+    assert page.findtext("small") == "8 steps · 2.0s · 4 steps/s · compiled in 0.5s · 6 params"
+    rows = [[cell.text for cell in row] for row in page.findall("table/tr")]
+    assert rows == [["loss", "0.5000"], ["a < b", "0.2500"]]
+    assert page.findtext("details/summary") == "params: 6 numbers in 1 array"
+
+
+def test_a_checkpoint_of_nothing_has_a_page_too():
+    page = ET.fromstring(ff.Checkpoint(step=3, state=None, metrics={})._repr_html_())
+    assert "".join(page.itertext()) == "Checkpoint at step 30 steps · 0.0s"

@@ -1,5 +1,8 @@
 import io
+import os
+import pty
 import sys
+import termios
 import types
 
 import pytest
@@ -113,6 +116,76 @@ def test_the_progress_line_leaves_out_what_is_not_known():
     assert display.progress_line(28, 44, None, {}) == "28/44"
     assert display.progress_line(1028, None, 4.0, {}) == "1,028 steps · 4 steps/s"
     assert "ETA 0s" in display.progress_line(50, 44, 4.0, {})
+
+
+def test_metrics_that_do_not_fit_beside_the_bar_are_left_out_from_the_last_and_never_cut():
+    metrics = {"loss": 0.429, "accuracy": 0.8897}
+    line = display.progress_line(28, 44, 4.0, metrics, width=45)
+    assert line == "28/44 · 4 steps/s · ETA 4s · loss 0.4290"
+    assert display.progress_line(28, 44, 4.0, metrics, width=10) == "28/44 · 4 steps/s · ETA 4s"
+
+
+@pytest.mark.parametrize("width", [20, 30, 45, 60, 80])
+def test_a_folded_line_fits_and_loses_nothing(width):
+    line = "flaxfit  MLP · 9,610 params · 1 cpu device · 1,437 train / 360 val examples · batch 32"
+    lines = display.folded(line, width).split("\n")
+    longest = max(len(part) for part in line.split(" · "))
+    assert max(map(len, lines)) <= max(width, 9 + longest + 2)
+    assert all(part.startswith(" " * 9) for part in lines[1:])
+    assert " ".join(part.strip() for part in lines) == line
+
+
+def test_a_folded_line_is_broken_between_metrics_or_else_between_words():
+    assert display.folded("Epoch 1/4  2.8s  loss 1.5959  f1 0.6816", 30).split("\n") == [
+        "Epoch 1/4  2.8s  loss 1.5959",
+        "         f1 0.6816",
+    ]
+    assert display.folded("flaxfit  compiled it in 5s", 21).split("\n") == [
+        "flaxfit  compiled it",
+        "         in 5s",
+    ]
+
+
+@pytest.fixture
+def narrow():
+    """A terminal of 60 columns, and what was written to it."""
+    parent, child = pty.openpty()
+    termios.tcsetwinsize(child, (24, 60))
+    with os.fdopen(child, "w", encoding="utf-8") as terminal:
+
+        def written(end):
+            """All that was written, up to the line that ends so."""
+            found = b""
+            while not found.endswith(f"{end}\r\n".encode()):
+                found += os.read(parent, 4096)
+            return found.decode().replace("\r\n", "\n")
+
+        yield terminal, written
+    os.close(parent)
+
+
+def test_lines_are_folded_to_the_width_of_a_terminal_and_of_nothing_else(narrow):
+    terminal, written = narrow
+    line = "Epoch 1/4  " + "  ".join(f"metric_{i} 0.5000" for i in range(8))
+    display.write(line, terminal)
+    lines = written("metric_7 0.5000").splitlines()
+    assert len(lines) == 3 and max(map(len, lines)) <= 60
+    assert display.columns(terminal) == 60
+    file = io.StringIO()
+    display.write(line, file)
+    assert file.getvalue() == line + "\n"
+    assert display.columns(file) == display.WIDTH
+
+
+def test_a_passing_notice_is_written_over_by_the_next_and_left_out_of_files(narrow, monkeypatch):
+    terminal, written = narrow
+    monkeypatch.setenv("TERM", "xterm")
+    display.say("compiling…", terminal)
+    display.say("compiled in 5s", terminal)
+    assert written("in 5s") == "flaxfit  compiling…\rflaxfit  compiled in 5s\n"
+    file = io.StringIO()
+    display.say("compiling…", file)
+    assert file.getvalue() == ""
 
 
 def test_the_final_line_tells_time_best_and_last():

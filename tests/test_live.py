@@ -1,5 +1,6 @@
 """What can be changed while training goes on: hyperparameters, frozen parameters."""
 
+import xml.etree.ElementTree as ET
 from typing import Any
 
 import flax.linen as nn
@@ -197,7 +198,9 @@ def test_a_range_test_finds_a_rate_and_leaves_the_model_alone():
     assert 1e-2 < found.suggestion < 2
     assert found.suggestion < found.rates[np.argmin(found.losses)]
     assert "suggestion" in repr(found)
-    assert "<svg" in found._repr_html_()
+    page = ET.fromstring(found._repr_html_())
+    assert page.findtext("b") == f"suggested learning rate: {found.suggestion:.4g}"
+    assert page.find("div/svg") is not None
     assert model.step == 4
     for each in (model, untouched):
         each.fit(X, Y, batch_size=8, verbose=0)

@@ -1,10 +1,11 @@
 """ProgressBar: a live bar on a terminal or in a notebook, a line per checkpoint elsewhere."""
 
+import io
 import time
 from collections.abc import Callable, Mapping
-from typing import TextIO
+from typing import Any, TextIO
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from flaxfit import _display as display
 from flaxfit._checkpoint import Checkpoint
@@ -12,6 +13,8 @@ from flaxfit._monitor import default_monitor, is_better, resolve_mode
 from flaxfit.callbacks._callback import Loop
 
 _SECONDS_BETWEEN_REFRESHES = 0.5
+# So wide is a bar at least, where there are metrics to be left out for it.
+_LEAST_BAR = 4
 # Steps are int32: a span of this many ends with the data, wherever that is.
 _ENDLESS = 2**31 - 1
 
@@ -20,6 +23,25 @@ class _Bar(tqdm):
     """A bar that only we redraw: no thread wakes up to do it."""
 
     monitor_interval = 0
+
+
+class _CellBar(_Bar):
+    """A bar in the output of a notebook's cell, which is redrawn without widgets.
+
+    When it is closed nothing of it is left in the notebook.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            **{**options, "file": io.StringIO(), "ncols": display.WIDTH, "dynamic_ncols": False}
+        )
+
+    @staticmethod
+    def status_printer(file: Any) -> Callable[[str], None]:
+        from IPython import display as ipython  # A notebook has it.
+
+        cell: Any = ipython.display({"text/plain": ""}, raw=True, display_id=True)
+        return lambda text: cell.update({"text/plain": text}, raw=True)
 
 
 class ProgressBar:
@@ -112,7 +134,8 @@ class ProgressBar:
     def _draw(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._bar is None:
             blocks = "─╸━"
-            self._bar = _Bar(
+            kind = _CellBar if display.is_cell(self._stream) else _Bar
+            self._bar = kind(
                 total=self._span(step)[2],
                 bar_format=" ",
                 leave=False,
@@ -127,7 +150,9 @@ class ProgressBar:
         """Puts what is to be shown into the bar, without drawing it."""
         label, n, total = self._span(step)
         speed = self._n_timed / self._seconds if self._seconds else None
-        text = display.printable(display.progress_line(n, total, speed, metrics), self._stream)
+        room = display.columns(self._stream) - len(label) - _LEAST_BAR - 4
+        line = display.progress_line(n, total, speed, metrics, width=room)
+        text = display.printable(line, self._stream)
         text = text.replace("{", "{{").replace("}", "}}")
         bar.bar_format = f"{label}  {{bar}}  {text}" if total else f"{label}  {text}"
         bar.total, bar.n = total, n if total is None else min(n, total)
@@ -159,7 +184,11 @@ class ProgressBar:
         label = display.label(self._unit, self._n, self._n_units)
         display.write(
             display.checkpoint_line(
-                label, checkpoint.elapsed_time, checkpoint.scalars, is_best=is_best
+                label,
+                checkpoint.elapsed_time,
+                checkpoint.scalars,
+                is_best=is_best,
+                width=display.columns(self._stream),
             ),
             self._stream,
         )

@@ -11,7 +11,13 @@ divides once, at the end. So the value is that of all the data at once, whatever
 
 from flaxfit.metrics._accuracy import accuracy, binary_accuracy, top_k
 from flaxfit.metrics._auc import auc
-from flaxfit.metrics._confusion import confusion_matrix, f1, precision, recall
+from flaxfit.metrics._confusion import (
+    confusion_matrix,
+    f1,
+    plot_confusion_matrix,
+    precision,
+    recall,
+)
 from flaxfit.metrics._metric import Metric, mean
 from flaxfit.metrics._names import as_metrics, on
 from flaxfit.metrics._regression import mae, mse, perplexity, r2, rmse
@@ -29,6 +35,7 @@ __all__ = [
     "mse",
     "on",
     "perplexity",
+    "plot_confusion_matrix",
     "precision",
     "r2",
     "recall",

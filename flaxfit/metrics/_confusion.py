@@ -1,11 +1,12 @@
-"""Metrics that count by class: precision, recall, F1 and the confusion matrix."""
+"""Metrics that count by class: precision, recall, F1, and the confusion matrix with its picture."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit._pyplot import pyplot
 from flaxfit.metrics._labels import classes_of
 from flaxfit.metrics._metric import Metric, ratio, weights_of
 
@@ -86,6 +87,51 @@ def confusion_matrix(n_classes: int) -> Metric:
         return _by_class(n_classes, weights_of(actual, weights), actual, predicted)
 
     return Metric(measure, np.asarray, "confusion_matrix")
+
+
+def plot_confusion_matrix(matrix: Any, names: Sequence[str] | None = None) -> Any:
+    """Draws the weights of the examples by actual class (rows) and predicted class (columns).
+
+    Colours are shares of the row, so that a class with few examples shows as well.
+
+    >>> import matplotlib
+    >>> matplotlib.use("agg")
+    >>> axes = plot_confusion_matrix([[8, 1], [2, 9]], names=["cat", "dog"])
+    >>> axes.get_xlabel(), [label.get_text() for label in axes.get_xticklabels()]
+    ('predicted', ['cat', 'dog'])
+
+    Args:
+      matrix: the value of `confusion_matrix`, or any other square array of counts.
+      names: those of the classes; None: their numbers.
+
+    Returns:
+      The matplotlib axes (`axes.figure.savefig(...)`).
+
+    Raises:
+      ValueError: it is not square, or there is another number of names.
+    """
+    matrix = np.asarray(matrix)
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+        raise ValueError(
+            "A confusion matrix has as many rows as columns, got an array of shape "
+            f"{matrix.shape}: plot what confusion_matrix(n_classes) measured."
+        )
+    n = len(matrix)
+    names = [str(i) for i in range(n)] if names is None else list(names)
+    if len(names) != n:
+        raise ValueError(f"There are {n} classes, but {len(names)} names: {', '.join(names)}.")
+    side = max(3.0, 1.5 + 0.45 * n)
+    _, axes = pyplot().subplots(figsize=(side, side), layout="constrained")
+    shares = matrix / np.maximum(matrix.sum(1, keepdims=True), np.finfo(np.float32).tiny)
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    for row, column in np.ndindex(n, n):
+        colour = "white" if shares[row, column] > 0.5 else "black"
+        text = f"{matrix[row, column]:.4g}"
+        axes.text(column, row, text, ha="center", va="center", color=colour)
+    axes.set_xticks(range(n), names, rotation=90 if max(map(len, names), default=0) > 3 else 0)
+    axes.set_yticks(range(n), names)
+    axes.set(xlabel="predicted", ylabel="actual")
+    return axes
 
 
 def _by_class(n_classes: int, weights: Any, *classes: Any) -> Any:

@@ -76,6 +76,11 @@ def mean(values: Callable[..., Any], *, name: str | None = None) -> Metric:
 
 def sums_of(values: Any, weights: Any = None, *, name: str | None = None) -> dict[str, Any]:
     """The weighted sum of all elements of per-example values, and the sum of their weights."""
+    if not hasattr(values, "shape") and not isinstance(values, list | int | float):
+        raise TypeError(
+            f"The metric {name!r} returned {type(values).__name__}; expected one value per "
+            "example, of shape (batch, ...). Return the array, or pass a Metric(measure, compute)."
+        )
     values = jnp.asarray(values)
     if values.ndim == 0:
         raise ValueError(

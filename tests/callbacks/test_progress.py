@@ -3,8 +3,10 @@ import io
 import os
 import pty
 import re
+import sys
 import termios
 import threading
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -225,6 +227,46 @@ def test_a_stream_of_few_characters_is_written_to_without_failure(make_loop, che
     bar.close()
     file.seek(0)
     assert "stopped after 3 of 4 steps in 0.0s ? loss 0.5000" in file.read()
+
+
+@pytest.fixture
+def cell(monkeypatch):
+    """What the output of a notebook's cell showed, one after the other."""
+    shown = []
+
+    def display(data, *, raw, display_id):
+        assert raw and display_id
+        shown.append(data["text/plain"])
+        return SimpleNamespace(update=lambda data, *, raw: shown.append(data["text/plain"]))
+
+    shell = SimpleNamespace(config={"IPKernelApp": {}})
+    ipython = SimpleNamespace(get_ipython=lambda: shell, display=SimpleNamespace(display=display))
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    return shown
+
+
+def test_in_a_notebook_the_bar_is_redrawn_in_place_and_leaves_nothing(
+    make_loop, checkpoint_at, clock, cell, capsys
+):
+    bar = ProgressBar(unit="epoch", total=2, clock=clock)
+    loop = make_loop(n_steps_per_checkpoint=4)
+    bar.attach(loop)
+    for _ in range(2):
+        for _ in range(4):
+            clock.now += 1
+            loop.dispatch()
+        bar(checkpoint_at(loop.step, loss=0.5, elapsed_time=4.0))
+    bar.close()
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert captured.out == (
+        "Epoch 1/2  4.0s  loss 0.5000\nEpoch 2/2  4.0s  loss 0.5000\ndone in 8.0s · loss 0.5000\n"
+    )
+    bars = [text for text in cell if text.strip()]
+    assert bars[0].startswith("Epoch 1/2  ━") and bars[-1].endswith(
+        "4/4 · 1 steps/s · ETA 0s · loss 0.5000"
+    )
+    assert cell[-1] == ""
 
 
 def test_no_thread_is_started(make_loop, terminal, clock):

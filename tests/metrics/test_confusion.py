@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import sklearn.metrics
 
-from flaxfit.metrics import confusion_matrix, f1, precision, recall
+from flaxfit.metrics import confusion_matrix, f1, plot_confusion_matrix, precision, recall
 
 RATES = [
     (precision, sklearn.metrics.precision_score),
@@ -86,3 +86,24 @@ def test_labels_out_of_range_are_counted_nowhere():
 def test_a_confusion_matrix_of_another_size_is_refused():
     with pytest.raises(ValueError, match=r"of 10 classes does not fit outputs of shape \(4, 3\)"):
         confusion_matrix(10).measure(np.zeros((4, 3)), np.zeros(4, np.int32))
+
+
+def test_a_drawn_matrix_has_a_number_in_each_cell_and_the_shares_of_rows_as_colours():
+    matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    matplotlib.use("Agg")
+    matrix = np.array([[30.0, 10.0, 0.0], [0.0, 0.0, 0.0], [1.5, 0.0, 1.5]], np.float32)
+    axes = plot_confusion_matrix(matrix, names=["cat", "dog", "a llama"])
+    texts = [text.get_text() for text in axes.texts]
+    assert texts == ["30", "10", "0", "0", "0", "0", "1.5", "0", "1.5"]
+    shares = axes.images[0].get_array()
+    np.testing.assert_allclose(shares, [[0.75, 0.25, 0], [0, 0, 0], [0.5, 0, 0.5]])
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["cat", "dog", "a llama"]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("predicted", "actual")
+    matplotlib.pyplot.close(axes.figure)
+
+
+def test_what_is_no_confusion_matrix_is_not_drawn():
+    with pytest.raises(ValueError, match=r"as many rows as columns, got an array of shape \(3,\)"):
+        plot_confusion_matrix(np.ones(3))
+    with pytest.raises(ValueError, match="There are 2 classes, but 1 names: cat"):
+        plot_confusion_matrix(np.eye(2), names=["cat"])

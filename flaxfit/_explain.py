@@ -1,0 +1,118 @@
+"""What JAX's errors mean for a training run, in words; JAX's own error stays as the cause."""
+
+import contextlib
+import functools
+import re
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from flaxfit._display import count, plural, size
+
+_ASKED_FOR_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+_OUT_OF_MEMORY = """\
+The training step ran out of memory by step {step}, with batches of {examples}, and {size} of \
+parameters and optimizer state. What takes less:
+  a smaller batch, such as batch_size={half} (Model.find_batch_size finds the largest that fits)
+  accumulate=2: the same update, from two halves of each batch, one after the other
+  precision='bfloat16'
+  rematerialisation of the large layers: nn.remat(Layer), nnx.remat, jax.checkpoint
+  strategy=Sharded.fsdp(): parameters and optimizer state divided between the devices
+On a GPU, JAX takes three quarters of the memory; XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 lets it \
+have more."""
+
+
+@contextlib.contextmanager
+def tracers_explained() -> Iterator[None]:
+    """Says what to return where a model, a loss or a metric uses traced values as if they were not.
+
+    Raises:
+      TypeError: in place of JAX's, which is its cause.
+    """
+    try:
+        yield
+    except TypeError as error:
+        explanation = _of_tracers(error)
+        if explanation is None:
+            raise
+        raise TypeError(explanation) from error
+
+
+def explained(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a method of a stepper: its errors of tracers and of memory are explained.
+
+    Raises:
+      TypeError: a traced value was kept, or asked for.
+      MemoryError: the devices have not enough; it says what would take less.
+    """
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except TypeError as error:
+            explanation = _of_tracers(error)
+            if explanation is None:
+                raise
+            raise TypeError(explanation) from error
+        except jax.errors.JaxRuntimeError as error:
+            if not re.search("RESOURCE_EXHAUSTED|out of memory", str(error), re.IGNORECASE):
+                raise
+            raise MemoryError(_advice(self)) from error
+
+    return call
+
+
+def _of_tracers(error: TypeError) -> str | None:
+    """What an error of tracing means; None where it is none."""
+    who = f"The model, the loss or a metric{_place(error)}"
+    # The latter is what becomes of it where JAX takes the array that was kept for a constant.
+    if isinstance(error, jax.errors.UnexpectedTracerError) or re.match(
+        r"Computation compiled for \d+ inputs but called with", str(error)
+    ):
+        return (
+            f"{who} has kept an array of an earlier call, in an attribute, a list or a global. "
+            "Such arrays do not outlive the tracing of the step. Return it instead: a metric "
+            "returns one value per example, a loss returns (values, penalty), a module keeps "
+            "state in a variable (self.variable, nnx.Variable)."
+        )
+    if isinstance(error, _ASKED_FOR_A_VALUE):
+        return (
+            f"{who} asks for the value of an array, which it has not yet: the step is traced "
+            "first, then compiled. Return the array instead of float(array) or np.asarray(array), "
+            "use jax.numpy in place of numpy and jnp.where in place of `if`; jax.debug.print "
+            "shows values."
+        )
+    return None
+
+
+def _advice(stepper: Any) -> str:
+    n = jax.tree.leaves(stepper.batch_shapes)[0].shape[0]
+    state = jax.tree.leaves((stepper.state.params, stepper.state.opt_state))
+    n_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in state)
+    devices = plural(len(stepper.strategy.devices), "device")
+    return _OUT_OF_MEMORY.format(
+        step=count(max(stepper.step, 1)),
+        examples=f"{plural(n, 'example')} on {devices}",
+        size=size(n_bytes),
+        half=max(n // 2, 1),
+    )
+
+
+def _place(error: BaseException) -> str:
+    """Where in the user's own code it happened: the last place outside of installed packages."""
+    library = sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]
+    own = str(Path(__file__).parent)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((*library, own, "<")):
+            return f" ({Path(frame.filename).name}, line {frame.lineno})"
+    return ""

@@ -1,0 +1,98 @@
+"""Mistakes that everyone makes, and their answers: what cannot be, what was given, what to do."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import flaxfit as ff
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(32, 4)).astype(np.float32)
+LABELS = rng.integers(0, 3, 32)
+NUMBERS = rng.normal(size=(32, 1)).astype(np.float32)
+
+
+def answer(call):
+    with pytest.raises(Exception) as caught:
+        call()
+    return caught.type, str(caught.value)
+
+
+def fit(*data, loss="crossentropy", n_out=3, n_devices=1, task=None, **options):
+    strategy = ff.DataParallel(jax.devices()[:n_devices])
+    model = ff.Model(nn.Dense(n_out), optax.sgd(0.1), loss, strategy=strategy, **(task or {}))
+    return model.fit(*data, verbose=0, **options)
+
+
+def test_a_batch_that_cannot_be_split_over_the_devices():
+    kind, message = answer(lambda: fit(X, LABELS, batch_size=30, n_devices=4, task={"pad": False}))
+    assert kind is ValueError
+    assert "batch of 30" in message and "4 devices" in message
+    assert "28" in message and "32" in message
+
+
+def test_labels_in_a_column_for_crossentropy():
+    kind, message = answer(lambda: fit(X, LABELS[:, None]))
+    assert kind is ValueError
+    assert (
+        "'crossentropy' wants integer labels of shape (32,) for outputs of shape (32, 3)" in message
+    )
+    assert "(32, 1)" in message and "y[:, 0]" in message
+
+
+def test_one_hot_labels_for_crossentropy():
+    kind, message = answer(lambda: fit(X, np.eye(3, dtype=np.float32)[LABELS]))
+    assert kind is ValueError and "'onehot_crossentropy'" in message
+
+
+def test_a_label_out_of_range():
+    kind, message = answer(lambda: fit(X, np.where(np.arange(32) == 9, 12, LABELS)))
+    assert kind is ValueError
+    assert "label 12 is out of range for 3 outputs" in message and "0..2" in message
+
+
+def test_a_loss_that_broadcasts():
+    kind, message = answer(
+        lambda: fit(
+            X, NUMBERS[:, 0], n_out=1, loss=lambda outputs, targets: (outputs - targets) ** 2
+        )
+    )
+    assert kind is ValueError
+    assert "(32, 32)" in message and "(32, 1)" in message and "reshape one of them" in message
+
+
+def test_more_inputs_than_targets():
+    kind, message = answer(lambda: fit(X, LABELS[:20]))
+    assert kind is ValueError and "32 rows" in message and "20" in message
+
+
+def test_batches_without_targets():
+    kind, message = answer(lambda: fit([X[:8], X[8:16]], loss="mse"))
+    assert kind is TypeError
+    assert "must be (inputs, targets) or a mapping" in message
+    assert "(8, 4)" in message and "yield x, y" in message
+
+
+def test_a_loss_that_becomes_nan():
+    stop = ff.callbacks.StopOnNaN()
+    kind, message = answer(
+        lambda: fit(X, 1e30 * NUMBERS, loss="mse", n_out=1, epochs=3, callbacks=[stop])
+    )
+    assert kind is FloatingPointError
+    assert "at step" in message and "Lower the learning rate" in message and "clip" in message
+
+
+def test_a_folder_to_resume_from_that_holds_nothing(tmp_path):
+    kind, message = answer(lambda: fit(X, LABELS, checkpoint_dir=tmp_path, resume=True))
+    assert kind is FileNotFoundError
+    assert str(tmp_path) in message and "holds no checkpoint" in message and "'auto'" in message
+
+
+def test_a_checkpoint_of_another_model(tmp_path):
+    fit(X, LABELS, checkpoint_dir=tmp_path)
+    kind, message = answer(lambda: fit(X, LABELS, n_out=4, checkpoint_dir=tmp_path))
+    assert kind is ValueError
+    assert "does not fit this model" in message
+    assert "params/kernel" in message and "(4, 3)" in message and "(4, 4)" in message

@@ -1,0 +1,120 @@
+"""Errors of JAX in words: traced values that were kept or asked for, memory that ran out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import flaxfit as ff
+
+X, Y = np.ones((8, 2), np.float32), np.ones((8, 1), np.float32)
+STRATEGIES = {
+    "one device": lambda: ff.DataParallel(jax.devices()[:1]),
+    "two devices": lambda: ff.DataParallel(jax.devices()[:2]),
+    "sharded": lambda: ff.Sharded(devices=jax.devices()[:2]),
+}
+strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+def error_of_fit(loss="mse", metrics=(), module=None, strategy="one device"):
+    model = ff.Model(
+        module or nn.Dense(1), optax.sgd(0.1), loss, metrics, strategy=STRATEGIES[strategy]()
+    )
+    with pytest.raises((TypeError, ValueError, MemoryError)) as caught:
+        model.fit(X, Y, batch_size=4, epochs=2, verbose=0)
+    return caught.value
+
+
+def squares(outputs, targets):
+    return ((outputs - targets) ** 2).mean(-1)
+
+
+class Keeps:
+    """A loss, or a metric, that adds up what it has seen in an attribute."""
+
+    def __init__(self):
+        self.total = 0.0
+
+    def __call__(self, outputs, targets):
+        values = squares(outputs, targets)
+        self.total = self.total + values.mean()
+        return values
+
+
+@strategies
+def test_a_loss_that_keeps_an_array_is_told_to_return_it(strategy):
+    error = error_of_fit(Keeps(), strategy=strategy)
+    assert isinstance(error, TypeError) and isinstance(error.__cause__, TypeError)
+    assert "has kept an array of an earlier call" in str(error)
+    assert "a metric returns one value per example, a loss returns (values, penalty)" in str(error)
+
+
+def test_a_metric_that_keeps_an_array_is_told_to_return_it():
+    assert "Return it instead" in str(error_of_fit(metrics={"kept": Keeps()}))
+
+
+ASKING = {
+    "float": lambda outputs, targets: float(squares(outputs, targets).mean()),
+    "if": lambda outputs, targets: outputs.mean(-1) if outputs.sum() > 0 else targets.mean(-1),
+    "numpy": lambda outputs, targets: np.abs(np.asarray(outputs) - np.asarray(targets))[:, 0],
+    "item": lambda outputs, targets: squares(outputs, targets).sum().item(),
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+@pytest.mark.parametrize("role", ["loss", "metric"])
+def test_a_loss_or_metric_that_asks_for_values_is_told_what_to_do_and_where(name, role):
+    function = ASKING[name]
+    error = error_of_fit(function) if role == "loss" else error_of_fit(metrics={"m": function})
+    assert isinstance(error, TypeError)
+    assert isinstance(error.__cause__, jax.errors.JAXTypeError)
+    line = function.__code__.co_firstlineno
+    assert f"(test_explain.py, line {line}) asks for the value of an array" in str(error)
+    assert "jnp.where" in str(error) and "jax.debug.print" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("returned", "kind"), [(None, "NoneType"), ("x", "str"), ({"a": 1}, "dict"), ((1, 2), "tuple")]
+)
+def test_a_metric_that_returns_no_array_is_told_what_to_return(returned, kind):
+    error = error_of_fit(metrics={"mine": lambda outputs, targets: returned})
+    assert isinstance(error, TypeError)
+    assert f"returned {kind}; expected one value per example" in str(error)
+
+
+class TooLarge(nn.Module):
+    """A model that wants more memory than there is."""
+
+    @nn.compact
+    def __call__(self, x):
+        row = jnp.arange(2**24) * x.sum()
+        sorted_rows = jnp.sort(jnp.broadcast_to(row, (2**24, 2**24)), axis=0)
+        return nn.Dense(1)(x) + sorted_rows[5:6, 3:4]
+
+
+def test_a_step_that_runs_out_of_memory_names_what_takes_less():
+    error = error_of_fit(module=TooLarge())
+    assert isinstance(error, MemoryError)
+    assert isinstance(error.__cause__, jax.errors.JaxRuntimeError)
+    message = str(error)
+    assert "batches of 4 examples on 1 device, and 12 B of parameters" in message
+    for knob in (
+        "batch_size=2",
+        "find_batch_size",
+        "accumulate=2",
+        "precision='bfloat16'",
+        "nn.remat",
+        "Sharded.fsdp()",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    ):
+        assert knob in message
+
+
+def test_other_errors_are_left_as_they_are():
+    def refuses(outputs, targets):
+        raise TypeError("mine")
+
+    error = error_of_fit(refuses)
+    assert str(error) == "mine" and error.__cause__ is None
