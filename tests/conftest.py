@@ -5,6 +5,8 @@ import contextlib
 import gc
 import os
 import shutil
+import signal
+import subprocess
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +27,6 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-<<<<<<< HEAD
 def _link_all(source, target):
     target.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
@@ -41,7 +42,8 @@ def pytest_configure():
 def pytest_unconfigure():
     if SHARED_PROGRAMS:
         _link_all(PROGRAMS, Path(SHARED_PROGRAMS))
-=======
+
+
 @pytest.fixture(scope="session")
 def environment():
     """The environment for processes of Python that are to share what they compile.
@@ -50,11 +52,10 @@ def environment():
     """
     return {
         **os.environ,
-        "JAX_COMPILATION_CACHE_DIR": _compilation_cache,
+        "JAX_COMPILATION_CACHE_DIR": str(PROGRAMS),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
->>>>>>> i9
 
 
 # Each compiled program maps a few pieces of memory; Linux allows a process 65,530 of them.
@@ -68,6 +69,37 @@ def _forget_programs():
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > ENOUGH_MAPS:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="session")
+def run_child():
+    """Runs a command to its end, as `subprocess.run` with its output captured as text.
+
+    One that does not end in time fails the test with the stacks of all its threads.
+    """
+
+    def run(command, *, seconds=300, cwd=None, env=None):
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env={**(os.environ if env is None else env), "PYTHONFAULTHANDLER": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # It then prints the stacks.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            os.killpg(process.pid, signal.SIGKILL)
+            output, errors = process.communicate(timeout=10)
+            pytest.fail(f"{command} did not end within {seconds} s:\n{output}\n{errors}")
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+    return run
 
 
 OPTIONAL = (

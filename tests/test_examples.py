@@ -2,7 +2,6 @@
 
 import re
 import signal
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,30 +43,29 @@ def test_an_example_is_under_a_hundred_lines(name):
         for name in LEAST_ACCURACY
     ],
 )
-def test_an_example_reaches_its_accuracy(name, tmp_path, environment):
+def test_an_example_reaches_its_accuracy(name, tmp_path, environment, run_child):
     for package in NEEDS.get(name, ()):
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     # What other packages warn of when they are imported is not for this test to judge.
     strict = [] if name in NEEDS else ["-W", "error"]
     command = [sys.executable, *strict, str(EXAMPLES / name)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = run_child(command, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     accuracy = re.search(r"test accuracy (\d\.\d{4})$", done.stdout.strip())
     assert accuracy, f"no result line in:\n{done.stdout}"
     assert float(accuracy[1]) >= LEAST_ACCURACY[name]
 
 
-def test_a_killed_example_ends_with_the_weights_of_the_whole_run(tmp_path, environment):
-    def run(*arguments, env=environment):
+def test_a_killed_example_ends_with_the_weights_of_the_whole_run(tmp_path, run_child):
+    def run(*arguments):
         command = [sys.executable, "-W", "error", str(EXAMPLES / "04_resume.py"), *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        return run_child(command, cwd=tmp_path)
 
     for _ in range(2):
         killed = run("killed", "--kill")
         assert killed.returncode == -signal.SIGKILL, killed.stderr
-    # The whole run compiles its own programs.
-    resumed, whole = run("killed"), run("whole", env=None)
+    resumed, whole = run("killed"), run("whole")
     assert resumed.returncode == whole.returncode == 0, resumed.stderr + whole.stderr
     digests = [re.findall(r"digest of the weights (\w{64})", d.stdout) for d in (resumed, whole)]
     assert digests[0] == digests[1] and len(digests[0]) == 1

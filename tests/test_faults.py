@@ -1,7 +1,6 @@
 """The benchmark of faults, in short: killed and damaged, runs end as if nothing had happened."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,10 +12,10 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("n_kills", "n_damages"), [(6, 1), pytest.param(40, 12, marks=pytest.mark.slow)]
 )
-def test_no_run_is_lost(n_kills, n_damages):
+def test_no_run_is_lost(n_kills, n_damages, run_child):
     numbers = ["--kills", str(n_kills), "--damages", str(n_damages), "--sizes"]
     command = [sys.executable, "-m", "benchmarks.faults", *numbers]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run_child(command, cwd=ROOT, seconds=580)
     assert done.returncode == 0, done.stdout + done.stderr
     total = re.search(r"^in \d+ runs +(\d+) +(\d+) +(\d+) +(\d+)$", done.stdout, re.MULTILINE)
     assert total, done.stdout

@@ -4,7 +4,6 @@ import importlib
 import inspect
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -193,14 +192,19 @@ def public_names(module_name):
     }
 
 
-def fresh(script):
+@pytest.fixture
+def fresh(run_child):
     """What a script prints as JSON in a new interpreter."""
-    command = [sys.executable, "-W", "error", "-c", script]
-    # Compiled files are kept, as they are by default.
-    variables = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    done = subprocess.run(command, capture_output=True, text=True, env=variables)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+
+    def run(script):
+        command = [sys.executable, "-W", "error", "-c", script]
+        # Compiled files are kept, as they are by default.
+        variables = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        done = run_child(command, env=variables)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
 
 
 def test_every_public_module_is_listed():
@@ -243,7 +247,7 @@ def test_an_unknown_name_is_an_attribute_error():
         getattr(importlib.import_module("flaxfit"), name)
 
 
-def test_importing_brings_in_no_heavy_package():
+def test_importing_brings_in_no_heavy_package(fresh):
     lazy = sorted(name.removeprefix("flaxfit.") for name in PUBLIC if "." in name)
     found = fresh(
         "import json, sys, flaxfit\n"
@@ -255,7 +259,7 @@ def test_importing_brings_in_no_heavy_package():
     assert found == []
 
 
-def test_importing_costs_at_most_a_tenth_of_a_second_over_the_dependencies():
+def test_importing_costs_at_most_a_tenth_of_a_second_over_the_dependencies(fresh):
     script = (
         "import gc, json, time\n"
         "import flax.linen, jax, numpy, optax, redex.combinator, redex.util, tqdm\n"

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import signal
-import subprocess
 import sys
 
 import flax.linen as nn
@@ -179,7 +178,7 @@ t.train(sys.argv[1], callbacks=[kill])
 """
 
 
-def test_a_killed_process_loses_no_finished_epoch(tmp_path):
+def test_a_killed_process_loses_no_finished_epoch(tmp_path, run_child):
     """The process of the test goes on where the killed one was; `test_faults` uses new ones."""
     options = {
         "jax_num_cpu_devices": jax.device_count(),
@@ -190,7 +189,7 @@ def test_a_killed_process_loses_no_finished_epoch(tmp_path):
     }
     run = RUN.format(tests=os.path.dirname(__file__), options=options)
     command = [sys.executable, "-c", run, str(tmp_path / "run")]
-    killed = subprocess.run(command, capture_output=True, text=True)
+    killed = run_child(command)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert latest(tmp_path / "run") in (4, 8)
     whole = fingerprint(*train(tmp_path / "whole"))

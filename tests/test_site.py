@@ -4,7 +4,6 @@ import importlib.util
 import os
 import re
 import runpy
-import subprocess
 import sys
 import zlib
 from pathlib import Path
@@ -42,19 +41,17 @@ def test_links_to_files_lead_somewhere(page):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def site(tmp_path_factory, run_child):
     """The site, built as CONTRIBUTING says, where any warning is an error."""
     for name in ("sphinx", "sphinx_book_theme", "myst_nb"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
     folder = tmp_path_factory.mktemp("site") / "html"
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "docs"]
-    done = subprocess.run(
+    done = run_child(
         [*command, str(folder)],
         cwd=ROOT,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
     )
     assert done.returncode == 0, done.stderr
     return folder

@@ -164,12 +164,12 @@ def test_a_wrong_parameter_is_found_by_fit(parameters, message):
         estimator.fit(np.zeros((4, 2)), [0, 1, 0, 1])
 
 
-def test_without_scikit_learn_the_error_names_the_extra():
+def test_without_scikit_learn_the_error_names_the_extra(run_child):
     script = (
         "import sys, flaxfit\n"
         "sys.modules['sklearn'] = None\n"
         "try:\n    flaxfit.sklearn\n"
         "except ImportError as error:\n    print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = run_child([sys.executable, "-c", script])
     assert 'pip install "flaxfit[sklearn]"' in done.stdout

@@ -1,5 +1,4 @@
 import shutil
-import subprocess
 import sys
 
 import flax.linen as nn
@@ -430,9 +429,9 @@ def test_a_damaged_best_gives_way_to_the_next_best(tmp_path, capfd):
     assert "corrupt-2-0" in capfd.readouterr().err
 
 
-def test_importing_checkpoints_does_not_import_orbax():
+def test_importing_checkpoints_does_not_import_orbax(run_child):
     program = "import sys, flaxfit.checkpoints; sys.exit('orbax.checkpoint' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
+    assert run_child([sys.executable, "-c", program], seconds=120).returncode == 0
 
 
 @pytest.mark.parametrize("content", [None, "notes.txt", "foreign/file"])

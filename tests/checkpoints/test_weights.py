@@ -1,6 +1,5 @@
 import json
 import os
-import subprocess
 import sys
 
 import jax
@@ -169,14 +168,14 @@ def test_files_are_exchanged_with_the_library_of_the_format(tmp_path, tools):
     tools.assert_same(library.load_file(path), flat)
 
 
-def test_weights_need_neither_orbax_nor_the_library_of_the_format(tmp_path):
+def test_weights_need_neither_orbax_nor_the_library_of_the_format(tmp_path, run_child):
     program = (
         "import sys, numpy as np\n"
         "from flaxfit.checkpoints import load_weights, save_weights\n"
         f"load_weights(save_weights({str(tmp_path / 'w')!r}, dict(a=np.ones(2))))\n"
         "sys.exit(bool({'orbax.checkpoint', 'safetensors'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
+    assert run_child([sys.executable, "-c", program], seconds=120).returncode == 0
 
 
 def test_what_a_killed_save_has_left_is_removed_by_a_later_one(tmp_path):

@@ -240,7 +240,7 @@ def test_a_save_that_cannot_begin_is_a_worded_error(tmp_path, tools):
         "sys.exit(3)",
     ],
 )
-def test_a_process_that_ends_without_close_loses_nothing(tmp_path, ending):
+def test_a_process_that_ends_without_close_loses_nothing(tmp_path, ending, run_child):
     program = f"""
         import sys
         import jax.numpy as jnp, optax
@@ -256,7 +256,7 @@ def test_a_process_that_ends_without_close_loses_nothing(tmp_path, ending):
         {ending}
     """
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = run_child(command, seconds=120)
     assert ended.returncode == {"": 0, "sys.exit(3)": 3}.get(ending, 1)
     assert ("of the user" if "raise" in ending else "") in ended.stderr
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["1", "2"]
@@ -336,7 +336,7 @@ if can_mount():
 
     @pytest.mark.slow
     @pytest.mark.parametrize("asynchronous", ["async", "sync"])
-    def test_a_full_disk_loses_no_checkpoint_and_a_run_may_go_on(tmp_path, asynchronous):
+    def test_a_full_disk_loses_no_checkpoint_and_a_run_may_go_on(tmp_path, asynchronous, run_child):
         program = tmp_path / "program.py"
         program.write_text(textwrap.dedent(FULL_DISK))
         disk = tmp_path / "disk"
@@ -344,7 +344,7 @@ if can_mount():
         mount = f'mount -t tmpfs -o size=2m none {disk} && exec "$@"'
         command = ["unshare", "-rm", "sh", "-c", mount, "sh"]
         command += [sys.executable, str(program), str(disk), asynchronous]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        ended = run_child(command, seconds=200)
         assert ended.returncode == 0, ended.stderr
         assert "Cannot save the checkpoint of step 8" in ended.stderr
         assert "The run goes on without this checkpoint." in ended.stderr
@@ -386,7 +386,7 @@ def test_a_foreign_folder_of_the_name_of_a_step_is_moved_not_lost(tmp_path, tool
     assert (tmp_path / "foreign-3-0" / "thesis.txt").read_text() == "of the user"
 
 
-def test_a_save_that_fails_when_the_process_ends_shows_in_its_exit_code(tmp_path):
+def test_a_save_that_fails_when_the_process_ends_shows_in_its_exit_code(tmp_path, run_child):
     program = f"""
         import atexit, sys
         import jax, jax.numpy as jnp
@@ -404,7 +404,7 @@ def test_a_save_that_fails_when_the_process_ends_shows_in_its_exit_code(tmp_path
         sys.exit(0)
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = run_child(command, seconds=120)
     if sys.version_info[:3] in ((3, 12, 0), (3, 12, 1)):  # There it is raised by the call.
         assert ended.returncode == 1
         return

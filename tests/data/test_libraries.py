@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import subprocess
 import sys
 
 import jax
@@ -300,7 +299,7 @@ def test_columns_and_transforms_chosen_in_hugging_face_are_kept(datasets):
     np.testing.assert_array_equal(batch["x"], X[:8] / 2)
 
 
-def test_no_library_is_imported_for_data_of_another():
+def test_no_library_is_imported_for_data_of_another(run_child):
     code = """
 import sys, numpy as np
 from flaxfit.data import as_stream, one_pass, prefetch
@@ -310,5 +309,5 @@ foreign = {"torch", "tensorflow", "grain", "datasets", "pandas"} & set(sys.modul
 sys.exit(f"imported {foreign}" if foreign else 0)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
+    done = run_child([sys.executable, "-c", code], env=environment)
+    assert done.returncode == 0, done.stderr

@@ -1,6 +1,5 @@
 import json
 import os
-import subprocess
 import sys
 
 import jax
@@ -113,7 +112,9 @@ def test_what_is_loaded_computes_the_same(written, net, variables, x):
     np.testing.assert_allclose(served.numpy(), want, rtol=1e-5, atol=1e-6)
 
 
-def test_it_is_served_and_differentiated_without_jax(written, trainable, net, variables, x):
+def test_it_is_served_and_differentiated_without_jax(
+    written, trainable, net, variables, x, run_child
+):
     script = (
         "import json, sys\n"
         "for name in ('jax', 'jaxlib', 'flax', 'flaxfit'): sys.modules[name] = None\n"
@@ -126,7 +127,7 @@ def test_it_is_served_and_differentiated_without_jax(written, trainable, net, va
         "print(json.dumps([loaded(x).numpy().tolist(), {n: g.numpy().tolist() "
         "for n, g in zip(names, grads)}]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = run_child([sys.executable, "-c", script])
     assert done.returncode == 0, done.stderr
     outputs, grads = json.loads(done.stdout)
     np.testing.assert_allclose(outputs, net.apply(variables, x), rtol=1e-5, atol=1e-6)
@@ -156,7 +157,7 @@ def test_it_is_fine_tuned_in_tensorflow(written, x):
 
 
 @pytest.mark.slow
-def test_it_is_fine_tuned_in_keras(written):
+def test_it_is_fine_tuned_in_keras(written, run_child):
     script = (
         "import os, sys\nos.environ['KERAS_BACKEND'] = 'tensorflow'\n"
         "for name in ('jax', 'flax', 'flaxfit'): sys.modules[name] = None\n"
@@ -172,7 +173,7 @@ def test_it_is_fine_tuned_in_keras(written):
         "for a, b in zip(before, layer.trainable_weights))\n"
         "print(len(before), changed, history[-1] < 0.7 * history[0])\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = run_child([sys.executable, "-c", script])
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["6", "6", "True"]
 
@@ -252,7 +253,7 @@ def test_a_saved_model_is_replaced_and_nothing_else_is(module, path, capsys):
 
 
 @pytest.mark.slow
-def test_a_saved_model_becomes_a_lite_model(written, net, variables, x):
+def test_a_saved_model_becomes_a_lite_model(written, net, variables, x, run_child):
     script = (
         "import warnings; warnings.simplefilter('ignore')\n"
         "import json, numpy as np, tensorflow as tf\n"
@@ -261,7 +262,7 @@ def test_a_saved_model_becomes_a_lite_model(written, net, variables, x):
         f"x = np.array({x.tolist()}, np.float32)\n"
         "print(json.dumps([run(inputs=x[:n])['outputs'].tolist() for n in (1, 4)]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = run_child([sys.executable, "-c", script])
     assert done.returncode == 0, done.stderr
     for outputs in json.loads(done.stdout.splitlines()[-1]):
         want = net.apply(variables, x[: len(outputs)])

@@ -1,7 +1,6 @@
 import json
 import os
 import random
-import subprocess
 import sys
 import zipfile
 from importlib.util import find_spec
@@ -88,7 +87,7 @@ def test_inputs_that_a_method_does_not_take_are_named(mixed, inputs, error, mess
         mixed(*inputs)
 
 
-def test_the_file_stands_alone(module, path, x):
+def test_the_file_stands_alone(module, path, x, run_child):
     export.save(module, path)
     script = (
         "import sys\nsys.modules['flax'] = None\n"
@@ -104,7 +103,7 @@ def test_the_file_stands_alone(module, path, x):
         f"x = np.array({x.tolist()}, np.float32)\n"
         "print(json.dumps(np.asarray(program.call(params, (x,))).tolist()))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = run_child([sys.executable, "-c", script])
     assert done.returncode == 0, done.stderr
     want = module.jax_methods[JaxModule.DEFAULT_METHOD_KEY](x)
     np.testing.assert_allclose(json.loads(done.stdout), want, rtol=1e-5, atol=1e-6)

@@ -4,7 +4,6 @@ import asyncio
 import json
 import shutil
 import struct
-import subprocess
 import sys
 
 import numpy as np
@@ -131,13 +130,13 @@ def test_an_index_that_is_cut_short_is_unreadable(kept, tmp_path, size):
         load_tf_ckpt(folder)
 
 
-def test_it_imports_no_tensorflow(kept):
+def test_it_imports_no_tensorflow(kept, run_child):
     script = (
         "import json, sys\nfrom flaxfit.importers import load_tf_ckpt\n"
         f"step = load_tf_ckpt({str(kept / 'small_t5')!r})['global_step'].get()\n"
         "print(json.dumps([int(step), 'tensorflow' in sys.modules]))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = run_child([sys.executable, "-c", script])
     assert json.loads(done.stdout) == [1000, False]
 
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 from flaxfit.checkpoints._environment import environment
@@ -16,12 +15,13 @@ FOLDER = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
-def launch():
+def launch(tmp_path_factory):
     """Runs a script of this folder in `n` processes, none of which outlives the call; its output.
 
-    They keep what they compile where the tests do, so that it is compiled once: a restarted job
-    finds what it has compiled before.
+    What they compile is kept, so that it is compiled once: a restarted job finds what it has
+    compiled before. Not where the tests keep theirs, as some of these processes are killed.
     """
+    programs = str(tmp_path_factory.mktemp("programs"))
 
     def run(script, *arguments, n=2, options=(), seconds=300):
         command = [sys.executable, "-m", "flaxfit.launch", "-n", str(n), *map(str, options)]
@@ -31,7 +31,7 @@ def launch():
                 **os.environ,
                 "PYTHONPATH": str(FOLDER.parents[1]),
                 "JAX_PLATFORMS": "cpu",
-                "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+                "JAX_COMPILATION_CACHE_DIR": programs,
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
                 # The bits depend on the size of XLA's pool of threads: be it that of this process.
                 "NPROC": str(environment()["cpu threads"]),

@@ -1,7 +1,6 @@
 """The equality and the memory of Sharded once more, on eight simulated devices."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,16 +8,14 @@ import pytest
 
 
 @pytest.mark.slow
-def test_training_agrees_and_memory_is_divided_on_eight_devices():
+def test_training_agrees_and_memory_is_divided_on_eight_devices(run_child):
     tests = Path(__file__).with_name("test_sharded.py")
     wanted = "fifty_steps or any_number or each_device or born"
     command = [sys.executable, "-m", "pytest", "-q", str(tests), "-k", wanted]
-    done = subprocess.run(
+    done = run_child(
         command,
         env={**os.environ, "FLAXFIT_TEST_DEVICES": "8"},
         cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
     )
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout and "skipped" not in done.stdout
