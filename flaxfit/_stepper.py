@@ -98,6 +98,8 @@ class Stepper:
         """Portions of resident data that were made before, by the number of their rows."""
         self._weights_of_rows: dict[int, Any] = {}
         """Their weights, split and on the devices."""
+        self._ready: dict[int, tuple[Callable[..., Any], Any]] = {}
+        """The updates that take them, with those weights."""
 
     def set_position(self, data_state: Any) -> None:
         """Moves in the data to where a checkpoint was made."""
@@ -131,7 +133,7 @@ class Stepper:
         self.step = int(state.step)
         if shapes_of(before) != shapes_of(self.state):
             self._count({})
-            self._feed = None
+            self._feed, self._ready = None, {}
         self.reset_totals()
 
     def freeze(self, patterns: Any) -> None:
@@ -142,7 +144,7 @@ class Stepper:
         axes = with_optimizer(state.axes, state.params, opt_state)
         self.state = self.strategy.place(state.replace(opt_state=opt_state, axes=axes))
         self.task = task
-        self.executables, self._traced = {}, {}
+        self.executables, self._traced, self._ready = {}, {}, {}
 
     def set_norms(self, patterns: Sequence[str]) -> None:
         """Reports the norms of parameters and gradients by these patterns, from now on."""
@@ -158,7 +160,7 @@ class Stepper:
         for pattern in patterns:
             check_matches("norms", pattern, self.state.params)
         self.norms = tuple(patterns)
-        self.executables, self._feed = {}, None
+        self.executables, self._feed, self._ready = {}, None, {}
 
     def set_hyperparams(self, group: str | int | None, values: dict[str, Any]) -> None:
         """Goes on with other hyperparameters; nothing is recompiled."""
@@ -271,18 +273,45 @@ class Stepper:
         # From here to the release an interrupt waits, so that no batch and no state is lost.
         self.interrupts.hold()
         try:
-            portions = self._portions(n) if batch is None else [self._given(batch)]
-            if not portions:
-                self.agreement.end("training", self.step, self._in_flight)
-                self.ended = True
-                return False
-            token = self._dispatch(portions, n_fetched=len(portions) if batch is None else 0)
+            is_usual = n == 1 and batch is None and self._ready and not self._fetched
+            token = self._step_as_before() if is_usual else None
+            if token is None:
+                portions = self._portions(n) if batch is None else [self._given(batch)]
+                if not portions:
+                    self.agreement.end("training", self.step, self._in_flight)
+                    self.ended = True
+                    return False
+                token = self._dispatch(portions, n_fetched=len(portions) if batch is None else 0)
         finally:
             self.interrupts.release()
         self._in_flight.append(token)
         if len(self._in_flight) > self._most_in_flight:
             self._in_flight.popleft().block_until_ready()
         return True
+
+    def _step_as_before(self) -> jax.Array | None:
+        """One step on resident data, if there is a batch of a size that was stepped before.
+
+        It is what `_dispatch` does, less all that is known by then: small models would notice.
+        """
+        try:
+            rows = self.stream.next_rows()
+        except StopIteration:
+            return None
+        self._fetched.append((rows, None))
+        ready = self._ready.get(len(rows))
+        if ready is None:
+            return None
+        update, weights = ready
+        batch = Batch((self.strategy.split(rows),), (), weights)
+        results = update(self._leaves, self._totals, self._resident, batch)
+        self._leaves, self._totals, (token, self.grads) = results
+        self.step += 1
+        self.n_completed += 1
+        self.n_examples += len(rows)
+        self._position = None
+        self._fetched.clear()
+        return token
 
     @explained
     def wait(self) -> None:
@@ -388,6 +417,9 @@ class Stepper:
             held, totals = self.strategy.share((held, totals))
         self._leaves = held if self._is_flat else jax.tree.leaves(held)
         self._totals, self.grads = totals, grads
+        n_rows = portions[0].n_examples
+        if n == 1 and is_gathered and self._is_flat and n_rows in self._weights_of_rows:
+            self._ready[n_rows] = update, self._weights_of_rows[n_rows]
         self.step += n
         self.n_completed += n
         self.n_examples += sum(portion.n_examples for portion in portions)

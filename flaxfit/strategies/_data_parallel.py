@@ -111,6 +111,8 @@ class DataParallel:
         The devices are those of this process.
         """
         n = len(self._local)
+        if isinstance(batch, np.ndarray) and not n_stacked:  # The rows of a batch, at each step.
+            return batch.reshape(n, batch.shape[0] // n, *batch.shape[1:])
 
         def split_leaf(x: Any) -> Any:
             if not n_stacked:
