@@ -26,6 +26,9 @@ from flaxfit._rules import flat
 from flaxfit._state import TrainState
 from flaxfit.optim._freeze import mask, merge
 
+# Elements of an array whose sum takes less time than to have it computed by itself.
+_SMALL = 2**16
+
 
 def make_train_step(
     task: Any,
@@ -99,7 +102,7 @@ def make_train_step(
         if guards(task) or (skip_empty and batch.weights is not None):
             updated = _where(is_used > 0, updated, unchanged)
 
-        per_step = {"grad_norm": optax.tree.norm(grads)} if grad_norm else {}
+        per_step = {"grad_norm": norm(jax.tree.leaves(grads))} if grad_norm else {}
         for pattern in norms:
             per_step[f"grad_norm/{pattern}"] = norm_of(grads, pattern)
             per_step[f"param_norm/{pattern}"] = norm_of(updated.params, pattern)
@@ -229,7 +232,21 @@ def _replicas(axis_name: str | None, n: int | None, step: Any) -> Replicas | Vir
 
 def norm_of(tree: Any, pattern: str) -> jax.Array:
     """The Euclidean norm of all the leaves whose paths match a pattern."""
-    return optax.tree.norm([x for path, x in flat(tree).items() if re.fullmatch(pattern, path)])
+    return norm([x for path, x in flat(tree).items() if re.fullmatch(pattern, path)])
+
+
+def norm(leaves: Sequence[jax.Array]) -> jax.Array:
+    """The Euclidean norm of all elements of some arrays, as `optax.tree.norm`.
+
+    The small arrays are joined first: one sum over them takes less time than one of each.
+    """
+    small = [leaf for leaf in leaves if leaf.size <= _SMALL and leaf.dtype == jnp.float32]
+    large = [leaf for leaf in leaves if leaf.size > _SMALL or leaf.dtype != jnp.float32]
+    return optax.tree.norm([*large, *([_joined(small)] if small else [])])
+
+
+def _joined(arrays: Sequence[jax.Array]) -> jax.Array:
+    return jnp.concatenate([jnp.ravel(array) for array in arrays])
 
 
 def _with_scale(state: TrainState, scale: Any) -> TrainState:
