@@ -438,7 +438,8 @@ class Stepper:
         weights = self._weights_of_rows.get(n_rows) if n_fetched else None
         if weights is None:
             return strategy.split(batch)
-        return Batch((strategy.split(batch.inputs[0]),), (), weights)
+        (rows,) = batch.inputs
+        return Batch((strategy.split(rows),), (), weights)
 
     def _compile(self, portions: list[Portion], arguments: tuple[Any, ...]) -> Any:
         self._say("compiling…")

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import flaxfit as ff
 
@@ -103,8 +104,8 @@ def grain_shares():
     import grain.python as grain
 
     class Pick(grain.MapTransform):
-        def map(self, i):
-            return X[i], X[i]
+        def map(self, element) -> Any:
+            return X[element], X[element]
 
     shards = grain.ShardByJaxProcess()
     return grain.DataLoader(
