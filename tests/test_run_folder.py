@@ -174,12 +174,24 @@ def kill(checkpoint):
     if checkpoint.step == 12:
         os.kill(os.getpid(), signal.SIGKILL)
 
-t.train(sys.argv[1], callbacks=[kill])
+t.train(sys.argv[1], t.DATA[sys.argv[2]](), callbacks=[kill])
 """
 
 
-def test_a_killed_process_loses_no_finished_epoch(tmp_path, run_child):
+def shuffled_by_grain():
+    import grain
+
+    return grain.MapDataset.range(50).seed(3).shuffle().map(lambda i: (X[i], Y[i])).batch(16)
+
+
+DATA = {"arrays": lambda: (X, Y), "grain": shuffled_by_grain}
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_a_killed_process_loses_no_finished_epoch(tmp_path, run_child, data):
     """The process of the test goes on where the killed one was; `test_faults` uses new ones."""
+    if data != "arrays":
+        pytest.importorskip(data, reason=f"{data} is not installed")
     options = {
         "jax_num_cpu_devices": jax.device_count(),
         # What the one compiles, the other only loads.
@@ -188,9 +200,9 @@ def test_a_killed_process_loses_no_finished_epoch(tmp_path, run_child):
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
     run = RUN.format(tests=os.path.dirname(__file__), options=options)
-    command = [sys.executable, "-c", run, str(tmp_path / "run")]
+    command = [sys.executable, "-c", run, str(tmp_path / "run"), data]
     killed = run_child(command)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert latest(tmp_path / "run") in (4, 8)
-    whole = fingerprint(*train(tmp_path / "whole"))
-    assert fingerprint(*train(tmp_path / "run")) == whole
+    whole = fingerprint(*train(tmp_path / "whole", DATA[data]()))
+    assert fingerprint(*train(tmp_path / "run", DATA[data]())) == whole
