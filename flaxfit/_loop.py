@@ -17,6 +17,7 @@ from flaxfit._compilation_cache import use_compilation_cache
 from flaxfit._display import say
 from flaxfit._idle_gpu import warn_of_idle_gpu
 from flaxfit._own_step import strategy_for
+from flaxfit._snapshot import snapshots
 from flaxfit._start import start
 from flaxfit._state import TrainState
 from flaxfit._stepper import Stepper
@@ -70,6 +71,8 @@ class TrainLoop:
         dispatch and several (at most 32, and none across a checkpoint), and the faster is kept.
       keep_grads: whether checkpoints hold the gradients of their last step.
       grad_norm: whether to report the norm of the gradients.
+      snapshot: where the arrays of checkpoints lie: "device", or "host" as NumPy arrays, for which
+        the devices need no memory.
       compilation_cache: a folder that JAX keeps compiled programs in, for this whole process and
         for later ones, which then start without compiling again.
       stdout: whether to print notices (to stderr).
@@ -93,6 +96,7 @@ class TrainLoop:
         steps_per_call: int | str = 1,
         keep_grads: bool = False,
         grad_norm: bool = True,
+        snapshot: str = "device",
         compilation_cache: str | os.PathLike[str] | None = None,
         stdout: bool = True,
     ):
@@ -105,6 +109,7 @@ class TrainLoop:
             )
         self.task = _with_collections(task, collections, mutable_collections)
         self.strategy = strategy or strategy_for(self.task, devices)
+        self._copy = snapshots(snapshot, self.strategy)
         self.n_steps_per_checkpoint = n_steps_per_checkpoint
         self.n_steps = n_steps
         self.first_checkpoint = first_checkpoint
@@ -211,7 +216,7 @@ class TrainLoop:
     @property
     def state(self) -> TrainState:
         """The training state: an unreplicated copy that stays valid."""
-        return self.strategy.collect(self._stepper.state)
+        return self._copy(self._stepper.state)
 
     @property
     def state_in_place(self) -> TrainState:
@@ -572,7 +577,7 @@ class TrainLoop:
     def _make_checkpoint(self, *, between: bool = False) -> Checkpoint:
         stepper = self._stepper
         # Copied first: the copy is on its way while the metrics wait for the steps before it.
-        state, grads = self.strategy.collect((stepper.state, stepper.grads))
+        state, grads = self._copy((stepper.state, stepper.grads))
         metrics = stepper.metrics() | self._learning_rates()
         seconds = self._elapsed + time.perf_counter() - self._resumed
         return Checkpoint(

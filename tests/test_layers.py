@@ -17,7 +17,7 @@ LAYERS = (
     {"_arrays", "_axes", "_explain", "_html", "_replicas", "_state_dict"},
     {"_inference_state", "_optimizer_axes", "optim"},
     {"_state", "losses", "metrics", "strategies", "data", "modules"},
-    {"_by_output"},
+    {"_by_output", "_snapshot"},
     {"_task", "_checkpoint", "_feed", "_forward", "_own_step", "_start"},
     {"_gradient", "_own_rows", "_agreement"},
     {"_step", "_history", "checkpoints", "export"},
