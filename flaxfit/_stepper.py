@@ -372,10 +372,8 @@ class Stepper:
         if self._resident is not None and portion.strategy is self.strategy:
             portion = own_rows(portion._replace(is_weighted=self._resident.weights is not None))
             if n_examples(portion.batch) == len(item):
-                # As a text, since each step looks its program up by it and a text keeps its hash.
-                portion = portion._replace(signature=repr(portion.signature))
                 self._of_rows[len(item)] = portion
-                # The weights are the same in each step, too: they go to the devices but once.
+                # The weights are the same in each step: they go to the devices but once.
                 if portion.batch.weights is not None:
                     weights = self.strategy.split(jnp.asarray(portion.batch.weights))
                     self._weights_of_rows[len(item)] = weights
