@@ -11,6 +11,7 @@ import numpy as np
 from flaxfit._batch import Batch
 from flaxfit._processes import agree, exchange
 from flaxfit._rules import flat
+from flaxfit.data._position import position_text
 from flaxfit.strategies import Strategy
 
 _SLOW_SECONDS = 600.0
@@ -39,7 +40,7 @@ class Agreement:
     def data(self, position: Any) -> None:
         """They share the same data, and are at the same position of it."""
         if self.is_needed:
-            self._say(f"data at {position}", True)
+            self._say(f"data at {position_text(position)}", True)
 
     def program(self, step: int, batch: Batch, *, is_weighted: bool = False) -> None:
         """They are about to run the first step with batches of these shapes."""

@@ -96,7 +96,8 @@ def _of_tracers(error: TypeError) -> str | None:
 
 
 def _advice(stepper: Any) -> str:
-    n = jax.tree.leaves(stepper.batch_shapes)[0].shape[0]
+    leaves = jax.tree.leaves(stepper.batch_shapes)  # None before the first batch is there.
+    n = leaves[0].shape[0] if leaves else 0
     state = jax.tree.leaves((stepper.state.params, stepper.state.opt_state))
     n_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in state)
     devices = plural(len(stepper.strategy.devices), "device")

@@ -104,6 +104,24 @@ def loss_sums(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Arr
     return total, jnp.sum(weights) * (values.size // weights.size)
 
 
+def without_idle_targets(batch: Batch) -> Batch:
+    """The batch with the targets of a row that counts in the rows of weight 0.
+
+    Anything may stand there, and 0 times the gradient of a loss that is no number is none either.
+    """
+    if batch.weights is None:
+        return batch
+    counts = batch.weights != 0
+    first = jnp.argmax(counts)
+
+    def replaced(target: jax.Array) -> jax.Array:
+        row = target[first]
+        row = jnp.where(jnp.isfinite(row), row, jnp.zeros_like(row))  # Where none of them counts.
+        return jnp.where(counts.reshape(-1, *(1,) * row.ndim), target, row)
+
+    return batch._replace(targets=jax.tree.map(replaced, batch.targets))
+
+
 def weights_of(batch: Batch) -> jax.Array:
     """The weights of a batch, 1 for each example where it has none."""
     return jnp.ones(n_examples(batch)) if batch.weights is None else batch.weights

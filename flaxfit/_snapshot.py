@@ -35,11 +35,11 @@ def snapshots(where: str, strategy: Strategy) -> Callable[[Any], Any]:
             f'{strategy.n_processes}: use "device", and flaxfit.gather where whole arrays are '
             "needed."
         )
-    return lambda tree: jax.tree.map(_on_host, tree)
 
+    def on_host(x: Any) -> Any:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return strategy.collect(x)
+        # Not `np.asarray`: on a CPU that may be the very memory that the next step writes to.
+        return np.array(x)
 
-def _on_host(x: Any) -> Any:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jnp.copy(x)
-    # Not `np.asarray`: on a CPU that may be the very memory that the next step writes to.
-    return np.array(x)
+    return lambda tree: jax.tree.map(on_host, tree)

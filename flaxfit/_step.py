@@ -18,6 +18,7 @@ from flaxfit._forward import (
     loss_sums,
     measure,
     weights_of,
+    without_idle_targets,
 )
 from flaxfit._gradient import Gradient, gradient
 from flaxfit._precision import in_precision
@@ -74,6 +75,7 @@ def make_train_step(
         weight = total_weight / replicas.n
 
         def gradient_of(replica: Any, part: Batch) -> Gradient:
+            part = without_idle_targets(part) if skip_empty else part
             return gradient(task, state, part, step_key(state.key, state.step, replica), weight)
 
         found = replicas.each(gradient_of, batch)

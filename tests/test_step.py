@@ -191,3 +191,18 @@ def test_a_step_can_be_jitted_on_its_own():
     predict = jax.jit(ff.make_predict_step(linear))
     outputs = predict(make_state(make_task()).for_inference(), ff.Batch((X,)))
     np.testing.assert_allclose(outputs, X @ PARAMS, rtol=1e-5)
+
+
+@pytest.mark.parametrize("n_devices", [1, 4])
+@pytest.mark.parametrize("anything", [np.nan, np.inf, 1e30])
+def test_targets_of_weight_zero_leave_no_mark_on_the_gradient(n_devices, anything):
+    """Not even where a device has no other rows, as the first of four here."""
+    weights, idle = W.copy(), [0, 1, 2, 7]
+    weights[idle] = 0
+    targets = Y.copy()
+    targets[idle] = anything
+    task = make_task(lambda outputs, targets: jnp.square(outputs - targets))
+    state, metrics = run(task, ff.Batch((X,), (targets,), weights), n_devices)
+    expected, _ = run(task, ff.Batch((X,), (Y,), weights), n_devices)
+    np.testing.assert_allclose(state.params, expected.params, rtol=1e-6)
+    assert np.isfinite(metrics["loss"])

@@ -1,5 +1,6 @@
 """The folder of a run: which steps it holds, and how a step leaves it without being half there."""
 
+import itertools
 import os
 import re
 import shutil
@@ -7,6 +8,7 @@ from pathlib import Path
 
 from flaxfit.checkpoints import _orbax, _seal
 
+_numbers = itertools.count()
 _LEFT_OVER = re.compile(r"(deleted|saving)-\d+-\d+")
 
 
@@ -48,11 +50,11 @@ def step_path(folder: Path, step: int) -> Path:
 def begin(folder: Path, step: int) -> Path:
     """Makes the place where a step is written before it is complete.
 
-    It is a new one: what an interrupted save may still be writing cannot come between.
+    It is a new one: what an interrupted save may still be writing cannot come between, even if
+    its place was removed.
     """
-    n = 0
-    while (place := folder / f"saving-{int(step)}-{n}").exists():
-        n += 1
+    while (place := folder / f"saving-{int(step)}-{next(_numbers)}").exists():
+        pass
     (place / _orbax.ARRAYS).mkdir(parents=True)
     return place
 

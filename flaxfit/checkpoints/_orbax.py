@@ -19,6 +19,10 @@ RECORD = "record"
 """The folder of a step that holds everything else, as JSON."""
 
 
+# Up to so many bytes of a value Orbax has TensorStore keep in the nodes of its tree.
+_INLINE_BYTES = 1024
+
+
 class StepWriter:
     """Writes the arrays of steps in the background, one step at a time.
 
@@ -112,17 +116,22 @@ def _check_sizes(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None
     """
     import tensorstore
 
-    needed = sum(math.prod(array.shape) * array.dtype.itemsize for array in wanted.values())
-    n_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    if needed > n_bytes:
-        raise Damaged(f"its arrays take {needed:,} bytes, and its files hold {n_bytes:,}")
+    layout = json.loads((path / "_METADATA").read_text(encoding="utf-8"))
+    if layout.get("use_ocdbt") is not True or layout.get("use_zarr3") is not False:
+        raise Damaged("its arrays are in another format than that of this library")
     base = {"driver": "file", "path": f"{path}/"}
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    needed = sum(math.prod(array.shape) * array.dtype.itemsize for array in wanted.values())
+    n_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    # Small values lie among the names, which are compressed.
+    most = n_bytes + _INLINE_BYTES * len(store.list().result())
+    if needed > most:
+        raise Damaged(f"its arrays take {needed:,} bytes, and its files hold {most:,} at most")
     headers = {name: store.read(f"{name.rstrip('/')}/.zarray") for name in wanted}
     for name, array in wanted.items():
         shape = list(array.shape)
         expected = {"shape": shape, "dtype": _zarr_name(array.dtype)}
-        header = json.loads(headers[name].result().value)
+        header = json.loads(headers[name].result().value or "null")
         match header:
             case {"chunks": [*chunks], "compressor": None, "filters": None} if (
                 expected == {key: header.get(key) for key in expected}

@@ -117,7 +117,7 @@ class CheckpointFileWriter:
 
     def attach(self, loop: Any) -> None:
         """Saves, from here on, what the callbacks of a loop remember."""
-        self._loop = weakref.ref(loop)
+        self._loop, self.last_saved = weakref.ref(loop), None
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Saves a checkpoint and returns it."""
@@ -210,7 +210,6 @@ class CheckpointFileWriter:
         writer, executor = self._start()
         try:
             place = Path(from_main("the start of a save", lambda: self._prepare(step)))
-            writer.start(place, arrays)
         except BlockingIOError:
             raise
         except Exception as error:
@@ -218,8 +217,16 @@ class CheckpointFileWriter:
             failure = self._failure(step, arrays, error)
             failure.__cause__ = error
             self._fail(failure)
-        else:
-            self._saving = executor.submit(self._finish, writer, place, arrays, record)
+            return
+        failure = None
+        try:
+            writer.start(place, arrays)
+        except Exception as error:
+            failure = error  # The other processes are to hear of it.
+        finish = functools.partial(self._finish, writer, place, arrays, record, failure)
+        self._saving = executor.submit(finish)
+        if failure is not None:
+            self.wait()
 
     def _prepare(self, step: int) -> str:
         """Makes the place for a step, which another process may be told of."""
@@ -257,14 +264,23 @@ class CheckpointFileWriter:
             return False
 
     def _finish(
-        self, writer: StepWriter, place: Path, arrays: Mapping[str, Any], record: Mapping[str, Any]
+        self,
+        writer: StepWriter,
+        place: Path,
+        arrays: Mapping[str, Any],
+        record: Mapping[str, Any],
+        failure: Exception | None,
     ) -> None:
         step = record["step"]
+        # With the folder, as each writer has a thread of its own, and these may change places.
+        topic = f"in {place.parent}"
         try:
-            # While Orbax writes.
-            record = with_digests(record)
-            _wait_for_all(writer)
-            from_main("the end of a save", lambda: self._complete(writer, place, record))
+            try:
+                record = with_digests(record)  # While Orbax writes.
+            except Exception as error:
+                failure = failure or error
+            _wait_for_all(writer, topic, failure)
+            from_main(f"the end of a save {topic}", lambda: self._complete(writer, place, record))
         except Exception as error:
             self._tidy()
             raise self._failure(step, arrays, error) from error
@@ -347,14 +363,14 @@ def save(
         return writer.save(checkpoint, history=history, callback_states=callback_states)
 
 
-def _wait_for_all(writer: StepWriter) -> None:
+def _wait_for_all(writer: StepWriter, topic: str, failure: Exception | None) -> None:
     """Waits until all processes have written their part; the failure of one is everyone's."""
-    failure = None
     try:
         writer.wait()
     except Exception as error:
-        failure = error
-    told = exchange("the arrays of a save", failure and first_line(failure), seconds=3600)
+        failure = failure or error
+    said = failure and first_line(failure)
+    told = exchange(f"the arrays of a save {topic}", said, seconds=3600)
     if failure is not None:
         raise failure
     if others := [text for text in told if text]:

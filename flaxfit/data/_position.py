@@ -1,5 +1,6 @@
 """Which data a position belongs to, and which process: told where saved, looked at on return."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,7 +54,19 @@ def joined_position(position: Any) -> Any:
     {'epoch': 1}
     """
     each = exchange("the position in the data", position, seconds=3600)
-    return position if all(other == each[0] for other in each) else {_EACH: each}
+    is_one = len({*map(position_text, each)}) == 1
+    return each[0] if is_one else {_EACH: each}
+
+
+def position_text(position: Any) -> str:
+    """A position as a text that is the same in all processes that are at it.
+
+    Grain's name their source by its `repr`, which may hold an address.
+
+    >>> position_text({"source": "<Source object at 0x7f01>"})
+    "{'source': '<Source object>'}"
+    """
+    return re.sub(" at 0x[0-9a-f]+", "", str(position))
 
 
 def own_position(position: Any) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorstore
 
+from flaxfit import Sharded
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._state import TrainState
 from flaxfit.checkpoints import CheckpointFileWriter, _orbax, _seal, restore, save
@@ -69,6 +70,37 @@ def test_arrays_take_the_room_on_disk_that_they_take_in_memory(tmp_path):
     save(tmp_path, STATE.replace(params={"w": jnp.zeros(100_000)}))
     files = (tmp_path / "1" / _orbax.ARRAYS).rglob("*")
     assert 400_000 <= sum(file.stat().st_size for file in files if file.is_file()) < 410_000
+
+
+@pytest.mark.parametrize("width", [100, 128, 256, 300])
+@pytest.mark.parametrize("strategy", [None, Sharded.fsdp], ids=["whole", "in parts"])
+def test_many_small_arrays_of_zeros_take_less_room_and_are_not_damaged(tmp_path, width, strategy):
+    """Small values lie in nodes of Orbax's tree, which are compressed."""
+    state = STATE.replace(params={str(i): jnp.zeros(width) for i in range(60)})
+    state = state if strategy is None else strategy().place(state)
+    save(tmp_path, state)
+    found = restore(tmp_path, state)
+    assert all(not np.any(np.asarray(x)) and x.shape == (width,) for x in found.params.values())
+
+
+@pytest.mark.parametrize("layout", [{"use_zarr3": True}, {"use_ocdbt": False}, {"use_ocdbt": None}])
+def test_another_format_whose_sizes_were_not_looked_at_is_refused(tmp_path, layout):
+    step = save(tmp_path, STATE)
+    metadata = step / _orbax.ARRAYS / "_METADATA"
+    metadata.write_text(json.dumps(json.loads(metadata.read_text()) | layout))
+    _seal.write(step)
+    with pytest.raises(ValueError, match="damaged: its arrays are in another format than that of"):
+        restore(tmp_path, STATE, which=1)
+
+
+def test_an_array_that_is_not_there_is_named(tmp_path):
+    step = save(tmp_path, STATE)
+    record = _orbax.read_record(step)
+    record["arrays"]["params/v"] = record["arrays"]["params/w"]
+    (step / _orbax.RECORD / "metadata").write_text(json.dumps(record))
+    _seal.write(step)
+    with pytest.raises(ValueError, match=r"damaged: its arrays hold no params/v of float32 \(4,\)"):
+        restore(tmp_path, which=1)
 
 
 def test_names_of_any_kind_are_found_again(tmp_path):

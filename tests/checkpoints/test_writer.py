@@ -17,6 +17,9 @@ from flaxfit._state import TrainState
 from flaxfit.checkpoints import (
     CheckpointFileReader,
     CheckpointFileWriter,
+    _folder,
+    _orbax,
+    _writer,
     best,
     latest,
     list_steps,
@@ -410,3 +413,38 @@ def test_a_save_that_fails_when_the_process_ends_shows_in_its_exit_code(tmp_path
         return
     assert ended.returncode == 86 and "No space left on device" in ended.stderr
     assert ended.stdout == "the program's own end\n"
+
+
+@pytest.mark.parametrize("where", ["start", "wait"])
+def test_the_failure_of_one_process_is_told_to_the_others_under_the_name_of_the_folder(
+    tmp_path, tools, monkeypatch, where
+):
+    """Each writer has a thread of its own: without the folder they would hear of one another."""
+    told = []
+
+    def heard(topic, value, **options):
+        told.append((topic, value))
+        return [value]
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(_writer, "exchange", heard)
+    with CheckpointFileWriter(tmp_path, on_error="warn") as writer:
+        writer(tools.make_checkpoint(1))
+        writer.wait()
+        monkeypatch.setattr(_orbax.StepWriter, where, full)
+        writer(tools.make_checkpoint(2))
+        writer.wait()
+        monkeypatch.undo()
+        writer(tools.make_checkpoint(3))
+    topic = f"the arrays of a save in {tmp_path}"
+    assert told[0] == (topic, None)
+    assert told[1][0] == topic and "No space left on device" in told[1][1]
+    assert list_steps(tmp_path) == [1, 3]
+
+
+def test_a_place_that_was_removed_is_not_used_again(tmp_path):
+    first = _folder.begin(tmp_path, 5)
+    shutil.rmtree(first)
+    assert _folder.begin(tmp_path, 5) != first
