@@ -214,17 +214,17 @@ class Model:
             is_live = False if verbose == 2 else None
             n_before = 0 if found is None or not found.history else len(found.history["steps"])
             show = [ProgressBar(unit="epoch", total=epochs, start=n_before, live=is_live)]
-        loop.callbacks = [*guard, *validate, *users, self.history.append, *save, *show]
-        if folder is not None and found is not None:
-            self._n_epochs = len(self.history.steps)
-            if not loop.stopped:
-                folder.check_epochs(self.history, n_steps)
-            if loop.stopped or self._n_epochs >= epochs:
-                loop.say(f"this run is complete: {self._n_epochs} epochs are done")
-                epochs = 0
-            else:
-                epochs -= self._n_epochs
         try:
+            loop.callbacks = [*guard, *validate, *users, self.history.append, *save, *show]
+            if folder is not None and found is not None:
+                self._n_epochs = len(self.history.steps)
+                if not loop.stopped:
+                    folder.check_epochs(self.history, n_steps)
+                if loop.stopped or self._n_epochs >= epochs:
+                    loop.say(f"this run is complete: {self._n_epochs} epochs are done")
+                    epochs = 0
+                else:
+                    epochs -= self._n_epochs
             for _ in self._epochs(loop, stream, n_steps, epochs):
                 self._n_epochs += 1
         finally:

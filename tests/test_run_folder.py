@@ -134,6 +134,7 @@ def test_epochs_of_another_length_are_refused(tmp_path):
     train(tmp_path, epochs=1)
     with pytest.raises(ValueError, match="with 3 steps per epoch: its 1 epochs took 4 steps"):
         train(tmp_path, steps_per_epoch=3)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_writer_in_the_place_of_the_folder_says_what_is_kept_and_what_ends_the_run(
