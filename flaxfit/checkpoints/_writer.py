@@ -276,10 +276,11 @@ class CheckpointFileWriter:
         topic = f"in {place.parent}"
         try:
             try:
-                record = with_digests(record)  # While Orbax writes.
+                writer.wait()  # First: this thread's own work would hold up the one that trains.
+                record = with_digests(record)
             except Exception as error:
                 failure = failure or error
-            _wait_for_all(writer, topic, failure)
+            _tell_all(topic, failure)
             from_main(f"the end of a save {topic}", lambda: self._complete(writer, place, record))
         except Exception as error:
             self._tidy()
@@ -363,12 +364,8 @@ def save(
         return writer.save(checkpoint, history=history, callback_states=callback_states)
 
 
-def _wait_for_all(writer: StepWriter, topic: str, failure: Exception | None) -> None:
+def _tell_all(topic: str, failure: Exception | None) -> None:
     """Waits until all processes have written their part; the failure of one is everyone's."""
-    try:
-        writer.wait()
-    except Exception as error:
-        failure = failure or error
     said = failure and first_line(failure)
     told = exchange(f"the arrays of a save {topic}", said, seconds=3600)
     if failure is not None:
