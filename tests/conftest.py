@@ -75,8 +75,13 @@ def _forget_programs():
 def run_child():
     """Runs a command to its end, as `subprocess.run` with its output captured as text.
 
-    One that does not end in time fails the test with the stacks of all its threads.
+    One that does not end in time fails the test with the stacks of all its threads. No process
+    that it has started outlives the call.
     """
+
+    def end(process):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
     def run(command, *, seconds=300, cwd=None, env=None):
         process = subprocess.Popen(
@@ -91,12 +96,14 @@ def run_child():
         try:
             output, errors = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGABRT)  # It then prints the stacks.
+            os.killpg(process.pid, signal.SIGABRT)  # They then print the stacks.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
-            os.killpg(process.pid, signal.SIGKILL)
+            end(process)
             output, errors = process.communicate(timeout=10)
             pytest.fail(f"{command} did not end within {seconds} s:\n{output}\n{errors}")
+        finally:
+            end(process)
         return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
     return run

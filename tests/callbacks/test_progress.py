@@ -168,11 +168,7 @@ def test_neither_compilation_nor_evaluation_counts_in_speed_and_time_left(
     bar.close()
 
 
-def test_finished_lines_stay_above_the_bar_and_close_takes_it_away(
-    make_loop, checkpoint_at, terminal, clock
-):
-    bar = ProgressBar(unit="epoch", total=2, file=terminal, clock=clock)
-    loop = make_loop(n_steps_per_checkpoint=4)
+def show_two_epochs(bar, loop, checkpoint_at, clock):
     bar.attach(loop)
     for _ in range(2):
         for _ in range(4):
@@ -180,6 +176,14 @@ def test_finished_lines_stay_above_the_bar_and_close_takes_it_away(
             loop.dispatch()
         bar(checkpoint_at(loop.step, loss=0.5, elapsed_time=4.0))
     bar.close()
+
+
+def test_finished_lines_stay_above_the_bar_and_close_takes_it_away(
+    make_loop, checkpoint_at, terminal, clock
+):
+    bar = ProgressBar(unit="epoch", total=2, file=terminal, clock=clock)
+    loop = make_loop(n_steps_per_checkpoint=4)
+    show_two_epochs(bar, loop, checkpoint_at, clock)
     lines = terminal.getvalue().split("\n")
     shown = [line.rsplit("\r", 1)[-1].strip() for line in lines]
     assert shown == [
@@ -250,13 +254,7 @@ def test_in_a_notebook_the_bar_is_redrawn_in_place_and_leaves_nothing(
 ):
     bar = ProgressBar(unit="epoch", total=2, clock=clock)
     loop = make_loop(n_steps_per_checkpoint=4)
-    bar.attach(loop)
-    for _ in range(2):
-        for _ in range(4):
-            clock.now += 1
-            loop.dispatch()
-        bar(checkpoint_at(loop.step, loss=0.5, elapsed_time=4.0))
-    bar.close()
+    show_two_epochs(bar, loop, checkpoint_at, clock)
     captured = capsys.readouterr()
     assert captured.err == ""
     assert captured.out == (

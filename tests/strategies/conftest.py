@@ -1,9 +1,6 @@
 """What the tests of several processes share: how a script is run in them."""
 
-import contextlib
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +12,7 @@ FOLDER = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
-def launch(tmp_path_factory):
+def launch(run_child, tmp_path_factory):
     """Runs a script of this folder in `n` processes, none of which outlives the call; its output.
 
     What they compile is kept, so that it is compiled once: a restarted job finds what it has
@@ -25,8 +22,9 @@ def launch(tmp_path_factory):
 
     def run(script, *arguments, n=2, options=(), seconds=300):
         command = [sys.executable, "-m", "flaxfit.launch", "-n", str(n), *map(str, options)]
-        launcher = subprocess.Popen(
+        done = run_child(
             [*command, str(FOLDER / script), *map(str, arguments)],
+            seconds=seconds,
             env={
                 **os.environ,
                 "PYTHONPATH": str(FOLDER.parents[1]),
@@ -36,18 +34,8 @@ def launch(tmp_path_factory):
                 # The bits depend on the size of XLA's pool of threads: be it that of this process.
                 "NPROC": str(environment()["cpu threads"]),
             },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
         )
-        try:
-            output, _ = launcher.communicate(timeout=seconds)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait()
-        assert launcher.returncode == 0, output
-        return output
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
 
     return run
