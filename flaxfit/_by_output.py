@@ -66,11 +66,8 @@ class LossByOutput:
         """The weighted sum over the outputs."""
         total = 0
         for name, weight in self.weights.items():
-            values, own = (
-                self.of(name, *outputs_and_targets),
-                _own_weights(name, outputs_and_targets),
-            )
-            # Not merely a product: a row of weight 0 may hold a NaN.
+            values = self.of(name, *outputs_and_targets)
+            own = _own_weights(name, outputs_and_targets)
             total += weight * (values if own is None else jnp.where(own != 0, own * values, 0))
         return total
 

@@ -123,8 +123,9 @@ class Stepper:
     @property
     def _held(self) -> Any:
         """What programs take for the state: its leaves, where places do not go by its structure."""
-        is_flat = self._is_flat
-        return self._leaves if is_flat else jax.tree.unflatten(self._structure, self._leaves)
+        if self._is_flat:
+            return self._leaves
+        return jax.tree.unflatten(self._structure, self._leaves)
 
     def set_state(self, state: TrainState) -> None:
         """Goes on from another state."""
