@@ -25,6 +25,12 @@ atexit.register(shutil.rmtree, PROGRAMS, ignore_errors=True)
 jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+# Else the name of the folder is part of what programs are looked up by, even on a CPU.
+jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+
+
+# What a test may make the library listen to, and what pytest and Ctrl-C need.
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def _link_all(source, target):
@@ -55,6 +61,7 @@ def environment():
         "JAX_COMPILATION_CACHE_DIR": str(PROGRAMS),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",
     }
 
 
@@ -69,6 +76,17 @@ def _forget_programs():
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > ENOUGH_MAPS:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _same_signal_handlers():
+    """Fails the test that leaves a handler of its own, instead of one that comes after it."""
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    yield
+    after = {number: signal.getsignal(number) for number in HANDLED}
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert after == before
 
 
 @pytest.fixture(scope="session")

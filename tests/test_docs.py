@@ -88,10 +88,9 @@ def test_a_block_that_is_not_run_says_why(path):
     assert not silent
 
 
-# Each tutorial trains a model or two.
+QUICK = ("README.md", "CONTRIBUTING.md", "getting-started.md", "loop.md")
 TO_RUN = [
-    pytest.param(path, marks=pytest.mark.slow if path.parent.name == "tutorials" else ())
-    for path in PAGES
+    pytest.param(path, marks=() if path.name in QUICK else pytest.mark.slow) for path in PAGES
 ]
 
 

@@ -19,7 +19,6 @@ W = rng.uniform(0.2, 2, size=len(X)).astype(np.float32)
 PARAMS = np.array([0.3, 0.1, -0.4], np.float32)
 # test_eight_devices.py runs this file once more, on eight devices.
 DEVICES = [n for n in (1, 2, 3, 4, 8) if n <= len(jax.devices())]
-SLOW_BUT_FOR_SOME = [n if n in (4, 8) else pytest.param(n, marks=pytest.mark.slow) for n in DEVICES]
 SIZES = range(1, 3 * BATCH + 2)
 
 
@@ -131,10 +130,9 @@ def test_every_metric_is_that_of_the_whole_data_set(name, n_devices, is_weighted
             np.testing.assert_allclose(ours, theirs, rtol=1e-6, err_msg=f"{key} of {n}")
 
 
-@pytest.mark.parametrize(
-    "weights", [pytest.param(None, marks=pytest.mark.slow), W], ids=["equal", "weighted"]
-)
-@pytest.mark.parametrize("n_devices", SLOW_BUT_FOR_SOME)
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", [None, W], ids=["equal", "weighted"])
+@pytest.mark.parametrize("n_devices", DEVICES)
 def test_every_step_of_an_epoch_has_the_gradient_of_its_own_examples(n_devices, weights):
     task = ff.TrainTask(apply, optax.sgd(0.1), "mse", [(X, Y)])
     loop = ff.TrainLoop(init, task, 0, strategy=strategy(n_devices), stdout=False)

@@ -36,13 +36,8 @@ def test_an_example_is_under_a_hundred_lines(name):
     assert len((EXAMPLES / name).read_text().splitlines()) < 100
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name < "03" else pytest.param(name, marks=pytest.mark.slow)
-        for name in LEAST_ACCURACY
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LEAST_ACCURACY)
 def test_an_example_reaches_its_accuracy(name, tmp_path, environment, run_child):
     for package in NEEDS.get(name, ()):
         if find_spec(package) is None:
@@ -57,6 +52,7 @@ def test_an_example_reaches_its_accuracy(name, tmp_path, environment, run_child)
     assert float(accuracy[1]) >= LEAST_ACCURACY[name]
 
 
+@pytest.mark.slow
 def test_a_killed_example_ends_with_the_weights_of_the_whole_run(tmp_path, run_child):
     def run(*arguments):
         command = [sys.executable, "-W", "error", str(EXAMPLES / "04_resume.py"), *arguments]

@@ -10,7 +10,11 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
-    ("n_kills", "n_damages"), [(6, 1), pytest.param(40, 12, marks=pytest.mark.slow)]
+    ("n_kills", "n_damages"),
+    [
+        pytest.param(6, 1, marks=pytest.mark.slow),
+        pytest.param(40, 12, marks=pytest.mark.thorough),
+    ],
 )
 def test_no_run_is_lost(n_kills, n_damages, run_child):
     numbers = ["--kills", str(n_kills), "--damages", str(n_damages), "--sizes"]

@@ -24,6 +24,7 @@ def needed(model, n):
     return loop.step_memory(n)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [ff.DataParallel(), pytest.param(ff.Sharded(), marks=pytest.mark.slow)],

@@ -195,6 +195,7 @@ def test_another_shape_is_announced_with_the_first(capsys):
 # Evaluation and prediction between trainings.
 
 
+@pytest.mark.slow
 def test_evaluation_goes_on_through_loading_fitting_and_freezing(tmp_path):
     def init_two(rngs, x):
         return {"params": {"a": np.zeros((2, 1), np.float32), "b": np.zeros(1, np.float32)}}

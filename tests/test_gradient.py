@@ -82,6 +82,7 @@ def test_microbatches_that_cannot_be_padded_must_divide():
         train(loss=loss, n_devices=2, batch_size=10, accumulate=2)
 
 
+@pytest.mark.slow
 def test_a_batch_norm_sees_one_microbatch_after_the_other():
     loop, _ = train(1, norm=True, accumulate=3)
     module = MLP(norm=True)
@@ -133,6 +134,7 @@ def test_frozen_parameters_are_not_touched_and_have_no_moments(n_devices):
     assert checkpoints[-1].loss < checkpoints[0].loss
 
 
+@pytest.mark.slow
 def test_no_gradient_is_computed_for_a_frozen_stem():
     def flops(**options):
         module = MLP()
@@ -274,6 +276,7 @@ def test_a_state_without_an_average_says_so():
         ff.optim.swap_ema(train(0)[0].state)
 
 
+@pytest.mark.slow
 def test_several_steps_in_a_call_give_what_single_ones_give():
     options = {"accumulate": 2, "ema": 0.9, "freeze": "stem/.*", "clip_norm": 1.0}
     loop, _ = train(6, **options, precision="bfloat16", skip_nonfinite=True)
@@ -310,6 +313,7 @@ def test_the_sums_of_a_count_are_not_divided():
     }
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_need_less_memory_than_the_whole():
     def bytes_of(accumulate):
         module = nn.Sequential([nn.Dense(64), nn.tanh, nn.Dense(64), nn.tanh, nn.Dense(1)])

@@ -58,7 +58,13 @@ print("in order" if steps == sorted(set(steps)) else f"out of order: {steps}", f
 """
 
 
-@pytest.mark.parametrize("n", [10, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "n",
+    [
+        pytest.param(10, marks=pytest.mark.thorough),
+        pytest.param(50, marks=pytest.mark.slow),
+    ],
+)
 def test_interrupts_at_random_moments_lose_nothing(n):
     chance = random.Random(0)
     process = subprocess.Popen(

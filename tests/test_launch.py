@@ -130,6 +130,7 @@ def told(launcher, *signals):
     return launcher.returncode, messages
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_told_to_end_tells_its_processes_and_does_not_restart(tmp_path):
     ends = (
         "import os, signal, sys\n"
@@ -149,12 +150,14 @@ DEAF = (
 )
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_listen_are_killed_after_a_while(tmp_path):
     code, messages = told(launched(tmp_path, DEAF, "--patience", "0.2"), signal.SIGTERM)
     assert code == 128 + signal.SIGKILL
     assert "killing process 0, 1, which did not end within 0.2 s" in messages
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_told_twice_kills_at_once(tmp_path):
     code, messages = told(launched(tmp_path, DEAF), signal.SIGINT, signal.SIGINT)
     assert code == 128 + signal.SIGKILL

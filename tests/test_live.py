@@ -135,6 +135,7 @@ def test_a_wrong_pattern_changes_nothing():
 # The same through a Model.
 
 
+@pytest.mark.slow
 def test_a_model_forwards_the_options_of_its_task():
     model = ff.Model(MLP(), optax.adam(0.01), "mse", freeze="stem/.*", ema=0.5, clip_norm=1.0)
     model.fit(X, Y, epochs=2, batch_size=8, verbose=0)
@@ -150,6 +151,7 @@ def test_a_model_forwards_the_options_of_its_task():
     assert np.any(model.state.params["stem"]["kernel"] != stem["kernel"])
 
 
+@pytest.mark.slow
 def test_a_model_validates_its_average_and_keeps_it_in_its_files(tmp_path):
     model = ff.Model(MLP(), optax.adam(0.05), "mse", ema=0.9)
     history = model.fit(X, Y, epochs=2, batch_size=8, validation_data=(X, Y), verbose=0)
@@ -173,6 +175,7 @@ def test_a_model_in_sixteen_bits_evaluates_and_predicts_in_them():
     assert model.evaluate(X, Y)["loss"] == pytest.approx(np.mean((outputs - Y) ** 2), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_float16_survives_a_save_and_a_load(tmp_path):
     model = ff.Model(MLP(), optax.adam(0.01), "mse", precision="float16")
     model.fit(X, Y, batch_size=8, verbose=0)
@@ -241,6 +244,7 @@ def test_a_range_test_needs_a_rate_to_set_and_data_to_repeat():
         ff.Model(MLP(), adam(), "mse").find_lr(batch for batch in [(X, Y)])
 
 
+@pytest.mark.slow
 def test_a_range_test_waits_for_the_scale_of_the_loss():
     """At the first scale of float16 these losses overflow, which is not divergence."""
     model = ff.Model(MLP(), adam(), "mse", precision="float16")
@@ -313,6 +317,7 @@ def test_the_definition_of_an_optimizer_object_is_taken():
     assert ff.TrainTask(MLP().apply, optimizer, "mse").optimizer is optimizer.optimizer_def
 
 
+@pytest.mark.slow
 def test_loaded_weights_are_used_where_there_is_no_average_of_them(tmp_path):
     model, fresh = (ff.Model(MLP(), optax.sgd(0.1), "mse", ema=0.9) for _ in range(2))
     model.fit(X, Y, epochs=2, verbose=0)

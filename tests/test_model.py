@@ -191,6 +191,7 @@ def test_batch_norm_trains_on_batches_and_evaluates_on_running_statistics():
     np.testing.assert_allclose(model.predict(X_TEST), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_nnx_module_and_its_factory_can_be_trained():
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -260,6 +261,7 @@ def test_steps_per_epoch_sets_the_length_of_an_epoch():
     assert fit(make_model(), epochs=3, steps_per_epoch=2).steps == [2, 4, 6]
 
 
+@pytest.mark.slow
 def test_several_steps_per_execution_change_nothing():
     one, many = make_model(), make_model()
     a, b = fit(one, epochs=2), fit(many, epochs=2, steps_per_execution=3)
@@ -335,6 +337,7 @@ def test_the_summary_lists_the_layers(capsys):
     assert "2,080" in before or "2,410" in before
 
 
+@pytest.mark.slow
 def test_a_saved_model_is_loaded_without_a_fit_and_goes_on(tmp_path):
     model = make_model()
     fit(model, epochs=2)

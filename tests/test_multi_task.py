@@ -66,6 +66,7 @@ def close(one, other):
     )
 
 
+@pytest.mark.slow
 def test_turns_are_the_steps_of_each_task_by_hand():
     loop = make_loop(n_steps_per_checkpoint=3, first_checkpoint=3)
     state, tasks = loop.state, make_tasks()

@@ -27,6 +27,7 @@ def weights(loop):
     return np.asarray(loop.state.params["kernel"])
 
 
+@pytest.mark.slow
 def test_it_is_the_step_that_a_stream_of_these_batches_would_take():
     batches = [(X[:8], Y[:8]), (X[8:13], Y[8:13]), (X[:7], Y[:7], np.arange(7, dtype="f4"))]
     alone = make_loop(input_sample=X[:1])

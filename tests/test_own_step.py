@@ -65,6 +65,7 @@ def close(one, other):
     )
 
 
+@pytest.mark.slow
 def test_two_networks_are_trained_as_by_hand():
     loop = make_gan()
     state = loop.state
@@ -80,6 +81,7 @@ def test_two_networks_are_trained_as_by_hand():
     assert found[-1].step == int(found[-1].state.step) == 4
 
 
+@pytest.mark.slow
 def test_it_runs_on_one_device_and_several_steps_per_call_alike():
     one = list(make_gan(devices=jax.devices()[:1], steps_per_call=2, first_checkpoint=4))
     assert isinstance(make_gan(devices=jax.devices()[:1]).strategy, ff.DataParallel)
@@ -125,6 +127,7 @@ def test_a_metric_of_the_task_computes_with_the_sums_of_its_name():
     assert checkpoint.metrics == pytest.approx({"error": np.abs(REAL).mean(), "seen": 80})
 
 
+@pytest.mark.slow
 def test_a_contrastive_loss_sees_the_whole_batch():
     encoder = nn.Dense(3)
 

@@ -105,8 +105,8 @@ def whole(tmp_path_factory):
         [At(5), At(12)],
         [At(9, signal.SIGTERM), At(13, signal.SIGTERM)],
         pytest.param([At(3, signal.SIGTERM)], marks=pytest.mark.slow),
-        pytest.param([At(n, signal.SIGTERM) for n in range(4, 15)], marks=pytest.mark.slow),
-        pytest.param([At(n) for n in range(1, 15)], marks=pytest.mark.slow),
+        pytest.param([At(n, signal.SIGTERM) for n in range(4, 15)], marks=pytest.mark.thorough),
+        pytest.param([At(n) for n in range(1, 15)], marks=pytest.mark.thorough),
     ],
     ids=["killed", "told to end", "in what is not finite", "always told to end", "always killed"],
 )

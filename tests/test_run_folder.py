@@ -62,12 +62,13 @@ class Loader:
         return iter([(X[:16], Y[:16]), (X[16:32], Y[16:32]), (X[32:48], Y[32:48])])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data", [(X, Y), list(Loader()), Loader()], ids=["arrays", "list", "loader"]
 )
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({}, marks=pytest.mark.slow), {"steps_per_execution": 2}],
+    [{}, pytest.param({"steps_per_execution": 2}, marks=pytest.mark.thorough)],
     ids=["", "several steps"],
 )
 def test_an_interrupted_call_ends_as_the_whole_one(tmp_path, data, options):
@@ -94,6 +95,7 @@ def test_more_epochs_go_on(tmp_path):
     assert fingerprint(*train(tmp_path / "run", epochs=6)) == whole
 
 
+@pytest.mark.slow
 def test_what_callbacks_remember_survives(tmp_path):
     def stop():
         return EarlyStopping("mae", mode="max", patience=3, restore_best=False)
@@ -113,6 +115,7 @@ def test_a_later_fit_of_the_same_model_saves_on(tmp_path):
     assert history.steps == [12] and list_steps(tmp_path)[-1] == 12
 
 
+@pytest.mark.slow
 def test_resume_is_asked_for_or_ruled_out(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
         train(tmp_path / "run", resume=True)
@@ -188,6 +191,7 @@ def shuffled_by_grain():
 DATA = {"arrays": lambda: (X, Y), "grain": shuffled_by_grain}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", DATA)
 def test_a_killed_process_loses_no_finished_epoch(tmp_path, run_child, data):
     """The process of the test goes on where the killed one was; `test_faults` uses new ones."""

@@ -51,6 +51,7 @@ def test_scikit_learn_accepts_the_estimator(estimator, check):
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [FlaxClassifier(**QUICK), FlaxRegressor(**QUICK)], ids=repr)
 def test_a_weight_counts_like_so_many_copies(estimator):
     rng = np.random.default_rng(0)
@@ -83,6 +84,7 @@ def test_it_learns_digits_as_images_with_labels_that_are_words():
     assert len(fitted.history_["loss"]) == 8
 
 
+@pytest.mark.slow
 def test_it_works_in_pipelines_searches_and_cross_validation():
     x, y = load_iris(return_X_y=True)
     pipeline = make_pipeline(StandardScaler(), FlaxClassifier(**{**QUICK, "epochs": 8}))

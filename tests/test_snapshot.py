@@ -30,7 +30,14 @@ def plain(state):
     return jax.tree.map(np.asarray, state.replace(key=jax.random.key_data(state.key)))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "one device",
+        pytest.param("data parallel", marks=pytest.mark.slow),
+        pytest.param("fsdp", marks=pytest.mark.slow),
+    ],
+)
 def test_they_hold_the_numbers_that_those_on_the_devices_hold(strategy):
     on_host = list(loop_with(STRATEGIES[strategy](), snapshot="host", keep_grads=True))
     on_device = list(loop_with(STRATEGIES[strategy](), keep_grads=True))

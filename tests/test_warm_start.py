@@ -38,6 +38,7 @@ def assert_equal(tree, other):
     jax.tree.map(np.testing.assert_array_equal, tree, other)
 
 
+@pytest.mark.slow
 def test_weights_are_used_in_a_fresh_model_and_trained_on(tmp_path):
     model = fitted()
     model.save_weights(tmp_path / "weights.safetensors")
@@ -52,6 +53,7 @@ def test_weights_are_used_in_a_fresh_model_and_trained_on(tmp_path):
     assert 0 < np.abs(kernels[0] - kernels[1]).max() < 0.051
 
 
+@pytest.mark.slow
 def test_some_of_the_weights_leave_the_others_as_they_begin(tmp_path):
     model = fitted()
     model.save_weights(tmp_path / "weights.safetensors")
@@ -81,6 +83,7 @@ def test_a_trained_model_takes_weights_over_and_begins_its_optimizer_afresh(tmp_
     assert not any(np.any(x) for x in jax.tree.leaves(model.state.opt_state))
 
 
+@pytest.mark.slow
 def test_an_interrupted_fit_of_a_warm_model_goes_on_from_its_folder(tmp_path):
     fitted().save_weights(tmp_path / "weights.safetensors")
     whole = make_model(seed=1)

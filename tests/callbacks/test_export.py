@@ -23,6 +23,7 @@ x = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
 y = x.sum(1, keepdims=True)
 
 
+@pytest.mark.slow
 def test_fit_leaves_the_best_model_in_the_file(tmp_path):
     exporting = Export(tmp_path / "best", monitor="val_loss")
     seen = {}
@@ -81,6 +82,7 @@ def test_a_resumed_run_keeps_what_is_better(tmp_path):
     assert not (tmp_path / "best").exists()
 
 
+@pytest.mark.slow
 def test_a_loop_needs_to_be_told_the_model_in_evaluation(tmp_path):
     task = ff.TrainTask(
         functools.partial(Net().apply, train=True), optax.sgd(0.1), "mse", [(x, y)] * 2
@@ -104,6 +106,7 @@ def test_outside_a_loop_the_inputs_are_asked_for(tmp_path):
         exporting(ff.Checkpoint(step=1, state=state, metrics={}))
 
 
+@pytest.mark.slow
 def test_a_moving_average_is_written_where_the_task_keeps_one(tmp_path):
     path = tmp_path / "best"
     model = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse", ema=0.9)

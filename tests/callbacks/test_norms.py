@@ -34,6 +34,7 @@ def make_loop(callbacks=(), n_devices=1, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_norms_of_groups_are_means_over_steps(n_devices):
     loop = make_loop(Norms("stem/.*", "head/kernel"), n_devices)

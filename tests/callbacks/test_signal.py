@@ -84,8 +84,8 @@ def digest(state):
     ("data", "options", "steps"),
     [
         pytest.param(None, {}, (2, 4, 11, 16), marks=pytest.mark.slow),
-        (None, {"steps_per_execution": 2}, (6,)),
-        pytest.param(Loader(), {}, (4, 6), marks=pytest.mark.slow),
+        pytest.param(None, {"steps_per_execution": 2}, (6,), marks=pytest.mark.thorough),
+        pytest.param(Loader(), {}, (4, 6), marks=pytest.mark.thorough),
     ],
     ids=["arrays", "several steps", "loader"],
 )
@@ -118,9 +118,11 @@ def make_loop(init, callbacks):
 
 
 def results(loop):
-    return {checkpoint.step: checkpoint.metrics for checkpoint in loop}
+    with loop:
+        return {checkpoint.step: checkpoint.metrics for checkpoint in loop}
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_goes_on_from_between_two_checkpoints(tmp_path):
     loop = make_loop(None, ())
     whole = results(loop)

@@ -37,6 +37,7 @@ def run(throughput, strategy=None, data=None, **options):
     return loop, list(loop)
 
 
+@pytest.mark.slow
 def test_examples_and_tokens_are_per_second_of_training():
     _, checkpoints = run(Throughput())
     for c, n in zip(checkpoints, (16, 32), strict=True):

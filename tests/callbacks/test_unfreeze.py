@@ -35,6 +35,7 @@ def make_loop(callbacks, n_steps=5):
     return ff.TrainLoop(module.init, task, 0, n_steps=n_steps, callbacks=callbacks, stdout=False)
 
 
+@pytest.mark.slow
 def test_parameters_begin_to_move_after_their_checkpoint(capsys):
     loop = make_loop([Unfreeze({2: "layers_1/.*", 4: [".*"]})])
     start = loop.state.params
@@ -42,6 +43,7 @@ def test_parameters_begin_to_move_after_their_checkpoint(capsys):
     assert capsys.readouterr().err.count("more parameter arrays are trained") == 2
 
 
+@pytest.mark.slow
 def test_in_a_fit_epochs_are_counted():
     model = ff.Model(module, optax.adam(0.01), "mse", freeze=FROZEN)
     seen = []

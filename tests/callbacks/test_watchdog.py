@@ -93,12 +93,14 @@ def ended(tmp_path_factory):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CODES)
 def test_a_process_ends_with_its_code(ended, case):
     words, code = ended[case]
     assert code == CODES[case], words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", ["hang", "prefetched", "first", "validation", "deadline", "resumed"]
 )
@@ -108,6 +110,7 @@ def test_the_hung_line_of_a_data_loader_is_named(ended, case):
     assert "in batches\n    wait_for_the_file_server()" in words
 
 
+@pytest.mark.slow
 def test_what_is_said_of_a_signal(ended):
     assert "received SIGTERM: step 6 is saved; the process ends with code 85" in ended["signal"][0]
     assert "SIGTERM arrived 1 s ago" in ended["deadline"][0]

@@ -58,7 +58,7 @@ def check_same(found, expected):
 
 
 def counts(short, long):
-    return [short, pytest.param(long, marks=pytest.mark.slow)]
+    return [short, pytest.param(long, marks=pytest.mark.thorough)]
 
 
 @pytest.mark.parametrize("with_target", [False, True])

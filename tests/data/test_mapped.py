@@ -41,6 +41,7 @@ def test_mapped_arrays_are_narrowed_batch_by_batch(file, shuffle):
     np.testing.assert_array_equal(batches[:, 0], order * WIDTH)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("shuffle", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_pages_that_were_read_are_handed_back(file, shuffle, monkeypatch):

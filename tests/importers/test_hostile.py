@@ -177,7 +177,7 @@ def test_damage_at_random_is_refused_or_harmless(write, tmp_path):
     assert fuzz(write, tmp_path, 60, 0) > 10
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)

@@ -90,6 +90,7 @@ def test_metrax_regression_agrees_with_scikit_learn(metrax, diabetes, measured, 
     assert value == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["AUCROC", "AUCPR"])
 def test_metrax_areas_keep_their_number_of_thresholds(metrax, tumours, measured, name):
     scores, labels, weights = tumours

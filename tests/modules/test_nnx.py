@@ -84,6 +84,7 @@ def test_evaluation_computes_what_the_module_in_eval_mode_computes():
     assert_equal(updates, {"batch_stats": init(None)["batch_stats"]})
 
 
+@pytest.mark.slow
 def test_batch_statistics_move_in_training_as_they_do_in_the_module_itself():
     net = Net(nnx.Rngs(0))
     init, apply = from_nnx(net, train=True)
@@ -147,6 +148,7 @@ def test_drawing_without_a_key_is_an_error_in_training_and_needs_none_in_evaluat
     assert batch_norm.apply(batch_norm.init(None), X).shape == X.shape
 
 
+@pytest.mark.slow
 def test_layers_repeated_by_scan_draw_masks_of_their_own():
     class Deep(nnx.Module):
         def __init__(self, rngs):

@@ -112,6 +112,7 @@ def test_other_arguments_are_passed_on_and_are_no_hyperparameters():
     assert optax.tree.get(state, "mu").dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_static_arguments_stay_plain_numbers():
     params: Any = {"w": jnp.ones((4, 8))}
     given = {"learning_rate": 0.1, "min_dim_size_to_factor": 4}

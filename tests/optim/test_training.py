@@ -32,6 +32,7 @@ def loop_with(optimizer, init=MODEL.init, apply=MODEL.apply, **options):
     return ff.TrainLoop(init, task, 0, n_steps_per_checkpoint=3, stdout=False, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_loop_trains_the_groups_as_one_device_by_hand_does(n_devices):
     loop = loop_with(two_groups(), devices=jax.devices()[:n_devices])
@@ -61,6 +62,7 @@ def test_a_loop_trains_the_groups_as_one_device_by_hand_does(n_devices):
     np.testing.assert_allclose(rates["layers_0/kernel"]["learning_rate"], 0.2 * (1 - 3 / 20))
 
 
+@pytest.mark.slow
 def test_an_nnx_model_trains_by_groups():
     model = nnx.Sequential(nnx.Linear(64, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 10, rngs=nnx.Rngs(1)))
     functions = ff.modules.from_nnx(model)

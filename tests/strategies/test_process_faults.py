@@ -62,9 +62,8 @@ def expected(n_steps):
     return params
 
 
-@pytest.mark.parametrize(
-    "fault", ["raising", *(pytest.param(f, marks=pytest.mark.slow) for f in [*WORDS][1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", WORDS)
 def test_both_processes_end_say_why_and_go_on_where_they_were(fault, run, tmp_path):
     output = run(tmp_path, fault)
     for words in WORDS[fault]:
@@ -78,7 +77,7 @@ def test_both_processes_end_say_why_and_go_on_where_they_were(fault, run, tmp_pa
     np.testing.assert_allclose(first, expected(n_steps), rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_restarted_run_ends_at_the_very_bits_of_one_that_was_not_harmed(run, tmp_path):
     for fault in ("none", "killed"):
         (tmp_path / fault).mkdir()

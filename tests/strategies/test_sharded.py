@@ -85,15 +85,8 @@ def losses(model):
     return model.history["loss"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("data", marks=pytest.mark.slow),
-        pytest.param("fsdp", marks=pytest.mark.slow),
-        pytest.param("tensor", marks=pytest.mark.slow),
-        "fsdp x tensor",
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_fifty_steps_of_a_transformer_agree_with_one_device(name):
     model, one = trained(name), trained("one")
     assert model.step == 50
@@ -102,6 +95,7 @@ def test_fifty_steps_of_a_transformer_agree_with_one_device(name):
     close(model.state.params, one.state.params, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("n", [1, 19])
 def test_evaluation_and_prediction_of_any_number_agree_with_one_device(name, n):
@@ -373,6 +367,7 @@ def on_one():
     return loop_of(one())[1]
 
 
+@pytest.mark.slow
 def test_batchnorm_is_that_of_the_whole_batch_for_every_remainder():
     # The third batch has 6 examples, which rows of weight 0 would not leave as they are.
     _, found = loop_of(four(fsdp=True))
@@ -392,6 +387,7 @@ def test_batchnorm_under_pmap_is_that_of_each_replica_unless_it_names_the_axis()
         close(together.state.params, expected.state.params)
 
 
+@pytest.mark.slow
 def test_several_steps_in_a_call_are_those_steps():
     _, single = loop_of(four(fsdp=True), None, n_steps=6)
     loop, several = loop_of(four(fsdp=True), None, n_steps=6, steps_per_call=3)
@@ -403,6 +399,7 @@ def test_several_steps_in_a_call_are_those_steps():
     )
 
 
+@pytest.mark.slow
 def test_accumulated_and_resident_batches_agree_with_one_device():
     def run(strategy):
         data = ff.ArrayStream(jnp.asarray(X[:32]), jnp.asarray(Y[:32]), batch_size=16)
@@ -424,6 +421,7 @@ def test_the_state_and_the_gradients_that_a_checkpoint_holds_are_copies_in_parts
         assert [shard.data.shape for shard in shards] == [(16, 64)] * 4
 
 
+@pytest.mark.slow
 def test_hyperparameters_and_frozen_parameters_can_be_set_on_the_way():
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     task = ff.TrainTask(Net(None).apply, optimizer, "mse", ff.ArrayStream(X, Y, batch_size=16))
@@ -441,6 +439,7 @@ def test_hyperparameters_and_frozen_parameters_can_be_set_on_the_way():
     assert np.abs(after["Dense_1"]["kernel"] - before["Dense_1"]["kernel"]).max() > 0
 
 
+@pytest.mark.slow
 def test_a_given_state_is_spread_and_stays_valid():
     state = ff.init_state(Net(None).init, optax.sgd(0.1), 0, (X[:1],))
     task = ff.TrainTask(Net(None).apply, optax.sgd(0.1), "mse", (X[:16], Y[:16]))
@@ -538,6 +537,7 @@ def test_gathered_arrays_are_whole_and_on_the_host():
     assert whole["key"] == jax.random.key(2) and whole["note"] == 1
 
 
+@pytest.mark.slow
 def test_a_model_is_saved_loaded_and_used_under_sharded(tmp_path):
     model = ff.Model(Net(None), optax.adam(0.01), "mse", strategy=four(fsdp=True))
     model.fit(X, Y, batch_size=16, verbose=0)

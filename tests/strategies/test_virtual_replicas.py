@@ -70,12 +70,14 @@ def four():
     return train(4)
 
 
-@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [1, 2])
 def test_batch_statistics_dropout_and_a_smaller_last_batch_are_the_same_to_the_bit(n, four):
     assert {"batch_stats"} == four[0].model_state.keys()
     assert_same(train(n), four)
 
 
+@pytest.mark.slow
 def test_weights_padding_clipping_and_averages_are_the_same_to_the_bit():
     def weighted(n):
         stream = ff.ArrayStream(X, Y, W, batch_size=13, shuffle=True)
@@ -94,6 +96,7 @@ def test_weights_padding_clipping_and_averages_are_the_same_to_the_bit():
     assert_same(one, four)
 
 
+@pytest.mark.slow
 def test_dropout_is_that_of_a_replica_wherever_it_runs():
     def apply(variables, x, *, rngs, mutable):
         return x * variables["params"] + jax.random.normal(rngs["dropout"], x.shape), {}
