@@ -95,7 +95,6 @@ def memory() -> None:
 
 def overhead(name: str, rounds: int, n_steps: int, *, resident: bool) -> None:
     """The time of a step of TrainLoop over that of a bare call of the update it compiles."""
-    import numpy as np
 
     import flaxfit as ff
     from flaxfit import _totals
@@ -109,19 +108,17 @@ def overhead(name: str, rounds: int, n_steps: int, *, resident: bool) -> None:
     )
     loop.next_step()
 
-    # With weights, as the loop gives them to every batch that could be padded.
-    weights = np.ones(BATCH, np.float32)
     stream = task.data.one_epoch()
     rows = [stream.next_rows() for _ in range(len(stream))]
-    examples = [normalize(stream.pick(each))._replace(weights=weights) for each in rows]
+    examples = [normalize(stream.pick(each)) for each in rows]
     data = (strategy.place(normalize(stream.whole())),) if resident else ()
-    batches = [Batch((each,), (), weights) for each in rows] if resident else examples
+    batches = [Batch((each,)) for each in rows] if resident else examples
     state = strategy.place(loop.state)
     step = strategy.bind(ff.make_train_step(task, skip_empty=False))
     totals = strategy.place(_totals.zero_totals(jax.eval_shape(step, state, examples[0])[1]))
     update = make_update(task, axis_name=strategy.axis_name, skip_empty=False)
     arguments = (state, totals, *data, strategy.split(batches[0]))
-    call = strategy.compile(update, arguments, n_donated=2)
+    call = strategy.compile(update, arguments, n_donated=1)
     most_in_flight = 32 if resident and len(jax.devices()) == 1 else 2  # As the loop has it.
 
     def bare() -> None:
@@ -129,8 +126,8 @@ def overhead(name: str, rounds: int, n_steps: int, *, resident: bool) -> None:
         in_flight = deque()
         for i in range(n_steps):
             batch = strategy.split(batches[i % len(batches)])
-            state, totals, (token, _) = call(state, totals, *data, batch)
-            in_flight.append(token)
+            state, totals, _ = call(state, totals, *data, batch)
+            in_flight.append(totals[0]["float32"])
             if len(in_flight) > most_in_flight:
                 in_flight.popleft().block_until_ready()
         jax.block_until_ready(totals)

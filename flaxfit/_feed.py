@@ -44,6 +44,7 @@ class Feed:
         size: int = 0,
         parts: int = 1,
         is_own: bool = False,
+        is_even: bool = False,
         is_mixed: bool = False,
         say: Callable[[str], None] = lambda text: None,
     ):
@@ -53,11 +54,14 @@ class Feed:
         self._structure: Any = None
         self._size = size
         self._parts = parts
+        # Whether all batches are of this size: with no weights of 1, programs have less to do.
+        self._is_even = is_even
         # Of several processes, each may bring batches of its own, for its own devices.
         n_devices = strategy.n_devices
         self._is_own = is_own and strategy.n_processes > 1
         self._n_devices = len(range(n_devices)[strategy.rows(n_devices)]) if is_own else n_devices
         is_virtual = getattr(strategy, "virtual_replicas", None) is not None
+        self._divisor = self._n_devices * parts
         self._unit = "virtual replicas" if is_virtual else "devices"
         self._ones: dict[int, np.ndarray] = {}
         self._announced = False
@@ -67,19 +71,19 @@ class Feed:
         batch = normalize(item)
         n = n_examples(batch)
         self._size = self._size or n
-        strategy, n_devices = self.strategy, self._n_devices
+        strategy, divisor = self.strategy, self._divisor
         is_weighted = batch.weights is not None
-        if self.pad:
+        needs_weights = is_weighted or not self._is_even or n != self._size or n % divisor
+        if self.pad and needs_weights:
             batch = batch._replace(weights=self._weights(n, batch.weights))
-            divisor = n_devices * self._parts
             size = -(-max(n, self._size) // divisor) * divisor
             if size != n:
                 if n % divisor:
                     self._announce(n, size)
                 batch = pad_batch(batch, size)
-        elif (n >= self._size or self._is_own) and n % (n_devices * self._parts):
+        elif (n >= self._size or self._is_own) and n % divisor:
             raise ValueError(self._cannot_split(n))
-        elif n % n_devices:
+        elif n % self._n_devices:
             strategy = self.strategy.narrow(n)
         signature = self._signature(strategy, batch, is_weighted)
         return Portion(strategy, batch, is_weighted, n, signature)
@@ -107,7 +111,7 @@ class Feed:
         return n_devices if self._parts == 1 else f"{n_devices} in {self._parts} parts each"
 
     def _cannot_split(self, n: int) -> str:
-        divisor = self._n_devices * self._parts
+        divisor = self._divisor
         sizes = [size for size in (n - n % divisor, n + divisor - n % divisor) if size]
         fewer = f"fewer {self._unit}"
         fewer = f"or {fewer}" if self._parts == 1 else f"{fewer}, or accumulate less"

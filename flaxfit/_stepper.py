@@ -97,7 +97,7 @@ class Stepper:
         self._of_rows: dict[int, Portion] = {}
         """Portions of resident data that were made before, by the number of their rows."""
         self._weights_of_rows: dict[int, Any] = {}
-        """Their weights, split and on the devices."""
+        """Their weights, split and on the devices; None for none."""
         self._ready: dict[int, tuple[Callable[..., Any], Any]] = {}
         """The updates that take them, with those weights."""
 
@@ -275,22 +275,26 @@ class Stepper:
         self.interrupts.hold()
         try:
             is_usual = n == 1 and batch is None and self._ready and not self._fetched
-            token = self._step_as_before() if is_usual else None
-            if token is None:
+            if not (is_usual and self._step_as_before()):
                 portions = self._portions(n) if batch is None else [self._given(batch)]
                 if not portions:
                     self.agreement.end("training", self.step, self._in_flight)
                     self.ended = True
                     return False
-                token = self._dispatch(portions, n_fetched=len(portions) if batch is None else 0)
+                self._dispatch(portions, n_fetched=len(portions) if batch is None else 0)
         finally:
             self.interrupts.release()
-        self._in_flight.append(token)
+        # No later step uses the totals up: waiting for these waits for the step.
+        for vector in self._totals[0].values():
+            self._in_flight.append(vector)
+            break
+        else:  # A step of the user's own that reports nothing.
+            jax.block_until_ready(self._leaves)
         if len(self._in_flight) > self._most_in_flight:
             self._in_flight.popleft().block_until_ready()
         return True
 
-    def _step_as_before(self) -> jax.Array | None:
+    def _step_as_before(self) -> bool:
         """One step on resident data, if there is a batch of a size that was stepped before.
 
         It is what `_dispatch` does, less all that is known by then: small models would notice.
@@ -298,21 +302,21 @@ class Stepper:
         try:
             rows = self.stream.next_rows()
         except StopIteration:
-            return None
+            return False
         self._fetched.append((rows, None))
         ready = self._ready.get(len(rows))
         if ready is None:
-            return None
+            return False
         update, weights = ready
         batch = Batch((self.strategy.split(rows),), (), weights)
         results = update(self._leaves, self._totals, self._resident, batch)
-        self._leaves, self._totals, (token, self.grads) = results
+        self._leaves, self._totals, self.grads = results
         self.step += 1
         self.n_completed += 1
         self.n_examples += len(rows)
         self._position = None
         self._fetched.clear()
-        return token
+        return True
 
     @explained
     def wait(self) -> None:
@@ -374,10 +378,10 @@ class Stepper:
             portion = own_rows(portion._replace(is_weighted=self._resident.weights is not None))
             if n_examples(portion.batch) == len(item):
                 self._of_rows[len(item)] = portion
-                # The weights are the same in each step: they go to the devices but once.
-                if portion.batch.weights is not None:
-                    weights = self.strategy.split(jnp.asarray(portion.batch.weights))
-                    self._weights_of_rows[len(item)] = weights
+                weights = portion.batch.weights
+                # They are the same in each step: they go to the devices but once.
+                split = None if weights is None else self.strategy.split(jnp.asarray(weights))
+                self._weights_of_rows[len(item)] = split
             return portion
         if knows_rows(self.stream):
             return own_examples(portion, self.stream.pick)
@@ -394,7 +398,7 @@ class Stepper:
     def _examples(self, item: Any) -> Any:
         return self.stream.pick(item) if self._takes_rows else item
 
-    def _dispatch(self, portions: list[Portion], *, n_fetched: int) -> jax.Array:
+    def _dispatch(self, portions: list[Portion], *, n_fetched: int) -> None:
         """Runs the compiled update. What was fetched is let go once the new state is stored."""
         strategy, _, _, _, signature = portions[0]
         n = len(portions)
@@ -411,7 +415,7 @@ class Stepper:
         update = self.executables.get(key)
         if update is None:
             update = self.executables[key] = self._compile(portions, arguments)
-        held, totals, (token, grads) = update(*arguments)
+        held, totals, grads = update(*arguments)
         if not is_whole:
             held, totals = self.strategy.share((held, totals))
         self._leaves = held if self._is_flat else jax.tree.leaves(held)
@@ -426,7 +430,6 @@ class Stepper:
         if n_fetched:
             self._position = self._fetched[n_fetched - 1][1]
             del self._fetched[:n_fetched]
-        return token
 
     def _split(self, portions: list[Portion], *, n_fetched: int) -> Any:
         """The batches as the update takes them: each device's part of one, or of several."""
@@ -434,11 +437,10 @@ class Stepper:
         if len(portions) > 1:
             batch = stack_batches([portion.batch for portion in portions])
             return strategy.split(batch, len(portions))
-        weights = self._weights_of_rows.get(n_rows) if n_fetched else None
-        if weights is None:
+        if not n_fetched or n_rows not in self._weights_of_rows:
             return strategy.split(batch)
         (rows,) = batch.inputs
-        return Batch((strategy.split(rows),), (), weights)
+        return Batch((strategy.split(rows),), (), self._weights_of_rows[n_rows])
 
     def _compile(self, portions: list[Portion], arguments: tuple[Any, ...]) -> Any:
         self._say("compiling…")
@@ -561,7 +563,17 @@ class Stepper:
         )
         self.inspection_time += time.perf_counter() - began
         self.is_preparing = False
-        return Feed(self.strategy, pad=not why_not, size=n, is_own=is_own, say=self._say, **options)
+        # Where no batch can be a smaller one, all do without weights of 1.
+        is_even = getattr(self.stream, "is_even", False) and n == self.stream.batch_size
+        return Feed(
+            self.strategy,
+            pad=not why_not,
+            size=n,
+            is_own=is_own,
+            is_even=is_even,
+            say=self._say,
+            **options,
+        )
 
     def _inspect(self, batch: Batch, data: Batch | None) -> tuple[Any, str]:
         """The shapes of the sums of a step, and why rows of weight 0 would do harm, if so."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from flaxfit import _totals
 from flaxfit._batch import Batch
@@ -25,29 +26,28 @@ def make_update(
     keep_grads: bool = False,
     **options: Any,
 ) -> Callable[..., Any]:
-    """Makes `(state, totals, batch) -> (state, totals, (step, grads))`.
+    """Makes `(state, totals, batch) -> (state, totals, grads)`.
 
     With several steps, the leaves of `batch` carry one batch per step as their first axis.
     Where the data is on the devices, the update is `(state, totals, data, batch)`, and the only
-    input of `batch` are the indices of its examples. The step that comes back is a token: waiting
-    for it waits for the update.
+    input of `batch` are the indices of its examples.
     """
     step = make_step(task, axis_name=axis_name, keep_grads=keep_grads, **options)
 
     def update(state: Any, totals: Any, *batch: Any) -> Any:
         state, sums = step(state, batch[0] if len(batch) == 1 else gather(*batch))
         sums, grads = sums if keep_grads else (sums, None)
-        return state, _totals.add(totals, sums), (state.step, grads)
+        return state, _totals.add(totals, sums), grads
 
     def update_many(state: Any, totals: Any, *batches: Any) -> Any:
         *data, stacked = batches
 
         def body(carry: Any, batch: Any) -> Any:
-            state, totals, (_, grads) = update(carry[0], carry[1], *data, batch)
+            state, totals, grads = update(carry[0], carry[1], *data, batch)
             return (state, totals), grads
 
         (state, totals), grads = jax.lax.scan(body, (state, totals), stacked)
-        return state, totals, (state.step, jax.tree.map(lambda g: g[-1], grads))
+        return state, totals, jax.tree.map(lambda g: g[-1], grads)
 
     return update if n_steps == 1 else update_many
 
@@ -60,8 +60,8 @@ def on_leaves(update: Callable[..., Any], structure: Any, types: Any) -> Callabl
 
     def update_leaves(leaves: Any, totals: Any, *batch: Any) -> Any:
         state = jax.tree.unflatten(structure, with_types(leaves, types))
-        state, totals, token = update(state, totals, *batch)
-        return without_types(jax.tree.leaves(state), types), totals, token
+        state, totals, grads = update(state, totals, *batch)
+        return without_types(jax.tree.leaves(state), types), totals, grads
 
     return update_leaves
 
@@ -71,8 +71,8 @@ def on_tree(update: Callable[..., Any], types: Any) -> Callable[..., Any]:
 
     def update_tree(held: Any, totals: Any, *batch: Any) -> Any:
         leaves, structure = jax.tree.flatten(held)
-        leaves, totals, token = on_leaves(update, structure, types)(leaves, totals, *batch)
-        return jax.tree.unflatten(structure, leaves), totals, token
+        leaves, totals, grads = on_leaves(update, structure, types)(leaves, totals, *batch)
+        return jax.tree.unflatten(structure, leaves), totals, grads
 
     return update_tree
 
@@ -85,7 +85,7 @@ def gather(data: Batch, batch: Batch) -> Batch:
         return x.at[rows].get(mode="promise_in_bounds")
 
     picked = jax.tree.map(take, data)
-    if batch.weights is None:
-        return picked
-    weights = batch.weights if picked.weights is None else picked.weights * batch.weights
-    return picked._replace(weights=weights)
+    if picked.weights is None:
+        return picked._replace(weights=batch.weights)
+    weights = jnp.asarray(picked.weights, jnp.float32)
+    return picked._replace(weights=weights if batch.weights is None else weights * batch.weights)

@@ -177,6 +177,20 @@ def test_an_epoch_with_a_remainder_compiles_once():
     assert len(loop._stepper.executables) == 1
 
 
+@pytest.mark.parametrize("resident", [True, False])
+def test_whole_batches_are_trained_on_as_those_that_could_be_padded(resident):
+    def losses(*data):
+        stream = ff.ArrayStream(*data, batch_size=8, epochs=2, resident=resident)
+        task = ff.TrainTask(apply, optax.sgd(0.1), "mse", stream)
+        loop = ff.TrainLoop(init, task, 0, stdout=False)
+        return [checkpoint.loss for checkpoint in loop][:3]
+
+    np.testing.assert_allclose(losses(X[:24], Y[:24]), losses(X[:25], Y[:25]), rtol=1e-6)
+    counts = np.arange(24) % 3
+    whole, ragged = ((X[:n], Y[:n], np.resize(counts, n)) for n in (24, 25))
+    np.testing.assert_allclose(losses(*whole), losses(*ragged), rtol=1e-6)
+
+
 def scalar_loss(outputs, targets):
     return jnp.mean((outputs - targets) ** 2)
 

@@ -103,6 +103,27 @@ def test_a_function_is_its_own_loss_hashable_or_not():
         assert losses.resolve(loss) is loss
 
 
+@pytest.mark.parametrize("shape", [(5,), (4, 3)])
+def test_crossentropy_and_its_gradient_are_those_of_optax(shape):
+    logits = GENERATOR.normal(size=(*shape, 7)).astype(np.float32) * 30
+    labels = GENERATOR.integers(0, 7, shape)
+    logits[..., 3][labels != 3] = -np.inf  # A class that is ruled out.
+
+    def gradient(loss):
+        return jax.jit(jax.grad(lambda x: (loss(x, labels) * np.arange(shape[-1])).sum()))(logits)
+
+    theirs = optax.softmax_cross_entropy_with_integer_labels
+    np.testing.assert_array_equal(losses.crossentropy(logits, labels), theirs(logits, labels))
+    expected = gradient(theirs)
+    assert np.isfinite(expected).all()
+    np.testing.assert_allclose(gradient(losses.crossentropy), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_label_that_is_out_of_range_gives_a_loss_that_is_not_a_number():
+    values = jax.jit(losses.crossentropy)(LOGITS[:4], np.array([0, -1, 10, 9]))
+    assert np.isnan(values).tolist() == [False, True, True, False]
+
+
 def test_what_is_no_loss_is_refused():
     number: Any = 0.5
     with pytest.raises(TypeError, match="must be a name or a function.*got float: 0.5"):

@@ -115,6 +115,16 @@ def test_a_remainder_is_not_padded():
     assert {weights for _, weights in sizes} == {None}
 
 
+def test_a_step_may_report_nothing():
+    def step(state, batch):
+        return state.replace(params=jax.tree.map(lambda x: x + 1, state.params)), {}
+
+    task = ff.TrainTask(step=step, data=ff.ArrayStream(REAL[:32], batch_size=16))
+    loop = ff.TrainLoop(lambda *_: {"params": np.zeros(2)}, task, 0, n_steps=9, stdout=False)
+    *_, last = loop
+    assert last.metrics == {} and np.asarray(last.params).tolist() == [9, 9]
+
+
 def test_a_metric_of_the_task_computes_with_the_sums_of_its_name():
     mae = ff.metrics.mae
 

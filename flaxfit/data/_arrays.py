@@ -93,6 +93,11 @@ class ArrayStream:
         rows = self.n_examples if self.drop_remainder else self.n_examples + self.batch_size - 1
         return rows // self.batch_size
 
+    @property
+    def is_even(self) -> bool:
+        """Whether every batch has `batch_size` examples."""
+        return self.drop_remainder or self.n_examples % self.batch_size == 0
+
     def __iter__(self) -> Self:
         return self
 
