@@ -11,16 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from flaxfit._ocdbt import check_index
 from flaxfit.checkpoints._seal import Damaged
 
 ARRAYS = "arrays"
 """The folder of a step that holds its arrays, by path, in one flat dict."""
 RECORD = "record"
 """The folder of a step that holds everything else, as JSON."""
-
-
-# Up to so many bytes of a value Orbax has TensorStore keep in the nodes of its tree.
-_INLINE_BYTES = 1024
 
 
 class StepWriter:
@@ -119,12 +116,14 @@ def _check_sizes(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None
     layout = json.loads((path / "_METADATA").read_text(encoding="utf-8"))
     if layout.get("use_ocdbt") is not True or layout.get("use_zarr3") is not False:
         raise Damaged("its arrays are in another format than that of this library")
+    try:
+        n_inline = check_index(path)  # Small values lie among the names, which are compressed.
+    except (LookupError, ValueError) as error:
+        raise Damaged(str(error)) from error
     base = {"driver": "file", "path": f"{path}/"}
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
     needed = sum(math.prod(array.shape) * array.dtype.itemsize for array in wanted.values())
-    n_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    # Small values lie among the names, which are compressed.
-    most = n_bytes + _INLINE_BYTES * len(store.list().result())
+    most = n_inline + sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     if needed > most:
         raise Damaged(f"its arrays take {needed:,} bytes, and its files hold {most:,} at most")
     headers = {name: store.read(f"{name.rstrip('/')}/.zarray") for name in wanted}
