@@ -102,6 +102,8 @@ class CheckpointFileWriter:
         self._loop: Any = lambda: None
         self.last_saved: int | None = None
         """The last step of which it is known that it is on disk."""
+        self.saved_revision: Any = None
+        """The `revision` of the loop whose checkpoint that was, where it was called with it."""
         self._found: list[int] = from_main("the folder of checkpoints", self._open)
 
     def _open(self) -> list[int]:
@@ -117,11 +119,11 @@ class CheckpointFileWriter:
 
     def attach(self, loop: Any) -> None:
         """Saves, from here on, what the callbacks of a loop remember."""
-        self._loop, self.last_saved = weakref.ref(loop), None
+        self._loop, self.last_saved, self.saved_revision = weakref.ref(loop), None, None
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Saves a checkpoint and returns it."""
-        self.save(checkpoint)
+        self._save(checkpoint, revision=getattr(self._loop(), "revision", None))
         return checkpoint
 
     def save(
@@ -143,6 +145,16 @@ class CheckpointFileWriter:
         Returns:
           The folder of the step, which is there once the save is complete.
         """
+        return self._save(checkpoint, history, callback_states)
+
+    def _save(
+        self,
+        checkpoint: Checkpoint,
+        history: Any = None,
+        callback_states: Mapping[str, Any] | None = None,
+        *,
+        revision: Any = None,
+    ) -> Path:
         self.wait()
         step = int(checkpoint.step)
         path = _folder.step_path(self.output_dir, step)
@@ -157,10 +169,10 @@ class CheckpointFileWriter:
             kept,
         )
         if from_main("a save", lambda: self._holds(step, record)):
-            self.last_saved = step
+            self.last_saved, self.saved_revision = step, revision
             return path
         with _turn:
-            self._begin(step, arrays, record)
+            self._begin(step, arrays, record, revision)
         if not self.asynchronous:
             self.wait()
         return path
@@ -205,7 +217,9 @@ class CheckpointFileWriter:
         wait([saving for other in others if (saving := other._saving) is not None])
         self._lock = _lock.hold(self.output_dir)
 
-    def _begin(self, step: int, arrays: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+    def _begin(
+        self, step: int, arrays: Mapping[str, Any], record: Mapping[str, Any], revision: Any
+    ) -> None:
         """Has everything copied that the save needs, and the rest done in the background."""
         writer, executor = self._start()
         try:
@@ -223,7 +237,7 @@ class CheckpointFileWriter:
             writer.start(place, arrays)
         except Exception as error:
             failure = error  # The other processes are to hear of it.
-        finish = functools.partial(self._finish, writer, place, arrays, record, failure)
+        finish = functools.partial(self._finish, writer, place, arrays, record, revision, failure)
         self._saving = executor.submit(finish)
         if failure is not None:
             self.wait()
@@ -269,6 +283,7 @@ class CheckpointFileWriter:
         place: Path,
         arrays: Mapping[str, Any],
         record: Mapping[str, Any],
+        revision: Any,
         failure: Exception | None,
     ) -> None:
         step = record["step"]
@@ -285,7 +300,7 @@ class CheckpointFileWriter:
         except Exception as error:
             self._tidy()
             raise self._failure(step, arrays, error) from error
-        self.last_saved = step
+        self.last_saved, self.saved_revision = step, revision
         if is_main():
             self._clear(step)
 
