@@ -119,6 +119,24 @@ def contents(
     return arrays, {**as_plain_json(record), "arrays": described}
 
 
+def is_kept(record: Mapping[str, Any]) -> bool:
+    """Whether the memory of all arrays stays as it is for as long as the record is there.
+
+    So it is where all are JAX's and in the memory of the CPU, which what stands in the place of
+    the digests is a view of: whoever donates such an array is given a copy.
+    """
+    digests = (each["digest"] for each in record["arrays"].values())
+    return jax.process_count() == 1 and not any(isinstance(each, str) for each in digests)
+
+
+def kept(arrays: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays, and in the place of those that were deleted since the views of their memory."""
+    return {
+        path: record["arrays"][path]["digest"] if array.is_deleted() else array
+        for path, array in arrays.items()
+    }
+
+
 def with_digests(record: Mapping[str, Any]) -> dict[str, Any]:
     """The record with all digests computed, as plain JSON."""
     described = {

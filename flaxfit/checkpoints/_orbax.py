@@ -36,10 +36,14 @@ class StepWriter:
         self._commits: Any = ()
 
     def start(self, path: Path, arrays: Mapping[str, Any]) -> None:
-        """Begins to write into the folder of a step; once this returns, arrays may be donated."""
-        items = {name: _savable(array) for name, array in arrays.items()}
-        folder = _arrays_folder(path)
-        self._commits = _run(self._handler.async_save(folder, args=self._save_args(items))) or ()
+        """Begins to write into the folder of a step; once this returns, arrays may be donated.
+
+        Args:
+          path: the folder of the step.
+          arrays: what to write, by name, as `savable` gives it.
+        """
+        save = self._handler.async_save(_arrays_folder(path), args=self._save_args(dict(arrays)))
+        self._commits = _run(save) or ()
 
     def wait(self) -> None:
         """Waits until what this process writes is on disk; raises what went wrong."""
@@ -146,7 +150,7 @@ def _zarr_name(dtype: np.dtype) -> str:
     return dtype.str if dtype.isbuiltin == 1 else dtype.name
 
 
-def _savable(array: Any) -> Any:
+def savable(array: Any) -> Any:
     """The form in which Orbax takes an array."""
     if not isinstance(array, jax.Array) or not array.is_fully_addressable:
         return array

@@ -20,7 +20,7 @@ from flaxfit._processes import exchange, from_main, is_main
 from flaxfit.checkpoints import _file, _folder, _lock
 from flaxfit.checkpoints._best import best_step
 from flaxfit.checkpoints._file import with_digests
-from flaxfit.checkpoints._orbax import StepWriter, write_record
+from flaxfit.checkpoints._orbax import StepWriter, savable, write_record
 from flaxfit.checkpoints._record import first_line, read_record
 from flaxfit.checkpoints._seal import Damaged
 
@@ -220,7 +220,11 @@ class CheckpointFileWriter:
     def _begin(
         self, step: int, arrays: Mapping[str, Any], record: Mapping[str, Any], revision: Any
     ) -> None:
-        """Has everything copied that the save needs, and the rest done in the background."""
+        """Has copied what may change, and the rest done in the background.
+
+        Orbax's own beginning, too, where it can: else the caller waits for the threads that it
+        starts, which are at work at once.
+        """
         writer, executor = self._start()
         try:
             place = Path(from_main("the start of a save", lambda: self._prepare(step)))
@@ -232,12 +236,16 @@ class CheckpointFileWriter:
             failure.__cause__ = error
             self._fail(failure)
             return
-        failure = None
-        try:
-            writer.start(place, arrays)
-        except Exception as error:
-            failure = error  # The other processes are to hear of it.
-        finish = functools.partial(self._finish, writer, place, arrays, record, revision, failure)
+        arrays = {name: savable(array) for name, array in arrays.items()}
+        is_kept, failure = _file.is_kept(record), None
+        if not is_kept:
+            try:
+                writer.start(place, arrays)
+            except Exception as error:
+                failure = error  # The other processes are to hear of it.
+        finish = functools.partial(
+            self._finish, writer, place, arrays, record, revision, is_kept, failure
+        )
         self._saving = executor.submit(finish)
         if failure is not None:
             self.wait()
@@ -284,6 +292,7 @@ class CheckpointFileWriter:
         arrays: Mapping[str, Any],
         record: Mapping[str, Any],
         revision: Any,
+        is_kept: bool,
         failure: Exception | None,
     ) -> None:
         step = record["step"]
@@ -291,6 +300,8 @@ class CheckpointFileWriter:
         topic = f"in {place.parent}"
         try:
             try:
+                if is_kept:
+                    writer.start(place, _file.kept(arrays, record))
                 writer.wait()  # First: this thread's own work would hold up the one that trains.
                 record = with_digests(record)
             except Exception as error:
