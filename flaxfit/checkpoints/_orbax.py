@@ -150,6 +150,13 @@ def _zarr_name(dtype: np.dtype) -> str:
     return dtype.str if dtype.isbuiltin == 1 else dtype.name
 
 
+class OwnCopy(np.ndarray):
+    """A copy in NumPy that nobody else holds: Orbax, which would copy it again, need not."""
+
+    def __deepcopy__(self, memo: Any) -> "OwnCopy":
+        return self
+
+
 def savable(array: Any) -> Any:
     """The form in which Orbax takes an array."""
     if not isinstance(array, jax.Array) or not array.is_fully_addressable:
