@@ -35,11 +35,11 @@ class CheckpointFileWriter:
     """Saves each checkpoint that it is called with, and returns it untouched.
 
     A save is complete or absent: a kill at any instant leaves every earlier step as it was.
-    Arrays are copied before the call returns and written in the background; `close` waits for
-    that, and so does the end of the process. Whatever fails in the background is raised by the
-    next call or by `close`; at the end of the process it is printed, and the exit code is
-    `ExitCode.UNSAVED`. Writers of one process take turns at a folder; while a process has
-    one, no other process can make one for that folder.
+    Arrays are written in the background, as they are at the call, whatever is done to them
+    after it; `close` waits for that, and so does the end of the process. Whatever fails in the
+    background is raised by the next call or by `close`; at the end of the process it is printed,
+    and the exit code is `ExitCode.UNSAVED`. Writers of one process take turns at a folder; while
+    a process has one, no other process can make one for that folder.
 
     In the `callbacks` of a loop it saves what all other callbacks have made of a checkpoint,
     wherever it stands among them, and beside it what they remember (those with `get_state` and
