@@ -14,9 +14,11 @@ MANIFEST = "manifest.ocdbt"
 """The file in which the index begins."""
 _DATA = "d"
 _MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
-_ALWAYS_FINE = 1 << 26
-# Names, headers and values of up to 1 KB are all that an index holds. They may be much alike, but
-# names and devices stand in plain words beside it, too: even 512 shards of zeros stay below this.
+_ALWAYS_FINE = 1 << 27
+# An entry takes less than what it tells of: values of more than 1 KB lie outside, in files. Smaller
+# ones lie among the entries, and are as hard to pack as numbers are. Only zeros, such as those of
+# an optimizer that has just begun, pack well: half a million of them are fine in any case, and
+# beyond that names and devices stand in plain words beside the index.
 _MOST_GROWTH = 32
 _ENTRY_BYTES = 128
 """What TensorStore takes for an entry of the index, names and values aside."""
@@ -59,7 +61,7 @@ class _Index:
         plain = sum(size for file, size in sizes.items() if file.parent.name != _DATA)
         self.stored = sum(sizes.values())
         """What of the bytes in the files nothing has referred to yet."""
-        self.room = _ALWAYS_FINE + _MOST_GROWTH * plain
+        self.room = _ALWAYS_FINE + self.stored + _MOST_GROWTH * plain
         """What memory may still be taken."""
         self.inline = 0
         nodes = list(self._roots((folder / MANIFEST).read_bytes()))

@@ -9,7 +9,7 @@ import tensorstore
 from flaxfit._ocdbt import MANIFEST, check_index
 from flaxfit.importers._crc32c import crc32c
 
-MOST_MEMORY = 100_000_000
+MOST_MEMORY = 200_000_000
 ZARRAY = b'{"chunks":[32],"compressor":null,"dtype":"<f4","shape":[2048],"zarr_format":2}'
 
 
@@ -122,7 +122,7 @@ def write_hostile(folder, kind):
             frame = spelled(b"\0" + varint(1 << 40), (0, 1 << 30))
             node = sealed(NODE_MAGIC, frame, True)
         case "a node of very many entries":
-            node = sealed(NODE_MAGIC, b"\0" + FILES + varint(1 << 20))
+            node = sealed(NODE_MAGIC, b"\0" + FILES + varint(1 << 21))
         case "very long names in a few bytes":
             node = sealed(NODE_MAGIC, leaf([(0, 60_000)] + [(60_000, 3)] * 9000, [0] * 9001))
         case "very long paths in a few bytes":
