@@ -158,6 +158,8 @@ class CheckpointFileWriter:
         self.wait()
         step = int(checkpoint.step)
         path = _folder.step_path(self.output_dir, step)
+        if self.last_saved == step:  # What is on disk may not be this.
+            self.last_saved = self.saved_revision = None
         self._check_monitor(checkpoint)
         states, kept = collect(getattr(self._loop(), "callbacks", ()))
         gathered = states.pop("History", None)

@@ -334,3 +334,18 @@ def test_the_first_step_is_not_where_it_began_once_another_state_was_put_there(t
     loop.restore(loop.state.replace(params=jax.tree.map(np.ones_like, loop.state.params)))
     assert save._why_nothing_is_lost() is None
     loop.close()
+
+
+def test_other_numbers_of_a_saved_step_that_cannot_be_saved_are_not_said_to_be(
+    tmp_path, monkeypatch, capfd
+):
+    fail_to_complete(monkeypatch, {2})
+    loop = make_loop(None, [guard(), CheckpointFileWriter(tmp_path)])
+    checkpoint = next(loop)
+    changed = checkpoint.state.replace(params=jax.tree.map(np.zeros_like, checkpoint.state.params))
+    loop.restore(checkpoint.replace(state=changed))
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit) as end:
+        loop.close()
+    assert end.value.code == ExitCode.UNSAVED
+    assert "step 1 could not be saved" in capfd.readouterr().err
