@@ -23,7 +23,7 @@ from flaxfit._state import TrainState
 from flaxfit._stepper import Stepper
 from flaxfit._task import TrainTask
 from flaxfit._trial import Trial
-from flaxfit.optim import hyperparams
+from flaxfit.optim import hyperparams, set_hyperparams
 from flaxfit.optim._hyperparams import group_name
 from flaxfit.optim._learning_rates import learning_rates
 from flaxfit.strategies import Strategy
@@ -224,6 +224,11 @@ class TrainLoop:
         return self._stepper.state
 
     @property
+    def revision(self) -> tuple[int, ...]:
+        """What no other state of this loop shares: its step, and how often something was set."""
+        return self._stepper.revision
+
+    @property
     def hyperparams(self) -> dict[str, Any]:
         """The optimizer's hyperparameters by name, those of groups by group and name.
 
@@ -266,6 +271,8 @@ class TrainLoop:
           ValueError: the optimizer has no such hyperparameter or group; those it has are listed.
         """
         self._stepper.set_hyperparams(group, values)
+        if self._due is not None:
+            self._set_meanwhile.append((group, values))
 
     @property
     def freeze(self) -> Sequence[str]:
@@ -340,7 +347,7 @@ class TrainLoop:
     @data.setter
     def data(self, data: Any) -> None:
         self._stepper.set_data(data)
-        self._due = None
+        self._due, self._set_meanwhile = None, []
         self._reset()
         self.stopped = self._is_finishing = self._is_at_start = False
 
@@ -558,7 +565,14 @@ class TrainLoop:
         return [*(each for each in self.callbacks if each not in last), self._settle, *last]
 
     def _settle(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint, once it is known whether it is the last one."""
+        """The checkpoint, once it is known whether it is the last one, as those save it."""
+        if self._set_meanwhile:
+            # The callbacks remember that they have set these: whoever goes on from it needs both.
+            opt_state = checkpoint.state.opt_state
+            for group, values in self._set_meanwhile:
+                opt_state = set_hyperparams(opt_state, group=group, **values)
+            checkpoint = checkpoint.replace(state=checkpoint.state.replace(opt_state=opt_state))
+            self._set_meanwhile = []
         # A callback may have said so just now.
         wanted, self._is_finishing = checkpoint.stop or self._is_finishing, False
         stop = self._stepper.agreement.stop(wanted)
@@ -606,6 +620,8 @@ class TrainLoop:
         self._stepper.set_position(getattr(checkpoint, "data_state", None))
         self._stepper.set_state(state)
         self._due: tuple[Checkpoint, list[Any]] | None = None
+        self._set_meanwhile: list[tuple[Any, dict[str, Any]]] = []
+        """Hyperparameters that callbacks have set while a checkpoint is shown to them."""
         self._last: Checkpoint | None = None
         self._is_at_start = False
         self._reset()

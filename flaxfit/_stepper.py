@@ -63,6 +63,7 @@ class Stepper:
         self.strategy = strategy
         self.step = 0
         """How many updates were done; on the host, as reading the device's would wait for it."""
+        self._n_set = self._n_tuned = 0
         self.interrupts = Interrupts()
         self.agreement = Agreement(strategy)
         self.executables: dict[Any, Callable[..., Any]] = {}
@@ -82,6 +83,7 @@ class Stepper:
 
     def set_data(self, data: Any) -> None:
         """Goes on with other data."""
+        self._n_set += 1
         self._has_data = data is not None
         self.stream: Any = as_stream(data) if self._has_data else iter(())
         self.ended = False
@@ -132,13 +134,23 @@ class Stepper:
         self.agreement.state(int(state.step), state)
         before, self.state = self.state, self.strategy.place(state)
         self.step = int(state.step)
+        self._n_set += 1
         if shapes_of(before) != shapes_of(self.state):
             self._count({})
             self._feed, self._ready = None, {}
         self.reset_totals()
 
+    @property
+    def revision(self) -> tuple[int, int, int]:
+        """What tells the present state from every other one: its step, and what was set meanwhile.
+
+        That is how often state or data were set, and hyperparameters or what is frozen.
+        """
+        return self.step, self._n_set, self._n_tuned
+
     def freeze(self, patterns: Any) -> None:
         """Goes on with other parameters frozen; what the optimizer knows of the rest is kept."""
+        self._n_tuned += 1
         task = dataclasses.replace(self.task, freeze=patterns)
         state = self.strategy.collect(self.state)
         opt_state = carry_state(state.opt_state, task.optimizer, state.params)
@@ -167,6 +179,7 @@ class Stepper:
         """Goes on with other hyperparameters; nothing is recompiled."""
         opt_state = set_hyperparams(self.state.opt_state, group=group, **values)
         self.state = self.state.replace(opt_state=opt_state)
+        self._n_tuned += 1
 
     def check_fits(self, state: TrainState) -> None:
         """Checks that a state is like the present one.

@@ -9,12 +9,12 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "flaxfit"
 LAYERS = (
     {"_compilation_cache", "_idle_gpu", "_keys", "_narrow", "_processes", "_pyplot", "_weights"}
-    | {"launch"},
-    {"_initialize"}
+    | {"_zstd_codes", "launch"},
+    {"_initialize", "_zstd"}
     | {"_rules", "_batch", "_by_row", "_callback_states", "_chart", "_cost", "_display"}
     | {"_interrupt", "_monitor"}
     | {"_precision", "_totals"},
-    {"_arrays", "_axes", "_explain", "_html", "_replicas", "_state_dict"},
+    {"_arrays", "_axes", "_explain", "_ocdbt", "_html", "_replicas", "_state_dict"},
     {"_inference_state", "_optimizer_axes", "optim"},
     {"_state", "losses", "metrics", "strategies", "data", "modules"},
     {"_by_output", "_snapshot"},

@@ -82,6 +82,7 @@ class SaveOnSignal:
         if self._writer is not None and hasattr(self._writer, "attach"):
             self._writer.attach(loop)  # It saves what the callbacks remember.
         self._received, self._is_done = None, False
+        self._began = loop.revision
         loop.watchers.append(self._watch)
         self._n_calls = 0
         if jax.process_count() == 1:
@@ -181,10 +182,12 @@ class SaveOnSignal:
         loop = self._loop()
         if loop is None:
             return None
-        if loop.step == (0 if loop.start is None else loop.start.step):
+        is_where_it_began = loop.step == (0 if loop.start is None else loop.start.step)
+        if is_where_it_began and loop.revision[:2] == self._began[:2]:
             return f"no step was done since step {loop.step:,}, from which it began"
-        saved = {getattr(writer, "last_saved", None) for writer in self._writers()}
-        return f"step {loop.step:,} is saved" if saved == {loop.step} else None
+        # The step alone does not tell: after `restore` its numbers may be others.
+        saved = {getattr(writer, "saved_revision", None) for writer in self._writers()}
+        return f"step {loop.step:,} is saved" if saved == {loop.revision} else None
 
     def _writers(self) -> list[Any]:
         if self._writer is not None:

@@ -31,16 +31,17 @@ def digest(array: Any) -> str:
 
 
 def digest_or_source(array: Any) -> Any:
-    """The digest of an array, or the array itself where another thread may compute it later.
+    """The digest of an array, or its memory, where another thread may compute it later.
 
-    Not where it takes several devices, whose programs must come in one order, nor where the
-    memory is a device's own, in which the digest is quick and from which the array may go.
+    An array of NumPy's must be one that nobody changes. The digest is computed at once where it
+    takes several devices, whose programs must come in one order, and where the memory is a
+    device's own, in which it is quick and from which the array may go.
     """
     if isinstance(array, jax.Array) and array.is_fully_replicated and array.is_fully_addressable:
         array = array.addressable_data(0)
         if next(iter(array.devices())).platform == "cpu":
             return np.asarray(array)  # A view, for which the memory is kept.
-    return digest(array)  # At once, too, of an array of NumPy's: it may be changed.
+    return array if isinstance(array, np.ndarray) else digest(array)
 
 
 def as_digest(source: Any) -> str:

@@ -100,6 +100,8 @@ def contents(
         if is_key(leaf):
             description |= key_description(leaf)
             leaf = jax.random.key_data(leaf)
+        if isinstance(leaf, np.ndarray):
+            leaf = leaf.copy().view(_orbax.OwnCopy)  # It may be changed any time.
         described[path] = {**description, "digest": digest_or_source(leaf)}
         if leaf.size:  # Orbax writes no empty arrays, and the description says it all.
             arrays[path] = leaf
@@ -117,6 +119,28 @@ def contents(
         "monitor": monitor,
     }
     return arrays, {**as_plain_json(record), "arrays": described}
+
+
+def is_kept(record: Mapping[str, Any]) -> bool:
+    """Whether the memory of all arrays stays as it is for as long as the record is there.
+
+    So it is in the memory of the CPU, which what stands in the place of the digests is a view of:
+    whoever donates such an array is given a copy.
+    """
+    digests = (each["digest"] for each in record["arrays"].values())
+    return jax.process_count() == 1 and not any(isinstance(each, str) for each in digests)
+
+
+def kept(arrays: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays, and in the place of those that were deleted since the views of their memory."""
+    return {
+        path: record["arrays"][path]["digest"] if _is_deleted(array) else array
+        for path, array in arrays.items()
+    }
+
+
+def _is_deleted(array: Any) -> bool:
+    return isinstance(array, jax.Array) and array.is_deleted()
 
 
 def with_digests(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,16 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from flaxfit._ocdbt import check_index
 from flaxfit.checkpoints._seal import Damaged
 
 ARRAYS = "arrays"
 """The folder of a step that holds its arrays, by path, in one flat dict."""
 RECORD = "record"
 """The folder of a step that holds everything else, as JSON."""
-
-
-# Up to so many bytes of a value Orbax has TensorStore keep in the nodes of its tree.
-_INLINE_BYTES = 1024
 
 
 class StepWriter:
@@ -39,10 +36,14 @@ class StepWriter:
         self._commits: Any = ()
 
     def start(self, path: Path, arrays: Mapping[str, Any]) -> None:
-        """Begins to write into the folder of a step; once this returns, arrays may be donated."""
-        items = {name: _savable(array) for name, array in arrays.items()}
-        folder = _arrays_folder(path)
-        self._commits = _run(self._handler.async_save(folder, args=self._save_args(items))) or ()
+        """Begins to write into the folder of a step; once this returns, arrays may be donated.
+
+        Args:
+          path: the folder of the step.
+          arrays: what to write, by name, as `savable` gives it.
+        """
+        save = self._handler.async_save(_arrays_folder(path), args=self._save_args(dict(arrays)))
+        self._commits = _run(save) or ()
 
     def wait(self) -> None:
         """Waits until what this process writes is on disk; raises what went wrong."""
@@ -119,12 +120,14 @@ def _check_sizes(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None
     layout = json.loads((path / "_METADATA").read_text(encoding="utf-8"))
     if layout.get("use_ocdbt") is not True or layout.get("use_zarr3") is not False:
         raise Damaged("its arrays are in another format than that of this library")
+    try:
+        n_inline = check_index(path)  # Small values lie among the names, which are compressed.
+    except (LookupError, ValueError) as error:
+        raise Damaged(str(error)) from error
     base = {"driver": "file", "path": f"{path}/"}
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
     needed = sum(math.prod(array.shape) * array.dtype.itemsize for array in wanted.values())
-    n_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    # Small values lie among the names, which are compressed.
-    most = n_bytes + _INLINE_BYTES * len(store.list().result())
+    most = n_inline + sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     if needed > most:
         raise Damaged(f"its arrays take {needed:,} bytes, and its files hold {most:,} at most")
     headers = {name: store.read(f"{name.rstrip('/')}/.zarray") for name in wanted}
@@ -147,7 +150,14 @@ def _zarr_name(dtype: np.dtype) -> str:
     return dtype.str if dtype.isbuiltin == 1 else dtype.name
 
 
-def _savable(array: Any) -> Any:
+class OwnCopy(np.ndarray):
+    """A copy in NumPy that nobody else holds: Orbax, which would copy it again, need not."""
+
+    def __deepcopy__(self, memo: Any) -> "OwnCopy":
+        return self
+
+
+def savable(array: Any) -> Any:
     """The form in which Orbax takes an array."""
     if not isinstance(array, jax.Array) or not array.is_fully_addressable:
         return array

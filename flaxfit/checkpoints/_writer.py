@@ -20,7 +20,7 @@ from flaxfit._processes import exchange, from_main, is_main
 from flaxfit.checkpoints import _file, _folder, _lock
 from flaxfit.checkpoints._best import best_step
 from flaxfit.checkpoints._file import with_digests
-from flaxfit.checkpoints._orbax import StepWriter, write_record
+from flaxfit.checkpoints._orbax import StepWriter, savable, write_record
 from flaxfit.checkpoints._record import first_line, read_record
 from flaxfit.checkpoints._seal import Damaged
 
@@ -35,11 +35,11 @@ class CheckpointFileWriter:
     """Saves each checkpoint that it is called with, and returns it untouched.
 
     A save is complete or absent: a kill at any instant leaves every earlier step as it was.
-    Arrays are copied before the call returns and written in the background; `close` waits for
-    that, and so does the end of the process. Whatever fails in the background is raised by the
-    next call or by `close`; at the end of the process it is printed, and the exit code is
-    `ExitCode.UNSAVED`. Writers of one process take turns at a folder; while a process has
-    one, no other process can make one for that folder.
+    Arrays are written in the background, as they are at the call, whatever is done to them
+    after it; `close` waits for that, and so does the end of the process. Whatever fails in the
+    background is raised by the next call or by `close`; at the end of the process it is printed,
+    and the exit code is `ExitCode.UNSAVED`. Writers of one process take turns at a folder; while
+    a process has one, no other process can make one for that folder.
 
     In the `callbacks` of a loop it saves what all other callbacks have made of a checkpoint,
     wherever it stands among them, and beside it what they remember (those with `get_state` and
@@ -102,6 +102,8 @@ class CheckpointFileWriter:
         self._loop: Any = lambda: None
         self.last_saved: int | None = None
         """The last step of which it is known that it is on disk."""
+        self.saved_revision: Any = None
+        """The `revision` of the loop whose checkpoint that was, where it was called with it."""
         self._found: list[int] = from_main("the folder of checkpoints", self._open)
 
     def _open(self) -> list[int]:
@@ -117,11 +119,11 @@ class CheckpointFileWriter:
 
     def attach(self, loop: Any) -> None:
         """Saves, from here on, what the callbacks of a loop remember."""
-        self._loop, self.last_saved = weakref.ref(loop), None
+        self._loop, self.last_saved, self.saved_revision = weakref.ref(loop), None, None
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Saves a checkpoint and returns it."""
-        self.save(checkpoint)
+        self._save(checkpoint, revision=getattr(self._loop(), "revision", None))
         return checkpoint
 
     def save(
@@ -143,9 +145,21 @@ class CheckpointFileWriter:
         Returns:
           The folder of the step, which is there once the save is complete.
         """
+        return self._save(checkpoint, history, callback_states)
+
+    def _save(
+        self,
+        checkpoint: Checkpoint,
+        history: Any = None,
+        callback_states: Mapping[str, Any] | None = None,
+        *,
+        revision: Any = None,
+    ) -> Path:
         self.wait()
         step = int(checkpoint.step)
         path = _folder.step_path(self.output_dir, step)
+        if self.last_saved == step:  # What is on disk may not be this.
+            self.last_saved = self.saved_revision = None
         self._check_monitor(checkpoint)
         states, kept = collect(getattr(self._loop(), "callbacks", ()))
         gathered = states.pop("History", None)
@@ -157,10 +171,10 @@ class CheckpointFileWriter:
             kept,
         )
         if from_main("a save", lambda: self._holds(step, record)):
-            self.last_saved = step
+            self.last_saved, self.saved_revision = step, revision
             return path
         with _turn:
-            self._begin(step, arrays, record)
+            self._begin(step, arrays, record, revision)
         if not self.asynchronous:
             self.wait()
         return path
@@ -205,8 +219,14 @@ class CheckpointFileWriter:
         wait([saving for other in others if (saving := other._saving) is not None])
         self._lock = _lock.hold(self.output_dir)
 
-    def _begin(self, step: int, arrays: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-        """Has everything copied that the save needs, and the rest done in the background."""
+    def _begin(
+        self, step: int, arrays: Mapping[str, Any], record: Mapping[str, Any], revision: Any
+    ) -> None:
+        """Has copied what may change, and the rest done in the background.
+
+        Orbax's own beginning, too, where it can: else the caller waits for the threads that it
+        starts, which are at work at once.
+        """
         writer, executor = self._start()
         try:
             place = Path(from_main("the start of a save", lambda: self._prepare(step)))
@@ -218,12 +238,16 @@ class CheckpointFileWriter:
             failure.__cause__ = error
             self._fail(failure)
             return
-        failure = None
-        try:
-            writer.start(place, arrays)
-        except Exception as error:
-            failure = error  # The other processes are to hear of it.
-        finish = functools.partial(self._finish, writer, place, arrays, record, failure)
+        arrays = {name: savable(array) for name, array in arrays.items()}
+        is_kept, failure = _file.is_kept(record), None
+        if not is_kept:
+            try:
+                writer.start(place, arrays)
+            except Exception as error:
+                failure = error  # The other processes are to hear of it.
+        finish = functools.partial(
+            self._finish, writer, place, arrays, record, revision, is_kept, failure
+        )
         self._saving = executor.submit(finish)
         if failure is not None:
             self.wait()
@@ -269,6 +293,8 @@ class CheckpointFileWriter:
         place: Path,
         arrays: Mapping[str, Any],
         record: Mapping[str, Any],
+        revision: Any,
+        is_kept: bool,
         failure: Exception | None,
     ) -> None:
         step = record["step"]
@@ -276,6 +302,8 @@ class CheckpointFileWriter:
         topic = f"in {place.parent}"
         try:
             try:
+                if is_kept:
+                    writer.start(place, _file.kept(arrays, record))
                 writer.wait()  # First: this thread's own work would hold up the one that trains.
                 record = with_digests(record)
             except Exception as error:
@@ -285,7 +313,7 @@ class CheckpointFileWriter:
         except Exception as error:
             self._tidy()
             raise self._failure(step, arrays, error) from error
-        self.last_saved = step
+        self.last_saved, self.saved_revision = step, revision
         if is_main():
             self._clear(step)
 

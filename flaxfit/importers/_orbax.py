@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from flaxfit._ocdbt import MANIFEST, check_index
 from flaxfit.importers._lazy import LazyArray
 from flaxfit.importers._tensorstore import file_store, open_stores
 from flaxfit.importers._unreadable import reading, require
@@ -49,7 +50,9 @@ def load_orbax(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     with reading(folder, _KIND):
         description = json.loads((folder / _TREE).read_bytes())
         zarr = "zarr3" if description.get("use_zarr3") else "zarr"
-        in_one_store = description.get("use_ocdbt", (folder / "manifest.ocdbt").exists())
+        in_one_store = description.get("use_ocdbt", (folder / MANIFEST).exists())
+        if in_one_store:
+            check_index(folder)
         # Where zeros are written like all else, what is missing is missing.
         is_whole = bool(description.get("store_array_data_equal_to_fill_value"))
         specs: dict[str, dict[str, Any]] = {}

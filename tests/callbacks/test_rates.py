@@ -7,6 +7,7 @@ import pytest
 
 import flaxfit as ff
 from flaxfit.callbacks import LearningRateScheduler, ReduceLROnPlateau
+from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter, list_steps
 
 X = np.ones((8, 1), np.float32)
 
@@ -153,3 +154,31 @@ def test_groups_within_groups_have_their_rates_set_and_reported():
     loop = make_loop(LearningRateScheduler(lambda step, rate: 0.5 * rate, group=".*"), outer)
     assert next(loop).metrics["learning_rate/w"] == 0.5
     assert next(loop).metrics["learning_rate/w"] == 0.25
+
+
+def test_a_checkpoint_file_holds_the_rate_that_was_set_at_it(tmp_path):
+    """A run that is killed right after it goes on as the whole one does."""
+
+    def make(folder, init=None):
+        plateau = ReduceLROnPlateau("loss", factor=0.5, patience=2)
+        save = CheckpointFileWriter(tmp_path / folder, keep=None)
+        return make_loop([save, plateau], init=init)
+
+    expected = rates_of(make("whole"))
+    assert len(set(expected)) == 3
+    for step in list_steps(tmp_path / "whole")[:-1]:
+        reader = CheckpointFileReader(tmp_path / "whole", make_loop([]).state, which=step)
+        assert rates_of(make(f"from {step}", reader)) == expected[step:]
+
+
+def test_a_checkpoint_has_the_rates_that_callbacks_set_and_the_users_come_after_it():
+    def lower(checkpoint):
+        loop.set_hyperparams(learning_rate=0.5)
+
+    loop = make_loop([lower], n_steps=2)
+    first = next(loop)
+    assert ff.optim.hyperparams(first.state.opt_state)["learning_rate"] == 0.5
+    assert first.metrics["learning_rate"] == 1.0  # That of its steps.
+    loop.set_hyperparams(learning_rate=0.25)
+    assert ff.optim.hyperparams(first.state.opt_state)["learning_rate"] == 0.5
+    assert next(loop).metrics["learning_rate"] == 0.25

@@ -12,7 +12,14 @@ import pytest
 
 import flaxfit as ff
 from flaxfit.callbacks import EarlyStopping, ExitCode, Rollback, SaveOnSignal, every
-from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter, latest, list_steps, save
+from flaxfit.checkpoints import (
+    CheckpointFileReader,
+    CheckpointFileWriter,
+    latest,
+    list_steps,
+    restore,
+    save,
+)
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(50, 4)).astype(np.float32)
@@ -276,3 +283,71 @@ def test_what_is_on_disk_already_is_known_while_the_loop_is_held(tmp_path):
     assert save._why_nothing_is_lost() is None
     loop.close()
     assert signal.getsignal(signal.SIGTERM) == before  # Though it was attached twice.
+
+
+def ask(writer, save):
+    writer.wait()
+    return save._why_nothing_is_lost()
+
+
+def test_a_step_is_not_said_to_be_saved_whose_numbers_are_others(tmp_path):
+    save, writer = guard(), CheckpointFileWriter(tmp_path)
+    loop = make_loop(None, [save, writer])
+    first = next(loop)
+    assert ask(writer, save) == "step 1 is saved"
+    loop.restore(first.state.replace(params=jax.tree.map(lambda x: x + 1, first.state.params)))
+    assert ask(writer, save) is None
+    next(loop)
+    assert ask(writer, save) == "step 6 is saved"
+    loop.data = ff.ArrayStream(X, Y, batch_size=10)
+    assert ask(writer, save) is None
+    loop.close()
+
+
+def test_a_step_that_is_trained_again_is_not_said_to_be_saved_before_it_is(tmp_path):
+    writer, is_asked = CheckpointFileWriter(tmp_path), [True]
+    save = guard(writer=writer)
+    loop = make_loop(None, [save, lambda checkpoint: writer(checkpoint) if is_asked else None])
+    first, second = next(loop), next(loop)
+    assert second.step == 6 and ask(writer, save) == "step 6 is saved"
+    loop.restore(first)
+    is_asked.clear()
+    assert next(loop).step == 6 and ask(writer, save) is None
+    loop.close()
+
+
+def test_a_signal_after_a_change_of_the_saved_step_saves_it_anew(tmp_path):
+    writer = CheckpointFileWriter(tmp_path)
+    loop = make_loop(None, [guard(), writer])
+    checkpoint = next(loop)
+    changed = checkpoint.state.replace(params=jax.tree.map(np.zeros_like, checkpoint.state.params))
+    loop.restore(checkpoint.replace(state=changed))
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit) as end:
+        loop.close()
+    assert end.value.code == ExitCode.PREEMPTED and list_steps(tmp_path) == [1]
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(restore(tmp_path).params))
+
+
+def test_the_first_step_is_not_where_it_began_once_another_state_was_put_there(tmp_path):
+    save, writer = guard(), CheckpointFileWriter(tmp_path)
+    loop = make_loop(None, [save, writer])
+    assert "no step was done since step 0" in str(save._why_nothing_is_lost())
+    loop.restore(loop.state.replace(params=jax.tree.map(np.ones_like, loop.state.params)))
+    assert save._why_nothing_is_lost() is None
+    loop.close()
+
+
+def test_other_numbers_of_a_saved_step_that_cannot_be_saved_are_not_said_to_be(
+    tmp_path, monkeypatch, capfd
+):
+    fail_to_complete(monkeypatch, {2})
+    loop = make_loop(None, [guard(), CheckpointFileWriter(tmp_path)])
+    checkpoint = next(loop)
+    changed = checkpoint.state.replace(params=jax.tree.map(np.zeros_like, checkpoint.state.params))
+    loop.restore(checkpoint.replace(state=changed))
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit) as end:
+        loop.close()
+    assert end.value.code == ExitCode.UNSAVED
+    assert "step 1 could not be saved" in capfd.readouterr().err

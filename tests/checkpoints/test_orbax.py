@@ -13,6 +13,8 @@ from flaxfit import Sharded
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._state import TrainState
 from flaxfit.checkpoints import CheckpointFileWriter, _orbax, _seal, restore, save
+from flaxfit.importers import UnreadableFile, load
+from flaxfit.importers._crc32c import crc32c
 
 STATE = TrainState(
     step=jnp.int32(1),
@@ -64,6 +66,28 @@ def test_arrays_larger_than_all_files_are_refused_though_everything_agrees_on_th
     _seal.write(step)
     with pytest.raises(ValueError, match="damaged: its arrays take 40,000,000,000,012 bytes, and"):
         restore(tmp_path, which=1)
+
+
+def index_of_files_without_names(n_files):
+    """A manifest whose checksum is right: 40 KB that unpack to three bytes a file."""
+    n = b"".join(bytes([n_files >> 7 * i & 127 | 128 * (i < 5)]) for i in range(6))
+    start = bytes(16) + bytes([0, 0, 0, 4, 0]) + n
+    blocks = (len(start) << 3).to_bytes(3, "little") + start
+    blocks += b"\x02\x00\x10\x00" * 10_000 + b"\x03\x00\x10\x00"  # Zeros, 128 KB each.
+    content = b"\0\x01\x28\xb5\x2f\xfd\x00\x58" + blocks
+    data = b"\x0c\xdb\x3a\x2a" + (16 + len(content)).to_bytes(8, "little") + content
+    return data + crc32c(data).to_bytes(4, "little")
+
+
+def test_an_index_that_unpacks_to_far_more_than_its_file_is_refused_though_it_is_sealed(tmp_path):
+    step = save(tmp_path, STATE)
+    (step / _orbax.ARRAYS / "manifest.ocdbt").write_bytes(index_of_files_without_names(1 << 40))
+    _seal.write(step)
+    problem = "its index would take far more memory than it has bytes"
+    with pytest.raises(ValueError, match=f"damaged: {problem}"):
+        restore(tmp_path, which=1)
+    with pytest.raises(UnreadableFile, match=problem):
+        load(step)
 
 
 def test_arrays_take_the_room_on_disk_that_they_take_in_memory(tmp_path):

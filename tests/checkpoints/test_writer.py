@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 from contextlib import contextmanager
 
 import jax
@@ -17,6 +18,7 @@ from flaxfit._state import TrainState
 from flaxfit.checkpoints import (
     CheckpointFileReader,
     CheckpointFileWriter,
+    _file,
     _folder,
     _orbax,
     _writer,
@@ -62,6 +64,36 @@ def test_a_replicated_state_is_saved_whole_and_may_be_donated_at_once(
         if not asynchronous:
             assert placed.params["Dense_0"]["kernel"].is_deleted()
     expected = tools.make_state(7)  # The placed state shared its buffers with the first one.
+    tools.assert_same(restore(tmp_path, tools.abstract(expected)), expected)
+
+
+@pytest.mark.parametrize("end", ["donate", "delete"])
+@pytest.mark.parametrize("place", ["one device", "all devices"])
+def test_arrays_that_are_gone_before_the_background_begins_are_saved(
+    tmp_path, tools, monkeypatch, place, end
+):
+    may_begin, kept = threading.Event(), _file.kept
+
+    def late(*arguments):
+        assert may_begin.wait(60)
+        return kept(*arguments)
+
+    writer = CheckpointFileWriter(tmp_path)
+    if not writer.asynchronous:
+        pytest.skip("this Python cannot save in the background")
+    monkeypatch.setattr(_file, "kept", late)
+    state = jax.tree.map(jnp.copy, tools.make_state(7))  # Buffers of its own.
+    state = tools.replicated(state) if place == "all devices" else state
+    writer(tools.make_checkpoint(7).replace(state=state))
+    params = state.params
+    if end == "donate":
+        change = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
+        jax.block_until_ready(change(params))
+    else:
+        jax.tree.map(lambda x: x.delete(), params)
+    may_begin.set()
+    writer.close()
+    expected = tools.make_state(7)
     tools.assert_same(restore(tmp_path, tools.abstract(expected)), expected)
 
 
