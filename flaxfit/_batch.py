@@ -8,7 +8,7 @@ import numpy as np
 from redex.util import expand_to_tuple
 
 from flaxfit._narrow import is_array, narrow, narrow_dtype
-from flaxfit._weights import check_weights_shape
+from flaxfit._weights import WeightsByOutput, check_weights_shape, weights_by_output
 
 _ROLES = (("x", "y", "w"), ("inputs", "targets", "weights"))
 _FORMS = "x, (x, y), ((x, ...), (y, ...)), (x, y, weights) or a mapping of these"
@@ -23,7 +23,8 @@ class Batch(NamedTuple):
     Attributes:
       inputs: positional inputs of the model, or a dict of keyword inputs.
       targets: what the loss and the metrics compare the outputs with; may be empty.
-      weights: one weight per example, shape `(batch,)`, or None for equal weights.
+      weights: one weight per example, shape `(batch,)`, or None for equal weights. A mapping of
+        such by the names of outputs becomes a part of the targets, the last of them.
     """
 
     inputs: tuple[Any, ...] | dict[str, Any]
@@ -53,13 +54,13 @@ def normalize(item: Any) -> Batch:
     if not 1 <= len(parts) <= 3:
         raise TypeError(f"A batch has 1 to 3 parts, {_FORMS}; got {len(parts)} parts.")
     inputs, targets, weights = (*parts, None, None)[:3]
-    batch = Batch(
-        _inputs(inputs),
-        () if targets is None else _part(targets),
-        None if weights is None else _array(weights),
-    )
-    if weights is not None:
-        check_weights_shape(batch.weights, "weights")
+    targets = () if targets is None else _part(targets)
+    if isinstance(weights, Mapping):
+        by_name = {str(name): _array(each) for name, each in weights.items()}
+        targets, weights = (*targets, WeightsByOutput(by_name)), None
+    batch = Batch(_inputs(inputs), targets, None if weights is None else _array(weights))
+    weights = weights_by_output(targets) if batch.weights is None else batch.weights
+    check_weights_shape(weights, "weights")
     _check_lengths(batch)
     return batch
 
@@ -74,6 +75,15 @@ def parts_of(data: Any) -> tuple[Any, ...]:
         roles = next((r for r in _ROLES if r[0] in data and data.keys() <= set(r)), None)
         return tuple(map(data.get, roles)) if roles else (data,)
     return tuple(data) if isinstance(data, list | tuple) else (data,)
+
+
+def is_weighted(batch: Batch) -> bool:
+    """Whether the batch has weights, of the examples or by output.
+
+    >>> is_weighted(normalize((np.ones(2), np.ones(2), {"a": np.ones(2)})))
+    True
+    """
+    return batch.weights is not None or bool(weights_by_output(batch.targets))
 
 
 def n_examples(batch: Batch) -> int:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit._batch import Batch, n_examples, normalize
+from flaxfit._batch import Batch, is_weighted, n_examples, normalize
 from flaxfit.strategies import Strategy
 
 
@@ -68,7 +68,7 @@ class Feed:
         n = n_examples(batch)
         self._size = self._size or n
         strategy, n_devices = self.strategy, self._n_devices
-        is_weighted = batch.weights is not None
+        has_weights = is_weighted(batch)
         if self.pad:
             batch = batch._replace(weights=self._weights(n, batch.weights))
             divisor = n_devices * self._parts
@@ -81,8 +81,8 @@ class Feed:
             raise ValueError(self._cannot_split(n))
         elif n % n_devices:
             strategy = self.strategy.narrow(n)
-        signature = self._signature(strategy, batch, is_weighted)
-        return Portion(strategy, batch, is_weighted, n, signature)
+        signature = self._signature(strategy, batch, has_weights)
+        return Portion(strategy, batch, has_weights, n, signature)
 
     def _weights(self, n: int, weights: Any) -> np.ndarray:
         if weights is not None:

@@ -16,7 +16,6 @@ from flaxfit import _display as display
 from flaxfit import _html, checkpoints, modules
 from flaxfit._arrays import prepare, prepare_inputs
 from flaxfit._batch import n_examples, normalize
-from flaxfit._by_output import with_weights
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._compilation_cache import use_compilation_cache
 from flaxfit._evaluate import EvalLoop
@@ -173,8 +172,6 @@ class Model:
         data, validation_data = prepare(
             x, y, sample_weight, class_weight, validation_split, validation_data, self.seed
         )
-        data = with_weights(data, self._task.loss)
-        validation_data = with_weights(validation_data, self._task.loss)
         if isinstance(data, tuple):
             stream = ArrayStream(*data, batch_size=batch_size, shuffle=shuffle, seed=self.seed)
             stream.epoch = self._n_epochs
@@ -239,7 +236,7 @@ class Model:
         self, x: Any, y: Any = None, *, batch_size: int = 32, sample_weight: Any = None
     ) -> dict[str, float]:
         """Measures the loss and the metrics, exactly for any number of examples and devices."""
-        data = with_weights(prepare(x, y, sample_weight)[0], self._task.loss)
+        data = prepare(x, y, sample_weight)[0]
         if isinstance(data, tuple):
             data = ArrayStream(*data, batch_size=batch_size, epochs=1)
         data = self._look_at(data)
@@ -526,7 +523,7 @@ class Model:
         self, x: Any, y: Any, sample_weight: Any, batch_size: int, owner: str
     ) -> tuple[Any, TrainTask]:
         """What to begin from, and a task, for a loop that leaves this model and the data alone."""
-        data = with_weights(prepare(x, y, sample_weight)[0], self._task.loss)
+        data = prepare(x, y, sample_weight)[0]
         if isinstance(data, tuple):
             data = ArrayStream(*data, batch_size=batch_size, shuffle=True, seed=self.seed)
         stream = as_stream(data, epochs=None)

@@ -197,7 +197,7 @@ def init_state(
       init: a linen `init`: `init(rngs, *inputs) -> variables`.
       optimizer: an optax transformation.
       key: a random key or an integer seed.
-      inputs: the model's inputs, a tuple (or a dict of keyword inputs) of arrays or
+      inputs: the model's input, or a tuple (or a dict of keyword inputs) of such: arrays or
         `jax.ShapeDtypeStruct`s; only shapes and dtypes matter.
       collections: the random streams that `init` is given.
       shardings: where the state is born: a pytree of `jax.sharding.Sharding`s (one for all will
@@ -208,6 +208,7 @@ def init_state(
       The state at step 0. Boxes of logical axis names are taken off; the names are its `axes`.
     """
     key = as_key(key)
+    inputs = (inputs,) if hasattr(inputs, "shape") else inputs
     # 64 bits become 32 in silence, as in every batch.
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), inputs

@@ -13,7 +13,7 @@ import numpy as np
 
 from flaxfit import _totals
 from flaxfit._agreement import Agreement
-from flaxfit._batch import Batch, n_examples, normalize
+from flaxfit._batch import Batch, is_weighted, n_examples, normalize
 from flaxfit._cost import count_flops, memory_of
 from flaxfit._explain import explained
 from flaxfit._feed import Feed, Portion, stack_batches
@@ -371,7 +371,7 @@ class Stepper:
             return Portion(known.strategy, Batch((item,), (), known.batch.weights), *known[2:])
         portion = self._feed(Batch((item,)))
         if self._resident is not None and portion.strategy is self.strategy:
-            portion = own_rows(portion._replace(is_weighted=self._resident.weights is not None))
+            portion = own_rows(portion._replace(is_weighted=is_weighted(self._resident)))
             if n_examples(portion.batch) == len(item):
                 self._of_rows[len(item)] = portion
                 # The weights are the same in each step: they go to the devices but once.
