@@ -91,6 +91,16 @@ def n_examples(batch: Batch) -> int:
     return jax.tree.leaves(batch)[0].shape[0]
 
 
+def describe(batch: Batch) -> str:
+    """The shapes of a batch by its parts.
+
+    >>> describe(Batch((np.ones((2, 3)),), ({"a": np.ones(2)},)))
+    "inputs ((2, 3),), targets ({'a': (2,)},), weights None"
+    """
+    shapes = jax.tree.map(lambda leaf: leaf.shape, batch)
+    return f"inputs {shapes.inputs}, targets {shapes.targets}, weights {shapes.weights}"
+
+
 def call(apply: Any, variables: Any, inputs: Any, **options: Any) -> Any:
     """Calls an apply function with the inputs of a batch, positional or by keyword."""
     if isinstance(inputs, dict):
@@ -129,8 +139,4 @@ def _check_lengths(batch: Batch) -> None:
         return
     if not lengths or 0 in lengths:
         raise ValueError("A batch holds no examples: check that the data is not empty.")
-    shapes = jax.tree.map(lambda leaf: leaf.shape, batch)
-    raise ValueError(
-        "The parts of a batch hold different numbers of examples: "
-        f"inputs {shapes.inputs}, targets {shapes.targets}, weights {shapes.weights}."
-    )
+    raise ValueError(f"The parts of a batch hold different numbers of examples: {describe(batch)}.")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax.errors import ScopeParamShapeError
 
 from flaxfit._display import count, plural, size
 
@@ -18,6 +19,8 @@ _ASKED_FOR_A_VALUE = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+
+_OTHER_ARGUMENTS = "positional argument|unexpected keyword argument"
 
 _OUT_OF_MEMORY = """\
 The training step ran out of memory by step {step}, with batches of {examples}, and {size} of \
@@ -45,6 +48,40 @@ def tracers_explained() -> Iterator[None]:
         if explanation is None:
             raise
         raise TypeError(explanation) from error
+
+
+@contextlib.contextmanager
+def calls_explained(inputs: Any, targets: Any = ()) -> Iterator[None]:
+    """Says what a model, a loss and metrics are called with, where one of them does not take it.
+
+    Args:
+      inputs: those of a batch, or their shapes and dtypes.
+      targets: likewise.
+
+    Raises:
+      ValueError: the parameters of the model were made for inputs of another shape.
+      TypeError: a function takes other arguments. Flax's or Python's error is the cause.
+    """
+    try:
+        yield
+    except ScopeParamShapeError as error:
+        raise ValueError(
+            f"The model cannot take inputs of {_shapes(inputs)}: its parameters were made for "
+            "others. Give inputs like those that it began with, or make a new model. "
+            + re.sub(r" \(https?:\S*\)$", "", str(error))
+        ) from error
+    except TypeError as error:
+        if not re.search(_OTHER_ARGUMENTS, str(error)) or error.__cause__ is not None:
+            raise
+        with_targets = (
+            f"; the loss and metrics with the outputs and the targets, of {_shapes(targets)}"
+            if targets
+            else ""
+        )
+        raise TypeError(
+            f"A function takes other arguments than it is given: {error}. The model is called with "
+            f"the inputs (a tuple is several of them), of {_shapes(inputs)}{with_targets}."
+        ) from error
 
 
 def explained(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,6 +130,11 @@ def _of_tracers(error: TypeError) -> str | None:
             "shows values."
         )
     return None
+
+
+def _shapes(tree: Any) -> str:
+    shapes = [str(tuple(leaf.shape)) for leaf in jax.tree.leaves(tree)]
+    return f"shape{'s' * (len(shapes) != 1)} {', '.join(shapes)}"
 
 
 def _advice(stepper: Any) -> str:

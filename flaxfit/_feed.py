@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit._batch import Batch, is_weighted, n_examples, normalize
+from flaxfit._batch import Batch, describe, is_weighted, n_examples, normalize
 from flaxfit.strategies import Strategy
 
 
@@ -51,6 +51,7 @@ class Feed:
         # Whether batches may have different structures, each of which is a program of its own.
         self._is_mixed = is_mixed
         self._structure: Any = None
+        self._first = ""
         self._size = size
         self._parts = parts
         # Of several processes, each may bring batches of its own, for its own devices.
@@ -64,7 +65,7 @@ class Feed:
 
     def __call__(self, item: Any) -> Portion:
         """The next batch, in normal form and of a size that can be split."""
-        batch = normalize(item)
+        given = batch = normalize(item)
         n = n_examples(batch)
         self._size = self._size or n
         strategy, n_devices = self.strategy, self._n_devices
@@ -81,7 +82,8 @@ class Feed:
             raise ValueError(self._cannot_split(n))
         elif n % n_devices:
             strategy = self.strategy.narrow(n)
-        signature = self._signature(strategy, batch, has_weights)
+        self._check_structure(batch, given)
+        signature = signature_of(strategy, batch, has_weights)
         return Portion(strategy, batch, has_weights, n, signature)
 
     def _weights(self, n: int, weights: Any) -> np.ndarray:
@@ -91,16 +93,16 @@ class Feed:
             self._ones[n] = np.ones(n, np.float32)
         return self._ones[n]
 
-    def _signature(self, strategy: Strategy, batch: Batch, is_weighted: bool) -> Hashable:
+    def _check_structure(self, batch: Batch, given: Batch) -> None:
         structure = jax.tree.structure(batch)
         if self._structure is None:
-            self._structure = structure
+            self._structure, self._first = structure, describe(given)
         elif structure != self._structure and not self._is_mixed:
             raise ValueError(
                 "A batch has another structure than the first one, and so cannot be trained on or "
-                f"measured with it:\\n  first {self._structure}\\n  now   {structure}"
+                f"measured with it. The shapes are:\n  first {self._first}\n  now   "
+                f"{describe(given)}\nHave the data give the same parts in each batch."
             )
-        return signature_of(strategy, batch, is_weighted)
 
     def _division(self) -> str:
         n_devices = f"{self._n_devices} {self._unit}"

@@ -12,7 +12,7 @@ from flax.errors import InvalidRngError
 from flaxfit._batch import Batch, n_examples
 from flaxfit._by_output import check_outputs, check_values, targets_with_weights
 from flaxfit._by_row import check_by_row
-from flaxfit._explain import tracers_explained
+from flaxfit._explain import calls_explained, tracers_explained
 from flaxfit._forward import ForwardPass, evaluate_loss, forward, forward_eval
 from flaxfit._rules import flat
 from flaxfit._weights import check_weights, weights_by_output
@@ -147,7 +147,7 @@ def inspect_step(
 def _explained(owner: str, task: Any, batch: Batch) -> Iterator[None]:
     """Says in words what it means when a model or a loss is not given what it asks for."""
     try:
-        with tracers_explained():
+        with tracers_explained(), calls_explained(batch.inputs, batch.targets):
             yield
     except InvalidRngError as error:
         raise ValueError(

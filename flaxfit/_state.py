@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 
 from flaxfit import _axes, _html, _state_dict
 from flaxfit._batch import call
+from flaxfit._explain import calls_explained
 from flaxfit._inference_state import InferenceState
 from flaxfit._optimizer_axes import with_optimizer, without_optimizer
 from flaxfit.optim._hyperparams import check_known, describe, names_of
@@ -169,8 +171,10 @@ class TrainState(struct.PyTreeNode):
 
 def as_key(key: Any) -> jax.Array:
     """A typed random key from a typed key, an old-style uint32 key, or an integer seed."""
-    if isinstance(key, int):
-        return jax.random.key(key)
+    if isinstance(key, int | np.integer):
+        return jax.random.key(int(key))
+    if not hasattr(key, "dtype"):
+        raise TypeError(f"A random key is jax.random.key(0) or an integer seed, got {key!r:.60}.")
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return key
     return jax.random.wrap_key_data(jnp.asarray(key, jnp.uint32))
@@ -219,7 +223,9 @@ def init_state(
         keys = jax.random.split(init_key, len(collections))
         rngs = dict(zip(collections, keys, strict=True))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        return _at_start(optimizer, call(init, rngs, zeros), train_key)
+        with calls_explained(zeros):
+            variables = call(init, rngs, zeros)
+        return _at_start(optimizer, variables, train_key)
 
     if callable(shardings):
         shardings = shardings(jax.eval_shape(create, key))

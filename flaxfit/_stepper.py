@@ -15,7 +15,7 @@ from flaxfit import _totals
 from flaxfit._agreement import Agreement
 from flaxfit._batch import Batch, is_weighted, n_examples, normalize
 from flaxfit._cost import count_flops, memory_of
-from flaxfit._explain import explained
+from flaxfit._explain import calls_explained, explained
 from flaxfit._feed import Feed, Portion, stack_batches
 from flaxfit._inspect import inspect, inspect_step, shapes_of
 from flaxfit._interrupt import Interrupts
@@ -445,7 +445,8 @@ class Stepper:
         began, self.is_preparing = time.perf_counter(), True
         strategy, batch = portions[0].strategy, portions[0].batch
         self.agreement.program(self.step + 1, batch, is_weighted=portions[0].is_weighted)
-        update = self._build(portions[0], arguments, n_steps=len(portions))
+        with calls_explained(batch.inputs, batch.targets):
+            update = self._build(portions[0], arguments, n_steps=len(portions))
         seconds = time.perf_counter() - began
         self.compile_time += seconds
         self.is_preparing = False

@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "flaxfit"
 LAYERS = (
     {"_compilation_cache", "_idle_gpu", "_keys", "_narrow", "_processes", "_pyplot", "_weights"}
-    | {"launch"},
+    | {"_whole_number", "launch"},
     {"_initialize"}
     | {"_rules", "_batch", "_by_row", "_callback_states", "_chart", "_cost", "_display"}
     | {"_interrupt", "_monitor"}
