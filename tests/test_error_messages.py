@@ -198,6 +198,85 @@ def test_what_newcomers_confuse(call, kind, parts):
     assert [part for part in parts if part not in message] == [], message
 
 
+class Noisy(nn.Module):
+    """A model that asks for a random stream of its own."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(x) + jax.random.normal(self.make_rng("noise"), (3,))
+
+
+def mean_loss(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def with_nan(array):
+    return np.where(np.arange(len(array))[:, None] == 5, np.nan, array)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "parts"),
+    [
+        (
+            lambda: fit(X[:30], LABELS[:30], loss=mean_loss, batch_size=30, n_devices=4),
+            ValueError,
+            ["batch of 30 examples over 4 devices", "returns a scalar", "28 or 32"],
+        ),
+        (
+            lambda: fit(X, LABELS, loss=mean_loss, sample_weight=np.ones(32)),
+            ValueError,
+            ["Weights cannot be applied", "returns a scalar", "shape (32,)"],
+        ),
+        (lambda: fit(X, LABELS.astype(float)), ValueError, ["(32,) float32", "astype('int32')"]),
+        (lambda: fit(X, LABELS, loss=lambda o, t: o[:7, 0]), ValueError, ["(7,)", "() or (32,)"]),
+        (lambda: fit(with_nan(X), LABELS), ValueError, ["NaN", "input '0', 1 of 32", "row 5"]),
+        (lambda: fit([(with_nan(X), LABELS)]), ValueError, ["The first batch", "NaN", "row 5"]),
+        (lambda: fit(X[:0], LABELS[:0]), ValueError, ["no examples", "0 rows"]),
+        (lambda: fit([]), ValueError, ["list of batches is empty"]),
+        (lambda: fit([None]), TypeError, ["must be made of arrays", "(x, y)", "got None"]),
+        (lambda: fit([(X, LABELS) * 2]), TypeError, ["1 to 3 parts", "got 4"]),
+        (lambda: fit("mnist"), TypeError, ["Cannot read batches from 'mnist'", "Give arrays"]),
+        (lambda: fit(X, LABELS, loss="crossentropi"), ValueError, ["Did you mean crossentropy"]),
+        (
+            lambda: fit(X, LABELS, task={"metrics": ["acuracy"]}),
+            ValueError,
+            ["no metric 'acuracy'", "Did you mean accuracy"],
+        ),
+        (
+            lambda: ff.Model(Noisy(), optax.sgd(0.1), "crossentropy").fit(X, LABELS, verbose=0),
+            ValueError,
+            ['needs PRNG for "noise"', "rngs=('dropout',)", "add its name"],
+        ),
+        (
+            lambda: loop_over((X, LABELS), n_steps_per_checkpoint=0),
+            ValueError,
+            ["n_steps_per_checkpoint must be 1 or more, got 0"],
+        ),
+    ],
+    ids=[
+        "a batch that does not divide",
+        "weights of a scalar loss",
+        "labels of floats",
+        "the shape of a loss",
+        "NaN in arrays",
+        "NaN in a batch",
+        "no rows",
+        "no batches",
+        "None",
+        "four parts",
+        "text",
+        "a loss",
+        "a metric",
+        "a random stream",
+        "steps per checkpoint",
+    ],
+)
+def test_bad_input(call, kind, parts):
+    found, message = answer(call)
+    assert found is kind
+    assert [part for part in parts if part not in message] == [], message
+
+
 def test_a_file_in_the_place_of_a_folder_of_checkpoints(tmp_path):
     path = tmp_path / "run"
     path.write_text("")
