@@ -60,7 +60,8 @@ def calls_explained(inputs: Any, targets: Any = ()) -> Iterator[None]:
 
     Raises:
       ValueError: the parameters of the model were made for inputs of another shape.
-      TypeError: a function takes other arguments. Flax's or Python's error is the cause.
+      TypeError: a function takes other arguments. Flax's or Python's error is the cause. Whatever
+        else the user's code raises is raised as it is, with a note of the shapes.
     """
     try:
         yield
@@ -70,18 +71,18 @@ def calls_explained(inputs: Any, targets: Any = ()) -> Iterator[None]:
             "others. Give inputs like those that it began with, or make a new model. "
             + re.sub(r" \(https?:\S*\)$", "", str(error))
         ) from error
-    except TypeError as error:
-        if not re.search(_OTHER_ARGUMENTS, str(error)) or error.__cause__ is not None:
-            raise
-        with_targets = (
-            f"; the loss and metrics with the outputs and the targets, of {_shapes(targets)}"
-            if targets
-            else ""
-        )
-        raise TypeError(
-            f"A function takes other arguments than it is given: {error}. The model is called with "
-            f"the inputs (a tuple is several of them), of {_shapes(inputs)}{with_targets}."
-        ) from error
+    except Exception as error:
+        called = f"The model is called with the inputs, of {_shapes(inputs)} (a tuple is several)"
+        if targets:
+            called += f"; the loss and metrics with outputs and targets, of {_shapes(targets)}"
+        is_call = isinstance(error, TypeError) and re.search(_OTHER_ARGUMENTS, str(error))
+        if is_call and error.__cause__ is None:
+            raise TypeError(
+                f"A function takes other arguments than it is given: {error}. {called}."
+            ) from error
+        if not _is_own(error):
+            error.add_note(f"{called}.")
+        raise
 
 
 def explained(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,6 +150,12 @@ def _advice(stepper: Any) -> str:
         size=size(n_bytes),
         half=max(n // 2, 1),
     )
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether flaxfit itself has raised it, and so has said what is wrong."""
+    *_, last = traceback.walk_tb(error.__traceback__)
+    return Path(last[0].f_code.co_filename).is_relative_to(Path(__file__).parent)
 
 
 def _place(error: BaseException) -> str:

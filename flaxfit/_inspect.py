@@ -58,7 +58,8 @@ def inspect(
     known, key = {} if known is None else known, structure_of((state, batch))
     result = known.get(key)
     if result is None:
-        with _explained("TrainTask", task, batch):
+        explained = _explained("TrainTask", task, batch)
+        with calls_explained(batch.inputs, batch.targets), explained:
             # Over the state's shapes, since its arrays are spread over the devices of a strategy.
             result = jax.eval_shape(bind(pass_forward), shapes_of(state), shapes_of(batch))
     check_loss(task.loss, result.values, result.outputs, batch, data)
@@ -97,7 +98,8 @@ def inspect_eval(
     known, key = {} if known is None else known, structure_of((state, batch))
     result = known.get(key)
     if result is None:
-        with _explained("EvalTask", task, batch):
+        explained = _explained("EvalTask", task, batch)
+        with calls_explained(batch.inputs, batch.targets), explained:
             result = jax.eval_shape(bind(measure), shapes_of(state), shapes_of(batch))
     outputs, values = result
     if values is not None:
@@ -147,7 +149,7 @@ def inspect_step(
 def _explained(owner: str, task: Any, batch: Batch) -> Iterator[None]:
     """Says in words what it means when a model or a loss is not given what it asks for."""
     try:
-        with tracers_explained(), calls_explained(batch.inputs, batch.targets):
+        with tracers_explained():
             yield
     except InvalidRngError as error:
         raise ValueError(

@@ -130,12 +130,15 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "were made for others", "(
         (
             lambda: fit(X, LABELS, loss=lambda outputs: outputs.mean(-1)),
             TypeError,
-            ["takes 1 positional argument but 2", "the outputs and the targets, of shape (32,)"],
+            ["takes 1 positional argument but 2", "outputs and targets, of shape (32,)"],
         ),
         (
             lambda: fit((X, X), LABELS),
             TypeError,
-            ["takes 2 positional arguments but 3", "the inputs", "of shapes (32, 4), (32, 4)"],
+            [
+                "takes 2 positional arguments but 3",
+                "the inputs, of shapes (32, 4), (32, 4) (a tuple is",
+            ],
         ),
         (
             lambda: fit(X, LABELS, callbacks=[ff.callbacks.StopOnNaN]),
@@ -275,6 +278,18 @@ def test_bad_input(call, kind, parts):
     found, message = answer(call)
     assert found is kind
     assert [part for part in parts if part not in message] == [], message
+
+
+def test_what_a_model_itself_raises_stays_and_has_a_note_of_the_shapes():
+    class Broken(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x @ jax.numpy.ones((5, 3)) * self.param("scale", nn.initializers.ones, ())
+
+    model = ff.Model(Broken(), optax.sgd(0.1), "crossentropy")
+    with pytest.raises(TypeError, match="contracting dim") as caught:
+        model.fit(X, LABELS, verbose=0)
+    assert "called with the inputs, of shape (32, 4)" in "".join(caught.value.__notes__)
 
 
 def test_a_file_in_the_place_of_a_folder_of_checkpoints(tmp_path):
