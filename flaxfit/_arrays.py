@@ -149,7 +149,7 @@ def as_arrays(part: Any) -> Any:
 def _arrays_of(data: Any, y: Any = None, weights: Any = None, owner: str = "x") -> Any:
     """The inputs, targets and weights of a data set as arrays; None of what is batches."""
     if y is not None:
-        if not _holds_arrays(data):
+        if not _holds_arrays(data) or _holds_batches(data):
             return None
         parts = (data, y, weights)
     elif isinstance(data, tuple | Mapping):
@@ -228,6 +228,13 @@ def _holds_arrays(part: Any) -> bool:
         values = part.values() if isinstance(part, Mapping) else part
         return bool(part) and all(map(_holds_arrays, values))
     return is_array(part) and not hasattr(part, "__next__")
+
+
+def _holds_batches(data: Any) -> bool:
+    """Whether a list has pairs in it, as of inputs and targets, in the place of inputs."""
+    return _is_list(data) and any(
+        isinstance(part, list | tuple) and not _is_numbers(part) for part in data
+    )
 
 
 def _is_none(part: Any) -> bool:

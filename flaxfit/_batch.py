@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from redex.util import expand_to_tuple
 
 from flaxfit._narrow import is_array, narrow, narrow_dtype
-from flaxfit._weights import check_weights_shape
+from flaxfit._weights import WeightsByOutput, check_weights_shape, weights_by_output
 
 _ROLES = (("x", "y", "w"), ("inputs", "targets", "weights"))
 _FORMS = "x, (x, y), ((x, ...), (y, ...)), (x, y, weights) or a mapping of these"
@@ -23,7 +24,8 @@ class Batch(NamedTuple):
     Attributes:
       inputs: positional inputs of the model, or a dict of keyword inputs.
       targets: what the loss and the metrics compare the outputs with; may be empty.
-      weights: one weight per example, shape `(batch,)`, or None for equal weights.
+      weights: one weight per example, shape `(batch,)`, or None for equal weights. A mapping of
+        such by the names of outputs becomes a part of the targets, the last of them.
     """
 
     inputs: tuple[Any, ...] | dict[str, Any]
@@ -53,13 +55,13 @@ def normalize(item: Any) -> Batch:
     if not 1 <= len(parts) <= 3:
         raise TypeError(f"A batch has 1 to 3 parts, {_FORMS}; got {len(parts)} parts.")
     inputs, targets, weights = (*parts, None, None)[:3]
-    batch = Batch(
-        _inputs(inputs),
-        () if targets is None else _part(targets),
-        None if weights is None else _array(weights),
-    )
-    if weights is not None:
-        check_weights_shape(batch.weights, "weights")
+    targets = () if targets is None else _part(targets)
+    if isinstance(weights, Mapping):
+        by_name = {str(name): _weights(each) for name, each in weights.items()}
+        targets, weights = (*targets, WeightsByOutput(by_name)), None
+    batch = Batch(_inputs(inputs), targets, None if weights is None else _weights(weights))
+    weights = weights_by_output(targets) if batch.weights is None else batch.weights
+    check_weights_shape(weights, "weights")
     _check_lengths(batch)
     return batch
 
@@ -76,9 +78,28 @@ def parts_of(data: Any) -> tuple[Any, ...]:
     return tuple(data) if isinstance(data, list | tuple) else (data,)
 
 
+def is_weighted(batch: Batch) -> bool:
+    """Whether the batch has weights, of the examples or by output.
+
+    >>> is_weighted(normalize((np.ones(2), np.ones(2), {"a": np.ones(2)})))
+    True
+    """
+    return batch.weights is not None or bool(weights_by_output(batch.targets))
+
+
 def n_examples(batch: Batch) -> int:
     """How many examples the batch holds."""
     return jax.tree.leaves(batch)[0].shape[0]
+
+
+def describe(batch: Batch) -> str:
+    """The shapes of a batch by its parts.
+
+    >>> describe(Batch((np.ones((2, 3)),), ({"a": np.ones(2)},)))
+    "inputs ((2, 3),), targets ({'a': (2,)},), weights None"
+    """
+    shapes = jax.tree.map(lambda leaf: leaf.shape, batch)
+    return f"inputs {shapes.inputs}, targets {shapes.targets}, weights {shapes.weights}"
 
 
 def call(apply: Any, variables: Any, inputs: Any, **options: Any) -> Any:
@@ -97,6 +118,13 @@ def _inputs(part: Any) -> tuple[Any, ...] | dict[str, Any]:
 def _part(part: Any) -> tuple[Any, ...]:
     part = tuple(part) if isinstance(part, list) else part
     return jax.tree.map(_array, expand_to_tuple(part))
+
+
+def _weights(leaf: Any) -> Any:
+    """Weights as numbers that may be fractions, also where they are counts or a mask."""
+    array = _array(leaf)
+    is_fraction = jnp.issubdtype(array.dtype, jnp.floating)
+    return array if is_fraction else array.astype(np.float32)
 
 
 def _array(leaf: Any) -> Any:
@@ -119,8 +147,4 @@ def _check_lengths(batch: Batch) -> None:
         return
     if not lengths or 0 in lengths:
         raise ValueError("A batch holds no examples: check that the data is not empty.")
-    shapes = jax.tree.map(lambda leaf: leaf.shape, batch)
-    raise ValueError(
-        "The parts of a batch hold different numbers of examples: "
-        f"inputs {shapes.inputs}, targets {shapes.targets}, weights {shapes.weights}."
-    )
+    raise ValueError(f"The parts of a batch hold different numbers of examples: {describe(batch)}.")

@@ -2,50 +2,16 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from flaxfit import losses, metrics
-
-
-class WeightsByOutput(struct.PyTreeNode):
-    """Weights of the examples for some of the outputs; it travels behind the targets of a batch.
-
-    They are of mean 1 over the data, so that the mean over its examples of weight times loss is
-    the weighted mean of the loss, over all of the data.
-    """
-
-    by_name: dict[str, Any]
-
-
-def with_weights(data: Any, loss: Any) -> Any:
-    """Data whose weights are by output, as its loss takes them; other data as it is.
-
-    Args:
-      data: `(x, y, weights)`, or anything else.
-      loss: that of the task.
-
-    Raises:
-      ValueError: there is no loss by the name of an output that has weights.
-    """
-    if not isinstance(data, tuple) or not isinstance(data[2], Mapping):
-        return data
-    x, y, weights = data
-    known = list(loss.losses) if isinstance(loss, LossByOutput) else []
-    if unknown := [name for name in weights if name not in known]:
-        raise ValueError(
-            f"There are weights for {', '.join(map(repr, unknown))}, and losses by name for "
-            f"{', '.join(map(repr, known)) or 'no output'}: give sample_weight as one array, or "
-            "losses in a mapping by the same names."
-        )
-    scaled = {name: w / (np.mean(w) or 1) for name, w in weights.items()}
-    targets = y if isinstance(y, tuple) else (y,)
-    return x, (*targets, WeightsByOutput(scaled)), None
+from flaxfit._batch import Batch
+from flaxfit._weights import weights_by_output, without_idle_rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,17 +29,33 @@ class LossByOutput:
     weights: Mapping[str, float]
 
     def __call__(self, *outputs_and_targets: Any) -> Any:
-        """The weighted sum over the outputs."""
-        total = 0
-        for name, weight in self.weights.items():
-            values = self.of(name, *outputs_and_targets)
-            own = _own_weights(name, outputs_and_targets)
-            total += weight * (values if own is None else jnp.where(own != 0, own * values, 0))
-        return total
+        """The weighted sum over the outputs, whatever weights the examples have."""
+        values = (w * self.of(name, *outputs_and_targets) for name, w in self.weights.items())
+        return sum(values)
+
+    def sums(self, weights: Any, *outputs_and_targets: Any) -> dict[str, tuple[Any, Any]]:
+        """By output, the weighted sum of its loss and the weight of that sum.
+
+        Args:
+          weights: those of the examples, which the weights of an output multiply.
+          *outputs_and_targets: as of a call.
+        """
+        found = {}
+        for name, each in self.weights_of(weights, *outputs_and_targets).items():
+            values = self.weights[name] * self.of(name, *outputs_and_targets)
+            found[name] = jnp.sum(jnp.where(each != 0, each * values, 0)), jnp.sum(each)
+        return found
+
+    def weights_of(self, weights: Any, *targets: Any) -> dict[str, Any]:
+        """By output, the weights of the examples."""
+        own = weights_by_output(targets)
+        return {name: weights * own[name] if name in own else weights for name in self.losses}
 
     def of(self, name: str, *outputs_and_targets: Any) -> Any:
         """The loss of one output: the mean over its elements, for each example."""
         output, target = self.pick(name, *outputs_and_targets)
+        own = weights_by_output(outputs_and_targets).get(name)
+        target = target if own is None else without_idle_rows(target, own)
         n = jax.tree.leaves(output)[0].shape[0]
         try:
             values = jnp.asarray(self.losses[name](output, target))
@@ -89,8 +71,8 @@ class LossByOutput:
 
     def pick(self, name: str, *outputs_and_targets: Any) -> tuple[Any, Any]:
         """One output and its target, among all outputs and all targets."""
-        outputs, rest = self._by_name(_without_weights(*outputs_and_targets))
-        targets, more = self._by_name(rest)
+        outputs, rest = self.by_name(_without_weights(*outputs_and_targets))
+        targets, more = self.by_name(rest)
         if outputs is None or targets is None or more:
             shapes = jax.tree.map(jnp.shape, outputs_and_targets)
             raise ValueError(
@@ -106,7 +88,7 @@ class LossByOutput:
                 )
         return outputs[name], targets[name]
 
-    def _by_name(self, values: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    def by_name(self, values: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """The values by name, and what comes behind them."""
         if values and isinstance(values[0], Mapping):
             return values[0], values[1:]
@@ -185,7 +167,7 @@ class _MetricByOutput(metrics.Metric):
         """A metric of one output, with the weights of that output, or of all of them."""
 
         def measure(*outputs_and_targets: Any, weights: Any = None) -> Any:
-            own = _own_weights(output, outputs_and_targets)
+            own = weights_by_output(outputs_and_targets).get(output or "")
             if own is not None:
                 weights = own if weights is None else own * weights
             return metric.measure(*outputs_and_targets, weights=weights)
@@ -193,26 +175,59 @@ class _MetricByOutput(metrics.Metric):
         return cls(measure, metric.compute, metric.name, values=metric.values)
 
 
-def _own_weights(output: str | None, outputs_and_targets: tuple[Any, ...]) -> Any:
-    """The weights of one output, where such stand behind the targets."""
-    last = outputs_and_targets[-1]
-    if output is None or not isinstance(last, WeightsByOutput):
-        return None
-    return last.by_name.get(output)
-
-
 def _without_weights(*outputs_and_targets: Any) -> tuple[Any, ...]:
-    is_weighted = isinstance(outputs_and_targets[-1], WeightsByOutput)
-    return outputs_and_targets[:-1] if is_weighted else outputs_and_targets
+    return (
+        outputs_and_targets[:-1] if weights_by_output(outputs_and_targets) else outputs_and_targets
+    )
 
 
-def check_values(loss: Any, outputs: tuple[Any, ...], targets: tuple[Any, ...]) -> None:
-    """Checks on the host that the values of labels suit a loss, or each of several."""
+def check_outputs(loss: Any, targets: tuple[Any, ...]) -> None:
+    """Checks that the outputs that have weights of their own have losses of their own.
+
+    Raises:
+      ValueError: there is no loss by the name of an output that has weights.
+    """
+    known = list(loss.losses) if isinstance(loss, LossByOutput) else []
+    if unknown := [name for name in weights_by_output(targets) if name not in known]:
+        raise ValueError(
+            f"There are weights for {', '.join(map(repr, unknown))}, and losses by name for "
+            f"{', '.join(map(repr, known)) or 'no output'}: give the weights as one array, or "
+            "losses in a mapping by the same names."
+        )
+
+
+def check_values(loss: Any, outputs: tuple[Any, ...], batch: Batch) -> None:
+    """Checks on the host that the values of labels suit a loss, or each of several.
+
+    Those of weight 0 may be anything.
+    """
     if not isinstance(loss, LossByOutput):
-        losses.check_values(loss, outputs, targets)
+        losses.check_values(loss, outputs, _counted(batch.targets, batch.weights))
         return
+    own = weights_by_output(batch.targets)
     for name, each in loss.losses.items():
+        output, target = loss.pick(name, *outputs, *batch.targets)
         try:
-            losses.check_values(each, *loss.pick(name, *outputs, *targets))
+            losses.check_values(each, output, _counted(target, batch.weights, own.get(name)))
         except ValueError as error:
             raise ValueError(f"output {name!r}: {error}") from error
+
+
+def targets_with_weights(loss: Any, batch: Batch) -> Iterator[tuple[Any, Any]]:
+    """The targets of a batch, by output where these have weights, each with its weights or None."""
+    own, targets = weights_by_output(batch.targets), _without_weights(*batch.targets)
+    by_name = loss.by_name(targets)[0] if own and isinstance(loss, LossByOutput) else None
+    if by_name is None:
+        yield targets, batch.weights
+        return
+    for name, target in by_name.items():
+        weights = [each for each in (batch.weights, own.get(name)) if each is not None]
+        yield {name: target}, np.prod(weights, axis=0) if weights else None
+
+
+def _counted(targets: Any, *weights: Any) -> Any:
+    """The rows of targets that have no weight of 0."""
+    counts: Any = True
+    for each in weights:
+        counts = counts if each is None else counts & (np.asarray(each) != 0)
+    return targets if np.all(counts) else jax.tree.map(lambda x: np.asarray(x)[counts], targets)

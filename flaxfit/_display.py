@@ -263,6 +263,7 @@ def folded(line: str, width: int) -> str:
     if len(line) <= width:
         return line
     apart = next((each for each in (" · ", "  ") if each in line[_INDENT:].strip()), " ")
+    indent = " " * (len(line) - len(line.lstrip()) or _INDENT)  # What is indented stays so.
     first, *parts = line.split(apart)
     lines = [first]
     for part in parts:
@@ -271,7 +272,7 @@ def folded(line: str, width: int) -> str:
             lines[-1] = longer
         else:
             lines[-1] += apart.rstrip()
-            lines.append(" " * _INDENT + part)
+            lines.append(indent + part)
     return "\n".join(lines)
 
 

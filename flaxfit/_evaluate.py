@@ -12,11 +12,13 @@ from flaxfit import _totals
 from flaxfit._agreement import Agreement
 from flaxfit._batch import Batch, normalize
 from flaxfit._checkpoint import Checkpoint
+from flaxfit._explain import calls_explained
 from flaxfit._feed import Feed
 from flaxfit._inspect import inspect_eval, shapes_of, structure_of
 from flaxfit._own_rows import OwnBatches
 from flaxfit._step import compute, make_eval_step
 from flaxfit._task import EvalTask
+from flaxfit._whole_number import whole_number
 from flaxfit.data import as_stream, one_pass
 from flaxfit.optim import swap_ema
 from flaxfit.strategies import DataParallel, Strategy
@@ -53,8 +55,8 @@ class EvalLoop:
         ema: bool = False,
         strategy: Strategy | None = None,
     ):
-        if n_steps is not None and n_steps < 1:
-            raise ValueError(f"n_steps must be 1 or more, or None, got {n_steps}.")
+        if n_steps is not None:
+            whole_number("n_steps", n_steps)
         self.task = task
         self.name = name
         self.n_steps = n_steps
@@ -94,7 +96,7 @@ class EvalLoop:
         Raises:
           ValueError: the data holds no batches.
         """
-        data = self._data if data is None else data
+        data = self._given(data)
         strategy, agreement = self.strategy, Agreement(self.strategy)
         batches = OwnBatches(one_pass(data), strategy)
         state = strategy.share(self._measured(state))
@@ -114,7 +116,8 @@ class EvalLoop:
             update = self._executables.get(key)
             if update is None:
                 agreement.program(n_batches, portion.batch)
-                update = self._executables[key] = self._compile(strategy, arguments)
+                with calls_explained(portion.batch.inputs, portion.batch.targets):
+                    update = self._executables[key] = self._compile(strategy, arguments)
             totals = update(*arguments)
             in_flight.append(totals)
             if len(in_flight) > 2:
@@ -137,13 +140,22 @@ class EvalLoop:
         Raises:
           ValueError: labels, weights or the shape of the loss do not fit.
         """
-        data = self._data if data is None else data
+        data = self._given(data)
         batches = OwnBatches(one_pass(data), self.strategy)
         with in_phase("training"):
             item = next(iter(batches), None)
         if item is not None:
             with in_phase("preparing"):
                 self._look_at(batches.examples(item), self._measured(state), batches, data)
+
+    def _given(self, data: Any) -> Any:
+        """The data to measure on: that of the task, where no other is given."""
+        if data is None and self._data is None:
+            raise ValueError(
+                "There is nothing to evaluate: give data to the task, EvalTask(..., data=(x, y)), "
+                "or to measure(state, data)."
+            )
+        return self._data if data is None else data
 
     def _measured(self, state: Any) -> Any:
         """The part of a state that is measured."""

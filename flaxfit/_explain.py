@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax.errors import ScopeParamShapeError
 
 from flaxfit._display import count, plural, size
 
@@ -18,6 +19,8 @@ _ASKED_FOR_A_VALUE = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+
+_OTHER_ARGUMENTS = "positional argument|unexpected keyword argument"
 
 _OUT_OF_MEMORY = """\
 The training step ran out of memory by step {step}, with batches of {examples}, and {size} of \
@@ -45,6 +48,41 @@ def tracers_explained() -> Iterator[None]:
         if explanation is None:
             raise
         raise TypeError(explanation) from error
+
+
+@contextlib.contextmanager
+def calls_explained(inputs: Any, targets: Any = ()) -> Iterator[None]:
+    """Says what a model, a loss and metrics are called with, where one of them does not take it.
+
+    Args:
+      inputs: those of a batch, or their shapes and dtypes.
+      targets: likewise.
+
+    Raises:
+      ValueError: the parameters of the model were made for inputs of another shape.
+      TypeError: a function takes other arguments. Flax's or Python's error is the cause. Whatever
+        else the user's code raises is raised as it is, with a note of the shapes.
+    """
+    try:
+        yield
+    except ScopeParamShapeError as error:
+        raise ValueError(
+            f"The model cannot take inputs of {_shapes(inputs)}: its parameters were made for "
+            "others. Give inputs like those that it began with, or make a new model. "
+            + re.sub(r" \(https?:\S*\)$", "", str(error))
+        ) from error
+    except Exception as error:
+        called = f"The model is called with the inputs, of {_shapes(inputs)} (a tuple is several)"
+        if targets:
+            called += f"; the loss and metrics with outputs and targets, of {_shapes(targets)}"
+        is_call = isinstance(error, TypeError) and re.search(_OTHER_ARGUMENTS, str(error))
+        if is_call and error.__cause__ is None:
+            raise TypeError(
+                f"A function takes other arguments than it is given: {error}. {called}."
+            ) from error
+        if not _is_own(error):
+            error.add_note(f"{called}.")
+        raise
 
 
 def explained(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,6 +133,11 @@ def _of_tracers(error: TypeError) -> str | None:
     return None
 
 
+def _shapes(tree: Any) -> str:
+    shapes = [str(tuple(leaf.shape)) for leaf in jax.tree.leaves(tree)]
+    return f"shape{'s' * (len(shapes) != 1)} {', '.join(shapes)}"
+
+
 def _advice(stepper: Any) -> str:
     leaves = jax.tree.leaves(stepper.batch_shapes)  # None before the first batch is there.
     n = leaves[0].shape[0] if leaves else 0
@@ -107,6 +150,12 @@ def _advice(stepper: Any) -> str:
         size=size(n_bytes),
         half=max(n // 2, 1),
     )
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether flaxfit itself has raised it, and so has said what is wrong."""
+    *_, last = traceback.walk_tb(error.__traceback__)
+    return Path(last[0].f_code.co_filename).is_relative_to(Path(__file__).parent)
 
 
 def _place(error: BaseException) -> str:

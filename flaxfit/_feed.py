@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit._batch import Batch, n_examples, normalize
+from flaxfit._batch import Batch, describe, is_weighted, n_examples, normalize
 from flaxfit.strategies import Strategy
 
 
@@ -52,6 +52,7 @@ class Feed:
         # Whether batches may have different structures, each of which is a program of its own.
         self._is_mixed = is_mixed
         self._structure: Any = None
+        self._first = ""
         self._size = size
         self._parts = parts
         # Whether all batches are of this size: with no weights of 1, programs have less to do.
@@ -68,12 +69,12 @@ class Feed:
 
     def __call__(self, item: Any) -> Portion:
         """The next batch, in normal form and of a size that can be split."""
-        batch = normalize(item)
+        given = batch = normalize(item)
         n = n_examples(batch)
         self._size = self._size or n
         strategy, divisor = self.strategy, self._divisor
-        is_weighted = batch.weights is not None
-        needs_weights = is_weighted or not self._is_even or n != self._size or n % divisor
+        has_weights = is_weighted(batch)
+        needs_weights = has_weights or not self._is_even or n != self._size or n % divisor
         if self.pad and needs_weights:
             batch = batch._replace(weights=self._weights(n, batch.weights))
             size = -(-max(n, self._size) // divisor) * divisor
@@ -85,8 +86,9 @@ class Feed:
             raise ValueError(self._cannot_split(n))
         elif n % self._n_devices:
             strategy = self.strategy.narrow(n)
-        signature = self._signature(strategy, batch, is_weighted)
-        return Portion(strategy, batch, is_weighted, n, signature)
+        self._check_structure(batch, given)
+        signature = signature_of(strategy, batch, has_weights)
+        return Portion(strategy, batch, has_weights, n, signature)
 
     def _weights(self, n: int, weights: Any) -> np.ndarray:
         if weights is not None:
@@ -95,16 +97,16 @@ class Feed:
             self._ones[n] = np.ones(n, np.float32)
         return self._ones[n]
 
-    def _signature(self, strategy: Strategy, batch: Batch, is_weighted: bool) -> Hashable:
+    def _check_structure(self, batch: Batch, given: Batch) -> None:
         structure = jax.tree.structure(batch)
         if self._structure is None:
-            self._structure = structure
+            self._structure, self._first = structure, describe(given)
         elif structure != self._structure and not self._is_mixed:
             raise ValueError(
                 "A batch has another structure than the first one, and so cannot be trained on or "
-                f"measured with it:\\n  first {self._structure}\\n  now   {structure}"
+                f"measured with it. The shapes are:\n  first {self._first}\n  now   "
+                f"{describe(given)}\nHave the data give the same parts in each batch."
             )
-        return signature_of(strategy, batch, is_weighted)
 
     def _division(self) -> str:
         n_devices = f"{self._n_devices} {self._unit}"

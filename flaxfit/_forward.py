@@ -11,6 +11,7 @@ from redex.util import expand_to_tuple
 from flaxfit import losses
 from flaxfit._batch import Batch, call, n_examples
 from flaxfit._precision import in_precision, like
+from flaxfit._weights import weights_by_output, without_idle_rows
 
 Sums = dict[str, Any]
 """By metric: sums that add up over batches, devices and hosts."""
@@ -43,7 +44,7 @@ def forward(task: Any, params: Any, model_state: Any, batch: Batch, key: jax.Arr
     penalties = [jnp.sum(x) for x in jax.tree.leaves((penalty, updates.get("losses", ())))]
     weights = weights_of(batch)
     sums = {
-        "loss": loss_sums(values, weights),
+        "loss": loss_sums(task.loss, values, outputs, batch),
         **measure(task.metrics, outputs, batch.targets, weights),
     }
     model_state = {name: like(updates.get(name, old), old) for name, old in model_state.items()}
@@ -94,8 +95,14 @@ def measure(metrics: Mapping[str, Any], outputs: Any, targets: Any, weights: jax
     }
 
 
-def loss_sums(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The weighted sum of a loss over all its elements, and the weight of that sum."""
+def loss_sums(loss: Any, values: jax.Array, outputs: tuple[Any, ...], batch: Batch) -> Any:
+    """The weighted sum of a loss over all its elements, and the weight of that sum.
+
+    Where outputs have weights of their own, such a pair for each of them.
+    """
+    weights = weights_of(batch)
+    if weights_by_output(batch.targets):
+        return loss.sums(weights, *outputs, *batch.targets)
     if values.ndim == 0:
         return values * weights.size, jnp.asarray(weights.size, values.dtype)
     w = weights.reshape(weights.shape + (1,) * (values.ndim - 1))
@@ -104,22 +111,19 @@ def loss_sums(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Arr
     return total, jnp.sum(weights) * (values.size // weights.size)
 
 
-def without_idle_targets(batch: Batch) -> Batch:
-    """The batch with the targets of a row that counts in the rows of weight 0.
+def weight_sums(loss: Any, batch: Batch) -> Any:
+    """The weights that the sums of a loss are to be divided by: their sum, or that by output."""
+    weights = weights_of(batch)
+    if not weights_by_output(batch.targets):
+        return jnp.sum(weights)
+    return {name: jnp.sum(each) for name, each in loss.weights_of(weights, *batch.targets).items()}
 
-    Anything may stand there, and 0 times the gradient of a loss that is no number is none either.
-    """
+
+def without_idle_targets(batch: Batch) -> Batch:
+    """The batch with the targets of a row that counts in the rows of weight 0."""
     if batch.weights is None:
         return batch
-    counts = batch.weights != 0
-    first = jnp.argmax(counts)
-
-    def replaced(target: jax.Array) -> jax.Array:
-        row = target[first]
-        row = jnp.where(jnp.isfinite(row), row, jnp.zeros_like(row))  # Where none of them counts.
-        return jnp.where(counts.reshape(-1, *(1,) * row.ndim), target, row)
-
-    return batch._replace(targets=jax.tree.map(replaced, batch.targets))
+    return batch._replace(targets=without_idle_rows(batch.targets, batch.weights))
 
 
 def weights_of(batch: Batch) -> jax.Array:

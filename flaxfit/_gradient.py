@@ -1,5 +1,6 @@
 """The gradient of a batch on one replica: at once or in microbatches, of a scaled loss or not."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +34,7 @@ def gradient(task: Any, state: Any, batch: Batch, key: jax.Array, weight: Any) -
       state: the training state.
       batch: the examples of this replica.
       key: the random key of this step and replica; that of part i is `fold_in(key, i)`.
-      weight: the weight of the whole batch, divided by the number of replicas.
+      weight: the weight of the whole batch, or that by output, divided by the number of replicas.
     """
     n_parts = count_parts(n_examples(batch), task.accumulate)
     scale: Any = getattr(state.opt_state, "scale", ()) if task.precision == "float16" else ()
@@ -46,8 +47,12 @@ def gradient(task: Any, state: Any, batch: Batch, key: jax.Array, weight: Any) -
             penalty = 0 if result.penalty is None else result.penalty
             if result.values.ndim == 0:
                 return (result.values + penalty) / n_parts, result
-            share = weight * (result.values.size // n_examples(batch))
-            mean = result.sums["loss"][0] / jnp.where(share > 0, share, 1)
+            loss, size = result.sums["loss"], result.values.size // n_examples(batch)
+            if isinstance(weight, Mapping):
+                means = [_divided(loss[name][0], weight[name]) for name in weight]
+                mean = jnp.sum(jnp.stack(means))
+            else:
+                mean = _divided(loss[0], weight * size)
             return mean + penalty / n_parts, result
 
         if scale == ():
@@ -71,6 +76,10 @@ def count_parts(n: int, wanted: int) -> int:
     (4, 3, 1)
     """
     return next(parts for parts in range(min(wanted, n), 0, -1) if n % parts == 0)
+
+
+def _divided(total: jax.Array, weight: jax.Array) -> jax.Array:
+    return total / jnp.where(weight > 0, weight, 1)
 
 
 def _accumulate(of_part: Any, model_state: Any, batch: Batch, key: jax.Array, n: int) -> Gradient:

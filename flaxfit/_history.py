@@ -68,8 +68,7 @@ class History(Mapping[str, list[float]]):
 
     def __getitem__(self, name: str) -> list[float]:
         if name not in self._values:
-            available = ", ".join(self._values) or "nothing yet"
-            raise KeyError(f"The history has no {name!r}; it holds {available}.")
+            raise KeyError(f"The history has no {name!r}; it holds {self._held()}.")
         return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -119,6 +118,32 @@ class History(Mapping[str, list[float]]):
             axis.legend()
         return list(axes[0])
 
+    def plot_lr(self) -> Any:
+        """Draws the learning rate over the steps, and that of each group where there are groups.
+
+        Returns:
+          The matplotlib axes (`axes.set_yscale("log")`, `axes.figure.savefig(...)`).
+
+        Raises:
+          ValueError: no learning rate was reported.
+        """
+        names = [name for name in self if name.split("/")[0] == "learning_rate"]
+        if not names:
+            raise ValueError(
+                f"There is no learning rate to draw, the history holds {self._held()}. It is "
+                "reported where the optimizer's state holds it, as a number or by a schedule: make "
+                "it with flaxfit.optim.OptimizerDef(optax.adam, learning_rate=1e-3)."
+            )
+        _, axes = pyplot("(history['learning_rate'] has the numbers)").subplots(
+            figsize=(4, 3), layout="constrained"
+        )
+        for name in names:
+            axes.plot(self.steps, self[name], marker=".", label=name)
+        axes.set(title="learning rate", xlabel="step")
+        if len(names) > 1:
+            axes.legend()
+        return axes
+
     def get_state(self) -> dict[str, Any]:
         """The history as plain JSON (a value that is not finite is a string)."""
         values = {
@@ -142,6 +167,9 @@ class History(Mapping[str, list[float]]):
         self.n_steps = int(state["n_steps"])
         self.elapsed_time = float(state["elapsed_time"])
         self.compile_time = float(state["compile_time"])
+
+    def _held(self) -> str:
+        return ", ".join(self._values) or "nothing yet"
 
     def _title(self) -> str:
         title = f"{plural(len(self.steps), self.unit)}, {plural(self.n_steps, 'step')} in "

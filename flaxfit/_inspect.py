@@ -10,12 +10,12 @@ import numpy as np
 from flax.errors import InvalidRngError
 
 from flaxfit._batch import Batch, n_examples
-from flaxfit._by_output import check_values
+from flaxfit._by_output import check_outputs, check_values, targets_with_weights
 from flaxfit._by_row import check_by_row
-from flaxfit._explain import tracers_explained
+from flaxfit._explain import calls_explained, tracers_explained
 from flaxfit._forward import ForwardPass, evaluate_loss, forward, forward_eval
 from flaxfit._rules import flat
-from flaxfit._weights import check_weights
+from flaxfit._weights import check_weights, weights_by_output
 
 
 def inspect(
@@ -47,9 +47,10 @@ def inspect(
       ValueError: labels, weights, the shape of the loss or a random stream do not fit.
       TypeError: the batch lacks the targets that the loss wants.
     """
+    check_outputs(task.loss, batch.targets)
     if data is not None or not is_resumed:
         name = "The first batch" if data is None else "The data"
-        check_finite(batch if data is None else data, name)
+        check_finite(batch if data is None else data, name, task.loss)
 
     def pass_forward(state: Any, batch: Batch) -> ForwardPass:
         return forward(task, state.params, state.model_state, batch, state.key)
@@ -57,7 +58,8 @@ def inspect(
     known, key = {} if known is None else known, structure_of((state, batch))
     result = known.get(key)
     if result is None:
-        with _explained("TrainTask", task, batch):
+        explained = _explained("TrainTask", task, batch)
+        with calls_explained(batch.inputs, batch.targets), explained:
             # Over the state's shapes, since its arrays are spread over the devices of a strategy.
             result = jax.eval_shape(bind(pass_forward), shapes_of(state), shapes_of(batch))
     check_loss(task.loss, result.values, result.outputs, batch, data)
@@ -83,7 +85,9 @@ def inspect_eval(
       ValueError: labels, weights or the shape of the loss do not fit.
       TypeError: the batch lacks the targets that the loss wants.
     """
-    check_finite(batch if data is None else data, "The first batch" if data is None else "The data")
+    check_outputs(task.loss, batch.targets)
+    name = "The first batch" if data is None else "The data"
+    check_finite(batch if data is None else data, name, task.loss)
 
     def measure(state: Any, batch: Batch) -> Any:
         outputs = forward_eval(task, state, batch, state.key if task.rngs else None)
@@ -94,7 +98,8 @@ def inspect_eval(
     known, key = {} if known is None else known, structure_of((state, batch))
     result = known.get(key)
     if result is None:
-        with _explained("EvalTask", task, batch):
+        explained = _explained("EvalTask", task, batch)
+        with calls_explained(batch.inputs, batch.targets), explained:
             result = jax.eval_shape(bind(measure), shapes_of(state), shapes_of(batch))
     outputs, values = result
     if values is not None:
@@ -115,8 +120,14 @@ def inspect_step(
     """Traces a step of the user's own without running it: the shapes of its sums.
 
     Raises:
-      ValueError: the state that it returns is not like the one it was given.
+      ValueError: the state that it returns is not like the one it was given, or the batch has
+        weights by output.
     """
+    if own := weights_by_output(batch.targets):
+        raise ValueError(
+            f"The batches have weights for the outputs {', '.join(map(repr, own))}, and the task "
+            "has a step of its own: give one weight per example, or put others among the targets."
+        )
     check_finite(batch if data is None else data, "The first batch" if data is None else "The data")
     with tracers_explained():
         updated, sums = jax.eval_shape(bind(step), shapes_of(state), shapes_of(batch))
@@ -171,7 +182,7 @@ def check_loss(
     loss: Any, values: Any, outputs: Any, batch: Batch, data: Batch | None = None
 ) -> None:
     """Checks the values of labels on the host, and that what is weighted can be."""
-    check_values(loss, outputs, (data or batch).targets)
+    check_values(loss, outputs, data or batch)
     if values.ndim == 0 and batch.weights is not None:
         raise ValueError(
             "Weights cannot be applied to a loss that returns a scalar: return one value per "
@@ -179,7 +190,7 @@ def check_loss(
         )
 
 
-def check_finite(batch: Batch, name: str) -> None:
+def check_finite(batch: Batch, name: str, loss: Any = None) -> None:
     """Checks that no input, target or weight is NaN or infinite, and no weight negative.
 
     Targets of weight 0 may be anything: they leave no mark.
@@ -189,11 +200,14 @@ def check_finite(batch: Batch, name: str) -> None:
     """
     if batch.weights is not None:
         check_weights(batch.weights, f"{name} holds weights, which")
-    for role, tree in ("input", batch.inputs), ("target", batch.targets):
+    for output, weights in weights_by_output(batch.targets).items():
+        check_weights(weights, f"{name} holds weights for {output!r}, which")
+    targets = (("target", *each) for each in targets_with_weights(loss, batch))
+    for role, tree, weights in ("input", batch.inputs, None), *targets:
         for path, leaf in flat(tree).items():
             bad = _rows_not_finite(leaf)
-            if role == "target" and batch.weights is not None:
-                bad = bad & (np.asarray(batch.weights) != 0)
+            if weights is not None:
+                bad = bad & (np.asarray(weights) != 0)
             if np.any(bad):
                 raise ValueError(
                     f"{name} holds NaN or infinite values: {role} {path!r}, {np.sum(bad):,} of "

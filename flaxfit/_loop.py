@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from flaxfit._state import TrainState
 from flaxfit._stepper import Stepper
 from flaxfit._task import TrainTask
 from flaxfit._trial import Trial
+from flaxfit._whole_number import whole_number
 from flaxfit.optim import hyperparams, set_hyperparams
 from flaxfit.optim._hyperparams import group_name
 from flaxfit.optim._learning_rates import learning_rates
@@ -303,7 +303,7 @@ class TrainLoop:
 
     @n_steps.setter
     def n_steps(self, value: int | None) -> None:
-        self._n_steps = None if value is None else _whole_number("n_steps", value, 0)
+        self._n_steps = None if value is None else whole_number("n_steps", value, least=0)
 
     @property
     def n_steps_per_checkpoint(self) -> int:
@@ -312,7 +312,7 @@ class TrainLoop:
 
     @n_steps_per_checkpoint.setter
     def n_steps_per_checkpoint(self, value: int) -> None:
-        self._n_steps_per_checkpoint = _whole_number("n_steps_per_checkpoint", value, 1)
+        self._n_steps_per_checkpoint = whole_number("n_steps_per_checkpoint", value)
 
     @property
     def steps_per_call(self) -> int:
@@ -327,7 +327,7 @@ class TrainLoop:
         if value == "auto":
             self._trial = self._trial or Trial(self._stepper, self.say)
         else:
-            self._steps_per_call = _whole_number("steps_per_call", value, 1)
+            self._steps_per_call = whole_number("steps_per_call", value)
             self._trial = None
 
     @property
@@ -337,7 +337,7 @@ class TrainLoop:
 
     @first_checkpoint.setter
     def first_checkpoint(self, value: int) -> None:
-        self._first_checkpoint = _whole_number("first_checkpoint", value, 1)
+        self._first_checkpoint = whole_number("first_checkpoint", value)
 
     @property
     def data(self) -> Any:
@@ -360,6 +360,11 @@ class TrainLoop:
     def callbacks(self, callbacks: Any) -> None:
         given = _as_tuple(callbacks)
         for callback in given:
+            if isinstance(callback, type):
+                raise TypeError(
+                    f"A callback must be an object, got the class {callback.__name__}: make one, "
+                    f"{callback.__name__}(...)."
+                )
             if not callable(callback):
                 raise TypeError(
                     "A callback must be a function Checkpoint -> Checkpoint | None, got "
@@ -706,18 +711,6 @@ def _changed(callback: Any, checkpoint: Checkpoint) -> Checkpoint:
             "None. To add a number: return checkpoint.with_metrics({...})."
         )
     return changed
-
-
-def _whole_number(name: str, value: Any, least: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise TypeError(f"{name} must be a whole number, got {value!r}.")
-    if number < least:
-        raise ValueError(f"{name} must be {least} or more, got {number}.")
-    return number
 
 
 def _on_host(values: dict[str, Any]) -> dict[str, Any]:

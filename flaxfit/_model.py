@@ -16,10 +16,10 @@ from flaxfit import _display as display
 from flaxfit import _html, checkpoints, modules
 from flaxfit._arrays import prepare, prepare_inputs
 from flaxfit._batch import n_examples, normalize
-from flaxfit._by_output import with_weights
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._compilation_cache import use_compilation_cache
 from flaxfit._evaluate import EvalLoop
+from flaxfit._explain import calls_explained
 from flaxfit._feed import Feed
 from flaxfit._find_batch_size import find_batch_size
 from flaxfit._find_lr import LearningRateRange, find_lr, put_back
@@ -33,6 +33,7 @@ from flaxfit._state import TrainState, init_state
 from flaxfit._step import make_predict_step
 from flaxfit._task import EvalTask, TrainTask
 from flaxfit._warm_start import WarmStart, open_weights
+from flaxfit._whole_number import whole_number
 from flaxfit.callbacks import ProgressBar
 from flaxfit.data import ArrayStream, as_stream, one_pass, prefetch
 from flaxfit.optim import swap_ema
@@ -84,6 +85,12 @@ class Model:
         compilation_cache: str | os.PathLike[str] | None = None,
         **options: Any,
     ):
+        known = [field.name for field in dataclasses.fields(TrainTask) if field.kw_only]
+        if unknown := [name for name in options if name not in known]:
+            raise TypeError(
+                f"Model has no option {', '.join(unknown)}: it takes {', '.join(known)}. What "
+                "concerns the optimizer is given to that, such as optax.adam(learning_rate=1e-3)."
+            )
         if compilation_cache is not None:
             use_compilation_cache(compilation_cache)
         self.module = module
@@ -160,21 +167,16 @@ class Model:
         """
         if verbose not in ("auto", 0, 1, 2):
             raise ValueError(f"verbose must be 'auto', 0, 1 or 2, got {verbose!r}.")
-        for name, number in {
-            "epochs": epochs,
-            "steps_per_epoch": 1 if steps_per_epoch is None else steps_per_epoch,
-            "steps_per_execution": 1
-            if isinstance(steps_per_execution, str)
-            else steps_per_execution,
-            "batch_size": batch_size,
-        }.items():
-            if number < 1:
-                raise ValueError(f"{name} must be 1 or more, got {number}.")
+        counts: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size}
+        if steps_per_epoch is not None:
+            counts["steps_per_epoch"] = steps_per_epoch
+        if steps_per_execution != "auto":
+            counts["steps_per_execution"] = steps_per_execution
+        for name, number in counts.items():
+            whole_number(name, number)
         data, validation_data = prepare(
             x, y, sample_weight, class_weight, validation_split, validation_data, self.seed
         )
-        data = with_weights(data, self._task.loss)
-        validation_data = with_weights(validation_data, self._task.loss)
         if isinstance(data, tuple):
             stream = ArrayStream(*data, batch_size=batch_size, shuffle=shuffle, seed=self.seed)
             stream.epoch = self._n_epochs
@@ -239,7 +241,7 @@ class Model:
         self, x: Any, y: Any = None, *, batch_size: int = 32, sample_weight: Any = None
     ) -> dict[str, float]:
         """Measures the loss and the metrics, exactly for any number of examples and devices."""
-        data = with_weights(prepare(x, y, sample_weight)[0], self._task.loss)
+        data = prepare(x, y, sample_weight)[0]
         if isinstance(data, tuple):
             data = ArrayStream(*data, batch_size=batch_size, epochs=1)
         data = self._look_at(data)
@@ -272,7 +274,8 @@ class Model:
             key = (portion.signature, shapes)
             if key not in self._predictors:
                 step = make_predict_step(self._eval.apply, precision=self._task.precision)
-                result = jax.eval_shape(strategy.bind(step), shapes_of(state), shapes_of(batch))
+                with calls_explained(batch.inputs):
+                    result = jax.eval_shape(strategy.bind(step), shapes_of(state), shapes_of(batch))
                 check_rows(result, n_examples(batch))
                 self._predictors[key] = strategy.compile_split(step, arguments)
             in_flight.append((strategy, self._predictors[key](*arguments), portion.n_examples))
@@ -526,7 +529,7 @@ class Model:
         self, x: Any, y: Any, sample_weight: Any, batch_size: int, owner: str
     ) -> tuple[Any, TrainTask]:
         """What to begin from, and a task, for a loop that leaves this model and the data alone."""
-        data = with_weights(prepare(x, y, sample_weight)[0], self._task.loss)
+        data = prepare(x, y, sample_weight)[0]
         if isinstance(data, tuple):
             data = ArrayStream(*data, batch_size=batch_size, shuffle=True, seed=self.seed)
         stream = as_stream(data, epochs=None)

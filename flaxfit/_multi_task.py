@@ -9,6 +9,7 @@ import numpy as np
 from flax import struct
 
 from flaxfit._batch import Batch, normalize
+from flaxfit._forward import weights_of
 from flaxfit._inspect import inspect, shapes_of
 from flaxfit._step import make_train_step, more_sums
 from flaxfit._task import TrainTask
@@ -57,7 +58,9 @@ def MultiTask(
             shapes = _sums_of(task, state, stream.samples[name])
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             sums |= {f"{name}/{metric}": zero for metric, zero in zeros.items()}
-        state, found = steps[turn.name](state, batch._replace(targets=turn.targets))
+        batch = batch._replace(targets=turn.targets)
+        state, found = steps[turn.name](state, batch)
+        found["loss"] = _pair(found["loss"], batch)
         sums |= {f"{turn.name}/{metric}": value for metric, value in found.items()}
         return state, {"loss": found["loss"], **sums}
 
@@ -144,7 +147,17 @@ class _Turns:
 def _sums_of(task: TrainTask, state: Any, sample: Batch) -> Any:
     """The shapes of the sums of a step of a task, which is looked at on the way."""
     result = inspect(task, shapes_of(state), sample)
-    return result.sums | more_sums(task, result, grad_norm=True)
+    sums = result.sums | more_sums(task, result, grad_norm=True)
+    return sums | {"loss": jax.eval_shape(_pair, sums["loss"], sample)}
+
+
+def _pair(loss: Any, batch: Batch) -> Any:
+    """The sum of a loss and its weight: of one by output its mean, for each of the examples."""
+    if not isinstance(loss, Mapping):
+        return loss
+    means = (total / jnp.where(weight > 0, weight, 1) for total, weight in loss.values())
+    n = jnp.sum(weights_of(batch))
+    return n * sum(means), n
 
 
 def _position(stream: Any) -> Any:

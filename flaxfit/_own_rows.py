@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxfit._batch import Batch, n_examples, normalize
+from flaxfit._batch import Batch, is_weighted, n_examples, normalize
 from flaxfit._feed import Feed, Portion, signature_of
 from flaxfit._processes import process_count
 from flaxfit.strategies import Strategy
@@ -39,12 +39,13 @@ def own_examples(portion: Portion, pick: Callable[[Any], Any]) -> Portion:
     own = own_rows(portion)
     (rows,) = own.batch.inputs
     batch = normalize(pick(rows))
-    is_weighted = batch.weights is not None
+    has_weights = is_weighted(batch)
     if own.batch.weights is not None:
         weights = own.batch.weights
-        batch = batch._replace(weights=weights * batch.weights if is_weighted else weights)
-    signature = signature_of(own.strategy, batch, is_weighted)
-    return own._replace(batch=batch, is_weighted=is_weighted, signature=signature)
+        weights = weights if batch.weights is None else weights * batch.weights
+        batch = batch._replace(weights=weights)
+    signature = signature_of(own.strategy, batch, has_weights)
+    return own._replace(batch=batch, is_weighted=has_weights, signature=signature)
 
 
 class OwnBatches:

@@ -45,7 +45,10 @@ def start(
       TypeError: `init` is none of the three.
     """
     if hasattr(init, "init"):
-        raise TypeError(f"TrainLoop needs an init function, got {init!r:.60}: pass module.init.")
+        raise TypeError(
+            f"TrainLoop needs an init function, got a module, {type(init).__name__}: pass "
+            "module.init."
+        )
     streams = ("params", *task.rngs)
     if hasattr(init, "read"):
         # Of a warm start only the shapes are asked for, not the weights.

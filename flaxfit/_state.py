@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 
 from flaxfit import _axes, _html, _state_dict
 from flaxfit._batch import call
+from flaxfit._explain import calls_explained
 from flaxfit._inference_state import InferenceState
 from flaxfit._optimizer_axes import with_optimizer, without_optimizer
 from flaxfit.optim._hyperparams import check_known, describe, names_of
@@ -169,8 +171,10 @@ class TrainState(struct.PyTreeNode):
 
 def as_key(key: Any) -> jax.Array:
     """A typed random key from a typed key, an old-style uint32 key, or an integer seed."""
-    if isinstance(key, int):
-        return jax.random.key(key)
+    if isinstance(key, int | np.integer):
+        return jax.random.key(int(key))
+    if not hasattr(key, "dtype"):
+        raise TypeError(f"A random key is jax.random.key(0) or an integer seed, got {key!r:.60}.")
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return key
     return jax.random.wrap_key_data(jnp.asarray(key, jnp.uint32))
@@ -197,7 +201,7 @@ def init_state(
       init: a linen `init`: `init(rngs, *inputs) -> variables`.
       optimizer: an optax transformation.
       key: a random key or an integer seed.
-      inputs: the model's inputs, a tuple (or a dict of keyword inputs) of arrays or
+      inputs: the model's input, or a tuple (or a dict of keyword inputs) of such: arrays or
         `jax.ShapeDtypeStruct`s; only shapes and dtypes matter.
       collections: the random streams that `init` is given.
       shardings: where the state is born: a pytree of `jax.sharding.Sharding`s (one for all will
@@ -208,6 +212,7 @@ def init_state(
       The state at step 0. Boxes of logical axis names are taken off; the names are its `axes`.
     """
     key = as_key(key)
+    inputs = (inputs,) if hasattr(inputs, "shape") else inputs
     # 64 bits become 32 in silence, as in every batch.
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), inputs
@@ -218,7 +223,9 @@ def init_state(
         keys = jax.random.split(init_key, len(collections))
         rngs = dict(zip(collections, keys, strict=True))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        return _at_start(optimizer, call(init, rngs, zeros), train_key)
+        with calls_explained(zeros):
+            variables = call(init, rngs, zeros)
+        return _at_start(optimizer, variables, train_key)
 
     if callable(shardings):
         shardings = shardings(jax.eval_shape(create, key))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from flaxfit._batch import Batch, call
+from flaxfit._batch import Batch, call, is_weighted
 from flaxfit._forward import (
     ForwardPass,
     Sums,
@@ -17,6 +17,7 @@ from flaxfit._forward import (
     forward_eval,
     loss_sums,
     measure,
+    weight_sums,
     weights_of,
     without_idle_targets,
 )
@@ -69,10 +70,10 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
         replicas = _replicas(axis_name, virtual_replicas, state.step)
-        total_weight = replicas.sum(replicas.each(lambda _, part: jnp.sum(weights_of(part)), batch))
+        weights = replicas.sum(replicas.each(lambda _, part: weight_sums(task.loss, part), batch))
         # Divided by the weight of the whole batch, times the number of replicas: the mean of these
         # over the replicas is the mean over the examples.
-        weight = total_weight / replicas.n
+        weight = jax.tree.map(lambda total: total / replicas.n, weights)
 
         def gradient_of(replica: Any, part: Batch) -> Gradient:
             part = without_idle_targets(part) if skip_empty else part
@@ -93,7 +94,8 @@ def make_train_step(
             updated, unchanged = (_with_scale(each, scale) for each in (updated, unchanged))
 
         is_used = jnp.ones(())
-        if skip_empty and batch.weights is not None:
+        if skip_empty and is_weighted(batch):
+            total_weight = sum(jax.tree.leaves(weights))
             is_used = jnp.where(total_weight > 0, 1.0, 0.0)
         if guards(task):
             is_finite = _is_finite((grads, sums["loss"]))
@@ -101,7 +103,7 @@ def make_train_step(
             sums = _where(is_finite, sums, jax.tree.map(jnp.zeros_like, sums))
             sums["skipped_steps"] = (1 - is_finite.astype(jnp.float32),)
             is_used *= is_finite
-        if guards(task) or (skip_empty and batch.weights is not None):
+        if guards(task) or (skip_empty and is_weighted(batch)):
             updated = _where(is_used > 0, updated, unchanged)
 
         per_step = {"grad_norm": norm(jax.tree.leaves(grads))} if grad_norm else {}
@@ -162,7 +164,7 @@ def make_eval_step(
             sums = measure(task.metrics, outputs, part.targets, weights)
             if task.loss is not None:
                 values, _ = evaluate_loss(task.loss, outputs, part)
-                sums["loss"] = loss_sums(values, weights)
+                sums["loss"] = loss_sums(task.loss, values, outputs, part)
             return sums
 
         return replicas.sum(replicas.each(sums_of, batch))
@@ -207,7 +209,8 @@ def step_key(key: jax.Array, step: Any, replica: Any = 0) -> jax.Array:
 def compute(sums: Sums, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The values of metrics from their sums, on the host; scalars become floats.
 
-    Sums that no metric claims are `(sum, weight)`, whose value is the mean, or `(count,)`.
+    Sums that no metric claims are `(sum, weight)`, whose value is the mean, or `(count,)`; or a
+    mapping of pairs, those of several outputs, whose value is the sum of their means.
 
     >>> compute({"loss": (np.float32(6), np.float32(4))}, {})
     {'loss': 1.5}
@@ -219,6 +222,9 @@ def compute(sums: Sums, metrics: Mapping[str, Any]) -> dict[str, Any]:
         parts = sums[name]
         if name in metrics:
             value = np.asarray(metrics[name].compute(parts))
+        elif isinstance(parts, Mapping):
+            means = [total / weight for total, weight in parts.values() if weight]
+            value = np.float64(sum(means) if means else np.nan)
         elif len(parts) == 1:
             value = np.float64(parts[0])
         else:

@@ -13,9 +13,9 @@ import numpy as np
 
 from flaxfit import _totals
 from flaxfit._agreement import Agreement
-from flaxfit._batch import Batch, n_examples, normalize
+from flaxfit._batch import Batch, is_weighted, n_examples, normalize
 from flaxfit._cost import count_flops, memory_of
-from flaxfit._explain import explained
+from flaxfit._explain import calls_explained, explained
 from flaxfit._feed import Feed, Portion, stack_batches
 from flaxfit._inspect import inspect, inspect_step, shapes_of
 from flaxfit._interrupt import Interrupts
@@ -388,7 +388,7 @@ class Stepper:
             return Portion(known.strategy, Batch((item,), (), known.batch.weights), *known[2:])
         portion = self._feed(Batch((item,)))
         if self._resident is not None and portion.strategy is self.strategy:
-            portion = own_rows(portion._replace(is_weighted=self._resident.weights is not None))
+            portion = own_rows(portion._replace(is_weighted=is_weighted(self._resident)))
             if n_examples(portion.batch) == len(item):
                 self._of_rows[len(item)] = portion
                 weights = portion.batch.weights
@@ -460,7 +460,8 @@ class Stepper:
         began, self.is_preparing = time.perf_counter(), True
         strategy, batch = portions[0].strategy, portions[0].batch
         self.agreement.program(self.step + 1, batch, is_weighted=portions[0].is_weighted)
-        update = self._build(portions[0], arguments, n_steps=len(portions))
+        with calls_explained(batch.inputs, batch.targets):
+            update = self._build(portions[0], arguments, n_steps=len(portions))
         seconds = time.perf_counter() - began
         self.compile_time += seconds
         self.is_preparing = False

@@ -10,6 +10,7 @@ import optax
 
 from flaxfit._by_output import as_loss, as_metrics
 from flaxfit._precision import check_precision
+from flaxfit._whole_number import whole_number
 from flaxfit.optim._extended import extend
 from flaxfit.optim._optimizer import Optimizer
 
@@ -85,11 +86,7 @@ class TrainTask:
         else:
             _check_apply("TrainTask", self.apply)
         check_precision("TrainTask", self.precision)
-        is_whole = isinstance(self.accumulate, int) and not isinstance(self.accumulate, bool)
-        if not is_whole or self.accumulate < 1:
-            raise ValueError(
-                f"accumulate must be a whole number of 1 or more, got {self.accumulate!r}."
-            )
+        whole_number("accumulate", self.accumulate)
         if self.clip_norm is not None and not (_is_number(self.clip_norm) and self.clip_norm > 0):
             raise ValueError(f"clip_norm must be more than 0, or None, got {self.clip_norm!r}.")
         if self.ema is not None and not (_is_number(self.ema) and 0 < self.ema < 1):

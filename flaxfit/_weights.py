@@ -1,19 +1,64 @@
-"""Checks of weights, which are one number per example: finite, and none negative."""
+"""Weights, which are one number per example, finite and not negative; or such by output."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import struct
+
+
+class WeightsByOutput(struct.PyTreeNode):
+    """Weights of the examples for some of the outputs; they travel behind the targets of a batch.
+
+    Those of an output act as the weights of examples do where it is the only one.
+    """
+
+    by_name: dict[str, Any]
+
+
+def weights_by_output(targets: Any) -> dict[str, Any]:
+    """The weights by output behind the targets of a batch; empty where there are none.
+
+    >>> weights_by_output((np.zeros(2), WeightsByOutput({"a": np.ones(2)})))
+    {'a': array([1., 1.])}
+    """
+    last = targets[-1] if targets else None
+    return last.by_name if isinstance(last, WeightsByOutput) else {}
+
+
+def without_idle_rows(values: Any, weights: Any) -> Any:
+    """Values in whose rows of weight 0 stands the first row that counts.
+
+    Anything may stand there, and 0 times the gradient of a loss that is no number is none either.
+
+    >>> without_idle_rows(jnp.array([jnp.nan, 3.0, 4.0]), jnp.array([0.0, 1.0, 1.0]))
+    Array([3., 3., 4.], dtype=float32)
+    """
+    counts = weights != 0
+    first = jnp.argmax(counts)
+
+    def replaced(value: jax.Array) -> jax.Array:
+        row = value[first]
+        row = jnp.where(jnp.isfinite(row), row, jnp.zeros_like(row))  # Where none of them counts.
+        return jnp.where(counts.reshape(-1, *(1,) * row.ndim), value, row)
+
+    return jax.tree.map(replaced, values)
 
 
 def check_weights_shape(weights: Any, name: str) -> None:
-    """Checks that weights are one number per example.
+    """Checks that weights are one number per example, or those of each output.
 
     >>> check_weights_shape(np.ones(4), "sample_weight")
 
     Raises:
       ValueError: they have another number of dimensions.
     """
-    if np.ndim(weights) != 1:
+    if isinstance(weights, Mapping):
+        for output, each in weights.items():
+            check_weights_shape(each, f"{name}[{output!r}]")
+    elif np.ndim(weights) != 1:
         raise ValueError(
             f"{name} must hold one number per example, of shape (batch,), got the shape "
             f"{np.shape(weights)}. To weight or mask the steps of a sequence, make the mask a "

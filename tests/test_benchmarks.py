@@ -94,3 +94,14 @@ def test_the_costs_of_scaling_are_measured_and_the_memory_is_within_its_bound(ru
     assert 0 < most <= bound
     assert len(re.findall(r"x bare \d", done.stdout)) == 4
     assert len(re.findall(r"x plain \d", done.stdout)) == 1
+
+
+@pytest.mark.slow
+def test_the_cost_of_the_bar_is_measured(run_child):
+    done = run_child(
+        [sys.executable, "-m", "benchmarks.display", "--rounds", "1", "--steps", "28"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^live bar .* x no display \d+\.\d{3}$", done.stdout, re.MULTILINE)

@@ -133,17 +133,131 @@ def test_weights_of_an_output_act_as_they_would_for_it_alone():
 
     alone = ff.Model((init, Alone().apply), optax.sgd(0.1), "crossentropy")
     given = {"kind": weights, "size": np.zeros(22)}
-    both.fit(X, targets, batch_size=22, epochs=3, sample_weight=given, verbose=0)
-    alone.fit(X, CLASSES, batch_size=22, epochs=3, sample_weight=weights, verbose=0)
+    both.fit(X, targets, batch_size=5, epochs=3, sample_weight=given, verbose=0)
+    alone.fit(X, CLASSES, batch_size=5, epochs=3, sample_weight=weights, verbose=0)
     kernel = both.state.params["Dense_0"]["kernel"]
     np.testing.assert_allclose(kernel, alone.state.params["heads"]["Dense_0"]["kernel"], rtol=1e-4)
+
+
+TARGETS = {"kind": CLASSES, "size": NUMBERS}
+WEIGHTS = {"kind": RNG.uniform(0, 3, 22), "size": (np.arange(22) % 3).astype(float)}
+
+
+def batches_of(size, targets=TARGETS, weights=WEIGHTS):
+    """The data in a list of batches, as a loader gives them."""
+    data = (X, targets, weights)
+    return [jax.tree.map(lambda a, i=i: a[i : i + size], data) for i in range(0, 22, size)]
+
+
+def one_device():
+    return ff.DataParallel(jax.devices()[:1])
+
+
+def trained_on(data, strategy=None, held_out=None, **options):
+    """The last checkpoint of a loop over data, with what an evaluation on it has measured."""
+    metrics, apply = {"kind": "accuracy"}, TwoHeads().apply
+    task = ff.TrainTask(apply, optax.adam(0.1), LOSS, data, metrics, loss_weights={"size": 0.1})
+    measure = ff.EvalLoop(ff.EvalTask(apply, metrics, held_out or batches_of(4), loss=task.loss))
+    options = {"callbacks": [measure], "stdout": False, **options}
+    options["strategy"] = strategy or one_device()
+    loop = ff.TrainLoop(TwoHeads().init, task, 0, n_steps=10, **options)
+    return list(loop)[-1]
+
+
+@pytest.fixture(scope="module")
+def on_arrays():
+    """What one device makes of arrays."""
+    return trained_on(ff.ArrayStream(X, TARGETS, WEIGHTS, batch_size=5))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        (one_device, {}),
+        (ff.DataParallel, {"steps_per_call": 4, "n_steps_per_checkpoint": 9}),
+        (lambda: ff.DataParallel(virtual_replicas=4), {}),
+        pytest.param(ff.Sharded, {}, marks=pytest.mark.slow),
+    ],
+    ids=["one device", "four devices", "virtual replicas", "sharded"],
+)
+def test_batches_with_weights_by_output_give_what_arrays_give(on_arrays, strategy, options):
+    found = trained_on(batches_of(5) * 2, strategy(), **options)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6),
+        found.state.params,
+        on_arrays.state.params,
+    )
+    assert {n: v for n, v in found.metrics.items() if n.startswith("val_")} == pytest.approx(
+        {n: v for n, v in on_arrays.metrics.items() if n.startswith("val_")}, rel=1e-4
+    )
+
+
+def test_targets_without_weight_leave_no_mark_whatever_they_are():
+    weights = {name: np.where(np.arange(22) % 4, 1.0, 0.0) for name in LOSS}
+    missing = {"kind": CLASSES.copy(), "size": NUMBERS.copy()}
+    missing["kind"][::4], missing["size"][::4] = -1, np.nan
+    everything, some = (batches_of(11, targets, weights) for targets in (TARGETS, missing))
+    expected, found = (trained_on(data, held_out=data) for data in (everything, some))
+    jax.tree.map(np.testing.assert_array_equal, found.state.params, expected.state.params)
+    assert found.metrics == expected.metrics and np.isfinite(found.metrics["val_loss"])
+
+
+def test_a_batch_without_any_weight_changes_nothing():
+    idle = batches_of(11, weights={name: np.zeros(22) for name in LOSS})
+    first, last = (trained_on(batches_of(11)[:1] + more) for more in ([], idle))
+    assert last.step == 3
+    jax.tree.map(np.testing.assert_array_equal, first.state.params, last.state.params)
+
+
+def test_tasks_that_take_turns_may_have_weights_by_output():
+    sgd, apply = optax.sgd(0.1), TwoHeads().apply
+    weighted = ff.TrainTask(apply, sgd, LOSS, batches_of(22))
+    plain = ff.TrainTask(apply, sgd, LOSS, [(X, TARGETS)])
+    task = ff.MultiTask({"weighted": weighted, "plain": plain})
+    strategy = one_device()
+    both = ff.TrainLoop(TwoHeads().init, task, 0, strategy=strategy, stdout=False).next_step()
+    alone = ff.TrainLoop(TwoHeads().init, weighted, 0, strategy=strategy, stdout=False).next_step()
+    for name in "loss", "kind_loss", "size_loss":
+        assert both.metrics[f"weighted/{name}"] == pytest.approx(alone.metrics[name], rel=1e-5)
+
+
+def own_step(state, batch):
+    return state, {}
+
+
+@pytest.mark.parametrize(
+    ("loss", "weights", "options", "message"),
+    [
+        (LOSS, {"kin": np.ones(22)}, {}, "weights for 'kin', and losses by name for 'kind', 'siz"),
+        (LOSS, {"kind": -np.ones(22)}, {}, "weights for 'kind', which must be finite and not neg"),
+        (LOSS, {"kind": np.ones((22, 2))}, {}, r"weights\['kind'\] must hold one number per ex"),
+        ("mse", {"kind": np.ones(22)}, {}, "losses by name for no output: give the weights as on"),
+        (None, {"kind": np.ones(22)}, {"step": own_step}, "outputs 'kind', and the task has a ste"),
+    ],
+    ids=["name", "negative", "shape", "one loss", "own step"],
+)
+@pytest.mark.parametrize("is_array", [False, True], ids=["batches", "arrays"])
+def test_weights_by_output_of_batches_that_do_not_fit_are_refused(
+    loss, weights, options, message, is_array
+):
+    with pytest.raises(ValueError, match=message):
+        data = (X, TARGETS, weights) if is_array else batches_of(22, weights=weights)
+        task = ff.TrainTask(TwoHeads().apply, optax.sgd(0.1), loss, data, **options)
+        ff.TrainLoop(TwoHeads().init, task, 0, stdout=False).next_step()
+
+
+def test_an_evaluation_without_losses_by_name_refuses_weights_by_output():
+    task = ff.EvalTask(TwoHeads().apply, ["mse"], (X, TARGETS, WEIGHTS))
+    state = ff.init_state(TwoHeads().init, optax.sgd(0.1), jax.random.key(0), X)
+    with pytest.raises(ValueError, match="'kind', 'size', and losses by name for no output"):
+        ff.EvalLoop(task).measure(state)
 
 
 @pytest.mark.parametrize(
     ("loss", "weights", "message"),
     [
         (LOSS, {"kin": np.ones(22)}, "weights for 'kin', and losses by name for 'kind', 'size'"),
-        ("mse", {"kind": np.ones(22)}, "losses by name for no output: give sample_weight as one"),
+        ("mse", {"kind": np.ones(22)}, "losses by name for no output: give the weights as one"),
         (LOSS, {"kind": np.ones(21)}, "22 rows but sample_weight"),
         (LOSS, {"kind": -np.ones(22)}, r"sample_weight\['kind'\] must be finite and not negative"),
         (LOSS, {"kind": np.ones((22, 2))}, r"sample_weight\['kind'\] must hold one number per ex"),

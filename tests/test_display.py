@@ -146,6 +146,14 @@ def test_a_folded_line_is_broken_between_metrics_or_else_between_words():
     ]
 
 
+def test_an_indented_line_goes_on_as_far_in():
+    line = " " * 11 + "val_loss 2.3064  val_f1 0.1016  val_top_5 0.5109 *"
+    assert display.folded(line, 45).split("\n") == [
+        " " * 11 + "val_loss 2.3064  val_f1 0.1016",
+        " " * 11 + "val_top_5 0.5109 *",
+    ]
+
+
 @pytest.fixture
 def narrow():
     """A terminal of 60 columns, and what was written to it."""

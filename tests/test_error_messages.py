@@ -96,3 +96,204 @@ def test_a_checkpoint_of_another_model(tmp_path):
     assert kind is ValueError
     assert "does not fit this model" in message
     assert "params/kernel" in message and "(4, 3)" in message and "(4, 4)" in message
+
+
+def loop_over(data, **options):
+    task = ff.TrainTask(nn.Dense(3).apply, optax.sgd(0.1), "crossentropy", data)
+    options = {"stdout": False, "devices": jax.devices()[:1], **options}
+    return list(ff.TrainLoop(options.pop("init", nn.Dense(3).init), task, **{"rnkey": 0} | options))
+
+
+def fitted():
+    model = ff.Model(nn.Dense(3), optax.sgd(0.1), "crossentropy")
+    model.fit(X, LABELS, verbose=0)
+    return model
+
+
+OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "were made for others", "(4, 3)"
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "parts"),
+    [
+        (lambda: fit(X, LABELS, epochs="3"), TypeError, ["epochs must be a whole number, got '3'"]),
+        (
+            lambda: fit(X, LABELS, steps_per_execution="fast"),
+            TypeError,
+            ["steps_per_execution must be a whole number, got 'fast'"],
+        ),
+        (
+            lambda: fit([(X, LABELS)], LABELS),
+            ValueError,
+            ["y can be used with arrays only", "list"],
+        ),
+        (
+            lambda: fit(X, LABELS, loss=lambda outputs: outputs.mean(-1)),
+            TypeError,
+            ["takes 1 positional argument but 2", "outputs and targets, of shape (32,)"],
+        ),
+        (
+            lambda: fit((X, X), LABELS),
+            TypeError,
+            [
+                "takes 2 positional arguments but 3",
+                "the inputs, of shapes (32, 4), (32, 4) (a tuple is",
+            ],
+        ),
+        (
+            lambda: fit(X, LABELS, callbacks=[ff.callbacks.StopOnNaN]),
+            TypeError,
+            ["got the class StopOnNaN: make one, StopOnNaN(...)"],
+        ),
+        (
+            lambda: fit(X, LABELS, task={"lr": 0.1}),
+            TypeError,
+            ["Model has no option lr", "clip_norm"],
+        ),
+        (lambda: fit(X, LABELS, validation_data=(X[:, :3], LABELS)), ValueError, OTHER_INPUTS),
+        (lambda: loop_over([(X, LABELS), (X[:, :3], LABELS)]), ValueError, OTHER_INPUTS),
+        (lambda: fitted().evaluate([(X, LABELS), (X[:, :3], LABELS)]), ValueError, OTHER_INPUTS),
+        (lambda: fitted().predict(X[:, :3]), ValueError, OTHER_INPUTS),
+        (
+            lambda: fitted().predict((X, LABELS)),
+            TypeError,
+            [
+                "takes 2 positional arguments but 3",
+                "a tuple is several",
+                "of shapes (32, 4), (32,)",
+            ],
+        ),
+        (lambda: loop_over((X, LABELS), rnkey="seed"), TypeError, ["jax.random.key(0)", "'seed'"]),
+        (lambda: loop_over((X, LABELS), devices=2), TypeError, ["jax.devices()[:2], got 2"]),
+        (
+            lambda: loop_over((X, LABELS), init=nn.Dense(3)),
+            TypeError,
+            ["got a module, Dense: pass module.init"],
+        ),
+        (
+            lambda: ff.EvalLoop(ff.EvalTask(nn.Dense(3).apply, ["mse"])).measure(None),
+            ValueError,
+            ["nothing to evaluate", "EvalTask(..., data=(x, y))"],
+        ),
+    ],
+    ids=[
+        "a count as text",
+        "several steps",
+        "targets beside batches",
+        "a loss of the outputs alone",
+        "inputs too many",
+        "the class of a callback",
+        "an unknown option",
+        "features in validation",
+        "features in training",
+        "features in evaluation",
+        "features in prediction",
+        "targets to predict",
+        "a key",
+        "devices",
+        "a module for its init",
+        "nothing to measure",
+    ],
+)
+def test_what_newcomers_confuse(call, kind, parts):
+    found, message = answer(call)
+    assert found is kind
+    assert [part for part in parts if part not in message] == [], message
+
+
+class Noisy(nn.Module):
+    """A model that asks for a random stream of its own."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(x) + jax.random.normal(self.make_rng("noise"), (3,))
+
+
+def mean_loss(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def with_nan(array):
+    return np.where(np.arange(len(array))[:, None] == 5, np.nan, array)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "parts"),
+    [
+        (
+            lambda: fit(X[:30], LABELS[:30], loss=mean_loss, batch_size=30, n_devices=4),
+            ValueError,
+            ["batch of 30 examples over 4 devices", "returns a scalar", "28 or 32"],
+        ),
+        (
+            lambda: fit(X, LABELS, loss=mean_loss, sample_weight=np.ones(32)),
+            ValueError,
+            ["Weights cannot be applied", "returns a scalar", "shape (32,)"],
+        ),
+        (lambda: fit(X, LABELS.astype(float)), ValueError, ["(32,) float32", "astype('int32')"]),
+        (lambda: fit(X, LABELS, loss=lambda o, t: o[:7, 0]), ValueError, ["(7,)", "() or (32,)"]),
+        (lambda: fit(with_nan(X), LABELS), ValueError, ["NaN", "input '0', 1 of 32", "row 5"]),
+        (lambda: fit([(with_nan(X), LABELS)]), ValueError, ["The first batch", "NaN", "row 5"]),
+        (lambda: fit(X[:0], LABELS[:0]), ValueError, ["no examples", "0 rows"]),
+        (lambda: fit([]), ValueError, ["list of batches is empty"]),
+        (lambda: fit([None]), TypeError, ["must be made of arrays", "(x, y)", "got None"]),
+        (lambda: fit([(X, LABELS) * 2]), TypeError, ["1 to 3 parts", "got 4"]),
+        (lambda: fit("mnist"), TypeError, ["Cannot read batches from 'mnist'", "Give arrays"]),
+        (lambda: fit(X, LABELS, loss="crossentropi"), ValueError, ["Did you mean crossentropy"]),
+        (
+            lambda: fit(X, LABELS, task={"metrics": ["acuracy"]}),
+            ValueError,
+            ["no metric 'acuracy'", "Did you mean accuracy"],
+        ),
+        (
+            lambda: ff.Model(Noisy(), optax.sgd(0.1), "crossentropy").fit(X, LABELS, verbose=0),
+            ValueError,
+            ['needs PRNG for "noise"', "rngs=('dropout',)", "add its name"],
+        ),
+        (
+            lambda: loop_over((X, LABELS), n_steps_per_checkpoint=0),
+            ValueError,
+            ["n_steps_per_checkpoint must be 1 or more, got 0"],
+        ),
+    ],
+    ids=[
+        "a batch that does not divide",
+        "weights of a scalar loss",
+        "labels of floats",
+        "the shape of a loss",
+        "NaN in arrays",
+        "NaN in a batch",
+        "no rows",
+        "no batches",
+        "None",
+        "four parts",
+        "text",
+        "a loss",
+        "a metric",
+        "a random stream",
+        "steps per checkpoint",
+    ],
+)
+def test_bad_input(call, kind, parts):
+    found, message = answer(call)
+    assert found is kind
+    assert [part for part in parts if part not in message] == [], message
+
+
+def test_what_a_model_itself_raises_stays_and_has_a_note_of_the_shapes():
+    class Broken(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x @ jax.numpy.ones((5, 3)) * self.param("scale", nn.initializers.ones, ())
+
+    model = ff.Model(Broken(), optax.sgd(0.1), "crossentropy")
+    with pytest.raises(TypeError, match="contracting dim") as caught:
+        model.fit(X, LABELS, verbose=0)
+    assert "called with the inputs, of shape (32, 4)" in "".join(caught.value.__notes__)
+
+
+def test_a_file_in_the_place_of_a_folder_of_checkpoints(tmp_path):
+    path = tmp_path / "run"
+    path.write_text("")
+    kind, message = answer(lambda: fit(X, LABELS, checkpoint_dir=path))
+    assert kind is NotADirectoryError and f"{path} is a file" in message

@@ -128,6 +128,7 @@ def test_append_serves_as_a_callback_that_changes_nothing():
     ("module", "method", "install"),
     [
         ("matplotlib", "plot", r'pip install "flaxfit\[plot\]"'),
+        ("matplotlib", "plot_lr", r'pip install "flaxfit\[plot\]"'),
         ("pandas", "to_pandas", "pip install pandas"),
     ],
 )
@@ -136,7 +137,7 @@ def test_a_missing_library_is_an_error_that_names_what_to_install(
 ):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=install):
-        getattr(history_of({"loss": [0.9]}), method)()
+        getattr(history_of({"loss": [0.9], "learning_rate": [0.1]}), method)()
 
 
 def test_a_data_frame_has_a_column_per_metric_and_the_steps_as_index():
@@ -156,3 +157,23 @@ def test_a_plot_has_a_picture_per_metric_with_training_and_validation_together()
     assert [list(line.get_ydata()) for line in axes[0].lines] == [[0.9, 0.5], [0.8, 0.6]]
     assert list(axes[0].lines[0].get_xdata()) == [44, 88]
     matplotlib.pyplot.close(axes[0].figure)
+
+
+def test_learning_rates_are_drawn_over_the_steps_one_line_for_each_group():
+    matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    matplotlib.use("Agg")
+    one = history_of({"loss": [0.9, 0.5], "learning_rate": [0.1, 0.05]}).plot_lr()
+    assert [list(line.get_ydata()) for line in one.lines] == [[0.1, 0.05]]
+    assert list(one.lines[0].get_xdata()) == [44, 88] and one.get_legend() is None
+    rates = {"learning_rate/stem": [0.01, 0.02], "learning_rate/head": [0.1, 0.2]}
+    groups = history_of({"loss": [0.9, 0.5], **rates, "learning_rates": [1, 1]}).plot_lr()
+    assert [line.get_label() for line in groups.lines] == list(rates)
+    for axes in one, groups:
+        matplotlib.pyplot.close(axes.figure)
+
+
+def test_a_history_without_learning_rates_says_how_to_have_them_reported():
+    with pytest.raises(
+        ValueError, match=r"the history holds loss\..*OptimizerDef\(optax.adam, learn"
+    ):
+        history_of({"loss": [0.9]}).plot_lr()

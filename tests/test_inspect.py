@@ -72,3 +72,18 @@ def test_a_loop_refuses_them_before_it_trains(as_data, parts, message):
     loop = ff.TrainLoop(module.init, task, 0, stdout=False)
     with pytest.raises(ValueError, match=message):
         next(loop)
+
+
+def test_labels_of_weight_zero_may_be_anything_and_leave_no_mark():
+    labels, weights = np.arange(20) % 3, np.where(np.arange(20) % 5, 1.0, 0.0)
+    missing = np.where(weights == 0, -1, labels)
+    inputs = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
+
+    def trained_on(y):
+        model = ff.Model(nn.Dense(3), optax.sgd(0.1), "crossentropy", ["accuracy"])
+        history = model.fit(inputs, y, sample_weight=weights, verbose=0)
+        return dict(history), model.evaluate(inputs, y, sample_weight=weights)
+
+    assert trained_on(missing) == trained_on(labels)
+    with pytest.raises(ValueError, match="label -1 is out of range"):
+        ff.Model(nn.Dense(3), optax.sgd(0.1), "crossentropy").fit(inputs, missing, verbose=0)

@@ -248,8 +248,12 @@ def test_a_change_of_shape_is_announced_and_of_structure_refused(capsys):
     loop = make_loop(data=data, stdout=True)
     assert [next(loop).step, next(loop).step] == [1, 2]
     assert "compiled the training step again" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="another structure"):
+    with pytest.raises(ValueError) as caught:
         next(loop)
+    assert "another structure than the first one" in str(caught.value)
+    first, now = (str(X[:16].shape), str(Y[:16].shape)), f"(({X[:16].shape}, {X[:16].shape})"
+    assert f"\n  first inputs ({first[0]},), targets ({first[1]},)" in str(caught.value)
+    assert "\n  now   inputs ((" in str(caught.value) and now[1:-1] in str(caught.value)
 
 
 # What a checkpoint holds.

@@ -122,7 +122,7 @@ def test_a_step_may_report_nothing():
     task = ff.TrainTask(step=step, data=ff.ArrayStream(REAL[:32], batch_size=16))
     loop = ff.TrainLoop(lambda *_: {"params": np.zeros(2)}, task, 0, n_steps=9, stdout=False)
     *_, last = loop
-    assert last.metrics == {} and np.asarray(last.params).tolist() == [9, 9]
+    assert last.metrics == {} and np.asarray(last.state.params).tolist() == [9, 9]
 
 
 def test_a_metric_of_the_task_computes_with_the_sums_of_its_name():

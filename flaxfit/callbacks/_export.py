@@ -58,6 +58,9 @@ class Export:
           ema: whether to write the moving average of the parameters; None: if the task keeps one.
           **options: those of `flaxfit.export.save`, `save_saved_model` or `save_onnx`.
         """
+        from flaxfit.export._trained import check_format  # Not before it is used.
+
+        check_format(format)
         self._path = path
         self._monitor = monitor
         self._mode = "min" if monitor is None else resolve_mode(monitor, mode)

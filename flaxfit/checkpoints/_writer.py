@@ -108,6 +108,10 @@ class CheckpointFileWriter:
 
     def _open(self) -> list[int]:
         """Makes and locks the folder, and tells which steps it holds."""
+        if self.output_dir.is_file():
+            raise NotADirectoryError(
+                f"Checkpoints go into a folder, and {self.output_dir} is a file: name another path."
+            )
         self.output_dir.mkdir(parents=True, exist_ok=True)
         with _turn:
             self._take_turn()

@@ -1,7 +1,6 @@
 """ArrayStream: batches of arrays, in an order that depends on the seed and the epoch only."""
 
 import copy
-import operator
 from typing import Any, Self
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 
 from flaxfit._processes import process_count
 from flaxfit._weights import check_weights_shape
+from flaxfit._whole_number import whole_number
 from flaxfit.data._columns import Column, common_length
 from flaxfit.data._position import check_description
 from flaxfit.data._shared import own_slice
@@ -65,10 +65,10 @@ class ArrayStream:
             holds them all, and gathers batches there; None: if they take at most 256 MiB and are
             not mapped from a file.
         """
-        self.batch_size = _count("batch_size", batch_size, at_least=1)
-        self.epochs = None if epochs is None else _count("epochs", epochs, at_least=1)
+        self.batch_size = whole_number("batch_size", batch_size)
+        self.epochs = None if epochs is None else whole_number("epochs", epochs)
         self.shuffle = bool(shuffle)
-        self.seed = _count("seed", seed, at_least=0)
+        self.seed = whole_number("seed", seed, least=0)
         self.drop_remainder = bool(drop_remainder)
         parts = (x, () if y is None else y) + (() if w is None else (w,))
         self.n_examples = common_length(parts)
@@ -188,13 +188,3 @@ def _own(rows: Any) -> Any:
     if process_count() == 1:
         return rows
     return own_slice(rows) if isinstance(rows, slice) else rows[own_slice(slice(0, len(rows)))]
-
-
-def _count(name: str, value: Any, *, at_least: int) -> int:
-    try:
-        count = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be a whole number, got {value!r:.60}.") from None
-    if count < at_least or isinstance(value, bool):
-        raise ValueError(f"{name} must be {at_least} or more, got {value!r}.")
-    return count

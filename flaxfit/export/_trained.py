@@ -67,8 +67,17 @@ def write(
       format: "stablehlo", "saved_model" or "onnx".
       **options: those of `save`, `save_saved_model` or `save_onnx`.
     """
+    check_format(format)
+    home, name = _WRITERS[format]
+    return getattr(importlib.import_module(home), name)(module, path, **options)
+
+
+def check_format(format: str) -> None:
+    """Checks that there is a format of that name.
+
+    Raises:
+      ValueError: there is none.
+    """
     if format not in _WRITERS:
         names = ", ".join(map(repr, _WRITERS))
         raise ValueError(f"format must be one of {names}, got {format!r}.")
-    home, name = _WRITERS[format]
-    return getattr(importlib.import_module(home), name)(module, path, **options)

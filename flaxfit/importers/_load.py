@@ -11,6 +11,7 @@ from flaxfit.importers._orbax import is_orbax, load_orbax
 from flaxfit.importers._safetensors import load_safetensors
 from flaxfit.importers._t5x import is_t5x, load_t5x
 from flaxfit.importers._tf_bundle import load_tf_ckpt
+from flaxfit.importers._unreadable import UnreadableFile
 
 _BY_SUFFIX: dict[str, Callable[..., dict[str, LazyArray]]] = {
     ".safetensors": load_safetensors,
@@ -39,8 +40,18 @@ def load(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
       UnreadableFile: it is damaged, or of a kind that is not supported.
     """
     path = Path(path)
+    if path.suffix in _BY_SUFFIX and not path.is_dir():
+        if not path.exists():
+            raise FileNotFoundError(f"There is no checkpoint {path}.")
+        return _BY_SUFFIX[path.suffix](path)
+    if path.is_file() and not Path(f"{path}.index").is_file():
+        raise UnreadableFile(
+            f"Cannot tell by its name what {path} holds: files are called {', '.join(_BY_SUFFIX)}, "
+            "and a TensorFlow checkpoint goes by its folder or prefix. Rename it, or call the "
+            "reader of its format, such as load_safetensors."
+        )
     if not path.is_dir():
-        return _BY_SUFFIX.get(path.suffix, load_tf_ckpt)(path)
+        return load_tf_ckpt(path)
     if (path / "model.safetensors").exists() or (path / "model.safetensors.index.json").exists():
         return load_safetensors(path)
     if is_t5x(path):

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flaxfit.strategies._local import local_devices
+from flaxfit.strategies._local import given_devices, local_devices
 from flaxfit.strategies._replica import REPLICA, alone, unmapped
 
 # For several devices XLA looks for common expressions once more, before it rearranges anything.
@@ -51,9 +51,7 @@ class DataParallel:
     def __init__(
         self, devices: Sequence[Any] | None = None, *, virtual_replicas: int | None = None
     ):
-        self.devices = tuple(jax.devices() if devices is None else devices)
-        if not self.devices:
-            raise ValueError("DataParallel needs at least one device, got an empty sequence.")
+        self.devices = given_devices(devices)
         self.virtual_replicas = virtual_replicas
         if virtual_replicas is not None:
             _check_divides(virtual_replicas, len(self.devices))

@@ -1,10 +1,32 @@
-"""Which devices of a strategy are those of this process."""
+"""Which devices a strategy has, and which of them are those of this process."""
 
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
 import jax
+
+
+def given_devices(devices: Any) -> tuple[Any, ...]:
+    """The devices that a strategy is given; all where it is given None.
+
+    >>> len(given_devices(jax.devices()[:2]))
+    2
+
+    Raises:
+      TypeError: they are no sequence of devices.
+      ValueError: there are none.
+    """
+    given = jax.devices() if devices is None else devices
+    is_sequence = hasattr(given, "__iter__") and not isinstance(given, str)
+    found = tuple(given) if is_sequence else (given,)
+    if not is_sequence or not all(hasattr(device, "process_index") for device in found):
+        raise TypeError(
+            f"devices must be a sequence of devices, such as jax.devices()[:2], got {given!r:.60}."
+        )
+    if not found:
+        raise ValueError("A strategy needs at least one device, got an empty sequence.")
+    return found
 
 
 def local_devices(devices: Sequence[Any]) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ from flaxfit._optimizer_axes import specs_by_parameter
 from flaxfit._rules import Rules, path_of
 from flaxfit.strategies._gather import gather
 from flaxfit.strategies._layout import Layout, layout
+from flaxfit.strategies._local import given_devices
 from flaxfit.strategies._put import put
 from flaxfit.strategies._replica import alone
 from flaxfit.strategies._specs import STANDARD_RULES, axes_of, state_specs
@@ -67,7 +68,7 @@ class Sharded:
         fsdp: bool | str = False,
         devices: Sequence[Any] | None = None,
     ):
-        self.devices = tuple(jax.devices() if devices is None else devices)
+        self.devices = given_devices(devices)
         sizes = _sizes({"data": -1} if mesh_shape is None else mesh_shape, len(self.devices))
         self.mesh: Mesh = jax.make_mesh(
             tuple(sizes.values()),

@@ -142,3 +142,8 @@ def test_a_loaded_model_asks_for_its_inputs(tmp_path):
     fresh.export(tmp_path / "model", input_spec=ff.export.InputSpec(("batch", 3)))
     with pytest.raises(ValueError, match="format must be one of"):
         fresh.export(tmp_path / "model", "tflite", ff.export.InputSpec(("batch", 3)))
+
+
+def test_an_unknown_format_is_refused_before_anything_is_trained():
+    with pytest.raises(ValueError, match="format must be one of 'stablehlo'.*got 'tflite'"):
+        Export("model", format="tflite")

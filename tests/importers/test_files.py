@@ -326,3 +326,12 @@ def test_a_checkpoint_of_flaxfit_is_read_by_the_paths_of_its_state(tmp_path):
 def test_what_is_not_there_is_a_file_not_found_error(tmp_path, reader):
     with pytest.raises(FileNotFoundError):
         reader(tmp_path / "nothing.npz")
+
+
+def test_a_file_of_unknown_kind_or_none_is_told_from_a_damaged_one(tmp_path):
+    other = tmp_path / "weights.bin"
+    other.write_bytes(b"weights")
+    with pytest.raises(UnreadableFile, match=r"what .*weights.bin holds: files are called .safete"):
+        load(other)
+    with pytest.raises(FileNotFoundError, match=r"There is no checkpoint .*weights.npz"):
+        load(tmp_path / "weights.npz")

@@ -1,0 +1,71 @@
+"""Time per training step with the live bar beside none, on the digits MLP.
+
+    python -m benchmarks.display [--rounds 15]
+
+Both are the same TrainLoop over the same batches; one draws to a terminal that nobody sees, for
+seconds on end, so that the bar is drawn many times between two checkpoints. The order within a
+round is by chance; the figure to quote is the median of the ratios of the rounds.
+"""
+
+import argparse
+import random
+import statistics
+import time
+
+import jax
+import optax
+
+import flaxfit as ff
+from benchmarks.contenders import unseen_terminal
+from benchmarks.steps import task_parts
+
+
+def main() -> None:
+    """Prints microseconds per step and the ratio."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=16_800, help="in each round")
+    arguments = parser.parse_args()
+
+    times = {"no display": [], "live bar": []}
+    with unseen_terminal():
+        contenders = {name: loop_with(name == "live bar", arguments.steps) for name in times}
+        losses = {}
+        draw = random.Random(0)
+        for i in range(arguments.rounds + 1):
+            for name, run in draw.sample([*contenders.items()], len(contenders)):
+                start = time.perf_counter()
+                losses[name] = run()
+                if i:  # The first round compiles.
+                    times[name].append((time.perf_counter() - start) / arguments.steps * 1e6)
+    if len(set(losses.values())) > 1:
+        raise SystemExit(f"The losses disagree, so the times compare nothing: {losses}")
+    base = times["no display"]
+    for name, values in times.items():
+        ratio = statistics.median(a / b for a, b in zip(values, base, strict=True))
+        print(
+            f"{name:12} {statistics.median(values):8.1f} us/step   min {min(values):7.1f}"
+            f"   x no display {ratio:.3f}"
+        )
+
+
+def loop_with(has_bar: bool, n_steps: int):
+    """A TrainLoop on one device, with the bar or without."""
+    model, _, x, y = task_parts()
+    stream = ff.ArrayStream(x[:1792], y[:1792], batch_size=64, shuffle=True)
+    task = ff.TrainTask(model.apply, optax.adam(1e-4), "crossentropy", stream, ["accuracy"])
+    loop = ff.TrainLoop(
+        model.init,
+        task,
+        0,
+        n_steps_per_checkpoint=n_steps,
+        first_checkpoint=n_steps,
+        devices=jax.devices()[:1],
+        callbacks=[ff.callbacks.ProgressBar(live=True)] if has_bar else [],
+        stdout=False,
+    )
+    return lambda: loop.next_checkpoint().loss
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Arguments that count something: whole numbers, from some least one on."""
+
+import operator
+from typing import Any
+
+
+def whole_number(name: str, value: Any, *, least: int = 1) -> int:
+    """The value of an argument as an `int`.
+
+    >>> whole_number("n_steps", 3.0)
+    Traceback (most recent call last):
+    TypeError: n_steps must be a whole number, got 3.0.
+
+    Raises:
+      TypeError: it is none.
+      ValueError: it is less than the least.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be a whole number, got {value!r:.60}.")
+    if number < least:
+        raise ValueError(f"{name} must be {least} or more, got {number}.")
+    return number
