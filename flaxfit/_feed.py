@@ -55,8 +55,10 @@ class Feed:
         self._first = ""
         self._size = size
         self._parts = parts
-        # Whether all batches are of this size: with no weights of 1, programs have less to do.
+        # Whether all batches are of this size, and alike: with no weights of 1, programs have less
+        # to do, and what the first one was found to be need not be found for each.
         self._is_even = is_even
+        self._first_portion: Portion | None = None
         # Of several processes, each may bring batches of its own, for its own devices.
         n_devices = strategy.n_devices
         self._is_own = is_own and strategy.n_processes > 1
@@ -69,6 +71,9 @@ class Feed:
 
     def __call__(self, item: Any) -> Portion:
         """The next batch, in normal form and of a size that can be split."""
+        if self._first_portion is not None:
+            batch = self._structure.unflatten(jax.tree.leaves(item))
+            return self._first_portion._replace(batch=batch)
         given = batch = normalize(item)
         n = n_examples(batch)
         self._size = self._size or n
@@ -88,7 +93,10 @@ class Feed:
             strategy = self.strategy.narrow(n)
         self._check_structure(batch, given)
         signature = signature_of(strategy, batch, has_weights)
-        return Portion(strategy, batch, has_weights, n, signature)
+        portion = Portion(strategy, batch, has_weights, n, signature)
+        if self._is_even and _holds_the_same(item, batch):
+            self._first_portion = portion
+        return portion
 
     def _weights(self, n: int, weights: Any) -> np.ndarray:
         if weights is not None:
@@ -131,6 +139,11 @@ class Feed:
             f"a batch of {n} examples does not divide over {self._division()}: padded to {size} "
             "with rows of weight 0 (loss, gradients and metrics stay exact)"
         )
+
+
+def _holds_the_same(item: Any, batch: Batch) -> bool:
+    one, other = jax.tree.leaves(item), jax.tree.leaves(batch)
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 def signature_of(strategy: Strategy, batch: Batch, is_weighted: bool) -> Hashable:
