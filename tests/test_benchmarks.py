@@ -104,4 +104,6 @@ def test_the_cost_of_the_bar_is_measured(run_child):
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^live bar .* x no display \d+\.\d{3}$", done.stdout, re.MULTILINE)
+    assert re.search(
+        r"^live bar .* x no display \d+\.\d{3}, fastest \d+", done.stdout, re.MULTILINE
+    )
