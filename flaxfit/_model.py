@@ -29,6 +29,7 @@ from flaxfit._loop import EndOfData, TrainLoop
 from flaxfit._own_rows import OwnBatches, knows_rows
 from flaxfit._own_step import strategy_for
 from flaxfit._run_folder import RunFolder, SavedState
+from flaxfit._snapshot import snapshots
 from flaxfit._state import TrainState, init_state
 from flaxfit._step import make_predict_step
 from flaxfit._task import EvalTask, TrainTask
@@ -68,6 +69,7 @@ class Model:
       seed: of the initial parameters, of shuffling and of dropout.
       compilation_cache: a folder that JAX keeps compiled programs in, for this whole process and
         for later ones, which then start without compiling again.
+      snapshot: where the arrays of checkpoints lie: "device" or "host", as of a `TrainLoop`.
       **options: fields of `TrainTask`: `loss_weights`, `rngs`, `mutable`, `pad`, `freeze`,
         `accumulate`, `precision`, `clip_norm`, `ema`, `skip_nonfinite`, `step`. With `ema`, the
         moving average of the parameters is what validation, `evaluate`, `predict` and `export` use.
@@ -83,6 +85,7 @@ class Model:
         strategy: Strategy | None = None,
         seed: int = 0,
         compilation_cache: str | os.PathLike[str] | None = None,
+        snapshot: str = "device",
         **options: Any,
     ):
         known = [field.name for field in dataclasses.fields(TrainTask) if field.kw_only]
@@ -100,6 +103,8 @@ class Model:
         self._train, self._eval = modules.train_and_eval(module)
         self._task = TrainTask(self._train.apply, optimizer, loss, None, metrics, **options)
         self.strategy = strategy or strategy_for(self._task)
+        snapshots(snapshot, self.strategy)  # Refused here rather than by the first `fit`.
+        self._snapshot = snapshot
         task = EvalTask(
             self._eval.apply,
             self._task.metrics,
@@ -633,6 +638,7 @@ class Model:
                 strategy=self.strategy,
                 callbacks=callbacks,
                 grad_norm=False,
+                snapshot=self._snapshot,
                 stdout=not quiet,
             )
             n_done = self._loop.n_completed_steps  # Of an epoch that was not finished.

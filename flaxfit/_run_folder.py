@@ -87,7 +87,10 @@ class RunFolder:
     def guards(self, callbacks: Sequence[Any]) -> list[Any]:
         """A `SaveOnSignal`, where neither a callback nor the program handles SIGTERM itself."""
         is_handled = any(isinstance(each, SaveOnSignal) for each in callbacks)
-        is_handled |= signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        handler = signal.getsignal(signal.SIGTERM)
+        owner = getattr(handler, "__self__", None)
+        is_left_over = isinstance(owner, SaveOnSignal) and owner.is_idle
+        is_handled |= handler is not signal.SIG_DFL and not is_left_over
         is_main = threading.current_thread() is threading.main_thread()
         return [SaveOnSignal()] if is_main and not is_handled else []
 

@@ -64,3 +64,20 @@ def test_a_loop_goes_on_from_one_and_from_its_file(tmp_path):
 def test_other_places_are_refused():
     with pytest.raises(ValueError, match=r'snapshot must be "device" or "host", got .disk.'):
         loop_with(snapshot="disk")
+
+
+def test_a_model_is_trained_with_checkpoints_on_the_host(tmp_path):
+    def trained(**options):
+        model = ff.Model(nn.Dense(1), optax.adam(0.1), "mse", **options)
+        seen = []
+        callbacks = [ff.callbacks.EarlyStopping(patience=2), lambda c: seen.append(c.state.params)]
+        data = {"validation_data": (X[:9], Y[:9]), "checkpoint_dir": tmp_path / str(options)}
+        history = model.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=callbacks, **data)
+        return dict(history), model.predict(X), {type(x) for x in jax.tree.leaves(seen)}
+
+    host, device = trained(snapshot="host"), trained()
+    assert host[0] == device[0]
+    np.testing.assert_array_equal(host[1], device[1])
+    assert host[2] == {np.ndarray} != device[2]
+    with pytest.raises(ValueError, match="snapshot must be"):
+        trained(snapshot="disk")

@@ -102,6 +102,11 @@ class SaveOnSignal:
         """The checkpoint, as it is."""
         return checkpoint
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no loop to save: none was begun, or it was given up without `close`."""
+        return self._loop() is None
+
     def _listen(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             say("SaveOnSignal hears no signals: Python delivers them to the main thread only")

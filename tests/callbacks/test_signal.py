@@ -1,5 +1,6 @@
 """SaveOnSignal: told to end, a run saves within a step, and goes on as if nothing had been."""
 
+import gc
 import hashlib
 import os
 import signal
@@ -231,6 +232,21 @@ def test_a_handler_of_the_program_stays(tmp_path):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert received == [signal.SIGTERM] and list_steps(tmp_path)[-1] == 16
+
+
+def test_a_run_is_guarded_though_a_loop_was_given_up_without_being_closed(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    loop = make_loop(None, [guard(), CheckpointFileWriter(tmp_path / "first")])
+    next(loop)
+    loop.callbacks[1].close()
+    del loop
+    gc.collect()
+    try:
+        with pytest.raises(SystemExit) as end:
+            train(tmp_path / "second", None, [SignalAt(6)])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert end.value.code == ExitCode.PREEMPTED and list_steps(tmp_path / "second")[-1] == 6
 
 
 def fail_to_complete(monkeypatch, times):
