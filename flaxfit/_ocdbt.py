@@ -32,7 +32,12 @@ def check_index(folder: Path) -> int:
       ValueError: the index is damaged, leads out of the folder, or would take far more memory than
         it has bytes.
     """
-    return _Index(folder).inline
+    try:
+        return _Index(folder).inline
+    except (LookupError, OSError, OverflowError) as error:
+        if isinstance(error, PermissionError):
+            raise  # No fault of the file.
+        raise ValueError(f"its index is damaged ({error})") from error
 
 
 class _Node(NamedTuple):
@@ -98,6 +103,7 @@ class _Index:
         _require(height == node.height, "a node of its index has another height")
         files = self._files(body, node.file.base)
         n = body.varint()
+        _require(n > 0, "a node of its index is empty")
         self.take_memory(n * _ENTRY_BYTES)
         begins, ends = [0, *body.varints(n - 1)], body.varints(n)
         shared = body.varints(n) if height else []
@@ -134,10 +140,11 @@ class _Index:
         files, path = [], b""
         for begin, end, base in zip(begins, ends, bases, strict=True) if n else ():
             path = path[:begin] + body.take(end)
-            text = above + path.decode()
-            place = (self.folder / text).resolve()
-            _require(place.is_relative_to(self.folder), f"{text:.100} lies outside of the folder")
-            files.append(_File(text, above + path[:base].decode()))
+            text = above + path.decode(errors="replace")
+            _require("\0" not in text, "the name of a file of its index is damaged")
+            is_inside = (self.folder / text).resolve().is_relative_to(self.folder)
+            _require(is_inside, f"the file {text:.100} of its index lies outside of the folder")
+            files.append(_File(text, above + path[:base].decode(errors="replace")))
         return files
 
     def _refer_to(self, n_bytes: int) -> None:

@@ -122,7 +122,7 @@ def _check_sizes(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None
         raise Damaged("its arrays are in another format than that of this library")
     try:
         n_inline = check_index(path)  # Small values lie among the names, which are compressed.
-    except (LookupError, ValueError) as error:
+    except ValueError as error:
         raise Damaged(str(error)) from error
     base = {"driver": "file", "path": f"{path}/"}
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
