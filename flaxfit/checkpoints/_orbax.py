@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxfit._ocdbt import check_index
+from flaxfit._ocdbt import MANIFEST, check_index
 from flaxfit.checkpoints._seal import Damaged
 
 ARRAYS = "arrays"
@@ -52,8 +52,14 @@ class StepWriter:
             commit.result()
 
     def finish(self, path: Path) -> None:
-        """Joins what all processes have written; for one of them, when all are done."""
+        """Joins what all processes have written; for one of them, when all are done.
+
+        Raises:
+          ValueError: whoever reads it would refuse its index. That must not be found out then.
+        """
         self._handler.finalize(_arrays_folder(path))
+        if (path / ARRAYS / MANIFEST).exists():
+            check_index(path / ARRAYS)
 
     def close(self) -> None:
         """Ends the background threads."""
