@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from redex.util import expand_to_tuple
 
@@ -47,7 +46,7 @@ def normalize(item: Any) -> Batch:
       TypeError: the item is none of the accepted forms.
       ValueError: the parts hold different numbers of examples.
     """
-    if isinstance(item, Batch):
+    if isinstance(item, Batch) and (item.weights is None or hasattr(item.weights, "dtype")):
         return item
     if item is None:
         raise TypeError(f"A batch must be made of arrays, {_FORMS}; got None.")
@@ -121,10 +120,9 @@ def _part(part: Any) -> tuple[Any, ...]:
 
 
 def _weights(leaf: Any) -> Any:
-    """Weights as numbers that may be fractions, also where they are counts or a mask."""
+    """Weights in the precision that sums of many of them want: counts, a mask, or 16 bits, too."""
     array = _array(leaf)
-    is_fraction = jnp.issubdtype(array.dtype, jnp.floating)
-    return array if is_fraction else array.astype(np.float32)
+    return array if array.dtype == np.float32 else array.astype(np.float32)
 
 
 def _array(leaf: Any) -> Any:

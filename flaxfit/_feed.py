@@ -95,7 +95,7 @@ class Feed:
         signature = signature_of(strategy, batch, has_weights)
         portion = Portion(strategy, batch, has_weights, n, signature)
         if self._is_even and _holds_the_same(item, batch):
-            self._first_portion = portion
+            self._first_portion = portion._replace(batch=None)
         return portion
 
     def _weights(self, n: int, weights: Any) -> np.ndarray:

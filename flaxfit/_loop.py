@@ -559,7 +559,7 @@ class TrainLoop:
                 checkpoint = _changed(waiting[0], checkpoint)
                 del waiting[0]
                 self._due = (checkpoint, waiting)
-        self._due = None
+        self._due, self._set_meanwhile = None, []
         self._last = checkpoint.replace(state=None, last_grads=None)
         self.stopped = checkpoint.stop
         return checkpoint
@@ -571,13 +571,13 @@ class TrainLoop:
 
     def _settle(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint, once it is known whether it is the last one, as those save it."""
-        if self._set_meanwhile:
+        if self._set_meanwhile and hasattr(checkpoint.state, "opt_state"):
             # The callbacks remember that they have set these: whoever goes on from it needs both.
             opt_state = checkpoint.state.opt_state
             for group, values in self._set_meanwhile:
                 opt_state = set_hyperparams(opt_state, group=group, **values)
             checkpoint = checkpoint.replace(state=checkpoint.state.replace(opt_state=opt_state))
-            self._set_meanwhile = []
+        self._set_meanwhile = []
         # A callback may have said so just now.
         wanted, self._is_finishing = checkpoint.stop or self._is_finishing, False
         stop = self._stepper.agreement.stop(wanted)

@@ -28,7 +28,8 @@ from flaxfit._state import TrainState
 from flaxfit._step import compute, more_sums
 from flaxfit._task import TrainTask
 from flaxfit._update import make_step, make_update, on_leaves, on_tree
-from flaxfit.data import as_stream
+from flaxfit._weights import weights_by_output
+from flaxfit.data import ArrayStream, as_stream
 from flaxfit.optim import set_hyperparams
 from flaxfit.optim._extended import carry_state
 from flaxfit.optim._freeze import check_matches
@@ -406,6 +407,12 @@ class Stepper:
         if self._feed is None:
             fetched = self._peek() if self._has_data else []
             self._feed = self._make_feed(self._examples(fetched[0]) if fetched else batch)
+        batch = normalize(batch)
+        if _has_weights_by_output(batch) != _has_weights_by_output(self.batch_shapes):
+            raise ValueError(
+                "Cannot train on this batch: it has weights by output, and those before have not, "
+                "or the other way round. Give weights of 1 where there are none."
+            )
         return self._given_feed(batch)
 
     def _examples(self, item: Any) -> Any:
@@ -577,8 +584,10 @@ class Stepper:
         )
         self.inspection_time += time.perf_counter() - began
         self.is_preparing = False
-        # Where no batch can be a smaller one, all do without weights of 1.
-        is_even = getattr(self.stream, "is_even", False) and n == self.stream.batch_size
+        # Where no batch can be another than the first one, all do without weights of 1. A class of
+        # the user's own may make of the arrays what it likes.
+        is_own_class = type(self.stream) is ArrayStream
+        is_even = is_own_class and self.stream.is_even and n == self.stream.batch_size
         return Feed(
             self.strategy,
             pad=not why_not,
@@ -609,3 +618,7 @@ class Stepper:
         if jax.tree.leaves(self.state.model_state) and self.task.mutable not in (False, (), []):
             return "the model keeps statistics of what it sees, such as BatchNorm's"
         return ""
+
+
+def _has_weights_by_output(batch: Any) -> bool:
+    return bool(weights_by_output(batch.targets))

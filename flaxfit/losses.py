@@ -48,6 +48,8 @@ def crossentropy(logits: Any, labels: Any) -> Any:
     n_classes = shape[-1]
     # To the bit optax.softmax_cross_entropy_with_integer_labels, but the label's logit is selected,
     # not gathered: the gradient of a gather is a scatter, which takes a small model a while.
+    labels = labels.astype(jnp.int32)  # The number of classes may not fit a narrower type.
+    labels = jnp.where(labels < 0, labels + n_classes, labels)
     of_label = jnp.where(jnp.arange(n_classes) == labels[..., None], logits, 0).sum(-1)
     values = jax.nn.logsumexp(logits, axis=-1) - of_label
     return jnp.where((labels >= 0) & (labels < n_classes), values, jnp.nan)

@@ -119,9 +119,22 @@ def test_crossentropy_and_its_gradient_are_those_of_optax(shape):
     np.testing.assert_allclose(gradient(losses.crossentropy), expected, rtol=1e-6, atol=1e-7)
 
 
-def test_a_label_that_is_out_of_range_gives_a_loss_that_is_not_a_number():
-    values = jax.jit(losses.crossentropy)(LOGITS[:4], np.array([0, -1, 10, 9]))
-    assert np.isnan(values).tolist() == [False, True, True, False]
+def test_labels_that_are_out_of_range_are_treated_as_optax_does():
+    labels = np.array([0, -1, 10, 9, -11])
+    values = jax.jit(losses.crossentropy)(LOGITS[:5], labels)
+    theirs = optax.softmax_cross_entropy_with_integer_labels(LOGITS[:5], labels)
+    np.testing.assert_array_equal(values, theirs)
+    assert np.isnan(values).tolist() == [False, False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "n_classes"), [("uint8", 256), ("uint8", 300), ("int8", 1000), ("uint16", 65_536)]
+)
+def test_labels_may_be_of_a_type_that_does_not_hold_the_number_of_classes(dtype, n_classes):
+    logits = GENERATOR.normal(size=(3, n_classes)).astype(np.float32)
+    labels = np.array([0, 50, 127], dtype)
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits, labels.astype(int))
+    np.testing.assert_array_equal(losses.crossentropy(logits, labels), expected)
 
 
 def test_what_is_no_loss_is_refused():

@@ -64,12 +64,16 @@ class Loader:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "data", [(X, Y), list(Loader()), Loader()], ids=["arrays", "list", "loader"]
-)
-@pytest.mark.parametrize(
-    "options",
-    [{}, pytest.param({"steps_per_execution": 2}, marks=pytest.mark.thorough)],
-    ids=["", "several steps"],
+    ("data", "options"),
+    [
+        ((X, Y), {}),
+        ((X, Y), {"steps_per_execution": 2}),
+        pytest.param(list(Loader()), {}, marks=pytest.mark.thorough),
+        pytest.param(list(Loader()), {"steps_per_execution": 2}, marks=pytest.mark.thorough),
+        (Loader(), {}),
+        pytest.param(Loader(), {"steps_per_execution": 2}, marks=pytest.mark.thorough),
+    ],
+    ids=["arrays", "arrays-several", "list", "list-several", "loader", "loader-several"],
 )
 def test_an_interrupted_call_ends_as_the_whole_one(tmp_path, data, options):
     whole = fingerprint(*train(tmp_path / "whole", data, **options))

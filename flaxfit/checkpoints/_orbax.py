@@ -46,10 +46,16 @@ class StepWriter:
         self._commits = _run(save) or ()
 
     def wait(self) -> None:
-        """Waits until what this process writes is on disk; raises what went wrong."""
+        """Waits until what this process writes is on disk; raises what went wrong first."""
         commits, self._commits = self._commits, ()
-        for commit in commits:
-            commit.result()
+        failures = []
+        for commit in commits:  # All of them: who hears of a failure may remove the folder.
+            try:
+                commit.result()
+            except Exception as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def finish(self, path: Path) -> None:
         """Joins what all processes have written; for one of them, when all are done.

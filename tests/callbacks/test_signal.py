@@ -93,7 +93,7 @@ def digest(state):
     [
         pytest.param(None, {}, (2, 4, 11, 16), marks=pytest.mark.slow),
         pytest.param(None, {"steps_per_execution": 2}, (6,), marks=pytest.mark.thorough),
-        pytest.param(Loader(), {}, (4, 6), marks=pytest.mark.thorough),
+        pytest.param(Loader(), {}, (4, 6), marks=pytest.mark.slow),
     ],
     ids=["arrays", "several steps", "loader"],
 )

@@ -62,7 +62,7 @@ def counts(short, long):
 
 
 @pytest.mark.parametrize("with_target", [False, True])
-@pytest.mark.parametrize("n", counts(500, 8000))
+@pytest.mark.parametrize("n", counts(500, 10_000))
 def test_a_damaged_file_of_weights_is_refused_or_read_right(tmp_path, n, with_target):
     content = save_weights(tmp_path / "whole.safetensors", WEIGHTS).read_bytes()
     path = tmp_path / "w.safetensors"
@@ -78,7 +78,7 @@ def test_a_damaged_file_of_weights_is_refused_or_read_right(tmp_path, n, with_ta
     assert n_refused > 0.8 * n
 
 
-@pytest.mark.parametrize("n", counts(500, 6000))
+@pytest.mark.parametrize("n", counts(500, 10_000))
 def test_a_damaged_file_of_a_step_is_refused_or_read_right(tmp_path, n):
     step = save(tmp_path, STATE)
     files = sorted(path for path in step.rglob("*") if path.is_file())
@@ -100,7 +100,7 @@ def test_a_damaged_file_of_a_step_is_refused_or_read_right(tmp_path, n):
 # After a failure, what Orbax still had under way complains that its event loop is closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("with_target", [False, True])
-@pytest.mark.parametrize("n", counts(50, 1500))
+@pytest.mark.parametrize("n", counts(50, 10_000))
 def test_a_step_whose_damage_is_sealed_is_refused_or_read_right(tmp_path, n, with_target):
     """As if the damage had come before the checksums: what reads the files must stand it."""
     step = save(tmp_path, STATE)

@@ -477,7 +477,10 @@ def test_the_failure_of_one_process_is_told_to_the_others_under_the_name_of_the_
         told.append((topic, value))
         return [value]
 
-    def full(*arguments):
+    wait = _orbax.StepWriter.wait
+
+    def full(writer, *arguments):
+        wait(writer)  # Else the folder would be removed while it is written to.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(_writer, "exchange", heard)

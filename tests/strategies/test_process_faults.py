@@ -63,7 +63,11 @@ def expected(n_steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", WORDS)
+@pytest.mark.parametrize(
+    "fault",
+    # A killed one stands in the next test, too.
+    [f if f != "killed" else pytest.param(f, marks=pytest.mark.thorough) for f in WORDS],
+)
 def test_both_processes_end_say_why_and_go_on_where_they_were(fault, run, tmp_path):
     output = run(tmp_path, fault)
     for words in WORDS[fault]:
@@ -77,7 +81,7 @@ def test_both_processes_end_say_why_and_go_on_where_they_were(fault, run, tmp_pa
     np.testing.assert_allclose(first, expected(n_steps), rtol=1e-4)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_restarted_run_ends_at_the_very_bits_of_one_that_was_not_harmed(run, tmp_path):
     for fault in ("none", "killed"):
         (tmp_path / fault).mkdir()
