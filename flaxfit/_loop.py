@@ -216,7 +216,7 @@ class TrainLoop:
     @property
     def state(self) -> TrainState:
         """The training state: an unreplicated copy that stays valid."""
-        return self._copy(self._stepper.state)
+        return self._stepper.copied(self._copy)[0]
 
     @property
     def state_in_place(self) -> TrainState:
@@ -522,14 +522,14 @@ class TrainLoop:
         stepper = self._stepper
         self._leave_start()
         with stepper.interrupts.watched(), self._timed():
-            while self._due is None and stepper.step < stop():
+            while self._due is None and stepper.step < (end := stop()):
                 if stepper.ended and batch is None:
                     break
                 # Of several processes each may be told at another step: a checkpoint settles it.
                 is_alone = not stepper.agreement.is_needed
                 if self._is_finishing and stepper.n_completed and is_alone:
                     break
-                if self._advance(stop() - stepper.step, batch):
+                if self._advance(end - stepper.step, batch):
                     for watch in self.watchers:
                         watch(stepper.step)
             if self._due is None and stepper.n_completed:
@@ -596,8 +596,8 @@ class TrainLoop:
     def _make_checkpoint(self, *, between: bool = False) -> Checkpoint:
         stepper = self._stepper
         # Copied first: the copy is on its way while the metrics wait for the steps before it.
-        state, grads = self._copy((stepper.state, stepper.grads))
-        metrics = stepper.metrics() | self._learning_rates()
+        state, grads = stepper.copied(self._copy)
+        metrics = stepper.metrics() | self._learning_rates(state)
         seconds = self._elapsed + time.perf_counter() - self._resumed
         return Checkpoint(
             step=stepper.step,
@@ -612,9 +612,10 @@ class TrainLoop:
             last_grads=grads,
         )
 
-    def _learning_rates(self) -> dict[str, float]:
+    def _learning_rates(self, state: TrainState) -> dict[str, float]:
         """The learning rates of the latest step, where the optimizer tells them."""
-        rates = learning_rates(self.hyperparams)
+        values = hyperparams(state.opt_state)
+        rates = learning_rates(_on_host(values)) if values else {}
         return {
             "learning_rate" if group is None else f"learning_rate/{group}": rate
             for group, rate in rates.items()

@@ -1,5 +1,6 @@
 """Totals: sums over many steps, added up on the device without losing the small ones."""
 
+import functools
 from typing import Any
 
 import jax
@@ -40,7 +41,7 @@ def read(totals: Totals, like: Any) -> Any:
     Waits for the device.
     """
     # `jax.device_get` would begin a copy in the background, which takes longer than a few numbers.
-    highs, lows = jax.tree.map(np.asarray, totals)
+    highs, lows = ({d: np.asarray(x) for d, x in vectors.items()} for vectors in totals)
     vectors = {dtype: _whole(highs[dtype], lows[dtype]) for dtype in highs}
     return unpack(vectors, like)
 
@@ -62,12 +63,17 @@ def unpack(vectors: dict[str, Any], like: Any) -> Any:
     places = dict.fromkeys(vectors, 0)
 
     def take(leaf: Any) -> Any:
-        dtype = str(leaf.dtype)
+        dtype = _name(leaf.dtype)
         start = places[dtype]
         places[dtype] += leaf.size
         return vectors[dtype][start : start + leaf.size].reshape(leaf.shape)
 
     return jax.tree.map(take, like)
+
+
+@functools.cache
+def _name(dtype: Any) -> str:
+    return str(dtype)
 
 
 def _two_sum(high: jax.Array, low: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
