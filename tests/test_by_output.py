@@ -80,6 +80,7 @@ def weighted_sums(outputs, weights):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [dict, tuple])
 @pytest.mark.parametrize("n_devices", [1, 4])
 def test_each_output_may_have_weights_of_its_own(form, n_devices):
@@ -170,6 +171,7 @@ def on_arrays():
     return trained_on(ff.ArrayStream(X, TARGETS, WEIGHTS, batch_size=5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [

@@ -88,7 +88,7 @@ def test_a_block_that_is_not_run_says_why(path):
     assert not silent
 
 
-QUICK = ("README.md", "CONTRIBUTING.md", "getting-started.md", "loop.md")
+QUICK = ("README.md", "CONTRIBUTING.md")
 TO_RUN = [
     pytest.param(path, marks=() if path.name in QUICK else pytest.mark.slow) for path in PAGES
 ]

@@ -223,6 +223,7 @@ def test_a_scalar_loss_is_evaluated_exactly_too():
     assert evaluate.measure(state)["loss"] == pytest.approx(reference(25, None)["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 3, 6, 7])
 def test_less_data_than_a_batch_is_a_remainder_where_it_cannot_be_padded(n):
     data = ff.ArrayStream(X[:n], Y[:n], batch_size=8, epochs=1)

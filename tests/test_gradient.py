@@ -49,6 +49,7 @@ def test_parts_are_as_many_as_divide():
     assert [count_parts(n, 4) for n in (1, 2, 3, 4, 5, 6, 8, 9)] == [1, 2, 3, 4, 1, 3, 4, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_devices", [1, 2])
 @pytest.mark.parametrize("weights", [None, W], ids=["unweighted", "weighted"])
 @pytest.mark.parametrize("batch_size", [12, 10], ids=["even", "uneven"])
@@ -205,6 +206,7 @@ def test_without_the_guard_the_same_data_destroys_the_state():
     assert not np.all(np.isfinite(loop.state.params["head"]["kernel"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_sixteen_bits_train_about_as_thirty_two_do(precision, accumulate):
@@ -236,6 +238,7 @@ def test_sixteen_bits_train_about_as_thirty_two_do(precision, accumulate):
     assert checkpoints[-1].loss < checkpoints[0].loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_devices", [1, 2])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_the_scale_of_a_loss_that_overflows_is_halved_and_the_step_skipped(n_devices, accumulate):

@@ -85,6 +85,7 @@ def test_an_optimizer_without_hyperparameters_has_none_to_read_or_set():
         loop.set_hyperparams(learning_rate=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0, "ema": 0.9}], ids=["plain", "more"])
 @pytest.mark.parametrize("n_devices", [1, 2])
 def test_thawing_keeps_the_moments_of_what_was_trained(options, n_devices):
@@ -278,6 +279,7 @@ def test_a_group_that_is_frozen_as_a_whole_is_thawed_on_the_way():
 OPTIONS = [{"clip_norm": 0.1}, {"ema": 0.5}, {"freeze": "stem/.*"}, {"clip_norm": 0.1, "ema": 0.5}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
 def test_the_options_of_a_task_are_put_around_a_state_of_the_users_optimizer(options):
     optimizer = optax.adam(0.01)

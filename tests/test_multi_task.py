@@ -88,6 +88,7 @@ def test_turns_are_the_steps_of_each_task_by_hand():
     assert {"kind/accuracy", "size/mae", "kind/grad_norm"} <= checkpoint.metrics.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [None, {"size": 3.0}], ids=["in turns", "drawn"])
 def test_a_run_goes_on_exactly_where_it_was(weights):
     whole = list(make_loop(weights=weights))

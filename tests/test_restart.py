@@ -100,6 +100,7 @@ def whole(tmp_path_factory):
     return folder, result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "instants",
     [

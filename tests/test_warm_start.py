@@ -176,6 +176,7 @@ def write(request, tmp_path):
     return save
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [plain_names, collection_names])
 def test_names_tell_whether_weights_are_of_all_collections(trained, write, named):
     model = make_model(seed=1)

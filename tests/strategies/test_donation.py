@@ -17,6 +17,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("n_steps", [1, 2])
 def test_a_step_uses_up_the_state_of_the_loop_but_not_that_of_the_user(name, n_steps):
