@@ -64,6 +64,11 @@ class Loop(Protocol):
         ...
 
     @property
+    def revision(self) -> tuple[int, ...]:
+        """What no other state of this loop shares."""
+        ...
+
+    @property
     def hyperparams(self) -> dict[str, Any]:
         """The optimizer's hyperparameters by name, or by group and name."""
         ...
