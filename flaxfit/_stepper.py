@@ -591,8 +591,8 @@ class Stepper:
         self.is_preparing = False
         # Where no batch can be another than the first one, all do without weights of 1. A class of
         # the user's own may make of the arrays what it likes.
-        is_own_class = type(self.stream) is ArrayStream
-        is_even = is_own_class and self.stream.is_even and n == self.stream.batch_size
+        is_plain = type(self.stream) is ArrayStream
+        is_even = is_plain and self.stream.is_even and n == self.stream.batch_size
         return Feed(
             self.strategy,
             pad=not why_not,

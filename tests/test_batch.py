@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from flaxfit._batch import Batch, call, n_examples, normalize
+from flaxfit._weights import weights_by_output
 
 X, Y, W = np.zeros((4, 3), np.float32), np.zeros(4, np.int32), np.ones(4, np.float32)
 
@@ -31,6 +32,17 @@ def test_all_forms_become_inputs_targets_and_weights(item, inputs, targets, weig
     assert (batch.weights is not None) == weights
     assert n_examples(batch) == 4
     assert normalize(batch) is batch
+
+
+def test_weights_by_output_of_a_batch_become_a_part_of_its_targets():
+    given, own = normalize((X, Y, {"a": W})), normalize(Batch((X,), (Y,), {"a": W}))
+    assert given.weights is own.weights is None
+    assert weights_by_output(given.targets).keys() == weights_by_output(own.targets).keys() == {"a"}
+
+
+@pytest.mark.parametrize("dtype", [bool, np.int32, np.float16])
+def test_weights_are_in_the_precision_of_their_sums(dtype):
+    assert normalize((X, Y, W.astype(dtype))).weights.dtype == np.float32
 
 
 def test_other_mappings_are_keyword_inputs():

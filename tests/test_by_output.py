@@ -359,3 +359,16 @@ def test_a_loss_that_broadcasts_one_of_the_outputs_is_refused():
 def test_the_loss_is_the_object_that_a_task_holds():
     task = ff.TrainTask(lambda v, x, **_: x, optax.sgd(0.1), LOSS)
     assert isinstance(task.loss, LossByOutput)
+
+
+@pytest.mark.parametrize("is_first_weighted", [True, False])
+def test_a_given_batch_with_other_weights_than_those_before_is_refused(is_first_weighted):
+    whole = (X, {"kind": CLASSES, "size": NUMBERS})
+    weighted = (*whole, {"kind": np.ones(22)})
+    first, other = (weighted, whole) if is_first_weighted else (whole, weighted)
+    task = ff.TrainTask(TwoHeads().apply, optax.sgd(0.1), LOSS, [first] * 2)
+    loop = ff.TrainLoop(TwoHeads().init, task, 0, stdout=False)
+    loop.next_step()
+    with pytest.raises(ValueError, match="it has weights by output, and those before have not"):
+        loop.next_step(other)
+    assert loop.next_step(first).step == 2

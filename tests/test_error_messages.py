@@ -20,6 +20,13 @@ def answer(call):
     return caught.type, str(caught.value)
 
 
+def check_answer(call, kind, parts):
+    """Checks that a mistake raises an error of this kind, with these parts in its message."""
+    found, message = answer(call)
+    assert found is kind
+    assert [part for part in parts if part not in message] == [], message
+
+
 def fit(*data, loss="crossentropy", n_out=3, n_devices=1, task=None, **options):
     strategy = ff.DataParallel(jax.devices()[:n_devices])
     model = ff.Model(nn.Dense(n_out), optax.sgd(0.1), loss, strategy=strategy, **(task or {}))
@@ -196,9 +203,7 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "were made for others", "(
     ],
 )
 def test_what_newcomers_confuse(call, kind, parts):
-    found, message = answer(call)
-    assert found is kind
-    assert [part for part in parts if part not in message] == [], message
+    check_answer(call, kind, parts)
 
 
 class Noisy(nn.Module):
@@ -275,9 +280,7 @@ def with_nan(array):
     ],
 )
 def test_bad_input(call, kind, parts):
-    found, message = answer(call)
-    assert found is kind
-    assert [part for part in parts if part not in message] == [], message
+    check_answer(call, kind, parts)
 
 
 def test_what_a_model_itself_raises_stays_and_has_a_note_of_the_shapes():

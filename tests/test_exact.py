@@ -191,6 +191,34 @@ def test_whole_batches_are_trained_on_as_those_that_could_be_padded(resident):
     np.testing.assert_allclose(losses(*whole), losses(*ragged), rtol=1e-6)
 
 
+class Shortened(ff.ArrayStream):
+    """Arrays of a whole number of batches, whose third batch comes shorter or with weights."""
+
+    n_delivered, has_weights = 0, False
+
+    def __next__(self):
+        x, y = super().__next__()
+        self.n_delivered += 1
+        if self.n_delivered != 3:
+            return x, y
+        return (x, y, np.arange(8, dtype=np.float32)) if self.has_weights else (x[:5], y[:5])
+
+
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_a_class_of_the_users_own_may_change_its_batches(has_weights):
+    def losses(data):
+        task = ff.TrainTask(apply, optax.sgd(0.1), "mse", data)
+        loop = ff.TrainLoop(init, task, 0, n_steps_per_checkpoint=1, stdout=False)
+        return [checkpoint.loss for checkpoint in loop]
+
+    def shortened():
+        stream = Shortened(X[:24], Y[:24], batch_size=8, epochs=1, resident=False)
+        stream.has_weights = has_weights
+        return stream
+
+    np.testing.assert_allclose(losses(shortened()), losses(list(shortened())), rtol=1e-6)
+
+
 def scalar_loss(outputs, targets):
     return jnp.mean((outputs - targets) ** 2)
 

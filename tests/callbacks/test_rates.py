@@ -182,3 +182,31 @@ def test_a_checkpoint_has_the_rates_that_callbacks_set_and_the_users_come_after_
     loop.set_hyperparams(learning_rate=0.25)
     assert ff.optim.hyperparams(first.state.opt_state)["learning_rate"] == 0.5
     assert next(loop).metrics["learning_rate"] == 0.25
+
+
+def test_a_rate_is_set_beside_a_callback_that_keeps_less_of_the_state():
+    def keep_less(checkpoint):
+        return checkpoint.replace(state=checkpoint.state.for_inference())
+
+    schedule = LearningRateScheduler(lambda step, rate: 0.1 * (step + 1))
+    assert rates_of(make_loop([schedule, keep_less], n_steps=3)) == [0.1, 0.2, 0.3]
+
+
+def test_a_rate_that_is_set_after_an_interrupt_does_not_come_back_in_a_later_checkpoint():
+    class Interrupted:
+        runs_last, is_due = True, True
+
+        def __call__(self, checkpoint):
+            if self.is_due:
+                self.is_due = False
+                raise KeyboardInterrupt
+
+    loop = make_loop([Interrupted()])
+    with pytest.raises(KeyboardInterrupt):
+        next(loop)
+    loop.set_hyperparams(learning_rate=0.5)
+    next(loop)
+    loop.set_hyperparams(learning_rate=0.25)
+    last = next(loop)
+    assert last.metrics["learning_rate"] == 0.25
+    assert ff.optim.hyperparams(last.state.opt_state)["learning_rate"] == 0.25

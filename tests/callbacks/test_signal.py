@@ -334,15 +334,21 @@ def test_a_step_that_is_trained_again_is_not_said_to_be_saved_before_it_is(tmp_p
     loop.close()
 
 
-def test_a_signal_after_a_change_of_the_saved_step_saves_it_anew(tmp_path):
-    writer = CheckpointFileWriter(tmp_path)
-    loop = make_loop(None, [guard(), writer])
+def told_to_end_with_other_numbers(loop):
+    """How a loop ends whose first checkpoint was changed, and which is then told to end."""
     checkpoint = next(loop)
     changed = checkpoint.state.replace(params=jax.tree.map(np.zeros_like, checkpoint.state.params))
     loop.restore(checkpoint.replace(state=changed))
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit) as end:
         loop.close()
+    return end
+
+
+def test_a_signal_after_a_change_of_the_saved_step_saves_it_anew(tmp_path):
+    writer = CheckpointFileWriter(tmp_path)
+    loop = make_loop(None, [guard(), writer])
+    end = told_to_end_with_other_numbers(loop)
     assert end.value.code == ExitCode.PREEMPTED and list_steps(tmp_path) == [1]
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(restore(tmp_path).params))
 
@@ -361,11 +367,6 @@ def test_other_numbers_of_a_saved_step_that_cannot_be_saved_are_not_said_to_be(
 ):
     fail_to_complete(monkeypatch, {2})
     loop = make_loop(None, [guard(), CheckpointFileWriter(tmp_path)])
-    checkpoint = next(loop)
-    changed = checkpoint.state.replace(params=jax.tree.map(np.zeros_like, checkpoint.state.params))
-    loop.restore(checkpoint.replace(state=changed))
-    os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(SystemExit) as end:
-        loop.close()
+    end = told_to_end_with_other_numbers(loop)
     assert end.value.code == ExitCode.UNSAVED
     assert "step 1 could not be saved" in capfd.readouterr().err
