@@ -9,9 +9,7 @@ the ratio of the fastest rounds, which a busy machine disturbs less.
 """
 
 import argparse
-import random
 import statistics
-import time
 
 import jax
 import optax
@@ -19,6 +17,7 @@ import optax
 import flaxfit as ff
 from benchmarks.contenders import unseen_terminal
 from benchmarks.steps import task_parts
+from benchmarks.turns import ratio, take_turns
 
 
 def main() -> None:
@@ -28,25 +27,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16_800, help="in each round")
     arguments = parser.parse_args()
 
-    times = {"no display": [], "live bar": []}
     with unseen_terminal():
-        contenders = {name: loop_with(name == "live bar", arguments.steps) for name in times}
-        losses = {}
-        draw = random.Random(0)
-        for i in range(arguments.rounds + 1):
-            for name, run in draw.sample([*contenders.items()], len(contenders)):
-                start = time.perf_counter()
-                losses[name] = run()
-                if i:  # The first round compiles.
-                    times[name].append((time.perf_counter() - start) / arguments.steps * 1e6)
+        contenders = {
+            "no display": loop_with(False, arguments.steps),
+            "live bar": loop_with(True, arguments.steps),
+        }
+        times, losses = take_turns(contenders, arguments.rounds, arguments.steps)
     if len(set(losses.values())) > 1:
         raise SystemExit(f"The losses disagree, so the times compare nothing: {losses}")
     base = times["no display"]
     for name, values in times.items():
-        ratio = statistics.median(a / b for a, b in zip(values, base, strict=True))
         print(
             f"{name:12} {statistics.median(values):8.1f} us/step   min {min(values):7.1f}"
-            f"   x no display {ratio:.3f}, fastest {min(values) / min(base):.3f}"
+            f"   x no display {ratio(values, base):.3f}, fastest {min(values) / min(base):.3f}"
         )
 
 

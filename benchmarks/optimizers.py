@@ -8,15 +8,14 @@ chance; the figure to quote is the median of the ratios of the rounds.
 """
 
 import argparse
-import random
 import statistics
-import time
 
 import jax
 import optax
 
 import flaxfit as ff
 from benchmarks.steps import task_parts
+from benchmarks.turns import ratio, take_turns
 
 
 def main() -> None:
@@ -42,25 +41,15 @@ def main() -> None:
     }
     frozen = "optax.adam, a layer frozen"
     contenders[frozen] = loop_with(optax.adam(1e-3), arguments.steps, freeze="layers_0/.*")
-    times = {name: [] for name in contenders}
-    losses = {}
-    draw = random.Random(0)
-    for i in range(arguments.rounds + 1):
-        # In an order by chance, as the first of a round may come off worse or better.
-        for name, run in draw.sample([*contenders.items()], len(contenders)):
-            start = time.perf_counter()
-            losses[name] = run()
-            if i:  # The first round compiles.
-                times[name].append((time.perf_counter() - start) / arguments.steps * 1e6)
+    times, losses = take_turns(contenders, arguments.rounds, arguments.steps)
     losses.pop(frozen)  # It learns less.
     if max(losses.values()) - min(losses.values()) > 1e-3 * max(losses.values()):
         raise SystemExit(f"The losses disagree, so the times compare nothing: {losses}")
     base = times["optax.adam"]
     for name, values in times.items():
-        ratio = statistics.median(a / b for a, b in zip(values, base, strict=True))
         print(
             f"{name:28} {statistics.median(values):8.1f} us/step   min {min(values):7.1f}"
-            f"   x optax {ratio:.3f}"
+            f"   x optax {ratio(values, base):.3f}"
         )
 
 

@@ -1,0 +1,31 @@
+"""Contenders that take turns: their times per step, and the ratios of each round."""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+
+def take_turns(
+    contenders: Mapping[str, Callable[[], float]], rounds: int, n_steps: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Microseconds per step in each round, and the loss that each contender ended with.
+
+    The order within a round is by chance, as the first one may come off worse or better. The
+    first round, which compiles, does not count.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    losses = {}
+    draw = random.Random(0)
+    for i in range(rounds + 1):
+        for name, run in draw.sample([*contenders.items()], len(contenders)):
+            start = time.perf_counter()
+            losses[name] = run()
+            if i:
+                times[name].append((time.perf_counter() - start) / n_steps * 1e6)
+    return times, losses
+
+
+def ratio(values: list[float], base: list[float]) -> float:
+    """The median over the rounds of the ratio within a round."""
+    return statistics.median(a / b for a, b in zip(values, base, strict=True))
