@@ -201,6 +201,6 @@ class EvalLoop:
         )
 
         def update(state: Any, totals: Any, batch: Any) -> Any:
-            return _totals.add(totals, measure(state, batch))
+            return strategy.constrain(_totals.add(totals, measure(state, batch)), state)
 
         return strategy.compile(update, arguments)

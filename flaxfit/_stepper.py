@@ -17,9 +17,9 @@ from flaxfit._batch import Batch, is_weighted, n_examples, normalize
 from flaxfit._cost import count_flops, memory_of
 from flaxfit._explain import calls_explained, explained
 from flaxfit._feed import Feed, Portion, stack_batches
+from flaxfit._held import Form, Held, on_held
 from flaxfit._inspect import inspect, inspect_step, shapes_of
 from flaxfit._interrupt import Interrupts
-from flaxfit._keys import key_types, with_types, without_types
 from flaxfit._optimizer_axes import with_optimizer
 from flaxfit._own_rows import knows_rows, own_examples, own_rows
 from flaxfit._own_step import check_strategy
@@ -27,7 +27,7 @@ from flaxfit._rules import flat
 from flaxfit._state import TrainState
 from flaxfit._step import compute, more_sums
 from flaxfit._task import TrainTask
-from flaxfit._update import make_step, make_update, on_leaves, on_tree
+from flaxfit._update import make_step, make_update
 from flaxfit._weights import weights_by_output
 from flaxfit.data import ArrayStream, as_stream
 from flaxfit.optim import set_hyperparams
@@ -74,9 +74,7 @@ class Stepper:
         """Whether it inspects the first batch or compiles, which may take long."""
         self.batch_shapes: Batch | None = None
         self.norms: tuple[str, ...] = ()
-        # To take a state apart and put it together for every step costs more than small steps do.
-        self._is_flat = not hasattr(strategy, "shardings")
-        self.state = None
+        self._form: Any = None
         self._options = {"grad_norm": grad_norm, "keep_grads": keep_grads}
         self._say = say
         self._in_flight: deque[jax.Array] = deque()
@@ -115,25 +113,19 @@ class Stepper:
     @property
     def state(self) -> Any:
         """The training state, in its places on the devices; the next step uses it up."""
-        return jax.tree.unflatten(self._structure, with_types(self._leaves, self._key_types))
+        return None if self._form is None else self._form.together(self._held)
 
     def copied(self, copy: Callable[[Any], Any]) -> tuple[Any, Any]:
         """The state and the kept gradients, copied; keys as plain arrays, which takes less time."""
-        leaves, grads = copy((self._leaves, self.grads))
-        return jax.tree.unflatten(self._structure, with_types(leaves, self._key_types)), grads
+        held, grads = copy((self._held, self.grads))
+        return self._form.together(held), grads
 
     @state.setter
     def state(self, state: Any) -> None:
-        leaves, self._structure = jax.tree.flatten(state)
-        self._key_types = key_types(leaves)
-        self._leaves = without_types(leaves, self._key_types)
-
-    @property
-    def _held(self) -> Any:
-        """What programs take for the state: its leaves, where places do not go by its structure."""
-        if self._is_flat:
-            return self._leaves
-        return jax.tree.unflatten(self._structure, self._leaves)
+        # To take a state apart and put it together for every step costs more than small steps do.
+        is_known = self._form is not None and self._form.fits(state, self.task.freeze)
+        self._form = self._form if is_known else Form(state, self.task.freeze)
+        self._held = self._form.apart(state)
 
     def set_state(self, state: TrainState) -> None:
         """Goes on from another state."""
@@ -161,8 +153,8 @@ class Stepper:
         state = self.strategy.collect(self.state)
         opt_state = carry_state(state.opt_state, task.optimizer, state.params)
         axes = with_optimizer(state.axes, state.params, opt_state)
-        self.state = self.strategy.place(state.replace(opt_state=opt_state, axes=axes))
         self.task = task
+        self.state = self.strategy.place(state.replace(opt_state=opt_state, axes=axes))
         self.executables, self._traced, self._ready = {}, {}, {}
 
     def set_norms(self, patterns: Sequence[str]) -> None:
@@ -308,7 +300,7 @@ class Stepper:
             self._in_flight.append(vector)
             break
         else:  # A step of the user's own that reports nothing.
-            jax.block_until_ready(self._leaves)
+            jax.block_until_ready(self._held.moving)
         if len(self._in_flight) > self._most_in_flight:
             self._in_flight.popleft().block_until_ready()
         return True
@@ -328,8 +320,10 @@ class Stepper:
             return False
         update, weights = ready
         batch = Batch((self.strategy.split(rows),), (), weights)
-        results = update(self._leaves, self._totals, self._resident, batch)
-        self._leaves, self._totals, self.grads = results
+        moving, still = self._held
+        results = update(moving, self._totals, still, self._resident, batch)
+        moving, self._totals, self.grads, changed = results
+        self._held = self._held.after(moving, changed)
         self.step += 1
         self.n_completed += 1
         self.n_examples += len(rows)
@@ -431,22 +425,21 @@ class Stepper:
         is_whole = strategy is self.strategy
         held, totals = self._held, self._totals
         if not is_whole:
-            # Not copied where the narrower strategy holds it in the same places.
-            held, totals = strategy.share((held, totals))
+            held, totals = self._moved(strategy, held, totals)
         is_gathered = self._resident is not None and is_whole and n_fetched
         data = (self._resident,) if is_gathered else ()
-        arguments = (held, totals, *data, batch)
+        arguments = (held.moving, totals, held.still, *data, batch)
         key = (n, signature, self._resident_shapes if data else None)
         update = self.executables.get(key)
         if update is None:
             update = self.executables[key] = self._compile(portions, arguments)
-        held, totals, grads = update(*arguments)
+        moving, totals, grads, changed = update(*arguments)
+        held = held.after(moving, changed)
         if not is_whole:
-            held, totals = self.strategy.share((held, totals))
-        self._leaves = held if self._is_flat else jax.tree.leaves(held)
-        self._totals, self.grads = totals, grads
+            held, totals = self._moved(self.strategy, held, totals)
+        self._held, self._totals, self.grads = held, totals, grads
         n_rows = portions[0].n_examples
-        if n == 1 and is_gathered and self._is_flat and n_rows in self._weights_of_rows:
+        if n == 1 and is_gathered and n_rows in self._weights_of_rows:
             self._ready[n_rows] = update, self._weights_of_rows[n_rows]
         self.step += n
         self.n_completed += n
@@ -455,6 +448,11 @@ class Stepper:
         if n_fetched:
             self._position = self._fetched[n_fetched - 1][1]
             del self._fetched[:n_fetched]
+
+    def _moved(self, strategy: Strategy, held: Held, totals: Any) -> tuple[Held, Any]:
+        """What a step takes, where that strategy wants it; not copied where it is there already."""
+        state, totals = strategy.share((self._form.together(held), totals))
+        return self._form.apart(state), totals
 
     def _split(self, portions: list[Portion], *, n_fetched: int) -> Any:
         """The batches as the update takes them: each device's part of one, or of several."""
@@ -479,8 +477,8 @@ class Stepper:
         self.is_preparing = False
         leaves = jax.tree.leaves(batch[:2])
         shapes = [leaf.shape for leaf in leaves]
-        if len(arguments) > 3:  # The batch is gathered from data on the devices.
-            leaves = jax.tree.leaves(arguments[2][:2])
+        if len(arguments) > 4:  # The batch is gathered from data on the devices.
+            leaves = jax.tree.leaves(arguments[3][:2])
             shapes = [shapes[0] + leaf.shape[1:] for leaf in leaves]
         self._announce(shapes, [str(leaf.dtype) for leaf in leaves], len(strategy.devices), seconds)
         return update
@@ -509,10 +507,7 @@ class Stepper:
             norms=self.norms,
             **self._options,
         )
-        if self._is_flat:
-            update = on_leaves(update, self._structure, self._key_types)
-        else:
-            update = on_tree(update, self._key_types)
+        update = on_held(update, self._form, portion.strategy.constrain)
         return portion.strategy.compile(update, arguments, n_donated=1)
 
     def count_flops(self, n: int | None) -> float:
@@ -533,7 +528,8 @@ class Stepper:
             parts=self.task.accumulate,
         )
         portion = feed(batch)
-        arguments = (self._held, self._totals, portion.strategy.split(portion.batch))
+        moving, still = self._held
+        arguments = (moving, self._totals, still, portion.strategy.split(portion.batch))
         return memory_of(self._build(portion, arguments, n_steps=1))
 
     def _batch_of(self, n: int | None) -> Batch:

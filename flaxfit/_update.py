@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from flaxfit import _totals
 from flaxfit._batch import Batch
-from flaxfit._keys import with_types, without_types
 from flaxfit._own_step import make_own_step
 from flaxfit._step import make_train_step
 
@@ -50,31 +49,6 @@ def make_update(
         return state, totals, jax.tree.map(lambda g: g[-1], grads)
 
     return update if n_steps == 1 else update_many
-
-
-def on_leaves(update: Callable[..., Any], structure: Any, types: Any) -> Callable[..., Any]:
-    """The update of a state that is given, and given back, as the list of its leaves.
-
-    Keys among these are plain arrays there; `types` are their kinds, by position.
-    """
-
-    def update_leaves(leaves: Any, totals: Any, *batch: Any) -> Any:
-        state = jax.tree.unflatten(structure, with_types(leaves, types))
-        state, totals, grads = update(state, totals, *batch)
-        return without_types(jax.tree.leaves(state), types), totals, grads
-
-    return update_leaves
-
-
-def on_tree(update: Callable[..., Any], types: Any) -> Callable[..., Any]:
-    """As `on_leaves`, but the leaves are given, and given back, in the structure of the state."""
-
-    def update_tree(held: Any, totals: Any, *batch: Any) -> Any:
-        leaves, structure = jax.tree.flatten(held)
-        leaves, totals, grads = on_leaves(update, structure, types)(leaves, totals, *batch)
-        return jax.tree.unflatten(structure, leaves), totals, grads
-
-    return update_tree
 
 
 def gather(data: Batch, batch: Batch) -> Batch:

@@ -16,7 +16,7 @@ LAYERS = (
     | {"_precision", "_totals"},
     {"_arrays", "_axes", "_explain", "_ocdbt", "_html", "_replicas", "_state_dict"},
     {"_inference_state", "_optimizer_axes", "optim"},
-    {"_state", "losses", "metrics", "strategies", "data", "modules"},
+    {"_held", "_state", "losses", "metrics", "strategies", "data", "modules"},
     {"_by_output", "_snapshot"},
     {"_task", "_checkpoint", "_feed", "_forward", "_own_step", "_start"},
     {"_gradient", "_own_rows", "_agreement"},

@@ -89,6 +89,21 @@ def set_hyperparams(opt_state: Any, *, group: str | int | None = None, **values:
     return _map(opt_state, lambda state: _set(state, values), name)
 
 
+def mark_constants(opt_state: Any) -> Any:
+    """True in the place of each hyperparameter that goes by no schedule, False in all others.
+
+    >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+    >>> mark_constants(optimizer.init(jnp.ones(2))).hyperparams
+    {'learning_rate': True}
+    """
+
+    def mark(node: Any) -> Any:
+        marks = {name: name not in node.hyperparams_states for name in node.hyperparams}
+        return node._replace(hyperparams=marks)
+
+    return _map(jax.tree.map(lambda _: False, opt_state), mark, None)
+
+
 def describe(opt_state: Any) -> str:
     """What hyperparameters a state holds, by group, in words."""
     groups = {name: names_of(state) for name, state in _groups(opt_state)}

@@ -169,6 +169,10 @@ class DataParallel:
         """The function as a single replica, so that a model may name the axis "replica"."""
         return alone(function) if self.virtual_replicas is None else unmapped(function)
 
+    def constrain(self, results: Any, state: Any) -> Any:
+        """The results as they are: each replica has all of them."""
+        return results
+
     def compile(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], *, n_donated: int = 0
     ) -> Callable[..., Any]:

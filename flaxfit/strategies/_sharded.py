@@ -225,17 +225,15 @@ class Sharded:
 
         return bound
 
+    def constrain(self, results: Any, state: Any) -> Any:
+        """Has results of a traced function spread as `place` does it, gradients as parameters."""
+        return jax.lax.with_sharding_constraint(results, self._placements(results, state))
+
     def compile(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], *, n_donated: int = 0
     ) -> Callable[..., Any]:
-        """Compiles `function(state, ..., batch)`; its results are spread as `place` does it."""
-
-        def placed(*arguments: Any) -> Any:
-            results = self.bind(function)(*arguments)
-            placements = self._placements(results, arguments[0])
-            return jax.lax.with_sharding_constraint(results, placements)
-
-        return self._compile(placed, arguments, tuple(range(n_donated)))
+        """Compiles `function(state, ..., batch)`, whose results are where `constrain` has them."""
+        return self._compile(self.bind(function), arguments, tuple(range(n_donated)))
 
     def compile_split(
         self, function: Callable[..., Any], arguments: tuple[Any, ...]
@@ -258,7 +256,12 @@ class Sharded:
         def place_of(x: Any) -> Any:
             return x.sharding if isinstance(x, jax.Array) else self._split(False)
 
-        shardings = (*map(self._placements, states), jax.tree.map(place_of, batch))
+        def stay(x: Any, place: NamedSharding) -> Any:
+            is_on_mesh = isinstance(x, jax.Array) and getattr(x.sharding, "mesh", None) == self.mesh
+            return x.sharding if is_on_mesh else place
+
+        places = [jax.tree.map(stay, state, self._placements(state)) for state in states]
+        shardings = (*places, jax.tree.map(place_of, batch))
         compiled = jax.jit(function, in_shardings=shardings, donate_argnums=donated)
         return compiled.lower(*arguments).compile()
 

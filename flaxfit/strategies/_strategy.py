@@ -76,6 +76,15 @@ class Strategy(Protocol):
         """The function as it may be traced outside of `compile`, with what models refer to."""
         ...
 
+    def constrain(self, results: Any, state: Any) -> Any:
+        """Has results of a function that is traced come out as `place` would put them.
+
+        Args:
+          results: a pytree that may hold states, and trees like the parameters of `state`.
+          state: the state that it is traced with.
+        """
+        ...
+
     def compile(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], *, n_donated: int = 0
     ) -> Callable[..., Any]:

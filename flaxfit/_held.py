@@ -1,0 +1,92 @@
+"""A state as compiled steps take it: the arrays that they change, and those that they leave."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from flaxfit._keys import key_types, with_types, without_types
+from flaxfit._rules import label
+from flaxfit.optim._hyperparams import mark_constants
+
+
+class Held(NamedTuple):
+    """The arrays of a state, random keys as plain arrays."""
+
+    moving: list[Any]
+    """Those that a step uses up and gives back anew."""
+    still: list[Any]
+    """Those that are handed to each step as they are: an array less to make and to give back."""
+
+    def after(self, moving: list[Any], changed: Mapping[int, Any]) -> "Held":
+        """What is held after a step that gave back these; `changed` are others, by position."""
+        still = [changed.get(i, x) for i, x in enumerate(self.still)] if changed else self.still
+        return Held(moving, still)
+
+
+class Form:
+    """How states of one structure are taken apart, and put together again.
+
+    Held to be still are the key, frozen parameters, and hyperparameters without a schedule. That
+    is a guess, which no result depends on: those that a step changes all the same it gives back.
+
+    Args:
+      state: a state of that structure.
+      freeze: patterns of the paths of frozen parameters.
+    """
+
+    def __init__(self, state: Any, freeze: Any = ()):
+        leaves, self._structure = jax.tree.flatten(state)
+        self._freeze = freeze
+        self._types = key_types(leaves)
+        marks = jax.tree.map(lambda _: False, state).replace(
+            params=label([(pattern, True) for pattern in freeze], state.params, False),
+            opt_state=mark_constants(state.opt_state),
+            key=jax.tree.map(lambda _: True, state.key),
+        )
+        self._is_still = jax.tree.leaves(marks)
+
+    def fits(self, state: Any, freeze: Any) -> bool:
+        """Whether it is the form of a state with these parameters frozen, too."""
+        leaves, structure = jax.tree.flatten(state)
+        is_alike = freeze == self._freeze and structure == self._structure
+        return is_alike and key_types(leaves) == self._types
+
+    def apart(self, state: Any) -> Held:
+        """The arrays of a state."""
+        leaves = without_types(jax.tree.leaves(state), self._types)
+        pairs = list(zip(leaves, self._is_still, strict=True))
+        return Held([x for x, still in pairs if not still], [x for x, still in pairs if still])
+
+    def together(self, held: Held) -> Any:
+        """The state of these arrays."""
+        moving, still = iter(held.moving), iter(held.still)
+        leaves = [next(still if is_still else moving) for is_still in self._is_still]
+        return jax.tree.unflatten(self._structure, with_types(leaves, self._types))
+
+    def changed(self, new: Any, old: Any) -> list[int]:
+        """Which of the arrays held to be still a traced step has changed, by position."""
+        pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), self._is_still, strict=True)
+        return [
+            i for i, (a, b) in enumerate((a, b) for a, b, still in pairs if still) if a is not b
+        ]
+
+
+def on_held(update: Callable[..., Any], form: Form, constrain: Callable[..., Any]) -> Any:
+    """Makes `(moving, totals, still, ...) -> (moving, totals, grads, changed)` of an update.
+
+    Args:
+      update: `(state, totals, ...) -> (state, totals, grads)`.
+      form: how the state is taken apart.
+      constrain: as of a `Strategy`.
+    """
+
+    def update_held(moving: Any, totals: Any, still: Any, *batch: Any) -> Any:
+        state = form.together(Held(moving, still))
+        new, totals, grads = update(state, totals, *batch)
+        positions = form.changed(new, state)
+        new, totals, grads = constrain((new, totals, grads), state)
+        held = form.apart(new)
+        return held.moving, totals, grads, {i: held.still[i] for i in positions}
+
+    return update_held
