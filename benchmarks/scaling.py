@@ -118,7 +118,11 @@ def overhead(name: str, rounds: int, n_steps: int, *, resident: bool) -> None:
     totals = strategy.place(_totals.zero_totals(jax.eval_shape(step, state, examples[0])[1]))
     update = make_update(task, axis_name=strategy.axis_name, skip_empty=False)
     arguments = (state, totals, *data, strategy.split(batches[0]))
-    call = strategy.compile(update, arguments, n_donated=1)
+
+    def stay(state, *rest):
+        return strategy.constrain(update(state, *rest), state)
+
+    call = strategy.compile(stay, arguments, n_donated=1)
     most_in_flight = 32 if resident and len(jax.devices()) == 1 else 2  # As the loop has it.
 
     def bare() -> None:

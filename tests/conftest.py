@@ -29,6 +29,9 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
+# Tracing makes many objects that live on: to look for garbage among them takes a tenth of the time.
+gc.set_threshold(50_000, 20, 20)
+
 # What a test may make the library listen to, and what pytest and Ctrl-C need.
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -67,7 +70,7 @@ def environment():
 
 # Each compiled program maps a few pieces of memory; Linux allows a process 65,530 of them.
 MAPS = Path("/proc/self/maps")
-ENOUGH_MAPS = 15_000
+ENOUGH_MAPS = 30_000
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -207,6 +207,7 @@ def test_a_killed_process_loses_no_finished_epoch(tmp_path, run_child, data):
         "jax_compilation_cache_dir": jax.config.jax_compilation_cache_dir,
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
+        "jax_persistent_cache_enable_xla_caches": "none",
     }
     run = RUN.format(tests=os.path.dirname(__file__), options=options)
     command = [sys.executable, "-c", run, str(tmp_path / "run"), data]
