@@ -1,10 +1,15 @@
-"""Builds the documentation site: `python -m sphinx -W -b html docs docs/_build`."""
+"""Builds the documentation site: `python -m sphinx -W -b html docs docs/_build`.
+
+With `-t outputs` the pages that a newcomer reads first show what their code prints and draws.
+"""
 
 import inspect
+import os
 import re
 import sys
 import textwrap
 from importlib import import_module
+from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -19,8 +24,13 @@ copyright = author
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 
-# The tests run every Python block of these pages, in order; the site only shows them.
+# The tests run every Python block of every page, in order; the site runs those of a few pages,
+# in a kernel each, if told to.
 nb_execution_mode = "off"
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 600
+nb_merge_streams = True
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
@@ -46,6 +56,20 @@ html_theme_options = {
     "pygments_light_style": "tango",
     "pygments_dark_style": "monokai",
 }
+
+
+AS_NOTEBOOK = """---
+file_format: mystnb
+kernelspec: {name: python3}
+mystnb: {execution_mode: force}
+---
+"""
+
+
+def run_blocks(app: Sphinx, page: str, source: list[str]) -> None:
+    """Makes a notebook of a page, which myst-nb runs."""
+    if app.tags.has("outputs") and re.match("getting-started|tutorials/", page):
+        source[0] = AS_NOTEBOOK + source[0].replace("```python\n", "```{code-cell}\n")
 
 
 def public_names(module_name: str) -> list[str]:
@@ -123,6 +147,9 @@ def skip_member(app, what, name, obj, skip: bool, options) -> bool | None:
 
 def setup(app: Sphinx) -> None:
     """Adds the directive of the API pages, and makes the docstrings fit for it."""
+    models = Path(app.srcdir).parent / "examples" / "models"
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(models), *sys.path])
+    app.connect("source-read", run_blocks)
     app.add_directive("public-names", PublicNames)
     app.connect("autodoc-process-docstring", process_docstring)
     app.connect("autodoc-skip-member", skip_member)

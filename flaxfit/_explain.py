@@ -5,7 +5,7 @@ import functools
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,11 @@ def calls_explained(inputs: Any, targets: Any = ()) -> Iterator[None]:
         ) from error
     except Exception as error:
         called = f"The model is called with the inputs, of {_shapes(inputs)} (a tuple is several)"
+        if isinstance(inputs, Mapping):
+            called = (
+                f"The model is called with the inputs by name, {', '.join(inputs)}, of "
+                f"{_shapes(inputs)} (targets are the y of a batch {{'x': .., 'y': ..}} or (x, y))"
+            )
         if targets:
             called += f"; the loss and metrics with outputs and targets, of {_shapes(targets)}"
         is_call = isinstance(error, TypeError) and re.search(_OTHER_ARGUMENTS, str(error))

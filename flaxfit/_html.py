@@ -10,6 +10,8 @@ from flaxfit._rules import flat
 
 _MOST_ROWS = 200
 """A table of arrays has no more rows, however many layers the model has."""
+# Pages outside of Jupyter have no room of their own between the cells, or put tables in the middle.
+_TABLE = '<table cellpadding="5" style="margin:0.5em 0">'
 
 
 def card(title: str, facts: Iterable[str], *parts: str) -> str:
@@ -27,10 +29,11 @@ def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
     """A table of texts.
 
     >>> table([["loss", "0.5"]], head=["", "last"])
-    '<table><tr><th></th><th>last</th></tr><tr><td>loss</td><td>0.5</td></tr></table>'
+    '...<tr><th></th><th>last</th></tr><tr><td>loss</td><td>0.5</td></tr></table>'
     """
     lines = [_row(head, "th")] if head else []
-    return f"<table>{''.join([*lines, *(_row(row, 'td') for row in rows)])}</table>"
+    content = "".join([*lines, *(_row(row, "td") for row in rows)])
+    return f"{_TABLE}{content}</table>"
 
 
 def arrays(title: str, tree: Any, axes: Mapping[str, Any] | None = None) -> str:

@@ -191,6 +191,11 @@ class Model:
             validation_data = ArrayStream(*validation_data, batch_size=batch_size, epochs=1)
 
         n_steps = steps_per_epoch or _length(stream)
+        if n_steps is not None and n_steps > _ENDLESS:
+            raise ValueError(
+                f"Cannot tell where an epoch ends: the data gives {n_steps:,} batches, which is "
+                "without end. Give steps_per_epoch, or data that ends."
+            )
         folder = None
         # What `load` has read is the start of this model, not of an interrupted call.
         is_fresh = self._loop is None and not isinstance(self._init, SavedState)

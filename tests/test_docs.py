@@ -98,6 +98,7 @@ TO_RUN = [
 def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
+    monkeypatch.syspath_prepend(ROOT / "examples" / "models")
     lacking = run(path.read_text(), path)
     if lacking:
         pytest.skip(f"some blocks need {', '.join(lacking)}")

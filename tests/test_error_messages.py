@@ -170,6 +170,11 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "were made for others", "(
                 "of shapes (32, 4), (32,)",
             ],
         ),
+        (
+            lambda: loop_over([{"image": X, "label": LABELS}]),
+            TypeError,
+            ["inputs by name, image, label", "batch {'x': .., 'y': ..} or (x, y)"],
+        ),
         (lambda: loop_over((X, LABELS), rnkey="seed"), TypeError, ["jax.random.key(0)", "'seed'"]),
         (lambda: loop_over((X, LABELS), devices=2), TypeError, ["jax.devices()[:2], got 2"]),
         (
@@ -196,6 +201,7 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "were made for others", "(
         "features in evaluation",
         "features in prediction",
         "targets to predict",
+        "batches of other names",
         "a key",
         "devices",
         "a module for its init",

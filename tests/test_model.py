@@ -1,6 +1,8 @@
 """Model: fit, evaluate and predict as a Keras user knows them, on real digits."""
 
+import itertools
 import signal
+import sys
 import threading
 
 import flax.linen as nn
@@ -255,6 +257,23 @@ def test_an_exhausted_generator_is_not_taken_for_an_epoch():
     with pytest.raises(ValueError, match="consumed before|passed over only once"):
         model.fit(((X, Y) for _ in range(2)), epochs=2, verbose=0)
     assert model.step == 2
+
+
+class Endless:
+    """Repeats a batch, and has a length all the same, as a pipeline of Grain after `repeat()`."""
+
+    def __len__(self):
+        return sys.maxsize
+
+    def __iter__(self):
+        return itertools.repeat((X[:8], Y[:8]))
+
+
+def test_data_without_end_needs_steps_per_epoch():
+    data = Endless()
+    with pytest.raises(ValueError, match="where an epoch ends.* Give steps_per_epoch"):
+        make_model().fit(data, verbose=0)
+    assert make_model().fit(data, steps_per_epoch=2, verbose=0).steps == [2]
 
 
 def test_steps_per_epoch_sets_the_length_of_an_epoch():

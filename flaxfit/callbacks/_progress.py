@@ -40,8 +40,10 @@ class _CellBar(_Bar):
     def status_printer(file: Any) -> Callable[[str], None]:
         from IPython import display as ipython  # A notebook has it.
 
-        cell: Any = ipython.display({"text/plain": ""}, raw=True, display_id=True)
-        return lambda text: cell.update({"text/plain": text}, raw=True)
+        # Empty text is an empty line, or an empty box; empty HTML is nothing.
+        nothing = {"text/plain": "", "text/html": ""}
+        cell: Any = ipython.display(nothing, raw=True, display_id=True)
+        return lambda text: cell.update({"text/plain": text} if text.strip() else nothing, raw=True)
 
 
 class ProgressBar:

@@ -240,8 +240,8 @@ def cell(monkeypatch):
 
     def display(data, *, raw, display_id):
         assert raw and display_id
-        shown.append(data["text/plain"])
-        return SimpleNamespace(update=lambda data, *, raw: shown.append(data["text/plain"]))
+        shown.append(data)
+        return SimpleNamespace(update=lambda data, *, raw: shown.append(data))
 
     shell = SimpleNamespace(config={"IPKernelApp": {}})
     ipython = SimpleNamespace(get_ipython=lambda: shell, display=SimpleNamespace(display=display))
@@ -260,11 +260,11 @@ def test_in_a_notebook_the_bar_is_redrawn_in_place_and_leaves_nothing(
     assert captured.out == (
         "Epoch 1/2  4.0s  loss 0.5000\nEpoch 2/2  4.0s  loss 0.5000\ndone in 8.0s · loss 0.5000\n"
     )
-    bars = [text for text in cell if text.strip()]
+    bars = [data["text/plain"] for data in cell if "text/html" not in data]
     assert bars[0].startswith("Epoch 1/2  ━") and bars[-1].endswith(
         "4/4 · 1 steps/s · ETA 0s · loss 0.5000"
     )
-    assert cell[-1] == ""
+    assert cell[-1] == {"text/plain": "", "text/html": ""}
 
 
 def test_no_thread_is_started(make_loop, terminal, clock):
