@@ -1,13 +1,13 @@
 """A state as compiled steps take it: the arrays that they change, and those that they leave."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from flaxfit._keys import key_types, with_types, without_types
-from flaxfit._rules import label
-from flaxfit.optim._hyperparams import mark_constants
+from flaxfit._rules import flat, label
+from flaxfit.optim._hyperparams import constants
 
 
 class Held(NamedTuple):
@@ -31,26 +31,36 @@ class Form:
     is a guess, which no result depends on: those that a step changes all the same it gives back.
 
     Args:
-      state: a state of that structure.
+      state: a state of that structure, of arrays.
       freeze: patterns of the paths of frozen parameters.
     """
 
-    def __init__(self, state: Any, freeze: Any = ()):
+    def __init__(self, state: Any, freeze: Sequence[str] = ()):
         leaves, self._structure = jax.tree.flatten(state)
         self._freeze = freeze
         self._types = key_types(leaves)
-        marks = jax.tree.map(lambda _: False, state).replace(
-            params=label([(pattern, True) for pattern in freeze], state.params, False),
-            opt_state=mark_constants(state.opt_state),
-            key=jax.tree.map(lambda _: True, state.key),
-        )
-        self._is_still = jax.tree.leaves(marks)
+        is_frozen = flat(label([(pattern, True) for pattern in freeze], state.params, False))
+        frozen = [x for path, x in flat(state.params).items() if is_frozen[path]]
+        still = {id(x) for x in jax.tree.leaves((frozen, constants(state.opt_state), state.key))}
+        self._is_still = [id(x) in still for x in leaves]
+        self._paths = [*flat(state)]
 
-    def fits(self, state: Any, freeze: Any) -> bool:
+    def fits(self, state: Any, freeze: Sequence[str]) -> bool:
         """Whether it is the form of a state with these parameters frozen, too."""
         leaves, structure = jax.tree.flatten(state)
         is_alike = freeze == self._freeze and structure == self._structure
         return is_alike and key_types(leaves) == self._types
+
+    def restructured(self, state: Any) -> Any:
+        """A state with arrays of the same paths in this structure, any other one as it is.
+
+        One that was restored without a template has plain dicts, whose order may be another.
+        """
+        given = flat(state)
+        is_alike = len(given) == self._structure.num_leaves and {*given} == {*self._paths}
+        if not is_alike or jax.tree.structure(state) == self._structure:
+            return state
+        return jax.tree.unflatten(self._structure, [given[path] for path in self._paths])
 
     def apart(self, state: Any) -> Held:
         """The arrays of a state."""

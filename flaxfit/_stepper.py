@@ -112,7 +112,7 @@ class Stepper:
 
     @property
     def state(self) -> Any:
-        """The training state, in its places on the devices; the next step uses it up."""
+        """The training state, in its places on the devices; the next step uses most of it up."""
         return None if self._form is None else self._form.together(self._held)
 
     def copied(self, copy: Callable[[Any], Any]) -> tuple[Any, Any]:
@@ -123,19 +123,20 @@ class Stepper:
     @state.setter
     def state(self, state: Any) -> None:
         # To take a state apart and put it together for every step costs more than small steps do.
-        is_known = self._form is not None and self._form.fits(state, self.task.freeze)
-        self._form = self._form if is_known else Form(state, self.task.freeze)
+        if self._form is None or not self._form.fits(state, self.task.freeze):
+            self._form = Form(state, self.task.freeze)
         self._held = self._form.apart(state)
 
     def set_state(self, state: TrainState) -> None:
         """Goes on from another state."""
         self.agreement.state(int(state.step), state)
+        state = state if self._form is None else self._form.restructured(state)
         before, self.state = self.state, self.strategy.place(state)
         self.step = int(state.step)
         self._n_set += 1
         if shapes_of(before) != shapes_of(self.state):
             self._count({})
-            self._feed, self._ready = None, {}
+            self.executables, self._feed, self._ready = {}, None, {}
         self.reset_totals()
 
     @property
@@ -153,8 +154,8 @@ class Stepper:
         state = self.strategy.collect(self.state)
         opt_state = carry_state(state.opt_state, task.optimizer, state.params)
         axes = with_optimizer(state.axes, state.params, opt_state)
-        self.task = task
-        self.state = self.strategy.place(state.replace(opt_state=opt_state, axes=axes))
+        placed = self.strategy.place(state.replace(opt_state=opt_state, axes=axes))
+        self.task, self.state = task, placed
         self.executables, self._traced, self._ready = {}, {}, {}
 
     def set_norms(self, patterns: Sequence[str]) -> None:
@@ -432,7 +433,7 @@ class Stepper:
         key = (n, signature, self._resident_shapes if data else None)
         update = self.executables.get(key)
         if update is None:
-            update = self.executables[key] = self._compile(portions, arguments)
+            update = self.executables[key] = self._compile(portions, arguments, *data)
         moving, totals, grads, changed = update(*arguments)
         held = held.after(moving, changed)
         if not is_whole:
@@ -465,7 +466,7 @@ class Stepper:
         (rows,) = batch.inputs
         return Batch((strategy.split(rows),), (), self._weights_of_rows[n_rows])
 
-    def _compile(self, portions: list[Portion], arguments: tuple[Any, ...]) -> Any:
+    def _compile(self, portions: list[Portion], arguments: tuple[Any, ...], *data: Any) -> Any:
         self._say("compiling…")
         began, self.is_preparing = time.perf_counter(), True
         strategy, batch = portions[0].strategy, portions[0].batch
@@ -477,8 +478,8 @@ class Stepper:
         self.is_preparing = False
         leaves = jax.tree.leaves(batch[:2])
         shapes = [leaf.shape for leaf in leaves]
-        if len(arguments) > 4:  # The batch is gathered from data on the devices.
-            leaves = jax.tree.leaves(arguments[3][:2])
+        for resident in data:  # The batch is gathered from it.
+            leaves = jax.tree.leaves(resident[:2])
             shapes = [shapes[0] + leaf.shape[1:] for leaf in leaves]
         self._announce(shapes, [str(leaf.dtype) for leaf in leaves], len(strategy.devices), seconds)
         return update

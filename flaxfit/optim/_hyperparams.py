@@ -89,19 +89,21 @@ def set_hyperparams(opt_state: Any, *, group: str | int | None = None, **values:
     return _map(opt_state, lambda state: _set(state, values), name)
 
 
-def mark_constants(opt_state: Any) -> Any:
-    """True in the place of each hyperparameter that goes by no schedule, False in all others.
+def constants(opt_state: Any) -> list[Any]:
+    """The hyperparameters that go by no schedule, wherever they are in a state.
 
     >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
-    >>> mark_constants(optimizer.init(jnp.ones(2))).hyperparams
-    {'learning_rate': True}
+    >>> [float(x) for x in constants(optimizer.init(jnp.ones(2)))]
+    [0.5]
     """
-
-    def mark(node: Any) -> Any:
-        marks = {name: name not in node.hyperparams_states for name in node.hyperparams}
-        return node._replace(hyperparams=marks)
-
-    return _map(jax.tree.map(lambda _: False, opt_state), mark, None)
+    found = []
+    for node in _nodes(opt_state):
+        if isinstance(node, optax.InjectStatefulHyperparamsState):
+            own = [x for name, x in node.hyperparams.items() if name not in node.hyperparams_states]
+            found += own + constants(node.inner_state)
+        for child in _children(node).values():
+            found += constants(child)
+    return found
 
 
 def describe(opt_state: Any) -> str:
@@ -284,6 +286,6 @@ def _like(old: Any, value: Any, name: str) -> Any:
     if old.weak_type and isinstance(value, int | float):
         new = jnp.asarray(int(value) if is_whole else float(value))
     else:
-        new = jnp.asarray(value, old.dtype)
+        new = jnp.array(value, old.dtype)
     is_placed = not isinstance(old, Tracer) and old.committed
     return jax.device_put(new, old.sharding) if is_placed else new
