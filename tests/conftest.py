@@ -70,7 +70,7 @@ def environment():
 
 # Each compiled program maps a few pieces of memory; Linux allows a process 65,530 of them.
 MAPS = Path("/proc/self/maps")
-ENOUGH_MAPS = 30_000
+ENOUGH_MAPS = 15_000
 
 
 @pytest.fixture(scope="module", autouse=True)
