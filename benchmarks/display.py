@@ -5,9 +5,9 @@
 Both are the same TrainLoop over the same batches; one draws to a terminal that nobody sees, for
 seconds on end, so that the bar is drawn many times between two checkpoints. The order within a
 round is by chance; the figure to quote is the median of the ratios of the rounds. Beside it stands
-the ratio of the fastest rounds, which a busy machine disturbs less. Where these differ by more than
-they say, the last line tells: the share of a round's time that is spent in the bar, which the
-devices need not wait for.
+the ratio of the fastest rounds, which a busy machine disturbs less. Where these
+scatter more than the bar costs, go by the last line: the share of a round's time that is spent in
+the bar, which the devices need not even wait for.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main() -> None:
         }
         contenders = {name: partial(round_of, loop) for name, loop in loops.items()}
         times, losses = take_turns(contenders, arguments.rounds, arguments.steps)
-        shares = [share_of_bar(loops["live bar"]) for _ in range(min(arguments.rounds, 9))]
+        shares = [share_of_bar(loops["live bar"]) for _ in range(arguments.rounds)]
     if len(set(losses.values())) > 1:
         raise SystemExit(f"The losses disagree, so the times compare nothing: {losses}")
     base = times["no display"]

@@ -54,13 +54,16 @@ class Form:
     def restructured(self, state: Any) -> Any:
         """A state with arrays of the same paths in this structure, any other one as it is.
 
+        Names of axes that it brings along stay its own.
+
         One that was restored without a template has plain dicts, whose order may be another.
         """
         given = flat(state)
         is_alike = len(given) == self._structure.num_leaves and {*given} == {*self._paths}
         if not is_alike or jax.tree.structure(state) == self._structure:
             return state
-        return jax.tree.unflatten(self._structure, [given[path] for path in self._paths])
+        same = jax.tree.unflatten(self._structure, [given[path] for path in self._paths])
+        return same if state.axes is None else same.replace(axes=state.axes)
 
     def apart(self, state: Any) -> Held:
         """The arrays of a state."""
@@ -76,13 +79,14 @@ class Form:
 
     def changed(self, new: Any, old: Any) -> list[int]:
         """Which of the arrays held to be still a traced step has changed, by position."""
-        pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), self._is_still, strict=True)
-        return [
-            i for i, (a, b) in enumerate((a, b) for a, b, still in pairs if still) if a is not b
-        ]
+        triples = zip(jax.tree.leaves(new), jax.tree.leaves(old), self._is_still, strict=True)
+        kept = [(a, b) for a, b, is_still in triples if is_still]
+        return [i for i, (a, b) in enumerate(kept) if a is not b]
 
 
-def on_held(update: Callable[..., Any], form: Form, constrain: Callable[..., Any]) -> Any:
+def on_held(
+    update: Callable[..., Any], form: Form, constrain: Callable[..., Any]
+) -> Callable[..., Any]:
     """Makes `(moving, totals, still, ...) -> (moving, totals, grads, changed)` of an update.
 
     Args:

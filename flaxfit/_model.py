@@ -191,7 +191,7 @@ class Model:
             validation_data = ArrayStream(*validation_data, batch_size=batch_size, epochs=1)
 
         n_steps = steps_per_epoch or _length(stream)
-        if n_steps is not None and n_steps > _ENDLESS:
+        if not steps_per_epoch and n_steps is not None and n_steps > _ENDLESS:
             raise ValueError(
                 f"Cannot tell where an epoch ends: the data gives {n_steps:,} batches, which is "
                 "without end. Give steps_per_epoch, or data that ends."

@@ -74,7 +74,9 @@ class Stepper:
         """Whether it inspects the first batch or compiles, which may take long."""
         self.batch_shapes: Batch | None = None
         self.norms: tuple[str, ...] = ()
+        # How the state is taken apart, once there is one, and its arrays.
         self._form: Any = None
+        self._held = Held([], [])
         self._options = {"grad_norm": grad_norm, "keep_grads": keep_grads}
         self._say = say
         self._in_flight: deque[jax.Array] = deque()

@@ -29,7 +29,7 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
-# Tracing makes many objects that live on: to look for garbage among them takes a tenth of the time.
+# Tracing makes many objects that live on: to look for garbage among them costs a tenth of a run.
 gc.set_threshold(50_000, 20, 20)
 
 # What a test may make the library listen to, and what pytest and Ctrl-C need.

@@ -54,14 +54,13 @@ def test_an_example_reaches_its_accuracy(name, tmp_path, environment, run_child)
 
 @pytest.mark.slow
 def test_a_killed_example_ends_with_the_weights_of_the_whole_run(tmp_path, environment, run_child):
-    def run(*arguments):
+    def run(*arguments, env=environment):
         command = [sys.executable, "-W", "error", str(EXAMPLES / "04_resume.py"), *arguments]
-        return run_child(command, cwd=tmp_path, env=environment)
+        return run_child(command, cwd=tmp_path, env=env)
 
-    # The first compiles all programs: those that are killed leave none half written.
     whole = run("whole")
     for _ in range(2):
-        killed = run("killed", "--kill")
+        killed = run("killed", "--kill", env=None)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
     resumed = run("killed")
     assert resumed.returncode == whole.returncode == 0, resumed.stderr + whole.stderr

@@ -182,3 +182,10 @@ def test_a_step_of_ones_own_may_change_the_key():
     for _ in range(int(loop.next_checkpoint().state.step)):
         key, _ = jax.random.split(key)
     assert jnp.array_equal(jax.random.key_data(loop.state.key), jax.random.key_data(key))
+
+
+def test_names_of_axes_that_a_state_brings_along_stay_its_own():
+    state = loop_of().next_checkpoint().state
+    other = state.replace(axes={"params_axes": {}})
+    assert Form(state).restructured(other).axes == {"params_axes": {}}
+    assert Form(state).restructured(state) is state

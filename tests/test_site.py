@@ -55,6 +55,7 @@ def build(folder, run_child, *options):
     command.append("docs")
     done = run_child(
         [*command, str(folder)],
+        seconds=1800,
         cwd=ROOT,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )

@@ -88,7 +88,10 @@ class Strategy(Protocol):
     def compile(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], *, n_donated: int = 0
     ) -> Callable[..., Any]:
-        """Compiles `function(state, ..., batch)` for these arguments; results are whole."""
+        """Compiles `function(state, ..., batch)` for these arguments; results are whole.
+
+        Where they go is the function's own affair, by `constrain`.
+        """
         ...
 
     def compile_split(
