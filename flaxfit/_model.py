@@ -36,12 +36,12 @@ from flaxfit._task import EvalTask, TrainTask
 from flaxfit._warm_start import WarmStart, open_weights
 from flaxfit._whole_number import whole_number
 from flaxfit.callbacks import ProgressBar
+from flaxfit.callbacks._progress import ENDLESS
 from flaxfit.data import ArrayStream, as_stream, one_pass, prefetch
 from flaxfit.optim import swap_ema
 from flaxfit.optim._extended import has_ema
 from flaxfit.strategies import Strategy
 
-_ENDLESS = 2**31 - 1
 # While these are computed and copied, others are prepared; no more of them wait on the devices.
 _BATCHES_IN_FLIGHT = 4
 
@@ -191,7 +191,7 @@ class Model:
             validation_data = ArrayStream(*validation_data, batch_size=batch_size, epochs=1)
 
         n_steps = steps_per_epoch or _length(stream)
-        if not steps_per_epoch and n_steps is not None and n_steps > _ENDLESS:
+        if not steps_per_epoch and (n_steps or 0) > ENDLESS:
             raise ValueError(
                 f"Cannot tell where an epoch ends: the data gives {n_steps:,} batches, which is "
                 "without end. Give steps_per_epoch, or data that ends."
@@ -652,8 +652,8 @@ class Model:
             for callback in callbacks:
                 callback.attach(self._loop)
         self._loop.steps_per_call = steps_per_call
-        self._loop.n_steps_per_checkpoint = n_steps or _ENDLESS
-        self._loop.first_checkpoint = self._loop.step - n_done + (n_steps or _ENDLESS)
+        self._loop.n_steps_per_checkpoint = n_steps or ENDLESS
+        self._loop.first_checkpoint = self._loop.step - n_done + (n_steps or ENDLESS)
         return self._loop
 
     def _epochs(
@@ -666,7 +666,7 @@ class Model:
         for epoch in range(epochs):
             if epoch:
                 loop.data = _ahead(_one_pass(stream, n_steps))
-            loop.first_checkpoint = loop.step + _ENDLESS
+            loop.first_checkpoint = loop.step + ENDLESS
             try:
                 yield loop.next_checkpoint()
             except EndOfData:

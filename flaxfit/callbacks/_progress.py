@@ -16,7 +16,7 @@ _SECONDS_BETWEEN_REFRESHES = 0.5
 # So wide is a bar at least, where there are metrics to be left out for it.
 _LEAST_BAR = 4
 # Steps are int32: a span of this many ends with the data, wherever that is.
-_ENDLESS = 2**31 - 1
+ENDLESS = 2**31 - 1
 
 
 class _Bar(tqdm):
@@ -165,7 +165,7 @@ class ProgressBar:
             return "Step", step, self._n_units
         label = display.label(self._unit, self._n + 1, self._n_units)
         length = self._loop.n_steps_per_checkpoint
-        if length >= _ENDLESS:
+        if length >= ENDLESS:
             length = self._last.n_completed_steps if self._last else None
         return label, step - self._bar_start, length
 
