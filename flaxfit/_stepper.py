@@ -468,7 +468,9 @@ class Stepper:
         (rows,) = batch.inputs
         return Batch((strategy.split(rows),), (), self._weights_of_rows[n_rows])
 
-    def _compile(self, portions: list[Portion], arguments: tuple[Any, ...], *data: Any) -> Any:
+    def _compile(
+        self, portions: list[Portion], arguments: tuple[Any, ...], resident: Batch | None = None
+    ) -> Any:
         self._say("compiling…")
         began, self.is_preparing = time.perf_counter(), True
         strategy, batch = portions[0].strategy, portions[0].batch
@@ -480,7 +482,7 @@ class Stepper:
         self.is_preparing = False
         leaves = jax.tree.leaves(batch[:2])
         shapes = [leaf.shape for leaf in leaves]
-        for resident in data:  # The batch is gathered from it.
+        if resident is not None:  # The batch is gathered from it.
             leaves = jax.tree.leaves(resident[:2])
             shapes = [shapes[0] + leaf.shape[1:] for leaf in leaves]
         self._announce(shapes, [str(leaf.dtype) for leaf in leaves], len(strategy.devices), seconds)

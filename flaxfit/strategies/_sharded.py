@@ -256,6 +256,7 @@ class Sharded:
         def place_of(x: Any) -> Any:
             return x.sharding if isinstance(x, jax.Array) else self._split(False)
 
+        # Lists of the arrays of a state do not tell where `place` has put them: these do.
         def stay(x: Any, place: NamedSharding) -> Any:
             is_on_mesh = isinstance(x, jax.Array) and getattr(x.sharding, "mesh", None) == self.mesh
             return x.sharding if is_on_mesh else place
