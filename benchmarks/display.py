@@ -5,9 +5,9 @@
 Both are the same TrainLoop over the same batches; one draws to a terminal that nobody sees, for
 seconds on end, so that the bar is drawn many times between two checkpoints. The order within a
 round is by chance; the figure to quote is the median of the ratios of the rounds. Beside it stands
-the ratio of the fastest rounds, which a busy machine disturbs less. Where these
-scatter more than the bar costs, go by the last line: the share of a round's time that is spent in
-the bar, which the devices need not even wait for.
+the ratio of the fastest rounds, which a busy machine disturbs less. Where these scatter more than
+the bar costs, go by the last line: the share of a round's time that is spent in the bar, which the
+devices need not even wait for.
 """
 
 import argparse
