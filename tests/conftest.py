@@ -34,6 +34,8 @@ gc.set_threshold(50_000, 20, 20)
 
 # What a test may make the library listen to, and what pytest and Ctrl-C need.
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # A shell starts it so in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _link_all(source, target):

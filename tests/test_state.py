@@ -51,6 +51,28 @@ def test_the_same_key_gives_the_same_state():
     assert not np.array_equal(a.params["Dense_0"]["kernel"], other.params["Dense_0"]["kernel"])
 
 
+class Drawn(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for init in ("lecun_normal", "he_uniform", "xavier_normal", "orthogonal"):
+            x = nn.Dense(70, kernel_init=getattr(nn.initializers, init)())(x)
+        return nn.Embed(100, 30)(x.argmax(-1))
+
+
+def test_numbers_are_drawn_as_by_the_module_alone():
+    state = ff.init_state(Drawn().init, optax.adam(0.1), 0, (X,))
+    init_key, _ = jax.random.split(jax.random.key(0))
+    keys = dict(zip(("params", "dropout"), jax.random.split(init_key, 2), strict=True))
+    alone = jax.jit(Drawn().init)(keys, X)["params"]
+    jax.tree.map(np.testing.assert_array_equal, state.params, alone)
+
+
+def test_a_state_may_be_made_within_another_program():
+    key = jax.random.key(0)  # Not made within it.
+    inner = jax.jit(lambda: ff.init_state(Net().init, optax.adam(0.1), key, (X,)))()
+    jax.tree.map(np.testing.assert_array_equal, inner.params, make_state().params)
+
+
 def test_apply_gradient_is_one_update_of_the_optimizer():
     optimizer = optax.adamw(0.1, weight_decay=0.5)
     state = make_state(optimizer)
