@@ -8,6 +8,7 @@ import numpy as np
 
 from flaxfit import _html
 from flaxfit._display import count, duration, number, plural, rate
+from flaxfit._later import Later
 from flaxfit._state import TrainState
 
 
@@ -47,7 +48,11 @@ class Checkpoint:
 
     def replace(self, **changes: Any) -> "Checkpoint":
         """A copy with some fields changed."""
-        return dataclasses.replace(self, **changes)
+        if not changes.keys() <= self.__dict__.keys():
+            return dataclasses.replace(self, **changes)  # Which says what is wrong.
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__, **changes)
+        return copy
 
     def with_metrics(self, metrics: Mapping[str, float], prefix: str = "") -> "Checkpoint":
         """A copy with metrics added, their names prefixed."""
@@ -120,3 +125,24 @@ class Checkpoint:
             facts.append(f"{count(_html.n_numbers(self.state.params))} params")
             parts.append(_html.arrays("params", self.state.params, self.state.axes))
         return _html.card(f"Checkpoint at step {count(self.step)}", facts, *parts)
+
+
+class _MadeLater:
+    """A field that may be given as a `Later` of a tuple, of which it is the member at `place`."""
+
+    def __init__(self, name: str, place: int):
+        self._name, self._place = name, place
+
+    def __get__(self, checkpoint: Any, kind: Any) -> Any:
+        if checkpoint is None:
+            return self
+        value = checkpoint.__dict__[self._name]
+        return value.value[self._place] if isinstance(value, Later) else value
+
+    def __set__(self, checkpoint: Any, value: Any) -> None:
+        checkpoint.__dict__[self._name] = value
+
+
+for _place, _name in enumerate(("state", "last_grads")):
+    # Not in the class: a dataclass would take it for the default.
+    setattr(Checkpoint, _name, _MadeLater(_name, _place))

@@ -109,7 +109,7 @@ class TrainLoop:
             )
         self.task = _with_collections(task, collections, mutable_collections)
         self.strategy = strategy or strategy_for(self.task, devices)
-        self._copy = snapshots(snapshot, self.strategy)
+        self._snapshot = snapshots(snapshot, self.strategy)
         self.n_steps_per_checkpoint = n_steps_per_checkpoint
         self.n_steps = n_steps
         self.first_checkpoint = first_checkpoint
@@ -203,6 +203,7 @@ class TrainLoop:
             if checkpoint is None:
                 return self.close()
             yield checkpoint
+            del checkpoint  # Where nobody holds on to it, its state need not be copied.
             if self.stopped:
                 return self.close()
 
@@ -216,7 +217,7 @@ class TrainLoop:
     @property
     def state(self) -> TrainState:
         """The training state: an unreplicated copy that stays valid."""
-        return self._stepper.copied(self._copy)[0]
+        return self._stepper.kept(self._snapshot).value[0]
 
     @property
     def state_in_place(self) -> TrainState:
@@ -595,27 +596,27 @@ class TrainLoop:
 
     def _make_checkpoint(self, *, between: bool = False) -> Checkpoint:
         stepper = self._stepper
-        # Copied first: the copy is on its way while the metrics wait for the steps before it.
-        state, grads = stepper.copied(self._copy)
-        metrics = stepper.metrics() | self._learning_rates(state)
+        # What can be done while the devices are still at work comes before the metrics.
+        kept = stepper.kept(self._snapshot)
+        position, running = stepper.position(), stepper.get_running(counts=between)
+        metrics = stepper.metrics() | self._learning_rates()
         seconds = self._elapsed + time.perf_counter() - self._resumed
         return Checkpoint(
             step=stepper.step,
-            state=state,
+            state=kept,
             metrics=metrics,
             n_completed_steps=stepper.n_completed,
             n_examples=stepper.n_examples,
             elapsed_time=seconds - stepper.compile_time - stepper.inspection_time,
             compile_time=stepper.compile_time,
-            data_state=stepper.position(),
-            running=stepper.get_running(counts=between),
-            last_grads=grads,
+            data_state=position,
+            running=running,
+            last_grads=None if stepper.grads is None else kept,
         )
 
-    def _learning_rates(self, state: TrainState) -> dict[str, float]:
+    def _learning_rates(self) -> dict[str, float]:
         """The learning rates of the latest step, where the optimizer tells them."""
-        values = hyperparams(state.opt_state)
-        rates = learning_rates(_on_host(values)) if values else {}
+        rates = learning_rates(self.hyperparams) if self._stepper.has_hyperparams else {}
         return {
             "learning_rate" if group is None else f"learning_rate/{group}": rate
             for group, rate in rates.items()

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,10 +21,12 @@ from flaxfit._feed import Feed, Portion, stack_batches
 from flaxfit._held import Form, Held, on_held
 from flaxfit._inspect import inspect, inspect_step, shapes_of
 from flaxfit._interrupt import Interrupts
+from flaxfit._later import Later
 from flaxfit._optimizer_axes import with_optimizer
 from flaxfit._own_rows import knows_rows, own_examples, own_rows
 from flaxfit._own_step import check_strategy
 from flaxfit._rules import flat
+from flaxfit._snapshot import is_light
 from flaxfit._state import TrainState
 from flaxfit._step import compute, more_sums
 from flaxfit._task import TrainTask
@@ -33,6 +36,7 @@ from flaxfit.data import ArrayStream, as_stream
 from flaxfit.optim import set_hyperparams
 from flaxfit.optim._extended import carry_state
 from flaxfit.optim._freeze import check_matches
+from flaxfit.optim._hyperparams import names_of
 from flaxfit.strategies import Strategy
 
 # On a CPU with several devices, unbounded dispatch of collectives aborts the process.
@@ -77,6 +81,8 @@ class Stepper:
         # How the state is taken apart, once there is one, and its arrays.
         self._form: Any = None
         self._held = Held([], [])
+        self._kept: list[weakref.ref[Later]] = []
+        """What was kept of the present arrays since the last step."""
         self._options = {"grad_norm": grad_norm, "keep_grads": keep_grads}
         self._say = say
         self._in_flight: deque[jax.Array] = deque()
@@ -117,10 +123,34 @@ class Stepper:
         """The training state, in its places on the devices; the next step uses most of it up."""
         return None if self._form is None else self._form.together(self._held)
 
-    def copied(self, copy: Callable[[Any], Any]) -> tuple[Any, Any]:
-        """The state and the kept gradients, copied; keys as plain arrays, which takes less time."""
-        held, grads = copy((self._held, self.grads))
-        return self._form.together(held), grads
+    def kept(self, snapshot: Callable[..., Callable[[], Any]]) -> Later:
+        """The state and the kept gradients, of which the next step takes no more than is copied.
+
+        They are copied when they are asked for; at the latest by the next step, if somebody still
+        holds on to what this returns.
+        """
+        # Random keys as plain arrays, which takes less time.
+        form, arrays, is_light = self._form, (self._held, self.grads), self._is_light
+
+        def copied() -> Callable[[], tuple[Any, Any]]:
+            copy = snapshot(arrays, is_light)
+
+            def together() -> tuple[Any, Any]:
+                held, grads = copy()
+                return form.together(held), grads
+
+            return together
+
+        kept = Later(copied)
+        self._kept.append(weakref.ref(kept))
+        return kept
+
+    def _secure_kept(self) -> None:
+        """Copies what was kept and is still held on to: the next step uses it up."""
+        for reference in self._kept:
+            if (kept := reference()) is not None:
+                kept.secure()
+        self._kept = []
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -128,6 +158,8 @@ class Stepper:
         if self._form is None or not self._form.fits(state, self.task.freeze):
             self._form = Form(state, self.task.freeze)
         self._held = self._form.apart(state)
+        self._is_light = is_light([*self._held.moving, *self._held.still])
+        self.has_hyperparams = bool(names_of(state.opt_state))
 
     def set_state(self, state: TrainState) -> None:
         """Goes on from another state."""
@@ -285,6 +317,8 @@ class Stepper:
 
         Returns whether there was a batch to step.
         """
+        if self._kept:
+            self._secure_kept()
         # From here to the release an interrupt waits, so that no batch and no state is lost.
         self.interrupts.hold()
         try:

@@ -61,14 +61,14 @@ def pack(tree: Any) -> dict[str, jax.Array]:
 def unpack(vectors: dict[str, Any], like: Any) -> Any:
     """The tree whose leaves were packed; `like` tells its structure, shapes and dtypes."""
     places = dict.fromkeys(vectors, 0)
-
-    def take(leaf: Any) -> Any:
+    leaves, structure = jax.tree.flatten(like)
+    taken = []
+    for leaf in leaves:
         dtype = _name(leaf.dtype)
         start = places[dtype]
-        places[dtype] += leaf.size
-        return vectors[dtype][start : start + leaf.size].reshape(leaf.shape)
-
-    return jax.tree.map(take, like)
+        places[dtype] = end = start + leaf.size
+        taken.append(vectors[dtype][start:end].reshape(leaf.shape))
+    return structure.unflatten(taken)
 
 
 @functools.cache
@@ -86,7 +86,12 @@ def _two_sum(high: jax.Array, low: jax.Array, x: jax.Array) -> tuple[jax.Array, 
     return total, low + jnp.where(jnp.isfinite(total), error, 0)
 
 
+@functools.cache
+def _is_floating(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
 def _whole(high: np.ndarray, low: np.ndarray) -> np.ndarray:
-    if not jnp.issubdtype(high.dtype, jnp.floating):
+    if not _is_floating(high.dtype):
         return high
     return high.astype(np.float64) + low.astype(np.float64)

@@ -12,7 +12,7 @@ LAYERS = (
     | {"_whole_number", "_zstd_codes", "launch"},
     {"_initialize", "_zstd"}
     | {"_rules", "_batch", "_by_row", "_callback_states", "_chart", "_cost", "_display"}
-    | {"_interrupt", "_monitor"}
+    | {"_interrupt", "_later", "_monitor"}
     | {"_precision", "_totals"},
     {"_arrays", "_axes", "_explain", "_ocdbt", "_html", "_replicas", "_state_dict"},
     {"_inference_state", "_optimizer_axes", "optim"},

@@ -1,12 +1,15 @@
 """Checkpoints whose arrays lie on the host."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax.sharding import SingleDeviceSharding
 
 import flaxfit as ff
+from flaxfit._snapshot import is_light
 from flaxfit.checkpoints import CheckpointFileWriter, restore
 
 rng = np.random.default_rng(0)
@@ -26,8 +29,13 @@ def loop_with(strategy=None, **options):
     return ff.TrainLoop(model.init, task, 0, None, 3, 9, strategy=strategy, stdout=False, **options)
 
 
-def plain(state):
-    return jax.tree.map(np.asarray, state.replace(key=jax.random.key_data(state.key)))
+def plain(tree):
+    def on_host(x):
+        return np.asarray(
+            jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        )
+
+    return jax.tree.map(on_host, tree)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +67,61 @@ def test_a_loop_goes_on_from_one_and_from_its_file(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, plain(again.state), plain(last.state))
     saved = restore(tmp_path, last.state)
     jax.tree.map(np.testing.assert_array_equal, plain(saved), plain(first.state))
+
+
+def count_copies(loop):
+    n, snapshot = [], loop._snapshot
+    loop._snapshot = lambda *tree: n.append(loop.step) or snapshot(*tree)
+    return n
+
+
+def test_a_state_is_copied_where_somebody_holds_on_to_it_and_once():
+    loop = loop_with()
+    copies = count_copies(loop)
+    for checkpoint in loop.run(3):
+        del checkpoint
+    assert copies == []
+    first = loop.next_checkpoint()
+    del first
+    second = loop.next_checkpoint()
+    loop.next_step()
+    assert copies == [loop.step - 1]
+    assert second.state is second.with_metrics({"a": 1.0}).state
+    assert copies == [loop.step - 1]
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("limit", [2**22, 0], ids=["few bytes", "many bytes"])
+def test_a_state_that_is_looked_at_late_is_that_of_its_step(devices, limit, monkeypatch):
+    monkeypatch.setattr("flaxfit._snapshot._FEW_BYTES", limit)
+    at_once, late = (loop_with(devices=jax.devices()[:devices], keep_grads=True) for _ in range(2))
+    states = [plain((c.state, c.grads)) for c in at_once]
+    checkpoints = list(late)
+    for state, checkpoint in zip(states, checkpoints, strict=True):
+        again = plain((checkpoint.state, checkpoint.grads))
+        jax.tree.map(np.testing.assert_array_equal, again, state)
+        leaves = jax.tree.leaves(checkpoint.state.params)
+        assert {leaf.sharding for leaf in leaves} == {SingleDeviceSharding(jax.devices()[0])}
+
+
+def test_numpy_copies_what_it_keeps_all_of():
+    assert is_light([jnp.ones(2), jnp.ones(2, jnp.bfloat16), jnp.int32(1)])
+    assert not is_light([jnp.ones(2), jnp.asarray(1.0)])  # Of a weak type.
+    assert not is_light([jnp.ones((1024, 1024, 2))])
+    with jax.enable_x64(True):
+        assert not is_light([jnp.ones(2, jnp.float64)])
+
+
+def test_fit_copies_no_state_that_nobody_asks_for(monkeypatch):
+    copies = []
+    collect = ff.DataParallel.collect
+    monkeypatch.setattr(ff.DataParallel, "collect", lambda *a: copies.append(0) or collect(*a))
+    model = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse")
+    model.fit(X, Y, batch_size=8, epochs=3, verbose=0)
+    assert copies == []
+    seen = []
+    model.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[lambda c: seen.append(c.state)])
+    assert len(copies) == 3
 
 
 def test_other_places_are_refused():

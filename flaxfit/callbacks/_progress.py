@@ -13,6 +13,9 @@ from flaxfit._monitor import default_monitor, is_better, resolve_mode
 from flaxfit.callbacks._callback import Loop
 
 _SECONDS_BETWEEN_REFRESHES = 0.5
+# Steps of less than so many seconds would notice a look at the clock at each of them.
+_SHORT_STEP = 5e-4
+_STEPS_BETWEEN_LOOKS = 8
 # So wide is a bar at least, where there are metrics to be left out for it.
 _LEAST_BAR = 4
 # Steps are int32: a span of this many ends with the data, wherever that is.
@@ -101,6 +104,7 @@ class ProgressBar:
         self._began: float | None = None
         self._previous: tuple[int, float] | None = None
         self._n_timed, self._seconds = 0, 0.0
+        self._n_to_skip = 0
         self._next_refresh = self._clock() + _SECONDS_BETWEEN_REFRESHES
 
     def attach(self, loop: Loop) -> None:
@@ -122,12 +126,18 @@ class ProgressBar:
         return display.output() if self._file is None else self._file
 
     def _watch(self, step: int) -> None:
+        if self._n_to_skip:
+            self._n_to_skip -= 1
+            return
         # Time runs from one step to the next: the first of a span comes after compilation,
         # or after evaluation, and only starts the clock.
         now = self._clock()
         if self._previous is not None:
-            self._n_timed += step - self._previous[0]
-            self._seconds += now - self._previous[1]
+            n, seconds = step - self._previous[0], now - self._previous[1]
+            self._n_timed += n
+            self._seconds += seconds
+            is_short = 0 < seconds < n * _SHORT_STEP
+            self._n_to_skip = _STEPS_BETWEEN_LOOKS - 1 if is_short else 0
         self._previous = step, now
         if now >= self._next_refresh and self._loop is not None:
             self._draw(step, self._loop.running_metrics())
@@ -174,7 +184,9 @@ class ProgressBar:
         if self._began is None:
             before = checkpoint.elapsed_time + checkpoint.compile_time
             self._began = self._clock() - before
-        self._last, self._previous = checkpoint, None
+        # Without its arrays, which would be copied for it.
+        self._last = checkpoint.replace(state=None, last_grads=None)
+        self._previous, self._n_to_skip = None, 0
         self._n = checkpoint.step if self._unit == "step" else self._n + 1
         self._bar_start = checkpoint.step
         is_best = self._is_best(checkpoint.scalars)

@@ -147,6 +147,19 @@ def test_the_live_bar_shows_position_speed_time_left_and_metrics(make_loop, term
     bar.close()
 
 
+def test_of_short_steps_the_clock_is_looked_at_now_and_then(make_loop, terminal, clock):
+    looks = []
+    bar = ProgressBar(file=terminal, live=True, clock=lambda: looks.append(0) or clock())
+    loop = make_loop(n_steps_per_checkpoint=1000)
+    bar.attach(loop)
+    for seconds, most in ((1e-4, 20), (2e-3, 110)):
+        looks.clear()
+        for step in range(1, 101):
+            clock.now += seconds
+            loop.watchers[0](step)
+        assert most / 2 < len(looks) < most
+
+
 def test_neither_compilation_nor_evaluation_counts_in_speed_and_time_left(
     make_loop, checkpoint_at, terminal, clock
 ):

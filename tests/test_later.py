@@ -1,0 +1,51 @@
+"""A value that is made only if it is asked for."""
+
+import threading
+
+from flaxfit._later import Later
+
+
+def test_each_part_is_done_once_and_the_second_only_when_asked_for():
+    done = []
+    later = Later(lambda: done.append("begun") or (lambda: done.append("ended") or len(done)))
+    assert done == []
+    later.secure()
+    later.secure()
+    assert done == ["begun"]
+    assert later.value == later.value == 2
+    later.secure()
+    assert done == ["begun", "ended"]
+
+
+def test_a_part_that_fails_is_tried_again():
+    tries = []
+
+    def begin():
+        tries.append(0)
+        return {2: lambda: "made"}[len(tries)]
+
+    later = Later(begin)
+    try:
+        later.secure()
+    except KeyError:
+        assert later.value == "made"
+
+
+def test_what_one_thread_takes_another_waits_for():
+    asked, go_on, seen = threading.Event(), threading.Event(), []
+
+    def begin():
+        asked.set()
+        assert go_on.wait(30)
+        seen.append("taken")
+        return lambda: "made"
+
+    later = Later(begin)
+    thread = threading.Thread(target=lambda: seen.append(later.value))
+    thread.start()
+    assert asked.wait(30)
+    threading.Timer(0.0, go_on.set).start()
+    later.secure()  # It returns when all is taken, and not before.
+    assert seen[0] == "taken"
+    thread.join()
+    assert seen == ["taken", "made"]
