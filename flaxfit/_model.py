@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flaxfit import _html, checkpoints, modules
@@ -11,6 +11,7 @@ from flaxfit._arrays import prepare, prepare_inputs
 from flaxfit._batch import normalize
 from flaxfit._borrowed import borrowed
 from flaxfit._compilation_cache import use_compilation_cache
+from flaxfit._current import Current
 from flaxfit._display import say
 from flaxfit._evaluate import EvalLoop
 from flaxfit._find_batch_size import find_batch_size
@@ -23,11 +24,9 @@ from flaxfit._own_step import strategy_for
 from flaxfit._predict import Predictor
 from flaxfit._run_folder import RunFolder, SavedState
 from flaxfit._snapshot import snapshots
-from flaxfit._state import TrainState, init_state
+from flaxfit._state import TrainState
 from flaxfit._task import EvalTask, TrainTask
-from flaxfit._warm_start import WarmStart, open_weights, state_alone
 from flaxfit.callbacks import ProgressBar
-from flaxfit.callbacks._progress import ENDLESS
 from flaxfit.data import ArrayStream, as_stream, one_pass
 from flaxfit.optim import swap_ema
 from flaxfit.optim._extended import has_ema
@@ -102,9 +101,7 @@ class Model:
         )
         self._evaluator = EvalLoop(task, strategy=self.strategy)
         self._predictor = Predictor(self._eval.apply, self.strategy, precision=self._task.precision)
-        self._loop: TrainLoop | None = None
-        self._init: Any = self._train.init
-        self._loaded: TrainState | None = None
+        self._current = Current(self._train.init)
         self._n_epochs = 0
 
     def fit(
@@ -177,15 +174,25 @@ class Model:
         n_steps = steps_per_epoch or pass_length(stream)
         folder = None
         # What `load` has read is the start of this model, not of an interrupted call.
-        is_fresh = self._loop is None and not isinstance(self._init, SavedState)
+        current = self._current
+        is_fresh = self._loop is None and not isinstance(current.init, SavedState)
         if checkpoint_dir is not None:
             folder = RunFolder(checkpoint_dir, resume if is_fresh else "auto")
             if is_fresh:
-                self._init = folder.init(self._init, keeps_position=n_steps is not None)
+                current.init = folder.init(current.init, keeps_position=n_steps is not None)
         batches = batches_of(stream, n_steps)
         users: list[Any] = [callbacks] if callable(callbacks) else list(callbacks)
         first = [each for each in users if getattr(each, "attaches_first", False)]
-        loop = self._loop_over(batches, n_steps, steps_per_execution, first, quiet=not verbose)
+        loop = current.loop_over(
+            dataclasses.replace(self._task, data=batches),
+            self.seed,
+            n_steps=n_steps,
+            steps_per_call=steps_per_execution,
+            callbacks=first,
+            strategy=self.strategy,
+            snapshot=self._snapshot,
+            stdout=bool(verbose),
+        )
         found = loop.start if is_fresh else None
         can_repeat = hasattr(validation_data, "one_epoch")
         if can_repeat or not isinstance(validation_data, Iterator | None):
@@ -225,12 +232,12 @@ class Model:
     ) -> dict[str, float]:
         """Measures the loss and the metrics, exactly for any number of examples and devices."""
         data = self._look_at(_in_order(prepare(x, y, sample_weight)[0], batch_size))
-        return self._measure(self._state_in_place(), data)
+        return self._measure(self._current.state_in_place, data)
 
     def predict(self, x: Any, *, batch_size: int = 32) -> Any:
         """The model's outputs as NumPy arrays, one row per example of `x`, in order."""
         data = self._look_at(_in_order(prepare_inputs(x), batch_size))
-        return self._predictor(self._averaged(self._state_in_place()).for_inference(), data)
+        return self._predictor(self._averaged(self._current.state_in_place).for_inference(), data)
 
     def summary(self, x: Any = None) -> None:
         """Prints the layers, their shapes and parameters.
@@ -262,15 +269,7 @@ class Model:
           FileNotFoundError: the folder holds no checkpoint.
           ValueError: the checkpoint does not fit this model.
         """
-        if self._loop is not None:
-            self._loop.restore(checkpoints.restore(folder, self._loop.state, which=which))
-            return
-        self._loaded = checkpoints.restore(folder, which=which)
-        # Read again by the first `fit`, which knows what the optimizer's state looks like.
-        reader = checkpoints.CheckpointFileReader(
-            folder, self._train.init, which=int(self._loaded.step)
-        )
-        self._init = SavedState(reader, only_state=True)
+        self._current.load(folder, which)
 
     def save_weights(self, path: str | os.PathLike[str]) -> None:
         """Saves the parameters and the model's other collections in one `.safetensors` file.
@@ -308,15 +307,15 @@ class Model:
           ValueError: the file is damaged, or the rules do not fit it; or the weights do not fit
             this model, and every difference is listed.
         """
-        put = open_weights(path, partial=partial, translator=translator, prefix=prefix, **opts)
-        if self._loop is not None:
-            state = put(self._loop.state)
-            self._loop.restore(state.replace(opt_state=self._task.optimizer.init(state.params)))
-            return
-        self._init, self._loaded = WarmStart(self._train.init, put), None
-        is_own = partial is None and translator is None and not prefix
-        if is_own and os.fspath(path).endswith(".safetensors"):
-            self._loaded = state_alone(path, self.seed)
+        self._current.load_weights(
+            path,
+            self._task.optimizer,
+            self.seed,
+            partial=partial,
+            translator=translator,
+            prefix=prefix,
+            **opts,
+        )
 
     def export(
         self,
@@ -354,7 +353,7 @@ class Model:
                     "flaxfit.export.InputSpec(('batch', 28, 28))."
                 )
             input_spec = export.batch_specs(self._loop.input_shapes)
-        self._begin(lambda: example(input_spec))
+        self._current.begin(self._task, self.seed, lambda: example(input_spec))
         module = export.from_state(
             self._state_to_use(), self._eval.apply, input_spec, params=params, trainable=trainable
         )
@@ -367,24 +366,11 @@ class Model:
         Raises:
           RuntimeError: the model has not been trained.
         """
-        if self._loop is not None:
-            return self._loop.state
-        if self._loaded is not None:
-            return self._loaded
-        raise RuntimeError(
-            "This model has no weights yet: call fit (epochs=1 is enough) or load before "
-            "evaluate, predict, save or state."
-            if not isinstance(self._init, WarmStart)
-            else "The shapes that the loaded weights have to fit are not known yet: call predict, "
-            "evaluate or fit before save or state."
-        )
+        return self._current.state
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        if self._loop is not None:
-            self._loop.restore(state)
-        else:
-            self._init = self._loaded = state
+        self._current.state = state
 
     @property
     def freeze(self) -> Sequence[str]:
@@ -473,15 +459,18 @@ class Model:
 
     def _trial(self, stream: Any) -> tuple[Any, TrainTask]:
         """What to begin from, and a task, for a loop that leaves this model alone."""
-        init = self._init if self._loop is None else self._loop.state
+        init = self._current.init if self._loop is None else self._loop.state
         return init, dataclasses.replace(self._task, data=stream)
 
     @property
     def step(self) -> int:
         """How many updates were done."""
-        if self._loop is not None:
-            return self._loop.step
-        return 0 if self._loaded is None else int(self._loaded.step)
+        return self._current.step
+
+    @property
+    def _loop(self) -> TrainLoop | None:
+        """The one loop of this model, once it was trained."""
+        return self._current.loop
 
     @property
     def _name(self) -> str:
@@ -490,10 +479,9 @@ class Model:
 
     def _repr_html_(self) -> str:
         """What it is and how far it was trained, as a notebook shows it."""
-        has_weights = self._loop is not None or self._loaded is not None
         return _html.of_model(
             self._name,
-            self._state_in_place() if has_weights else None,
+            self._current.state_in_place if self._current.has_weights else None,
             step=self.step,
             metrics=self._task.metrics,
             devices=self.strategy.devices,
@@ -511,24 +499,10 @@ class Model:
                 raise ValueError("There is nothing to begin with: the data holds no batches.")
             return normalize(first[0]).inputs
 
-        self._begin(inputs)
+        self._current.begin(self._task, self.seed, inputs)
         is_stream = hasattr(data, "one_epoch") and getattr(data, "is_repeatable", True)
         can_repeat = is_stream or not isinstance(data, Iterator)
         return data if can_repeat or not first else itertools.chain(first, batches)
-
-    def _begin(self, inputs: Callable[[], Any]) -> None:
-        """Makes the state of a model whose weights were loaded, as a `fit` would begin with it."""
-        # Without an optimizer's state it is of a file alone: it was not held against the model yet.
-        is_begun = self._loaded is not None and self._loaded.opt_state
-        if self._loop is None and isinstance(self._init, WarmStart) and not is_begun:
-            streams = ("params", *self._task.rngs)
-            self._loaded = init_state(
-                self._init, self._task.optimizer, self.seed, inputs(), collections=streams
-            )
-
-    def _state_in_place(self) -> TrainState:
-        """The state, not copied, for what is done with it before a next step."""
-        return self.state if self._loop is None else self._loop.state_in_place
 
     def _state_to_use(self) -> TrainState:
         """The state whose parameters are used, not trained: with `ema`, their moving average.
@@ -543,42 +517,6 @@ class Model:
 
     def _measure(self, state: TrainState, data: Any) -> dict[str, Any]:
         return self._evaluator.measure(self._averaged(state), data)
-
-    def _loop_over(
-        self,
-        stream: Any,
-        n_steps: int | None,
-        steps_per_call: int | str,
-        callbacks: Sequence[Any],
-        *,
-        quiet: bool,
-    ) -> TrainLoop:
-        """The one loop of this model, set to go over the stream with a checkpoint each epoch.
-
-        The callbacks are those that guard what comes before the first step.
-        """
-        task = dataclasses.replace(self._task, data=stream)
-        n_done = 0
-        if self._loop is None:
-            self._loop = TrainLoop(
-                self._init,
-                task,
-                self.seed,
-                strategy=self.strategy,
-                callbacks=callbacks,
-                grad_norm=False,
-                snapshot=self._snapshot,
-                stdout=not quiet,
-            )
-            n_done = self._loop.n_completed_steps  # Of an epoch that was not finished.
-        else:
-            self._loop.data = stream
-            for callback in callbacks:
-                callback.attach(self._loop)
-        self._loop.steps_per_call = steps_per_call
-        self._loop.n_steps_per_checkpoint = n_steps or ENDLESS
-        self._loop.first_checkpoint = self._loop.step - n_done + (n_steps or ENDLESS)
-        return self._loop
 
 
 def _in_order(data: Any, batch_size: int) -> Any:

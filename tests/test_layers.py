@@ -26,6 +26,7 @@ LAYERS = (
     {"_trial"},
     {"_loop", "_evaluate", "_predict", "callbacks", "importers"},
     {"_find_batch_size", "_find_lr", "_fit", "_run_folder", "_warm_start"},
+    {"_current"},
     {"_model"},
     {"sklearn"},
 )
