@@ -1,9 +1,7 @@
 """The learning rate range test: at which rate the loss falls fast, and at which no longer."""
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -107,17 +105,6 @@ def find_lr(
             "loss diverged or the data ended: lower `lowest`, or give more data."
         )
     return LearningRateRange(rates, losses, _suggest(rates, losses))
-
-
-@contextlib.contextmanager
-def put_back(stream: Any) -> Iterator[None]:
-    """Has a stream stand where it stood, whatever was read from it in between."""
-    position = stream.get_state() if hasattr(stream, "get_state") else None
-    try:
-        yield
-    finally:
-        if position is not None:
-            stream.set_state(position)
 
 
 def _loss(loop: TrainLoop) -> float:

@@ -76,6 +76,29 @@ def of_state(state: Any) -> str:
     return card(title, facts, *(arrays(name, tree, state.axes) for name, tree in trees.items()))
 
 
+def of_model(
+    name: str,
+    state: Any,
+    *,
+    step: int,
+    metrics: Iterable[str],
+    devices: Sequence[Any],
+    history: Any,
+) -> str:
+    """A model: what it is made of, how far it was trained, and its state, where it has one."""
+    named = ", ".join(metrics)
+    facts = [f"metrics {named}"] if named else []
+    facts.append(plural(len(devices), f"{devices[0].platform} device"))
+    if state is None:
+        facts.append("no weights yet: call fit or load")
+        return card(name, facts)
+    facts = [f"{count(n_numbers(state.params))} params", *facts]
+    parts = [] if history is None else [history._repr_html_()]
+    trees = {"params": state.params, "model_state": state.model_state}
+    parts += [arrays(part, tree, state.axes) for part, tree in trees.items()]
+    return card(f"{name} at step {count(step)}", facts, *parts)
+
+
 def n_numbers(tree: Any) -> int:
     """How many numbers the arrays of a tree hold together."""
     return sum(math.prod(_shape(leaf)) for leaf in flat(tree).values())

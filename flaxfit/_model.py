@@ -2,54 +2,41 @@
 
 import dataclasses
 import itertools
-import math
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from flaxfit import _display as display
 from flaxfit import _html, checkpoints, modules
 from flaxfit._arrays import prepare, prepare_inputs
-from flaxfit._batch import n_examples, normalize
-from flaxfit._checkpoint import Checkpoint
+from flaxfit._batch import normalize
+from flaxfit._borrowed import borrowed
 from flaxfit._compilation_cache import use_compilation_cache
+from flaxfit._current import Current
+from flaxfit._display import say
 from flaxfit._evaluate import EvalLoop
-from flaxfit._explain import calls_explained
-from flaxfit._feed import Feed
 from flaxfit._find_batch_size import find_batch_size
-from flaxfit._find_lr import LearningRateRange, find_lr, put_back
+from flaxfit._find_lr import LearningRateRange, find_lr
+from flaxfit._fit import batches_of, check_numbers, facts, pass_length, run_epochs, validation
 from flaxfit._history import History
-from flaxfit._inspect import check_rows, shapes_of, structure_of
-from flaxfit._loop import EndOfData, TrainLoop
-from flaxfit._own_rows import OwnBatches, knows_rows
+from flaxfit._inspect import shapes_of
+from flaxfit._loop import TrainLoop
 from flaxfit._own_step import strategy_for
+from flaxfit._predict import Predictor
 from flaxfit._run_folder import RunFolder, SavedState
 from flaxfit._snapshot import snapshots
-from flaxfit._state import TrainState, init_state
-from flaxfit._step import make_predict_step
+from flaxfit._state import TrainState
 from flaxfit._task import EvalTask, TrainTask
-from flaxfit._warm_start import WarmStart, open_weights
-from flaxfit._whole_number import whole_number
 from flaxfit.callbacks import ProgressBar
-from flaxfit.callbacks._progress import ENDLESS
-from flaxfit.data import ArrayStream, as_stream, one_pass, prefetch
+from flaxfit.data import ArrayStream, as_stream, one_pass
 from flaxfit.optim import swap_ema
 from flaxfit.optim._extended import has_ema
 from flaxfit.strategies import Strategy
-
-# While these are computed and copied, others are prepared; no more of them wait on the devices.
-_BATCHES_IN_FLIGHT = 4
 
 
 class Model:
     """A model that is trained with `fit`, measured with `evaluate` and used with `predict`.
 
-    >>> import optax
+    >>> import numpy as np, optax
     >>> from flax import linen as nn
     >>> x = np.linspace(-1, 1, 64)[:, None]
     >>> model = Model(nn.Dense(1), optax.adam(0.1), "mse")
@@ -113,10 +100,8 @@ class Model:
             pad=self._task.pad,
         )
         self._evaluator = EvalLoop(task, strategy=self.strategy)
-        self._predictors: dict[Any, Callable[..., Any]] = {}
-        self._loop: TrainLoop | None = None
-        self._init: Any = self._train.init
-        self._loaded: TrainState | None = None
+        self._predictor = Predictor(self._eval.apply, self.strategy, precision=self._task.precision)
+        self._current = Current(self._train.init)
         self._n_epochs = 0
 
     def fit(
@@ -170,15 +155,13 @@ class Model:
         Raises:
           ValueError: the data does not fit together, or does not fit the loss, or a checkpoint.
         """
-        if verbose not in ("auto", 0, 1, 2):
-            raise ValueError(f"verbose must be 'auto', 0, 1 or 2, got {verbose!r}.")
-        counts: dict[str, Any] = {"epochs": epochs, "batch_size": batch_size}
-        if steps_per_epoch is not None:
-            counts["steps_per_epoch"] = steps_per_epoch
-        if steps_per_execution != "auto":
-            counts["steps_per_execution"] = steps_per_execution
-        for name, number in counts.items():
-            whole_number(name, number)
+        check_numbers(
+            verbose,
+            epochs=epochs,
+            batch_size=batch_size,
+            steps_per_epoch=steps_per_epoch,
+            steps_per_execution=steps_per_execution,
+        )
         data, validation_data = prepare(
             x, y, sample_weight, class_weight, validation_split, validation_data, self.seed
         )
@@ -187,34 +170,37 @@ class Model:
             stream.epoch = self._n_epochs
         else:
             stream = as_stream(data, epochs=epochs)
-        if isinstance(validation_data, tuple):
-            validation_data = ArrayStream(*validation_data, batch_size=batch_size, epochs=1)
-
-        n_steps = steps_per_epoch or _length(stream)
-        if not steps_per_epoch and (n_steps or 0) > ENDLESS:
-            raise ValueError(
-                f"Cannot tell where an epoch ends: the data gives {n_steps:,} batches, which is "
-                "without end. Give steps_per_epoch, or data that ends."
-            )
+        validation_data = _in_order(validation_data, batch_size)
+        n_steps = steps_per_epoch or pass_length(stream)
         folder = None
         # What `load` has read is the start of this model, not of an interrupted call.
-        is_fresh = self._loop is None and not isinstance(self._init, SavedState)
+        current = self._current
+        is_fresh = self._loop is None and not isinstance(current.init, SavedState)
         if checkpoint_dir is not None:
             folder = RunFolder(checkpoint_dir, resume if is_fresh else "auto")
             if is_fresh:
-                self._init = folder.init(self._init, keeps_position=n_steps is not None)
-        batches = _ahead(_one_pass(stream, n_steps))
+                current.init = folder.init(current.init, keeps_position=n_steps is not None)
+        batches = batches_of(stream, n_steps)
         users: list[Any] = [callbacks] if callable(callbacks) else list(callbacks)
         first = [each for each in users if getattr(each, "attaches_first", False)]
-        loop = self._loop_over(batches, n_steps, steps_per_execution, first, quiet=not verbose)
+        loop = current.loop_over(
+            dataclasses.replace(self._task, data=batches),
+            self.seed,
+            n_steps=n_steps,
+            steps_per_call=steps_per_execution,
+            callbacks=first,
+            strategy=self.strategy,
+            snapshot=self._snapshot,
+            stdout=bool(verbose),
+        )
         found = loop.start if is_fresh else None
         can_repeat = hasattr(validation_data, "one_epoch")
         if can_repeat or not isinstance(validation_data, Iterator | None):
             # Before an epoch is spent on it.
             self._evaluator.check(loop.state_in_place, validation_data, in_phase=loop.in_phase)
-        facts = self._facts(stream, validation_data, n_steps)
-        self.history = History(self._name, unit="epoch", facts=facts)
-        validate = [] if validation_data is None else [self._validation(validation_data)]
+        said = facts(self._name, loop, stream, validation_data, n_steps)
+        self.history = History(self._name, unit="epoch", facts=said)
+        validate = [] if validation_data is None else [validation(self._measure, validation_data)]
         for callback in users:
             if hasattr(callback, "attach_apply"):
                 callback.attach_apply(self._eval.apply)
@@ -222,7 +208,7 @@ class Model:
         save = [] if folder is None else [folder.writer]
         show = []
         if verbose:
-            display.say(facts)
+            say(said)
             is_live = False if verbose == 2 else None
             n_before = 0 if found is None or not found.history else len(found.history["steps"])
             show = [ProgressBar(unit="epoch", total=epochs, start=n_before, live=is_live)]
@@ -230,14 +216,8 @@ class Model:
             loop.callbacks = [*guard, *validate, *users, self.history.append, *save, *show]
             if folder is not None and found is not None:
                 self._n_epochs = len(self.history.steps)
-                if not loop.stopped:
-                    folder.check_epochs(self.history, n_steps)
-                if loop.stopped or self._n_epochs >= epochs:
-                    loop.say(f"this run is complete: {self._n_epochs} epochs are done")
-                    epochs = 0
-                else:
-                    epochs -= self._n_epochs
-            for _ in self._epochs(loop, stream, n_steps, epochs):
+                epochs = folder.epochs_left(loop, self.history, epochs, n_steps)
+            for _ in run_epochs(loop, stream, n_steps, epochs):
                 self._n_epochs += 1
         finally:
             try:
@@ -251,51 +231,13 @@ class Model:
         self, x: Any, y: Any = None, *, batch_size: int = 32, sample_weight: Any = None
     ) -> dict[str, float]:
         """Measures the loss and the metrics, exactly for any number of examples and devices."""
-        data = prepare(x, y, sample_weight)[0]
-        if isinstance(data, tuple):
-            data = ArrayStream(*data, batch_size=batch_size, epochs=1)
-        data = self._look_at(data)
-        return self._evaluator.measure(self._averaged(self._state_in_place()), data)
+        data = self._look_at(_in_order(prepare(x, y, sample_weight)[0], batch_size))
+        return self._measure(self._current.state_in_place, data)
 
     def predict(self, x: Any, *, batch_size: int = 32) -> Any:
         """The model's outputs as NumPy arrays, one row per example of `x`, in order."""
-        data = prepare_inputs(x)
-        batches = data
-        if isinstance(data, tuple):
-            batches = ArrayStream(*data, batch_size=batch_size, epochs=1)
-        batches = self._look_at(batches)
-        batches = OwnBatches(one_pass(batches), self.strategy)
-        feed = Feed(self.strategy, pad=True, size=batches.batch_size, is_own=batches.is_own)
-        state = self._state_in_place()
-        state = self._averaged(state)
-        state = self.strategy.share(state.for_inference())
-        shapes = structure_of(state)
-        outputs: list[Any] = []
-        in_flight: deque[tuple[Strategy, Any, int]] = deque()
-
-        def fetch() -> None:
-            strategy, output, n = in_flight.popleft()
-            outputs.append(batches.without_padding(strategy.join(output), n))
-
-        for item in batches:
-            portion = batches.portion(feed, item)
-            strategy, batch = portion.strategy, portion.batch._replace(targets=(), weights=None)
-            arguments = (state, strategy.split(batch))
-            key = (portion.signature, shapes)
-            if key not in self._predictors:
-                step = make_predict_step(self._eval.apply, precision=self._task.precision)
-                with calls_explained(batch.inputs):
-                    result = jax.eval_shape(strategy.bind(step), shapes_of(state), shapes_of(batch))
-                check_rows(result, n_examples(batch))
-                self._predictors[key] = strategy.compile_split(step, arguments)
-            in_flight.append((strategy, self._predictors[key](*arguments), portion.n_examples))
-            if len(in_flight) > _BATCHES_IN_FLIGHT:
-                fetch()
-        while in_flight:
-            fetch()
-        if not outputs:
-            raise ValueError("There is nothing to predict: the data holds no batches.")
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
+        data = self._look_at(_in_order(prepare_inputs(x), batch_size))
+        return self._predictor(self._averaged(self._current.state_in_place).for_inference(), data)
 
     def summary(self, x: Any = None) -> None:
         """Prints the layers, their shapes and parameters.
@@ -327,15 +269,7 @@ class Model:
           FileNotFoundError: the folder holds no checkpoint.
           ValueError: the checkpoint does not fit this model.
         """
-        if self._loop is not None:
-            self._loop.restore(checkpoints.restore(folder, self._loop.state, which=which))
-            return
-        self._loaded = checkpoints.restore(folder, which=which)
-        # Read again by the first `fit`, which knows what the optimizer's state looks like.
-        reader = checkpoints.CheckpointFileReader(
-            folder, self._train.init, which=int(self._loaded.step)
-        )
-        self._init = SavedState(reader, only_state=True)
+        self._current.load(folder, which)
 
     def save_weights(self, path: str | os.PathLike[str]) -> None:
         """Saves the parameters and the model's other collections in one `.safetensors` file.
@@ -373,18 +307,15 @@ class Model:
           ValueError: the file is damaged, or the rules do not fit it; or the weights do not fit
             this model, and every difference is listed.
         """
-        put = open_weights(path, partial=partial, translator=translator, prefix=prefix, **opts)
-        if self._loop is not None:
-            state = put(self._loop.state)
-            self._loop.restore(state.replace(opt_state=self._task.optimizer.init(state.params)))
-            return
-        self._init, self._loaded = WarmStart(self._train.init, put), None
-        is_own = partial is None and translator is None and not prefix
-        if is_own and os.fspath(path).endswith(".safetensors"):
-            variables = checkpoints.load_weights(path)
-            if "params" in variables:
-                step, key = jnp.int32(0), jax.random.key(self.seed)
-                self._loaded = TrainState(step, variables.pop("params"), (), variables, key)
+        self._current.load_weights(
+            path,
+            self._task.optimizer,
+            self.seed,
+            partial=partial,
+            translator=translator,
+            prefix=prefix,
+            **opts,
+        )
 
     def export(
         self,
@@ -422,7 +353,7 @@ class Model:
                     "flaxfit.export.InputSpec(('batch', 28, 28))."
                 )
             input_spec = export.batch_specs(self._loop.input_shapes)
-        self._begin(lambda: example(input_spec))
+        self._current.begin(self._task, self.seed, lambda: example(input_spec))
         module = export.from_state(
             self._state_to_use(), self._eval.apply, input_spec, params=params, trainable=trainable
         )
@@ -435,24 +366,11 @@ class Model:
         Raises:
           RuntimeError: the model has not been trained.
         """
-        if self._loop is not None:
-            return self._loop.state
-        if self._loaded is not None:
-            return self._loaded
-        raise RuntimeError(
-            "This model has no weights yet: call fit (epochs=1 is enough) or load before "
-            "evaluate, predict, save or state."
-            if not isinstance(self._init, WarmStart)
-            else "The shapes that the loaded weights have to fit are not known yet: call predict, "
-            "evaluate or fit before save or state."
-        )
+        return self._current.state
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        if self._loop is not None:
-            self._loop.restore(state)
-        else:
-            self._init = self._loaded = state
+        self._current.state = state
 
     @property
     def freeze(self) -> Sequence[str]:
@@ -492,11 +410,11 @@ class Model:
         Raises:
           ValueError: the optimizer's learning rate cannot be set.
         """
-        init, task = self._trial(x, y, sample_weight, batch_size, "find_lr")
-        with put_back(task.data):
+        with borrowed(
+            x, y, sample_weight, batch_size=batch_size, seed=self.seed, owner="find_lr"
+        ) as stream:
             return find_lr(
-                init,
-                task,
+                *self._trial(stream),
                 self.seed,
                 strategy=self.strategy,
                 lowest=lowest,
@@ -528,35 +446,31 @@ class Model:
         Raises:
           ValueError: not even the smallest batch fits, or the backend tells no limit (a CPU).
         """
-        init, task = self._trial(x, y, sample_weight, 1, "find_batch_size")
-        with put_back(task.data):
-            loop = TrainLoop(
-                init, task, self.seed, strategy=self.strategy, grad_norm=False, stdout=False
+        with borrowed(
+            x, y, sample_weight, batch_size=1, seed=self.seed, owner="find_batch_size"
+        ) as stream:
+            return find_batch_size(
+                *self._trial(stream),
+                self.seed,
+                strategy=self.strategy,
+                limit=limit,
+                largest=largest,
             )
-            return find_batch_size(loop, limit=limit, largest=largest)
 
-    def _trial(
-        self, x: Any, y: Any, sample_weight: Any, batch_size: int, owner: str
-    ) -> tuple[Any, TrainTask]:
-        """What to begin from, and a task, for a loop that leaves this model and the data alone."""
-        data = prepare(x, y, sample_weight)[0]
-        if isinstance(data, tuple):
-            data = ArrayStream(*data, batch_size=batch_size, shuffle=True, seed=self.seed)
-        stream = as_stream(data, epochs=None)
-        if not getattr(stream, "is_repeatable", True):
-            raise ValueError(
-                f"{owner} would use up this data, which can be passed over only once: give arrays, "
-                "a list of batches or a loader."
-            )
-        init = self._init if self._loop is None else self._loop.state
+    def _trial(self, stream: Any) -> tuple[Any, TrainTask]:
+        """What to begin from, and a task, for a loop that leaves this model alone."""
+        init = self._current.init if self._loop is None else self._loop.state
         return init, dataclasses.replace(self._task, data=stream)
 
     @property
     def step(self) -> int:
         """How many updates were done."""
-        if self._loop is not None:
-            return self._loop.step
-        return 0 if self._loaded is None else int(self._loaded.step)
+        return self._current.step
+
+    @property
+    def _loop(self) -> TrainLoop | None:
+        """The one loop of this model, once it was trained."""
+        return self._current.loop
 
     @property
     def _name(self) -> str:
@@ -565,19 +479,14 @@ class Model:
 
     def _repr_html_(self) -> str:
         """What it is and how far it was trained, as a notebook shows it."""
-        facts = [f"metrics {', '.join(self._task.metrics)}"] if self._task.metrics else []
-        devices = self.strategy.devices
-        facts.append(display.plural(len(devices), f"{devices[0].platform} device"))
-        if self._loop is None and self._loaded is None:
-            facts.append("no weights yet: call fit or load")
-            return _html.card(self._name, facts)
-        state = self._state_in_place()
-        facts = [f"{display.count(_html.n_numbers(state.params))} params", *facts]
-        parts = [] if self.history is None else [self.history._repr_html_()]
-        trees = {"params": state.params, "model_state": state.model_state}
-        parts += [_html.arrays(name, tree, state.axes) for name, tree in trees.items()]
-        title = f"{self._name} at step {display.count(self.step)}"
-        return _html.card(title, facts, *parts)
+        return _html.of_model(
+            self._name,
+            self._current.state_in_place if self._current.has_weights else None,
+            step=self.step,
+            metrics=self._task.metrics,
+            devices=self.strategy.devices,
+            history=self.history,
+        )
 
     def _look_at(self, data: Any) -> Any:
         """The data, after the inputs of its first batch were used to begin, if they are needed."""
@@ -590,24 +499,10 @@ class Model:
                 raise ValueError("There is nothing to begin with: the data holds no batches.")
             return normalize(first[0]).inputs
 
-        self._begin(inputs)
+        self._current.begin(self._task, self.seed, inputs)
         is_stream = hasattr(data, "one_epoch") and getattr(data, "is_repeatable", True)
         can_repeat = is_stream or not isinstance(data, Iterator)
         return data if can_repeat or not first else itertools.chain(first, batches)
-
-    def _begin(self, inputs: Callable[[], Any]) -> None:
-        """Makes the state of a model whose weights were loaded, as a `fit` would begin with it."""
-        # Without an optimizer's state it is of a file alone: it was not held against the model yet.
-        is_begun = self._loaded is not None and self._loaded.opt_state
-        if self._loop is None and isinstance(self._init, WarmStart) and not is_begun:
-            streams = ("params", *self._task.rngs)
-            self._loaded = init_state(
-                self._init, self._task.optimizer, self.seed, inputs(), collections=streams
-            )
-
-    def _state_in_place(self) -> TrainState:
-        """The state, not copied, for what is done with it before a next step."""
-        return self.state if self._loop is None else self._loop.state_in_place
 
     def _state_to_use(self) -> TrainState:
         """The state whose parameters are used, not trained: with `ema`, their moving average.
@@ -620,101 +515,11 @@ class Model:
         """The state with the moving average for its parameters, where there is one."""
         return swap_ema(state) if self._task.ema is not None and has_ema(state) else state
 
-    def _loop_over(
-        self,
-        stream: Any,
-        n_steps: int | None,
-        steps_per_call: int | str,
-        callbacks: Sequence[Any],
-        *,
-        quiet: bool,
-    ) -> TrainLoop:
-        """The one loop of this model, set to go over the stream with a checkpoint each epoch.
-
-        The callbacks are those that guard what comes before the first step.
-        """
-        task = dataclasses.replace(self._task, data=stream)
-        n_done = 0
-        if self._loop is None:
-            self._loop = TrainLoop(
-                self._init,
-                task,
-                self.seed,
-                strategy=self.strategy,
-                callbacks=callbacks,
-                grad_norm=False,
-                snapshot=self._snapshot,
-                stdout=not quiet,
-            )
-            n_done = self._loop.n_completed_steps  # Of an epoch that was not finished.
-        else:
-            self._loop.data = stream
-            for callback in callbacks:
-                callback.attach(self._loop)
-        self._loop.steps_per_call = steps_per_call
-        self._loop.n_steps_per_checkpoint = n_steps or ENDLESS
-        self._loop.first_checkpoint = self._loop.step - n_done + (n_steps or ENDLESS)
-        return self._loop
-
-    def _epochs(
-        self, loop: TrainLoop, stream: Any, n_steps: int | None, epochs: int
-    ) -> Iterator[Checkpoint]:
-        """The checkpoints at the ends of epochs; an epoch of unknown length is one pass."""
-        if n_steps is not None:
-            yield from loop.run_until(loop.first_checkpoint + (epochs - 1) * n_steps)
-            return
-        for epoch in range(epochs):
-            if epoch:
-                loop.data = _ahead(_one_pass(stream, n_steps))
-            loop.first_checkpoint = loop.step + ENDLESS
-            try:
-                yield loop.next_checkpoint()
-            except EndOfData:
-                continue  # This pass held nothing.
-            if loop.stopped:
-                return
-
-    def _validation(self, data: Any) -> Callable[[Checkpoint], Checkpoint]:
-        def validate(checkpoint: Checkpoint) -> Checkpoint:
-            metrics = self._evaluator.measure(self._averaged(checkpoint.state), data)
-            return checkpoint.with_metrics(metrics, "val_")
-
-        return validate
-
-    def _facts(self, stream: Any, validation_data: Any, n_steps: int | None) -> str:
-        params = self._state_in_place().params
-        return display.start_line(
-            self._name,
-            n_params=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
-            n_devices=len(self.strategy.devices),
-            platform=jax.default_backend(),
-            batch_size=getattr(stream, "batch_size", None),
-            n_train=getattr(stream, "n_examples", None),
-            n_validation=getattr(validation_data, "n_examples", None),
-            steps_per_epoch=n_steps,
-        )
+    def _measure(self, state: TrainState, data: Any) -> dict[str, Any]:
+        return self._evaluator.measure(self._averaged(state), data)
 
 
-def _one_pass(stream: Any, n_steps: int | None) -> Any:
-    """The stream; where the length of a pass is unknown, a single pass of it."""
-    is_whole = n_steps is not None or not hasattr(stream, "one_epoch")
-    return stream if is_whole else stream.one_epoch()
-
-
-def _ahead(stream: Any) -> Any:
-    """The stream, with its batches assembled ahead where they are assembled at all.
-
-    Not where the data is on the devices already or its rows are parted between processes, and not
-    a generator: what was read ahead of it would be lost to whoever goes on with it.
-    """
-    is_resident = getattr(stream, "resident", False) or knows_rows(stream)
-    is_repeatable = getattr(stream, "is_repeatable", isinstance(stream, ArrayStream))
-    return prefetch(stream) if is_repeatable and not is_resident else stream
-
-
-def _length(stream: Any) -> int | None:
-    """The number of batches in a pass over a stream, where it is known."""
-    try:
-        return len(stream)
-    except TypeError:
-        return None
+def _in_order(data: Any, batch_size: int) -> Any:
+    """One pass over what `prepare` gave, where that is arrays; else the data as it is."""
+    is_arrays = isinstance(data, tuple)
+    return ArrayStream(*data, batch_size=batch_size, epochs=1) if is_arrays else data

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flaxfit._history import History
+from flaxfit._loop import TrainLoop
 from flaxfit.callbacks import SaveOnSignal
 from flaxfit.checkpoints import (
     CheckpointFile,
@@ -83,6 +84,22 @@ class RunFolder:
                 f"{n_epochs} epochs took {history.n_steps} steps. Give the same steps_per_epoch, "
                 "data and batch_size, or another folder."
             )
+
+    def epochs_left(
+        self, loop: TrainLoop, history: History, epochs: int, n_steps: int | None
+    ) -> int:
+        """How many of a call's epochs are still to be trained, where a loop goes on with it.
+
+        Raises:
+          ValueError: as `check_epochs`.
+        """
+        n_done = len(history.steps)
+        if not loop.stopped:
+            self.check_epochs(history, n_steps)
+        if loop.stopped or n_done >= epochs:
+            loop.say(f"this run is complete: {n_done} epochs are done")
+            return 0
+        return epochs - n_done
 
     def guards(self, callbacks: Sequence[Any]) -> list[Any]:
         """A `SaveOnSignal`, where neither a callback nor the program handles SIGTERM itself."""

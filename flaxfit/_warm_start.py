@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax.core import meta
 
 from flaxfit import checkpoints
 from flaxfit._rules import flat, path_of
+from flaxfit._state import TrainState
 from flaxfit.checkpoints._tree import is_key
 from flaxfit.optim._freeze import check_matches, merge
 
@@ -116,6 +118,18 @@ def open_weights(
         return target.replace(params=merged.pop("params"), model_state=merged)
 
     return put
+
+
+def state_alone(path: str | os.PathLike[str], seed: int) -> TrainState | None:
+    """The state in a file of `save_weights`, without an optimizer's; None: it holds no parameters.
+
+    It is of the file alone: whether it fits a model is not known yet.
+    """
+    variables = checkpoints.load_weights(path)
+    if "params" not in variables:
+        return None
+    step, key = jnp.int32(0), jax.random.key(seed)
+    return TrainState(step, variables.pop("params"), (), variables, key)
 
 
 def _check_prefix(prefix: str, variables: Mapping[str, Any]) -> str:

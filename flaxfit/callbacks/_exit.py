@@ -8,7 +8,7 @@ import traceback
 from typing import NoReturn
 
 from flaxfit._initialize import PEER_FAILED
-from flaxfit.checkpoints._writer import UNSAVED
+from flaxfit.checkpoints._end import UNSAVED
 
 
 class ExitCode(enum.IntEnum):

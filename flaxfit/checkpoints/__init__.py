@@ -6,7 +6,7 @@ from flaxfit.checkpoints._reader import best as best
 from flaxfit.checkpoints._reader import latest as latest
 from flaxfit.checkpoints._reader import list_steps as list_steps
 from flaxfit.checkpoints._reader import restore as restore
+from flaxfit.checkpoints._save import save as save
 from flaxfit.checkpoints._weights import load_weights as load_weights
 from flaxfit.checkpoints._weights import save_weights as save_weights
 from flaxfit.checkpoints._writer import CheckpointFileWriter as CheckpointFileWriter
-from flaxfit.checkpoints._writer import save as save

@@ -1,10 +1,7 @@
 """CheckpointFileWriter: a callback that saves each checkpoint, in the background by default."""
 
-import atexit
-import contextlib
 import functools
 import os
-import shutil
 import sys
 import threading
 import weakref
@@ -16,18 +13,15 @@ from typing import Any
 from flaxfit._callback_states import collect
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._display import say
-from flaxfit._processes import exchange, from_main, is_main
-from flaxfit.checkpoints import _file, _folder, _lock
-from flaxfit.checkpoints._best import best_step
+from flaxfit._processes import from_main, is_main
+from flaxfit.checkpoints import _end, _file, _folder, _lock
+from flaxfit.checkpoints._clear import delete_old, set_later_aside
+from flaxfit.checkpoints._failure import cannot_save, tell_all
 from flaxfit.checkpoints._file import with_digests
 from flaxfit.checkpoints._orbax import StepWriter, savable, write_record
-from flaxfit.checkpoints._record import first_line, read_record
+from flaxfit.checkpoints._record import read_record
 from flaxfit.checkpoints._seal import Damaged
 
-UNSAVED = 86
-"""The exit code of a process whose last save failed; see `flaxfit.callbacks.ExitCode`."""
-
-_unfinished: set["CheckpointFileWriter"] = set()
 _turn = threading.Lock()
 
 
@@ -205,7 +199,7 @@ class CheckpointFileWriter:
         finally:
             writer, executor = self._writer, self._executor
             self._writer = self._executor = self._lock = None
-            _unfinished.discard(self)
+            _end.unfinished.discard(self)
             if writer is not None:
                 writer.close()
             if executor is not None:
@@ -219,7 +213,7 @@ class CheckpointFileWriter:
 
     def _take_turn(self) -> None:
         """Waits for the other writers of the folder; their failures stay theirs."""
-        others = [w for w in _unfinished if w.output_dir == self.output_dir and w is not self]
+        others = [w for w in _end.unfinished if w.output_dir == self.output_dir and w is not self]
         wait([saving for other in others if (saving := other._saving) is not None])
         self._lock = _lock.hold(self.output_dir)
 
@@ -238,7 +232,7 @@ class CheckpointFileWriter:
             raise
         except Exception as error:
             self._tidy()
-            failure = self._failure(step, arrays, error)
+            failure = cannot_save(self.output_dir, step, arrays, error)
             failure.__cause__ = error
             self._fail(failure)
             return
@@ -269,8 +263,7 @@ class CheckpointFileWriter:
         say(f"{error}\nThe run goes on without this checkpoint.")
 
     def _start(self) -> tuple[StepWriter, ThreadPoolExecutor]:
-        _register_end()
-        _unfinished.add(self)
+        _end.close_at_end(self)
         self._writer = self._writer or StepWriter()
         self._executor = self._executor or ThreadPoolExecutor(1, "flaxfit-save")
         return self._writer, self._executor
@@ -312,11 +305,11 @@ class CheckpointFileWriter:
                 record = with_digests(record)
             except Exception as error:
                 failure = failure or error
-            _tell_all(topic, failure)
+            tell_all(topic, failure)
             from_main(f"the end of a save {topic}", lambda: self._complete(writer, place, record))
         except Exception as error:
             self._tidy()
-            raise self._failure(step, arrays, error) from error
+            raise cannot_save(self.output_dir, step, arrays, error) from error
         self.last_saved, self.saved_revision = step, revision
         if is_main():
             self._clear(step)
@@ -333,102 +326,7 @@ class CheckpointFileWriter:
     def _clear(self, step: int) -> None:
         """Removes what a completed save has made superfluous."""
         _folder.tidy(self.output_dir)
-        later = [old for old in self._found if old > step]
-        self._found = []
-        for old in later:
-            target = _folder.set_aside(self.output_dir, old, "superseded")
-            say(f"this run is at step {step}: an earlier run's step {old} is now {target.name}")
-        if self.keep is None:
-            return
-        steps = _folder.steps(self.output_dir)
-        kept = {step, *steps[-self.keep :]}
-        best = best_step(self.output_dir, steps, self.monitor) if self.monitor else None
-        for old in set(steps) - kept - {best}:
-            _folder.delete(self.output_dir, old)
-
-    def _failure(self, step: int, arrays: Mapping[str, Any], error: Exception) -> RuntimeError:
-        needed = sum(array.nbytes for array in arrays.values())
-        folder = next(path for path in (self.output_dir, *self.output_dir.parents) if path.exists())
-        free = shutil.disk_usage(folder).free
-        return RuntimeError(
-            f"Cannot save the checkpoint of step {step} in {self.output_dir}: "
-            f"{type(error).__name__}: {error}\n(It needs up to {needed:,} bytes, {free:,} are "
-            "free.) The steps saved before are as they were."
-        )
-
-
-def save(
-    folder: str | os.PathLike[str],
-    checkpoint: Any,
-    *,
-    metrics: Mapping[str, float] | None = None,
-    history: Any = None,
-    callback_states: Mapping[str, Any] | None = None,
-) -> Path:
-    """Saves a checkpoint, or a bare state, and waits until it is on disk.
-
-    No other step is removed.
-
-    >>> import tempfile, jax.numpy as jnp, optax
-    >>> from flaxfit._state import init_state
-    >>> init = lambda rngs, x: {"params": {"w": jnp.ones(3)}}
-    >>> state = init_state(init, optax.adam(0.1), 0, (jnp.ones(3),))
-    >>> save(tempfile.mkdtemp(), state).name
-    '0'
-
-    Args:
-      folder: the folder of the run.
-      checkpoint: a `Checkpoint`, or a `TrainState`.
-      metrics: metrics to keep with a bare state.
-      history: the metrics of the run so far; JSON.
-      callback_states: what callbacks remember, by their names; JSON.
-
-    Returns:
-      The folder of the step.
-    """
-    if not isinstance(checkpoint, Checkpoint):
-        step = int(checkpoint.step)
-        checkpoint = Checkpoint(step=step, state=checkpoint, metrics=metrics or {})
-    elif metrics is not None:
-        checkpoint = checkpoint.with_metrics(metrics)
-    with CheckpointFileWriter(folder, keep=None, asynchronous=False) as writer:
-        writer._found = []  # It starts no run, so it supersedes nothing.
-        return writer.save(checkpoint, history=history, callback_states=callback_states)
-
-
-def _tell_all(topic: str, failure: Exception | None) -> None:
-    """Waits until all processes have written their part; the failure of one is everyone's."""
-    said = failure and first_line(failure)
-    told = exchange(f"the arrays of a save {topic}", said, seconds=3600)
-    if failure is not None:
-        raise failure
-    if others := [text for text in told if text]:
-        raise RuntimeError(f"On another process: {others[0]}")
-
-
-@functools.cache
-def _register_end() -> None:
-    """Has all writers closed before the interpreter ends, however that comes about."""
-    # By the time of `atexit` no thread can be given work, and Orbax would lose the save: this is
-    # where `concurrent.futures` registers its own end, and what comes later runs before that.
-    register = getattr(threading, "_register_atexit", atexit.register)
-    register(_close_all)
-
-
-def _close_all() -> None:
-    for writer in list(_unfinished):
-        try:
-            writer.close()
-        except Exception as error:
-            say(f"{error}\nThe process ends with code {UNSAVED} (UNSAVED).")
-            atexit.register(_end_unsaved)
-
-
-def _end_unsaved() -> None:
-    """Ends the process with a code that tells of the loss, when all else is done at its end."""
-    atexit.unregister(_end_unsaved)
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(UNSAVED)
+        found, self._found = self._found, []
+        set_later_aside(self.output_dir, step, found)
+        if self.keep is not None:
+            delete_old(self.output_dir, step, self.keep, self.monitor)

@@ -2,21 +2,21 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import combinations
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flaxfit._optimizer_axes import specs_by_parameter
 from flaxfit._rules import Rules, path_of
 from flaxfit.strategies._gather import gather
 from flaxfit.strategies._layout import Layout, layout
 from flaxfit.strategies._local import given_devices
+from flaxfit.strategies._mesh import axis_sizes, fsdp_axis, within
 from flaxfit.strategies._put import put
 from flaxfit.strategies._replica import alone
 from flaxfit.strategies._specs import STANDARD_RULES, axes_of, state_specs
@@ -69,7 +69,7 @@ class Sharded:
         devices: Sequence[Any] | None = None,
     ):
         self.devices = given_devices(devices)
-        sizes = _sizes({"data": -1} if mesh_shape is None else mesh_shape, len(self.devices))
+        sizes = axis_sizes({"data": -1} if mesh_shape is None else mesh_shape, len(self.devices))
         self.mesh: Mesh = jax.make_mesh(
             tuple(sizes.values()),
             tuple(sizes),
@@ -83,7 +83,7 @@ class Sharded:
         batch = [axes_of(value) for name, value in self.rules if name == "batch"]
         batch = batch[0] if batch else [name for name in ("data", "fsdp") if name in sizes]
         self._batch_axes = tuple(axis for axis in batch if axis in sizes)
-        self._fsdp_axis = _fsdp_axis(fsdp, sizes)
+        self._fsdp_axis = fsdp_axis(fsdp, sizes)
         self._narrowed: dict[tuple[str, ...], Sharded] = {self._batch_axes: self}
 
     @classmethod
@@ -292,64 +292,12 @@ class Sharded:
 
         return jax.tree_util.tree_map_with_path(placement, tree, is_leaf=_is_state)
 
-    @contextmanager
-    def _context(self) -> Iterator[None]:
+    def _context(self) -> AbstractContextManager[None]:
         """The mesh and the rules, while a function is traced."""
-        dropped = {axis for axis in self._narrowed_from() if axis not in self._batch_axes}
-        rules = [rule for rule in self.rules if not isinstance(rule[1], PartitionSpec)]
-        rules = [("batch", self._batch_axes), *(rule for rule in rules if rule[0] != "batch")]
-        named = {name for name, _ in rules}
-        itself = [(axis, None if axis in dropped else axis) for axis in self._sizes]
-        rules += [rule for rule in itself if rule[0] not in named]
-        with (
-            jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh),
-            nn.logical_axis_rules(rules),
-            nn.intercept_methods(_without_mesh),
-        ):
-            yield
-
-    def _narrowed_from(self) -> tuple[str, ...]:
-        return next(iter(self._narrowed))
-
-
-def _without_mesh(call: Any, arguments: Any, options: Any, context: Any) -> Any:
-    """Calls a `DenseGeneral` without the mesh, all other modules as they are.
-
-    It initialises its kernel as a matrix, for which the names of the kernel's dimensions are too
-    many where a mesh makes them count; this even when it is applied, as shapes are then checked.
-    """
-    if not isinstance(context.module, nn.DenseGeneral):
-        return call(*arguments, **options)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        return call(*arguments, **options)
+        given = next(iter(self._narrowed))
+        dropped = {axis for axis in given if axis not in self._batch_axes}
+        return within(self.mesh, self.rules, self._batch_axes, dropped)
 
 
 def _is_state(tree: Any) -> bool:
     return hasattr(tree, "params") and hasattr(tree, "model_state")
-
-
-def _sizes(mesh_shape: Mapping[str, int], n_devices: int) -> dict[str, int]:
-    """The sizes of the axes, -1 replaced."""
-    sizes = dict(mesh_shape)
-    open_axes = [axis for axis, size in sizes.items() if size == -1]
-    given = math.prod(size for size in sizes.values() if size != -1)
-    fits = given > 0 and len(open_axes) <= 1 and n_devices % given == 0
-    if not sizes or not fits or (not open_axes and given != n_devices):
-        raise ValueError(
-            f"Cannot arrange {n_devices} devices in a mesh {sizes}: the sizes must multiply to "
-            f"{n_devices} (one of them may be -1, what is left). Change them, or pass devices=."
-        )
-    return {axis: n_devices // given if size == -1 else size for axis, size in sizes.items()}
-
-
-def _fsdp_axis(fsdp: bool | str, sizes: Mapping[str, int]) -> str | None:
-    if fsdp is False:
-        return None
-    options = ("fsdp", "data") if fsdp is True else (fsdp,)
-    axis = next((axis for axis in options if axis in sizes), None)
-    if axis is None:
-        raise ValueError(
-            f"fsdp={fsdp!r} needs an axis {' or '.join(map(repr, options))}, and the mesh has "
-            f"{', '.join(map(repr, sizes))}. Name one of them: fsdp={next(iter(sizes))!r}."
-        )
-    return axis

@@ -18,10 +18,10 @@ from flaxfit._state import TrainState
 from flaxfit.checkpoints import (
     CheckpointFileReader,
     CheckpointFileWriter,
+    _failure,
     _file,
     _folder,
     _orbax,
-    _writer,
     best,
     latest,
     list_steps,
@@ -483,7 +483,7 @@ def test_the_failure_of_one_process_is_told_to_the_others_under_the_name_of_the_
         wait(writer)  # Else the folder would be removed while it is written to.
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_writer, "exchange", heard)
+    monkeypatch.setattr(_failure, "exchange", heard)
     with CheckpointFileWriter(tmp_path, on_error="warn") as writer:
         writer(tools.make_checkpoint(1))
         writer.wait()

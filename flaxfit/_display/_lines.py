@@ -1,91 +1,15 @@
-"""What a terminal or a notebook shows: numbers and lines as text, and the one way to write them."""
+"""The lines that tell how training begins, goes and ends, and where a long one is broken."""
 
-import math
-import os
-import sys
 from collections.abc import Mapping
-from typing import TextIO
 
 import numpy as np
-from tqdm import tqdm
 
-from flaxfit._processes import is_main
+from flaxfit._display._numbers import count, duration, number, plural, rate
 
 WIDTH = 120
 """Longer lines are broken before the validation metrics."""
 _INDENT = 9
 """Of what is broken off a line: the name of the library, or "Epoch 1/4", and two blanks."""
-
-
-def number(value: float) -> str:
-    """A measured value: 4 decimals, scientific where these say little.
-
-    >>> number(0.97223), number(3.2e-5), number(1234567.0)
-    ('0.9722', '3.20e-05', '1.23e+06')
-    """
-    if value and math.isfinite(value) and not 1e-4 <= abs(value) < 1e6:
-        return f"{value:.2e}"
-    return f"{value:.4f}"
-
-
-def count(n: float) -> str:
-    """A whole number with its thousands apart.
-
-    >>> count(1437)
-    '1,437'
-    """
-    return f"{round(n):,}"
-
-
-def plural(n: float, noun: str) -> str:
-    """A count of things.
-
-    >>> plural(1, "epoch"), plural(1437, "step")
-    ('1 epoch', '1,437 steps')
-    """
-    return f"{count(n)} {noun}{'' if n == 1 else 's'}"
-
-
-def duration(seconds: float, decimals: int = 1) -> str:
-    """A time span in its two largest units.
-
-    >>> duration(0.123), duration(42.1), duration(187), duration(7384)
-    ('0.1s', '42s', '3m 07s', '2h 03m')
-    """
-    if seconds < 10:
-        return f"{seconds:.{decimals}f}s"
-    seconds = round(seconds)
-    for name, size, below, unit in (
-        ("d", 86400, 3600, "h"),
-        ("h", 3600, 60, "m"),
-        ("m", 60, 1, "s"),
-    ):
-        if seconds >= size:
-            return f"{seconds // size}{name} {seconds % size // below:02d}{unit}"
-    return f"{seconds}s"
-
-
-def rate(steps_per_second: float) -> str:
-    """A speed of training.
-
-    >>> rate(4712.3), rate(0.416)
-    ('4,712 steps/s', '0.42 steps/s')
-    """
-    if steps_per_second >= 10:
-        return f"{count(steps_per_second)} steps/s"
-    return f"{steps_per_second:.2g} steps/s"
-
-
-def size(n_bytes: float) -> str:
-    """An amount of memory.
-
-    >>> size(512), size(38_440), size(2.5e9)
-    ('512 B', '38.4 kB', '2.5 GB')
-    """
-    for unit, amount in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n_bytes >= amount:
-            return f"{n_bytes / amount:.1f} {unit}"
-    return f"{n_bytes:.0f} B"
 
 
 def metric_line(metrics: Mapping[str, float]) -> str:
@@ -220,39 +144,6 @@ def final_line(
     return f"{line} · last {number(metrics[monitor])}" if monitor in metrics else line
 
 
-def is_notebook() -> bool:
-    """Whether this is a Jupyter kernel (a terminal's IPython is not)."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return shell is not None and "IPKernelApp" in shell.config
-
-
-def output() -> TextIO:
-    """Where the display goes: standard error, so that a piped standard output stays clean.
-
-    In a notebook it is standard output: notebooks paint standard error as an error.
-    """
-    return sys.stdout if is_notebook() else sys.stderr
-
-
-def is_cell(file: TextIO) -> bool:
-    """Whether the stream is the output of a notebook's cell."""
-    return file in (sys.stdout, sys.stderr) and is_notebook()
-
-
-def is_live(file: TextIO) -> bool:
-    """Whether what was written to the stream can be redrawn: on a terminal or in a notebook."""
-    return is_cell(file) or (file.isatty() and os.environ.get("TERM") != "dumb")
-
-
-def columns(file: TextIO) -> int:
-    """How long lines may be: as long as a terminal is wide, and no longer than is easily read."""
-    try:
-        return min(os.get_terminal_size(file.fileno()).columns or WIDTH, WIDTH)
-    except (AttributeError, OSError, ValueError):  # It is no terminal, or not of this system.
-        return WIDTH
-
-
 def folded(line: str, width: int) -> str:
     """A line broken where it has to be, between the things that it lists, not within them.
 
@@ -274,32 +165,3 @@ def folded(line: str, width: int) -> str:
             lines[-1] += apart.rstrip()
             lines.append(indent + part)
     return "\n".join(lines)
-
-
-def printable(text: str, file: TextIO) -> str:
-    """The text in the characters that the stream can encode; "?" stands for the others."""
-    encoding = getattr(file, "encoding", None) or "utf-8"
-    return text.encode(encoding, "replace").decode(encoding)
-
-
-def write(text: str, file: TextIO | None = None, end: str = "\n") -> None:
-    """Writes a line, above whatever progress bars are on the screen; of several processes, one."""
-    if not is_main():
-        return
-    file = output() if file is None else file
-    if file.isatty():
-        text = "\n".join(folded(line, columns(file)) for line in text.split("\n"))
-    tqdm.write(printable(text, file), file=file, end=end)
-    file.flush()
-
-
-def say(text: str, file: TextIO | None = None) -> None:
-    """Writes a notice of the library: the text after its name and two blanks.
-
-    One that ends with "…" stands only until the next, and only where that can be written over it.
-    """
-    file = output() if file is None else file
-    if not text.endswith("…"):
-        write(f"flaxfit  {text}", file)
-    elif is_live(file) and not is_cell(file):
-        write(f"flaxfit  {text}", file, end="\r")

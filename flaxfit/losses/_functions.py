@@ -1,24 +1,11 @@
-"""Losses by name: Optax's per-example losses behind checks of shapes, dtypes and label values.
+"""The losses: Optax's, by example, which refuse shapes and dtypes that would broadcast or wrap."""
 
-Every loss takes `(outputs, targets)` and returns values of shape `(batch, ...)`; flaxfit takes
-their weighted mean. Classification losses take logits. Optax broadcasts in silence where shapes
-differ; the losses here refuse, with the shapes that they got.
-
->>> crossentropy(np.array([[2.0, 0.0], [2.0, 0.0]]), np.array([0, 1])) > 1
-Array([False,  True], dtype=bool)
-"""
-
-import difflib
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
-Loss = Callable[..., Any]
 
 
 def crossentropy(logits: Any, labels: Any) -> Any:
@@ -149,156 +136,6 @@ def cosine_distance(outputs: Any, targets: Any) -> Any:
     """
     _check_same_shape("cosine_distance", outputs, targets)
     return optax.cosine_distance(_floating(outputs), _floating(targets), epsilon=1e-8)
-
-
-_LOSSES: dict[str, Loss] = {
-    loss.__name__: loss
-    for loss in (
-        crossentropy,
-        onehot_crossentropy,
-        binary_crossentropy,
-        mse,
-        mae,
-        huber,
-        log_cosh,
-        hinge,
-        kl_divergence,
-        cosine_distance,
-    )
-}
-
-_ALIASES: dict[str, Loss] = {
-    "cross_entropy": crossentropy,
-    "sparse_categorical_crossentropy": crossentropy,
-    "categorical_crossentropy": onehot_crossentropy,
-    "bce": binary_crossentropy,
-    "squared_error": mse,
-    "mean_squared_error": mse,
-    "absolute_error": mae,
-    "mean_absolute_error": mae,
-    "huber_loss": huber,
-    "logcosh": log_cosh,
-    "kld": kl_divergence,
-}
-
-_CHECKED_INSTEAD: dict[Loss, Loss] = {
-    optax.softmax_cross_entropy_with_integer_labels: crossentropy,
-    optax.softmax_cross_entropy: onehot_crossentropy,
-    optax.sigmoid_binary_cross_entropy: binary_crossentropy,
-}
-
-
-def resolve(loss: str | Loss) -> Loss:
-    """Finds the loss function that a user means by a name or a function.
-
-    A function comes back as it is, except for the Optax losses that broadcast in silence: these
-    become the checked ones of this module, which compute the same.
-
-    >>> resolve("mean_squared_error") is mse
-    True
-
-    Raises:
-      ValueError: no loss has that name.
-      TypeError: neither a name nor a function.
-    """
-    if isinstance(loss, str):
-        known = _LOSSES | _ALIASES
-        if loss in known:
-            return known[loss]
-        nearest = difflib.get_close_matches(loss.lower(), known, cutoff=0.5) or _LOSSES
-        raise ValueError(f"There is no loss {loss!r}. Did you mean {', '.join(nearest)}?")
-    if not callable(loss):
-        raise TypeError(
-            "A loss must be a name or a function (*outputs, *targets) -> values, got "
-            f"{type(loss).__name__}: {loss!r:.60}"
-        )
-    try:
-        return _CHECKED_INSTEAD.get(loss, loss)
-    except TypeError:  # A callable object need not be hashable.
-        return loss
-
-
-def check_loss_shape(
-    values_shape: tuple[int, ...], outputs: Any, targets: Any, batch_size: int
-) -> None:
-    """Checks that a loss returned a scalar or values of shape `(batch, ...)`, not by broadcasting.
-
-    Args:
-      values_shape: the shape of what the loss returned.
-      outputs: a pytree of arrays or of their shapes and dtypes.
-      targets: likewise.
-      batch_size: the number of examples.
-
-    >>> check_loss_shape((32,), (np.ones((32, 10)),), (np.ones(32),), 32)
-
-    Raises:
-      ValueError: the shape is neither, or outputs and targets were broadcast to it.
-    """
-    values_shape = tuple(values_shape)
-    received = f"the loss returned shape {values_shape}; expected () or ({batch_size},)."
-    shapes, others = ([x.shape for x in jax.tree.leaves(tree)] for tree in (outputs, targets))
-    for shape, other in itertools.product(shapes, others):
-        if _broadcasts_to(values_shape, shape, other):
-            raise ValueError(
-                f"{received} A {shape} output against {other} targets broadcasts: reshape one of "
-                "them."
-            )
-    if values_shape and values_shape[0] != batch_size:
-        raise ValueError(
-            f"{received} Return one value per example, or their mean: do not sum over the examples."
-        )
-
-
-def check_values(loss: str | Loss, outputs: Any, targets: Any) -> None:
-    """Checks on the host that the values of labels suit a loss; knows the losses of this module.
-
-    Args:
-      loss: what `resolve` takes. For any other function nothing is checked.
-      outputs: a pytree of arrays or of their shapes and dtypes; only the last axis is read, so that
-        the labels of a whole data set can be checked against the outputs of one batch.
-      targets: the labels, arrays on the host.
-
-    >>> check_values("crossentropy", np.ones((2, 10)), np.array([3, 12]))
-    Traceback (most recent call last):
-    ValueError: label 12 is out of range for 10 outputs (labels must be 0..9).
-
-    Raises:
-      ValueError: a label is out of range, with the lowest or highest of them.
-    """
-    loss, outputs, targets = resolve(loss), jax.tree.leaves(outputs), jax.tree.leaves(targets)
-    if len(outputs) != 1 or len(targets) != 1 or not targets[0].size:
-        return
-    labels = np.asarray(targets[0])
-    if loss is crossentropy:
-        n_outputs = outputs[0].shape[-1]
-        _check_range(labels, n_outputs - 1, f"{n_outputs} outputs")
-    elif loss is binary_crossentropy or loss is onehot_crossentropy:
-        _check_range(labels, 1, f"loss {loss.__name__!r}")
-    elif loss is hinge and not (is_valid := np.abs(labels) == 1).all():
-        raise ValueError(
-            f"label {labels[~is_valid][0]} is out of range for loss 'hinge' (labels must be -1 or "
-            "1). Make 2 * y - 1 of labels 0 and 1."
-        )
-
-
-def _check_range(labels: np.ndarray, highest: int, what: str) -> None:
-    lowest_label, highest_label = labels.min(), labels.max()
-    if not (lowest_label >= 0 and highest_label <= highest):
-        wrong = highest_label if lowest_label >= 0 else lowest_label
-        raise ValueError(f"label {wrong} is out of range for {what} (labels must be 0..{highest}).")
-
-
-def _broadcasts_to(
-    values: tuple[int, ...], outputs: tuple[int, ...], targets: tuple[int, ...]
-) -> bool:
-    """Whether values have the shape that outputs and targets broadcast to, and neither has."""
-    try:
-        broadcast = np.broadcast_shapes(outputs, targets)
-    except ValueError:
-        return False
-    # A loss by token, (batch, tokens), has the leading axes of one of them.
-    is_natural = values in (outputs[: len(values)], targets[: len(values)])
-    return values == broadcast and not is_natural
 
 
 def _check_same_shape(name: str, outputs: Any, targets: Any, what: str = "targets") -> None:

@@ -1,0 +1,49 @@
+"""Data that is borrowed: given back as it was, whatever was read of it in between."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from flaxfit._arrays import prepare
+from flaxfit.data import ArrayStream, as_stream
+
+
+@contextlib.contextmanager
+def borrowed(
+    x: Any, y: Any, sample_weight: Any, *, batch_size: int, seed: int, owner: str
+) -> Iterator[Any]:
+    """A stream of batches that stands, in the end, where it stood.
+
+    >>> import numpy as np
+    >>> stream = ArrayStream(np.arange(8), batch_size=2)
+    >>> with borrowed(stream, None, None, batch_size=2, seed=0, owner="a test") as batches:
+    ...     _ = next(batches)
+    >>> next(stream)[0].tolist()
+    [0, 1]
+
+    Args:
+      x: inputs, or anything that gives batches again and again.
+      y: targets, where `x` is arrays.
+      sample_weight: one weight per example.
+      batch_size: examples in a batch of arrays.
+      seed: of their order.
+      owner: who borrows them, for the message.
+
+    Raises:
+      ValueError: the data can be passed over only once.
+    """
+    data = prepare(x, y, sample_weight)[0]
+    if isinstance(data, tuple):
+        data = ArrayStream(*data, batch_size=batch_size, shuffle=True, seed=seed)
+    stream = as_stream(data, epochs=None)
+    if not getattr(stream, "is_repeatable", True):
+        raise ValueError(
+            f"{owner} would use up this data, which can be passed over only once: give arrays, "
+            "a list of batches or a loader."
+        )
+    position = stream.get_state() if hasattr(stream, "get_state") else None
+    try:
+        yield stream
+    finally:
+        if position is not None:
+            stream.set_state(position)

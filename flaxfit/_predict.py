@@ -1,0 +1,84 @@
+"""Predictor: the outputs of a model over a data set, in order, as NumPy arrays."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from flaxfit._batch import n_examples
+from flaxfit._explain import calls_explained
+from flaxfit._feed import Feed
+from flaxfit._inspect import check_rows, shapes_of, structure_of
+from flaxfit._own_rows import OwnBatches
+from flaxfit._step import make_predict_step
+from flaxfit.data import one_pass
+from flaxfit.strategies import Strategy
+
+# While these are computed and copied, others are prepared; no more of them wait on the devices.
+_BATCHES_IN_FLIGHT = 4
+
+
+class Predictor:
+    """Applies a model to the batches of a data set; each shape of them is compiled once.
+
+    >>> from flaxfit import DataParallel, InferenceState
+    >>> predict = Predictor(lambda variables, x: variables["params"] * x, DataParallel())
+    >>> predict(InferenceState(np.int32(0), np.float32(2), {}), [np.arange(3.0)])
+    array([0., 2., 4.], dtype=float32)
+
+    Args:
+      apply: `(variables, *inputs) -> outputs`.
+      strategy: where arrays live.
+      precision: as of a `TrainTask`.
+    """
+
+    def __init__(self, apply: Callable[..., Any], strategy: Strategy, *, precision: Any = None):
+        self._apply = apply
+        self._strategy = strategy
+        self._precision = precision
+        self._executables: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, state: Any, data: Any) -> Any:
+        """The outputs of an `InferenceState`, one row per example.
+
+        Raises:
+          ValueError: the data holds no batches, or the outputs are not one row per example.
+        """
+        batches = OwnBatches(one_pass(data), self._strategy)
+        feed = Feed(self._strategy, pad=True, size=batches.batch_size, is_own=batches.is_own)
+        state = self._strategy.share(state)
+        shapes = structure_of(state)
+        outputs: list[Any] = []
+        in_flight: deque[tuple[Strategy, Any, int]] = deque()
+
+        def fetch() -> None:
+            strategy, output, n = in_flight.popleft()
+            outputs.append(batches.without_padding(strategy.join(output), n))
+
+        for item in batches:
+            portion = batches.portion(feed, item)
+            strategy, batch = portion.strategy, portion.batch._replace(targets=(), weights=None)
+            arguments = (state, strategy.split(batch))
+            key = (portion.signature, shapes)
+            if key not in self._executables:
+                self._executables[key] = self._compile(strategy, batch, arguments)
+            in_flight.append((strategy, self._executables[key](*arguments), portion.n_examples))
+            if len(in_flight) > _BATCHES_IN_FLIGHT:
+                fetch()
+        while in_flight:
+            fetch()
+        if not outputs:
+            raise ValueError("There is nothing to predict: the data holds no batches.")
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
+
+    def _compile(
+        self, strategy: Strategy, batch: Any, arguments: tuple[Any, ...]
+    ) -> Callable[..., Any]:
+        step = make_predict_step(self._apply, precision=self._precision)
+        with calls_explained(batch.inputs):
+            abstract = shapes_of(arguments[0]), shapes_of(batch)
+            result = jax.eval_shape(strategy.bind(step), *abstract)
+        check_rows(result, n_examples(batch))
+        return strategy.compile_split(step, arguments)

@@ -1,0 +1,51 @@
+"""The end of a process: what was handed to writers is saved by then, or its code tells of it."""
+
+import atexit
+import contextlib
+import functools
+import os
+import sys
+import threading
+from typing import Any
+
+from flaxfit._display import say
+
+UNSAVED = 86
+"""The exit code of a process whose last save failed; see `flaxfit.callbacks.ExitCode`."""
+
+unfinished: set[Any] = set()
+"""The writers that may have something to save, or hold threads."""
+
+
+def close_at_end(writer: Any) -> None:
+    """Has a writer closed before the interpreter ends, unless it is finished by then."""
+    _register_end()
+    unfinished.add(writer)
+
+
+@functools.cache
+def _register_end() -> None:
+    """Has all writers closed before the interpreter ends, however that comes about."""
+    # By the time of `atexit` no thread can be given work, and Orbax would lose the save: this is
+    # where `concurrent.futures` registers its own end, and what comes later runs before that.
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(_close_all)
+
+
+def _close_all() -> None:
+    for writer in list(unfinished):
+        try:
+            writer.close()
+        except Exception as error:
+            say(f"{error}\nThe process ends with code {UNSAVED} (UNSAVED).")
+            atexit.register(_end_unsaved)
+
+
+def _end_unsaved() -> None:
+    """Ends the process with a code that tells of the loss, when all else is done at its end."""
+    atexit.unregister(_end_unsaved)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(UNSAVED)

@@ -1,0 +1,48 @@
+"""save: one checkpoint, or a bare state, on disk when it returns."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flaxfit._checkpoint import Checkpoint
+from flaxfit.checkpoints._writer import CheckpointFileWriter
+
+
+def save(
+    folder: str | os.PathLike[str],
+    checkpoint: Any,
+    *,
+    metrics: Mapping[str, float] | None = None,
+    history: Any = None,
+    callback_states: Mapping[str, Any] | None = None,
+) -> Path:
+    """Saves a checkpoint, or a bare state, and waits until it is on disk.
+
+    No other step is removed.
+
+    >>> import tempfile, jax.numpy as jnp, optax
+    >>> from flaxfit._state import init_state
+    >>> init = lambda rngs, x: {"params": {"w": jnp.ones(3)}}
+    >>> state = init_state(init, optax.adam(0.1), 0, (jnp.ones(3),))
+    >>> save(tempfile.mkdtemp(), state).name
+    '0'
+
+    Args:
+      folder: the folder of the run.
+      checkpoint: a `Checkpoint`, or a `TrainState`.
+      metrics: metrics to keep with a bare state.
+      history: the metrics of the run so far; JSON.
+      callback_states: what callbacks remember, by their names; JSON.
+
+    Returns:
+      The folder of the step.
+    """
+    if not isinstance(checkpoint, Checkpoint):
+        step = int(checkpoint.step)
+        checkpoint = Checkpoint(step=step, state=checkpoint, metrics=metrics or {})
+    elif metrics is not None:
+        checkpoint = checkpoint.with_metrics(metrics)
+    with CheckpointFileWriter(folder, keep=None, asynchronous=False) as writer:
+        writer._found = []  # It starts no run, so it supersedes nothing.
+        return writer.save(checkpoint, history=history, callback_states=callback_states)

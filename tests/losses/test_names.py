@@ -1,0 +1,67 @@
+"""Losses by name: what is known, what is not, and what stands in for Optax's."""
+
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+
+from flaxfit import losses
+
+GENERATOR = np.random.default_rng(0)
+LOGITS = GENERATOR.normal(size=(32, 10)).astype(np.float32)
+LABELS = GENERATOR.integers(0, 10, 32)
+ONEHOT = np.eye(10)[LABELS]
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("sparse_categorical_crossentropy", "crossentropy"),
+        ("categorical_crossentropy", "onehot_crossentropy"),
+        ("bce", "binary_crossentropy"),
+        ("squared_error", "mse"),
+        ("mean_squared_error", "mse"),
+        ("mean_absolute_error", "mae"),
+    ],
+)
+def test_the_names_of_keras_are_known(alias, name):
+    assert losses.resolve(alias) is losses.resolve(name) is getattr(losses, name)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    with pytest.raises(ValueError, match="no loss 'crossentrpy'. Did you mean crossentropy"):
+        losses.resolve("crossentrpy")
+    with pytest.raises(ValueError, match="no loss 'zzz'. Did you mean .*mse, mae"):
+        losses.resolve("zzz")
+
+
+def test_a_function_is_its_own_loss_hashable_or_not():
+    class Unhashable(list):
+        def __call__(self, outputs, targets):
+            return outputs
+
+    for loss in (optax.squared_error, lambda outputs, targets: outputs, Unhashable()):
+        assert losses.resolve(loss) is loss
+
+
+def test_what_is_no_loss_is_refused():
+    number: Any = 0.5
+    with pytest.raises(TypeError, match="must be a name or a function.*got float: 0.5"):
+        losses.resolve(number)
+
+
+@pytest.mark.parametrize(
+    ("loss", "optax_loss", "targets"),
+    [
+        (losses.crossentropy, optax.softmax_cross_entropy_with_integer_labels, LABELS),
+        (losses.onehot_crossentropy, optax.softmax_cross_entropy, ONEHOT),
+        (losses.binary_crossentropy, optax.sigmoid_binary_cross_entropy, ONEHOT),
+    ],
+)
+def test_the_common_losses_of_optax_are_checked(loss, optax_loss, targets):
+    checked = losses.resolve(optax_loss)
+    assert checked is loss
+    np.testing.assert_array_equal(checked(LOGITS, targets), optax_loss(LOGITS, targets))
+    with pytest.raises(ValueError, match=r"labels \(32, 1\)"):
+        checked(LOGITS, np.ones((32, 1), int))
