@@ -72,21 +72,25 @@ def batches_of(stream: Any, n_steps: int | None) -> Any:
     return prefetch(batches) if is_repeatable and not is_resident else batches
 
 
-def run_epochs(
-    loop: TrainLoop, stream: Any, n_steps: int | None, epochs: int
-) -> Iterator[Checkpoint]:
-    """The checkpoints at the ends of epochs; an epoch of unknown length is one pass."""
+def run_epochs(loop: TrainLoop, stream: Any, n_steps: int | None, epochs: int) -> Iterator[None]:
+    """Trains for so many epochs, and stops after each; one of unknown length is one pass.
+
+    It keeps no checkpoint: what somebody holds on to would be copied before the next step.
+    """
     if n_steps is not None:
-        yield from loop.run_until(loop.first_checkpoint + (epochs - 1) * n_steps)
+        for checkpoint in loop.run_until(loop.first_checkpoint + (epochs - 1) * n_steps):
+            del checkpoint
+            yield
         return
     for epoch in range(epochs):
         if epoch:
             loop.data = batches_of(stream, n_steps)
         loop.first_checkpoint = loop.step + ENDLESS
         try:
-            yield loop.next_checkpoint()
+            loop.next_checkpoint()
         except EndOfData:
             continue  # This pass held nothing.
+        yield
         if loop.stopped:
             return
 

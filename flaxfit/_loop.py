@@ -597,7 +597,7 @@ class TrainLoop:
     def _make_checkpoint(self, *, between: bool = False) -> Checkpoint:
         stepper = self._stepper
         # What can be done while the devices are still at work comes before the metrics.
-        kept = stepper.kept(self._snapshot)
+        kept: Any = stepper.kept(self._snapshot)
         position, running = stepper.position(), stepper.get_running(counts=between)
         metrics = stepper.metrics() | self._learning_rates()
         seconds = self._elapsed + time.perf_counter() - self._resumed

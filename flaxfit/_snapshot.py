@@ -46,14 +46,14 @@ def snapshots(where: str, strategy: Strategy) -> Callable[..., Callable[[], Any]
         return lambda: copy
 
     def on_device(tree: Any, is_light: bool = False) -> Callable[[], Any]:
-        if is_light and put_collected is not None:
+        if is_light and put is not None:
             leaves, structure = jax.tree.flatten(tree)
             copies = [_copied(leaf) for leaf in leaves]
-            return lambda: structure.unflatten(put_collected(copies))
+            return lambda: structure.unflatten(put(copies))
         copy = strategy.collect(tree)
         return lambda: copy
 
-    put_collected = getattr(strategy, "put_collected", None) if _has_one_cpu(strategy) else None
+    put: Any = getattr(strategy, "put_collected", None) if _has_one_cpu(strategy) else None
     return on_host if where == "host" else on_device
 
 

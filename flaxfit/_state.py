@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
+from jax.core import Tracer
 
 from flaxfit import _axes, _html, _state_dict
 from flaxfit._batch import call
@@ -241,7 +242,7 @@ def _compiler_options() -> dict[str, Any] | None:
     With fewer passes of LLVM it takes a half to a third of the time, and draws the same numbers.
     """
     # A program within another one is compiled with that.
-    is_traced = isinstance(jax.device_put(np.zeros(())), jax.core.Tracer)
+    is_traced = isinstance(jax.device_put(np.zeros(())), Tracer)
     is_slow = jax.default_backend() == "cpu" and not is_traced
     return {"xla_backend_optimization_level": 1} if is_slow else None
 

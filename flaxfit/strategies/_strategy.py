@@ -8,7 +8,9 @@ class Strategy(Protocol):
     """Compiles pure functions and places what they are called with.
 
     One that has a method `shardings(state)` too, from an abstract state to the sharding of each
-    array, has new and restored states made in their places.
+    array, has new and restored states made in their places. One on a single CPU that has a method
+    `put_collected(tree)`, from whole NumPy arrays to what `collect` returns of such, has small
+    states copied by NumPy.
 
     >>> from flaxfit.strategies import DataParallel
     >>> strategy: Strategy = DataParallel()
