@@ -1,38 +1,38 @@
 """Interrupts: holds Ctrl-C back while the loop is between a batch and the state it leads to."""
 
-import contextlib
 import signal
 import threading
-from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 
 class Interrupts:
-    """Defers the first SIGINT that arrives during `held()`; a second one is passed on at once.
+    """Defers the first SIGINT that arrives while it holds them; a second one is passed on at once.
 
-    Only the main thread's handler is replaced, only within `watched()`, and only if it is a
+    Only the main thread's handler is replaced, only in a `with` over this, and only if it is a
     Python function (so that `SIG_IGN` and foreign handlers stay in force).
     """
 
     def __init__(self) -> None:
         self._handler: Any = None
+        self._replaced: list[Any] = []
         self._held = False
         self._pending = False
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """The span in which `held()` has an effect."""
+    def __enter__(self) -> Self:
+        # Not by a generator, which takes longer, as each checkpoint has its span.
         present = signal.getsignal(signal.SIGINT)
         is_main = threading.current_thread() is threading.main_thread()
-        if not is_main or not callable(present) or present == self._on_signal:
-            yield
-            return
-        self._handler = present
-        try:
+        is_replaced = is_main and callable(present) and present != self._on_signal
+        self._replaced.append(present if is_replaced else None)
+        if is_replaced:
+            self._handler = present
             signal.signal(signal.SIGINT, self._on_signal)
-            yield
-        finally:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        present = self._replaced.pop()
+        if present is not None:
             signal.signal(signal.SIGINT, present)
 
     def hold(self) -> None:

@@ -520,27 +520,37 @@ class TrainLoop:
 
     def _train_to(self, stop: Callable[[], int], batch: Any = None) -> Checkpoint | None:
         """Trains to the step `stop()`, or to the end of the data; None if that is here."""
-        stepper = self._stepper
         self._leave_start()
-        with stepper.interrupts.watched(), self._timed():
-            while self._due is None and stepper.step < (end := stop()):
-                if stepper.ended and batch is None:
-                    break
-                # Of several processes each may be told at another step: a checkpoint settles it.
-                is_alone = not stepper.agreement.is_needed
-                if self._is_finishing and stepper.n_completed and is_alone:
-                    break
-                if self._advance(end - stepper.step, batch):
-                    for watch in self.watchers:
-                        watch(stepper.step)
-            if self._due is None and stepper.n_completed:
-                stepper.agreement.checkpoint(stepper.step)
-                checkpoint = self._make_checkpoint().replace(stop=self._is_finishing)
-                stepper.interrupts.hold()
-                self._due = (checkpoint, self._in_order())
-                self._reset()
-                stepper.interrupts.release()
+        before, self._phase = self._phase, "training"
+        self._resumed = time.perf_counter()
+        try:
+            with self._stepper.interrupts:
+                self._train(stop, batch)
+        finally:
+            self._elapsed += time.perf_counter() - self._resumed
+            self._phase = before
         return self._deliver()
+
+    def _train(self, stop: Callable[[], int], batch: Any) -> None:
+        """Takes steps until a checkpoint is due, and makes it."""
+        stepper = self._stepper
+        while self._due is None and stepper.step < (end := stop()):
+            if stepper.ended and batch is None:
+                break
+            # Of several processes each may be told at another step: a checkpoint settles it.
+            is_alone = not stepper.agreement.is_needed
+            if self._is_finishing and stepper.n_completed and is_alone:
+                break
+            if self._advance(end - stepper.step, batch):
+                for watch in self.watchers:
+                    watch(stepper.step)
+        if self._due is None and stepper.n_completed:
+            stepper.agreement.checkpoint(stepper.step)
+            checkpoint = self._make_checkpoint().replace(stop=self._is_finishing)
+            stepper.interrupts.hold()
+            self._due = (checkpoint, self._in_order())
+            self._reset()
+            stepper.interrupts.release()
 
     def _advance(self, n_left: int, batch: Any) -> bool:
         """Dispatches the next steps, at most `n_left`; whether there was a batch."""
@@ -638,15 +648,6 @@ class TrainLoop:
     def _reset(self) -> None:
         self._stepper.reset_totals()
         self._elapsed, self._resumed = 0.0, time.perf_counter()
-
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        self._resumed = time.perf_counter()
-        try:
-            with self.in_phase("training"):
-                yield
-        finally:
-            self._elapsed += time.perf_counter() - self._resumed
 
     def _next_stop(self, last: Callable[[], int | None] | None = None) -> Callable[[], int]:
         """Where the next checkpoint is due; a function, as the settings may change on the way."""

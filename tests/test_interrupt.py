@@ -85,7 +85,7 @@ def test_interrupts_at_random_moments_lose_nothing(n):
 
 def test_what_is_held_back_takes_effect_at_the_release():
     interrupts, reached = Interrupts(), []
-    with pytest.raises(KeyboardInterrupt), interrupts.watched():
+    with pytest.raises(KeyboardInterrupt), interrupts:
         interrupts.hold()
         signal.raise_signal(signal.SIGINT)
         reached.append("held")
@@ -95,14 +95,14 @@ def test_what_is_held_back_takes_effect_at_the_release():
 
 
 def test_outside_a_hold_an_interrupt_takes_effect_at_once():
-    with pytest.raises(KeyboardInterrupt), Interrupts().watched():
+    with pytest.raises(KeyboardInterrupt), Interrupts():
         signal.raise_signal(signal.SIGINT)
 
 
 def test_an_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with Interrupts().watched():
+        with Interrupts():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
