@@ -1,39 +1,48 @@
 """What scaling costs: bytes per device, TrainLoop's time per step over a bare compiled call, and
 the time of virtual replicas over that of plain data parallelism.
 
-    python -m benchmarks.scaling [--rounds 15] [--steps 100] [--devices 1 2 4]
+    python -m benchmarks.scaling [--rounds 41] [--steps 40] [--devices 1 2 4] [--processes 3]
 
 The bytes are counted from the shards of a state under `Sharded.fsdp` on eight devices; at most 1.1
 of an eighth, and the small arrays. For the overhead both sides run the same update, compiled in
-the same way, on the same batches, with as many steps in flight: once with batches that come from
-the host, once with data that is kept on the devices. Both sides take turns at beginning a round,
-and the figure to quote is the median of the ratios of the rounds. Each number of devices has a
-process of its own. So do virtual replicas, eight of them, which take turns with plain
-`DataParallel`. Where the load is above the number of cores, the processor's time tells more.
+the same way, on the same batches, with as many steps in flight: once with batches that lie ready
+on the host, once with data that is kept on the devices. Both sides take turns at beginning a round.
+Each number of devices has processes of its own, as the memory that one happens to get makes it
+faster or slower than the next; the figure to quote is the median of the ratios of all rounds in
+all of them, and behind it stands where that median lies with 95 % certainty. So it is with virtual
+replicas, eight of them, which take turns with plain `DataParallel`. Where the load is above the
+number of cores, the processor's time tells more.
 """
 
 import argparse
+import dataclasses
+import itertools
+import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 
 WIDTH, BATCH = 256, 256
+_ROUNDS = "rounds: "
 
 
 def main() -> None:
     """Prints all figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--steps", type=int, default=40, help="in each round")
     parser.add_argument("--devices", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--processes", type=int, default=3, help="for each number of devices")
     parser.add_argument("--only", choices=["memory", "overhead", "virtual"])
     arguments = parser.parse_args()
+    rounds, n_steps = arguments.rounds, arguments.steps
     if arguments.only == "memory":
         jax.config.update("jax_num_cpu_devices", 8)
         memory()
@@ -41,21 +50,73 @@ def main() -> None:
         jax.config.update("jax_num_cpu_devices", arguments.devices[0])
         for strategy in ("DataParallel", "Sharded"):
             for resident in (False, True):
-                overhead(strategy, arguments.rounds, arguments.steps, resident=resident)
+                overhead(strategy, rounds, n_steps, resident=resident)
     elif arguments.only == "virtual":
         jax.config.update("jax_num_cpu_devices", arguments.devices[0])
-        virtual(arguments.rounds, arguments.steps)
+        virtual(rounds, n_steps)
     else:
         run("--only", "memory")
         for only in ("overhead", "virtual"):
             for n in arguments.devices:
-                more = f"--devices {n} --rounds {arguments.rounds} --steps {arguments.steps}"
-                run("--only", only, *more.split())
+                more = f"--only {only} --devices {n} --rounds {rounds} --steps {n_steps}".split()
+                pooled = [run(*more, is_quiet=True) for _ in range(arguments.processes)]
+                for same in zip(*pooled, strict=True):
+                    print(same[0].joined(same[1:]), flush=True)
 
 
-def run(*arguments: str) -> None:
-    """Runs this benchmark in a process of its own."""
-    subprocess.run([sys.executable, "-m", "benchmarks.scaling", *arguments], check=True)
+def run(*arguments: str, is_quiet: bool = False) -> list["Comparison"]:
+    """Runs this benchmark in a process of its own; what it has compared."""
+    command = [sys.executable, "-m", "benchmarks.scaling", *arguments]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    if not is_quiet:
+        print(done.stdout, end="")
+    lines = [line.removeprefix(_ROUNDS) for line in done.stdout.splitlines() if _ROUNDS in line]
+    return [Comparison(**json.loads(line)) for line in lines]
+
+
+@dataclasses.dataclass
+class Comparison:
+    """Seconds per step of two contenders in each round: those that pass, and the processor's."""
+
+    name: str
+    base: str
+    other: str
+    limit: str
+    passed: list[tuple[float, float]]
+    computed: list[tuple[float, float]]
+    load: float
+
+    def joined(self, others: Sequence["Comparison"]) -> "Comparison":
+        """With the rounds of others."""
+        more = [self, *others]
+        return dataclasses.replace(
+            self,
+            passed=[pair for each in more for pair in each.passed],
+            computed=[pair for each in more for pair in each.computed],
+            load=max(each.load for each in more),
+        )
+
+    def __str__(self) -> str:
+        first, second = (statistics.median(side) * 1e6 for side in zip(*self.passed, strict=True))
+        ratios = sorted(b / a for a, b in self.passed)
+        low, high = around_median(ratios)
+        computed = statistics.median(b / a for a, b in self.computed)
+        return (
+            f"{self.name}: {self.base} {first:,.1f} us/step, {self.other} {second:,.1f}: "
+            f"x {statistics.median(ratios):.3f}{self.limit}, between {low:.3f} and {high:.3f}, of "
+            f"the processor's time {computed:.3f} "
+            f"[{len(ratios)} rounds, load {self.load:.1f} on {os.cpu_count()} cores]"
+        )
+
+
+def around_median(values: Sequence[float]) -> tuple[float, float]:
+    """The two of the sorted values that the median lies between with 95 % certainty.
+
+    By the order statistics of independent values, in the normal approximation of the binomial.
+    """
+    n = len(values)
+    off = 1.96 * n**0.5 / 2
+    return values[max(0, int(n / 2 - off))], values[min(n - 1, math.ceil(n / 2 + off))]
 
 
 def parts(resident: bool = True):
@@ -69,15 +130,17 @@ def parts(resident: bool = True):
     model = nn.Sequential([nn.Dense(WIDTH), nn.tanh, nn.Dense(WIDTH), nn.tanh, nn.Dense(1)])
     x = np.random.default_rng(0).normal(size=(4 * BATCH, WIDTH)).astype(np.float32)
     y = np.sin(x.sum(1, keepdims=True))
-    data = ff.ArrayStream(x, y, batch_size=BATCH, resident=resident)
-    return model, ff.TrainTask(model.apply, optax.adam(1e-3), "mse", data)
+    batches = [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, len(x), BATCH)]
+    kept = ff.ArrayStream(x, y, batch_size=BATCH, resident=True)
+    data = kept if resident else itertools.cycle(batches)
+    return model, ff.TrainTask(model.apply, optax.adam(1e-3), "mse", data), batches
 
 
 def memory() -> None:
     """Bytes of the state on each of eight devices under FSDP."""
     import flaxfit as ff
 
-    model, task = parts()
+    model, task, _ = parts()
     strategy = ff.Sharded.fsdp()
     state = ff.TrainLoop(model.init, task, 0, strategy=strategy, stdout=False).state
     layout = strategy.describe(state)
@@ -87,7 +150,7 @@ def memory() -> None:
         for device in jax.devices()
     ]
     limit = 1.1 * layout.n_bytes / len(jax.devices()) + layout.replicated_bytes
-    report(
+    print(
         f"FSDP on 8 devices: state {layout.n_bytes:,} bytes, at most {max(per_device):,} on a "
         f"device, of these {layout.replicated_bytes:,} in small arrays (at most {limit:,.0f})"
     )
@@ -101,23 +164,25 @@ def overhead(name: str, rounds: int, n_steps: int, *, resident: bool) -> None:
     from flaxfit._batch import Batch, normalize
     from flaxfit._update import make_update
 
-    model, task = parts(resident)
+    model, task, batches = parts(resident)
     strategy = ff.DataParallel() if name == "DataParallel" else ff.Sharded()
     loop = ff.TrainLoop(
         model.init, task, 0, n_steps_per_checkpoint=n_steps, strategy=strategy, stdout=False
     )
     loop.next_step()
 
-    stream = task.data.one_epoch()
-    rows = [stream.next_rows() for _ in range(len(stream))]
-    examples = [normalize(stream.pick(each)) for each in rows]
-    data = (strategy.place(normalize(stream.whole())),) if resident else ()
-    batches = [Batch((each,)) for each in rows] if resident else examples
+    data = ()
+    examples = [normalize(batch) for batch in batches]
+    given = examples
+    if resident:
+        stream = task.data.one_epoch()
+        data = (strategy.place(normalize(stream.whole())),)
+        given = [Batch((stream.next_rows(),)) for _ in range(len(stream))]
     state = strategy.place(loop.state)
     step = strategy.bind(ff.make_train_step(task, skip_empty=False))
     totals = strategy.place(_totals.zero_totals(jax.eval_shape(step, state, examples[0])[1]))
     update = make_update(task, axis_name=strategy.axis_name, skip_empty=False)
-    arguments = (state, totals, *data, strategy.split(batches[0]))
+    arguments = (state, totals, *data, strategy.split(given[0]))
 
     def stay(state, *rest):
         return strategy.constrain(update(state, *rest), state)
@@ -129,19 +194,20 @@ def overhead(name: str, rounds: int, n_steps: int, *, resident: bool) -> None:
         nonlocal state, totals
         in_flight = deque()
         for i in range(n_steps):
-            batch = strategy.split(batches[i % len(batches)])
+            batch = strategy.split(given[i % len(given)])
             state, totals, _ = call(state, totals, *data, batch)
             in_flight.append(totals[0]["float32"])
             if len(in_flight) > most_in_flight:
                 in_flight.popleft().block_until_ready()
         jax.block_until_ready(totals)
 
-    ratios, first, second = compare(bare, lambda: run_loop(loop, n_steps), rounds)
     where = "on the devices" if resident else "on the host"
-    report(
-        f"{name} on {len(jax.devices())} devices, data {where}: bare call "
-        f"{first / n_steps * 1e6:,.1f} us/step, TrainLoop {second / n_steps * 1e6:,.1f}: "
-        f"x bare {ratios[0]:.3f} (at most 1.03), of the processor's time {ratios[1]:.3f}"
+    compare(
+        f"{name} on {len(jax.devices())} devices, data {where}",
+        {"bare call": bare, "TrainLoop": lambda: run_loop(loop, n_steps)},
+        rounds,
+        n_steps,
+        " (at most 1.03)",
     )
 
 
@@ -150,7 +216,7 @@ def virtual(rounds: int, n_steps: int) -> None:
     import flaxfit as ff
 
     def make_loop(**options):
-        model, task = parts()
+        model, task, _ = parts()
         strategy = ff.DataParallel(**options)
         loop = ff.TrainLoop(
             model.init, task, 0, n_steps_per_checkpoint=n_steps, strategy=strategy, stdout=False
@@ -159,13 +225,14 @@ def virtual(rounds: int, n_steps: int) -> None:
         return loop
 
     plain, replicated = make_loop(), make_loop(virtual_replicas=8)
-    ratios, first, second = compare(
-        lambda: run_loop(plain, n_steps), lambda: run_loop(replicated, n_steps), rounds
-    )
-    report(
-        f"DataParallel on {len(jax.devices())} devices: plain {first / n_steps * 1e6:,.1f} "
-        f"us/step, virtual_replicas=8 {second / n_steps * 1e6:,.1f}: x plain {ratios[0]:.2f}, "
-        f"of the processor's time {ratios[1]:.2f}"
+    compare(
+        f"DataParallel on {len(jax.devices())} devices",
+        {
+            "plain": lambda: run_loop(plain, n_steps),
+            "virtual_replicas=8": lambda: run_loop(replicated, n_steps),
+        },
+        rounds,
+        n_steps,
     )
 
 
@@ -176,12 +243,14 @@ def run_loop(loop, n_steps: int) -> None:
 
 
 def compare(
-    first: Callable[[], None], second: Callable[[], None], rounds: int
-) -> tuple[list[float], float, float]:
-    """The medians of the ratios of the second to the first, and the median seconds of both.
-
-    The ratios are those of the time that passes and of the time that this process computes.
-    """
+    name: str,
+    contenders: dict[str, Callable[[], None]],
+    rounds: int,
+    n_steps: int,
+    limit: str = "",
+) -> None:
+    """Prints how two contenders compare that take turns, and their times in each round."""
+    (base, first), (other, second) = contenders.items()
     times = []
     for number in range(rounds + 1):
         if number % 2:
@@ -189,9 +258,10 @@ def compare(
         else:
             times.append((timed(second), timed(first))[::-1])
     del times[0]  # To warm up.
-    ratios = [statistics.median(b[i] / a[i] for a, b in times) for i in (0, 1)]
-    passed = [[each[0] for each in side] for side in zip(*times, strict=True)]
-    return ratios, statistics.median(passed[0]), statistics.median(passed[1])
+    passed, computed = ([(a[i] / n_steps, b[i] / n_steps) for a, b in times] for i in (0, 1))
+    found = Comparison(name, base, other, limit, passed, computed, os.getloadavg()[0])
+    print(found)
+    print(_ROUNDS + json.dumps(dataclasses.asdict(found)), flush=True)
 
 
 def timed(function: Callable[[], None]) -> tuple[float, float]:
@@ -199,11 +269,6 @@ def timed(function: Callable[[], None]) -> tuple[float, float]:
     start = time.perf_counter(), time.process_time()
     function()
     return time.perf_counter() - start[0], time.process_time() - start[1]
-
-
-def report(line: str) -> None:
-    """Prints a figure, and how many processes wanted a core meanwhile."""
-    print(f"{line} [load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores]", flush=True)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def test_other_losses_end_it_without_a_figure(monkeypatch):
 def test_the_costs_of_scaling_are_measured_and_the_memory_is_within_its_bound(run_child):
     command = [sys.executable, "-m", "benchmarks.scaling"]
     done = run_child(
-        [*command, "--devices", "2", "--rounds", "1", "--steps", "2"],
+        [*command, *"--devices 2 --rounds 1 --steps 2 --processes 2".split()],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
     )
@@ -92,8 +92,8 @@ def test_the_costs_of_scaling_are_measured_and_the_memory_is_within_its_bound(ru
     assert found, done.stdout
     most, bound = (int(text.replace(",", "")) for text in found.groups())
     assert 0 < most <= bound
-    assert len(re.findall(r"x bare \d", done.stdout)) == 4
-    assert len(re.findall(r"x plain \d", done.stdout)) == 1
+    counts = re.findall(r"x \d.*, between [\d.]+ and [\d.]+, .*\[(\d) rounds", done.stdout)
+    assert counts == 5 * ["2"]  # Those of both processes.
 
 
 @pytest.mark.slow
