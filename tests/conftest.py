@@ -4,10 +4,13 @@ import atexit
 import contextlib
 import gc
 import os
+import resource
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
+import tracemalloc
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -92,6 +95,35 @@ def _same_signal_handlers():
     for number, handler in before.items():
         signal.signal(number, handler)
     assert after == before
+
+
+@pytest.fixture(scope="session")
+def memory_within():
+    """A context in which the process gets so many bytes more, and then `MemoryError`.
+
+    To trace what Python takes, as elsewhere than on Linux, lengthens a test fivefold.
+    """
+
+    @contextlib.contextmanager
+    def limited(n_bytes):
+        pages, soft_and_hard = Path("/proc/self/statm"), resource.getrlimit(resource.RLIMIT_AS)
+        in_use = int(pages.read_bytes().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + n_bytes, soft_and_hard[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, soft_and_hard)
+
+    @contextlib.contextmanager
+    def traced(n_bytes):
+        tracemalloc.start()
+        try:
+            yield
+            assert tracemalloc.get_traced_memory()[1] < n_bytes
+        finally:
+            tracemalloc.stop()
+
+    return limited if sys.platform == "linux" else traced
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,7 @@ def test_other_losses_end_it_without_a_figure(monkeypatch):
 def test_the_costs_of_scaling_are_measured_and_the_memory_is_within_its_bound(run_child):
     command = [sys.executable, "-m", "benchmarks.scaling"]
     done = run_child(
-        [*command, *"--devices 2 --rounds 1 --steps 2 --processes 2".split()],
+        [*command, *["--devices", "2", "--rounds", "1", "--steps", "2", "--processes", "2"]],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
     )

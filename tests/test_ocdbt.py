@@ -1,8 +1,5 @@
 """An honest index passes; one that would take much more memory than it has bytes is refused."""
 
-import tracemalloc
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 import tensorstore
@@ -172,26 +169,18 @@ HOSTILE = {
 }
 
 
-@contextmanager
-def bounded_memory():
-    tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < MOST_MEMORY
-    finally:
-        tracemalloc.stop()
-
-
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_an_index_that_is_made_to_mislead_is_refused_without_memory(tmp_path, kind):
+def test_an_index_that_is_made_to_mislead_is_refused_without_memory(tmp_path, kind, memory_within):
     write_hostile(tmp_path, kind)
-    with bounded_memory(), pytest.raises(ValueError, match=HOSTILE[kind]):
+    with memory_within(MOST_MEMORY), pytest.raises(ValueError, match=HOSTILE[kind]):
         check_index(tmp_path)
 
 
 @pytest.mark.parametrize("n", [300, pytest.param(5000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("compression", [None, {"id": "zstd"}], ids=["plain", "packed"])
-def test_damage_whose_checksum_is_right_is_refused_or_harmless(tmp_path, compression, n):
+def test_damage_whose_checksum_is_right_is_refused_or_harmless(
+    tmp_path, compression, n, memory_within
+):
     values = {f"params/{i}/kernel": bytes([i]) * 40 * i for i in range(40)}
     write_store(tmp_path, values, compression=compression, max_decoded_node_bytes=2000)
     nodes = [path for path in (tmp_path / "d").iterdir() if b"\x0c\xdb" in path.read_bytes()]
@@ -203,7 +192,7 @@ def test_damage_whose_checksum_is_right_is_refused_or_harmless(tmp_path, compres
         for position in rng.integers(len(data), size=rng.integers(1, 4)):
             data[position] = rng.choice([0, 1, 127, 128, 255, data[position] ^ 1])
         path.write_bytes(data)
-        with bounded_memory():
+        with memory_within(MOST_MEMORY):
             try:
                 check_index(tmp_path)
             except ValueError as error:
