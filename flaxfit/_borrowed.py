@@ -1,17 +1,16 @@
 """Data that is borrowed: given back as it was, whatever was read of it in between."""
 
-import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from flaxfit._arrays import prepare
 from flaxfit.data import ArrayStream, as_stream
 
 
-@contextlib.contextmanager
 def borrowed(
     x: Any, y: Any, sample_weight: Any, *, batch_size: int, seed: int, owner: str
-) -> Iterator[Any]:
+) -> AbstractContextManager[Any]:
     """A stream of batches that stands, in the end, where it stood.
 
     >>> import numpy as np
@@ -41,6 +40,11 @@ def borrowed(
             f"{owner} would use up this data, which can be passed over only once: give arrays, "
             "a list of batches or a loader."
         )
+    return _given_back(stream)
+
+
+@contextmanager
+def _given_back(stream: Any) -> Iterator[Any]:
     position = stream.get_state() if hasattr(stream, "get_state") else None
     try:
         yield stream

@@ -86,6 +86,7 @@ class Current:
         path: str | os.PathLike[str],
         optimizer: Any,
         seed: int,
+        /,  # A translator may have options of these names.
         *,
         partial: str | Sequence[str] | None,
         translator: Any,

@@ -84,7 +84,7 @@ def run_epochs(loop: TrainLoop, stream: Any, n_steps: int | None, epochs: int) -
         return
     for epoch in range(epochs):
         if epoch:
-            loop.data = batches_of(stream, n_steps)
+            loop.data = batches_of(stream, None)
         loop.first_checkpoint = loop.step + ENDLESS
         try:
             loop.next_checkpoint()
@@ -95,7 +95,7 @@ def run_epochs(loop: TrainLoop, stream: Any, n_steps: int | None, epochs: int) -
             return
 
 
-def validation(
+def validating(
     measure: Callable[[Any, Any], dict[str, Any]], data: Any
 ) -> Callable[[Checkpoint], Checkpoint]:
     """The callback that adds what is measured on data: `(state, data) -> metrics`."""
@@ -106,7 +106,7 @@ def validation(
     return validate
 
 
-def facts(
+def first_line(
     name: str, loop: TrainLoop, stream: Any, validation_data: Any, n_steps: int | None
 ) -> str:
     """What is trained, on what and with what, as the first line says it."""

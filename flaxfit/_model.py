@@ -16,7 +16,7 @@ from flaxfit._display import say
 from flaxfit._evaluate import EvalLoop
 from flaxfit._find_batch_size import find_batch_size
 from flaxfit._find_lr import LearningRateRange, find_lr
-from flaxfit._fit import batches_of, check_numbers, facts, pass_length, run_epochs, validation
+from flaxfit._fit import batches_of, check_numbers, first_line, pass_length, run_epochs, validating
 from flaxfit._history import History
 from flaxfit._inspect import shapes_of
 from flaxfit._loop import TrainLoop
@@ -100,7 +100,7 @@ class Model:
             pad=self._task.pad,
         )
         self._evaluator = EvalLoop(task, strategy=self.strategy)
-        self._predictor = Predictor(self._eval.apply, self.strategy, precision=self._task.precision)
+        self._predictor = Predictor(self._eval.apply, precision=self._task.precision)
         self._current = Current(self._train.init)
         self._n_epochs = 0
 
@@ -198,9 +198,9 @@ class Model:
         if can_repeat or not isinstance(validation_data, Iterator | None):
             # Before an epoch is spent on it.
             self._evaluator.check(loop.state_in_place, validation_data, in_phase=loop.in_phase)
-        said = facts(self._name, loop, stream, validation_data, n_steps)
-        self.history = History(self._name, unit="epoch", facts=said)
-        validate = [] if validation_data is None else [validation(self._measure, validation_data)]
+        line = first_line(self._name, loop, stream, validation_data, n_steps)
+        self.history = History(self._name, unit="epoch", facts=line)
+        validate = [] if validation_data is None else [validating(self._measure, validation_data)]
         for callback in users:
             if hasattr(callback, "attach_apply"):
                 callback.attach_apply(self._eval.apply)
@@ -208,7 +208,7 @@ class Model:
         save = [] if folder is None else [folder.writer]
         show = []
         if verbose:
-            say(said)
+            say(line)
             is_live = False if verbose == 2 else None
             n_before = 0 if found is None or not found.history else len(found.history["steps"])
             show = [ProgressBar(unit="epoch", total=epochs, start=n_before, live=is_live)]
@@ -237,7 +237,8 @@ class Model:
     def predict(self, x: Any, *, batch_size: int = 32) -> Any:
         """The model's outputs as NumPy arrays, one row per example of `x`, in order."""
         data = self._look_at(_in_order(prepare_inputs(x), batch_size))
-        return self._predictor(self._averaged(self._current.state_in_place).for_inference(), data)
+        state = self._averaged(self._current.state_in_place).for_inference()
+        return self._predictor(state, data, self.strategy)
 
     def summary(self, x: Any = None) -> None:
         """Prints the layers, their shapes and parameters.

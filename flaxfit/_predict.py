@@ -24,47 +24,45 @@ class Predictor:
     """Applies a model to the batches of a data set; each shape of them is compiled once.
 
     >>> from flaxfit import DataParallel, InferenceState
-    >>> predict = Predictor(lambda variables, x: variables["params"] * x, DataParallel())
-    >>> predict(InferenceState(np.int32(0), np.float32(2), {}), [np.arange(3.0)])
+    >>> predict = Predictor(lambda variables, x: variables["params"] * x)
+    >>> predict(InferenceState(np.int32(0), np.float32(2), {}), [np.arange(3.0)], DataParallel())
     array([0., 2., 4.], dtype=float32)
 
     Args:
       apply: `(variables, *inputs) -> outputs`.
-      strategy: where arrays live.
       precision: as of a `TrainTask`.
     """
 
-    def __init__(self, apply: Callable[..., Any], strategy: Strategy, *, precision: Any = None):
+    def __init__(self, apply: Callable[..., Any], *, precision: Any = None):
         self._apply = apply
-        self._strategy = strategy
         self._precision = precision
         self._executables: dict[Any, Callable[..., Any]] = {}
 
-    def __call__(self, state: Any, data: Any) -> Any:
+    def __call__(self, state: Any, data: Any, strategy: Strategy) -> Any:
         """The outputs of an `InferenceState`, one row per example.
 
         Raises:
           ValueError: the data holds no batches, or the outputs are not one row per example.
         """
-        batches = OwnBatches(one_pass(data), self._strategy)
-        feed = Feed(self._strategy, pad=True, size=batches.batch_size, is_own=batches.is_own)
-        state = self._strategy.share(state)
+        batches = OwnBatches(one_pass(data), strategy)
+        feed = Feed(strategy, pad=True, size=batches.batch_size, is_own=batches.is_own)
+        state = strategy.share(state)
         shapes = structure_of(state)
         outputs: list[Any] = []
         in_flight: deque[tuple[Strategy, Any, int]] = deque()
 
         def fetch() -> None:
-            strategy, output, n = in_flight.popleft()
-            outputs.append(batches.without_padding(strategy.join(output), n))
+            own, output, n = in_flight.popleft()
+            outputs.append(batches.without_padding(own.join(output), n))
 
         for item in batches:
             portion = batches.portion(feed, item)
-            strategy, batch = portion.strategy, portion.batch._replace(targets=(), weights=None)
-            arguments = (state, strategy.split(batch))
-            key = (portion.signature, shapes)
+            own, batch = portion.strategy, portion.batch._replace(targets=(), weights=None)
+            arguments = (state, own.split(batch))
+            key = (own, portion.signature, shapes)
             if key not in self._executables:
-                self._executables[key] = self._compile(strategy, batch, arguments)
-            in_flight.append((strategy, self._executables[key](*arguments), portion.n_examples))
+                self._executables[key] = self._compile(own, batch, arguments)
+            in_flight.append((own, self._executables[key](*arguments), portion.n_examples))
             if len(in_flight) > _BATCHES_IN_FLIGHT:
                 fetch()
         while in_flight:

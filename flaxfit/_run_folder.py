@@ -71,7 +71,7 @@ class RunFolder:
         """
         return SavedState(CheckpointFileReader(self._folder, init), keeps_position)
 
-    def check_epochs(self, history: History, n_steps: int | None) -> None:
+    def _check_epochs(self, history: History, n_steps: int | None) -> None:
         """Refuses to go on with epochs of another number of steps than those of a history.
 
         Raises:
@@ -91,11 +91,11 @@ class RunFolder:
         """How many of a call's epochs are still to be trained, where a loop goes on with it.
 
         Raises:
-          ValueError: as `check_epochs`.
+          ValueError: its epochs had another number of steps; with both numbers.
         """
         n_done = len(history.steps)
         if not loop.stopped:
-            self.check_epochs(history, n_steps)
+            self._check_epochs(history, n_steps)
         if loop.stopped or n_done >= epochs:
             loop.say(f"this run is complete: {n_done} epochs are done")
             return 0

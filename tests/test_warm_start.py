@@ -112,17 +112,21 @@ def test_weights_under_other_names_are_translated(tmp_path):
 
     @translator.add(r"a\.(weight|bias)")
     def stem(opts, key, value, kind):
+        assert opts == {"seed": 1, "optimizer": "none"} or not opts
         if kind == "bias":
             return "stem/bias", value
         return "stem/kernel", np.asarray(value.get()).T
 
     model = make_model(seed=1, freeze="stem/.*")
-    model.load_weights(tmp_path / "other.npz", translator=translator, partial="stem/.*")
+    options = {"seed": 1, "optimizer": "none"}  # The translator's own.
+    model.load_weights(tmp_path / "other.npz", translator=translator, partial="stem/.*", **options)
     model.fit(X, Y, batch_size=24, verbose=0)
     assert_equal(model.state.params["stem"], source["stem"])
     model.load_weights(tmp_path / "other.npz", translator=translator, partial="stem/bias")
     with pytest.raises(ValueError, match="head/kernel is not in the checkpoint"):
         model.load_weights(tmp_path / "other.npz", translator=translator)
+    with pytest.raises(ValueError, match="Without a translator, nothing takes the options seed"):
+        model.load_weights(tmp_path / "other.npz", seed=1)
     with pytest.raises(ValueError, match="'body' matches no parameter"):
         model.load_weights(tmp_path / "other.npz", translator=translator, partial="body")
 

@@ -14,13 +14,18 @@ UNSAVED = 86
 """The exit code of a process whose last save failed; see `flaxfit.callbacks.ExitCode`."""
 
 unfinished: set[Any] = set()
-"""The writers that may have something to save, or hold threads."""
+"""The writers that may have something to save, or hold threads: they are closed at the end."""
 
 
 def close_at_end(writer: Any) -> None:
     """Has a writer closed before the interpreter ends, unless it is finished by then."""
     _register_end()
     unfinished.add(writer)
+
+
+def let_go(writer: Any) -> None:
+    """Notes that a writer has nothing left to be done at the end."""
+    unfinished.discard(writer)
 
 
 @functools.cache

@@ -199,7 +199,7 @@ class CheckpointFileWriter:
         finally:
             writer, executor = self._writer, self._executor
             self._writer = self._executor = self._lock = None
-            _end.unfinished.discard(self)
+            _end.let_go(self)
             if writer is not None:
                 writer.close()
             if executor is not None:

@@ -47,7 +47,7 @@ def check_loss_shape(
 
 
 def check_values(loss: str | Loss, outputs: Any, targets: Any) -> None:
-    """Checks on the host that the values of labels suit a loss; knows the losses of this module.
+    """Checks on the host that the values of labels suit one of the losses of `flaxfit.losses`.
 
     Args:
       loss: what `resolve` takes. For any other function nothing is checked.

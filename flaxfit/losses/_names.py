@@ -62,7 +62,7 @@ def resolve(loss: str | Loss) -> Loss:
     """Finds the loss function that a user means by a name or a function.
 
     A function comes back as it is, except for the Optax losses that broadcast in silence: these
-    become the checked ones of this module, which compute the same.
+    become the checked ones of `flaxfit.losses`, which compute the same.
 
     >>> resolve("mean_squared_error") is mse
     True
