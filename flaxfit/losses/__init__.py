@@ -9,8 +9,6 @@ differ; the losses here refuse, with the shapes that they got.
 Array([False,  True], dtype=bool)
 """
 
-import inspect
-
 from flaxfit.losses._checks import check_loss_shape as check_loss_shape
 from flaxfit.losses._checks import check_values as check_values
 from flaxfit.losses._functions import binary_crossentropy as binary_crossentropy
@@ -25,7 +23,3 @@ from flaxfit.losses._functions import mse as mse
 from flaxfit.losses._functions import onehot_crossentropy as onehot_crossentropy
 from flaxfit.losses._names import Loss as Loss
 from flaxfit.losses._names import resolve as resolve
-
-for _each in [*globals().values()]:
-    if inspect.isfunction(_each):
-        _each.__module__ = __name__  # Where users find it: for `help`, and for pickle.
