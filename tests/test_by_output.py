@@ -19,6 +19,11 @@ NUMBERS = RNG.normal(size=(22, 2)).astype("f4")
 LOSS = {"kind": "crossentropy", "size": "mse"}
 
 
+def waves(key, shape, dtype):
+    """Weights without a random draw, which takes longer to compile than what is tested here."""
+    return np.sin(np.arange(np.prod(shape)), dtype=dtype).reshape(shape)
+
+
 class TwoHeads(nn.Module):
     """A model whose outputs are a mapping or a tuple."""
 
@@ -26,7 +31,7 @@ class TwoHeads(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        kind, size = nn.Dense(4)(x), nn.Dense(2)(x)
+        kind, size = nn.Dense(4, kernel_init=waves)(x), nn.Dense(2, kernel_init=waves)(x)
         return {"size": size, "kind": kind} if self.form is dict else (kind, size)
 
 
@@ -55,7 +60,7 @@ def test_a_model_is_trained_on_the_weighted_sum_and_reports_each_loss(form):
     outputs = model.predict(X)
     outputs = outputs if form is dict else dict(zip(LOSS, outputs, strict=True))
     kind, size = losses_of(outputs)
-    found = model.evaluate(X, targets)
+    found = model.evaluate(X, targets, batch_size=16)
     expected = {
         "loss": kind + 0.1 * size,
         "kind_loss": kind,
@@ -364,10 +369,10 @@ def test_the_loss_is_the_object_that_a_task_holds():
 @pytest.mark.parametrize("is_first_weighted", [True, False])
 def test_a_given_batch_with_other_weights_than_those_before_is_refused(is_first_weighted):
     whole = (X, {"kind": CLASSES, "size": NUMBERS})
-    weighted = (*whole, {"kind": np.ones(22)})
+    weighted = (*whole, WEIGHTS)
     first, other = (weighted, whole) if is_first_weighted else (whole, weighted)
     task = ff.TrainTask(TwoHeads().apply, optax.sgd(0.1), LOSS, [first] * 2)
-    loop = ff.TrainLoop(TwoHeads().init, task, 0, stdout=False)
+    loop = ff.TrainLoop(TwoHeads().init, task, 0, strategy=one_device(), stdout=False)
     loop.next_step()
     with pytest.raises(ValueError, match="it has weights by output, and those before have not"):
         loop.next_step(other)

@@ -9,17 +9,18 @@ import flaxfit as ff
 
 x = np.zeros((64, 32), np.float32)
 y = np.zeros((64, 8), np.float32)
+module = nn.Dense(8, kernel_init=nn.initializers.zeros)
 
 
 def make_model(**options):
-    return ff.Model(nn.Dense(8), optax.sgd(0.1), "mse", **options)
+    return ff.Model(module, optax.sgd(0.1), "mse", **options)
 
 
 def needed(model, n):
     """What a step of `n` examples needs, by a loop of its own."""
-    task = ff.TrainTask(nn.Dense(8).apply, optax.sgd(0.1), "mse", [(x, y)])
+    task = ff.TrainTask(module.apply, optax.sgd(0.1), "mse", [(x, y)])
     loop = ff.TrainLoop(
-        nn.Dense(8).init, task, 0, strategy=model.strategy, grad_norm=False, stdout=False
+        module.init, task, 0, strategy=model.strategy, grad_norm=False, stdout=False
     )
     return loop.step_memory(n)
 

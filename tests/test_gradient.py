@@ -17,15 +17,20 @@ Y = np.tanh(X @ rng.normal(size=(5, 3))).astype(np.float32)
 W = rng.uniform(0.1, 3, size=48).astype(np.float32)
 
 
+def waves(key, shape, dtype):
+    """Weights without a random draw, which takes longer to compile than what is tested here."""
+    return 0.5 * np.cos(np.arange(np.prod(shape)), dtype=dtype).reshape(shape)
+
+
 class MLP(nn.Module):
     norm: bool = False
 
     @nn.compact
     def __call__(self, x, train=True):
-        x = nn.Dense(7, name="stem")(x)
+        x = nn.Dense(7, kernel_init=waves, name="stem")(x)
         if self.norm:
             x = nn.BatchNorm(use_running_average=not train, name="norm")(x)
-        return nn.Dense(3, name="head")(nn.relu(x))
+        return nn.Dense(3, kernel_init=waves, name="head")(nn.relu(x))
 
 
 def train(n_steps=4, n_devices=1, batch_size=12, data=None, init=None, norm=False, **options):
@@ -153,8 +158,9 @@ def test_no_gradient_is_computed_for_a_frozen_stem():
 def test_a_gradient_of_what_is_trained_only_is_clipped():
     loop, checkpoints = train(1, optimizer=optax.sgd(1.0), freeze=["stem/.*"], clip_norm=0.01)
     start, _ = train(0)
-    moved = jax.tree.map(lambda a, b: a - b, start.state.params, loop.state.params)
-    assert float(optax.tree.norm(moved)) == pytest.approx(0.01, rel=1e-4)
+    moved = jax.tree.map(np.subtract, start.state.params, loop.state.params)
+    norm = np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(moved)))
+    assert norm == pytest.approx(0.01, rel=1e-4)
     assert checkpoints[-1].metrics["grad_norm"] > 0.01
 
 
@@ -202,7 +208,7 @@ def test_a_step_that_is_not_finite_leaves_the_whole_state(n_devices, norm):
 
 
 def test_without_the_guard_the_same_data_destroys_the_state():
-    loop, _ = train(None, data=poisoned())
+    loop, _ = train(None, data=poisoned(), optimizer=optax.sgd(0.1))
     assert not np.all(np.isfinite(loop.state.params["head"]["kernel"]))
 
 
@@ -264,9 +270,10 @@ def test_the_scale_of_a_loss_that_overflows_is_halved_and_the_step_skipped(n_dev
 @pytest.mark.parametrize("n_devices", [1, 2])
 def test_the_average_follows_its_formula(n_devices):
     loop, checkpoints = train(n_devices=n_devices, ema=0.75, freeze="stem/bias")
-    average = train(0)[0].state.params
+    average = jax.device_get(train(0)[0].state.params)
     for checkpoint in checkpoints:
-        average = jax.tree.map(lambda a, p: 0.75 * a + 0.25 * p, average, checkpoint.state.params)
+        params = jax.device_get(checkpoint.state.params)
+        average = jax.tree.map(lambda a, p: 0.75 * a + 0.25 * p, average, params)
     swapped = ff.optim.swap_ema(loop.state)
     assert_close(swapped.params, average, rtol=1e-6)
     again = ff.optim.swap_ema(swapped)

@@ -14,7 +14,13 @@ from flaxfit.optim import MultiOptimizer, OptimizerDef
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 Y = (X[:, 0] > 0).astype(np.int32)
 
-MODEL = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)])
+
+def waves(key, shape, dtype):
+    """Weights without a random draw, which takes longer to compile than what is tested here."""
+    return np.sin(np.arange(np.prod(shape)), dtype=dtype).reshape(shape)
+
+
+MODEL = nn.Sequential([nn.Dense(8, kernel_init=waves), nn.relu, nn.Dense(2, kernel_init=waves)])
 SGD = OptimizerDef(optax.sgd, learning_rate=0.1, momentum=0.9)
 
 

@@ -20,6 +20,7 @@ from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
 rng = np.random.default_rng(0)
 X = rng.normal(size=(64, 5)).astype(np.float32)
 Y = X.sum(1)
+OPTIMIZER = optax.adamw(1e-2, weight_decay=0.1)
 
 
 class Regressor(nn.Module):
@@ -52,7 +53,7 @@ def make_task(module=None, data=None, optimizer=None, **options):
     if data is None:
         data = ff.ArrayStream(X, Y, batch_size=16, shuffle=True)
     options = {"metrics": ["mae"], **options}
-    return ff.TrainTask(module.apply, optimizer or optax.adam(1e-2), "mse", data, **options)
+    return ff.TrainTask(module.apply, optimizer or OPTIMIZER, "mse", data, **options)
 
 
 def make_loop(module=None, data=None, *, optimizer=None, task=None, **options):
@@ -244,14 +245,14 @@ def test_batches_come_in_many_forms(form):
 
 
 def test_a_change_of_shape_is_announced_and_of_structure_refused(capsys):
-    data = [(X[:16], Y[:16]), (X[:32], Y[:32]), ((X[:16], X[:16]), Y[:16])]
+    data = [(X[:8], Y[:8]), (X[:16], Y[:16]), ((X[:16], X[:16]), Y[:16])]
     loop = make_loop(data=data, stdout=True)
     assert [next(loop).step, next(loop).step] == [1, 2]
     assert "compiled the training step again" in capsys.readouterr().err
     with pytest.raises(ValueError) as caught:
         next(loop)
     assert "another structure than the first one" in str(caught.value)
-    first, now = (str(X[:16].shape), str(Y[:16].shape)), f"(({X[:16].shape}, {X[:16].shape})"
+    first, now = (str(X[:8].shape), str(Y[:8].shape)), f"(({X[:16].shape}, {X[:16].shape})"
     assert f"\n  first inputs ({first[0]},), targets ({first[1]},)" in str(caught.value)
     assert "\n  now   inputs ((" in str(caught.value) and now[1:-1] in str(caught.value)
 
@@ -260,7 +261,7 @@ def test_a_change_of_shape_is_announced_and_of_structure_refused(capsys):
 
 
 def test_the_loss_is_the_mean_over_the_examples_since_the_previous_checkpoint():
-    frozen = optax.sgd(0.0)
+    frozen = optax.adam(0.0)
     data = [(X[:16], Y[:16]), (X[16:32], Y[16:32]), (X[32:37], Y[32:37])]
     loop = make_loop(data=data, optimizer=frozen, n_steps_per_checkpoint=2)
     first, second = loop
@@ -304,13 +305,14 @@ def test_gradients_are_kept_on_request():
         return jnp.mean((Regressor().apply({"params": params}, X) - Y) ** 2)
 
     checkpoint = loop.next_step()
-    expected = jax.grad(loss)(params)
+    expected = jax.device_get(jax.jit(jax.grad(loss))(params))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
         checkpoint.grads,
         expected,
     )
-    assert checkpoint.metrics["grad_norm"] == pytest.approx(float(optax.tree.norm(expected)), 1e-5)
+    norm = np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(expected)))
+    assert checkpoint.metrics["grad_norm"] == pytest.approx(norm, 1e-5)
     with pytest.raises(ValueError, match="keep_grads=True"):
         _ = make_loop().next_step().grads
 
@@ -454,9 +456,8 @@ def test_a_run_is_resumed_from_its_checkpoint_files(tmp_path, capsys):
     def make(**options):
         module = Normalized(dropout=0.3)
         reader = CheckpointFileReader(tmp_path / "run", module.init)
-        task = make_task(module, optimizer=optax.adamw(1e-2))
         with ff.TrainLoop(
-            reader, task, 0, n_steps_per_checkpoint=4, devices=jax.devices()[:2], **options
+            reader, make_task(module), 0, n_steps_per_checkpoint=4, **options
         ) as loop:
             return list(loop)
 
@@ -479,7 +480,6 @@ def test_a_run_in_two_parts_equals_the_whole_bit_for_bit(n_devices):
     def make(**options):
         return make_loop(
             Normalized(dropout=0.3),
-            optimizer=optax.adamw(1e-2),
             n_steps=9,
             devices=jax.devices()[:n_devices],
             n_steps_per_checkpoint=4,
@@ -534,12 +534,10 @@ def test_several_steps_in_one_dispatch_over_several_devices():
 @pytest.mark.parametrize("module", [Regressor(), Regressor(0.5), Normalized()])
 def test_training_equals_a_hand_written_optax_loop(module, n_devices):
     batches = [(X[i : i + 16], Y[i : i + 16]) for i in (0, 16, 32, 48)] * 2
-    optimizer = optax.adamw(1e-2, weight_decay=0.1)
-    loop = make_loop(module, batches, optimizer=optimizer, devices=jax.devices()[:n_devices])
-    state = loop.state
-    variables = {"params": state.params, **state.model_state}
-    opt_state = optimizer.init(state.params)
-    n = 16 // n_devices
+    loop = make_loop(module, batches, devices=jax.devices()[:n_devices])
+    key, n = loop.state.key, 16 // n_devices
+    state = jax.device_get(loop.state.replace(key=None))
+    variables, opt_state = state.variables, state.opt_state
 
     @jax.jit
     def update(variables, opt_state, step, x, y):
@@ -547,21 +545,22 @@ def test_training_equals_a_hand_written_optax_loop(module, n_devices):
             losses, updates = [], []
             for replica in range(n_devices):
                 rows = slice(replica * n, replica * n + n)
-                key = jax.random.fold_in(ff.step_key(state.key, step, replica), 0)
                 outputs, new = module.apply(
                     {**variables, "params": params},
                     x[rows],
-                    rngs={"dropout": key},
+                    rngs={"dropout": jax.random.fold_in(ff.step_key(key, step, replica), 0)},
                     mutable=["batch_stats", "counters"],
                 )
                 losses.append(jnp.mean((outputs - y[rows]) ** 2))
                 updates.append(new)
-            mean = jax.tree.map(lambda *leaves: sum(leaves) / n_devices, *updates)
+            mean = jax.tree.map(
+                lambda a, *rest: (sum(rest, a) / n_devices).astype(a.dtype), *updates
+            )
             return sum(losses) / n_devices, mean
 
         params = variables["params"]
         (value, new), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        changes, opt_state = optimizer.update(grads, opt_state, params)
+        changes, opt_state = OPTIMIZER.update(grads, opt_state, params)
         return {**new, "params": optax.apply_updates(params, changes)}, opt_state, value
 
     checkpoints = list(loop)
@@ -591,7 +590,7 @@ def test_one_and_four_devices_agree():
 
 
 def test_every_replica_holds_the_same_state():
-    loop = make_loop(Normalized(dropout=0.5), devices=jax.devices(), n_steps=3)
+    loop = make_loop(Normalized(dropout=0.3), devices=jax.devices(), n_steps=3)
     list(loop)
     for leaf in jax.tree.leaves(
         loop._stepper.state.replace(key=jax.random.key_data(loop._stepper.state.key))
@@ -603,7 +602,7 @@ def test_every_replica_holds_the_same_state():
 
 
 def test_counters_stay_integers():
-    *_, last = make_loop(Normalized(), devices=jax.devices(), n_steps=3)
+    *_, last = make_loop(Normalized(dropout=0.3), devices=jax.devices(), n_steps=3)
     calls = last.model_state["counters"]["calls"]
     assert calls.dtype == jnp.int32 and int(calls) == 3
 
@@ -765,7 +764,7 @@ def test_finish_in_a_fit_ends_the_fit():
         def __call__(self, checkpoint):
             return checkpoint
 
-    model = ff.Model(Regressor(), optax.adam(1e-2), "mse")
+    model = ff.Model(Regressor(), OPTIMIZER, "mse", ["mae"])
     history = model.fit(X, Y, batch_size=16, epochs=5, callbacks=[Finish()], verbose=0)
     assert (model.step, history.steps) == (6, [4, 6])
 
@@ -785,7 +784,8 @@ def test_finish_in_the_for_itself_takes_no_further_step():
 
 
 def test_finish_with_several_steps_per_call_ends_with_the_call():
-    loop = finishing(make_loop(n_steps=40, first_checkpoint=20, steps_per_call=4), at=8)
+    loop = make_loop(Regressor(0.2), n_steps=40, first_checkpoint=20, steps_per_call=4)
+    finishing(loop, at=8)
     assert [c.step for c in loop] == [8]
 
 
@@ -807,5 +807,5 @@ def test_examples_are_counted_without_padding():
     data = ff.ArrayStream(x, x.sum(1), batch_size=16, epochs=2)
     loop = make_loop(data=data, first_checkpoint=4, n_steps_per_checkpoint=4, devices=jax.devices())
     assert [c.n_examples for c in loop] == [50, 50]
-    loop = make_loop(n_steps=8, first_checkpoint=8, steps_per_call=4)
+    loop = make_loop(Regressor(0.2), n_steps=8, first_checkpoint=8, steps_per_call=4)
     assert next(loop).n_examples == 8 * 16

@@ -24,7 +24,7 @@ X, Y, X_TEST, Y_TEST = X[:300], Y[:300], X[300:413], Y[300:413]
 
 class MLP(nn.Module):
     train: bool = False
-    dropout: float = 0.2
+    dropout: float = 0.0
 
     @nn.compact
     def __call__(self, x):
@@ -42,7 +42,7 @@ class Normalized(nn.Module):
 
 def make_model(module=None, optimizer=None, metrics=("accuracy",), **options):
     return ff.Model(
-        module or MLP(), optimizer or optax.adam(3e-3), "crossentropy", metrics, **options
+        module or MLP(), optimizer or optax.adam(1e-2), "crossentropy", metrics, **options
     )
 
 
@@ -55,7 +55,7 @@ def assert_equal(a, b):
 
 
 def test_fit_learns_and_reports_each_epoch():
-    model = make_model(optimizer=optax.adam(1e-2))
+    model = make_model()
     history = fit(model, epochs=8, validation_data=(X_TEST, Y_TEST))
     assert set(history) == {"loss", "accuracy", "val_loss", "val_accuracy"}
     assert [len(values) for values in history.values()] == [8] * 4
@@ -68,7 +68,7 @@ def test_fit_learns_and_reports_each_epoch():
 
 @pytest.mark.parametrize("n_devices", [1, 3, 4])
 def test_evaluate_and_predict_agree_with_the_module_itself(n_devices):
-    model = make_model(strategy=ff.DataParallel(jax.devices()[:n_devices]))
+    model = make_model(MLP(dropout=0.2), strategy=ff.DataParallel(jax.devices()[:n_devices]))
     fit(model)
     logits = MLP().apply({"params": model.state.params}, jnp.asarray(X_TEST, jnp.float32))
     np.testing.assert_allclose(model.predict(X_TEST), logits, rtol=1e-5, atol=1e-5)
@@ -77,7 +77,7 @@ def test_evaluate_and_predict_agree_with_the_module_itself(n_devices):
 
 
 def test_fit_again_continues():
-    once, twice = make_model(), make_model()
+    once, twice = make_model(MLP(dropout=0.2)), make_model(MLP(dropout=0.2))
     fit(once, epochs=4)
     fit(twice, epochs=2)
     history = fit(twice, epochs=2)
@@ -134,11 +134,11 @@ def test_what_was_traced_before_is_still_checked():
 
 
 def test_fit_has_the_result_of_the_loop_that_a_user_would_write():
-    model = make_model()
+    model = make_model(MLP(dropout=0.2))
     fit(model, epochs=2)
     task = ff.TrainTask(
-        MLP(train=True).apply,
-        optax.adam(3e-3),
+        MLP(train=True, dropout=0.2).apply,
+        optax.adam(1e-2),
         "crossentropy",
         ff.ArrayStream(X, Y, batch_size=64, shuffle=True, epochs=2),
     )
@@ -157,7 +157,7 @@ def test_validation_split_takes_a_random_part_away_from_training():
 def test_a_weight_of_zero_is_as_good_as_leaving_the_example_out():
     weights = np.ones(len(X))
     weights[150:] = 0
-    a, b = make_model(MLP(dropout=0.0)), make_model(MLP(dropout=0.0))
+    a, b = make_model(), make_model()
     history = a.fit(X, Y, sample_weight=weights, batch_size=300, shuffle=False, verbose=0)
     other = b.fit(X[:150], Y[:150], batch_size=150, shuffle=False, verbose=0)
     assert history["loss"][0] == pytest.approx(other["loss"][0], rel=1e-5)
@@ -166,13 +166,10 @@ def test_a_weight_of_zero_is_as_good_as_leaving_the_example_out():
 
 
 def test_class_weights_weigh_examples_by_their_label():
-    model = make_model(optimizer=optax.sgd(0.0))
+    model = make_model(optimizer=optax.adam(0.0))
     history = fit(model, class_weight={3: 5.0, 4: 0.0})
     weights = np.where(Y == 3, 5.0, np.where(Y == 4, 0.0, 1.0))
     expected = model.evaluate(X, Y, sample_weight=weights)
-    quiet = make_model(MLP(dropout=0.0), optax.sgd(0.0))
-    history = fit(quiet, class_weight={3: 5.0, 4: 0.0})
-    expected = quiet.evaluate(X, Y, sample_weight=weights)
     assert history["loss"][0] == pytest.approx(expected["loss"], rel=1e-5)
 
 
@@ -242,10 +239,10 @@ def test_batches_of_any_kind_can_be_fitted(kind):
             return 4
 
     data = {"list": batches, "known length": Sized(), "unknown length": Loader()}[kind]
-    model = make_model(MLP(dropout=0.0))
+    model = make_model()
     history = model.fit(data, epochs=3, validation_data=Loader(), verbose=0)
     assert history.steps == [4, 8, 12]
-    other = make_model(MLP(dropout=0.0))
+    other = make_model()
     other.fit(X[:256], Y[:256], batch_size=64, epochs=3, shuffle=False, verbose=0)
     assert_equal(model.state.params, other.state.params)
     assert model.predict(Loader()).shape == (256, 10)
@@ -255,7 +252,7 @@ def test_batches_of_any_kind_can_be_fitted(kind):
 def test_an_exhausted_generator_is_not_taken_for_an_epoch():
     model = make_model()
     with pytest.raises(ValueError, match="consumed before|passed over only once"):
-        model.fit(((X, Y) for _ in range(2)), epochs=2, verbose=0)
+        model.fit(((X[:64], Y[:64]) for _ in range(2)), epochs=2, verbose=0)
     assert model.step == 2
 
 
@@ -266,7 +263,7 @@ class Endless:
         return sys.maxsize
 
     def __iter__(self):
-        return itertools.repeat((X[:8], Y[:8]))
+        return itertools.repeat((X[:64], Y[:64]))
 
 
 def test_data_without_end_needs_steps_per_epoch():
@@ -282,7 +279,7 @@ def test_steps_per_epoch_sets_the_length_of_an_epoch():
 
 @pytest.mark.slow
 def test_several_steps_per_execution_change_nothing():
-    one, many = make_model(), make_model()
+    one, many = make_model(MLP(dropout=0.2)), make_model(MLP(dropout=0.2))
     a, b = fit(one, epochs=2), fit(many, epochs=2, steps_per_execution=3)
     assert_equal(one.state.params, many.state.params)
     assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
@@ -317,13 +314,13 @@ def test_named_inputs_are_keyword_arguments():
 
 
 def fit_named(model):
-    model.fit({"image": X}, Y, verbose=0)
+    model.fit({"image": X}, Y, batch_size=64, verbose=0)
     return 3
 
 
 def test_early_stopping_restores_the_best_weights():
     stop = EarlyStopping("val_loss", patience=1, restore_best=True)
-    model = make_model(optimizer=optax.sgd(30.0))
+    model = make_model(optimizer=optax.adam(1.0))
     history = fit(model, epochs=20, validation_data=(X_TEST, Y_TEST), callbacks=stop)
     assert len(history.steps) < 20
     best = min(history["val_loss"])
@@ -358,10 +355,10 @@ def test_the_summary_lists_the_layers(capsys):
 
 @pytest.mark.slow
 def test_a_saved_model_is_loaded_without_a_fit_and_goes_on(tmp_path):
-    model = make_model()
+    model = make_model(MLP(dropout=0.2))
     fit(model, epochs=2)
     model.save(tmp_path)
-    fresh = make_model()
+    fresh = make_model(MLP(dropout=0.2))
     fresh.load(tmp_path)
     assert fresh.step == 10
     np.testing.assert_array_equal(fresh.predict(X_TEST), model.predict(X_TEST))
@@ -482,7 +479,7 @@ def test_a_missing_random_stream_is_named():
         @nn.compact
         def __call__(self, x, train):
             x = nn.Dense(10)(x)
-            return x + jax.random.normal(self.make_rng("noise"), x.shape) if train else x
+            return nn.Dropout(0.2, rng_collection="noise", deterministic=not train)(x)
 
     with pytest.raises(ValueError, match=r"noise[\s\S]*rngs="):
         fit(make_model(Noisy()))
@@ -520,7 +517,9 @@ def test_an_autoencoder_is_fitted_to_inputs_alone():
     history = model.fit(x, batch_size=20, epochs=6, verbose=0, validation_data=(x,))
     assert history["val_loss"][-1] < 0.5 * history["val_loss"][0]
     restored, _ = model.predict(x)
-    assert model.evaluate(x)["loss"] == pytest.approx(np.mean((restored - x) ** 2), rel=1e-5)
+    assert model.evaluate(x, batch_size=20)["loss"] == pytest.approx(
+        np.mean((restored - x) ** 2), rel=1e-5
+    )
 
 
 def test_a_state_that_is_set_is_gone_on_from():

@@ -13,8 +13,17 @@ import flaxfit as ff
 
 RNG = np.random.default_rng(0)
 REAL = (RNG.normal(size=(40, 2)) * 0.5 + np.array([2.0, -1.0])).astype("f4")
-GENERATOR = nn.Dense(2)
-DISCRIMINATOR = nn.Sequential([nn.Dense(8), nn.tanh, nn.Dense(1)])
+
+
+def waves(key, shape, dtype):
+    """Weights without a random draw, which takes longer to compile than what is tested here."""
+    return np.sin(np.arange(np.prod(shape)), dtype=dtype).reshape(shape)
+
+
+GENERATOR = nn.Dense(2, kernel_init=waves)
+DISCRIMINATOR = nn.Sequential(
+    [nn.Dense(8, kernel_init=waves), nn.tanh, nn.Dense(1, kernel_init=waves)]
+)
 OPTIMIZER = ff.optim.MultiOptimizer(
     ("generator/.*", optax.sgd(0.1)), ("discriminator/.*", optax.adam(0.02))
 )
@@ -161,7 +170,7 @@ def test_a_contrastive_loss_sees_the_whole_batch():
 
 
 def test_reinforce_learns_from_batches_that_it_made_itself():
-    policy, optimizer = nn.Dense(3), optax.adam(0.1)
+    policy, optimizer = nn.Dense(3, kernel_init=nn.initializers.zeros), optax.adam(0.1)
 
     def step(state, batch):
         (seen,), (actions, rewards) = batch.inputs, batch.targets
@@ -187,7 +196,7 @@ def test_reinforce_learns_from_batches_that_it_made_itself():
 
 
 def test_a_model_is_fitted_by_a_step_of_its_own_and_measured_as_ever():
-    module, optimizer = nn.Dense(1), optax.adam(0.2)
+    module, optimizer = nn.Dense(1, kernel_init=nn.initializers.zeros), optax.adam(0.2)
 
     def step(state, batch):
         """Mixes examples up with one another."""

@@ -24,6 +24,7 @@ from flaxfit.callbacks import EarlyStopping
 from flaxfit.sklearn import FlaxClassifier, FlaxRegressor
 
 QUICK = {"learning_rate": 1e-2, "epochs": 30, "n_devices": 1}
+WITH_ACCURACY = {"model_options": {"metrics": ["accuracy"]}}
 CANNOT_APPLY = {
     "check_sample_weight_equivalence_on_dense_data": (
         "it compares to 1e-7, which is the rounding of float32; compared to 1e-4 below"
@@ -135,7 +136,7 @@ def test_options_reach_the_model_and_its_fit():
     seen = []
     fitted = FlaxClassifier(
         **{**QUICK, "epochs": 2},
-        model_options={"metrics": ["accuracy"]},
+        **WITH_ACCURACY,
         fit_options={"callbacks": lambda checkpoint: seen.append(checkpoint.step)},
     ).fit(x, y)
     assert len(seen) == 2
@@ -145,7 +146,7 @@ def test_options_reach_the_model_and_its_fit():
 def test_a_callback_begins_anew_with_each_fit():
     x, y = load_iris(return_X_y=True)
     stopping = EarlyStopping("loss", mode="max", patience=1)  # The loss falls: it stops soon.
-    options = {"fit_options": {"callbacks": [stopping]}}
+    options = {**WITH_ACCURACY, "fit_options": {"callbacks": [stopping]}}
     estimator = FlaxClassifier(**{**QUICK, "epochs": 5}, **options)
     lengths = [len(estimator.fit(x, y).history_["loss"]) for _ in range(2)]
     assert lengths[0] == lengths[1] < 5

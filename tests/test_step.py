@@ -97,7 +97,7 @@ def test_losses_that_a_module_sows_are_a_penalty_and_intermediates_are_dropped()
         def __call__(self, x):
             self.sow("losses", "activity", 0.5 * jnp.sum(x**2))
             self.sow("intermediates", "x", x)
-            return nn.Dense(1)(x)[:, 0]
+            return nn.Dense(1, kernel_init=nn.initializers.ones)(x)[:, 0]
 
     module = Sowing()
     task = ff.TrainTask(module.apply, optax.sgd(0.1), "mse")

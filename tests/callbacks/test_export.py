@@ -15,8 +15,9 @@ pytest.importorskip("flatbuffers", reason="flatbuffers is not installed")
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x, train: bool):
-        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(x))
-        return nn.Dense(1)(nn.Dropout(0.5, deterministic=not train)(x))
+        ones = nn.initializers.ones
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(4, kernel_init=ones)(x))
+        return nn.Dense(1, kernel_init=ones)(nn.Dropout(0.5, deterministic=not train)(x))
 
 
 x = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)

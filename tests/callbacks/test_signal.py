@@ -66,8 +66,8 @@ def guard(**options):
     return SaveOnSignal(grace_seconds=None, **options)
 
 
-def train(folder, data, callbacks, **options):
-    model = ff.Model(Net(), optax.adam(1e-2), "mse", ["mae"])
+def train(folder, data, callbacks, module=None, **options):
+    model = ff.Model(module or Net(), optax.adam(1e-2), "mse", ["mae"])
     x, y = (X, Y) if data is None else (data, None)
     stopping = EarlyStopping("val_loss", patience=3, restore_best=False)
     history = model.fit(
@@ -229,7 +229,7 @@ def test_a_handler_of_the_program_stays(tmp_path):
     received = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
-        train(tmp_path, None, [SignalAt(6)])
+        train(tmp_path, None, [SignalAt(6)], nn.Dense(1))
     finally:
         signal.signal(signal.SIGTERM, before)
     assert received == [signal.SIGTERM] and list_steps(tmp_path)[-1] == 16

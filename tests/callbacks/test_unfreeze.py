@@ -10,7 +10,7 @@ from flaxfit.callbacks import Unfreeze
 
 x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 y = x.sum(1, keepdims=True)
-module = nn.Sequential([nn.Dense(4), nn.Dense(4), nn.Dense(1)])
+module = nn.Sequential([nn.Dense(n, kernel_init=nn.initializers.ones) for n in (4, 4, 1)])
 FROZEN = ["layers_0/.*", "layers_1/.*"]
 
 

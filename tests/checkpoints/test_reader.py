@@ -36,6 +36,9 @@ SMALL = TrainState(
 )
 
 
+DENSE = nn.Dense(2, kernel_init=nn.initializers.ones)
+
+
 def read(folder, template=None, **options):
     found = CheckpointFileReader(folder, **options).read(template)
     assert found is not None
@@ -205,8 +208,8 @@ def test_a_step_that_is_asked_for_must_be_there(tmp_path):
 
 
 def test_a_state_as_target_says_what_to_expect_and_starts_the_run(tmp_path, tools):
-    task = TrainTask(nn.Dense(1).apply, optax.adam(0.1), "mse", (np.ones((4, 3)), np.ones((4, 1))))
-    state = init_state(nn.Dense(1).init, task.optimizer, 3, (np.ones((4, 3), np.float32),))
+    task = TrainTask(DENSE.apply, optax.adam(0.05), "mse", (np.ones((4, 3)), np.ones((4, 2))))
+    state = init_state(DENSE.init, task.optimizer, 3, (np.ones((4, 3), np.float32),))
     reader = CheckpointFileReader(tmp_path, state)
     tools.assert_same(TrainLoop(reader, task, stdout=False).state, state)
     later = state.replace(step=jnp.int32(7), params=jax.tree.map(lambda x: x + 1, state.params))
@@ -462,13 +465,13 @@ def test_damage_in_every_step_is_an_error_that_names_them_and_nothing_is_deleted
 
 @pytest.mark.parametrize("n_before, n_after", [(1, 4), (4, 2)])
 def test_a_run_goes_on_with_another_number_of_devices(tmp_path, n_before, n_after):
-    init = nn.Dense(2).init
+    init = DENSE.init
     x = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
     y = x[:, :2] - x[:, 1:]
 
     def loop(init, n_devices, n_steps):
         data = ArrayStream(x, y, batch_size=8, shuffle=True)
-        task = TrainTask(nn.Dense(2).apply, optax.adam(0.05), "mse", data)
+        task = TrainTask(DENSE.apply, optax.adam(0.05), "mse", data)
         devices = jax.devices()[:n_devices]
         return TrainLoop(init, task, 0, n_steps=n_steps, devices=devices, stdout=False)
 

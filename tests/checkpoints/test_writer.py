@@ -230,7 +230,7 @@ def small_disk():
 
 
 def noise(step):
-    params = {"w": jax.random.normal(jax.random.key(step), (1000, 500))}
+    params = {"w": jnp.asarray(np.random.default_rng(step).random((1000, 500), np.float32))}
     return Checkpoint(step=step, state=SMALL.replace(params=params), metrics={})
 
 

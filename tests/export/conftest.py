@@ -14,6 +14,11 @@ from flaxfit.export import InputSpec, JaxModule
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
+def waves(key, shape, dtype):
+    """Weights without a random draw, which takes longer to compile than what is tested here."""
+    return np.sin(np.arange(np.prod(shape)), dtype=dtype).reshape(shape)
+
+
 class Net(nn.Module):
     """Dropout and BatchNorm: what has to be switched off and frozen."""
 
@@ -21,10 +26,10 @@ class Net(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        x = nn.Dense(5)(x)
+        x = nn.Dense(5, kernel_init=waves)(x)
         x = nn.BatchNorm(use_running_average=not self.train)(x)
         x = nn.Dropout(0.5, deterministic=not self.train)(x)
-        return nn.Dense(2)(jnp.tanh(x))
+        return nn.Dense(2, kernel_init=waves)(jnp.tanh(x))
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +39,7 @@ def net():
 
 @pytest.fixture(scope="session")
 def variables(net):
-    variables = net.init(jax.random.key(0), jnp.ones((1, 3)))
+    variables = jax.jit(net.init)(jax.random.key(0), jnp.ones((1, 3)))
     stats = jax.tree.map(lambda a: a + 0.5, variables["batch_stats"])
     return {"params": variables["params"], "batch_stats": stats}
 

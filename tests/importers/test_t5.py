@@ -142,9 +142,9 @@ def test_statistics_are_those_that_optax_makes_of_the_same_gradient(shape):
     checkpoint = {old: np.zeros(shape, np.float32)} | {
         old + slot: value for slot, value in mesh_statistics(gradient).items()
     }
-    params = {"w": jnp.zeros(shape)}
+    params = {"w": np.zeros(shape, np.float32)}
     optimizer = optax.scale_by_factored_rms()
-    _, state = optimizer.update({"w": jnp.asarray(gradient)}, optimizer.init(params), params)
+    _, state = jax.jit(optimizer.update)({"w": gradient}, optimizer.init(params), params)
     path = "state/param_states/encoder/layers_0/attention/query/kernel"
     translated = t5_translator.apply(checkpoint)
     np.testing.assert_allclose(translated[f"{path}/v_row"], state.v_row["w"], rtol=1e-5)

@@ -287,7 +287,7 @@ def test_a_step_is_compiled_once_and_traces_the_module_only_then():
 
     class Traced(nnx.Module):
         def __init__(self, rngs):
-            self.linear = nnx.Linear(4, 2, rngs=rngs)
+            self.linear = nnx.Linear(4, 6, rngs=rngs)
 
         def __call__(self, x):
             calls.append(x)
