@@ -54,6 +54,9 @@ class Checkpoint:
         copy.__dict__.update(self.__dict__, **changes)
         return copy
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {name: getattr(self, name) for name in _MADE_LATER}
+
     def with_metrics(self, metrics: Mapping[str, float], prefix: str = "") -> "Checkpoint":
         """A copy with metrics added, their names prefixed."""
         added = {f"{prefix}{name}": value for name, value in metrics.items()}
@@ -128,21 +131,22 @@ class Checkpoint:
 
 
 class _MadeLater:
-    """A field that may be given as a `Later` of a tuple, of which it is the member at `place`."""
+    """A field that may be given as `Later`: its value is made when it is first looked at."""
 
-    def __init__(self, name: str, place: int):
-        self._name, self._place = name, place
+    def __init__(self, name: str):
+        self._name = name
 
     def __get__(self, checkpoint: Any, kind: Any) -> Any:
         if checkpoint is None:
             return self
         value = checkpoint.__dict__[self._name]
-        return value.value[self._place] if isinstance(value, Later) else value
+        return value.value if isinstance(value, Later) else value
 
     def __set__(self, checkpoint: Any, value: Any) -> None:
         checkpoint.__dict__[self._name] = value
 
 
-for _place, _name in enumerate(("state", "last_grads")):
+_MADE_LATER = ("state", "last_grads")
+for _name in _MADE_LATER:
     # Not in the class: a dataclass would take it for the default.
-    setattr(Checkpoint, _name, _MadeLater(_name, _place))
+    setattr(Checkpoint, _name, _MadeLater(_name))

@@ -25,10 +25,14 @@ class Interrupts:
         is_main = threading.current_thread() is threading.main_thread()
         is_replaced = is_main and callable(present) and present != self._on_signal
         self._replaced.append(present if is_replaced else None)
-        if is_replaced:
-            self._handler = present
-            signal.signal(signal.SIGINT, self._on_signal)
-        return self
+        try:
+            if is_replaced:
+                self._handler = present
+                signal.signal(signal.SIGINT, self._on_signal)
+            return self
+        except BaseException:  # An interrupt that came just now.
+            self.__exit__()
+            raise
 
     def __exit__(self, *error: object) -> None:
         present = self._replaced.pop()

@@ -4,6 +4,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
+# Settings that a `with` may change for a thread.
+_GUARD, _WIDE = "jax_transfer_guard_host_to_device", "jax_enable_x64"
+
 
 class Later:
     """Makes its value in two parts, each once: what saves it from being lost, and what ends it.
@@ -23,23 +28,65 @@ class Later:
         self._begin: Callable[[], Callable[[], Any]] | None = begin
         self._end: Callable[[], Any] | None = None
         self._value: Any = None
-        # A thread may ask for it just when another one uses up what it is made of.
-        self._lock = threading.Lock()
+        # A thread may ask for it just when another one uses up what it is made of; the handler of
+        # a signal, while this very thread is at it.
+        self._lock = threading.RLock()
 
     def secure(self) -> None:
         """Takes what the value is made of: from here on, that may change."""
         with self._lock:
-            self._secure()
-
-    def _secure(self) -> None:
-        if self._begin is not None:
-            self._begin, self._end = None, self._begin()
+            if self._begin is not None:
+                self._begin, self._end = None, self._begin()
 
     @property
     def value(self) -> Any:
         """The value, which is made when it is asked for first."""
+        if self._begin is not None or self._end is not None:
+            apart(self._make)
+        return self._value
+
+    def _make(self) -> None:
         with self._lock:
-            self._secure()
+            self.secure()
             if self._end is not None:
                 self._end, self._value = None, self._end()
-            return self._value
+
+
+def apart(function: Callable[[], None]) -> None:
+    """Calls a function as if it were called by itself, wherever this is.
+
+    That may be within a function that JAX traces, a mesh or a transfer guard.
+
+    >>> seen = []
+    >>> program = jax.jit(lambda x: apart(lambda: seen.append(jax.numpy.ones(()) + 1)) or x)
+    >>> program(1.0), float(seen[0])
+    (Array(1., dtype=float32, weak_type=True), 2.0)
+    """
+    if jax.sharding.get_abstract_mesh().empty and not has_transfer_guard():
+        with jax.ensure_compile_time_eval():
+            return function()
+    is_wide, errors = getattr(jax.config, _WIDE), []
+
+    def call() -> None:
+        try:
+            with jax.enable_x64(is_wide):
+                function()
+        except BaseException as error:
+            errors.append(error)
+
+    # Meshes and guards are those of a thread.
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return None
+
+
+def has_transfer_guard() -> bool:
+    """Whether arrays may not pass to the devices unless they are put there.
+
+    >>> has_transfer_guard()
+    False
+    """
+    return getattr(jax.config, _GUARD) not in (None, "allow", "log")

@@ -217,7 +217,7 @@ class TrainLoop:
     @property
     def state(self) -> TrainState:
         """The training state: an unreplicated copy that stays valid."""
-        return self._stepper.kept(self._snapshot).value[0]
+        return self._stepper.kept(self._snapshot, is_urgent=True)[0].value
 
     @property
     def state_in_place(self) -> TrainState:
@@ -521,9 +521,9 @@ class TrainLoop:
     def _train_to(self, stop: Callable[[], int], batch: Any = None) -> Checkpoint | None:
         """Trains to the step `stop()`, or to the end of the data; None if that is here."""
         self._leave_start()
-        before, self._phase = self._phase, "training"
-        self._resumed = time.perf_counter()
+        before = self._phase
         try:
+            self._phase, self._resumed = "training", time.perf_counter()
             with self._stepper.interrupts:
                 self._train(stop, batch)
         finally:
@@ -607,13 +607,13 @@ class TrainLoop:
     def _make_checkpoint(self, *, between: bool = False) -> Checkpoint:
         stepper = self._stepper
         # What can be done while the devices are still at work comes before the metrics.
-        kept: Any = stepper.kept(self._snapshot)
+        state, grads = stepper.kept(self._snapshot, is_urgent=between)
         position, running = stepper.position(), stepper.get_running(counts=between)
         metrics = stepper.metrics() | self._learning_rates()
         seconds = self._elapsed + time.perf_counter() - self._resumed
         return Checkpoint(
             step=stepper.step,
-            state=kept,
+            state=state,
             metrics=metrics,
             n_completed_steps=stepper.n_completed,
             n_examples=stepper.n_examples,
@@ -621,7 +621,7 @@ class TrainLoop:
             compile_time=stepper.compile_time,
             data_state=position,
             running=running,
-            last_grads=None if stepper.grads is None else kept,
+            last_grads=grads,
         )
 
     def _learning_rates(self) -> dict[str, float]:

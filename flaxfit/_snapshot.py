@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit._later import has_transfer_guard
 from flaxfit.strategies import Strategy
 
 # Up to here a copy takes a fixed time for each array, and that of NumPy is a fifth of JAX's.
@@ -46,8 +47,10 @@ def snapshots(where: str, strategy: Strategy) -> Callable[..., Callable[[], Any]
         return lambda: copy
 
     def on_device(tree: Any, is_light: bool = False) -> Callable[[], Any]:
-        if is_light and put is not None:
-            leaves, structure = jax.tree.flatten(tree)
+        leaves, structure = jax.tree.flatten(tree)
+        # NumPy does not keep that a type is weak.
+        has_weak = any(leaf.weak_type for leaf in leaves)
+        if is_light and put is not None and not has_weak and not has_transfer_guard():
             copies = [_copied(leaf) for leaf in leaves]
             return lambda: structure.unflatten(put(copies))
         copy = strategy.collect(tree)
@@ -63,9 +66,9 @@ def is_light(leaves: Sequence[Any]) -> bool:
     >>> is_light([jnp.ones(2)])
     True
     """
-    # NumPy does not keep that a type is weak, and JAX narrows those of 64 bits.
-    is_kept = all(not x.weak_type and x.dtype.itemsize < 8 for x in leaves)
-    return is_kept and sum(x.nbytes for x in leaves) <= _FEW_BYTES
+    # Where those of 64 bits are switched off, JAX would narrow NumPy's.
+    is_narrow = all(x.dtype.itemsize < 8 for x in leaves)
+    return is_narrow and sum(x.nbytes for x in leaves) <= _FEW_BYTES
 
 
 def _has_one_cpu(strategy: Strategy) -> bool:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -94,7 +93,7 @@ def make_train_step(
             scale = replicas.least(found.scale)
             updated, unchanged = (_with_scale(each, scale) for each in (updated, unchanged))
 
-        is_used = jnp.ones(())
+        is_used = jnp.ones((), jnp.float32)
         if skip_empty and is_weighted(batch):
             total_weight = sum(jax.tree.leaves(weights))
             is_used = jnp.where(total_weight > 0, 1.0, 0.0)
@@ -228,10 +227,8 @@ def compute(sums: Sums, metrics: Mapping[str, Any]) -> dict[str, Any]:
         elif len(parts) == 1:
             value = np.float64(parts[0])
         else:
-            total, weight = np.float64(parts[0]), np.float64(parts[1])
-            # To silence NumPy takes longer than to divide.
-            with nullcontext() if weight else np.errstate(invalid="ignore", divide="ignore"):
-                value = total / weight
+            with np.errstate(invalid="ignore", divide="ignore"):
+                value = np.float64(parts[0]) / np.float64(parts[1])
         values[name] = float(value) if value.ndim == 0 else value
     return values
 

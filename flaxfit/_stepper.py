@@ -82,7 +82,7 @@ class Stepper:
         self._form: Any = None
         self._held = Held([], [])
         self._kept: list[weakref.ref[Later]] = []
-        """What was kept of the present arrays since the last step."""
+        """What the latest checkpoint holds, until it is copied."""
         self._options = {"grad_norm": grad_norm, "keep_grads": keep_grads}
         self._say = say
         self._in_flight: deque[jax.Array] = deque()
@@ -123,34 +123,39 @@ class Stepper:
         """The training state, in its places on the devices; the next step uses most of it up."""
         return None if self._form is None else self._form.together(self._held)
 
-    def kept(self, snapshot: Callable[..., Callable[[], Any]]) -> Later:
-        """The state and the kept gradients, of which the next step takes no more than is copied.
+    def kept(
+        self, snapshot: Callable[..., Callable[[], Any]], *, is_urgent: bool
+    ) -> tuple[Any, Any]:
+        """The state and the kept gradients, each as `Later`: copies of what the next step uses up.
 
-        They are copied when they are asked for; at the latest by the next step, if somebody still
-        holds on to what this returns.
+        They are made when somebody asks for it; at the latest by the next step, if somebody still
+        holds on to them.
+
+        Args:
+          snapshot: copies a tree, see `snapshots`.
+          is_urgent: whether they are copied at once: a step may be under way.
         """
         # Random keys as plain arrays, which takes less time.
-        form, arrays, is_light = self._form, (self._held, self.grads), self._is_light
+        form, held, grads, is_light = self._form, self._held, self.grads, self._is_light
 
-        def copied() -> Callable[[], tuple[Any, Any]]:
-            copy = snapshot(arrays, is_light)
+        def copied() -> Callable[[], Any]:
+            copy = snapshot(held, is_light)
+            return lambda: form.together(copy())
 
-            def together() -> tuple[Any, Any]:
-                held, grads = copy()
-                return form.together(held), grads
+        both = Later(copied), None if grads is None else Later(lambda: snapshot(grads, is_light))
+        # Of several processes all run the same programs, whatever each does with its checkpoint.
+        is_urgent = is_urgent or self.strategy.n_processes > 1
+        references = [weakref.ref(each) for each in both if each is not None]
+        if is_urgent:
+            _secure(references)
+        else:
+            self._kept = references
+        return both
 
-            return together
-
-        kept = Later(copied)
-        self._kept.append(weakref.ref(kept))
-        return kept
-
-    def _secure_kept(self) -> None:
+    def secure_kept(self) -> None:
         """Copies what was kept and is still held on to: the next step uses it up."""
-        for reference in self._kept:
-            if (kept := reference()) is not None:
-                kept.secure()
-        self._kept = []
+        references, self._kept = self._kept, []
+        _secure(references)
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -317,8 +322,6 @@ class Stepper:
 
         Returns whether there was a batch to step.
         """
-        if self._kept:
-            self._secure_kept()
         # From here to the release an interrupt waits, so that no batch and no state is lost.
         self.interrupts.hold()
         try:
@@ -357,6 +360,8 @@ class Stepper:
             return False
         update, weights = ready
         batch = Batch((self.strategy.split(rows),), (), weights)
+        if self._kept:
+            self.secure_kept()
         moving, still = self._held
         results = update(moving, self._totals, still, self._resident, batch)
         moving, self._totals, self.grads, changed = results
@@ -470,6 +475,7 @@ class Stepper:
         update = self.executables.get(key)
         if update is None:
             update = self.executables[key] = self._compile(portions, arguments, *data)
+        self.secure_kept()
         moving, totals, grads, changed = update(*arguments)
         held = held.after(moving, changed)
         if not is_whole:
@@ -662,3 +668,9 @@ class Stepper:
 
 def _has_weights_by_output(batch: Any) -> bool:
     return bool(weights_by_output(batch.targets))
+
+
+def _secure(references: Sequence[weakref.ref[Later]]) -> None:
+    for reference in references:
+        if (kept := reference()) is not None:
+            kept.secure()

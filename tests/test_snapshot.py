@@ -1,5 +1,8 @@
 """Checkpoints whose arrays lie on the host."""
 
+import copy
+import signal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +12,7 @@ from flax import linen as nn
 from jax.sharding import SingleDeviceSharding
 
 import flaxfit as ff
-from flaxfit._snapshot import is_light
+from flaxfit._snapshot import is_light, snapshots
 from flaxfit.checkpoints import CheckpointFileWriter, restore
 
 rng = np.random.default_rng(0)
@@ -104,9 +107,88 @@ def test_a_state_that_is_looked_at_late_is_that_of_its_step(devices, limit, monk
         assert {leaf.sharding for leaf in leaves} == {SingleDeviceSharding(jax.devices()[0])}
 
 
+def read_in_a_trace(checkpoint):
+    jax.jit(lambda x: x + checkpoint.state.params["layers_0"]["bias"][0])(1.0)
+    jax.eval_shape(lambda: checkpoint.grads)
+
+
+def read_in_a_mesh(checkpoint):
+    with jax.set_mesh(jax.make_mesh((2,), ("model",))):
+        jax.tree.leaves((checkpoint.state, checkpoint.grads))
+
+
+def read_behind_a_guard(checkpoint):
+    with jax.transfer_guard("disallow"):
+        jax.tree.leaves((checkpoint.state, checkpoint.grads))
+
+
+def pickled(checkpoint):
+    return copy.deepcopy(copy.copy(checkpoint)).replace(stop=False)
+
+
+@pytest.mark.parametrize("limit", [2**22, 0], ids=["few bytes", "many bytes"])
+@pytest.mark.parametrize("read", [read_in_a_trace, read_in_a_mesh, read_behind_a_guard, pickled])
+def test_a_state_is_whole_wherever_it_is_looked_at_first(read, limit, monkeypatch):
+    monkeypatch.setattr("flaxfit._snapshot._FEW_BYTES", limit)
+    first, second = (loop_with(devices=jax.devices()[:1], keep_grads=True) for _ in range(2))
+    expected, checkpoint = first.next_checkpoint(), second.next_checkpoint()
+    checkpoint = read(checkpoint) or checkpoint
+    parts = ((c.state, c.grads) for c in (checkpoint, expected))
+    jax.tree.map(np.testing.assert_array_equal, *map(plain, parts))
+
+
+def test_a_snapshot_that_is_taken_while_a_batch_is_fetched_stays_what_it_was():
+    snapshots = []
+
+    def batches():
+        for i in range(9):
+            if i == 4:
+                snapshots.append(loop.snapshot())
+            yield X[:8], Y[:8]
+
+    loop = loop_with()
+    loop.data = batches()
+    steps = {checkpoint.step: plain(checkpoint.state.params) for checkpoint in loop.run(9)}
+    (snapshot,) = snapshots
+    assert snapshot.step == 4
+    jax.tree.map(np.testing.assert_array_equal, plain(snapshot.state.params), steps[4])
+
+
+def test_nothing_is_kept_track_of_but_the_latest_checkpoint():
+    loop = loop_with(keep_grads=True)
+    checkpoint = loop.next_checkpoint()
+    kept = len(loop._stepper._kept)
+    for _ in range(3):
+        assert loop.state.step == 1
+    assert len(loop._stepper._kept) == kept == 2
+    only_grads = checkpoint.replace(state=None)
+    of_state, of_grads = loop._stepper._kept
+    del checkpoint
+    assert of_state() is None and of_grads() is not None
+    loop.next_step()
+    assert plain(only_grads.grads)["layers_0"]["bias"].shape == (8,)
+
+
+def test_a_handler_of_a_signal_may_look_at_a_state_that_is_just_being_copied():
+    loop, seen = loop_with(devices=jax.devices()[:1]), []
+    before = signal.signal(signal.SIGUSR1, lambda *_: seen.append(checkpoint.state))
+    try:
+        snapshot = loop._snapshot
+        ways = [snapshot, lambda *tree: signal.raise_signal(signal.SIGUSR1) or snapshot(*tree)]
+        loop._snapshot = lambda *tree: (ways.pop() if len(ways) > 1 else snapshot)(*tree)
+        checkpoint = loop.next_checkpoint()
+        loop._snapshot = snapshot
+        state = checkpoint.state
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    jax.tree.map(np.testing.assert_array_equal, plain(seen[0]), plain(state))
+
+
 def test_numpy_copies_what_it_keeps_all_of():
     assert is_light([jnp.ones(2), jnp.ones(2, jnp.bfloat16), jnp.int32(1)])
-    assert not is_light([jnp.ones(2), jnp.asarray(1.0)])  # Of a weak type.
+    weak = {"w": jnp.ones(2), "rate": jnp.asarray(1.0)}
+    take = snapshots("device", ff.DataParallel(jax.devices()[:1]))
+    assert take(weak, True)()["rate"].weak_type
     assert not is_light([jnp.ones((1024, 1024, 2))])
     with jax.enable_x64(True):
         assert not is_light([jnp.ones(2, jnp.float64)])

@@ -125,7 +125,7 @@ def test_weights_under_other_names_are_translated(tmp_path):
     model.load_weights(tmp_path / "other.npz", translator=translator, partial="stem/bias")
     with pytest.raises(ValueError, match="head/kernel is not in the checkpoint"):
         model.load_weights(tmp_path / "other.npz", translator=translator)
-    with pytest.raises(ValueError, match="Without a translator, nothing takes the options seed"):
+    with pytest.raises(TypeError, match="Without a translator, nothing takes the options seed"):
         model.load_weights(tmp_path / "other.npz", seed=1)
     with pytest.raises(ValueError, match="'body' matches no parameter"):
         model.load_weights(tmp_path / "other.npz", translator=translator, partial="body")

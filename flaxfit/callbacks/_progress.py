@@ -16,6 +16,7 @@ _SECONDS_BETWEEN_REFRESHES = 0.5
 # Steps of less than so many seconds would notice a look at the clock at each of them.
 _SHORT_STEP = 5e-4
 _STEPS_BETWEEN_LOOKS = 8
+_ENOUGH_STEPS = 64
 # So wide is a bar at least, where there are metrics to be left out for it.
 _LEAST_BAR = 4
 # Steps are int32: a span of this many ends with the data, wherever that is.
@@ -136,7 +137,10 @@ class ProgressBar:
             n, seconds = step - self._previous[0], now - self._previous[1]
             self._n_timed += n
             self._seconds += seconds
-            is_short = 0 < seconds < n * _SHORT_STEP
+            # Steps that wait for the device seem to be short: so many do not wait.
+            is_known = self._n_timed >= _ENOUGH_STEPS
+            is_short = is_known and self._seconds < self._n_timed * _SHORT_STEP
+            is_short &= seconds < n * _SHORT_STEP
             self._n_to_skip = _STEPS_BETWEEN_LOOKS - 1 if is_short else 0
         self._previous = step, now
         if now >= self._next_refresh and self._loop is not None:
