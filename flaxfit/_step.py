@@ -113,7 +113,8 @@ def make_train_step(
         if found.penalty is not None:
             per_step["penalty"] = replicas.mean(found.penalty)
         sums |= {
-            name: (jnp.where(is_used > 0, value, 0), is_used) for name, value in per_step.items()
+            name: (jnp.where(is_used > 0, value, 0).astype(jnp.float32), is_used)
+            for name, value in per_step.items()
         }
         return updated, (sums, grads) if keep_grads else sums
 
