@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -28,6 +27,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import jax
+
+from benchmarks.turns import around_median
 
 WIDTH, BATCH = 256, 256
 _ROUNDS = "rounds: "
@@ -98,7 +99,7 @@ class Comparison:
 
     def __str__(self) -> str:
         first, second = (statistics.median(side) * 1e6 for side in zip(*self.passed, strict=True))
-        ratios = sorted(b / a for a, b in self.passed)
+        ratios = [b / a for a, b in self.passed]
         low, high = around_median(ratios)
         computed = statistics.median(b / a for a, b in self.computed)
         return (
@@ -107,16 +108,6 @@ class Comparison:
             f"the processor's time {computed:.3f} "
             f"[{len(ratios)} rounds, load {self.load:.1f} on {os.cpu_count()} cores]"
         )
-
-
-def around_median(values: Sequence[float]) -> tuple[float, float]:
-    """The two of the sorted values that the median lies between with 95 % certainty.
-
-    By the order statistics of independent values, in the normal approximation of the binomial.
-    """
-    n = len(values)
-    off = 1.96 * n**0.5 / 2
-    return values[max(0, int(n / 2 - off))], values[min(n - 1, math.ceil(n / 2 + off))]
 
 
 def parts(resident: bool = True):

@@ -1,9 +1,10 @@
 """Contenders that take turns: their times per step, and the ratios of each round."""
 
+import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 
 def take_turns(
@@ -29,3 +30,13 @@ def take_turns(
 def ratio(values: list[float], base: list[float]) -> float:
     """The median over the rounds of the ratio within a round."""
     return statistics.median(a / b for a, b in zip(values, base, strict=True))
+
+
+def around_median(values: Sequence[float]) -> tuple[float, float]:
+    """The two of the values that the median lies between with 95 % certainty.
+
+    By the order statistics of independent values, in the normal approximation of the binomial.
+    """
+    ordered, n = sorted(values), len(values)
+    off = 1.96 * n**0.5 / 2
+    return ordered[max(0, int(n / 2 - off))], ordered[min(n - 1, math.ceil(n / 2 + off))]
