@@ -150,6 +150,8 @@ def memory() -> None:
 def overhead(name: str, rounds: int, n_steps: int, *, resident: bool) -> None:
     """The time of a step of TrainLoop over that of a bare call of the update it compiles."""
 
+    import numpy as np
+
     import flaxfit as ff
     from flaxfit import _totals
     from flaxfit._batch import Batch, normalize
@@ -163,9 +165,11 @@ def overhead(name: str, rounds: int, n_steps: int, *, resident: bool) -> None:
     loop.next_step()
 
     data = ()
-    examples = [normalize(batch) for batch in batches]
-    given = examples
+    # With weights of 1, as where any batch may turn out to be smaller than the others.
+    ones = np.ones(BATCH, np.float32)
+    examples = given = [normalize(batch)._replace(weights=ones) for batch in batches]
     if resident:
+        examples = [each._replace(weights=None) for each in examples]
         stream = task.data.one_epoch()
         data = (strategy.place(normalize(stream.whole())),)
         given = [Batch((stream.next_rows(),)) for _ in range(len(stream))]
