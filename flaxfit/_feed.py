@@ -59,6 +59,9 @@ class Feed:
         # to do, and what the first one was found to be need not be found for each.
         self._is_even = is_even
         self._first_portion: Portion | None = None
+        self._known: dict[Hashable, tuple[Any, Portion]] = {}
+        """What became of arrays of NumPy of these shapes and dtypes, which were taken as they are:
+        their structure as a batch, and a portion that wants but them."""
         # Of several processes, each may bring batches of its own, for its own devices.
         n_devices = strategy.n_devices
         self._is_own = is_own and strategy.n_processes > 1
@@ -74,6 +77,25 @@ class Feed:
         if self._first_portion is not None:
             batch = self._structure.unflatten(jax.tree.leaves(item))
             return self._first_portion._replace(batch=batch)
+        leaves, structure = jax.tree.flatten(item)
+        key = (
+            structure,
+            *((type(x), getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves),
+        )
+        if key in self._known:  # Nothing has to be looked at again.
+            structure, portion = self._known[key]
+            batch = structure.unflatten(leaves)._replace(weights=portion.batch.weights)
+            return portion._replace(batch=batch)
+        portion = self._look_at(item)
+        bare = portion.batch._replace(weights=None)
+        is_numpy = all(type(leaf) is np.ndarray for leaf in leaves)
+        if is_numpy and not portion.is_weighted and _holds_the_same(item, bare):
+            weights = Batch((), (), portion.batch.weights)
+            self._known[key] = jax.tree.structure(bare), portion._replace(batch=weights)
+        return portion
+
+    def _look_at(self, item: Any) -> Portion:
+        """A batch of whatever form and size."""
         given = batch = normalize(item)
         n = n_examples(batch)
         self._size = self._size or n

@@ -1,11 +1,14 @@
 """Every form of a batch that a stream may yield, and the forms that it may not."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from flaxfit._batch import Batch, call, n_examples, normalize
+from flaxfit._feed import Feed
 from flaxfit._weights import weights_by_output
+from flaxfit.strategies import DataParallel
 
 X, Y, W = np.zeros((4, 3), np.float32), np.zeros(4, np.int32), np.ones(4, np.float32)
 
@@ -115,3 +118,21 @@ def test_an_integer_that_does_not_fit_is_refused():
     assert normalize((X, Y.astype(np.int64) - 2**31)).targets[0].dtype == np.int32
     with pytest.raises(ValueError, match="from 4294967296 to 4294967296, which do not fit int32"):
         normalize((X, Y.astype(np.int64) + 2**32))
+
+
+def test_batches_like_those_before_are_taken_as_they_are_and_others_looked_at_again():
+    x, y = np.ones((4, 2), np.float32), np.zeros(4, np.float32)
+    feed = Feed(DataParallel(jax.devices()[:1]), pad=True)
+    first = feed((x, y))
+    again = feed((x + 1, y))
+    assert again.signature == first.signature and again.n_examples == 4
+    np.testing.assert_array_equal(again.batch.inputs[0], x + 1)
+    np.testing.assert_array_equal(again.batch.weights, np.ones(4))
+    assert feed((x.astype(float), y)).batch.inputs[0].dtype == np.float32
+    assert feed([x, y]).signature == feed({"y": y, "x": x}).signature == first.signature
+    assert feed((x, y, np.full(4, 0.5))).is_weighted and not feed((x, y)).is_weighted
+    np.testing.assert_array_equal(feed((x[:3], y[:3])).batch.weights, [1, 1, 1, 0])
+    with pytest.raises(ValueError, match="different numbers of examples"):
+        feed((x, y[:3]))
+    with pytest.raises(ValueError, match="another structure than the first"):
+        feed((x, (y, y)))
