@@ -2,7 +2,7 @@
 
     python -m benchmarks.display [--rounds 31]
 
-It is one TrainLoop, so that both have the same memory; in each other round its bar is told of no
+It is one TrainLoop, so that both have the same memory; once in each round its bar is told of no
 steps. It draws to a terminal that nobody sees, for so long that the bar is drawn between two
 checkpoints. The order within a round is by chance; the figure to quote is the median of the ratios
 of the rounds, with where it lies with 95 % certainty. Where that says less than the bar costs, go
@@ -28,7 +28,7 @@ def main() -> None:
     """Prints microseconds per step and the ratio."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--steps", type=int, default=11_200, help="in each round")
+    parser.add_argument("--steps", type=int, default=16_800, help="in each round")
     arguments = parser.parse_args()
 
     with unseen_terminal():

@@ -71,7 +71,9 @@ def run(*arguments: str, is_quiet: bool = False) -> list["Comparison"]:
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     if not is_quiet:
         print(done.stdout, end="")
-    lines = [line.removeprefix(_ROUNDS) for line in done.stdout.splitlines() if _ROUNDS in line]
+    lines = [
+        line.removeprefix(_ROUNDS) for line in done.stdout.splitlines() if line.startswith(_ROUNDS)
+    ]
     return [Comparison(**json.loads(line)) for line in lines]
 
 

@@ -35,8 +35,9 @@ def ratio(values: list[float], base: list[float]) -> float:
 def around_median(values: Sequence[float]) -> tuple[float, float]:
     """The two of the values that the median lies between with 95 % certainty.
 
-    By the order statistics of independent values, in the normal approximation of the binomial.
+    By the order statistics of independent values, in the normal approximation of the binomial:
+    of several processes it tells how these came out, and less of how others would.
     """
     ordered, n = sorted(values), len(values)
-    off = 1.96 * n**0.5 / 2
-    return ordered[max(0, int(n / 2 - off))], ordered[min(n - 1, math.ceil(n / 2 + off))]
+    rank = max(0, math.ceil(n / 2 - 1.96 * n**0.5 / 2) - 1)
+    return ordered[rank], ordered[n - 1 - rank]

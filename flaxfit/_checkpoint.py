@@ -48,9 +48,9 @@ class Checkpoint:
 
     def replace(self, **changes: Any) -> "Checkpoint":
         """A copy with some fields changed."""
-        if not changes.keys() <= self.__dict__.keys():
-            return dataclasses.replace(self, **changes)  # Which says what is wrong.
-        copy = object.__new__(type(self))
+        if type(self) is not Checkpoint or not changes.keys() <= self.__dict__.keys():
+            return dataclasses.replace(self, **changes)  # Which says what is unknown.
+        copy = object.__new__(Checkpoint)
         copy.__dict__.update(self.__dict__, **changes)
         return copy
 

@@ -77,19 +77,20 @@ class Feed:
         if self._first_portion is not None:
             batch = self._structure.unflatten(jax.tree.leaves(item))
             return self._first_portion._replace(batch=batch)
-        leaves, structure = jax.tree.flatten(item)
-        key = (
-            structure,
-            *((type(x), getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves),
-        )
-        if key in self._known:  # Nothing has to be looked at again.
+        try:
+            leaves, structure = jax.tree.flatten(item)
+        except ValueError:  # Names of inputs that cannot be sorted.
+            return self._look_at(item)
+        if not all(type(leaf) is np.ndarray for leaf in leaves):
+            return self._look_at(item)
+        key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+        if key in self._known:
             structure, portion = self._known[key]
             batch = structure.unflatten(leaves)._replace(weights=portion.batch.weights)
             return portion._replace(batch=batch)
         portion = self._look_at(item)
         bare = portion.batch._replace(weights=None)
-        is_numpy = all(type(leaf) is np.ndarray for leaf in leaves)
-        if is_numpy and not portion.is_weighted and _holds_the_same(item, bare):
+        if not portion.is_weighted and _holds_the_same(item, bare):
             weights = Batch((), (), portion.batch.weights)
             self._known[key] = jax.tree.structure(bare), portion._replace(batch=weights)
         return portion
@@ -164,8 +165,11 @@ class Feed:
 
 
 def _holds_the_same(item: Any, batch: Batch) -> bool:
+    """Whether the batch holds the very arrays of the item, in their order."""
     one, other = jax.tree.leaves(item), jax.tree.leaves(batch)
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+    is_same = len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+    # Of an array that stands in two places nobody knows which of them it went to.
+    return is_same and len({id(each) for each in one}) == len(one)
 
 
 def signature_of(strategy: Strategy, batch: Batch, is_weighted: bool) -> Hashable:

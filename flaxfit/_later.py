@@ -11,7 +11,7 @@ _GUARD, _WIDE = "jax_transfer_guard_host_to_device", "jax_enable_x64"
 
 
 class Later:
-    """Makes its value in two parts, each once: what saves it from being lost, and what ends it.
+    """Makes its value in two parts, when they are needed: what saves it, and what ends it.
 
     >>> numbers = [1, 2]
     >>> later = Later(lambda: (copy := list(numbers), lambda: sum(copy))[1])
@@ -34,22 +34,33 @@ class Later:
 
     def secure(self) -> None:
         """Takes what the value is made of: from here on, that may change."""
-        with self._lock:
-            if self._begin is not None:
-                self._begin, self._end = None, self._begin()
+        if self._begin is not None:
+            apart(self._take)
 
     @property
     def value(self) -> Any:
         """The value, which is made when it is asked for first."""
+        # Each part is stored before the one before it is let go: at no time are both missing.
         if self._begin is not None or self._end is not None:
             apart(self._make)
         return self._value
 
+    def _take(self) -> None:
+        with self._lock:
+            if self._begin is not None:
+                end = self._begin()
+                if self._begin is not None:  # A handler of a signal may have been here meanwhile.
+                    self._end = end
+                    self._begin = None
+
     def _make(self) -> None:
         with self._lock:
-            self.secure()
+            self._take()
             if self._end is not None:
-                self._end, self._value = None, self._end()
+                value = self._end()
+                if self._end is not None:
+                    self._value = value
+                    self._end = None
 
 
 def apart(function: Callable[[], None]) -> None:
@@ -69,12 +80,12 @@ def apart(function: Callable[[], None]) -> None:
 
     def call() -> None:
         try:
-            with jax.enable_x64(is_wide):
+            with jax.enable_x64(is_wide), jax.transfer_guard("allow"):
                 function()
         except BaseException as error:
             errors.append(error)
 
-    # Meshes and guards are those of a thread.
+    # A mesh is that of a thread, and so is a guard that is not set for all of them.
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()

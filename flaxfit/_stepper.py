@@ -123,6 +123,15 @@ class Stepper:
         """The training state, in its places on the devices; the next step uses most of it up."""
         return None if self._form is None else self._form.together(self._held)
 
+    @state.setter
+    def state(self, state: Any) -> None:
+        # To take a state apart and put it together for every step costs more than small steps do.
+        if self._form is None or not self._form.fits(state, self.task.freeze):
+            self._form = Form(state, self.task.freeze)
+        self._held = self._form.apart(state)
+        self._is_small = is_light([*self._held.moving, *self._held.still])
+        self.has_hyperparams = bool(names_of(state.opt_state))
+
     def kept(
         self, snapshot: Callable[..., Callable[[], Any]], *, is_urgent: bool
     ) -> tuple[Any, Any]:
@@ -136,35 +145,26 @@ class Stepper:
           is_urgent: whether they are copied at once: a step may be under way.
         """
         # Random keys as plain arrays, which takes less time.
-        form, held, grads, is_light = self._form, self._held, self.grads, self._is_light
+        form, held, grads, is_small = self._form, self._held, self.grads, self._is_small
 
         def copied() -> Callable[[], Any]:
-            copy = snapshot(held, is_light)
+            copy = snapshot(held, is_small)
             return lambda: form.together(copy())
 
-        both = Later(copied), None if grads is None else Later(lambda: snapshot(grads, is_light))
+        state = Later(copied)
+        gradients = None if grads is None else Later(lambda: snapshot(grads))
+        references = [weakref.ref(each) for each in (state, gradients) if each is not None]
         # Of several processes all run the same programs, whatever each does with its checkpoint.
-        is_urgent = is_urgent or self.strategy.n_processes > 1
-        references = [weakref.ref(each) for each in both if each is not None]
-        if is_urgent:
+        if is_urgent or self.strategy.n_processes > 1:
             _secure(references)
         else:
-            self._kept = references
-        return both
+            self._kept = [each for each in self._kept if each() is not None] + references
+        return state, gradients
 
     def secure_kept(self) -> None:
         """Copies what was kept and is still held on to: the next step uses it up."""
-        references, self._kept = self._kept, []
-        _secure(references)
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        # To take a state apart and put it together for every step costs more than small steps do.
-        if self._form is None or not self._form.fits(state, self.task.freeze):
-            self._form = Form(state, self.task.freeze)
-        self._held = self._form.apart(state)
-        self._is_light = is_light([*self._held.moving, *self._held.still])
-        self.has_hyperparams = bool(names_of(state.opt_state))
+        _secure(self._kept)
+        self._kept = []  # Not before: what could not be copied is not to be used up.
 
     def set_state(self, state: TrainState) -> None:
         """Goes on from another state."""

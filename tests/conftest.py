@@ -101,7 +101,8 @@ def _same_signal_handlers():
 def memory_within():
     """A context in which the process gets so many bytes more, and then `MemoryError`.
 
-    To trace what Python takes, as elsewhere than on Linux, lengthens a test fivefold.
+    What it has freed and not given back it may use beside these. To trace what Python takes, as
+    elsewhere than on Linux, lengthens a test fivefold.
     """
 
     @contextlib.contextmanager

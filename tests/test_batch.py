@@ -1,5 +1,7 @@
 """Every form of a batch that a stream may yield, and the forms that it may not."""
 
+from collections import OrderedDict
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,3 +138,15 @@ def test_batches_like_those_before_are_taken_as_they_are_and_others_looked_at_ag
         feed((x, y[:3]))
     with pytest.raises(ValueError, match="another structure than the first"):
         feed((x, (y, y)))
+
+
+def test_parts_by_name_stay_apart_though_the_first_batch_has_one_array_for_all():
+    feed, x, other = Feed(DataParallel(jax.devices()[:1]), pad=True), X, X + 1
+    for targets in (x, other, other):
+        batch = feed(OrderedDict(y=targets, x=x)).batch
+        assert batch.inputs[0] is x and batch.targets[0] is targets
+
+
+def test_names_that_cannot_be_sorted_are_answered_as_names():
+    feed = Feed(DataParallel(jax.devices()[:1]), pad=True)
+    assert feed({1: X, "b": X}).batch.inputs.keys() == {"1", "b"}

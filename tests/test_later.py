@@ -2,6 +2,8 @@
 
 import threading
 
+import pytest
+
 from flaxfit._later import Later
 
 
@@ -25,10 +27,9 @@ def test_a_part_that_fails_is_tried_again():
         return {2: lambda: "made"}[len(tries)]
 
     later = Later(begin)
-    try:
+    with pytest.raises(KeyError):
         later.secure()
-    except KeyError:
-        assert later.value == "made"
+    assert later.value == "made"
 
 
 def test_what_one_thread_takes_another_waits_for():

@@ -137,6 +137,38 @@ def test_a_state_is_whole_wherever_it_is_looked_at_first(read, limit, monkeypatc
     jax.tree.map(np.testing.assert_array_equal, *map(plain, parts))
 
 
+def test_a_state_that_could_not_be_copied_is_not_used_up():
+    loop = loop_with()
+    snapshot, n = loop._snapshot, []
+
+    def fails_at_first(*tree):
+        n.append(0)
+        if len(n) == 1:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return snapshot(*tree)
+
+    loop._snapshot = fails_at_first
+    checkpoint = loop.next_checkpoint()
+    expected = jax.tree.map(np.array, loop.state_in_place.params)
+    with pytest.raises(RuntimeError, match="EXHAUSTED"):
+        loop.next_step()
+    assert loop.step == checkpoint.step
+    assert loop.next_step().step == checkpoint.step + 1
+    jax.tree.map(np.testing.assert_array_equal, plain(checkpoint.state.params), expected)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_step_in_a_mesh_copies_what_is_held(devices):
+    loop = loop_with(devices=jax.devices()[:devices])
+    checkpoint = loop.next_checkpoint()
+    expected = jax.tree.map(np.array, loop.state_in_place.params)
+    with jax.set_mesh(jax.make_mesh((2,), ("model",))):
+        loop.next_step()
+        state = loop.state
+    assert state.step == checkpoint.step + 1
+    jax.tree.map(np.testing.assert_array_equal, plain(checkpoint.state.params), expected)
+
+
 def test_a_snapshot_that_is_taken_while_a_batch_is_fetched_stays_what_it_was():
     snapshots = []
 
