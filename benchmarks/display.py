@@ -36,9 +36,10 @@ def main() -> None:
         watchers = {"no display": [], "live bar": [*loop.watchers]}
         contenders = {name: partial(round_of, loop, each) for name, each in watchers.items()}
         times, _ = take_turns(contenders, arguments.rounds, arguments.steps)
-        idle, shares = [lambda step: None], []
-        for _ in range(arguments.rounds // 2 + 1):
-            shares.append(share_of(loop, watchers["live bar"]) - share_of(loop, idle))
+        pairs = [
+            (share_of(loop, watchers["live bar"]), share_of(loop, [lambda step: None]))
+            for _ in range(arguments.rounds // 2 + 1)
+        ]
     base = times["no display"]
     for name, values in times.items():
         low, high = around_median([a / b for a, b in zip(values, base, strict=True)])
@@ -46,7 +47,9 @@ def main() -> None:
             f"{name:12} {statistics.median(values):8.1f} us/step   min {min(values):7.1f}"
             f"   x no display {ratio(values, base):.3f}, between {low:.3f} and {high:.3f}"
         )
-    print(f"share of the time in the bar {statistics.median(shares):.4f}")
+    bar, nothing = (statistics.median(side) for side in zip(*pairs, strict=True))
+    share = statistics.median(a - b for a, b in pairs)
+    print(f"share of the time in the bar {share:.4f} ({bar:.4f} less {nothing:.4f})")
 
 
 def loop_with_bar(n_steps: int):

@@ -75,7 +75,8 @@ def apart(function: Callable[[], None]) -> None:
     """
     if jax.sharding.get_abstract_mesh().empty and not has_transfer_guard():
         with jax.ensure_compile_time_eval():
-            return function()
+            function()
+        return
     is_wide, errors = getattr(jax.config, _WIDE), []
 
     def call() -> None:
@@ -91,7 +92,6 @@ def apart(function: Callable[[], None]) -> None:
     thread.join()
     if errors:
         raise errors[0]
-    return None
 
 
 def has_transfer_guard() -> bool:

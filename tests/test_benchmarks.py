@@ -107,4 +107,6 @@ def test_the_cost_of_the_bar_is_measured(run_child):
     assert re.search(
         r"^live bar .* x no display \d+\.\d{3}, between \d+", done.stdout, re.MULTILINE
     )
-    assert re.search(r"^share of the time in the bar -?0\.\d{4}$", done.stdout, re.MULTILINE)
+    pattern = r"^share of the time in the bar -?0\.\d{4} \((0\.\d{4}) less (0\.\d{4})\)$"
+    share = re.search(pattern, done.stdout, re.MULTILINE)
+    assert share and float(share[1]) > 0 and float(share[2]) > 0
