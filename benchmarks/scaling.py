@@ -193,7 +193,7 @@ def overhead(name: str, rounds: int, n_steps: int, *, resident: bool) -> None:
         for i in range(n_steps):
             batch = strategy.split(given[i % len(given)])
             state, totals, _ = call(state, totals, *data, batch)
-            in_flight.append(totals[0]["float32"])
+            in_flight.append(totals["float32"])
             if len(in_flight) > most_in_flight:
                 in_flight.popleft().block_until_ready()
         jax.block_until_ready(totals)

@@ -21,8 +21,19 @@ class Portion(NamedTuple):
     """Whether the weights are the user's, and so may all be zero."""
     n_examples: int
     """How many there are, without padding."""
-    signature: Hashable
+    signature: str
     """The number of devices, the shapes and the dtypes: batches that share it share a program."""
+    key: Hashable = None
+    """What a feed knows items by that are like this one; None: it looks at each of them."""
+
+
+class _Known(NamedTuple):
+    """What became of an item that was taken as it is."""
+
+    structure: Any
+    """Of the batch, of which the leaves are those of the item, and weights of 1."""
+    portion: Portion
+    """All but those leaves."""
 
 
 class Feed:
@@ -55,13 +66,9 @@ class Feed:
         self._first = ""
         self._size = size
         self._parts = parts
-        # Whether all batches are of this size, and alike: with no weights of 1, programs have less
-        # to do, and what the first one was found to be need not be found for each.
+        # Whether all batches are of this size: with no weights of 1, programs have less to do.
         self._is_even = is_even
-        self._first_portion: Portion | None = None
-        self._known: dict[Hashable, tuple[Any, Portion]] = {}
-        """What became of arrays of NumPy of these shapes and dtypes, which were taken as they are:
-        their structure as a batch, and a portion that wants but them."""
+        self._known: dict[Hashable, _Known] = {}
         # Of several processes, each may bring batches of its own, for its own devices.
         n_devices = strategy.n_devices
         self._is_own = is_own and strategy.n_processes > 1
@@ -74,26 +81,34 @@ class Feed:
 
     def __call__(self, item: Any) -> Portion:
         """The next batch, in normal form and of a size that can be split."""
-        if self._first_portion is not None:
-            batch = self._structure.unflatten(jax.tree.leaves(item))
-            return self._first_portion._replace(batch=batch)
+        key, leaves = self.recall(item)
+        known = self._known.get(key)
+        if known is not None:
+            batch = known.structure.unflatten([*leaves, *known.portion.batch])
+            return known.portion._replace(batch=batch)
+        portion = self._look_at(item)
+        bare = portion.batch._replace(weights=None)
+        if key is None or portion.is_weighted or not _holds_the_same(item, bare):
+            return portion
+        weights = portion.batch.weights
+        portion = portion._replace(key=key)
+        more = () if weights is None else (weights,)
+        structure = jax.tree.structure(portion.batch)
+        self._known[key] = _Known(structure, portion._replace(batch=more))
+        return portion
+
+    def recall(self, item: Any) -> tuple[Hashable, list[Any]]:
+        """What an item of NumPy arrays is known by, and these; None for any other."""
         try:
             leaves, structure = jax.tree.flatten(item)
         except ValueError:  # Names of inputs that cannot be sorted.
-            return self._look_at(item)
-        if not all(type(leaf) is np.ndarray for leaf in leaves):
-            return self._look_at(item)
-        key = (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
-        if key in self._known:
-            structure, portion = self._known[key]
-            batch = structure.unflatten(leaves)._replace(weights=portion.batch.weights)
-            return portion._replace(batch=batch)
-        portion = self._look_at(item)
-        bare = portion.batch._replace(weights=None)
-        if not portion.is_weighted and _holds_the_same(item, bare):
-            weights = Batch((), (), portion.batch.weights)
-            self._known[key] = jax.tree.structure(bare), portion._replace(batch=weights)
-        return portion
+            return None, []
+        key = [structure]
+        for leaf in leaves:
+            if type(leaf) is not np.ndarray:
+                return None, []
+            key += leaf.shape, leaf.dtype
+        return tuple(key), leaves
 
     def _look_at(self, item: Any) -> Portion:
         """A batch of whatever form and size."""
@@ -116,10 +131,7 @@ class Feed:
             strategy = self.strategy.narrow(n)
         self._check_structure(batch, given)
         signature = signature_of(strategy, batch, has_weights)
-        portion = Portion(strategy, batch, has_weights, n, signature)
-        if self._is_even and _holds_the_same(item, batch):
-            self._first_portion = portion._replace(batch=None)
-        return portion
+        return Portion(strategy, batch, has_weights, n, signature)
 
     def _weights(self, n: int, weights: Any) -> np.ndarray:
         if weights is not None:
@@ -172,11 +184,12 @@ def _holds_the_same(item: Any, batch: Batch) -> bool:
     return is_same and len({id(each) for each in one}) == len(one)
 
 
-def signature_of(strategy: Strategy, batch: Batch, is_weighted: bool) -> Hashable:
+def signature_of(strategy: Strategy, batch: Batch, is_weighted: bool) -> str:
     """What decides on the program for a batch: the devices, the shapes and the dtypes."""
     leaves, structure = jax.tree.flatten(batch)
     shapes = ((leaf.shape, leaf.dtype) for leaf in leaves)
-    return (strategy.n_devices, is_weighted, structure, *shapes)
+    # As a text: each step looks its program up by it, and a text keeps its hash.
+    return repr((strategy.n_devices, is_weighted, structure, *shapes))
 
 
 def pad_batch(batch: Batch, size: int) -> Batch:

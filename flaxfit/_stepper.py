@@ -5,8 +5,8 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,19 @@ from flaxfit.strategies import Strategy
 _STEPS_IN_FLIGHT = 2
 # A single device only holds the batches of steps that wait, unless these are on it anyway.
 _RESIDENT_STEPS_IN_FLIGHT = 32
+
+
+class _Ready(NamedTuple):
+    """What steps a batch, or several at once, whose like was stepped before."""
+
+    update: Callable[..., Any]
+    data: tuple[Any, ...]
+    """What the update gathers its batch from, if it does."""
+    structure: Any
+    """Of the batch, from its own arrays and `more`."""
+    more: list[Any]
+    """Weights of 1, split and on the devices."""
+    n_examples: int
 
 
 class Stepper:
@@ -105,10 +118,8 @@ class Stepper:
         self._resident: Batch | None = None
         self._of_rows: dict[int, Portion] = {}
         """Portions of resident data that were made before, by the number of their rows."""
-        self._weights_of_rows: dict[int, Any] = {}
-        """Their weights, split and on the devices; None for none."""
-        self._ready: dict[int, tuple[Callable[..., Any], Any]] = {}
-        """The updates that take them, with those weights."""
+        self._ready: dict[Hashable, _Ready] = {}
+        """What steps batches like those that were stepped before, by their keys."""
 
     def set_position(self, data_state: Any) -> None:
         """Moves in the data to where a checkpoint was made."""
@@ -269,7 +280,8 @@ class Stepper:
         if (n_virtual := getattr(self.strategy, "virtual_replicas", None)) is not None:
             running["virtual_replicas"] = n_virtual
         if counts and self.n_completed:
-            totals = jax.tree.map(lambda vector: vector.tolist(), jax.device_get(self._totals))
+            host = {dtype: np.asarray(pair).tolist() for dtype, pair in self._totals.items()}
+            totals = [{dtype: pair[i] for dtype, pair in host.items()} for i in (0, 1)]
             running |= {"n_steps": self.n_completed, "totals": totals, "metrics": self.metrics()}
         return running
 
@@ -285,10 +297,8 @@ class Stepper:
         if "n_steps" not in running:
             return
         self.n_completed = running["n_steps"]
-        self._totals = tuple(
-            {dtype: np.asarray(values, dtype) for dtype, values in vectors.items()}
-            for vectors in running["totals"]
-        )
+        sums, cut_off = running["totals"]
+        self._totals = {d: np.asarray([sums[d], cut_off[d]], d) for d in sums}
         self._known_metrics = {
             name: np.asarray(value) if isinstance(value, list) else value
             for name, value in running["metrics"].items()
@@ -325,19 +335,22 @@ class Stepper:
         # From here to the release an interrupt waits, so that no batch and no state is lost.
         self.interrupts.hold()
         try:
-            is_usual = n == 1 and batch is None and self._ready and not self._fetched
-            if not (is_usual and self._step_as_before()):
+            is_usual = batch is None and self._ready and not self._fetched
+            has_stepped = self._step_as_before(n) if is_usual else None
+            if has_stepped is None:
                 portions = self._portions(n) if batch is None else [self._given(batch)]
-                if not portions:
-                    self.agreement.end("training", self.step, self._in_flight)
-                    self.ended = True
-                    return False
-                self._dispatch(portions, n_fetched=len(portions) if batch is None else 0)
+                has_stepped = bool(portions)
+                if has_stepped:
+                    self._dispatch(portions, n_fetched=len(portions) if batch is None else 0)
+            if not has_stepped:
+                self.agreement.end("training", self.step, self._in_flight)
+                self.ended = True
+                return False
         finally:
             self.interrupts.release()
         # No later step uses the totals up: waiting for these waits for the step.
-        for vector in self._totals[0].values():
-            self._in_flight.append(vector)
+        for sums in self._totals.values():
+            self._in_flight.append(sums)
             break
         else:  # A step of the user's own that reports nothing.
             jax.block_until_ready(self._held.moving)
@@ -345,33 +358,55 @@ class Stepper:
             self._in_flight.popleft().block_until_ready()
         return True
 
-    def _step_as_before(self) -> bool:
-        """One step on resident data, if there is a batch of a size that was stepped before.
+    def _step_as_before(self, n: int) -> bool | None:
+        """Steps on batches like those that were stepped before; None if they are like none.
 
         It is what `_dispatch` does, less all that is known by then: small models would notice.
+        False if the data has ended.
         """
+        if n > 1:
+            return self._several_as_before(n)
         try:
-            rows = self.stream.next_rows()
+            item = self.stream.next_rows() if self._takes_rows else next(self.stream)
         except StopIteration:
             return False
-        self._fetched.append((rows, None))
-        ready = self._ready.get(len(rows))
+        self._fetched.append((item, None))
+        key, leaves = (len(item), [item]) if self._gathers else self._feed.recall(item)
+        ready = self._ready.get(key)
         if ready is None:
-            return False
-        update, weights = ready
-        batch = Batch((self.strategy.split(rows),), (), weights)
-        if self._kept:
-            self.secure_kept()
-        moving, still = self._held
-        results = update(moving, self._totals, still, self._resident, batch)
-        moving, self._totals, self.grads, changed = results
-        self._held = self._held.after(moving, changed)
-        self.step += 1
-        self.n_completed += 1
-        self.n_examples += len(rows)
-        self._position = None
+            return None
+        self._run(ready, [self.strategy.split(leaf) for leaf in leaves], n)
         self._fetched.clear()
         return True
+
+    def _several_as_before(self, n: int) -> bool | None:
+        ready = self._ready.get((n, getattr(self.stream, "batch_size", 0)))
+        if ready is None:
+            return None
+        before = self.stream.get_state()
+        rows = self.stream.next_rows_of(n)
+        if rows is None:
+            return None
+        try:
+            self._run(ready, [self.strategy.split(rows, n)], n)
+        except BaseException:
+            self.stream.set_state(before)  # No batch is lost.
+            raise
+        return True
+
+    def _run(self, ready: _Ready, split: list[Any], n: int) -> None:
+        """Runs the update on arrays of a batch, or of `n` batches."""
+        if self._kept:
+            self.secure_kept()
+        batch = ready.structure.unflatten(split + ready.more)
+        moving, still = self._held
+        results = ready.update(moving, self._totals, still, *ready.data, batch)
+        moving, self._totals, self.grads, changed = results
+        self._held = self._held.after(moving, changed)
+        self.step += n
+        self.n_completed += n
+        self.n_examples += ready.n_examples
+        self._position = None
 
     @explained
     def wait(self) -> None:
@@ -430,13 +465,10 @@ class Stepper:
             return Portion(known.strategy, Batch((item,), (), known.batch.weights), *known[2:])
         portion = self._feed(Batch((item,)))
         if self._resident is not None and portion.strategy is self.strategy:
-            portion = own_rows(portion._replace(is_weighted=is_weighted(self._resident)))
+            portion = portion._replace(is_weighted=is_weighted(self._resident), key=None)
+            portion = own_rows(portion)
             if n_examples(portion.batch) == len(item):
-                self._of_rows[len(item)] = portion
-                weights = portion.batch.weights
-                # They are the same in each step: they go to the devices but once.
-                split = None if weights is None else self.strategy.split(jnp.asarray(weights))
-                self._weights_of_rows[len(item)] = split
+                portion = self._of_rows[len(item)] = portion._replace(key=len(item))
             return portion
         if knows_rows(self.stream):
             return own_examples(portion, self.stream.pick)
@@ -461,9 +493,9 @@ class Stepper:
 
     def _dispatch(self, portions: list[Portion], *, n_fetched: int) -> None:
         """Runs the compiled update. What was fetched is let go once the new state is stored."""
-        strategy, _, _, _, signature = portions[0]
+        strategy, signature = portions[0].strategy, portions[0].signature
         n = len(portions)
-        batch = self._split(portions, n_fetched=n_fetched)
+        batch = self._split(portions)
         is_whole = strategy is self.strategy
         held, totals = self._held, self._totals
         if not is_whole:
@@ -481,9 +513,8 @@ class Stepper:
         if not is_whole:
             held, totals = self._moved(self.strategy, held, totals)
         self._held, self._totals, self.grads = held, totals, grads
-        n_rows = portions[0].n_examples
-        if n == 1 and is_gathered and n_rows in self._weights_of_rows:
-            self._ready[n_rows] = update, self._weights_of_rows[n_rows]
+        if n_fetched and is_whole:
+            self._remember(portions, update, data)
         self.step += n
         self.n_completed += n
         self.n_examples += sum(portion.n_examples for portion in portions)
@@ -492,21 +523,36 @@ class Stepper:
             self._position = self._fetched[n_fetched - 1][1]
             del self._fetched[:n_fetched]
 
+    def _remember(
+        self, portions: list[Portion], update: Callable[..., Any], data: tuple[Any, ...]
+    ) -> None:
+        """Has batches like these be stepped with less ado the next time."""
+        key, n = portions[0].key, len(portions)
+        if n > 1:
+            key = (n, key) if data and hasattr(self.stream, "next_rows_of") else None
+        # Of several processes each notes its programs, where the others may run other ones.
+        if key is None or key in self._ready or (self.agreement.is_needed and not data):
+            return
+        batch = portions[0].batch if n == 1 else stack_batches([each.batch for each in portions])
+        # Weights of 1 are the same in each step: they go to the devices but once.
+        more = [] if batch.weights is None else [jnp.asarray(batch.weights)]
+        more = self.strategy.split(more, n if n > 1 else 0)
+        n_examples = sum(portion.n_examples for portion in portions)
+        structure = jax.tree.structure(batch)
+        self._ready[key] = _Ready(update, data, structure, more, n_examples)
+
     def _moved(self, strategy: Strategy, held: Held, totals: Any) -> tuple[Held, Any]:
         """What a step takes, where that strategy wants it; not copied where it is there already."""
         state, totals = strategy.share((self._form.together(held), totals))
         return self._form.apart(state), totals
 
-    def _split(self, portions: list[Portion], *, n_fetched: int) -> Any:
+    def _split(self, portions: list[Portion]) -> Any:
         """The batches as the update takes them: each device's part of one, or of several."""
-        strategy, batch, _, n_rows, _ = portions[0]
-        if len(portions) > 1:
-            batch = stack_batches([portion.batch for portion in portions])
-            return strategy.split(batch, len(portions))
-        if not n_fetched or n_rows not in self._weights_of_rows:
+        strategy, batch = portions[0].strategy, portions[0].batch
+        if len(portions) == 1:
             return strategy.split(batch)
-        (rows,) = batch.inputs
-        return Batch((strategy.split(rows),), (), self._weights_of_rows[n_rows])
+        batch = stack_batches([portion.batch for portion in portions])
+        return strategy.split(batch, len(portions))
 
     def _compile(
         self, portions: list[Portion], arguments: tuple[Any, ...], resident: Batch | None = None

@@ -7,21 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Totals = tuple[Any, Any]
-"""The sums, all of one dtype in a vector; and for each the part that rounding has cut off."""
+Totals = dict[str, Any]
+"""By dtype, an array `(2, n)`: all sums of it, and for each the part that rounding has cut off."""
 
 
 def zero_totals(sums: Any) -> Totals:
     """Empty totals on the host, for sums of these shapes and dtypes.
 
-    >>> zero_totals({"loss": np.float32(1), "n": np.float32(2)})[0]
-    {'float32': array([0., 0.], dtype=float32)}
+    >>> zero_totals({"loss": np.float32(1), "n": np.float32(2)})["float32"].shape
+    (2, 2)
     """
     sizes: dict[str, int] = {}
     for leaf in jax.tree.leaves(sums):
         sizes[str(leaf.dtype)] = sizes.get(str(leaf.dtype), 0) + leaf.size
-    zeros = {dtype: np.zeros(size, dtype) for dtype, size in sizes.items()}
-    return zeros, jax.tree.map(np.zeros_like, zeros)
+    return {dtype: np.zeros((2, size), dtype) for dtype, size in sizes.items()}
 
 
 def add(totals: Totals, sums: Any) -> Totals:
@@ -30,9 +29,7 @@ def add(totals: Totals, sums: Any) -> Totals:
     A plain float32 total stops growing at 2**24 examples. This is Knuth's two-sum: the rounding
     error of each addition is kept (D. Knuth, The Art of Computer Programming 2, 4.2.2).
     """
-    highs, lows = totals
-    added = {dtype: _two_sum(highs[dtype], lows[dtype], x) for dtype, x in pack(sums).items()}
-    return ({d: pair[0] for d, pair in added.items()}, {d: pair[1] for d, pair in added.items()})
+    return {dtype: jnp.stack(_two_sum(*totals[dtype], x)) for dtype, x in pack(sums).items()}
 
 
 def read(totals: Totals, like: Any) -> Any:
@@ -41,9 +38,7 @@ def read(totals: Totals, like: Any) -> Any:
     Waits for the device.
     """
     # `jax.device_get` would begin a copy in the background, which takes longer than a few numbers.
-    highs, lows = ({d: np.asarray(x) for d, x in vectors.items()} for vectors in totals)
-    vectors = {dtype: _whole(highs[dtype], lows[dtype]) for dtype in highs}
-    return unpack(vectors, like)
+    return unpack({dtype: _whole(*np.asarray(x)) for dtype, x in totals.items()}, like)
 
 
 def pack(tree: Any) -> dict[str, jax.Array]:

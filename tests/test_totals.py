@@ -12,7 +12,7 @@ SUMS = {"loss": (np.float32(0.1), np.float32(1)), "counts": np.ones((2, 3), np.i
 
 def test_a_total_grows_beyond_what_float32_can_count():
     sums = {"n": np.float32(1)}
-    totals = ({"float32": jnp.full(1, 2.0**24)}, {"float32": jnp.zeros(1)})
+    totals = {"float32": jnp.array([[2.0**24], [0.0]])}
     step = jax.jit(add)
     for _ in range(5):
         totals = step(totals, sums)

@@ -109,24 +109,38 @@ class ArrayStream:
 
         They are those of all processes.
         """
-        rows = self._advance()
-        return np.arange(rows.start, rows.stop, dtype=np.int32) if isinstance(rows, slice) else rows
+        return _indices(self._advance())
+
+    def next_rows_of(self, n: int) -> np.ndarray | None:
+        """As `next_rows`, for `n` batches of `batch_size` at once: indices `(n, batch_size)`.
+
+        None, and nothing has moved, where there are not so many, or one of them is smaller.
+        """
+        n_left = n if self.epochs is None else len(self) * (self.epochs - self.epoch) - self._batch
+        if n > n_left or not (self.is_even or self._batch + n < self._n_batches):
+            return None
+        parts = []
+        while n:
+            n_here = min(n, self._n_batches - self._batch)
+            parts.append(_indices(self._advance(n_here)).reshape(n_here, self.batch_size))
+            n -= n_here
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def pick(self, rows: Any) -> Any:
         """The examples at a slice or at an array of indices, as a batch."""
         return self._structure.unflatten([column.pick(rows) for column in self._columns])
 
-    def _advance(self) -> Any:
-        """The rows of the next batch."""
+    def _advance(self, n: int = 1) -> Any:
+        """The rows of the next `n` batches, which all are of this epoch."""
         if self.epochs is not None and self.epoch >= self.epochs:
             raise StopIteration
         if self.shuffle and self._order is None:
             self._order = self._permutation()
         start = self._batch * self.batch_size
-        rows: Any = slice(start, min(start + self.batch_size, self.n_examples))
+        rows: Any = slice(start, min(start + n * self.batch_size, self.n_examples))
         if self._order is not None:
             rows = self._order[rows]
-        self._batch += 1
+        self._batch += n
         if self._batch == self._n_batches:
             self.epoch, self._batch, self._order = self.epoch + 1, 0, None
         return rows
@@ -188,3 +202,7 @@ def _own(rows: Any) -> Any:
     if process_count() == 1:
         return rows
     return own_slice(rows) if isinstance(rows, slice) else rows[own_slice(slice(0, len(rows)))]
+
+
+def _indices(rows: Any) -> np.ndarray:
+    return np.arange(rows.start, rows.stop, dtype=np.int32) if isinstance(rows, slice) else rows

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flaxfit._optimizer_axes import specs_by_parameter
@@ -84,6 +85,7 @@ class Sharded:
         batch = batch[0] if batch else [name for name in ("data", "fsdp") if name in sizes]
         self._batch_axes = tuple(axis for axis in batch if axis in sizes)
         self._fsdp_axis = fsdp_axis(fsdp, sizes)
+        self._is_alone = jax.process_count() == 1
         self._narrowed: dict[tuple[str, ...], Sharded] = {self._batch_axes: self}
 
     @classmethod
@@ -183,8 +185,10 @@ class Sharded:
 
         NumPy arrays stay on the host: the compiled function moves each part to its device.
         """
+        if self._is_alone and isinstance(batch, np.ndarray) and not n_stacked:  # At each step.
+            return batch
         sharding = self._split(bool(n_stacked))
-        if jax.process_count() > 1:
+        if not self._is_alone:
             make = jax.make_array_from_process_local_data
             return jax.tree.map(lambda x: make(sharding, x), batch)
         is_moved = bool(n_stacked)  # `compile` takes an array on the host for a single batch.
