@@ -27,6 +27,13 @@ class _Bar(tqdm):
     """A bar that only we redraw: no thread wakes up to do it."""
 
     monitor_interval = 0
+    text = ""
+    """As it was last arranged; "" has it arranged anew."""
+
+    def __str__(self) -> str:
+        # Lines that are written above it have it drawn again, which need not take its time again.
+        self.text = self.text or super().__str__()
+        return self.text
 
 
 class _CellBar(_Bar):
@@ -106,7 +113,9 @@ class ProgressBar:
         self._previous: tuple[int, float] | None = None
         self._n_timed, self._seconds = 0, 0.0
         self._n_to_skip = 0
-        self._next_refresh = self._clock() + _SECONDS_BETWEEN_REFRESHES
+        now = self._clock()
+        self._next_refresh = now + _SECONDS_BETWEEN_REFRESHES
+        self._next_arrangement = now
 
     def attach(self, loop: Loop) -> None:
         """Starts afresh for a loop."""
@@ -172,6 +181,7 @@ class ProgressBar:
         text = text.replace("{", "{{").replace("}", "}}")
         bar.bar_format = f"{label}  {{bar}}  {text}" if total else f"{label}  {text}"
         bar.total, bar.n = total, n if total is None else min(n, total)
+        bar.text = ""
 
     def _span(self, step: int) -> tuple[str, int, int | None]:
         """What the bar runs over, where in it the step is, and how long it is."""
@@ -185,26 +195,27 @@ class ProgressBar:
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Writes a line."""
+        now, metrics = self._clock(), checkpoint.scalars
         if self._began is None:
-            before = checkpoint.elapsed_time + checkpoint.compile_time
-            self._began = self._clock() - before
+            self._began = now - checkpoint.elapsed_time - checkpoint.compile_time
         # Without its arrays, which would be copied for it.
         self._last = checkpoint.replace(state=None, last_grads=None)
         self._previous, self._n_to_skip = None, 0
         self._n = checkpoint.step if self._unit == "step" else self._n + 1
         self._bar_start = checkpoint.step
-        is_best = self._is_best(checkpoint.scalars)
-        if self._bar is not None:
-            if checkpoint.stop or self._n == self._n_units:
-                self._close_bar()
-            else:
-                self._arrange(self._bar, checkpoint.step, {})
+        is_best = self._is_best(metrics)
+        if checkpoint.stop or self._n == self._n_units:
+            self._close_bar()
+        elif self._bar is not None and now >= self._next_arrangement:
+            self._arrange(self._bar, checkpoint.step, {})
+        # Where lines come faster than that, the bar may show what it did a moment ago.
+        self._next_arrangement = now + _SECONDS_BETWEEN_REFRESHES
         label = display.label(self._unit, self._n, self._n_units)
         display.write(
             display.checkpoint_line(
                 label,
                 checkpoint.elapsed_time,
-                checkpoint.scalars,
+                metrics,
                 is_best=is_best,
                 width=display.columns(self._stream),
             ),
