@@ -73,6 +73,14 @@ def environment():
     }
 
 
+@pytest.fixture
+def own_environment(environment, tmp_path):
+    """Likewise for those that are killed: they know the programs so far, and keep their own."""
+    programs = tmp_path / "programs"
+    _link_all(PROGRAMS, programs)
+    return {**environment, "JAX_COMPILATION_CACHE_DIR": str(programs)}
+
+
 # Each compiled program maps a few pieces of memory; Linux allows a process 65,530 of them.
 MAPS = Path("/proc/self/maps")
 ENOUGH_MAPS = 15_000

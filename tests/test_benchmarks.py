@@ -97,11 +97,11 @@ def test_the_costs_of_scaling_are_measured_and_the_memory_is_within_its_bound(ru
 
 
 @pytest.mark.slow
-def test_the_cost_of_the_bar_is_measured(run_child):
+def test_the_cost_of_the_bar_is_measured(environment, run_child):
     done = run_child(
         [sys.executable, "-m", "benchmarks.display", "--rounds", "1", "--steps", "28"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        env={**environment, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 0, done.stderr
     assert re.search(

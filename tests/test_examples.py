@@ -53,14 +53,16 @@ def test_an_example_reaches_its_accuracy(name, tmp_path, environment, run_child)
 
 
 @pytest.mark.slow
-def test_a_killed_example_ends_with_the_weights_of_the_whole_run(tmp_path, environment, run_child):
-    def run(*arguments, env=environment):
+def test_a_killed_example_ends_with_the_weights_of_the_whole_run(
+    tmp_path, own_environment, run_child
+):
+    def run(*arguments):
         command = [sys.executable, "-W", "error", str(EXAMPLES / "04_resume.py"), *arguments]
-        return run_child(command, cwd=tmp_path, env=env)
+        return run_child(command, cwd=tmp_path, env=own_environment)
 
     whole = run("whole")
     for _ in range(2):
-        killed = run("killed", "--kill", env=None)
+        killed = run("killed", "--kill")
         assert killed.returncode == -signal.SIGKILL, killed.stderr
     resumed = run("killed")
     assert resumed.returncode == whole.returncode == 0, resumed.stderr + whole.stderr

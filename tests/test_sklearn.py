@@ -2,7 +2,6 @@
 
 import copy
 import io
-import os
 import subprocess
 import sys
 
@@ -37,7 +36,7 @@ CANNOT_APPLY = {
     [FlaxClassifier(**QUICK), FlaxRegressor(**QUICK)],
     expected_failed_checks=lambda estimator: CANNOT_APPLY,
 )
-def test_scikit_learn_accepts_the_estimator(estimator, check):
+def test_scikit_learn_accepts_the_estimator(estimator, check, environment):
     if check.func.__name__ != "check_array_api_input":
         check(estimator)
         return
@@ -48,8 +47,8 @@ def test_scikit_learn_accepts_the_estimator(estimator, check):
         f"from flaxfit.sklearn import {name}\n"
         f"check_array_api_input({name!r}, {name}(**{QUICK}), **{check.keywords})\n"
     )
-    environment = {**os.environ, "SCIPY_ARRAY_API": "1"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    variables = {**environment, "SCIPY_ARRAY_API": "1"}
+    subprocess.run([sys.executable, "-c", code], env=variables, check=True)
 
 
 @pytest.mark.slow
