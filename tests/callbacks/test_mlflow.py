@@ -1,6 +1,7 @@
 """MLflowLogger with stores on this machine, read back with MLflow's own client."""
 
 import os
+from typing import Any
 
 import numpy as np
 import optax
@@ -9,11 +10,18 @@ import pytest
 import flaxfit as ff
 from flaxfit.callbacks import MLflowLogger
 
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+mlflow: Any = None
 
 x = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _mlflow():
+    # Where these tests are run, as it takes seconds.
+    global mlflow
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
 
 
 @pytest.fixture

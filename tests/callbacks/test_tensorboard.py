@@ -2,6 +2,7 @@
 
 import sys
 import types
+from typing import Any
 
 import flax.linen as nn
 import numpy as np
@@ -11,12 +12,21 @@ import pytest
 import flaxfit as ff
 from flaxfit.callbacks import TensorBoardLogger
 
-# TensorBoard then reads without TensorFlow, which takes many seconds to import.
-sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("notf"))
-pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
-accumulator = pytest.importorskip(
-    "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
-)
+accumulator: Any = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tensorboard():
+    # Where these tests are run, as they take seconds.
+    global accumulator
+    # TensorBoard then reads without TensorFlow, which takes many seconds to import.
+    sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("notf"))
+    pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator",
+        reason="tensorboard is not installed",
+    )
+
 
 x = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
 

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from typing import Any
 
 import numpy as np
 import optax
@@ -10,13 +11,19 @@ import pytest
 import flaxfit as ff
 from flaxfit.callbacks import WandbLogger
 
-wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+wandb: Any = None
 
 x = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _wandb():
+    global wandb
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,5 @@
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,8 +8,15 @@ from flax import linen as nn
 from flaxfit.export import InputSpec, JaxModule, save_onnx
 from flaxfit.export import _onnx as onnx_format
 
-pytest.importorskip("jax2onnx", reason="jax2onnx is not installed")
-onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+onnxruntime: Any = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _onnx():
+    # Where these tests are run, as they take seconds.
+    global onnxruntime
+    pytest.importorskip("jax2onnx", reason="jax2onnx is not installed")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 import json
 import os
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,15 @@ from flaxfit import export
 from flaxfit.export import InputSpec, JaxModule, save_saved_model
 from flaxfit.export import _saved_model as saved_model
 
-tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+tf: Any = None
 DEFAULT = JaxModule.DEFAULT_METHOD_KEY
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tensorflow():
+    # Where these tests are run, as it takes seconds.
+    global tf
+    tf = pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
 
 
 @pytest.fixture
