@@ -371,7 +371,10 @@ class Stepper:
         except StopIteration:
             return False
         self._fetched.append((item, None))
-        key, leaves = (len(item), [item]) if self._gathers else self._feed.recall(item)
+        if self._gathers or self._feed is None:
+            key, leaves = len(item), [item]
+        else:
+            key, leaves = self._feed.recall(item)
         ready = self._ready.get(key)
         if ready is None:
             return None

@@ -22,6 +22,11 @@ DEVICES = [n for n in (1, 2, 3, 4, 8) if n <= len(jax.devices())]
 SIZES = range(1, 3 * BATCH + 2)
 
 
+def devices(*usual, mark):
+    """Numbers of devices to try; all but the usual ones in tests of that mark."""
+    return [n if n in usual else pytest.param(n, marks=mark) for n in DEVICES]
+
+
 def apply(variables, x, **options):
     outputs = x @ variables["params"]
     return (outputs, {}) if "mutable" in options else outputs
@@ -113,7 +118,7 @@ def sums_by_row(name, is_weighted):
 
 
 @pytest.mark.parametrize("is_weighted", [False, True], ids=["equal", "weighted"])
-@pytest.mark.parametrize("n_devices", DEVICES)
+@pytest.mark.parametrize("n_devices", devices(1, 3, mark=pytest.mark.slow))
 @pytest.mark.parametrize("name", TASKS)
 def test_every_metric_is_that_of_the_whole_data_set(name, n_devices, is_weighted):
     model, targets, chosen = TASKS[name]
@@ -132,7 +137,7 @@ def test_every_metric_is_that_of_the_whole_data_set(name, n_devices, is_weighted
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", [None, W], ids=["equal", "weighted"])
-@pytest.mark.parametrize("n_devices", DEVICES)
+@pytest.mark.parametrize("n_devices", devices(1, 4, mark=pytest.mark.thorough))
 def test_every_step_of_an_epoch_has_the_gradient_of_its_own_examples(n_devices, weights):
     task = ff.TrainTask(apply, optax.sgd(0.1), "mse", [(X, Y)])
     loop = ff.TrainLoop(init, task, 0, strategy=strategy(n_devices), stdout=False)

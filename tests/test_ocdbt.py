@@ -176,7 +176,7 @@ def test_an_index_that_is_made_to_mislead_is_refused_without_memory(tmp_path, ki
         check_index(tmp_path)
 
 
-@pytest.mark.parametrize("n", [300, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [300, pytest.param(5000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("compression", [None, {"id": "zstd"}], ids=["plain", "packed"])
 def test_damage_whose_checksum_is_right_is_refused_or_harmless(
     tmp_path, compression, n, memory_within

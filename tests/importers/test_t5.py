@@ -460,7 +460,9 @@ def test_what_tensorflow_wrote_is_imported_and_trained_on(T5, written, truth, na
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bfloat16", "per_layer"])
+@pytest.mark.parametrize(
+    "name", ["bfloat16", pytest.param("per_layer", marks=pytest.mark.thorough)]
+)
 def test_what_tensorflow_wrote_is_tuned_and_exported(T5, written, name, tmp_path):
     options = FIRST | {"shared_bias": False} if name == "per_layer" else {}
     model, optimizer = T5(**MIDDLE, **options), optax.adam(0.01)

@@ -120,7 +120,10 @@ def as_data(leaf):
     return jax.random.key_data(leaf) if is_key else leaf
 
 
-@pytest.mark.parametrize("name", SPREAD)
+@pytest.mark.parametrize(
+    "name",
+    ["fsdp", *(pytest.param(each, marks=pytest.mark.slow) for each in SPREAD if each != "fsdp")],
+)
 def test_each_device_holds_its_part_of_the_state(name):
     model = trained(name)
     state = model.state
