@@ -527,6 +527,71 @@ def test_several_steps_in_one_dispatch_over_several_devices():
     )
 
 
+@pytest.mark.parametrize("n_examples", [64, 50])
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_several_steps_in_one_dispatch_reach_over_the_end_of_an_epoch(n_examples, has_weights):
+    def run(steps_per_call):
+        w = (np.arange(n_examples, dtype=np.float32) % 3,) if has_weights else ()
+        parts = X[:n_examples], Y[:n_examples], *w
+        data = ff.ArrayStream(*parts, batch_size=16, shuffle=True, epochs=4)
+        options = {"n_steps_per_checkpoint": 6, "first_checkpoint": 6}
+        return [*make_loop(Regressor(0.2), data, steps_per_call=steps_per_call, **options)]
+
+    one, many = run(1), run(3)
+    assert [c.step for c in many] == [c.step for c in one] == [6, 12, 16]
+    assert [c.n_examples for c in many] == [c.n_examples for c in one]
+    assert [c.data_state for c in many] == [c.data_state for c in one]
+    assert_equal([c.state.params for c in one], [c.state.params for c in many])
+
+
+@pytest.mark.parametrize(
+    ("data", "n"),
+    [
+        (lambda: ff.ArrayStream(X, Y, batch_size=16), 1),
+        (lambda: ff.ArrayStream(X, Y, batch_size=16), 2),
+        (lambda: itertools.cycle([(X[:16], Y[:16]), (X[16:32], Y[16:32])]), 1),
+    ],
+    ids=["rows", "rows of several", "batches"],
+)
+def test_a_step_that_fails_loses_no_batch(data, n):
+    options = {"n_steps": 8, "n_steps_per_checkpoint": 2, "first_checkpoint": 2}
+    *_, whole = make_loop(data=data(), steps_per_call=n, **options)
+    loop = make_loop(data=data(), steps_per_call=n, **options)
+    next(loop)
+    stepper, ready = loop._stepper, dict(loop._stepper._ready)
+    assert ready  # The next batches are like those that it has seen.
+
+    def fail(*arguments):
+        raise MemoryError("at this very step")
+
+    for key, each in ready.items():
+        stepper._ready[key] = each._replace(update=fail)
+    with pytest.raises(MemoryError, match="at this very step"):
+        next(loop)
+    stepper._ready.update(ready)
+    *_, last = loop
+    assert (last.step, last.metrics) == (8, whole.metrics)
+    assert_equal(last.state.params, whole.state.params)
+
+
+def test_data_that_has_ended_is_not_asked_again():
+    class Batches:
+        n_asked = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.n_asked += 1
+            if self.n_asked > 3:
+                raise StopIteration
+            return X[:16], Y[:16]
+
+    data = Batches()
+    assert [checkpoint.step for checkpoint in make_loop(data=data)] == [1, 2, 3]
+    assert data.n_asked == 4
+
+
 # Against a hand-written loop, and between devices.
 
 

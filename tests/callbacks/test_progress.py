@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from tqdm import tqdm
 
 from flaxfit import TrainLoop, TrainTask
 from flaxfit.callbacks import ProgressBar
@@ -191,6 +192,31 @@ def show_two_epochs(bar, loop, checkpoint_at, clock):
             clock.now += 1
             loop.dispatch()
         bar(checkpoint_at(loop.step, loss=0.5, elapsed_time=4.0))
+    bar.close()
+
+
+def test_a_bar_is_not_formatted_anew_for_lines_that_come_fast(
+    make_loop, checkpoint_at, terminal, clock, monkeypatch
+):
+    bar = ProgressBar(unit="epoch", total=99, file=terminal, clock=clock)
+    loop = make_loop(n_steps_per_checkpoint=4)
+    bar.attach(loop)
+    for _ in range(2):
+        clock.now += 1
+        loop.dispatch()
+    bar(checkpoint_at(loop.step, loss=0.5))
+    formatted, format_meter = [], tqdm.format_meter
+
+    def count(**options):
+        formatted.append(format_meter(**options))
+        return formatted[-1]
+
+    monkeypatch.setattr(tqdm, "format_meter", staticmethod(count))
+    for seconds, n_formatted in ((0.1, 0), (0.1, 0), (1.0, 1)):
+        formatted.clear()
+        clock.now += seconds
+        bar(checkpoint_at(loop.step, loss=0.5))
+        assert len(formatted) == n_formatted
     bar.close()
 
 

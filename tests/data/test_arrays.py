@@ -44,6 +44,28 @@ def test_all_parts_of_a_shuffled_batch_belong_together():
         np.testing.assert_array_equal(y, Y[at])
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("drop_remainder", [False, True])
+def test_rows_of_several_batches_are_those_of_one_after_the_other(shuffle, drop_remainder):
+    options = {"batch_size": 4, "shuffle": shuffle, "drop_remainder": drop_remainder}
+    many = ArrayStream(np.arange(13), epochs=4, **options)
+    singly = ArrayStream(np.arange(13), epochs=4, **options)
+    given = []
+    for n in itertools.cycle((2, 3, 1)):
+        before, rows = many.get_state(), many.next_rows_of(n)
+        if rows is None:  # One of them is smaller, or they are too many: nothing has moved.
+            assert many.get_state() == before
+            rows = next((many.next_rows() for _ in range(1) if many.epoch < 4), None)
+            if rows is None:
+                break
+        given.extend(np.atleast_2d(rows))
+    expected = []
+    while singly.epoch < 4:
+        expected.append(singly.next_rows())
+    assert [len(rows) for rows in given] == [len(rows) for rows in expected]
+    np.testing.assert_array_equal(np.concatenate(given), np.concatenate(expected))
+
+
 def test_nested_inputs_and_targets_keep_their_structure():
     x = {"image": X, "size": (Y, Y + 1)}
     batch_x, batch_y = next(ArrayStream(x, (Y, Y + 2), batch_size=5))
