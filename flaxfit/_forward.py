@@ -128,7 +128,10 @@ def without_idle_targets(batch: Batch) -> Batch:
 
 def weights_of(batch: Batch) -> jax.Array:
     """The weights of a batch, 1 for each example where it has none."""
-    return jnp.ones(n_examples(batch)) if batch.weights is None else batch.weights
+    if batch.weights is None:
+        return jnp.ones(n_examples(batch))
+    # Of the same dtype: where 64 bits are switched on, their sum is to have these, too.
+    return jnp.asarray(batch.weights, float)
 
 
 def rngs_of(names: tuple[str, ...], key: jax.Array) -> dict[str, jax.Array]:

@@ -96,7 +96,7 @@ def make_train_step(
         is_used = jnp.ones((), jnp.float32)
         if skip_empty and is_weighted(batch):
             total_weight = sum(jax.tree.leaves(weights))
-            is_used = jnp.where(total_weight > 0, 1.0, 0.0)
+            is_used = (total_weight > 0).astype(jnp.float32)
         if guards(task):
             is_finite = _is_finite((grads, sums["loss"]))
             # What a skipped batch has given is not a number to be added to others.

@@ -279,6 +279,34 @@ def test_less_data_than_a_batch_is_a_remainder_where_it_cannot_be_padded(n):
         )
 
 
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("weights", [None, W], ids=["equal", "weighted"])
+@pytest.mark.parametrize("n_devices", [1, 3])
+def test_sixty_four_bits_are_kept_where_they_are_switched_on(n_devices, weights, resident):
+    with jax.enable_x64(True):
+        x, y, params = (each.astype(np.float64) for each in (X, Y, PARAMS))
+        data = ff.ArrayStream(x, y, weights, batch_size=BATCH, epochs=1, resident=resident)
+        task = ff.TrainTask(apply, optax.sgd(0.1), "mse", data, ["mae"])
+        loop = ff.TrainLoop(
+            lambda rngs, x: {"params": jnp.asarray(params)},
+            task,
+            0,
+            strategy=strategy(n_devices),
+            stdout=False,
+        )
+        for checkpoint in loop:
+            rows = slice((checkpoint.step - 1) * BATCH, checkpoint.step * BATCH)
+            w = np.ones(len(x)) if weights is None else weights.astype(np.float64)
+            errors = x[rows] @ params - y[rows]
+            assert checkpoint.loss == pytest.approx(np.average(errors**2, weights=w[rows]), 1e-13)
+            params = params - 0.2 * (w[rows] * errors) @ x[rows] / w[rows].sum()
+            np.testing.assert_allclose(checkpoint.state.params, params, rtol=1e-13)
+        state = ff.InferenceState(np.int32(0), params, {})
+        measured = EVALUATORS[n_devices].measure(state, data.one_epoch())
+        errors = x @ params - y
+        assert measured["mae"] == pytest.approx(np.average(np.abs(errors), weights=w), 1e-13)
+
+
 def test_a_regular_batch_that_cannot_be_split_or_padded_is_refused():
     task = ff.TrainTask(apply, optax.sgd(0.1), scalar_loss, ff.ArrayStream(X, Y, batch_size=6))
     loop = ff.TrainLoop(init, task, 0, strategy=strategy(4), stdout=False)
