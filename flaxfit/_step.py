@@ -96,7 +96,7 @@ def make_train_step(
         is_used = jnp.ones((), jnp.float32)
         if skip_empty and is_weighted(batch):
             total_weight = sum(jax.tree.leaves(weights))
-            is_used = (total_weight > 0).astype(jnp.float32)
+            is_used = jnp.asarray(total_weight > 0, jnp.float32)
         if guards(task):
             is_finite = _is_finite((grads, sums["loss"]))
             # What a skipped batch has given is not a number to be added to others.

@@ -294,9 +294,9 @@ def test_sixty_four_bits_are_kept_where_they_are_switched_on(n_devices, weights,
             strategy=strategy(n_devices),
             stdout=False,
         )
+        w = np.ones(len(x)) if weights is None else weights.astype(np.float64)
         for checkpoint in loop:
             rows = slice((checkpoint.step - 1) * BATCH, checkpoint.step * BATCH)
-            w = np.ones(len(x)) if weights is None else weights.astype(np.float64)
             errors = x[rows] @ params - y[rows]
             assert checkpoint.loss == pytest.approx(np.average(errors**2, weights=w[rows]), 1e-13)
             params = params - 0.2 * (w[rows] * errors) @ x[rows] / w[rows].sum()
