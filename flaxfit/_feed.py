@@ -21,19 +21,21 @@ class Portion(NamedTuple):
     """Whether the weights are the user's, and so may all be zero."""
     n_examples: int
     """How many there are, without padding."""
-    signature: str
+    signature: Hashable
     """The number of devices, the shapes and the dtypes: batches that share it share a program."""
     key: Hashable = None
-    """What a feed knows items by that are like this one; None: it looks at each of them."""
+    """What items are known by that are stepped as this one is; None: each is looked at."""
 
 
 class _Known(NamedTuple):
-    """What became of an item that was taken as it is."""
+    """What becomes of items whose arrays are taken as they are."""
 
     structure: Any
-    """Of the batch, of which the leaves are those of the item, and weights of 1."""
+    """Of the batch, whose leaves are these arrays and `weights`."""
+    weights: tuple[Any, ...]
+    """The weights of 1, if the batch has them."""
     portion: Portion
-    """All but those leaves."""
+    """That of the first of them."""
 
 
 class Feed:
@@ -84,17 +86,15 @@ class Feed:
         key, leaves = self.recall(item)
         known = self._known.get(key)
         if known is not None:
-            batch = known.structure.unflatten([*leaves, *known.portion.batch])
+            batch = known.structure.unflatten([*leaves, *known.weights])
             return known.portion._replace(batch=batch)
         portion = self._look_at(item)
         bare = portion.batch._replace(weights=None)
         if key is None or portion.is_weighted or not _holds_the_same(item, bare):
             return portion
-        weights = portion.batch.weights
         portion = portion._replace(key=key)
-        more = () if weights is None else (weights,)
-        structure = jax.tree.structure(portion.batch)
-        self._known[key] = _Known(structure, portion._replace(batch=more))
+        weights = () if portion.batch.weights is None else (portion.batch.weights,)
+        self._known[key] = _Known(jax.tree.structure(portion.batch), weights, portion)
         return portion
 
     def recall(self, item: Any) -> tuple[Hashable, list[Any]]:
@@ -184,12 +184,11 @@ def _holds_the_same(item: Any, batch: Batch) -> bool:
     return is_same and len({id(each) for each in one}) == len(one)
 
 
-def signature_of(strategy: Strategy, batch: Batch, is_weighted: bool) -> str:
+def signature_of(strategy: Strategy, batch: Batch, is_weighted: bool) -> Hashable:
     """What decides on the program for a batch: the devices, the shapes and the dtypes."""
     leaves, structure = jax.tree.flatten(batch)
     shapes = ((leaf.shape, leaf.dtype) for leaf in leaves)
-    # As a text: each step looks its program up by it, and a text keeps its hash.
-    return repr((strategy.n_devices, is_weighted, structure, *shapes))
+    return (strategy.n_devices, is_weighted, structure, *shapes)
 
 
 def pad_batch(batch: Batch, size: int) -> Batch:

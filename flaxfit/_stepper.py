@@ -52,9 +52,9 @@ class _Ready(NamedTuple):
     data: tuple[Any, ...]
     """What the update gathers its batch from, if it does."""
     structure: Any
-    """Of the batch, from its own arrays and `more`."""
+    """Of the batch, whose leaves are its own arrays and `more`."""
     more: list[Any]
-    """Weights of 1, split and on the devices."""
+    """The weights, where they are the same for all such batches: split and on the devices."""
     n_examples: int
 
 
@@ -359,10 +359,10 @@ class Stepper:
         return True
 
     def _step_as_before(self, n: int) -> bool | None:
-        """Steps on batches like those that were stepped before; None if they are like none.
+        """Steps on the next batches, where such were stepped before; whether there was a batch.
 
         It is what `_dispatch` does, less all that is known by then: small models would notice.
-        False if the data has ended.
+        None where it is for `_dispatch` to do, which finds what was fetched.
         """
         if n > 1:
             return self._several_as_before(n)
@@ -371,10 +371,8 @@ class Stepper:
         except StopIteration:
             return False
         self._fetched.append((item, None))
-        if self._gathers or self._feed is None:
-            key, leaves = len(item), [item]
-        else:
-            key, leaves = self._feed.recall(item)
+        feed: Any = self._feed  # There is one, where any batch was stepped before.
+        key, leaves = (len(item), [item]) if self._gathers else feed.recall(item)
         ready = self._ready.get(key)
         if ready is None:
             return None
@@ -386,14 +384,15 @@ class Stepper:
         ready = self._ready.get((n, getattr(self.stream, "batch_size", 0)))
         if ready is None:
             return None
-        before = self.stream.get_state()
-        rows = self.stream.next_rows_of(n)
-        if rows is None:
-            return None
+        step, position = self.step, self.stream.get_state()
         try:
+            rows = self.stream.next_rows_of(n)
+            if rows is None:
+                return None
             self._run(ready, [self.strategy.split(rows, n)], n)
         except BaseException:
-            self.stream.set_state(before)  # No batch is lost.
+            if self.step == step:  # Their batches are still to come.
+                self.stream.set_state(position)
             raise
         return True
 
@@ -516,8 +515,6 @@ class Stepper:
         if not is_whole:
             held, totals = self._moved(self.strategy, held, totals)
         self._held, self._totals, self.grads = held, totals, grads
-        if n_fetched and is_whole:
-            self._remember(portions, update, data)
         self.step += n
         self.n_completed += n
         self.n_examples += sum(portion.n_examples for portion in portions)
@@ -525,20 +522,26 @@ class Stepper:
         if n_fetched:
             self._position = self._fetched[n_fetched - 1][1]
             del self._fetched[:n_fetched]
+            if is_whole:
+                self._remember(portions, update, data)
 
     def _remember(
         self, portions: list[Portion], update: Callable[..., Any], data: tuple[Any, ...]
     ) -> None:
         """Has batches like these be stepped with less ado the next time."""
         key, n = portions[0].key, len(portions)
+        if any(portion.key is None or portion.key != key for portion in portions):
+            return  # Such as a remainder, which has other weights than the next.
         if n > 1:
+            key = n, key
             # A class of the user's own may give rows of its own.
-            key = (n, key) if data and type(self.stream) is ArrayStream else None
-        # Of several processes each notes its programs, where the others may run other ones.
-        if key is None or key in self._ready or (self.agreement.is_needed and not data):
+            if not (data and type(self.stream) is ArrayStream):
+                return
+        # Of several processes, which may bring other batches, each notes what it does.
+        if key in self._ready or (self.agreement.is_needed and not data):
             return
         batch = portions[0].batch if n == 1 else stack_batches([each.batch for each in portions])
-        # Weights of 1 are the same in each step: they go to the devices but once.
+        # The weights are the same in each step: they go to the devices but once.
         more = [] if batch.weights is None else [jnp.asarray(batch.weights)]
         more = self.strategy.split(more, n if n > 1 else 0)
         n_examples = sum(portion.n_examples for portion in portions)

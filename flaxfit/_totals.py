@@ -29,8 +29,8 @@ def add(totals: Totals, sums: Any) -> Totals:
     A plain float32 total stops growing at 2**24 examples. This is Knuth's two-sum: the rounding
     error of each addition is kept (D. Knuth, The Art of Computer Programming 2, 4.2.2).
     """
-    added = {d: _two_sum(totals[d][0], totals[d][1], x) for d, x in pack(sums).items()}
-    return {dtype: jnp.stack(pair) for dtype, pair in added.items()}
+    vectors = pack(sums)
+    return {d: jnp.stack(_two_sum(totals[d][0], totals[d][1], x)) for d, x in vectors.items()}
 
 
 def read(totals: Totals, like: Any) -> Any:

@@ -44,8 +44,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # A shell starts it so in
 def _link_all(source, target):
     target.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
-        with contextlib.suppress(FileExistsError):
+        try:
             os.link(file, target / file.name)
+        except FileExistsError:
+            continue
+        except OSError:  # On another disk.
+            shutil.copyfile(file, target / file.name)
 
 
 def pytest_configure():
@@ -75,7 +79,7 @@ def environment():
 
 @pytest.fixture
 def own_environment(environment, tmp_path):
-    """Likewise for those that are killed: they know the programs so far, and keep their own."""
+    """Likewise for those that are killed between steps: the programs so far, and their own."""
     programs = tmp_path / "programs"
     _link_all(PROGRAMS, programs)
     return {**environment, "JAX_COMPILATION_CACHE_DIR": str(programs)}

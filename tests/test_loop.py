@@ -6,6 +6,7 @@ import signal
 import threading
 
 import flax.linen as nn
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -527,18 +528,22 @@ def test_several_steps_in_one_dispatch_over_several_devices():
     )
 
 
+@pytest.mark.parametrize(("first", "spacing"), [(6, 6), (1, 7)])
 @pytest.mark.parametrize("n_examples", [64, 50])
 @pytest.mark.parametrize("has_weights", [False, True])
-def test_several_steps_in_one_dispatch_reach_over_the_end_of_an_epoch(n_examples, has_weights):
+def test_several_steps_in_one_dispatch_reach_over_the_end_of_an_epoch(
+    n_examples, has_weights, first, spacing
+):
     def run(steps_per_call):
         w = (np.arange(n_examples, dtype=np.float32) % 3,) if has_weights else ()
         parts = X[:n_examples], Y[:n_examples], *w
         data = ff.ArrayStream(*parts, batch_size=16, shuffle=True, epochs=4)
-        options = {"n_steps_per_checkpoint": 6, "first_checkpoint": 6}
+        options = {"n_steps_per_checkpoint": spacing, "first_checkpoint": first}
         return [*make_loop(Regressor(0.2), data, steps_per_call=steps_per_call, **options)]
 
     one, many = run(1), run(3)
-    assert [c.step for c in many] == [c.step for c in one] == [6, 12, 16]
+    assert [c.step for c in many] == [c.step for c in one]
+    assert one[-1].step == 16
     assert [c.n_examples for c in many] == [c.n_examples for c in one]
     assert [c.data_state for c in many] == [c.data_state for c in one]
     assert_equal([c.state.params for c in one], [c.state.params for c in many])
@@ -572,6 +577,57 @@ def test_a_step_that_fails_loses_no_batch(data, n):
     *_, last = loop
     assert (last.step, last.metrics) == (8, whole.metrics)
     assert_equal(last.state.params, whole.state.params)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_fails_beside_a_step_loses_no_batch_either(n, monkeypatch):
+    def make(data):
+        return make_loop(data=data, steps_per_call=n, n_steps=12, first_checkpoint=2)
+
+    def arrays():
+        return ff.ArrayStream(X, Y, batch_size=16, shuffle=True)
+
+    def fail(*arguments):
+        monkeypatch.undo()
+        raise MemoryError("beside a step")
+
+    *_, whole = make(arrays())
+    for broken in "_remember", "_permutation":
+        loop = make(data := arrays())
+        if broken == "_remember":
+            monkeypatch.setattr(loop._stepper, broken, fail)
+        else:  # Of the second epoch, of which two steps after three already are.
+            list(loop.run_until(3))
+            monkeypatch.setattr(data, broken, fail)
+        with pytest.raises(MemoryError, match="beside a step"):
+            list(loop.run_until(12))
+        *_, last = loop.run_until(12)
+        assert (last.step, int(last.state.step)) == (12, 12)
+        assert last.data_state == whole.data_state
+        assert_equal(last.state.params, whole.state.params)
+
+
+def test_batches_are_alike_whose_structures_are_equal():
+    class Label:
+        def __eq__(self, other):
+            return isinstance(other, Label)
+
+        def __hash__(self):
+            return 1
+
+    @flax.struct.dataclass
+    class Inputs:
+        x: jax.Array
+        label: Label = flax.struct.field(pytree_node=False)
+
+    def apply(variables, inputs, **options):
+        return inputs.x @ variables["params"], {}
+
+    batches = [(Inputs(jnp.asarray(X[:16]), Label()), jnp.asarray(Y[:16])) for _ in range(3)]
+    task = ff.TrainTask(apply, OPTIMIZER, "mse", batches)
+    loop = ff.TrainLoop(lambda rngs, x: {"params": jnp.ones(5)}, task, 0, stdout=False)
+    assert [checkpoint.step for checkpoint in loop] == [1, 2, 3]
+    assert len(loop._stepper.executables) == 1
 
 
 def test_data_that_has_ended_is_not_asked_again():

@@ -207,9 +207,9 @@ class ProgressBar:
         if checkpoint.stop or self._n == self._n_units:
             self._close_bar()
         elif self._bar is not None and now >= self._next_arrangement:
+            # Below lines that come faster it shows what it did a moment ago.
             self._arrange(self._bar, checkpoint.step, {})
-        # Where lines come faster than that, the bar may show what it did a moment ago.
-        self._next_arrangement = now + _SECONDS_BETWEEN_REFRESHES
+            self._next_arrangement = now + _SECONDS_BETWEEN_REFRESHES
         label = display.label(self._unit, self._n, self._n_units)
         display.write(
             display.checkpoint_line(

@@ -212,7 +212,7 @@ def test_a_bar_is_not_formatted_anew_for_lines_that_come_fast(
         return formatted[-1]
 
     monkeypatch.setattr(tqdm, "format_meter", staticmethod(count))
-    for seconds, n_formatted in ((0.1, 0), (0.1, 0), (1.0, 1)):
+    for seconds, n_formatted in ((0.1, 0), (0.3, 0), (0.3, 1), (0.4, 0), (0.4, 1), (1.0, 1)):
         formatted.clear()
         clock.now += seconds
         bar(checkpoint_at(loop.step, loss=0.5))

@@ -50,20 +50,25 @@ def test_rows_of_several_batches_are_those_of_one_after_the_other(shuffle, drop_
     options = {"batch_size": 4, "shuffle": shuffle, "drop_remainder": drop_remainder}
     many = ArrayStream(np.arange(13), epochs=4, **options)
     singly = ArrayStream(np.arange(13), epochs=4, **options)
-    given = []
+    given, n_at_once = [], 0
     for n in itertools.cycle((2, 3, 1)):
         before, rows = many.get_state(), many.next_rows_of(n)
         if rows is None:  # One of them is smaller, or they are too many: nothing has moved.
             assert many.get_state() == before
-            rows = next((many.next_rows() for _ in range(1) if many.epoch < 4), None)
-            if rows is None:
+            if many.epoch == 4:
                 break
-        given.extend(np.atleast_2d(rows))
+            rows = many.next_rows()[None]
+        else:
+            assert rows.shape == (n, 4)
+            n_at_once += n
+        given.extend(rows)
     expected = []
     while singly.epoch < 4:
         expected.append(singly.next_rows())
     assert [len(rows) for rows in given] == [len(rows) for rows in expected]
     np.testing.assert_array_equal(np.concatenate(given), np.concatenate(expected))
+    # Four epochs of three batches and, unless it is dropped, a smaller one.
+    assert n_at_once == (12 if drop_remainder else 8)
 
 
 def test_nested_inputs_and_targets_keep_their_structure():
