@@ -381,6 +381,7 @@ class Stepper:
         return True
 
     def _several_as_before(self, n: int) -> bool | None:
+        """Likewise, on rows of resident data that come all at once; None where they do not."""
         ready = self._ready.get((n, getattr(self.stream, "batch_size", 0)))
         if ready is None:
             return None

@@ -31,7 +31,7 @@ class _Bar(tqdm):
     """As it was last arranged; "" has it arranged anew."""
 
     def __str__(self) -> str:
-        # Lines that are written above it have it drawn again, which need not take its time again.
+        # It is drawn again below each line; to format it takes longer than to draw it.
         self.text = self.text or super().__str__()
         return self.text
 
