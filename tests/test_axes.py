@@ -284,6 +284,7 @@ def test_axes_are_a_static_part_of_the_state():
     assert mapped(state, jnp.ones(2)).axes == state.axes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [Boxed(), Annotated()], ids=["boxes", "collections"])
 def test_a_state_with_axes_trains_like_one_without(module):
     task = ff.TrainTask(module.apply, optax.adam(0.1), "mse", [(X, X[:, :4])] * 3)

@@ -199,6 +199,7 @@ def test_batches_with_weights_by_output_give_what_arrays_give(on_arrays, strateg
     )
 
 
+@pytest.mark.slow
 def test_targets_without_weight_leave_no_mark_whatever_they_are():
     weights = {name: np.where(np.arange(22) % 4, 1.0, 0.0) for name in LOSS}
     missing = {"kind": CLASSES.copy(), "size": NUMBERS.copy()}
@@ -216,6 +217,7 @@ def test_a_batch_without_any_weight_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, first.state.params, last.state.params)
 
 
+@pytest.mark.slow
 def test_tasks_that_take_turns_may_have_weights_by_output():
     sgd, apply = optax.sgd(0.1), TwoHeads().apply
     weighted = ff.TrainTask(apply, sgd, LOSS, batches_of(22))

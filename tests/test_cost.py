@@ -48,6 +48,7 @@ def test_a_step_counts_forward_and_both_backward_products():
     assert 2 * forward < loop.step_flops() < 2.2 * forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"accumulate": 4}, {"accumulate": 2, "skip_nonfinite": True}])
 def test_accumulation_and_devices_do_not_change_the_count_by_much(options):
     module = nn.Dense(128)

@@ -52,7 +52,7 @@ def test_an_example_reaches_its_accuracy(name, tmp_path, environment, run_child)
     assert float(accuracy[1]) >= LEAST_ACCURACY[name]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_killed_example_ends_with_the_weights_of_the_whole_run(
     tmp_path, own_environment, run_child
 ):

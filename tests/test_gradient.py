@@ -55,7 +55,7 @@ def test_parts_are_as_many_as_divide():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_devices", [1, 2])
+@pytest.mark.parametrize("n_devices", [pytest.param(1, marks=pytest.mark.thorough), 2])
 @pytest.mark.parametrize("weights", [None, W], ids=["unweighted", "weighted"])
 @pytest.mark.parametrize("batch_size", [12, 10], ids=["even", "uneven"])
 def test_microbatches_give_what_the_whole_batch_gives(n_devices, weights, batch_size):
@@ -70,6 +70,7 @@ def test_microbatches_give_what_the_whole_batch_gives(n_devices, weights, batch_
     assert_close(loop.state.params, whole.state.params, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_microbatches_of_a_scalar_loss_and_a_penalty_are_averaged():
     def loss(outputs, targets):
         return jnp.mean((outputs - targets) ** 2), jnp.mean(jnp.abs(outputs))
@@ -101,6 +102,7 @@ def test_a_batch_norm_sees_one_microbatch_after_the_other():
     assert_close(loop.state.model_state, state, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_microbatches_differ_in_their_dropout():
     class Noise(nn.Module):
         @nn.compact
@@ -190,8 +192,8 @@ def poisoned():
     return [(X[i : i + 12], y[i : i + 12]) for i in range(0, 48, 12)]
 
 
-@pytest.mark.parametrize("n_devices", [1, 2])
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("n_devices", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("norm", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_step_that_is_not_finite_leaves_the_whole_state(n_devices, norm):
     options = {"norm": norm, "optimizer": optax.sgd(0.1)}
     loop, checkpoints = train(None, n_devices, data=poisoned(), skip_nonfinite=True, **options)

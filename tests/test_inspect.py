@@ -74,6 +74,7 @@ def test_a_loop_refuses_them_before_it_trains(as_data, parts, message):
         next(loop)
 
 
+@pytest.mark.slow
 def test_labels_of_weight_zero_may_be_anything_and_leave_no_mark():
     labels, weights = np.arange(20) % 3, np.where(np.arange(20) % 5, 1.0, 0.0)
     missing = np.where(weights == 0, -1, labels)

@@ -45,7 +45,7 @@ def assert_equal(tree, other):
     jax.tree.map(np.testing.assert_array_equal, tree, other)
 
 
-@pytest.mark.parametrize("n_devices", [1, 2])
+@pytest.mark.parametrize("n_devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_rate_that_is_set_between_steps_acts_without_a_new_program(n_devices):
     loop = make_loop(adam(), n_devices)
     rates = []
@@ -172,6 +172,7 @@ def test_a_model_validates_its_average_and_keeps_it_in_its_files(tmp_path):
     np.testing.assert_array_equal(other.predict(X), model.predict(X))
 
 
+@pytest.mark.slow
 def test_a_model_in_sixteen_bits_evaluates_and_predicts_in_them():
     model = ff.Model(MLP(), optax.adam(0.01), "mse", precision="bfloat16")
     model.fit(X, Y, batch_size=8, verbose=0)
@@ -260,6 +261,7 @@ def test_a_range_test_waits_for_the_scale_of_the_loss():
     assert len(found.rates) > 10
 
 
+@pytest.mark.slow
 def test_trials_leave_a_stream_of_the_user_where_it_stands():
     stream = ff.ArrayStream(X, Y, batch_size=8, shuffle=True)
     next(stream)
@@ -271,6 +273,7 @@ def test_trials_leave_a_stream_of_the_user_where_it_stands():
     assert stream.get_state() == position
 
 
+@pytest.mark.slow
 def test_a_group_that_is_frozen_as_a_whole_is_thawed_on_the_way():
     groups = ff.optim.MultiOptimizer(("stem/.*", adam()), ("head/.*", adam()))
     loop = make_loop(groups, freeze="stem/.*")

@@ -508,7 +508,7 @@ def test_the_key_of_a_step_can_be_derived_outside():
     assert ff.step_key(state.key, 5, 2) == expected
 
 
-@pytest.mark.parametrize("steps_per_call", [3, 4])
+@pytest.mark.parametrize("steps_per_call", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_several_steps_in_one_dispatch_change_nothing(steps_per_call):
     options = {"n_steps": 10, "n_steps_per_checkpoint": 4}
     one = list(make_loop(Regressor(0.2), **options))
@@ -529,8 +529,8 @@ def test_several_steps_in_one_dispatch_over_several_devices():
 
 
 @pytest.mark.parametrize(("first", "spacing"), [(6, 6), (1, 7)])
-@pytest.mark.parametrize("n_examples", [64, 50])
-@pytest.mark.parametrize("has_weights", [False, True])
+@pytest.mark.parametrize("n_examples", [pytest.param(64, marks=pytest.mark.slow), 50])
+@pytest.mark.parametrize("has_weights", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_several_steps_in_one_dispatch_reach_over_the_end_of_an_epoch(
     n_examples, has_weights, first, spacing
 ):
@@ -651,7 +651,7 @@ def test_data_that_has_ended_is_not_asked_again():
 # Against a hand-written loop, and between devices.
 
 
-@pytest.mark.parametrize("n_devices", [1, 4])
+@pytest.mark.parametrize("n_devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("module", [Regressor(), Regressor(0.5), Normalized()])
 def test_training_equals_a_hand_written_optax_loop(module, n_devices):
     batches = [(X[i : i + 16], Y[i : i + 16]) for i in (0, 16, 32, 48)] * 2

@@ -66,7 +66,9 @@ def test_fit_learns_and_reports_each_epoch():
     assert measured["loss"] == pytest.approx(history["val_loss"][-1], rel=1e-5)
 
 
-@pytest.mark.parametrize("n_devices", [1, 3, 4])
+@pytest.mark.parametrize(
+    "n_devices", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 3]
+)
 def test_evaluate_and_predict_agree_with_the_module_itself(n_devices):
     model = make_model(MLP(dropout=0.2), strategy=ff.DataParallel(jax.devices()[:n_devices]))
     fit(model)
@@ -154,6 +156,7 @@ def test_validation_split_takes_a_random_part_away_from_training():
         fit(model, validation_split=0.1, validation_data=(X, Y))
 
 
+@pytest.mark.slow
 def test_a_weight_of_zero_is_as_good_as_leaving_the_example_out():
     weights = np.ones(len(X))
     weights[150:] = 0
@@ -165,6 +168,7 @@ def test_a_weight_of_zero_is_as_good_as_leaving_the_example_out():
     assert a.evaluate(X, Y, sample_weight=weights) == pytest.approx(a.evaluate(X[:150], Y[:150]))
 
 
+@pytest.mark.slow
 def test_class_weights_weigh_examples_by_their_label():
     model = make_model(optimizer=optax.adam(0.0))
     history = fit(model, class_weight={3: 5.0, 4: 0.0})
@@ -506,6 +510,7 @@ def test_an_error_of_the_data_is_raised_with_its_own_traceback():
     assert any(entry.name == "__iter__" for entry in caught.traceback)
 
 
+@pytest.mark.slow
 def test_an_autoencoder_is_fitted_to_inputs_alone():
     class Autoencoder(nn.Module):
         @nn.compact

@@ -101,6 +101,7 @@ def test_it_runs_on_one_device_and_several_steps_per_call_alike():
     assert one[-1].metrics["d_loss"] == pytest.approx(mean, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_to_the_same_end():
     loop = make_gan()
     loop.next_step()

@@ -85,6 +85,7 @@ def test_an_interrupted_call_ends_as_the_whole_one(tmp_path, data, options):
     assert fingerprint(*train(folder, data, **options)) == whole
 
 
+@pytest.mark.slow
 def test_a_finished_call_returns_at_once(tmp_path):
     first = fingerprint(*train(tmp_path))
     model, history = train(tmp_path)

@@ -31,12 +31,7 @@ CANNOT_APPLY = {
 }
 
 
-@pytest.mark.slow
-@parametrize_with_checks(
-    [FlaxClassifier(**QUICK), FlaxRegressor(**QUICK)],
-    expected_failed_checks=lambda estimator: CANNOT_APPLY,
-)
-def test_scikit_learn_accepts_the_estimator(estimator, check, environment):
+def accept(estimator, check, environment):
     if check.func.__name__ != "check_array_api_input":
         check(estimator)
         return
@@ -49,6 +44,22 @@ def test_scikit_learn_accepts_the_estimator(estimator, check, environment):
     )
     variables = {**environment, "SCIPY_ARRAY_API": "1"}
     subprocess.run([sys.executable, "-c", code], env=variables, check=True)
+
+
+@pytest.mark.slow
+@parametrize_with_checks(
+    [FlaxClassifier(**QUICK)], expected_failed_checks=lambda estimator: CANNOT_APPLY
+)
+def test_scikit_learn_accepts_the_classifier(estimator, check, environment):
+    accept(estimator, check, environment)
+
+
+@pytest.mark.thorough
+@parametrize_with_checks(
+    [FlaxRegressor(**QUICK)], expected_failed_checks=lambda estimator: CANNOT_APPLY
+)
+def test_scikit_learn_accepts_the_regressor(estimator, check, environment):
+    accept(estimator, check, environment)
 
 
 @pytest.mark.slow

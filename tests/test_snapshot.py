@@ -243,6 +243,7 @@ def test_other_places_are_refused():
         loop_with(snapshot="disk")
 
 
+@pytest.mark.slow
 def test_a_model_is_trained_with_checkpoints_on_the_host(tmp_path):
     def trained(**options):
         model = ff.Model(nn.Dense(1), optax.adam(0.1), "mse", **options)

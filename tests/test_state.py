@@ -59,6 +59,7 @@ class Drawn(nn.Module):
         return nn.Embed(100, 30)(x.argmax(-1))
 
 
+@pytest.mark.slow
 def test_numbers_are_drawn_as_by_the_module_alone():
     state = ff.init_state(Drawn().init, optax.adam(0.1), 0, (X,))
     init_key, _ = jax.random.split(jax.random.key(0))

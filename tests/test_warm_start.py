@@ -72,6 +72,7 @@ def test_some_of_the_weights_leave_the_others_as_they_begin(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_trained_model_takes_weights_over_and_begins_its_optimizer_afresh(tmp_path):
     model = fitted()
     model.save_weights(tmp_path / "weights.safetensors")
@@ -104,6 +105,7 @@ def test_weights_of_another_model_are_refused_with_the_names_of_both(tmp_path):
         model.fit(X, Y, verbose=0)
 
 
+@pytest.mark.slow
 def test_weights_under_other_names_are_translated(tmp_path):
     source = fitted().state.params
     names = {"a.weight": source["stem"]["kernel"].T, "a.bias": source["stem"]["bias"]}

@@ -120,6 +120,7 @@ def test_a_moving_average_is_written_where_the_task_keeps_one(tmp_path):
     np.testing.assert_allclose(ff.export.load(path)(x), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_is_exported_in_one_line(tmp_path):
     model = ff.Model(Net(), optax.adam(0.1), "mse")
     model.fit(x, y, epochs=1, verbose=0)

@@ -47,6 +47,7 @@ def test_examples_and_tokens_are_per_second_of_training():
         np.testing.assert_allclose(c.metrics["tokens_per_second"], 10 * n / c.elapsed_time)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [ff.DataParallel(), ff.Sharded({"data": 2, "model": 2})], ids=["replicas", "mesh"]
 )
@@ -71,6 +72,7 @@ def test_a_device_whose_peak_is_not_known_has_no_utilisation():
     assert "mfu" not in c.metrics and c.metrics["flops_per_second"] > 0
 
 
+@pytest.mark.slow
 def test_operations_can_be_counted_for_batches_that_parts_do_not_divide():
     data = ff.ArrayStream(tokens[:30], labels[:30], batch_size=15, epochs=1)
     _, (c, _) = run(Throughput(), data=data, accumulate=2)

@@ -51,6 +51,7 @@ def test_in_a_fit_epochs_are_counted():
     assert moves(seen[1:], seen[0].state.params) == ["2", "012"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_what_was_unfrozen_by_then():
     first = Unfreeze({2: "layers_1/.*", 4: ".*"})
     list(make_loop([first], n_steps=3))
@@ -59,6 +60,7 @@ def test_a_resumed_run_goes_on_with_what_was_unfrozen_by_then():
     assert moves(loop, loop.state.params) == ["12", "012", "012"]
 
 
+@pytest.mark.slow
 def test_a_fit_that_is_killed_after_the_first_unfreezing_is_resumed(tmp_path):
     class Killed(Exception):
         pass

@@ -432,6 +432,7 @@ def test_a_damaged_best_gives_way_to_the_next_best(tmp_path, capfd):
     assert "corrupt-2-0" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_importing_checkpoints_does_not_import_orbax(run_child):
     program = "import sys, flaxfit.checkpoints; sys.exit('orbax.checkpoint' in sys.modules)"
     assert run_child([sys.executable, "-c", program], seconds=120).returncode == 0

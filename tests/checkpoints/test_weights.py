@@ -168,6 +168,7 @@ def test_files_are_exchanged_with_the_library_of_the_format(tmp_path, tools):
     tools.assert_same(library.load_file(path), flat)
 
 
+@pytest.mark.slow
 def test_weights_need_neither_orbax_nor_the_library_of_the_format(tmp_path, run_child):
     program = (
         "import sys, numpy as np\n"

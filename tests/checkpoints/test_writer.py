@@ -440,6 +440,7 @@ def test_a_foreign_folder_of_the_name_of_a_step_is_moved_not_lost(tmp_path, tool
     assert (tmp_path / "foreign-3-0" / "thesis.txt").read_text() == "of the user"
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_when_the_process_ends_shows_in_its_exit_code(tmp_path, run_child):
     program = f"""
         import atexit, sys

@@ -113,7 +113,9 @@ def test_grain_data_gives_its_own_batches(grain, make):
     "make", [*GRAIN, repeated_dataset, shuffled_in_a_window], ids=lambda make: make.__name__
 )
 @pytest.mark.parametrize("wrap", [as_stream, lambda data: prefetch(data, 3)], ids=["", "ahead"])
-@pytest.mark.parametrize("n_delivered", [0, 1, 4])
+@pytest.mark.parametrize(
+    "n_delivered", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 4)), 1]
+)
 def test_grain_keeps_its_own_position_without_skipping(grain, make, wrap, n_delivered, capsys):
     first, second = wrap(make(grain)), wrap(make(grain))
     list(itertools.islice(first, n_delivered))
@@ -299,6 +301,7 @@ def test_columns_and_transforms_chosen_in_hugging_face_are_kept(datasets):
     np.testing.assert_array_equal(batch["x"], X[:8] / 2)
 
 
+@pytest.mark.slow
 def test_no_library_is_imported_for_data_of_another(run_child):
     code = """
 import sys, numpy as np

@@ -151,6 +151,7 @@ def test_statistics_are_those_that_optax_makes_of_the_same_gradient(shape):
     np.testing.assert_allclose(translated[f"{path}/v_col"], state.v_col["w"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_tied_logits_are_those_of_a_matrix_of_scaled_embeddings(T5):
     rng = np.random.default_rng(0)
     tied, own = (T5(**SMALL | {"n_layers": 1, "tied_logits": tied}) for tied in (True, False))
@@ -433,15 +434,24 @@ def test_an_imported_model_is_trained_on_from_its_step(T5, state, kept):
     assert losses[-1] < losses[0]
 
 
+@pytest.fixture
+def restored_from(T5, written):
+    """Model, optimizer, a state of zeros, and that of a checkpoint that TensorFlow wrote."""
+
+    def restore(name):
+        options = FIRST | {"shared_bias": False} if name == "per_layer" else {}
+        model = T5(**(LARGE if name == "factored" else MIDDLE), **options)
+        optimizer = optax.adafactor(0.01, momentum=0.9 if name == "factored" else None)
+        state = create(optimizer, variables(model))
+        return model, optimizer, state, restore_from_t5(state, written / name)
+
+    return restore
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bfloat16", "per_layer", "factored"])
-def test_what_tensorflow_wrote_is_imported_and_trained_on(T5, written, truth, name):
-    options = FIRST | {"shared_bias": False} if name == "per_layer" else {}
-    model = T5(**(LARGE if name == "factored" else MIDDLE), **options)
-    momentum = 0.9 if name == "factored" else None
-    optimizer = optax.adafactor(0.01, momentum=momentum)
-    state = create(optimizer, variables(model))
-    restored = restore_from_t5(state, written / name)
+def test_what_tensorflow_wrote_is_imported(restored_from, written, truth, name):
+    *_, state, restored = restored_from(name)
     expected = fill(
         state.params,
         {
@@ -452,6 +462,15 @@ def test_what_tensorflow_wrote_is_imported_and_trained_on(T5, written, truth, na
     )
     jax.tree.map(np.testing.assert_array_equal, restored.params, expected)
     assert load_tf_ckpt(written / name)["global_step"].get() == restored.step == 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["bfloat16", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("per_layer", "factored"))],
+)
+def test_what_tensorflow_wrote_is_trained_on(restored_from, name):
+    model, optimizer, _, restored = restored_from(name)
     task = reverse_task(model, optimizer, 64)
     last = ff.TrainLoop(restored, task, stdout=False).run_until(1020)
     losses = [checkpoint.loss for checkpoint in last]

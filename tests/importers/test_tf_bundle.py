@@ -130,6 +130,7 @@ def test_an_index_that_is_cut_short_is_unreadable(kept, tmp_path, size):
         load_tf_ckpt(folder)
 
 
+@pytest.mark.slow
 def test_it_imports_no_tensorflow(kept, run_child):
     script = (
         "import json, sys\nfrom flaxfit.importers import load_tf_ckpt\n"

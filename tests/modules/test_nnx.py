@@ -300,6 +300,7 @@ def test_a_step_is_compiled_once_and_traces_the_module_only_then():
     assert len(calls) == 1
 
 
+@pytest.mark.slow
 def test_training_under_pmap_is_training_of_the_same_replicas_one_by_one():
     init, apply = from_nnx(Net, train=True)
     variables, keys = init(jax.random.key(0)), jax.random.split(jax.random.key(1), 4)
@@ -341,6 +342,7 @@ def test_variables_that_lack_a_part_are_named():
         apply({"params": params}, X)
 
 
+@pytest.mark.slow
 def test_importing_the_modules_does_not_import_nnx():
     code = (
         "import sys, flaxfit.modules as m; from flax import linen as nn\n"

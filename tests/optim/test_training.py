@@ -74,6 +74,7 @@ def test_an_nnx_model_trains_by_groups():
     assert np.any(after["1"]["kernel"] != before["1"]["kernel"])
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_from_disk_keeps_overrides_and_ends_bit_for_bit(tmp_path):
     def with_override(loop):
         """Three steps, then another learning rate for the stem."""

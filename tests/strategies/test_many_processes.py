@@ -184,6 +184,7 @@ def test_only_the_first_process_prints(two, alone):
     assert not [line for line in own if line.startswith("[1]")]
 
 
+@pytest.mark.thorough
 def test_the_bits_do_not_depend_on_which_process_has_a_device(two, launch, tmp_path):
     launch(SCRIPT.name, tmp_path, "bits", n=4, options=["--cpu-devices", 1])
     for name in NAMES:

@@ -27,6 +27,11 @@ STRATEGIES = {
     "fsdp x tensor": lambda: ff.Sharded.tensor_parallel(2, fsdp=True),
 }
 SPREAD = {name: make for name, make in STRATEGIES.items() if name != "data"}
+# One of them here: on eight devices (see `test_sharded_on_eight.py`) all are tried.
+HERE = [
+    name if name == "fsdp" else pytest.param(name, marks=pytest.mark.thorough)
+    for name in STRATEGIES
+]
 
 
 def named(*names):
@@ -86,7 +91,7 @@ def losses(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", HERE)
 def test_fifty_steps_of_a_transformer_agree_with_one_device(name):
     model, one = trained(name), trained("one")
     assert model.step == 50
@@ -96,7 +101,7 @@ def test_fifty_steps_of_a_transformer_agree_with_one_device(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", HERE)
 @pytest.mark.parametrize("n", [1, 19])
 def test_evaluation_and_prediction_of_any_number_agree_with_one_device(name, n):
     model, one = trained(name), trained("one")
@@ -120,10 +125,7 @@ def as_data(leaf):
     return jax.random.key_data(leaf) if is_key else leaf
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["fsdp", *(pytest.param(each, marks=pytest.mark.slow) for each in SPREAD if each != "fsdp")],
-)
+@pytest.mark.parametrize("name", HERE[1:])
 def test_each_device_holds_its_part_of_the_state(name):
     model = trained(name)
     state = model.state
@@ -151,6 +153,7 @@ def abstract_state(optimizer=None):
     return jax.eval_shape(create, key=jax.random.key(0)), create
 
 
+@pytest.mark.slow
 def test_a_state_is_born_in_parts():
     strategy = ff.Sharded.fsdp()
     abstract, create = abstract_state()
@@ -333,7 +336,7 @@ def waves(key, shape, dtype):
 
 
 class Net(nn.Module):
-    """A layer with or without BatchNorm, with arrays large enough for FSDP."""
+    """A layer with or without BatchNorm, with arrays large enough for HERE."""
 
     norm: str | None = "here"
     train: bool = True
