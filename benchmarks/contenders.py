@@ -45,6 +45,7 @@ class Recipe(NamedTuple):
 
 RECIPES = {
     BASE: Recipe("benchmarks.hand_written:make", spreads=True),
+    "hand-written, with a bar": Recipe("benchmarks.hand_written:make", {"bar": True}, spreads=True),
     "hand-written, lax.scan": Recipe("benchmarks.hand_written:make", {"scan": True}, is_scan=True),
     "TrainLoop": Recipe("benchmarks.with_flaxfit:train_loop", spreads=True),
     "TrainLoop, 32 a call": Recipe(

@@ -1,5 +1,6 @@
 """Hand-written loops of flax and optax: what anything else can at best be equal to."""
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tqdm import tqdm
 
 from benchmarks.contenders import Contender
 from benchmarks.linen_models import build, initial_params
@@ -15,12 +17,18 @@ from benchmarks.workloads import Workload
 
 
 def make(
-    workload: Workload, params: Any = None, *, scan: bool = False, n_devices: int = 1
+    workload: Workload,
+    params: Any = None,
+    *,
+    scan: bool = False,
+    bar: bool = False,
+    n_devices: int = 1,
 ) -> Contender:
     """A donating `jit` step over data on the device; or a whole epoch of them under `lax.scan`.
 
     The rows of a batch come from the host and are gathered within the step; the metrics are added
-    up there, and read once an epoch.
+    up there, and read once an epoch. With `bar` they are shown then, on a line above a bar that
+    each step moves on; else nothing is shown.
     """
     model, optimizer = build(workload), optax.adam(workload.learning_rate)
     mesh = Mesh(np.array(jax.devices()[:n_devices]), ("batch",))
@@ -60,20 +68,29 @@ def make(
     rows = np.arange(len(workload.x), dtype=np.int32).reshape(-1, workload.batch_size)
     carry = [(state, jax.device_put(zeros, whole))]
 
+    def train_epoch(shown: Any) -> dict[str, Any]:
+        state, _ = carry[0]
+        carry[0] = state, jax.device_put(zeros, whole)
+        if scan:
+            carry[0] = step(carry[0], data, rows)
+        else:
+            for i, batch in enumerate(rows):
+                carry[0] = step(carry[0], data, batch)
+                if shown is not None:
+                    shown.update()
+                # Collectives of a CPU must not pile up.
+                if n_devices > 1 and i % 8 == 0:
+                    jax.block_until_ready(carry[0])
+        return jax.device_get(carry[0][1])
+
     def train(epochs: int) -> float:
-        for _ in range(epochs):
-            state, _ = carry[0]
-            carry[0] = state, jax.device_put(zeros, whole)
-            if scan:
-                carry[0] = step(carry[0], data, rows)
-            else:
-                for i, batch in enumerate(rows):
-                    carry[0] = step(carry[0], data, batch)
-                    # Collectives of a CPU must not pile up.
-                    if n_devices > 1 and i % 8 == 0:
-                        jax.block_until_ready(carry[0])
-            totals = jax.device_get(carry[0][1])
-        return float(totals["loss"] / totals["n"])
+        with tqdm(total=epochs * len(rows), leave=False) if bar else nullcontext() as shown:
+            for epoch in range(epochs):
+                totals = train_epoch(shown)
+                loss, accuracy = (float(totals[name] / totals["n"]) for name in ("loss", "correct"))
+                if shown is not None:
+                    shown.write(f"epoch {epoch + 1}: loss {loss:.4f}, accuracy {accuracy:.4f}")
+        return loss
 
     @jax.jit
     def add_measured(params, totals, data, rows):
