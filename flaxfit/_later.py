@@ -21,7 +21,8 @@ class Later:
     3
 
     Args:
-      begin: takes what is needed, and returns a function that makes the value of it.
+      begin: takes what is needed, and returns a function that makes the value of it. The latter
+        is called `apart`, the former is not, as it may be called before each step.
     """
 
     def __init__(self, begin: Callable[[], Callable[[], Any]]):
@@ -35,7 +36,7 @@ class Later:
     def secure(self) -> None:
         """Takes what the value is made of: from here on, that may change."""
         if self._begin is not None:
-            apart(self._take)
+            self._take()
 
     @property
     def value(self) -> Any:
@@ -63,26 +64,24 @@ class Later:
                     self._end = None
 
 
-def apart(function: Callable[[], None]) -> None:
-    """Calls a function as if it were called by itself, wherever this is.
+def apart(function: Callable[[], Any]) -> Any:
+    """Calls a function as if it were called by itself, wherever this is; what it returns.
 
     That may be within a function that JAX traces, a mesh or a transfer guard.
 
-    >>> seen = []
-    >>> program = jax.jit(lambda x: apart(lambda: seen.append(jax.numpy.ones(()) + 1)) or x)
-    >>> program(1.0), float(seen[0])
-    (Array(1., dtype=float32, weak_type=True), 2.0)
+    >>> program = jax.jit(lambda x: x + float(apart(lambda: jax.numpy.ones(()) + 1)))
+    >>> float(program(1.0))
+    3.0
     """
     if jax.sharding.get_abstract_mesh().empty and not has_transfer_guard():
         with jax.ensure_compile_time_eval():
-            function()
-        return
-    is_wide, errors = getattr(jax.config, _WIDE), []
+            return function()
+    is_wide, results, errors = getattr(jax.config, _WIDE), [], []
 
     def call() -> None:
         try:
             with jax.enable_x64(is_wide), jax.transfer_guard("allow"):
-                function()
+                results.append(function())
         except BaseException as error:
             errors.append(error)
 
@@ -92,6 +91,7 @@ def apart(function: Callable[[], None]) -> None:
     thread.join()
     if errors:
         raise errors[0]
+    return results[0]
 
 
 def has_transfer_guard() -> bool:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit._later import has_transfer_guard
+from flaxfit._later import apart, has_transfer_guard
 from flaxfit.strategies import Strategy
 
 # Up to here a copy takes a fixed time for each array, and that of NumPy is a fifth of JAX's.
@@ -43,7 +43,10 @@ def snapshots(where: str, strategy: Strategy) -> Callable[..., Callable[[], Any]
         )
 
     def on_host(tree: Any, is_light: bool = False) -> Callable[[], Any]:
-        copy = jax.tree.map(lambda x: strategy.collect(x) if _is_key(x) else _copied(x), tree)
+        def copied(x: Any) -> Any:
+            return strategy.collect(x) if _is_key(x) else _copied(x)
+
+        copy = apart(lambda: jax.tree.map(copied, tree))
         return lambda: copy
 
     def on_device(tree: Any, is_light: bool = False) -> Callable[[], Any]:
@@ -53,7 +56,7 @@ def snapshots(where: str, strategy: Strategy) -> Callable[..., Callable[[], Any]
         if is_light and put is not None and not has_weak and not has_transfer_guard():
             copies = [_copied(leaf) for leaf in leaves]
             return lambda: structure.unflatten(put(copies))
-        copy = strategy.collect(tree)
+        copy = apart(lambda: strategy.collect(tree))
         return lambda: copy
 
     put: Any = getattr(strategy, "put_collected", None) if _has_one_cpu(strategy) else None
