@@ -22,7 +22,7 @@ class Later:
 
     Args:
       begin: takes what is needed, and returns a function that makes the value of it. The latter
-        is called `apart`, the former is not, as it may be called before each step.
+        is called `apart`, the former outside any mesh and transfer guard: it may run each step.
     """
 
     def __init__(self, begin: Callable[[], Callable[[], Any]]):
@@ -36,7 +36,7 @@ class Later:
     def secure(self) -> None:
         """Takes what the value is made of: from here on, that may change."""
         if self._begin is not None:
-            self._take()
+            _elsewhere(self._take)
 
     @property
     def value(self) -> Any:
@@ -73,9 +73,18 @@ def apart(function: Callable[[], Any]) -> Any:
     >>> float(program(1.0))
     3.0
     """
-    if jax.sharding.get_abstract_mesh().empty and not has_transfer_guard():
+
+    def call() -> Any:
         with jax.ensure_compile_time_eval():
             return function()
+
+    return _elsewhere(call)
+
+
+def _elsewhere(function: Callable[[], Any]) -> Any:
+    """Calls a function outside any mesh and transfer guard; what it returns."""
+    if jax.sharding.get_abstract_mesh().empty and not has_transfer_guard():
+        return function()
     is_wide, results, errors = getattr(jax.config, _WIDE), [], []
 
     def call() -> None:

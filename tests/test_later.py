@@ -1,7 +1,9 @@
 """A value that is made only if it is asked for."""
 
+import signal
 import threading
 
+import jax
 import pytest
 
 from flaxfit._later import Later
@@ -50,3 +52,20 @@ def test_what_one_thread_takes_another_waits_for():
     assert seen[0] == "taken"
     thread.join()
     assert seen == ["taken", "made"]
+
+
+def test_what_is_taken_in_a_mesh_can_be_asked_for_by_the_handler_of_a_signal():
+    main, seen = threading.main_thread().ident, []
+
+    def begin():
+        signal.pthread_kill(main, signal.SIGUSR1)
+        return lambda: "made"
+
+    later = Later(begin)
+    before = signal.signal(signal.SIGUSR1, lambda *_: seen.append(later.value))
+    try:
+        with jax.set_mesh(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])):
+            later.secure()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert seen == ["made"]
