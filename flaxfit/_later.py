@@ -21,8 +21,9 @@ class Later:
     3
 
     Args:
-      begin: takes what is needed, and returns a function that makes the value of it. The latter
-        is called `apart`, the former outside any mesh and transfer guard: it may run each step.
+      begin: takes what is needed, and returns a function that makes the value of it. Both are
+        called outside any mesh and transfer guard; what JAX traces is for `begin` to mind, as
+        small steps would notice.
     """
 
     def __init__(self, begin: Callable[[], Callable[[], Any]]):
@@ -30,7 +31,7 @@ class Later:
         self._end: Callable[[], Any] | None = None
         self._value: Any = None
         # A thread may ask for it just when another one uses up what it is made of; the handler of
-        # a signal, while this very thread is at it.
+        # a signal, while this very thread is at it (in no mesh that it enters itself, though).
         self._lock = threading.RLock()
 
     def secure(self) -> None:
@@ -64,33 +65,35 @@ class Later:
                     self._end = None
 
 
-def apart(function: Callable[[], Any]) -> Any:
-    """Calls a function as if it were called by itself, wherever this is; what it returns.
+def apart(function: Callable[[], None]) -> None:
+    """Calls a function as if it were called by itself, wherever this is.
 
     That may be within a function that JAX traces, a mesh or a transfer guard.
 
-    >>> program = jax.jit(lambda x: x + float(apart(lambda: jax.numpy.ones(()) + 1)))
-    >>> float(program(1.0))
-    3.0
+    >>> seen = []
+    >>> program = jax.jit(lambda x: apart(lambda: seen.append(jax.numpy.ones(()) + 1)) or x)
+    >>> program(1.0), float(seen[0])
+    (Array(1., dtype=float32, weak_type=True), 2.0)
     """
 
-    def call() -> Any:
+    def call() -> None:
         with jax.ensure_compile_time_eval():
-            return function()
+            function()
 
-    return _elsewhere(call)
+    _elsewhere(call)
 
 
-def _elsewhere(function: Callable[[], Any]) -> Any:
-    """Calls a function outside any mesh and transfer guard; what it returns."""
-    if jax.sharding.get_abstract_mesh().empty and not has_transfer_guard():
-        return function()
-    is_wide, results, errors = getattr(jax.config, _WIDE), [], []
+def _elsewhere(function: Callable[[], None]) -> None:
+    """Calls a function outside any mesh and transfer guard."""
+    if jax.sharding.get_abstract_mesh().empty and not _has_transfer_guard():
+        function()
+        return
+    is_wide, errors = getattr(jax.config, _WIDE), []
 
     def call() -> None:
         try:
             with jax.enable_x64(is_wide), jax.transfer_guard("allow"):
-                results.append(function())
+                function()
         except BaseException as error:
             errors.append(error)
 
@@ -100,13 +103,8 @@ def _elsewhere(function: Callable[[], Any]) -> Any:
     thread.join()
     if errors:
         raise errors[0]
-    return results[0]
 
 
-def has_transfer_guard() -> bool:
-    """Whether arrays may not pass to the devices unless they are put there.
-
-    >>> has_transfer_guard()
-    False
-    """
+def _has_transfer_guard() -> bool:
+    """Whether arrays may not pass to the devices unless they are put there."""
     return getattr(jax.config, _GUARD) not in (None, "allow", "log")

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit._later import apart, has_transfer_guard
 from flaxfit.strategies import Strategy
 
 # Up to here a copy takes a fixed time for each array, and that of NumPy is a fifth of JAX's.
@@ -19,7 +18,8 @@ def snapshots(where: str, strategy: Strategy) -> Callable[..., Callable[[], Any]
 
     It copies at once, and returns a function that gives the copy, to be called but once: to make
     arrays of JAX takes longer than to copy them, and few users of a checkpoint look at its state.
-    It takes whether `is_light` holds for the tree, too.
+    It takes whether `is_light` holds for the tree, too. It is to be called, as what it returns,
+    outside any mesh and transfer guard.
 
     >>> from flaxfit import DataParallel
     >>> type(snapshots("host", DataParallel())({"w": jnp.ones(2)})()["w"]).__name__
@@ -46,17 +46,19 @@ def snapshots(where: str, strategy: Strategy) -> Callable[..., Callable[[], Any]
         def copied(x: Any) -> Any:
             return strategy.collect(x) if _is_key(x) else _copied(x)
 
-        copy = apart(lambda: jax.tree.map(copied, tree))
+        with jax.ensure_compile_time_eval():  # A function that JAX traces may ask for the copy.
+            copy = jax.tree.map(copied, tree)
         return lambda: copy
 
     def on_device(tree: Any, is_light: bool = False) -> Callable[[], Any]:
         leaves, structure = jax.tree.flatten(tree)
         # NumPy does not keep that a type is weak.
         has_weak = any(leaf.weak_type for leaf in leaves)
-        if is_light and put is not None and not has_weak and not has_transfer_guard():
+        if is_light and put is not None and not has_weak:
             copies = [_copied(leaf) for leaf in leaves]
             return lambda: structure.unflatten(put(copies))
-        copy = apart(lambda: strategy.collect(tree))
+        with jax.ensure_compile_time_eval():
+            copy = strategy.collect(tree)
         return lambda: copy
 
     put: Any = getattr(strategy, "put_collected", None) if _has_one_cpu(strategy) else None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SELF_CONTAINED = ["hand-written", "TrainLoop", "Model.fit"]
+SELF_CONTAINED = ["hand-written", "hand-written, with a bar", "TrainLoop", "Model.fit"]
 
 
 def run_benchmarks(run_child, folder, environment, *arguments):

@@ -139,7 +139,7 @@ def test_every_metric_is_that_of_the_whole_data_set(name, n_devices, is_weighted
 @pytest.mark.parametrize(
     "weights", [pytest.param(None, marks=pytest.mark.thorough), W], ids=["equal", "weighted"]
 )
-@pytest.mark.parametrize("n_devices", devices(4, mark=pytest.mark.thorough))
+@pytest.mark.parametrize("n_devices", devices(1, 4, mark=pytest.mark.thorough))
 def test_every_step_of_an_epoch_has_the_gradient_of_its_own_examples(n_devices, weights):
     task = ff.TrainTask(apply, optax.sgd(0.1), "mse", [(X, Y)])
     loop = ff.TrainLoop(init, task, 0, strategy=strategy(n_devices), stdout=False)

@@ -52,16 +52,17 @@ def test_an_example_reaches_its_accuracy(name, tmp_path, environment, run_child)
     assert float(accuracy[1]) >= LEAST_ACCURACY[name]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.parametrize("n_kills", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_killed_example_ends_with_the_weights_of_the_whole_run(
-    tmp_path, own_environment, run_child
+    n_kills, tmp_path, own_environment, run_child
 ):
     def run(*arguments):
         command = [sys.executable, "-W", "error", str(EXAMPLES / "04_resume.py"), *arguments]
         return run_child(command, cwd=tmp_path, env=own_environment)
 
     whole = run("whole")
-    for _ in range(2):
+    for _ in range(n_kills):
         killed = run("killed", "--kill")
         assert killed.returncode == -signal.SIGKILL, killed.stderr
     resumed = run("killed")

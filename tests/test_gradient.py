@@ -55,7 +55,7 @@ def test_parts_are_as_many_as_divide():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_devices", [pytest.param(1, marks=pytest.mark.thorough), 2])
+@pytest.mark.parametrize("n_devices", [1, 2])
 @pytest.mark.parametrize("weights", [None, W], ids=["unweighted", "weighted"])
 @pytest.mark.parametrize("batch_size", [12, 10], ids=["even", "uneven"])
 def test_microbatches_give_what_the_whole_batch_gives(n_devices, weights, batch_size):

@@ -16,7 +16,7 @@ from sklearn.datasets import load_diabetes, load_digits, load_iris
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils.estimator_checks import parametrize_with_checks
+from sklearn.utils.estimator_checks import estimator_checks_generator
 
 import flaxfit as ff
 from flaxfit.callbacks import EarlyStopping
@@ -31,7 +31,20 @@ CANNOT_APPLY = {
 }
 
 
-def accept(estimator, check, environment):
+def checks():
+    """scikit-learn's; of those that both take, those of the classifier are enough."""
+    for kind in (FlaxClassifier, FlaxRegressor):
+        for estimator, check in estimator_checks_generator(kind(**QUICK)):
+            name = check.func.__name__
+            is_own = kind is FlaxClassifier or "regress" in name
+            marks = [pytest.mark.slow if is_own else pytest.mark.thorough]
+            if name in CANNOT_APPLY:
+                marks.append(pytest.mark.xfail(reason=CANNOT_APPLY[name]))
+            yield pytest.param(estimator, check, id=f"{kind.__name__}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("estimator", "check"), checks())
+def test_scikit_learn_accepts_the_estimator(estimator, check, environment):
     if check.func.__name__ != "check_array_api_input":
         check(estimator)
         return
@@ -44,22 +57,6 @@ def accept(estimator, check, environment):
     )
     variables = {**environment, "SCIPY_ARRAY_API": "1"}
     subprocess.run([sys.executable, "-c", code], env=variables, check=True)
-
-
-@pytest.mark.slow
-@parametrize_with_checks(
-    [FlaxClassifier(**QUICK)], expected_failed_checks=lambda estimator: CANNOT_APPLY
-)
-def test_scikit_learn_accepts_the_classifier(estimator, check, environment):
-    accept(estimator, check, environment)
-
-
-@pytest.mark.thorough
-@parametrize_with_checks(
-    [FlaxRegressor(**QUICK)], expected_failed_checks=lambda estimator: CANNOT_APPLY
-)
-def test_scikit_learn_accepts_the_regressor(estimator, check, environment):
-    accept(estimator, check, environment)
 
 
 @pytest.mark.slow

@@ -137,6 +137,18 @@ def test_a_state_is_whole_wherever_it_is_looked_at_first(read, limit, monkeypatc
     jax.tree.map(np.testing.assert_array_equal, *map(plain, parts))
 
 
+@pytest.mark.parametrize("limit", [2**22, 0], ids=["few bytes", "many bytes"])
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_the_state_of_a_loop_is_whole_if_a_traced_function_asks_for_it(where, limit, monkeypatch):
+    monkeypatch.setattr("flaxfit._snapshot._FEW_BYTES", limit)
+    loop = loop_with(devices=jax.devices()[:1], snapshot=where)
+    loop.next_checkpoint()
+    expected = jax.tree.map(np.array, loop.state_in_place.params)
+    seen = []
+    jax.jit(lambda x: seen.append(plain(loop.state.params)) or x)(1.0)
+    jax.tree.map(np.testing.assert_array_equal, seen[0], expected)
+
+
 def test_a_state_that_could_not_be_copied_is_not_used_up():
     loop = loop_with()
     snapshot, n = loop._snapshot, []

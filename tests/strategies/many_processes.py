@@ -215,21 +215,24 @@ def disagreements(strategy):
     return found
 
 
-def main(folder, only_bits):
-    """Leaves the results of this process in the folder."""
+def main(folder):
+    """Leaves all results of this process in the folder."""
     for name, make in STRATEGIES.items():
         strategy, path = make(), f"{folder}/{name}"
-        results = trained(strategy, path)[1] if only_bits else everything(strategy, path)
-        leave(path, results)
-        if not only_bits:
-            Path(f"{path}-{ff.process_index()}.json").write_text(
-                json.dumps(disagreements(strategy))
-            )
+        leave(path, everything(strategy, path))
+        Path(f"{path}-{ff.process_index()}.json").write_text(json.dumps(disagreements(strategy)))
     leave(f"{folder}/virtual", virtual(f"{folder}/virtual"))
-    if not only_bits:
-        leave(f"{folder}/fitted", {"predictions": predict(ff.DataParallel())})
-        if HAS_GRAIN:
-            leave(f"{folder}/grain", with_grain(ff.DataParallel(), folder))
+    leave(f"{folder}/fitted", {"predictions": predict(ff.DataParallel())})
+    if HAS_GRAIN:
+        leave(f"{folder}/grain", with_grain(ff.DataParallel(), folder))
+
+
+def only_bits(folder, names):
+    """Leaves what is to be the same to the bit wherever a device is, of these strategies."""
+    for name in names:
+        path = f"{folder}/{name}"
+        results = virtual(path) if name == "virtual" else trained(STRATEGIES[name](), path)[1]
+        leave(path, results)
 
 
 def leave(path, results):
@@ -243,4 +246,7 @@ def leave(path, results):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:] == ["bits"])
+    if sys.argv[2:]:
+        only_bits(sys.argv[1], sys.argv[2:])
+    else:
+        main(sys.argv[1])

@@ -184,13 +184,16 @@ def test_only_the_first_process_prints(two, alone):
     assert not [line for line in own if line.startswith("[1]")]
 
 
-@pytest.mark.thorough
-def test_the_bits_do_not_depend_on_which_process_has_a_device(two, launch, tmp_path):
-    launch(SCRIPT.name, tmp_path, "bits", n=4, options=["--cpu-devices", 1])
-    for name in NAMES:
-        four, pair = results(tmp_path, name, 0), results(two, name, 0)
+@pytest.mark.parametrize(
+    "names", [["fsdp"], pytest.param([*NAMES, "virtual"], marks=pytest.mark.thorough)], ids=len
+)
+def test_the_bits_do_not_depend_on_which_process_has_a_device(two, launch, tmp_path, names):
+    launch(SCRIPT.name, tmp_path, *names, n=4, options=["--cpu-devices", 1])
+    for name in names:
+        four, pair = results(tmp_path, name, 3), results(two, name, 0)
+        if name == "virtual":
+            assert all(np.array_equal(four[key], pair[key]) for key in pair)
+            continue
         found, expected = part(four, "params"), part(pair, "params")
         assert all(np.array_equal(found[key], expected[key]) for key in expected)
         assert_close(part(four, "metrics"), part(pair, "metrics"))
-    four, pair = results(tmp_path, "virtual", 3), results(two, "virtual", 0)
-    assert all(np.array_equal(four[key], pair[key]) for key in pair)

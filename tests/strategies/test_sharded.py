@@ -26,12 +26,15 @@ STRATEGIES = {
     "tensor": lambda: ff.Sharded.tensor_parallel(4),
     "fsdp x tensor": lambda: ff.Sharded.tensor_parallel(2, fsdp=True),
 }
-SPREAD = {name: make for name, make in STRATEGIES.items() if name != "data"}
-# One of them here: on eight devices (see `test_sharded_on_eight.py`) all are tried.
-HERE = [
-    name if name == "fsdp" else pytest.param(name, marks=pytest.mark.thorough)
-    for name in STRATEGIES
-]
+
+
+def names(*left_out):
+    """Those to try; one is enough, as `test_sharded_on_eight.py` tries all on more devices."""
+    return [
+        name if name == "fsdp" else pytest.param(name, marks=pytest.mark.thorough)
+        for name in STRATEGIES
+        if name not in left_out
+    ]
 
 
 def named(*names):
@@ -91,7 +94,7 @@ def losses(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", names())
 def test_fifty_steps_of_a_transformer_agree_with_one_device(name):
     model, one = trained(name), trained("one")
     assert model.step == 50
@@ -101,7 +104,7 @@ def test_fifty_steps_of_a_transformer_agree_with_one_device(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize("n", [1, 19])
 def test_evaluation_and_prediction_of_any_number_agree_with_one_device(name, n):
     model, one = trained(name), trained("one")
@@ -125,7 +128,7 @@ def as_data(leaf):
     return jax.random.key_data(leaf) if is_key else leaf
 
 
-@pytest.mark.parametrize("name", HERE[1:])
+@pytest.mark.parametrize("name", names("data"))
 def test_each_device_holds_its_part_of_the_state(name):
     model = trained(name)
     state = model.state
@@ -336,7 +339,7 @@ def waves(key, shape, dtype):
 
 
 class Net(nn.Module):
-    """A layer with or without BatchNorm, with arrays large enough for HERE."""
+    """A layer with or without BatchNorm, with arrays large enough for FSDP."""
 
     norm: str | None = "here"
     train: bool = True
