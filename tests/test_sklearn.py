@@ -4,6 +4,7 @@ import copy
 import io
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import joblib
@@ -34,7 +35,8 @@ CANNOT_APPLY = {
 def checks():
     """scikit-learn's; of those that both take, those of the classifier are enough."""
     for kind in (FlaxClassifier, FlaxRegressor):
-        for estimator, check in estimator_checks_generator(kind(**QUICK)):
+        given: Any = estimator_checks_generator(kind(**QUICK))
+        for estimator, check in given:
             name = check.func.__name__
             is_own = kind is FlaxClassifier or "regress" in name
             marks = [pytest.mark.slow if is_own else pytest.mark.thorough]
@@ -43,7 +45,7 @@ def checks():
             yield pytest.param(estimator, check, id=f"{kind.__name__}-{name}", marks=marks)
 
 
-@pytest.mark.parametrize(("estimator", "check"), checks())
+@pytest.mark.parametrize(("estimator", "check"), [*checks()])
 def test_scikit_learn_accepts_the_estimator(estimator, check, environment):
     if check.func.__name__ != "check_array_api_input":
         check(estimator)
