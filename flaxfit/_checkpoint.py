@@ -4,10 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from flaxfit import _html
-from flaxfit._display import count, duration, number, plural, rate
+from flaxfit._display import count, duration, is_scalar, number, plural, rate
 from flaxfit._later import Later
 from flaxfit._state import TrainState
 
@@ -65,7 +63,7 @@ class Checkpoint:
     @property
     def scalars(self) -> dict[str, float]:
         """The metrics that are single numbers: all but confusion matrices and the like."""
-        return {name: value for name, value in self.metrics.items() if np.ndim(value) == 0}
+        return {name: value for name, value in self.metrics.items() if is_scalar(value)}
 
     @property
     def loss(self) -> float:

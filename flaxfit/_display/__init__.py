@@ -10,6 +10,7 @@ from flaxfit._display._lines import progress_line as progress_line
 from flaxfit._display._lines import start_line as start_line
 from flaxfit._display._numbers import count as count
 from flaxfit._display._numbers import duration as duration
+from flaxfit._display._numbers import is_scalar as is_scalar
 from flaxfit._display._numbers import number as number
 from flaxfit._display._numbers import plural as plural
 from flaxfit._display._numbers import rate as rate

@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping
 
-import numpy as np
-
-from flaxfit._display._numbers import count, duration, number, plural, rate
+from flaxfit._display._numbers import count, duration, is_scalar, number, plural, rate
 
 WIDTH = 120
 """Longer lines are broken before the validation metrics."""
@@ -18,7 +16,7 @@ def metric_line(metrics: Mapping[str, float]) -> str:
     >>> metric_line({"loss": 0.42901, "accuracy": 0.88968})
     'loss 0.4290  accuracy 0.8897'
     """
-    numbers = {name: value for name, value in metrics.items() if np.ndim(value) == 0}
+    numbers = {name: value for name, value in metrics.items() if is_scalar(value)}
     return "  ".join(f"{name} {number(value)}" for name, value in numbers.items())
 
 

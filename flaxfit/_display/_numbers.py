@@ -1,6 +1,18 @@
 """Numbers as text: measured values, counts, times, speeds and sizes."""
 
 import math
+from typing import Any
+
+import numpy as np
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether it is a single number, and no array of more dimensions.
+
+    >>> is_scalar(0.5), is_scalar(np.ones(())), is_scalar(np.ones(2))
+    (True, True, False)
+    """
+    return type(value) is float or np.ndim(value) == 0  # NumPy takes its time.
 
 
 def number(value: float) -> str:
