@@ -96,6 +96,8 @@ class _Index:
         self.room += _MOST_GROWTH * node.length
         path = self.folder / node.file.path
         _require(path.is_file(), f"the file {node.file.path:.100} of its index is missing")
+        size = path.stat().st_size
+        _require(node.offset <= size, "a node of its index lies behind the end of its file")
         with path.open("rb") as file:
             file.seek(node.offset)
             body = _Body(file.read(node.length), _NODE_MAGIC, self)

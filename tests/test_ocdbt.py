@@ -143,6 +143,8 @@ def write_hostile(folder, kind):
                 below = sealed(NODE_MAGIC, content)
             place, node = len(node), node + below
             top = manifest(len(below), height, place)
+        case "a node far behind its file":  # Farther than a file can be sought in.
+            top = manifest(0, place=1 << 63)
         case "a file outside of the folder":
             path = b"../d/data"
             files = varints(1, len(path), 0) + path
@@ -164,6 +166,7 @@ HOSTILE = {
     "very large values in a few bytes": MORE,
     "the same bytes as the values of many names": TWICE,
     "the same branch again and again": TWICE,
+    "a node far behind its file": "a node of its index lies behind the end of its file",
     "a file outside of the folder": "of its index lies outside of the folder",
     "a manifest in several files": "its index is in several files",
 }
