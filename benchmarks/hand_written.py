@@ -26,8 +26,8 @@ def make(
     """A donating `jit` step over data on the device; or a whole epoch of them under `lax.scan`.
 
     The rows of a batch come from the host and are gathered within the step; the metrics are added
-    up there, and read once an epoch. With `bar` they are shown then, on a line above a bar of
-    tqdm that each step moves on; else nothing is shown.
+    up there, and read once an epoch. With `bar`, which is for single steps, they are shown then,
+    on a line above a bar of tqdm that each step moves on; else nothing is shown.
     """
     if bar:
         from tqdm import tqdm  # Not by the others, whose start and memory are measured, too.

@@ -22,8 +22,8 @@ class Later:
 
     Args:
       begin: takes what is needed, and returns a function that makes the value of it. Both are
-        called outside any mesh and transfer guard; what JAX traces is for `begin` to mind, as
-        small steps would notice.
+        called outside any mesh and transfer guard. `begin` may be called within a function that
+        JAX traces: to leave that for each copy costs more than some copies do.
     """
 
     def __init__(self, begin: Callable[[], Callable[[], Any]]):

@@ -1,4 +1,4 @@
-"""Numbers as text: measured values, counts, times, speeds and sizes."""
+"""Numbers: which values are one, and measured values, counts, times, speeds and sizes as text."""
 
 import math
 from typing import Any
@@ -12,7 +12,8 @@ def is_scalar(value: Any) -> bool:
     >>> is_scalar(0.5), is_scalar(np.ones(())), is_scalar(np.ones(2))
     (True, True, False)
     """
-    return type(value) is float or np.ndim(value) == 0  # NumPy takes its time.
+    # NumPy takes some microseconds, for each metric of each line.
+    return type(value) is float or np.ndim(value) == 0
 
 
 def number(value: float) -> str:
