@@ -238,6 +238,23 @@ def test_numpy_copies_what_it_keeps_all_of():
         assert not is_light([jnp.ones(2, jnp.float64)])
 
 
+KNOWN_TO_PYTHON = ["bool", "int8", "float32", "uint32", "float16", "complex64"]
+
+
+@pytest.mark.parametrize("dtypes", [KNOWN_TO_PYTHON, ["int8", "bfloat16", "float32"]])
+def test_what_numpy_copies_is_whole_when_the_arrays_are_gone(dtypes):
+    shapes = [(), (3,), (2, 3), (0, 2)]
+    tree = {f"{d}{shape}": jnp.ones(shape, d) for d in dtypes for shape in shapes}
+    expected = jax.tree.map(np.array, tree)
+    made = snapshots("device", ff.DataParallel(jax.devices()[:1]))(tree, True)
+    used_up = jax.jit(lambda t: jax.tree.map(jnp.zeros_like, t), donate_argnums=0, keep_unused=True)
+    jax.block_until_ready(used_up(tree))
+    assert tree["int8(2, 3)"].is_deleted()
+    for name, array in made().items():
+        assert isinstance(array, jax.Array) and array.dtype == expected[name].dtype
+        np.testing.assert_array_equal(array, expected[name])
+
+
 def test_fit_copies_no_state_that_nobody_asks_for(monkeypatch):
     copies = []
     collect = ff.DataParallel.collect
