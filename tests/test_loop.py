@@ -4,6 +4,7 @@ import itertools
 import shutil
 import signal
 import threading
+from typing import Any
 
 import flax.linen as nn
 import flax.struct
@@ -303,7 +304,8 @@ def test_gradients_are_kept_on_request():
     params = loop.state.params
 
     def loss(params):
-        return jnp.mean((Regressor().apply({"params": params}, X) - Y) ** 2)
+        outputs: Any = Regressor().apply({"params": params}, X)
+        return jnp.mean((outputs - Y) ** 2)
 
     checkpoint = loop.next_step()
     expected = jax.device_get(jax.jit(jax.grad(loss))(params))

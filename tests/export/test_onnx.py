@@ -39,7 +39,6 @@ def test_onnxruntime_computes_the_same(module, path, net, variables, x, capsys):
     assert run.get_inputs()[0].shape == ["batch", 3]
 
 
-@pytest.mark.newest
 @pytest.mark.slow
 def test_a_convolutional_net_goes_through(path):
     import jax

@@ -164,7 +164,6 @@ def test_it_is_fine_tuned_in_tensorflow(written, x):
     jax.tree.map(np.testing.assert_array_equal, frozen, after)
 
 
-@pytest.mark.newest
 @pytest.mark.slow
 def test_it_is_fine_tuned_in_keras(written, run_child):
     script = (
@@ -261,7 +260,6 @@ def test_a_saved_model_is_replaced_and_nothing_else_is(module, path, capsys):
     assert str(report) in capsys.readouterr().err
 
 
-@pytest.mark.newest
 @pytest.mark.slow
 def test_a_saved_model_becomes_a_lite_model(written, net, variables, x, run_child):
     script = (

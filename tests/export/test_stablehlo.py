@@ -87,7 +87,6 @@ def test_inputs_that_a_method_does_not_take_are_named(mixed, inputs, error, mess
         mixed(*inputs)
 
 
-@pytest.mark.newest
 @pytest.mark.slow
 def test_the_file_stands_alone(module, path, x, run_child):
     export.save(module, path)
