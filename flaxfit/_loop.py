@@ -343,7 +343,7 @@ class TrainLoop:
     @property
     def data(self) -> Any:
         """The stream of batches; set it to go on with other data, counting anew."""
-        return self._stepper.stream
+        return self._stepper.source.stream
 
     @data.setter
     def data(self, data: Any) -> None:
@@ -474,7 +474,7 @@ class TrainLoop:
         metrics that this loop comes to. None where that cannot be: the callbacks are at work, or
         a batch was fetched that has not been stepped yet.
         """
-        if self._due is not None or not self._stepper.is_between_batches:
+        if self._due is not None or not self._stepper.source.is_between_batches:
             return None
         if not self.n_completed_steps and self._last is not None:
             return self._last.replace(state=self.state)
@@ -535,7 +535,7 @@ class TrainLoop:
         """Takes steps until a checkpoint is due, and makes it."""
         stepper = self._stepper
         while self._due is None and stepper.step < (end := stop()):
-            if stepper.ended and batch is None:
+            if stepper.source.ended and batch is None:
                 break
             # Of several processes each may be told at another step: a checkpoint settles it.
             is_alone = not stepper.agreement.is_needed
@@ -608,7 +608,7 @@ class TrainLoop:
         stepper = self._stepper
         # What can be done while the devices are still at work comes before the metrics.
         state, grads = stepper.kept(self._snapshot, is_urgent=between)
-        position, running = stepper.position(), stepper.get_running(counts=between)
+        position, running = stepper.source.position(), stepper.get_running(counts=between)
         metrics = stepper.metrics() | self._learning_rates()
         seconds = self._elapsed + time.perf_counter() - self._resumed
         return Checkpoint(
@@ -634,7 +634,7 @@ class TrainLoop:
 
     def _go_on_from(self, state: TrainState, checkpoint: Any) -> None:
         """From a state, and from the position and the counts of the checkpoint it came with."""
-        self._stepper.set_position(getattr(checkpoint, "data_state", None))
+        self._stepper.source.move_to(getattr(checkpoint, "data_state", None))
         self._stepper.set_state(state)
         self._due: tuple[Checkpoint, list[Any]] | None = None
         self._set_meanwhile: list[tuple[Any, dict[str, Any]]] = []

@@ -27,12 +27,13 @@ from flaxfit._own_rows import knows_rows, own_examples, own_rows
 from flaxfit._own_step import check_strategy
 from flaxfit._rules import flat
 from flaxfit._snapshot import is_light
+from flaxfit._source import Source
 from flaxfit._state import TrainState
 from flaxfit._step import compute, more_sums
 from flaxfit._task import TrainTask
 from flaxfit._update import make_step, make_update
 from flaxfit._weights import weights_by_output
-from flaxfit.data import ArrayStream, as_stream
+from flaxfit.data import ArrayStream
 from flaxfit.optim import set_hyperparams
 from flaxfit.optim._extended import carry_state
 from flaxfit.optim._freeze import check_matches
@@ -104,30 +105,14 @@ class Stepper:
     def set_data(self, data: Any) -> None:
         """Goes on with other data."""
         self._n_set += 1
-        self._has_data = data is not None
-        self.stream: Any = as_stream(data) if self._has_data else iter(())
-        self.ended = False
-        self._is_resumed = False
-        self._fetched: list[tuple[Any, Any]] = []
-        """Batches that were not stepped yet, each with the position behind it."""
-        self._position: Any = None
+        self.source = Source(data)
         self._feed: Feed | None = None
         self._batch_size = 0
-        self._gathers: bool = getattr(self.stream, "resident", False)
-        self._takes_rows = self._gathers or knows_rows(self.stream)
         self._resident: Batch | None = None
         self._of_rows: dict[int, Portion] = {}
         """Portions of resident data that were made before, by the number of their rows."""
         self._ready: dict[Hashable, _Ready] = {}
         """What steps batches like those that were stepped before, by their keys."""
-
-    def set_position(self, data_state: Any) -> None:
-        """Moves in the data to where a checkpoint was made."""
-        if data_state is not None and hasattr(self.stream, "set_state"):
-            self.stream.set_state(data_state)
-            self._fetched = []
-            self.ended = False
-            self._is_resumed = True
 
     @property
     def state(self) -> Any:
@@ -265,11 +250,6 @@ class Stepper:
         self.compile_time = 0.0
         self.inspection_time = 0.0
 
-    @property
-    def is_between_batches(self) -> bool:
-        """Whether the stream stands right behind the last batch that was stepped."""
-        return not self._fetched
-
     def get_running(self, *, counts: bool) -> Any:
         """What a run needs beside state and position to go on exactly, as JSON.
 
@@ -319,10 +299,10 @@ class Stepper:
         Raises:
           ValueError: there is none.
         """
-        fetched = self._peek()
+        fetched = self.source.peek()
         if not fetched:
             raise ValueError("The data holds no batches: there is nothing to train on.")
-        return self._examples(fetched[0])
+        return self.source.examples(fetched[0])
 
     @explained
     def advance(self, n: int, batch: Any = None) -> bool:
@@ -335,7 +315,7 @@ class Stepper:
         # From here to the release an interrupt waits, so that no batch and no state is lost.
         self.interrupts.hold()
         try:
-            is_usual = batch is None and self._ready and not self._fetched
+            is_usual = batch is None and self._ready and self.source.is_between_batches
             has_stepped = self._step_as_before(n) if is_usual else None
             if has_stepped is None:
                 portions = self._portions(n) if batch is None else [self._given(batch)]
@@ -344,7 +324,7 @@ class Stepper:
                     self._dispatch(portions, n_fetched=len(portions) if batch is None else 0)
             if not has_stepped:
                 self.agreement.end("training", self.step, self._in_flight)
-                self.ended = True
+                self.source.ended = True
                 return False
         finally:
             self.interrupts.release()
@@ -366,35 +346,37 @@ class Stepper:
         """
         if n > 1:
             return self._several_as_before(n)
+        source = self.source
         try:
-            item = self.stream.next_rows() if self._takes_rows else next(self.stream)
+            item = source.fetch_one()
         except StopIteration:
             return False
-        self._fetched.append((item, None))
         feed: Any = self._feed  # There is one, where any batch was stepped before.
-        key, leaves = (len(item), [item]) if self._gathers else feed.recall(item)
+        key, leaves = (len(item), [item]) if source.gathers else feed.recall(item)
         ready = self._ready.get(key)
         if ready is None:
             return None
         self._run(ready, [self.strategy.split(leaf) for leaf in leaves], n)
-        self._fetched.clear()
+        source.stepped(1)
         return True
 
     def _several_as_before(self, n: int) -> bool | None:
         """Likewise, on rows of resident data that come all at once; None where they do not."""
-        ready = self._ready.get((n, getattr(self.stream, "batch_size", 0)))
+        stream = self.source.stream
+        ready = self._ready.get((n, getattr(stream, "batch_size", 0)))
         if ready is None:
             return None
-        step, position = self.step, self.stream.get_state()
+        step, position = self.step, stream.get_state()
         try:
-            rows = self.stream.next_rows_of(n)
+            rows = stream.next_rows_of(n)
             if rows is None:
                 return None
             self._run(ready, [self.strategy.split(rows, n)], n)
         except BaseException:
             if self.step == step:  # Their batches are still to come.
-                self.stream.set_state(position)
+                stream.set_state(position)
             raise
+        self.source.stepped(0)
         return True
 
     def _run(self, ready: _Ready, split: list[Any], n: int) -> None:
@@ -409,46 +391,15 @@ class Stepper:
         self.step += n
         self.n_completed += n
         self.n_examples += ready.n_examples
-        self._position = None
 
     @explained
     def wait(self) -> None:
         """Waits until the devices have done all steps."""
         jax.block_until_ready([*self._in_flight])
 
-    def _fetch(self, n: int, *, is_ahead: bool = False) -> list[Any]:
-        """The next `n` batches, fewer at the end of the data; they stay until they are stepped."""
-        if not self._has_data:
-            raise ValueError(
-                "The task has no data: give TrainTask(data=...), or train on batches of your own, "
-                "TrainLoop(..., input_sample=x) and loop.next_step(batch)."
-            )
-        stream, is_ahead = self.stream, is_ahead or n > 1
-        while len(self._fetched) < n:
-            try:
-                item = stream.next_rows() if self._takes_rows else next(stream)
-            except StopIteration:
-                break
-            # Asked for only where batches may be fetched without being stepped at once.
-            self._fetched.append((item, self._stream_position() if is_ahead else None))
-        return [item for item, _ in self._fetched[:n]]
-
-    def _peek(self) -> list[Any]:
-        """The next batch, which stays to be stepped; empty at the end of the data."""
-        if not self._fetched:
-            self._position = self._stream_position()
-        return self._fetch(1, is_ahead=True)
-
-    def position(self) -> Any:
-        """The position in the data behind the last batch that was stepped; None if none is told."""
-        return self._position if self._fetched else self._stream_position()
-
-    def _stream_position(self) -> Any:
-        return self.stream.get_state() if hasattr(self.stream, "get_state") else None
-
     def _portions(self, n: int) -> list[Portion]:
         """The next `n` batches if they share a program, else one; none at the end of the data."""
-        portions = [self._portion(item) for item in self._fetch(n)]
+        portions = [self._portion(item) for item in self.source.fetch(n)]
         if n == 1:
             return portions
         is_alike = len(portions) == n and all(
@@ -459,8 +410,8 @@ class Stepper:
     def _portion(self, item: Any) -> Portion:
         """A fetched batch, ready for the update."""
         if self._feed is None:
-            self._feed = self._make_feed(self._examples(item))
-        if not self._takes_rows:
+            self._feed = self._make_feed(self.source.examples(item))
+        if not self.source.takes_rows:
             return self._feed(item)
         known = self._of_rows.get(len(item))
         if known is not None:
@@ -473,16 +424,17 @@ class Stepper:
             if n_examples(portion.batch) == len(item):
                 portion = self._of_rows[len(item)] = portion._replace(key=len(item))
             return portion
-        if knows_rows(self.stream):
-            return own_examples(portion, self.stream.pick)
+        if knows_rows(self.source.stream):
+            return own_examples(portion, self.source.stream.pick)
         # On fewer devices than hold the data.
-        return self._remainder_feed(self._examples(item))
+        return self._remainder_feed(self.source.examples(item))
 
     def _given(self, batch: Any) -> Portion:
         """A batch that is none of the stream's, ready for the update."""
         if self._feed is None:
-            fetched = self._peek() if self._has_data else []
-            self._feed = self._make_feed(self._examples(fetched[0]) if fetched else batch)
+            fetched = self.source.peek() if self.source.has_data else []
+            first = self.source.examples(fetched[0]) if fetched else batch
+            self._feed = self._make_feed(first)
         batch = normalize(batch)
         if _has_weights_by_output(batch) != _has_weights_by_output(self.batch_shapes):
             raise ValueError(
@@ -490,9 +442,6 @@ class Stepper:
                 "or the other way round. Give weights of 1 where there are none."
             )
         return self._given_feed(batch)
-
-    def _examples(self, item: Any) -> Any:
-        return self.stream.pick(item) if self._takes_rows else item
 
     def _dispatch(self, portions: list[Portion], *, n_fetched: int) -> None:
         """Runs the compiled update. What was fetched is let go once the new state is stored."""
@@ -521,8 +470,7 @@ class Stepper:
         self.n_examples += sum(portion.n_examples for portion in portions)
         self.agreement.stepped(key)
         if n_fetched:
-            self._position = self._fetched[n_fetched - 1][1]
-            del self._fetched[:n_fetched]
+            self.source.stepped(n_fetched)
             if is_whole:
                 self._remember(portions, update, data)
 
@@ -536,7 +484,7 @@ class Stepper:
         if n > 1:
             key = n, key
             # A class of the user's own may give rows of its own.
-            if not (data and type(self.stream) is ArrayStream):
+            if not (data and type(self.source.stream) is ArrayStream):
                 return
         # Of several processes, which may bring other batches, each notes what it does.
         if key in self._ready or (self.agreement.is_needed and not data):
@@ -635,7 +583,7 @@ class Stepper:
         """A batch of `n` examples, all zeros: memory that is taken only where it is written to."""
         if self._feed is None:
             self.first_batch()
-            self._portion(self._fetched[0][0])
+            self._portion(self.source.peek()[0])
         size = n or self._batch_size
         size += -size % self.task.accumulate
         return jax.tree.map(lambda x: np.zeros((size, *x.shape[1:]), x.dtype), self.batch_shapes)
@@ -645,13 +593,14 @@ class Stepper:
         began, self.is_preparing = time.perf_counter(), True
         batch = normalize(item)
         self.batch_shapes = shapes_of(batch)
-        is_own = self.strategy.n_processes > 1 and not self._takes_rows
+        source, stream = self.source, self.source.stream
+        is_own = self.strategy.n_processes > 1 and not source.takes_rows
         if not is_own:
-            self.agreement.data(self._stream_position())
-        whole = self.stream.whole() if hasattr(self.stream, "whole") else None
+            self.agreement.data(source.stream_position())
+        whole = stream.whole() if hasattr(stream, "whole") else None
         data = None if whole is None else normalize(whole)
-        self._resident = self.strategy.place(data) if self._gathers else None
-        is_free = self._gathers and len(self.strategy.devices) == 1
+        self._resident = self.strategy.place(data) if source.gathers else None
+        is_free = source.gathers and len(self.strategy.devices) == 1
         self._most_in_flight = _RESIDENT_STEPS_IN_FLIGHT if is_free else _STEPS_IN_FLIGHT
         leaves = jax.tree.leaves(self._resident)
         structure = jax.tree.structure(self._resident)
@@ -668,7 +617,7 @@ class Stepper:
         # A first batch that is smaller than those of the stream is a remainder already.
         size = n_examples(batch)
         if not is_own:
-            size = max(size, getattr(self.stream, "batch_size", 0))
+            size = max(size, getattr(stream, "batch_size", 0))
         n = self._batch_size = self._batch_size or size
         parts = self.task.accumulate
         is_mixed = self.task.step is not None  # It looks at each batch itself.
@@ -686,8 +635,8 @@ class Stepper:
         self.is_preparing = False
         # Where no batch can be another than the first one, all do without weights of 1. A class of
         # the user's own may make of the arrays what it likes.
-        is_plain = type(self.stream) is ArrayStream
-        is_even = is_plain and self.stream.is_even and n == self.stream.batch_size
+        is_plain = type(stream) is ArrayStream
+        is_even = is_plain and stream.is_even and n == stream.batch_size
         return Feed(
             self.strategy,
             pad=not why_not,
@@ -705,7 +654,13 @@ class Stepper:
             sums = inspect_step(make_step(self.task), self.state, batch, data, bind)
             return sums, "the task has a step of its own"
         result = inspect(
-            self.task, self.state, batch, data, bind, self._traced, is_resumed=self._is_resumed
+            self.task,
+            self.state,
+            batch,
+            data,
+            bind,
+            self._traced,
+            is_resumed=self.source.is_resumed,
         )
         more = more_sums(self.task, result, grad_norm=self._options["grad_norm"], norms=norms)
         return result.sums | more, self._why_not_pad(result.values)

@@ -20,7 +20,7 @@ LAYERS = (
     {"_by_output", "_snapshot"},
     {"_task", "_checkpoint", "_feed", "_forward", "_own_step", "_start"},
     {"_gradient", "_own_rows", "_agreement", "_borrowed"},
-    {"_step", "_history", "checkpoints", "export"},
+    {"_source", "_step", "_history", "checkpoints", "export"},
     {"_update", "_inspect"},
     {"_stepper", "_multi_task"},
     {"_trial"},
