@@ -61,6 +61,7 @@ RECIPES = {
         {"steps_per_execution": 32, "jit_compile": True},
         needs="keras",
     ),
+    "Kauldron": Recipe("benchmarks.with_kauldron:make", needs="kauldron"),
     "torch": Recipe("benchmarks.with_torch:plain", needs="torch"),
     "Lightning": Recipe("benchmarks.with_torch:lightning", needs="lightning"),
 }
