@@ -14,6 +14,7 @@ from benchmarks.contenders import BASE
 from benchmarks.measure import Measurement
 
 _PACKAGES = ("flaxfit", "jax", "jaxlib", "flax", "optax", "numpy", "keras", "torch", "lightning")
+_PACKAGES += ("kauldron",)
 
 
 def table(measurement: Measurement) -> str:

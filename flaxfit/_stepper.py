@@ -321,7 +321,7 @@ class Stepper:
                 portions = self._portions(n) if batch is None else [self._given(batch)]
                 has_stepped = bool(portions)
                 if has_stepped:
-                    self._dispatch(portions, n_fetched=len(portions) if batch is None else 0)
+                    self._dispatch(portions, self.source if batch is None else None)
             if not has_stepped:
                 self.agreement.end("training", self.step, self._in_flight)
                 self.source.ended = True
@@ -351,6 +351,8 @@ class Stepper:
             item = source.fetch_one()
         except StopIteration:
             return False
+        if source is not self.source:  # Reading it has set other data.
+            return None
         feed: Any = self._feed  # There is one, where any batch was stepped before.
         key, leaves = (len(item), [item]) if source.gathers else feed.recall(item)
         ready = self._ready.get(key)
@@ -399,7 +401,11 @@ class Stepper:
 
     def _portions(self, n: int) -> list[Portion]:
         """The next `n` batches if they share a program, else one; none at the end of the data."""
-        portions = [self._portion(item) for item in self.source.fetch(n)]
+        source = self.source
+        items = source.fetch(n)
+        if source is not self.source:  # Reading it has set other data.
+            return self._portions(n)
+        portions = [self._portion(item) for item in items]
         if n == 1:
             return portions
         is_alike = len(portions) == n and all(
@@ -443,8 +449,8 @@ class Stepper:
             )
         return self._given_feed(batch)
 
-    def _dispatch(self, portions: list[Portion], *, n_fetched: int) -> None:
-        """Runs the compiled update. What was fetched is let go once the new state is stored."""
+    def _dispatch(self, portions: list[Portion], source: Source | None) -> None:
+        """Runs the compiled update. The source lets its batches go once the new state is stored."""
         strategy, signature = portions[0].strategy, portions[0].signature
         n = len(portions)
         batch = self._split(portions)
@@ -452,7 +458,7 @@ class Stepper:
         held, totals = self._held, self._totals
         if not is_whole:
             held, totals = self._moved(strategy, held, totals)
-        is_gathered = self._resident is not None and is_whole and n_fetched
+        is_gathered = self._resident is not None and is_whole and source is not None
         data = (self._resident,) if is_gathered else ()
         arguments = (held.moving, totals, held.still, *data, batch)
         key = (n, signature, self._resident_shapes if data else None)
@@ -469,9 +475,9 @@ class Stepper:
         self.n_completed += n
         self.n_examples += sum(portion.n_examples for portion in portions)
         self.agreement.stepped(key)
-        if n_fetched:
-            self.source.stepped(n_fetched)
-            if is_whole:
+        if source is not None:
+            source.stepped(n)
+            if is_whole and source is self.source:
                 self._remember(portions, update, data)
 
     def _remember(

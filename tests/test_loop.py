@@ -196,6 +196,25 @@ def test_other_data_can_be_trained_on_next():
     assert [c.step for c in loop] == [3, 4]
 
 
+@pytest.mark.parametrize("at", [0, 1, 3])
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_data_that_is_set_while_a_batch_is_read_is_gone_on_with(at, steps_per_call):
+    other = [(X[16:32], Y[16:32])] * 2
+
+    def batches():
+        for i in range(5):
+            if i == at:
+                loop.data = other
+            yield X[:16], Y[:16]
+
+    options = {"n_steps_per_checkpoint": 9, "first_checkpoint": 9, "steps_per_call": steps_per_call}
+    loop = make_loop(data=[(X[:16], Y[:16])], **options)
+    loop.data = batches()
+    *_, last = loop
+    before = at - at % steps_per_call  # What was read along with it is not stepped, either.
+    assert last.step == before + len(other)
+
+
 def test_the_batch_that_was_peeked_at_is_trained_on():
     seen = []
 

@@ -244,7 +244,12 @@ KNOWN_TO_PYTHON = ["bool", "int8", "float32", "uint32", "float16", "complex64"]
 @pytest.mark.parametrize("dtypes", [KNOWN_TO_PYTHON, ["int8", "bfloat16", "float32"]])
 def test_what_numpy_copies_is_whole_when_the_arrays_are_gone(dtypes):
     shapes = [(), (3,), (2, 3), (0, 2)]
-    tree = {f"{d}{shape}": jnp.ones(shape, d) for d in dtypes for shape in shapes}
+    draw = np.random.default_rng(0)
+    tree = {
+        f"{dtype}{shape}": jnp.asarray(draw.integers(0, 100, shape)).astype(dtype)
+        for dtype in dtypes
+        for shape in shapes
+    }
     expected = jax.tree.map(np.array, tree)
     made = snapshots("device", ff.DataParallel(jax.devices()[:1]))(tree, True)
     used_up = jax.jit(lambda t: jax.tree.map(jnp.zeros_like, t), donate_argnums=0, keep_unused=True)

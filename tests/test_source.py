@@ -39,6 +39,16 @@ def test_the_position_is_that_behind_the_last_batch_that_was_stepped():
     assert source.position() == positions[3]
 
 
+def test_what_came_past_it_leaves_no_position_behind():
+    source = Source(stream())
+    source.peek()
+    source.stepped(1)
+    source.stream.next_rows_of(2)
+    source.stepped(0)
+    source.fetch_one()
+    assert source.position() is None  # Rather than that of before.
+
+
 def test_it_moves_to_a_position_and_forgets_what_it_has_fetched():
     source, other = Source(stream()), Source(stream())
     source.fetch(1)
