@@ -350,7 +350,7 @@ class Stepper:
         try:
             item = source.fetch_one()
         except StopIteration:
-            return False
+            return False if source is self.source else None
         if source is not self.source:  # Reading it has set other data.
             return None
         feed: Any = self._feed  # There is one, where any batch was stepped before.

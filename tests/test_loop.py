@@ -196,15 +196,17 @@ def test_other_data_can_be_trained_on_next():
     assert [c.step for c in loop] == [3, 4]
 
 
-@pytest.mark.parametrize("at", [0, 1, 3])
+@pytest.mark.parametrize(("at", "ends"), [(0, False), (1, False), (1, True), (3, False), (3, True)])
 @pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_data_that_is_set_while_a_batch_is_read_is_gone_on_with(at, steps_per_call):
+def test_data_that_is_set_while_a_batch_is_read_is_gone_on_with(at, ends, steps_per_call):
     other = [(X[16:32], Y[16:32])] * 2
 
     def batches():
         for i in range(5):
             if i == at:
                 loop.data = other
+                if ends:
+                    return
             yield X[:16], Y[:16]
 
     options = {"n_steps_per_checkpoint": 9, "first_checkpoint": 9, "steps_per_call": steps_per_call}
