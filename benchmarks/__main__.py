@@ -4,7 +4,7 @@
 
 Every figure to quote is a median of ratios: contenders take turns in the same process, in an order
 drawn anew each round. Where parameters, losses or predictions disagree there is no figure at all.
-Rivals that are not installed are left out: `pip install keras torch lightning kauldron`.
+Rivals that are not installed are left out: `pip install keras torch lightning`.
 """
 
 import argparse

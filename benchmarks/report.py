@@ -13,8 +13,8 @@ from typing import Any
 from benchmarks.contenders import BASE
 from benchmarks.measure import Measurement
 
-_PACKAGES = ("flaxfit", "jax", "jaxlib", "flax", "optax", "numpy", "keras", "torch", "lightning")
-_PACKAGES += ("kauldron",)
+_OURS = ("flaxfit", "jax", "jaxlib", "flax", "optax", "numpy")
+_PACKAGES = (*_OURS, "keras", "torch", "lightning", "kauldron")
 
 
 def table(measurement: Measurement) -> str:

@@ -1,4 +1,8 @@
-"""Kauldron: the steps of its trainer in a loop of one's own, as its notebooks have it."""
+"""Kauldron: the steps of its trainer in a loop of one's own, as its notebooks have it.
+
+To install it beside the other rivals, pip looks for versions without an end; what went was
+`pip install --no-deps kauldron`, and then likewise each package that it missed.
+"""
 
 from typing import Any
 
