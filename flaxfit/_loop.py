@@ -546,9 +546,10 @@ class TrainLoop:
                     watch(stepper.step)
         if self._due is None and stepper.n_completed:
             stepper.agreement.checkpoint(stepper.step)
-            checkpoint = self._make_checkpoint().replace(stop=self._is_finishing)
+            waiting = self._in_order()
+            checkpoint = self._make_checkpoint()
             stepper.interrupts.hold()
-            self._due = (checkpoint, self._in_order())
+            self._due = (checkpoint, waiting)
             self._reset()
             stepper.interrupts.release()
 
@@ -619,6 +620,7 @@ class TrainLoop:
             n_examples=stepper.n_examples,
             elapsed_time=seconds - stepper.compile_time - stepper.inspection_time,
             compile_time=stepper.compile_time,
+            stop=self._is_finishing and not between,
             data_state=position,
             running=running,
             last_grads=grads,

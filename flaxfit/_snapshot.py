@@ -52,16 +52,22 @@ def snapshots(where: str, strategy: Strategy) -> Callable[..., Callable[[], Any]
         return lambda: copy
 
     def on_device(tree: Any, is_light: bool = False) -> Callable[[], Any]:
+        nonlocal kinds
         leaves, structure = jax.tree.flatten(tree)
-        # NumPy does not keep that a type is weak.
-        has_weak = any(leaf.weak_type for leaf in leaves)
-        if is_light and put is not None and not has_weak:
-            copies = _copies(leaves)
-            return lambda: structure.unflatten(put(copies()))
+        if is_light and put is not None:
+            # Those of one compiled step are the same objects each time, so this takes no time.
+            avals = [leaf.aval for leaf in leaves]
+            known = kinds
+            if avals != known.avals:
+                kinds = known = _Kinds(avals)
+            if not known.has_weak:
+                copies = _copies(leaves, known)
+                return lambda: structure.unflatten(put(copies()))
         with jax.ensure_compile_time_eval():
             copy = strategy.collect(tree)
         return lambda: copy
 
+    kinds = _Kinds([])
     put: Any = getattr(strategy, "put_collected", None) if _has_one_cpu(strategy) else None
     return on_host if where == "host" else on_device
 
@@ -86,22 +92,32 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _copies(arrays: Sequence[Any]) -> Callable[[], list[np.ndarray]]:
+class _Kinds:
+    """What arrays have in common with all that come from the same step: dtypes, shapes, size."""
+
+    def __init__(self, avals: Sequence[Any]):
+        self.avals = avals
+        self.each = [(aval.dtype, aval.shape, math.prod(aval.shape)) for aval in avals]
+        self.n_bytes = sum(dtype.itemsize * size for dtype, _, size in self.each)
+        # NumPy does not keep that a type is weak.
+        self.has_weak = any(aval.weak_type for aval in avals)
+
+
+def _copies(arrays: Sequence[Any], kinds: _Kinds) -> Callable[[], list[np.ndarray]]:
     """Copies arrays in the memory of a CPU at once; the function makes NumPy arrays of that."""
     try:
         # They are buffers: one call copies all, where each one's own takes longer than its bytes.
         data = b"".join(arrays)
     except TypeError:  # Not those of a type that Python does not know, such as bfloat16.
         data = b""
-    if len(data) != sum(x.nbytes for x in arrays):
+    if len(data) != kinds.n_bytes:
         copies = [_copied(x) for x in arrays]
         return lambda: copies
-    kinds = [(x.dtype, x.shape) for x in arrays]
 
     def parted() -> list[np.ndarray]:
         parts, start = [], 0
-        for dtype, shape in kinds:
-            part = np.frombuffer(data, dtype, math.prod(shape), start)
+        for dtype, shape, size in kinds.each:
+            part = np.frombuffer(data, dtype, size, start)
             parts.append(part.reshape(shape).copy())  # Where arrays of its type may begin.
             start += part.nbytes
         return parts

@@ -237,6 +237,7 @@ class Stepper:
     def _count(self, sums: Any) -> None:
         """Sets what is to be counted: sums of these shapes and dtypes."""
         self._sums = sums
+        self._read = _totals.reader(sums)
         # Placed once, and never donated: every count begins with the same zeros.
         self._zeros = self.strategy.share(_totals.zero_totals(sums))
 
@@ -291,7 +292,7 @@ class Stepper:
             return {}
         if not self._sums:
             return self._known_metrics  # Those it goes on from: no batch has shown any sums.
-        return compute(_totals.read(self._totals, self._sums), self.task.metrics)
+        return compute(self._read(self._totals), self.task.metrics)
 
     def first_batch(self) -> Any:
         """The batch to be trained on next.

@@ -1,6 +1,7 @@
 """Totals: sums over many steps, added up on the device without losing the small ones."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,13 +34,23 @@ def add(totals: Totals, sums: Any) -> Totals:
     return {d: jnp.stack(_two_sum(totals[d][0], totals[d][1], x)) for d, x in vectors.items()}
 
 
-def read(totals: Totals, like: Any) -> Any:
-    """The sums as float64 (or integer) arrays on the host, in the structure of `like`.
+def reader(like: Any) -> Callable[[Totals], Any]:
+    """Makes the function that reads totals: `totals -> sums`, in the structure of `like`.
 
-    Waits for the device.
+    The sums are float64 (or integer) arrays on the host. Reading waits for the device.
+
+    >>> reader({"n": np.float32(1)})({"float32": np.array([[3], [0.5]], np.float32)})
+    {'n': array(3.5)}
     """
-    # `jax.device_get` would begin a copy in the background, which takes longer than a few numbers.
-    return unpack({dtype: _whole(*np.asarray(x)) for dtype, x in totals.items()}, like)
+    structure, places = _layout(like)
+
+    def read(totals: Totals) -> Any:
+        # `jax.device_get` would begin a copy in the background, which takes longer than a few
+        # numbers.
+        sums = {dtype: _whole(*np.asarray(x)) for dtype, x in totals.items()}
+        return structure.unflatten([sums[d][place].reshape(shape) for d, place, shape in places])
+
+    return read
 
 
 def pack(tree: Any) -> dict[str, jax.Array]:
@@ -56,20 +67,21 @@ def pack(tree: Any) -> dict[str, jax.Array]:
 
 def unpack(vectors: dict[str, Any], like: Any) -> Any:
     """The tree whose leaves were packed; `like` tells its structure, shapes and dtypes."""
-    places = dict.fromkeys(vectors, 0)
+    structure, places = _layout(like)
+    return structure.unflatten([vectors[d][place].reshape(shape) for d, place, shape in places])
+
+
+def _layout(like: Any) -> tuple[Any, list[tuple[str, slice, tuple[int, ...]]]]:
+    """The structure of a tree that was packed; and of each leaf its vector, place and shape."""
     leaves, structure = jax.tree.flatten(like)
-    taken = []
+    ends: dict[str, int] = {}
+    places = []
     for leaf in leaves:
-        dtype = _name(leaf.dtype)
-        start = places[dtype]
-        places[dtype] = end = start + leaf.size
-        taken.append(vectors[dtype][start:end].reshape(leaf.shape))
-    return structure.unflatten(taken)
-
-
-@functools.cache
-def _name(dtype: Any) -> str:
-    return str(dtype)
+        dtype = str(leaf.dtype)
+        start = ends.get(dtype, 0)
+        ends[dtype] = end = start + leaf.size
+        places.append((dtype, slice(start, end), leaf.shape))
+    return structure, places
 
 
 def _two_sum(high: jax.Array, low: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -90,4 +102,4 @@ def _is_floating(dtype: Any) -> bool:
 def _whole(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     if not _is_floating(high.dtype):
         return high
-    return high.astype(np.float64) + low.astype(np.float64)
+    return np.add(high, low, dtype=np.float64)

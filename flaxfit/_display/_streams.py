@@ -49,14 +49,34 @@ def printable(text: str, file: TextIO) -> str:
     return text.encode(encoding, "replace").decode(encoding)
 
 
-def write(text: str, file: TextIO | None = None, end: str = "\n") -> None:
-    """Writes a line, above whatever progress bars are on the screen; of several processes, one."""
+def write(
+    text: str,
+    file: TextIO | None = None,
+    end: str = "\n",
+    *,
+    rewrite: tuple[str, str] | None = None,
+) -> None:
+    """Writes a line, above whatever progress bars are on the screen; of several processes, one.
+
+    Args:
+      text: the line, or several.
+      file: a text stream; None: that of `output`.
+      end: what comes behind it.
+      rewrite: what takes the only bar on the screen away, and what draws it again: then all is
+        written at once, which takes less time than to leave the bar to tqdm.
+    """
     if not is_main():
         return
     file = output() if file is None else file
     if file.isatty():
         text = "\n".join(folded(line, columns(file)) for line in text.split("\n"))
-    tqdm.write(printable(text, file), file=file, end=end)
+    text = printable(text, file)
+    if rewrite is None:
+        tqdm.write(text, file=file, end=end)
+    else:
+        away, again = rewrite
+        with tqdm.get_lock():
+            file.write(f"{away}{text}{end}{again}")
     file.flush()
 
 

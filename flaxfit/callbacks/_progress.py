@@ -1,15 +1,13 @@
 """ProgressBar: a live bar on a terminal or in a notebook, a line per checkpoint elsewhere."""
 
-import io
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from tqdm import tqdm
-
 from flaxfit import _display as display
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._monitor import default_monitor, is_better, resolve_mode
+from flaxfit.callbacks._bar import Bar, CellBar
 from flaxfit.callbacks._callback import Loop
 
 _SECONDS_BETWEEN_REFRESHES = 0.5
@@ -21,40 +19,6 @@ _ENOUGH_STEPS = 64
 _LEAST_BAR = 4
 # Steps are int32: a span of this many ends with the data, wherever that is.
 ENDLESS = 2**31 - 1
-
-
-class _Bar(tqdm):
-    """A bar that only we redraw: no thread wakes up to do it."""
-
-    monitor_interval = 0
-    text = ""
-    """As it was last arranged; "" has it arranged anew."""
-
-    def __str__(self) -> str:
-        # It is drawn again below each line; to format it takes longer than to draw it.
-        self.text = self.text or super().__str__()
-        return self.text
-
-
-class _CellBar(_Bar):
-    """A bar in the output of a notebook's cell, which is redrawn without widgets.
-
-    When it is closed nothing of it is left in the notebook.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(
-            **{**options, "file": io.StringIO(), "ncols": display.WIDTH, "dynamic_ncols": False}
-        )
-
-    @staticmethod
-    def status_printer(file: Any) -> Callable[[str], None]:
-        from IPython import display as ipython  # A notebook has it.
-
-        # Empty text is an empty line, or an empty box; empty HTML is nothing.
-        nothing = {"text/plain": "", "text/html": ""}
-        cell: Any = ipython.display(nothing, raw=True, display_id=True)
-        return lambda text: cell.update({"text/plain": text} if text.strip() else nothing, raw=True)
 
 
 class ProgressBar:
@@ -101,7 +65,7 @@ class ProgressBar:
         self._monitor, self._mode = monitor, mode
         self._live, self._file, self._clock = live, file, clock
         self._loop: Loop | None = None
-        self._bar: _Bar | None = None
+        self._bar: Bar | None = None
         self._reset(0)
 
     def _reset(self, step: int) -> None:
@@ -159,7 +123,7 @@ class ProgressBar:
     def _draw(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._bar is None:
             blocks = "─╸━"
-            kind = _CellBar if display.is_cell(self._stream) else _Bar
+            kind = CellBar if display.is_cell(self._stream) else Bar
             self._bar = kind(
                 total=self._span(step)[2],
                 bar_format=" ",
@@ -171,7 +135,7 @@ class ProgressBar:
         self._arrange(self._bar, step, metrics)
         self._bar.refresh()
 
-    def _arrange(self, bar: _Bar, step: int, metrics: Mapping[str, float]) -> None:
+    def _arrange(self, bar: Bar, step: int, metrics: Mapping[str, float]) -> None:
         """Puts what is to be shown into the bar, without drawing it."""
         label, n, total = self._span(step)
         speed = self._n_timed / self._seconds if self._seconds else None
@@ -179,9 +143,8 @@ class ProgressBar:
         line = display.progress_line(n, total, speed, metrics, width=room)
         text = display.printable(line, self._stream)
         text = text.replace("{", "{{").replace("}", "}}")
-        bar.bar_format = f"{label}  {{bar}}  {text}" if total else f"{label}  {text}"
-        bar.total, bar.n = total, n if total is None else min(n, total)
-        bar.text = ""
+        bar_format = f"{label}  {{bar}}  {text}" if total else f"{label}  {text}"
+        bar.arrange(bar_format, n if total is None else min(n, total), total)
 
     def _span(self, step: int) -> tuple[str, int, int | None]:
         """What the bar runs over, where in it the step is, and how long it is."""
@@ -210,17 +173,13 @@ class ProgressBar:
             # Below lines that come faster it shows what it did a moment ago.
             self._arrange(self._bar, checkpoint.step, {})
             self._next_arrangement = now + _SECONDS_BETWEEN_REFRESHES
-        label = display.label(self._unit, self._n, self._n_units)
-        display.write(
-            display.checkpoint_line(
-                label,
-                checkpoint.elapsed_time,
-                metrics,
-                is_best=is_best,
-                width=display.columns(self._stream),
-            ),
-            self._stream,
+        stream = self._stream
+        label, width = display.label(self._unit, self._n, self._n_units), display.columns(stream)
+        line = display.checkpoint_line(
+            label, checkpoint.elapsed_time, metrics, is_best=is_best, width=width
         )
+        rewrite = None if self._bar is None else self._bar.to_rewrite(stream)
+        display.write(line, stream, rewrite=rewrite)
         return checkpoint
 
     def _is_best(self, metrics: Mapping[str, float]) -> bool:

@@ -1,0 +1,63 @@
+"""Bars of tqdm that only we redraw, on a terminal or in the output of a notebook's cell."""
+
+import io
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from tqdm import tqdm
+from tqdm.utils import disp_len
+
+from flaxfit import _display as display
+
+
+class Bar(tqdm):
+    """A bar that only we redraw: no thread wakes up to do it."""
+
+    monitor_interval = 0
+    _text, _width = "", 0
+
+    def arrange(self, bar_format: str, n: int, total: int | None) -> None:
+        """Changes what is to be shown, without drawing it."""
+        self.bar_format, self.n, self.total = bar_format, n, total
+        self._text = ""
+
+    def __str__(self) -> str:
+        # It is drawn again below each line; to format it takes longer than to draw it.
+        if not self._text:
+            self._text = super().__str__()
+            self._width = disp_len(self._text)
+        return self._text
+
+    def to_rewrite(self, file: TextIO) -> tuple[str, str] | None:
+        """What takes the bar away from a stream, and what draws it again, as it is.
+
+        None where that is for tqdm to do: it was arranged anew, there are other bars, or it is on
+        another stream.
+        """
+        if not self._text or self.pos or len(tqdm._instances) > 1 or self.fp != file:
+            return None
+        return f"\r{' ' * self._width}\r", self._text
+
+
+class CellBar(Bar):
+    """A bar in the output of a notebook's cell, which is redrawn without widgets.
+
+    When it is closed nothing of it is left in the notebook.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            **{**options, "file": io.StringIO(), "ncols": display.WIDTH, "dynamic_ncols": False}
+        )
+
+    def to_rewrite(self, file: TextIO) -> None:
+        """Nothing: lines are not written where the bar is drawn."""
+
+    @staticmethod
+    def status_printer(file: Any) -> Callable[[str], None]:
+        from IPython import display as ipython  # A notebook has it.
+
+        # Empty text is an empty line, or an empty box; empty HTML is nothing.
+        nothing = {"text/plain": "", "text/html": ""}
+        cell: Any = ipython.display(nothing, raw=True, display_id=True)
+        return lambda text: cell.update({"text/plain": text} if text.strip() else nothing, raw=True)
