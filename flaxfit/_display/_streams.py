@@ -54,6 +54,7 @@ def write(
     file: TextIO | None = None,
     end: str = "\n",
     *,
+    width: int | None = None,
     rewrite: tuple[str, str] | None = None,
 ) -> None:
     """Writes a line, above whatever progress bars are on the screen; of several processes, one.
@@ -62,14 +63,17 @@ def write(
       text: the line, or several.
       file: a text stream; None: that of `output`.
       end: what comes behind it.
-      rewrite: what takes the only bar on the screen away, and what draws it again: then all is
-        written at once, which takes less time than to leave the bar to tqdm.
+      width: how long lines may be; None: those of a terminal as its `columns` tell.
+      rewrite: what takes the only bar that there is away, and what draws it again: all is written
+        at once then, which takes less time than to leave that to tqdm.
     """
     if not is_main():
         return
     file = output() if file is None else file
-    if file.isatty():
-        text = "\n".join(folded(line, columns(file)) for line in text.split("\n"))
+    if width is None and file.isatty():
+        width = columns(file)
+    if width is not None and len(text) > width:
+        text = "\n".join(folded(line, width) for line in text.split("\n"))
     text = printable(text, file)
     if rewrite is None:
         tqdm.write(text, file=file, end=end)

@@ -28,15 +28,10 @@ class Bar(tqdm):
             self._width = disp_len(self._text)
         return self._text
 
-    def to_rewrite(self, file: TextIO) -> tuple[str, str] | None:
-        """What takes the bar away from a stream, and what draws it again, as it is.
-
-        None where that is for tqdm to do: it was arranged anew, there are other bars, or it is on
-        another stream.
-        """
-        if not self._text or self.pos or len(tqdm._instances) > 1 or self.fp != file:
-            return None
-        return f"\r{' ' * self._width}\r", self._text
+    @property
+    def drawn(self) -> tuple[str, int] | None:
+        """What stands on the screen, and how wide that is; None if that is for tqdm to know."""
+        return (self._text, self._width) if self._text and not self.pos else None
 
 
 class CellBar(Bar):
@@ -50,8 +45,9 @@ class CellBar(Bar):
             **{**options, "file": io.StringIO(), "ncols": display.WIDTH, "dynamic_ncols": False}
         )
 
-    def to_rewrite(self, file: TextIO) -> None:
-        """Nothing: lines are not written where the bar is drawn."""
+    @property
+    def drawn(self) -> None:
+        """Nothing: lines are not written where this bar is."""
 
     @staticmethod
     def status_printer(file: Any) -> Callable[[str], None]:
@@ -61,3 +57,19 @@ class CellBar(Bar):
         nothing = {"text/plain": "", "text/html": ""}
         cell: Any = ipython.display(nothing, raw=True, display_id=True)
         return lambda text: cell.update({"text/plain": text} if text.strip() else nothing, raw=True)
+
+
+def to_rewrite(bar: Bar | None, file: TextIO) -> tuple[str, str] | None:
+    """What takes the only bar there is away from a stream, and what draws it again, as it is.
+
+    None where that is for tqdm to do: there are other bars, it is on another stream, or it was
+    arranged anew.
+    """
+    if len(tqdm._instances) > (bar is not None):
+        return None
+    if bar is None:
+        return "", ""
+    if bar.drawn is None or bar.fp != file:
+        return None
+    text, width = bar.drawn
+    return f"\r{' ' * width}\r", text

@@ -7,7 +7,7 @@ from typing import Any, TextIO
 from flaxfit import _display as display
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._monitor import default_monitor, is_better, resolve_mode
-from flaxfit.callbacks._bar import Bar, CellBar
+from flaxfit.callbacks._bar import Bar, CellBar, to_rewrite
 from flaxfit.callbacks._callback import Loop
 
 _SECONDS_BETWEEN_REFRESHES = 0.5
@@ -64,6 +64,7 @@ class ProgressBar:
         self._unit, self._total, self._start = unit, total, start
         self._monitor, self._mode = monitor, mode
         self._live, self._file, self._clock = live, file, clock
+        self._is_live = False
         self._loop: Loop | None = None
         self._bar: Bar | None = None
         self._reset(0)
@@ -80,12 +81,14 @@ class ProgressBar:
         now = self._clock()
         self._next_refresh = now + _SECONDS_BETWEEN_REFRESHES
         self._next_arrangement = now
+        self._width = display.WIDTH
 
     def attach(self, loop: Loop) -> None:
         """Starts afresh for a loop."""
         self._loop = loop
         self._reset(loop.step)
-        if self._live or (self._live is None and display.is_live(self._stream)):
+        self._is_live = display.is_live(self._stream) if self._live is None else self._live
+        if self._is_live:
             loop.watchers.append(self._watch)
 
     @property
@@ -169,17 +172,22 @@ class ProgressBar:
         is_best = self._is_best(metrics)
         if checkpoint.stop or self._n == self._n_units:
             self._close_bar()
-        elif self._bar is not None and now >= self._next_arrangement:
-            # Below lines that come faster it shows what it did a moment ago.
-            self._arrange(self._bar, checkpoint.step, {})
-            self._next_arrangement = now + _SECONDS_BETWEEN_REFRESHES
         stream = self._stream
-        label, width = display.label(self._unit, self._n, self._n_units), display.columns(stream)
+        if now >= self._next_arrangement:
+            # Below lines that come faster it shows what it did a moment ago.
+            self._width = display.columns(stream)
+            if self._bar is not None:
+                self._arrange(self._bar, checkpoint.step, {})
+            self._next_arrangement = now + _SECONDS_BETWEEN_REFRESHES
         line = display.checkpoint_line(
-            label, checkpoint.elapsed_time, metrics, is_best=is_best, width=width
+            display.label(self._unit, self._n, self._n_units),
+            checkpoint.elapsed_time,
+            metrics,
+            is_best=is_best,
+            width=self._width,
         )
-        rewrite = None if self._bar is None else self._bar.to_rewrite(stream)
-        display.write(line, stream, rewrite=rewrite)
+        width = self._width if self._is_live else None
+        display.write(line, stream, width=width, rewrite=to_rewrite(self._bar, stream))
         return checkpoint
 
     def _is_best(self, metrics: Mapping[str, float]) -> bool:

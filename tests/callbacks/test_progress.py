@@ -236,6 +236,44 @@ def test_finished_lines_stay_above_the_bar_and_close_takes_it_away(
     ]
 
 
+@pytest.mark.parametrize("total", [None, 1000])
+def test_a_line_and_the_bar_below_it_are_written_at_once(
+    make_loop, checkpoint_at, terminal, clock, monkeypatch, total
+):
+    bar = ProgressBar(total=total, file=terminal, clock=clock)
+    loop = make_loop(n_steps=total, n_steps_per_checkpoint=2)
+    bar.attach(loop)
+    for _ in range(2):
+        clock.now += 1
+        loop.dispatch()
+    bar(checkpoint_at(2, loss=0.5))
+    written, write = [], terminal.write
+    monkeypatch.setattr(terminal, "write", lambda text: written.append(text) or write(text))
+    bar(checkpoint_at(4, loss=0.25))
+    (text,) = written
+    away, line, again = re.fullmatch(r"\r( +)\r(.*)\n(Step .*)", text).groups()
+    assert line == f"Step {'    4/1,000' if total else '     4'}  0.0s  loss 0.2500"
+    assert len(away) == len(again)
+    bar.close()
+
+
+def test_beside_other_bars_lines_are_left_to_tqdm(make_loop, checkpoint_at, terminal, clock):
+    bar = ProgressBar(total=1000, file=terminal, clock=clock)
+    loop = make_loop(n_steps=1000, n_steps_per_checkpoint=2)
+    bar.attach(loop)
+    for _ in range(2):
+        clock.now += 1
+        loop.dispatch()
+    bar(checkpoint_at(2, loss=0.5))
+    before = len(terminal.getvalue())
+    with tqdm(total=3, desc="inner", file=terminal, leave=False) as inner:
+        bar(checkpoint_at(4, loss=0.25))
+        shown = terminal.getvalue()[before:]
+        inner.update()
+    assert shown.index("loss 0.2500\n") < shown.rindex("Step") < shown.rindex("inner")
+    bar.close()
+
+
 def test_an_epoch_of_unknown_length_has_no_bar_until_one_has_passed(
     make_loop, checkpoint_at, terminal, clock
 ):
