@@ -16,7 +16,6 @@ import pytest
 from redex import combinator
 
 import flaxfit as ff
-from flaxfit import _totals
 from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
 
 rng = np.random.default_rng(0)

@@ -65,7 +65,8 @@ def to_rewrite(bar: Bar | None, file: TextIO) -> tuple[str, str] | None:
     None where that is for tqdm to do: there are other bars, it is on another stream, or it was
     arranged anew.
     """
-    if len(tqdm._instances) > (bar is not None):
+    shown: Any = tqdm  # Whose types do not tell of the set of all bars.
+    if len(shown._instances) > (bar is not None):
         return None
     if bar is None:
         return "", ""

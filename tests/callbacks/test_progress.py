@@ -257,6 +257,41 @@ def test_a_line_and_the_bar_below_it_are_written_at_once(
     bar.close()
 
 
+def test_a_line_of_a_short_epoch_may_wait_for_the_next_step(
+    make_loop, checkpoint_at, terminal, clock
+):
+    bar = ProgressBar(unit="epoch", total=4, file=terminal, may_wait=True, clock=clock)
+    loop = make_loop(n_steps_per_checkpoint=4)
+    bar.attach(loop)
+    shown = []
+    # The second is long, and the third is followed by no step.
+    for step, seconds in ((4, 0.05), (8, 0.2), (12, 0.05)):
+        loop.dispatch()
+        shown.append(terminal.getvalue().count("loss"))
+        bar(checkpoint_at(step, loss=0.5, elapsed_time=seconds))
+        shown.append(terminal.getvalue().count("loss"))
+    assert shown == [0, 0, 1, 2, 2, 2]
+    bar.close()
+    *lines, end, _ = terminal.getvalue().split("\n")
+    assert [line.split("  ")[0] for line in lines] == ["Epoch 1/4", "Epoch 2/4", "Epoch 3/4"]
+    assert end.startswith("stopped after 3 of 4 epochs")
+
+
+def test_the_last_line_never_waits(make_loop, checkpoint_at, terminal, clock):
+    bar = ProgressBar(unit="epoch", total=1, file=terminal, may_wait=True, clock=clock)
+    bar.attach(make_loop(n_steps_per_checkpoint=4))
+    bar(checkpoint_at(4, loss=0.5))
+    assert terminal.getvalue() == "Epoch 1/1  0.0s  loss 0.5000\n"
+
+
+def test_off_a_terminal_no_line_waits(make_loop, checkpoint_at, clock):
+    file = io.StringIO()
+    bar = ProgressBar(unit="epoch", total=4, file=file, may_wait=True, clock=clock)
+    bar.attach(make_loop(n_steps_per_checkpoint=4))
+    bar(checkpoint_at(4, loss=0.5))
+    assert file.getvalue() == "Epoch 1/4  0.0s  loss 0.5000\n"
+
+
 def test_beside_other_bars_lines_are_left_to_tqdm(make_loop, checkpoint_at, terminal, clock):
     bar = ProgressBar(total=1000, file=terminal, clock=clock)
     loop = make_loop(n_steps=1000, n_steps_per_checkpoint=2)
