@@ -2,8 +2,9 @@
 
     python -m benchmarks.steps [--rounds 15] [--devices 1]
 
-Both train the same model on the same batches with the same optimizer and count accuracy inside
-the step. Rounds alternate; the figure to quote is the median of the ratios of the rounds.
+All train the same model on the same batches with the same optimizer and count accuracy inside the
+step; one TrainLoop takes 32 steps in one dispatch. They take turns; the figure to quote is the
+median of the ratios of the rounds.
 """
 
 import argparse
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 def task_parts():
-    """The model, the optimizer and the data that both use."""
+    """The model, the optimizer and the data that all use."""
     import numpy as np
     import optax
     from flax import linen as nn

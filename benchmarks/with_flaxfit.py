@@ -27,10 +27,7 @@ def train_loop(
         first_checkpoint=workload.n_steps,
         devices=jax.devices()[:n_devices],
         steps_per_call=steps_per_call,
-        callbacks=[
-            lambda checkpoint: seen.append(checkpoint.step),
-            ff.callbacks.ProgressBar(may_wait=True),
-        ],
+        callbacks=[lambda checkpoint: seen.append(checkpoint.step), ff.callbacks.ProgressBar()],
         grad_norm=False,
     )
     evaluator = ff.EvalLoop(

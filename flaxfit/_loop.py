@@ -546,10 +546,9 @@ class TrainLoop:
                     watch(stepper.step)
         if self._due is None and stepper.n_completed:
             stepper.agreement.checkpoint(stepper.step)
-            waiting = self._in_order()
             checkpoint = self._make_checkpoint()
             stepper.interrupts.hold()
-            self._due = (checkpoint, waiting)
+            self._due = (checkpoint, self._in_order())
             self._reset()
             stepper.interrupts.release()
 

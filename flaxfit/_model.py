@@ -211,10 +211,7 @@ class Model:
             say(line)
             is_live = False if verbose == 2 else None
             n_before = 0 if found is None or not found.history else len(found.history["steps"])
-            bar = ProgressBar(
-                unit="epoch", total=epochs, start=n_before, live=is_live, may_wait=True
-            )
-            show = [bar]
+            show = [ProgressBar(unit="epoch", total=epochs, start=n_before, live=is_live)]
         try:
             loop.callbacks = [*guard, *validate, *users, self.history.append, *save, *show]
             if folder is not None and found is not None:

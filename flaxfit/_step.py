@@ -237,7 +237,7 @@ def compute(sums: Sums, metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mean(total: Any, weight: Any) -> Any:
-    if np.ndim(total) == 0 and weight:  # What follows takes four times as long.
+    if np.ndim(total) == np.ndim(weight) == 0 and weight:  # What follows takes much longer.
         return float(total) / float(weight)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.float64(total) / np.float64(weight)

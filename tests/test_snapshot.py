@@ -260,6 +260,24 @@ def test_what_numpy_copies_is_whole_when_the_arrays_are_gone(dtypes):
         np.testing.assert_array_equal(array, expected[name])
 
 
+def test_arrays_of_other_kinds_are_copied_as_what_they_are():
+    # All of as many bytes, so that nothing else would tell them apart.
+    trees = [
+        jnp.arange(6.0).reshape(2, 3),
+        jnp.arange(6.0).reshape(3, 2),
+        jnp.arange(6).reshape(3, 2),
+        jnp.arange(12, dtype=jnp.bfloat16),
+        jnp.arange(6.0).reshape(2, 3),
+    ]
+    weak = jnp.full((), 2.5)
+    assert weak.weak_type
+    take = snapshots("device", ff.DataParallel(jax.devices()[:1]))
+    for tree in [*trees, weak, trees[0]]:
+        copy = take([tree], True)()[0]
+        assert copy.aval == tree.aval
+        np.testing.assert_array_equal(copy, tree)
+
+
 def test_fit_copies_no_state_that_nobody_asks_for(monkeypatch):
     copies = []
     collect = ff.DataParallel.collect

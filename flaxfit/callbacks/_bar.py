@@ -45,10 +45,6 @@ class CellBar(Bar):
             **{**options, "file": io.StringIO(), "ncols": display.WIDTH, "dynamic_ncols": False}
         )
 
-    @property
-    def drawn(self) -> None:
-        """Nothing: lines are not written where this bar is."""
-
     @staticmethod
     def status_printer(file: Any) -> Callable[[str], None]:
         from IPython import display as ipython  # A notebook has it.
@@ -62,8 +58,8 @@ class CellBar(Bar):
 def to_rewrite(bar: Bar | None, file: TextIO) -> tuple[str, str] | None:
     """What takes the only bar there is away from a stream, and what draws it again, as it is.
 
-    None where that is for tqdm to do: there are other bars, it is on another stream, or it was
-    arranged anew.
+    None where that is for tqdm to do: there are other bars, it is elsewhere (as in a notebook), or
+    it was arranged anew.
     """
     shown: Any = tqdm  # Whose types do not tell of the set of all bars.
     if len(shown._instances) > (bar is not None):

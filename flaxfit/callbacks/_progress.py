@@ -15,8 +15,6 @@ _SECONDS_BETWEEN_REFRESHES = 0.5
 _SHORT_STEP = 5e-4
 _STEPS_BETWEEN_LOOKS = 8
 _ENOUGH_STEPS = 64
-# Lines of checkpoints that take less may wait for the next step.
-_SHORT_SPAN = 0.1
 # So wide is a bar at least, where there are metrics to be left out for it.
 _LEAST_BAR = 4
 # Steps are int32: a span of this many ends with the data, wherever that is.
@@ -47,7 +45,6 @@ class ProgressBar:
         mode: str = "auto",
         live: bool | None = None,
         file: TextIO | None = None,
-        may_wait: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Describes what to show.
@@ -62,19 +59,13 @@ class ProgressBar:
           mode: "min", "max", or "auto": losses and errors are minimised, the rest maximised.
           live: whether to draw a bar; None: on a terminal or in a notebook.
           file: a text stream; None: standard error, in a notebook the cell's output.
-          may_wait: whether on a terminal the line of a checkpoint that took less than a tenth of
-            a second may wait for the next step to be dispatched, so that the device does not wait
-            for the line. What is printed meanwhile comes before it; `fit` prints nothing then.
           clock: gives the time in seconds.
         """
         self._unit, self._total, self._start = unit, total, start
         self._monitor, self._mode = monitor, mode
         self._live, self._file, self._clock = live, file, clock
-        self._may_wait, self._is_live = may_wait, False
         self._loop: Loop | None = None
         self._bar: Bar | None = None
-        self._waiting: Callable[[], None] | None = None
-        """Writes a line, once the device has something to do."""
         self._reset(0)
 
     def _reset(self, step: int) -> None:
@@ -94,11 +85,9 @@ class ProgressBar:
 
     def attach(self, loop: Loop) -> None:
         """Starts afresh for a loop."""
-        self._write_waiting()
         self._loop = loop
         self._reset(loop.step)
-        self._is_live = display.is_live(self._stream) if self._live is None else self._live
-        if self._is_live:
+        if self._live or (self._live is None and display.is_live(self._stream)):
             loop.watchers.append(self._watch)
 
     @property
@@ -118,7 +107,6 @@ class ProgressBar:
             return
         # Time runs from one step to the next: the first of a span comes after compilation,
         # or after evaluation, and only starts the clock.
-        self._write_waiting()
         now = self._clock()
         if self._previous is not None:
             n, seconds = step - self._previous[0], now - self._previous[1]
@@ -172,7 +160,6 @@ class ProgressBar:
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Writes a line."""
-        self._write_waiting()
         now, metrics = self._clock(), checkpoint.scalars
         if self._began is None:
             self._began = now - checkpoint.elapsed_time - checkpoint.compile_time
@@ -181,8 +168,8 @@ class ProgressBar:
         self._previous, self._n_to_skip = None, 0
         self._n = checkpoint.step if self._unit == "step" else self._n + 1
         self._bar_start = checkpoint.step
-        is_end = checkpoint.stop or self._n == self._n_units
-        if is_end:
+        is_best = self._is_best(metrics)
+        if checkpoint.stop or self._n == self._n_units:
             self._close_bar()
         stream = self._stream
         if now >= self._next_arrangement:
@@ -191,26 +178,15 @@ class ProgressBar:
             if self._bar is not None:
                 self._arrange(self._bar, checkpoint.step, {})
             self._next_arrangement = now + _SECONDS_BETWEEN_REFRESHES
-        n, seconds, is_best = self._n, checkpoint.elapsed_time, self._is_best(metrics)
-
-        def write() -> None:
-            label = display.label(self._unit, n, self._n_units)
-            line = display.checkpoint_line(
-                label, seconds, metrics, is_best=is_best, width=self._width or display.WIDTH
-            )
-            rewrite = to_rewrite(self._bar, stream)
-            display.write(line, stream, width=self._width, rewrite=rewrite)
-
-        if self._may_wait and self._is_live and seconds < _SHORT_SPAN and not is_end:
-            self._waiting = write
-        else:
-            write()
+        line = display.checkpoint_line(
+            display.label(self._unit, self._n, self._n_units),
+            checkpoint.elapsed_time,
+            metrics,
+            is_best=is_best,
+            width=self._width or display.WIDTH,
+        )
+        display.write(line, stream, width=self._width, rewrite=to_rewrite(self._bar, stream))
         return checkpoint
-
-    def _write_waiting(self) -> None:
-        if self._waiting is not None:
-            write, self._waiting = self._waiting, None
-            write()
 
     def _is_best(self, metrics: Mapping[str, float]) -> bool:
         name = self._monitor = self._monitor or default_monitor(metrics)
@@ -229,7 +205,6 @@ class ProgressBar:
 
     def close(self) -> None:
         """Takes the bar away and writes how training ended."""
-        self._write_waiting()
         self._close_bar()
         if self._last is None or self._began is None:
             return

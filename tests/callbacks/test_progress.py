@@ -257,41 +257,6 @@ def test_a_line_and_the_bar_below_it_are_written_at_once(
     bar.close()
 
 
-def test_a_line_of_a_short_epoch_may_wait_for_the_next_step(
-    make_loop, checkpoint_at, terminal, clock
-):
-    bar = ProgressBar(unit="epoch", total=4, file=terminal, may_wait=True, clock=clock)
-    loop = make_loop(n_steps_per_checkpoint=4)
-    bar.attach(loop)
-    shown = []
-    # The second is long, and the third is followed by no step.
-    for step, seconds in ((4, 0.05), (8, 0.2), (12, 0.05)):
-        loop.dispatch()
-        shown.append(terminal.getvalue().count("loss"))
-        bar(checkpoint_at(step, loss=0.5, elapsed_time=seconds))
-        shown.append(terminal.getvalue().count("loss"))
-    assert shown == [0, 0, 1, 2, 2, 2]
-    bar.close()
-    *lines, end, _ = terminal.getvalue().split("\n")
-    assert [line.split("  ")[0] for line in lines] == ["Epoch 1/4", "Epoch 2/4", "Epoch 3/4"]
-    assert end.startswith("stopped after 3 of 4 epochs")
-
-
-def test_the_last_line_never_waits(make_loop, checkpoint_at, terminal, clock):
-    bar = ProgressBar(unit="epoch", total=1, file=terminal, may_wait=True, clock=clock)
-    bar.attach(make_loop(n_steps_per_checkpoint=4))
-    bar(checkpoint_at(4, loss=0.5))
-    assert terminal.getvalue() == "Epoch 1/1  0.0s  loss 0.5000\n"
-
-
-def test_off_a_terminal_no_line_waits(make_loop, checkpoint_at, clock):
-    file = io.StringIO()
-    bar = ProgressBar(unit="epoch", total=4, file=file, may_wait=True, clock=clock)
-    bar.attach(make_loop(n_steps_per_checkpoint=4))
-    bar(checkpoint_at(4, loss=0.5))
-    assert file.getvalue() == "Epoch 1/4  0.0s  loss 0.5000\n"
-
-
 def test_beside_other_bars_lines_are_left_to_tqdm(make_loop, checkpoint_at, terminal, clock):
     bar = ProgressBar(total=1000, file=terminal, clock=clock)
     loop = make_loop(n_steps=1000, n_steps_per_checkpoint=2)
@@ -307,6 +272,59 @@ def test_beside_other_bars_lines_are_left_to_tqdm(make_loop, checkpoint_at, term
         inner.update()
     assert shown.index("loss 0.2500\n") < shown.rindex("Step") < shown.rindex("inner")
     bar.close()
+
+
+def drawn(bar, loop, checkpoint_at, clock):
+    """Has a bar be drawn, and be the same since."""
+    bar.attach(loop)
+    for _ in range(2):
+        clock.now += 1
+        loop.dispatch()
+    bar(checkpoint_at(2, loss=0.5))
+
+
+def test_a_bar_that_stands_lower_since_another_was_closed_is_left_to_tqdm(
+    make_loop, checkpoint_at, terminal, clock
+):
+    above = tqdm(total=3, desc="above", file=terminal, leave=False)
+    bar = ProgressBar(total=1000, file=terminal, clock=clock)
+    drawn(bar, make_loop(n_steps=1000, n_steps_per_checkpoint=2), checkpoint_at, clock)
+    above.close()
+    assert bar._bar.pos == 1
+    before = len(terminal.getvalue())
+    bar(checkpoint_at(4, loss=0.25))
+    assert "\x1b[A" in terminal.getvalue()[before:]  # The cursor goes back up a line.
+    bar.close()
+
+
+def test_lines_go_where_standard_error_is_and_the_bar_stays_where_it_was_drawn(
+    make_loop, checkpoint_at, terminal, clock, monkeypatch
+):
+    monkeypatch.setattr(sys, "stderr", terminal)
+    bar = ProgressBar(total=1000, clock=clock)
+    drawn(bar, make_loop(n_steps=1000, n_steps_per_checkpoint=2), checkpoint_at, clock)
+    other = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", other)
+    bar(checkpoint_at(4, loss=0.25))
+    assert other.getvalue() == "Step     4/1,000  0.0s  loss 0.2500\n"
+    bar.close()
+
+
+def test_lines_fold_to_what_a_terminal_is_now_and_then(
+    make_loop, checkpoint_at, terminal, clock, monkeypatch
+):
+    width = 100
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((width, 24)))
+    monkeypatch.setattr(terminal, "fileno", lambda: 0)
+    bar = ProgressBar(file=terminal, clock=clock)
+    metrics = {"loss": 0.5, "precision": 0.25, "recall": 0.75}
+    bar(checkpoint_at(1, **metrics))
+    width = 40
+    bar(checkpoint_at(2, **metrics))
+    clock.now += 0.6
+    bar(checkpoint_at(3, **metrics))
+    shown = [line for line in terminal.getvalue().split("\n") if line]
+    assert [len(line) <= 40 for line in shown] == [False, False, True, True]
 
 
 def test_an_epoch_of_unknown_length_has_no_bar_until_one_has_passed(
