@@ -99,9 +99,9 @@ def explained(method: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any) -> Any:
         try:
-            return method(self, *args, **kwargs)
+            return method(self, *args)
         except TypeError as error:
             explanation = _of_tracers(error)
             if explanation is None:

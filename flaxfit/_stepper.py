@@ -42,8 +42,10 @@ from flaxfit.strategies import Strategy
 
 # On a CPU with several devices, unbounded dispatch of collectives aborts the process.
 _STEPS_IN_FLIGHT = 2
-# A single device only holds the batches of steps that wait, unless these are on it anyway.
-_RESIDENT_STEPS_IN_FLIGHT = 32
+# A single device only holds the batches of steps that wait, unless these are on it anyway: then it
+# is looked at each eighth step whether the one 24 before is done.
+_RESIDENT_STEPS_PER_LOOK = 8
+_RESIDENT_LOOKS_IN_FLIGHT = 3
 
 
 class _Ready(NamedTuple):
@@ -100,6 +102,8 @@ class Stepper:
         self._options = {"grad_norm": grad_norm, "keep_grads": keep_grads}
         self._say = say
         self._in_flight: deque[jax.Array] = deque()
+        """What some of the steps that may not be done yet result in."""
+        self._n_unlooked = 0
         self.set_data(task.data)
 
     def set_data(self, data: Any) -> None:
@@ -329,14 +333,10 @@ class Stepper:
                 return False
         finally:
             self.interrupts.release()
-        # No later step uses the totals up: waiting for these waits for the step.
-        for sums in self._totals.values():
-            self._in_flight.append(sums)
-            break
-        else:  # A step of the user's own that reports nothing.
-            jax.block_until_ready(self._held.moving)
-        if len(self._in_flight) > self._most_in_flight:
-            self._in_flight.popleft().block_until_ready()
+        self._n_unlooked += 1
+        if self._n_unlooked >= self._steps_per_look:
+            self._n_unlooked = 0
+            self._bound()
         return True
 
     def _step_as_before(self, n: int) -> bool | None:
@@ -354,12 +354,18 @@ class Stepper:
             return False if source is self.source else None
         if source is not self.source:  # Reading it has set other data.
             return None
-        feed: Any = self._feed  # There is one, where any batch was stepped before.
-        key, leaves = (len(item), [item]) if source.gathers else feed.recall(item)
-        ready = self._ready.get(key)
-        if ready is None:
-            return None
-        self._run(ready, [self.strategy.split(leaf) for leaf in leaves], n)
+        split = self.strategy.split
+        if source.gathers:
+            if (ready := self._ready.get(len(item))) is None:
+                return None
+            arrays = [split(item)]
+        else:
+            feed: Any = self._feed  # There is one, where any batch was stepped before.
+            key, leaves = feed.recall(item)
+            if (ready := self._ready.get(key)) is None:
+                return None
+            arrays = [split(leaf) for leaf in leaves]
+        self._run(ready, arrays, n)
         source.stepped(1)
         return True
 
@@ -390,15 +396,26 @@ class Stepper:
         moving, still = self._held
         results = ready.update(moving, self._totals, still, *ready.data, batch)
         moving, self._totals, self.grads, changed = results
-        self._held = self._held.after(moving, changed)
+        self._held = self._held.after(moving, changed) if changed else Held(moving, still)
         self.step += n
         self.n_completed += n
         self.n_examples += ready.n_examples
 
+    def _bound(self) -> None:
+        """Notes the latest step, and waits for one before it."""
+        # No later step uses the totals up: waiting for these waits for the step.
+        for sums in self._totals.values():
+            self._in_flight.append(sums)
+            break
+        else:  # A step of the user's own that reports nothing.
+            jax.block_until_ready(self._held.moving)
+        if len(self._in_flight) > self._most_in_flight:
+            self._in_flight.popleft().block_until_ready()
+
     @explained
     def wait(self) -> None:
         """Waits until the devices have done all steps."""
-        jax.block_until_ready([*self._in_flight])
+        jax.block_until_ready([*self._in_flight, *self._totals.values(), *self._held.moving])
 
     def _portions(self, n: int) -> list[Portion]:
         """The next `n` batches if they share a program, else one; none at the end of the data."""
@@ -608,7 +625,8 @@ class Stepper:
         data = None if whole is None else normalize(whole)
         self._resident = self.strategy.place(data) if source.gathers else None
         is_free = source.gathers and len(self.strategy.devices) == 1
-        self._most_in_flight = _RESIDENT_STEPS_IN_FLIGHT if is_free else _STEPS_IN_FLIGHT
+        self._steps_per_look = _RESIDENT_STEPS_PER_LOOK if is_free else 1
+        self._most_in_flight = _RESIDENT_LOOKS_IN_FLIGHT if is_free else _STEPS_IN_FLIGHT
         leaves = jax.tree.leaves(self._resident)
         structure = jax.tree.structure(self._resident)
         # As a text, since each step looks its program up by it and a text keeps its hash.

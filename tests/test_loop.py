@@ -779,6 +779,26 @@ def test_nothing_is_read_back_between_checkpoints(monkeypatch):
     assert len(reads) == 2  # The count works.
 
 
+@pytest.mark.parametrize(
+    "resident, n_devices, expected",
+    [(True, 1, [32, 40, 48]), (False, 1, [*range(3, 49)]), (True, 2, [*range(3, 49)])],
+)
+def test_no_more_than_so_many_steps_are_under_way(resident, n_devices, expected, monkeypatch):
+    array_class, waited = type(jnp.zeros(())), []
+    original = array_class.block_until_ready
+    stream = ff.ArrayStream(X, Y, batch_size=16, resident=resident)
+    loop = make_loop(data=stream, n_steps_per_checkpoint=48, devices=jax.devices()[:n_devices])
+    loop.first_checkpoint = 48
+
+    def block_until_ready(array):
+        waited.append(loop.step)
+        return original(array)
+
+    monkeypatch.setattr(array_class, "block_until_ready", block_until_ready)
+    loop.next_checkpoint()
+    assert waited == expected
+
+
 def test_a_long_run_over_several_devices_does_not_abort():
     loop = make_loop(n_steps=400, n_steps_per_checkpoint=399, devices=jax.devices())
     assert [c.step for c in loop] == [1, 400]

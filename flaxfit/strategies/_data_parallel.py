@@ -123,7 +123,7 @@ class DataParallel:
         """
         n = len(self._local)
         if isinstance(batch, np.ndarray) and not n_stacked:  # The rows of a batch, at each step.
-            return batch.reshape(n, batch.shape[0] // n, *batch.shape[1:])
+            return batch[None] if n == 1 else batch.reshape(n, len(batch) // n, *batch.shape[1:])
 
         def split_leaf(x: Any) -> Any:
             if not n_stacked:
