@@ -41,7 +41,7 @@ def checks():
             is_own = kind is FlaxClassifier or "regress" in name
             marks = [pytest.mark.slow if is_own else pytest.mark.thorough]
             if name in CANNOT_APPLY:
-                marks.append(pytest.mark.xfail(reason=CANNOT_APPLY[name]))
+                marks.append(pytest.mark.xfail(reason=CANNOT_APPLY[name], strict=True))
             yield pytest.param(estimator, check, id=f"{kind.__name__}-{name}", marks=marks)
 
 
