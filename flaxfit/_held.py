@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 
-from flaxfit._keys import key_types, with_types, without_types
+from flaxfit._keys import key_types, without_types
 from flaxfit._rules import flat, label
 from flaxfit.optim._hyperparams import constants
 
@@ -39,6 +40,8 @@ class Form:
         leaves, self._structure = jax.tree.flatten(state)
         self._freeze = freeze
         self._types = key_types(leaves)
+        self._keys: dict[int, tuple[Any, Any]] = {}
+        """The latest keys that were put into a state, each behind the plain array of it."""
         is_frozen = flat(label([(pattern, True) for pattern in freeze], state.params, False))
         frozen = [x for path, x in flat(state.params).items() if is_frozen[path]]
         still = {id(x) for x in jax.tree.leaves((frozen, constants(state.opt_state), state.key))}
@@ -75,7 +78,18 @@ class Form:
         """The state of these arrays."""
         moving, still = iter(held.moving), iter(held.still)
         leaves = [next(still if is_still else moving) for is_still in self._is_still]
-        return jax.tree.unflatten(self._structure, with_types(leaves, self._types))
+        for i, implementation in self._types.items():
+            leaves[i] = self._key(i, leaves[i], implementation)
+        return self._structure.unflatten(leaves)
+
+    def _key(self, i: int, data: Any, implementation: Any) -> Any:
+        known, key = self._keys.get(i, (None, None))
+        if known is not data:
+            key = jax.random.wrap_key_data(data, impl=implementation)
+            # Mostly it is that of the state before, and to make it takes a while.
+            if not isinstance(key, Tracer):
+                self._keys[i] = data, key
+        return key
 
     def changed(self, new: Any, old: Any) -> list[int]:
         """Which of the arrays held to be still a traced step has changed, by position."""

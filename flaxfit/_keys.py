@@ -1,4 +1,4 @@
-"""Random keys as plain arrays and back, for programs whose results hold keys are called slowly."""
+"""Random keys as plain arrays, for programs whose results hold keys are called slowly."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,11 +28,3 @@ def without_types(leaves: Sequence[Any], types: Mapping[int, Any]) -> list[Any]:
     dtype('uint32')
     """
     return [jax.random.key_data(leaf) if i in types else leaf for i, leaf in enumerate(leaves)]
-
-
-def with_types(leaves: Sequence[Any], types: Mapping[int, Any]) -> list[Any]:
-    """The leaves with the keys in their places again; undoes `without_types`."""
-    return [
-        jax.random.wrap_key_data(leaf, impl=types[i]) if i in types else leaf
-        for i, leaf in enumerate(leaves)
-    ]

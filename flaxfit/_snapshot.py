@@ -10,8 +10,9 @@ import numpy as np
 
 from flaxfit.strategies import Strategy
 
-# Up to here a copy by JAX takes a fixed time for each array; one of all on the host, a fraction.
-_FEW_BYTES = 2**22
+# Up to here a copy of all on the host takes less time than one by JAX of each. Well below 32 MiB,
+# from where on an allocator may hand out fresh pages each time, which take longer than their bytes.
+_FEW_BYTES = 2**24
 
 
 def snapshots(where: str, strategy: Strategy) -> Callable[..., Callable[[], Any]]:

@@ -97,6 +97,7 @@ class Stepper:
         # How the state is taken apart, once there is one, and its arrays.
         self._form: Any = None
         self._held = Held([], [])
+        self._sums: Any = None
         self._kept: list[weakref.ref[Later]] = []
         """What the latest checkpoint holds, until it is copied."""
         self._options = {"grad_norm": grad_norm, "keep_grads": keep_grads}
@@ -240,6 +241,8 @@ class Stepper:
 
     def _count(self, sums: Any) -> None:
         """Sets what is to be counted: sums of these shapes and dtypes."""
+        if sums == self._sums:
+            return
         self._sums = sums
         self._read = _totals.reader(sums)
         # Placed once, and never donated: every count begins with the same zeros.

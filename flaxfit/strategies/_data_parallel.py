@@ -23,11 +23,9 @@ _copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
 @functools.cache
-def _copy_to(device: Any) -> Callable[[Any], Any]:
+def _copy_to(sharding: Any) -> Callable[[Any], Any]:
     # Arrays of NumPy go to a device faster by a compiled function than by `jax.device_put`.
-    return jax.jit(
-        lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=SingleDeviceSharding(device)
-    )
+    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=sharding)
 
 
 class DataParallel:
@@ -100,6 +98,8 @@ class DataParallel:
 
     def place(self, tree: Any) -> Any:
         """Replicates a tree, as a copy: the original outlives the donation of the replicas."""
+        if all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(tree)):
+            return _copy_to(self._whole)(tree)
         # device_put shares the buffer of a device that holds the array already.
         return _copy(self.share(tree))
 
@@ -114,7 +114,7 @@ class DataParallel:
 
     def put_collected(self, tree: Any) -> Any:
         """Whole NumPy arrays as `collect` returns them, on the first device."""
-        return _copy_to(self._local[0])(tree)
+        return _copy_to(SingleDeviceSharding(self._local[0]))(tree)
 
     def split(self, batch: Any, n_stacked: int = 0) -> Any:
         """Reshapes leaves `(n, ...)` to `(devices, n / devices, ...)`, NumPy without a copy.

@@ -22,6 +22,19 @@ def test_what_is_placed_is_whole_on_every_device(n):
     assert collected["key"] == TREE["key"]
 
 
+@pytest.mark.parametrize("n", [1, 4])
+def test_arrays_of_numpy_are_placed_as_others_are_and_may_change_then(n):
+    strategy = DataParallel(jax.devices()[:n])
+    arrays = {"x": np.ones((64, 16), np.float32), "n": np.arange(3), "flags": np.array([True])}
+    expected = strategy.place(jax.tree.map(jnp.array, arrays))
+    placed = strategy.place(arrays)
+    for array in arrays.values():
+        array[:] = 0
+    jax.tree.map(np.testing.assert_array_equal, placed, expected)
+    for one, other in zip(jax.tree.leaves(placed), jax.tree.leaves(expected), strict=True):
+        assert one.sharding == other.sharding and one.aval == other.aval
+
+
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
 def test_a_batch_is_split_and_joined_in_order(make):
     strategy = DataParallel()
