@@ -37,7 +37,7 @@ def check_numbers(
     if steps_per_execution != "auto":
         counts["steps_per_execution"] = steps_per_execution
     for name, number in counts.items():
-        whole_number(name, number)
+        whole_number(name, number, other="auto" if name == "steps_per_execution" else "")
 
 
 def pass_length(stream: Any) -> int | None:

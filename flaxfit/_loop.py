@@ -328,7 +328,7 @@ class TrainLoop:
         if value == "auto":
             self._trial = self._trial or Trial(self._stepper, self.say)
         else:
-            self._steps_per_call = whole_number("steps_per_call", value)
+            self._steps_per_call = whole_number("steps_per_call", value, other="auto")
             self._trial = None
 
     @property

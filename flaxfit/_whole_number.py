@@ -4,12 +4,18 @@ import operator
 from typing import Any
 
 
-def whole_number(name: str, value: Any, *, least: int = 1) -> int:
+def whole_number(name: str, value: Any, *, least: int = 1, other: str = "") -> int:
     """The value of an argument as an `int`.
 
     >>> whole_number("n_steps", 3.0)
     Traceback (most recent call last):
     TypeError: n_steps must be a whole number, got 3.0.
+
+    Args:
+      name: of the argument, for messages.
+      value: what was given.
+      least: the smallest number that it may be.
+      other: what else the caller takes, for messages.
 
     Raises:
       TypeError: it is none.
@@ -20,7 +26,8 @@ def whole_number(name: str, value: Any, *, least: int = 1) -> int:
     except TypeError:
         number = None
     if number is None:
-        raise TypeError(f"{name} must be a whole number, got {value!r:.60}.")
+        kinds = f"a whole number or {other!r}" if other else "a whole number"
+        raise TypeError(f"{name} must be {kinds}, got {value!r:.60}.")
     if number < least:
         raise ValueError(f"{name} must be {least} or more, got {number}.")
     return number

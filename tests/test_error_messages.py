@@ -127,7 +127,7 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "were made for others", "(
         (
             lambda: fit(X, LABELS, steps_per_execution="fast"),
             TypeError,
-            ["steps_per_execution must be a whole number, got 'fast'"],
+            ["steps_per_execution must be a whole number or 'auto', got 'fast'"],
         ),
         (
             lambda: fit([(X, LABELS)], LABELS),

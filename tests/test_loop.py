@@ -170,6 +170,11 @@ def test_a_spacing_of_zero_is_refused(name):
         make_loop(**{name: 0})
 
 
+def test_steps_per_call_is_a_number_or_auto():
+    with pytest.raises(TypeError, match="must be a whole number or 'auto', got 'fast'"):
+        make_loop(steps_per_call="fast")
+
+
 # The data.
 
 
