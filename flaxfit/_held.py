@@ -86,7 +86,8 @@ class Form:
         known, key = self._keys.get(i, (None, None))
         if known is not data:
             key = jax.random.wrap_key_data(data, impl=implementation)
-            # Mostly it is that of the state before, and to make it takes a while.
+            # To make it takes a while, and mostly the next state has the same. One that was made in
+            # a function that JAX traces is of no use outside.
             if not isinstance(key, Tracer):
                 self._keys[i] = data, key
         return key

@@ -10,9 +10,8 @@ import numpy as np
 
 from flaxfit.strategies import Strategy
 
-# Up to here a copy of all on the host takes less time than one by JAX of each. Well below 32 MiB,
-# from where on an allocator may hand out fresh pages each time, which take longer than their bytes.
-_FEW_BYTES = 2**24
+# Up to here a copy of all on the host, which nobody looks at, takes less time than one by JAX.
+_FEW_BYTES = 2**23
 
 
 def snapshots(where: str, strategy: Strategy) -> Callable[..., Callable[[], Any]]:

@@ -19,7 +19,7 @@ from flaxfit._cost import count_flops, memory_of
 from flaxfit._explain import calls_explained, explained
 from flaxfit._feed import Feed, Portion, stack_batches
 from flaxfit._held import Form, Held, on_held
-from flaxfit._inspect import inspect, inspect_step, shapes_of
+from flaxfit._inspect import inspect, inspect_step, shapes_of, structure_of
 from flaxfit._interrupt import Interrupts
 from flaxfit._later import Later
 from flaxfit._optimizer_axes import with_optimizer
@@ -97,7 +97,7 @@ class Stepper:
         # How the state is taken apart, once there is one, and its arrays.
         self._form: Any = None
         self._held = Held([], [])
-        self._sums: Any = None
+        self._kind_of_sums: Any = None
         self._kept: list[weakref.ref[Later]] = []
         """What the latest checkpoint holds, until it is copied."""
         self._options = {"grad_norm": grad_norm, "keep_grads": keep_grads}
@@ -241,9 +241,10 @@ class Stepper:
 
     def _count(self, sums: Any) -> None:
         """Sets what is to be counted: sums of these shapes and dtypes."""
-        if sums == self._sums:
+        kind = structure_of(sums)
+        if kind == self._kind_of_sums:
             return
-        self._sums = sums
+        self._sums, self._kind_of_sums = sums, kind
         self._read = _totals.reader(sums)
         # Placed once, and never donated: every count begins with the same zeros.
         self._zeros = self.strategy.share(_totals.zero_totals(sums))

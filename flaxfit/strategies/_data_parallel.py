@@ -19,12 +19,15 @@ from flaxfit.strategies._replica import REPLICA, alone, unmapped
 # Where it looks for none, the arithmetic of a replica is the same on one device and on several.
 _AS_ON_ONE_DEVICE = {"xla_disable_hlo_passes": "cse"}
 
+# Numbers that a compiled function takes just as `jax.device_put` does, by NumPy's codes of them.
+_NUMBERS = "?bBhHiIlLqQefd"
+
 _copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
 @functools.cache
 def _copy_to(sharding: Any) -> Callable[[Any], Any]:
-    # Arrays of NumPy go to a device faster by a compiled function than by `jax.device_put`.
+    # A few arrays of NumPy go to a device faster by a compiled function than by `jax.device_put`.
     return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=sharding)
 
 
@@ -98,7 +101,7 @@ class DataParallel:
 
     def place(self, tree: Any) -> Any:
         """Replicates a tree, as a copy: the original outlives the donation of the replicas."""
-        if all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(tree)):
+        if all(map(_is_plain, jax.tree.leaves(tree))):
             return _copy_to(self._whole)(tree)
         # device_put shares the buffer of a device that holds the array already.
         return _copy(self.share(tree))
@@ -237,6 +240,11 @@ class DataParallel:
             )
 
         return call
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether it is an array of NumPy, of numbers in this machine's order of bytes."""
+    return type(x) is np.ndarray and x.dtype.isnative and x.dtype.char in _NUMBERS
 
 
 def _assemble(shape: tuple[int, ...], sharding: NamedSharding, array: jax.Array) -> jax.Array:

@@ -35,6 +35,19 @@ def test_arrays_of_numpy_are_placed_as_others_are_and_may_change_then(n):
         assert one.sharding == other.sharding and one.aval == other.aval
 
 
+def test_arrays_of_several_kinds_and_of_other_devices_are_placed():
+    strategy = DataParallel(jax.devices()[:1])
+    placed = strategy.place({"x": np.ones(2), "y": jax.device_put(np.ones(3), jax.devices()[3])})
+    assert placed["x"].devices() == placed["y"].devices() == {jax.devices()[0]}
+
+
+def test_an_array_in_another_order_of_bytes_is_refused():
+    strategy = DataParallel(jax.devices()[:1])
+    strategy.place(np.arange(3, dtype=np.float32))  # Of the same shape and, but for that, dtype.
+    with pytest.raises(TypeError, match=">f4 is not a valid JAX array type"):
+        strategy.place(np.arange(3, dtype=">f4"))
+
+
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
 def test_a_batch_is_split_and_joined_in_order(make):
     strategy = DataParallel()
