@@ -244,10 +244,10 @@ class Stepper:
         kind = structure_of(sums)
         if kind == self._kind_of_sums:
             return
-        self._sums, self._kind_of_sums = sums, kind
-        self._read = _totals.reader(sums)
         # Placed once, and never donated: every count begins with the same zeros.
-        self._zeros = self.strategy.share(_totals.zero_totals(sums))
+        zeros = self.strategy.share(_totals.zero_totals(sums))
+        self._read, self._zeros = _totals.reader(sums), zeros
+        self._sums, self._kind_of_sums = sums, kind  # Last: what fails before is done again.
 
     def reset_totals(self) -> None:
         """Begins to count anew."""
