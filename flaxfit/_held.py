@@ -83,6 +83,7 @@ class Form:
         return self._structure.unflatten(leaves)
 
     def _key(self, i: int, data: Any, implementation: Any) -> Any:
+        """The random key whose plain array stands at this position."""
         known, key = self._keys.get(i, (None, None))
         if known is not data:
             key = jax.random.wrap_key_data(data, impl=implementation)
