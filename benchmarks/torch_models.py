@@ -55,7 +55,7 @@ class Attention(nn.Module):
 class Transformer(nn.Module):
     def __init__(self, n_classes, width, n_layers, n_heads, length):
         super().__init__()
-        self.Embed_0, self.Embed_1 = nn.Embedding(n_classes, width), nn.Embedding(length, width)
+        self.Embed_0, self.Embed_1 = _embedding(n_classes, width), _embedding(length, width)
         self.n_layers = n_layers
         for i in range(n_layers):
             self.add_module(f"LayerNorm_{2 * i}", nn.LayerNorm(width, 1e-6))
@@ -81,7 +81,7 @@ class Transformer(nn.Module):
 class Recommender(nn.Module):
     def __init__(self, n_classes, n_ids, width):
         super().__init__()
-        self.Embed_0, self.Embed_1 = nn.Embedding(n_ids, width), nn.Embedding(n_ids, width)
+        self.Embed_0, self.Embed_1 = _embedding(n_ids, width), _embedding(n_ids, width)
         self.Dense_0 = nn.Linear(3 * width, 2 * width)
         self.Dense_1 = nn.Linear(2 * width, n_classes)
 
@@ -89,6 +89,12 @@ class Recommender(nn.Module):
         user, item = self.Embed_0(x[:, 0]), self.Embed_1(x[:, 1])
         x = torch.cat([user, item, user * item], -1)
         return self.Dense_1(F.relu(self.Dense_0(x)))
+
+
+def _embedding(n: int, width: int) -> nn.Module:
+    layer = nn.Embedding(n, width)
+    nn.init.normal_(layer.weight, std=width**-0.5)  # As linen draws them.
+    return layer
 
 
 _NETWORKS = {"mlp": MLP, "cnn": CNN, "transformer": Transformer, "recommender": Recommender}

@@ -87,7 +87,7 @@ def _cnn(x: Any, workload: Workload) -> Any:
 
 def _transformer(x: Any, workload: Workload) -> Any:
     width, n_layers, n_heads, length = workload.sizes
-    x = layers.Embedding(workload.n_classes, width, name="Embed_0")(x)
+    x = _embedding(workload.n_classes, width, "Embed_0")(x)
     x = _Positions(length, width, name="Embed_1")(x)
     for i in range(n_layers):
         normed = _norm(2 * i)(x)
@@ -103,10 +103,19 @@ def _transformer(x: Any, workload: Workload) -> Any:
 class _Positions(layers.Layer):
     def __init__(self, length, width, **options):
         super().__init__(**options)
-        self.embeddings = self.add_weight((length, width), "uniform", name="embeddings")
+        self.embeddings = self.add_weight((length, width), _as_in_linen(width), name="embeddings")
 
     def call(self, x):
         return x + self.embeddings
+
+
+def _embedding(n: int, width: int, name: str) -> Any:
+    return layers.Embedding(n, width, _as_in_linen(width), name=name)
+
+
+def _as_in_linen(width: int) -> Any:
+    """How linen draws embeddings: from those of Keras, which are smaller, models learn otherwise."""
+    return keras.initializers.RandomNormal(stddev=width**-0.5)
 
 
 def _norm(i: int) -> Any:
@@ -115,8 +124,8 @@ def _norm(i: int) -> Any:
 
 def _recommender(x: Any, workload: Workload) -> Any:
     n_ids, width = workload.sizes
-    user = layers.Embedding(n_ids, width, name="Embed_0")(x[:, 0])
-    item = layers.Embedding(n_ids, width, name="Embed_1")(x[:, 1])
+    user = _embedding(n_ids, width, "Embed_0")(x[:, 0])
+    item = _embedding(n_ids, width, "Embed_1")(x[:, 1])
     x = layers.Concatenate()([user, item, user * item])
     x = layers.Dense(2 * width, activation="relu", name="Dense_0")(x)
     return layers.Dense(workload.n_classes, name="Dense_1")(x)
