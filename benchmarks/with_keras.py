@@ -114,7 +114,7 @@ def _embedding(n: int, width: int, name: str) -> Any:
 
 
 def _as_in_linen(width: int) -> Any:
-    """How linen draws embeddings: from those of Keras, which are smaller, models learn otherwise."""
+    """How linen draws embeddings; those of Keras are smaller, and a model learns otherwise."""
     return keras.initializers.RandomNormal(stddev=width**-0.5)
 
 
