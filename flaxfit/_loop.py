@@ -122,7 +122,7 @@ class TrainLoop:
 
         def sample() -> Any:
             with self.in_phase("training"):
-                batch = stepper.first_batch() if input_sample is None else (input_sample,)
+                batch = stepper.intake.first_batch() if input_sample is None else (input_sample,)
             return normalize(batch).inputs
 
         self._phase = ""
@@ -447,7 +447,7 @@ class TrainLoop:
     @property
     def n_completed_steps(self) -> int:
         """How many updates were done since the previous checkpoint."""
-        return self._stepper.n_completed
+        return self._stepper.tally.n_steps
 
     @property
     def phase(self) -> str:
@@ -539,12 +539,12 @@ class TrainLoop:
                 break
             # Of several processes each may be told at another step: a checkpoint settles it.
             is_alone = not stepper.agreement.is_needed
-            if self._is_finishing and stepper.n_completed and is_alone:
+            if self._is_finishing and stepper.tally.n_steps and is_alone:
                 break
             if self._advance(end - stepper.step, batch):
                 for watch in self.watchers:
                     watch(stepper.step)
-        if self._due is None and stepper.n_completed:
+        if self._due is None and stepper.tally.n_steps:
             stepper.agreement.checkpoint(stepper.step)
             checkpoint = self._make_checkpoint()
             stepper.interrupts.hold()
@@ -615,8 +615,8 @@ class TrainLoop:
             step=stepper.step,
             state=state,
             metrics=metrics,
-            n_completed_steps=stepper.n_completed,
-            n_examples=stepper.n_examples,
+            n_completed_steps=stepper.tally.n_steps,
+            n_examples=stepper.tally.n_examples,
             elapsed_time=seconds - stepper.compile_time - stepper.inspection_time,
             compile_time=stepper.compile_time,
             stop=self._is_finishing and not between,

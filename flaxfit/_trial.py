@@ -56,7 +56,7 @@ class Trial:
             return stepper.advance(min(self.n_steps, n_left))
         if n_left < self.n_steps:
             return stepper.advance(1)
-        if not stepper.n_completed:  # Behind a checkpoint, at which others had their time.
+        if not stepper.tally.n_steps:  # Behind a checkpoint, at which others had their time.
             self._new_span()
         return self._timed(spacing)
 

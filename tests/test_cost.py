@@ -70,7 +70,7 @@ def test_the_count_is_that_of_the_asked_batch_size():
 def test_memory_is_that_of_the_program_that_runs(strategy):
     loop = make_loop(nn.Dense(128), strategy=strategy, data=[(x, y)])
     next(loop)
-    (compiled,) = loop._stepper.executables.values()
+    (compiled,) = loop._stepper.programs.compiled.values()
     assert loop.step_memory() == memory_of(compiled)
 
 

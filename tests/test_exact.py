@@ -181,7 +181,7 @@ def test_an_epoch_with_a_remainder_compiles_once():
     task = ff.TrainTask(apply, optax.sgd(0.1), "mse", ff.ArrayStream(X, Y, batch_size=8, epochs=3))
     loop = ff.TrainLoop(init, task, 0, stdout=False)
     assert len(list(loop)) == 12
-    assert len(loop._stepper.executables) == 1
+    assert len(loop._stepper.programs.compiled) == 1
 
 
 @pytest.mark.parametrize("resident", [True, False])

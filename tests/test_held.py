@@ -38,7 +38,7 @@ def loop_of(optimizer=SGD, strategy=None, **options):
 
 def given_back(loop):
     """What the compiled step gives back of what it was handed as it is, by position."""
-    update, *_ = loop._stepper.executables.values()
+    update, *_ = loop._stepper.programs.compiled.values()
     *_, changed = update.out_tree.unflatten(range(update.out_tree.num_leaves))
     return [*changed]
 
@@ -152,7 +152,7 @@ def test_a_rate_that_is_set_counts_in_the_next_step():
     loop.set_hyperparams(learning_rate=0.0)
     held = loop.next_checkpoint().state.params
     jax.tree.map(np.testing.assert_array_equal, held, moved)
-    assert len(loop._stepper.executables) == 1
+    assert len(loop._stepper.programs.compiled) == 1
 
 
 def test_a_state_of_plain_dicts_in_another_order_is_gone_on_from():
@@ -170,7 +170,7 @@ def test_a_state_of_plain_dicts_in_another_order_is_gone_on_from():
     loop.restore(state.replace(opt_state=plain))
     found = loop.next_checkpoint().state.params
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert len(loop._stepper.executables) == 1
+    assert len(loop._stepper.programs.compiled) == 1
 
 
 def test_an_array_that_a_rate_is_set_to_stays_the_users():

@@ -654,7 +654,7 @@ def test_batches_are_alike_whose_structures_are_equal():
     task = ff.TrainTask(apply, OPTIMIZER, "mse", batches)
     loop = ff.TrainLoop(lambda rngs, x: {"params": jnp.ones(5)}, task, 0, stdout=False)
     assert [checkpoint.step for checkpoint in loop] == [1, 2, 3]
-    assert len(loop._stepper.executables) == 1
+    assert len(loop._stepper.programs.compiled) == 1
 
 
 def test_data_that_has_ended_is_not_asked_again():
@@ -772,8 +772,8 @@ def test_nothing_is_read_back_between_checkpoints(monkeypatch):
         reads.append("totals")
         return original_read(totals)
 
-    original_read = loop._stepper._read
-    monkeypatch.setattr(loop._stepper, "_read", read)
+    original_read = loop._stepper.tally._read
+    monkeypatch.setattr(loop._stepper.tally, "_read", read)
     monkeypatch.setattr(array_class, "_value", property(counted))
     loop.watchers.append(lambda step: at_step.append(len(reads)))
     at_step = []

@@ -125,5 +125,5 @@ def test_one_device_reduces_nothing():
             stdout=False,
         )
         next(loop)
-        programs: list[Any] = [*loop._stepper.executables.values()]
+        programs: list[Any] = [*loop._stepper.programs.compiled.values()]
         assert ["all-reduce" in program.as_text() for program in programs] == [has_any]

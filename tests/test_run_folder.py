@@ -90,7 +90,7 @@ def test_a_finished_call_returns_at_once(tmp_path):
     first = fingerprint(*train(tmp_path))
     model, history = train(tmp_path)
     assert fingerprint(model, history) == first
-    assert not model._loop._stepper.executables
+    assert not model._loop._stepper.programs.compiled
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_what_callbacks_remember_survives(tmp_path):
     _, history = train(tmp_path / "run", callbacks=[stop()], epochs=20)
     assert history.steps == whole.steps and len(whole.steps) < 20
     model, again = train(tmp_path / "run", callbacks=[stop()], epochs=20)
-    assert again.steps == whole.steps and not model._loop._stepper.executables
+    assert again.steps == whole.steps and not model._loop._stepper.programs.compiled
 
 
 def test_a_later_fit_of_the_same_model_saves_on(tmp_path):

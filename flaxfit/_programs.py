@@ -1,0 +1,84 @@
+"""Programs: the compiled updates of a run, by what they were compiled for."""
+
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+
+from flaxfit._agreement import Agreement
+from flaxfit._batch import Batch
+from flaxfit._explain import calls_explained
+from flaxfit._feed import Portion
+
+
+class Programs:
+    """Has each update be compiled once, tells the user so, and knows how long it took.
+
+    Args:
+      agreement: of the processes.
+      say: is told what was compiled.
+    """
+
+    def __init__(self, agreement: Agreement, say: Callable[[str], None]):
+        self.compiled: dict[Hashable, Callable[..., Any]] = {}
+        self.seconds = 0.0
+        """What compiling took."""
+        self.is_compiling = False
+        self._agreement, self._say = agreement, say
+        self._first: Any = None
+        """Shapes and dtypes that the first of all was compiled for."""
+
+    def forget(self) -> None:
+        """Has all be compiled anew."""
+        self.compiled = {}
+
+    def compile(
+        self,
+        key: Hashable,
+        build: Callable[[], Callable[..., Any]],
+        portion: Portion,
+        *,
+        step: int,
+        resident: Batch | None = None,
+    ) -> Callable[..., Any]:
+        """Compiles an update, and notes it by its key.
+
+        Args:
+          key: what it is looked up by.
+          build: compiles it.
+          portion: a batch that it is to step.
+          step: the number of that step.
+          resident: the data, where it lies on the devices.
+        """
+        self._say("compiling…")
+        began, self.is_compiling = time.perf_counter(), True
+        batch = portion.batch
+        self._agreement.program(step, batch, is_weighted=portion.is_weighted)
+        with calls_explained(batch.inputs, batch.targets):
+            update = build()
+        seconds = time.perf_counter() - began
+        self.seconds += seconds
+        self.is_compiling = False
+        self._announce(portion, resident, seconds)
+        self.compiled[key] = update
+        return update
+
+    def _announce(self, portion: Portion, resident: Batch | None, seconds: float) -> None:
+        """Says what was compiled, and what has changed where it was compiled before."""
+        leaves = jax.tree.leaves(portion.batch[:2])
+        shapes = [leaf.shape for leaf in leaves]
+        if resident is not None:  # The batch is gathered from it.
+            leaves = jax.tree.leaves(resident[:2])
+            shapes = [shapes[0] + leaf.shape[1:] for leaf in leaves]
+        dtypes = [str(leaf.dtype) for leaf in leaves]
+        first = self._first = self._first or (shapes, dtypes)
+        now, before = ", ".join(map(str, shapes)), ", ".join(map(str, first[0]))
+        if now == before and dtypes != first[1]:
+            now, before = f"{now} of {', '.join(dtypes)}", ", ".join(first[1])
+        again = "again " * bool(self.compiled)
+        after = f" (the first were of {before})" if again and now != before else ""
+        self._say(
+            f"compiled the training step {again}in {seconds:.1f}s, for batches of {now} on "
+            f"{len(portion.strategy.devices)} device(s){after}"
+        )
