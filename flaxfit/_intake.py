@@ -156,8 +156,17 @@ class Intake:
         return self._remainder_feed(self.source.examples(item))
 
     def _look_at(self, item: Any) -> Feed:
-        """Looks at the first batch, and finds out how all are to be padded or split."""
+        """Looks at the first batch."""
         began, self.is_looking = time.perf_counter(), True
+        try:
+            self._feed = feed = self._feed_for(item)
+        finally:
+            self.is_looking = False
+        self.seconds += time.perf_counter() - began
+        return feed
+
+    def _feed_for(self, item: Any) -> Feed:
+        """What brings batches like this first one into form."""
         batch = normalize(item)
         self.shapes = shapes_of(batch)
         source, stream = self.source, self.source.stream
@@ -191,7 +200,7 @@ class Intake:
         # the user's own may make of the arrays what it likes.
         is_plain = type(stream) is ArrayStream
         is_even = is_plain and stream.is_even and n == stream.batch_size
-        self._feed = feed = Feed(
+        return Feed(
             self._strategy,
             pad=not why_not,
             size=n,
@@ -200,9 +209,6 @@ class Intake:
             say=self._say,
             **options,
         )
-        self.seconds += time.perf_counter() - began
-        self.is_looking = False
-        return feed
 
     def _place(self, data: Batch | None) -> None:
         """Places the data that batches are to be gathered from on the devices."""

@@ -53,13 +53,15 @@ class Programs:
         """
         self._say("compiling…")
         began, self.is_compiling = time.perf_counter(), True
-        batch = portion.batch
-        self._agreement.program(step, batch, is_weighted=portion.is_weighted)
-        with calls_explained(batch.inputs, batch.targets):
-            update = build()
+        try:
+            batch = portion.batch
+            self._agreement.program(step, batch, is_weighted=portion.is_weighted)
+            with calls_explained(batch.inputs, batch.targets):
+                update = build()
+        finally:
+            self.is_compiling = False
         seconds = time.perf_counter() - began
         self.seconds += seconds
-        self.is_compiling = False
         self._announce(portion, resident, seconds)
         self.compiled[key] = update
         return update

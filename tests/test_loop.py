@@ -576,6 +576,24 @@ def test_several_steps_in_one_dispatch_reach_over_the_end_of_an_epoch(
     assert_equal([c.state.params for c in one], [c.state.params for c in many])
 
 
+def test_a_program_that_failed_to_compile_is_not_said_to_be_compiling(monkeypatch):
+    def fail(*arguments, **options):
+        raise RuntimeError("no room")
+
+    loop = make_loop()
+    next(loop)
+    with monkeypatch.context() as patched:
+        patched.setattr(loop.strategy, "compile", fail)
+        loop.steps_per_call, loop.n_steps_per_checkpoint = 2, 2
+        with pytest.raises(RuntimeError, match="no room"):
+            next(loop)
+    loop.steps_per_call = 1
+    phases = []
+    loop.watchers.append(lambda step: phases.append(loop.phase))
+    next(loop)
+    assert phases == ["training", "training"]
+
+
 @pytest.mark.parametrize(
     ("data", "n"),
     [
