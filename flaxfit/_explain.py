@@ -102,17 +102,21 @@ def explained(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any) -> Any:
         try:
             return method(self, *args)
-        except TypeError as error:
-            explanation = _of_tracers(error)
-            if explanation is None:
-                raise
-            raise TypeError(explanation) from error
-        except jax.errors.JaxRuntimeError as error:
-            if not re.search("RESOURCE_EXHAUSTED|out of memory", str(error), re.IGNORECASE):
-                raise
-            raise MemoryError(_advice(self)) from error
+        except (TypeError, jax.errors.JaxRuntimeError) as error:
+            explain(error, self)
+            raise
 
     return call
+
+
+def explain(error: Exception, stepper: Any) -> None:
+    """Raises in its place, where there is one, an error in words; as `explained` does."""
+    if isinstance(error, TypeError):
+        explanation = _of_tracers(error)
+        if explanation is not None:
+            raise TypeError(explanation) from error
+    elif re.search("RESOURCE_EXHAUSTED|out of memory", str(error), re.IGNORECASE):
+        raise MemoryError(_advice(stepper)) from error
 
 
 def _of_tracers(error: TypeError) -> str | None:

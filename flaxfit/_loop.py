@@ -107,6 +107,8 @@ class TrainLoop:
             raise ValueError(
                 "Give either devices or a strategy, not both: strategies hold devices."
             )
+        self._settings: object = None
+        """Another one whenever what decides on the next checkpoint is set."""
         self.task = _with_collections(task, collections, mutable_collections)
         self.strategy = strategy or strategy_for(self.task, devices)
         self._snapshot = snapshots(snapshot, self.strategy)
@@ -305,6 +307,7 @@ class TrainLoop:
     @n_steps.setter
     def n_steps(self, value: int | None) -> None:
         self._n_steps = None if value is None else whole_number("n_steps", value, least=0)
+        self._settings = object()
 
     @property
     def n_steps_per_checkpoint(self) -> int:
@@ -314,6 +317,7 @@ class TrainLoop:
     @n_steps_per_checkpoint.setter
     def n_steps_per_checkpoint(self, value: int) -> None:
         self._n_steps_per_checkpoint = whole_number("n_steps_per_checkpoint", value)
+        self._settings = object()
 
     @property
     def steps_per_call(self) -> int:
@@ -339,6 +343,7 @@ class TrainLoop:
     @first_checkpoint.setter
     def first_checkpoint(self, value: int) -> None:
         self._first_checkpoint = whole_number("first_checkpoint", value)
+        self._settings = object()
 
     @property
     def data(self) -> Any:
@@ -534,14 +539,24 @@ class TrainLoop:
     def _train(self, stop: Callable[[], int], batch: Any) -> None:
         """Takes steps until a checkpoint is due, and makes it."""
         stepper = self._stepper
-        while self._due is None and stepper.step < (end := stop()):
-            if stepper.source.ended and batch is None:
+        settings, end = None, 0
+        while self._due is None:
+            # A watcher may move the end; else to ask for it at each step takes time.
+            if settings is not self._settings:
+                settings, end = self._settings, stop()
+            if stepper.step >= end or (stepper.source.ended and batch is None):
                 break
             # Of several processes each may be told at another step: a checkpoint settles it.
             is_alone = not stepper.agreement.is_needed
             if self._is_finishing and stepper.tally.n_steps and is_alone:
                 break
-            if self._advance(end - stepper.step, batch):
+            if batch is not None:
+                has_stepped = stepper.advance(1, batch)
+            elif self._trial is None:
+                has_stepped = stepper.advance(min(self._steps_per_call, end - stepper.step))
+            else:
+                has_stepped = self._trial.advance(end - stepper.step, self.n_steps_per_checkpoint)
+            if has_stepped:
                 for watch in self.watchers:
                     watch(stepper.step)
         if self._due is None and stepper.tally.n_steps:
@@ -551,14 +566,6 @@ class TrainLoop:
             self._due = (checkpoint, self._in_order())
             self._reset()
             stepper.interrupts.release()
-
-    def _advance(self, n_left: int, batch: Any) -> bool:
-        """Dispatches the next steps, at most `n_left`; whether there was a batch."""
-        if batch is not None:
-            return self._stepper.advance(1, batch)
-        if self._trial is None:
-            return self._stepper.advance(min(self._steps_per_call, n_left))
-        return self._trial.advance(n_left, self.n_steps_per_checkpoint)
 
     def _deliver(self) -> Checkpoint | None:
         """Shows the checkpoint to the callbacks; after an interrupt, to those still waiting."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flaxfit._agreement import Agreement
 from flaxfit._batch import Batch
 from flaxfit._cost import count_flops, memory_of
-from flaxfit._explain import explained
+from flaxfit._explain import explain, explained
 from flaxfit._feed import Portion, stack_batches
 from flaxfit._held import Form, Held, on_held
 from flaxfit._inspect import inspect, inspect_step, shapes_of
@@ -304,7 +304,6 @@ class Stepper:
         """The metrics over all steps since the totals were reset; waits for the device."""
         return self.tally.metrics(self.task.metrics)
 
-    @explained
     def advance(self, n: int, batch: Any = None) -> bool:
         """Dispatches `n` steps at once, or one where the next batches do not share a program.
 
@@ -312,27 +311,32 @@ class Stepper:
 
         Returns whether there was a batch to step.
         """
-        # From here to the release an interrupt waits, so that no batch and no state is lost.
-        self.interrupts.hold()
+        # Not by `explained`, which is a call more for each step.
         try:
-            is_usual = batch is None and self._ready and self.source.is_between_batches
-            has_stepped = self._step_as_before(n) if is_usual else None
-            if has_stepped is None:
-                portions = self._portions(n) if batch is None else [self.intake.given(batch)]
-                has_stepped = bool(portions)
-                if has_stepped:
-                    self._dispatch(portions, self.source if batch is None else None)
-            if not has_stepped:
-                self.agreement.end("training", self.step, self._in_flight)
-                self.source.ended = True
-                return False
-        finally:
-            self.interrupts.release()
-        self._n_unlooked += 1
-        if self._n_unlooked >= self._steps_per_look:
-            self._n_unlooked = 0
-            self._bound()
-        return True
+            # From here to the release an interrupt waits, so that no batch and no state is lost.
+            self.interrupts.hold()
+            try:
+                is_usual = batch is None and self._ready and self.source.is_between_batches
+                has_stepped = self._step_as_before(n) if is_usual else None
+                if has_stepped is None:
+                    portions = self._portions(n) if batch is None else [self.intake.given(batch)]
+                    has_stepped = bool(portions)
+                    if has_stepped:
+                        self._dispatch(portions, self.source if batch is None else None)
+                if not has_stepped:
+                    self.agreement.end("training", self.step, self._in_flight)
+                    self.source.ended = True
+                    return False
+            finally:
+                self.interrupts.release()
+            self._n_unlooked += 1
+            if self._n_unlooked >= self._steps_per_look:
+                self._n_unlooked = 0
+                self._bound()
+            return True
+        except (TypeError, jax.errors.JaxRuntimeError) as error:
+            explain(error, self)
+            raise
 
     def _step_as_before(self, n: int) -> bool | None:
         """Steps on the next batches, where such were stepped before; whether there was a batch.
