@@ -18,17 +18,19 @@ from flaxfit._weights import weights_by_output
 from flaxfit.data import ArrayStream
 from flaxfit.strategies import Strategy
 
+Inspect = Callable[[Batch, Batch | None], str]
+"""Is told the first batch, and all data where that is at hand; returns why rows of weight 0 would
+do harm, "" where they are harmless."""
+
 
 class Intake:
     """Makes portions of what a source gives, and of batches that are given in its place.
 
-    The first batch is looked at: what is found decides how all are padded or split. Data that fits
-    is placed on the devices then.
+    The first batch is looked at: what is found decides how all are padded or split. Data that is to
+    lie on the devices is placed there then.
 
     Args:
       strategy: the devices to split them over.
-      inspect: is told the first batch, and all data where that is at hand (else None), and returns
-        why rows of weight 0 would do harm; "" where they are harmless.
       agreement: of the processes.
       say: is told what a user should know.
       parts: in how many parts a device works its share of a batch off.
@@ -38,7 +40,6 @@ class Intake:
     def __init__(
         self,
         strategy: Strategy,
-        inspect: Callable[[Batch, Batch | None], str],
         agreement: Agreement,
         say: Callable[[str], None],
         *,
@@ -51,8 +52,7 @@ class Intake:
         """What looking at first batches took."""
         self.is_looking = False
         """Whether it is at that, which may take long."""
-        self._strategy, self._agreement = strategy, agreement
-        self._inspect, self._say = inspect, say
+        self._strategy, self._agreement, self._say = strategy, agreement, say
         self._parts, self._is_mixed = parts, is_mixed
 
     def take_from(self, source: Source) -> None:
@@ -74,7 +74,7 @@ class Intake:
 
     def forget(self) -> None:
         """Has the next batch be looked at as the first one was."""
-        self._feed = None
+        self._feed, self._of_rows = None, {}
 
     def first_batch(self) -> Any:
         """The batch to be trained on next, which stays.
@@ -88,21 +88,22 @@ class Intake:
         return self.source.examples(fetched[0])
 
     def recall(self, item: Any) -> tuple[Hashable, list[Any]]:
-        """What an item is known by, where one was taken in before; see `Feed`."""
-        feed: Any = self._feed
-        return feed.recall(item)
+        """The key of an item and its arrays; None and none for one that is yet to be looked at."""
+        return (None, []) if self._feed is None else self._feed.recall(item)
 
-    def portions(self, items: Sequence[Any]) -> list[Portion]:
+    # The callback is not kept: it would keep its owner, and with it a state, from being freed.
+
+    def portions(self, items: Sequence[Any], inspect: Inspect) -> list[Portion]:
         """What the source gave, ready for the update; the first alone if they share no program."""
-        portions = [self._portion(item) for item in items]
+        portions = [self._portion(item, inspect) for item in items]
         is_alike = all(each.signature == portions[0].signature for each in portions[1:])
         return portions if is_alike else portions[:1]
 
-    def given(self, batch: Any) -> Portion:
+    def given(self, batch: Any, inspect: Inspect) -> Portion:
         """A batch that is none of the source's, ready for the update."""
         if self._feed is None:
             fetched = self.source.peek() if self.source.has_data else []
-            self._look_at(self.source.examples(fetched[0]) if fetched else batch)
+            self._look_at(self.source.examples(fetched[0]) if fetched else batch, inspect)
         batch = normalize(batch)
         if _has_weights_by_output(batch) != _has_weights_by_output(self.shapes):
             raise ValueError(
@@ -111,14 +112,14 @@ class Intake:
             )
         return self._given_feed(batch)
 
-    def example(self, n: int | None) -> Batch:
-        """A batch of `n` examples (None: of a regular batch's), as the source gives them.
+    def example(self, n: int | None, inspect: Inspect) -> Batch:
+        """A batch of `n` examples (None: as many as a regular one has), or what divides in parts.
 
         They are all zeros, whose memory is taken only where it is written to.
         """
         if self._feed is None:
             self.first_batch()
-            self._portion(self.source.peek()[0])
+            self._portion(self.source.peek()[0], inspect)
         size = n or self.batch_size
         size += -size % self._parts
         return jax.tree.map(lambda x: np.zeros((size, *x.shape[1:]), x.dtype), self.shapes)
@@ -134,9 +135,9 @@ class Intake:
         )
         return feed(batch)
 
-    def _portion(self, item: Any) -> Portion:
+    def _portion(self, item: Any, inspect: Inspect) -> Portion:
         """What the source gave at once, ready for the update."""
-        feed = self._feed or self._look_at(self.source.examples(item))
+        feed = self._feed or self._look_at(self.source.examples(item), inspect)
         if not self.source.takes_rows:
             return feed(item)
         known = self._of_rows.get(len(item))
@@ -155,17 +156,17 @@ class Intake:
         # On fewer devices than hold the data.
         return self._remainder_feed(self.source.examples(item))
 
-    def _look_at(self, item: Any) -> Feed:
+    def _look_at(self, item: Any, inspect: Inspect) -> Feed:
         """Looks at the first batch."""
         began, self.is_looking = time.perf_counter(), True
         try:
-            self._feed = feed = self._feed_for(item)
+            self._feed = feed = self._feed_for(item, inspect)
         finally:
             self.is_looking = False
         self.seconds += time.perf_counter() - began
         return feed
 
-    def _feed_for(self, item: Any) -> Feed:
+    def _feed_for(self, item: Any, inspect: Inspect) -> Feed:
         """What brings batches like this first one into form."""
         batch = normalize(item)
         self.shapes = shapes_of(batch)
@@ -176,7 +177,7 @@ class Intake:
         whole = stream.whole() if hasattr(stream, "whole") else None
         data = None if whole is None else normalize(whole)
         self._place(data if source.gathers else None)
-        why_not = self._inspect(batch, data)
+        why_not = inspect(batch, data)
         # A first batch that is smaller than those of the stream is a remainder already.
         size = n_examples(batch)
         if not is_own:

@@ -541,7 +541,7 @@ class TrainLoop:
         stepper = self._stepper
         settings, end = None, 0
         while self._due is None:
-            # A watcher may move the end; else to ask for it at each step takes time.
+            # Asked for again only once it was moved, as by a watcher: at each step that takes time.
             if settings is not self._settings:
                 settings, end = self._settings, stop()
             if stepper.step >= end or (stepper.source.ended and batch is None):

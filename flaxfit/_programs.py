@@ -13,7 +13,7 @@ from flaxfit._feed import Portion
 
 
 class Programs:
-    """Has each update be compiled once, tells the user so, and knows how long it took.
+    """Compiles updates, keeps them by their keys, tells the user so, and knows how long it took.
 
     Args:
       agreement: of the processes.
@@ -49,7 +49,7 @@ class Programs:
           build: compiles it.
           portion: a batch that it is to step.
           step: the number of that step.
-          resident: the data, where it lies on the devices.
+          resident: the data that the batch is gathered from; None: it holds its examples.
         """
         self._say("compiling…")
         began, self.is_compiling = time.perf_counter(), True

@@ -86,7 +86,6 @@ class Stepper:
         self.agreement = Agreement(strategy)
         self.intake = Intake(
             strategy,
-            self._inspect,
             self.agreement,
             say,
             parts=task.accumulate,
@@ -284,7 +283,7 @@ class Stepper:
         if (n_virtual := getattr(self.strategy, "virtual_replicas", None)) is not None:
             running["virtual_replicas"] = n_virtual
         if counts and self.tally.n_steps:
-            running |= self.tally.as_json(self.task.metrics)
+            running |= self.tally.as_json(self.metrics())
         return running
 
     def set_running(self, running: Any) -> None:
@@ -319,7 +318,11 @@ class Stepper:
                 is_usual = batch is None and self._ready and self.source.is_between_batches
                 has_stepped = self._step_as_before(n) if is_usual else None
                 if has_stepped is None:
-                    portions = self._portions(n) if batch is None else [self.intake.given(batch)]
+                    portions = (
+                        self._portions(n)
+                        if batch is None
+                        else [self.intake.given(batch, self._inspect)]
+                    )
                     has_stepped = bool(portions)
                     if has_stepped:
                         self._dispatch(portions, self.source if batch is None else None)
@@ -420,7 +423,7 @@ class Stepper:
         items = source.fetch(n)
         if source is not self.source:  # Reading it has set other data.
             return self._portions(n)
-        portions = self.intake.portions(items)
+        portions = self.intake.portions(items, self._inspect)
         return portions if len(portions) == n else portions[:1]
 
     def _dispatch(self, portions: list[Portion], source: Source | None) -> None:
@@ -510,20 +513,18 @@ class Stepper:
 
     def count_flops(self, n: int | None) -> float:
         """The operations of a step on `n` examples, on all devices together."""
-        step = make_step(self.task)
-        return count_flops(
-            self.strategy.bind(step), shapes_of(self.state), shapes_of(self.intake.example(n))
-        )
+        step, example = make_step(self.task), self.intake.example(n, self._inspect)
+        return count_flops(self.strategy.bind(step), shapes_of(self.state), shapes_of(example))
 
     def count_bytes(self, n: int | None) -> int:
         """The memory of a step on `n` examples, on each device; compiles it, and runs nothing."""
-        portion = self.intake.as_regular(self.intake.example(n))
+        portion = self.intake.as_regular(self.intake.example(n, self._inspect))
         moving, still = self._held
         arguments = (moving, self.tally.totals, still, portion.strategy.split(portion.batch))
         return memory_of(self._build(portion, arguments, n_steps=1))
 
     def _inspect(self, batch: Batch, data: Batch | None) -> str:
-        """Looks at the first batch: what is to be counted, and why it may not be padded."""
+        """Looks at the first batch: why it may not be padded. Sets what is to be counted, too."""
         bind, norms = self.strategy.bind, self.norms
         if self.task.step is not None:
             step = make_step(self.task)

@@ -1,4 +1,4 @@
-"""Tally: what was counted since the latest checkpoint, of which its metrics are made."""
+"""Tally: what was counted since the latest checkpoint, of which the metrics are made."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ class Tally:
     def expect(self, sums: Any) -> bool:
         """Sets what is to be counted from now on: sums of these shapes and dtypes.
 
-        Returns whether others were counted already, which then are to be forgotten by `begin`.
+        Returns whether what was counted does not fit them, and so is to be forgotten by `begin`.
         """
         kind = structure_of(sums)
         if kind != self._kind:
@@ -70,11 +70,11 @@ class Tally:
             return self._known_metrics  # Those it goes on from: no batch has shown any sums.
         return compute(self._read(self.totals), of)
 
-    def as_json(self, of: dict[str, Any]) -> dict[str, Any]:
+    def as_json(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """What `go_on_from` needs, the metrics of this moment among it."""
         host = {dtype: np.asarray(pair).tolist() for dtype, pair in self.totals.items()}
         totals = [{dtype: pair[i] for dtype, pair in host.items()} for i in (0, 1)]
-        return {"n_steps": self.n_steps, "totals": totals, "metrics": self.metrics(of)}
+        return {"n_steps": self.n_steps, "totals": totals, "metrics": metrics}
 
     def go_on_from(self, told: dict[str, Any]) -> None:
         """Counts on from what `as_json` gave."""

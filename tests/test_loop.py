@@ -1,9 +1,11 @@
 """What TrainLoop promises: when it yields, what it counts, and that nothing is ever lost."""
 
+import gc
 import itertools
 import shutil
 import signal
 import threading
+import weakref
 from typing import Any
 
 import flax.linen as nn
@@ -574,6 +576,53 @@ def test_several_steps_in_one_dispatch_reach_over_the_end_of_an_epoch(
     assert [c.n_examples for c in many] == [c.n_examples for c in one]
     assert [c.data_state for c in many] == [c.data_state for c in one]
     assert_equal([c.state.params for c in one], [c.state.params for c in many])
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_loop_that_is_dropped_frees_its_state_at_once(resident):
+    loop = make_loop(data=ff.ArrayStream(X, Y, batch_size=16, resident=resident))
+    next(loop)
+    next(loop)
+    state = weakref.ref(loop.state_in_place.params["Dense_0"]["kernel"])
+    stepper = weakref.ref(loop._stepper)
+    gc.collect()
+    gc.disable()
+    try:
+        del loop
+        # What waited for the collector would lie beside the next loop's.
+        assert stepper() is None and state() is None
+    finally:
+        gc.enable()
+
+
+def test_an_inspection_that_failed_is_not_said_to_be_under_way():
+    fails = [True]
+
+    def apply(variables, x, **options):
+        if fails[0]:
+            raise RuntimeError("no way")
+        return Regressor().apply(variables, x, **options)
+
+    task = ff.TrainTask(apply, optax.sgd(0.1), "mse", ff.ArrayStream(X, Y, batch_size=16))
+    loop = ff.TrainLoop(Regressor().init, task, 0, stdout=False)
+    with pytest.raises(RuntimeError, match="no way"):
+        next(loop)
+    assert not loop._stepper.is_preparing
+    fails[0] = False
+    assert next(loop).step == 1
+
+
+def test_data_that_sets_norms_while_it_is_read_does_no_harm():
+    def batches():
+        for i in range(4):
+            if i == 2:
+                loop.norms = ["Dense_0/.*"]
+            yield X[:16], Y[:16]
+
+    loop = make_loop(data=batches())
+    last = list(loop)[-1]
+    assert last.step == 4
+    assert any(name.startswith("grad_norm/Dense_0") for name in last.metrics)
 
 
 def test_a_program_that_failed_to_compile_is_not_said_to_be_compiling(monkeypatch):

@@ -30,6 +30,7 @@ def test_it_counts_what_steps_tell_until_it_begins_anew():
     assert (tally.n_steps, tally.n_examples, tally.metrics({})) == (3, 9, METRICS)
     tally.begin()
     assert (tally.n_steps, tally.n_examples, tally.metrics({})) == (0, 0, {})
+    assert tally.totals.keys() == TOTALS.keys()
     assert all(not np.any(x) for x in tally.totals.values())
 
 
@@ -71,7 +72,7 @@ def test_zeros_that_cannot_be_placed_are_tried_again():
 def test_another_tally_counts_on_from_what_is_told_as_json():
     tally, other = tally_of(SUMS), tally_of(SUMS)
     tally.add(TOTALS, 2, 6)
-    other.go_on_from(json.loads(json.dumps(tally.as_json({}))))
+    other.go_on_from(json.loads(json.dumps(tally.as_json(tally.metrics({})))))
     assert other.n_steps == 2 and other.metrics({}) == METRICS
     for dtype, total in TOTALS.items():
         np.testing.assert_array_equal(other.totals[dtype], total)
@@ -81,7 +82,7 @@ def test_another_tally_counts_on_from_what_is_told_as_json():
 def test_metrics_are_known_before_any_batch_has_shown_the_sums():
     tally, other = tally_of(SUMS), Tally(lambda tree: tree)
     tally.add(TOTALS, 2, 6)
-    other.go_on_from(json.loads(json.dumps(tally.as_json({}))))
+    other.go_on_from(json.loads(json.dumps(tally.as_json(tally.metrics({})))))
     assert other.metrics({}) == METRICS
     assert not other.expect(SUMS)
     assert other.metrics({}) == METRICS
