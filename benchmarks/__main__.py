@@ -90,7 +90,7 @@ def _from_start(model: str, settings: argparse.Namespace) -> Iterator[Measuremen
     rounds = min(settings.rounds, 5)
     found = fresh.measure(model, names, rounds=rounds, quick=settings.quick)
     losses = found.pop("losses")
-    check_losses(losses, fresh.LOSS_TOLERANCE, fresh.LOSS_AROUND_ZERO)
+    check_losses(losses, fresh.LOSS_TOLERANCE)
     for quantity, values in found.items():
         unit = "MiB" if quantity == "memory" else "s"
         yield Measurement(model, quantity, unit, values, losses)

@@ -18,10 +18,8 @@ from typing import Any
 
 from benchmarks import contenders, workloads
 
-# Every contender draws its own initial parameters here, as users let it: losses that begin at 1.6
-# to 4.9 agree if they end at alike values, or all of them near zero.
+# Every contender draws its own initial parameters here, as users let it.
 LOSS_TOLERANCE = 0.3
-LOSS_AROUND_ZERO = 0.05
 
 
 def measure(model: str, names: Iterable[str], *, rounds: int, quick: bool) -> dict[str, Any]:

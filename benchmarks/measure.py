@@ -101,12 +101,11 @@ def check(contenders: dict[str, Contender], losses: dict[str, float]) -> None:
             )
 
 
-def check_losses(losses: dict[str, float], tolerance: float, around_zero: float = 0.0) -> None:
-    """Ends the program unless the losses agree to that part of them, or to `around_zero`."""
+def check_losses(losses: dict[str, float], tolerance: float) -> None:
+    """Ends the program unless the losses agree to that part of them."""
     first = next(iter(losses.values()))
     # Written so that a loss that is not a number disagrees.
-    most = max(tolerance * abs(first), around_zero)
-    if not all(abs(loss - first) <= most for loss in losses.values()):
+    if not all(abs(loss - first) <= tolerance * abs(first) for loss in losses.values()):
         raise SystemExit(f"The losses disagree, so the times compare nothing: {losses}")
 
 

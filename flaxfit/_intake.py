@@ -113,9 +113,9 @@ class Intake:
         return self._given_feed(batch)
 
     def example(self, n: int | None, inspect: Inspect) -> Batch:
-        """A batch of `n` examples (None: as many as a regular one has), or what divides in parts.
+        """A batch of `n` examples (None: of a regular batch's), or of the next multiple of `parts`.
 
-        They are all zeros, whose memory is taken only where it is written to.
+        All are zeros, whose memory is taken only where it is written to.
         """
         if self._feed is None:
             self.first_batch()

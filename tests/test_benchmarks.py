@@ -77,9 +77,6 @@ def test_other_losses_end_it_without_a_figure(monkeypatch):
         check_losses({"a": 1.0, "b": 1.1}, 1e-3)
     with pytest.raises(SystemExit, match="disagree"):
         check_losses({"a": 1.0, "b": float("nan")}, 1e-3)
-    check_losses({"a": 0.01, "b": 0.02}, 1e-3, around_zero=0.05)
-    with pytest.raises(SystemExit, match="disagree"):
-        check_losses({"a": 0.01, "b": 0.2}, 1e-3, around_zero=0.05)
 
 
 @pytest.mark.thorough
