@@ -16,8 +16,10 @@ class Interrupts:
     def __init__(self) -> None:
         self._handler: Any = None
         self._replaced: list[Any] = []
-        self._held = False
-        self._pending = False
+        self.is_held = False
+        """Whether a stretch that must not be torn apart is under way."""
+        self.is_pending = False
+        """Whether an interrupt has arrived meanwhile."""
 
     def __enter__(self) -> Self:
         # Not by a generator, which takes longer, as each checkpoint has its span.
@@ -41,18 +43,18 @@ class Interrupts:
 
     def hold(self) -> None:
         """Begins a stretch that must not be torn apart."""
-        self._held = True
+        self.is_held = True
 
     def release(self) -> None:
         """Ends it; an interrupt that has arrived meanwhile takes effect now."""
-        self._held = False
-        if self._pending:
-            self._pending = False
+        self.is_held = False
+        if self.is_pending:
+            self.is_pending = False
             self._handler(signal.SIGINT, None)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._held and not self._pending:
-            self._pending = True
+        if self.is_held and not self.is_pending:
+            self.is_pending = True
         else:
-            self._pending = False
+            self.is_pending = False
             self._handler(number, frame)

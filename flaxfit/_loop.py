@@ -108,7 +108,7 @@ class TrainLoop:
                 "Give either devices or a strategy, not both: strategies hold devices."
             )
         self._settings: object = None
-        """Another one whenever what decides on the next checkpoint is set."""
+        """Another one whenever what decides on the next checkpoint or dispatch is set."""
         self.task = _with_collections(task, collections, mutable_collections)
         self.strategy = strategy or strategy_for(self.task, devices)
         self._snapshot = snapshots(snapshot, self.strategy)
@@ -329,6 +329,7 @@ class TrainLoop:
 
     @steps_per_call.setter
     def steps_per_call(self, value: int | str) -> None:
+        self._settings = object()
         if value == "auto":
             self._trial = self._trial or Trial(self._stepper, self.say)
         else:
@@ -539,26 +540,20 @@ class TrainLoop:
     def _train(self, stop: Callable[[], int], batch: Any) -> None:
         """Takes steps until a checkpoint is due, and makes it."""
         stepper = self._stepper
-        settings, end = None, 0
         while self._due is None:
-            # Asked for again only once it was moved, as by a watcher: at each step that takes time.
-            if settings is not self._settings:
-                settings, end = self._settings, stop()
+            settings, end = self._settings, stop()
             if stepper.step >= end or (stepper.source.ended and batch is None):
                 break
             # Of several processes each may be told at another step: a checkpoint settles it.
             is_alone = not stepper.agreement.is_needed
             if self._is_finishing and stepper.tally.n_steps and is_alone:
                 break
-            if batch is not None:
-                has_stepped = stepper.advance(1, batch)
-            elif self._trial is None:
-                has_stepped = stepper.advance(min(self._steps_per_call, end - stepper.step))
-            else:
-                has_stepped = self._trial.advance(end - stepper.step, self.n_steps_per_checkpoint)
-            if has_stepped:
+            for _ in self._dispatch(end, batch):
                 for watch in self.watchers:
                     watch(stepper.step)
+                # Asked for again only once it was moved, as by a watcher: that takes time.
+                if self._settings is not settings or self._is_finishing:
+                    break
         if self._due is None and stepper.tally.n_steps:
             stepper.agreement.checkpoint(stepper.step)
             checkpoint = self._make_checkpoint()
@@ -566,6 +561,23 @@ class TrainLoop:
             self._due = (checkpoint, self._in_order())
             self._reset()
             stepper.interrupts.release()
+
+    def _dispatch(self, end: int, batch: Any) -> Iterator[None]:
+        """Dispatches steps up to `end`, or to the end of the data; yields after each dispatch."""
+        stepper = self._stepper
+        while stepper.step < end:
+            if batch is not None:
+                has_stepped = stepper.advance(1, batch)
+            elif self._trial is not None:
+                has_stepped = self._trial.advance(end - stepper.step, self.n_steps_per_checkpoint)
+            elif self._steps_per_call > 1:
+                has_stepped = stepper.advance(min(self._steps_per_call, end - stepper.step))
+            else:
+                yield from stepper.advance_singly(end)
+                has_stepped = stepper.step < end and stepper.advance(1)
+            if not has_stepped:
+                return
+            yield
 
     def _deliver(self) -> Checkpoint | None:
         """Shows the checkpoint to the callbacks; after an interrupt, to those still waiting."""

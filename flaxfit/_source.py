@@ -35,15 +35,14 @@ class Source:
         """Whether there are no more batches."""
         self.is_resumed = False
         """Whether it has moved to where a checkpoint was made."""
-        self._fetched: list[tuple[Any, Any]] = []
-        """Batches that were not stepped yet, each with the position behind it."""
-        self._position: Any = None
+        self.fetched: list[tuple[Any, Any]] = []
+        """Batches that were not stepped yet, each with the position before it, if it is known."""
 
     def move_to(self, position: Any) -> None:
         """Goes on where a checkpoint was made, if that tells and the stream can."""
         if position is not None and hasattr(self.stream, "set_state"):
             self.stream.set_state(position)
-            self._fetched = []
+            self.fetched.clear()
             self.ended, self.is_resumed = False, True
 
     def fetch_one(self, *, is_ahead: bool = False) -> Any:
@@ -55,8 +54,9 @@ class Source:
         Raises:
           StopIteration: there is none.
         """
+        position = self.stream_position() if is_ahead else None
         item = self.stream.next_rows() if self.takes_rows else next(self.stream)
-        self._fetched.append((item, self.stream_position() if is_ahead else None))
+        self.fetched.append((item, position))
         return item
 
     def fetch(self, n: int, *, is_ahead: bool = False) -> list[Any]:
@@ -70,32 +70,29 @@ class Source:
                 "The task has no data: give TrainTask(data=...), or train on batches of your own, "
                 "TrainLoop(..., input_sample=x) and loop.next_step(batch)."
             )
-        while len(self._fetched) < n:
+        while len(self.fetched) < n:
             try:
                 self.fetch_one(is_ahead=is_ahead or n > 1)
             except StopIteration:
                 break
-        return [item for item, _ in self._fetched[:n]]
+        return [item for item, _ in self.fetched[:n]]
 
     def peek(self) -> list[Any]:
         """The next batch, which stays to be stepped; empty at the end of the data."""
-        if not self._fetched:
-            self._position = self.stream_position()
         return self.fetch(1, is_ahead=True)
 
     def stepped(self, n: int) -> None:
-        """Lets go of the first `n` that were fetched; 0: of others, which came from the stream."""
-        self._position = self._fetched[n - 1][1] if n else None
-        del self._fetched[:n]
+        """Lets go of the first `n` that were fetched."""
+        del self.fetched[:n]
 
     @property
     def is_between_batches(self) -> bool:
         """Whether the stream stands right behind the last batch that was stepped."""
-        return not self._fetched
+        return not self.fetched
 
     def position(self) -> Any:
         """The position behind the last batch that was stepped; None if none is told."""
-        return self._position if self._fetched else self.stream_position()
+        return self.fetched[0][1] if self.fetched else self.stream_position()
 
     def stream_position(self) -> Any:
         """The position behind the last batch that was fetched; None if none is told."""

@@ -3,7 +3,7 @@
 import dataclasses
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -310,6 +310,9 @@ class Stepper:
 
         Returns whether there was a batch to step.
         """
+        if n == 1 and batch is None:
+            for _ in self.advance_singly(self.step + 1):
+                return True
         # Not by `explained`, which is a call more for each step.
         try:
             # From here to the release an interrupt waits, so that no batch and no state is lost.
@@ -334,9 +337,58 @@ class Stepper:
                 self.interrupts.release()
             self._n_unlooked += 1
             if self._n_unlooked >= self._steps_per_look:
-                self._n_unlooked = 0
                 self._bound()
             return True
+        except (TypeError, jax.errors.JaxRuntimeError) as error:
+            explain(error, self)
+            raise
+
+    def advance_singly(self, end: int) -> Iterator[None]:
+        """Takes single steps on resident data up to step `end`; what it yields tells of each.
+
+        It ends before a batch of which none like it was stepped, which `advance` is to take. It is
+        what that does, less all that is known by then, in as few calls as can be: small models
+        would notice each.
+        """
+        source, interrupts, tally = self.source, self.interrupts, self.tally
+        known, fetched = self._ready, source.fetched
+        if not (known and source.gathers):
+            return
+        next_rows, split = source.stream.next_rows, self.strategy.split
+        try:
+            while self.step < end and self._ready is known and not fetched:
+                interrupts.is_held = True  # As `advance` does.
+                try:
+                    try:
+                        rows = next_rows()
+                    except StopIteration:
+                        return
+                    fetched.append((rows, None))
+                    ready = known.get(len(rows))
+                    if ready is None or self._ready is not known:  # Reading may set anything.
+                        return
+                    if self._kept:
+                        self.secure_kept()
+                    update, data, structure, more, n_examples = ready
+                    batch = structure.unflatten([split(rows), *more])
+                    moving, still = self._held
+                    results = update(moving, tally.totals, still, *data, batch)
+                    moving, totals, self.grads, changed = results
+                    if changed:
+                        self._held = self._held.after(moving, changed)
+                    else:
+                        self._held = Held(moving, still)
+                    self.step += 1
+                    tally.add(totals, 1, n_examples)
+                    fetched.clear()
+                finally:
+                    interrupts.is_held = False
+                    if interrupts.is_pending:
+                        interrupts.release()
+                self._n_unlooked += 1
+                if self._n_unlooked >= self._steps_per_look:
+                    self._bound()
+                yield
         except (TypeError, jax.errors.JaxRuntimeError) as error:
             explain(error, self)
             raise
@@ -347,26 +399,22 @@ class Stepper:
         It is what `_dispatch` does, less all that is known by then: small models would notice.
         None where it is for `_dispatch` to do, which finds what was fetched.
         """
-        if n > 1:
-            return self._several_as_before(n)
         source = self.source
+        if source.gathers:
+            return self._several_as_before(n) if n > 1 else None
+        if n > 1:
+            return None
         try:
             item = source.fetch_one()
         except StopIteration:
             return False if source is self.source else None
         if source is not self.source:  # Reading it has set other data.
             return None
+        key, leaves = self.intake.recall(item)
+        if (ready := self._ready.get(key)) is None:
+            return None
         split = self.strategy.split
-        if source.gathers:
-            if (ready := self._ready.get(len(item))) is None:
-                return None
-            arrays = [split(item)]
-        else:
-            key, leaves = self.intake.recall(item)
-            if (ready := self._ready.get(key)) is None:
-                return None
-            arrays = [split(leaf) for leaf in leaves]
-        self._run(ready, arrays, n)
+        self._run(ready, [split(leaf) for leaf in leaves], 1)
         source.stepped(1)
         return True
 
@@ -386,7 +434,6 @@ class Stepper:
             if self.step == step:  # Their batches are still to come.
                 stream.set_state(position)
             raise
-        self.source.stepped(0)
         return True
 
     def _run(self, ready: _Ready, split: list[Any], n: int) -> None:
@@ -403,6 +450,7 @@ class Stepper:
 
     def _bound(self) -> None:
         """Notes the latest step, and waits for one before it."""
+        self._n_unlooked = 0
         # No later step uses the totals up: waiting for these waits for the step.
         for sums in self.tally.totals.values():
             self._in_flight.append(sums)

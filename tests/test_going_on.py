@@ -254,3 +254,90 @@ def test_predictions_without_rows_are_refused():
     model.fit(X, Y, verbose=0)
     with pytest.raises(ValueError, match=r"output 1 has shape \(\) for a batch of 32"):
         model.predict(X)
+
+
+def _set_data(loop):
+    loop.data = ff.ArrayStream(X[::-1], -Y, batch_size=4, shuffle=True, seed=3)
+
+
+def _look_at_the_next_batch(loop):
+    loop.step_flops()
+
+
+def _step_a_batch_between(loop):
+    loop._stepper.advance(1, (X[:4], Y[:4]))
+
+
+def _restore(loop):
+    loop.restore(loop.state.replace(step=np.int32(2)))
+
+
+def _set(name, value):
+    return lambda loop: setattr(loop, name, value)
+
+
+@pytest.mark.parametrize(
+    "meddle",
+    [
+        pytest.param(_set_data, id="data"),
+        pytest.param(_look_at_the_next_batch, id="look"),
+        pytest.param(_step_a_batch_between, id="batch"),
+        pytest.param(_set("steps_per_call", 3), id="steps_per_call"),
+        pytest.param(_set("n_steps", 8), id="n_steps"),
+        pytest.param(_set("n_steps_per_checkpoint", 5), id="spacing"),
+        pytest.param(_set("norms", [".*"]), id="norms"),
+        pytest.param(_set("freeze", ["bias"]), id="freeze"),
+        pytest.param(lambda loop: loop.set_hyperparams(learning_rate=0.5), id="hyperparams"),
+        pytest.param(_restore, id="restore"),
+        pytest.param(lambda loop: loop.finish(), id="finish"),
+    ],
+)
+def test_whatever_is_done_between_steps_on_resident_data_comes_to_the_same_as_on_other(meddle):
+    def affine(variables, x, **options):
+        outputs = x @ variables["params"]["kernel"] + variables["params"]["bias"]
+        return (outputs, {}) if "mutable" in options else outputs
+
+    params = {"kernel": np.zeros((2, 1), np.float32), "bias": np.ones(1, np.float32)}
+
+    def run(resident):
+        # Batches of 6 leave a smaller one at the end of each epoch.
+        data = ff.ArrayStream(X, Y, batch_size=6, shuffle=True, resident=resident)
+        task = ff.TrainTask(affine, optax.inject_hyperparams(optax.sgd)(0.1), "mse", data)
+        options = {"n_steps": 20, "n_steps_per_checkpoint": 10, "stdout": False}
+        given = {"devices": jax.devices()[:1], **options}
+        loop = ff.TrainLoop(lambda rngs, x: {"params": params}, task, 0, **given)
+        seen = []
+
+        def watch(step):
+            seen.append((step, loop.running_metrics()["loss"] if loop.n_completed_steps else None))
+            if len(seen) == 5:
+                try:
+                    meddle(loop)
+                except RuntimeError as error:
+                    seen.append(str(error))
+
+        loop.watchers.append(watch)
+        shown = [(c.step, c.n_examples, c.loss, c.stop, c.data_state) for c in loop]
+        return seen, shown, jax.tree.map(np.ndarray.tolist, jax.device_get(loop.state.params))
+
+    assert run(True) == run(False)
+
+
+def test_a_step_on_resident_data_that_fails_keeps_its_batch():
+    loop, other = make_loop(), make_loop()
+    expected = list(other.run(12))[-1]
+    list(loop.run(6))
+    ready = loop._stepper._ready
+    ((key, usual),) = ready.items()
+
+    def fail(*arguments):
+        raise TypeError("no memory")
+
+    ready[key] = usual._replace(update=fail)
+    with pytest.raises(TypeError, match="no memory"):
+        list(loop.run(6))
+    assert loop.step == 6 and not loop._stepper.interrupts.is_held
+    ready[key] = usual
+    (checkpoint,) = loop.run(6)
+    np.testing.assert_array_equal(checkpoint.state.params, expected.state.params)
+    assert checkpoint.data_state == expected.data_state

@@ -86,6 +86,7 @@ class ArrayStream:
         is_small = n_bytes <= _RESIDENT_BYTES and not is_mapped
         self.resident = is_small if resident is None else resident
         """Whether a training loop keeps the arrays on the devices and gathers batches there."""
+        self._stored: Any = None
         self._rewind()
 
     def __len__(self) -> int:
@@ -102,14 +103,22 @@ class ArrayStream:
         return self
 
     def __next__(self) -> Any:
-        return self.pick(_own(self._advance()))
+        return self.pick(_own(self.next_rows() if self.shuffle else self._advance()))
 
     def next_rows(self) -> np.ndarray:
         """Moves on by a batch, and gives the indices of its examples instead of the examples.
 
         They are those of all processes.
         """
-        return _indices(self._advance())
+        # Not by `_advance`: each step on resident data takes this, and small ones notice a call.
+        order = self._order
+        if order is None:
+            order = self._ordered()
+        start = self._batch * self.batch_size
+        self._batch += 1
+        if self._batch == self._n_batches:
+            self._end_epoch()
+        return order[start : start + self.batch_size]
 
     def next_rows_of(self, n: int) -> np.ndarray | None:
         """As `next_rows`, for `n` batches of `batch_size` at once: indices `(n, batch_size)`.
@@ -122,7 +131,8 @@ class ArrayStream:
         parts = []
         while n:
             n_here = min(n, self._n_batches - self._batch)
-            parts.append(_indices(self._advance(n_here)).reshape(n_here, self.batch_size))
+            order = self._ordered()
+            parts.append(order[self._advance(n_here)].reshape(n_here, self.batch_size))
             n -= n_here
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -130,20 +140,21 @@ class ArrayStream:
         """The examples at a slice or at an array of indices, as a batch."""
         return self._structure.unflatten([column.pick(rows) for column in self._columns])
 
-    def _advance(self, n: int = 1) -> Any:
-        """The rows of the next `n` batches, which all are of this epoch."""
-        if self.epochs is not None and self.epoch >= self.epochs:
+    def _advance(self, n: int = 1) -> slice:
+        """Moves on by `n` batches, which all are of this epoch: where they stand in its order."""
+        if self._is_over():
             raise StopIteration
-        if self.shuffle and self._order is None:
-            self._order = self._permutation()
         start = self._batch * self.batch_size
-        rows: Any = slice(start, min(start + n * self.batch_size, self.n_examples))
-        if self._order is not None:
-            rows = self._order[rows]
         self._batch += n
         if self._batch == self._n_batches:
-            self.epoch, self._batch, self._order = self.epoch + 1, 0, None
-        return rows
+            self._end_epoch()
+        return slice(start, min(start + n * self.batch_size, self.n_examples))
+
+    def _is_over(self) -> bool:
+        return self.epochs is not None and self.epoch >= self.epochs
+
+    def _end_epoch(self) -> None:
+        self.epoch, self._batch, self._order = self.epoch + 1, 0, None
 
     def one_epoch(self) -> "ArrayStream":
         """A fresh stream of one pass over the same arrays, in their stored order."""
@@ -177,15 +188,32 @@ class ArrayStream:
 
     def _rewind(self) -> None:
         self.epoch, self._batch, self._n_batches = 0, 0, len(self)
-        self._order: np.ndarray | None = None
+        self._order: Any = None
+        """The indices of all rows in the order of the epoch, once they are asked for."""
+
+    def _ordered(self) -> Any:
+        """The indices of all rows in the order of this epoch."""
+        if self._is_over():
+            raise StopIteration
+        if self._order is None:
+            self._order = self._permutation() if self.shuffle else self._as_stored()
+            if isinstance(self._order, np.ndarray):
+                self._order.flags.writeable = False  # What is given out are views of it.
+        return self._order
 
     def _permutation(self) -> np.ndarray:
         # Shuffling 32-bit rows in place makes the same draws as `permutation(n)`, in half the
         # memory.
-        dtype = np.int32 if self.n_examples <= np.iinfo(np.int32).max else np.int64
-        order = np.arange(self.n_examples, dtype=dtype)
+        order = np.arange(self.n_examples, dtype=_row_dtype(self.n_examples))
         np.random.default_rng((self.seed, self.epoch)).shuffle(order)
         return order
+
+    def _as_stored(self) -> Any:
+        if self._stored is None:
+            stored = _AsStored(self.n_examples)
+            # Rows that each step takes are at hand; data that may be huge needs no memory for them.
+            self._stored = stored[:] if self.resident else stored
+        return self._stored
 
     def _description(self) -> dict[str, Any]:
         return {
@@ -204,5 +232,15 @@ def _own(rows: Any) -> Any:
     return own_slice(rows) if isinstance(rows, slice) else rows[own_slice(slice(0, len(rows)))]
 
 
-def _indices(rows: Any) -> np.ndarray:
-    return np.arange(rows.start, rows.stop, dtype=np.int32) if isinstance(rows, slice) else rows
+def _row_dtype(n: int) -> Any:
+    return np.int32 if n <= np.iinfo(np.int32).max else np.int64
+
+
+class _AsStored:
+    """The indices of `n` rows in their stored order, of which only slices are made."""
+
+    def __init__(self, n: int):
+        self._n = n
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        return np.arange(*rows.indices(self._n), dtype=_row_dtype(self._n))

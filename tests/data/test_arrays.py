@@ -46,8 +46,16 @@ def test_all_parts_of_a_shuffled_batch_belong_together():
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("drop_remainder", [False, True])
-def test_rows_of_several_batches_are_those_of_one_after_the_other(shuffle, drop_remainder):
-    options = {"batch_size": 4, "shuffle": shuffle, "drop_remainder": drop_remainder}
+@pytest.mark.parametrize("resident", [False, True])
+def test_rows_of_several_batches_are_those_of_one_after_the_other(
+    shuffle, drop_remainder, resident
+):
+    options = {
+        "batch_size": 4,
+        "shuffle": shuffle,
+        "drop_remainder": drop_remainder,
+        "resident": resident,
+    }
     many = ArrayStream(np.arange(13), epochs=4, **options)
     singly = ArrayStream(np.arange(13), epochs=4, **options)
     given, n_at_once = [], 0
@@ -69,6 +77,19 @@ def test_rows_of_several_batches_are_those_of_one_after_the_other(shuffle, drop_
     np.testing.assert_array_equal(np.concatenate(given), np.concatenate(expected))
     # Four epochs of three batches and, unless it is dropped, a smaller one.
     assert n_at_once == (12 if drop_remainder else 8)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("resident", [False, True])
+def test_rows_and_examples_may_be_taken_in_turn_and_rows_cannot_spoil_later_ones(shuffle, resident):
+    stream = ArrayStream(np.arange(8), batch_size=2, shuffle=shuffle, resident=resident)
+    other = ArrayStream(np.arange(8), batch_size=2, shuffle=shuffle)
+    for _ in range(6):
+        rows = stream.next_rows()
+        np.testing.assert_array_equal(stream.pick(rows)[0], next(other)[0])
+        if rows.flags.writeable:
+            rows[:] = 0
+        np.testing.assert_array_equal(next(stream)[0], next(other)[0])
 
 
 def test_nested_inputs_and_targets_keep_their_structure():
