@@ -310,7 +310,7 @@ class Stepper:
 
         Returns whether there was a batch to step.
         """
-        if n == 1 and batch is None:
+        if n == 1 and batch is None and self.source.gathers:
             for _ in self.advance_singly(self.step + 1):
                 return True
         # Not by `explained`, which is a call more for each step.
