@@ -17,7 +17,10 @@ class Interrupts:
         self._handler: Any = None
         self._replaced: list[Any] = []
         self.is_held = False
-        """Whether a stretch that must not be torn apart is under way."""
+        """Whether a stretch that must not be torn apart is under way.
+
+        An inner loop may set it by itself, where it releases what is pending behind it.
+        """
         self.is_pending = False
         """Whether an interrupt has arrived meanwhile."""
 

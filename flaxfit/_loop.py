@@ -548,7 +548,7 @@ class TrainLoop:
             is_alone = not stepper.agreement.is_needed
             if self._is_finishing and stepper.tally.n_steps and is_alone:
                 break
-            for _ in self._dispatch(end, batch):
+            for _ in self._steps(end, batch):
                 for watch in self.watchers:
                     watch(stepper.step)
                 # Asked for again only once it was moved, as by a watcher: that takes time.
@@ -562,7 +562,7 @@ class TrainLoop:
             self._reset()
             stepper.interrupts.release()
 
-    def _dispatch(self, end: int, batch: Any) -> Iterator[None]:
+    def _steps(self, end: int, batch: Any) -> Iterator[None]:
         """Dispatches steps up to `end`, or to the end of the data; yields after each dispatch."""
         stepper = self._stepper
         while stepper.step < end:
@@ -570,11 +570,12 @@ class TrainLoop:
                 has_stepped = stepper.advance(1, batch)
             elif self._trial is not None:
                 has_stepped = self._trial.advance(end - stepper.step, self.n_steps_per_checkpoint)
-            elif self._steps_per_call > 1:
+            elif self._steps_per_call > 1 or not stepper.source.gathers:
                 has_stepped = stepper.advance(min(self._steps_per_call, end - stepper.step))
             else:
                 yield from stepper.advance_singly(end)
-                has_stepped = stepper.step < end and stepper.advance(1)
+                is_over = stepper.step >= end or stepper.source.ended
+                has_stepped = not is_over and stepper.advance(1)
             if not has_stepped:
                 return
             yield

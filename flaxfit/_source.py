@@ -36,7 +36,8 @@ class Source:
         self.is_resumed = False
         """Whether it has moved to where a checkpoint was made."""
         self.fetched: list[tuple[Any, Any]] = []
-        """Batches that were not stepped yet, each with the position before it, if it is known."""
+        """Batches that were not stepped yet, each with the position behind it."""
+        self._position: Any = None
 
     def move_to(self, position: Any) -> None:
         """Goes on where a checkpoint was made, if that tells and the stream can."""
@@ -54,9 +55,8 @@ class Source:
         Raises:
           StopIteration: there is none.
         """
-        position = self.stream_position() if is_ahead else None
         item = self.stream.next_rows() if self.takes_rows else next(self.stream)
-        self.fetched.append((item, position))
+        self.fetched.append((item, self.stream_position() if is_ahead else None))
         return item
 
     def fetch(self, n: int, *, is_ahead: bool = False) -> list[Any]:
@@ -79,10 +79,13 @@ class Source:
 
     def peek(self) -> list[Any]:
         """The next batch, which stays to be stepped; empty at the end of the data."""
+        if not self.fetched:
+            self._position = self.stream_position()
         return self.fetch(1, is_ahead=True)
 
     def stepped(self, n: int) -> None:
-        """Lets go of the first `n` that were fetched."""
+        """Lets go of the first `n` that were fetched; 0: of others, which came from the stream."""
+        self._position = self.fetched[n - 1][1] if n else None
         del self.fetched[:n]
 
     @property
@@ -92,7 +95,7 @@ class Source:
 
     def position(self) -> Any:
         """The position behind the last batch that was stepped; None if none is told."""
-        return self.fetched[0][1] if self.fetched else self.stream_position()
+        return self._position if self.fetched else self.stream_position()
 
     def stream_position(self) -> Any:
         """The position behind the last batch that was fetched; None if none is told."""

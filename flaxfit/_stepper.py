@@ -313,6 +313,8 @@ class Stepper:
         if n == 1 and batch is None and self.source.gathers:
             for _ in self.advance_singly(self.step + 1):
                 return True
+            if self.source.ended:
+                return False
         # Not by `explained`, which is a call more for each step.
         try:
             # From here to the release an interrupt waits, so that no batch and no state is lost.
@@ -330,8 +332,7 @@ class Stepper:
                     if has_stepped:
                         self._dispatch(portions, self.source if batch is None else None)
                 if not has_stepped:
-                    self.agreement.end("training", self.step, self._in_flight)
-                    self.source.ended = True
+                    self._end()
                     return False
             finally:
                 self.interrupts.release()
@@ -350,37 +351,27 @@ class Stepper:
         what that does, less all that is known by then, in as few calls as can be: small models
         would notice each.
         """
-        source, interrupts, tally = self.source, self.interrupts, self.tally
-        known, fetched = self._ready, source.fetched
-        if not (known and source.gathers):
+        source, interrupts = self.source, self.interrupts
+        if not (self._ready and source.gathers):
             return
-        next_rows, split = source.stream.next_rows, self.strategy.split
+        next_rows, split, fetched = source.stream.next_rows, self.strategy.split, source.fetched
         try:
-            while self.step < end and self._ready is known and not fetched:
+            while self.step < end and self.source is source and not fetched:
                 interrupts.is_held = True  # As `advance` does.
                 try:
                     try:
                         rows = next_rows()
                     except StopIteration:
+                        if self.source is source:  # Reading it may set anything.
+                            self._end()
                         return
                     fetched.append((rows, None))
-                    ready = known.get(len(rows))
-                    if ready is None or self._ready is not known:  # Reading may set anything.
+                    if (ready := self._ready.get(len(rows))) is None:
                         return
-                    if self._kept:
-                        self.secure_kept()
-                    update, data, structure, more, n_examples = ready
-                    batch = structure.unflatten([split(rows), *more])
-                    moving, still = self._held
-                    results = update(moving, tally.totals, still, *data, batch)
-                    moving, totals, self.grads, changed = results
-                    if changed:
-                        self._held = self._held.after(moving, changed)
-                    else:
-                        self._held = Held(moving, still)
-                    self.step += 1
-                    tally.add(totals, 1, n_examples)
-                    fetched.clear()
+                    self._run(ready, [split(rows)], 1)
+                    # What it holds on the devices, others may replace before the next step.
+                    del ready
+                    source.stepped(1)
                 finally:
                     interrupts.is_held = False
                     if interrupts.is_pending:
@@ -393,16 +384,21 @@ class Stepper:
             explain(error, self)
             raise
 
+    def _end(self) -> None:
+        """Notes that there are no more batches."""
+        self.agreement.end("training", self.step, self._in_flight)
+        self.source.ended = True
+
     def _step_as_before(self, n: int) -> bool | None:
         """Steps on the next batches, where such were stepped before; whether there was a batch.
 
         It is what `_dispatch` does, less all that is known by then: small models would notice.
         None where it is for `_dispatch` to do, which finds what was fetched.
         """
-        source = self.source
-        if source.gathers:
-            return self._several_as_before(n) if n > 1 else None
         if n > 1:
+            return self._several_as_before(n)
+        source = self.source
+        if source.gathers:  # `advance_singly` has found none that is usual.
             return None
         try:
             item = source.fetch_one()
@@ -434,6 +430,7 @@ class Stepper:
             if self.step == step:  # Their batches are still to come.
                 stream.set_state(position)
             raise
+        self.source.stepped(0)
         return True
 
     def _run(self, ready: _Ready, split: list[Any], n: int) -> None:

@@ -1,5 +1,8 @@
 """Going on after something went wrong, or was changed: no step is lost, none is counted twice."""
 
+import signal
+import weakref
+
 import jax
 import numpy as np
 import optax
@@ -341,3 +344,59 @@ def test_a_step_on_resident_data_that_fails_keeps_its_batch():
     (checkpoint,) = loop.run(6)
     np.testing.assert_array_equal(checkpoint.state.params, expected.state.params)
     assert checkpoint.data_state == expected.data_state
+
+
+def test_data_that_a_watcher_replaces_is_freed_at_once():
+    loop = make_loop()
+    freed = []
+
+    def watch(step):
+        if step == 5:
+            latest = weakref.ref(loop._stepper.intake.resident.inputs[0])
+            loop.data = ff.ArrayStream(X, -Y, batch_size=4, epochs=1)
+            freed.append(latest() is None)
+
+    loop.watchers.append(watch)
+    assert [c.step for c in loop] == [1, 13] and freed == [True]
+
+
+def test_data_that_was_replaced_is_free_while_an_interrupt_is_kept():
+    loop = make_loop()
+    list(loop.run(5))
+    latest = weakref.ref(loop._stepper.intake.resident.inputs[0])
+    (key,) = loop._stepper._ready
+
+    def interrupted(*arguments, update=loop._stepper._ready[key].update):
+        signal.raise_signal(signal.SIGINT)
+        return update(*arguments)
+
+    loop._stepper._ready[key] = loop._stepper._ready[key]._replace(update=interrupted)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        list(loop.run(5))
+    loop.data = ff.ArrayStream(X, -Y, batch_size=4, epochs=1)
+    assert latest() is None and kept.tb is not None and loop.step == 6
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_the_end_of_the_data_is_asked_for_once(resident):
+    class OnePass(ff.ArrayStream):
+        """Ends after a pass, and would go on with another."""
+
+        told = 0
+
+        def ended(self):
+            if self.epoch > self.told:
+                self.told += 1
+                raise StopIteration
+
+        def next_rows(self):
+            self.ended()
+            return super().next_rows()
+
+        def __next__(self):
+            self.ended()
+            return super().__next__()
+
+    stream = OnePass(X, Y, batch_size=4, shuffle=True, resident=resident)
+    loop = make_loop(stream, n_steps=30)
+    assert [c.step for c in loop] == [1, 8] and stream.told == 1

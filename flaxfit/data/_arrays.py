@@ -103,12 +103,14 @@ class ArrayStream:
         return self
 
     def __next__(self) -> Any:
-        return self.pick(_own(self.next_rows() if self.shuffle else self._advance()))
+        order = self._ordered() if self.shuffle else None
+        rows = self._advance()
+        return self.pick(_own(rows if order is None else order[rows]))
 
     def next_rows(self) -> np.ndarray:
         """Moves on by a batch, and gives the indices of its examples instead of the examples.
 
-        They are those of all processes.
+        They are those of all processes, and not to be written to.
         """
         # Not by `_advance`: each step on resident data takes this, and small ones notice a call.
         order = self._order
