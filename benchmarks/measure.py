@@ -5,8 +5,9 @@ import gc
 import os
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 from benchmarks import contenders as contenders_
 from benchmarks.contenders import BASE, RECIPES, Contender
 from benchmarks.linen_models import initial_params
+from benchmarks.turns import around_median
 from benchmarks.workloads import Workload
 
 QUANTITIES = ("step", "evaluate", "predict")
@@ -23,6 +25,8 @@ QUANTITIES = ("step", "evaluate", "predict")
 _LOSS_TOLERANCE = 5e-3
 _LAST_LOSS_TOLERANCE = 2e-2
 _LOGIT_TOLERANCE = 5e-2
+# Of fewer values not even the least and the greatest have the median between them so surely.
+_LEAST_ROUNDS = 6
 
 
 @dataclasses.dataclass
@@ -33,7 +37,7 @@ class Measurement:
     quantity: str
     unit: str
     values: dict[str, list[float]]
-    """By contender, one of each round."""
+    """By contender, one of each round, in the same order for all."""
     losses: dict[str, float]
     n_devices: int = 1
     load: float = 0.0
@@ -41,10 +45,36 @@ class Measurement:
 
     def ratio(self, name: str, base: str = BASE) -> float | None:
         """The median over the rounds of the ratio to the base; None where that was not measured."""
+        ratios = self._ratios(name, base)
+        return statistics.median(ratios) if ratios else None
+
+    def bounds(self, name: str, base: str = BASE) -> tuple[float, float] | None:
+        """Between what the ratio lies with 95 % certainty; None where too few rounds tell."""
+        ratios = self._ratios(name, base)
+        return around_median(ratios) if len(ratios) >= _LEAST_ROUNDS else None
+
+    def _ratios(self, name: str, base: str) -> list[float]:
+        """The ratio to the base in each round; none where that was not measured."""
         if base not in self.values or name not in self.values:
-            return None
+            return []
         pairs = zip(self.values[name], self.values[base], strict=True)
-        return statistics.median(a / b for a, b in pairs)
+        return [a / b for a, b in pairs]
+
+
+def pooled(measurements: Sequence[Measurement]) -> Measurement:
+    """The same measured in several processes, as one of all their rounds.
+
+    Raises:
+      SystemExit: a contender came to another loss in another process.
+    """
+    first = measurements[0]
+    for name in first.losses:
+        by_process = {f"{name}, process {i}": m.losses[name] for i, m in enumerate(measurements)}
+        check_losses(by_process, _LOSS_TOLERANCE)
+    values = {
+        name: [x for each in measurements for x in each.values[name]] for name in first.values
+    }
+    return dataclasses.replace(first, values=values, load=max(each.load for each in measurements))
 
 
 def measure(
@@ -61,6 +91,11 @@ def measure(
       SystemExit: the contenders do not do the same work, so that the times would compare nothing.
     """
     names = [name for name in names if _can_run(name, workload, n_devices)]
+    if n_devices > (n := len(jax.devices())):
+        print(f"{n_devices} devices are left out: there are {n}.", file=sys.stderr)
+        return []
+    if not names:
+        return []
     options = {"n_devices": n_devices} if n_devices > 1 else {}
     params = initial_params(workload)
     with contenders_.unseen_terminal():
@@ -103,7 +138,7 @@ def check(contenders: dict[str, Contender], losses: dict[str, float]) -> None:
 
 def check_losses(losses: dict[str, float], tolerance: float) -> None:
     """Ends the program unless the losses agree to that part of them."""
-    first = next(iter(losses.values()))
+    first = next(iter(losses.values()), 0.0)
     # Written so that a loss that is not a number disagrees.
     if not all(abs(loss - first) <= tolerance * abs(first) for loss in losses.values()):
         raise SystemExit(f"The losses disagree, so the times compare nothing: {losses}")
@@ -159,7 +194,7 @@ def _blocks(
 def _rounds(blocks: dict[str, Callable[[], Any]], n: int, rounds: int) -> dict[str, list[float]]:
     """Microseconds per unit by contender; the order within a round is drawn anew each time."""
     values: dict[str, list[float]] = {name: [] for name in blocks}
-    order = random.Random(0)
+    order = random.Random()
     for i in range(rounds + 1):
         for name in order.sample(list(blocks), len(blocks)):
             gc.collect()
@@ -168,4 +203,10 @@ def _rounds(blocks: dict[str, Callable[[], Any]], n: int, rounds: int) -> dict[s
             seconds = time.perf_counter() - began
             if i:  # The first round still warms up.
                 values[name].append(seconds / n * 1e6)
+        if not i:
+            # What stays for good need not be looked through again: of all rivals' modules that
+            # would take most of the time.
+            gc.collect()
+            gc.freeze()
+    gc.unfreeze()
     return values

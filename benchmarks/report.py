@@ -25,16 +25,19 @@ def table(measurement: Measurement) -> str:
     lines = [
         f"### {title}",
         "",
-        f"| contender | {measurement.unit} | least | x {BASE} | x Keras |",
-        "| --- | --: | --: | --: | --: |",
+        f"| contender | {measurement.unit} | least | x {BASE} | between | x Keras |",
+        "| --- | --: | --: | --: | --: | --: |",
     ]
     for name, values in measurement.values.items():
-        ratios = [measurement.ratio(name, base) for base in (BASE, "Keras")]
+        to_base, to_keras = (measurement.ratio(name, base) for base in (BASE, "Keras"))
+        bounds = measurement.bounds(name)
         cells = [
             name,
             _number(statistics.median(values)),
             _number(min(values)),
-            *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+            "" if to_base is None else f"{to_base:.2f}",
+            "" if bounds is None else "{:.2f} to {:.2f}".format(*bounds),
+            "" if to_keras is None else f"{to_keras:.2f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -33,11 +33,16 @@ def ratio(values: list[float], base: list[float]) -> float:
 
 
 def around_median(values: Sequence[float]) -> tuple[float, float]:
-    """The two of the values that the median lies between with 95 % certainty.
+    """The two of the values that the median lies between with 95 % certainty, or more.
 
-    By the order statistics of independent values, in the normal approximation of the binomial:
-    of several processes it tells how these came out, and less of how others would.
+    By the order statistics of independent values, each of which is as likely to be below the median
+    as above: of several processes it tells how these came out, and less of how others would. Fewer
+    than six values do not tell it so surely.
     """
     ordered, n = sorted(values), len(values)
-    rank = max(0, math.ceil(n / 2 - 1.96 * n**0.5 / 2) - 1)
+    # One in 40 at each end, in units of the 2**n ways that the values may fall.
+    rank, ways = 0, 1 + n
+    while 40 * ways <= 2**n:
+        rank += 1
+        ways += math.comb(n, rank + 1)
     return ordered[rank], ordered[n - 1 - rank]

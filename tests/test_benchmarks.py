@@ -1,5 +1,6 @@
 """The benchmarks run, and compare only what does the same work; how fast is not tested."""
 
+import dataclasses
 import json
 import os
 import re
@@ -27,6 +28,7 @@ def run_benchmarks(run_child, folder, environment, *arguments):
 @pytest.mark.slow
 def test_every_contender_has_figures_and_the_same_loss(tmp_path, environment, run_child):
     arguments = ["--models", "mlp", "--quantities", "step", "evaluate", "predict"]
+    arguments += ["--processes", "2"]
     tables, content = run_benchmarks(run_child, tmp_path, environment, *arguments)
 
     assert content["environment"]["versions"]["jax"]
@@ -36,7 +38,7 @@ def test_every_contender_has_figures_and_the_same_loss(tmp_path, environment, ru
         losses = measurement["losses"]
         assert set(losses) == set(SELF_CONTAINED)
         assert max(losses.values()) == pytest.approx(min(losses.values()), rel=1e-5)
-        assert all(value > 0 for (value,) in measurement["values"].values())
+        assert all(a > 0 and b > 0 for a, b in measurement["values"].values())  # Of both.
         assert "hand-written" in measurement["values"]
         assert f"### mlp: {measurement['quantity']}" in tables
 
@@ -77,6 +79,48 @@ def test_other_losses_end_it_without_a_figure(monkeypatch):
         check_losses({"a": 1.0, "b": 1.1}, 1e-3)
     with pytest.raises(SystemExit, match="disagree"):
         check_losses({"a": 1.0, "b": float("nan")}, 1e-3)
+
+
+def test_the_rounds_of_several_processes_count_as_one_measurement(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks import report
+    from benchmarks.measure import Measurement, pooled
+
+    first, second = (
+        Measurement("mlp", "step", "us per step", values, {"TrainLoop": 1.0}, load=load)
+        for values, load in (
+            ({"hand-written": [100.0] * 4, "TrainLoop": [90.0, 100.0, 100.0, 110.0]}, 0.5),
+            ({"hand-written": [200.0, 200.0], "TrainLoop": [260.0, 180.0]}, 1.5),
+        )
+    )
+    both = pooled([first, second])
+
+    assert both.values["TrainLoop"] == [90, 100, 100, 110, 260, 180]
+    assert both.load == 1.5
+    assert both.ratio("TrainLoop") == 1.0
+    assert both.bounds("TrainLoop") == (0.9, 1.3)
+    assert both.ratio("TrainLoop", "Keras") is both.bounds("TrainLoop", "Keras") is None
+    assert "| TrainLoop | 105 | 90 | 1.00 | 0.90 to 1.30 |  |" in report.table(both)
+    assert first.ratio("TrainLoop") == 1.0
+    assert first.bounds("TrainLoop") is None  # Four rounds do not tell.
+    with pytest.raises(SystemExit, match="losses disagree.*TrainLoop, process 1"):
+        pooled([first, dataclasses.replace(second, losses={"TrainLoop": 2.0})])
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--processes", "0"], "argument --processes: must be at least 1, got 0"),
+        (["--rounds", "-1"], "argument --rounds: must be at least 1, got -1"),
+    ],
+)
+def test_numbers_of_the_command_line_are_at_least_one(monkeypatch, capsys, arguments, said):
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks.__main__ import main
+
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.thorough
