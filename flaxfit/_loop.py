@@ -329,12 +329,12 @@ class TrainLoop:
 
     @steps_per_call.setter
     def steps_per_call(self, value: int | str) -> None:
-        self._settings = object()
         if value == "auto":
             self._trial = self._trial or Trial(self._stepper, self.say)
         else:
             self._steps_per_call = whole_number("steps_per_call", value, other="auto")
             self._trial = None
+        self._settings = object()
 
     @property
     def first_checkpoint(self) -> int:
@@ -551,7 +551,7 @@ class TrainLoop:
             for _ in self._steps(end, batch):
                 for watch in self.watchers:
                     watch(stepper.step)
-                # Asked for again only once it was moved, as by a watcher: that takes time.
+                # Asking for the end takes time: only where a watcher has set something.
                 if self._settings is not settings or self._is_finishing:
                     break
         if self._due is None and stepper.tally.n_steps:

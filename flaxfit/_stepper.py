@@ -229,16 +229,17 @@ class Stepper:
           ValueError: with the arrays that are not.
         """
         own, new = (
-            {path: f"{x.dtype}{list(x.shape)}" for path, x in flat(tree).items()}
-            for tree in (self.state, state)
+            {path: _kind(x) for path, x in flat(tree).items()} for tree in (self.state, state)
         )
         if own != new:
             paths = [path for path in {**own, **new} if own.get(path) != new.get(path)]
             lines = [f"  {p}: here {own.get(p, '-')}, given {new.get(p, '-')}" for p in paths[:30]]
+            n = "1 array differs" if len(paths) == 1 else f"{len(paths)} arrays differ"
             raise ValueError(
-                f"Cannot go on from a state of another model or optimizer; {len(paths)} arrays "
-                "differ:\n" + "\n".join(lines) + "\nIf other parameters were frozen then, set "
-                "`freeze` as it was, restore, and set it back."
+                f"Cannot go on from a state of another model or optimizer; {n}:\n"
+                + "\n".join(lines)
+                + "\nIf other parameters were frozen then, set `freeze` as it was, restore, and "
+                "set it back."
             )
 
     def _forget(self) -> None:
@@ -601,6 +602,10 @@ class Stepper:
         if jax.tree.leaves(self.state.model_state) and self.task.mutable not in (False, (), []):
             return "the model keeps statistics of what it sees, such as BatchNorm's"
         return ""
+
+
+def _kind(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
 def _secure(references: Sequence[weakref.ref[Later]]) -> None:

@@ -139,6 +139,8 @@ def test_restoring_what_does_not_fit_changes_nothing():
     other = first.state.replace(params=np.zeros((3, 1), np.float32))
     with pytest.raises(ValueError, match=r"params: here float32\[2, 1\], given float32\[3, 1\]"):
         loop.restore(other)
+    with pytest.raises(ValueError, match=r"1 array differs:\n  step: here int32\[\], given int\n"):
+        loop.restore(first.state.replace(step=3))
     with pytest.raises(TypeError, match="TrainState or a Checkpoint, got NoneType"):
         loop.restore(None)
     assert loop.step == 2
