@@ -215,6 +215,9 @@ def read(
 
 def _plain_state(arrays: Mapping[str, Any], described: Mapping[str, Description]) -> TrainState:
     """The state without a template, with the logical axes that the file names."""
+    for name in ("step", "key"):  # What every state has; the rest may be without arrays.
+        if name not in arrays:
+            raise Damaged(f"it does not hold {name}")
     axes = {
         path: PartitionSpec(*(tuple(n) if isinstance(n, list) else n for n in description["axes"]))
         for path, description in described.items()

@@ -1,3 +1,4 @@
+import json
 import shutil
 import sys
 
@@ -325,6 +326,18 @@ def test_arrays_that_are_intact_files_of_another_content_are_detected(tmp_path):
     _seal.write(tmp_path / "1")
     with pytest.raises(ValueError, match="1 is damaged: the content of .* was changed"):
         restore(tmp_path, SMALL, which=1)
+
+
+@pytest.mark.parametrize("name", ["step", "key"])
+def test_a_record_that_leaves_out_what_every_state_has_is_damaged(tmp_path, name):
+    fill(tmp_path, 1)
+    record = tmp_path / "1" / "record" / "metadata"
+    content = json.loads(record.read_text())
+    del content["arrays"][name]
+    record.write_text(json.dumps(content))
+    _seal.write(tmp_path / "1")
+    with pytest.raises(ValueError, match=f"1 is damaged: it does not hold {name}"):
+        restore(tmp_path, which=1)
 
 
 def flip_array(step):
