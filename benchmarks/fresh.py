@@ -35,7 +35,7 @@ def measure(model: str, names: Iterable[str], *, rounds: int, quick: bool) -> di
         for quantity in ("first step", "end to end", "memory")
     }
     found["losses"] = {}
-    epochs = 1 if quick else 10
+    epochs = 1 if quick else workloads.make(model, quick).epochs_from_start
     for i in range(rounds + (not quick)):
         for name in names:
             first, last = _run(name, model, 1, 1, quick), _run(name, model, epochs, 10**9, quick)

@@ -27,6 +27,9 @@ class CNN(nn.Module):
         self.Conv_1 = nn.Conv2d(first, second, 3, padding=1)
         self.Dense_0 = nn.Linear(7 * 7 * second, width)
         self.Dense_1 = nn.Linear(width, n_classes)
+        for layer in self.children():  # As linen draws them.
+            nn.init.normal_(layer.weight, std=layer.weight[0].numel() ** -0.5)
+            nn.init.zeros_(layer.bias)
         self.to(memory_format=torch.channels_last)
 
     def forward(self, x):

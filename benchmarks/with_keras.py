@@ -78,11 +78,13 @@ def _mlp(x: Any, workload: Workload) -> Any:
 
 def _cnn(x: Any, workload: Workload) -> Any:
     first, second, width = workload.sizes
+    drawn = {"kernel_initializer": "lecun_normal"}  # As in linen: a model learns otherwise.
+    hidden = {"activation": "relu", **drawn}
     for i, features in enumerate((first, second)):
-        x = layers.Conv2D(features, 3, padding="same", activation="relu", name=f"Conv_{i}")(x)
+        x = layers.Conv2D(features, 3, padding="same", name=f"Conv_{i}", **hidden)(x)
         x = layers.AveragePooling2D(2)(x)
-    x = layers.Dense(width, activation="relu", name="Dense_0")(layers.Flatten()(x))
-    return layers.Dense(workload.n_classes, name="Dense_1")(x)
+    x = layers.Dense(width, name="Dense_0", **hidden)(layers.Flatten()(x))
+    return layers.Dense(workload.n_classes, name="Dense_1", **drawn)(x)
 
 
 def _transformer(x: Any, workload: Workload) -> Any:

@@ -24,6 +24,8 @@ class Workload:
     sizes: tuple[int, ...] = ()
     """What the network needs to know, such as its width."""
     learning_rate: float = 1e-3
+    epochs_from_start: int = 10
+    """Epochs of a whole process: few enough for losses that can be compared, not all near zero."""
 
     @property
     def n_steps(self) -> int:
@@ -56,7 +58,8 @@ def cnn(quick: bool) -> Workload:
     x = (x[order] / 255).reshape(-1, 28, 28, 1).astype(np.float32)
     y = y[order].astype(np.int32)
     sizes, batch_size, n_steps = ((4, 8, 16), 8, 4) if quick else ((32, 64, 256), 64, 32)
-    return Workload("cnn", x, y, batch_size, 10, 1, sizes).cut(n_steps)
+    workload = Workload("cnn", x, y, batch_size, 10, 1, sizes, epochs_from_start=2)
+    return workload.cut(n_steps)
 
 
 def transformer(quick: bool) -> Workload:
