@@ -18,7 +18,6 @@ from flaxfit._inspect import inspect_eval, shapes_of, structure_of
 from flaxfit._own_rows import OwnBatches
 from flaxfit._step import compute, make_eval_step
 from flaxfit._task import EvalTask
-from flaxfit._traced import takes_whole_batches, with_traced_model
 from flaxfit._whole_number import whole_number
 from flaxfit.data import as_stream, one_pass
 from flaxfit.optim import swap_ema
@@ -72,9 +71,7 @@ class EvalLoop:
     def _forget(self) -> None:
         """Begins without what was compiled and traced."""
         self._executables: dict[Any, Callable[..., Any]] = {}
-        # For programs that take whole batches.
-        self._whole = with_traced_model(self.task)
-        self._looked_at: dict[Any, Any] = {}
+        self._traced: dict[Any, Any] = {}
         self._sums: dict[Any, Any] = {}
 
     @property
@@ -180,10 +177,10 @@ class EvalLoop:
         is_known, self._checked = data is self._checked, data
         whole = None if is_known else batches.whole()
         whole = None if whole is None else normalize(whole)
-        values = inspect_eval(self._whole, state, batch, whole, bind, self._looked_at)
+        values = inspect_eval(self.task, state, batch, whole, bind, self._traced)
         key = structure_of((state, batch))
         if key not in self._sums:
-            measure = bind(make_eval_step(self._whole))
+            measure = bind(make_eval_step(self.task))
             self._sums[key] = jax.eval_shape(measure, shapes_of(state), shapes_of(batch))
         why_not = "the loss returns a scalar, not one value per example"
         is_scalar = values is not None and values.ndim == 0
@@ -198,7 +195,7 @@ class EvalLoop:
 
     def _compile(self, strategy: Strategy, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         measure = make_eval_step(
-            self._whole if takes_whole_batches(strategy) else self.task,
+            self.task,
             axis_name=strategy.axis_name,
             virtual_replicas=getattr(strategy, "virtual_replicas", None),
         )

@@ -36,7 +36,7 @@ def inspect(
       batch: the first batch.
       data: all of the data, where it is at hand: its values are checked, else the batch's.
       bind: of the strategy, to trace as it does.
-      known: what was looked at before of this task, by shapes; it is added to.
+      known: what was traced before of this task, by shapes; it is added to.
       is_resumed: whether the run began before this batch, whose values are not checked then: had
         it not been interrupted, it would not have looked at them.
 

@@ -13,7 +13,6 @@ from flaxfit._forward import weights_of
 from flaxfit._inspect import inspect, shapes_of
 from flaxfit._step import make_train_step, more_sums
 from flaxfit._task import TrainTask
-from flaxfit._traced import with_traced_model
 from flaxfit.data import as_stream
 
 
@@ -50,13 +49,12 @@ def MultiTask(
     _check(tasks, weights)
     streams = {name: as_stream(task.data) for name, task in tasks.items()}
     stream = _Turns(streams, None if weights is None else dict(weights), seed)
-    traced = {name: with_traced_model(task) for name, task in tasks.items()}
-    steps = {name: make_train_step(task) for name, task in traced.items()}
+    steps = {name: make_train_step(task) for name, task in tasks.items()}
 
     def step(state: Any, batch: Batch) -> tuple[Any, Any]:
         (turn,) = batch.targets
         sums: dict[str, Any] = {}
-        for name, task in traced.items():
+        for name, task in tasks.items():
             shapes = _sums_of(task, state, stream.samples[name])
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             sums |= {f"{name}/{metric}": zero for metric, zero in zeros.items()}

@@ -13,7 +13,6 @@ from flaxfit._feed import Feed
 from flaxfit._inspect import check_rows, shapes_of, structure_of
 from flaxfit._own_rows import OwnBatches
 from flaxfit._step import make_predict_step
-from flaxfit._traced import Traced, takes_whole_batches
 from flaxfit.data import one_pass
 from flaxfit.strategies import Strategy
 
@@ -35,9 +34,8 @@ class Predictor:
     """
 
     def __init__(self, apply: Callable[..., Any], *, precision: Any = None):
-        self._step = make_predict_step(apply, precision=precision)
-        # For programs that take whole batches.
-        self._whole = make_predict_step(Traced(apply), precision=precision)
+        self._apply = apply
+        self._precision = precision
         self._executables: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, state: Any, data: Any, strategy: Strategy) -> Any:
@@ -76,9 +74,9 @@ class Predictor:
     def _compile(
         self, strategy: Strategy, batch: Any, arguments: tuple[Any, ...]
     ) -> Callable[..., Any]:
+        step = make_predict_step(self._apply, precision=self._precision)
         with calls_explained(batch.inputs):
             abstract = shapes_of(arguments[0]), shapes_of(batch)
-            result = jax.eval_shape(strategy.bind(self._whole), *abstract)
+            result = jax.eval_shape(strategy.bind(step), *abstract)
         check_rows(result, n_examples(batch))
-        step = self._whole if takes_whole_batches(strategy) else self._step
         return strategy.compile_split(step, arguments)

@@ -29,7 +29,6 @@ from flaxfit._state import TrainState
 from flaxfit._step import more_sums
 from flaxfit._tally import Tally
 from flaxfit._task import TrainTask
-from flaxfit._traced import takes_whole_batches, with_traced_model
 from flaxfit._update import make_step, make_update
 from flaxfit.data import ArrayStream
 from flaxfit.optim import set_hyperparams
@@ -78,7 +77,7 @@ class Stepper:
         check_strategy(task, strategy)
         if keep_grads and task.step is not None:
             raise ValueError("The task has a step of its own, which returns no gradients to keep.")
-        self._set_task(task)
+        self.task = task
         self.strategy = strategy
         self.step = 0
         """How many updates were done; on the host, as reading the device's would wait for it."""
@@ -94,6 +93,7 @@ class Stepper:
         )
         self.programs = Programs(self.agreement, say)
         self.tally = Tally(strategy.share)
+        self._traced: dict[Any, Any] = {}
         self.norms: tuple[str, ...] = ()
         # How the state is taken apart, once there is one, and its arrays.
         self._form: Any = None
@@ -119,12 +119,6 @@ class Stepper:
         self._most_in_flight = _RESIDENT_LOOKS_IN_FLIGHT if is_free else _STEPS_IN_FLIGHT
         self._ready: dict[Hashable, _Ready] = {}
         """What steps batches like those that were stepped before, by their keys."""
-
-    def _set_task(self, task: TrainTask) -> None:
-        self.task = task
-        # For programs that take whole batches.
-        self._whole = with_traced_model(task)
-        self._looked_at: dict[Any, Any] = {}
 
     @property
     def state(self) -> Any:
@@ -202,10 +196,9 @@ class Stepper:
         opt_state = carry_state(state.opt_state, task.optimizer, state.params)
         axes = with_optimizer(state.axes, state.params, opt_state)
         placed = self.strategy.place(state.replace(opt_state=opt_state, axes=axes))
-        self._set_task(task)
-        self.state = placed
+        self.task, self.state = task, placed
         self.programs.forget()
-        self._ready = {}
+        self._traced, self._ready = {}, {}
 
     def set_norms(self, patterns: Sequence[str]) -> None:
         """Reports the norms of parameters and gradients by these patterns, from now on."""
@@ -552,22 +545,21 @@ class Stepper:
         return strategy.split(batch, len(portions))
 
     def _build(self, portion: Portion, arguments: tuple[Any, ...], *, n_steps: int) -> Any:
-        strategy = portion.strategy
         update = make_update(
-            self._whole if takes_whole_batches(strategy) else self.task,
-            axis_name=strategy.axis_name,
-            virtual_replicas=getattr(strategy, "virtual_replicas", None),
+            self.task,
+            axis_name=portion.strategy.axis_name,
+            virtual_replicas=getattr(portion.strategy, "virtual_replicas", None),
             n_steps=n_steps,
             skip_empty=portion.is_weighted,
             norms=self.norms,
             **self._options,
         )
-        update = on_held(update, self._form, strategy.constrain)
-        return strategy.compile(update, arguments, n_donated=1)
+        update = on_held(update, self._form, portion.strategy.constrain)
+        return portion.strategy.compile(update, arguments, n_donated=1)
 
     def count_flops(self, n: int | None) -> float:
         """The operations of a step on `n` examples, on all devices together."""
-        step, example = make_step(self._whole), self.intake.example(n, self._inspect)
+        step, example = make_step(self.task), self.intake.example(n, self._inspect)
         return count_flops(self.strategy.bind(step), shapes_of(self.state), shapes_of(example))
 
     def count_bytes(self, n: int | None) -> int:
@@ -586,12 +578,12 @@ class Stepper:
             why_not = "the task has a step of its own"
         else:
             result = inspect(
-                self._whole,
+                self.task,
                 self.state,
                 batch,
                 data,
                 bind,
-                self._looked_at,
+                self._traced,
                 is_resumed=self.source.is_resumed,
             )
             grad_norm = self._options["grad_norm"]

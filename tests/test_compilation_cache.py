@@ -62,39 +62,21 @@ def test_a_loop_and_a_model_take_the_folder(tmp_path):
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "b")
 
 
-@pytest.mark.parametrize(
-    "strategy, n_programs",
-    [
-        (lambda: ff.DataParallel(jax.devices()[:1]), 0),
-        (lambda: ff.Sharded({"data": 2}, devices=jax.devices()[:2]), 0),
-        # Each device takes a part of the batch, whose shapes are others than the batch's.
-        (lambda: ff.DataParallel(jax.devices()[:2]), 1),
-    ],
-)
-def test_a_start_traces_the_model_once_for_each_shape(strategy, n_programs):
+def test_a_start_traces_the_initialisation_once_and_the_model_twice_more():
     calls = []
-    x, y = np.ones((48, 3), np.float32), np.ones((48, 1), np.float32)
 
     class Counted(nn.Module):
         @nn.compact
-        def __call__(self, x, train=False):
-            calls.append("init" if self.is_initializing() else "train" if train else "apply")
-            return nn.Dense(1)(nn.Dropout(0.1, deterministic=not train)(x))
+        def __call__(self, x):
+            calls.append("init" if self.is_initializing() else "apply")
+            return nn.Dense(1)(x)
 
-    model = ff.Model(Counted(), optax.sgd(0.1), "mse", metrics=["mae"], strategy=strategy())
-
-    # 44 rows leave a remainder, which is padded; and then several steps are taken at once.
-    model.fit(x[:44], y[:44], batch_size=16, epochs=2, shuffle=False, verbose=0)
-    assert calls == ["init"] + ["train"] * (1 + n_programs)
-    calls.clear()
-    model.fit(x, y, batch_size=16, steps_per_execution=3, shuffle=False, verbose=0)
-    assert calls == ["train"] * n_programs
-    calls.clear()
-    model.evaluate(x[:44], y[:44], batch_size=16)
-    assert calls == ["apply"] * (1 + n_programs)
-    calls.clear()
-    model.predict(x[:44], batch_size=16)
-    assert calls == ["apply"] * (1 + n_programs)
+    module = Counted()
+    task = ff.TrainTask(module.apply, optax.sgd(0.1), "mse", (X, X[:, :1]))
+    loop = ff.TrainLoop(module.init, task, 0, n_steps=3, stdout=False)
+    list(loop)
+    # Inspected once, before anything is compiled; and compiled once.
+    assert calls == ["init", "apply", "apply"]
 
 
 SCRIPT = """
