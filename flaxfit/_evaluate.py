@@ -14,7 +14,7 @@ from flaxfit._batch import Batch, normalize
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._explain import calls_explained
 from flaxfit._feed import Feed
-from flaxfit._inspect import inspect_eval, shapes_of, structure_of
+from flaxfit._inspect import inspect_eval, structure_of
 from flaxfit._own_rows import OwnBatches
 from flaxfit._step import compute, make_eval_step
 from flaxfit._task import EvalTask
@@ -72,7 +72,6 @@ class EvalLoop:
         """Begins without what was compiled and traced."""
         self._executables: dict[Any, Callable[..., Any]] = {}
         self._traced: dict[Any, Any] = {}
-        self._sums: dict[Any, Any] = {}
 
     @property
     def strategy(self) -> Strategy:
@@ -177,13 +176,9 @@ class EvalLoop:
         is_known, self._checked = data is self._checked, data
         whole = None if is_known else batches.whole()
         whole = None if whole is None else normalize(whole)
-        values = inspect_eval(self.task, state, batch, whole, bind, self._traced)
-        key = structure_of((state, batch))
-        if key not in self._sums:
-            measure = bind(make_eval_step(self.task))
-            self._sums[key] = jax.eval_shape(measure, shapes_of(state), shapes_of(batch))
+        result = inspect_eval(self.task, state, batch, whole, bind, self._traced)
         why_not = "the loss returns a scalar, not one value per example"
-        is_scalar = values is not None and values.ndim == 0
+        is_scalar = result.values is not None and result.values.ndim == 0
         feed = Feed(
             self.strategy,
             pad=self.task.pad and not is_scalar,
@@ -191,7 +186,7 @@ class EvalLoop:
             size=batches.batch_size,
             is_own=batches.is_own,
         )
-        return feed, self._sums[key]
+        return feed, result.sums
 
     def _compile(self, strategy: Strategy, arguments: tuple[Any, ...]) -> Callable[..., Any]:
         measure = make_eval_step(

@@ -30,6 +30,16 @@ class ForwardPass(NamedTuple):
     model_state: Any
 
 
+class EvalPass(NamedTuple):
+    """What one forward pass in evaluation gives."""
+
+    values: Any
+    """The loss: per example `(batch, ...)`, or a scalar; None where there is none."""
+    sums: Sums
+    """The sums of the metrics and of the loss, on this replica."""
+    outputs: tuple[Any, ...]
+
+
 def forward(task: Any, params: Any, model_state: Any, batch: Batch, key: jax.Array) -> ForwardPass:
     """Applies the model in training, and the loss and the metrics to its outputs."""
     outputs, updates = call(
@@ -51,11 +61,17 @@ def forward(task: Any, params: Any, model_state: Any, batch: Batch, key: jax.Arr
     return ForwardPass(values, sum(penalties) if penalties else None, sums, outputs, model_state)
 
 
-def forward_eval(task: Any, state: Any, batch: Batch, key: jax.Array | None) -> tuple[Any, ...]:
-    """Applies the model in evaluation: its outputs."""
+def forward_eval(task: Any, state: Any, batch: Batch, key: jax.Array | None) -> EvalPass:
+    """Applies the model in evaluation, and the loss and the metrics to its outputs."""
     options = {} if key is None else {"rngs": rngs_of(task.rngs, key)}
     apply = in_precision(task.apply, task.precision)
-    return expand_to_tuple(call(apply, state.variables, batch.inputs, **options))
+    outputs = expand_to_tuple(call(apply, state.variables, batch.inputs, **options))
+    sums = measure(task.metrics, outputs, batch.targets, weights_of(batch))
+    if task.loss is None:
+        return EvalPass(None, sums, outputs)
+    values, _ = evaluate_loss(task.loss, outputs, batch)
+    sums["loss"] = loss_sums(task.loss, values, outputs, batch)
+    return EvalPass(values, sums, outputs)
 
 
 def evaluate_loss(

@@ -13,7 +13,7 @@ from flaxfit._batch import Batch, n_examples
 from flaxfit._by_output import check_outputs, check_values, targets_with_weights
 from flaxfit._by_row import check_by_row
 from flaxfit._explain import calls_explained, tracers_explained
-from flaxfit._forward import ForwardPass, evaluate_loss, forward, forward_eval
+from flaxfit._forward import EvalPass, ForwardPass, forward, forward_eval
 from flaxfit._rules import flat
 from flaxfit._weights import check_weights, weights_by_output
 
@@ -75,9 +75,9 @@ def inspect_eval(
     batch: Batch,
     data: Batch | None = None,
     bind: Callable[..., Any] = lambda function: function,
-    known: dict[Any, Any] | None = None,
-) -> Any:
-    """Traces one measurement without running it: the shape of the loss, None without a loss.
+    known: dict[Any, EvalPass] | None = None,
+) -> EvalPass:
+    """Traces one measurement without running it: the shapes and dtypes of an `EvalPass`.
 
     The arguments are those of `inspect`.
 
@@ -89,25 +89,21 @@ def inspect_eval(
     name = "The first batch" if data is None else "The data"
     check_finite(batch if data is None else data, name, task.loss)
 
-    def measure(state: Any, batch: Batch) -> Any:
-        outputs = forward_eval(task, state, batch, state.key if task.rngs else None)
-        if task.loss is None:
-            return outputs, None
-        return outputs, evaluate_loss(task.loss, outputs, batch)[0]
+    def pass_forward(state: Any, batch: Batch) -> EvalPass:
+        return forward_eval(task, state, batch, state.key if task.rngs else None)
 
     known, key = {} if known is None else known, structure_of((state, batch))
     result = known.get(key)
     if result is None:
         explained = _explained("EvalTask", task, batch)
         with calls_explained(batch.inputs, batch.targets), explained:
-            result = jax.eval_shape(bind(measure), shapes_of(state), shapes_of(batch))
-    outputs, values = result
-    if values is not None:
-        check_loss(task.loss, values, outputs, batch, data)
+            result = jax.eval_shape(bind(pass_forward), shapes_of(state), shapes_of(batch))
+    if result.values is not None:
+        check_loss(task.loss, result.values, result.outputs, batch, data)
     if key not in known:
-        _check_by_row(task, outputs, batch)
+        _check_by_row(task, result.outputs, batch)
         known[key] = result
-    return values
+    return result
 
 
 def inspect_step(

@@ -50,12 +50,13 @@ def MultiTask(
     streams = {name: as_stream(task.data) for name, task in tasks.items()}
     stream = _Turns(streams, None if weights is None else dict(weights), seed)
     steps = {name: make_train_step(task) for name, task in tasks.items()}
+    looked_at: dict[str, dict[Any, Any]] = {name: {} for name in tasks}
 
     def step(state: Any, batch: Batch) -> tuple[Any, Any]:
         (turn,) = batch.targets
         sums: dict[str, Any] = {}
         for name, task in tasks.items():
-            shapes = _sums_of(task, state, stream.samples[name])
+            shapes = _sums_of(task, state, stream.samples[name], looked_at[name])
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             sums |= {f"{name}/{metric}": zero for metric, zero in zeros.items()}
         batch = batch._replace(targets=turn.targets)
@@ -144,9 +145,9 @@ class _Turns:
         return self._names[rng.choice(len(shares), p=shares / shares.sum())]
 
 
-def _sums_of(task: TrainTask, state: Any, sample: Batch) -> Any:
+def _sums_of(task: TrainTask, state: Any, sample: Batch, known: dict[Any, Any]) -> Any:
     """The shapes of the sums of a step of a task, which is looked at on the way."""
-    result = inspect(task, shapes_of(state), sample)
+    result = inspect(task, shapes_of(state), sample, known=known)
     sums = result.sums | more_sums(task, result, grad_norm=True)
     return sums | {"loss": jax.eval_shape(_pair, sums["loss"], sample)}
 

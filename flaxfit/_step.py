@@ -13,12 +13,8 @@ from flaxfit._batch import Batch, call, is_weighted
 from flaxfit._forward import (
     ForwardPass,
     Sums,
-    evaluate_loss,
     forward_eval,
-    loss_sums,
-    measure,
     weight_sums,
-    weights_of,
     without_idle_targets,
 )
 from flaxfit._gradient import Gradient, gradient
@@ -160,13 +156,7 @@ def make_eval_step(
 
         def sums_of(replica: Any, part: Batch) -> Sums:
             key = step_key(state.key, state.step, replica) if task.rngs else None
-            outputs = forward_eval(task, state, part, key)
-            weights = weights_of(part)
-            sums = measure(task.metrics, outputs, part.targets, weights)
-            if task.loss is not None:
-                values, _ = evaluate_loss(task.loss, outputs, part)
-                sums["loss"] = loss_sums(task.loss, values, outputs, part)
-            return sums
+            return forward_eval(task, state, part, key).sums
 
         return replicas.sum(replicas.each(sums_of, batch))
 

@@ -77,6 +77,10 @@ def test_a_start_traces_the_initialisation_once_and_the_model_twice_more():
     list(loop)
     # Inspected once, before anything is compiled; and compiled once.
     assert calls == ["init", "apply", "apply"]
+    calls.clear()
+    evaluate = ff.EvalLoop(ff.EvalTask(module.apply, ["mse"], (X, X[:, :1]), loss="mse"))
+    evaluate.measure(loop.state)
+    assert calls == ["apply", "apply"]
 
 
 SCRIPT = """

@@ -336,3 +336,27 @@ def test_parts_of_a_batch_need_less_memory_than_the_whole():
         return ff.TrainLoop(module.init, task, 0, stdout=False).step_memory()
 
     assert bytes_of(8) < 0.5 * bytes_of(1)
+
+
+@pytest.mark.parametrize("n_devices", [1, 2])
+def test_a_custom_derivative_may_close_over_arrays_of_the_call(n_devices):
+    """JAX runs it when it differentiates: by then a jaxpr of the model alone has lost them."""
+
+    def apply(variables, x, **_):
+        is_used = x[:, :1] > 0
+
+        @jax.custom_vjp
+        def gated(y):
+            return y
+
+        gated.defvjp(lambda y: (y, None), lambda _, gradient: (gradient * is_used,))
+        return gated(x @ variables["params"]), {}
+
+    x = np.arange(-8.0, 8.0, dtype=np.float32).reshape(8, 2)
+    y = np.zeros((8, 1), np.float32)
+    state = ff.TrainState.create(optax.sgd(0.1), {"params": jnp.ones((2, 1))})
+    task = ff.TrainTask(apply, optax.sgd(0.1), "mse", [(x, y)])
+    loop = ff.TrainLoop(state, task, 0, devices=jax.devices()[:n_devices], stdout=False)
+    *_, last = loop
+    gradient = (x * 2 * x.sum(1, keepdims=True) * (x[:, :1] > 0)).mean(0)
+    np.testing.assert_allclose(last.state.params[:, 0], 1 - 0.1 * gradient, rtol=1e-6)
