@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import contenders, workloads
 
-# Every contender draws its own initial parameters here, as users let it.
+# Every contender draws its own initial parameters here, spread as linen's where that tells.
 LOSS_TOLERANCE = 0.3
 
 

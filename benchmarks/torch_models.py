@@ -27,7 +27,7 @@ class CNN(nn.Module):
         self.Conv_1 = nn.Conv2d(first, second, 3, padding=1)
         self.Dense_0 = nn.Linear(7 * 7 * second, width)
         self.Dense_1 = nn.Linear(width, n_classes)
-        for layer in self.children():  # As linen draws them.
+        for layer in self.children():  # With the spread of linen's: a model learns otherwise.
             nn.init.normal_(layer.weight, std=layer.weight[0].numel() ** -0.5)
             nn.init.zeros_(layer.bias)
         self.to(memory_format=torch.channels_last)
@@ -96,7 +96,7 @@ class Recommender(nn.Module):
 
 def _embedding(n: int, width: int) -> nn.Module:
     layer = nn.Embedding(n, width)
-    nn.init.normal_(layer.weight, std=width**-0.5)  # As linen draws them.
+    nn.init.normal_(layer.weight, std=width**-0.5)  # Likewise.
     return layer
 
 
