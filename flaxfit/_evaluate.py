@@ -4,7 +4,6 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,12 +14,10 @@ from flaxfit._batch import Batch, normalize
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._explain import calls_explained
 from flaxfit._feed import Feed
-from flaxfit._forward import forward_eval
 from flaxfit._inspect import inspect_eval, structure_of
 from flaxfit._own_rows import OwnBatches
 from flaxfit._step import compute, make_eval_step
 from flaxfit._task import EvalTask
-from flaxfit._traced_once import traced_once
 from flaxfit._whole_number import whole_number
 from flaxfit.data import as_stream, one_pass
 from flaxfit.optim import swap_ema
@@ -75,7 +72,6 @@ class EvalLoop:
         """Begins without what was compiled and traced."""
         self._executables: dict[Any, Callable[..., Any]] = {}
         self._traced: dict[Any, Any] = {}
-        self._pass = traced_once(partial(forward_eval, self.task))
 
     @property
     def strategy(self) -> Strategy:
@@ -180,7 +176,7 @@ class EvalLoop:
         is_known, self._checked = data is self._checked, data
         whole = None if is_known else batches.whole()
         whole = None if whole is None else normalize(whole)
-        result = inspect_eval(self.task, state, batch, whole, bind, self._traced, self._pass)
+        result = inspect_eval(self.task, state, batch, whole, bind, self._traced)
         why_not = "the loss returns a scalar, not one value per example"
         is_scalar = result.values is not None and result.values.ndim == 0
         feed = Feed(
@@ -197,7 +193,6 @@ class EvalLoop:
             self.task,
             axis_name=strategy.axis_name,
             virtual_replicas=getattr(strategy, "virtual_replicas", None),
-            measure=self._pass if strategy is self.strategy else None,
         )
 
         def update(state: Any, totals: Any, batch: Any) -> Any:

@@ -20,8 +20,8 @@ Sums = dict[str, Any]
 class ForwardPass(NamedTuple):
     """What one forward pass in training gives."""
 
-    values: Any
-    """The loss: per example `(batch, ...)`, or a scalar; None where it is that of several parts."""
+    values: jax.Array
+    """The loss: per example `(batch, ...)`, or a scalar."""
     penalty: Any
     """The sum of the penalty of the loss and the model's `losses`; None where there is neither."""
     sums: Sums
@@ -61,11 +61,11 @@ def forward(task: Any, params: Any, model_state: Any, batch: Batch, key: jax.Arr
     return ForwardPass(values, sum(penalties) if penalties else None, sums, outputs, model_state)
 
 
-def forward_eval(task: Any, variables: Any, batch: Batch, key: jax.Array | None) -> EvalPass:
+def forward_eval(task: Any, state: Any, batch: Batch, key: jax.Array | None) -> EvalPass:
     """Applies the model in evaluation, and the loss and the metrics to its outputs."""
     options = {} if key is None else {"rngs": rngs_of(task.rngs, key)}
     apply = in_precision(task.apply, task.precision)
-    outputs = expand_to_tuple(call(apply, variables, batch.inputs, **options))
+    outputs = expand_to_tuple(call(apply, state.variables, batch.inputs, **options))
     sums = measure(task.metrics, outputs, batch.targets, weights_of(batch))
     if task.loss is None:
         return EvalPass(None, sums, outputs)
@@ -148,13 +148,6 @@ def weights_of(batch: Batch) -> jax.Array:
         return jnp.ones(n_examples(batch))
     # Of the same dtype: where 64 bits are switched on, their sum is to have these, too.
     return jnp.asarray(batch.weights, float)
-
-
-def weighted(batch: Batch) -> Batch:
-    """The batch with weights, 1 for each example where it has none."""
-    if batch.weights is not None:
-        return batch
-    return batch._replace(weights=jnp.ones(n_examples(batch), jnp.float32))
 
 
 def rngs_of(names: tuple[str, ...], key: jax.Array) -> dict[str, jax.Array]:

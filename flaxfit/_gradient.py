@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit._batch import Batch, n_examples
-from flaxfit._forward import ForwardPass, forward
+from flaxfit._forward import ForwardPass, Sums, forward
 from flaxfit.optim._freeze import mask, merge
 
 
@@ -16,21 +16,14 @@ class Gradient(NamedTuple):
 
     grads: Any
     """Of the trained parameters; frozen ones are left out."""
-    forward: ForwardPass
-    """Of several parts their sums, without values and outputs."""
+    sums: Sums
+    penalty: Any
+    model_state: Any
     scale: Any
     """The next `DynamicScale` of the loss; `()` where the loss is not scaled."""
 
 
-def gradient(
-    task: Any,
-    params: Any,
-    model_state: Any,
-    scale: Any,
-    batch: Batch,
-    key: jax.Array,
-    weight: Any,
-) -> Gradient:
+def gradient(task: Any, state: Any, batch: Batch, key: jax.Array, weight: Any) -> Gradient:
     """The gradient of the weighted loss over this batch, divided by `weight`.
 
     With `task.accumulate` the batch is worked off in so many parts, one after the other, so that
@@ -38,19 +31,19 @@ def gradient(
 
     Args:
       task: a `TrainTask`.
-      params: the parameters.
-      model_state: the other collections of the model.
-      scale: the `DynamicScale` of the loss; `()` where the loss is not scaled.
+      state: the training state.
       batch: the examples of this replica.
       key: the random key of this step and replica; that of part i is `fold_in(key, i)`.
       weight: the weight of the whole batch, or that by output, divided by the number of replicas.
     """
     n_parts = count_parts(n_examples(batch), task.accumulate)
-    trained = mask(params, task.freeze)
+    scale: Any = getattr(state.opt_state, "scale", ()) if task.precision == "float16" else ()
+    trained = mask(state.params, task.freeze)
 
     def of_part(model_state: Any, batch: Batch, key: jax.Array) -> Gradient:
         def objective(trained: Any) -> tuple[jax.Array, ForwardPass]:
-            result = forward(task, merge(trained, params), model_state, batch, key)
+            params = merge(trained, state.params)
+            result = forward(task, params, model_state, batch, key)
             penalty = 0 if result.penalty is None else result.penalty
             if result.values.ndim == 0:
                 return (result.values + penalty) / n_parts, result
@@ -64,13 +57,16 @@ def gradient(
 
         if scale == ():
             grads, result = jax.grad(objective, has_aux=True)(trained)
-            return Gradient(grads, result, ())
+            return Gradient(grads, result.sums, result.penalty, result.model_state, ())
         found = scale.value_and_grad(objective, has_aux=True)(trained)
-        return Gradient(found.grad, found.aux[1], found.dynamic_scale)
+        result = found.aux[1]
+        return Gradient(
+            found.grad, result.sums, result.penalty, result.model_state, found.dynamic_scale
+        )
 
     if n_parts == 1:
-        return of_part(model_state, batch, key)
-    return _accumulate(of_part, model_state, batch, key, n_parts)
+        return of_part(state.model_state, batch, key)
+    return _accumulate(of_part, state.model_state, batch, key, n_parts)
 
 
 def count_parts(n: int, wanted: int) -> int:
@@ -91,18 +87,18 @@ def _accumulate(of_part: Any, model_state: Any, batch: Batch, key: jax.Array, n:
     parts = jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]), batch)
     first = jax.tree.map(lambda x: x[0], parts)
     shapes = jax.eval_shape(of_part, model_state, first, key)
-    added = (shapes.grads, shapes.forward.sums, shapes.forward.penalty)
+    added = (shapes.grads, shapes.sums, shapes.penalty)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), added)
 
     def body(carry: Any, part: Any) -> Any:
         model_state, total = carry
         found = of_part(model_state, part[1], jax.random.fold_in(key, part[0]))
-        new = (found.grads, found.forward.sums, found.forward.penalty)
-        return (found.forward.model_state, jax.tree.map(jnp.add, total, new)), found.scale
+        total = jax.tree.map(jnp.add, total, (found.grads, found.sums, found.penalty))
+        return (found.model_state, total), found.scale
 
     (model_state, total), scales = jax.lax.scan(body, (model_state, zeros), (jnp.arange(n), parts))
     grads, sums, penalty = total
     # Every part began with the same scale; one that overflowed has lowered it.
     scale = jax.tree.map(lambda x: x.min(0), scales)
     penalty = None if penalty is None else penalty / n
-    return Gradient(grads, ForwardPass(None, penalty, sums, (), model_state), scale)
+    return Gradient(grads, sums, penalty, model_state, scale)

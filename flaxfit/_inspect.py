@@ -8,22 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.errors import InvalidRngError
-from jax.core import Tracer
 
 from flaxfit._batch import Batch, n_examples
 from flaxfit._by_output import check_outputs, check_values, targets_with_weights
 from flaxfit._by_row import check_by_row
 from flaxfit._explain import calls_explained, tracers_explained
-from flaxfit._forward import (
-    EvalPass,
-    ForwardPass,
-    evaluate_loss,
-    forward,
-    forward_eval,
-    measure,
-    weighted,
-    weights_of,
-)
+from flaxfit._forward import EvalPass, ForwardPass, forward, forward_eval
 from flaxfit._rules import flat
 from flaxfit._weights import check_weights, weights_by_output
 
@@ -35,7 +25,6 @@ def inspect(
     data: Batch | None = None,
     bind: Callable[..., Any] = lambda function: function,
     known: dict[Any, ForwardPass] | None = None,
-    look: Callable[[Any, Batch], ForwardPass] | None = None,
     *,
     is_resumed: bool = False,
 ) -> ForwardPass:
@@ -48,7 +37,6 @@ def inspect(
       data: all of the data, where it is at hand: its values are checked, else the batch's.
       bind: of the strategy, to trace as it does.
       known: what was traced before of this task, by shapes; it is added to.
-      look: the forward pass, `(state, batch) -> ...`; None: it is traced for this alone.
       is_resumed: whether the run began before this batch, whose values are not checked then: had
         it not been interrupted, it would not have looked at them.
 
@@ -64,7 +52,7 @@ def inspect(
         name = "The first batch" if data is None else "The data"
         check_finite(batch if data is None else data, name, task.loss)
 
-    def alone(state: Any, batch: Batch) -> ForwardPass:
+    def pass_forward(state: Any, batch: Batch) -> ForwardPass:
         return forward(task, state.params, state.model_state, batch, state.key)
 
     known, key = {} if known is None else known, structure_of((state, batch))
@@ -73,9 +61,7 @@ def inspect(
         explained = _explained("TrainTask", task, batch)
         with calls_explained(batch.inputs, batch.targets), explained:
             # Over the state's shapes, since its arrays are spread over the devices of a strategy.
-            result = jax.eval_shape(bind(look or alone), shapes_of(state), shapes_of(batch))
-            if look is not None:
-                _measure_again(task, result.outputs, batch)
+            result = jax.eval_shape(bind(pass_forward), shapes_of(state), shapes_of(batch))
     check_loss(task.loss, result.values, result.outputs, batch, data)
     if key not in known:
         _check_by_row(task, result.outputs, batch)
@@ -90,12 +76,10 @@ def inspect_eval(
     data: Batch | None = None,
     bind: Callable[..., Any] = lambda function: function,
     known: dict[Any, EvalPass] | None = None,
-    look: Callable[..., EvalPass] | None = None,
 ) -> EvalPass:
     """Traces one measurement without running it: the shapes and dtypes of an `EvalPass`.
 
-    The arguments are those of `inspect`, but for `look`: `(variables, batch, key) -> ...`, which
-    is given the batch with weights.
+    The arguments are those of `inspect`.
 
     Raises:
       ValueError: labels, weights or the shape of the loss do not fit.
@@ -106,10 +90,7 @@ def inspect_eval(
     check_finite(batch if data is None else data, name, task.loss)
 
     def pass_forward(state: Any, batch: Batch) -> EvalPass:
-        key = state.key if task.rngs else None
-        if look is None:
-            return forward_eval(task, state.variables, batch, key)
-        return look(state.variables, weighted(batch) if task.pad else batch, key)
+        return forward_eval(task, state, batch, state.key if task.rngs else None)
 
     known, key = {} if known is None else known, structure_of((state, batch))
     result = known.get(key)
@@ -117,8 +98,6 @@ def inspect_eval(
         explained = _explained("EvalTask", task, batch)
         with calls_explained(batch.inputs, batch.targets), explained:
             result = jax.eval_shape(bind(pass_forward), shapes_of(state), shapes_of(batch))
-            if look is not None:
-                _measure_again(task, result.outputs, batch)
     if result.values is not None:
         check_loss(task.loss, result.values, result.outputs, batch, data)
     if key not in known:
@@ -181,25 +160,6 @@ def _explained(owner: str, task: Any, batch: Batch) -> Iterator[None]:
                 f"targets, got only inputs of shape {shapes}: {error}. Wrap it: yield x, y."
             ) from error
         raise
-
-
-def _measure_again(task: Any, outputs: Any, batch: Batch) -> None:
-    """Traces the loss and the metrics a second time, where nothing else will.
-
-    Raises:
-      UnexpectedTracerError: one of them goes on from an array that it has kept the first time.
-    """
-
-    def again(outputs: Any, batch: Batch) -> Any:
-        if task.loss is not None:
-            evaluate_loss(task.loss, outputs, batch)
-        return measure(task.metrics, outputs, batch.targets, weights_of(batch))
-
-    # JAX takes such an array for a constant, and finds out when that is computed with.
-    constants = jax.make_jaxpr(again)(outputs, shapes_of(batch)).consts
-    for constant in constants:
-        if isinstance(constant, Tracer):
-            raise jax.errors.UnexpectedTracerError(str(constant))
 
 
 def _check_by_row(task: Any, outputs: Any, batch: Batch) -> None:

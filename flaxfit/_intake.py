@@ -18,9 +18,9 @@ from flaxfit._weights import weights_by_output
 from flaxfit.data import ArrayStream
 from flaxfit.strategies import Strategy
 
-Inspect = Callable[[Batch, Batch | None, bool], str]
-"""Is told the first batch, all data where that is at hand, and whether all batches are like this
-one; returns why rows of weight 0 would do harm, "" where they are harmless."""
+Inspect = Callable[[Batch, Batch | None], str]
+"""Is told the first batch, and all data where that is at hand; returns why rows of weight 0 would
+do harm, "" where they are harmless."""
 
 
 class Intake:
@@ -177,17 +177,12 @@ class Intake:
         whole = stream.whole() if hasattr(stream, "whole") else None
         data = None if whole is None else normalize(whole)
         self._place(data if source.gathers else None)
+        why_not = inspect(batch, data)
         # A first batch that is smaller than those of the stream is a remainder already.
         size = n_examples(batch)
         if not is_own:
             size = max(size, getattr(stream, "batch_size", 0))
-        n = self.batch_size or size
-        # Where no batch can be another than the first one, all do without weights of 1. A class of
-        # the user's own may make of the arrays what it likes.
-        is_plain = type(stream) is ArrayStream
-        is_even = is_plain and stream.is_even and n == stream.batch_size
-        why_not = inspect(batch, data, is_even)
-        self.batch_size = n
+        n = self.batch_size = self.batch_size or size
         options: dict[str, Any] = {
             "why_not": why_not,
             "parts": self._parts,
@@ -202,6 +197,10 @@ class Intake:
             is_own=self._strategy.n_processes > 1,
             **options,
         )
+        # Where no batch can be another than the first one, all do without weights of 1. A class of
+        # the user's own may make of the arrays what it likes.
+        is_plain = type(stream) is ArrayStream
+        is_even = is_plain and stream.is_even and n == stream.batch_size
         return Feed(
             self._strategy,
             pad=not why_not,

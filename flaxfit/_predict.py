@@ -13,7 +13,6 @@ from flaxfit._feed import Feed
 from flaxfit._inspect import check_rows, shapes_of, structure_of
 from flaxfit._own_rows import OwnBatches
 from flaxfit._step import make_predict_step
-from flaxfit._traced_once import traced_once
 from flaxfit.data import one_pass
 from flaxfit.strategies import Strategy
 
@@ -75,7 +74,7 @@ class Predictor:
     def _compile(
         self, strategy: Strategy, batch: Any, arguments: tuple[Any, ...]
     ) -> Callable[..., Any]:
-        step = traced_once(make_predict_step(self._apply, precision=self._precision))
+        step = make_predict_step(self._apply, precision=self._precision)
         with calls_explained(batch.inputs):
             abstract = shapes_of(arguments[0]), shapes_of(batch)
             result = jax.eval_shape(strategy.bind(step), *abstract)

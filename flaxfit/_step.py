@@ -1,6 +1,5 @@
 """The pure core: one training step is `(state, batch) -> (state, sums)`, and so is measuring."""
 
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,6 @@ import optax
 
 from flaxfit._batch import Batch, call, is_weighted
 from flaxfit._forward import (
-    EvalPass,
     ForwardPass,
     Sums,
     forward_eval,
@@ -39,7 +37,6 @@ def make_train_step(
     norms: Sequence[str] = (),
     keep_grads: bool = False,
     skip_empty: bool = True,
-    find: Callable[..., Gradient] | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Any]]:
     """Makes the pure update of one training step: `(state, batch) -> (state, sums)`.
 
@@ -65,19 +62,26 @@ def make_train_step(
       norms: patterns of parameter paths, whose gradients' and parameters' norms to report.
       keep_grads: whether to return `(state, (sums, grads))`.
       skip_empty: whether the weights of a batch may sum to zero; False saves the check.
-      find: `gradient` of this task, where it is traced once for more than this; or None.
     """
-    find = find or functools.partial(gradient, task)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
         replicas = _replicas(axis_name, virtual_replicas, state.step)
-        found, weights = _find(find, task, state, batch, replicas, skip_empty=skip_empty)
+        weights = replicas.sum(replicas.each(lambda _, part: weight_sums(task.loss, part), batch))
+        # Divided by the weight of the whole batch, times the number of replicas: the mean of these
+        # over the replicas is the mean over the examples.
+        weight = jax.tree.map(lambda total: total / replicas.n, weights)
+
+        def gradient_of(replica: Any, part: Batch) -> Gradient:
+            part = without_idle_targets(part) if skip_empty else part
+            return gradient(task, state, part, step_key(state.key, state.step, replica), weight)
+
+        found = replicas.each(gradient_of, batch)
         grads = replicas.mean(found.grads)
-        sums = replicas.sum(found.forward.sums)
+        sums = replicas.sum(found.sums)
 
         trained = state.replace(params=mask(state.params, task.freeze))
         updated = trained.apply_gradient(
-            task.optimizer, grads, model_state=replicas.average_state(found.forward.model_state)
+            task.optimizer, grads, model_state=replicas.average_state(found.model_state)
         )
         updated = updated.replace(params=merge(updated.params, state.params))
         unchanged = state.replace(step=updated.step)
@@ -102,8 +106,8 @@ def make_train_step(
         for pattern in norms:
             per_step[f"grad_norm/{pattern}"] = norm_of(grads, pattern)
             per_step[f"param_norm/{pattern}"] = norm_of(updated.params, pattern)
-        if found.forward.penalty is not None:
-            per_step["penalty"] = replicas.mean(found.forward.penalty)
+        if found.penalty is not None:
+            per_step["penalty"] = replicas.mean(found.penalty)
         sums |= {
             name: (jnp.where(is_used > 0, value, 0).astype(jnp.float32), is_used)
             for name, value in per_step.items()
@@ -111,46 +115,6 @@ def make_train_step(
         return updated, (sums, grads) if keep_grads else sums
 
     return train_step
-
-
-def make_look(
-    task: Any, find: Callable[..., Gradient]
-) -> Callable[[TrainState, Batch], ForwardPass]:
-    """Makes the forward pass of a training step on a single device: `(state, batch) -> ...`.
-
-    Args:
-      task: a `TrainTask`.
-      find: `gradient` of this task, traced once for this and for the training step.
-    """
-
-    def look(state: TrainState, batch: Batch) -> ForwardPass:
-        return _find(find, task, state, batch, Replicas(None), skip_empty=True)[0].forward
-
-    return look
-
-
-def _find(
-    find: Callable[..., Gradient],
-    task: Any,
-    state: TrainState,
-    batch: Batch,
-    replicas: Replicas | VirtualReplicas,
-    *,
-    skip_empty: bool,
-) -> tuple[Gradient, Any]:
-    """The gradients of the replicas, yet to be reduced, and the weight of the whole batch."""
-    weights = replicas.sum(replicas.each(lambda _, part: weight_sums(task.loss, part), batch))
-    # Divided by the weight of the whole batch, times the number of replicas: the mean of these
-    # over the replicas is the mean over the examples.
-    weight = jax.tree.map(lambda total: total / replicas.n, weights)
-    scale = getattr(state.opt_state, "scale", ()) if task.precision == "float16" else ()
-
-    def gradient_of(replica: Any, part: Batch) -> Gradient:
-        part = without_idle_targets(part) if skip_empty else part
-        key = step_key(state.key, state.step, replica)
-        return find(state.params, state.model_state, scale, part, key, weight)
-
-    return replicas.each(gradient_of, batch), weights
 
 
 def more_sums(
@@ -169,11 +133,7 @@ def guards(task: Any) -> bool:
 
 
 def make_eval_step(
-    task: Any,
-    *,
-    axis_name: str | None = None,
-    virtual_replicas: int | None = None,
-    measure: Callable[..., EvalPass] | None = None,
+    task: Any, *, axis_name: str | None = None, virtual_replicas: int | None = None
 ) -> Callable[[TrainState, Batch], Sums]:
     """Makes the pure measurement of one batch: `(state, batch) -> sums`.
 
@@ -189,16 +149,14 @@ def make_eval_step(
       task: an `EvalTask`.
       axis_name: the mapped axis to reduce over, where the step runs once per replica.
       virtual_replicas: as of `make_train_step`.
-      measure: `forward_eval` of this task, where it is traced once for more than this; or None.
     """
-    measure = measure or functools.partial(forward_eval, task)
 
     def eval_step(state: TrainState, batch: Batch) -> Sums:
         replicas = _replicas(axis_name, virtual_replicas, state.step)
 
         def sums_of(replica: Any, part: Batch) -> Sums:
             key = step_key(state.key, state.step, replica) if task.rngs else None
-            return measure(state.variables, part, key).sums
+            return forward_eval(task, state, part, key).sums
 
         return replicas.sum(replicas.each(sums_of, batch))
 

@@ -4,7 +4,6 @@ import dataclasses
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +14,6 @@ from flaxfit._batch import Batch
 from flaxfit._cost import count_flops, memory_of
 from flaxfit._explain import explain, explained
 from flaxfit._feed import Portion, stack_batches
-from flaxfit._forward import weighted
-from flaxfit._gradient import gradient
 from flaxfit._held import Form, Held, on_held
 from flaxfit._inspect import inspect, inspect_step, shapes_of
 from flaxfit._intake import Intake
@@ -29,10 +26,9 @@ from flaxfit._rules import flat
 from flaxfit._snapshot import is_light
 from flaxfit._source import Source
 from flaxfit._state import TrainState
-from flaxfit._step import make_look, more_sums
+from flaxfit._step import more_sums
 from flaxfit._tally import Tally
 from flaxfit._task import TrainTask
-from flaxfit._traced_once import traced_once
 from flaxfit._update import make_step, make_update
 from flaxfit.data import ArrayStream
 from flaxfit.optim import set_hyperparams
@@ -97,7 +93,7 @@ class Stepper:
         )
         self.programs = Programs(self.agreement, say)
         self.tally = Tally(strategy.share)
-        self._begin_tracing()
+        self._traced: dict[Any, Any] = {}
         self.norms: tuple[str, ...] = ()
         # How the state is taken apart, once there is one, and its arrays.
         self._form: Any = None
@@ -202,8 +198,7 @@ class Stepper:
         placed = self.strategy.place(state.replace(opt_state=opt_state, axes=axes))
         self.task, self.state = task, placed
         self.programs.forget()
-        self._begin_tracing()
-        self._ready = {}
+        self._traced, self._ready = {}, {}
 
     def set_norms(self, patterns: Sequence[str]) -> None:
         """Reports the norms of parameters and gradients by these patterns, from now on."""
@@ -557,7 +552,6 @@ class Stepper:
             n_steps=n_steps,
             skip_empty=portion.is_weighted,
             norms=self.norms,
-            find=self._find if portion.strategy is self.strategy else None,
             **self._options,
         )
         update = on_held(update, self._form, portion.strategy.constrain)
@@ -575,23 +569,7 @@ class Stepper:
         arguments = (moving, self.tally.totals, still, portion.strategy.split(portion.batch))
         return memory_of(self._build(portion, arguments, n_steps=1))
 
-    def _begin_tracing(self) -> None:
-        """Has the task be traced anew."""
-        self._traced: dict[Any, Any] = {}
-        # Of batches that are divided, what looks at the first and the step see other shapes.
-        is_whole = self.strategy.axis_name is None and self.task.accumulate == 1
-        is_whole = is_whole and getattr(self.strategy, "virtual_replicas", None) is None
-        is_shared = is_whole and self.task.step is None
-        self._find = traced_once(partial(gradient, self.task)) if is_shared else None
-
-    def _look(self, *, is_even: bool) -> Callable[..., Any] | None:
-        """What looks at a batch just as a step does, so that it is traced for both at once."""
-        if self._find is None:
-            return None
-        look = make_look(self.task, self._find)
-        return look if is_even or self._cannot_pad() else lambda s, b: look(s, weighted(b))
-
-    def _inspect(self, batch: Batch, data: Batch | None, is_even: bool) -> str:
+    def _inspect(self, batch: Batch, data: Batch | None) -> str:
         """Looks at the first batch: why it may not be padded. Sets what is to be counted, too."""
         bind, norms = self.strategy.bind, self.norms
         if self.task.step is not None:
@@ -606,23 +584,21 @@ class Stepper:
                 data,
                 bind,
                 self._traced,
-                self._look(is_even=is_even),
                 is_resumed=self.source.is_resumed,
             )
             grad_norm = self._options["grad_norm"]
             sums = result.sums | more_sums(self.task, result, grad_norm=grad_norm, norms=norms)
-            why_not = self._cannot_pad()
-            if not why_not and result.values.ndim == 0:
-                why_not = "the loss returns a scalar, not one value per example"
+            why_not = self._why_not_pad(result.values)
         if self.tally.expect(sums):
             self._say("the metrics were changed in the middle of their span: it is counted anew")
             self.reset_totals()
         return why_not
 
-    def _cannot_pad(self) -> str:
-        """Why no batch may be padded, whatever the loss returns."""
+    def _why_not_pad(self, values: Any) -> str:
         if not self.task.pad:
             return "the task has pad=False"
+        if values.ndim == 0:
+            return "the loss returns a scalar, not one value per example"
         if jax.tree.leaves(self.state.model_state) and self.task.mutable not in (False, (), []):
             return "the model keeps statistics of what it sees, such as BatchNorm's"
         return ""

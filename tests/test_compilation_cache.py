@@ -62,6 +62,27 @@ def test_a_loop_and_a_model_take_the_folder(tmp_path):
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "b")
 
 
+def test_a_start_traces_the_initialisation_once_and_the_model_twice_more():
+    calls = []
+
+    class Counted(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            calls.append("init" if self.is_initializing() else "apply")
+            return nn.Dense(1)(x)
+
+    module = Counted()
+    task = ff.TrainTask(module.apply, optax.sgd(0.1), "mse", (X, X[:, :1]))
+    loop = ff.TrainLoop(module.init, task, 0, n_steps=3, stdout=False)
+    list(loop)
+    # Inspected once, before anything is compiled; and compiled once.
+    assert calls == ["init", "apply", "apply"]
+    calls.clear()
+    evaluate = ff.EvalLoop(ff.EvalTask(module.apply, ["mse"], (X, X[:, :1]), loss="mse"))
+    evaluate.measure(loop.state)
+    assert calls == ["apply", "apply"]
+
+
 SCRIPT = """
 import json, sys, time
 import jax, numpy as np, optax

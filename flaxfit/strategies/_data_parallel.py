@@ -183,19 +183,7 @@ class DataParallel:
 
     def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function as a single replica, so that a model may name the axis "replica"."""
-        if self.virtual_replicas is not None:
-            return unmapped(function)
-        return alone(function) if len(self.devices) > 1 else self._as_compiled(function)
-
-    def _as_compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function on the only device, where it is traced as `compile` does it."""
-
-        def bound(*arguments: Any) -> Any:
-            *whole, batch = arguments
-            mapped = self._map(function, len(arguments), None, ())
-            return mapped(*whole, jax.tree.map(lambda x: x[None], batch))
-
-        return bound
+        return alone(function) if self.virtual_replicas is None else unmapped(function)
 
     def constrain(self, results: Any, state: Any) -> Any:
         """The results as they are: each replica has all of them."""
