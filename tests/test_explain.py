@@ -55,6 +55,58 @@ def test_a_metric_that_keeps_an_array_is_told_to_return_it():
     assert "Return it instead" in str(error_of_fit(metrics={"kept": Keeps()}))
 
 
+class MovingMean:
+    """A model that goes on from the mean it has kept, as it could in eager code."""
+
+    mean = 0.0
+
+    def __call__(self, variables, x, **_):
+        outputs = x @ variables["params"]["w"]
+        self.mean = 0.9 * self.mean + 0.1 * outputs.mean()
+        return outputs - self.mean, {}
+
+
+@strategies
+def test_a_model_that_keeps_an_array_is_told_to_keep_it_in_a_variable(strategy):
+    task = ff.TrainTask(MovingMean(), optax.sgd(0.1), "mse", [(X, Y)] * 2)
+    init = lambda key, x: {"params": {"w": np.ones((2, 1), np.float32)}}  # noqa: E731
+    loop = ff.TrainLoop(init, task, 0, strategy=STRATEGIES[strategy](), stdout=False)
+    # Seen as the model is traced more than once: compiled at once, it would train, and wrongly.
+    with pytest.raises(TypeError, match="a module keeps state in a variable"):
+        loop.next_step()
+
+
+@strategies
+def test_a_loss_may_read_what_the_model_has_left_in_the_same_pass(strategy):
+    left = {}
+
+    def apply(variables, x, **_):
+        left["penalty"] = (variables["params"]["w"] ** 2).sum()
+        return x @ variables["params"]["w"], {}
+
+    task = ff.TrainTask(
+        apply,
+        optax.sgd(0.1),
+        lambda outputs, targets: squares(outputs, targets) + left["penalty"],
+        [(X, Y)] * 2,
+        metrics={"penalty_left": lambda outputs, targets: left["penalty"] + 0 * targets[:, 0]},
+    )
+    init = lambda key, x: {"params": {"w": np.ones((2, 1), np.float32)}}  # noqa: E731
+    loop = ff.TrainLoop(init, task, 0, strategy=STRATEGIES[strategy](), stdout=False)
+    metrics = loop.next_step().metrics
+    assert metrics["penalty_left"] == 2 and metrics["loss"] == 3
+
+
+@pytest.mark.parametrize("strategy", ["one device", "two devices"])
+def test_a_loss_may_name_the_axis_of_replicas(strategy):
+    def loss(outputs, targets):
+        return squares(outputs, targets) + jax.lax.pmean(outputs.mean(), "replica")
+
+    model = ff.Model(nn.Dense(1), optax.sgd(0.1), loss, strategy=STRATEGIES[strategy]())
+    history = model.fit(X, Y, batch_size=4, verbose=0, validation_data=(X, Y))
+    assert np.isfinite([history["loss"], history["val_loss"]]).all()
+
+
 ASKING = {
     "float": lambda outputs, targets: float(squares(outputs, targets).mean()),
     "if": lambda outputs, targets: outputs.mean(-1) if outputs.sum() > 0 else targets.mean(-1),
