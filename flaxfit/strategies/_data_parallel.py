@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from flaxfit._free_memory import give_back_free_memory
 from flaxfit.strategies._local import given_devices, local_devices
 from flaxfit.strategies._replica import REPLICA, alone, unmapped
 
@@ -197,6 +198,7 @@ class DataParallel:
         if self.virtual_replicas is None:
             return self._compile(mapped, arguments)
         program = mapped.lower(*arguments).compile(compiler_options=_AS_ON_ONE_DEVICE)
+        give_back_free_memory()
         return program if self.n_processes == 1 else self._on_all(program)
 
     def compile_split(
@@ -219,7 +221,9 @@ class DataParallel:
         if self.n_processes > 1:
             # The compiled object skips the conversion of host-local arrays that pmap does.
             return mapped
-        return mapped.lower(*arguments).compile()
+        program = mapped.lower(*arguments).compile()
+        give_back_free_memory()
+        return program
 
     def _on_all(self, program: Callable[..., Any]) -> Callable[..., Any]:
         """A program for the devices of all processes, called with the arrays of this one."""

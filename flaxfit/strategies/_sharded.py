@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from flaxfit._free_memory import give_back_free_memory
 from flaxfit._optimizer_axes import specs_by_parameter
 from flaxfit._rules import Rules, path_of
 from flaxfit.strategies._gather import gather
@@ -268,7 +269,9 @@ class Sharded:
         places = [jax.tree.map(stay, state, self._placements(state)) for state in states]
         shardings = (*places, jax.tree.map(place_of, batch))
         compiled = jax.jit(function, in_shardings=shardings, donate_argnums=donated)
-        return compiled.lower(*arguments).compile()
+        program = compiled.lower(*arguments).compile()
+        give_back_free_memory()
+        return program
 
     def _split(self, is_stacked: bool) -> NamedSharding:
         spec = (None, self._batch_axes) if is_stacked else (self._batch_axes,)
