@@ -55,6 +55,10 @@ def test_a_metric_that_keeps_an_array_is_told_to_return_it():
     assert "Return it instead" in str(error_of_fit(metrics={"kept": Keeps()}))
 
 
+def ones(key, x):
+    return {"params": {"w": np.ones((2, 1), np.float32)}}
+
+
 class MovingMean:
     """A model that goes on from the mean it has kept, as it could in eager code."""
 
@@ -69,8 +73,7 @@ class MovingMean:
 @strategies
 def test_a_model_that_keeps_an_array_is_told_to_keep_it_in_a_variable(strategy):
     task = ff.TrainTask(MovingMean(), optax.sgd(0.1), "mse", [(X, Y)] * 2)
-    init = lambda key, x: {"params": {"w": np.ones((2, 1), np.float32)}}  # noqa: E731
-    loop = ff.TrainLoop(init, task, 0, strategy=STRATEGIES[strategy](), stdout=False)
+    loop = ff.TrainLoop(ones, task, 0, strategy=STRATEGIES[strategy](), stdout=False)
     # Seen as the model is traced more than once: compiled at once, it would train, and wrongly.
     with pytest.raises(TypeError, match="a module keeps state in a variable"):
         loop.next_step()
@@ -91,8 +94,7 @@ def test_a_loss_may_read_what_the_model_has_left_in_the_same_pass(strategy):
         [(X, Y)] * 2,
         metrics={"penalty_left": lambda outputs, targets: left["penalty"] + 0 * targets[:, 0]},
     )
-    init = lambda key, x: {"params": {"w": np.ones((2, 1), np.float32)}}  # noqa: E731
-    loop = ff.TrainLoop(init, task, 0, strategy=STRATEGIES[strategy](), stdout=False)
+    loop = ff.TrainLoop(ones, task, 0, strategy=STRATEGIES[strategy](), stdout=False)
     metrics = loop.next_step().metrics
     assert metrics["penalty_left"] == 2 and metrics["loss"] == 3
 
