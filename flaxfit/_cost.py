@@ -7,6 +7,8 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
+from flaxfit._jaxpr import parts_of
+
 
 def count_flops(function: Callable[..., Any], *shapes: Any) -> float:
     """The floating-point operations of a function, without compiling or running it.
@@ -42,13 +44,8 @@ def _scans(program: Any) -> Iterator[Any]:
         if equation.primitive.name == "scan":
             yield equation
             continue
-        for part in jax.tree.leaves(tuple(equation.params.values()), is_leaf=_is_program):
-            if _is_program(part):
-                yield from _scans(part)
-
-
-def _is_program(part: Any) -> bool:
-    return hasattr(part, "eqns")  # A class or two, by the version of JAX.
+        for part in parts_of(equation):
+            yield from _scans(part)
 
 
 def memory_of(compiled: Any) -> int:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,17 @@ from flaxfit._by_output import check_outputs, check_values, targets_with_weights
 from flaxfit._by_row import check_by_row
 from flaxfit._explain import calls_explained, tracers_explained
 from flaxfit._forward import EvalPass, ForwardPass, forward, forward_eval
+from flaxfit._jaxpr import holds
 from flaxfit._rules import flat
 from flaxfit._weights import check_weights, weights_by_output
+
+
+class Traced(NamedTuple):
+    """What is known of a function that was traced."""
+
+    shapes: Any
+    """The shapes and dtypes of what it returns."""
+    has_convolutions: bool
 
 
 def inspect(
@@ -24,10 +33,10 @@ def inspect(
     batch: Batch,
     data: Batch | None = None,
     bind: Callable[..., Any] = lambda function: function,
-    known: dict[Any, ForwardPass] | None = None,
+    known: dict[Any, Traced] | None = None,
     *,
     is_resumed: bool = False,
-) -> ForwardPass:
+) -> Traced:
     """Traces one forward pass of a task without running it, on a batch as the user passed it.
 
     Args:
@@ -41,7 +50,7 @@ def inspect(
         it not been interrupted, it would not have looked at them.
 
     Returns:
-      The shapes and dtypes of a `ForwardPass`.
+      Of a `ForwardPass`.
 
     Raises:
       ValueError: labels, weights, the shape of the loss or a random stream do not fit.
@@ -56,17 +65,18 @@ def inspect(
         return forward(task, state.params, state.model_state, batch, state.key)
 
     known, key = {} if known is None else known, structure_of((state, batch))
-    result = known.get(key)
-    if result is None:
+    traced = known.get(key)
+    if traced is None:
         explained = _explained("TrainTask", task, batch)
         with calls_explained(batch.inputs, batch.targets), explained:
             # Over the state's shapes, since its arrays are spread over the devices of a strategy.
-            result = jax.eval_shape(bind(pass_forward), shapes_of(state), shapes_of(batch))
+            traced = _trace(bind(pass_forward), shapes_of(state), shapes_of(batch))
+    result = traced.shapes
     check_loss(task.loss, result.values, result.outputs, batch, data)
     if key not in known:
         _check_by_row(task, result.outputs, batch)
-        known[key] = result
-    return result
+        known[key] = traced
+    return traced
 
 
 def inspect_eval(
@@ -112,8 +122,11 @@ def inspect_step(
     batch: Batch,
     data: Batch | None = None,
     bind: Callable[..., Any] = lambda function: function,
-) -> Any:
-    """Traces a step of the user's own without running it: the shapes of its sums.
+) -> Traced:
+    """Traces a step of the user's own without running it.
+
+    Returns:
+      Of the sums of the step.
 
     Raises:
       ValueError: the state that it returns is not like the one it was given, or the batch has
@@ -126,7 +139,8 @@ def inspect_step(
         )
     check_finite(batch if data is None else data, "The first batch" if data is None else "The data")
     with tracers_explained():
-        updated, sums = jax.eval_shape(bind(step), shapes_of(state), shapes_of(batch))
+        traced = _trace(bind(step), shapes_of(state), shapes_of(batch))
+    updated, sums = traced.shapes
     old, new = (
         {path: f"{x.dtype}{list(x.shape)}" for path, x in flat(tree).items()}
         for tree in (state, updated)
@@ -138,7 +152,12 @@ def inspect_step(
             "The step of the task returned a state that is not like the one it was given:\n"
             + "\n".join(lines or ["  other containers hold its arrays"])
         )
-    return sums
+    return traced._replace(shapes=sums)
+
+
+def _trace(function: Callable[..., Any], *shapes: Any) -> Traced:
+    program, results = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    return Traced(results, holds(program, "conv_general_dilated"))
 
 
 @contextlib.contextmanager

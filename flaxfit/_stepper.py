@@ -29,6 +29,7 @@ from flaxfit._state import TrainState
 from flaxfit._step import more_sums
 from flaxfit._tally import Tally
 from flaxfit._task import TrainTask
+from flaxfit._unrolled import at_once
 from flaxfit._update import make_step, make_update
 from flaxfit.data import ArrayStream
 from flaxfit.optim import set_hyperparams
@@ -94,6 +95,8 @@ class Stepper:
         self.programs = Programs(self.agreement, say)
         self.tally = Tally(strategy.share)
         self._traced: dict[Any, Any] = {}
+        self.unrolls = False
+        """Whether several steps are no loop, but stand in a program one behind the other."""
         self.norms: tuple[str, ...] = ()
         # How the state is taken apart, once there is one, and its arrays.
         self._form: Any = None
@@ -305,7 +308,7 @@ class Stepper:
         return self.tally.metrics(self.task.metrics)
 
     def advance(self, n: int, batch: Any = None) -> bool:
-        """Dispatches `n` steps at once, or one where the next batches do not share a program.
+        """Dispatches up to `n` steps at once, or one where the batches do not share a program.
 
         With a batch that is given it is one step, on that, and the stream stays where it is.
 
@@ -317,6 +320,7 @@ class Stepper:
             if self.source.ended:
                 return False
         # Not by `explained`, which is a call more for each step.
+        n = self._at_once(n)
         try:
             # From here to the release an interrupt waits, so that no batch and no state is lost.
             self.interrupts.hold()
@@ -470,7 +474,11 @@ class Stepper:
         if source is not self.source:  # Reading it has set other data.
             return self._portions(n)
         portions = self.intake.portions(items, self._inspect)
-        return portions if len(portions) == n else portions[:1]
+        # By now the first of all batches was looked at.
+        return portions[: self._at_once(n)] if len(portions) == n else portions[:1]
+
+    def _at_once(self, n: int) -> int:
+        return at_once(n) if self.unrolls else n
 
     def _dispatch(self, portions: list[Portion], source: Source | None) -> None:
         """Runs the compiled update. The source lets its batches go once the new state is stored."""
@@ -550,6 +558,7 @@ class Stepper:
             axis_name=portion.strategy.axis_name,
             virtual_replicas=getattr(portion.strategy, "virtual_replicas", None),
             n_steps=n_steps,
+            unroll=self.unrolls,
             skip_empty=portion.is_weighted,
             norms=self.norms,
             **self._options,
@@ -574,10 +583,11 @@ class Stepper:
         bind, norms = self.strategy.bind, self.norms
         if self.task.step is not None:
             step = make_step(self.task)
-            sums: Any = inspect_step(step, self.state, batch, data, bind)
+            traced = inspect_step(step, self.state, batch, data, bind)
+            sums: Any = traced.shapes
             why_not = "the task has a step of its own"
         else:
-            result = inspect(
+            traced = inspect(
                 self.task,
                 self.state,
                 batch,
@@ -586,9 +596,13 @@ class Stepper:
                 self._traced,
                 is_resumed=self.source.is_resumed,
             )
+            result = traced.shapes
             grad_norm = self._options["grad_norm"]
             sums = result.sums | more_sums(self.task, result, grad_norm=grad_norm, norms=norms)
             why_not = self._why_not_pad(result.values)
+        # XLA's convolutions on a CPU are many times slower in a loop.
+        is_on_cpu = self.strategy.devices[0].platform == "cpu"
+        self.unrolls = traced.has_convolutions and is_on_cpu
         if self.tally.expect(sums):
             self._say("the metrics were changed in the middle of their span: it is counted anew")
             self.reset_totals()

@@ -4,10 +4,13 @@ import time
 from collections.abc import Callable
 
 from flaxfit._stepper import Stepper
+from flaxfit._unrolled import MOST_UNROLLED
 
 _MOST_STEPS = 32
 _MOST_SECONDS = 0.1
 """What a dispatch of several steps may take by the time of single ones; longer gains nothing."""
+_MOST_SECONDS_UNROLLED = 0.002
+"""What a step may take where several are no loop: of longer ones a dispatch is a few percent."""
 _N_TIMED = 8
 _N_SPANS = 3
 
@@ -85,9 +88,9 @@ class Trial:
         timed = self._single if self.n_steps == 1 else self._several
         timed.append(seconds)
         if timed is self._single and len(timed) == _N_SPANS:
-            self.n_steps = several(min(timed), spacing)
+            self.n_steps = several(min(timed), spacing, unrolled=self._stepper.unrolls)
             self.is_over = self.n_steps == 1
-        # Convolutions in a loop of XLA on a CPU are so slow that once is enough.
+        # A loop may be many times slower than its steps: once is enough.
         is_hopeless = timed is self._several and seconds > 2 * min(self._single)
         if is_hopeless or len(self._several) == _N_SPANS:
             n, single, fused = self.n_steps, min(self._single), min(self._several)
@@ -99,14 +102,21 @@ class Trial:
             )
 
 
-def several(seconds: float, spacing: int) -> int:
+def several(seconds: float, spacing: int, *, unrolled: bool = False) -> int:
     """How many steps of so many seconds to try in one dispatch; 1: there is nothing to gain.
+
+    With `unrolled` these are no loop, and each makes compiling longer.
 
     A number that divides the spacing of checkpoints needs one program only.
 
     >>> several(1e-4, 28), several(1e-4, 1000), several(0.02, 1000), several(1.0, 1000)
     (28, 25, 5, 1)
+    >>> several(1e-4, 28, unrolled=True), several(0.02, 1000, unrolled=True)
+    (7, 1)
     """
-    most = max(1, min(_MOST_STEPS, spacing, int(_MOST_SECONDS / seconds)))
+    if unrolled and seconds > _MOST_SECONDS_UNROLLED:
+        return 1
+    most = min(MOST_UNROLLED if unrolled else _MOST_STEPS, spacing, int(_MOST_SECONDS / seconds))
+    most = max(1, most)
     divisor = next(n for n in range(most, 0, -1) if spacing % n == 0)
     return divisor if 2 * divisor > most else most

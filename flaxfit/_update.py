@@ -10,6 +10,7 @@ from flaxfit import _totals
 from flaxfit._batch import Batch
 from flaxfit._own_step import make_own_step
 from flaxfit._step import make_train_step
+from flaxfit._unrolled import scan
 
 
 def make_step(task: Any, **options: Any) -> Callable[..., Any]:
@@ -22,12 +23,14 @@ def make_update(
     *,
     axis_name: str | None,
     n_steps: int = 1,
+    unroll: bool = False,
     keep_grads: bool = False,
     **options: Any,
 ) -> Callable[..., Any]:
     """Makes `(state, totals, batch) -> (state, totals, grads)`.
 
-    With several steps, the leaves of `batch` carry one batch per step as their first axis.
+    With several steps, the leaves of `batch` carry one batch per step as their first axis. They
+    are a loop, or with `unroll` stand one behind the other.
     Where the data is on the devices, the update is `(state, totals, data, batch)`, and the only
     input of `batch` are the indices of its examples.
     """
@@ -45,7 +48,7 @@ def make_update(
             state, totals, grads = update(carry[0], carry[1], *data, batch)
             return (state, totals), grads
 
-        (state, totals), grads = jax.lax.scan(body, (state, totals), stacked)
+        (state, totals), grads = scan(body, (state, totals), stacked, unroll=unroll)
         return state, totals, jax.tree.map(lambda g: g[-1], grads)
 
     return update if n_steps == 1 else update_many
