@@ -29,7 +29,7 @@ from flaxfit._state import TrainState
 from flaxfit._step import more_sums
 from flaxfit._tally import Tally
 from flaxfit._task import TrainTask
-from flaxfit._unrolled import at_once
+from flaxfit._unrolled import MOST_UNROLLED
 from flaxfit._update import make_step, make_update
 from flaxfit.data import ArrayStream
 from flaxfit.optim import set_hyperparams
@@ -478,7 +478,7 @@ class Stepper:
         return portions[: self._at_once(n)] if len(portions) == n else portions[:1]
 
     def _at_once(self, n: int) -> int:
-        return at_once(n) if self.unrolls else n
+        return min(n, MOST_UNROLLED) if self.unrolls else n
 
     def _dispatch(self, portions: list[Portion], source: Source | None) -> None:
         """Runs the compiled update. The source lets its batches go once the new state is stored."""

@@ -112,7 +112,7 @@ def several(seconds: float, spacing: int, *, unrolled: bool = False) -> int:
     >>> several(1e-4, 28), several(1e-4, 1000), several(0.02, 1000), several(1.0, 1000)
     (28, 25, 5, 1)
     >>> several(1e-4, 28, unrolled=True), several(0.02, 1000, unrolled=True)
-    (7, 1)
+    (4, 1)
     """
     if unrolled and seconds > _MOST_SECONDS_UNROLLED:
         return 1

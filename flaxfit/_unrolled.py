@@ -3,7 +3,7 @@
 XLA has fast kernels for convolutions on a CPU, but not inside of a loop: there the gradients of
 usual ones take ten times as long and more, and are rounded otherwise. Written out one behind the
 other, steps take as long as by themselves, and give the same bits. What that costs is compiling,
-whose time grows a little faster than the number of the steps.
+whose time and memory grow with the number of the steps.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-MOST_UNROLLED = 8
-"""How many steps are written out at most: with more, only compiling takes longer."""
+MOST_UNROLLED = 4
+"""How many steps are written out at most: with more, steps take no less time, compiling does."""
 
 
 def scan(body: Callable[..., Any], init: Any, xs: Any, *, unroll: bool) -> tuple[Any, Any]:
@@ -25,13 +25,3 @@ def scan(body: Callable[..., Any], init: Any, xs: Any, *, unroll: bool) -> tuple
         return body(*jax.lax.optimization_barrier((carry, x)))
 
     return jax.lax.scan(apart, init, xs, unroll=True)
-
-
-def at_once(n: int) -> int:
-    """How many of `n` steps to write out in one program: such that they divide evenly.
-
-    >>> [at_once(n) for n in (1, 8, 9, 10, 32)]
-    [1, 8, 5, 5, 8]
-    """
-    n_programs = -(-n // MOST_UNROLLED)
-    return -(-n // n_programs)

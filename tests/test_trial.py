@@ -19,11 +19,11 @@ Y = X @ np.ones((3, 1), np.float32)
 MODULE = nn.Dense(1)
 
 
-def make_loop(batch_size=8, data=None, **options):
+def make_loop(batch_size=8, data=None, module=MODULE, **options):
     data = ff.ArrayStream(X, Y, batch_size=batch_size, shuffle=True) if data is None else data
-    task = ff.TrainTask(MODULE.apply, optax.adam(0.01), "mse", data, ["mae"])
+    task = ff.TrainTask(module.apply, optax.adam(0.01), "mse", data, ["mae"])
     options = {"n_steps_per_checkpoint": 12, "stdout": False, **options}
-    return ff.TrainLoop(MODULE.init, task, 0, devices=jax.devices()[:1], **options)
+    return ff.TrainLoop(module.init, task, 0, devices=jax.devices()[:1], **options)
 
 
 @pytest.fixture
@@ -73,6 +73,22 @@ def test_steps_are_tried_in_spans_and_then_dispatched_as_chosen(seconds):
     sizes = np.diff(steps).tolist()
     # Three spans of eight single steps, the first of them cut short by the checkpoint of step 1.
     assert sizes == [1] * 37 + [12] * 5
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about XLA's loops on a CPU")
+@pytest.mark.parametrize(
+    ("single", "fused", "tried", "chosen"), [(0.001, 0.002, 4, 4), (0.003, 0.006, 1, 1)]
+)
+def test_of_convolutions_on_a_cpu_few_short_steps_are_tried(seconds, single, fused, tried, chosen):
+    seconds[1], seconds[4] = single, fused
+    module = nn.Sequential([nn.Conv(2, (3, 3)), lambda x: x.mean((1, 2))])
+    images, targets = np.ones((24, 4, 4, 1), np.float32), np.zeros((24, 2), np.float32)
+    loop = make_loop(data=ff.ArrayStream(images, targets, batch_size=8), module=module, n_steps=97)
+    loop.steps_per_call = "auto"
+    steps = dispatches(loop)
+    list(loop)
+    assert max(np.diff(steps)) == tried
+    assert loop.steps_per_call == chosen
 
 
 def test_what_is_far_slower_together_is_tried_once(seconds):
