@@ -38,7 +38,7 @@ class Recipe(NamedTuple):
     needs: str = ""
     """The package that must be installed."""
     is_scan: bool = False
-    """Whether it puts the step into a loop on the device."""
+    """Whether it takes several steps in one call of the device."""
     spreads: bool = False
     """Whether it can use several devices."""
 

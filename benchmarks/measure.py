@@ -151,7 +151,8 @@ def _can_run(name: str, workload: Workload, n_devices: int) -> bool:
     if workload.name == "leaves":
         return recipe.maker.endswith(("hand_written:make", "flaxfit:train_loop"))
     # XLA's loops on a CPU run the gradients of convolutions an order of magnitude slower.
-    return not (recipe.is_scan and workload.name == "cnn" and jax.default_backend() == "cpu")
+    is_loop = "scan" in recipe.options
+    return not (is_loop and workload.name == "cnn" and jax.default_backend() == "cpu")
 
 
 def _blocks(

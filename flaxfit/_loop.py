@@ -69,6 +69,7 @@ class TrainLoop:
       first_checkpoint: the step of the first checkpoint; `n_steps_per_checkpoint` gives n, 2n, ...
       steps_per_call: steps per dispatch to the device; "auto": a few steps are timed, one per
         dispatch and several (at most 32, and none across a checkpoint), and the faster is kept.
+        Of models with convolutions a CPU takes at most 4 at a time.
       keep_grads: whether checkpoints hold the gradients of their last step.
       grad_norm: whether to report the norm of the gradients.
       snapshot: where the arrays of checkpoints lie: "device", or "host" as NumPy arrays, for which
