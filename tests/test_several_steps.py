@@ -11,7 +11,6 @@ from sklearn.datasets import load_digits
 
 import flaxfit as ff
 
-
 ON_CPU = jax.default_backend() == "cpu"
 
 

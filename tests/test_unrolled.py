@@ -1,5 +1,7 @@
 """Loops that are written out: their results, their order, and the operations that ask for it."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,7 +65,7 @@ def test_a_convolution_is_found_wherever_it_is(function):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="about XLA's loops on a CPU")
 @pytest.mark.parametrize(("features", "longest"), [((3, 3), 4), ((), 6)])
 def test_own_steps_with_convolutions_are_written_out_too(features, longest):
-    module = nn.Conv(1, features) if features else nn.Dense(1)
+    module: Any = nn.Conv(1, features) if features else nn.Dense(1)
     optimizer = optax.sgd(0.1)
 
     def step(state, batch):
