@@ -22,6 +22,9 @@ def scan(body: Callable[..., Any], init: Any, xs: Any, *, unroll: bool) -> tuple
 
     def apart(carry: Any, x: Any) -> tuple[Any, Any]:
         # Nothing is computed across two turns, which would change what is rounded.
-        return body(*jax.lax.optimization_barrier((carry, x)))
+        held, x = jax.lax.optimization_barrier((carry, x))
+        new, y = body(held, x)
+        # What a turn leaves as it is goes on itself: so it is seen that the whole leaves it.
+        return jax.tree.map(lambda c, h, n: c if n is h else n, carry, held, new), y
 
     return jax.lax.scan(apart, init, xs, unroll=True)

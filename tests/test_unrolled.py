@@ -39,6 +39,20 @@ def test_there_is_no_loop_where_it_is_written_out():
     assert "while" not in text(unroll=True).as_text()
 
 
+@pytest.mark.parametrize("unroll", [False, True])
+def test_what_no_turn_changes_comes_back_itself(unroll):
+    def turn(carry, x):
+        return (carry[0] + x, carry[1]), None
+
+    @jax.jit
+    def run(total, kept, xs):
+        (total, same), _ = scan(turn, (total, kept), xs, unroll=unroll)
+        assert same is kept
+        return total
+
+    assert run(0.0, 1.0, jnp.arange(3.0)) == 3
+
+
 def convolve(x):
     return lax.conv(x, jnp.ones((1, 1, 2, 2)), (1, 1), "SAME")
 
