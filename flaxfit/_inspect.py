@@ -70,7 +70,7 @@ def inspect(
         explained = _explained("TrainTask", task, batch)
         with calls_explained(batch.inputs, batch.targets), explained:
             # Over the state's shapes, since its arrays are spread over the devices of a strategy.
-            traced = _trace(bind(pass_forward), shapes_of(state), shapes_of(batch))
+            traced = trace(bind(pass_forward), shapes_of(state), shapes_of(batch))
     result = traced.shapes
     check_loss(task.loss, result.values, result.outputs, batch, data)
     if key not in known:
@@ -139,7 +139,7 @@ def inspect_step(
         )
     check_finite(batch if data is None else data, "The first batch" if data is None else "The data")
     with tracers_explained():
-        traced = _trace(bind(step), shapes_of(state), shapes_of(batch))
+        traced = trace(bind(step), shapes_of(state), shapes_of(batch))
     updated, sums = traced.shapes
     old, new = (
         {path: f"{x.dtype}{list(x.shape)}" for path, x in flat(tree).items()}
@@ -155,7 +155,8 @@ def inspect_step(
     return traced._replace(shapes=sums)
 
 
-def _trace(function: Callable[..., Any], *shapes: Any) -> Traced:
+def trace(function: Callable[..., Any], *shapes: Any) -> Traced:
+    """Traces a function of arrays of these shapes and dtypes, without running it."""
     program, results = jax.make_jaxpr(function, return_shape=True)(*shapes)
     return Traced(results, holds(program, "conv_general_dilated"))
 

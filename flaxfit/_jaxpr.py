@@ -12,17 +12,25 @@ def parts_of(equation: Any) -> list[Any]:
 
 
 def holds(program: Any, name: str) -> bool:
-    """Whether a jaxpr, or any program in it, holds an operation of this name.
+    """Whether a jaxpr, or any program in it, holds an operation of this name; looks at each once.
 
     >>> import jax.numpy as jnp
     >>> program = jax.make_jaxpr(lambda x: jax.lax.map(jnp.sin, x))(jnp.ones(3))
     >>> holds(program, "sin"), holds(program, "cos")
     (True, False)
     """
-    return any(
-        equation.primitive.name == name or any(holds(part, name) for part in parts_of(equation))
-        for equation in program.eqns
-    )
+    seen: set[int] = set()
+    left = [program]
+    while left:
+        one = left.pop()
+        if (number := id(getattr(one, "jaxpr", one))) in seen:
+            continue
+        seen.add(number)
+        for equation in one.eqns:
+            if equation.primitive.name == name:
+                return True
+            left += parts_of(equation)
+    return False
 
 
 def _is_program(part: Any) -> bool:

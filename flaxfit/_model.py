@@ -141,7 +141,8 @@ class Model:
           verbose: "auto" or 1: a bar on a terminal or in a notebook, else a line per epoch;
             2: lines; 0: nothing.
           steps_per_execution: steps per dispatch to the device; "auto": as many as are found to
-            be fastest while the first steps are taken.
+            be fastest while the first steps are taken. Of models with convolutions a CPU takes at
+            most 4 at a time.
           checkpoint_dir: a folder in which each epoch is saved, with the history, the position in
             the data and what callbacks remember. Or a `CheckpointFileWriter`, to choose what is
             kept (`keep`, `monitor`) and whether a failed save ends the run (`on_error`).

@@ -15,7 +15,7 @@ from flaxfit._cost import count_flops, memory_of
 from flaxfit._explain import explain, explained
 from flaxfit._feed import Portion, stack_batches
 from flaxfit._held import Form, Held, on_held
-from flaxfit._inspect import inspect, inspect_step, shapes_of
+from flaxfit._inspect import inspect, inspect_step, shapes_of, trace
 from flaxfit._intake import Intake
 from flaxfit._interrupt import Interrupts
 from flaxfit._later import Later
@@ -95,8 +95,14 @@ class Stepper:
         self.programs = Programs(self.agreement, say)
         self.tally = Tally(strategy.share)
         self._traced: dict[Any, Any] = {}
+        is_on_cpu = strategy.devices[0].platform == "cpu"
+        # Virtual replicas and parts are loops or branches themselves.
+        is_flat = getattr(strategy, "virtual_replicas", None) is None and task.accumulate == 1
+        self._may_unroll = is_on_cpu and is_flat
         self.unrolls = False
         """Whether several steps are no loop, but stand in a program one behind the other."""
+        self._convolves: dict[Hashable, bool] = {}
+        """Whether a step of the user's own does, by the signatures of its batches."""
         self.norms: tuple[str, ...] = ()
         # How the state is taken apart, once there is one, and its arrays.
         self._form: Any = None
@@ -249,6 +255,7 @@ class Stepper:
         """Has the next batch be looked at, and the update be compiled, as at first."""
         self.programs.forget()
         self.intake.forget()
+        self._convolves = {}
         self._ready = {}
 
     def reset_totals(self) -> None:
@@ -320,11 +327,11 @@ class Stepper:
             if self.source.ended:
                 return False
         # Not by `explained`, which is a call more for each step.
-        n = self._at_once(n)
         try:
             # From here to the release an interrupt waits, so that no batch and no state is lost.
             self.interrupts.hold()
             try:
+                n = self._at_once(n) if n > 1 else n
                 is_usual = batch is None and self._ready and self.source.is_between_batches
                 has_stepped = self._step_as_before(n) if is_usual else None
                 if has_stepped is None:
@@ -474,11 +481,32 @@ class Stepper:
         if source is not self.source:  # Reading it has set other data.
             return self._portions(n)
         portions = self.intake.portions(items, self._inspect)
-        # By now the first of all batches was looked at.
-        return portions[: self._at_once(n)] if len(portions) == n else portions[:1]
+        return portions if len(portions) == n else portions[:1]
 
     def _at_once(self, n: int) -> int:
+        """How many of the next `n` steps are taken in one dispatch, which the next batch tells.
+
+        It is to depend on nothing else: a run that goes on from here takes the same ones together.
+        """
+        if not self._may_unroll:
+            return n
+        source = self.source
+        is_mixed = self.task.step is not None and not source.gathers
+        if is_mixed or not self.intake.has_looked:
+            portions = self.intake.portions(source.peek(), self._inspect)
+            if source is not self.source:  # Reading it has set other data.
+                return self._at_once(n)
+            if is_mixed and portions:
+                self.unrolls = self._own_step_convolves(portions[0])
         return min(n, MOST_UNROLLED) if self.unrolls else n
+
+    def _own_step_convolves(self, portion: Portion) -> bool:
+        found = self._convolves.get(portion.signature)
+        if found is None:
+            step = portion.strategy.bind(make_step(self.task))
+            traced = trace(step, shapes_of(self.state), shapes_of(portion.batch))
+            found = self._convolves[portion.signature] = traced.has_convolutions
+        return found
 
     def _dispatch(self, portions: list[Portion], source: Source | None) -> None:
         """Runs the compiled update. The source lets its batches go once the new state is stored."""
@@ -600,9 +628,7 @@ class Stepper:
             grad_norm = self._options["grad_norm"]
             sums = result.sums | more_sums(self.task, result, grad_norm=grad_norm, norms=norms)
             why_not = self._why_not_pad(result.values)
-        # XLA's convolutions on a CPU are many times slower in a loop.
-        is_on_cpu = self.strategy.devices[0].platform == "cpu"
-        self.unrolls = traced.has_convolutions and is_on_cpu
+        self.unrolls = self._may_unroll and traced.has_convolutions
         if self.tally.expect(sums):
             self._say("the metrics were changed in the middle of their span: it is counted anew")
             self.reset_totals()

@@ -12,6 +12,7 @@ from sklearn.datasets import load_digits
 import flaxfit as ff
 
 ON_CPU = jax.default_backend() == "cpu"
+ONE = jax.devices()[:1]
 
 
 class Convolutions(nn.Module):
@@ -60,25 +61,44 @@ def text(length=16):
     return characters[:-1].reshape(-1, length), characters[1:].reshape(-1, length)
 
 
-def train(module, x, y, *, spacing, steps_per_call=1, devices=1, strategy=None, **options):
+def train(module, x, y, *, start=None, **options):
     """The checkpoints, and the steps behind each dispatch."""
-    data = ff.ArrayStream(x, y, batch_size=32, shuffle=True)
+    loop = make_loop(module, x, y, **options)
+    if start is not None:
+        loop.restore(start)
+    dispatched = []
+    loop.watchers.append(dispatched.append)
+    return list(loop), dispatched
+
+
+def make_loop(
+    module,
+    x,
+    y,
+    *,
+    spacing,
+    first=1,
+    steps_per_call=1,
+    batch_size=32,
+    devices=1,
+    strategy=None,
+    **options,
+):
+    data = ff.ArrayStream(x, y, batch_size=batch_size, shuffle=True)
     task = ff.TrainTask(
         module.apply, optax.adam(1e-3), "crossentropy", data, ["accuracy"], **options
     )
-    loop = ff.TrainLoop(
+    return ff.TrainLoop(
         module.init,
         task,
         0,
         n_steps=25,
         n_steps_per_checkpoint=spacing,
+        first_checkpoint=first,
         strategy=strategy or ff.DataParallel(jax.devices()[:devices]),
         steps_per_call=steps_per_call,
         stdout=False,
     )
-    dispatched = []
-    loop.watchers.append(dispatched.append)
-    return list(loop), dispatched
 
 
 @pytest.mark.parametrize(
@@ -105,7 +125,6 @@ def test_they_are_the_same_to_the_bit(module, data):
     [
         pytest.param(Convolutions(), 8, {}, id="small"),
         pytest.param(Convolutions((32, 64), 256), 28, {}, id="large"),
-        pytest.param(Convolutions(), 8, {"accumulate": 2}, id="accumulated"),
         pytest.param(Convolutions(), 8, {"devices": 2}, id="replicas"),
         pytest.param(Convolutions(), 8, {"strategy": ff.Sharded()}, id="sharded"),
     ],
@@ -121,3 +140,40 @@ def test_convolutions_are_the_same_but_for_roundoff(module, size, options):
             a.state.params,
             b.state.params,
         )
+
+
+@pytest.mark.skipif(not ON_CPU, reason="about XLA's loops on a CPU")
+@pytest.mark.parametrize(
+    "options",
+    [{"accumulate": 2}, {"strategy": ff.DataParallel(ONE, virtual_replicas=2)}],
+    ids=["parts", "virtual"],
+)
+def test_what_is_in_a_loop_anyway_is_not_written_out(options):
+    _, dispatched = train(Convolutions(), *images(), spacing=8, steps_per_call=8, **options)
+    assert dispatched == [1, 9, 17, 25]
+
+
+@pytest.mark.skipif(not ON_CPU, reason="about XLA's loops on a CPU")
+def test_which_steps_are_written_out_together_is_told_by_the_position_alone():
+    x, y = images()
+    # Six batches and a remainder that is a program of its own.
+    options = {"spacing": 12, "steps_per_call": 12, "pad": False}
+    data = x[:208], y[:208]
+    whole, dispatched = train(Convolutions(), *data, first=12, **options)
+    # The first of all, too, which nothing was looked at before.
+    assert dispatched == [4, 5, 6, 7, 11, 12, 13, 14, 18, 19, 20, 21, 24, 25]
+    rest, again = train(Convolutions(), *data, first=12, start=whole[0], **options)
+    assert again == dispatched[6:]
+    for a, b in zip(whole[1:], rest, strict=True):
+        assert a.metrics == b.metrics
+        jax.tree.map(np.testing.assert_array_equal, a.state.params, b.state.params)
+        jax.tree.map(np.testing.assert_array_equal, a.optimizer_state, b.optimizer_state)
+
+
+@pytest.mark.skipif(not ON_CPU, reason="about XLA's loops on a CPU")
+def test_no_batch_is_fetched_ahead_of_the_steps_that_are_written_out():
+    loop = make_loop(Convolutions(), *images(), spacing=8, first=8, steps_per_call=8)
+    found = []
+    loop.watchers.append(lambda step: found.append(loop.snapshot()))
+    next(loop)
+    assert [each.step for each in found] == [4, 8]

@@ -31,12 +31,14 @@ def test_it_gives_what_the_turns_give_one_by_one(unroll):
     np.testing.assert_allclose(total, expected, rtol=1e-6)
 
 
-def test_there_is_no_loop_where_it_is_written_out():
+def test_there_is_no_loop_where_it_is_written_out_but_borders():
     def text(unroll):
-        return jax.jit(lambda x: scan(body, x[0], x, unroll=unroll)).lower(jnp.ones((5, 3)))
+        function = jax.jit(lambda x: scan(body, x[0], x, unroll=unroll))
+        return function.lower(jnp.ones((5, 3))).as_text()
 
-    assert "while" in text(unroll=False).as_text()
-    assert "while" not in text(unroll=True).as_text()
+    assert "while" in text(unroll=False)
+    assert "while" not in text(unroll=True)
+    assert "optimization_barrier" in text(unroll=True)
 
 
 @pytest.mark.parametrize("unroll", [False, True])
@@ -76,6 +78,16 @@ def test_a_convolution_is_found_wherever_it_is(function):
     assert not holds(program, "dot_general")
 
 
+def test_programs_that_are_used_often_are_looked_at_once():
+    def doubled(function, depth):
+        return jax.jit(lambda x: function(function(x))) if depth else function
+
+    function = jnp.sin
+    for depth in range(40):  # 2**40 uses of the innermost, which none would see the end of.
+        function = doubled(function, depth)
+    assert not holds(jax.make_jaxpr(function)(1.0), "conv_general_dilated")
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="about XLA's loops on a CPU")
 @pytest.mark.parametrize(("features", "longest"), [((3, 3), 4), ((), 6)])
 def test_own_steps_with_convolutions_are_written_out_too(features, longest):
@@ -105,3 +117,42 @@ def test_own_steps_with_convolutions_are_written_out_too(features, longest):
     loop.watchers.append(dispatched.append)
     list(loop)
     assert max(np.diff(dispatched)) == longest
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about XLA's loops on a CPU")
+def test_of_several_tasks_those_with_convolutions_are_written_out():
+    optimizer, images = optax.sgd(0.1), np.ones((8, 4, 4, 1), np.float32)
+    targets = np.ones((8, 1), np.float32)
+
+    def of_dense(variables, x, **_):
+        return x.mean((1, 2)) * variables["params"]["scale"], {}
+
+    def of_convolutions(variables, x, **_):
+        kernel = variables["params"]["scale"] * jnp.ones((1, 1, 2, 2))
+        return lax.conv(x, kernel, (1, 1), "SAME").mean((2, 3)), {}
+
+    task = ff.MultiTask(
+        {
+            name: ff.TrainTask(apply, optimizer, "mse", ff.ArrayStream(x, targets, batch_size=4))
+            for name, apply, x in (
+                ("dense", of_dense, images),
+                ("convolving", of_convolutions, images.reshape(8, 1, 4, 4)),
+            )
+        },
+        weights={"convolving": 4.0},
+    )
+    loop = ff.TrainLoop(
+        lambda rngs, x: {"params": {"scale": jnp.ones(())}},
+        task,
+        0,
+        n_steps=24,
+        n_steps_per_checkpoint=24,
+        first_checkpoint=24,
+        devices=jax.devices()[:1],
+        steps_per_call=2,
+        stdout=False,
+    )
+    unrolled = {}
+    loop.watchers.append(lambda step: unrolled.setdefault(loop._stepper.unrolls, step))
+    list(loop)
+    assert {*unrolled} == {False, True}
