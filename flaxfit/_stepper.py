@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flaxfit._agreement import Agreement
 from flaxfit._batch import Batch
 from flaxfit._cost import count_flops, memory_of
-from flaxfit._explain import explain, explained
+from flaxfit._explain import calls_explained, explain, explained
 from flaxfit._feed import Portion, stack_batches
 from flaxfit._held import Form, Held, on_held
 from flaxfit._inspect import inspect, inspect_step, shapes_of, trace
@@ -503,8 +503,9 @@ class Stepper:
     def _own_step_convolves(self, portion: Portion) -> bool:
         found = self._convolves.get(portion.signature)
         if found is None:
-            step = portion.strategy.bind(make_step(self.task))
-            traced = trace(step, shapes_of(self.state), shapes_of(portion.batch))
+            step, batch = portion.strategy.bind(make_step(self.task)), portion.batch
+            with calls_explained(batch.inputs, batch.targets):
+                traced = trace(step, shapes_of(self.state), shapes_of(batch))
             found = self._convolves[portion.signature] = traced.has_convolutions
         return found
 
