@@ -90,8 +90,10 @@ class Trial:
         if timed is self._single and len(timed) == _N_SPANS:
             self.n_steps = several(min(timed), spacing, unrolled=self._stepper.unrolls)
             self.is_over = self.n_steps == 1
-        # A loop may be many times slower than its steps: once is enough.
-        is_hopeless = timed is self._several and seconds > 2 * min(self._single)
+        # A loop may be many times slower than its steps: once is enough. Where there is none, only
+        # the first dispatch takes longer than those behind it.
+        is_loop = timed is self._several and not self._stepper.unrolls
+        is_hopeless = is_loop and seconds > 2 * min(self._single)
         if is_hopeless or len(self._several) == _N_SPANS:
             n, single, fused = self.n_steps, min(self._single), min(self._several)
             self.is_over = True
