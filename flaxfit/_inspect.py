@@ -50,7 +50,7 @@ def inspect(
         it not been interrupted, it would not have looked at them.
 
     Returns:
-      Of a `ForwardPass`.
+      What is known of the pass; its shapes are those of a `ForwardPass`.
 
     Raises:
       ValueError: labels, weights, the shape of the loss or a random stream do not fit.
@@ -126,7 +126,7 @@ def inspect_step(
     """Traces a step of the user's own without running it.
 
     Returns:
-      Of the sums of the step.
+      What is known of the step; its shapes are those of its sums.
 
     Raises:
       ValueError: the state that it returns is not like the one it was given, or the batch has

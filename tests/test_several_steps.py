@@ -79,12 +79,11 @@ def make_loop(
     spacing,
     first=1,
     steps_per_call=1,
-    batch_size=32,
     devices=1,
     strategy=None,
     **options,
 ):
-    data = ff.ArrayStream(x, y, batch_size=batch_size, shuffle=True)
+    data = ff.ArrayStream(x, y, batch_size=32, shuffle=True)
     task = ff.TrainTask(
         module.apply, optax.adam(1e-3), "crossentropy", data, ["accuracy"], **options
     )

@@ -86,7 +86,7 @@ def test_of_convolutions_on_a_cpu_few_short_steps_are_tried(seconds, single, fus
     loop = make_loop(data=ff.ArrayStream(images, targets, batch_size=8), module=module, n_steps=97)
     loop.steps_per_call = "auto"
     steps = dispatches(loop)
-    # The first dispatch of all is slow, and none in a loop that would be so for ever.
+    # The first dispatch is slow, those behind it are not: it alone is not to decide.
     seconds[4] = 0.05
     loop.watchers.append(lambda step: step - steps[-2] == 4 and seconds.update({4: fused}))
     list(loop)
