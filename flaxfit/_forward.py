@@ -10,7 +10,7 @@ from redex.util import expand_to_tuple
 
 from flaxfit import losses
 from flaxfit._batch import Batch, call, n_examples
-from flaxfit._precision import in_precision, like
+from flaxfit._precision import in_float32, in_precision, like
 from flaxfit._weights import weights_by_output, without_idle_rows
 
 Sums = dict[str, Any]
@@ -49,9 +49,10 @@ def forward(task: Any, params: Any, model_state: Any, batch: Batch, key: jax.Arr
         rngs=rngs_of(task.rngs, key),
         mutable=DenyList(("params", "intermediates")) if task.mutable is None else task.mutable,
     )
-    outputs = expand_to_tuple(outputs)
+    outputs, batch = _compared(outputs, batch)
     values, penalty = evaluate_loss(task.loss, outputs, batch)
-    penalties = [jnp.sum(x) for x in jax.tree.leaves((penalty, updates.get("losses", ())))]
+    penalties = jax.tree.leaves(in_float32((penalty, updates.get("losses", ()))))
+    penalties = [jnp.sum(x) for x in penalties]
     weights = weights_of(batch)
     sums = {
         "loss": loss_sums(task.loss, values, outputs, batch),
@@ -65,13 +66,19 @@ def forward_eval(task: Any, state: Any, batch: Batch, key: jax.Array | None) -> 
     """Applies the model in evaluation, and the loss and the metrics to its outputs."""
     options = {} if key is None else {"rngs": rngs_of(task.rngs, key)}
     apply = in_precision(task.apply, task.precision)
-    outputs = expand_to_tuple(call(apply, state.variables, batch.inputs, **options))
+    outputs = call(apply, state.variables, batch.inputs, **options)
+    outputs, batch = _compared(outputs, batch)
     sums = measure(task.metrics, outputs, batch.targets, weights_of(batch))
     if task.loss is None:
         return EvalPass(None, sums, outputs)
     values, _ = evaluate_loss(task.loss, outputs, batch)
     sums["loss"] = loss_sums(task.loss, values, outputs, batch)
     return EvalPass(values, sums, outputs)
+
+
+def _compared(outputs: Any, batch: Batch) -> tuple[tuple[Any, ...], Batch]:
+    """The outputs as a tuple, and the batch, both as losses and metrics compare them."""
+    return in_float32(expand_to_tuple(outputs)), batch._replace(targets=in_float32(batch.targets))
 
 
 def evaluate_loss(
@@ -93,7 +100,7 @@ def evaluate_loss(
             f"The loss returned {received.removesuffix(', NoneType')}; expected one value per "
             f"example, of shape ({n_examples(batch)},), or a pair (values, penalty)."
         )
-    values, penalty = jnp.asarray(parts[0]), parts[1]
+    values, penalty = in_float32(jnp.asarray(parts[0])), parts[1]
     if penalty is not None and jnp.ndim(penalty):
         raise ValueError(
             f"The loss returned two arrays, of shapes {values.shape} and {jnp.shape(penalty)}; the "

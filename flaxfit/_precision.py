@@ -37,6 +37,23 @@ def in_precision(apply: Callable[..., Any], precision: str | None) -> Callable[.
     return apply_low
 
 
+def in_float32(tree: Any) -> Any:
+    """A tree whose floating-point arrays of less than 32 bits became float32.
+
+    Losses and metrics are computed in it, whatever a module computes in.
+
+    >>> in_float32((jnp.ones((), "bfloat16"), jnp.int8(1)))
+    (Array(1., dtype=float32), Array(1, dtype=int8))
+    """
+
+    def up(x: Any) -> Any:
+        dtype = getattr(x, "dtype", None)
+        is_narrow = dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+        return x.astype(jnp.float32) if is_narrow else x
+
+    return jax.tree.map(up, tree)
+
+
 def like(new: Any, old: Any) -> Any:
     """The leaves of `new` in the dtypes of `old`: the types of a state never change."""
     return jax.tree.map(lambda a, b: a if a.dtype == b.dtype else a.astype(b.dtype), new, old)

@@ -31,14 +31,17 @@ def crossentropy(logits: Any, labels: Any) -> Any:
             f"{shape}, got labels {np.shape(labels)} {_dtype(labels)}. "
             + _label_advice(np.shape(labels), wanted, shape)
         )
-    logits, labels = jnp.asarray(logits), jnp.asarray(labels)
+    logits, labels = _floating(logits), jnp.asarray(labels)
     n_classes = shape[-1]
-    # To the bit optax.softmax_cross_entropy_with_integer_labels, but the label's logit is selected,
-    # not gathered: the gradient of a gather is a scatter, which takes a small model a while.
+    # As optax.softmax_cross_entropy_with_integer_labels, but the label's logit is selected, not
+    # gathered: the gradient of a gather is a scatter, which takes a small model a while.
     labels = labels.astype(jnp.int32)  # The number of classes may not fit a narrower type.
     labels = jnp.where(labels < 0, labels + n_classes, labels)
+    # Differences to the largest: large logits would leave no digits for the loss.
+    largest = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    logits = logits - jnp.where(jnp.isfinite(largest), largest, 0)
     of_label = jnp.where(jnp.arange(n_classes) == labels[..., None], logits, 0).sum(-1)
-    values = jax.nn.logsumexp(logits, axis=-1) - of_label
+    values = jnp.log(jnp.exp(logits).sum(-1)) - of_label
     return jnp.where((labels >= 0) & (labels < n_classes), values, jnp.nan)
 
 
@@ -55,7 +58,7 @@ def onehot_crossentropy(logits: Any, labels: Any) -> Any:
             f"(batch, ..., classes), got outputs {shape} and labels {np.shape(labels)}. "
             "Use loss='crossentropy' for integer labels, 'binary_crossentropy' for single scores."
         )
-    return optax.softmax_cross_entropy(jnp.asarray(logits), _floating(labels))
+    return optax.softmax_cross_entropy(_floating(logits), _floating(labels))
 
 
 def binary_crossentropy(logits: Any, labels: Any) -> Any:
@@ -65,7 +68,7 @@ def binary_crossentropy(logits: Any, labels: Any) -> Any:
     (3,)
     """
     _check_same_shape("binary_crossentropy", logits, labels, "labels")
-    return optax.sigmoid_binary_cross_entropy(jnp.asarray(logits), _floating(labels))
+    return optax.sigmoid_binary_cross_entropy(_floating(logits), _floating(labels))
 
 
 def mse(outputs: Any, targets: Any) -> Any:
@@ -169,6 +172,7 @@ def _dtype(array: Any) -> Any:
 
 
 def _floating(array: Any) -> Any:
-    """As floating-point numbers, so that integer targets (uint8!) do not wrap around."""
+    """As float32 or wider: integers (uint8!) would wrap around, 16 bits hold too few digits."""
     array = jnp.asarray(array)
-    return array if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(jnp.float32)
+    is_wide = jnp.issubdtype(array.dtype, jnp.inexact) and array.dtype.itemsize >= 4
+    return array if is_wide else array.astype(jnp.float32)

@@ -1,6 +1,7 @@
 """Every loss against NumPy or Optax, and the shapes and dtypes that it refuses."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -82,8 +83,9 @@ def test_crossentropy_and_its_gradient_are_those_of_optax(shape):
         return jax.jit(jax.grad(lambda x: (loss(x, labels) * np.arange(shape[-1])).sum()))(logits)
 
     theirs = optax.softmax_cross_entropy_with_integer_labels
-    ours, expected = (jax.jit(loss)(logits, labels) for loss in (losses.crossentropy, theirs))
-    np.testing.assert_array_equal(ours, expected)
+    with jax.enable_x64(True):
+        exact = theirs(logits.astype(np.float64), labels)
+    np.testing.assert_allclose(jax.jit(losses.crossentropy)(logits, labels), exact, 1e-6, 1e-7)
     expected = gradient(theirs)
     assert np.isfinite(expected).all()
     np.testing.assert_allclose(gradient(losses.crossentropy), expected, rtol=1e-6, atol=1e-7)
@@ -93,7 +95,7 @@ def test_labels_that_are_out_of_range_are_treated_as_optax_does():
     labels = np.array([0, -1, 10, 9, -11])
     values = jax.jit(losses.crossentropy)(LOGITS[:5], labels)
     theirs = optax.softmax_cross_entropy_with_integer_labels(LOGITS[:5], labels)
-    np.testing.assert_array_equal(values, theirs)
+    np.testing.assert_allclose(values, theirs, rtol=1e-6)
     assert np.isnan(values).tolist() == [False, False, True, False, True]
 
 
@@ -105,7 +107,7 @@ def test_labels_may_be_of_a_type_that_does_not_hold_the_number_of_classes(dtype,
     labels = np.array([0, 50, 127], dtype)
     theirs = jax.jit(optax.softmax_cross_entropy_with_integer_labels)
     expected = theirs(logits, labels.astype(int))
-    np.testing.assert_array_equal(jax.jit(losses.crossentropy)(logits, labels), expected)
+    np.testing.assert_allclose(jax.jit(losses.crossentropy)(logits, labels), expected, rtol=1e-6)
 
 
 def test_optax_itself_broadcasts_in_silence():
@@ -155,3 +157,50 @@ def test_shapes_that_would_broadcast_are_refused(name):
 def test_integer_labels_are_refused_where_one_hot_ones_are_wanted():
     with pytest.raises(ValueError, match="Use loss='crossentropy' for integer labels"):
         losses.onehot_crossentropy(LOGITS, LABELS)
+
+
+def every_loss():
+    """Each loss with outputs and targets that suit it."""
+    n_classes = LOGITS.shape[-1]
+    for name in ("mse", "mae", "huber", "log_cosh"):
+        yield name, SCORES, TARGETS
+    yield "crossentropy", LOGITS, LABELS
+    yield "onehot_crossentropy", LOGITS, np.full(LOGITS.shape, 1 / n_classes, np.float32)
+    yield "binary_crossentropy", SCORES, (TARGETS > 0).astype(np.float32)
+    yield "hinge", SCORES, SIGNS.astype(np.float32)
+    yield "kl_divergence", LOGITS, softmax(LOGITS[::-1])
+    yield "cosine_distance", LOGITS, LOGITS[::-1].copy()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("name", "outputs", "targets"), list(every_loss()))
+def test_16_bits_are_computed_in_float32(name, outputs, targets, dtype):
+    loss = losses.resolve(name)
+    outputs = (10 * outputs).astype(dtype)
+    targets = targets if targets.dtype.kind == "i" else targets.astype(dtype)
+    wide = targets if targets.dtype.kind == "i" else targets.astype(np.float32)
+
+    def both(outputs, targets):
+        return jax.value_and_grad(lambda x: loss(x, targets).sum())(outputs)
+
+    found, gradient = jax.jit(both)(outputs, targets)
+    expected, wide_gradient = jax.jit(both)(outputs.astype(np.float32), wide)
+    assert found.dtype == np.float32
+    assert gradient.dtype == dtype
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    gradients = (each.astype(np.float32) for each in (gradient, wide_gradient))
+    np.testing.assert_allclose(*gradients, rtol=jnp.finfo(dtype).eps, atol=1e-7)
+
+
+@pytest.mark.parametrize("large", [np.float16(3e4), np.float32(1e4), np.float32(-1e30)])
+def test_large_logits_leave_all_digits_of_the_loss(large):
+    logits = np.full((1, 2), large)
+    np.testing.assert_allclose(losses.crossentropy(logits, np.array([1])), np.log(2), rtol=1e-6)
+    np.testing.assert_allclose(losses.onehot_crossentropy(logits, np.eye(2)[:1]), np.log(2))
+
+
+def test_rows_of_zeros_have_a_cosine_distance_of_one_and_a_gradient():
+    zeros = np.zeros((2, 3), np.float16)
+    np.testing.assert_array_equal(losses.cosine_distance(zeros, zeros), [1, 1])
+    gradient = jax.grad(lambda x: losses.cosine_distance(x, zeros + 1).sum())(zeros)
+    assert np.isfinite(gradient).all()

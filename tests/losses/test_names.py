@@ -64,6 +64,6 @@ def test_the_common_losses_of_optax_are_checked(loss, optax_loss, targets):
     checked = losses.resolve(optax_loss)
     assert checked is loss
     ours, expected = (jax.jit(each)(LOGITS, targets) for each in (checked, optax_loss))
-    np.testing.assert_array_equal(ours, expected)
+    np.testing.assert_allclose(ours, expected, rtol=1e-6)  # Ours keeps the digits of large logits.
     with pytest.raises(ValueError, match=r"labels \(32, 1\)"):
         checked(LOGITS, np.ones((32, 1), int))
