@@ -74,7 +74,7 @@ def inspect(
     result = traced.shapes
     check_loss(task.loss, result.values, result.outputs, batch, data)
     if key not in known:
-        _check_by_row(task, result.outputs, batch)
+        _check_by_row(task, result.outputs, batch, bind)
         known[key] = traced
     return traced
 
@@ -111,7 +111,7 @@ def inspect_eval(
     if result.values is not None:
         check_loss(task.loss, result.values, result.outputs, batch, data)
     if key not in known:
-        _check_by_row(task, result.outputs, batch)
+        _check_by_row(task, result.outputs, batch, bind)
         known[key] = result
     return result
 
@@ -182,16 +182,16 @@ def _explained(owner: str, task: Any, batch: Batch) -> Iterator[None]:
         raise
 
 
-def _check_by_row(task: Any, outputs: Any, batch: Batch) -> None:
+def _check_by_row(task: Any, outputs: Any, batch: Batch, bind: Callable[..., Any]) -> None:
     """Checks that neither the loss nor a metric broadcasts the outputs against the targets."""
     if not task.pad:
         return
     if task.loss is not None:
         advice = " If it is to look across the batch, say so: pad=False in the task."
-        check_by_row("The loss", task.loss, outputs, batch.targets, advice)
+        check_by_row("The loss", bind(task.loss), outputs, batch.targets, advice)
     for name, metric in task.metrics.items():
         if metric.values is not None:
-            check_by_row(f"The metric {name!r}", metric.values, outputs, batch.targets)
+            check_by_row(f"The metric {name!r}", bind(metric.values), outputs, batch.targets)
 
 
 def check_loss(

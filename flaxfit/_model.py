@@ -449,7 +449,12 @@ class Model:
           ValueError: not even the smallest batch fits, or the backend tells no limit (a CPU).
         """
         with borrowed(
-            x, y, sample_weight, batch_size=1, seed=self.seed, owner="find_batch_size"
+            x,
+            y,
+            sample_weight,
+            batch_size=self.strategy.n_devices,
+            seed=self.seed,
+            owner="find_batch_size",
         ) as stream:
             return find_batch_size(
                 *self._trial(stream),

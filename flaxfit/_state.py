@@ -11,6 +11,7 @@ from flax import struct
 from jax.core import Tracer
 
 from flaxfit import _axes, _html, _state_dict
+from flaxfit._alone import alone_in_any
 from flaxfit._batch import call
 from flaxfit._explain import calls_explained
 from flaxfit._inference_state import InferenceState
@@ -225,7 +226,7 @@ def init_state(
         rngs = dict(zip(collections, keys, strict=True))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         with calls_explained(zeros):
-            variables = call(init, rngs, zeros)
+            variables = call(alone_in_any(init), rngs, zeros)
         return _at_start(optimizer, variables, train_key)
 
     if callable(shardings):

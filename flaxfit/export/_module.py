@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax.core import FrozenDict
 
+from flaxfit._alone import alone_in_any
 from flaxfit._batch import call
 from flaxfit._rules import flat
 from flaxfit.export._spec import as_specs, shape_structs
@@ -176,7 +177,7 @@ class JaxModule:
                 inputs = inputs if isinstance(inputs, tuple | dict) else (inputs,)
             # By the order of the names, as a dict that went through `jit` is sorted.
             params = jax.tree.unflatten(self._structure, [leaves[name] for name in self._leaves])
-            outputs = call(function, params, inputs)
+            outputs = call(alone_in_any(function), params, inputs)
             return plain(outputs if postprocess is None else postprocess(outputs))
 
         return run

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from flaxfit._alone import alone_in_any
 from flaxfit._batch import call
 from flaxfit.modules._flags import call_flags
 from flaxfit.modules._nnx import make
@@ -32,7 +33,13 @@ def summarize(module: Any, inputs: Any) -> str:
         module, arguments = switched(module, train=False)
         rngs = dict.fromkeys(("params", "dropout"), jax.random.key(0))
         options = {"console_kwargs": {"width": _WIDTH, "force_terminal": False}}
-        return call(module.tabulate, rngs, inputs, **options, **arguments).strip("\n")
+        tables: list[str] = []
+
+        def tabulate(rngs: Any, *inputs: Any, **named: Any) -> None:
+            tables.append(module.tabulate(rngs, *inputs, **named, **options, **arguments))
+
+        call(alone_in_any(tabulate), rngs, inputs)
+        return tables[0].strip("\n")
     if isinstance(module, tuple):
         raise TypeError("summary() shows the layers of a linen or nnx module, not of functions.")
     from flax import nnx

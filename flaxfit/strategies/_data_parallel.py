@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from flaxfit._free_memory import give_back_free_memory
 from flaxfit.strategies._local import given_devices, local_devices
-from flaxfit.strategies._replica import REPLICA, alone, unmapped
+from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica, unmapped
 
 # For several devices XLA looks for common expressions once more, before it rearranges anything.
 # Where it looks for none, the arithmetic of a replica is the same on one device and on several.
@@ -53,21 +53,28 @@ class DataParallel:
     Args:
       devices: the devices to use; None: all devices, of all processes.
       virtual_replicas: a power of two, which the number of devices divides.
+      axis_name: what models call the axis of the replicas, as in `nn.BatchNorm(axis_name="batch")`.
+        It is there on a single device too, but not with virtual replicas.
 
     Raises:
-      ValueError: there are no devices, the processes have different numbers of them, or the
-        virtual replicas cannot be divided over them.
+      ValueError: there are no devices, the processes have different numbers of them, the virtual
+        replicas cannot be divided over them, or are given along with the name of an axis.
     """
 
     def __init__(
-        self, devices: Sequence[Any] | None = None, *, virtual_replicas: int | None = None
+        self,
+        devices: Sequence[Any] | None = None,
+        *,
+        virtual_replicas: int | None = None,
+        axis_name: str = REPLICA,
     ):
         self.devices = given_devices(devices)
         self.virtual_replicas = virtual_replicas
         if virtual_replicas is not None:
             _check_divides(virtual_replicas, len(self.devices))
+            _check_default(axis_name)
         # A model cannot name the axis of virtual replicas: there is none.
-        self._axis = REPLICA if virtual_replicas is None else "device"
+        self._axis = check_axis_name(axis_name) if virtual_replicas is None else "device"
         self._local = local_devices(self.devices)
         mesh = Mesh(np.array(self._local), (self._axis,))
         self._whole = NamedSharding(mesh, PartitionSpec())
@@ -75,8 +82,12 @@ class DataParallel:
         self._narrowed: dict[int, DataParallel] = {}
 
     def __repr__(self) -> str:
-        virtual = f", virtual_replicas={self.virtual_replicas}" if self.virtual_replicas else ""
-        return f"DataParallel({len(self.devices)} {self.devices[0].platform} devices{virtual})"
+        more = ""
+        if self.virtual_replicas is not None:
+            more = f", virtual_replicas={self.virtual_replicas}"
+        elif self._axis != REPLICA:
+            more = f", axis_name={self._axis!r}"
+        return f"DataParallel({len(self.devices)} {self.devices[0].platform} devices{more})"
 
     @property
     def axis_name(self) -> str | None:
@@ -171,7 +182,7 @@ class DataParallel:
                 taken[device.process_index] += 1
                 if taken[device.process_index] <= n // n_processes:
                     devices.append(device)
-            self._narrowed[n] = DataParallel(devices)
+            self._narrowed[n] = DataParallel(devices, axis_name=self._axis)
         return self._narrowed[n]
 
     def _fewer(self, n: int) -> "DataParallel":
@@ -183,8 +194,10 @@ class DataParallel:
         return self._narrowed[n]
 
     def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function as a single replica, so that a model may name the axis "replica"."""
-        return alone(function) if self.virtual_replicas is None else unmapped(function)
+        """The function as a single replica, so that a model may name the axis of replicas."""
+        if self.virtual_replicas is not None:
+            return unmapped(function)
+        return only_replica(function, self, self._axis)
 
     def constrain(self, results: Any, state: Any) -> Any:
         """The results as they are: each replica has all of them."""
@@ -255,6 +268,15 @@ def _assemble(shape: tuple[int, ...], sharding: NamedSharding, array: jax.Array)
     """The array of this shape of which another one holds this process's parts."""
     parts = [shard.data for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+
+def _check_default(axis_name: str) -> None:
+    if axis_name != REPLICA:
+        raise ValueError(
+            f"Cannot name an axis (axis_name={axis_name!r}) with virtual_replicas: a device works "
+            "at its replicas one after the other, so that models cannot reduce over them. Leave "
+            "one of the two out."
+        )
 
 
 def _check_divides(virtual_replicas: int, n_devices: int) -> None:

@@ -1,43 +1,78 @@
-"""The axis of replicas, which a model may reduce over, such as `BatchNorm(axis_name="replica")`."""
+"""The axis of replicas, which a model may name, such as `BatchNorm(axis_name="replica")`."""
 
 from collections.abc import Callable
 from typing import Any
 
-import jax
+from flaxfit._alone import alone, unbound_axis
 
 REPLICA = "replica"
 
 
-def alone(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as the only replica: it may name the axis where nothing is mapped.
+def only_replica(function: Callable[..., Any], strategy: Any, axis: str) -> Callable[..., Any]:
+    """The function as the only replica of a strategy whose models may name this axis.
 
-    >>> int(alone(lambda x: jax.lax.psum(x, REPLICA))(3))
+    >>> import jax
+    >>> int(only_replica(lambda x: jax.lax.psum(x, "batch"), "a strategy", "batch")(3))
     3
+
+    Raises:
+      ValueError: the function names another axis.
     """
-    return jax.vmap(function, in_axes=None, out_axes=None, axis_name=REPLICA, axis_size=1)
+    return _explained(
+        alone(function, axis),
+        lambda name: (
+            f'Cannot use the axis "{name}" in the model, the loss or a metric: '
+            f'{strategy} calls its replicas "{axis}". Use that name, or make the strategy with '
+            f"{type(strategy).__name__}(axis_name={name!r})."
+        ),
+    )
 
 
 def unmapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function where there is no such axis: a model that names it is told so.
+    """The function where there is no such axis.
 
     >>> int(unmapped(lambda x: x + 1)(3))
     4
 
     Raises:
-      ValueError: the function reduces over the axis.
+      ValueError: the function names an axis.
     """
+    return _explained(
+        function,
+        lambda name: (
+            f'Cannot use the axis "{name}" in the model with virtual_replicas: '
+            "a device works at its replicas one after the other. Leave the axis out, as in "
+            "nn.BatchNorm(), whose statistics are then those of each replica's examples; or "
+            "train without virtual_replicas."
+        ),
+    )
 
+
+def check_axis_name(axis_name: Any) -> str:
+    """The name of the axis of replicas.
+
+    >>> check_axis_name("batch")
+    'batch'
+
+    Raises:
+      TypeError: it is no string.
+    """
+    if not isinstance(axis_name, str) or not axis_name:
+        raise TypeError(
+            f"axis_name must be the name by which models refer to the replicas, such as "
+            f'"batch", got {axis_name!r:.60}.'
+        )
+    return axis_name
+
+
+def _explained(function: Callable[..., Any], words: Callable[[str], str]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         try:
             return function(*arguments)
         except NameError as error:
-            if f"unbound axis name: {REPLICA}" not in str(error):
+            name = unbound_axis(error)
+            if name is None:
                 raise
-            raise ValueError(
-                f'Cannot reduce over the axis "{REPLICA}" inside the model with virtual_replicas: '
-                "a device works at its replicas one after the other. Leave the axis out, as in "
-                "nn.BatchNorm(), whose statistics are then those of each replica's examples; or "
-                "train without virtual_replicas."
-            ) from error
+            raise ValueError(words(name)) from error
 
     return call

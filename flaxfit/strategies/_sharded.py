@@ -20,7 +20,7 @@ from flaxfit.strategies._layout import Layout, layout
 from flaxfit.strategies._local import given_devices
 from flaxfit.strategies._mesh import axis_sizes, fsdp_axis, within
 from flaxfit.strategies._put import put
-from flaxfit.strategies._replica import alone
+from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica
 from flaxfit.strategies._specs import STANDARD_RULES, axes_of, state_specs
 
 _copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
@@ -57,6 +57,8 @@ class Sharded:
         dimension that divides: over the axis "fsdp" where the mesh has it, else "data", or over
         the axis of this name.
       devices: the devices to use; None: all devices, of all processes.
+      axis_name: what models call the axis of replicas, as in `nn.BatchNorm(axis_name="batch")`:
+        here the whole batch is one replica. It is none of the mesh, whose axes models do not name.
     """
 
     axis_name: str | None = None
@@ -69,8 +71,10 @@ class Sharded:
         rules: Rules | Mapping[str, Any] | None = None,
         fsdp: bool | str = False,
         devices: Sequence[Any] | None = None,
+        axis_name: str = REPLICA,
     ):
         self.devices = given_devices(devices)
+        self._replica = check_axis_name(axis_name)
         sizes = axis_sizes({"data": -1} if mesh_shape is None else mesh_shape, len(self.devices))
         self.mesh: Mesh = jax.make_mesh(
             tuple(sizes.values()),
@@ -120,6 +124,7 @@ class Sharded:
     def __repr__(self) -> str:
         parts = [f"{axis}={size}" for axis, size in self._sizes.items()]
         parts += [f"fsdp={self._fsdp_axis!r}"] if self._fsdp_axis else []
+        parts += [f"axis_name={self._replica!r}"] if self._replica != REPLICA else []
         return f"Sharded({', '.join(parts)})"
 
     @property
@@ -226,7 +231,7 @@ class Sharded:
 
         def bound(*arguments: Any) -> Any:
             with self._context():
-                return alone(function)(*arguments)
+                return only_replica(function, self, self._replica)(*arguments)
 
         return bound
 
