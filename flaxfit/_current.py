@@ -27,6 +27,12 @@ class Current:
         """The one loop of the model, once it was trained."""
         self._fresh = init
         self._loaded: TrainState | None = None
+        self._is_given = False
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether a run may be resumed instead: nothing was trained, nor loaded by `load`."""
+        return self.loop is None and not self._is_given
 
     @property
     def has_weights(self) -> bool:
@@ -76,7 +82,7 @@ class Current:
         if self.loop is not None:
             self.loop.restore(checkpoints.restore(folder, self.loop.state, which=which))
             return
-        self._loaded = checkpoints.restore(folder, which=which)
+        self._loaded, self._is_given = checkpoints.restore(folder, which=which), True
         # Read again by the first `fit`, which knows what the optimizer's state looks like.
         reader = checkpoints.CheckpointFileReader(folder, self._fresh, which=int(self._loaded.step))
         self.init = SavedState(reader, only_state=True)
@@ -95,27 +101,24 @@ class Current:
     ) -> None:
         """Takes over weights from a file, as `Model.load_weights` tells."""
         put = open_weights(path, partial=partial, translator=translator, prefix=prefix, **opts)
-        if self.loop is not None:
-            state = put(self.loop.state)
-            self.loop.restore(state.replace(opt_state=optimizer.init(state.params)))
+        warm = self.init if isinstance(self.init, WarmStart) else WarmStart(self._fresh)
+        if self.loop is not None or (self._loaded is not None and self.init is not warm):
+            self.state = put(self.state).replace_optimizer(optimizer)
             return
-        self.init, self._loaded = WarmStart(self._fresh, put), None
+        self.init, self._loaded = warm.then(put), None
         is_own = partial is None and translator is None and not prefix
         if is_own and os.fspath(path).endswith(".safetensors"):
             self._loaded = state_alone(path, seed)
 
     def begin(self, task: TrainTask, seed: int, inputs: Callable[[], Any]) -> None:
         """Makes the state of a model whose weights were loaded, as a `fit` would begin with it."""
-        # Without an optimizer's state it is of a file alone: it was not held against the model yet.
-        is_begun = self._loaded is not None and self._loaded.opt_state
-        if self.loop is None and isinstance(self.init, WarmStart) and not is_begun:
+        if self.loop is None and isinstance(self.init, WarmStart):
             streams = ("params", *task.rngs)
-            self._loaded = init_state(
-                self.init, task.optimizer, seed, inputs(), collections=streams
-            )
+            self.state = init_state(self.init, task.optimizer, seed, inputs(), collections=streams)
 
     def loop_over(
         self,
+        init: Any,
         task: TrainTask,
         seed: int,
         *,
@@ -127,6 +130,7 @@ class Current:
         """The one loop, set to go over the data of a task with a checkpoint each epoch.
 
         Args:
+          init: what the first loop begins from.
           task: what to train; of a loop that is there already, only its data is new.
           seed: as of the model.
           n_steps: how many steps an epoch has, where that is known.
@@ -136,9 +140,8 @@ class Current:
         """
         n_done = 0
         if self.loop is None:
-            self.loop = TrainLoop(
-                self.init, task, seed, callbacks=callbacks, grad_norm=False, **options
-            )
+            self.loop = TrainLoop(init, task, seed, callbacks=callbacks, grad_norm=False, **options)
+            self.init, self._loaded = self._fresh, None  # The loop has its own copy.
             n_done = self.loop.n_completed_steps  # Of an epoch that was not finished.
         else:
             self.loop.data = task.data

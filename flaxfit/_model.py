@@ -22,7 +22,7 @@ from flaxfit._inspect import shapes_of
 from flaxfit._loop import TrainLoop
 from flaxfit._own_step import strategy_for
 from flaxfit._predict import Predictor
-from flaxfit._run_folder import RunFolder, SavedState
+from flaxfit._run_folder import RunFolder
 from flaxfit._snapshot import snapshots
 from flaxfit._state import TrainState
 from flaxfit._task import EvalTask, TrainTask
@@ -176,15 +176,16 @@ class Model:
         folder = None
         # What `load` has read is the start of this model, not of an interrupted call.
         current = self._current
-        is_fresh = self._loop is None and not isinstance(current.init, SavedState)
+        is_fresh, init = current.is_fresh, current.init
         if checkpoint_dir is not None:
             folder = RunFolder(checkpoint_dir, resume if is_fresh else "auto")
             if is_fresh:
-                current.init = folder.init(current.init, keeps_position=n_steps is not None)
+                init = folder.init(init, keeps_position=n_steps is not None)
         batches = batches_of(stream, n_steps)
         users: list[Any] = [callbacks] if callable(callbacks) else list(callbacks)
         first = [each for each in users if getattr(each, "attaches_first", False)]
         loop = current.loop_over(
+            init,
             dataclasses.replace(self._task, data=batches),
             self.seed,
             n_steps=n_steps,
@@ -292,6 +293,7 @@ class Model:
     ) -> None:
         """Takes over weights from a file; the optimizer begins afresh.
 
+        It adds to the weights that the model has, of a trained or loaded state or of other files.
         The file is opened at once. Before a `fit`, the shapes that it has to fit become known
         from the inputs of `fit`, `predict` or `evaluate`, whichever comes first.
 

@@ -16,6 +16,7 @@ from flaxfit._batch import call
 from flaxfit._explain import calls_explained
 from flaxfit._inference_state import InferenceState
 from flaxfit._optimizer_axes import with_optimizer, without_optimizer
+from flaxfit._put import put
 from flaxfit.optim._hyperparams import check_known, describe, names_of
 
 
@@ -229,12 +230,19 @@ def init_state(
             variables = call(alone_in_any(init), rngs, zeros)
         return _at_start(optimizer, variables, train_key)
 
-    if callable(shardings):
-        shardings = shardings(jax.eval_shape(create, key))
     if getattr(init, "gives_weights", False):
         state = create(key)
-        return state if shardings is None else jax.device_put(state, shardings, may_alias=False)
+        if shardings is None:
+            return state
+        shardings = shardings(state) if callable(shardings) else shardings
+        return jax.tree.map(_put_part, shardings, state)  # One sharding may be that of many arrays.
+    if callable(shardings):
+        shardings = shardings(jax.eval_shape(create, key))
     return jax.jit(create, out_shardings=shardings, compiler_options=_compiler_options())(key)
+
+
+def _put_part(sharding: Any, part: Any) -> Any:
+    return jax.tree.map(lambda leaf: put(leaf, sharding, may_alias=False), part)
 
 
 def _compiler_options() -> dict[str, Any] | None:

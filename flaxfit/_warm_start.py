@@ -18,21 +18,31 @@ from flaxfit.checkpoints._tree import is_key
 from flaxfit.optim._freeze import check_matches, merge
 
 
-@dataclasses.dataclass(frozen=True)
 class WarmStart:
-    """A linen-style `init` whose variables go through a function that puts weights in.
+    """A linen-style `init` whose variables go through functions that put weights in, in turn.
 
     >>> warm = WarmStart(lambda rngs, x: {"params": {"w": 0.0}}, lambda v: {"params": {"w": 2.0}})
     >>> warm({}, 1.0)
     {'params': {'w': 2.0}}
+
+    Args:
+      fresh: the `init` of the model, which says what variables there are.
+      *loads: put weights into variables.
     """
 
-    fresh: Callable[..., Any]
-    """The `init` of the model, which says what variables there are."""
-    load: Callable[[Any], Any]
-    """Puts weights into variables."""
-    gives_weights: bool = True
+    gives_weights = True
     """Not to be traced: the weights would be constants of a program."""
+
+    def __init__(self, fresh: Callable[..., Any], *loads: Callable[[Any], Any]):
+        self.fresh = fresh
+        self._loads = loads
+        self._misfit: Callable[[Any], Any] | None = None
+
+    def then(self, load: Callable[[Any], Any]) -> "WarmStart":
+        """The same with further weights; they replace those that were found not to fit."""
+        return WarmStart(
+            self.fresh, *(each for each in self._loads if each is not self._misfit), load
+        )
 
     def __call__(self, rngs: Any, *inputs: Any, **named: Any) -> Any:
         """The variables with the weights in them."""
@@ -41,7 +51,12 @@ class WarmStart:
             variables.pop(name, None)
         # Files know no names of axes: they stay out of it, and as they are.
         axes = {name: variables.pop(name) for name in list(variables) if name.endswith("_axes")}
-        return {**meta.replace_boxed(variables, self.load(meta.unbox(variables))), **axes}
+        filled = meta.unbox(variables)
+        for load in self._loads:
+            self._misfit = load
+            filled = load(filled)
+        self._misfit = None
+        return {**meta.replace_boxed(variables, filled), **axes}
 
 
 def open_weights(

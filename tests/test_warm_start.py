@@ -336,3 +336,153 @@ def test_a_model_with_loaded_weights_is_exported_without_a_fit(trained, tmp_path
     model.export(tmp_path / "mlp.stablehlo", input_spec=spec, gradients=False)
     loaded = ff.export.load(tmp_path / "mlp.stablehlo")
     np.testing.assert_allclose(loaded(X), trained.predict(X), rtol=1e-5)
+
+
+# Several files, one after the other.
+
+
+class Pair(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2, name="b")(nn.Dense(2, name="a")(x))
+
+
+def pair(**options):
+    return ff.Model(Pair(), optax.sgd(0.0), "mse", **options)
+
+
+ONE, TWO = np.ones((1, 4), np.float32), np.zeros((1, 2), np.float32)
+
+
+@pytest.fixture
+def parts(tmp_path):
+    """Writes a file of all weights of a `Pair`, each of one value; or of one part alone."""
+
+    def save(value, part=None):
+        sizes = {"a": (4, 2), "b": (2, 2)}
+        arrays = {
+            f"params/{name}/{leaf}": np.full(shape, value, np.float32)
+            for name, (n, m) in sizes.items()
+            for leaf, shape in (("kernel", (n, m)), ("bias", (m,)))
+            if part in (None, name)
+        }
+        path = tmp_path / f"{value}-{part}.safetensors"
+        ff.checkpoints.save_weights(path, arrays)
+        return path
+
+    return save
+
+
+# a = 1: 4 * 1 + 1 = 5 each; b = 2: 2 * 5 * 2 + 2 = 22.
+EXPECTED = np.full((1, 2), 22.0)
+
+
+@pytest.mark.parametrize("between", ["nothing", "predict", "evaluate", "fit", "state"])
+def test_weights_of_a_second_file_are_added_to_those_of_the_first(parts, between, capfd):
+    model = pair()
+    model.load_weights(parts(1), partial="a/.*")
+    if between == "predict":
+        model.predict(ONE)
+    elif between in ("evaluate", "fit"):
+        getattr(model, between)(ONE, TWO)
+    elif between == "state":
+        model.predict(ONE)
+        model.state = model.state
+    model.load_weights(parts(2), partial="b/.*")
+    np.testing.assert_array_equal(model.predict(ONE), EXPECTED)
+    assert capfd.readouterr().err.count("kept b/bias, b/kernel") == 1
+    model.fit(ONE, TWO, verbose=0)
+    np.testing.assert_array_equal(model.predict(ONE), EXPECTED)
+
+
+def test_a_part_is_added_to_a_whole_file_and_to_another_part(parts, tmp_path):
+    model = pair()
+    model.load_weights(parts(1))
+    arrays = {"kernel": np.full((2, 2), 2, np.float32), "bias": np.full(2, 2, np.float32)}
+    np.savez(tmp_path / "b.npz", **arrays)
+    model.load_weights(tmp_path / "b.npz", prefix="b")
+    np.testing.assert_array_equal(model.predict(ONE), EXPECTED)
+    model = pair()
+    model.load_weights(tmp_path / "b.npz", prefix="b")
+    model.load_weights(parts(1), partial="a/.*")
+    model.fit(ONE, TWO, verbose=0)
+    np.testing.assert_array_equal(model.predict(ONE), EXPECTED)
+    model = pair()
+    model.load_weights(tmp_path / "b.npz", prefix="b")
+    model.load_weights(parts(2))
+    np.testing.assert_array_equal(model.state.params["a"]["kernel"], np.full((4, 2), 2))
+
+
+def test_a_file_that_did_not_fit_is_replaced_by_the_next(parts, tmp_path):
+    np.savez(tmp_path / "wrong.npz", other=np.ones(3))
+    model = pair()
+    model.load_weights(parts(1), partial="a/.*")
+    model.load_weights(tmp_path / "wrong.npz")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="other"):
+            model.predict(ONE)
+    model.load_weights(parts(2), partial="b/.*")
+    np.testing.assert_array_equal(model.predict(ONE), EXPECTED)
+
+
+def test_weights_are_added_to_a_loaded_state_which_keeps_its_step(parts, tmp_path):
+    model = ff.Model(Pair(), optax.adam(0.1), "mse")
+    model.fit(ONE, TWO, epochs=3, verbose=0)
+    model.save(tmp_path / "run")
+    a = model.state.params["a"]
+    model = ff.Model(Pair(), optax.adam(0.1), "mse")
+    model.load(tmp_path / "run")
+    model.load_weights(parts(2), partial="b/.*")
+    assert model.step == 3
+    assert_equal(model.state.params["a"], a)
+    assert np.all(model.state.params["b"]["kernel"] == 2)
+    model.freeze = "b/.*"
+    # The folder it was loaded from is not read again.
+    model.fit(ONE, TWO, verbose=0, checkpoint_dir=tmp_path / "run")
+    assert model.step == 4
+    assert np.all(model.state.params["b"]["kernel"] == 2)
+    # A state that is loaded replaces the weights.
+    model = ff.Model(Pair(), optax.adam(0.1), "mse")
+    model.load_weights(parts(2))
+    model.load(tmp_path / "run", which=3)
+    assert_equal(model.state.params["a"], a)
+
+
+def test_a_fit_that_failed_keeps_the_loaded_weights(parts, tmp_path):
+    model = pair()
+    model.load_weights(parts(1), partial="a/.*")
+    with pytest.raises(ValueError, match=r"."):
+        model.fit(ONE, np.zeros((1, 3)), verbose=0, checkpoint_dir=tmp_path / "run")
+    model.load_weights(parts(2), partial="b/.*")
+    model.fit(ONE, TWO, verbose=0, checkpoint_dir=tmp_path / "run")
+    np.testing.assert_array_equal(model.predict(ONE), EXPECTED)
+
+
+@pytest.mark.parametrize("strategy", ["one", "fsdp", "data_parallel", "virtual"])
+def test_loaded_weights_are_trained_under_every_strategy(parts, strategy):
+    strategy = {
+        "one": lambda: ff.Sharded(devices=jax.devices()[:1]),
+        "fsdp": ff.Sharded.fsdp,
+        "data_parallel": ff.DataParallel,
+        "virtual": lambda: ff.DataParallel(virtual_replicas=8),
+    }[strategy]()
+    model = ff.Model(Pair(), optax.adam(0.0), "mse", strategy=strategy)
+    model.load_weights(parts(1), partial="a/.*")
+    model.load_weights(parts(2), partial="b/.*")
+    model.fit(np.repeat(ONE, 8, 0), np.repeat(TWO, 8, 0), verbose=0)
+    np.testing.assert_array_equal(model.predict(ONE), EXPECTED)
+
+
+def test_a_loop_begins_with_given_weights_under_a_sharded_strategy(parts):
+    class Given:
+        gives_weights = True
+
+        def __call__(self, rngs, x):
+            assert not isinstance(x, jax.core.Tracer)
+            return {"params": ff.checkpoints.load_weights(parts(1))["params"]}
+
+    data = ff.ArrayStream(np.repeat(ONE, 8, 0), np.repeat(TWO, 8, 0), batch_size=8)
+    task = ff.TrainTask(Pair().apply, optax.adam(0.0), "mse", data)
+    loop = ff.TrainLoop(Given(), task, 0, n_steps=1, strategy=ff.Sharded.fsdp(), stdout=False)
+    loop.next_step()
+    assert np.all(loop.state.params["b"]["kernel"] == 1)

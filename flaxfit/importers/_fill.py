@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit._put import put
 from flaxfit._rules import flat, path_of
 from flaxfit.importers._lazy import _READERS, LazyArray
 from flaxfit.importers._translator import CheckpointTranslator, Translation, raise_problems
@@ -123,7 +124,7 @@ def _place(value: Any, leaf: Any, dtype: Any, lazy: bool) -> Any:
     array = jnp.array(value, wanted)
     committed = not isinstance(leaf, jax.Array) or leaf.committed
     sharding = getattr(leaf, "sharding", None) if committed else None
-    return array if sharding is None else jax.device_put(array, sharding)
+    return array if sharding is None else put(array, sharding)
 
 
 def _described(value: Any) -> tuple[tuple[int, ...], np.dtype]:

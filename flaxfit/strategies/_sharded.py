@@ -14,12 +14,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flaxfit._free_memory import give_back_free_memory
 from flaxfit._optimizer_axes import specs_by_parameter
+from flaxfit._put import put
 from flaxfit._rules import Rules, path_of
 from flaxfit.strategies._gather import gather
 from flaxfit.strategies._layout import Layout, layout
 from flaxfit.strategies._local import given_devices
 from flaxfit.strategies._mesh import axis_sizes, fsdp_axis, within
-from flaxfit.strategies._put import put
 from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica
 from flaxfit.strategies._specs import STANDARD_RULES, axes_of, state_specs
 

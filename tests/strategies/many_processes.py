@@ -167,6 +167,19 @@ def predict(strategy, state=None):
     return model.predict(X, batch_size=8)
 
 
+def warm(strategy, folder):
+    """The parameters after a fit, at rate 0, that begins with two files of weights."""
+    path = f"{folder}-{ff.process_index()}.safetensors"
+    leaves = jax.tree.leaves(Net().init(jax.random.key(5), X[:1])["params"])
+    names = [f"Dense_{i}/{name}" for i in (0, 1) for name in ("bias", "kernel")]
+    ff.checkpoints.save_weights(path, dict(zip(names, leaves, strict=True)))
+    model = ff.Model(Net(), optax.adam(0.0), "crossentropy", strategy=strategy)
+    model.load_weights(path, partial="Dense_0/.*")
+    model.load_weights(path, partial="Dense_1/.*")
+    model.fit(X, Y, batch_size=16, verbose=0)
+    return ff.gather(model.state.params)
+
+
 def everything(strategy, folder):
     """All results of one strategy, by name."""
     loop, results = trained(strategy, folder)
@@ -176,6 +189,7 @@ def everything(strategy, folder):
     own, _ = train(strategy, own_parts(), None, steps_per_call=2)
     results["own"] = ff.gather(own.state.params)
     results["stopped"] = stop_one(strategy)
+    results["warm"] = warm(strategy, folder)
     return results
 
 

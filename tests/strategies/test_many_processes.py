@@ -93,6 +93,12 @@ def test_batches_that_each_process_brings_are_parts_of_one(two, alone, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_two_processes_begin_with_loaded_weights(two, alone, name):
+    expected = alone.Net().init(jax.random.key(5), alone.X[:1])["params"]
+    assert_close(part(results(two, name, 0), "warm"), named(expected))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_what_two_processes_saved_is_restored_by_one(two, alone, name):
     assert ff.checkpoints.list_steps(two / name) == [1, 6]
     loop, metrics = alone.train(alone.STRATEGIES[name](), alone.arrays(), 6, two / name)

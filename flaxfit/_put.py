@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def put(array: Any, sharding: jax.sharding.Sharding) -> Any:
+def put(array: Any, sharding: jax.sharding.Sharding, *, may_alias: bool | None = None) -> Any:
     """As `jax.device_put`, also onto the devices of other processes, and of random keys.
 
     >>> device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -15,7 +15,7 @@ def put(array: Any, sharding: jax.sharding.Sharding) -> Any:
     True
     """
     if sharding.is_fully_addressable or getattr(array, "sharding", None) == sharding:
-        return jax.device_put(array, sharding)
+        return jax.device_put(array, sharding, may_alias=may_alias)
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return jax.device_put(array, sharding)
     if jnp.issubdtype(jnp.result_type(array), jax.dtypes.prng_key):
