@@ -6,6 +6,8 @@ import functools
 import os
 import sys
 import threading
+from concurrent.futures import wait
+from pathlib import Path
 from typing import Any
 
 from flaxfit._display import say
@@ -23,6 +25,21 @@ def close_at_end(writer: Any) -> None:
     unfinished.add(writer)
 
 
+def wait_for_others(folder: Path, writer: Any = None) -> None:
+    """Waits for the saves that writers of this process have begun in a folder.
+
+    Their failures are left to them.
+
+    Args:
+      folder: where; links to it count.
+      writer: the one that is not waited for.
+    """
+    place = os.path.realpath(folder)
+    others = [each for each in list(unfinished) if each is not writer]
+    saves = [each._saving for each in others if os.path.realpath(each.output_dir) == place]
+    wait([save for save in saves if save is not None])
+
+
 def let_go(writer: Any) -> None:
     """Notes that a writer has nothing left to be done at the end."""
     unfinished.discard(writer)
@@ -35,6 +52,8 @@ def _register_end() -> None:
     # where `concurrent.futures` registers its own end, and what comes later runs before that.
     register = getattr(threading, "_register_atexit", atexit.register)
     register(_close_all)
+    if hasattr(os, "register_at_fork"):  # A child has no thread that would finish them.
+        os.register_at_fork(after_in_child=unfinished.clear)
 
 
 def _close_all() -> None:

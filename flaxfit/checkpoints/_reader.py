@@ -9,7 +9,7 @@ from typing import Any
 from flaxfit._display import say
 from flaxfit._processes import exchange, from_main
 from flaxfit._state import InferenceState, TrainState
-from flaxfit.checkpoints import _file, _folder
+from flaxfit.checkpoints import _end, _file, _folder
 from flaxfit.checkpoints._best import ranking
 from flaxfit.checkpoints._record import read_record
 from flaxfit.checkpoints._seal import Damaged
@@ -21,6 +21,8 @@ class _Gone(Exception):
 
 class CheckpointFileReader:
     """Reads one checkpoint of a folder; what `TrainLoop(init=...)` takes to go on from it.
+
+    Saves that writers of this process have begun in the folder are waited for.
 
     Every array is compared with the digest that was saved beside it. A damaged checkpoint is
     reported, renamed to `corrupt-<step>-<n>`, and the next one is read: the one before it, or
@@ -81,6 +83,7 @@ class CheckpointFileReader:
             )
         if partial is not None and template is None:
             raise ValueError("partial= needs a target, to keep the rest of.")
+        _end.wait_for_others(self.folder)
         from_main("a look at the checkpoints", self._report_foreign)
         try:
             return self._read(template, partial)
@@ -221,7 +224,9 @@ def list_steps(folder: str | os.PathLike[str]) -> list[int]:
     >>> list_steps(tempfile.mkdtemp())
     []
     """
-    return _folder.steps(_folder.absolute(folder))
+    path = _folder.absolute(folder)
+    _end.wait_for_others(path)
+    return _folder.steps(path)
 
 
 def latest(folder: str | os.PathLike[str]) -> int | None:
@@ -246,7 +251,7 @@ def best(folder: str | os.PathLike[str]) -> int | None:
     """
     path = _folder.absolute(folder)
     records = {}
-    for step in _folder.steps(path):
+    for step in list_steps(path):
         try:
             records[step] = read_record(_folder.step_path(path, step))
         except Damaged:

@@ -213,8 +213,7 @@ class CheckpointFileWriter:
 
     def _take_turn(self) -> None:
         """Waits for the other writers of the folder; their failures stay theirs."""
-        others = [w for w in _end.unfinished if w.output_dir == self.output_dir and w is not self]
-        wait([saving for other in others if (saving := other._saving) is not None])
+        _end.wait_for_others(self.output_dir, self)
         self._lock = _lock.hold(self.output_dir)
 
     def _begin(

@@ -1,6 +1,7 @@
 import json
 import shutil
 import sys
+import threading
 
 import flax.linen as nn
 import jax
@@ -12,11 +13,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._loop import TrainLoop
+from flaxfit._run_folder import RunFolder
 from flaxfit._state import TrainState, init_state
 from flaxfit._task import TrainTask
 from flaxfit.checkpoints import (
     CheckpointFileReader,
     CheckpointFileWriter,
+    _end,
     _file,
     _folder,
     _seal,
@@ -504,3 +507,64 @@ def test_a_run_goes_on_with_another_number_of_devices(tmp_path, n_before, n_afte
         jax.tree.leaves(last.model_params), jax.tree.leaves(uninterrupted.model_params), strict=True
     ):
         np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+@pytest.fixture
+def in_progress(tmp_path, tools, monkeypatch):
+    """A folder with a save that is completed once somebody waits for it; and its writer."""
+    gate, complete, wait = threading.Event(), _folder.complete, _end.wait
+
+    def late(*arguments):
+        assert gate.wait(60)
+        complete(*arguments)
+
+    def let_it_end(saves):
+        gate.set()
+        return wait(saves)
+
+    save(tmp_path / "run", tools.make_checkpoint(1))
+    writer = CheckpointFileWriter(tmp_path / "run", monitor="loss")
+    writer.asynchronous = True  # Also with a Python that cannot do so while it exits.
+    monkeypatch.setattr(_folder, "complete", late)
+    monkeypatch.setattr(_end, "wait", let_it_end)
+    writer(tools.make_checkpoint(2))
+    yield tmp_path / "run"
+    gate.set()
+    writer.close()
+
+
+@pytest.mark.parametrize("through", ["its path", "a link"])
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda folder: int(CheckpointFileReader(folder).read().state.step),
+        lambda folder: int(restore(folder).step),
+        lambda folder: list_steps(folder)[-1],
+        latest,
+        best,
+        lambda folder: CheckpointFileWriter(folder)._found[-1],
+        lambda folder: RunFolder(folder)._folder and _folder.steps(folder)[-1],
+    ],
+    ids=["reader", "restore", "list_steps", "latest", "best", "writer", "run folder"],
+)
+def test_a_save_that_the_same_process_has_begun_is_waited_for(in_progress, tmp_path, look, through):
+    folder = in_progress
+    if through == "a link":
+        folder = tmp_path / "link"
+        folder.symlink_to(in_progress)
+    assert look(folder) == 2
+
+
+def test_a_run_whose_writer_is_called_by_hand_is_resumed_from_its_last_step(tmp_path):
+    def run(n_steps):
+        data = ArrayStream(np.ones((8, 2), np.float32), np.ones((8, 1), np.float32), batch_size=8)
+        task = TrainTask(nn.Dense(1).apply, optax.sgd(0.1), "mse", data)
+        reader = CheckpointFileReader(tmp_path, nn.Dense(1).init)
+        loop = TrainLoop(reader, task, 0, n_steps=n_steps, n_steps_per_checkpoint=1, stdout=False)
+        write = CheckpointFileWriter(tmp_path)
+        first = loop.step
+        for checkpoint in loop:
+            write(checkpoint)
+        return first
+
+    assert [run(3), run(6), run(7)] == [0, 3, 6]
