@@ -62,6 +62,11 @@ def test_every_loss_gives_its_values_by_example(name, outputs, targets, expected
     np.testing.assert_allclose(values, expected, rtol=2e-5, atol=1e-5)
 
 
+def test_a_prediction_that_is_right_has_an_absolute_error_without_a_slope():
+    gradient = jax.grad(lambda outputs: losses.mae(outputs, np.zeros(3)).sum())
+    np.testing.assert_array_equal(gradient(np.array([-0.5, 0.0, 0.5])), [-1, 0, 1])
+
+
 def test_losses_by_token_keep_their_axes():
     logits, labels = np.zeros((4, 6, 9), np.float32), np.ones((4, 6), np.int32)
     assert jax.eval_shape(losses.crossentropy, logits, labels).shape == (4, 6)
