@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
+import numpy as np
 
 from flaxfit import _totals
 from flaxfit._agreement import Agreement
@@ -16,7 +17,7 @@ from flaxfit._explain import calls_explained
 from flaxfit._feed import Feed
 from flaxfit._inspect import inspect_eval, structure_of
 from flaxfit._own_rows import OwnBatches
-from flaxfit._step import compute, make_eval_step
+from flaxfit._step import compute, evaluated, make_eval_step
 from flaxfit._task import EvalTask
 from flaxfit._whole_number import whole_number
 from flaxfit.data import as_stream, one_pass
@@ -106,11 +107,12 @@ class EvalLoop:
                 feed, sums = self._look_at(batches.examples(item), state, batches, data)
                 totals = _totals.zero_totals(sums)
             portion = batches.portion(feed, item)
+            position = (np.uint32(n_batches),) if self.task.rngs else ()
             n_batches += 1
             if portion.strategy is not strategy:
                 strategy = portion.strategy
                 state, totals = strategy.share((state, totals))
-            arguments = (state, totals, strategy.split(portion.batch))
+            arguments = (state, totals, *position, strategy.split(portion.batch))
             key = (portion.signature, shapes)
             update = self._executables.get(key)
             if update is None:
@@ -159,14 +161,7 @@ class EvalLoop:
     def _measured(self, state: Any) -> Any:
         """The part of a state that is measured."""
         state = swap_ema(state) if self.ema else state
-        if not self.task.rngs:
-            return state.for_inference() if hasattr(state, "for_inference") else state
-        if not hasattr(state, "key"):
-            raise ValueError(
-                f"EvalTask(rngs={self.task.rngs}) needs the random key of a TrainState, got an "
-                f"{type(state).__name__}: measure the training state, or leave rngs out."
-            )
-        return state.replace(opt_state=())
+        return evaluated(state, self.task.rngs, f"EvalTask(rngs={self.task.rngs})")
 
     def _look_at(
         self, batch: Batch, state: Any, batches: OwnBatches, data: Any
@@ -195,7 +190,8 @@ class EvalLoop:
             virtual_replicas=getattr(strategy, "virtual_replicas", None),
         )
 
-        def update(state: Any, totals: Any, batch: Any) -> Any:
-            return strategy.constrain(_totals.add(totals, measure(state, batch)), state)
+        def update(state: Any, totals: Any, *positioned: Any) -> Any:
+            *position, batch = positioned
+            return strategy.constrain(_totals.add(totals, measure(state, batch, *position)), state)
 
         return strategy.compile(update, arguments)

@@ -1,6 +1,6 @@
 """The forward passes of a task: the model applied to a batch, its loss, its metrics as sums."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,8 @@ class ForwardPass(NamedTuple):
     """The sums of the loss and of the metrics, on this replica."""
     outputs: tuple[Any, ...]
     model_state: Any
+    not_added: dict[str, tuple[()]]
+    """The collections whose values may be terms of the loss, and are not added to it."""
 
 
 class EvalPass(NamedTuple):
@@ -42,12 +44,14 @@ class EvalPass(NamedTuple):
 
 def forward(task: Any, params: Any, model_state: Any, batch: Batch, key: jax.Array) -> ForwardPass:
     """Applies the model in training, and the loss and the metrics to its outputs."""
-    outputs, updates = call(
-        in_precision(task.apply, task.precision),
-        {"params": params, **model_state},
-        batch.inputs,
-        rngs=rngs_of(task.rngs, key),
-        mutable=DenyList(("params", "intermediates")) if task.mutable is None else task.mutable,
+    outputs, updates = _outputs_and_updates(
+        call(
+            in_precision(task.apply, task.precision),
+            {"params": params, **model_state},
+            batch.inputs,
+            rngs=rngs_of(task.rngs, key),
+            mutable=DenyList(("params", "intermediates")) if task.mutable is None else task.mutable,
+        )
     )
     outputs, batch = _compared(outputs, batch)
     values, penalty = evaluate_loss(task.loss, outputs, batch)
@@ -58,8 +62,10 @@ def forward(task: Any, params: Any, model_state: Any, batch: Batch, key: jax.Arr
         "loss": loss_sums(task.loss, values, outputs, batch),
         **measure(task.metrics, outputs, batch.targets, weights),
     }
+    not_added = {name: () for name in updates if _may_be_loss(name, model_state)}
     model_state = {name: like(updates.get(name, old), old) for name, old in model_state.items()}
-    return ForwardPass(values, sum(penalties) if penalties else None, sums, outputs, model_state)
+    penalty = sum(penalties) if penalties else None
+    return ForwardPass(values, penalty, sums, outputs, model_state, not_added)
 
 
 def forward_eval(task: Any, state: Any, batch: Batch, key: jax.Array | None) -> EvalPass:
@@ -76,9 +82,23 @@ def forward_eval(task: Any, state: Any, batch: Batch, key: jax.Array | None) -> 
     return EvalPass(values, sums, outputs)
 
 
+def as_outputs(result: Any) -> tuple[Any, ...]:
+    """The outputs of a model, one or several, as a tuple.
+
+    >>> as_outputs(1)
+    (1,)
+
+    Raises:
+      TypeError: there are none.
+    """
+    if result is None:
+        raise TypeError("The model returned None: its call needs a `return` of the outputs.")
+    return expand_to_tuple(result)
+
+
 def _compared(outputs: Any, batch: Batch) -> tuple[tuple[Any, ...], Batch]:
     """The outputs as a tuple, and the batch, both as losses and metrics compare them."""
-    return in_float32(expand_to_tuple(outputs)), batch._replace(targets=in_float32(batch.targets))
+    return in_float32(as_outputs(outputs)), batch._replace(targets=in_float32(batch.targets))
 
 
 def evaluate_loss(
@@ -157,6 +177,19 @@ def weights_of(batch: Batch) -> jax.Array:
     return jnp.asarray(batch.weights, float)
 
 
-def rngs_of(names: tuple[str, ...], key: jax.Array) -> dict[str, jax.Array]:
+def _outputs_and_updates(result: Any) -> tuple[Any, Mapping[str, Any]]:
+    """What a model returned in training: a pair whose second part is a mapping has updates."""
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
+    return result if is_pair else (result, {})
+
+
+def _may_be_loss(collection: str, model_state: Mapping[str, Any]) -> bool:
+    """Whether a collection that is not "losses" is dropped, or is a loss by its name."""
+    if collection in ("params", "losses", "intermediates"):
+        return False
+    return collection not in model_state or "loss" in collection.lower()
+
+
+def rngs_of(names: Sequence[str], key: jax.Array) -> dict[str, jax.Array]:
     """The keys of the random streams of a step."""
     return {name: jax.random.fold_in(key, i) for i, name in enumerate(names)}

@@ -1,7 +1,7 @@
 """Inspection of the first batch: what a task makes of it, or in words why it cannot be trained."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -67,7 +67,7 @@ def inspect(
     known, key = {} if known is None else known, structure_of((state, batch))
     traced = known.get(key)
     if traced is None:
-        explained = _explained("TrainTask", task, batch)
+        explained = _explained(f"TrainTask(..., rngs={task.rngs})", task, batch)
         with calls_explained(batch.inputs, batch.targets), explained:
             # Over the state's shapes, since its arrays are spread over the devices of a strategy.
             traced = trace(bind(pass_forward), shapes_of(state), shapes_of(batch))
@@ -105,7 +105,7 @@ def inspect_eval(
     known, key = {} if known is None else known, structure_of((state, batch))
     result = known.get(key)
     if result is None:
-        explained = _explained("EvalTask", task, batch)
+        explained = _explained("EvalTask(..., rngs=...) or Model(..., eval_rngs=...)", task, batch)
         with calls_explained(batch.inputs, batch.targets), explained:
             result = jax.eval_shape(bind(pass_forward), shapes_of(state), shapes_of(batch))
     if result.values is not None:
@@ -162,16 +162,27 @@ def trace(function: Callable[..., Any], *shapes: Any) -> Traced:
 
 
 @contextlib.contextmanager
+def streams_explained(owner: str, rngs: Sequence[str]) -> Iterator[None]:
+    """Says where to name a random stream that a model asks for and is not given.
+
+    Raises:
+      ValueError: in place of Flax's error, which is its cause.
+    """
+    try:
+        yield
+    except InvalidRngError as error:
+        raise ValueError(
+            "The model asks for a random stream that it is not given: "
+            f"{error}\n{owner} supplies {list(rngs)}: add its name."
+        ) from error
+
+
+@contextlib.contextmanager
 def _explained(owner: str, task: Any, batch: Batch) -> Iterator[None]:
     """Says in words what it means when a model or a loss is not given what it asks for."""
     try:
-        with tracers_explained():
+        with tracers_explained(), streams_explained(owner, task.rngs):
             yield
-    except InvalidRngError as error:
-        raise ValueError(
-            "The model asks for a random stream that the task does not supply: "
-            f"{error}\n{owner}(..., rngs={task.rngs}) supplies {list(task.rngs)}: add its name."
-        ) from error
     except TypeError as error:
         if not batch.targets and "argument" in str(error):
             shapes = jax.tree.map(lambda x: x.shape, batch.inputs)

@@ -17,7 +17,7 @@ from flaxfit._display import say
 from flaxfit._idle_gpu import warn_of_idle_gpu
 from flaxfit._own_step import strategy_for
 from flaxfit._snapshot import snapshots
-from flaxfit._start import start
+from flaxfit._start import check_has_parameters, start
 from flaxfit._state import TrainState
 from flaxfit._stepper import Stepper
 from flaxfit._task import TrainTask
@@ -136,6 +136,8 @@ class TrainLoop:
                 callback.attach(self)
         shardings = getattr(self.strategy, "shardings", None)
         beginning = start(init, self.task, rnkey, sample, self.say, shardings)
+        if self.task.step is None:
+            check_has_parameters(beginning.state)
         self.start = beginning.checkpoint
         """The checkpoint file that the run was restored from, or None."""
         self._go_on_from(beginning.state, self.start)

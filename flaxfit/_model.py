@@ -57,6 +57,10 @@ class Model:
       compilation_cache: a folder that JAX keeps compiled programs in, for this whole process and
         for later ones, which then start without compiling again.
       snapshot: where the arrays of checkpoints lie: "device" or "host", as of a `TrainLoop`.
+      eval_rngs: the random streams that `evaluate`, `predict` and validation supply. Their keys
+        depend on the key and the step of the state and on the place of the batch in the data.
+      losses: the collections, besides "losses", whose values the model adds to the loss; of nnx,
+        types of variables or their names.
       **options: fields of `TrainTask`: `loss_weights`, `rngs`, `mutable`, `pad`, `freeze`,
         `accumulate`, `precision`, `clip_norm`, `ema`, `skip_nonfinite`, `step`. With `ema`, the
         moving average of the parameters is what validation, `evaluate`, `predict` and `export` use.
@@ -73,6 +77,8 @@ class Model:
         seed: int = 0,
         compilation_cache: str | os.PathLike[str] | None = None,
         snapshot: str = "device",
+        eval_rngs: str | Sequence[str] = (),
+        losses: Any = (),
         **options: Any,
     ):
         known = [field.name for field in dataclasses.fields(TrainTask) if field.kw_only]
@@ -87,7 +93,7 @@ class Model:
         self.seed = seed
         self.history: History | None = None
         """The history of the latest `fit`, also when it was interrupted."""
-        self._train, self._eval = modules.train_and_eval(module)
+        self._train, self._eval = modules.train_and_eval(module, losses=losses)
         self._task = TrainTask(self._train.apply, optimizer, loss, None, metrics, **options)
         self.strategy = strategy or strategy_for(self._task)
         snapshots(snapshot, self.strategy)  # Refused here rather than by the first `fit`.
@@ -96,11 +102,14 @@ class Model:
             self._eval.apply,
             self._task.metrics,
             loss=self._task.loss,
+            rngs=eval_rngs,
             precision=self._task.precision,
             pad=self._task.pad,
         )
         self._evaluator = EvalLoop(task, strategy=self.strategy)
-        self._predictor = Predictor(self._eval.apply, precision=self._task.precision)
+        self._predictor = Predictor(
+            self._eval.apply, precision=self._task.precision, rngs=task.rngs
+        )
         self._current = Current(self._train.init)
         self._n_epochs = 0
 
@@ -239,8 +248,7 @@ class Model:
     def predict(self, x: Any, *, batch_size: int = 32) -> Any:
         """The model's outputs as NumPy arrays, one row per example of `x`, in order."""
         data = self._look_at(_in_order(prepare_inputs(x), batch_size))
-        state = self._averaged(self._current.state_in_place).for_inference()
-        return self._predictor(state, data, self.strategy)
+        return self._predictor(self._averaged(self._current.state_in_place), data, self.strategy)
 
     def summary(self, x: Any = None) -> None:
         """Prints the layers, their shapes and parameters.
@@ -349,6 +357,13 @@ class Model:
         """
         from flaxfit import export  # Not before it is used: `import flaxfit` stays quick.
         from flaxfit.export._spec import example
+
+        if streams := self._evaluator.task.rngs:
+            raise ValueError(
+                f"Cannot export a model that draws random numbers (eval_rngs={streams}): a file is "
+                "a function of the inputs alone. Make a Model without eval_rngs, whose module "
+                "draws none in evaluation, and load_weights into it."
+            )
 
         if input_spec is None:
             if self._loop is None or self._loop.input_shapes is None:
@@ -519,6 +534,13 @@ class Model:
         Weights that were loaded from a file bring no average along: they are used themselves.
         """
         return self._averaged(self.state)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "Cannot copy or pickle a Model: it holds compiled programs and a loop. Use "
+            "save(folder) and load(folder) of a new Model, or save_weights and load_weights; "
+            "model.state is a copy of the training state."
+        )
 
     def _averaged(self, state: TrainState) -> TrainState:
         """The state with the moving average for its parameters, where there is one."""

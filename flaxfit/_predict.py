@@ -1,7 +1,8 @@
 """Predictor: the outputs of a model over a data set, in order, as NumPy arrays."""
 
+import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,9 +11,9 @@ import numpy as np
 from flaxfit._batch import n_examples
 from flaxfit._explain import calls_explained
 from flaxfit._feed import Feed
-from flaxfit._inspect import check_rows, shapes_of, structure_of
+from flaxfit._inspect import check_rows, shapes_of, streams_explained, structure_of
 from flaxfit._own_rows import OwnBatches
-from flaxfit._step import make_predict_step
+from flaxfit._step import evaluated, make_predict_step
 from flaxfit.data import one_pass
 from flaxfit.strategies import Strategy
 
@@ -31,22 +32,26 @@ class Predictor:
     Args:
       apply: `(variables, *inputs) -> outputs`.
       precision: as of a `TrainTask`.
+      rngs: the random streams to supply, as of an `EvalTask`.
     """
 
-    def __init__(self, apply: Callable[..., Any], *, precision: Any = None):
+    def __init__(
+        self, apply: Callable[..., Any], *, precision: Any = None, rngs: Sequence[str] = ()
+    ):
         self._apply = apply
         self._precision = precision
+        self._rngs = tuple(rngs)
         self._executables: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, state: Any, data: Any, strategy: Strategy) -> Any:
-        """The outputs of an `InferenceState`, one row per example.
+        """The outputs with a state, one row per example.
 
         Raises:
           ValueError: the data holds no batches, or the outputs are not one row per example.
         """
         batches = OwnBatches(one_pass(data), strategy)
         feed = Feed(strategy, pad=True, size=batches.batch_size, is_own=batches.is_own)
-        state = strategy.share(state)
+        state = strategy.share(evaluated(state, self._rngs, f"Predictor(rngs={self._rngs})"))
         shapes = structure_of(state)
         outputs: list[Any] = []
         in_flight: deque[tuple[Strategy, Any, int]] = deque()
@@ -55,10 +60,11 @@ class Predictor:
             own, output, n = in_flight.popleft()
             outputs.append(batches.without_padding(own.join(output), n))
 
-        for item in batches:
+        for n, item in enumerate(batches):
+            position = (np.uint32(n),) if self._rngs else ()
             portion = batches.portion(feed, item)
             own, batch = portion.strategy, portion.batch._replace(targets=(), weights=None)
-            arguments = (state, own.split(batch))
+            arguments = (state, *position, own.split(batch))
             key = (own, portion.signature, shapes)
             if key not in self._executables:
                 self._executables[key] = self._compile(own, batch, arguments)
@@ -74,9 +80,23 @@ class Predictor:
     def _compile(
         self, strategy: Strategy, batch: Any, arguments: tuple[Any, ...]
     ) -> Callable[..., Any]:
-        step = make_predict_step(self._apply, precision=self._precision)
-        with calls_explained(batch.inputs):
+        make = functools.partial(
+            make_predict_step, self._apply, precision=self._precision, rngs=self._rngs
+        )
+        with (
+            calls_explained(batch.inputs),
+            streams_explained("Model(..., eval_rngs=...)", self._rngs),
+        ):
             abstract = shapes_of(arguments[0]), shapes_of(batch)
-            result = jax.eval_shape(strategy.bind(step), *abstract)
+            result = jax.eval_shape(strategy.bind(make()), *abstract)
         check_rows(result, n_examples(batch))
-        return strategy.compile_split(step, arguments)
+        step = make(
+            axis_name=strategy.axis_name,
+            virtual_replicas=getattr(strategy, "virtual_replicas", None),
+        )
+
+        def predict(state: Any, *positioned: Any) -> Any:
+            *position, batch = positioned
+            return step(state, batch, *position)
+
+        return strategy.compile_split(predict, arguments)

@@ -10,6 +10,7 @@ import numpy as np
 from flaxfit._optimizer_axes import with_optimizer
 from flaxfit._rules import flat
 from flaxfit._state import TrainState, init_state
+from flaxfit.modules._check import check_is_function
 from flaxfit.optim._extended import wrap_state
 
 
@@ -44,11 +45,8 @@ def start(
       ValueError: a fresh start without a key.
       TypeError: `init` is none of the three.
     """
-    if hasattr(init, "init"):
-        raise TypeError(
-            f"TrainLoop needs an init function, got a module, {type(init).__name__}: pass "
-            "module.init."
-        )
+    check_is_function("TrainLoop", init, "init")
+    check_is_function("The reader of a TrainLoop", getattr(init, "target", None), "init")
     streams = ("params", *task.rngs)
     if hasattr(init, "read"):
         # Of a warm start only the shapes are asked for, not the weights.
@@ -89,6 +87,27 @@ def start(
         init, task.optimizer, key, sample(), collections=streams, shardings=shardings
     )
     return Start(state)
+
+
+def check_has_parameters(state: TrainState) -> None:
+    """Refuses a model in which there is nothing to train.
+
+    Raises:
+      ValueError: it has no parameters; arrays that may be meant as such are named.
+    """
+    if jax.tree.leaves(state.params):
+        return
+    message = "The model has no parameters: there is nothing to train."
+    constants = flat(state.model_state.get("constants", {}))
+    names = [f"self.{path.replace('/', '.')} {list(x.shape)}" for path, x in constants.items()]
+    if names:
+        message += (
+            f" It keeps plain arrays as attributes, which are constants: {', '.join(names)}. Wrap "
+            "those that are to be trained: self.w = nnx.Param(array)."
+        )
+    elif state.model_state:
+        message += f" It has the collections {', '.join(state.model_state)}."
+    raise ValueError(message)
 
 
 def _prepared(state: TrainState, task: Any) -> TrainState:

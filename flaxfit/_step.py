@@ -13,7 +13,9 @@ from flaxfit._batch import Batch, call, is_weighted
 from flaxfit._forward import (
     ForwardPass,
     Sums,
+    as_outputs,
     forward_eval,
+    rngs_of,
     weight_sums,
     without_idle_targets,
 )
@@ -23,6 +25,9 @@ from flaxfit._replicas import Replicas, VirtualReplicas
 from flaxfit._rules import flat
 from flaxfit._state import TrainState
 from flaxfit.optim._freeze import mask, merge
+
+# Added to the position of a batch: the parts of a training step are numbered from 0.
+_EVALUATION = 2**31
 
 # Elements of an array whose sum takes less time than to have it computed by itself.
 _SMALL = 2**16
@@ -134,8 +139,10 @@ def guards(task: Any) -> bool:
 
 def make_eval_step(
     task: Any, *, axis_name: str | None = None, virtual_replicas: int | None = None
-) -> Callable[[TrainState, Batch], Sums]:
-    """Makes the pure measurement of one batch: `(state, batch) -> sums`.
+) -> Callable[..., Sums]:
+    """Makes the pure measurement of one batch: `(state, batch, position=0) -> sums`.
+
+    Where the task has `rngs`, their keys depend on the position of the batch in the data.
 
     >>> import numpy as np
     >>> from flaxfit import EvalTask, InferenceState
@@ -151,11 +158,11 @@ def make_eval_step(
       virtual_replicas: as of `make_train_step`.
     """
 
-    def eval_step(state: TrainState, batch: Batch) -> Sums:
+    def eval_step(state: TrainState, batch: Batch, position: Any = 0) -> Sums:
         replicas = _replicas(axis_name, virtual_replicas, state.step)
 
         def sums_of(replica: Any, part: Batch) -> Sums:
-            key = step_key(state.key, state.step, replica) if task.rngs else None
+            key = eval_key(state, position, replica) if task.rngs else None
             return forward_eval(task, state, part, key).sums
 
         return replicas.sum(replicas.each(sums_of, batch))
@@ -164,9 +171,14 @@ def make_eval_step(
 
 
 def make_predict_step(
-    apply: Callable[..., Any], *, precision: str | None = None
-) -> Callable[[TrainState, Batch], Any]:
-    """Makes the pure forward pass of one batch: `(state, batch) -> outputs`.
+    apply: Callable[..., Any],
+    *,
+    precision: str | None = None,
+    rngs: Sequence[str] = (),
+    axis_name: str | None = None,
+    virtual_replicas: int | None = None,
+) -> Callable[..., Any]:
+    """Makes the pure forward pass of one batch: `(state, batch, position=0) -> outputs`.
 
     >>> import numpy as np
     >>> from flaxfit import InferenceState
@@ -177,11 +189,25 @@ def make_predict_step(
     Args:
       apply: `apply(variables, *inputs)`, such as the `apply` of a module in evaluation mode.
       precision: what to compute in, as of a `TrainTask`.
+      rngs: the random streams to supply, as of an `EvalTask`.
+      axis_name: the mapped axis, where the step runs once per replica; it matters to `rngs` alone.
+      virtual_replicas: as of `make_train_step`; they matter to `rngs` alone.
     """
     apply = in_precision(apply, precision)
 
-    def predict_step(state: TrainState, batch: Batch) -> Any:
-        return call(apply, state.variables, batch.inputs)
+    def predict_step(state: TrainState, batch: Batch, position: Any = 0) -> Any:
+        def outputs_of(replica: Any, inputs: Any) -> Any:
+            options = {"rngs": rngs_of(rngs, eval_key(state, position, replica))} if rngs else {}
+            outputs = call(apply, state.variables, inputs, **options)
+            as_outputs(outputs)
+            return outputs
+
+        if not rngs or virtual_replicas is None:
+            replica = 0 if axis_name is None or not rngs else jax.lax.axis_index(axis_name)
+            return outputs_of(replica, batch.inputs)
+        replicas = _replicas(axis_name, virtual_replicas, state.step)
+        outputs = replicas.each(outputs_of, batch.inputs)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
 
     return predict_step
 
@@ -195,6 +221,28 @@ def step_key(key: jax.Array, step: Any, replica: Any = 0) -> jax.Array:
     ()
     """
     return jax.random.fold_in(jax.random.fold_in(key, step), replica)
+
+
+def eval_key(state: Any, position: Any, replica: Any) -> jax.Array:
+    """The random key of a batch in evaluation, other than those of a training step."""
+    number = jnp.asarray(position, jnp.uint32) + jnp.uint32(_EVALUATION)
+    return jax.random.fold_in(step_key(state.key, state.step, replica), number)
+
+
+def evaluated(state: Any, rngs: Sequence[str], owner: str) -> Any:
+    """The part of a state that evaluation needs: with the random key, if there are streams.
+
+    Raises:
+      ValueError: there are streams, and the state has no key.
+    """
+    if not rngs:
+        return state.for_inference() if hasattr(state, "for_inference") else state
+    if not hasattr(state, "key"):
+        raise ValueError(
+            f"{owner} needs the random key of a TrainState, got an {type(state).__name__}: pass "
+            "the training state, or leave the random streams out."
+        )
+    return state.replace(opt_state=())
 
 
 def compute(sums: Sums, metrics: Mapping[str, Any]) -> dict[str, Any]:

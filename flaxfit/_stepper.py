@@ -3,7 +3,7 @@
 import dataclasses
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -95,6 +95,7 @@ class Stepper:
         self.programs = Programs(self.agreement, say)
         self.tally = Tally(strategy.share)
         self._traced: dict[Any, Any] = {}
+        self._not_added: set[str] = set()
         is_on_cpu = strategy.devices[0].platform == "cpu"
         # Virtual replicas and parts are loops or branches themselves.
         is_flat = getattr(strategy, "virtual_replicas", None) is None and task.accumulate == 1
@@ -629,11 +630,23 @@ class Stepper:
             grad_norm = self._options["grad_norm"]
             sums = result.sums | more_sums(self.task, result, grad_norm=grad_norm, norms=norms)
             why_not = self._why_not_pad(result.values)
+            self._say_not_added(result.not_added)
         self.unrolls = self._may_unroll and traced.has_convolutions
         if self.tally.expect(sums):
             self._say("the metrics were changed in the middle of their span: it is counted anew")
             self.reset_totals()
         return why_not
+
+    def _say_not_added(self, names: Iterable[str]) -> None:
+        """Says once what the model leaves behind that may be meant as a term of the loss."""
+        new = [name for name in names if name not in self._not_added]
+        self._not_added.update(new)
+        if new:
+            self._say(
+                f"the model leaves values in {', '.join(new)}, which are not added to the loss. "
+                f"If they are terms of it: Model(..., losses={new}) or from_nnx(..., "
+                f"losses={new}), or sow them in 'losses'"
+            )
 
     def _why_not_pad(self, values: Any) -> str:
         if not self.task.pad:

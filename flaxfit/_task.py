@@ -11,6 +11,7 @@ import optax
 from flaxfit._by_output import as_loss, as_metrics
 from flaxfit._precision import check_precision
 from flaxfit._whole_number import whole_number
+from flaxfit.modules._check import check_is_function
 from flaxfit.optim._extended import extend
 from flaxfit.optim._optimizer import Optimizer
 
@@ -95,7 +96,7 @@ class TrainTask:
         if not is_optimizer and not isinstance(self.optimizer, Optimizer):
             raise TypeError(
                 "TrainTask needs an optax transformation as optimizer, such as optax.adam(1e-3), "
-                f"got {self.optimizer!r:.80}."
+                f"got {_kind_of_optimizer(self.optimizer)}."
             )
         optimizer = extend(
             getattr(self.optimizer, "optimizer_def", self.optimizer),
@@ -160,15 +161,23 @@ class EvalTask:
         object.__setattr__(self, "rngs", _names(self.rngs))
 
 
+def _kind_of_optimizer(given: Any) -> str:
+    if hasattr(given, "tx"):  # As of an `nnx.Optimizer`, which shows itself in many lines.
+        return f"{type(given).__name__}: pass the transformation in it, optimizer.tx"
+    return f"{given!r:.80}"
+
+
 def _names(names: Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _check_apply(owner: str, apply: Any) -> None:
-    if hasattr(apply, "apply") or not callable(apply):
-        hint = "module.apply" if hasattr(apply, "apply") else "apply(variables, *inputs, ...)"
-        kind = "a module" if hasattr(apply, "apply") else repr(apply)[:80]
-        raise TypeError(f"{owner} needs an apply function, got {kind}: pass {hint}.")
+    check_is_function(owner, apply, "apply")
+    if not callable(apply):
+        raise TypeError(
+            f"{owner} needs an apply function, got {repr(apply)[:80]}: pass apply(variables, "
+            "*inputs, ...)."
+        )
 
 
 def _patterns(patterns: Any) -> tuple[str, ...]:

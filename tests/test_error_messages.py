@@ -5,8 +5,10 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 
 import flaxfit as ff
+from flaxfit.checkpoints import CheckpointFileReader
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(32, 4)).astype(np.float32)
@@ -31,6 +33,14 @@ def fit(*data, loss="crossentropy", n_out=3, n_devices=1, task=None, **options):
     strategy = ff.DataParallel(jax.devices()[:n_devices])
     model = ff.Model(nn.Dense(n_out), optax.sgd(0.1), loss, strategy=strategy, **(task or {}))
     return model.fit(*data, verbose=0, **options)
+
+
+def nnx_layer():
+    return nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+
+
+def nnx_optimizer():
+    return nnx.Optimizer(nnx_layer(), optax.sgd(0.1), wrt=nnx.Param)
 
 
 def test_a_batch_that_cannot_be_split_over_the_devices():
@@ -183,6 +193,31 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "were made for others", "(
             ["got a module, Dense: pass module.init"],
         ),
         (
+            lambda: ff.TrainTask(nnx_layer(), optax.sgd(0.1), "mse"),
+            TypeError,
+            ["an apply function, got a module, Linear", "from_nnx(module, train=True)", "Model("],
+        ),
+        (
+            lambda: ff.EvalTask(nnx.Linear, ["mse"]),
+            TypeError,
+            ["an apply function, got a module, Linear", "from_nnx(module, train=False)"],
+        ),
+        (
+            lambda: loop_over((X, LABELS), init=nnx_layer()),
+            TypeError,
+            ["an init function, got a module, Linear", "from_nnx(module"],
+        ),
+        (
+            lambda: loop_over((X, LABELS), init=CheckpointFileReader("nowhere", nnx_layer())),
+            TypeError,
+            ["reader of a TrainLoop needs an init function, got a module, Linear"],
+        ),
+        (
+            lambda: ff.Model(nn.Dense(3), nnx_optimizer(), "crossentropy"),
+            TypeError,
+            ["got Optimizer", "optimizer.tx"],
+        ),
+        (
             lambda: ff.EvalLoop(ff.EvalTask(nn.Dense(3).apply, ["mse"])).measure(None),
             ValueError,
             ["nothing to evaluate", "EvalTask(..., data=(x, y))"],
@@ -205,11 +240,57 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "were made for others", "(
         "a key",
         "devices",
         "a module for its init",
+        "a module of nnx",
+        "a class of nnx",
+        "a module of nnx for its init",
+        "a module of nnx for a reader",
+        "an optimizer of nnx",
         "nothing to measure",
     ],
 )
 def test_what_newcomers_confuse(call, kind, parts):
     check_answer(call, kind, parts)
+
+
+class Plain(nnx.Module):
+    """Keeps a plain array where a parameter is meant."""
+
+    def __init__(self):
+        self.layers = nnx.List([nnx.data(np.zeros((4, 3), np.float32))])
+
+    def __call__(self, x):
+        return x @ self.layers[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "part"),
+    [
+        (Plain(), r"plain arrays.*constants: self.layers.0 \[4, 3\].*nnx.Param\(array\)"),
+        ((lambda *_: {"state": X[0]}, lambda v, x, **_: x[:, :3]), "collections state"),
+        ((lambda *_: {}, lambda v, x, **_: x[:, :3]), "nothing to train"),
+    ],
+    ids=["plain arrays", "a collection", "nothing"],
+)
+def test_a_model_without_parameters(module, part):
+    with pytest.raises(ValueError, match=f"The model has no parameters.*{part}"):
+        ff.Model(module, optax.sgd(0.1), "crossentropy").fit(X, LABELS, verbose=0)
+
+
+def test_a_call_without_a_return():
+    class Forgetful(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            nn.Dense(3)(x)
+
+    model = ff.Model(Forgetful(), optax.sgd(0.1), "crossentropy")
+    with pytest.raises(TypeError, match="returned None: its call needs a `return`"):
+        model.fit(X, LABELS, verbose=0)
+    state = ff.TrainState(np.int32(0), {}, (), {}, jax.random.key(0))
+    with pytest.raises(TypeError, match="returned None"):
+        ff.make_predict_step(lambda variables, x: None)(state, ff.Batch((X,)))
+    task = ff.EvalTask(lambda variables, x: None, ["accuracy"])
+    with pytest.raises(TypeError, match="returned None"):
+        ff.make_eval_step(task)(state, ff.Batch((X,), (LABELS,)))
 
 
 class Noisy(nn.Module):

@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from redex import combinator
 
 import flaxfit as ff
+from flaxfit.export import InputSpec
 
 X = np.arange(12, dtype=np.float32)[:, None]
 Y = 2 * X[:, 0]
@@ -102,3 +104,61 @@ def test_labels_are_checked_in_evaluation_too():
     task = ff.EvalTask(logits, [], (X, np.full(12, 3)), loss="crossentropy")
     with pytest.raises(ValueError, match="label 3 is out of range for 3 outputs"):
         ff.EvalLoop(task).measure(ff.InferenceState(np.int32(0), np.float32(1), {}))
+
+
+class Noisy(nn.Module):
+    """Adds noise to its only input, a draw for each example."""
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.ones, ())
+        return scale * x[:, 0] + jax.random.normal(self.make_rng("noise"), (len(x),))
+
+
+def fit_noisy(strategy, **options):
+    model = ff.Model(Noisy(), optax.sgd(0.0), "mse", strategy=strategy, rngs="noise", **options)
+    validation = model.fit(X, Y, batch_size=4, verbose=0, validation_data=(X, Y))["val_loss"]
+    return model, validation
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ff.DataParallel(jax.devices()[:1]),
+        ff.DataParallel(jax.devices()[:4]),
+        ff.Sharded.fsdp(jax.devices()[:4]),
+        ff.DataParallel(jax.devices()[:2], virtual_replicas=4),
+    ],
+    ids=["1", "4", "fsdp", "virtual"],
+)
+def test_evaluate_predict_and_validation_of_a_model_draw_the_same_noise(strategy):
+    model, validation = fit_noisy(strategy, eval_rngs="noise")
+    outputs = model.predict(X, batch_size=4)
+    noise = outputs - X[:, 0]
+    assert len(np.unique(noise.round(4))) == len(X)  # Of each batch and replica another one.
+    assert_same(outputs, model.predict(X, batch_size=4))
+    loss = model.evaluate(X, Y, batch_size=4)["loss"]
+    assert [loss] == validation == [pytest.approx(np.mean((outputs - Y) ** 2), rel=1e-5)]
+    model.fit(X, Y, batch_size=4, verbose=0)
+    assert not np.allclose(model.predict(X, batch_size=4), outputs)
+
+
+def test_virtual_replicas_draw_the_same_noise_on_any_number_of_devices():
+    strategies = [ff.DataParallel(jax.devices()[:n], virtual_replicas=4) for n in (1, 4)]
+    one, four = (fit_noisy(each, eval_rngs="noise")[0] for each in strategies)
+    assert_same(one.predict(X[:10], batch_size=4), four.predict(X[:10], batch_size=4))
+
+
+def test_evaluation_without_a_stream_says_where_to_name_it():
+    model = ff.Model(Noisy(), optax.sgd(0.0), "mse", rngs="noise")
+    model.fit(X, Y, verbose=0)
+    for call in (lambda: model.evaluate(X, Y), lambda: model.predict(X)):
+        with pytest.raises(ValueError, match=r'"noise"[\s\S]*Model\(\.\.\., eval_rngs=\.\.\.\) s'):
+            call()
+    noisy = ff.Model(Noisy(), optax.sgd(0.0), "mse", rngs="noise", eval_rngs="noise")
+    with pytest.raises(ValueError, match="Cannot export a model that draws random numbers"):
+        noisy.export("nowhere", input_spec=InputSpec(("batch", 1)))
+
+
+def assert_same(a, b):
+    np.testing.assert_array_equal(a, b)

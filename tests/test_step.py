@@ -206,3 +206,29 @@ def test_targets_of_weight_zero_leave_no_mark_on_the_gradient(n_devices, anythin
     expected, _ = run(task, ff.Batch((X,), (Y,), weights), n_devices)
     np.testing.assert_allclose(state.params, expected.params, rtol=1e-6)
     assert np.isfinite(metrics["loss"])
+
+
+@pytest.mark.parametrize(
+    ("returned", "n_outputs"),
+    [
+        (lambda y: y, 1),
+        (lambda y: (y, y), 2),
+        (lambda y: (y, {"seen": y}), 1),
+        (lambda y: ((y, y), {}), 2),
+        (lambda y: {"y": y}, 1),
+    ],
+    ids=["one output", "two outputs", "with updates", "two with updates", "a mapping"],
+)
+def test_an_apply_may_return_outputs_alone_or_a_pair_of_them_and_a_mapping(returned, n_outputs):
+    seen = []
+
+    def loss(*arguments):
+        seen.append(len(arguments) - 1)
+        return (jax.tree.leaves(arguments)[0] - arguments[-1]) ** 2
+
+    def apply(variables, x, rngs=None, mutable=None):
+        return returned(x @ variables["params"])
+
+    state, metrics = run(make_task(loss, apply), ff.Batch((X,), (Y,)))
+    assert metrics["loss"] == pytest.approx(np.mean((X @ PARAMS - Y) ** 2), rel=1e-5)
+    assert seen[0] == n_outputs

@@ -13,6 +13,23 @@ _IN_TRAINING = {
 }
 
 
+# What others call such a switch: left alone, it would be off in training or on in evaluation.
+_UNKNOWN = frozenset(
+    ("eval", "eval_mode", "evaluation", "in_training", "inference", "inference_mode", "is_eval")
+    + ("is_evaluation", "is_inference", "is_test", "is_testing", "is_train", "test", "test_mode")
+    + ("testing", "train_mode", "training_mode")
+)
+
+
+def switches(train: bool) -> dict[str, bool]:
+    """The switches by all their names, set for training or for evaluation.
+
+    >>> switches(train=False)["deterministic"]
+    True
+    """
+    return {name: train == in_training for name, in_training in _IN_TRAINING.items()}
+
+
 def flags(values: Mapping[str, Any], train: bool) -> dict[str, bool]:
     """The switches among named values, set for training or for evaluation.
 
@@ -22,8 +39,8 @@ def flags(values: Mapping[str, Any], train: bool) -> dict[str, bool]:
     {'deterministic': True}
     """
     return {
-        name: train == in_training
-        for name, in_training in _IN_TRAINING.items()
+        name: value
+        for name, value in switches(train).items()
         if name in values and isinstance(values[name], bool | None)
     }
 
@@ -34,9 +51,33 @@ def call_flags(function: Any, train: bool) -> dict[str, bool]:
     >>> call_flags(lambda x, train: x, train=True)
     {'train': True}
     """
+    return flags(call_defaults(function), train)
+
+
+def call_defaults(function: Any) -> dict[str, Any]:
+    """The arguments of a function that can be given by name, and their defaults, or None.
+
+    >>> call_defaults(lambda x, train=True: x)
+    {'x': None, 'train': True}
+    """
     found = parameters(function).values()
     by_keyword = (p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-    return flags({p.name: None if p.default is p.empty else p.default for p in by_keyword}, train)
+    return {p.name: None if p.default is p.empty else p.default for p in by_keyword}
+
+
+def check_switches(values: Mapping[str, Any], owner: str) -> None:
+    """Refuses a switch between training and evaluation by a name that is not known.
+
+    Raises:
+      ValueError: it lists the names that are.
+    """
+    found = [name for name in values if name in _UNKNOWN and isinstance(values[name], bool | None)]
+    if found:
+        raise ValueError(
+            f"{owner} has a switch named {', '.join(found)}, which would not be set: call it "
+            f"{', '.join(_IN_TRAINING)}. Or give Model a pair (module.init, apply) with "
+            "`def apply(variables, *inputs, train, **options)`."
+        )
 
 
 def parameters(function: Any) -> Mapping[str, inspect.Parameter]:

@@ -1,7 +1,7 @@
 """ModelFunctions: a model as two functions; `from_function` makes them of any function."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,48 @@ class ModelFunctions(NamedTuple):
     apply: Callable[..., Any]
     """`apply(variables, *inputs, rngs=None, mutable=False) -> outputs`, or `(outputs, updates)`
     where `mutable` is not False."""
+
+
+def with_losses(functions: ModelFunctions, losses: Any) -> ModelFunctions:
+    """A model whose collections of these names are terms of the loss, too: parts of "losses".
+
+    >>> sow = ModelFunctions(lambda k, x: {}, lambda v, x, mutable: (x, {"kl": 1.0}))
+    >>> with_losses(sow, ["kl"]).apply({}, 0.0, mutable=True)
+    (0.0, {'losses': {'kl': 1.0}})
+    """
+    if not losses:
+        return functions
+
+    def init(rngs: Any, *inputs: Any, **named: Any) -> dict[str, Any]:
+        variables = functions.init(rngs, *inputs, **named)
+        return {name: tree for name, tree in variables.items() if name not in losses}
+
+    def apply(variables: Any, *inputs: Any, mutable: Any = False, **named: Any) -> Any:
+        if mutable is False:
+            return functions.apply(variables, *inputs, **named)
+        outputs, updates = functions.apply(variables, *inputs, mutable=mutable, **named)
+        if in_filter(mutable, "losses"):
+            check_losses(losses, updates)
+        terms = {name: updates[name] for name in losses if name in updates}
+        others = {name: tree for name, tree in updates.items() if name not in terms}
+        return outputs, {**others, "losses": {**updates.get("losses", {}), **terms}}
+
+    functools.update_wrapper(apply, functions.apply, assigned=(), updated=())
+    functools.update_wrapper(init, functions.init, assigned=(), updated=())
+    return ModelFunctions(init, apply)
+
+
+def check_losses(losses: Sequence[str], found: Iterable[str]) -> None:
+    """Checks that a model has left values in all the collections that are to be added to the loss.
+
+    Raises:
+      ValueError: it names those in which there are none.
+    """
+    if missing := [name for name in losses if name not in found]:
+        raise ValueError(
+            f"losses names {', '.join(missing)}, and the model leaves no values there, but in "
+            f"{', '.join(sorted(found)) or 'no collection'}."
+        )
 
 
 class GivenInit:

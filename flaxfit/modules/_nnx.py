@@ -8,8 +8,8 @@ from typing import Any
 
 from flax.core.scope import in_filter
 
-from flaxfit.modules._flags import call_flags, parameters
-from flaxfit.modules._functions import GivenInit, ModelFunctions
+from flaxfit.modules._flags import call_defaults, call_flags, check_switches, parameters, switches
+from flaxfit.modules._functions import GivenInit, ModelFunctions, check_losses
 
 
 def from_nnx(
@@ -17,6 +17,7 @@ def from_nnx(
     *,
     train: bool | None = None,
     call: Callable[..., Any] | None = None,
+    losses: Any = (),
     **modes: Any,
 ) -> ModelFunctions:
     """Makes a model of an nnx module, or of a factory `(rngs) -> module`.
@@ -37,50 +38,78 @@ def from_nnx(
 
     Args:
       model: an instance, whose present weights `init` returns, or a factory.
-      train: True or False sets the layers' `deterministic` and `use_running_average`, and an
-        argument of the model's own call named `train`, `deterministic` or the like.
+      train: True or False sets the switches that are named `train`, `training`, `is_training`,
+        `deterministic` or `use_running_average`: those of layers, attributes of modules of your
+        own that are a bool or None, and an argument of the model's call.
       call: `(module, *inputs) -> outputs`, where it is not the module itself that is called.
-      **modes: what else `nnx.view` sets in the layers.
+      losses: types of variables, or their names, whose values are terms of the loss; those of a
+        type named "losses" always are.
+      **modes: further switches to set in the layers, such as `decode`.
 
     Raises:
       TypeError: it is no nnx module, and makes none of its rngs alone.
+      ValueError: no part of the module has a mode. When `apply` is called: the model draws random
+        numbers without a key, or leaves no values of a type in `losses`.
     """
     from flax import nnx
 
     from flaxfit.modules import _nnx_state as states
 
-    if train is not None:
-        modes = {"deterministic": not train, "use_running_average": not train, **modes}
     is_instance = isinstance(model, nnx.Module)
     abstract = model if is_instance else nnx.eval_shape(lambda: make(model, nnx.Rngs(0)))
-    arguments = {} if train is None or call else call_flags(abstract.__call__, train)
-    graph, random, template = states.split(abstract, **modes)
-    axes = states.axes_of(abstract)
+    if unknown := states.unknown_modes(abstract, modes):
+        raise ValueError(
+            f"No layer of the model has {', '.join(unknown)}: a mode is an attribute that is a "
+            "bool or None, or an argument of a layer's set_view."
+        )
+    arguments = {}
+    if train is not None:
+        given = call_defaults(abstract.__call__) if call is None else {}
+        found = {**states.attributes_of(abstract), **given}
+        check_switches({n: found[n] for n in found if n not in modes}, type(abstract).__name__)
+        modes = {**switches(train), **modes}
+        arguments = {} if call else call_flags(abstract.__call__, train)
+    losses = (losses,) if isinstance(losses, str | type) else tuple(losses)
+    losses = tuple(x if isinstance(x, str) else states.collection_of(x) for x in losses)
+    graph, random, template = states.split(abstract, modes, losses)
+    axes = states.axes_of(abstract, losses)
+
+    def variables_of(module: Any) -> dict[str, Any]:
+        return {**states.persistent(states.variables_of(module, losses)), **axes}
 
     def init(rngs: Any, *inputs: Any, **named: Any) -> dict[str, Any]:
-        return {**states.persistent(states.variables_of(make(model, _rngs(rngs)))), **axes}
+        return variables_of(make(model, _rngs(rngs)))
 
     def apply(
         variables: Any, *inputs: Any, rngs: Any = None, mutable: Any = False, **named: Any
     ) -> Any:
+        def run(streams: Any) -> tuple[Any, Any]:
+            module = nnx.merge(graph, streams, states.filled(template, variables, losses))
+            function = module if call is None else functools.partial(call, module)
+            return function(*inputs, **{**arguments, **named}), module
+
         streams = states.keyed(random, rngs)
         unused = states.counts(streams)
-        module = nnx.merge(graph, streams, states.filled(template, variables))
-        run = module if call is None else functools.partial(call, module)
-        outputs = run(*inputs, **{**arguments, **named})
+        outputs, module = run(streams)
         is_keyless = rngs is None or (isinstance(rngs, Mapping) and not rngs)
-        # In evaluation the state may pass through `nnx.scan` or `nnx.remat` without being drawn on.
-        if is_keyless and not modes.get("deterministic"):
-            _check_unused(unused, states.counts(module))
+        if is_keyless and (drawn := _changed(unused, states.counts(module))):
+            if not modes.get("deterministic"):
+                raise ValueError(
+                    f"The model draws random numbers (from {', '.join(drawn)}), but the call was "
+                    "given no key: pass rngs={'dropout': key}, or make it by "
+                    "from_nnx(..., train=False)."
+                )
+            # The states may pass through `nnx.scan` or `nnx.split_rngs` without any effect.
+            _check_unused(states.streams_used(lambda each: run(each)[0], streams))
         if mutable is False:
             return outputs
-        updates = states.variables_of(module)
+        updates = states.variables_of(module, losses)
+        if in_filter(mutable, "losses"):
+            check_losses(losses, states.collections_of(module))
         return outputs, {name: tree for name, tree in updates.items() if in_filter(mutable, name)}
 
     if is_instance:
-        return ModelFunctions(
-            GivenInit(lambda: {**states.persistent(states.variables_of(model)), **axes}), apply
-        )
+        return ModelFunctions(GivenInit(lambda: variables_of(model)), apply)
     return ModelFunctions(init, apply)
 
 
@@ -177,10 +206,16 @@ def _rngs(rngs: Any) -> Any:
     return nnx.Rngs(**rngs)
 
 
-def _check_unused(before: dict[str, Any], after: dict[str, Any]) -> None:
-    used = [stream for stream in after if after[stream] is not before.get(stream)]
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [stream for stream in after if after[stream] is not before.get(stream)]
+
+
+def _check_unused(used: dict[str, str]) -> None:
     if used:
+        names = tuple(dict.fromkeys(used.values()))
         raise ValueError(
-            f"The model draws random numbers (from {', '.join(used)}), but the call was given no "
-            "key: pass rngs={'dropout': key}, or make it by from_nnx(..., train=False)."
+            f"The model draws random numbers in evaluation (from {', '.join(used)}), but the call "
+            f"was given no key. Name the stream: Model(..., eval_rngs={names}) or EvalTask(..., "
+            f"rngs={names}). Or have the module draw in training alone: an attribute "
+            "`self.training = True` is set for it."
         )

@@ -4,8 +4,9 @@ It imports nnx, so it is itself imported only where a model is one.
 """
 
 import functools
+import inspect
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.partitioning import AxisMetadata
 from flax.traverse_util import unflatten_dict
+from jax.interpreters import partial_eval
+
+from flaxfit.modules._flags import parameters
 
 # Written anew by each call, never part of what a model is.
 _TRANSIENT = ("intermediates", "losses")
@@ -21,9 +25,18 @@ Place = tuple[str, ...]
 """Where a variable is in a dict of variables: its collection, then its path in the module."""
 
 
-def variables_of(module: nnx.Module) -> dict[str, Any]:
-    """The variables of a module, random states left out, as linen holds them."""
-    return unflatten_dict({place: _value(leaf) for _, place, leaf in _leaves(_state(module))})
+def variables_of(module: nnx.Module, losses: Sequence[str] = ()) -> dict[str, Any]:
+    """The variables of a module, random states left out, as linen holds them.
+
+    Those of the types named by `losses` are in the collection "losses".
+    """
+    leaves = _leaves(_state(module), losses)
+    return unflatten_dict({place: _value(leaf) for _, place, leaf in leaves})
+
+
+def collections_of(module: nnx.Module) -> set[str]:
+    """The collections that variables of a module belong to, by their types."""
+    return {collection for _, (collection, *_), _ in _leaves(_state(module))}
 
 
 def persistent(variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,38 +44,69 @@ def persistent(variables: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tree for name, tree in variables.items() if name not in _TRANSIENT}
 
 
-def axes_of(module: nnx.Module) -> dict[str, Any]:
+def axes_of(module: nnx.Module, losses: Sequence[str] = ()) -> dict[str, Any]:
     """The names of the axes of variables made by `nnx.with_partitioning`, as linen holds them.
 
     That is a collection `params_axes` beside `params`, and so on; there is none without names.
     """
     named = {}
-    for _, (collection, *parents, name), leaf in _leaves(_state(module)):
+    for _, (collection, *parents, name), leaf in _leaves(_state(module), losses):
         names = leaf.get_metadata().get("out_sharding") if isinstance(leaf, nnx.Variable) else None
         if names is not None and collection not in _TRANSIENT:
             named[f"{collection}_axes", *parents, f"{name}_axes"] = AxisMetadata(tuple(names))
     return unflatten_dict(named)
 
 
-def split(module: nnx.Module, **modes: Any) -> tuple[Any, Any, Any]:
+def viewed(module: nnx.Module, modes: Mapping[str, Any]) -> Any:
+    """A module that shares the arrays of another one, with modes set in it and in its parts.
+
+    A mode is an argument of a part's `set_view`, or an attribute that is a bool or None.
+    """
+    # An `nnx.Rngs` has every attribute, as a stream: to ask it for `set_view` would draw a key.
+    view = nnx.view(module, only=_is_module, raise_if_not_found=False, **modes)
+    for _, part in nnx.iter_modules(view):
+        for name in modes:
+            if _has_switch(part, name):
+                setattr(part, name, modes[name])
+    return view
+
+
+def attributes_of(module: nnx.Module) -> dict[str, Any]:
+    """The attributes of a module and of its parts, by name."""
+    return {name: x for _, part in nnx.iter_modules(module) for name, x in vars(part).items()}
+
+
+def unknown_modes(module: nnx.Module, modes: Mapping[str, Any]) -> list[str]:
+    """The modes that no part of a module has."""
+    parts = [part for _, part in nnx.iter_modules(module)]
+    return [
+        name
+        for name in modes
+        if not any(_has_switch(part, name) or _takes_mode(part, name) for part in parts)
+    ]
+
+
+def split(
+    module: nnx.Module, modes: Mapping[str, Any], losses: Sequence[str] = ()
+) -> tuple[Any, Any, Any]:
     """The graph of a module, its random states and its other variables, as shapes only.
 
     The module itself stays as it is; the modes are set in the graph.
     """
-    view = nnx.view(module, raise_if_not_found=False, **modes)
-    nnx.pop(view, _is_sown)
+    view = viewed(module, modes)
+    nnx.pop(view, functools.partial(_is_sown, losses))
     graph, random, state = nnx.split(view, nnx.RngState, ...)
     return graph, *jax.eval_shape(lambda *states: states, random, state)
 
 
-def filled(state: Any, variables: Mapping[str, Any]) -> Any:
+def filled(state: Any, variables: Mapping[str, Any], losses: Sequence[str] = ()) -> Any:
     """A state with the values that the variables hold.
 
     Raises:
       ValueError: some of its variables are not there.
     """
     values, missing = [], []
-    for path, place, leaf in _leaves(state):
+    for path, place, leaf in _leaves(state, losses):
         try:
             value = functools.reduce(operator.getitem, place, variables)
         except (KeyError, TypeError):
@@ -107,6 +151,37 @@ def counts(states: Any) -> dict[str, Any]:
     }
 
 
+def streams_used(function: Callable[[Any], Any], random: Any) -> dict[str, str]:
+    """The random streams that the results of a function of random states depend on.
+
+    By path, the name of each. A stream may be split or counted on and yet be of no effect.
+    """
+    leaves = list(nnx.to_flat_state(random))
+
+    def of_arrays(arrays: Sequence[Any]) -> Any:
+        filled = [(p, v.replace(x)) for (p, v), x in zip(leaves, arrays, strict=True)]
+        return function(nnx.from_flat_state(filled))
+
+    program = jax.make_jaxpr(of_arrays)([variable.get_raw_value() for _, variable in leaves]).jaxpr
+    _, is_used = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
+    return {
+        "/".join(map(str, path[:-1])): variable.tag
+        for (path, variable), is_one in zip(leaves, is_used, strict=True)
+        if is_one and isinstance(variable, nnx.RngKey)
+    }
+
+
+def collection_of(kind: type) -> str:
+    """The collection that holds the variables of a type."""
+    if issubclass(kind, nnx.Param):
+        return "params"
+    try:
+        return nnx.variable_name_from_type(kind)
+    except ValueError:
+        # Not registered, and not to be: a class defined anew in a notebook could not be again.
+        return kind.__name__
+
+
 def assign(module: nnx.Module, variables: Mapping[str, Any]) -> None:
     """Gives the variables of a module copies of these values: all of them, or none and an error."""
     state = _state(module)
@@ -130,30 +205,38 @@ def _state(module: nnx.Module) -> Any:
     return nnx.state(module, nnx.Not(nnx.RngState))
 
 
-def _leaves(state: Any) -> Iterator[tuple[tuple[Any, ...], Place, Any]]:
+def _leaves(state: Any, losses: Sequence[str] = ()) -> Iterator[tuple[tuple[Any, ...], Place, Any]]:
     for path, leaf in nnx.to_flat_state(state):
-        yield path, (_collection(leaf), *map(str, path)), leaf
+        yield path, (_collection(leaf, losses), *map(str, path)), leaf
 
 
 def _value(leaf: Any) -> Any:
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def _collection(leaf: Any) -> str:
+def _collection(leaf: Any, losses: Sequence[str] = ()) -> str:
     if not isinstance(leaf, nnx.Variable):
         return "constants"
-    if isinstance(leaf, nnx.Param):
-        return "params"
-    try:
-        return nnx.variable_name_from_type(type(leaf))
-    except ValueError:
-        # Not registered, and not to be: a class defined anew in a notebook could not be again.
-        return type(leaf).__name__
+    name = collection_of(type(leaf))
+    return "losses" if name in losses else name
 
 
-def _is_sown(_: Any, leaf: Any) -> bool:
+def _is_module(_: Any, node: Any) -> bool:
+    return isinstance(node, nnx.Module)
+
+
+def _has_switch(part: nnx.Module, name: str) -> bool:
+    return isinstance(inspect.getattr_static(part, name, ...), bool | None)
+
+
+def _takes_mode(part: nnx.Module, name: str) -> bool:
+    found = parameters(getattr(part, "set_view", None))
+    return name in found or any(p.kind == p.VAR_KEYWORD for p in found.values())
+
+
+def _is_sown(losses: Sequence[str], _: Any, leaf: Any) -> bool:
     # What `sow` left in an instance would grow with each call; it always is a tuple.
-    return _collection(leaf) in _TRANSIENT and isinstance(_value(leaf), tuple)
+    return _collection(leaf, losses) in _TRANSIENT and isinstance(_value(leaf), tuple)
 
 
 def _key(rngs: Any, stream: str) -> Any:

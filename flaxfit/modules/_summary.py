@@ -8,7 +8,7 @@ from flax import linen as nn
 
 from flaxfit._alone import alone_in_any
 from flaxfit._batch import call
-from flaxfit.modules._flags import call_flags
+from flaxfit.modules._flags import call_flags, switches
 from flaxfit.modules._nnx import make
 from flaxfit.modules._switch import switched
 
@@ -44,6 +44,8 @@ def summarize(module: Any, inputs: Any) -> str:
         raise TypeError("summary() shows the layers of a linen or nnx module, not of functions.")
     from flax import nnx
 
+    from flaxfit.modules._nnx_state import viewed
+
     if not isinstance(module, nnx.Module):
         module = make(module, nnx.Rngs(0))
     options: dict[str, Any] = {
@@ -51,5 +53,5 @@ def summarize(module: Any, inputs: Any) -> str:
     }
     args, named = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     arguments = call_flags(module.__call__, train=False)
-    view = nnx.view(module, raise_if_not_found=False, deterministic=True, use_running_average=True)
+    view = viewed(module, switches(train=False))
     return nnx.tabulate(view, *args, **named, **arguments, **options).strip("\n")

@@ -5,12 +5,12 @@ from typing import Any
 
 from flax import linen as nn
 
-from flaxfit.modules._flags import call_flags, flags, parameters
-from flaxfit.modules._functions import ModelFunctions
+from flaxfit.modules._flags import call_defaults, call_flags, check_switches, flags, parameters
+from flaxfit.modules._functions import ModelFunctions, with_losses
 from flaxfit.modules._nnx import from_nnx, is_nnx
 
 
-def train_and_eval(module: Any) -> tuple[ModelFunctions, ModelFunctions]:
+def train_and_eval(module: Any, *, losses: Any = ()) -> tuple[ModelFunctions, ModelFunctions]:
     """The functions of a model for training, and those for evaluation.
 
     The switch is a field of the module or an argument of its call, named `train`, `training`,
@@ -23,16 +23,22 @@ def train_and_eval(module: Any) -> tuple[ModelFunctions, ModelFunctions]:
     Args:
       module: a linen module, an nnx module or a factory `(rngs) -> module`, or an
         `(init, apply)` pair.
+      losses: collections whose values are terms of the loss, besides "losses"; of nnx, types of
+        variables or their names.
 
     Raises:
       TypeError: it is none of these.
     """
+    names = (losses,) if isinstance(losses, str) else losses
     if isinstance(module, nn.Module):
-        return _linen(module, True), _linen(module, False)
+        return with_losses(_linen(module, True), names), _linen(module, False)
     if isinstance(module, tuple) and len(module) == 2 and all(map(callable, module)):
-        return _pair(module, True), _pair(module, False)
+        return with_losses(_pair(module, True), names), _pair(module, False)
     if is_nnx(module):
-        return from_nnx(module, train=True), from_nnx(module, train=False)
+        return (
+            from_nnx(module, train=True, losses=losses),
+            from_nnx(module, train=False, losses=losses),
+        )
     hint = ""
     if isinstance(module, type):
         hint = f" Make an instance: {module.__name__}(...)."
@@ -53,6 +59,7 @@ def switched(module: nn.Module, train: bool) -> tuple[nn.Module, dict[str, bool]
     {'deterministic': True}
     """
     values = {name: getattr(module, name, None) for name in module.__dataclass_fields__}
+    check_switches({**values, **call_defaults(module.__call__)}, type(module).__name__)
     fields: dict[str, Any] = flags(values, train)
     arguments = call_flags(module.__call__, train)
     required = parameters(module.__call__)

@@ -351,3 +351,71 @@ def test_importing_the_modules_does_not_import_nnx():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+class Noisy(nnx.Module):
+    """Draws noise also in evaluation, and keeps the streams that it was given."""
+
+    def __init__(self, rngs):
+        self.rngs = rngs
+
+    def __call__(self, x):
+        return x + jax.random.normal(self.rngs.noise(), x.shape)
+
+
+@pytest.mark.parametrize("make", [lambda: Noisy, lambda: Noisy(nnx.Rngs(0))])
+def test_a_module_may_keep_its_streams_and_draws_no_key_when_it_is_taken_apart(make):
+    model = make()
+    training, evaluation = (from_nnx(model, train=train) for train in (True, False))
+    first, again, other = (training.apply({}, X, rngs=jax.random.key(i)) for i in (0, 0, 1))
+    assert_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert_equal(evaluation.apply({}, X, rngs={"noise": jax.random.key(0)}), first)
+    if isinstance(model, Noisy):
+        assert model.rngs.default.count[...] == 0
+
+
+def test_drawing_in_evaluation_without_a_key_is_an_error_that_names_the_stream():
+    apply = jax.jit(from_nnx(Noisy(nnx.Rngs(params=0, noise=1)), train=False).apply)
+    with pytest.raises(ValueError, match=r"from rngs/noise.*eval_rngs=\('noise',\)"):
+        apply({}, X)
+
+
+def test_streams_that_are_split_without_any_effect_need_no_key_in_evaluation():
+    class Split(nnx.Module):
+        def __init__(self, rngs):
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            scanned = nnx.scan(lambda drop, x: drop(x), in_axes=(0, 0), out_axes=0)
+            return nnx.split_rngs(splits=len(x))(scanned)(self.dropout, x)
+
+    model = Split(nnx.Rngs(0))
+    assert_equal(from_nnx(model, train=False).apply({}, X), X)
+    with pytest.raises(ValueError, match="given no key"):
+        from_nnx(model, train=True).apply({}, X)
+
+
+def test_the_types_that_losses_names_are_terms_of_the_loss_and_belong_to_a_call():
+    class Kl(nnx.Variable):
+        pass
+
+    class Variational(nnx.Module):
+        def __init__(self):
+            self.before = Kl(jnp.ones(()))
+
+        def __call__(self, x):
+            self.before[...] += 1
+            self.after = Kl(x.sum())
+            return x
+
+    for losses in (Kl, "Kl", [Kl]):
+        init, apply = from_nnx(Variational(), losses=losses)
+        assert init(None) == {}
+        _, updates = apply({}, jnp.ones(3), mutable=True)
+        assert_equal(updates, {"losses": {"before": 1, "after": 3}})
+        assert apply({}, jnp.ones(3), mutable=["Kl"])[1] == {}
+    with pytest.raises(ValueError, match="losses names Kll, .* but in Kl"):
+        from_nnx(Variational(), losses="Kll").apply(
+            from_nnx(Variational()).init(None), X, mutable=True
+        )

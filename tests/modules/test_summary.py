@@ -39,3 +39,19 @@ def test_a_summary_counts_the_parameters_of_each_layer(model):
 def test_functions_have_no_layers_to_show():
     with pytest.raises(TypeError, match="not of functions"):
         summarize((len, len), INPUTS)
+
+
+def test_a_summary_of_a_module_that_keeps_its_streams_draws_nothing_of_them():
+    class Keeping(nnx.Module):
+        def __init__(self, rngs):
+            self.rngs = rngs
+            self.layer = nnx.Linear(3, 5, rngs=rngs)
+            self.training = True
+
+        def __call__(self, x):
+            return self.layer(x + self.rngs.normal(x.shape) if self.training else x)
+
+    model = Keeping(nnx.Rngs(0))
+    count = int(model.rngs.default.count[...])
+    assert "20 (80 B)" in summarize(model, INPUTS)
+    assert model.rngs.default.count[...] == count

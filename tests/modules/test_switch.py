@@ -189,3 +189,94 @@ class Mlp(nn.Module):
 def test_anything_else_is_a_worded_error(model, advice):
     with pytest.raises(TypeError, match=f"(?s)A model must be a linen module.*{advice}"):
         train_and_eval(model)
+
+
+class Told(nnx.Module):
+    """Says what an attribute of a part of it was set to."""
+
+    def __init__(self, **attributes):
+        self.part = nnx.Dropout(0.5)
+        self.part.own = nnx.Module()
+        for name, value in attributes.items():
+            setattr(self.part.own, name, value)
+
+    def __call__(self, x):
+        return vars(self.part.own)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("default", [True, False, None])
+def test_an_attribute_of_an_nnx_module_is_set_wherever_it_is(name, default):
+    module = Told(**{name: default})
+    assert [told[name] for told in modes(module)] == [NAMES[name], not NAMES[name]]
+    assert getattr(module.part.own, name) is default
+
+
+def test_an_attribute_of_an_nnx_class_is_set_and_a_property_or_another_kind_is_no_switch():
+    class Both(nnx.Module):
+        training = True
+
+        def __init__(self):
+            self.train = 0.5
+
+        @property
+        def deterministic(self):
+            return True
+
+        def __call__(self, x):
+            return self.training, self.train, self.deterministic
+
+    assert modes(Both()) == [(True, 0.5, True), (False, 0.5, True)]
+
+
+def test_a_mode_is_set_in_the_layers_that_have_it_or_is_an_error():
+    assert from_nnx(Told(decode=False), decode=True).apply({}, X)["decode"] is True
+    with pytest.raises(ValueError, match="No layer of the model has trainig:"):
+        from_nnx(Told(training=True), trainig=False)
+
+
+@pytest.mark.parametrize("default", ["", "=None", "=False"])
+@pytest.mark.parametrize("base", [nn.Module, nnx.Module])
+def test_a_switch_of_another_name_is_an_error_that_lists_the_names(base, default):
+    call = eval(f"lambda self, x, is_train{default}: x")
+    module = type("Odd", (base,), {"__call__": call})()
+    with pytest.raises(ValueError, match="Odd has a switch named is_train.*training, is_training"):
+        train_and_eval(module)
+    if base is nnx.Module:
+        assert from_nnx(module, train=False, call=lambda m, x: x).apply({}, X) is X
+
+
+def test_a_field_or_an_attribute_of_another_name_is_an_error():
+    members = {"__annotations__": {"inference": bool}, "inference": False, "__call__": len}
+    with pytest.raises(ValueError, match="named inference, which would not be set"):
+        train_and_eval(type("Odd", (nn.Module,), members)())
+    with pytest.raises(ValueError, match="named is_train, which would not be set"):
+        train_and_eval(Told(is_train=True))
+    told = from_nnx(Told(is_train=True), train=False, is_train=False).apply({}, X)
+    assert told["is_train"] is False
+
+
+class Sowing(nn.Module):
+    """Leaves a term of the loss in a collection of its own."""
+
+    @nn.compact
+    def __call__(self, x):
+        self.sow("kl", "term", x.sum())
+        self.sow("losses", "term", 2 * x.sum())
+        return nn.Dense(1)(x)
+
+
+@pytest.mark.parametrize(
+    "model", [Sowing(), (Sowing().init, lambda *a, **k: Sowing().apply(*a, **k))]
+)
+def test_collections_that_are_named_are_terms_of_the_loss(model):
+    training, evaluation = train_and_eval(model, losses="kl")
+    variables = training.init(jax.random.key(0), X)
+    assert variables.keys() == {"params", "losses"}
+    variables = {"params": variables["params"]}
+    _, updates = training.apply(variables, X, mutable=["losses", "kl"])
+    terms = jax.tree.map(float, updates)
+    assert terms == {"losses": {"term": (24.0,), "kl": {"term": (12.0,)}}}
+    assert evaluation.apply(variables, X).shape == (4, 1)
+    with pytest.raises(ValueError, match="losses names kll.* but in kl, losses"):
+        train_and_eval(model, losses="kll")[0].apply(variables, X, mutable=["losses", "kl"])
