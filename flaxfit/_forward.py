@@ -1,6 +1,6 @@
 """The forward passes of a task: the model applied to a batch, its loss, its metrics as sums."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,10 +8,14 @@ import jax.numpy as jnp
 from flax.core import DenyList
 from redex.util import expand_to_tuple
 
-from flaxfit import losses
 from flaxfit._batch import Batch, call, n_examples
 from flaxfit._precision import in_float32, in_precision, like
-from flaxfit._weights import weights_by_output, without_idle_rows
+from flaxfit._replicas import Replicas, VirtualReplicas
+from flaxfit._weights import weights_by_output
+from flaxfit._whole_loss import check_metrics, loss_of
+
+ALONE = Replicas(None)
+"""What forward passes run on that nothing is divided among."""
 
 Sums = dict[str, Any]
 """By metric: sums that add up over batches, devices and hosts."""
@@ -42,8 +46,24 @@ class EvalPass(NamedTuple):
     outputs: tuple[Any, ...]
 
 
-def forward(task: Any, params: Any, model_state: Any, batch: Batch, key: jax.Array) -> ForwardPass:
-    """Applies the model in training, and the loss and the metrics to its outputs."""
+def forward(
+    task: Any,
+    params: Any,
+    model_state: Any,
+    batch: Batch,
+    key: jax.Array,
+    replicas: Replicas | VirtualReplicas = ALONE,
+) -> ForwardPass:
+    """Applies the model in training, and the loss and the metrics to its outputs.
+
+    Args:
+      task: a `TrainTask`.
+      params: all parameters.
+      model_state: the other collections of the model.
+      batch: the examples of this replica.
+      key: the random key of this step and replica.
+      replicas: what the batch is divided among.
+    """
     outputs, updates = _outputs_and_updates(
         call(
             in_precision(task.apply, task.precision),
@@ -54,7 +74,10 @@ def forward(task: Any, params: Any, model_state: Any, batch: Batch, key: jax.Arr
         )
     )
     outputs, batch = _compared(outputs, batch)
-    values, penalty = evaluate_loss(task.loss, outputs, batch)
+    values, penalty = loss_of(
+        task, outputs, batch, replicas, n_parts=task.accumulate, is_training=True
+    )
+    check_metrics(task, outputs, batch.targets, replicas, n_parts=task.accumulate)
     penalties = jax.tree.leaves(in_float32((penalty, updates.get("losses", ()))))
     penalties = [jnp.sum(x) for x in penalties]
     weights = weights_of(batch)
@@ -68,16 +91,23 @@ def forward(task: Any, params: Any, model_state: Any, batch: Batch, key: jax.Arr
     return ForwardPass(values, penalty, sums, outputs, model_state, not_added)
 
 
-def forward_eval(task: Any, state: Any, batch: Batch, key: jax.Array | None) -> EvalPass:
+def forward_eval(
+    task: Any,
+    state: Any,
+    batch: Batch,
+    key: jax.Array | None,
+    replicas: Replicas | VirtualReplicas = ALONE,
+) -> EvalPass:
     """Applies the model in evaluation, and the loss and the metrics to its outputs."""
     options = {} if key is None else {"rngs": rngs_of(task.rngs, key)}
     apply = in_precision(task.apply, task.precision)
     outputs = call(apply, state.variables, batch.inputs, **options)
     outputs, batch = _compared(outputs, batch)
+    check_metrics(task, outputs, batch.targets, replicas)
     sums = measure(task.metrics, outputs, batch.targets, weights_of(batch))
     if task.loss is None:
         return EvalPass(None, sums, outputs)
-    values, _ = evaluate_loss(task.loss, outputs, batch)
+    values, _ = loss_of(task, outputs, batch, replicas)
     sums["loss"] = loss_sums(task.loss, values, outputs, batch)
     return EvalPass(values, sums, outputs)
 
@@ -99,35 +129,6 @@ def as_outputs(result: Any) -> tuple[Any, ...]:
 def _compared(outputs: Any, batch: Batch) -> tuple[tuple[Any, ...], Batch]:
     """The outputs as a tuple, and the batch, both as losses and metrics compare them."""
     return in_float32(as_outputs(outputs)), batch._replace(targets=in_float32(batch.targets))
-
-
-def evaluate_loss(
-    loss: Callable[..., Any], outputs: tuple[Any, ...], batch: Batch
-) -> tuple[jax.Array, Any]:
-    """The values of a loss and its penalty, or None.
-
-    Raises:
-      TypeError: the loss returned something else than an array, or a pair of two.
-      ValueError: the shape of the values or of the penalty is not that of a loss.
-    """
-    result = loss(*outputs, *batch.targets)
-    parts = result if isinstance(result, tuple) else (result, None)
-    is_array = [hasattr(part, "shape") or isinstance(part, int | float) for part in parts]
-    if len(parts) != 2 or not is_array[0] or not (is_array[1] or parts[1] is None):
-        kinds = ", ".join(type(part).__name__ for part in parts[: len(is_array)])
-        received = f"a tuple of {len(parts)} ({kinds})" if isinstance(result, tuple) else kinds
-        raise TypeError(
-            f"The loss returned {received.removesuffix(', NoneType')}; expected one value per "
-            f"example, of shape ({n_examples(batch)},), or a pair (values, penalty)."
-        )
-    values, penalty = in_float32(jnp.asarray(parts[0])), parts[1]
-    if penalty is not None and jnp.ndim(penalty):
-        raise ValueError(
-            f"The loss returned two arrays, of shapes {values.shape} and {jnp.shape(penalty)}; the "
-            "second would be a penalty, which is a scalar. Add the losses of several outputs."
-        )
-    losses.check_loss_shape(values.shape, outputs, batch.targets, n_examples(batch))
-    return values, penalty
 
 
 def measure(metrics: Mapping[str, Any], outputs: Any, targets: Any, weights: jax.Array) -> Sums:
@@ -160,13 +161,6 @@ def weight_sums(loss: Any, batch: Batch) -> Any:
     if not weights_by_output(batch.targets):
         return jnp.sum(weights)
     return {name: jnp.sum(each) for name, each in loss.weights_of(weights, *batch.targets).items()}
-
-
-def without_idle_targets(batch: Batch) -> Batch:
-    """The batch with the targets of a row that counts in the rows of weight 0."""
-    if batch.weights is None:
-        return batch
-    return batch._replace(targets=without_idle_rows(batch.targets, batch.weights))
 
 
 def weights_of(batch: Batch) -> jax.Array:

@@ -23,7 +23,9 @@ class Gradient(NamedTuple):
     """The next `DynamicScale` of the loss; `()` where the loss is not scaled."""
 
 
-def gradient(task: Any, state: Any, batch: Batch, key: jax.Array, weight: Any) -> Gradient:
+def gradient(
+    task: Any, state: Any, batch: Batch, key: jax.Array, weight: Any, replicas: Any
+) -> Gradient:
     """The gradient of the weighted loss over this batch, divided by `weight`.
 
     With `task.accumulate` the batch is worked off in so many parts, one after the other, so that
@@ -35,6 +37,7 @@ def gradient(task: Any, state: Any, batch: Batch, key: jax.Array, weight: Any) -
       batch: the examples of this replica.
       key: the random key of this step and replica; that of part i is `fold_in(key, i)`.
       weight: the weight of the whole batch, or that by output, divided by the number of replicas.
+      replicas: the `Replicas` that the whole batch is divided among.
     """
     n_parts = count_parts(n_examples(batch), task.accumulate)
     scale: Any = getattr(state.opt_state, "scale", ()) if task.precision == "float16" else ()
@@ -43,7 +46,7 @@ def gradient(task: Any, state: Any, batch: Batch, key: jax.Array, weight: Any) -
     def of_part(model_state: Any, batch: Batch, key: jax.Array) -> Gradient:
         def objective(trained: Any) -> tuple[jax.Array, ForwardPass]:
             params = merge(trained, state.params)
-            result = forward(task, params, model_state, batch, key)
+            result = forward(task, params, model_state, batch, key, replicas)
             penalty = 0 if result.penalty is None else result.penalty
             if result.values.ndim == 0:
                 return (result.values + penalty) / n_parts, result

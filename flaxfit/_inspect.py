@@ -11,12 +11,13 @@ from flax.errors import InvalidRngError
 
 from flaxfit._batch import Batch, n_examples
 from flaxfit._by_output import check_outputs, check_values, targets_with_weights
-from flaxfit._by_row import check_by_row
+from flaxfit._by_row import check_by_row, couples_rows
 from flaxfit._explain import calls_explained, tracers_explained
 from flaxfit._forward import EvalPass, ForwardPass, forward, forward_eval
 from flaxfit._jaxpr import holds
 from flaxfit._rules import flat
 from flaxfit._weights import check_weights, weights_by_output
+from flaxfit._whole_loss import losses_by_row, metrics_by_row
 
 
 class Traced(NamedTuple):
@@ -74,7 +75,7 @@ def inspect(
     result = traced.shapes
     check_loss(task.loss, result.values, result.outputs, batch, data)
     if key not in known:
-        _check_by_row(task, result.outputs, batch, bind)
+        _check_by_row(task, result, batch, bind)
         known[key] = traced
     return traced
 
@@ -111,7 +112,7 @@ def inspect_eval(
     if result.values is not None:
         check_loss(task.loss, result.values, result.outputs, batch, data)
     if key not in known:
-        _check_by_row(task, result.outputs, batch, bind)
+        _check_by_row(task, result, batch, bind)
         known[key] = result
     return result
 
@@ -193,16 +194,26 @@ def _explained(owner: str, task: Any, batch: Batch) -> Iterator[None]:
         raise
 
 
-def _check_by_row(task: Any, outputs: Any, batch: Batch, bind: Callable[..., Any]) -> None:
-    """Checks that neither the loss nor a metric broadcasts the outputs against the targets."""
+def _check_by_row(task: Any, result: Any, batch: Batch, bind: Callable[..., Any]) -> None:
+    """Checks that the loss and the metrics compare each output with its own target, by row."""
     if not task.pad:
         return
+    advice = " If it is meant to look across the batch, set pad=False in the task."
+    outputs, targets = result.outputs, batch.targets
+    checked = [
+        (f"The metric {name!r}", values, outputs, targets) for name, values in metrics_by_row(task)
+    ]
     if task.loss is not None:
-        advice = " If it is to look across the batch, say so: pad=False in the task."
-        check_by_row("The loss", bind(task.loss), outputs, batch.targets, advice)
-    for name, metric in task.metrics.items():
-        if metric.values is not None:
-            check_by_row(f"The metric {name!r}", bind(metric.values), outputs, batch.targets)
+        checked += losses_by_row(task.loss, outputs, targets)
+    for owner, function, *arguments in checked:
+        is_scalar = function is task.loss and not result.values.ndim
+        function = bind(function)
+        check_by_row(owner, function, *arguments, advice=advice)
+        if not is_scalar and couples_rows(function, *arguments):
+            raise ValueError(
+                f"{owner} gives each example a value that depends on the other examples of its "
+                f"batch. Padding, and batches of another size, would change it.{advice}"
+            )
 
 
 def check_loss(

@@ -1,5 +1,6 @@
 """What a jaxpr holds: the programs inside of its equations, and whether an operation is in any."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,6 +20,27 @@ def holds(program: Any, name: str) -> bool:
     >>> holds(program, "sin"), holds(program, "cos")
     (True, False)
     """
+    return any(equation.primitive.name == name for equation in equations(program))
+
+
+def names_axis(program: Any) -> bool:
+    """Whether an operation in a jaxpr names a mapped axis, as `lax.psum` and `lax.all_gather` do.
+
+    >>> import jax.numpy as jnp
+    >>> total = lambda x: jax.lax.psum(x, "rows")
+    >>> program = jax.make_jaxpr(total, axis_env=[("rows", 2)])(jnp.ones(3))
+    >>> names_axis(program), names_axis(jax.make_jaxpr(jnp.sum)(jnp.ones(3)))
+    (True, False)
+    """
+    for equation in equations(program):
+        named = (equation.params.get(name, ()) for name in ("axes", "axis_name"))
+        if any(isinstance(axis, str) for axis in jax.tree.leaves(tuple(named))):
+            return True
+    return False
+
+
+def equations(program: Any) -> Iterator[Any]:
+    """The equations of a jaxpr and of all programs in it, those of each program once."""
     seen: set[int] = set()
     left = [program]
     while left:
@@ -27,10 +49,8 @@ def holds(program: Any, name: str) -> bool:
             continue
         seen.add(number)
         for equation in one.eqns:
-            if equation.primitive.name == name:
-                return True
+            yield equation
             left += parts_of(equation)
-    return False
 
 
 def _is_program(part: Any) -> bool:

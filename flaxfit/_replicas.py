@@ -59,6 +59,27 @@ class Replicas:
 
         return jax.tree.map(average, states)
 
+    def whole(self, part: Any, n: int) -> Any:
+        """The parts of all replicas, joined along the axis of the `n` examples of this one.
+
+        An array without that axis, such as a learned scale, is averaged. Gradients flow back to
+        every replica: each adds up what the others derive from its part.
+        """
+        axis_name = self._axis
+
+        def joined(x: jax.Array) -> jax.Array:
+            if jnp.shape(x)[:1] == (n,):
+                return jax.lax.all_gather(x, axis_name, tiled=True)
+            return jax.lax.pmean(x, axis_name)
+
+        return part if self.n == 1 else jax.tree.map(joined, part)
+
+    def own(self, values: jax.Array, n: int) -> jax.Array:
+        """The `n` rows of this replica, of the values `(batch, ...)` of the whole batch."""
+        if self.n == 1 or self._axis is None:
+            return values
+        return jax.lax.dynamic_slice_in_dim(values, jax.lax.axis_index(self._axis) * n, n)
+
     def _reduce(self, reduce: Callable[..., Any], tree: Any) -> Any:
         if self._axis is None:
             return tree

@@ -17,13 +17,13 @@ from flaxfit._forward import (
     forward_eval,
     rngs_of,
     weight_sums,
-    without_idle_targets,
 )
 from flaxfit._gradient import Gradient, gradient
 from flaxfit._precision import in_precision
 from flaxfit._replicas import Replicas, VirtualReplicas
 from flaxfit._rules import flat
 from flaxfit._state import TrainState
+from flaxfit._weights import without_idle_targets
 from flaxfit.optim._freeze import mask, merge
 
 # Added to the position of a batch: the parts of a training step are numbered from 0.
@@ -78,7 +78,8 @@ def make_train_step(
 
         def gradient_of(replica: Any, part: Batch) -> Gradient:
             part = without_idle_targets(part) if skip_empty else part
-            return gradient(task, state, part, step_key(state.key, state.step, replica), weight)
+            key = step_key(state.key, state.step, replica)
+            return gradient(task, state, part, key, weight, replicas)
 
         found = replicas.each(gradient_of, batch)
         grads = replicas.mean(found.grads)
@@ -163,7 +164,7 @@ def make_eval_step(
 
         def sums_of(replica: Any, part: Batch) -> Sums:
             key = eval_key(state, position, replica) if task.rngs else None
-            return forward_eval(task, state, part, key).sums
+            return forward_eval(task, state, part, key, replicas).sums
 
         return replicas.sum(replicas.each(sums_of, batch))
 

@@ -39,8 +39,9 @@ class TrainTask:
     loss: Any = None
     """`loss(*outputs, *targets)` or a name. It returns values `(batch, ...)` (preferred: weights
     and padding are then exact), or `(values, penalty)` with an unweighted scalar penalty, or a
-    scalar, the mean over the batch. A model with several outputs has one for each, by name or in
-    their order: their weighted sum is trained, and each is reported as "<name>_loss"."""
+    scalar. Scalars are computed over the batch of all devices. A model with several outputs has
+    one for each, by name or in their order: their weighted sum is trained, and each is reported
+    as "<name>_loss"."""
     data: Any = None
     """Anything that `flaxfit.data.as_stream` takes."""
     metrics: Any = dataclasses.field(default_factory=dict)
@@ -55,13 +56,14 @@ class TrainTask:
     """The collections that a step may change; None: all but the parameters."""
     pad: bool = True
     """Whether a batch may be padded with rows of weight 0; False for a loss that compares the
-    examples of a batch with one another."""
+    examples of a batch with one another, which is then given the batch of all devices."""
     freeze: Sequence[str] = ()
     """Patterns of the paths of parameters that are not trained: no gradient is computed for them,
     and the optimizer never sees them."""
     accumulate: int = 1
-    """The number of parts that each batch is worked off in, one after the other. The result is
-    that of the whole batch; the activations of only one part are in memory."""
+    """The number of parts that each batch is computed in, one after the other. The result is
+    that of the whole batch; the activations of only one part are in memory. The loss must be one
+    value per example, which depends on that example alone."""
     precision: str | None = None
     """What the model computes in: "bfloat16", or "float16" with dynamic loss scaling. Parameters,
     loss and metrics stay float32."""

@@ -47,6 +47,13 @@ def without_idle_rows(values: Any, weights: Any) -> Any:
     return jax.tree.map(replaced, values)
 
 
+def without_idle_targets(batch: Any) -> Any:
+    """The batch with the targets of a row that counts in the rows of weight 0."""
+    if batch.weights is None:
+        return batch
+    return batch._replace(targets=without_idle_rows(batch.targets, batch.weights))
+
+
 def check_weights_shape(weights: Any, name: str) -> None:
     """Checks that weights are one number per example, or those of each output.
 
@@ -61,8 +68,9 @@ def check_weights_shape(weights: Any, name: str) -> None:
     elif np.ndim(weights) != 1:
         raise ValueError(
             f"{name} must hold one number per example, of shape (batch,), got the shape "
-            f"{np.shape(weights)}. To weight or mask the steps of a sequence, make the mask a "
-            "second target, (x, (y, mask)), and multiply the values of the loss by it."
+            f"{np.shape(weights)}. To mask the steps of sequences, make the mask a second target, "
+            "(x, (y, mask), mask.sum(-1)), and return the mean over the steps of each sequence: "
+            "(values * mask).sum(-1) / mask.sum(-1). Its weight is the number of its steps."
         )
 
 

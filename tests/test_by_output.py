@@ -354,13 +354,23 @@ def test_a_label_that_is_out_of_range_is_found_with_its_output():
         model.fit(X, {"kind": CLASSES + 1, "size": NUMBERS}, verbose=0)
 
 
-def test_a_loss_that_broadcasts_one_of_the_outputs_is_refused():
-    def squared(output, target):
-        return ((output[:, :1] - target) ** 2).mean(-1)
-
-    model = ff.Model(TwoHeads(tuple), optax.sgd(0.1), {"kind": "crossentropy", "size": squared})
-    with pytest.raises(ValueError, match="'size_loss' broadcasts outputs against targets"):
-        model.fit(X, (CLASSES, NUMBERS[:, 0]), verbose=0)
+@pytest.mark.parametrize(
+    ("squared", "target"),
+    [
+        (lambda output, target: ((output[:, :1] - target) ** 2).mean(-1), NUMBERS[:, 0]),
+        (lambda output, target: (output[:, 0] - target) ** 2, NUMBERS[:, :1]),
+    ],
+    ids=["column against row", "row against column"],
+)
+@pytest.mark.parametrize("is_mapping", [True, False])
+def test_a_loss_that_broadcasts_one_of_the_outputs_is_refused(squared, target, is_mapping):
+    losses = {"kind": "crossentropy", "size": squared}
+    kinds = dict if is_mapping else tuple
+    targets = {"kind": CLASSES, "size": target}
+    model = ff.Model(TwoHeads(kinds), optax.sgd(0.1), losses)
+    name = "The loss of output 'size' broadcasts outputs against targets"
+    with pytest.raises(ValueError, match=name):
+        model.fit(X, targets if is_mapping else tuple(targets.values()), verbose=0)
 
 
 def test_the_loss_is_the_object_that_a_task_holds():

@@ -8,7 +8,7 @@ import pytest
 
 import flaxfit as ff
 from flaxfit import losses
-from flaxfit._by_row import check_by_row
+from flaxfit._by_row import check_by_row, couples_rows
 
 COLUMN, ROW = jax.ShapeDtypeStruct((8, 1), "float32"), jax.ShapeDtypeStruct((8,), "float32")
 X = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
@@ -100,3 +100,82 @@ def test_evaluation_refuses_it_too():
 def test_what_is_no_loss_is_named_with_its_shape(loss, error, message):
     with pytest.raises(error, match=message):
         train(loss)
+
+
+def rows(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct((8, *shape), dtype)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: (a @ b.T).sum(-1),
+        lambda a, b: optax.softmax_cross_entropy_with_integer_labels(a @ b.T, jnp.arange(len(a))),
+        lambda a, b: a[:, 0] / a.mean(),
+        lambda a, b: a[:, 0] * jnp.where(b[:, 0] > 0, 1, 0).max(),
+        lambda a, b: (a - b.mean(0)).sum(-1),
+        lambda a, b: (a * jnp.roll(b, 1, axis=0)).sum(-1),
+        lambda a, b: (a * b[::-1]).sum(-1),
+        lambda a, b: a[jnp.argsort(b[:, 0]), 0],
+        lambda a, b: jnp.cumsum(a[:, 0]),
+        lambda a, b: jax.lax.scan(lambda c, x: (c + x, x), 0.0, a[:, 0])[0] + b[:, 0],
+        jax.jit(lambda a, b: a[:, 0] / jax.jit(jnp.sum)(b)),
+        lambda a, b: jnp.mean((a - b) ** 2),
+    ],
+)
+def test_values_that_depend_on_other_rows_are_found(function):
+    assert couples_rows(function, (rows(3),), (rows(3),))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: (a * b).sum(-1) / jnp.linalg.norm(a, axis=-1),
+        lambda a, b: optax.losses.triplet_margin_loss(a, b, a + 1),
+        lambda a, b: jnp.cumsum(a, axis=-1) * jnp.sort(b, axis=-1),
+        lambda a, b: jax.vmap(lambda x: jax.lax.while_loop(jnp.all, lambda y: y - 1, x))(a > b),
+        lambda a, b: jax.lax.map(jnp.sum, a * b),
+        lambda a, b: (a * b).reshape(-1).reshape(len(a), -1).mean(1),
+        lambda a, b: ((a - b) ** 2, a.mean()),
+        lambda a, b: jnp.outer(jnp.arange(3.0), jnp.arange(3.0)).sum() * a,
+        lambda a, b: [a.mean(), a * b][1],
+    ],
+)
+def test_values_of_rows_on_their_own_are_not_blamed(function):
+    assert not couples_rows(function, (rows(3),), (rows(3),))
+
+
+def test_a_scalar_beside_the_rows_is_none_of_them():
+    scale = jax.ShapeDtypeStruct((), "float32")
+    assert not couples_rows(
+        lambda a, scale, b: scale * (a * b).sum(-1), (rows(3), scale), (rows(3),)
+    )
+    check_by_row("The loss", lambda a, scale, b: scale * (a * b), (rows(3), scale), (rows(3),))
+
+
+def test_the_axis_of_rows_is_recognised_beside_others_of_any_size():
+    wide = rows(1009 * 2)
+    assert not couples_rows(lambda a, b: ((a - b) ** 2).mean(-1), (wide,), (wide,))
+
+
+def test_a_loss_or_metric_that_couples_rows_must_say_so():
+    def centred(outputs, targets):
+        return (outputs[:, 0] - targets - (outputs[:, 0] - targets).mean()) ** 2
+
+    with pytest.raises(ValueError, match=r"The loss gives each example .* other examples.*pad=Fal"):
+        train(centred)
+    with pytest.raises(ValueError, match=r"The metric 'centred' gives each example .*pad=False"):
+        train(lambda o, t: (o[:, 0] - t) ** 2, {"centred": centred})
+    assert train(centred, pad=False).loss == pytest.approx(0)
+
+
+def test_a_metric_that_couples_rows_is_not_measured_by_parts():
+    def centred(outputs, targets):
+        return (outputs[:, 0] - targets - (outputs[:, 0] - targets).mean()) ** 2
+
+    task = ff.EvalTask(apply, {"centred": centred}, (X, 2 * X[:, 0]), pad=False)
+    state = ff.InferenceState(np.int32(0), np.ones(1, np.float32), {})
+    one = ff.EvalLoop(task, strategy=ff.Sharded()).measure(state)
+    assert one["centred"] == pytest.approx(np.var(X), rel=1e-5)
+    with pytest.raises(ValueError, match="Cannot measure 'centred' with 4 devices"):
+        ff.EvalLoop(task, strategy=ff.DataParallel()).measure(state)

@@ -1,4 +1,4 @@
-"""The tests of uneven data once more, on eight simulated devices."""
+"""The tests of uneven data, and of losses of every kind, once more on eight simulated devices."""
 
 import os
 import sys
@@ -8,9 +8,13 @@ import pytest
 
 
 @pytest.mark.slow
-def test_uneven_data_is_exact_on_eight_devices(run_child):
-    tests = Path(__file__).parent / "test_exact.py"
-    command = [sys.executable, "-m", "pytest", "-q", str(tests), "-k", "-8", "-m", ""]
+@pytest.mark.parametrize(
+    ("file", "pattern"),
+    [("test_exact.py", "-8"), ("test_strategy_invariance.py", "test_a_loss_has and data-parallel")],
+)
+def test_a_file_of_tests_passes_on_eight_devices(run_child, file, pattern):
+    tests = Path(__file__).parent / file
+    command = [sys.executable, "-m", "pytest", "-q", str(tests), "-k", pattern, "-m", ""]
     done = run_child(
         command,
         env={**os.environ, "FLAXFIT_TEST_DEVICES": "8"},
