@@ -192,3 +192,21 @@ def test_evaluation_in_virtual_replicas_is_refused_too(name):
     evaluate = ff.EvalLoop(task, strategy=STRATEGIES["virtual replicas"]())
     with pytest.raises(ValueError, match="virtual_replicas.*not the loss of the batch"):
         evaluate.measure(ff.InferenceState(np.int32(0), PARAMS, {}))
+
+
+def test_a_loss_that_gathers_over_the_replicas_by_itself_is_left_alone():
+    def gathering(a, b, scale):
+        every = jax.lax.all_gather(b, "replica", tiled=True)
+        labels = jax.lax.axis_index("replica") * len(a) + jnp.arange(len(a))
+        return ce(scale * a @ every.T, labels).mean()
+
+    metrics, params, _ = run(CASES["contrastive scalar"], STRATEGIES["one device"]())
+    task = ff.TrainTask(
+        apply_of(CASES["contrastive scalar"]),
+        optax.sgd(0.1),
+        gathering,
+        data_of(CASES["contrastive scalar"], 2 * BATCH),
+    )
+    loop = ff.TrainLoop(lambda key, x: {"params": PARAMS}, task, 0, stdout=False)
+    assert_same([checkpoint.metrics for checkpoint in loop], metrics)
+    assert_same(loop.state.params, params)
