@@ -1,3 +1,5 @@
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
@@ -20,12 +22,58 @@ def test_the_area_is_exact_where_scores_fall_into_different_bins_or_are_tied(mea
     assert measured(auc, scores, labels, weights=weights) == pytest.approx(expected, rel=1e-6)
 
 
-def test_few_bins_err_by_at_most_half_the_pairs_that_share_one(tumours, measured):
+def test_few_bins_err_by_at_most_half_the_pairs_that_share_the_first_bits(tumours, measured):
     scores, labels, _ = tumours
-    bins = np.clip(((scores / (1 + abs(scores)) + 1) * 10).astype(int), 0, 19)
-    shared = np.mean(bins[labels == 1][:, None] == bins[labels == 0])
+    heads = (scores + 0.0).view(np.uint32) >> 20
+    shared = np.mean(heads[labels == 1][:, None] == heads[labels == 0])
     error = abs(measured(auc(n_bins=20), scores, labels) - roc_auc_score(labels, scores))
     assert 1e-5 < error <= shared / 2
+
+
+NORMAL = np.random.default_rng(0).normal(size=1100)
+LABELS = (NORMAL + np.random.default_rng(1).normal(size=1100) > 0).astype(np.int32)
+PLACES = np.random.default_rng(2).integers(0, 200, 1100)
+SCORES = {
+    "large": 1e4 * NORMAL,
+    "huge": 1e30 * NORMAL,
+    "tiny": 1e-30 * NORMAL,
+    "shifted": 5000 + NORMAL,
+    "narrow": 1000 + 0.03 * NORMAL,
+    "a few floats apart": -1000 + 1e-3 * NORMAL,
+    "probabilities": 1 / (1 + np.exp(-20 * NORMAL)),
+    "two narrow places": np.where(PLACES % 2, 1000 + 0.03 * NORMAL, 20 + 0.01 * NORMAL),
+    "many narrow places": 100 * PLACES + 0.001 * NORMAL,
+    "narrow beside wide": np.where((PLACES % 2) & (LABELS == 0), 5000 * NORMAL, 1000 + NORMAL),
+    "tied": np.round(NORMAL),
+    "constant": 0 * NORMAL + 7,
+    "with infinities": np.where(PLACES < 9, np.inf * np.sign(NORMAL), NORMAL),
+}
+
+
+@pytest.mark.parametrize("of", SCORES)
+def test_the_area_is_within_a_thousandth_whatever_the_size_and_spread_of_scores(of, measured):
+    scores = SCORES[of].astype(np.float32)
+    ranks = np.unique(scores, return_inverse=True)[1]  # Of infinities, too.
+    assert measured(auc, scores, LABELS) == pytest.approx(roc_auc_score(LABELS, ranks), abs=5e-4)
+
+
+def test_float64_scores_are_ranked_by_all_their_digits():
+    scores = 1e9 + 1e-4 * NORMAL[:999]
+    with jax.enable_x64(True):
+        value = auc.compute(jax.device_get(auc.measure(scores, LABELS[:999])))
+    assert value == pytest.approx(roc_auc_score(LABELS[:999], scores), abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_scores_of_two_classes_are_subtracted_in_single_precision(dtype):
+    scores = jnp.stack([jnp.zeros(999), 100 + NORMAL[:999]], 1).astype(dtype)
+    value = auc.compute(auc.measure(scores, LABELS[:999]))
+    expected = roc_auc_score(LABELS[:999], np.asarray(scores, np.float32)[:, 1])
+    assert value == pytest.approx(expected, abs=1e-4)
+
+
+def test_zero_has_no_sign():
+    assert auc.compute(auc.measure(np.array([0.0, -0.0]), np.array([0, 1]))) == pytest.approx(0.5)
 
 
 def test_two_classes_are_ranked_by_the_difference_of_their_scores(tumours, measured):
