@@ -111,7 +111,7 @@ def weighted(values: Any, weights: Any) -> Any:
     return jnp.where(weights != 0, values.astype(weights.dtype) * weights, 0)
 
 
-def ratio(numerator: Any, denominator: Any, otherwise: float = np.nan) -> Any:
+def ratio(numerator: Any, denominator: Any, otherwise: Any = np.nan) -> Any:
     """Divides on the host, quietly; a zero denominator gives `otherwise`."""
     numerator, denominator = np.asarray(numerator, float), np.asarray(denominator, float)
     if not numerator.ndim and not denominator.ndim:  # What follows takes four times as long.

@@ -8,6 +8,7 @@ import optax
 
 from flaxfit.metrics._labels import labels_of
 from flaxfit.metrics._metric import Metric, mean, ratio, weighted, weights_of
+from flaxfit.metrics._moments import moments, spread
 
 
 def _errors(outputs: Any, targets: Any) -> Any:
@@ -33,22 +34,19 @@ rmse = Metric(mse.measure, lambda sums: float(np.sqrt(mse.compute(sums))), "rmse
 
 def _r2(*, center: float = 0.0) -> Metric:
     """Makes the share of the variance of the targets that the outputs explain; see `r2`."""
+    del center  # From when sums far from zero lost their digits.
 
     def measure(outputs: Any, targets: Any, *, weights: Any = None) -> Any:
         errors = _errors(outputs, targets)
-        targets = jnp.asarray(targets).astype(errors.dtype) - center
         weights = weights_of(errors, weights)
         return {
             "errors": weighted(jnp.square(errors), weights).sum(0),
-            "targets": weighted(targets, weights).sum(0),
-            "squares": weighted(jnp.square(targets), weights).sum(0),
-            "weight": weights.sum(0),
+            "targets": moments(jnp.asarray(targets).astype(errors.dtype), weights),
         }
 
     def compute(sums: Any) -> Any:
-        sums = {name: np.asarray(value, np.float64) for name, value in sums.items()}
-        spread = sums["squares"] - ratio(sums["targets"] ** 2, sums["weight"])
-        return float(np.mean(1 - ratio(sums["errors"], spread)))
+        errors, spreads = np.asarray(sums["errors"], np.float64), spread(sums["targets"])
+        return float(np.mean(1 - ratio(errors, spreads, np.where(errors == 0, 0.0, 1.0))))
 
     return Metric(measure, compute, "r2", _r2)
 
@@ -56,8 +54,9 @@ def _r2(*, center: float = 0.0) -> Metric:
 r2 = _r2()
 """The coefficient of determination; of several outputs, the mean of theirs.
 
-Sums of squares lose digits where the targets lie far from zero compared with their spread (years,
-prices in cents); `r2(center=2000.0)`, with about their mean, keeps the digits.
+However far the targets lie from zero (years, prices in cents), no digits are lost. Of a constant
+target it is 1 where the outputs are that constant, and 0 otherwise. The option `center` has no
+effect any more.
 """
 
 

@@ -1,3 +1,4 @@
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import sklearn.metrics
@@ -33,12 +34,47 @@ def test_several_outputs_count_the_same(diabetes, measured, metric, reference):
     assert measured(metric, outputs, targets, weights=weights) == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_center_keeps_the_digits_of_targets_far_from_zero(measured):
+@pytest.mark.parametrize("is_weighted", [False, True], ids=["equal", "weighted"])
+@pytest.mark.parametrize(
+    ("mean", "deviation"), [(2000, 2), (1e5, 1), (-1e5, 100), (1e7, 3), (1e3, 1e-3), (1e-9, 1e-12)]
+)
+def test_r2_keeps_the_digits_of_targets_far_from_zero(measured, mean, deviation, is_weighted):
     generator = np.random.default_rng(0)
-    years = generator.normal(2000, 2, 700).astype(np.float32)
-    guesses = (years + generator.normal(0, 1, 700)).astype(np.float32)
-    expected = sklearn.metrics.r2_score(years, guesses)
-    assert measured(r2(center=2000.0), guesses, years) == pytest.approx(expected, rel=1e-5)
+    targets = generator.normal(mean, deviation, 700).astype(np.float32)
+    guesses = (targets + generator.normal(0, deviation / 2, 700)).astype(np.float32)
+    weights = generator.uniform(size=700).astype(np.float32) if is_weighted else None
+    wide = targets.astype(float), guesses.astype(float)
+    expected = sklearn.metrics.r2_score(*wide, sample_weight=weights)
+    assert measured(r2, guesses, targets, weights=weights) == pytest.approx(expected, abs=1e-6)
+    assert r2(center=2000.0).name == "r2"
+
+
+@pytest.mark.parametrize("constant", [0.0, 5.3, 1e5 + 0.3])
+@pytest.mark.parametrize("error", [0.0, 1.0])
+def test_r2_of_a_constant_target(measured, constant, error):
+    targets = np.full(300, constant, np.float32)
+    weights = np.random.default_rng(0).uniform(size=300).astype(np.float32)
+    # As scikit-learn has it, but for its rounding.
+    assert measured(r2, targets + np.float32(error), targets, weights=weights) == 1 - error
+    both = np.stack([targets, np.arange(300)], 1).astype(np.float32)
+    of_numbers = sklearn.metrics.r2_score(both[:, 1], both[:, 1] + error, sample_weight=weights)
+    value = measured(r2, both + np.float32(error), both, weights=weights)
+    assert value == pytest.approx((1 - error + of_numbers) / 2, rel=1e-6)
+
+
+def test_a_nan_target_that_has_weight_is_not_hidden():
+    targets = np.array([1.0, np.nan, 3.0], np.float32)
+    assert np.isnan(r2.compute(r2.measure(np.zeros(3), targets)))
+    assert r2.compute(r2.measure(np.zeros(3), targets, weights=np.array([1.0, 0, 1]))) == -4.0
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_outputs_are_computed_with_in_single_precision(dtype):
+    outputs = jnp.arange(8).astype(dtype)
+    targets = np.arange(8) + 0.01
+    for metric, expected in (mse, 1e-4), (mae, 1e-2), (rmse, 1e-2), (r2, 1 - 1e-4 / 5.25):
+        value = metric.compute(metric.measure(outputs, targets.astype(np.float32)))
+        assert value == pytest.approx(expected, rel=1e-4)
 
 
 def test_errors_of_unsigned_integers_do_not_wrap_around():
