@@ -21,7 +21,7 @@ from flaxfit._step import compute, evaluated, make_eval_step
 from flaxfit._task import EvalTask
 from flaxfit._whole_number import whole_number
 from flaxfit.data import as_stream, one_pass
-from flaxfit.optim import swap_ema
+from flaxfit.optim import averaged
 from flaxfit.strategies import DataParallel, Strategy
 
 
@@ -42,7 +42,8 @@ class EvalLoop:
       task: what to measure, on one pass over its data.
       name: the prefix of the metrics that a checkpoint is given.
       n_steps: how many batches to measure; None: all of one pass.
-      ema: whether to measure the moving average of the parameters.
+      ema: whether to measure the average of the parameters, that of `ema=` or of a schedule-free
+        optimizer.
       strategy: where arrays live; None: that of the loop whose callback this is, else all local
         devices.
     """
@@ -160,7 +161,7 @@ class EvalLoop:
 
     def _measured(self, state: Any) -> Any:
         """The part of a state that is measured."""
-        state = swap_ema(state) if self.ema else state
+        state = averaged(state) if self.ema else state
         return evaluated(state, self.task.rngs, f"EvalTask(rngs={self.task.rngs})")
 
     def _look_at(

@@ -28,7 +28,8 @@ from flaxfit._state import TrainState
 from flaxfit._task import EvalTask, TrainTask
 from flaxfit.callbacks import ProgressBar
 from flaxfit.data import ArrayStream, as_stream, one_pass
-from flaxfit.optim import swap_ema
+from flaxfit.optim import averaged
+from flaxfit.optim._averaged import has_average
 from flaxfit.optim._extended import has_ema
 from flaxfit.strategies import Strategy
 
@@ -62,8 +63,9 @@ class Model:
       losses: the collections, besides "losses", whose values the model adds to the loss; of nnx,
         types of variables or their names.
       **options: fields of `TrainTask`: `loss_weights`, `rngs`, `mutable`, `pad`, `freeze`,
-        `accumulate`, `precision`, `clip_norm`, `ema`, `skip_nonfinite`, `step`. With `ema`, the
-        moving average of the parameters is what validation, `evaluate`, `predict` and `export` use.
+        `accumulate`, `precision`, `clip_norm`, `ema`, `skip_nonfinite`, `step`. With `ema`
+        or a schedule-free optimizer, validation, `evaluate`, `predict`, `export` and `save_weights`
+        use the average of the parameters.
     """
 
     def __init__(
@@ -285,8 +287,8 @@ class Model:
     def save_weights(self, path: str | os.PathLike[str]) -> None:
         """Saves the parameters and the model's other collections in one `.safetensors` file.
 
-        They are those that `evaluate` and `predict` use: with `ema`, the moving average. `save`
-        keeps both, to train on from.
+        They are those that `evaluate` and `predict` use: with `ema` or a schedule-free optimizer,
+        the average. `save` keeps both, to train on from.
         """
         checkpoints.save_weights(path, self._state_to_use())
 
@@ -529,7 +531,7 @@ class Model:
         return data if can_repeat or not first else itertools.chain(first, batches)
 
     def _state_to_use(self) -> TrainState:
-        """The state whose parameters are used, not trained: with `ema`, their moving average.
+        """The state whose parameters are used, not trained: their average, where one is kept.
 
         Weights that were loaded from a file bring no average along: they are used themselves.
         """
@@ -543,8 +545,9 @@ class Model:
         )
 
     def _averaged(self, state: TrainState) -> TrainState:
-        """The state with the moving average for its parameters, where there is one."""
-        return swap_ema(state) if self._task.ema is not None and has_ema(state) else state
+        """The state with the average for its parameters, where one is kept."""
+        is_other = self._task.ema is None and has_ema(state)  # Of a run with other options.
+        return averaged(state) if has_average(state) and not is_other else state
 
     def _measure(self, state: TrainState, data: Any) -> dict[str, Any]:
         return self._evaluator.measure(self._averaged(state), data)

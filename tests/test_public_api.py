@@ -168,6 +168,7 @@ PUBLIC = {
         "MultiOptimizer",
         "Optimizer",
         "OptimizerDef",
+        "averaged",
         "hyperparams",
         "set_hyperparams",
         "swap_ema",

@@ -8,7 +8,8 @@ from flaxfit._checkpoint import Checkpoint
 from flaxfit._monitor import is_better, read_metric, resolve_mode
 from flaxfit._processes import from_main, process_count
 from flaxfit.callbacks._callback import Loop
-from flaxfit.optim import swap_ema
+from flaxfit.optim import averaged
+from flaxfit.optim._averaged import has_average
 from flaxfit.strategies import gather
 
 
@@ -55,7 +56,8 @@ class Export:
           mode: "min", "max", or "auto": losses and errors are minimised, the rest maximised.
           apply: `apply(variables, *inputs)` in evaluation mode; None: that of the model in `fit`.
           input_spec: `flaxfit.export.InputSpec`s; None: batches of any size of what the loop sees.
-          ema: whether to write the moving average of the parameters; None: if the task keeps one.
+          ema: whether to write the average of the parameters; None: if there is one, of `ema=` or
+            of a schedule-free optimizer.
           **options: those of `flaxfit.export.save`, `save_saved_model` or `save_onnx`.
         """
         from flaxfit.export._trained import check_format  # Not before it is used.
@@ -76,7 +78,7 @@ class Export:
         """The step that was written last."""
 
     def attach(self, loop: Loop) -> None:
-        """Asks a loop what its model is fed, and whether it keeps a moving average."""
+        """Asks a loop what its model is fed."""
         self._loop = loop
 
     def attach_apply(self, apply: Callable[..., Any]) -> None:
@@ -104,6 +106,9 @@ class Export:
         """Puts back what `get_state` gave."""
         self.best_value, self.best_step = state["best_value"], state["best_step"]
 
+    def _wants_average(self, state: Any) -> bool:
+        return has_average(state) if self._ema is None else self._ema
+
     def _write(self, checkpoint: Checkpoint) -> None:
         from flaxfit import export  # Not before it is used: `import flaxfit` stays quick.
 
@@ -121,10 +126,8 @@ class Export:
                     "flaxfit.export.InputSpec(('batch', 28, 28)), or put it into callbacks=."
                 )
             spec = export.batch_specs(shapes)
-        ema = self._ema
-        if ema is None:
-            ema = getattr(getattr(self._loop, "task", None), "ema", None) is not None
-        state = swap_ema(checkpoint.state) if ema else checkpoint.state
+        state = checkpoint.state
+        state = averaged(state) if self._wants_average(state) else state
         apply = self._apply
         # Other processes may hold parts of it.
         state = gather(state.for_inference()) if process_count() > 1 else state

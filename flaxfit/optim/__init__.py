@@ -1,5 +1,6 @@
 """Optimizers: optax transformations with live hyperparameters, groups and more around them."""
 
+from flaxfit.optim._averaged import averaged as averaged
 from flaxfit.optim._definition import OptimizerDef as OptimizerDef
 from flaxfit.optim._extended import swap_ema as swap_ema
 from flaxfit.optim._groups import MultiOptimizer as MultiOptimizer

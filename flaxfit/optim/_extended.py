@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from flaxfit.optim import _schedule_free
 from flaxfit.optim._freeze import carry_over, check_patterns, mask, merge
 
 
@@ -42,13 +43,21 @@ class ExtendedOptimizer:
         """The state before the first step.
 
         Raises:
-          ValueError: a pattern to freeze matches nothing, or they match everything.
+          ValueError: a pattern to freeze matches nothing, or they match everything; or a moving
+            average is asked for beside that of a schedule-free optimizer.
         """
         check_patterns(self.freeze, params)
         trained = mask(params, self.freeze)
+        inner = self._inner.init(trained)
+        if self.ema is not None and _schedule_free.nodes(inner):
+            raise ValueError(
+                f"Cannot keep a moving average, ema={self.ema}, with a schedule-free optimizer: it "
+                "averages the parameters itself. Leave ema out; flaxfit.optim.averaged(state) and "
+                "EvalLoop(task, ema=True) use its average, and a Model does so by itself."
+            )
         # A copy: a state that is donated must not hold one buffer twice.
         average = () if self.ema is None else jax.tree.map(jnp.array, trained)
-        return ExtendedState(self._inner.init(trained), average, new_scale(self.scales_loss))
+        return ExtendedState(inner, average, new_scale(self.scales_loss))
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         """One step; frozen parameters may be left out of the trees, and are given zeros if not."""
@@ -122,6 +131,11 @@ def swap_ema(state: Any) -> Any:
     kept = state.opt_state
     average = _average(kept)
     if not jax.tree.leaves(average):
+        if _schedule_free.nodes(kept):
+            raise ValueError(
+                "A schedule-free optimizer keeps no average to swap, but computes it: use "
+                "flaxfit.optim.averaged(state)."
+            )
         raise ValueError(
             "This state holds no moving average of its parameters: train with "
             "TrainTask(..., ema=0.999) or Model(..., ema=0.999)."

@@ -1,0 +1,51 @@
+"""The average that schedule-free optimizers keep, wherever their states are within others."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from flaxfit._rules import flat
+
+# A state that is restored without a target lacks what holds no arrays.
+_FIELDS = {*optax.contrib.ScheduleFreeState._fields} - {"base_optimizer_state"}
+
+
+def nodes(opt_state: Any) -> list[Any]:
+    """The states of schedule-free optimizers; restored without a target, they are mappings."""
+    return [node for node in jax.tree.leaves(opt_state, is_leaf=_is_one) if _is_one(node)]
+
+
+def average(opt_state: Any, params: Any) -> dict[str, Any]:
+    """The average of the parameters that these optimizers train, by path.
+
+    Raises:
+      ValueError: they are not given the parameters as they are.
+    """
+    params, found = flat(params), {}
+    for node in nodes(opt_state):
+        fields = node if isinstance(node, Mapping) else node._asdict()
+        z = flat(fields["z"])
+        if strange := [path for path in z if path not in params]:
+            raise ValueError(
+                "Cannot compute the average of a schedule-free optimizer whose arrays are not the "
+                f"parameters: {', '.join(strange[:5])}. Leave out what reshapes or renames them, "
+                "such as optax.flatten."
+            )
+        found |= _average(fields["b1"], {path: params[path] for path in z}, z)
+    return found
+
+
+@jax.jit
+def _average(b1: Any, params: Any, z: Any) -> Any:
+    state = optax.contrib.ScheduleFreeState(b1, None, None, None, None, z)  # pyright: ignore
+    found = optax.contrib.schedule_free_eval_params(state, params)  # pyright: ignore
+    # Before the first step they are the same, to the bit.
+    return jax.tree.map(lambda x, y, z: jnp.where(y == z, y, x.astype(y.dtype)), found, params, z)
+
+
+def _is_one(node: Any) -> bool:
+    is_plain = isinstance(node, Mapping) and {*node} >= _FIELDS
+    return is_plain or isinstance(node, optax.contrib.ScheduleFreeState)
