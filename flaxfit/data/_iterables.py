@@ -126,15 +126,17 @@ class IterableStream:
         self._check(saved)
         if "iterator" in state:
             self._restore(state)
-        elif self._once and n < self._delivered:
+            return
+        is_behind = n < self._delivered
+        if is_behind and self._once:
             raise ValueError(
                 f"Cannot go back from batch {self._delivered:,} to {n:,} of a {self._name}, which "
                 "is passed over only once: pass a callable that makes a new one."
             )
-        else:
-            if not self._once:
-                self._rewind()
-            self._skip(n - self._delivered, saved)
+        # Opening the data again may change its order: a generator of random numbers has moved.
+        if not self._once and (is_behind or self._error is not None):
+            self._rewind()
+        self._skip(n - self._delivered, saved)
 
     def _restore(self, state: dict[str, Any]) -> None:
         self._rewind()

@@ -12,9 +12,9 @@ from flaxfit.data._adapters import as_stream, one_pass
 def prefetch(stream: Any, n: int = 2) -> "PrefetchedStream":
     """Assembles the batches of a stream ahead, in a background thread.
 
-    The position is that of the last *delivered* batch. At most `n` batches wait in memory. What
-    the stream raises is raised by `next`, with its own traceback. The thread ends with the
-    data, with `close()`, and with the prefetched stream itself.
+    The position is that of the last *delivered* batch. At most `n` batches wait in memory, none
+    before the second batch is asked for. What the stream raises is raised by `next`, with its own
+    traceback. The thread ends with the data, with `close()`, and with the prefetched stream itself.
 
     >>> list(prefetch(range(3)))
     [0, 1, 2]
@@ -39,7 +39,8 @@ class PrefetchedStream:
         self._stream = stream
         self._n = n
         self._closed = False
-        self._batches: Any = None  # The thread starts with the first batch that is asked for.
+        self._batches: Any = None  # There is no thread before the second batch is asked for.
+        self._is_begun = False
         self._halt: Callable[[], Any] = lambda: None
         self._state, self.epoch = _position(stream)
 
@@ -58,6 +59,12 @@ class PrefetchedStream:
     def __next__(self) -> Any:
         if self._closed:
             raise ValueError("This prefetched stream was closed: make a new one.")
+        if not self._is_begun:
+            # Nothing is read ahead of a first batch: `set_state` may go on from right behind it,
+            # and need not open the data again, which may change its order.
+            self._is_begun, batch = True, next(self._stream)
+            self._state, self.epoch = _position(self._stream)
+            return batch
         if self._batches is None:
             self._batches = self._start()
         batch, error, position = self._batches.get()
@@ -84,7 +91,7 @@ class PrefetchedStream:
     def set_state(self, state: Any) -> None:
         """Moves to a position that `get_state` gave; what was assembled ahead is dropped."""
         self._halt()
-        self._batches = None
+        self._batches, self._is_begun = None, False
         self._stream.set_state(state)
         self._state, self.epoch = _position(self._stream)
 

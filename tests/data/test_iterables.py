@@ -95,6 +95,30 @@ def test_a_generator_that_went_on_skips_only_what_is_missing():
     assert numbers(stream) == [3, 4]
 
 
+class Shuffled:
+    """Batches in an order of a generator of its own, which moves with each pass."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+        self.n_opened = 0
+
+    def __len__(self):
+        return len(BATCHES)
+
+    def __iter__(self):
+        self.n_opened += 1
+        return iter([BATCHES[i] for i in self.rng.permutation(len(BATCHES))])
+
+
+@pytest.mark.parametrize("n_delivered", [1, 3, 7])
+def test_data_that_was_looked_at_is_not_opened_again_to_reach_a_position(n_delivered):
+    first, second = (as_stream(Shuffled(), epochs=3) for _ in range(2))
+    list(itertools.islice(first, n_delivered))
+    next(second)
+    second.set_state(first.get_state())
+    assert numbers(second) == numbers(first)
+
+
 def test_a_position_past_the_end_is_refused():
     with pytest.raises(ValueError, match="after batch 9 of a list that ends after 5"):
         as_stream(BATCHES).set_state({"delivered": 9})

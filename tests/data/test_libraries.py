@@ -226,6 +226,34 @@ def test_a_torch_loader_resumes_by_skipping(torch, capsys):
     assert "skipping 3 batches of a DataLoader" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("n_delivered", [2, 10])
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["", "ahead"])
+def test_a_seeded_torch_loader_resumes_on_the_same_batches(torch, n_delivered, is_ahead):
+    def make():
+        generator = torch.Generator().manual_seed(5)
+        loader = torch_loader(torch, shuffle=True, generator=generator)
+        stream = as_stream(loader, epochs=3)
+        return prefetch(stream) if is_ahead else stream
+
+    first, second = make(), make()
+    list(itertools.islice(first, n_delivered))
+    next(second)  # A sample, as a loop takes one before it is resumed.
+    second.set_state(json.loads(json.dumps(first.get_state())))
+    assert_same_batches(second, first)
+
+
+def test_a_shuffled_tensorflow_dataset_resumes_on_the_same_batches(tf):
+    def make():
+        rows = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(50, seed=1)
+        return as_stream(rows.batch(8), epochs=3)
+
+    first, second = make(), make()
+    list(itertools.islice(first, 10))
+    next(second)
+    second.set_state(first.get_state())
+    assert_same_batches(second, first)
+
+
 def test_a_torch_dataset_that_is_no_loader_is_refused(torch):
     with pytest.raises(TypeError, match=r"torch dataset TensorDataset: wrap it, torch\.utils"):
         as_stream(torch_loader(torch).dataset)

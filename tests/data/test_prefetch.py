@@ -56,17 +56,20 @@ def test_the_batches_are_those_of_the_stream(n):
 def test_no_more_than_n_batches_are_made_ahead(n):
     source = Counting()
     stream = prefetch(source, n)
-    for delivered in range(1, 6):
+    assert next(stream) == 1
+    for delivered in range(2, 6):
         assert next(stream) == delivered
         assert source.wait_for(delivered + n)
         assert not source.wait_for(delivered + n + 1, timeout=0.02)
     stream.close()
 
 
-def test_nothing_is_read_before_the_first_batch_is_asked_for():
+def test_nothing_is_read_ahead_before_the_second_batch_is_asked_for():
     source = Counting()
-    prefetch(source)
+    stream = prefetch(source)
     assert not source.wait_for(1, timeout=0.02)
+    next(stream)
+    assert not source.wait_for(2, timeout=0.02)
 
 
 @pytest.mark.parametrize("n_delivered", [0, 1, 4, 6])
@@ -130,7 +133,7 @@ def test_a_closed_stream_ends_its_thread_and_gives_no_more():
 def test_a_forgotten_stream_ends_its_thread():
     before = threading.active_count()
     stream = prefetch(Counting())
-    next(stream)
+    list(itertools.islice(stream, 2))
     assert threading.active_count() == before + 1
     del stream
     gc.collect()
