@@ -6,10 +6,18 @@ from typing import Any
 
 from flaxfit._arrays import prepare
 from flaxfit.data import ArrayStream, as_stream
+from flaxfit.data._libraries import is_hugging_face, regular_size
 
 
 def borrowed(
-    x: Any, y: Any, sample_weight: Any, *, batch_size: int, seed: int, owner: str
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    *,
+    batch_size: int | None,
+    of_arrays: int | None = None,
+    seed: int,
+    owner: str,
 ) -> AbstractContextManager[Any]:
     """A stream of batches that stands, in the end, where it stood.
 
@@ -24,7 +32,8 @@ def borrowed(
       x: inputs, or anything that gives batches again and again.
       y: targets, where `x` is arrays.
       sample_weight: one weight per example.
-      batch_size: examples in a batch of arrays.
+      batch_size: examples in a batch of a data set; None: 32.
+      of_arrays: examples in a batch of arrays, in place of `batch_size`.
       seed: of their order.
       owner: who borrows them, for the message.
 
@@ -33,8 +42,11 @@ def borrowed(
     """
     data = prepare(x, y, sample_weight)[0]
     if isinstance(data, tuple):
-        data = ArrayStream(*data, batch_size=batch_size, shuffle=True, seed=seed)
-    stream = as_stream(data, epochs=None)
+        size = regular_size(of_arrays or batch_size)
+        stream = ArrayStream(*data, batch_size=size, shuffle=True, seed=seed)
+    else:
+        shuffle = is_hugging_face(data)
+        stream = as_stream(data, batch_size=batch_size, shuffle=shuffle, seed=seed)
     if not getattr(stream, "is_repeatable", True):
         raise ValueError(
             f"{owner} would use up this data, which can be passed over only once: give arrays, "

@@ -138,6 +138,7 @@ def as_metrics(given: Any, loss: Any) -> dict[str, metrics.Metric]:
     Where a name of a mapping is that of an output, its metrics see that output and its target
     alone, and are called "<output>_<metric>".
     """
+    given = () if given is None else given
     if not isinstance(loss, LossByOutput):
         return metrics.as_metrics(given)
     found = {}

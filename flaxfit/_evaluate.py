@@ -21,6 +21,7 @@ from flaxfit._step import compute, evaluated, make_eval_step
 from flaxfit._task import EvalTask
 from flaxfit._whole_number import whole_number
 from flaxfit.data import as_stream, one_pass
+from flaxfit.data._stream import pass_length
 from flaxfit.optim import averaged
 from flaxfit.strategies import DataParallel, Strategy
 
@@ -99,7 +100,7 @@ class EvalLoop:
         """
         data = self._given(data)
         strategy, agreement = self.strategy, Agreement(self.strategy)
-        batches = OwnBatches(one_pass(data), strategy)
+        batches = self._pass(data)
         state = strategy.share(self._measured(state))
         shapes = structure_of(state)
         feed, sums, totals, in_flight, n_batches = None, None, None, deque(), 0
@@ -143,7 +144,7 @@ class EvalLoop:
           ValueError: labels, weights or the shape of the loss do not fit.
         """
         data = self._given(data)
-        batches = OwnBatches(one_pass(data), self.strategy)
+        batches = self._pass(data)
         with in_phase("training"):
             item = next(iter(batches), None)
         if item is not None:
@@ -158,6 +159,13 @@ class EvalLoop:
                 "or to measure(state, data)."
             )
         return self._data if data is None else data
+
+    def _pass(self, data: Any) -> OwnBatches:
+        """The batches of one pass over the data."""
+        stream = one_pass(data)
+        if self.n_steps is None:
+            pass_length(stream, "Give EvalLoop(n_steps=...), or data that ends.")
+        return OwnBatches(stream, self.strategy)
 
     def _measured(self, state: Any) -> Any:
         """The part of a state that is measured."""

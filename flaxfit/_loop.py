@@ -165,7 +165,10 @@ class TrainLoop:
             self._end()
         # Steps behind an end that was moved to before them still are to be seen.
         stop = (lambda: self.step) if is_done else self._next_stop()
-        return self._train_to(stop) or self._end()
+        checkpoint = self._train_to(stop)
+        if checkpoint is None and self.n_steps is not None and self.step < self.n_steps:
+            self.say(f"the data ended after step {self.step:,}, before n_steps={self.n_steps:,}")
+        return checkpoint or self._end()
 
     def next_checkpoint(self) -> Checkpoint:
         """Trains to the next checkpoint step; past `n_steps` where that is reached already."""

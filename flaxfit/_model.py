@@ -16,7 +16,15 @@ from flaxfit._display import say
 from flaxfit._evaluate import EvalLoop
 from flaxfit._find_batch_size import find_batch_size
 from flaxfit._find_lr import LearningRateRange, find_lr
-from flaxfit._fit import batches_of, check_numbers, first_line, pass_length, run_epochs, validating
+from flaxfit._fit import (
+    batches_of,
+    check_numbers,
+    first_line,
+    length_of,
+    run_epochs,
+    stream_of,
+    validating,
+)
 from flaxfit._history import History
 from flaxfit._inspect import shapes_of
 from flaxfit._loop import TrainLoop
@@ -28,6 +36,7 @@ from flaxfit._state import TrainState
 from flaxfit._task import EvalTask, TrainTask
 from flaxfit.callbacks import ProgressBar
 from flaxfit.data import ArrayStream, as_stream, one_pass
+from flaxfit.data._libraries import is_hugging_face, regular_size
 from flaxfit.optim import averaged
 from flaxfit.optim._averaged import has_average
 from flaxfit.optim._extended import has_ema
@@ -120,14 +129,14 @@ class Model:
         x: Any,
         y: Any = None,
         *,
-        batch_size: int = 32,
+        batch_size: int | None = None,
         epochs: int = 1,
         steps_per_epoch: int | None = None,
         validation_data: Any = None,
         validation_split: float = 0.0,
         sample_weight: Any = None,
         class_weight: Mapping[int, float] | None = None,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         callbacks: Any = (),
         verbose: int | str = "auto",
         steps_per_execution: int | str = 1,
@@ -140,14 +149,16 @@ class Model:
           x: inputs: arrays (64-bit ones are narrowed), a data set `(x, y)` or `{"x": .., "y": ..}`,
             or anything that gives batches.
           y: targets, where `x` is arrays; a list or a tuple where there are several.
-          batch_size: examples per step, over all devices.
+          batch_size: examples per step, over all devices; None: 32. Batches are taken as they are.
           epochs: how many passes to make.
-          steps_per_epoch: steps that count as a pass; None: those of one pass over the data.
+          steps_per_epoch: steps that count as a pass, for which the data is repeated as often as
+            needed; None: those of one pass over the data.
           validation_data: `(x, y)`, `(x, y, weights)` or batches to measure after each epoch.
           validation_split: the part of the arrays to keep for that, chosen at random by the seed.
           sample_weight: one weight per example; of several outputs also a mapping of such, by name.
           class_weight: weights by integer label, 1 where none is given; in training only.
-          shuffle: whether each epoch has its own random order.
+          shuffle: whether each epoch has its own random order; None: data sets have (arrays, a
+            Hugging Face dataset), while batches and what a callable returns keep theirs.
           callbacks: functions `Checkpoint -> Checkpoint | None`, called after each epoch.
           verbose: "auto" or 1: a bar on a terminal or in a notebook, else a line per epoch;
             2: lines; 0: nothing.
@@ -165,7 +176,8 @@ class Model:
           The metrics of each epoch, those before a resume included.
 
         Raises:
-          ValueError: the data does not fit together, or does not fit the loss, or a checkpoint.
+          ValueError: the data does not fit together, or does not fit the loss, or a checkpoint;
+            it is batches, and a batch size or an order was given; or it ended too early.
         """
         check_numbers(
             verbose,
@@ -177,13 +189,18 @@ class Model:
         data, validation_data = prepare(
             x, y, sample_weight, class_weight, validation_split, validation_data, self.seed
         )
-        if isinstance(data, tuple):
-            stream = ArrayStream(*data, batch_size=batch_size, shuffle=shuffle, seed=self.seed)
-            stream.epoch = self._n_epochs
-        else:
-            stream = as_stream(data, epochs=epochs)
-        validation_data = _in_order(validation_data, batch_size)
-        n_steps = steps_per_epoch or pass_length(stream)
+        stream = stream_of(
+            data,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=self.seed,
+            epochs=epochs,
+            steps_per_epoch=steps_per_epoch,
+            n_before=self._n_epochs,
+        )
+        if isinstance(validation_data, tuple) or is_hugging_face(validation_data):
+            validation_data = _in_order(validation_data, batch_size)
+        n_steps = steps_per_epoch or length_of(stream)
         folder = None
         # What `load` has read is the start of this model, not of an interrupted call.
         current = self._current
@@ -191,9 +208,9 @@ class Model:
         if checkpoint_dir is not None:
             folder = RunFolder(checkpoint_dir, resume if is_fresh else "auto")
             if is_fresh:
-                init = folder.init(init, keeps_position=n_steps is not None)
-        batches = batches_of(stream, n_steps)
-        users: list[Any] = [callbacks] if callable(callbacks) else list(callbacks)
+                init = folder.init(init)
+        batches = batches_of(stream)
+        users: list[Any] = [callbacks] if callable(callbacks) else list(callbacks or ())
         first = [each for each in users if getattr(each, "attaches_first", False)]
         loop = current.loop_over(
             init,
@@ -230,7 +247,7 @@ class Model:
             if folder is not None and found is not None:
                 self._n_epochs = len(self.history.steps)
                 epochs = folder.epochs_left(loop, self.history, epochs, n_steps)
-            for _ in run_epochs(loop, stream, n_steps, epochs):
+            for _ in run_epochs(loop, n_steps, epochs):
                 self._n_epochs += 1
         finally:
             try:
@@ -241,13 +258,13 @@ class Model:
         return self.history
 
     def evaluate(
-        self, x: Any, y: Any = None, *, batch_size: int = 32, sample_weight: Any = None
+        self, x: Any, y: Any = None, *, batch_size: int | None = None, sample_weight: Any = None
     ) -> dict[str, float]:
         """Measures the loss and the metrics, exactly for any number of examples and devices."""
         data = self._look_at(_in_order(prepare(x, y, sample_weight)[0], batch_size))
         return self._measure(self._current.state_in_place, data)
 
-    def predict(self, x: Any, *, batch_size: int = 32) -> Any:
+    def predict(self, x: Any, *, batch_size: int | None = None) -> Any:
         """The model's outputs as NumPy arrays, one row per example of `x`, in order."""
         data = self._look_at(_in_order(prepare_inputs(x), batch_size))
         return self._predictor(self._averaged(self._current.state_in_place), data, self.strategy)
@@ -409,7 +426,7 @@ class Model:
         x: Any,
         y: Any = None,
         *,
-        batch_size: int = 32,
+        batch_size: int | None = None,
         sample_weight: Any = None,
         lowest: float = 1e-6,
         highest: float = 1.0,
@@ -422,7 +439,7 @@ class Model:
         Args:
           x: inputs, or anything that gives batches again and again.
           y: targets, where `x` is arrays.
-          batch_size: examples per step.
+          batch_size: examples per step; None: 32.
           sample_weight: one weight per example.
           lowest: the first rate.
           highest: the last rate.
@@ -471,7 +488,8 @@ class Model:
             x,
             y,
             sample_weight,
-            batch_size=self.strategy.n_devices,
+            batch_size=None,
+            of_arrays=self.strategy.n_devices,
             seed=self.seed,
             owner="find_batch_size",
         ) as stream:
@@ -553,7 +571,8 @@ class Model:
         return self._evaluator.measure(self._averaged(state), data)
 
 
-def _in_order(data: Any, batch_size: int) -> Any:
-    """One pass over what `prepare` gave, where that is arrays; else the data as it is."""
-    is_arrays = isinstance(data, tuple)
-    return ArrayStream(*data, batch_size=batch_size, epochs=1) if is_arrays else data
+def _in_order(data: Any, batch_size: int | None) -> Any:
+    """One pass over what `prepare` gave, cut into batches of this size where it can be."""
+    if isinstance(data, tuple):
+        return ArrayStream(*data, batch_size=regular_size(batch_size), epochs=1)
+    return data if batch_size is None else as_stream(data, batch_size=batch_size)

@@ -15,6 +15,7 @@ from flaxfit._inspect import check_rows, shapes_of, streams_explained, structure
 from flaxfit._own_rows import OwnBatches
 from flaxfit._step import evaluated, make_predict_step
 from flaxfit.data import one_pass
+from flaxfit.data._stream import pass_length
 from flaxfit.strategies import Strategy
 
 # While these are computed and copied, others are prepared; no more of them wait on the devices.
@@ -49,7 +50,9 @@ class Predictor:
         Raises:
           ValueError: the data holds no batches, or the outputs are not one row per example.
         """
-        batches = OwnBatches(one_pass(data), strategy)
+        stream = one_pass(data)
+        pass_length(stream, "Give data that ends.")
+        batches = OwnBatches(stream, strategy)
         feed = Feed(strategy, pad=True, size=batches.batch_size, is_own=batches.is_own)
         state = strategy.share(evaluated(state, self._rngs, f"Predictor(rngs={self._rngs})"))
         shapes = structure_of(state)

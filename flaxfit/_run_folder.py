@@ -1,6 +1,5 @@
 """RunFolder: where `fit` saves each epoch, and finds what an interrupted call has left."""
 
-import dataclasses
 import os
 import signal
 import threading
@@ -61,15 +60,9 @@ class RunFolder:
             )
         self._folder = folder
 
-    def init(self, init: Any, *, keeps_position: bool) -> Any:
-        """What a loop starts with: the newest checkpoint, else `init`.
-
-        Args:
-          init: the model's.
-          keeps_position: whether the position in the data is taken over; not where each epoch is
-            a stream of its own.
-        """
-        return SavedState(CheckpointFileReader(self._folder, init), keeps_position)
+    def init(self, init: Any) -> Any:
+        """What a loop starts with: the newest checkpoint, else `init`, the model's."""
+        return SavedState(CheckpointFileReader(self._folder, init))
 
     def _check_epochs(self, history: History, n_steps: int | None) -> None:
         """Refuses to go on with epochs of another number of steps than those of a history.
@@ -113,36 +106,23 @@ class RunFolder:
 
 
 class SavedState:
-    """A reader for `TrainLoop(init=...)` that may leave the position in the data alone.
+    """A reader for `TrainLoop(init=...)` that remembers that it reads a saved state.
 
     Args:
       reader: what reads.
-      keeps_position: whether the position is taken over. If not, it is at least from the middle
-        of an epoch, where it is one in that epoch's own stream.
       only_state: whether a run of its own begins with the state, and nothing else is taken over.
     """
 
-    def __init__(
-        self,
-        reader: CheckpointFileReader,
-        keeps_position: bool = False,
-        *,
-        only_state: bool = False,
-    ):
+    def __init__(self, reader: CheckpointFileReader, *, only_state: bool = False):
         self.target = reader.target
         self._reader = reader
-        self._keeps_position = keeps_position
         self._only_state = only_state
 
     def read(self, template: Any) -> Any:
         """What the reader reads, or None."""
         found = self._reader.read(template)
-        if found is not None and self._only_state:
-            return CheckpointFile(
-                step=found.step, state=found.state, metrics=found.metrics, path=found.path
-            )
-        # In the middle of an epoch the position is one in its own stream.
-        is_within = found is not None and "n_steps" in (found.running or {})
-        if found is None or self._keeps_position or is_within:
+        if found is None or not self._only_state:
             return found
-        return dataclasses.replace(found, data_state=None, running=None)
+        return CheckpointFile(
+            step=found.step, state=found.state, metrics=found.metrics, path=found.path
+        )

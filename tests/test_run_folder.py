@@ -42,8 +42,9 @@ def interrupt_at(step):
 
 def train(folder, data=(X, Y), callbacks=(), **options):
     model = ff.Model(Net(), optax.adam(1e-2), "mse", ["mae"])
-    options = {"epochs": 5, "batch_size": 16, "verbose": 0, **options}
     x, y = data if isinstance(data, tuple) else (data, None)
+    size = {"batch_size": 16} if isinstance(data, tuple) else {}
+    options = {"epochs": 5, "verbose": 0, **size, **options}
     history = model.fit(
         x, y, validation_data=(X, Y), callbacks=list(callbacks), checkpoint_dir=folder, **options
     )

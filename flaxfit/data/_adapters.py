@@ -11,7 +11,14 @@ from flaxfit._narrow import is_array
 from flaxfit.data._arrays import ArrayStream
 from flaxfit.data._grain import is_divided
 from flaxfit.data._iterables import IterableStream
-from flaxfit.data._libraries import comes_from, describe, length, opener
+from flaxfit.data._libraries import (
+    comes_from,
+    describe,
+    is_hugging_face,
+    length,
+    opener,
+    regular_size,
+)
 from flaxfit.data._shared import SharedStream
 
 _ACCEPTED = (
@@ -23,7 +30,7 @@ _ACCEPTED = (
 def as_stream(
     data: Any,
     *,
-    batch_size: int = 32,
+    batch_size: int | None = None,
     shuffle: bool = False,
     seed: int = 0,
     epochs: int | None = None,
@@ -32,10 +39,10 @@ def as_stream(
 ) -> Any:
     """Makes a stream of batches of almost anything.
 
-    Arrays, and a tuple or mapping of arrays, are a data set, which is cut into batches. A list or
-    any other iterable is a sequence of batches, for which `batch_size`, `shuffle`, `seed` and
-    `drop_remainder` have no meaning. A callable is called for each pass. A stream that has
-    `get_state` and `set_state` is returned as it is.
+    Arrays, a tuple or mapping of arrays and a Hugging Face dataset are data sets, which are cut
+    into batches. A list or any other iterable is a sequence of batches, which are taken as they
+    are: `batch_size`, `shuffle` and `drop_remainder` are refused. A callable is called for each
+    pass. A stream that has `get_state` and `set_state` is returned as it is.
 
     >>> x, y = next(as_stream((np.zeros((10, 3)), np.arange(10)), batch_size=4))
     >>> x.shape, y.dtype
@@ -43,7 +50,7 @@ def as_stream(
 
     Args:
       data: arrays, an iterable or a loader.
-      batch_size: examples in a batch of a data set.
+      batch_size: examples in a batch of a data set; None: 32.
       shuffle: whether each pass over a data set has its own random order.
       seed: of the random orders.
       epochs: how many passes to make; None: a data set repeats for ever, batches end once.
@@ -55,6 +62,7 @@ def as_stream(
 
     Raises:
       TypeError: the data has none of these forms.
+      ValueError: batches are given, and they were to be cut or shuffled.
     """
     options: dict[str, Any] = {
         "batch_size": batch_size,
@@ -63,8 +71,9 @@ def as_stream(
         "drop_remainder": drop_remainder,
     }
     if is_array(data) or isinstance(data, tuple | Mapping):
-        return ArrayStream(*_parts(data), epochs=epochs, **options)
+        return _array_stream(data, epochs, options)
     if _keeps_position(data) and not comes_from(data, "grain"):
+        _check_unused(data, options)
         return data
     once = isinstance(data, Iterator)
     if shared is None:
@@ -79,7 +88,7 @@ def as_stream(
     )
 
 
-def one_pass(data: Any, *, batch_size: int = 32) -> Iterator[Any]:
+def one_pass(data: Any, *, batch_size: int | None = None) -> Iterator[Any]:
     """Iterates over data exactly once, from its beginning: an endless stream for one epoch.
 
     A generator can be passed over only once; a second pass is a `ValueError`, not empty.
@@ -89,12 +98,32 @@ def one_pass(data: Any, *, batch_size: int = 32) -> Iterator[Any]:
 
     Args:
       data: anything that `as_stream` takes.
-      batch_size: examples in a batch of a data set.
+      batch_size: examples in a batch of a data set; None: 32.
     """
     stream = as_stream(data, batch_size=batch_size)
     if hasattr(stream, "one_epoch"):
         return stream.one_epoch()
     return IterableStream(lambda epoch: iter(stream), name=type(stream).__name__, once=True)
+
+
+def _array_stream(data: Any, epochs: int | None, options: dict[str, Any]) -> ArrayStream:
+    options = {**options, "batch_size": regular_size(options["batch_size"])}
+    return ArrayStream(*_parts(data), epochs=epochs, **options)
+
+
+def _check_unused(data: Any, options: dict[str, Any]) -> None:
+    """Refuses options that cut a data set into batches, where batches are given.
+
+    Raises:
+      ValueError: with their names.
+    """
+    given = {name: options[name] for name in ("batch_size", "shuffle", "drop_remainder")}
+    wrong = [f"{name}={value}" for name, value in given.items() if value not in (None, False)]
+    if wrong:
+        raise ValueError(
+            f"{', '.join(wrong)} cannot be applied to a {type(data).__name__}, which gives batches "
+            "that are taken as they are: set this where the batches are made, or give arrays."
+        )
 
 
 def _parts(data: Any) -> tuple[Any, ...]:
@@ -122,10 +151,14 @@ def _opener(data: Any, options: dict[str, Any]) -> Callable[[int], Iterator[Any]
         _check_list(data)
     foreign = opener(data, **options)
     if foreign is not None:
+        if not is_hugging_face(data):
+            _check_unused(data, options)
         return foreign
     if hasattr(data, "__iter__"):
+        _check_unused(data, options)
         return lambda epoch: iter(data)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        _check_unused(data, options)
         return lambda epoch: (data[index] for index in range(len(data)))
     if callable(data):
         return lambda epoch: _called(data(), epoch, options)
@@ -135,7 +168,9 @@ def _opener(data: Any, options: dict[str, Any]) -> Callable[[int], Iterator[Any]
 def _called(data: Any, epoch: int, options: dict[str, Any]) -> Iterator[Any]:
     """One pass over what a callable returned."""
     if is_array(data) or isinstance(data, tuple | Mapping):
-        return as_stream(data, epochs=1, **options)
+        stream = _array_stream(data, epoch + 1, options)
+        stream.epoch = epoch  # Which its order depends on.
+        return stream
     return _opener(data, options)(epoch)
 
 

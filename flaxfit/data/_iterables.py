@@ -32,6 +32,8 @@ class IterableStream:
         name: str = "data",
         once: bool = False,
         epochs: int | None = 1,
+        start: int = 0,
+        is_apart: bool = False,
         n_batches: int | None = None,
         settings: Mapping[str, Any] = MappingProxyType({}),
     ):
@@ -42,6 +44,8 @@ class IterableStream:
           name: what messages call the data.
           once: whether all passes share one iterator, which ends but once.
           epochs: how many passes to make; None repeats for ever.
+          start: the epoch of the first pass.
+          is_apart: whether the stream stops after each pass, and the next call begins another.
           n_batches: batches in a pass, where known.
           settings: what else the batches depend on; saved with a position, and compared.
         """
@@ -51,6 +55,8 @@ class IterableStream:
         self.is_repeatable = not once
         """Whether the data can be passed over again, so that reading ahead loses nothing."""
         self.epochs = epochs
+        self._start = start
+        self._is_apart = is_apart
         self._n_batches = n_batches
         self._settings = settings
         known = {} if n_batches is None else {"n_batches": n_batches}
@@ -71,13 +77,16 @@ class IterableStream:
 
     def _advance(self) -> Any:
         """The next batch, of which nobody takes only a part."""
-        while self.epochs is None or self.epoch < self.epochs:
+        while not self._is_over():
             if self._iterator is None:
                 self._iterator = self._open_pass(self.epoch)
+                self._keeps = _keeps_position(self._iterator)
             try:
                 batch = next(self._iterator)
             except StopIteration:
                 self._end_pass()
+                if self._is_apart:
+                    raise
                 continue
             except BaseException as error:
                 self._error = error
@@ -90,13 +99,24 @@ class IterableStream:
             return batch
         raise StopIteration
 
+    def _is_over(self) -> bool:
+        return self.epochs is not None and self.epoch >= self._start + self.epochs
+
     def one_epoch(self) -> "IterableStream":
         """A fresh stream of one pass over the same data."""
+        return self.passes(1)
+
+    def passes(
+        self, epochs: int | None, *, start: int = 0, is_apart: bool = False
+    ) -> "IterableStream":
+        """A fresh stream over the same data; the arguments are those of the constructor."""
         return type(self)(
             self._open_pass,
             name=self._name,
             once=self._once,
-            epochs=1,
+            epochs=epochs,
+            start=start,
+            is_apart=is_apart,
             n_batches=self._n_batches,
             settings=self._settings,
         )
@@ -104,9 +124,13 @@ class IterableStream:
     def get_state(self) -> dict[str, Any]:
         """The position after the last delivered batch, with a description of the data."""
         state: dict[str, Any] = {"delivered": self._delivered, "data": dict(self._description)}
-        if _keeps_position(self._iterator):
-            position = self._iterator.get_state()
+        if self._start:
+            state["start"] = self._start
+        if self._is_apart or self._keeps:
             state["epoch"] = self.epoch
+        if self._keeps:
+            # None: between two passes.
+            position = None if self._iterator is None else self._iterator.get_state()
             state["iterator"] = position.decode() if isinstance(position, bytes) else position
         return state
 
@@ -124,6 +148,9 @@ class IterableStream:
             )
         n, saved = state["delivered"], state.get("data")
         self._check(saved)
+        if self._start != state.get("start", 0):
+            self._start = state.get("start", 0)
+            self._rewind()
         if "iterator" in state:
             self._restore(state)
             return
@@ -137,9 +164,15 @@ class IterableStream:
         if not self._once and (is_behind or self._error is not None):
             self._rewind()
         self._skip(n - self._delivered, saved)
+        if self.epoch < state.get("epoch", 0):
+            self._end_pass()
 
     def _restore(self, state: dict[str, Any]) -> None:
         self._rewind()
+        self.epoch, self._delivered = state["epoch"], state["delivered"]
+        self._keeps = True
+        if state["iterator"] is None:
+            return
         iterator: Any = self._open_pass(state["epoch"])
         if not _keeps_position(iterator):
             raise ValueError(
@@ -155,20 +188,22 @@ class IterableStream:
         as_bytes = isinstance(position, str)
         iterator.set_state(position.encode() if as_bytes else position)
         self._iterator, self._empty = iterator, False
-        self.epoch, self._delivered = state["epoch"], state["delivered"]
 
     def _skip(self, n: int, saved: Any) -> None:
         if n:
             say(f"skipping {n:,} batches of a {self._name} to where training was")
-        for skipped in range(n):
+        before = self._delivered
+        while self._delivered < before + n:
             try:
                 self._advance()
             except StopIteration:
+                if not self._is_over():  # Only this pass is.
+                    continue
                 raise ValueError(
-                    f"Cannot go on after batch {n:,} of a {self._name} that ends after "
-                    f"{skipped:,}: the data is shorter than when the position was saved."
+                    f"Cannot go on after batch {before + n:,} of a {self._name} that ends after "
+                    f"{self._delivered:,}: the data is shorter than when the position was saved."
                 ) from None
-            if not skipped:
+            if self._delivered == before + 1:
                 self._check(saved)
 
     def _check(self, saved: Any) -> None:
@@ -184,6 +219,12 @@ class IterableStream:
                 f"{type(self._error).__name__}: {self._error}. Its data did not end: "
                 "mend what raised and start the stream again."
             ) from self._error
+        if self._empty and self._once and self._delivered:
+            raise ValueError(
+                f"A {self._name} ended after {self._delivered:,} batches and more are asked for, "
+                "but it can be passed over only once. For several passes give a list, a loader or "
+                "a callable."
+            )
         if self._empty:
             raise ValueError(
                 f"A {self._name} gave no batches: it is empty, or an iterator that was consumed "
@@ -193,9 +234,10 @@ class IterableStream:
         self.epoch += 1
 
     def _rewind(self) -> None:
-        self.epoch = 0
+        self.epoch = self._start
         self._delivered = 0
         self._iterator: Any = None
+        self._keeps = False
         self._empty = True
         self._error: BaseException | None = None
 

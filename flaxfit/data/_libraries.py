@@ -1,10 +1,13 @@
 """How to iterate over the batches of other libraries' data; none of them is imported for it."""
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
+
+from flaxfit._whole_number import whole_number
 
 
 def comes_from(data: Any, module: str) -> bool:
@@ -17,7 +20,16 @@ def comes_from(data: Any, module: str) -> bool:
     return any(name.startswith(module + ".") for name in names)
 
 
-def _is_hugging_face(data: Any) -> bool:
+def regular_size(batch_size: int | None) -> int:
+    """The batch size that data sets are cut to.
+
+    >>> regular_size(None), regular_size(8)
+    (32, 8)
+    """
+    return 32 if batch_size is None else whole_number("batch_size", batch_size)
+
+
+def is_hugging_face(data: Any) -> bool:
     """Whether data is a dataset of Hugging Face, which is cut into batches."""
     return comes_from(data, "datasets") and hasattr(data, "with_format")
 
@@ -30,7 +42,7 @@ def opener(data: Any, **options: Any) -> Callable[[int], Iterator[Any]] | None:
       **options: `batch_size`, `shuffle`, `seed` and `drop_remainder`, for data without batches.
     """
     # First of all: Hugging Face's iterable dataset inherits from torch's where torch is imported.
-    if _is_hugging_face(data):
+    if is_hugging_face(data):
         return lambda epoch: _hugging_face_batches(data, epoch, **options)
     if comes_from(data, "torch.utils.data.dataset"):
         raise TypeError(
@@ -44,20 +56,31 @@ def opener(data: Any, **options: Any) -> Callable[[int], Iterator[Any]] | None:
     return None
 
 
-def length(data: Any, batch_size: int, drop_remainder: bool) -> int | None:
+def length(data: Any, batch_size: int | None, drop_remainder: bool) -> int | None:
     """The number of batches in a pass, where the data knows it."""
+    if _is_endless(data):
+        return sys.maxsize
     try:
         n = len(data)
     except TypeError:
         return None
-    if _is_hugging_face(data):
-        n = (n if drop_remainder else n + batch_size - 1) // batch_size
+    if is_hugging_face(data):
+        size = regular_size(batch_size)
+        n = (n if drop_remainder else n + size - 1) // size
     return n
 
 
-def describe(data: Any, **options: Any) -> dict[str, Any]:
-    """The options that the batches of foreign data depend on."""
-    return options if _is_hugging_face(data) else {}
+def _is_endless(data: Any) -> bool:
+    """Whether data is a data set of TensorFlow that repeats for ever, whose length is an error."""
+    is_tensorflow = hasattr(data, "as_numpy_iterator") and hasattr(data, "cardinality")
+    return is_tensorflow and int(data.cardinality()) == -1
+
+
+def describe(data: Any, *, batch_size: int | None, **options: Any) -> dict[str, Any]:
+    """The options that the batches of foreign data, or those of a callable, depend on."""
+    if is_hugging_face(data) or (options["shuffle"] and callable(data)):
+        return {"batch_size": regular_size(batch_size), **options}
+    return {}
 
 
 def _from_torch(leaf: Any) -> Any:
@@ -73,7 +96,13 @@ def _from_torch(leaf: Any) -> Any:
 
 
 def _hugging_face_batches(
-    data: Any, epoch: int, *, batch_size: int, shuffle: bool, seed: int, drop_remainder: bool
+    data: Any,
+    epoch: int,
+    *,
+    batch_size: int | None,
+    shuffle: bool,
+    seed: int,
+    drop_remainder: bool,
 ) -> Iterator[Any]:
     form = getattr(data, "format", None) or {"type": None, "columns": None}
     # A transform set by the user makes the batches as they are wanted.
@@ -82,4 +111,4 @@ def _hugging_face_batches(
         data = data.with_format("numpy", **columns)
     if shuffle:
         data = data.shuffle(generator=np.random.default_rng((seed, epoch)))
-    return data.iter(batch_size, drop_last_batch=drop_remainder)
+    return data.iter(regular_size(batch_size), drop_last_batch=drop_remainder)

@@ -62,18 +62,21 @@ class PrefetchedStream:
         if not self._is_begun:
             # Nothing is read ahead of a first batch: `set_state` may go on from right behind it,
             # and need not open the data again, which may change its order.
-            self._is_begun, batch = True, next(self._stream)
-            self._state, self.epoch = _position(self._stream)
+            try:
+                batch = next(self._stream)
+            finally:
+                self._state, self.epoch = _position(self._stream)
+            self._is_begun = True
             return batch
         if self._batches is None:
             self._batches = self._start()
         batch, error, position = self._batches.get()
         self._slots.release()
+        self._state, self.epoch = position
         if error is not None:
             self._halt()
             self._batches = None
             raise error
-        self._state, self.epoch = position
         return batch
 
     def whole(self) -> Any:
@@ -83,6 +86,10 @@ class PrefetchedStream:
     def one_epoch(self) -> "PrefetchedStream":
         """A fresh prefetched stream of one pass over the same data."""
         return PrefetchedStream(one_pass(self._stream), self._n)
+
+    def passes(self, epochs: int | None, **options: Any) -> "PrefetchedStream":
+        """A fresh prefetched stream of passes over the same data, where the stream makes such."""
+        return PrefetchedStream(self._stream.passes(epochs, **options), self._n)
 
     def get_state(self) -> Any:
         """The position after the last delivered batch."""
@@ -118,7 +125,7 @@ def _assemble(
         try:
             batches.put((next(stream), None, _position(stream)))
         except BaseException as error:  # Whatever it is, it is raised where the batch is wanted.
-            batches.put((None, error, None))
+            batches.put((None, error, _position(stream)))
             return
 
 

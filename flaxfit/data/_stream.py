@@ -4,6 +4,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, Self, runtime_checkable
 
+# Steps are int32: so many batches are more than a run can take.
+_ENDLESS = 2**31 - 1
+
 
 @runtime_checkable
 class DataStream(Protocol):
@@ -24,6 +27,26 @@ class DataStream(Protocol):
     def __next__(self) -> Any:
         """The next batch."""
         ...
+
+
+def pass_length(stream: Any, advice: str) -> int | None:
+    """The number of batches in a pass over a stream, where it is known.
+
+    >>> pass_length([1, 2], "Give data that ends."), pass_length(iter([1]), "")
+    (2, None)
+
+    Raises:
+      ValueError: it repeats for ever.
+    """
+    try:
+        n_batches = len(stream)
+    except TypeError:
+        return None
+    if n_batches >= _ENDLESS:
+        raise ValueError(
+            f"Cannot tell where an epoch ends: the data repeats for ever. {advice}"
+        )
+    return n_batches
 
 
 def take(stream: Iterable[Any], n: int) -> Iterator[Any]:

@@ -1,0 +1,221 @@
+"""What `fit`, `evaluate` and `predict` make of their data: how it is cut, ordered and ended."""
+
+import itertools
+
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import flaxfit as ff
+
+X = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
+Y = X.sum(1, keepdims=True)
+BATCHES = [(X[i : i + 4], Y[i : i + 4]) for i in range(0, 20, 4)]
+
+
+def make_model(**options):
+    return ff.Model(nn.Dense(1), optax.sgd(0.1), "mse", **options)
+
+
+def fit(data, y=None, **options):
+    """The parameters and the steps of a fresh model."""
+    model = make_model()
+    history = model.fit(data, y, **{"verbose": 0, **options})
+    return model.state.params["kernel"].ravel().tolist(), history.steps
+
+
+class Unsized:
+    """Batches of unknown number, in an order that moves with each pass."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+
+    def __iter__(self):
+        return iter([BATCHES[i] for i in self.rng.permutation(len(BATCHES))])
+
+
+@pytest.fixture
+def hugging_face():
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    return datasets.Dataset.from_dict({"x": X, "y": Y})
+
+
+# The batch size and the order are honoured or refused.
+
+
+@pytest.mark.parametrize("kind", ["Dataset", "IterableDataset"])
+def test_a_hugging_face_dataset_is_cut_and_shuffled_as_arrays_are(hugging_face, kind):
+    data = hugging_face if kind == "Dataset" else hugging_face.to_iterable_dataset()
+    in_order = {"batch_size": 8, "shuffle": False, "epochs": 2}
+    assert fit(data, **in_order) == fit(X, Y, **in_order)
+    shuffled = [fit(data, batch_size=8, epochs=2, **options) for options in ({}, {"shuffle": True})]
+    assert shuffled[0] == shuffled[1] and shuffled[0][1] == [3, 6]
+    assert shuffled[0] != fit(data, **in_order)
+
+
+@pytest.mark.parametrize("kind", ["Dataset", "IterableDataset"])
+def test_the_order_of_an_epoch_does_not_depend_on_the_calls_of_fit(hugging_face, kind):
+    data = hugging_face if kind == "Dataset" else hugging_face.to_iterable_dataset()
+    one, two = make_model(), make_model()
+    one.fit(data, batch_size=8, epochs=2, verbose=0)
+    two.fit(data, batch_size=8, verbose=0)
+    two.fit(data, batch_size=8, verbose=0)
+    np.testing.assert_array_equal(one.predict(X), two.predict(X))
+
+
+def test_what_a_callable_returns_is_cut_and_shuffled():
+    def data():
+        return X, Y
+
+    in_order = {"batch_size": 8, "shuffle": False, "epochs": 2}
+    assert fit(data, **in_order) == fit(X, Y, **in_order) == fit(data, batch_size=8, epochs=2)
+    shuffled = {**in_order, "shuffle": True}
+    assert fit(data, **shuffled) == fit(X, Y, **shuffled)
+
+
+def test_the_default_batch_size_and_order_may_be_given_as_none():
+    assert fit(X, Y, batch_size=None, shuffle=None) == fit(X, Y) == fit(X, Y, batch_size=32)
+    assert fit(BATCHES) == fit(BATCHES, batch_size=None) == fit(BATCHES, shuffle=False)
+
+
+def test_none_stands_for_no_metrics_and_no_callbacks():
+    model = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse", None)
+    assert set(model.fit(X, Y, callbacks=None, verbose=0)) == {"loss"}
+    assert not ff.TrainTask(lambda v, x: x, optax.sgd(0.1), "mse", metrics=None).metrics
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda: BATCHES,
+        lambda: iter(BATCHES),
+        Unsized,
+        lambda: lambda: iter(BATCHES),
+        lambda: ff.ArrayStream(X, Y, batch_size=4),
+    ],
+    ids=["list", "iterator", "iterable", "callable", "stream"],
+)
+@pytest.mark.parametrize("options", [{"batch_size": 8}, {"shuffle": True}], ids=str)
+def test_batches_are_not_cut_or_shuffled_and_say_so(data, options):
+    (name, value), *_ = options.items()
+    with pytest.raises(ValueError, match=f"{name}={value} cannot be applied to a .*batches"):
+        fit(data(), **options)
+
+
+def test_the_loaders_of_other_libraries_are_not_cut_or_shuffled():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from torch.utils.data import DataLoader, TensorDataset
+
+    loader = DataLoader(TensorDataset(torch.tensor(X), torch.tensor(Y)), batch_size=4)
+    with pytest.raises(ValueError, match="batch_size=8, shuffle=True cannot be applied to a Data"):
+        fit(loader, batch_size=8, shuffle=True)
+    assert fit(loader) == fit(BATCHES)
+
+
+def test_a_stream_that_shuffles_is_not_put_in_order():
+    stream = ff.ArrayStream(X, Y, shuffle=True)
+    with pytest.raises(ValueError, match="shuffle=False cannot be applied to a ArrayStream"):
+        fit(stream, shuffle=False)
+
+
+def test_evaluate_predict_and_find_lr_refuse_a_batch_size_of_batches():
+    model = make_model()
+    model.fit(X, Y, verbose=0)
+    for call in (model.evaluate, model.predict, model.find_lr):
+        with pytest.raises(ValueError, match="batch_size=8 cannot be applied to a list"):
+            call(BATCHES, batch_size=8)
+    assert model.evaluate(BATCHES)["loss"] == pytest.approx(model.evaluate(X, Y)["loss"])
+    sized = [model.evaluate(lambda: (X, Y), batch_size=n)["loss"] for n in (None, 8)]
+    assert sized == pytest.approx([model.evaluate(X, Y)["loss"]] * 2)
+    assert model.predict(X, batch_size=None).shape == (20, 1)
+
+
+# The end of the data.
+
+
+@pytest.mark.parametrize("data", [BATCHES, Unsized, lambda: iter(BATCHES)], ids=type)
+def test_more_steps_per_epoch_than_a_pass_has_go_on_into_the_next(data):
+    data = data() if isinstance(data, type) else data
+    assert fit(data, steps_per_epoch=8, epochs=2)[1] == [8, 16]
+    assert fit(BATCHES, steps_per_epoch=8) == fit(
+        X, Y, batch_size=4, steps_per_epoch=8, shuffle=False
+    )
+
+
+def test_a_generator_that_ends_before_its_epochs_is_an_error():
+    with pytest.raises(ValueError, match="ended after 5 batches and more are asked for"):
+        fit(iter(BATCHES), steps_per_epoch=50)
+    with pytest.raises(ValueError, match="ended after 5 batches and more are asked for"):
+        fit(iter(BATCHES), steps_per_epoch=4, epochs=2)
+    assert fit(iter(BATCHES), steps_per_epoch=5)[1] == [5]
+
+
+def test_a_stream_that_ends_before_its_epochs_is_an_error():
+    model = make_model()
+    with pytest.raises(ValueError, match="ended after step 5, and 3 epochs of 5 steps end at"):
+        model.fit(ff.ArrayStream(X, Y, batch_size=4, epochs=1), epochs=3, verbose=0)
+    assert model.step == 5
+
+
+def test_a_stream_of_unknown_length_that_ends_is_an_error():
+    class Stream:
+        def __init__(self):
+            self.batches = iter(BATCHES)
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return next(self.batches)
+
+        def get_state(self):
+            return None
+
+        def set_state(self, state):
+            pass
+
+    with pytest.raises(ValueError, match="ended after 1 of 3 epochs"):
+        fit(Stream(), epochs=3)
+
+
+def test_a_loop_says_that_the_data_ended_before_its_steps(capsys):
+    task = ff.TrainTask(nn.Dense(1).apply, optax.sgd(0.1), "mse", BATCHES)
+    list(ff.TrainLoop(nn.Dense(1).init, task, 0, n_steps=9))
+    assert "the data ended after step 5, before n_steps=9" in capsys.readouterr().err
+
+
+def test_endless_data_is_refused_where_a_pass_is_needed():
+    tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed")
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4).repeat()
+    with pytest.raises(ValueError, match=r"where an epoch ends.* Give steps_per_epoch"):
+        fit(data)
+    assert fit(data, steps_per_epoch=5) == fit(BATCHES)
+    model = make_model()
+    with pytest.raises(ValueError, match="where an epoch ends"):
+        model.fit(X, Y, validation_data=data, verbose=0)
+    for call in (model.evaluate, model.predict):
+        with pytest.raises(ValueError, match="where an epoch ends"):
+            call(data)
+
+
+# A run is resumed on the same batches.
+
+
+@pytest.mark.parametrize("data", [Unsized, "sized"], ids=["unsized", "sized"])
+@pytest.mark.parametrize("n_epochs", [1, 2])
+def test_data_with_an_order_of_its_own_resumes_on_the_same_batches(tmp_path, data, n_epochs):
+    class Sized(Unsized):
+        def __len__(self):
+            return len(BATCHES)
+
+    make = Sized if data == "sized" else Unsized
+    whole, options = make_model(), {"verbose": 0, "validation_data": (X, Y)}
+    whole.fit(make(), epochs=4, **options)
+    make_model().fit(make(), epochs=n_epochs, checkpoint_dir=tmp_path, **options)
+    resumed = make_model()
+    history = resumed.fit(make(), epochs=4, checkpoint_dir=tmp_path, **options)
+    assert history.steps == [5, 10, 15, 20]
+    np.testing.assert_array_equal(resumed.predict(X), whole.predict(X))
+
+
