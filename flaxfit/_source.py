@@ -38,13 +38,15 @@ class Source:
         self.fetched: list[tuple[Any, Any]] = []
         """Batches that were not stepped yet, each with the position behind it."""
         self._position: Any = None
+        self._has_run_out = False
+        """Whether the stream has stopped: one that stops after each pass would begin the next."""
 
     def move_to(self, position: Any) -> None:
         """Goes on where a checkpoint was made, if that tells and the stream can."""
         if position is not None and hasattr(self.stream, "set_state"):
             self.stream.set_state(position)
             self.fetched.clear()
-            self.ended, self.is_resumed = False, True
+            self.ended, self.is_resumed, self._has_run_out = False, True, False
 
     def fetch_one(self, *, is_ahead: bool = False) -> Any:
         """Fetches the batch behind those that are fetched.
@@ -55,7 +57,13 @@ class Source:
         Raises:
           StopIteration: there is none.
         """
-        item = self.stream.next_rows() if self.takes_rows else next(self.stream)
+        if self._has_run_out:
+            raise StopIteration
+        try:
+            item = self.stream.next_rows() if self.takes_rows else next(self.stream)
+        except StopIteration:
+            self._has_run_out = True
+            raise
         self.fetched.append((item, self.stream_position() if is_ahead else None))
         return item
 

@@ -217,5 +217,3 @@ def test_data_with_an_order_of_its_own_resumes_on_the_same_batches(tmp_path, dat
     history = resumed.fit(make(), epochs=4, checkpoint_dir=tmp_path, **options)
     assert history.steps == [5, 10, 15, 20]
     np.testing.assert_array_equal(resumed.predict(X), whole.predict(X))
-
-

@@ -64,6 +64,7 @@ def as_stream(
       TypeError: the data has none of these forms.
       ValueError: batches are given, and they were to be cut or shuffled.
     """
+    regular_size(batch_size)  # Which checks it.
     options: dict[str, Any] = {
         "batch_size": batch_size,
         "shuffle": shuffle,
@@ -112,13 +113,15 @@ def _array_stream(data: Any, epochs: int | None, options: dict[str, Any]) -> Arr
 
 
 def _check_unused(data: Any, options: dict[str, Any]) -> None:
-    """Refuses options that cut a data set into batches, where batches are given.
+    """Refuses options that cut a data set into batches, where other batches are given.
 
     Raises:
       ValueError: with their names.
     """
-    given = {name: options[name] for name in ("batch_size", "shuffle", "drop_remainder")}
-    wrong = [f"{name}={value}" for name, value in given.items() if value not in (None, False)]
+    names = [name for name in ("batch_size", "shuffle", "drop_remainder") if options[name]]
+    wrong = [
+        f"{name}={options[name]}" for name in names if getattr(data, name, None) != options[name]
+    ]
     if wrong:
         raise ValueError(
             f"{', '.join(wrong)} cannot be applied to a {type(data).__name__}, which gives batches "

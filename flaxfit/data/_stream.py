@@ -43,9 +43,7 @@ def pass_length(stream: Any, advice: str) -> int | None:
     except TypeError:
         return None
     if n_batches >= _ENDLESS:
-        raise ValueError(
-            f"Cannot tell where an epoch ends: the data repeats for ever. {advice}"
-        )
+        raise ValueError(f"Cannot tell where an epoch ends: the data repeats for ever. {advice}")
     return n_batches
 
 
