@@ -1,7 +1,5 @@
 """What `fit`, `evaluate` and `predict` make of their data: how it is cut, ordered and ended."""
 
-import itertools
-
 import numpy as np
 import optax
 import pytest
