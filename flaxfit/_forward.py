@@ -86,7 +86,9 @@ def forward(
         **measure(task.metrics, outputs, batch.targets, weights),
     }
     not_added = {name: () for name in updates if _may_be_loss(name, model_state)}
-    model_state = {name: like(updates.get(name, old), old) for name, old in model_state.items()}
+    model_state = {
+        name: _updated(name, updates.get(name, old), old) for name, old in model_state.items()
+    }
     penalty = sum(penalties) if penalties else None
     return ForwardPass(values, penalty, sums, outputs, model_state, not_added)
 
@@ -175,6 +177,16 @@ def _outputs_and_updates(result: Any) -> tuple[Any, Mapping[str, Any]]:
     """What a model returned in training: a pair whose second part is a mapping has updates."""
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
     return result if is_pair else (result, {})
+
+
+def _updated(name: str, new: Any, old: Any) -> Any:
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise ValueError(
+            f"The collection {name!r} does not keep its structure: each step would add to what "
+            f"`sow` has left there. If it holds terms of the loss, Model(..., losses=[{name!r}]) "
+            "adds them, as it does those in 'losses'; else sow into 'intermediates'."
+        )
+    return like(new, old)
 
 
 def _may_be_loss(collection: str, model_state: Mapping[str, Any]) -> bool:

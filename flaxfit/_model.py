@@ -233,7 +233,7 @@ class Model:
         validate = [] if validation_data is None else [validating(self._measure, validation_data)]
         for callback in users:
             if hasattr(callback, "attach_apply"):
-                callback.attach_apply(self._eval.apply)
+                callback.attach_apply(self._apply_to_export())
         guard = [] if folder is None else folder.guards(users)
         save = [] if folder is None else [folder.writer]
         show = []
@@ -377,12 +377,7 @@ class Model:
         from flaxfit import export  # Not before it is used: `import flaxfit` stays quick.
         from flaxfit.export._spec import example
 
-        if streams := self._evaluator.task.rngs:
-            raise ValueError(
-                f"Cannot export a model that draws random numbers (eval_rngs={streams}): a file is "
-                "a function of the inputs alone. Make a Model without eval_rngs, whose module "
-                "draws none in evaluation, and load_weights into it."
-            )
+        apply = self._apply_to_export()
 
         if input_spec is None:
             if self._loop is None or self._loop.input_shapes is None:
@@ -393,7 +388,7 @@ class Model:
             input_spec = export.batch_specs(self._loop.input_shapes)
         self._current.begin(self._task, self.seed, lambda: example(input_spec))
         module = export.from_state(
-            self._state_to_use(), self._eval.apply, input_spec, params=params, trainable=trainable
+            self._state_to_use(), apply, input_spec, params=params, trainable=trainable
         )
         return export.write(module, path, format, **options)
 
@@ -554,6 +549,16 @@ class Model:
         Weights that were loaded from a file bring no average along: they are used themselves.
         """
         return self._averaged(self.state)
+
+    def _apply_to_export(self) -> Any:
+        """The model in evaluation mode, which must be a function of its inputs alone."""
+        if streams := self._evaluator.task.rngs:
+            raise ValueError(
+                f"Cannot export a model that draws random numbers (eval_rngs={streams}): a file is "
+                "a function of the inputs alone. Make a Model without eval_rngs, whose module "
+                "draws none in evaluation, and load_weights into it."
+            )
+        return self._eval.apply
 
     def __reduce__(self) -> Any:
         raise TypeError(
