@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit._is_function import check_is_function
 from flaxfit._optimizer_axes import with_optimizer
 from flaxfit._rules import flat
 from flaxfit._state import TrainState, init_state
-from flaxfit.modules._check import check_is_function
 from flaxfit.optim._extended import wrap_state
 
 

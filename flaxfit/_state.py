@@ -15,6 +15,7 @@ from flaxfit._alone import alone_in_any
 from flaxfit._batch import call
 from flaxfit._explain import calls_explained
 from flaxfit._inference_state import InferenceState
+from flaxfit._is_function import check_is_function
 from flaxfit._optimizer_axes import with_optimizer, without_optimizer
 from flaxfit._put import put
 from flaxfit.optim._hyperparams import check_known, describe, names_of
@@ -213,7 +214,11 @@ def init_state(
 
     Returns:
       The state at step 0. Boxes of logical axis names are taken off; the names are its `axes`.
+
+    Raises:
+      TypeError: `init` is a module.
     """
+    check_is_function("init_state", init, "init")
     key = as_key(key)
     inputs = (inputs,) if hasattr(inputs, "shape") else inputs
     # 64 bits become 32 in silence, as in every batch.

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 
 from flaxfit._by_output import as_loss, as_metrics
+from flaxfit._is_function import check_is_function
 from flaxfit._precision import check_precision
 from flaxfit._whole_number import whole_number
-from flaxfit.modules._check import check_is_function
 from flaxfit.optim._extended import extend
 from flaxfit.optim._optimizer import Optimizer
 
@@ -87,7 +87,7 @@ class TrainTask:
         if self.step is not None:
             self._check_own_step()
         else:
-            _check_apply("TrainTask", self.apply)
+            _check_apply("TrainTask", self.apply, train=True)
         check_precision("TrainTask", self.precision)
         whole_number("accumulate", self.accumulate)
         if self.clip_norm is not None and not (_is_number(self.clip_norm) and self.clip_norm > 0):
@@ -155,7 +155,7 @@ class EvalTask:
     """Whether a batch may be padded with rows of weight 0, as of a `TrainTask`."""
 
     def __post_init__(self) -> None:
-        _check_apply("EvalTask", self.apply)
+        _check_apply("EvalTask", self.apply, train=False)
         check_precision("EvalTask", self.precision)
         if self.loss is not None:
             object.__setattr__(self, "loss", as_loss(self.loss, self.loss_weights))
@@ -173,8 +173,8 @@ def _names(names: Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _check_apply(owner: str, apply: Any) -> None:
-    check_is_function(owner, apply, "apply")
+def _check_apply(owner: str, apply: Any, *, train: bool) -> None:
+    check_is_function(owner, apply, "apply", train=train)
     if not callable(apply):
         raise TypeError(
             f"{owner} needs an apply function, got {repr(apply)[:80]}: pass apply(variables, "

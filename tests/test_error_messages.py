@@ -8,7 +8,9 @@ from flax import linen as nn
 from flax import nnx
 
 import flaxfit as ff
+from flaxfit.callbacks import Export
 from flaxfit.checkpoints import CheckpointFileReader
+from flaxfit.export import from_state
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(32, 4)).astype(np.float32)
@@ -213,6 +215,21 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "were made for others", "(
             ["reader of a TrainLoop needs an init function, got a module, Linear"],
         ),
         (
+            lambda: ff.init_state(nnx_layer(), optax.sgd(0.1), 0, X),
+            TypeError,
+            ["init_state needs an init function, got a module, Linear"],
+        ),
+        (
+            lambda: Export("nowhere", apply=nnx_layer()),
+            TypeError,
+            ["Export needs an apply function", "from_nnx(module, train=False)"],
+        ),
+        (
+            lambda: from_state(None, nn.Dense(3), None),
+            TypeError,
+            ["from_state needs an apply function, got a module, Dense: pass module.apply"],
+        ),
+        (
             lambda: ff.Model(nn.Dense(3), nnx_optimizer(), "crossentropy"),
             TypeError,
             ["got Optimizer", "optimizer.tx"],
@@ -244,6 +261,9 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "were made for others", "(
         "a class of nnx",
         "a module of nnx for its init",
         "a module of nnx for a reader",
+        "a module of nnx for a state",
+        "a module of nnx to export",
+        "a module of linen to export",
         "an optimizer of nnx",
         "nothing to measure",
     ],

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flaxfit._checkpoint import Checkpoint
+from flaxfit._is_function import check_is_function
 from flaxfit._monitor import is_better, read_metric, resolve_mode
 from flaxfit._processes import from_main, process_count
 from flaxfit.callbacks._callback import Loop
@@ -62,6 +63,7 @@ class Export:
         """
         from flaxfit.export._trained import check_format  # Not before it is used.
 
+        check_is_function("Export", apply, "apply", train=False)
         check_format(format)
         self._path = path
         self._monitor = monitor

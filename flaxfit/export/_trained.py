@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from flaxfit._is_function import check_is_function
 from flaxfit.export._compare import ExportReport
 from flaxfit.export._module import JaxModule
 
@@ -42,7 +43,11 @@ def from_state(
       input_spec: of the inputs, as `JaxModule` takes it.
       params: parameters to export in place of the state's, such as their moving average.
       trainable: whether TensorFlow may train the parameters (never the other collections).
+
+    Raises:
+      TypeError: `apply` is a module.
     """
+    check_is_function("from_state", apply, "apply", train=False)
     state = getattr(state, "state", state)
     variables = {"params": state.params if params is None else params, **state.model_state}
     flags = {

@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 
-def check_is_function(owner: str, given: Any, name: str) -> None:
+def check_is_function(owner: str, given: Any, name: str, *, train: bool = True) -> None:
     """Checks that no module was given in place of its `init` or `apply`.
 
     >>> check_is_function("TrainTask", len, "apply")
@@ -13,6 +13,7 @@ def check_is_function(owner: str, given: Any, name: str) -> None:
       owner: what takes the function.
       given: the function.
       name: "init" or "apply".
+      train: whether it is the function of training that is needed.
 
     Raises:
       TypeError: it says how to get the function.
@@ -20,8 +21,8 @@ def check_is_function(owner: str, given: Any, name: str) -> None:
     kind = given.__name__ if isinstance(given, type) else type(given).__name__
     if _is_nnx(given):
         advice = (
-            f"pass {name} of `init, apply = flaxfit.modules.from_nnx(module, train="
-            f"{owner != 'EvalTask'})`, or give the module to Model(module, ...)"
+            f"pass {name} of `init, apply = flaxfit.modules.from_nnx(module, train={train})`, "
+            "or give the module to Model(module, ...)"
         )
     elif hasattr(given, name):
         advice = f"pass module.{name}"
