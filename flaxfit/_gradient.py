@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from flaxfit._batch import Batch, n_examples
 from flaxfit._forward import ForwardPass, Sums, forward
+from flaxfit._rules import flat
 from flaxfit.optim._freeze import mask, merge
 
 
@@ -42,6 +43,7 @@ def gradient(
     n_parts = count_parts(n_examples(batch), task.accumulate)
     scale: Any = getattr(state.opt_state, "scale", ()) if task.precision == "float16" else ()
     trained = mask(state.params, task.freeze)
+    _check_trainable(trained)
 
     def of_part(model_state: Any, batch: Batch, key: jax.Array) -> Gradient:
         def objective(trained: Any) -> tuple[jax.Array, ForwardPass]:
@@ -70,6 +72,19 @@ def gradient(
     if n_parts == 1:
         return of_part(state.model_state, batch, key)
     return _accumulate(of_part, state.model_state, batch, key, n_parts)
+
+
+def _check_trainable(trained: Any) -> None:
+    whole = [
+        f"{path} ({leaf.dtype})"
+        for path, leaf in flat(trained).items()
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    if whole:
+        raise ValueError(
+            f"Cannot train {', '.join(whole[:5])}: only floating-point parameters have gradients. "
+            "Name their paths in freeze=, or keep them in another collection than params."
+        )
 
 
 def count_parts(n: int, wanted: int) -> int:

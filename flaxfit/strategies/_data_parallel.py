@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from flaxfit._free_memory import give_back_free_memory
 from flaxfit.strategies._local import given_devices, local_devices
 from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica, unmapped
+from flaxfit.strategies._sub_byte import check_sub_byte
 
 # For several devices XLA looks for common expressions once more, before it rearranges anything.
 # Where it looks for none, the arithmetic of a replica is the same on one device and on several.
@@ -207,6 +208,7 @@ class DataParallel:
         self, function: Callable[..., Any], arguments: tuple[Any, ...], *, n_donated: int = 0
     ) -> Callable[..., Any]:
         """Compiles `function(state, ..., batch)`; every result must agree between replicas."""
+        check_sub_byte(arguments)
         mapped = self._map(function, len(arguments), None, tuple(range(n_donated)))
         if self.virtual_replicas is None:
             return self._compile(mapped, arguments)
@@ -218,6 +220,7 @@ class DataParallel:
         self, function: Callable[..., Any], arguments: tuple[Any, ...]
     ) -> Callable[..., Any]:
         """Compiles `function(state, ..., batch)` whose results keep the device axis."""
+        check_sub_byte(arguments)
         return self._compile(self._map(function, len(arguments), 0, ()), arguments)
 
     def _map(self, function: Any, n_arguments: int, out_axes: Any, donated: tuple[int, ...]) -> Any:

@@ -22,6 +22,7 @@ from flaxfit.strategies._local import given_devices
 from flaxfit.strategies._mesh import axis_sizes, fsdp_axis, within
 from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica
 from flaxfit.strategies._specs import STANDARD_RULES, axes_of, state_specs
+from flaxfit.strategies._sub_byte import check_sub_byte
 
 _copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
@@ -261,6 +262,7 @@ class Sharded:
     def _compile(
         self, function: Any, arguments: tuple[Any, ...], donated: tuple[int, ...]
     ) -> Callable[..., Any]:
+        check_sub_byte(arguments)
         *states, batch = arguments
 
         def place_of(x: Any) -> Any:

@@ -1,0 +1,69 @@
+"""Frozen weights of four bits: they are trained around, or refused in words."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import flaxfit as ff
+from flaxfit.strategies import _sub_byte
+
+X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
+Y = X[:, :1]
+TABLE = np.arange(-8, 8).reshape(4, 4)
+
+
+class Quantized(nn.Module):
+    dtype: str
+    is_param: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        def init(*_):
+            return jnp.asarray(TABLE, self.dtype)
+
+        table = self.param("q", init) if self.is_param else self.variable("quant", "q", init).value
+        return nn.Dense(1)(x @ table.astype(jnp.float32))
+
+
+STRATEGIES = {
+    "one": lambda: ff.DataParallel(jax.devices()[:1]),
+    "data": lambda: ff.DataParallel(jax.devices()[:4]),
+    "virtual": lambda: ff.DataParallel(virtual_replicas=4),
+    "fsdp": lambda: ff.Sharded.fsdp(jax.devices()[:4]),
+}
+
+
+def result(module, strategy, **options):
+    freeze = "q" if module.is_param else ()
+    model = ff.Model(module, optax.adam(0.1), "mse", strategy=strategy, freeze=freeze, **options)
+    model.fit(X, Y, epochs=2, batch_size=8, verbose=0)
+    return model.predict(X), model.evaluate(X, Y)["loss"]
+
+
+@pytest.mark.parametrize("is_param", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_four_bits_train_as_floats_do_or_are_refused(strategy, is_param):
+    make = STRATEGIES[strategy]
+    if not _sub_byte._is_possible("int4"):
+        with pytest.raises(NotImplementedError, match=r"arrays of int4, such as one of"):
+            result(Quantized("int4", is_param), make())
+        return
+    found = result(Quantized("int4", is_param), make())
+    expected = result(Quantized("float32", is_param), make())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_jax_that_cannot_is_told_of(monkeypatch, strategy):
+    monkeypatch.setattr(_sub_byte, "_is_possible", lambda dtype: False)
+    with pytest.raises(NotImplementedError, match=r"arrays of int4, .* keep them as int8"):
+        result(Quantized("int4"), STRATEGIES[strategy]())
+
+
+def test_integers_that_are_not_frozen_are_refused():
+    model = ff.Model(Quantized("int8"), optax.adam(0.1), "mse")
+    with pytest.raises(ValueError, match=r"Cannot train q \(int8\).*Name their paths in freeze="):
+        model.fit(X, Y, verbose=0)
