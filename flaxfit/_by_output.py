@@ -11,7 +11,9 @@ import numpy as np
 
 from flaxfit import losses, metrics
 from flaxfit._batch import Batch
+from flaxfit._labels import count_labels
 from flaxfit._weights import weights_by_output, without_idle_rows
+from flaxfit.losses._ranges import in_range
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,6 +48,14 @@ class LossByOutput:
             found[name] = jnp.sum(jnp.where(each != 0, each * values, 0)), jnp.sum(each)
         return found
 
+    def count_labels(self, weights: Any, *outputs_and_targets: Any) -> dict[str, tuple[Any]]:
+        """The numbers of labels of the outputs that are out of range."""
+        found = {}
+        for name, each in self.weights_of(weights, *outputs_and_targets).items():
+            picked = self.pick(name, *outputs_and_targets)
+            found |= count_labels(self.losses[name], each, picked, name)
+        return found
+
     def weights_of(self, weights: Any, *targets: Any) -> dict[str, Any]:
         """By output, the weights of the examples."""
         own = weights_by_output(targets)
@@ -58,7 +68,7 @@ class LossByOutput:
         target = target if own is None else without_idle_rows(target, own)
         n = jax.tree.leaves(output)[0].shape[0]
         try:
-            values = jnp.asarray(self.losses[name](output, target))
+            values = jnp.asarray(in_range(self.losses[name], output, target))
             losses.check_loss_shape(values.shape, output, target, n)
         except ValueError as error:
             raise ValueError(f"output {name!r}: {error}") from error
@@ -180,6 +190,13 @@ def _without_weights(*outputs_and_targets: Any) -> tuple[Any, ...]:
     return (
         outputs_and_targets[:-1] if weights_by_output(outputs_and_targets) else outputs_and_targets
     )
+
+
+def labels_out_of_range(loss: Any, weights: Any, outputs: Any, targets: Any) -> dict[str, Any]:
+    """The numbers of labels that a loss, or each of several, does not take."""
+    if isinstance(loss, LossByOutput):
+        return loss.count_labels(weights, *outputs, *targets)
+    return count_labels(loss, weights, (*outputs, *targets))
 
 
 def check_outputs(loss: Any, targets: tuple[Any, ...]) -> None:

@@ -128,7 +128,8 @@ class EvalLoop:
         agreement.end("evaluation", n_batches, in_flight)
         if totals is None:
             raise ValueError("There is nothing to evaluate: the data holds no batches.")
-        return compute(_totals.reader(sums)(totals), self.task.metrics)
+        where = " in the data that was measured"
+        return compute(_totals.reader(sums)(totals), self.task.metrics, where)
 
     def check(
         self, state: Any, data: Any = None, *, in_phase: Callable[[str], Any] = nullcontext

@@ -9,6 +9,7 @@ from flax.core import DenyList
 from redex.util import expand_to_tuple
 
 from flaxfit._batch import Batch, call, n_examples
+from flaxfit._by_output import labels_out_of_range
 from flaxfit._precision import in_float32, in_precision, like
 from flaxfit._replicas import Replicas, VirtualReplicas
 from flaxfit._weights import weights_by_output
@@ -83,6 +84,7 @@ def forward(
     weights = weights_of(batch)
     sums = {
         "loss": loss_sums(task.loss, values, outputs, batch),
+        **labels_out_of_range(task.loss, weights, outputs, batch.targets),
         **measure(task.metrics, outputs, batch.targets, weights),
     }
     not_added = {name: () for name in updates if _may_be_loss(name, model_state)}
@@ -111,6 +113,7 @@ def forward_eval(
         return EvalPass(None, sums, outputs)
     values, _ = loss_of(task, outputs, batch, replicas)
     sums["loss"] = loss_sums(task.loss, values, outputs, batch)
+    sums |= labels_out_of_range(task.loss, weights_of(batch), outputs, batch.targets)
     return EvalPass(values, sums, outputs)
 
 

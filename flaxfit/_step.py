@@ -19,6 +19,7 @@ from flaxfit._forward import (
     weight_sums,
 )
 from flaxfit._gradient import Gradient, gradient
+from flaxfit._labels import check_counts
 from flaxfit._precision import in_precision
 from flaxfit._replicas import Replicas, VirtualReplicas
 from flaxfit._rules import flat
@@ -246,7 +247,7 @@ def evaluated(state: Any, rngs: Sequence[str], owner: str) -> Any:
     return state.replace(opt_state=())
 
 
-def compute(sums: Sums, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def compute(sums: Sums, metrics: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """The values of metrics from their sums, on the host; scalars become floats.
 
     Sums that no metric claims are `(sum, weight)`, whose value is the mean, or `(count,)`; or a
@@ -254,8 +255,16 @@ def compute(sums: Sums, metrics: Mapping[str, Any]) -> dict[str, Any]:
 
     >>> compute({"loss": (np.float32(6), np.float32(4))}, {})
     {'loss': 1.5}
+
+    Args:
+      sums: of one step or of several.
+      metrics: by name.
+      where: they were taken, for the error.
+
+    Raises:
+      ValueError: there were labels out of range.
     """
-    values = {}
+    values, sums = {}, check_counts(sums, where)
     order = [name for name in ("loss", *metrics) if name in sums]
     for name in dict.fromkeys([*order, *sums]):
         parts = sums[name]

@@ -313,7 +313,7 @@ class Stepper:
     @explained
     def metrics(self) -> dict[str, Any]:
         """The metrics over all steps since the totals were reset; waits for the device."""
-        return self.tally.metrics(self.task.metrics)
+        return self.tally.metrics(self.task.metrics, self.step)
 
     def advance(self, n: int, batch: Any = None) -> bool:
         """Dispatches up to `n` steps at once, or one where the batches do not share a program.

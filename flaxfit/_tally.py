@@ -62,13 +62,21 @@ class Tally:
         self.n_steps += n_steps
         self.n_examples += n_examples
 
-    def metrics(self, of: dict[str, Any]) -> dict[str, Any]:
-        """The metrics over all steps that were counted, see `compute`; waits for the device."""
+    def metrics(self, of: dict[str, Any], step: int = 0) -> dict[str, Any]:
+        """The metrics over all steps that were counted, see `compute`; waits for the device.
+
+        Args:
+          of: the metrics by name.
+          step: the latest of the steps.
+        """
         if not self.n_steps:
             return {}
         if not self._sums:
             return self._known_metrics  # Those it goes on from: no batch has shown any sums.
-        return compute(self._read(self.totals), of)
+        where = f" in step {step:,}"
+        if self.n_steps > 1:
+            where = f" in steps {step - self.n_steps + 1:,} to {step:,}"
+        return compute(self._read(self.totals), of, where)
 
     def as_json(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """What `go_on_from` needs, the metrics of this moment among it."""

@@ -14,6 +14,7 @@ from flaxfit._jaxpr import names_axis
 from flaxfit._precision import in_float32
 from flaxfit._replicas import Replicas, VirtualReplicas
 from flaxfit._weights import without_idle_targets
+from flaxfit.losses._ranges import in_range
 
 Outputs = tuple[Any, ...]
 
@@ -146,7 +147,7 @@ def evaluate_loss(
       TypeError: the loss returned something else than an array, or a pair of two.
       ValueError: the shape of the values or of the penalty is not that of a loss.
     """
-    result = loss(*outputs, *targets)
+    result = in_range(loss, *outputs, *targets)
     parts = result if isinstance(result, tuple) else (result, None)
     is_array = [hasattr(part, "shape") or isinstance(part, int | float) for part in parts]
     if len(parts) != 2 or not is_array[0] or not (is_array[1] or parts[1] is None):

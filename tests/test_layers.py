@@ -27,6 +27,7 @@ LAYERS = (
     {"_arrays", "_axes", "_explain", "_ocdbt", "_html", "_replicas", "_state_dict"},
     {"_inference_state", "_optimizer_axes", "optim"},
     {"_held", "_state", "losses", "metrics", "strategies", "data", "modules"},
+    {"_labels"},
     {"_by_output", "_snapshot"},
     {"_task", "_checkpoint", "_feed", "_own_step", "_start", "_whole_loss"},
     {"_forward"},

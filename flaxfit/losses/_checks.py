@@ -6,13 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxfit.losses._functions import (
-    binary_crossentropy,
-    crossentropy,
-    hinge,
-    onehot_crossentropy,
-)
+from flaxfit.losses._functions import hinge
 from flaxfit.losses._names import Loss, resolve
+from flaxfit.losses._ranges import labels_for
 
 
 def check_loss_shape(
@@ -57,32 +53,25 @@ def check_values(loss: str | Loss, outputs: Any, targets: Any) -> None:
 
     >>> check_values("crossentropy", np.ones((2, 10)), np.array([3, 12]))
     Traceback (most recent call last):
-    ValueError: label 12 is out of range for 10 outputs (labels must be 0..9).
+    ValueError: label 12 is out of range for 10 outputs (labels must be 0..9): 1 of 2 are.
 
     Raises:
-      ValueError: a label is out of range, with the lowest or highest of them.
+      ValueError: labels are out of range, with how many, and the lowest or highest of them.
     """
     loss, outputs, targets = resolve(loss), jax.tree.leaves(outputs), jax.tree.leaves(targets)
     if len(outputs) != 1 or len(targets) != 1 or not targets[0].size:
         return
     labels = np.asarray(targets[0])
-    if loss is crossentropy:
-        n_outputs = outputs[0].shape[-1]
-        _check_range(labels, n_outputs - 1, f"{n_outputs} outputs")
-    elif loss is binary_crossentropy or loss is onehot_crossentropy:
-        _check_range(labels, 1, f"loss {loss.__name__!r}")
-    elif loss is hinge and not (is_valid := np.abs(labels) == 1).all():
-        raise ValueError(
-            f"label {labels[~is_valid][0]} is out of range for loss 'hinge' (labels must be -1 or "
-            "1). Make 2 * y - 1 of labels 0 and 1."
-        )
-
-
-def _check_range(labels: np.ndarray, highest: int, what: str) -> None:
-    lowest_label, highest_label = labels.min(), labels.max()
-    if not (lowest_label >= 0 and highest_label <= highest):
-        wrong = highest_label if lowest_label >= 0 else lowest_label
-        raise ValueError(f"label {wrong} is out of range for {what} (labels must be 0..{highest}).")
+    known = labels_for(loss, outputs[0])
+    if known is None or not (wrong := known.are_wrong(labels)).any():
+        return
+    advice = " Make 2 * y - 1 of labels 0 and 1." if loss is hinge else ""
+    lowest, highest = labels[wrong].min(), labels[wrong].max()
+    label = lowest if lowest < 0 else highest
+    raise ValueError(
+        f"label {label} is out of range for {known.owner} (labels must be {known.allowed}): "
+        f"{wrong.sum():,} of {labels.size:,} are.{advice}"
+    )
 
 
 def _broadcasts_to(

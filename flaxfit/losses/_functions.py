@@ -13,7 +13,8 @@ def crossentropy(logits: Any, labels: Any) -> Any:
 
     Args:
       logits: `(batch, ..., classes)`.
-      labels: integers of shape `(batch, ...)`.
+      labels: integers of shape `(batch, ...)`. The value of one that names no class is NaN: leave
+        it out by `jnp.where(mask, values, 0)`, as NaN times 0 is NaN.
 
     >>> crossentropy(np.zeros((3, 4)), np.array([0, 1, 3])).shape
     (3,)
@@ -33,16 +34,28 @@ def crossentropy(logits: Any, labels: Any) -> Any:
         )
     logits, labels = _floating(logits), jnp.asarray(labels)
     n_classes = shape[-1]
-    # As optax.softmax_cross_entropy_with_integer_labels, but the label's logit is selected, not
-    # gathered: the gradient of a gather is a scatter, which takes a small model a while.
-    labels = labels.astype(jnp.int32)  # The number of classes may not fit a narrower type.
-    labels = jnp.where(labels < 0, labels + n_classes, labels)
+    # As optax.softmax_cross_entropy_with_integer_labels, but no label is counted from the end, and
+    # its logit is selected, not gathered: the gradient of a gather is a scatter, which takes a
+    # small model a while.
     # Differences to the largest: large logits would leave no digits for the loss.
     largest = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     logits = logits - jnp.where(jnp.isfinite(largest), largest, 0)
-    of_label = jnp.where(jnp.arange(n_classes) == labels[..., None], logits, 0).sum(-1)
+    of_label = jnp.where(
+        jnp.arange(n_classes) == labels[..., None].astype(jnp.int32), logits, 0
+    ).sum(-1)
     values = jnp.log(jnp.exp(logits).sum(-1)) - of_label
-    return jnp.where((labels >= 0) & (labels < n_classes), values, jnp.nan)
+    return jnp.where(not_a_class(labels, n_classes), jnp.nan, values)
+
+
+def not_a_class(labels: Any, n_classes: int) -> Any:
+    """By element, whether integer labels of NumPy or JAX name none of so many classes.
+
+    >>> not_a_class(np.array([-1, 0, 3], np.int8), 300)
+    array([ True, False, False])
+    """
+    if labels.dtype.itemsize < 4:  # The number of classes may not fit.
+        labels = labels.astype(np.int32)
+    return (labels < 0) | (labels >= n_classes)
 
 
 def onehot_crossentropy(logits: Any, labels: Any) -> Any:
