@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from flaxfit._batch import parts_of
-from flaxfit._narrow import is_array
+from flaxfit._narrow import check_dense, is_array, is_named, is_node, to_numpy
 from flaxfit._weights import check_weights, check_weights_shape
 
 _SCALARS = (bool, int, float, complex, str, bytes, np.generic)
@@ -71,8 +71,12 @@ def prepare(
 
 
 def prepare_inputs(x: Any) -> Any:
-    """The data to predict: `(x, None, None)` of arrays, which all are inputs, else as it came."""
-    return (as_arrays(x), None, None) if _holds_arrays(x) and not _is_list(x) else x
+    """The data to predict: `(x, None, None)` of arrays, which all are inputs, else as it came.
+
+    A list of arrays is several inputs, as `fit` takes it beside `y`.
+    """
+    is_inputs = not _is_list(x) or all(is_array(part) or _is_numbers(part) for part in x)
+    return (as_arrays(x), None, None) if is_inputs and _holds_arrays(x) else x
 
 
 def weights_by_class(y: Any, class_weight: Any) -> np.ndarray:
@@ -141,9 +145,14 @@ def as_arrays(part: Any) -> Any:
             ) from error
     if isinstance(part, Mapping):
         return {name: as_arrays(value) for name, value in part.items()}
+    if is_named(part):
+        return type(part)(*map(as_arrays, part))
     if isinstance(part, list | tuple):
         return tuple(as_arrays(value) for value in part)
-    return part if isinstance(part, jax.Array) else np.asarray(part)
+    if isinstance(part, jax.Array):
+        return part
+    check_dense(part)
+    return jax.tree.map(as_arrays, part) if is_node(part) else to_numpy(part)
 
 
 def _arrays_of(data: Any, y: Any = None, weights: Any = None, owner: str = "x") -> Any:
@@ -214,7 +223,7 @@ def _is_list(data: Any) -> bool:
 
 def _is_numbers(part: Any) -> bool:
     """Whether a part of the data is a (nested) list of numbers, or of text."""
-    if not isinstance(part, list | tuple):
+    if not isinstance(part, list | tuple) or is_named(part):
         return False
     while isinstance(part, list | tuple) and part:
         part = part[0]
@@ -227,7 +236,8 @@ def _holds_arrays(part: Any) -> bool:
     if isinstance(part, list | tuple | Mapping):
         values = part.values() if isinstance(part, Mapping) else part
         return bool(part) and all(map(_holds_arrays, values))
-    return is_array(part) and not hasattr(part, "__next__")
+    check_dense(part)
+    return (is_array(part) and not hasattr(part, "__next__")) or is_node(part)
 
 
 def _holds_batches(data: Any) -> bool:

@@ -7,7 +7,16 @@ import jax
 import numpy as np
 from redex.util import expand_to_tuple
 
-from flaxfit._narrow import is_array, narrow, narrow_dtype
+from flaxfit._narrow import (
+    check_dense,
+    is_array,
+    is_named,
+    is_sparse,
+    narrow,
+    narrow_dtype,
+    to_numpy,
+    widened,
+)
 from flaxfit._weights import WeightsByOutput, check_weights_shape, weights_by_output
 
 _ROLES = (("x", "y", "w"), ("inputs", "targets", "weights"))
@@ -37,7 +46,9 @@ def normalize(item: Any) -> Batch:
 
     Lists count as tuples (torch loaders yield lists). A mapping with the keys `x, y, w` or
     `inputs, targets, weights` names the parts; any other mapping is keyword inputs without
-    targets. A mapping in the place of the inputs is passed to the model as keyword arguments.
+    targets. A mapping in the place of the inputs is passed to the model as keyword arguments. A
+    NamedTuple may name the parts as a mapping does; any other, and a dataclass that is a pytree,
+    is one input.
 
     >>> normalize((np.ones((2, 3)), np.zeros(2))).targets
     (array([0., 0.], dtype=float32),)
@@ -71,9 +82,10 @@ def parts_of(data: Any) -> tuple[Any, ...]:
     >>> parts_of({"y": 1, "x": 0}), parts_of([0, 1]), parts_of({"image": 2})
     ((0, 1, None), (0, 1), ({'image': 2},))
     """
-    if isinstance(data, Mapping):
-        roles = next((r for r in _ROLES if r[0] in data and data.keys() <= set(r)), None)
-        return tuple(map(data.get, roles)) if roles else (data,)
+    named: Any = data._asdict() if is_named(data) else data
+    if isinstance(named, Mapping):
+        roles = next((r for r in _ROLES if r[0] in named and named.keys() <= set(r)), None)
+        return tuple(map(named.get, roles)) if roles else (data,)
     return tuple(data) if isinstance(data, list | tuple) else (data,)
 
 
@@ -110,13 +122,17 @@ def call(apply: Any, variables: Any, inputs: Any, **options: Any) -> Any:
 
 def _inputs(part: Any) -> tuple[Any, ...] | dict[str, Any]:
     if isinstance(part, Mapping):
-        return {str(name): jax.tree.map(_array, value) for name, value in part.items()}
+        return {str(name): _arrays(value) for name, value in part.items()}
     return _part(part)
 
 
 def _part(part: Any) -> tuple[Any, ...]:
     part = tuple(part) if isinstance(part, list) else part
-    return jax.tree.map(_array, expand_to_tuple(part))
+    return _arrays((part,) if is_named(part) else expand_to_tuple(part))
+
+
+def _arrays(part: Any) -> Any:
+    return jax.tree.map(_array, part, is_leaf=is_sparse)
 
 
 def _weights(leaf: Any) -> Any:
@@ -128,12 +144,13 @@ def _weights(leaf: Any) -> Any:
 def _array(leaf: Any) -> Any:
     """The leaf as an array in the width that JAX computes in: 64 bits become 32, quietly."""
     if isinstance(leaf, jax.Array):
-        return leaf
+        return widened(leaf)
+    check_dense(leaf)
     if not is_array(leaf):
         raise TypeError(
             f"A batch must be made of arrays, {_FORMS}; got {type(leaf).__name__}: {leaf!r:.60}"
         )
-    array = np.asarray(leaf)
+    array = to_numpy(leaf)
     if array.ndim == 0:
         raise TypeError(f"A batch must hold arrays of shape (batch, ...), got the scalar {array}.")
     return narrow(array, narrow_dtype(array.dtype))

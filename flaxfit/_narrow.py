@@ -1,16 +1,87 @@
-"""Host arrays in the width that JAX computes in: 64 bits become 32."""
+"""Host arrays in the width that JAX computes in: 64 bits become 32, less than a byte becomes 8."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 _KINDS = "biufcV"
+# JAX promotes no integers of less than a byte, so that few layers and losses take them.
+_WIDENED = {
+    np.dtype(getattr(jnp, name)): np.dtype(name[:-1] + "8")
+    for name in ("int2", "int4", "uint2", "uint4")
+    if hasattr(jnp, name)
+}
 
 
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is an array (of NumPy, JAX, pandas, torch, ...), as opposed to a scalar."""
     return hasattr(leaf, "__array__") and not isinstance(leaf, np.generic)
+
+
+def is_named(part: Any) -> bool:
+    """Whether a part of the data is a NamedTuple: one value with fields, not several values.
+
+    >>> is_named((1, 2))
+    False
+    """
+    return isinstance(part, tuple) and hasattr(part, "_fields")
+
+
+def is_node(part: Any) -> bool:
+    """Whether an object is one that JAX takes apart into arrays, such as a dataclass of them.
+
+    >>> is_node(np.zeros(2)), is_node([np.zeros(2)])
+    (False, False)
+    """
+    if isinstance(part, Iterable):
+        return False
+    leaves = jax.tree.leaves(part)
+    return bool(leaves) and leaves[0] is not part and all(map(is_array, leaves))
+
+
+def is_sparse(leaf: Any) -> bool:
+    """Whether a leaf is a sparse or ragged array, of SciPy, JAX, TensorFlow or torch.
+
+    >>> is_sparse(np.zeros(3))
+    False
+    """
+    if is_array(leaf):
+        return getattr(leaf, "is_sparse", False) is True
+    is_known = any(hasattr(leaf, name) for name in ("toarray", "todense", "to_tensor"))
+    return is_known or type(leaf).__name__.startswith(("SparseTensor", "RaggedTensor"))
+
+
+def check_dense(leaf: Any) -> None:
+    """Checks that a leaf is not sparse.
+
+    Raises:
+      TypeError: it is.
+    """
+    if is_sparse(leaf):
+        raise TypeError(
+            f"Cannot train on a {type(leaf).__name__}, a sparse or ragged array: make it dense "
+            "with .toarray() (.todense(), .to_dense(), .to_tensor()), or give batches whose rows "
+            "are made dense as they are needed."
+        )
+
+
+def to_numpy(leaf: Any) -> np.ndarray:
+    """An array of NumPy; columns of a table that differ in their types get a common one.
+
+    >>> to_numpy([1, 2])
+    array([1, 2])
+    """
+    array = np.asarray(leaf)
+    if array.dtype != object or np.ndim(getattr(leaf, "dtypes", None)) != 1:
+        return array
+    try:
+        common = np.result_type(*(getattr(t, "numpy_dtype", t) for t in leaf.dtypes))
+        return array.astype(common)
+    except (TypeError, ValueError):  # Text, or values that are missing.
+        return array
 
 
 def narrow_dtype(dtype: np.dtype) -> np.dtype:
@@ -22,8 +93,21 @@ def narrow_dtype(dtype: np.dtype) -> np.dtype:
     if dtype.itemsize < 8 and dtype.kind in "biuf" and dtype.isnative:
         return dtype  # Each array of each batch comes by here.
     if dtype.kind not in _KINDS:
-        raise TypeError(f"Cannot train on an array of dtype {dtype}: encode it as numbers first.")
-    return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))
+        ragged = " Pad rows of different lengths." if dtype.kind == "O" else ""
+        raise TypeError(
+            f"Cannot train on an array of dtype {dtype}: encode it as numbers first.{ragged}"
+        )
+    return _WIDENED.get(dtype) or jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))
+
+
+def widened(array: jax.Array) -> jax.Array:
+    """An array of JAX, in whole bytes where it holds integers of less.
+
+    >>> widened(jnp.zeros(3, jnp.int4)).dtype
+    dtype('int8')
+    """
+    dtype = _WIDENED.get(array.dtype)
+    return array if dtype is None else array.astype(dtype)
 
 
 def narrow(array: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -1,13 +1,18 @@
 """Arrays in every form that `fit`, `evaluate` and `predict` take them."""
 
+from typing import Any, NamedTuple
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import struct
 
 import flaxfit as ff
 from flaxfit._arrays import prepare, prepare_inputs
+from flaxfit._batch import normalize
 
 X = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
 Y = (X.sum(1) > 0).astype(np.int32)
@@ -92,8 +97,131 @@ def test_all_that_is_predicted_is_inputs():
     assert_same(prepare_inputs((X, X)), ((X, X), None, None))
     assert_same(prepare_inputs({"x": X, "y": X}), ({"x": X, "y": X}, None, None))
     assert_same(prepare_inputs(X.tolist()), (X, None, None))
-    batches = [X, X]
-    assert prepare_inputs(batches) is batches
+    assert_same(prepare_inputs([X, X]), ((X, X), None, None))
+    assert_same(prepare_inputs([X, X.tolist()]), ((X, X), None, None))
+    for batches in ([(X, Y), (X, Y)], [{"image": X}, {"image": X}], [[X], [X]]):
+        assert prepare_inputs(batches) is batches
+
+
+class State(NamedTuple):
+    position: Any
+    velocity: Any
+
+
+class Example(NamedTuple):
+    x: Any
+    y: Any
+
+
+@struct.dataclass
+class Record:
+    position: Any
+    velocity: Any
+
+
+@pytest.mark.parametrize("kind", [State, Record])
+def test_a_structure_with_fields_is_one_input(kind):
+    given, expected = kind(X.tolist(), X), kind(X, X)
+    if kind is Record:
+        given = expected
+    assert_same(prepare(given)[0], (expected, None, None))
+    assert_same(prepare(given, Y)[0], (expected, Y, None))
+    assert_same(prepare((given, Y), validation_data=(given, Y))[1], (expected, Y, None))
+    assert_same(prepare_inputs(given), (expected, None, None))
+
+
+def test_a_named_tuple_may_name_the_parts():
+    assert_same(prepare(Example(X, Y))[0], (X, Y, None))
+    assert_same(prepare(ff.Batch(X, Y))[0], (X, Y, None))
+
+
+class Moves(nn.Module):
+    @nn.compact
+    def __call__(self, state):
+        return nn.Dense(1)(state.position) + nn.Dense(1)(state.velocity)
+
+
+@pytest.mark.parametrize("kind", [State, Record])
+def test_a_structure_is_fitted_evaluated_and_predicted_alike(kind):
+    targets = X.sum(1, keepdims=True)
+    model = ff.Model(Moves(), optax.sgd(0.1), "mse")
+    model.fit(kind(X, X), targets, batch_size=10, shuffle=False, verbose=0)
+    outputs = model.predict(kind(X, X))
+    assert model.predict([(kind(X, X),)]).tolist() == outputs.tolist()
+    loss = model.evaluate(kind(X, X), targets)["loss"]
+    assert loss == pytest.approx(np.mean((outputs - targets) ** 2), rel=1e-5)
+    assert model.evaluate([(kind(X, X), targets)])["loss"] == pytest.approx(loss, rel=1e-5)
+    for data in ((kind(X, X), targets), [(kind(X, X), targets)]):
+        task = ff.TrainTask(Moves().apply, optax.sgd(0.1), "mse", data)
+        assert next(ff.TrainLoop(Moves().init, task, 0, stdout=False)).loss > 0
+    with pytest.raises(TypeError, match="a loss that wants targets, got only inputs"):
+        ff.Model(Moves(), optax.sgd(0.1), "mse").fit(kind(X, X), verbose=0)
+
+
+def test_a_list_of_arrays_is_several_inputs_in_fit_evaluate_and_predict():
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, a, b):
+            return nn.Dense(1)(a) - nn.Dense(1)(b)
+
+    targets = X.sum(1, keepdims=True)
+    model = ff.Model(Two(), optax.sgd(0.1), "mse")
+    model.fit([X, 2 * X], targets, verbose=0)
+    np.testing.assert_array_equal(model.predict([X, 2 * X]), model.predict((X, 2 * X)))
+    loss = model.evaluate([X, 2 * X], targets)["loss"]
+    assert loss == pytest.approx(np.mean((model.predict([X, 2 * X]) - targets) ** 2), rel=1e-5)
+
+
+def test_tables_with_columns_of_numbers_and_of_truth_values_are_arrays():
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    frame = pandas.DataFrame({"a": X[:, 0], "b": X[:, 1] > 0, "c": np.arange(20)})
+    expected = np.stack([X[:, 0], X[:, 1] > 0, np.arange(20)], axis=1)
+    x, y, _ = prepare(frame, pandas.get_dummies(pandas.Series(Y)))[0]
+    np.testing.assert_array_equal(x, expected)
+    np.testing.assert_array_equal(y, np.eye(2)[Y])
+    np.testing.assert_array_equal(next(ff.ArrayStream(frame))[0], expected)
+    np.testing.assert_array_equal(normalize((frame, Y)).inputs[0], expected.astype(np.float32))
+    words = frame.assign(d="word")
+    with pytest.raises(TypeError, match="dtype object: encode it as numbers"):
+        ff.ArrayStream(words)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+def test_integers_of_less_than_a_byte_are_widened(dtype):
+    small = np.abs(np.arange(20) % 4).astype(jnp.dtype(dtype))[:, None]
+    wide = small.astype(np.int8)
+    losses = []
+    for x in (wide, small, jnp.asarray(small), [(jnp.asarray(small), wide)], [(small, wide)]):
+        model = make_model(1, "mse")
+        data = (x,) if isinstance(x, list) else (x, wide)
+        losses.append(model.fit(*data, verbose=0)["loss"][0])
+    assert losses == [losses[0]] * 5
+
+
+def test_sparse_and_ragged_arrays_are_refused_in_words():
+    sparse = pytest.importorskip("scipy.sparse", reason="scipy is not installed")
+    from jax.experimental.sparse import BCOO
+
+    for x in (sparse.csr_matrix(X), sparse.csr_array(X), BCOO.fromdense(X)):
+        model = make_model()
+        for data in ((x, Y), ((x, Y),), ([(x, Y)],), (x,), (X, x)):
+            with pytest.raises(TypeError, match=r"sparse or ragged array: make it dense .*toarray"):
+                model.fit(*data, verbose=0)
+        with pytest.raises(TypeError, match=r"\.toarray\(\)"):
+            ff.data.as_stream(x)
+        with pytest.raises(TypeError, match=r"\.toarray\(\)"):
+            model.predict(x)
+
+
+@pytest.mark.slow
+def test_ragged_and_sparse_tensors_are_refused_in_words():
+    tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed")
+    ragged = tf.ragged.constant([[1.0], [2.0, 3.0]])
+    for x in (ragged, tf.sparse.from_dense(X[:2])):
+        with pytest.raises(TypeError, match=r"sparse or ragged array"):
+            make_model().fit(x, Y[:2], verbose=0)
+        with pytest.raises(TypeError, match="ragged array|Pad rows of different lengths"):
+            make_model().fit(tf.data.Dataset.from_tensors((x, Y[:2])), verbose=0)
 
 
 @pytest.mark.parametrize(

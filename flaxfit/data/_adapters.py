@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from flaxfit._batch import parts_of
-from flaxfit._narrow import is_array
+from flaxfit._narrow import check_dense, is_array, is_node, is_sparse
 from flaxfit.data._arrays import ArrayStream
 from flaxfit.data._grain import is_divided
 from flaxfit.data._iterables import IterableStream
@@ -71,7 +71,8 @@ def as_stream(
         "seed": seed,
         "drop_remainder": drop_remainder,
     }
-    if is_array(data) or isinstance(data, tuple | Mapping):
+    check_dense(data)
+    if _is_data_set(data):
         return _array_stream(data, epochs, options)
     if _keeps_position(data) and not comes_from(data, "grain"):
         _check_unused(data, options)
@@ -107,6 +108,10 @@ def one_pass(data: Any, *, batch_size: int | None = None) -> Iterator[Any]:
     return IterableStream(lambda epoch: iter(stream), name=type(stream).__name__, once=True)
 
 
+def _is_data_set(data: Any) -> bool:
+    return is_array(data) or isinstance(data, tuple | Mapping) or is_node(data)
+
+
 def _array_stream(data: Any, epochs: int | None, options: dict[str, Any]) -> ArrayStream:
     options = {**options, "batch_size": regular_size(options["batch_size"])}
     return ArrayStream(*_parts(data), epochs=epochs, **options)
@@ -137,7 +142,8 @@ def _parts(data: Any) -> tuple[Any, ...]:
             f"A data set is x, (x, y) or (x, y, weights); got {len(parts)} parts. "
             "Several inputs go into a tuple of their own: ((x1, x2), y)."
         )
-    for leaf in jax.tree.leaves(parts):
+    for leaf in jax.tree.leaves(parts, is_leaf=is_sparse):
+        check_dense(leaf)
         if not is_array(leaf):
             raise TypeError(
                 f"A tuple or mapping is a data set and must hold arrays, got "
@@ -170,7 +176,8 @@ def _opener(data: Any, options: dict[str, Any]) -> Callable[[int], Iterator[Any]
 
 def _called(data: Any, epoch: int, options: dict[str, Any]) -> Iterator[Any]:
     """One pass over what a callable returned."""
-    if is_array(data) or isinstance(data, tuple | Mapping):
+    check_dense(data)
+    if _is_data_set(data):
         stream = _array_stream(data, epoch + 1, options)
         stream.epoch = epoch  # Which its order depends on.
         return stream

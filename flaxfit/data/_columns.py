@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxfit._narrow import is_array, narrow, narrow_dtype
+from flaxfit._narrow import is_array, narrow, narrow_dtype, to_numpy
 from flaxfit.data._mapped import MappedArray, mapping_of
 
 
@@ -22,7 +22,7 @@ class Column:
     """
 
     def __init__(self, leaf: Any):
-        array = np.asarray(leaf)
+        array = to_numpy(leaf)
         self._dtype = narrow_dtype(array.dtype)
         self.nbytes = array.size * self._dtype.itemsize
         self.is_mapped = mapping_of(array) is not None
