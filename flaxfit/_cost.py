@@ -57,8 +57,8 @@ def memory_of(compiled: Any) -> int:
     analysis = compiled.memory_analysis() if hasattr(compiled, "memory_analysis") else None
     if analysis is None:
         raise ValueError(
-            "The memory of a step is not known here: the backend does not tell, or several "
-            "processes share the step."
+            "The memory of a step is not known here: the backend does not tell, several processes "
+            "share the step, or it runs eagerly."
         )
     return (
         analysis.argument_size_in_bytes

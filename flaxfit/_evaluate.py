@@ -13,6 +13,7 @@ from flaxfit import _totals
 from flaxfit._agreement import Agreement
 from flaxfit._batch import Batch, normalize
 from flaxfit._checkpoint import Checkpoint
+from flaxfit._debugging import debugging_explained
 from flaxfit._explain import calls_explained
 from flaxfit._feed import Feed
 from flaxfit._inspect import inspect_eval, structure_of
@@ -92,6 +93,7 @@ class EvalLoop:
         """The checkpoint with the metrics of its state added."""
         return checkpoint.with_metrics(self.measure(checkpoint.state), f"{self.name}_")
 
+    @debugging_explained()
     def measure(self, state: Any, data: Any = None) -> dict[str, Any]:
         """The metrics of a state over the task's data, or over other data.
 

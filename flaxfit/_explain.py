@@ -12,12 +12,25 @@ from typing import Any
 import jax
 from flax.errors import ScopeParamShapeError
 
+from flaxfit._debugging import explain_debugging
 from flaxfit._display import count, plural, size
 
 _ASKED_FOR_A_VALUE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
+)
+
+_TRACED = (
+    "asks for the value of an array, which it has not yet: the step is traced first, then "
+    "compiled. Return the array instead of float(array) or np.asarray(array), use jax.numpy in "
+    "place of numpy and jnp.where in place of `if`; jax.debug.print shows values, and so does "
+    "print in the debug mode (TrainLoop(..., debug=True), Model(..., run_eagerly=True))."
+)
+
+_IN_THE_GRADIENT = (
+    "asks for the value of an array that the gradient is taken through. Its value is "
+    "jax.lax.stop_gradient(array): float and np.asarray take that; print(array) shows it."
 )
 
 _OTHER_ARGUMENTS = "positional argument|unexpected keyword argument"
@@ -44,7 +57,7 @@ def tracers_explained() -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        explanation = _of_tracers(error)
+        explanation = _of_tracers(error, _TRACED)
         if explanation is None:
             raise
         raise TypeError(explanation) from error
@@ -102,7 +115,7 @@ def explained(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any) -> Any:
         try:
             return method(self, *args)
-        except (TypeError, jax.errors.JaxRuntimeError) as error:
+        except Exception as error:
             explain(error, self)
             raise
 
@@ -111,15 +124,19 @@ def explained(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def explain(error: Exception, stepper: Any) -> None:
     """Raises in its place, where there is one, an error in words; as `explained` does."""
+    explain_debugging(error)
     if isinstance(error, TypeError):
-        explanation = _of_tracers(error)
+        is_eager = getattr(stepper.strategy, "runs_eagerly", False)
+        explanation = _of_tracers(error, _IN_THE_GRADIENT if is_eager else _TRACED)
         if explanation is not None:
             raise TypeError(explanation) from error
-    elif re.search("RESOURCE_EXHAUSTED|out of memory", str(error), re.IGNORECASE):
+    elif isinstance(error, jax.errors.JaxRuntimeError) and re.search(
+        "RESOURCE_EXHAUSTED|out of memory", str(error), re.IGNORECASE
+    ):
         raise MemoryError(_advice(stepper)) from error
 
 
-def _of_tracers(error: TypeError) -> str | None:
+def _of_tracers(error: TypeError, advice: str) -> str | None:
     """What an error of tracing means; None where it is none."""
     who = f"The model, the loss or a metric{_place(error)}"
     # The latter is what becomes of it where JAX takes the array that was kept for a constant.
@@ -133,12 +150,7 @@ def _of_tracers(error: TypeError) -> str | None:
             "state in a variable (self.variable, nnx.Variable)."
         )
     if isinstance(error, _ASKED_FOR_A_VALUE):
-        return (
-            f"{who} asks for the value of an array, which it has not yet: the step is traced "
-            "first, then compiled. Return the array instead of float(array) or np.asarray(array), "
-            "use jax.numpy in place of numpy and jnp.where in place of `if`; jax.debug.print "
-            "shows values."
-        )
+        return f"{who} {advice}"
     return None
 
 

@@ -85,7 +85,8 @@ def forward(
     sums = {
         "loss": loss_sums(task.loss, values, outputs, batch),
         **labels_out_of_range(task.loss, weights, outputs, batch.targets),
-        **measure(task.metrics, outputs, batch.targets, weights),
+        # No gradient of the metrics is asked for: where nothing is compiled, they see plain arrays.
+        **measure(task.metrics, jax.lax.stop_gradient(outputs), batch.targets, weights),
     }
     not_added = {name: () for name in updates if _may_be_loss(name, model_state)}
     model_state = {

@@ -103,15 +103,18 @@ def _divided(total: jax.Array, weight: jax.Array) -> jax.Array:
 def _accumulate(of_part: Any, model_state: Any, batch: Batch, key: jax.Array, n: int) -> Gradient:
     """Adds up the gradients and the sums of `n` parts; each sees the model state of the last."""
     parts = jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]), batch)
-    first = jax.tree.map(lambda x: x[0], parts)
-    shapes = jax.eval_shape(of_part, model_state, first, key)
-    added = (shapes.grads, shapes.sums, shapes.penalty)
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), added)
+    zeros: Any = None
+    if not jax.config.jax_disable_jit:  # There the scan is a loop of Python: nothing is traced.
+        first = jax.tree.map(lambda x: x[0], parts)
+        shapes = jax.eval_shape(of_part, model_state, first, key)
+        added = (shapes.grads, shapes.sums, shapes.penalty)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), added)
 
     def body(carry: Any, part: Any) -> Any:
         model_state, total = carry
         found = of_part(model_state, part[1], jax.random.fold_in(key, part[0]))
-        total = jax.tree.map(jnp.add, total, (found.grads, found.sums, found.penalty))
+        new = (found.grads, found.sums, found.penalty)
+        total = new if total is None else jax.tree.map(jnp.add, total, new)
         return (found.model_state, total), found.scale
 
     (model_state, total), scales = jax.lax.scan(body, (model_state, zeros), (jnp.arange(n), parts))

@@ -18,6 +18,7 @@ from flaxfit._jaxpr import holds
 from flaxfit._rules import flat
 from flaxfit._weights import check_weights, weights_by_output
 from flaxfit._whole_loss import losses_by_row, metrics_by_row
+from flaxfit.strategies._eager import runs_eagerly
 
 
 class Traced(NamedTuple):
@@ -66,16 +67,17 @@ def inspect(
         return forward(task, state.params, state.model_state, batch, state.key)
 
     known, key = {} if known is None else known, structure_of((state, batch))
+    bound = bind(pass_forward)
     traced = known.get(key)
     if traced is None:
         explained = _explained(f"TrainTask(..., rngs={task.rngs})", task, batch)
         with calls_explained(batch.inputs, batch.targets), explained:
-            # Over the state's shapes, since its arrays are spread over the devices of a strategy.
-            traced = trace(bind(pass_forward), shapes_of(state), shapes_of(batch))
+            traced = trace(bound, state, batch)
     result = traced.shapes
     check_loss(task.loss, result.values, result.outputs, batch, data)
     if key not in known:
-        _check_by_row(task, result, batch, bind)
+        if not runs_eagerly(bound):  # The check traces, with sizes of no batch.
+            _check_by_row(task, result, batch, bind)
         known[key] = traced
     return traced
 
@@ -104,15 +106,17 @@ def inspect_eval(
         return forward_eval(task, state, batch, state.key if task.rngs else None)
 
     known, key = {} if known is None else known, structure_of((state, batch))
+    bound = bind(pass_forward)
     result = known.get(key)
     if result is None:
         explained = _explained("EvalTask(..., rngs=...) or Model(..., eval_rngs=...)", task, batch)
         with calls_explained(batch.inputs, batch.targets), explained:
-            result = jax.eval_shape(bind(pass_forward), shapes_of(state), shapes_of(batch))
+            result = trace(bound, state, batch).shapes
     if result.values is not None:
         check_loss(task.loss, result.values, result.outputs, batch, data)
     if key not in known:
-        _check_by_row(task, result, batch, bind)
+        if not runs_eagerly(bound):
+            _check_by_row(task, result, batch, bind)
         known[key] = result
     return result
 
@@ -140,7 +144,7 @@ def inspect_step(
         )
     check_finite(batch if data is None else data, "The first batch" if data is None else "The data")
     with tracers_explained():
-        traced = trace(bind(step), shapes_of(state), shapes_of(batch))
+        traced = trace(bind(step), state, batch)
     updated, sums = traced.shapes
     old, new = (
         {path: f"{x.dtype}{list(x.shape)}" for path, x in flat(tree).items()}
@@ -156,9 +160,15 @@ def inspect_step(
     return traced._replace(shapes=sums)
 
 
-def trace(function: Callable[..., Any], *shapes: Any) -> Traced:
-    """Traces a function of arrays of these shapes and dtypes, without running it."""
-    program, results = jax.make_jaxpr(function, return_shape=True)(*shapes)
+def trace(function: Callable[..., Any], *arguments: Any) -> Traced:
+    """Traces a function of arrays or of their shapes and dtypes, without running it.
+
+    One that runs eagerly is run instead: the user's code is to see values.
+    """
+    if runs_eagerly(function):
+        return Traced(shapes_of(function(*arguments)), False)
+    # Over the shapes, since the arrays of a state are spread over the devices of a strategy.
+    program, results = jax.make_jaxpr(function, return_shape=True)(*map(shapes_of, arguments))
     return Traced(results, holds(program, "conv_general_dilated"))
 
 

@@ -13,6 +13,7 @@ from flaxfit import _callback_states
 from flaxfit._batch import normalize
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._compilation_cache import use_compilation_cache
+from flaxfit._debugging import check_jit
 from flaxfit._display import say
 from flaxfit._idle_gpu import warn_of_idle_gpu
 from flaxfit._own_step import strategy_for
@@ -26,7 +27,8 @@ from flaxfit._whole_number import whole_number
 from flaxfit.optim import hyperparams, set_hyperparams
 from flaxfit.optim._hyperparams import group_name
 from flaxfit.optim._learning_rates import learning_rates
-from flaxfit.strategies import Strategy
+from flaxfit.strategies import DataParallel, Eager, Strategy
+from flaxfit.strategies._eager import eagerly, runs_eagerly
 
 
 class EndOfData(Exception):
@@ -65,6 +67,8 @@ class TrainLoop:
       devices: the devices of a `DataParallel` strategy.
       strategy: where arrays live; None: `DataParallel(devices)`, or, for a task with a step of its
         own and several devices, `Sharded(devices=devices)`.
+      debug: whether to run each step operation by operation, on one device, so that prints and
+        breakpoints in the model, the loss and the metrics see values. It is many times slower.
       callbacks: functions `Checkpoint -> Checkpoint | None`, called before each yield.
       first_checkpoint: the step of the first checkpoint; `n_steps_per_checkpoint` gives n, 2n, ...
       steps_per_call: steps per dispatch to the device; "auto": a few steps are timed, one per
@@ -92,6 +96,7 @@ class TrainLoop:
         mutable_collections: Any = None,
         devices: Sequence[Any] | None = None,
         strategy: Strategy | None = None,
+        debug: bool = False,
         callbacks: Any = (),
         first_checkpoint: int = 1,
         steps_per_call: int | str = 1,
@@ -111,12 +116,18 @@ class TrainLoop:
         self._settings: object = None
         """Another one whenever what decides on the next checkpoint or dispatch is set."""
         self.task = _with_collections(task, collections, mutable_collections)
+        if debug:
+            strategy = Eager(strategy if devices is None else DataParallel(devices))
         self.strategy = strategy or strategy_for(self.task, devices)
         self._snapshot = snapshots(snapshot, self.strategy)
         self.n_steps_per_checkpoint = n_steps_per_checkpoint
         self.n_steps = n_steps
         self.first_checkpoint = first_checkpoint
         self.say = say if stdout else lambda text: None
+        if runs_eagerly(self.strategy):
+            self.say("debug mode: nothing is compiled, which is slow; it runs on one device")
+        else:
+            check_jit()
         self._stepper = stepper = Stepper(
             self.task, self.strategy, grad_norm=grad_norm, keep_grads=keep_grads, say=self.say
         )
@@ -135,7 +146,8 @@ class TrainLoop:
             if getattr(callback, "attaches_first", False):  # Before the first batch is fetched.
                 callback.attach(self)
         shardings = getattr(self.strategy, "shardings", None)
-        beginning = start(init, self.task, rnkey, sample, self.say, shardings)
+        with eagerly(self.strategy):
+            beginning = start(init, self.task, rnkey, sample, self.say, shardings)
         if self.task.step is None:
             check_has_parameters(beginning.state)
         self.start = beginning.checkpoint
@@ -415,7 +427,7 @@ class TrainLoop:
 
         Of the step as it is written, before it is compiled. What runs in a `while` loop counts
         once, what runs in a kernel that XLA cannot look into not at all; so `nan` or a number
-        that is too low may come back for such a model.
+        that is too low may come back for such a model; `nan` with `debug`.
 
         Args:
           batch_size: examples in the step; None: those of a regular batch of the data.
@@ -440,7 +452,8 @@ class TrainLoop:
           batch_size: examples in the step; None: those of a regular batch of the data.
 
         Raises:
-          ValueError: the backend does not tell, or several processes share the step.
+          ValueError: the backend does not tell, several processes share the step, or it is run
+            eagerly.
         """
         return self._stepper.count_bytes(batch_size)
 

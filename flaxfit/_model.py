@@ -40,7 +40,8 @@ from flaxfit.data._libraries import is_hugging_face, regular_size
 from flaxfit.optim import averaged
 from flaxfit.optim._averaged import has_average
 from flaxfit.optim._extended import has_ema
-from flaxfit.strategies import Strategy
+from flaxfit.strategies import Eager, Strategy
+from flaxfit.strategies._eager import eagerly
 
 
 class Model:
@@ -63,6 +64,8 @@ class Model:
         several outputs one for each, by name or in their order.
       metrics: names, functions or `Metric`s, in a sequence or by name in a mapping.
       strategy: where arrays live; None: data-parallel over all local devices.
+      run_eagerly: whether to run everything operation by operation, on one device, so that prints
+        and breakpoints in the model, the loss and the metrics see values. It is many times slower.
       seed: of the initial parameters, of shuffling and of dropout.
       compilation_cache: a folder that JAX keeps compiled programs in, for this whole process and
         for later ones, which then start without compiling again.
@@ -85,6 +88,7 @@ class Model:
         metrics: Any = (),
         *,
         strategy: Strategy | None = None,
+        run_eagerly: bool = False,
         seed: int = 0,
         compilation_cache: str | os.PathLike[str] | None = None,
         snapshot: str = "device",
@@ -106,7 +110,7 @@ class Model:
         """The history of the latest `fit`, also when it was interrupted."""
         self._train, self._eval = modules.train_and_eval(module, losses=losses)
         self._task = TrainTask(self._train.apply, optimizer, loss, None, metrics, **options)
-        self.strategy = strategy or strategy_for(self._task)
+        self.strategy = Eager(strategy) if run_eagerly else strategy or strategy_for(self._task)
         snapshots(snapshot, self.strategy)  # Refused here rather than by the first `fit`.
         self._snapshot = snapshot
         task = EvalTask(
@@ -386,7 +390,8 @@ class Model:
                     "flaxfit.export.InputSpec(('batch', 28, 28))."
                 )
             input_spec = export.batch_specs(self._loop.input_shapes)
-        self._current.begin(self._task, self.seed, lambda: example(input_spec))
+        with eagerly(self.strategy):
+            self._current.begin(self._task, self.seed, lambda: example(input_spec))
         module = export.from_state(
             self._state_to_use(), apply, input_spec, params=params, trainable=trainable
         )
@@ -538,7 +543,8 @@ class Model:
                 raise ValueError("There is nothing to begin with: the data holds no batches.")
             return normalize(first[0]).inputs
 
-        self._current.begin(self._task, self.seed, inputs)
+        with eagerly(self.strategy):
+            self._current.begin(self._task, self.seed, inputs)
         is_stream = hasattr(data, "one_epoch") and getattr(data, "is_repeatable", True)
         can_repeat = is_stream or not isinstance(data, Iterator)
         return data if can_repeat or not first else itertools.chain(first, batches)

@@ -9,9 +9,10 @@ import jax
 import numpy as np
 
 from flaxfit._batch import n_examples
+from flaxfit._debugging import debugging_explained
 from flaxfit._explain import calls_explained
 from flaxfit._feed import Feed
-from flaxfit._inspect import check_rows, shapes_of, streams_explained, structure_of
+from flaxfit._inspect import check_rows, streams_explained, structure_of, trace
 from flaxfit._own_rows import OwnBatches
 from flaxfit._step import evaluated, make_predict_step
 from flaxfit.data import one_pass
@@ -44,6 +45,7 @@ class Predictor:
         self._rngs = tuple(rngs)
         self._executables: dict[Any, Callable[..., Any]] = {}
 
+    @debugging_explained()
     def __call__(self, state: Any, data: Any, strategy: Strategy) -> Any:
         """The outputs with a state, one row per example.
 
@@ -90,8 +92,7 @@ class Predictor:
             calls_explained(batch.inputs),
             streams_explained("Model(..., eval_rngs=...)", self._rngs),
         ):
-            abstract = shapes_of(arguments[0]), shapes_of(batch)
-            result = jax.eval_shape(strategy.bind(make()), *abstract)
+            result = trace(strategy.bind(make()), arguments[0], batch).shapes
         check_rows(result, n_examples(batch))
         step = make(
             axis_name=strategy.axis_name,

@@ -55,7 +55,7 @@ def start(
             given = shapes
             template = jax.eval_shape(lambda: _prepared(given, task))
         elif callable(shapes):
-            template = jax.eval_shape(
+            template = _shapes(
                 lambda k: init_state(shapes, task.optimizer, k, sample(), collections=streams),
                 jax.random.key(0),
             )
@@ -108,6 +108,14 @@ def check_has_parameters(state: TrainState) -> None:
     elif state.model_state:
         message += f" It has the collections {', '.join(state.model_state)}."
     raise ValueError(message)
+
+
+def _shapes(create: Callable[..., Any], key: Any) -> Any:
+    """The shapes and dtypes of a state; under `jax.disable_jit` it is made, not traced."""
+    if not jax.config.jax_disable_jit:
+        return jax.eval_shape(create, key)
+    state = create(key)
+    return jax.eval_shape(lambda: state)
 
 
 def _prepared(state: TrainState, task: Any) -> TrainState:

@@ -1,6 +1,7 @@
 """Stepper: takes training steps, each from a batch of the stream to the state it leads to."""
 
 import dataclasses
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -37,6 +38,7 @@ from flaxfit.optim._extended import carry_state
 from flaxfit.optim._freeze import check_matches
 from flaxfit.optim._hyperparams import names_of
 from flaxfit.strategies import Strategy
+from flaxfit.strategies._eager import runs_eagerly
 
 # On a CPU with several devices, unbounded dispatch of collectives aborts the process.
 _STEPS_IN_FLIGHT = 2
@@ -92,14 +94,15 @@ class Stepper:
             parts=task.accumulate,
             is_mixed=task.step is not None,  # It looks at each batch itself.
         )
-        self.programs = Programs(self.agreement, say)
+        is_eager = runs_eagerly(strategy)
+        self.programs = Programs(self.agreement, (lambda text: None) if is_eager else say)
         self.tally = Tally(strategy.share)
         self._traced: dict[Any, Any] = {}
         self._not_added: set[str] = set()
         is_on_cpu = strategy.devices[0].platform == "cpu"
         # Virtual replicas and parts are loops or branches themselves.
         is_flat = getattr(strategy, "virtual_replicas", None) is None and task.accumulate == 1
-        self._may_unroll = is_on_cpu and is_flat
+        self._may_unroll = is_on_cpu and is_flat and not is_eager
         self.unrolls = False
         """Whether several steps are no loop, but stand in a program one behind the other."""
         self._convolves: dict[Hashable, bool] = {}
@@ -353,7 +356,7 @@ class Stepper:
             if self._n_unlooked >= self._steps_per_look:
                 self._bound()
             return True
-        except (TypeError, jax.errors.JaxRuntimeError) as error:
+        except Exception as error:
             explain(error, self)
             raise
 
@@ -393,7 +396,7 @@ class Stepper:
                 if self._n_unlooked >= self._steps_per_look:
                     self._bound()
                 yield
-        except (TypeError, jax.errors.JaxRuntimeError) as error:
+        except Exception as error:
             explain(error, self)
             raise
 
@@ -597,7 +600,9 @@ class Stepper:
         return portion.strategy.compile(update, arguments, n_donated=1)
 
     def count_flops(self, n: int | None) -> float:
-        """The operations of a step on `n` examples, on all devices together."""
+        """The operations of a step on `n` examples, on all devices together; `nan` if eager."""
+        if runs_eagerly(self.strategy):
+            return math.nan
         step, example = make_step(self.task), self.intake.example(n, self._inspect)
         return count_flops(self.strategy.bind(step), shapes_of(self.state), shapes_of(example))
 

@@ -174,7 +174,7 @@ PUBLIC = {
         "swap_ema",
     ),
     "flaxfit.sklearn": ("FlaxClassifier", "FlaxRegressor"),
-    "flaxfit.strategies": ("DataParallel", "Layout", "Sharded", "Strategy", "gather"),
+    "flaxfit.strategies": ("DataParallel", "Eager", "Layout", "Sharded", "Strategy", "gather"),
 }
 # The spine of the library is at the top; these live in a sub-package as well, among their kind.
 TWICE = {"ArrayStream", "DataParallel", "Sharded", "gather"}

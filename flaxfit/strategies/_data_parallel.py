@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from flaxfit._debugging import check_jit
 from flaxfit._free_memory import give_back_free_memory
 from flaxfit.strategies._local import given_devices, local_devices
 from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica, unmapped
@@ -224,6 +225,7 @@ class DataParallel:
         return self._compile(self._map(function, len(arguments), 0, ()), arguments)
 
     def _map(self, function: Any, n_arguments: int, out_axes: Any, donated: tuple[int, ...]) -> Any:
+        check_jit()
         return jax.pmap(
             function,
             axis_name=self._axis,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from flaxfit._debugging import check_jit
 from flaxfit._free_memory import give_back_free_memory
 from flaxfit._optimizer_axes import specs_by_parameter
 from flaxfit._put import put
@@ -262,6 +263,7 @@ class Sharded:
     def _compile(
         self, function: Any, arguments: tuple[Any, ...], donated: tuple[int, ...]
     ) -> Callable[..., Any]:
+        check_jit()
         check_sub_byte(arguments)
         *states, batch = arguments
 

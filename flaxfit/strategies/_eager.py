@@ -1,0 +1,126 @@
+"""Eager: one device that runs functions operation by operation, so that values can be seen."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from flaxfit.strategies._data_parallel import DataParallel
+from flaxfit.strategies._strategy import Strategy
+
+
+class Eager:
+    """Runs what another strategy of one device would compile, operation by operation.
+
+    In the model, the loss and the metrics arrays have values: prints and breakpoints show them,
+    and `jax_debug_nans` raises its error at the operation. It is many times slower.
+    `Model(..., run_eagerly=True)` and `TrainLoop(..., debug=True)` use it.
+
+    >>> Eager()
+    Eager(DataParallel(1 cpu devices))
+
+    Args:
+      strategy: of one device, whose axis models may name; None: the first local device.
+
+    Raises:
+      ValueError: the strategy has several devices or virtual replicas, or there are several
+        processes.
+    """
+
+    axis_name: str | None = None
+    n_devices = n_processes = 1
+    virtual_replicas: int | None = None
+
+    runs_eagerly = True
+
+    def __init__(self, strategy: Strategy | None = None):
+        strategy = DataParallel(jax.local_devices()[:1]) if strategy is None else strategy
+        _check_alone(strategy)
+        self.devices = strategy.devices
+        self.place, self.share, self.collect = strategy.place, strategy.share, strategy.collect
+        self._strategy = strategy
+
+    def __repr__(self) -> str:
+        return f"Eager({self._strategy!r})"
+
+    def rows(self, n_examples: int) -> slice:
+        """All rows of a batch."""
+        return slice(0, n_examples)
+
+    def split(self, batch: Any, n_stacked: int = 0) -> Any:
+        """The batch as arrays of JAX."""
+        return jax.device_put(batch, self.devices[0])
+
+    def join(self, outputs: Any) -> Any:
+        """The outputs as NumPy arrays."""
+        return jax.device_get(outputs)
+
+    def narrow(self, n_examples: int) -> "Eager":
+        """The same: one device takes any number of examples."""
+        return self
+
+    def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, run operation by operation."""
+        return _Run(self._strategy.bind(function), self.devices[0])
+
+    def constrain(self, results: Any, state: Any) -> Any:
+        """The results as they are."""
+        return results
+
+    def compile(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], *, n_donated: int = 0
+    ) -> Callable[..., Any]:
+        """The function, run operation by operation; nothing is compiled or used up."""
+        return self.bind(function)
+
+    def compile_split(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> Callable[..., Any]:
+        """As `compile`."""
+        return self.bind(function)
+
+
+class _Run:
+    """A function of arrays that runs operation by operation on a device."""
+
+    runs_eagerly = True
+
+    def __init__(self, function: Callable[..., Any], device: Any):
+        self._function, self._device = function, device
+
+    def __call__(self, *arguments: Any) -> Any:
+        with jax.disable_jit():
+            return self._function(*jax.device_put(arguments, self._device))
+
+
+def runs_eagerly(strategy_or_function: Any) -> bool:
+    """Whether a strategy, or a function that one has bound, runs operation by operation.
+
+    >>> runs_eagerly(Eager()), runs_eagerly(Eager().bind(abs)), runs_eagerly(DataParallel())
+    (True, True, False)
+    """
+    return getattr(strategy_or_function, "runs_eagerly", False)
+
+
+def eagerly(strategy: Strategy) -> contextlib.AbstractContextManager[Any]:
+    """A context in which JAX compiles and traces nothing, where the strategy does not either.
+
+    >>> with eagerly(Eager()):
+    ...     jax.config.jax_disable_jit
+    True
+    """
+    return jax.disable_jit() if runs_eagerly(strategy) else contextlib.nullcontext()
+
+
+def _check_alone(strategy: Strategy) -> None:
+    n_processes = max(jax.process_count(), strategy.n_processes)
+    virtual = getattr(strategy, "virtual_replicas", None)
+    if len(strategy.devices) == n_processes == 1 and virtual is None:
+        return
+    given = f"{n_processes} processes" if n_processes > 1 else repr(strategy)
+    raise ValueError(
+        f"Cannot run eagerly on {given}: the debug mode runs on one device of one process, without "
+        "virtual replicas. Leave the strategy and the devices out, or pass one device, such as "
+        "DataParallel(jax.local_devices()[:1])."
+    )
