@@ -61,8 +61,8 @@ def loss_of(
             "batches whole: without accumulate and virtual_replicas, and several such losses by "
             "output with strategy=Sharded()."
         )
-    if names_axis(jax.make_jaxpr(task.loss)(*outputs, *batch.targets)):
-        return values, penalty  # It looks at the other replicas by itself.
+    if _looks_around(task.loss, outputs, batch.targets):
+        return values, penalty
     weights = None if batch.weights is None else replicas.whole(batch.weights, n)
     whole = batch._replace(targets=replicas.whole(batch.targets, n), weights=weights)
     # In rows of weight 0, the targets that one device would put there.
@@ -89,7 +89,7 @@ def check_metrics(
     if task.pad or not divided:  # Where batches may be padded, such a metric was refused.
         return
     for name, metric in metrics_by_row(task):
-        if couples_rows(metric, outputs, targets):
+        if couples_rows(metric, outputs, targets) and not _looks_around(metric, outputs, targets):
             raise ValueError(
                 f"Cannot measure {name!r} with {divided}: the value of an example depends on the "
                 "other examples of the batch, and each part would be measured by itself. Use one "
@@ -127,6 +127,11 @@ def _why_whole(loss: Any, values: Any, penalty: Any, outputs: Outputs, targets: 
     if any(couples_rows(one, *arguments) for _, one, *arguments in each):
         return "the value of an example depends on the other examples of the batch"
     return ""
+
+
+def _looks_around(function: Callable[..., Any], outputs: Outputs, targets: Any) -> bool:
+    """Whether a loss or a metric looks at the other replicas by itself."""
+    return names_axis(jax.make_jaxpr(function)(*outputs, *targets))
 
 
 def _how_divided(replicas: Replicas | VirtualReplicas, n_parts: int) -> str:

@@ -56,10 +56,10 @@ def mean_output(outputs, targets):
     return lax.pmean(outputs.mean(), "batch") + 0 * outputs
 
 
-def fitted(strategy, axis="batch", **options):
-    model = ff.Model(
-        Net(axis), optax.sgd(0.01), differences(axis), strategy=strategy, seed=1, **options
-    )
+def fitted(strategy, axis="batch", loss=None, **options):
+    loss = differences(axis) if loss is None else loss
+    options |= {"strategy": strategy, "seed": 1, "pad": False}  # It looks across the batch.
+    model = ff.Model(Net(axis), optax.sgd(0.01), loss, **options)
     return model, model.fit(X, Y, batch_size=16, verbose=0)
 
 
@@ -101,7 +101,7 @@ def test_a_model_over_the_axis_can_be_looked_at_and_exported(expected, tmp_path,
 
 
 def test_the_axis_is_called_replica_unless_it_is_named():
-    assert np.isfinite(fitted(one(), "replica", accumulate=2)[1]["loss"][0])
+    assert np.isfinite(fitted(one(), "replica", "mse", accumulate=2)[1]["loss"][0])
     assert repr(DataParallel(axis_name="batch")) == "DataParallel(4 cpu devices, axis_name='batch')"
     assert repr(Sharded(axis_name="batch")) == "Sharded(data=4, axis_name='batch')"
     assert DataParallel(axis_name="batch").narrow(6).axis_name == "batch"
