@@ -87,7 +87,8 @@ def _rate(name: str, shares: Callable[[Any], tuple[Any, Any]]) -> Metric:
 
 def _averaged(average: str, by_class: Any, counts: Any, shares: Any, multilabel: bool) -> float:
     if average == "micro":
-        return ratio(*shares({part: each.sum() for part, each in counts.items()}), 0.0)
+        numerator, denominator = shares({part: each.sum() for part, each in counts.items()})
+        return ratio(numerator, denominator, 0.0)
     if average == "weighted":
         return ratio((by_class * counts["actual"]).sum(), counts["actual"].sum(), 0.0)
     if average == "binary":
