@@ -1,10 +1,15 @@
-"""Losses and metrics beside those of Keras, scikit-learn, SciPy and torch.
+"""Every loss, metric, callback and schedule beside Keras, scikit-learn, SciPy, torch, torchmetrics.
 
-The same inputs go to both, the awkward ones too, and the answers are at most 1e-5 apart.
+The same inputs go to both, the awkward ones too, and the answers are at most 1e-5 apart. What
+differs on purpose is in `DIFFERENCES`; what has no peer, in `WITHOUT_PEER`.
 """
 
+import csv
 import functools
 import itertools
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +20,43 @@ import scipy.special
 import sklearn.metrics
 
 import flaxfit as ff
-from flaxfit import losses, metrics
+from flaxfit import callbacks, losses, metrics
+from flaxfit.checkpoints import CheckpointFileWriter, best
+from flaxfit.optim import MultiOptimizer, OptimizerDef
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+DIFFERENCES = {  # What: in Keras, in flaxfit.
+    "`kl_divergence`": ("probabilities below 1e-7 count as 1e-7", "exact, from logits"),
+    "slope of `mae` at an error of 0": ("-1 on JAX, 0 on TensorFlow", "0"),
+    "`auc`": ("200 thresholds", "all scores, to 0.001"),
+    "`top_k` of equal scores": ("all are among the highest", "the first is"),
+    "weights that are all 0": ("0", "`nan`"),
+    "`ReduceLROnPlateau(cooldown=n)`": ("skips n - 1 epochs", "skips n epochs, as torch"),
+    "the best of equal checkpoints": ("the first", "the last"),
+    "the moving average begins": ("after the first step", "with the initial parameters"),
+}
+WITHOUT_PEER = {
+    **dict.fromkeys(["Callback", "Logger", "ExitCode"], "A type, no callback."),
+    **dict.fromkeys(
+        [
+            "JSONLogger",
+            "LogTo",
+            "MLflowLogger",
+            "SummaryLogger",
+            "TensorBoardLogger",
+            "WandbLogger",
+        ],
+        "Writes what CSVLogger writes, elsewhere.",
+    ),
+    **dict.fromkeys(["ProgressBar", "Timer", "Throughput", "MemoryReport", "Profiler"], "Watches."),
+    **dict.fromkeys(["every", "at", "when"], "Chooses checkpoints."),
+    **dict.fromkeys(["SaveOnSignal", "Watchdog", "Rollback", "Unfreeze"], "Keras has none."),
+    "Export": "Compared with the model itself, in tests/export.",
+    "Norms": "Compared with NumPy, in tests/callbacks.",
+    "plot_confusion_matrix": "A picture.",
+    "Metric": "A type.",
+    **dict.fromkeys(["as_metrics", "mean", "on"], "Makes a metric of others."),
+}
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +235,8 @@ def ours_of(name):
     loss = losses.resolve(name)
     of_case = with_gradient(loss)
 
-    @jax.jit
+    # It compiles in half the time.
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
     def measure(with_gradients, others):
         values = {case: (by_example(loss(*arrays)), None) for case, arrays in others.items()}
         return values | {case: of_case(*arrays) for case, arrays in with_gradients.items()}
@@ -269,7 +309,7 @@ def test_losses_and_gradients_are_those_of_torch(name, torch):
     assert_losses(name, peer, ["2-D", "3-D", *HALVES], kinks=kinks)
 
 
-SOME_LOSSES = ["crossentropy", "binary_crossentropy", "mse", "cosine_distance"]
+SOME_LOSSES = ["crossentropy", "mse"]
 
 
 @pytest.mark.parametrize("n_devices", [1, 4])
@@ -329,20 +369,20 @@ def rates(*names):
     return {f"{name}_{how}": getattr(metrics, name)(average=how) for name, how in parts}
 
 
-# Together every metric, with every average; each is tried on several kinds, not on all.
+# Together every metric, with every average; each is tried on some kinds, as programs take time.
 METRICS = {
-    "score": metrics.as_metrics(["accuracy", "binary_accuracy", "precision", "recall", "f1"])
+    "score": metrics.as_metrics(["accuracy", "binary_accuracy", "precision", "recall", "f1", "auc"])
     | {"confusion_matrix": metrics.confusion_matrix(2)},
     "column": metrics.as_metrics(["accuracy", "binary_accuracy"]) | rates("f1_micro"),
-    "two": metrics.as_metrics(["accuracy", "precision"]) | rates("recall_macro"),
+    "two": metrics.as_metrics(["precision"]) | rates("recall_macro"),
     "classes": metrics.as_metrics(["accuracy", "top_2", "perplexity"])
-    | rates("precision_macro", "recall_macro", "f1_macro", "precision_micro", "f1_micro")
+    | rates("precision_macro", "recall_macro", "f1_macro", "precision_micro")
     | {"confusion_matrix": metrics.confusion_matrix(5)},
-    "onehot": metrics.as_metrics(["accuracy", "top_4", "perplexity"]) | rates("f1_macro"),
+    "onehot": metrics.as_metrics(["accuracy", "top_4", "perplexity"]),
     "tokens": metrics.as_metrics(["accuracy", "top_2", "perplexity"]) | rates("recall_macro"),
-    "number": metrics.as_metrics(["mse", "mae", "rmse"]),
-    "numbers": metrics.as_metrics(["mse", "mae", "rmse"]),
-    "deep": metrics.as_metrics(["mae", "rmse"]),
+    "number": metrics.as_metrics(["mse", "mae", "rmse", "r2"]),
+    "numbers": metrics.as_metrics(["mse"]),
+    "deep": metrics.as_metrics(["mae", "rmse", "r2"]),
 }
 IS_NUMBER = {"number", "numbers", "deep"}
 DATA = kinds_of_data()
@@ -387,8 +427,9 @@ CASES = {
     "tied": each(lambda kind, o, t: (o.round() + 0.25, t), EQUAL),
     "of 1e4": each(lambda kind, o, t: (1e4 * o, 1e4 * t if kind in IS_NUMBER else t)),
     "near 1e4": each(lambda kind, o, t: (1e4 + o, 1e4 + t) if kind in IS_NUMBER else (o, t)),
-    "idle rows": each(spoiled, np.where(IDLE, 0, SOME)),
+    "idle rows": each(spoiled, np.where(IDLE, 0, SOME).astype(np.float32)),
 }
+NO_WEIGHT = each(lambda kind, *arrays: arrays, np.zeros(N, np.float32))
 
 
 def of_kind(place, metric):
@@ -412,7 +453,7 @@ def evaluator(n_devices):
 
 @functools.cache
 def measured(case, n_devices):
-    arrays, weights = CASES[case]
+    arrays, weights = {**CASES, "no weight": NO_WEIGHT}[case]
     outputs, targets = (tuple(arrays[kind][i] for kind in DATA) for i in (0, 1))
     data = ff.ArrayStream(outputs, targets, weights, batch_size=BATCH_SIZE)
     state = ff.InferenceState(np.int32(0), {}, {})
@@ -456,26 +497,27 @@ def of_sklearn(kind, outputs, targets, weights):
 
 
 def rates_of_sklearn(labels, predicted, weights):
-    of = sklearn.metrics
-    functions = {"precision": of.precision_score, "recall": of.recall_score, "f1": of.f1_score}
-    return {"accuracy": of.accuracy_score(labels, predicted, sample_weight=weights)} | {
-        f"{name}_{average}": function(
-            labels, predicted, average=average, sample_weight=weights, zero_division=0
+    options = {"sample_weight": weights, "zero_division": 0}
+    found = {"accuracy": np.average(labels == predicted, weights=weights)}
+    for average in ("macro", "micro"):
+        values = sklearn.metrics.precision_recall_fscore_support(
+            labels, predicted, average=average, **options
         )
-        for name, function in functions.items()
-        for average in ("macro", "micro")
-    }
+        names = (f"{name}_{average}" for name in ("precision", "recall", "f1"))
+        found |= dict(zip(names, values[:3], strict=True))
+    return found
 
 
 def binary_of_sklearn(scores, labels, weights):
-    of = sklearn.metrics
-    options = {"sample_weight": weights}
-    rates = {"average": "binary", "zero_division": 0, **options}
+    of, options = sklearn.metrics, {"sample_weight": weights}
+    precision, recall, f1, _ = of.precision_recall_fscore_support(
+        labels, scores > 0, average="binary", zero_division=0, **options
+    )
     return {
         "binary_accuracy": of.accuracy_score(labels, scores > 0, **options),
-        "precision": of.precision_score(labels, scores > 0, **rates),
-        "recall": of.recall_score(labels, scores > 0, **rates),
-        "f1": of.f1_score(labels, scores > 0, **rates),
+        "precision": precision,
+        "recall": recall,
+        "f1": f1,
         "auc": of.roc_auc_score(labels, scores, **options) if len(set(labels)) > 1 else np.nan,
         "confusion_matrix": of.confusion_matrix(labels, scores > 0, labels=[0, 1], **options),
     }
@@ -494,21 +536,432 @@ def numbers_of_sklearn(outputs, targets, weights):
     }
 
 
-def assert_metrics(kind, peer, cases=CASES):
+def assert_metrics(kind, peer, cases=CASES, but=()):
     apart = []
-    for case, n_devices in itertools.product(cases, (1, 4)):
+    for case in cases:
         arrays, weights = CASES[case]
         counts = weights > 0
         theirs = peer(kind, *(array[counts] for array in arrays[kind]), weights[counts])
-        ours = measured(case, n_devices)
-        for name in METRICS[kind].keys() & theirs.keys():
-            value, expected = ours[f"{kind} {name}"], theirs[name]
-            is_tied = case == "tied" and name.startswith("top_")
-            if not is_tied and not np.allclose(value, expected, **TOLERANCE, equal_nan=True):
+        names = {name for name in METRICS[kind].keys() & theirs.keys() if (case, name) not in but}
+        for n_devices, name in itertools.product((1, 4), names):
+            value, expected = measured(case, n_devices)[f"{kind} {name}"], theirs[name]
+            tolerance = {"rtol": 0, "atol": 1e-3} if name == "auc" else TOLERANCE
+            if not np.allclose(value, expected, **tolerance, equal_nan=True):
                 apart.append(f"{case}, {n_devices} devices: {name} {value} for {expected}")
     assert not apart, "\n".join(apart)
 
 
+TIED = [("tied", name) for name in ("top_2", "top_4")]
+
+
 @pytest.mark.parametrize("kind", DATA)
 def test_metrics_are_those_of_scikit_learn(kind):
-    assert_metrics(kind, of_sklearn)
+    assert_metrics(kind, of_sklearn, but=TIED)
+
+
+def of_keras_metrics(keras):
+    of, sigmoid = keras.metrics, scipy.special.expit
+
+    def by_row(kind, outputs, targets):
+        top = {"classes": "top_2", "onehot": "top_4", "tokens": "top_2"}.get(kind)
+        match kind:
+            case "score" | "column":
+                yield ("binary_accuracy", "accuracy"), of.BinaryAccuracy(threshold=0), outputs
+                yield ("precision",), of.Precision(), sigmoid(outputs)
+                yield ("recall",), of.Recall(), sigmoid(outputs)
+            case "classes" | "tokens":
+                yield ("accuracy",), of.SparseCategoricalAccuracy(), outputs
+                yield (top,), of.SparseTopKCategoricalAccuracy(k=2), outputs
+                yield ("log",), of.SparseCategoricalCrossentropy(from_logits=True), outputs
+            case "onehot":
+                yield ("accuracy",), of.CategoricalAccuracy(), outputs
+                yield (top,), of.TopKCategoricalAccuracy(k=4), outputs
+                yield ("log",), of.CategoricalCrossentropy(from_logits=True), outputs
+            case "number" | "numbers" | "deep":
+                yield ("mse",), of.MeanSquaredError(), outputs
+                yield ("mae",), of.MeanAbsoluteError(), outputs
+                yield ("rmse",), of.RootMeanSquaredError(), outputs
+                if kind != "deep":
+                    yield ("r2",), of.R2Score(), outputs
+
+    def measure(kind, outputs, targets, weights):
+        found = {}
+        if kind in ("tokens", "deep"):
+            weights = np.broadcast_to(weights[:, None], outputs.shape[:2])
+        if kind in ("score", "number"):
+            outputs, targets = outputs[:, None], targets[:, None]
+        for names, metric, given in by_row(kind, outputs, targets):
+            metric.update_state(targets, given, sample_weight=weights)
+            value = float(metric.result())
+            found |= dict.fromkeys(names, value)
+        if "log" in found:
+            found["perplexity"] = np.exp(found["log"])
+        return found
+
+    return measure
+
+
+@pytest.mark.parametrize("kind", ["score", "classes", "onehot", "tokens", "number", "deep"])
+def test_metrics_are_those_of_keras(kind, keras):
+    assert_metrics(kind, of_keras_metrics(keras), ["plain", "weighted", "tied"], but=TIED)
+
+
+def of_torchmetrics(torch, functional):
+    of = functional.classification
+
+    def measure(kind, outputs, targets, weights):
+        outputs, targets = torch.tensor(outputs), torch.tensor(targets)
+        if kind in IS_NUMBER:
+            pair = outputs.flatten(1) if outputs.ndim > 2 else outputs, targets.reshape(N, -1)
+            pair = pair if outputs.ndim > 1 else (outputs, targets)
+            mse = functional.mean_squared_error(*pair)
+            mae = functional.mean_absolute_error(*pair)
+            return {"mse": mse, "rmse": mse**0.5, "mae": mae, "r2": functional.r2_score(*pair)}
+        if kind in ("score", "column"):
+            pair = outputs.sigmoid(), targets
+            return {
+                "accuracy": of.binary_accuracy(*pair),
+                "binary_accuracy": of.binary_accuracy(*pair),
+                "precision": of.binary_precision(*pair),
+                "recall": of.binary_recall(*pair),
+                "f1": of.binary_f1_score(*pair),
+                "auc": of.binary_auroc(*pair),
+                "confusion_matrix": of.binary_confusion_matrix(*pair),
+            }
+        labels = targets.argmax(-1) if kind == "onehot" else targets
+        pair = outputs.movedim(-1, 1), labels
+        options = {"num_classes": outputs.shape[-1]}
+        found = {"confusion_matrix": of.multiclass_confusion_matrix(*pair, **options)}
+        tokens = (outputs, labels) if kind == "tokens" else (outputs[None], labels[None])
+        found["perplexity"] = functional.text.perplexity(*tokens)
+        for k, name in (1, "accuracy"), (2, "top_2"), (4, "top_4"):
+            if k < outputs.shape[-1]:
+                found[name] = of.multiclass_accuracy(*pair, top_k=k, average="micro", **options)
+        for name, average in itertools.product(("precision", "recall", "f1"), ("macro", "micro")):
+            function = getattr(of, f"multiclass_{name}".replace("f1", "f1_score"))
+            found[f"{name}_{average}"] = function(*pair, average=average, **options)
+        return found
+
+    return measure
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_metrics_are_those_of_torchmetrics(kind, torch, torchmetrics):
+    peer = of_torchmetrics(torch, torchmetrics.functional)
+    # It warns of one class, and has no way not to.
+    cases = ["plain", "all right"] + ["one class"] * (kind not in ("score", "column"))
+    assert_metrics(kind, peer, cases)
+
+
+@pytest.mark.parametrize("n_devices", [1, 4])
+def test_metrics_of_nothing_are_not_numbers(n_devices):
+    values = measured("no weight", n_devices)
+    matrices = {name for name in values if name.endswith("confusion_matrix")}
+    assert all(not values[name].any() for name in matrices)
+    assert {name for name in values if np.isnan(values[name]).all()} == values.keys() - matrices
+
+
+# Callbacks and checkpoints, which get the same values of a metric, one at each epoch.
+SEQUENCES = {
+    "falling": [5.0, 4.0, 3.0, 2.5, 2.25, 2.0, 1.0],
+    "standing": [5.0, 4.0, 4.0, 4.0, 4.0, 3.0, 3.0, 3.0, 3.0, 3.0, 2.0],
+    "in small steps": [1.0, 0.995, 0.98, 0.978, 0.976, 0.974, 0.95, 0.949],
+    "rising": [1.0, 2.0, 3.0, 4.0, 5.0],
+    "up and down": GENERATOR.integers(0, 6, 30).astype(float).tolist(),
+}
+
+
+class Trained:
+    """What a callback of Keras, or one of ours, asks of the model or loop that it belongs to."""
+
+    def __init__(self):
+        self.optimizer = SimpleNamespace(learning_rate=0.5)
+        self.stop_training = False
+        self.saved = []
+
+    def save(self, path, **options):
+        self.saved.append(int(Path(path).stem))
+
+    @property
+    def hyperparams(self):
+        return {"learning_rate": self.optimizer.learning_rate}
+
+    def set_hyperparams(self, group, learning_rate):
+        self.optimizer.learning_rate = learning_rate
+
+
+def after_each(callback, values, read):
+    """What is read of a model after each epoch of a callback of Keras."""
+    model = Trained()
+    callback.set_model(model)
+    callback.on_train_begin()
+    for epoch, value in enumerate(values):
+        callback.on_epoch_begin(epoch)
+        callback.on_epoch_end(epoch, {"val_loss": value})
+        yield read(model)
+
+
+def checkpoints_of(values, state=None):
+    for step, value in enumerate(values, start=1):
+        yield ff.Checkpoint(step=step, state=state, metrics={"val_loss": value})
+
+
+@pytest.mark.parametrize("values", SEQUENCES.values(), ids=list(SEQUENCES))
+@pytest.mark.parametrize("mode", ["auto", "min", "max"])
+def test_early_stopping_stops_where_keras_does(values, mode, keras):
+    for patience, min_delta in itertools.product(range(4), (0.0, 0.01)):
+        options = {"mode": mode, "patience": patience, "min_delta": min_delta}
+        theirs = keras.callbacks.EarlyStopping("val_loss", **options)
+        ours = callbacks.EarlyStopping("val_loss", restore_best=False, **options)
+        expected = after_each(theirs, values, lambda model: model.stop_training)
+        for checkpoint, stops in zip(checkpoints_of(values), expected, strict=True):
+            assert ours(checkpoint).stop == stops, (options, checkpoint.step)
+            assert ours.best_value == theirs.best and ours.best_step == theirs.best_epoch + 1
+            if stops:
+                break
+
+
+def rates_of_plateau(values, **options):
+    loop, plateau = Trained(), callbacks.ReduceLROnPlateau("val_loss", factor=0.5, **options)
+    plateau.attach(loop)
+    for checkpoint in checkpoints_of(values):
+        plateau(checkpoint)
+        yield loop.optimizer.learning_rate
+
+
+OF_PLATEAUS = [
+    {"patience": patience, "min_delta": min_delta, "cooldown": cooldown, "min_lr": min_lr}
+    for patience, min_delta, cooldown, min_lr in itertools.product(
+        (1, 3), (0.0, 0.01), (0, 1, 2), (0.0, 0.2)
+    )
+]
+
+
+@pytest.mark.parametrize("values", SEQUENCES.values(), ids=list(SEQUENCES))
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_plateau_lowers_the_rate_where_keras_does(values, mode, keras):
+    for options in OF_PLATEAUS:
+        # The cooldown of Keras counts the epoch of the reduction itself.
+        cooldown = options["cooldown"] + 1 if options["cooldown"] else 0
+        theirs = keras.callbacks.ReduceLROnPlateau(
+            "val_loss", factor=0.5, mode=mode, **(options | {"cooldown": cooldown})
+        )
+        expected = after_each(theirs, values, lambda model: float(model.optimizer.learning_rate))
+        rates = rates_of_plateau(values, mode=mode, **options)
+        np.testing.assert_allclose(list(rates), list(expected), rtol=1e-6, err_msg=str(options))
+
+
+@pytest.mark.parametrize("values", SEQUENCES.values(), ids=list(SEQUENCES))
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_plateau_lowers_the_rate_where_torch_does(values, mode, torch):
+    for options in OF_PLATEAUS:
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer,
+            mode,
+            factor=0.5,
+            patience=options["patience"] - 1,
+            threshold=options["min_delta"],
+            threshold_mode="abs",
+            cooldown=options["cooldown"],
+            min_lr=options["min_lr"],
+            eps=0,
+        )
+        expected = []
+        for value in values:
+            scheduler.step(value)
+            expected.append(optimizer.param_groups[0]["lr"])
+        rates = rates_of_plateau(values, mode=mode, **options)
+        np.testing.assert_allclose(list(rates), expected, rtol=1e-6, err_msg=str(options))
+
+
+def make_loop(optimizer, params, n_steps, **options):
+    """A loop of steps whose gradient is 1."""
+
+    def apply(variables, x, **_):
+        return x * sum(jax.tree.leaves(variables["params"])), {}
+
+    x = np.ones((1, 1), np.float32)
+    task = ff.TrainTask(
+        apply,
+        optimizer,
+        lambda outputs, targets: outputs,
+        [(x, x)] * n_steps,
+        **options.pop("task", {}),
+    )
+    init = lambda rngs, x: {"params": params}  # noqa: E731
+    return ff.TrainLoop(init, task, 0, stdout=False, devices=jax.devices()[:1], **options)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [lambda epoch, rate: 0.1 * (epoch + 1), lambda epoch, rate: 0.5 * rate],
+    ids=["absolute", "relative"],
+)
+def test_a_scheduler_sets_the_rates_that_keras_sets(rule, keras):
+    """Keras asks with the number of the epoch, flaxfit with that of the step: here, the same."""
+    theirs = keras.callbacks.LearningRateScheduler(rule)
+    expected = list(after_each(theirs, [0.0] * 4, lambda model: model.optimizer.learning_rate))
+    optimizer = OptimizerDef(optax.sgd, learning_rate=0.5)
+    loop = make_loop(
+        optimizer, {"w": np.zeros(1)}, 4, callbacks=[callbacks.LearningRateScheduler(rule)]
+    )
+    moved = np.diff([0.0] + [float(checkpoint.state.params["w"][0]) for checkpoint in loop])
+    np.testing.assert_allclose(-moved, expected, rtol=1e-5)
+
+
+def best_of(values, mode, keras, folder):
+    """The best step of a folder of ours, and the last that Keras saves."""
+    theirs = keras.callbacks.ModelCheckpoint(
+        "{epoch}.keras", monitor="val_loss", mode=mode, save_best_only=True
+    )
+    *_, saved = after_each(theirs, values, lambda model: model.saved)
+    with CheckpointFileWriter(folder, keep=1, monitor="val_loss", mode=mode) as write:
+        for checkpoint in checkpoints_of(values, OF_NOTHING):
+            write(checkpoint)
+    return best(folder), saved[-1]
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_the_best_checkpoint_is_that_of_keras(mode, keras, tmp_path):
+    ours, theirs = best_of([3.0, 5.0, 4.0, 1.0, 2.0], mode, keras, tmp_path)
+    assert ours == theirs
+
+
+OF_NOTHING = ff.init_state(
+    lambda *_: {"params": {"w": np.zeros(1)}}, optax.sgd(1.0), 0, (np.ones(1),)
+)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_training_stops_at_the_loss_that_keras_stops_at(bad, keras):
+    theirs, model = keras.callbacks.TerminateOnNaN(raise_error=True), Trained()
+    theirs.set_model(model)
+    ours = callbacks.StopOnNaN()
+    for step, loss in enumerate([3.0, 1e30]):
+        theirs.on_train_batch_end(step, {"loss": loss})
+        ours(ff.Checkpoint(step=step, state=None, metrics={"loss": loss}))
+    with pytest.raises(RuntimeError):
+        theirs.on_train_batch_end(2, {"loss": bad})
+    with pytest.raises(FloatingPointError):
+        ours(ff.Checkpoint(step=2, state=None, metrics={"loss": bad}))
+
+
+def test_a_table_of_numbers_holds_those_of_keras(keras, tmp_path):
+    theirs = keras.callbacks.CSVLogger(tmp_path / "theirs.csv")
+    *_, _ = after_each(theirs, SEQUENCES["standing"], lambda model: None)
+    theirs.on_train_end()
+    ours = callbacks.CSVLogger(tmp_path / "ours.csv")
+    for checkpoint in checkpoints_of(SEQUENCES["standing"]):
+        ours(checkpoint)
+    ours.close()
+    texts = [(tmp_path / f"{name}.csv").read_text() for name in ("ours", "theirs")]
+    for text in texts:
+        column = [float(row["val_loss"]) for row in csv.DictReader(text.splitlines())]
+        assert column == SEQUENCES["standing"]
+
+
+def test_the_moving_average_is_that_of_keras_but_for_its_start(keras):
+    """Ours begins with the initial parameters, that of Keras with those after the first step."""
+    momentum, n_steps = 0.9, 5
+    loop = make_loop(
+        optax.sgd(0.5),
+        {"w": np.ones(1, np.float32)},
+        n_steps,
+        task={"ema": momentum},
+        callbacks=[callbacks.SwapEMA()],
+    )
+    list(loop)
+    optimizer = keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=momentum)
+    variable = keras.Variable(np.ones(1, np.float32))
+    for _ in range(n_steps):
+        optimizer.apply([np.ones(1, np.float32)], [variable])
+    optimizer.finalize_variable_values([variable])
+    expected = float(variable.value[0]) + momentum**n_steps * 0.5
+    np.testing.assert_allclose(loop.state.params["w"], expected, rtol=1e-5)
+
+
+# Schedules, as the rates that a loop reports and takes.
+SCHEDULES = {
+    "exponential": optax.exponential_decay(0.1, 3, 0.5),
+    "staircase": optax.exponential_decay(0.1, 3, 0.5, staircase=True),
+    "polynomial": optax.polynomial_schedule(0.1, 0.01, 2.0, 6),
+    "linear": optax.linear_schedule(0.1, 0.01, 6),
+    "cosine": optax.cosine_decay_schedule(0.1, 8, alpha=0.1),
+    "warm-up": optax.warmup_cosine_decay_schedule(0.0, 0.1, 3, 10, end_value=0.01),
+}
+
+
+def schedules_of_keras(keras):
+    of = keras.optimizers.schedules
+    return {
+        "exponential": of.ExponentialDecay(0.1, 3, 0.5),
+        "staircase": of.ExponentialDecay(0.1, 3, 0.5, staircase=True),
+        "polynomial": of.PolynomialDecay(0.1, 6, 0.01, power=2.0),
+        "linear": of.PolynomialDecay(0.1, 6, 0.01),
+        "cosine": of.CosineDecay(0.1, 8, alpha=0.1),
+        "warm-up": of.CosineDecay(0.0, 7, alpha=0.1, warmup_target=0.1, warmup_steps=3),
+    }
+
+
+@functools.cache
+def rates_of_schedules(n_steps=12):
+    """The rates that a loop reports, and those that its parameters move by."""
+    optimizer = MultiOptimizer(
+        *((name, OptimizerDef(optax.sgd, learning_rate=rate)) for name, rate in SCHEDULES.items())
+    )
+    loop = make_loop(optimizer, {name: np.zeros(1, np.float32) for name in SCHEDULES}, n_steps)
+    reported, params = {name: [] for name in SCHEDULES}, {name: [0.0] for name in SCHEDULES}
+    for checkpoint in loop:
+        for name in SCHEDULES:
+            reported[name].append(checkpoint.metrics[f"learning_rate/{name}"])
+            params[name].append(float(checkpoint.state.params[name][0]))
+    return {name: (reported[name], -np.diff(params[name])) for name in SCHEDULES}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_gives_the_rates_of_keras(name, keras):
+    reported, moved = rates_of_schedules()[name]
+    expected = [float(schedules_of_keras(keras)[name](step)) for step in range(len(reported))]
+    np.testing.assert_allclose(reported, expected, **TOLERANCE)
+    np.testing.assert_allclose(moved, expected, **TOLERANCE)
+
+
+def test_differences_are_in_the_page_on_keras():
+    page = Path(__file__).parents[1] / "docs" / "migrating-from-keras.md"
+    rows = [" | ".join((what, *both)) for what, both in DIFFERENCES.items()]
+    text = page.read_text(encoding="utf-8")
+    assert [row for row in rows if f"| {row} |" not in text] == []
+
+
+def test_keras_differs_where_the_page_says_so(keras, tmp_path):
+    far, certain = jnp.array([[30.0, 0.0]]), jnp.array([[0.0, 1.0]])
+    clipped = of_keras(keras)["kl_divergence"](far, certain)
+    np.testing.assert_allclose(clipped, -np.log(1e-7), rtol=1e-5)
+    np.testing.assert_allclose(losses.kl_divergence(far, certain), 30, rtol=1e-5)
+    slope = jax.grad(lambda outputs: of_keras(keras)["mae"](outputs, jnp.zeros((1, 1))).sum())
+    assert slope(jnp.zeros((1, 1))) == -1
+    mean = keras.metrics.MeanSquaredError()
+    mean.update_state(np.ones((1, 1)), np.zeros((1, 1)), sample_weight=np.zeros(1))
+    assert mean.result() == 0
+    top_1 = keras.metrics.SparseTopKCategoricalAccuracy(k=1)
+    top_1.update_state(np.ones(1), np.zeros((1, 2)))
+    assert top_1.result() == 1
+    assert best_of([2.0, 1.0, 1.0], "min", keras, tmp_path) == (3, 2)
+
+
+def test_nothing_lacks_a_peer_without_a_reason():
+    compared = {re.sub(r"_\d$", "_k", name) for names in METRICS.values() for name in names}
+    compared = {re.sub("_(macro|micro)$", "", name) for name in compared}
+    assert set(metrics.__all__) - compared <= WITHOUT_PEER.keys()
+    known = {"Loss", "check_loss_shape", "check_values", "resolve", *TARGETS}
+    assert {name for name in vars(losses) if not name.startswith("_")} == known
+    public = {name for name in vars(callbacks) if name[0] != "_"}
+    assert public - WITHOUT_PEER.keys() == {
+        "CSVLogger",
+        "EarlyStopping",
+        "LearningRateScheduler",
+        "ReduceLROnPlateau",
+        "StopOnNaN",
+        "SwapEMA",
+    }
