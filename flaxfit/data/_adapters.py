@@ -9,7 +9,7 @@ import numpy as np
 from flaxfit._batch import parts_of
 from flaxfit._narrow import check_dense, is_array, is_node, is_sparse
 from flaxfit.data._arrays import ArrayStream
-from flaxfit.data._grain import is_divided
+from flaxfit.data._grain import end_workers_with_parent, is_divided
 from flaxfit.data._iterables import IterableStream
 from flaxfit.data._libraries import (
     comes_from,
@@ -158,6 +158,8 @@ def _opener(data: Any, options: dict[str, Any]) -> Callable[[int], Iterator[Any]
         raise TypeError(f"Cannot read batches from {data!r:.60}. {_ACCEPTED}")
     if isinstance(data, list):
         _check_list(data)
+    if comes_from(data, "grain"):
+        end_workers_with_parent(data)
     foreign = opener(data, **options)
     if foreign is not None:
         if not is_hugging_face(data):

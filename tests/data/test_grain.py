@@ -1,6 +1,11 @@
 """Grain's data sets and loaders part themselves between processes, unless Grain does it."""
 
 import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -126,3 +131,73 @@ def test_a_run_goes_on_in_another_number_of_processes(name, as_process):
     stream.set_state(two)
     rows = stream.pick(stream.next_rows())
     assert flat([rows]) == rest[4:8]
+
+
+WITH_WORKERS = """
+import multiprocessing, sys, time
+import grain.python as grain
+from absl import flags
+from flaxfit.data import as_stream
+
+def loader():
+    return grain.DataLoader(
+        data_source=grain.RangeDataSource(0, 4000, 1),
+        sampler=grain.IndexSampler(4000, grain.NoSharding(), shuffle=True, num_epochs=1, seed=1),
+        operations=[grain.Batch(4)],
+        worker_count=2,
+    )
+
+def pipeline():
+    rows = grain.MapDataset.range(4000).batch(4).to_iter_dataset()
+    return rows.mp_prefetch(grain.MultiprocessingOptions(num_workers=2))
+
+if __name__ == "__main__":
+    flags.FLAGS.mark_as_parsed()
+    stream = as_stream({"loader": loader, "pipeline": pipeline}[sys.argv[1]]())
+    for _ in range(4):
+        next(stream)
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    time.sleep(600)
+"""
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # Where nobody waits for it, what has ended stays as a zombie.
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
+@pytest.mark.parametrize("kind", ["loader", "pipeline"])
+def test_workers_end_with_a_parent_that_is_killed(kind, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(WITH_WORKERS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen(
+        [sys.executable, script, kind],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    workers = []
+    try:
+        workers = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(workers) == 2 and all(map(is_alive, workers))
+        parent.kill()
+        parent.wait()
+        until = time.monotonic() + 20
+        while any(map(is_alive, workers)) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not any(map(is_alive, workers))
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+        for pid in filter(is_alive, workers):
+            os.kill(pid, signal.SIGKILL)
