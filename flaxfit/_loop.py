@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from flaxfit._batch import normalize
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._compilation_cache import use_compilation_cache
 from flaxfit._debugging import check_jit
-from flaxfit._display import say
+from flaxfit._display import quiet, say
 from flaxfit._idle_gpu import warn_of_idle_gpu
 from flaxfit._own_step import strategy_for
 from flaxfit._snapshot import snapshots
@@ -123,6 +124,7 @@ class TrainLoop:
         self.n_steps_per_checkpoint = n_steps_per_checkpoint
         self.n_steps = n_steps
         self.first_checkpoint = first_checkpoint
+        self._is_talking = stdout
         self.say = say if stdout else lambda text: None
         if runs_eagerly(self.strategy):
             self.say("debug mode: nothing is compiled, which is slow; it runs on one device")
@@ -141,6 +143,7 @@ class TrainLoop:
 
         self._phase = ""
         self._is_finishing = False
+        self._had_finite_loss = True
         callbacks = _as_tuple(callbacks)
         for callback in callbacks:
             if getattr(callback, "attaches_first", False):  # Before the first batch is fetched.
@@ -576,10 +579,22 @@ class TrainLoop:
         if self._due is None and stepper.tally.n_steps:
             stepper.agreement.checkpoint(stepper.step)
             checkpoint = self._make_checkpoint()
+            self._warn_of_loss(checkpoint)
             stepper.interrupts.hold()
             self._due = (checkpoint, self._in_order())
             self._reset()
             stepper.interrupts.release()
+
+    def _warn_of_loss(self, checkpoint: Checkpoint) -> None:
+        """Says once when the loss is no longer finite."""
+        is_finite = math.isfinite(checkpoint.scalars.get("loss", 0.0))
+        if self._had_finite_loss and not is_finite:
+            self.say(
+                f"warning: the loss is {checkpoint.scalars['loss']} at step {checkpoint.step:,}. "
+                "Lower the learning rate or clip the gradients; callbacks.StopOnNaN() ends such "
+                "a run."
+            )
+        self._had_finite_loss = is_finite
 
     def _steps(self, end: int, batch: Any) -> Iterator[None]:
         """Dispatches steps up to `end`, or to the end of the data; yields after each dispatch."""
@@ -674,7 +689,8 @@ class TrainLoop:
 
     def _go_on_from(self, state: TrainState, checkpoint: Any) -> None:
         """From a state, and from the position and the counts of the checkpoint it came with."""
-        self._stepper.source.move_to(getattr(checkpoint, "data_state", None))
+        with quiet(not self._is_talking):
+            self._stepper.source.move_to(getattr(checkpoint, "data_state", None))
         self._stepper.set_state(state)
         self._due: tuple[Checkpoint, list[Any]] | None = None
         self._set_meanwhile: list[tuple[Any, dict[str, Any]]] = []

@@ -215,3 +215,45 @@ def test_data_with_an_order_of_its_own_resumes_on_the_same_batches(tmp_path, dat
     history = resumed.fit(make(), epochs=4, checkpoint_dir=tmp_path, **options)
     assert history.steps == [5, 10, 15, 20]
     np.testing.assert_array_equal(resumed.predict(X), whole.predict(X))
+
+
+@pytest.mark.parametrize("stdout", [False, True])
+def test_a_loop_that_prints_nothing_skips_in_silence(stdout, capsys):
+    task = ff.TrainTask(nn.Dense(1).apply, optax.sgd(0.1), "mse", BATCHES)
+    loop = ff.TrainLoop(nn.Dense(1).init, task, 0, n_steps=3, stdout=stdout)
+    *_, last = loop
+    again = ff.TrainLoop(nn.Dense(1).init, task, 0, stdout=stdout)
+    again.restore(last)
+    assert ("skipping" in capsys.readouterr().err) == stdout
+
+
+# A loss that is no longer finite.
+
+
+@pytest.mark.parametrize("verbose", [0, 2])
+def test_a_loss_that_is_not_finite_is_said_at_once_and_in_the_end(verbose, capsys):
+    model = ff.Model(nn.Dense(1), optax.sgd(1e30), "mse")
+    model.fit(X, Y, batch_size=4, epochs=3, verbose=verbose)
+    said = capsys.readouterr().err
+    assert said.count("warning: the loss is nan at step 5. Lower the") == (verbose == 2)
+    assert said.count("the loss is not finite since epoch 1") == (verbose == 2)
+
+
+def test_the_end_does_not_speak_of_a_loss_that_is_finite_again(capsys):
+    broken = [(x, np.full_like(y, np.inf if i == 1 else 0)) for i, (x, y) in enumerate(BATCHES)]
+    task = ff.TrainTask(nn.Dense(1).apply, optax.sgd(0.0), "mse", broken, skip_nonfinite=True)
+    bar = ff.callbacks.ProgressBar(live=False)
+    list(ff.TrainLoop(nn.Dense(1).init, task, 0, n_steps=4, callbacks=bar))
+    said = capsys.readouterr().err
+    assert "warning: the loss is" in said and "not finite since" not in said
+
+
+def test_a_folder_for_checkpoints_needs_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="folder of checkpoints needs a name, got ''"):
+        fit(X, Y, checkpoint_dir="")
+    with pytest.raises(ValueError, match="folder of checkpoints needs a name, got ''"):
+        model = make_model()
+        model.fit(X, Y, verbose=0)
+        model.save("")
+    assert not list(tmp_path.iterdir())

@@ -21,5 +21,6 @@ from flaxfit._display._streams import is_live as is_live
 from flaxfit._display._streams import is_notebook as is_notebook
 from flaxfit._display._streams import output as output
 from flaxfit._display._streams import printable as printable
+from flaxfit._display._streams import quiet as quiet
 from flaxfit._display._streams import say as say
 from flaxfit._display._streams import write as write

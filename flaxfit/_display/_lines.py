@@ -117,6 +117,7 @@ def final_line(
     total: int | None = None,
     monitor: str | None = None,
     best: tuple[float, int] | None = None,
+    not_finite_since: int | None = None,
 ) -> str:
     """How training ended.
 
@@ -128,6 +129,7 @@ def final_line(
       total: how far it was to go.
       monitor: the metric that was watched.
       best: its best value, and the epoch (or step) that reached it.
+      not_finite_since: the epoch (or step) from which on the loss was not finite, up to the last.
 
     >>> final_line(1.5, {"val_loss": 0.2}, n=9, total=9, monitor="val_loss", best=(0.1, 8))
     'done in 1.5s · best val_loss 0.1000 at epoch 8 (*) · last 0.2000'
@@ -136,6 +138,8 @@ def final_line(
         line = f"done in {duration(seconds)}"
     else:
         line = f"stopped after {count(n)} of {plural(total, unit)} in {duration(seconds)}"
+    if not_finite_since is not None:
+        line += f" · the loss is not finite since {unit} {count(not_finite_since)}"
     if monitor is None or best is None:
         return " · ".join(filter(None, (line, metric_line(metrics))))
     line += f" · best {monitor} {number(best[0])} at {unit} {count(best[1])} (*)"

@@ -1,7 +1,10 @@
 """What lines are written to: a terminal, a notebook or a file, and the one way to write them."""
 
+import contextlib
+import contextvars
 import os
 import sys
+from collections.abc import Iterator
 from typing import TextIO
 
 from tqdm import tqdm
@@ -84,11 +87,30 @@ def write(
     file.flush()
 
 
+_is_quiet = contextvars.ContextVar("is_quiet", default=False)
+
+
+@contextlib.contextmanager
+def quiet(is_quiet: bool = True) -> Iterator[None]:
+    """Holds back the notices of the library, those of this thread.
+
+    >>> with quiet():
+    ...     say("compiling")
+    """
+    token = _is_quiet.set(is_quiet or _is_quiet.get())
+    try:
+        yield
+    finally:
+        _is_quiet.reset(token)
+
+
 def say(text: str, file: TextIO | None = None) -> None:
     """Writes a notice of the library: the text after its name and two blanks.
 
     One that ends with "…" stands only until the next, and only where that can be written over it.
     """
+    if _is_quiet.get():
+        return
     file = output() if file is None else file
     if not text.endswith("…"):
         write(f"flaxfit  {text}", file)

@@ -1,5 +1,6 @@
 """ProgressBar: a live bar on a terminal or in a notebook, a line per checkpoint elsewhere."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
@@ -73,6 +74,7 @@ class ProgressBar:
         self._bar_start = step
         self._best: tuple[float, int] | None = None
         self._last: Checkpoint | None = None
+        self._not_finite_since: int | None = None
         self._began: float | None = None
         self._previous: tuple[int, float] | None = None
         self._n_timed, self._seconds = 0, 0.0
@@ -168,6 +170,8 @@ class ProgressBar:
         self._previous, self._n_to_skip = None, 0
         self._n = checkpoint.step if self._unit == "step" else self._n + 1
         self._bar_start = checkpoint.step
+        is_finite = math.isfinite(metrics.get("loss", 0.0))
+        self._not_finite_since = None if is_finite else self._not_finite_since or self._n
         is_best = self._is_best(metrics)
         if checkpoint.stop or self._n == self._n_units:
             self._close_bar()
@@ -216,6 +220,7 @@ class ProgressBar:
             total=self._n_units,
             monitor=self._monitor,
             best=self._best,
+            not_finite_since=self._not_finite_since,
         )
         display.write(line, self._stream)
         self._last = self._began = None

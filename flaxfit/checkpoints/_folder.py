@@ -13,7 +13,13 @@ _LEFT_OVER = re.compile(r"(deleted|saving)-\d+-\d+")
 
 
 def absolute(folder: str | os.PathLike[str]) -> Path:
-    """The folder's absolute path: Orbax loses what is saved to a relative one."""
+    """The folder's absolute path: Orbax loses what is saved to a relative one.
+
+    Raises:
+      ValueError: it has no name.
+    """
+    if not os.fspath(folder):
+        raise ValueError("A folder of checkpoints needs a name, got ''.")
     return Path(os.path.abspath(Path(folder).expanduser()))
 
 
