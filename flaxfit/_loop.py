@@ -19,7 +19,7 @@ from flaxfit._display import quiet, say
 from flaxfit._idle_gpu import warn_of_idle_gpu
 from flaxfit._own_step import strategy_for
 from flaxfit._snapshot import snapshots
-from flaxfit._start import check_has_parameters, start
+from flaxfit._start import check_trains, start
 from flaxfit._state import TrainState
 from flaxfit._stepper import Stepper
 from flaxfit._task import TrainTask
@@ -152,7 +152,7 @@ class TrainLoop:
         with eagerly(self.strategy):
             beginning = start(init, self.task, rnkey, sample, self.say, shardings)
         if self.task.step is None:
-            check_has_parameters(beginning.state)
+            check_trains(beginning.state, self.say)
         self.start = beginning.checkpoint
         """The checkpoint file that the run was restored from, or None."""
         self._go_on_from(beginning.state, self.start)
@@ -163,6 +163,12 @@ class TrainLoop:
         self.stopped = self._last is not None and self._last.stop
         """Whether a callback has ended the run; setting `data` begins it anew."""
         self.callbacks = callbacks
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "Cannot copy or pickle a TrainLoop: it holds compiled programs. Begin another loop "
+            "with loop.state, which is a copy."
+        )
 
     # Driving the loop: each is a choice of where to train to.
 

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from flax.core.scope import in_filter
+
 from flaxfit import _html, checkpoints, modules
 from flaxfit._arrays import prepare, prepare_inputs
 from flaxfit._batch import normalize
@@ -108,6 +110,13 @@ class Model:
         self.seed = seed
         self.history: History | None = None
         """The history of the latest `fit`, also when it was interrupted."""
+        mutable = options.get("mutable")
+        if losses and mutable is not None and not in_filter(mutable, "losses"):
+            raise ValueError(
+                f"losses={losses!r:.60} and mutable={mutable!r:.60} exclude each other: what the "
+                "model leaves behind would be lost. Name 'losses' and theirs in mutable, or leave "
+                "mutable out."
+            )
         self._train, self._eval = modules.train_and_eval(module, losses=losses)
         self._task = TrainTask(self._train.apply, optimizer, loss, None, metrics, **options)
         self.strategy = Eager(strategy) if run_eagerly else strategy or strategy_for(self._task)

@@ -89,25 +89,34 @@ def start(
     return Start(state)
 
 
-def check_has_parameters(state: TrainState) -> None:
-    """Refuses a model in which there is nothing to train.
+def check_trains(state: TrainState, say: Callable[[str], None]) -> None:
+    """Checks that there is something to train, and says what may be meant to be and is not.
+
+    Args:
+      state: the state to begin with.
+      say: prints a line.
 
     Raises:
-      ValueError: it has no parameters; arrays that may be meant as such are named.
+      ValueError: the model has no parameters.
     """
-    if jax.tree.leaves(state.params):
-        return
-    message = "The model has no parameters: there is nothing to train."
     constants = flat(state.model_state.get("constants", {}))
-    names = [f"self.{path.replace('/', '.')} {list(x.shape)}" for path, x in constants.items()]
-    if names:
-        message += (
-            f" It keeps plain arrays as attributes, which are constants: {', '.join(names)}. Wrap "
-            "those that are to be trained: self.w = nnx.Param(array)."
+    names = [
+        f"self.{path.replace('/', '.')} {list(x.shape)}"
+        for path, x in constants.items()
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+    arrays = (
+        f"plain arrays in attributes are constants: {', '.join(names)}. Wrap those that are to be "
+        "trained: self.w = nnx.Param(array)"
+    )
+    if not jax.tree.leaves(state.params):
+        others = f"its collections: {', '.join(state.model_state) or 'none'}"
+        raise ValueError(
+            "The model has no parameters, so there is nothing to train; "
+            f"{arrays if names else others}."
         )
-    elif state.model_state:
-        message += f" It has the collections {', '.join(state.model_state)}."
-    raise ValueError(message)
+    if names:
+        say(arrays)
 
 
 def _shapes(create: Callable[..., Any], key: Any) -> Any:

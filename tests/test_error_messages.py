@@ -285,9 +285,9 @@ class Plain(nnx.Module):
 @pytest.mark.parametrize(
     ("module", "part"),
     [
-        (Plain(), r"plain arrays.*constants: self.layers.0 \[4, 3\].*nnx.Param\(array\)"),
-        ((lambda *_: {"state": X[0]}, lambda v, x, **_: x[:, :3]), "collections state"),
-        ((lambda *_: {}, lambda v, x, **_: x[:, :3]), "nothing to train"),
+        (Plain(), r"plain arrays in .*constants: self.layers.0 \[4, 3\].*nnx.Param\(array\)"),
+        ((lambda *_: {"state": X[0]}, lambda v, x, **_: x[:, :3]), "collections: state"),
+        ((lambda *_: {}, lambda v, x, **_: x[:, :3]), "collections: none"),
     ],
     ids=["plain arrays", "a collection", "nothing"],
 )

@@ -74,6 +74,23 @@ def test_terms_of_the_loss_under_a_name_of_their_own_are_trained(module, losses,
     assert model.state.model_state == {}
 
 
+def test_terms_of_the_loss_need_to_be_mutable():
+    with pytest.raises(ValueError, match="losses='kl' and mutable=.* exclude each other"):
+        make_model(Linen(), losses="kl", mutable=["batch_stats"])
+    fit(make_model(Linen(), losses="kl", mutable=["losses", "kl"]))
+
+
+def test_what_is_not_trained_is_said(capsys):
+    class Shifted(Nnx):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.shift, self.rows = jnp.zeros(3), jnp.arange(3)
+
+    fit(make_model(Shifted, losses=Kl), verbose=2)
+    said = capsys.readouterr().err
+    assert "plain arrays in attributes are constants: self.shift [3]. Wrap" in said
+
+
 def test_values_that_are_not_added_to_the_loss_are_said_once(capsys):
     model = make_model(Nnx)
     fit(model, verbose=2)

@@ -31,6 +31,8 @@ def with_losses(functions: ModelFunctions, losses: Any) -> ModelFunctions:
     >>> with_losses(sow, ["kl"]).apply({}, 0.0, mutable=True)
     (0.0, {'losses': {'kl': 1.0}})
     """
+    given = (losses,) if isinstance(losses, str | type) else losses
+    losses = [each if isinstance(each, str) else each.__name__ for each in given]
     if not losses:
         return functions
 

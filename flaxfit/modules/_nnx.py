@@ -169,6 +169,8 @@ def make(model: Any, rngs: Any) -> Any:
     """
     from flax import nnx
 
+    from flaxfit.modules import _nnx_state as states
+
     made = model
     if is_nnx(model) and not isinstance(model, nnx.Module):
         is_named = "rngs" in parameters(_maker(model))
@@ -176,6 +178,7 @@ def make(model: Any, rngs: Any) -> Any:
         with nnx.use_eager_sharding(False):
             made = model(rngs=rngs) if is_named else model(rngs)
     if isinstance(made, nnx.Module):
+        states.mark_arrays(made)
         return made
     raise TypeError(
         "from_nnx needs an instance of an nnx module, or a function that makes one of its rngs "

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.partitioning import AxisMetadata
 from flax.traverse_util import unflatten_dict
+from jax.core import Tracer
 from jax.interpreters import partial_eval
 
 from flaxfit.modules._flags import parameters
@@ -69,6 +70,14 @@ def viewed(module: nnx.Module, modes: Mapping[str, Any]) -> Any:
             if _has_switch(part, name):
                 setattr(part, name, modes[name])
     return view
+
+
+def mark_arrays(module: nnx.Module) -> None:
+    """Marks the plain arrays of a module that is made under a trace, which nnx takes for static."""
+    for _, part in list(nnx.iter_graph(module)):
+        for name, value in list(vars(part).items()) if isinstance(part, nnx.Pytree) else ():
+            if isinstance(value, Tracer):
+                setattr(part, name, nnx.data(value))
 
 
 def attributes_of(module: nnx.Module) -> dict[str, Any]:

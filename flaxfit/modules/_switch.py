@@ -29,11 +29,10 @@ def train_and_eval(module: Any, *, losses: Any = ()) -> tuple[ModelFunctions, Mo
     Raises:
       TypeError: it is none of these.
     """
-    names = (losses,) if isinstance(losses, str) else losses
     if isinstance(module, nn.Module):
-        return with_losses(_linen(module, True), names), _linen(module, False)
+        return with_losses(_linen(module, True), losses), _linen(module, False)
     if isinstance(module, tuple) and len(module) == 2 and all(map(callable, module)):
-        return with_losses(_pair(module, True), names), _pair(module, False)
+        return with_losses(_pair(module, True), losses), _pair(module, False)
     if is_nnx(module):
         return (
             from_nnx(module, train=True, losses=losses),
@@ -79,6 +78,9 @@ def _pair(pair: tuple[Any, Any], train: bool) -> ModelFunctions:
     owner = getattr(pair[1], "__self__", None)
     if isinstance(owner, nn.Module) and pair == (owner.init, owner.apply):
         return _linen(owner, train)
+    for function in pair:
+        required = (p.name for p in parameters(function).values() if p.default is p.empty)
+        check_switches(dict.fromkeys(required), "A function of the pair")
     # A function without a switch stays itself: whoever holds it can tell that it is the same.
     switches = ((function, call_flags(function, train)) for function in pair)
     return ModelFunctions(*(functools.partial(f, **set_) if set_ else f for f, set_ in switches))

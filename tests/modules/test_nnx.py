@@ -419,3 +419,21 @@ def test_the_types_that_losses_names_are_terms_of_the_loss_and_belong_to_a_call(
         from_nnx(Variational(), losses="Kll").apply(
             from_nnx(Variational()).init(None), X, mutable=True
         )
+
+
+def test_a_class_may_keep_plain_arrays_as_its_instances_do():
+    class Plain(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(4, 2, rngs=rngs)
+            self.shift, self.order = jnp.ones(2), jnp.arange(2)
+            self.several = nnx.List([nnx.data(jnp.ones(3))])
+
+        def __call__(self, x):
+            return self.layer(x)[:, self.order] + self.shift
+
+    shape = {"shift": (2,), "order": (2,), "several": {"0": (3,)}}
+    for model in (Plain, Plain, Plain(nnx.Rngs(0))):
+        init, apply = from_nnx(model)
+        variables = jax.jit(init)(jax.random.key(0))
+        assert shapes(variables)["constants"] == shape
+        assert apply(variables, X).shape == (8, 2)

@@ -246,6 +246,11 @@ def test_a_switch_of_another_name_is_an_error_that_lists_the_names(base, default
         assert from_nnx(module, train=False, call=lambda m, x: x).apply({}, X) is X
 
 
+def test_a_pair_whose_switch_has_another_name_is_an_error():
+    with pytest.raises(ValueError, match="A function of the pair has a switch named is_train"):
+        train_and_eval((lambda key, x: {}, lambda variables, x, is_train, **_: x))
+
+
 def test_a_field_or_an_attribute_of_another_name_is_an_error():
     members = {"__annotations__": {"inference": bool}, "inference": False, "__call__": len}
     with pytest.raises(ValueError, match="named inference, which would not be set"):
@@ -278,5 +283,11 @@ def test_collections_that_are_named_are_terms_of_the_loss(model):
     terms = jax.tree.map(float, updates)
     assert terms == {"losses": {"term": (24.0,), "kl": {"term": (12.0,)}}}
     assert evaluation.apply(variables, X).shape == (4, 1)
+    assert (
+        "losses"
+        in train_and_eval(model, losses=type("kl", (), {}))[0].apply(
+            variables, X, mutable=["losses", "kl"]
+        )[1]
+    )
     with pytest.raises(ValueError, match="losses names kll.* but in kl, losses"):
         train_and_eval(model, losses="kll")[0].apply(variables, X, mutable=["losses", "kl"])
