@@ -69,8 +69,7 @@ def from_nnx(
         check_switches({n: found[n] for n in found if n not in modes}, type(abstract).__name__)
         modes = {**switches(train), **modes}
         arguments = {} if call else call_flags(abstract.__call__, train)
-    losses = (losses,) if isinstance(losses, str | type) else tuple(losses)
-    losses = tuple(x if isinstance(x, str) else states.collection_of(x) for x in losses)
+    losses = states.names_of(losses)
     graph, random, template = states.split(abstract, modes, losses)
     axes = states.axes_of(abstract, losses)
 
@@ -113,7 +112,7 @@ def from_nnx(
     return ModelFunctions(init, apply)
 
 
-def update_nnx(model: Any, variables: Any) -> None:
+def update_nnx(model: Any, variables: Any, *, losses: Any = ()) -> None:
     """Writes copies of trained variables into an nnx instance: the object you passed is trained.
 
     >>> import jax.numpy as jnp
@@ -126,6 +125,7 @@ def update_nnx(model: Any, variables: Any) -> None:
     Args:
       model: the instance that `from_nnx` was given.
       variables: such as `model.state.variables`.
+      losses: as `from_nnx` was given them; such variables stay as they are.
 
     Raises:
       TypeError: the model is no instance of an nnx module.
@@ -137,7 +137,7 @@ def update_nnx(model: Any, variables: Any) -> None:
 
     if not isinstance(model, nnx.Module):
         raise TypeError(f"update_nnx needs an instance of an nnx module, got {model!r:.60}.")
-    states.assign(model, variables)
+    states.assign(model, variables, states.names_of(losses))
 
 
 def is_nnx(model: Any) -> bool:

@@ -180,6 +180,12 @@ def streams_used(function: Callable[[Any], Any], random: Any) -> dict[str, str]:
     }
 
 
+def names_of(losses: Any) -> tuple[str, ...]:
+    """The collections of types of variables, given as types or by name."""
+    given = (losses,) if isinstance(losses, str | type) else losses
+    return tuple(each if isinstance(each, str) else collection_of(each) for each in given)
+
+
 def collection_of(kind: type) -> str:
     """The collection that holds the variables of a type."""
     if issubclass(kind, nnx.Param):
@@ -191,12 +197,12 @@ def collection_of(kind: type) -> str:
         return kind.__name__
 
 
-def assign(module: nnx.Module, variables: Mapping[str, Any]) -> None:
+def assign(module: nnx.Module, variables: Mapping[str, Any], losses: Sequence[str] = ()) -> None:
     """Gives the variables of a module copies of these values: all of them, or none and an error."""
     state = _state(module)
-    new = filled(state, variables)
+    new = filled(state, variables, losses)
     old, now = (
-        {place: jax.tree.map(jnp.shape, _value(leaf)) for _, place, leaf in _leaves(tree)}
+        {place: jax.tree.map(jnp.shape, _value(leaf)) for _, place, leaf in _leaves(tree, losses)}
         for tree in (state, new)
     )
     wrong = [
@@ -206,7 +212,7 @@ def assign(module: nnx.Module, variables: Mapping[str, Any]) -> None:
     ]
     if wrong:
         raise ValueError(f"The variables do not fit the module: {'; '.join(wrong)}.")
-    kept = [leaf for leaf in _leaves(new) if leaf[1][0] not in _TRANSIENT]
+    kept = [leaf for leaf in _leaves(new, losses) if leaf[1][0] not in _TRANSIENT]
     nnx.update(module, jax.tree.map(jnp.copy, nnx.from_flat_state([(p, v) for p, _, v in kept])))
 
 
