@@ -1,51 +1,91 @@
 """How often the outputs name the right class: accuracy and its relatives."""
 
-import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from flaxfit.metrics._labels import classes_of, labels_of
-from flaxfit.metrics._metric import Metric, mean
+from flaxfit.metrics._doubts import say, weighed
+from flaxfit.metrics._labels import Answers, choices_of, classes_of, floating, labels_of
+from flaxfit.metrics._metric import Metric, ratio, weighted
 
 
-def _accuracy(*, threshold: float = 0.0) -> Metric:
+def mean_of_answers(
+    values: Callable[..., Any],
+    answers: Callable[..., Answers],
+    *,
+    name: str,
+    configure: Callable[..., Metric] | None = None,
+    from_logits: bool = True,
+    is_told: bool = True,
+) -> Metric:
+    """Makes the weighted mean of the values of answers; NaN where these cannot be counted."""
+
+    def measure(outputs: Any, targets: Any, *, weights: Any = None) -> Any:
+        found = answers(outputs, targets)
+        weights, doubts = weighed(found, weights, from_logits=from_logits)
+        total = weighted(jnp.asarray(values(found)), weights).sum()
+        return {"sum": total, "weight": weights.sum(), "doubts": doubts}
+
+    def compute(sums: Any) -> Any:
+        say(sums["doubts"], name, is_told=is_told)
+        return ratio(sums["sum"], sums["weight"])
+
+    return Metric(measure, compute, name, configure, lambda *given: values(answers(*given)))
+
+
+def _is_right(answers: Answers) -> Any:
+    return answers.actual == answers.predicted
+
+
+def _accuracy(*, threshold: float | None = None, from_logits: bool = True) -> Metric:
     """Makes the share of right predictions; see `accuracy`."""
 
-    def is_right(outputs: Any, targets: Any) -> Any:
-        actual, predicted, _ = classes_of(outputs, targets, threshold=threshold)
-        return actual == predicted
+    def answers(outputs: Any, targets: Any) -> Answers:
+        return classes_of(outputs, targets, threshold=threshold, from_logits=from_logits)
 
-    return dataclasses.replace(mean(is_right, name="accuracy"), configure=_accuracy)
+    return mean_of_answers(
+        _is_right,
+        answers,
+        name="accuracy",
+        configure=_accuracy,
+        from_logits=from_logits,
+        is_told=threshold is not None or not from_logits,
+    )
 
 
 accuracy = _accuracy()
 """The share of right predictions: integer, one-hot or binary labels, told apart by shape.
 
-Its option `threshold` is the logit above which class 1 of two is predicted.
+Its option `threshold` is the logit above which class 1 of two is predicted. With
+`from_logits=False` the outputs are probabilities, and the threshold is 0.5 unless given.
 """
 
 
-def _binary_accuracy(*, threshold: float = 0.0) -> Metric:
+def _binary_accuracy(*, threshold: float | None = None, from_logits: bool = True) -> Metric:
     """Makes the share of right answers; see `binary_accuracy`."""
+    name = "binary_accuracy"
 
-    def is_right(outputs: Any, targets: Any) -> Any:
-        outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
-        if outputs.shape != targets.shape:
-            raise ValueError(
-                "The metric 'binary_accuracy' wants labels of the shape of the outputs, got "
-                f"outputs {outputs.shape} and labels {targets.shape}."
-            )
-        return (outputs > threshold) == (targets > 0.5)
+    def answers(outputs: Any, targets: Any) -> Answers:
+        options = {"threshold": threshold, "from_logits": from_logits}
+        return choices_of(outputs, targets, name=name, **options)
 
-    return dataclasses.replace(mean(is_right, name="binary_accuracy"), configure=_binary_accuracy)
+    return mean_of_answers(
+        _is_right,
+        answers,
+        name=name,
+        configure=_binary_accuracy,
+        from_logits=from_logits,
+        is_told=threshold is not None or not from_logits,
+    )
 
 
 binary_accuracy = _binary_accuracy()
 """The share of right answers among many yes-or-no questions per example.
 
-Its option `threshold` is the logit above which the answer is yes.
+Its option `threshold` is the logit above which the answer is yes. With `from_logits=False` the
+outputs are probabilities, and the threshold is 0.5 unless given.
 """
 
 
@@ -63,14 +103,15 @@ def top_k(k: int) -> Metric:
     if k < 1:
         raise ValueError(f"Cannot look at the top {k} classes: k must be at least 1.")
 
-    def is_among_top_k(outputs: Any, targets: Any) -> Any:
-        outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
-        labels = labels_of(outputs, targets)
-        if k > outputs.shape[-1]:
-            raise ValueError(
-                f"Cannot look at the top {k} of {outputs.shape[-1]} classes: use a smaller k."
-            )
-        _, classes = jax.lax.top_k(outputs, k)
-        return (classes == labels[..., None]).any(-1)
+    def answers(outputs: Any, targets: Any) -> Answers:
+        outputs = floating(outputs)
+        labels, is_label = labels_of(outputs, jnp.asarray(targets))
+        n_classes = outputs.shape[-1]
+        if k > n_classes:
+            raise ValueError(f"Cannot look at the top {k} of {n_classes} classes: use a smaller k.")
+        return Answers(labels, jax.lax.top_k(outputs, k)[1], n_classes, is_label, outputs)
 
-    return mean(is_among_top_k, name=f"top_{k}")
+    def is_among_top_k(answers: Answers) -> Any:
+        return (answers.predicted == answers.actual[..., None]).any(-1)
+
+    return mean_of_answers(is_among_top_k, answers, name=f"top_{k}")

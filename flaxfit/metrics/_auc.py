@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit.metrics._doubts import say, weighed
 from flaxfit.metrics._labels import binary_scores_of
-from flaxfit.metrics._metric import Metric, weighted, weights_of
+from flaxfit.metrics._metric import Metric
 
 # A score is read as an ordered integer: a head of 12 bits (sign, exponent and, of float32, three
 # bits of the mantissa), then digits of 4 bits. The head has a bin for each value. Each digit has
@@ -25,18 +26,17 @@ def _auc(*, n_bins: int = 2**15) -> Metric:
     n_rows = -(-n_bins // 128)
 
     def measure(outputs: Any, targets: Any, *, weights: Any = None) -> Any:
-        scores, is_positive = binary_scores_of(outputs, targets, name="auc")
-        scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
-        weights = weights_of(scores, weights)
-        # A NaN has no rank. It makes the area NaN, unless it has no weight.
-        counts = weighted(jnp.where(jnp.isnan(scores), jnp.nan, 1.0), weights).ravel()
-        places, signs, n_cells = _places(_ordered(scores.ravel()), n_rows)
-        classes = is_positive.ravel().astype(int)[:, None]
+        answers = binary_scores_of(outputs, targets, name="auc")
+        weights, doubts = weighed(answers, weights)
+        places, signs, n_cells = _places(_ordered(answers.outputs.ravel()), n_rows)
         sums = jnp.zeros((2, n_cells), weights.dtype)
-        return sums.at[classes, places].add(counts[:, None] * signs)
+        counts = weights.ravel()[:, None] * signs
+        sums = sums.at[answers.actual.ravel()[:, None], places].add(counts)
+        return {"counts": sums, "doubts": doubts}
 
     def compute(sums: Any) -> float:
-        sums = np.asarray(sums, np.float64)
+        say(sums["doubts"], "auc")
+        sums = np.asarray(sums["counts"], np.float64)
         totals = sums[:, : 2**_HEAD].sum(1, keepdims=True)
         if not totals.prod() > 0:  # One class alone, or NaN.
             return np.nan

@@ -7,53 +7,94 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit._pyplot import pyplot
-from flaxfit.metrics._labels import classes_of
-from flaxfit.metrics._metric import Metric, ratio, weights_of
+from flaxfit.metrics._doubts import say, weighed
+from flaxfit.metrics._labels import Answers, choices_of, classes_of
+from flaxfit.metrics._metric import Metric, ratio
+
+_AVERAGES = ("auto", "binary", "macro", "micro", "weighted", "samples", None)
 
 
 def _rate(name: str, shares: Callable[[Any], tuple[Any, Any]]) -> Metric:
     """Makes a metric that is a ratio of counts, by class and then averaged.
 
-    Its options are `average` and `threshold`. `average` is "binary" (class 1 only), "macro" (the
-    mean over the classes that occur or are predicted) or "micro" (the ratio of the counts of all
-    classes); by default "binary" for two classes and "macro" for more. `threshold` is the logit
-    above which class 1 of two is predicted.
+    The options, which mean what they mean in scikit-learn:
+      average: "binary" (class 1 only), "macro" (the mean over the classes that occur or are
+        predicted), "weighted" (their mean weighted by how often they occur), "micro" (the ratio of
+        the counts of all classes), "samples" (the mean over the examples, with `multilabel`), or
+        None (an array, by class). By default "binary" for two classes and "macro" for more.
+      threshold: the logit above which class 1 of two is predicted, or one of several labels.
+      from_logits: whether the outputs are logits; if not, the threshold is 0.5 unless given.
+      multilabel: whether an example may have several labels, or none: outputs and labels have the
+        shape `(batch, ..., classes)`, and each class is predicted by its own output.
     """
 
-    def configure(*, average: str | None = None, threshold: float = 0.0) -> Metric:
-        if average not in (None, "binary", "macro", "micro"):
+    def configure(
+        *,
+        average: str | None = "auto",
+        threshold: float | None = None,
+        from_logits: bool = True,
+        multilabel: bool = False,
+    ) -> Metric:
+        if average not in _AVERAGES:
             raise ValueError(
-                f"The average of {name!r} must be 'binary', 'macro' or 'micro', got {average!r}."
+                f"The average of {name!r} must be 'binary', 'macro', 'micro', 'weighted', "
+                f"'samples' or None, got {average!r}."
             )
+        if average == "samples" and not multilabel or average == "binary" and multilabel:
+            raise ValueError(
+                f"The average {average!r} of {name!r} is for {'one label' if multilabel else ''}"
+                f"{'' if multilabel else 'several labels'} per example: use another average, or "
+                f"multilabel={not multilabel}."
+            )
+        options = {"threshold": threshold, "from_logits": from_logits}
 
         def measure(outputs: Any, targets: Any, *, weights: Any = None) -> Any:
-            actual, predicted, n_classes = classes_of(outputs, targets, threshold=threshold)
+            if multilabel:
+                found = choices_of(outputs, targets, name=name, **options)
+            else:
+                found = classes_of(outputs, targets, **options)
+            n_classes = found.n_classes
             if average == "binary" and n_classes != 2:
                 raise ValueError(
                     f"Cannot take the binary {name!r} of {n_classes} classes: use "
                     f"{name}(average='macro') or {name}(average='micro')."
                 )
-            weights = weights_of(actual, weights)
-            return {
-                "actual": _by_class(n_classes, weights, actual),
-                "predicted": _by_class(n_classes, weights, predicted),
-                "right": _by_class(n_classes, weights * (actual == predicted), actual),
-            }
+            weights, doubts = weighed(found, weights, from_logits=from_logits)
+            if average == "samples":
+                sums = _by_example(found, weights, shares)
+            else:
+                sums = _chosen(found, weights) if multilabel else _named(found, weights)
+            return {**sums, "weight": weights.sum(), "doubts": doubts}
 
         def compute(sums: Any) -> Any:
-            sums = {part: np.asarray(counts) for part, counts in sums.items()}
-            if not sums["actual"].any():
-                return np.nan
-            occurs = (sums["actual"] + sums["predicted"]) > 0
-            chosen = average or ("binary" if len(occurs) == 2 else "macro")
-            if chosen == "micro":
-                return ratio(*shares({part: counts.sum() for part, counts in sums.items()}), 0.0)
-            by_class = np.asarray(ratio(*shares(sums), 0.0))
-            return by_class[1].item() if chosen == "binary" else by_class[occurs].mean().item()
+            say(sums["doubts"], name, is_told=threshold is not None or not from_logits)
+            counts = {part: np.asarray(each, np.float64) for part, each in sums.items()}
+            if average == "samples":
+                return ratio(counts["sum"], counts["weight"])
+            by_class = np.asarray(ratio(*shares(counts), 0.0))
+            if not counts["weight"] > 0:  # Nothing, or NaN.
+                return np.full_like(by_class, np.nan) if average is None else np.nan
+            if average is None:
+                return by_class
+            is_binary = len(by_class) == 2 and not multilabel
+            chosen = average if average != "auto" else "binary" if is_binary else "macro"
+            return _averaged(chosen, by_class, counts, shares, multilabel)
 
         return Metric(measure, compute, name, configure)
 
     return configure()
+
+
+def _averaged(average: str, by_class: Any, counts: Any, shares: Any, multilabel: bool) -> float:
+    if average == "micro":
+        numerator, denominator = shares({part: each.sum() for part, each in counts.items()})
+        return ratio(numerator, denominator, 0.0)
+    if average == "weighted":
+        return ratio((by_class * counts["actual"]).sum(), counts["actual"].sum(), 0.0)
+    if average == "binary":
+        return by_class[1].item()
+    occurs = (counts["actual"] + counts["predicted"] > 0) | multilabel
+    return by_class[occurs].mean().item()
 
 
 precision = _rate("precision", lambda sums: (sums["right"], sums["predicted"]))
@@ -66,7 +107,9 @@ f1 = _rate("f1", lambda sums: (2 * sums["right"], sums["actual"] + sums["predict
 """The harmonic mean of precision and recall."""
 
 
-def confusion_matrix(n_classes: int) -> Metric:
+def confusion_matrix(
+    n_classes: int, *, threshold: float | None = None, from_logits: bool = True
+) -> Metric:
     """Makes the weights of the examples by actual class (rows) and predicted class (columns).
 
     Its value is an array of shape `(n_classes, n_classes)`.
@@ -75,18 +118,31 @@ def confusion_matrix(n_classes: int) -> Metric:
     >>> matrix.compute(matrix.measure(np.array([-1.0, 2.0, 3.0]), np.array([0, 0, 1])))
     array([[1., 1.],
            [0., 1.]], dtype=float32)
+
+    Args:
+      n_classes: how many classes the outputs tell apart.
+      threshold: the logit above which class 1 of two is predicted.
+      from_logits: whether the outputs are logits; if not, the threshold is 0.5 unless given.
     """
+    name = "confusion_matrix"
 
     def measure(outputs: Any, targets: Any, *, weights: Any = None) -> Any:
-        actual, predicted, n_found = classes_of(outputs, targets)
-        if n_found != n_classes:
+        found = classes_of(outputs, targets, threshold=threshold, from_logits=from_logits)
+        if found.n_classes != n_classes:
             raise ValueError(
                 f"A confusion matrix of {n_classes} classes does not fit outputs of shape "
-                f"{np.shape(outputs)}, which tell {n_found} classes apart."
+                f"{np.shape(outputs)}, which tell {found.n_classes} classes apart."
             )
-        return _by_class(n_classes, weights_of(actual, weights), actual, predicted)
+        weights, doubts = weighed(found, weights, from_logits=from_logits)
+        matrix = _by_class(n_classes, weights, found.actual, found.predicted)
+        return {"matrix": matrix, "doubts": doubts}
 
-    return Metric(measure, np.asarray, "confusion_matrix")
+    def compute(sums: Any) -> np.ndarray:
+        say(sums["doubts"], name, is_told=threshold is not None or not from_logits)
+        matrix = np.asarray(sums["matrix"])
+        return np.full_like(matrix, np.nan) if np.isnan(matrix).any() else matrix
+
+    return Metric(measure, compute, name)
 
 
 def plot_confusion_matrix(matrix: Any, names: Sequence[str] | None = None) -> Any:
@@ -134,8 +190,34 @@ def plot_confusion_matrix(matrix: Any, names: Sequence[str] | None = None) -> An
     return axes
 
 
+def _named(answers: Answers, weights: Any) -> dict[str, Any]:
+    """The counts by class of examples that have one label each."""
+    n, actual, predicted = answers.n_classes, answers.actual, answers.predicted
+    return {
+        "actual": _by_class(n, weights, actual),
+        "predicted": _by_class(n, weights, predicted),
+        "right": _by_class(n, weights * (actual == predicted), actual),
+    }
+
+
+def _chosen(answers: Answers, weights: Any) -> dict[str, Any]:
+    """The counts by class of examples that have several labels."""
+    axes = tuple(range(answers.actual.ndim - 1))
+    return {part: (weights * each).sum(axes) for part, each in _parts(answers).items()}
+
+
+def _by_example(answers: Answers, weights: Any, shares: Any) -> dict[str, Any]:
+    """The sum over the examples of their own ratios; 0 where a ratio has no denominator."""
+    counts = {part: each.sum(-1) for part, each in _parts(answers).items()}
+    right, of = shares(counts)
+    return {"sum": (weights.sum(-1) * jnp.where(of > 0, right / jnp.maximum(of, 1), 0)).sum()}
+
+
+def _parts(answers: Answers) -> dict[str, Any]:
+    actual, predicted = answers.actual, answers.predicted
+    return {"actual": actual, "predicted": predicted, "right": actual & predicted}
+
+
 def _by_class(n_classes: int, weights: Any, *classes: Any) -> Any:
-    """Adds the weights up by class, or by pairs of classes; leaves out labels out of range."""
-    # A negative index would count from the end, so it is sent out of range, too.
-    places = tuple(jnp.where(labels < 0, n_classes, labels) for labels in classes)
-    return jnp.zeros((n_classes,) * len(places), weights.dtype).at[places].add(weights, mode="drop")
+    """Adds the weights up by class, or by pairs of classes."""
+    return jnp.zeros((n_classes,) * len(classes), weights.dtype).at[classes].add(weights)

@@ -1,34 +1,84 @@
 """Which class an example belongs to, and which one the outputs name: told by the static shapes."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 
-def classes_of(outputs: Any, targets: Any, *, threshold: float = 0.0) -> tuple[Any, Any, int]:
+class Answers(NamedTuple):
+    """What there was and what was predicted: classes, or for each class whether it is named."""
+
+    actual: Any
+    predicted: Any
+    n_classes: int
+    is_label: Any
+    """Whether the labels are some: another number is no class, and must not become one."""
+    outputs: Any
+    """What the predictions were made of, by answer or with one more axis, of classes."""
+    is_probable: Any = None
+    """Whether the outputs may be probabilities, where these mean something else than logits."""
+
+
+def classes_of(
+    outputs: Any, targets: Any, *, threshold: float | None = None, from_logits: bool = True
+) -> Answers:
     """The actual and the predicted classes as integers of one shape, and how many there are.
 
     Scores of shape `(batch, ..., classes)` go with integer labels `(batch, ...)` or one-hot labels
-    of the same shape; the largest score wins. A single score, `(batch,)` or `(batch, 1)`, is the
-    logit of class 1; it wins above the threshold.
+    of the same shape; the largest score wins, the first of equal ones. A single score, `(batch,)`
+    or `(batch, 1)`, is the logit or the probability of class 1; it wins above the threshold.
     """
-    outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
+    outputs, targets = floating(outputs), jnp.asarray(targets)
+    threshold = threshold_of(threshold, from_logits)
     if is_single_score(outputs, targets):
         scores = outputs.reshape(targets.shape)
-        return (targets > 0.5).astype(int), (scores > threshold).astype(int), 2
-    actual = labels_of(outputs, targets)
-    if outputs.shape[-1] == 2:
-        return actual, (outputs[..., 1] - outputs[..., 0] > threshold).astype(int), 2
-    return actual, outputs.argmax(-1), outputs.shape[-1]
+        predicted = (scores > threshold).astype(int)
+        is_label, is_probable = is_share(targets), is_share(scores)
+        return Answers((targets > 0.5).astype(int), predicted, 2, is_label, scores, is_probable)
+    actual, is_label = labels_of(outputs, targets)
+    n_classes = outputs.shape[-1]
+    predicted = outputs.argmax(-1)
+    if n_classes == 2:
+        score = _difference(outputs) if from_logits else outputs[..., 1]
+        predicted = (score > threshold).astype(int)
+    return Answers(actual, predicted, n_classes, is_label, outputs)
 
 
-def binary_scores_of(outputs: Any, targets: Any, *, name: str) -> tuple[Any, Any]:
-    """One score per label and whether the label is 1, from a single score or from two classes."""
-    outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
+def choices_of(
+    outputs: Any,
+    targets: Any,
+    *,
+    name: str,
+    threshold: float | None = None,
+    from_logits: bool = True,
+) -> Answers:
+    """For each class or question, whether the answer is yes and whether yes is predicted.
+
+    Raises:
+      ValueError: the labels have not the shape of the outputs.
+    """
+    outputs, targets = floating(outputs), jnp.asarray(targets)
+    if outputs.shape != targets.shape:
+        raise ValueError(
+            f"The metric {name!r} wants labels of the shape of the outputs, got outputs "
+            f"{outputs.shape} and labels {targets.shape}."
+        )
+    predicted = outputs > threshold_of(threshold, from_logits)
+    n_classes = outputs.shape[-1] if outputs.ndim else 1
+    is_label, is_probable = is_share(targets), is_share(outputs)
+    return Answers(targets > 0.5, predicted, n_classes, is_label, outputs, is_probable)
+
+
+def binary_scores_of(outputs: Any, targets: Any, *, name: str) -> Answers:
+    """One score per label, and whether the label is 1: from a single score or from two classes."""
+    outputs, targets = floating(outputs), jnp.asarray(targets)
     if is_single_score(outputs, targets):
-        return outputs.reshape(targets.shape), targets > 0.5
+        scores = outputs.reshape(targets.shape)
+        return Answers((targets > 0.5).astype(int), scores, 2, is_share(targets), scores)
     if outputs.shape[-1] == 2:
-        return outputs[..., 1] - outputs[..., 0], labels_of(outputs, targets) == 1
+        labels, is_label = labels_of(outputs, targets)
+        scores = _difference(outputs)
+        return Answers(labels, scores, 2, is_label, scores)
     raise ValueError(
         f"The metric {name!r} wants a single score per label, (batch,) or (batch, 1), or the "
         f"scores of two classes; got outputs {outputs.shape} and labels {targets.shape}."
@@ -36,21 +86,26 @@ def binary_scores_of(outputs: Any, targets: Any, *, name: str) -> tuple[Any, Any
 
 
 def is_single_score(outputs: Any, targets: Any) -> bool:
-    """Whether the outputs are one logit per label rather than one score per class."""
+    """Whether the outputs are one score per label rather than one per class."""
     is_single = outputs.ndim == 1 or outputs.shape[-1] == 1
     return is_single and _without_last_one(outputs.shape) == _without_last_one(targets.shape)
 
 
-def labels_of(outputs: Any, targets: Any) -> Any:
-    """Integer labels, from themselves or from one-hot labels.
+def labels_of(outputs: Any, targets: Any) -> tuple[Any, Any]:
+    """Integer labels, from themselves or from one-hot labels, and whether each is a class.
 
     Raises:
       ValueError: the targets fit the outputs in neither way.
     """
+    n_classes = outputs.shape[-1]
     if outputs.ndim > 1 and targets.shape == outputs.shape:
-        return targets.argmax(-1)
+        shares = floating(targets)
+        # Those of several classes, or of none, do not add up to 1.
+        is_label = (shares >= 0).all(-1) & (jnp.abs(shares.sum(-1) - 1) < 0.02)
+        return shares.argmax(-1), is_label
     if targets.shape == outputs.shape[:-1] and jnp.issubdtype(targets.dtype, jnp.integer):
-        return targets
+        labels = targets.astype(int)  # The number of classes may not fit a narrower type.
+        return jnp.clip(labels, 0, n_classes - 1), (labels >= 0) & (labels < n_classes)
     wanted = f"labels of shape {outputs.shape}"
     if outputs.ndim > 1:
         wanted = f"integer labels of shape {outputs.shape[:-1]} or one-hot {wanted}"
@@ -58,6 +113,31 @@ def labels_of(outputs: Any, targets: Any) -> Any:
         f"A classification metric wants {wanted} for outputs of shape {outputs.shape}, "
         f"got labels {targets.shape} {targets.dtype}."
     )
+
+
+def threshold_of(threshold: float | None, from_logits: bool) -> float:
+    """The threshold, by default that of equal chances."""
+    if threshold is None:
+        return 0.0 if from_logits else 0.5
+    return threshold
+
+
+def is_share(values: Any) -> Any:
+    """Whether values lie between 0 and 1, as labels and probabilities do."""
+    values = floating(values)
+    return (values >= 0) & (values <= 1)
+
+
+def floating(array: Any) -> Any:
+    """As numbers of at least single precision."""
+    array = jnp.asarray(array)
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+
+
+def _difference(scores: Any) -> Any:
+    """How far the score of class 1 of two lies above that of class 0."""
+    low, high = scores[..., 0], scores[..., 1]
+    return jnp.where(low == high, 0, high - low)  # Of two that are infinite, too.
 
 
 def _without_last_one(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,12 +1,14 @@
 """How far the outputs are from the targets: squared and absolute errors, R2; and perplexity."""
 
+import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from flaxfit.metrics._labels import labels_of
+from flaxfit.metrics._accuracy import mean_of_answers
+from flaxfit.metrics._labels import Answers, floating, is_share, labels_of
 from flaxfit.metrics._metric import Metric, mean, ratio, weighted, weights_of
 from flaxfit.metrics._moments import moments, spread
 
@@ -60,19 +62,32 @@ effect any more.
 """
 
 
-def _surprise(outputs: Any, targets: Any) -> Any:
-    outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
-    labels = labels_of(outputs, targets)
-    return optax.softmax_cross_entropy_with_integer_labels(outputs.astype(jnp.float32), labels)
+def _perplexity(*, from_logits: bool = True) -> Metric:
+    """Makes the exponential of the mean cross-entropy; see `perplexity`."""
+
+    def answers(outputs: Any, targets: Any) -> Answers:
+        outputs = floating(outputs)
+        labels, is_label = labels_of(outputs, jnp.asarray(targets))
+        is_probable = is_share(outputs) & (jnp.abs(outputs.sum(-1, keepdims=True) - 1) < 0.01)
+        return Answers(labels, outputs, outputs.shape[-1], is_label, outputs, is_probable)
+
+    def surprise(answers: Answers) -> Any:
+        log = jax.nn.log_softmax(answers.outputs) if from_logits else jnp.log(answers.outputs)
+        return -jnp.take_along_axis(log, answers.actual[..., None], -1)[..., 0]
+
+    mean = mean_of_answers(
+        surprise, answers, name="perplexity", from_logits=from_logits, is_told=not from_logits
+    )
+
+    def compute(sums: Any) -> float:
+        with np.errstate(over="ignore"):
+            return float(np.exp(mean.compute(sums)))
+
+    return dataclasses.replace(mean, compute=compute, configure=_perplexity, values=None)
 
 
-_mean_surprise = mean(_surprise, name="perplexity")
+perplexity = _perplexity()
+"""The exponential of the mean cross-entropy of integer or one-hot labels under the logits.
 
-
-def _exponential(sums: Any) -> float:
-    with np.errstate(over="ignore"):
-        return float(np.exp(_mean_surprise.compute(sums)))
-
-
-perplexity = Metric(_mean_surprise.measure, _exponential, "perplexity")
-"""The exponential of the mean cross-entropy of integer or one-hot labels under the logits."""
+With `from_logits=False` the outputs are probabilities.
+"""

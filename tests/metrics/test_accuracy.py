@@ -1,8 +1,9 @@
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from sklearn.metrics import accuracy_score, top_k_accuracy_score
 
-from flaxfit.metrics import accuracy, binary_accuracy, top_k
+from flaxfit.metrics import accuracy, auc, binary_accuracy, perplexity, top_k
 
 
 def test_accuracy_of_integer_labels(digits, measured):
@@ -102,3 +103,100 @@ def test_the_threshold_is_the_logit_above_which_class_1_is_predicted(threshold):
         metric = metric(threshold=threshold)
         assert metric.compute(metric.measure(outputs, labels)) == pytest.approx(expected)
         assert metric.name in ("accuracy", "binary_accuracy")
+
+
+def value_of(metric, *arrays, weights=None):
+    return metric.compute(metric.measure(*arrays, weights=weights))
+
+
+ONE_SCORE = np.linspace(-2, 2, 4).astype(np.float32)
+THREE_SCORES = np.eye(3, dtype=np.float32)[[0, 1, 2, 0]]
+
+
+@pytest.mark.parametrize(
+    ("metric", "outputs", "labels"),
+    [
+        *((metric, THREE_SCORES, [0, 1, 2, -1]) for metric in (accuracy, top_k(2), perplexity)),
+        *((metric, THREE_SCORES, [0, 1, 2, 3]) for metric in (accuracy, top_k(2), perplexity)),
+        *((metric, ONE_SCORE, [0, 1, 1, -1]) for metric in (accuracy, binary_accuracy, auc)),
+        *((metric, ONE_SCORE, [0, 1, 1, 2]) for metric in (accuracy, binary_accuracy, auc)),
+        (auc, THREE_SCORES[:, :2], [0, 1, 1, 2]),
+        (accuracy, THREE_SCORES, [[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0]]),
+        (top_k(1), THREE_SCORES, [[1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]]),
+        (accuracy, THREE_SCORES, [[1, 0, 0], [0, 1, 0], [0, 0, 1], [2, -1, 0]]),
+    ],
+)
+def test_a_label_that_names_no_class_makes_the_value_nan_unless_it_has_no_weight(
+    metric, outputs, labels
+):
+    labels = np.array(labels)
+    weights = np.array([1.0, 1, 1, 0], np.float32)
+    assert value_of(metric, outputs, labels, weights=weights) == value_of(
+        metric, outputs[:3], labels[:3]
+    )
+    with pytest.warns(UserWarning, match=f"{metric.name!r} is NaN.*labels that name no class"):
+        assert np.isnan(value_of(metric, outputs, labels))
+
+
+@pytest.mark.parametrize("metric", [accuracy, top_k(2), perplexity, auc, binary_accuracy])
+def test_nan_outputs_are_no_prediction(metric):
+    is_single = metric in (auc, binary_accuracy)
+    outputs = (ONE_SCORE if is_single else THREE_SCORES).copy()
+    outputs[3] = np.nan
+    labels = np.array([0, 1, 1, 0])
+    assert np.isnan(value_of(metric, outputs, labels))
+    weights = np.array([1.0, 1, 1, 0], np.float32)
+    assert np.isfinite(value_of(metric, outputs, labels, weights=weights))
+
+
+def test_probabilities_have_their_threshold_at_a_half(tumours, measured):
+    scores, labels, weights = tumours
+    probabilities = (1 / (1 + np.exp(-scores))).astype(np.float32)
+    two = np.stack([1 - probabilities, probabilities], 1)
+    expected = measured(accuracy, scores, labels, weights=weights)
+    for metric, outputs in (accuracy, probabilities), (accuracy, two), (binary_accuracy, two[:, 1]):
+        value = measured(metric(from_logits=False), outputs, labels, weights=weights)
+        assert value == pytest.approx(expected, rel=1e-6)
+    high = accuracy(from_logits=False, threshold=0.9)
+    assert value_of(high, probabilities, labels) == np.mean((probabilities > 0.9) == labels)
+
+
+def test_probabilities_are_not_silently_taken_for_logits():
+    probabilities, labels = np.linspace(0.1, 0.9, 20), np.arange(20) % 2
+    for metric in accuracy, binary_accuracy:
+        with pytest.warns(UserWarning, match=rf"logits.*{metric.name}\(from_logits=False\)"):
+            value_of(metric, probabilities, labels)
+        value_of(metric(threshold=0.5), probabilities, labels)
+        value_of(metric, probabilities - 0.2, labels)
+        value_of(metric, np.zeros(20), labels)  # What an untrained model gives.
+    two = np.stack([probabilities, 1 - probabilities], 1)
+    assert value_of(accuracy, two, labels) == 0.5
+    with pytest.warns(UserWarning, match=r"perplexity\(from_logits=False\)"):
+        value_of(perplexity, two, labels)
+
+
+def test_logits_are_not_taken_for_probabilities():
+    for metric in accuracy, binary_accuracy:
+        with pytest.warns(UserWarning, match="takes probabilities, and got outputs below 0"):
+            assert np.isnan(value_of(metric(from_logits=False), ONE_SCORE, np.zeros(4)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int32, jnp.bool_])
+def test_labels_may_be_of_any_whole_dtype(dtype):
+    labels = jnp.asarray([0, 1, 1, 0]).astype(dtype)
+    assert value_of(accuracy, ONE_SCORE, labels) == 0.5
+    assert value_of(accuracy, jnp.eye(2).astype(dtype), jnp.eye(2).astype(dtype)) == 1.0
+    if dtype != jnp.bool_:
+        assert value_of(accuracy, np.eye(300)[:4], jnp.asarray([0, 1, 2, 4]).astype(dtype)) == 0.75
+
+
+def test_scores_of_narrow_dtypes_do_not_wrap_around():
+    scores = np.array([[200, 100], [0, 1]], np.uint8)
+    assert value_of(accuracy, scores, np.array([0, 1])) == 1.0
+    large = jnp.array([[-6e4, 6e4], [6e4, -6e4]], jnp.float16)
+    assert value_of(accuracy(threshold=1e5), large, np.array([1, 0])) == 1.0
+
+
+def test_infinite_scores_are_compared():
+    scores = np.array([[np.inf, np.inf], [-np.inf, 0], [0, np.inf]], np.float32)
+    assert value_of(accuracy, scores, np.array([0, 1, 1])) == 1.0

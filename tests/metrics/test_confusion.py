@@ -61,11 +61,66 @@ def test_rates_of_nothing(metric, reference):
     assert np.isnan(metric.compute(metric.measure(scores, labels, weights=np.zeros(3))))
 
 
+@rates
+@pytest.mark.parametrize("average", ["weighted", None])
+def test_rates_by_class_and_weighted_by_how_often_classes_occur(
+    digits, measured, metric, reference, average
+):
+    logits, labels, weights = digits
+    labels = labels % 7  # Three classes are predicted, but never occur.
+    options = {"average": average, "zero_division": 0.0, "labels": range(10)}
+    expected = reference(labels, logits.argmax(1), sample_weight=weights, **options)
+    value = measured(metric(average=average), logits, labels, weights=weights)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+
+
+@rates
+@pytest.mark.parametrize("average", ["macro", "micro", "weighted", "samples", None])
+def test_rates_of_several_labels_per_example(measured, metric, reference, average):
+    generator = np.random.default_rng(0)
+    logits = generator.normal(size=(300, 5)).astype(np.float32)
+    labels = (logits + generator.normal(size=(300, 5)) > 1).astype(np.uint8)
+    labels[:, 4] = 0
+    logits[:9, 2] = 0.4
+    weights = generator.uniform(size=300).astype(np.float32)
+    options = {"average": average, "sample_weight": weights, "zero_division": 0.0}
+    expected = reference(labels, logits > 0.5, **options)
+    multilabel = metric(average=average, multilabel=True, threshold=0.5)
+    value = measured(multilabel, logits, labels, weights=weights)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+
+
+def test_labels_of_several_classes_are_not_taken_for_one_hot_labels():
+    logits, labels = np.ones((4, 3), np.float32), np.array([[1, 0, 1]] * 4)
+    for metric in precision, recall, f1, f1(average=None), confusion_matrix(3):
+        with pytest.warns(UserWarning, match=r"is NaN.*several labels.*f1 with multilabel=True"):
+            assert np.isnan(metric.compute(metric.measure(logits, labels))).all()
+
+
 def test_an_average_that_cannot_be_taken_is_refused():
-    with pytest.raises(ValueError, match="'binary', 'macro' or 'micro', got 'weighted'"):
-        f1(average="weighted")
+    with pytest.raises(ValueError, match="'weighted', 'samples' or None, got 'median'"):
+        f1(average="median")
+    with pytest.raises(ValueError, match="'samples' of 'f1' is for several labels.*label=True"):
+        f1(average="samples")
+    with pytest.raises(ValueError, match="'binary' of 'f1' is for one label.*multilabel=False"):
+        f1(average="binary", multilabel=True)
+    with pytest.raises(ValueError, match=r"'f1' wants labels of the shape.*\(3, 5\).*\(3,\)"):
+        f1(multilabel=True).measure(np.zeros((3, 5)), np.zeros(3, np.int32))
     with pytest.raises(ValueError, match=r"binary 'f1' of 10 classes: use f1\(average='macro'\)"):
         f1(average="binary").measure(np.zeros((3, 10)), np.zeros(3, np.int32))
+
+
+@rates
+@pytest.mark.parametrize("n_scores", [1, 2])
+def test_rates_of_probabilities(tumours, measured, metric, reference, n_scores):
+    scores, labels, weights = tumours
+    one = (1 / (1 + np.exp(-scores))).astype(np.float32)
+    outputs = one if n_scores == 1 else np.stack([1 - one, one], 1)
+    for threshold in None, 0.3:
+        predicted = one > (threshold or 0.5)
+        expected = reference(labels, predicted, sample_weight=weights)
+        chosen = metric(from_logits=False, threshold=threshold)
+        assert measured(chosen, outputs, labels, weights=weights) == pytest.approx(expected)
 
 
 def test_the_confusion_matrix_has_actual_classes_in_rows(digits, measured):
@@ -75,12 +130,16 @@ def test_the_confusion_matrix_has_actual_classes_in_rows(digits, measured):
     np.testing.assert_allclose(value, expected, rtol=1e-6)
 
 
-def test_labels_out_of_range_are_counted_nowhere():
-    logits, labels = np.eye(3)[[0, 1, 2]], np.array([0, -1, 7])
-    matrix = confusion_matrix(3)
+@pytest.mark.parametrize("label", [-1, 3])
+def test_labels_out_of_range_are_no_other_class(label):
+    logits, labels = np.eye(3)[[0, 1, 2, 2]], np.array([0, 1, 2, label])
+    matrix, weights = confusion_matrix(3), np.array([1.0, 1, 1, 0])
     np.testing.assert_array_equal(
-        matrix.compute(matrix.measure(logits, labels)), np.diag([1, 0, 0])
+        matrix.compute(matrix.measure(logits, labels, weights=weights)), np.eye(3)
     )
+    for metric in matrix, precision, recall, f1(average="micro"), f1(average="weighted"):
+        with pytest.warns(UserWarning, match="labels that name no class.*the weight 0"):
+            assert np.isnan(metric.compute(metric.measure(logits, labels))).all()
 
 
 def test_a_confusion_matrix_of_another_size_is_refused():

@@ -106,3 +106,15 @@ def test_no_weight_gives_nan_quietly(diabetes):
     outputs, targets, weights = diabetes
     for metric in (mse, mae, rmse, r2):
         assert np.isnan(metric.compute(metric.measure(outputs, targets, weights=0 * weights)))
+
+
+def test_perplexity_of_probabilities_and_of_large_logits(digits, measured):
+    logits, labels, weights = digits
+    likelihoods = np.exp(logits - logits.max(1, keepdims=True))
+    probabilities = likelihoods / likelihoods.sum(1, keepdims=True)
+    expected = measured(perplexity, logits, labels, weights=weights)
+    value = measured(perplexity(from_logits=False), probabilities, labels, weights=weights)
+    assert value == pytest.approx(expected, rel=1e-5)
+    large = np.array([[1e4, 1e4 + 1, 1e4 - 1]] * 2, np.float32)
+    value = perplexity.compute(perplexity.measure(large, np.array([1, 2])))
+    assert value == pytest.approx(1 + np.e + 1 / np.e, rel=1e-5)

@@ -1,0 +1,66 @@
+"""What a classification metric cannot count: it makes the value NaN, and is said in words."""
+
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit.metrics._labels import Answers, is_share
+from flaxfit.metrics._metric import weights_of
+
+# So many scores lie between 0 and 1 by chance only if a model says next to nothing.
+_ENOUGH = 10
+
+
+def weighed(answers: Answers, weights: Any, *, from_logits: bool = True) -> tuple[Any, Any]:
+    """The weights of answers, NaN where one cannot be counted; and counts of what was doubtful.
+
+    NaN outputs and labels that are none have no weight but NaN, so they spoil every sum that
+    they are part of. What has the weight 0 leaves no mark.
+    """
+    outputs, is_label = answers.outputs, answers.is_label
+    is_number, is_sound = ~jnp.isnan(outputs), is_share(outputs) | from_logits
+    is_probable = jnp.zeros_like(is_number) if answers.is_probable is None else answers.is_probable
+    is_inside = is_probable & (outputs != 0)  # Exactly 0 is what an untrained model gives, too.
+    if outputs.ndim > is_label.ndim:
+        each = is_number, is_sound, is_probable, is_inside
+        is_number, is_sound, is_probable, is_inside = (x.all(-1) for x in each)
+    weights = weights_of(is_label, weights)
+    counts = (~is_label, ~is_sound & is_number, is_inside, ~is_probable & is_number)
+    doubts = jnp.stack([jnp.sum((weights != 0) & each).astype(weights.dtype) for each in counts])
+    is_counted = is_label & is_number & is_sound
+    return jnp.where(is_counted | (weights == 0), weights, jnp.nan), doubts
+
+
+def say(doubts: Any, name: str | None, *, is_told: bool = True) -> None:
+    """Warns of labels that are none, and of outputs that are not what the metric takes them for.
+
+    Args:
+      doubts: the sums of what `weighed` counted.
+      name: of the metric.
+      is_told: whether the kind of the outputs is known, or does not matter.
+    """
+    bad_labels, bad_outputs, probable, improbable = np.asarray(doubts)
+    if bad_labels:
+        _warn(
+            f"The metric {name!r} is NaN: it got labels that name no class. Integer labels count "
+            "the classes from 0, the labels of a single score lie between 0 and 1, and one-hot "
+            "labels add up to 1 for each example. Give an example that has no label the weight 0. "
+            "Where an example may have several labels, use binary_accuracy, or precision, recall "
+            "or f1 with multilabel=True."
+        )
+    if bad_outputs:
+        _warn(
+            f"The metric {name!r} is NaN: with from_logits=False it takes probabilities, and got "
+            "outputs below 0 or above 1."
+        )
+    if not is_told and probable >= _ENOUGH and not improbable:
+        _warn(
+            f"The metric {name!r} takes logits, and all outputs lie between 0 and 1, as "
+            f"probabilities do: for these, pass {name}(from_logits=False)."
+        )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
