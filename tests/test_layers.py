@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "flaxfit"
 LAYERS = (
     {"_alone", "_compilation_cache", "_debugging", "_free_memory", "_idle_gpu", "_is_function"}
-    | {"_jaxpr", "_keys", "_narrow", "_put"}
+    | {"_jaxpr", "_keys", "_narrow", "_order", "_put"}
     | {"_processes", "_pyplot", "_unrolled", "_weights", "_whole_number", "_zstd_codes", "launch"},
     {"_initialize", "_zstd"}
     | {"_rules", "_batch", "_by_row", "_callback_states", "_chart", "_cost", "_display"}

@@ -6,6 +6,7 @@ from typing import Any
 
 import optax
 
+from flaxfit._order import check_order
 from flaxfit.losses._functions import (
     binary_crossentropy,
     cosine_distance,
@@ -69,7 +70,7 @@ def resolve(loss: str | Loss) -> Loss:
 
     Raises:
       ValueError: no loss has that name.
-      TypeError: neither a name nor a function.
+      TypeError: neither a name nor a function, or a function that takes the targets first.
     """
     if isinstance(loss, str):
         known = _LOSSES | _ALIASES
@@ -82,6 +83,7 @@ def resolve(loss: str | Loss) -> Loss:
             "A loss must be a name or a function (*outputs, *targets) -> values, got "
             f"{type(loss).__name__}: {loss!r:.60}"
         )
+    check_order("loss", loss)
     try:
         return _CHECKED_INSTEAD.get(loss, loss)
     except TypeError:  # A callable object need not be hashable.

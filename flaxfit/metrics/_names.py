@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from flaxfit._order import check_order
 from flaxfit.metrics._accuracy import accuracy, binary_accuracy, top_k
 from flaxfit.metrics._adapter import (
     from_metric_class,
@@ -70,7 +71,8 @@ def as_metrics(
         pairs = [(name, as_metric(metric)) for name, metric in metrics.items()]
     else:
         listed: Sequence[Any] = metrics if isinstance(metrics, list | tuple) else [metrics]
-        pairs = [(_name_of(metric), as_metric(metric)) for metric in listed]
+        made = [(metric, as_metric(metric)) for metric in listed]
+        pairs = [(_name_of(given), metric) for given, metric in made]
     names = [name for name, _ in pairs]
     for name in names:
         if not isinstance(name, str):
@@ -101,6 +103,7 @@ def as_metric(metric: MetricLike) -> Metric:
         )
     if is_metric_class(metric):
         return from_metric_class(metric)
+    check_order("metric", metric)
     if callable(metric):
         return mean(metric)
     raise TypeError(
