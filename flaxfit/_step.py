@@ -1,7 +1,8 @@
 """The pure core: one training step is `(state, batch) -> (state, sums)`, and so is measuring."""
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -87,9 +88,10 @@ def make_train_step(
         sums = replicas.sum(found.sums)
 
         trained = state.replace(params=mask(state.params, task.freeze))
-        updated = trained.apply_gradient(
-            task.optimizer, grads, model_state=replicas.average_state(found.model_state)
-        )
+        with _demands_explained():
+            updated = trained.apply_gradient(
+                task.optimizer, grads, model_state=replicas.average_state(found.model_state)
+            )
         updated = updated.replace(params=merge(updated.params, state.params))
         unchanged = state.replace(step=updated.step)
         if found.scale != ():
@@ -122,6 +124,20 @@ def make_train_step(
         return updated, (sums, grads) if keep_grads else sums
 
     return train_step
+
+
+@contextlib.contextmanager
+def _demands_explained() -> Iterator[None]:
+    """Says what an optimizer is given, where it turns out to need more."""
+    try:
+        yield
+    except (AttributeError, TypeError, ValueError) as error:
+        error.add_note(
+            "A step calls optimizer.update(gradients, state, params) with mean gradients, and "
+            "hands on nothing else. What needs more belongs in a step of your own, "
+            "TrainTask(step=...)."
+        )
+        raise
 
 
 def more_sums(

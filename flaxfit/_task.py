@@ -12,6 +12,7 @@ from flaxfit._by_output import as_loss, as_metrics
 from flaxfit._is_function import check_is_function
 from flaxfit._precision import check_precision
 from flaxfit._whole_number import whole_number
+from flaxfit.optim._demands import check_demands
 from flaxfit.optim._extended import extend
 from flaxfit.optim._optimizer import Optimizer
 
@@ -100,8 +101,11 @@ class TrainTask:
                 "TrainTask needs an optax transformation as optimizer, such as optax.adam(1e-3), "
                 f"got {_kind_of_optimizer(self.optimizer)}."
             )
+        user = getattr(self.optimizer, "optimizer_def", self.optimizer)
+        if self.step is None:
+            check_demands("TrainTask", user)
         optimizer = extend(
-            getattr(self.optimizer, "optimizer_def", self.optimizer),
+            user,
             clip_norm=self.clip_norm,
             freeze=self.freeze,
             ema=self.ema,

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
@@ -77,6 +78,7 @@ class OptimizerDef(Adjustable):
         def make(**values: Any) -> Any:
             return factory(**others, **values)
 
+        self._make: Any = tuple if is_own else functools.partial(optax_factory, **given)
         # optax injects what the signature names.
         names = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self._live]
         vars(make)["__signature__"] = inspect.Signature(names)
@@ -85,6 +87,13 @@ class OptimizerDef(Adjustable):
 
     def __repr__(self) -> str:
         return f"OptimizerDef({', '.join([self._name, *self._live])})"
+
+    @property
+    def transformations(self) -> tuple[Any, ...]:
+        """What the factory makes of the hyperparameters as they were given, if it does."""
+        with contextlib.suppress(Exception):
+            return (self._make(),)
+        return ()
 
     @property
     def hyper_params(self) -> Any:

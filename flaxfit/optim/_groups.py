@@ -58,6 +58,11 @@ class MultiOptimizer(Adjustable):
         return f"MultiOptimizer({self.describe() or list(self._names)})"
 
     @property
+    def transformations(self) -> tuple[Any, ...]:
+        """The optimizers of the groups."""
+        return self._optimizers
+
+    @property
     def hyper_params(self) -> list[Any]:
         """The set of each group: hyperparameters by name, as they were given."""
         return [getattr(optimizer, "hyper_params", {}) for optimizer in self._optimizers]

@@ -1,0 +1,88 @@
+"""What optimizers ask of a step beyond the mean gradients and the parameters."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, MethodType
+from typing import Any
+
+_BY_NAME = {
+    "lookahead": "parameters as optax.LookaheadParams",
+    "differentially_private_aggregate": "a gradient per example",
+    "_deprecated_differentially_private_aggregate": "a gradient per example",
+    "hutchinson_estimator_diag_hessian": "obj_fn",
+    "sam.<locals>.opaque_update_fn": "grad_fn",
+}
+
+
+def check_demands(owner: str, optimizer: Any) -> None:
+    """Checks that an optimizer needs no more than the mean gradients and the parameters.
+
+    It is looked into: chains, groups and wrappers of optax keep what they are made of in closures.
+
+    >>> import optax
+    >>> check_demands("TrainTask", optax.chain(optax.clip(1.0), optax.polyak_sgd()))
+    Traceback (most recent call last):
+    ValueError: TrainTask cannot train with this optimizer: scale_by_polyak needs value. ...
+
+    Raises:
+      ValueError: with what it needs.
+    """
+    found = {}
+    for function in _functions(optimizer, set()):
+        name = function.__qualname__.split(".")[0]
+        demand = _BY_NAME.get(function.__qualname__, _BY_NAME.get(name)) or _required(function)
+        if demand and "update" in function.__name__:
+            found[name] = demand
+    if found:
+        needs = "; ".join(f"{name} needs {demand}" for name, demand in found.items())
+        raise ValueError(
+            f"{owner} cannot train with this optimizer: {needs}. A step calls "
+            "optimizer.update(gradients, state, params) with mean gradients, and hands on nothing "
+            "else. Use another optimizer, or a step of your own, TrainTask(step=...)."
+        )
+
+
+def _required(function: Callable[..., Any]) -> str:
+    """The keyword arguments without which a function cannot be called."""
+    parameters = inspect.signature(function).parameters.values()
+    only = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    return ", ".join(p.name for p in only if p.default is p.empty)
+
+
+def _functions(part: Any, seen: set[int]) -> Iterator[FunctionType]:
+    """The functions that something is made of, as far as closures and containers show them."""
+    if id(part) in seen:
+        return
+    seen.add(id(part))
+    if isinstance(part, FunctionType):
+        yield part
+    for each in _within(part):
+        yield from _functions(each, seen)
+
+
+def _within(part: Any) -> list[Any]:
+    if hasattr(part, "transformations"):
+        return list(part.transformations)
+    match part:
+        case FunctionType():
+            cells = part.__closure__ or ()
+            return [cell.cell_contents for cell in cells if _is_filled(cell)]
+        case MethodType():
+            return [part.__func__]
+        case functools.partial():
+            return [part.func, *part.args]
+        case tuple() | list():
+            return list(part)
+        case Mapping():
+            return list(part.values())
+        case _:
+            is_optimizer = hasattr(part, "update") and hasattr(part, "__dict__")
+            return list(vars(part).values()) if is_optimizer else []
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
