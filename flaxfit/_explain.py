@@ -85,7 +85,10 @@ def calls_explained(inputs: Any, targets: Any = ()) -> Iterator[None]:
             + re.sub(r" \(https?:\S*\)$", "", str(error))
         ) from error
     except Exception as error:
-        called = f"The model is called with the inputs, of {_shapes(inputs)} (a tuple is several)"
+        called = (
+            f"The model is called with the inputs, of {_shapes(inputs)} (a tuple is several, and "
+            "so is a list of arrays)"
+        )
         if isinstance(inputs, Mapping):
             called = (
                 f"The model is called with the inputs by name, {', '.join(inputs)}, of "

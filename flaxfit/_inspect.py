@@ -199,7 +199,9 @@ def _explained(owner: str, task: Any, batch: Batch) -> Iterator[None]:
             shapes = jax.tree.map(lambda x: x.shape, batch.inputs)
             raise TypeError(
                 "A batch from 'data' must be (inputs, targets) or a mapping for a loss that wants "
-                f"targets, got only inputs of shape {shapes}: {error}. Wrap it: yield x, y."
+                f"targets, got only inputs of shape {shapes}: {error}. Give "
+                "targets too: batches that yield x, y, or fit(x, y), evaluate(x, y) and "
+                "validation_data=(x, y)."
             ) from error
         raise
 

@@ -248,6 +248,12 @@ def test_the_end_does_not_speak_of_a_loss_that_is_finite_again(capsys):
     assert "warning: the loss is" in said and "not finite since" not in said
 
 
+def test_validation_data_without_targets_is_refused_in_words():
+    for data in (X, (X,)):
+        with pytest.raises(TypeError, match=r"got only inputs of .* validation_data=\(x, y\)"):
+            fit(X, Y, validation_data=data)
+
+
 def test_a_folder_for_checkpoints_needs_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="folder of checkpoints needs a name, got ''"):

@@ -6,8 +6,6 @@ from typing import Any
 from flaxfit._processes import process_count, process_index
 from flaxfit.data._libraries import comes_from
 
-_NO_WORKERS = object()
-
 
 def is_divided(data: Any) -> bool:
     """Whether a pipeline reads a share of its own in each process.
@@ -30,9 +28,10 @@ def end_workers_with_parent(data: Any) -> None:
     >>> end_workers_with_parent([1, 2])
     """
     for node in _nodes(data):
-        init = getattr(node, "_worker_init_fn", _NO_WORKERS)
-        if init is not _NO_WORKERS and not hasattr(init, "watches_parent"):
-            node._worker_init_fn = _watching_parent(init)
+        if hasattr(node, "_worker_init_fn"):
+            init = node._worker_init_fn
+            if not hasattr(init, "watches_parent"):
+                node._worker_init_fn = _watching_parent(init)
 
 
 def _watching_parent(init: Callable[[], None] | None) -> Callable[[], None]:
