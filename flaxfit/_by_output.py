@@ -183,7 +183,7 @@ class _MetricByOutput(metrics.Metric):
                 weights = own if weights is None else own * weights
             return metric.measure(*outputs_and_targets, weights=weights)
 
-        return cls(measure, metric.compute, metric.name, values=metric.values)
+        return cls(measure, metric.compute, metric.name, values=metric.values, mode=metric.mode)
 
 
 def _without_weights(*outputs_and_targets: Any) -> tuple[Any, ...]:

@@ -38,14 +38,19 @@ def put_back(
     ]
 
 
+def owner_of(callback: Any) -> Any:
+    """The object behind a callback: inside of `every` and the like, of `history.append`."""
+    callback = inspect.unwrap(callback)
+    return getattr(callback, "__self__", callback)
+
+
 def _named(callbacks: Iterable[Any]) -> dict[str, Any]:
     """Those that remember something, by type and occurrence: "Timer", "Timer-2".
 
     The place among the others is no part of the name: one that is added changes none.
     """
     found: dict[str, list[Any]] = defaultdict(list)
-    for callback in map(inspect.unwrap, callbacks):
-        owner = getattr(callback, "__self__", callback)  # Of a method, such as `history.append`.
+    for owner in map(owner_of, callbacks):
         same = found[type(owner).__name__]
         remembers = hasattr(owner, "get_state") and hasattr(owner, "set_state")
         if remembers and not any(owner is each for each in same):

@@ -27,6 +27,8 @@ class Checkpoint:
     """The training state after that step."""
     metrics: Mapping[str, float]
     """Means over the examples since the previous checkpoint, and what callbacks added."""
+    modes: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    """"min" or "max" by metric: whether lower or higher values are better, where that is known."""
     n_completed_steps: int = 0
     """How many updates were done since the previous checkpoint."""
     n_examples: int = 0

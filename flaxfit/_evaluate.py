@@ -17,6 +17,7 @@ from flaxfit._debugging import debugging_explained
 from flaxfit._explain import calls_explained
 from flaxfit._feed import Feed
 from flaxfit._inspect import inspect_eval, structure_of
+from flaxfit._monitor import modes_of
 from flaxfit._own_rows import OwnBatches
 from flaxfit._step import compute, evaluated, make_eval_step
 from flaxfit._task import EvalTask
@@ -89,9 +90,16 @@ class EvalLoop:
             self._strategy = loop.strategy
             self._forget()
 
+    @property
+    def adds(self) -> dict[str, str | None]:
+        """The metrics that it adds to a checkpoint: name -> "min", "max" or None."""
+        loss = {} if self.task.loss is None else {f"{self.name}_loss": "min"}
+        return loss | modes_of(self.task.metrics, f"{self.name}_")
+
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint with the metrics of its state added."""
-        return checkpoint.with_metrics(self.measure(checkpoint.state), f"{self.name}_")
+        measured = checkpoint.with_metrics(self.measure(checkpoint.state), f"{self.name}_")
+        return measured.replace(modes={**checkpoint.modes, **self.adds})
 
     @debugging_explained()
     def measure(self, state: Any, data: Any = None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What `fit` is made of: its epochs, their batches and lengths, and what it says at the start."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -149,15 +149,27 @@ def _run_passes(loop: TrainLoop, epochs: int) -> Iterator[None]:
             loop.data = loop.data
 
 
-def validating(
-    measure: Callable[[Any, Any], dict[str, Any]], data: Any
-) -> Callable[[Checkpoint], Checkpoint]:
-    """The callback that adds what is measured on data: `(state, data) -> metrics`."""
+class Validation:
+    """The callback that adds what a model's evaluation measures on data, with "val_" before it.
 
-    def validate(checkpoint: Checkpoint) -> Checkpoint:
-        return checkpoint.with_metrics(measure(checkpoint.state, data), "val_")
+    Args:
+      measure: `(state, data) -> metrics`.
+      data: the validation data.
+      adds: the metrics that it adds, as `EvalLoop.adds`.
+    """
 
-    return validate
+    def __init__(
+        self,
+        measure: Callable[[Any, Any], dict[str, Any]],
+        data: Any,
+        adds: Mapping[str, str | None],
+    ) -> None:
+        self._measure, self._data, self.adds = measure, data, adds
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint with the metrics of its state added."""
+        measured = checkpoint.with_metrics(self._measure(checkpoint.state, self._data), "val_")
+        return measured.replace(modes={**checkpoint.modes, **self.adds})
 
 
 def first_line(

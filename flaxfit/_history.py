@@ -8,7 +8,7 @@ from flaxfit import _html
 from flaxfit._chart import sparkline, svg_chart
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._display import duration, number, plural
-from flaxfit._monitor import default_monitor, is_better, resolve_mode
+from flaxfit._monitor import default_monitor, is_better, known_mode, resolve_mode
 from flaxfit._pyplot import pyplot
 
 
@@ -53,6 +53,7 @@ class History(Mapping[str, list[float]]):
         self.compile_time = 0.0
         """Seconds of compilation."""
         self._values: dict[str, list[float]] = {}
+        self._modes: dict[str, str | None] = {}
 
     def append(self, checkpoint: Checkpoint) -> None:
         """Adds the numbers that a checkpoint measured."""
@@ -61,6 +62,7 @@ class History(Mapping[str, list[float]]):
             self._values.setdefault(name, [math.nan] * len(self.steps))
         for name, values in self._values.items():
             values.append(float(metrics.get(name, math.nan)))
+        self._modes |= checkpoint.modes
         self.steps.append(checkpoint.step)
         self.n_steps += checkpoint.n_completed_steps
         self.elapsed_time += checkpoint.elapsed_time
@@ -82,10 +84,16 @@ class History(Mapping[str, list[float]]):
 
         Args:
           name: the metric.
-          mode: "min", "max", or "auto": losses and errors are minimised, the rest maximised.
+          mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the
+            losses of Optax; other metrics need "min" or "max".
+
+        Raises:
+          KeyError: there is no such metric.
+          ValueError: no value is finite, or it is not known which values of the metric are better.
         """
-        mode, best = resolve_mode(name, mode), None
-        for i, value in enumerate(self[name]):
+        values, best = self[name], None
+        mode = resolve_mode(name, mode, self._modes)
+        for i, value in enumerate(values):
             if is_better(value, best.value if best else None, mode):
                 best = Best(value, i + 1, self.steps[i])
         if best is None:
@@ -156,6 +164,7 @@ class History(Mapping[str, list[float]]):
             "n_steps": self.n_steps,
             "elapsed_time": self.elapsed_time,
             "compile_time": self.compile_time,
+            "modes": dict(self._modes),
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -167,6 +176,7 @@ class History(Mapping[str, list[float]]):
         self.n_steps = int(state["n_steps"])
         self.elapsed_time = float(state["elapsed_time"])
         self.compile_time = float(state["compile_time"])
+        self._modes = dict(state.get("modes", {}))
 
     def _held(self) -> str:
         return ", ".join(self._values) or "nothing yet"
@@ -193,7 +203,7 @@ class History(Mapping[str, list[float]]):
 
     def _repr_html_(self) -> str:
         facts = [self.facts, f"compiled in {duration(self.compile_time)}"]
-        monitor = default_monitor(self)
+        monitor = default_monitor(self, self._modes)
         if monitor is not None and any(map(math.isfinite, self[monitor])):
             best = self.best(monitor)
             facts.append(f"best {monitor} {number(best.value)} at {self.unit} {best.epoch}")
@@ -204,7 +214,7 @@ class History(Mapping[str, list[float]]):
         rows = []
         for name, values in self.items():
             row = [name, number(values[0]), number(values[-1]), "", ""]
-            if any(map(math.isfinite, values)):
+            if any(map(math.isfinite, values)) and known_mode(name, self._modes):
                 best = self.best(name)
                 row[3:] = number(best.value), str(best.epoch)
             rows.append(row)

@@ -12,11 +12,13 @@ import jax
 
 from flaxfit import _callback_states
 from flaxfit._batch import normalize
+from flaxfit._callback_list import as_tuple, check_callback, check_unchanged, returned_by
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._compilation_cache import use_compilation_cache
 from flaxfit._debugging import check_jit
 from flaxfit._display import quiet, say
 from flaxfit._idle_gpu import warn_of_idle_gpu
+from flaxfit._monitor import modes_of
 from flaxfit._own_step import strategy_for
 from flaxfit._snapshot import snapshots
 from flaxfit._start import check_trains, start
@@ -121,6 +123,7 @@ class TrainLoop:
             strategy = Eager(strategy if devices is None else DataParallel(devices))
         self.strategy = strategy or strategy_for(self.task, devices)
         self._snapshot = snapshots(snapshot, self.strategy)
+        self._modes = modes_of(self.task.metrics)
         self.n_steps_per_checkpoint = n_steps_per_checkpoint
         self.n_steps = n_steps
         self.first_checkpoint = first_checkpoint
@@ -144,7 +147,7 @@ class TrainLoop:
         self._phase = ""
         self._is_finishing = False
         self._had_finite_loss = True
-        callbacks = _as_tuple(callbacks)
+        callbacks = as_tuple(callbacks)
         for callback in callbacks:
             if getattr(callback, "attaches_first", False):  # Before the first batch is fetched.
                 callback.attach(self)
@@ -392,18 +395,9 @@ class TrainLoop:
 
     @callbacks.setter
     def callbacks(self, callbacks: Any) -> None:
-        given = _as_tuple(callbacks)
+        given = as_tuple(callbacks)
         for callback in given:
-            if isinstance(callback, type):
-                raise TypeError(
-                    f"A callback must be an object, got the class {callback.__name__}: make one, "
-                    f"{callback.__name__}(...)."
-                )
-            if not callable(callback):
-                raise TypeError(
-                    "A callback must be a function Checkpoint -> Checkpoint | None, got "
-                    f"{type(callback).__name__}: {callback!r:.60}."
-                )
+            check_callback(callback)
         self._callbacks: tuple[Any, ...] = given
         if self._due is not None:
             checkpoint, waiting = self._due
@@ -411,6 +405,8 @@ class TrainLoop:
             self._due = (checkpoint, rest)
         self.watchers: list[Callable[[int], None]] = []
         """Functions of the step, called after each dispatch. They must not read the device."""
+        self.starters: list[Callable[[int], None]] = []
+        """Functions of the step, called before the first step after each checkpoint."""
         for callback in self._callbacks:
             if hasattr(callback, "attach"):
                 callback.attach(self)
@@ -568,6 +564,9 @@ class TrainLoop:
     def _train(self, stop: Callable[[], int], batch: Any) -> None:
         """Takes steps until a checkpoint is due, and makes it."""
         stepper = self._stepper
+        if self._due is None and not stepper.tally.n_steps and not stepper.source.ended:
+            for start in self.starters:
+                start(stepper.step)
         while self._due is None:
             settings, end = self._settings, stop()
             if stepper.step >= end or (stepper.source.ended and batch is None):
@@ -627,7 +626,11 @@ class TrainLoop:
         checkpoint, waiting = self._due
         with self.in_phase("callbacks"):
             while waiting:
-                checkpoint = _changed(waiting[0], checkpoint)
+                revision = self.revision
+                changed = returned_by(waiting[0], checkpoint)
+                if waiting[0] != self._settle and self.revision == revision:
+                    check_unchanged(waiting[0], checkpoint, changed)
+                checkpoint = changed
                 del waiting[0]
                 self._due = (checkpoint, waiting)
         self._due, self._set_meanwhile = None, []
@@ -675,6 +678,7 @@ class TrainLoop:
             step=stepper.step,
             state=state,
             metrics=metrics,
+            modes=self._modes,
             n_completed_steps=stepper.tally.n_steps,
             n_examples=stepper.tally.n_examples,
             elapsed_time=seconds - stepper.compile_time - stepper.inspection_time,
@@ -735,10 +739,6 @@ class TrainLoop:
         )
 
 
-def _as_tuple(callbacks: Any) -> tuple[Any, ...]:
-    return (callbacks,) if callable(callbacks) else tuple(() if callbacks is None else callbacks)
-
-
 def _as_checkpoint(found: Any) -> Checkpoint | None:
     """What a file tells of the checkpoint that a run goes on from."""
     if found is None:
@@ -762,20 +762,6 @@ def _with_collections(task: TrainTask, collections: Any, mutable: Any) -> TrainT
             raise ValueError("Give either mutable_collections or the task's mutable, not both.")
         changes["mutable"] = mutable
     return dataclasses.replace(task, **changes) if changes else task
-
-
-def _changed(callback: Any, checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint as a callback returns it."""
-    changed = callback(checkpoint)
-    if changed is None:
-        return checkpoint
-    if not isinstance(changed, Checkpoint):
-        name = getattr(callback, "__name__", type(callback).__name__)
-        raise TypeError(
-            f"The callback {name} returned {type(changed).__name__}; expected a Checkpoint or "
-            "None. To add a number: return checkpoint.with_metrics({...})."
-        )
-    return changed
 
 
 def _on_host(values: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from flaxfit import _html, checkpoints, modules
 from flaxfit._arrays import prepare, prepare_inputs
 from flaxfit._batch import normalize
 from flaxfit._borrowed import borrowed
+from flaxfit._callback_list import as_tuple
 from flaxfit._compilation_cache import use_compilation_cache
 from flaxfit._current import Current
 from flaxfit._display import say
@@ -19,13 +20,13 @@ from flaxfit._evaluate import EvalLoop
 from flaxfit._find_batch_size import find_batch_size
 from flaxfit._find_lr import LearningRateRange, find_lr
 from flaxfit._fit import (
+    Validation,
     batches_of,
     check_numbers,
     first_line,
     length_of,
     run_epochs,
     stream_of,
-    validating,
 )
 from flaxfit._history import History
 from flaxfit._inspect import shapes_of
@@ -223,7 +224,7 @@ class Model:
             if is_fresh:
                 init = folder.init(init)
         batches = batches_of(stream)
-        users: list[Any] = [callbacks] if callable(callbacks) else list(callbacks or ())
+        users = as_tuple(callbacks)
         first = [each for each in users if getattr(each, "attaches_first", False)]
         loop = current.loop_over(
             init,
@@ -243,7 +244,9 @@ class Model:
             self._evaluator.check(loop.state_in_place, validation_data, in_phase=loop.in_phase)
         line = first_line(self._name, loop, stream, validation_data, n_steps)
         self.history = History(self._name, unit="epoch", facts=line)
-        validate = [] if validation_data is None else [validating(self._measure, validation_data)]
+        validate: list[Any] = []
+        if validation_data is not None:
+            validate = [Validation(self._measure, validation_data, self._evaluator.adds)]
         for callback in users:
             if hasattr(callback, "attach_apply"):
                 callback.attach_apply(self._apply_to_export())

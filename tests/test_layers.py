@@ -13,16 +13,16 @@ LAYERS = (
     | {"_processes", "_pyplot", "_unrolled", "_weights", "_whole_number", "_zstd_codes", "launch"},
     {"_initialize", "_zstd"}
     | {"_rules", "_batch", "_by_row", "_callback_states", "_chart", "_cost", "_display"}
-    | {"_interrupt", "_later", "_monitor"}
+    | {"_interrupt", "_later"}
     | {"_precision", "_totals"},
     {"_arrays", "_axes", "_explain", "_ocdbt", "_html", "_replicas", "_state_dict"},
-    {"_inference_state", "_optimizer_axes", "optim"},
-    {"_held", "_state", "losses", "metrics", "strategies", "data", "modules"},
+    {"_inference_state", "_optimizer_axes", "losses", "optim"},
+    {"_held", "_state", "metrics", "strategies", "data", "modules"},
     {"_labels"},
-    {"_by_output", "_snapshot"},
+    {"_by_output", "_monitor", "_snapshot"},
     {"_task", "_checkpoint", "_feed", "_own_step", "_start", "_whole_loss"},
     {"_forward"},
-    {"_gradient", "_own_rows", "_agreement", "_borrowed"},
+    {"_callback_list", "_gradient", "_own_rows", "_agreement", "_borrowed"},
     {"_source", "_step", "_history", "checkpoints", "export"},
     {"_update", "_inspect", "_programs"},
     {"_intake", "_tally"},

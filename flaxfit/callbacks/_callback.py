@@ -38,6 +38,9 @@ class Loop(Protocol):
     watchers: list[Callable[[int], None]]
     """Functions of the step, called after each step is dispatched; they must not read arrays."""
 
+    starters: list[Callable[[int], None]]
+    """Functions of the step, called before the first step after each checkpoint."""
+
     @property
     def step(self) -> int:
         """How many updates were done."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._is_function import check_is_function
-from flaxfit._monitor import is_better, read_metric, resolve_mode
+from flaxfit._monitor import Monitor
 from flaxfit._processes import from_main, process_count
 from flaxfit.callbacks._callback import Loop
 from flaxfit.optim import averaged
@@ -54,7 +54,8 @@ class Export:
           path: the file, or the folder of a SavedModel.
           monitor: the metric that says which checkpoint is best; None: write every one.
           format: "stablehlo", "saved_model" or "onnx".
-          mode: "min", "max", or "auto": losses and errors are minimised, the rest maximised.
+          mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the
+            losses of Optax; other metrics need "min" or "max".
           apply: `apply(variables, *inputs)` in evaluation mode; None: that of the model in `fit`.
           input_spec: `flaxfit.export.InputSpec`s; None: batches of any size of what the loop sees.
           ema: whether to write the average of the parameters; None: if there is one, of `ema=` or
@@ -66,8 +67,7 @@ class Export:
         check_is_function("Export", apply, "apply", train=False)
         check_format(format)
         self._path = path
-        self._monitor = monitor
-        self._mode = "min" if monitor is None else resolve_mode(monitor, mode)
+        self._monitor = None if monitor is None else Monitor(monitor, mode, "Export")
         self._format = format
         self._apply = apply
         self._input_spec = input_spec
@@ -80,8 +80,10 @@ class Export:
         """The step that was written last."""
 
     def attach(self, loop: Loop) -> None:
-        """Asks a loop what its model is fed."""
+        """Takes the shapes of the inputs from a loop, which must report the metric."""
         self._loop = loop
+        if self._monitor is not None:
+            self._monitor.attach(loop, self)
 
     def attach_apply(self, apply: Callable[..., Any]) -> None:
         """Takes the model in evaluation mode, unless it was given."""
@@ -90,10 +92,8 @@ class Export:
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint; it is written if it is the best so far."""
         if self._monitor is not None:
-            if self._monitor not in checkpoint.metrics and self.best_step is not None:
-                return checkpoint  # Measured at other checkpoints only.
-            value = read_metric(checkpoint.metrics, self._monitor, "Export")
-            if not is_better(value, self.best_value, self._mode):
+            value = self._monitor.read(checkpoint)
+            if value is None or not self._monitor.is_better(value, self.best_value):
                 return checkpoint
             self.best_value = value
         self._write(checkpoint)
@@ -107,6 +107,8 @@ class Export:
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Puts back what `get_state` gave."""
         self.best_value, self.best_step = state["best_value"], state["best_step"]
+        if self._monitor is not None:
+            self._monitor.was_seen |= self.best_step is not None
 
     def _wants_average(self, state: Any) -> bool:
         return has_average(state) if self._ema is None else self._ema

@@ -3,7 +3,7 @@
 import resource
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -24,6 +24,11 @@ class MemoryReport:
     >>> checkpoint.metrics["host_memory_gb"] > 0
     True
     """
+
+    adds: ClassVar[dict[str, str | None]] = dict.fromkeys(
+        ("host_memory_gb", "device_memory_gb", "device_memory_peak_gb"), "min"
+    )
+    """The metrics that it adds to a checkpoint."""
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint with the memory in use."""

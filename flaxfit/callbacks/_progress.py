@@ -3,11 +3,11 @@
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import TextIO
+from typing import Any, TextIO
 
 from flaxfit import _display as display
 from flaxfit._checkpoint import Checkpoint
-from flaxfit._monitor import default_monitor, is_better, resolve_mode
+from flaxfit._monitor import Monitor, check_mode, default_monitor
 from flaxfit.callbacks._bar import Bar, CellBar, to_rewrite
 from flaxfit.callbacks._callback import Loop
 
@@ -57,13 +57,16 @@ class ProgressBar:
           start: how many units were done before (a resumed run).
           monitor: the metric whose best values are marked "*"; None: the first validation
             metric, if there is one.
-          mode: "min", "max", or "auto": losses and errors are minimised, the rest maximised.
+          mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the
+            losses of Optax; other metrics need "min" or "max".
           live: whether to draw a bar; None: on a terminal or in a notebook.
           file: a text stream; None: standard error, in a notebook the cell's output.
           clock: gives the time in seconds.
         """
         self._unit, self._total, self._start = unit, total, start
-        self._monitor, self._mode = monitor, mode
+        check_mode(mode)
+        self._mode = mode
+        self._given = None if monitor is None else Monitor(monitor, mode, "ProgressBar")
         self._live, self._file, self._clock = live, file, clock
         self._loop: Loop | None = None
         self._bar: Bar | None = None
@@ -72,7 +75,9 @@ class ProgressBar:
     def _reset(self, step: int) -> None:
         self._n = step if self._unit == "step" else self._start
         self._bar_start = step
+        self._monitor = self._given
         self._best: tuple[float, int] | None = None
+        """The best value so far, and the unit that reached it."""
         self._last: Checkpoint | None = None
         self._not_finite_since: int | None = None
         self._began: float | None = None
@@ -89,6 +94,8 @@ class ProgressBar:
         """Starts afresh for a loop."""
         self._loop = loop
         self._reset(loop.step)
+        if self._given is not None:
+            self._given.attach(loop, self)
         if self._live or (self._live is None and display.is_live(self._stream)):
             loop.watchers.append(self._watch)
 
@@ -172,7 +179,7 @@ class ProgressBar:
         self._bar_start = checkpoint.step
         is_finite = math.isfinite(metrics.get("loss", 0.0))
         self._not_finite_since = None if is_finite else self._not_finite_since or self._n
-        is_best = self._is_best(metrics)
+        is_best = self._is_best(checkpoint)
         if checkpoint.stop or self._n == self._n_units:
             self._close_bar()
         stream = self._stream
@@ -192,15 +199,29 @@ class ProgressBar:
         display.write(line, stream, width=self._width, rewrite=to_rewrite(self._bar, stream))
         return checkpoint
 
-    def _is_best(self, metrics: Mapping[str, float]) -> bool:
-        name = self._monitor = self._monitor or default_monitor(metrics)
-        if name is None or name not in metrics:
+    def _is_best(self, checkpoint: Checkpoint) -> bool:
+        if self._monitor is None:
+            name = default_monitor(checkpoint.scalars, checkpoint.modes)
+            self._monitor = None if name is None else Monitor(name, self._mode, "ProgressBar")
+        if self._monitor is None or self._monitor.name not in checkpoint.metrics:
             return False
-        value, best = float(metrics[name]), self._best and self._best[0]
-        if not is_better(value, best, resolve_mode(name, self._mode)):
+        value, best = self._monitor.read(checkpoint), self._best and self._best[0]
+        if value is None or not self._monitor.is_better(value, best):
             return False
         self._best = value, self._n
         return True
+
+    def get_state(self) -> dict[str, Any]:
+        """What a resumed run needs, as plain JSON."""
+        name = None if self._monitor is None else self._monitor.name
+        return {"monitor": name, "best": self._best}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Puts back what `get_state` gave, unless it is of another metric; after `attach`."""
+        if state["best"] is None or (self._given and self._given.name != state["monitor"]):
+            return
+        self._monitor = self._given or Monitor(state["monitor"], self._mode, "ProgressBar")
+        self._best = state["best"][0], state["best"][1]
 
     def _close_bar(self) -> None:
         if self._bar is not None:
@@ -218,7 +239,7 @@ class ProgressBar:
             unit=self._unit,
             n=self._n,
             total=self._n_units,
-            monitor=self._monitor,
+            monitor=None if self._monitor is None else self._monitor.name,
             best=self._best,
             not_finite_since=self._not_finite_since,
         )

@@ -1,11 +1,12 @@
 """Callbacks that set the learning rate: by a function of the step, when a metric stands still."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._display import say
-from flaxfit._monitor import is_better, read_metric, resolve_mode
+from flaxfit._monitor import Monitor
 from flaxfit.callbacks._callback import Loop
 from flaxfit.optim._learning_rates import in_group, learning_rates
 
@@ -26,28 +27,82 @@ class LearningRateScheduler:
         """Describes the rate.
 
         Args:
-          schedule: `(completed steps, present rate) -> rate`; first called before the first step.
+          schedule: `(completed steps, present rate) -> rate`; called once before the first step,
+            and once before the first step after each checkpoint, also of a run that is resumed
+            there or trained further.
           group: the group of a `MultiOptimizer` to set it for; None: all of them.
+
+        Raises:
+          TypeError: the schedule does not take the two arguments.
         """
+        _check_schedule(schedule)
         self.schedule = schedule
         self.group = group
         self._loop: Any = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._is_due = True
+        """Whether the schedule is to be called before the next step."""
+        self._n_set = 0
+        self._undo: tuple[Any, dict[str | None, float]] | None = None
+        """The revision of the loop once the rates were set, and what they were before."""
 
     def attach(self, loop: Loop) -> None:
-        """Sets the rate to begin with."""
+        """Starts afresh for a loop, whose rates must be ones that can be set."""
+        self._reset()
         self._loop = loop
-        self._set(loop.step)
+        rates(loop, self.group, "LearningRateScheduler")
+        loop.starters.append(self._start)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint; the loop goes on with the rate of its step."""
-        self._set(checkpoint.step)
+        """The checkpoint, as it is; the rate is set before the step after it."""
+        if self._loop is None:
+            raise ValueError(_needs_loop("LearningRateScheduler"))
+        self._is_due = True
         return checkpoint
 
-    def _set(self, step: int) -> None:
-        for group, rate in rates(self._loop, self.group, "LearningRateScheduler").items():
-            new = float(self.schedule(step, rate))
-            if new != rate:
-                self._loop.set_hyperparams(group=group, learning_rate=new)
+    def close(self) -> None:
+        """Puts back rates with which no step was taken."""
+        if self._undo is not None and self._undo[0] == self._loop.revision:
+            for group, rate in self._undo[1].items():
+                self._loop.set_hyperparams(group=group, learning_rate=rate)
+            self._is_due = True
+        self._undo = None
+
+    def get_state(self) -> dict[str, Any]:
+        """What a resumed run needs, as plain JSON; the rate itself is in the optimizer's state."""
+        return {"is_due": self._is_due}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Puts back what `get_state` gave; call it after `attach`."""
+        self._is_due, self._n_set = state["is_due"], self._loop.revision[1]
+
+    def _start(self, step: int) -> None:
+        # A state that was restored since has the rate that it was saved with.
+        if not self._is_due and self._n_set == self._loop.revision[1]:
+            return
+        before = rates(self._loop, self.group, "LearningRateScheduler")
+        new = {group: float(self.schedule(step, rate)) for group, rate in before.items()}
+        changed = {group: rate for group, rate in before.items() if new[group] != rate}
+        for group in changed:
+            self._loop.set_hyperparams(group=group, learning_rate=new[group])
+        self._is_due, self._n_set = False, self._loop.revision[1]
+        self._undo = self._loop.revision, changed
+
+
+def _check_schedule(schedule: Any) -> None:
+    try:
+        signature = inspect.signature(schedule)
+    except ValueError:  # Written in C, and silent about it.
+        return
+    try:
+        signature.bind(0, 0.0)
+    except TypeError:
+        raise TypeError(
+            "LearningRateScheduler needs a function (completed steps, present rate) -> rate, such "
+            f"as lambda step, rate: 0.5 * rate, got one of {signature}."
+        ) from None
 
 
 class ReduceLROnPlateau:
@@ -79,7 +134,8 @@ class ReduceLROnPlateau:
           min_delta: an improvement is larger than this.
           cooldown: how many checkpoints after a reduction are not counted.
           min_lr: the rate is not lowered below this.
-          mode: "min", "max", or "auto": losses and errors are minimised, the rest maximised.
+          mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the
+            losses of Optax; other metrics need "min" or "max".
           group: the group of a `MultiOptimizer`; None: all of them.
         """
         if not 0 < factor < 1:
@@ -89,7 +145,7 @@ class ReduceLROnPlateau:
                 "patience, cooldown, min_delta and min_lr must not be negative, got "
                 f"{patience}, {cooldown}, {min_delta} and {min_lr}."
             )
-        self._monitor, self._mode = monitor, resolve_mode(monitor, mode)
+        self._monitor = Monitor(monitor, mode, "ReduceLROnPlateau")
         self._factor, self._patience, self._min_delta = factor, patience, min_delta
         self._cooldown, self._min_lr, self._group = cooldown, min_lr, group
         self._best: float | None = None
@@ -97,18 +153,19 @@ class ReduceLROnPlateau:
         self._loop: Any = None
 
     def attach(self, loop: Loop) -> None:
-        """Starts afresh for a loop."""
+        """Starts afresh for a loop, which must report the metric."""
         self._best, self._n_waited, self._n_cooling = None, 0, 0
         self._loop = loop
+        self._monitor.attach(loop, self)
         rates(loop, self._group, "ReduceLROnPlateau")
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint; the loop goes on with a lower rate when patience has run out."""
-        if self._monitor not in checkpoint.metrics and self._best is not None:
-            return checkpoint  # Measured at other checkpoints only.
-        value = read_metric(checkpoint.metrics, self._monitor, "ReduceLROnPlateau")
+        value = self._monitor.read(checkpoint)
+        if value is None:
+            return checkpoint
         is_cooling, self._n_cooling = self._n_cooling > 0, max(0, self._n_cooling - 1)
-        if is_better(value, self._best, self._mode, self._min_delta):
+        if self._monitor.is_better(value, self._best, self._min_delta):
             self._best, self._n_waited = value, 0
         elif not is_cooling:
             self._n_waited += 1
@@ -123,8 +180,9 @@ class ReduceLROnPlateau:
             if new < rate:
                 self._loop.set_hyperparams(group=group, learning_rate=new)
                 where = "" if group is None else f" of {group!r}"
+                best = "never was finite" if self._best is None else f"stands at {self._best:.4g}"
                 say(
-                    f"step {checkpoint.step:,}: {self._monitor} stands still at {self._best:.4g}, "
+                    f"step {checkpoint.step:,}: {self._monitor.name} {best}, "
                     f"learning rate{where} lowered to {new:.4g}"
                 )
 
@@ -136,6 +194,7 @@ class ReduceLROnPlateau:
         """Puts back what `get_state` gave; call it after `attach`."""
         self._best, self._n_waited = state["best"], state["n_waited"]
         self._n_cooling = state["n_cooling"]
+        self._monitor.was_seen |= self._best is not None
 
 
 def rates(loop: Any, group: str | int | None, owner: str) -> dict[str | None, float]:
@@ -145,7 +204,7 @@ def rates(loop: Any, group: str | int | None, owner: str) -> dict[str | None, fl
       ValueError: there is no loop, or its optimizer has none that can be set.
     """
     if loop is None:
-        raise ValueError(f"{owner} must be in the callbacks of a loop, which it sets the rate of.")
+        raise ValueError(_needs_loop(owner))
     known = loop.hyperparams
     found = learning_rates(known) if group is None else in_group(known, loop.group_name(group))
     if not found:
@@ -156,3 +215,7 @@ def rates(loop: Any, group: str | int | None, owner: str) -> dict[str | None, fl
             "an optax schedule."
         )
     return found
+
+
+def _needs_loop(owner: str) -> str:
+    return f"{owner} must be in the callbacks of a loop, which it sets the rate of."

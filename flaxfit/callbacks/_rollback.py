@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._display import plural, say
-from flaxfit._monitor import read_metric
+from flaxfit._monitor import Monitor
 from flaxfit._state import TrainState
 from flaxfit.callbacks._callback import Loop
 
@@ -46,39 +46,45 @@ class Rollback:
     def __init__(self, monitor: str = "loss", *, n_times: int = 3) -> None:
         if n_times < 1:
             raise ValueError(f"n_times must be at least 1, got {n_times}.")
-        self._monitor = monitor
+        # Any finite value is good, so its mode does not matter.
+        self._monitor = Monitor(monitor, "min", "Rollback")
         self._n_times = n_times
         self._loop: Loop | None = None
         self._good: TrainState | None = None
         self.n_rollbacks = 0
         """How often it has rolled back."""
 
+    adds: ClassVar[dict[str, str | None]] = {"rollbacks": "min"}
+    """The metric that it adds to a checkpoint."""
+
     def attach(self, loop: Loop) -> None:
         """Starts afresh for a loop, whose present state is good if it is finite."""
         self._loop = loop
+        self._monitor.attach(loop, self)
         state = _to_host(loop.state)
         self._good = state if _is_finite((state.params, state.model_state)) else None
         self.n_rollbacks = 0
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint, with the last good state where its own is not good."""
-        value = float(read_metric(checkpoint.metrics, self._monitor, "Rollback"))
+        value = self._monitor.read(checkpoint)
         state = _to_host(checkpoint.state)
-        if math.isfinite(value) and _is_finite((state.params, state.model_state)):
+        is_good = value is None or math.isfinite(value)
+        if is_good and _is_finite((state.params, state.model_state)):
             self._good = state
         else:
             checkpoint = checkpoint.replace(state=self._go_back(checkpoint.step, value))
         return checkpoint.with_metrics({"rollbacks": self.n_rollbacks})
 
-    def _go_back(self, step: int, value: float) -> TrainState:
+    def _go_back(self, step: int, value: float | None) -> TrainState:
         """Puts the last good state into the loop, or gives up."""
         if self._loop is None:
             raise ValueError(
                 "Rollback has no loop to put a state back into: give it to callbacks= itself."
             )
-        what = f"{self._monitor} is {value:.4g} at step {step:,}"
-        if math.isfinite(value):
-            what = f"the parameters or the model's state are not finite at step {step:,}"
+        what = f"the parameters or the model's state are not finite at step {step:,}"
+        if value is not None and not math.isfinite(value):
+            what = f"{self._monitor.name} is {value:.4g} at step {step:,}"
         if self._good is None:
             raise FloatingPointError(
                 f"{what}, and there is no good state to go back to: this run began with one that "

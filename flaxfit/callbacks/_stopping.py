@@ -6,12 +6,14 @@ from typing import Any
 
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._display import say
-from flaxfit._monitor import is_better, read_metric, resolve_mode
+from flaxfit._monitor import Monitor
 from flaxfit.callbacks._callback import Loop
 
 
 class EarlyStopping:
     """Stops training when a metric no longer improves, and puts the best weights back.
+
+    It stops at once when the metric is nan or inf.
 
     The best parameters and model state (not the optimizer's) are put back when training ends,
     however it ends: stopped here, out of steps or data, interrupted, failed. For this it must
@@ -34,26 +36,30 @@ class EarlyStopping:
         patience: int = 0,
         min_delta: float = 0.0,
         restore_best: bool = True,
+        check_finite: bool = True,
     ) -> None:
         """Describes when to stop.
 
         Args:
           monitor: the metric to watch.
-          mode: "min", "max", or "auto": losses and errors are minimised, the rest maximised.
+          mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the
+            losses of Optax; other metrics need "min" or "max".
           patience: how many checkpoints without improvement end training; 0 is as 1.
-          min_delta: an improvement is larger than this; a tie is none, nor is nan.
+          min_delta: an improvement is larger than this; a tie is none.
           restore_best: whether to put the best weights back when training ends.
+          check_finite: whether nan or inf, in whatever direction, stops training at once; else it
+            is no improvement.
         """
         if patience < 0 or min_delta < 0:
             raise ValueError(
                 "patience and min_delta must not be negative, "
                 f"got patience={patience}, min_delta={min_delta}."
             )
-        self._monitor = monitor
-        self._mode = resolve_mode(monitor, mode)
+        self._monitor = Monitor(monitor, mode, "EarlyStopping")
         self._patience = patience
         self._min_delta = min_delta
         self._restore_best = restore_best
+        self._check_finite = check_finite
         self._loop: Loop | None = None
         self._reset()
 
@@ -67,17 +73,18 @@ class EarlyStopping:
         self._is_closed = True
 
     def attach(self, loop: Loop) -> None:
-        """Starts afresh for a loop."""
+        """Starts afresh for a loop, which must report the metric."""
         self._reset()
         self._loop = loop
+        self._monitor.attach(loop, self)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint, with `stop` set when patience has run out."""
         self._is_closed = False
-        if self._monitor not in checkpoint.metrics and self.best_step is not None:
-            return checkpoint  # Measured at other checkpoints only.
-        value = read_metric(checkpoint.metrics, self._monitor, "EarlyStopping")
-        if is_better(value, self.best_value, self._mode, self._min_delta):
+        value = self._monitor.read(checkpoint)
+        if value is None:
+            return checkpoint
+        if self._monitor.is_better(value, self.best_value, self._min_delta):
             self.best_value, self.best_step, self._n_waited = value, checkpoint.step, 0
             if self._restore_best and checkpoint.state is not None:
                 self._best_weights = {
@@ -86,7 +93,9 @@ class EarlyStopping:
                 }
             return checkpoint
         self._n_waited += 1
-        if self._n_waited < self._patience:
+        if self._check_finite and not math.isfinite(value):
+            say(f"step {checkpoint.step:,}: {self._monitor.name} is {value}, training stops")
+        elif self._n_waited < self._patience:
             return checkpoint
         if self._restore_best and self._loop is None:
             say(
@@ -128,6 +137,7 @@ class EarlyStopping:
         self.best_value = state["best_value"]
         self.best_step = state["best_step"]
         self._n_waited = state["n_waited"]
+        self._monitor.was_seen |= self.best_step is not None
         self._is_closed = False
 
     def get_arrays(self) -> dict[str, Any]:
@@ -169,5 +179,5 @@ class StopOnNaN:
 
     def _history(self, name: str) -> str:
         if self._last is None or name not in self._last.metrics:
-            return "it never was finite"
+            return "no earlier checkpoint was seen"
         return f"last finite {self._last.metrics[name]:.4g} at step {self._last.step:,}"

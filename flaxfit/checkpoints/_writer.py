@@ -13,6 +13,7 @@ from typing import Any
 from flaxfit._callback_states import collect
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._display import say
+from flaxfit._monitor import Monitor, check_mode
 from flaxfit._processes import from_main, is_main
 from flaxfit.checkpoints import _end, _file, _folder, _lock
 from flaxfit.checkpoints._clear import delete_old, set_later_aside
@@ -59,7 +60,8 @@ class CheckpointFileWriter:
       output_dir: the folder of the run; made when it does not exist.
       keep: how many of the last steps are kept; None keeps all. Must be at least 1.
       monitor: a metric whose best step is kept as well; among equals, the last is the best.
-      mode: whether the best value of `monitor` is the smallest ("min") or the largest ("max").
+      mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the losses
+        of Optax; other metrics need "min" or "max".
       asynchronous: whether to write in the background. Python 3.12.0 and 3.12.1 cannot end
         background work when a process ends, so there it is never done.
       on_error: what a save that fails (a full disk) does: "raise" an error, or "warn" and let the
@@ -75,20 +77,21 @@ class CheckpointFileWriter:
         *,
         keep: int | None = 2,
         monitor: str | None = None,
-        mode: str = "min",
+        mode: str = "auto",
         asynchronous: bool = True,
         on_error: str = "raise",
     ) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"Cannot keep {keep} checkpoints: keep must be at least 1, or None.")
-        if mode not in ("min", "max"):
-            raise ValueError(f"mode must be 'min' or 'max', got {mode!r}.")
+        check_mode(mode)
         if on_error not in ("raise", "warn"):
             raise ValueError(f"on_error must be 'raise' or 'warn', got {on_error!r}.")
         self.output_dir = _folder.absolute(output_dir)
         self.keep = keep
         self.on_error = on_error
-        self.monitor = None if monitor is None else {"name": monitor, "mode": mode}
+        self._monitor = None if monitor is None else Monitor(monitor, mode, "CheckpointFileWriter")
+        self.monitor: dict[str, str] | None = None
+        """The metric whose best step is kept and its mode, known with the first checkpoint."""
         self.asynchronous = asynchronous and not (3, 12) <= sys.version_info < (3, 12, 2)
         self._writer: StepWriter | None = None
         self._executor: ThreadPoolExecutor | None = None
@@ -118,6 +121,8 @@ class CheckpointFileWriter:
     def attach(self, loop: Any) -> None:
         """Saves, from here on, what the callbacks of a loop remember."""
         self._loop, self.last_saved, self.saved_revision = weakref.ref(loop), None, None
+        if self._monitor is not None:
+            self._monitor.attach(loop, self)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Saves a checkpoint and returns it."""
@@ -268,10 +273,13 @@ class CheckpointFileWriter:
         return self._writer, self._executor
 
     def _check_monitor(self, checkpoint: Checkpoint) -> None:
-        if self.monitor and self.monitor["name"] not in checkpoint.metrics:
+        if self._monitor is None:
+            return
+        self.monitor = {"name": self._monitor.name, "mode": self._monitor.resolve(checkpoint.modes)}
+        if self._monitor.name not in checkpoint.metrics:
             say(
                 f"the checkpoint of step {checkpoint.step} lacks the monitored metric "
-                f"{self.monitor['name']!r} (it holds {', '.join(checkpoint.metrics) or 'none'}): "
+                f"{self._monitor.name!r} (it holds {', '.join(checkpoint.metrics) or 'none'}): "
                 "it cannot be the best"
             )
 

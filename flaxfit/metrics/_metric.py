@@ -8,6 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit.metrics._modes import mode_of
+
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
@@ -39,6 +41,15 @@ class Metric:
     """Makes the metric with other options."""
     values: Callable[..., Any] | None = None
     """The function whose mean it is, where it is one."""
+    mode: str | None = None
+    """"min" or "max": whether a lower or a higher value is better, where that is known. By default
+    it follows from a loss of flaxfit or Optax in `values`, or from `name`."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in (None, "min", "max"):
+            raise ValueError(f"mode must be 'min', 'max' or None, got {self.mode!r}.")
+        if self.mode is None:
+            object.__setattr__(self, "mode", mode_of(self.values, self.name))
 
     def __call__(self, **options: Any) -> "Metric":
         """The same metric with other options."""

@@ -136,6 +136,7 @@ def on(arguments: Callable[..., tuple[Any, ...]], metric: MetricLike) -> Metric:
         inner.compute,
         inner.name,
         values=None if values is None else lambda *given: values(*arguments(*given)),
+        mode=inner.mode,
     )
 
 

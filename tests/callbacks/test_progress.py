@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from flaxfit import TrainLoop, TrainTask
 from flaxfit.callbacks import ProgressBar
+from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
 
 
 class Clock:
@@ -120,6 +121,38 @@ def test_a_resumed_run_counts_on_from_its_start(checkpoint_at):
     file = io.StringIO()
     ProgressBar(unit="epoch", total=10, start=6, file=file)(checkpoint_at(308, loss=0.5))
     assert file.getvalue().startswith("Epoch  7/10")
+
+
+def test_a_resumed_run_knows_the_best_value_of_earlier_checkpoints(tmp_path):
+    values = [0.5, 0.9, 0.6, 0.8, 0.95]
+    x = np.ones((4, 1), np.float32)
+    init = lambda rngs, x: {"params": np.zeros(1, np.float32)}  # noqa: E731
+
+    def measure(checkpoint):
+        return checkpoint.with_metrics({"val_accuracy": values[checkpoint.step - 1]})
+
+    def train(n_steps):
+        file = io.StringIO()
+        data = [(x, x)] * 9
+        task = TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", data)
+        saved = CheckpointFileReader(tmp_path, init)
+        callbacks = [measure, ProgressBar(file=file), CheckpointFileWriter(tmp_path)]
+        list(TrainLoop(saved, task, 0, n_steps=n_steps, callbacks=callbacks, stdout=False))
+        return file.getvalue()
+
+    assert train(2).count("*") == 3  # Both steps, and at the end.
+    resumed = train(4)
+    assert resumed.count("*") == 1
+    assert "best val_accuracy 0.9000 at step 2 (*)" in resumed
+    assert "val_accuracy 0.9500 *" in train(5)
+
+
+def test_what_was_best_of_another_metric_is_not_taken_over():
+    bar = ProgressBar(monitor="val_f1")
+    bar.set_state({"monitor": "val_accuracy", "best": [0.9, 2]})
+    assert bar.get_state()["best"] is None
+    bar.set_state({"monitor": "val_f1", "best": [0.9, 2]})
+    assert bar.get_state() == {"monitor": "val_f1", "best": (0.9, 2)}
 
 
 def test_metrics_are_read_and_drawn_at_most_every_half_second(make_loop, terminal, clock):

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import flaxfit as ff
-from flaxfit.callbacks import LearningRateScheduler, ReduceLROnPlateau
+from flaxfit.callbacks import LearningRateScheduler, ReduceLROnPlateau, every
 from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter, list_steps
 
 X = np.ones((8, 1), np.float32)
@@ -42,7 +42,7 @@ def test_a_scheduler_sets_the_rate_of_the_steps_up_to_the_next_checkpoint():
         return 0.1 * (step + 1)
 
     assert rates_of(make_loop(LearningRateScheduler(schedule), n_steps=3)) == [0.1, 0.2, 0.3]
-    assert [step for step, _ in seen] == [0, 1, 2, 3]
+    assert [step for step, _ in seen] == [0, 1, 2]
     assert seen[0][1] == 1.0
 
 
@@ -210,3 +210,91 @@ def test_a_rate_that_is_set_after_an_interrupt_does_not_come_back_in_a_later_che
     last = next(loop)
     assert last.metrics["learning_rate"] == 0.25
     assert ff.optim.hyperparams(last.state.opt_state)["learning_rate"] == 0.25
+
+
+def halving(calls):
+    def schedule(step, rate):
+        calls.append((step, rate))
+        return rate / 2
+
+    return LearningRateScheduler(schedule)
+
+
+def test_a_relative_rule_goes_on_after_a_restart_as_if_uninterrupted(tmp_path):
+    calls, resumed = [], []
+    whole = rates_of(make_loop(halving(calls), n_steps=4))
+    assert whole == [0.5, 0.25, 0.125, 0.0625]
+    rates_of(make_loop([halving([]), CheckpointFileWriter(tmp_path)], n_steps=2))
+    reader = CheckpointFileReader(tmp_path, make_loop(()).state)
+    assert rates_of(make_loop(halving(resumed), n_steps=4, init=reader)) == whole[2:]
+    assert resumed == calls[2:]
+
+
+def test_a_relative_rule_is_called_once_at_each_position_however_often_training_is_begun():
+    calls, loop = [], make_loop(())
+    for n in (1, 2, 1):  # As each call of `fit` does.
+        loop.callbacks = [halving(calls)]
+        list(loop.run(n))
+    assert [step for step, _ in calls] == [0, 1, 2, 3]
+    assert loop.hyperparams["learning_rate"] == pytest.approx(0.0625)
+
+
+class Failing:
+    """Batches, but for the first few times that one is fetched."""
+
+    def __init__(self, n_failures):
+        self.n_failures = n_failures
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.n_failures -= 1
+        if self.n_failures >= 0:
+            raise OSError
+        return X, X
+
+
+def test_a_rate_with_which_no_step_was_taken_is_put_back():
+    calls, loop = [], make_loop(())
+    loop.data = Failing(2)
+    for _ in range(2):
+        loop.callbacks = [halving(calls)]
+        with pytest.raises(OSError):
+            next(loop)
+        loop.close()
+    assert calls == [(0, 1.0), (0, 1.0)]
+    assert loop.hyperparams["learning_rate"] == 1.0
+
+
+def test_a_step_that_failed_is_tried_again_with_the_same_rate():
+    calls, loop = [], make_loop(())
+    loop.data, loop.callbacks = Failing(1), [halving(calls)]
+    with pytest.raises(OSError):
+        next(loop)
+    assert next(loop).metrics["learning_rate"] == 0.5
+    assert calls == [(0, 1.0)]
+
+
+def test_a_restored_state_gets_the_rate_of_its_position():
+    loop = make_loop(LearningRateScheduler(lambda step, rate: rate / 2))
+    loop.n_steps_per_checkpoint, loop.n_steps = 2, 20
+    first = next(loop)
+    rates = [first.metrics["learning_rate"], next(loop).metrics["learning_rate"]]
+    loop.restore(first)
+    assert [next(loop).metrics["learning_rate"] for _ in range(2)] == [rates[1], rates[1] / 2]
+
+
+def test_every_spares_a_scheduler_checkpoints():
+    scheduler = every(2, LearningRateScheduler(lambda step, rate: rate / 2))
+    assert rates_of(make_loop(scheduler, n_steps=5)) == [0.5, 0.5, 0.25, 0.25, 0.125]
+
+
+def test_a_schedule_of_other_arguments_is_refused():
+    with pytest.raises(TypeError, match=r"\(completed steps, present rate\) -> rate.*\(epoch\)"):
+        LearningRateScheduler(lambda epoch: 0.1)
+
+
+def test_a_metric_that_never_was_finite_lowers_the_rate(capsys):
+    assert plateau_with([np.nan] * 3, 3, patience=1)[-1] == 0.25
+    assert "val_loss never was finite, learning rate lowered to 0.5" in capsys.readouterr().err

@@ -71,23 +71,31 @@ def test_the_mode_follows_the_name_unless_it_is_given(monitor, mode, best):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["val_loss", "val_accuracy"])
+def test_a_value_that_is_not_finite_stops_at_once_in_either_direction(name, bad, capsys):
+    stopping = EarlyStopping(name, patience=9)
+    assert stops(stopping, [0.5, bad], name) == [False, True]
+    assert (stopping.best_value, stopping.best_step) == (0.5, 1)
+    assert f"step 2: {name} is {bad}, training stops" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_value_that_is_not_finite_is_never_best(bad):
-    stopping = EarlyStopping(patience=3)
+    stopping = EarlyStopping(patience=3, check_finite=False)
     assert stops(stopping, [bad, 0.5, bad, bad, bad]) == [False] * 4 + [True]
     assert (stopping.best_value, stopping.best_step) == (0.5, 2)
 
 
-def test_nothing_but_nan_runs_out_of_patience_and_restores_nothing(make_loop, checkpoint_at):
+def test_nothing_but_nan_stops_and_restores_nothing(make_loop, checkpoint_at):
     stopping, loop = EarlyStopping(patience=2), make_loop(step=2, state=state_of(1.0))
     stopping.attach(loop)
-    results = [stopping(checkpoint_at(step, val_loss=math.nan)).stop for step in (1, 2)]
+    assert stopping(checkpoint_at(1, val_loss=math.nan)).stop
     stopping.close()
-    assert results == [False, True]
     assert not loop.restored
 
 
 def test_an_unknown_metric_is_an_error_that_lists_the_known_ones(checkpoint_at):
-    with pytest.raises(ValueError, match="'val_loss': the checkpoint holds loss, accuracy"):
+    with pytest.raises(ValueError, match="'val_loss': the checkpoints hold loss, accuracy"):
         EarlyStopping()(checkpoint_at(1, loss=0.5, accuracy=0.9))
 
 
@@ -248,5 +256,5 @@ def test_other_metrics_may_be_nan(checkpoint_at):
 
 
 def test_a_loss_that_never_was_finite_says_so(checkpoint_at):
-    with pytest.raises(FloatingPointError, match="it never was finite"):
+    with pytest.raises(FloatingPointError, match="no earlier checkpoint was seen"):
         StopOnNaN()(checkpoint_at(1, loss=math.nan))
