@@ -2,15 +2,24 @@
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from flaxfit._jaxpr import parts_of
+from flaxfit._jaxpr import equations, parts_of
 
 
-def count_flops(function: Callable[..., Any], *shapes: Any) -> float:
+class StepCost(NamedTuple):
+    """What a training step asks for, counted without compiling or running it."""
+
+    flops: float
+    """The floating-point operations on all devices; see `TrainLoop.step_flops`."""
+    recomputes: bool
+    """Whether some of them compute again what was not kept in memory (`jax.checkpoint`)."""
+
+
+def cost_of(function: Callable[..., Any], *shapes: Any) -> StepCost:
     """The floating-point operations of a function, without compiling or running it.
 
     Counted is the program as it was written, before the compiler changes it. XLA counts the body
@@ -19,10 +28,13 @@ def count_flops(function: Callable[..., Any], *shapes: Any) -> float:
 
     >>> import jax.numpy as jnp
     >>> x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
-    >>> count_flops(lambda x: x @ x, x)
-    8192.0
+    >>> cost_of(lambda x: x @ x, x)
+    StepCost(flops=8192.0, recomputes=False)
     """
-    return _flops(jax.make_jaxpr(function)(*shapes))
+    program = jax.make_jaxpr(function)(*shapes)
+    # Of `jax.checkpoint`, whose backward pass begins with the forward pass.
+    recomputes = any(each.params.get("differentiated") for each in equations(program))
+    return StepCost(_flops(program), recomputes)
 
 
 def _flops(program: Any) -> float:

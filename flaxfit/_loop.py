@@ -15,6 +15,7 @@ from flaxfit._batch import normalize
 from flaxfit._callback_list import as_tuple, check_callback, check_unchanged, returned_by
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._compilation_cache import use_compilation_cache
+from flaxfit._cost import StepCost
 from flaxfit._debugging import check_jit
 from flaxfit._display import quiet, say
 from flaxfit._idle_gpu import warn_of_idle_gpu
@@ -432,12 +433,21 @@ class TrainLoop:
 
         Of the step as it is written, before it is compiled. What runs in a `while` loop counts
         once, what runs in a kernel that XLA cannot look into not at all; so `nan` or a number
-        that is too low may come back for such a model; `nan` with `debug`.
+        that is too low may come back for such a model; `nan` with `debug`. What `jax.checkpoint`
+        computes again counts again.
 
         Args:
           batch_size: examples in the step; None: those of a regular batch of the data.
         """
-        return self._stepper.count_flops(batch_size)
+        return self.step_cost(batch_size).flops
+
+    def step_cost(self, batch_size: int | None = None) -> StepCost:
+        """The operations of one step, as `step_flops`, and whether some of them are recomputation.
+
+        Args:
+          batch_size: examples in the step; None: those of a regular batch of the data.
+        """
+        return self._stepper.cost(batch_size)
 
     def step_memory(self, batch_size: int | None = None) -> int:
         """The bytes that one step needs on each device, by XLA's plan for it.

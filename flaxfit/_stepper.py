@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from flaxfit._agreement import Agreement
 from flaxfit._batch import Batch
-from flaxfit._cost import count_flops, memory_of
+from flaxfit._cost import StepCost, cost_of, memory_of
 from flaxfit._explain import calls_explained, explain, explained
 from flaxfit._feed import Portion, stack_batches
 from flaxfit._held import Form, Held, on_held
@@ -599,12 +599,12 @@ class Stepper:
         update = on_held(update, self._form, portion.strategy.constrain)
         return portion.strategy.compile(update, arguments, n_donated=1)
 
-    def count_flops(self, n: int | None) -> float:
+    def cost(self, n: int | None) -> StepCost:
         """The operations of a step on `n` examples, on all devices together; `nan` if eager."""
         if runs_eagerly(self.strategy):
-            return math.nan
+            return StepCost(math.nan, recomputes=False)
         step, example = make_step(self.task), self.intake.example(n, self._inspect)
-        return count_flops(self.strategy.bind(step), shapes_of(self.state), shapes_of(example))
+        return cost_of(self.strategy.bind(step), shapes_of(self.state), shapes_of(example))
 
     def count_bytes(self, n: int | None) -> int:
         """The memory of a step on `n` examples, on each device; compiles it, and runs nothing."""

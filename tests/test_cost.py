@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import flaxfit as ff
-from flaxfit._cost import count_flops, memory_of
+from flaxfit._cost import cost_of, memory_of
 
 x = np.zeros((32, 64), np.float32)
 y = np.zeros((32, 128), np.float32)
@@ -24,7 +24,15 @@ def make_loop(module, *, batch_size=32, strategy=None, data=None, **options):
 
 def test_a_matrix_product_counts_two_operations_per_multiplication():
     a, b = jnp.zeros((16, 32)), jnp.zeros((32, 8))
-    assert count_flops(jnp.dot, a, b) == 2 * 16 * 32 * 8
+    assert cost_of(jnp.dot, a, b).flops == 2 * 16 * 32 * 8
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_recomputation_is_found_inside_of_a_scan(remat):
+    body = jax.checkpoint(jnp.sin) if remat else jnp.sin
+    loss = lambda x: jax.lax.scan(lambda x, _: (body(x), None), x, None, length=3)[0]  # noqa: E731
+    assert cost_of(jax.grad(loss), jnp.zeros(())).recomputes == remat
+    assert not cost_of(loss, jnp.zeros(())).recomputes
 
 
 @pytest.mark.parametrize("remat", [False, True])
@@ -36,7 +44,7 @@ def test_a_scan_counts_as_often_as_it_runs(remat):
         return jax.lax.scan(lambda x, _: (jax.jit(jnp.dot)(x, w), None), x, None, length=3)[0], None
 
     body = jax.checkpoint(layer) if remat else layer
-    found = count_flops(lambda w, x: jax.lax.scan(body, x, w)[0], weights, x)
+    found = cost_of(lambda w, x: jax.lax.scan(body, x, w)[0], weights, x).flops
     products = 6 * 3 * 2 * 8 * 32 * 32
     assert products <= found <= 1.01 * products
 

@@ -44,12 +44,12 @@ def every(
     seconds: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Any:
-    """Runs a callback only at the checkpoints whose step is divisible by `n`.
+    """Runs a callback every `n` steps: at checkpoints whose step is divisible by `n`.
 
-    Or at the first one, and then when `seconds` have passed since it last ran. Other checkpoints
-    pass unchanged. The loop decides where checkpoints are:
-    `first_checkpoint=n_steps_per_checkpoint` puts them at multiples. Without a callback it is a
-    decorator: `every(10)(callback)`.
+    Where a multiple of `n` is no checkpoint, at the next one after it. With `seconds`, at the first
+    checkpoint and then when so many have passed since it last ran. Other checkpoints pass
+    unchanged. The loop decides where checkpoints are: `first_checkpoint=n_steps_per_checkpoint`
+    puts them at multiples. Without a callback it is a decorator: `every(10)(callback)`.
 
     >>> steps = []
     >>> callback = every(10, lambda checkpoint: steps.append(checkpoint.step))
@@ -66,7 +66,9 @@ def every(
         return _scheduled(_Elapsed(seconds, clock), callback, "every")
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"every needs a number of steps of at least 1, got {n!r}.")
-    return _scheduled(lambda checkpoint: checkpoint.step % n == 0, callback, "every")
+    return _scheduled(
+        lambda checkpoint: _n_before(checkpoint) // n < checkpoint.step // n, callback, "every"
+    )
 
 
 def at(*steps: int) -> Callable[[Callback], Callback]:
@@ -86,8 +88,7 @@ def at(*steps: int) -> Callable[[Callback], Callback]:
         raise ValueError(f"at needs one or more steps, such as at(1, 1000), got {steps}.")
 
     def is_due(checkpoint: Checkpoint) -> bool:
-        n_new = max(1, checkpoint.n_completed_steps)
-        return any(checkpoint.step - n_new < step <= checkpoint.step for step in steps)
+        return any(_n_before(checkpoint) < step <= checkpoint.step for step in steps)
 
     return _scheduled(is_due, None, "at")
 
@@ -105,6 +106,11 @@ def when(predicate: Callable[[Checkpoint], Any]) -> Callable[[Callback], Callbac
     if not callable(predicate):
         raise TypeError(f"when needs a function of a checkpoint, got {predicate!r}.")
     return _scheduled(predicate, None, "when")
+
+
+def _n_before(checkpoint: Checkpoint) -> int:
+    """The step of the checkpoint before this one."""
+    return checkpoint.step - max(1, checkpoint.n_completed_steps)
 
 
 class _Elapsed:

@@ -1,12 +1,14 @@
 """Throughput: how fast training goes, and how much of the devices it uses."""
 
 import math
-from typing import Any
+import re
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
 from flaxfit._checkpoint import Checkpoint
+from flaxfit._cost import StepCost
 from flaxfit.callbacks._callback import Loop
 
 PEAK_FLOPS = {
@@ -15,26 +17,43 @@ PEAK_FLOPS = {
     "TPU v5p": 459e12,
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
+    "NVIDIA A10": 125e12,
+    "NVIDIA A10G": 70e12,
+    "NVIDIA A30": 165e12,
     "NVIDIA A100": 312e12,
+    "NVIDIA A800": 312e12,
     "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
     "NVIDIA H100": 989e12,
+    "NVIDIA H800": 989e12,
+    "NVIDIA H200 NVL": 835e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA GH200": 989e12,
     "NVIDIA B200": 2250e12,
+    "NVIDIA GB200": 2500e12,
+    "NVIDIA B300": 2250e12,
+    "NVIDIA GB300": 2500e12,
     "NVIDIA L4": 121e12,
+    "NVIDIA L40": 181e12,
+    "NVIDIA L40S": 362e12,
+    "Tesla V100-PCIE": 112e12,
     "Tesla V100": 125e12,
     "Tesla T4": 65e12,
+    "AMD Instinct MI300X": 1307e12,
 }
-"""Makers' figures for a device, by the beginning of its kind: dense products of 16-bit numbers."""
+"""Makers' figures for dense products of 16-bit numbers, by the first words of a device's kind."""
 
 
 class Throughput:
     """Adds to each checkpoint how fast its steps were.
 
     `examples_per_second`; `tokens_per_second` where examples are sequences; `flops_per_second`,
-    the operations that the model asks for (`TrainLoop.step_flops`), of all devices; and `mfu`,
+    the operations that the step asks for (`TrainLoop.step_flops`), of all devices; and `mfu`,
     the model FLOPs utilisation: what part that is of the most that the devices could do, where
-    that is known. Compilation, callbacks and your own code are not in the time. Nothing is done
-    per step; operations are counted once, on the host.
+    that is known. A step that computes parts of the forward pass again (`jax.checkpoint`) has
+    `hfu` in its place, the hardware FLOPs utilisation, in which that counts as well: give
+    `flops_per_example` for its `mfu`. Compilation, callbacks and your own code are not in the time.
+    Nothing is done per step; operations are counted once, on the host.
 
     >>> throughput = Throughput(peak_flops=989e12)
 
@@ -44,7 +63,8 @@ class Throughput:
       flops_per_example: operations for an example, forward and backward; None: as XLA counts
         them. Give them for models with kernels or `while` loops that XLA cannot count.
       peak_flops: the most operations per second of one device; None: the maker's figure for
-        16-bit numbers, where the kind of device is known. Say so for float32.
+        16-bit numbers, where the kind of device is known; else there is neither `mfu` nor `hfu`.
+        Give that of float32 for a model that computes in float32.
     """
 
     def __init__(
@@ -59,11 +79,17 @@ class Throughput:
         self._peak = peak_flops
         self._loop: Any = None
         self._flops: float | None = None
+        self._utilisation = "mfu"
+
+    adds: ClassVar[dict[str, str | None]] = dict.fromkeys(
+        ("examples_per_second", "tokens_per_second", "flops_per_second", "mfu", "hfu"), "max"
+    )
+    """The metrics that it adds to a checkpoint."""
 
     def attach(self, loop: Loop) -> None:
         """Learns which loop it measures."""
         self._loop = loop
-        self._flops = self._given_flops
+        self._flops, self._utilisation = self._given_flops, "mfu"
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint with its speed."""
@@ -77,19 +103,22 @@ class Throughput:
         if tokens:
             found["tokens_per_second"] = tokens * speed
         if self._flops is None:
-            self._flops = _flops_per_example(self._loop)
+            self._flops, recomputes = _cost_per_example(self._loop)
+            self._utilisation = "hfu" if recomputes else "mfu"
         if math.isfinite(self._flops):
             found["flops_per_second"] = self._flops * speed
             devices = self._loop.strategy.devices
             peak = self._peak or _peak_flops(devices[0].device_kind)
             if peak:
-                found["mfu"] = found["flops_per_second"] / (peak * _n_devices(devices))
+                used = found["flops_per_second"] / (peak * _n_devices(devices))
+                found[self._utilisation] = used
         return checkpoint.with_metrics(found)
 
 
-def _flops_per_example(loop: Any) -> float:
+def _cost_per_example(loop: Any) -> StepCost:
     (n, *_), *_ = (x.shape for x in jax.tree.leaves(loop.input_shapes))
-    return loop.step_flops(n) / n
+    cost = loop.step_cost(n)
+    return cost._replace(flops=cost.flops / n)
 
 
 def _n_devices(devices: Any) -> int:
@@ -106,6 +135,8 @@ def _length(inputs: Any) -> int | None:
 
 
 def _peak_flops(kind: str) -> float | None:
-    """The figure of the longest name that the kind begins with."""
-    names = [name for name in PEAK_FLOPS if kind.startswith(name)]
+    """The figure of the longest name whose words the kind begins with; None for part of a GPU."""
+    if " MIG " in kind:
+        return None
+    names = [name for name in PEAK_FLOPS if re.match(rf"{re.escape(name)}(?![0-9A-Za-z])", kind)]
     return PEAK_FLOPS[max(names, key=len)] if names else None

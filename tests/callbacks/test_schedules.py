@@ -42,6 +42,16 @@ def test_only_checkpoints_of_divisible_steps_reach_the_callback(checkpoint_at):
     assert ["seen" in checkpoint.metrics for checkpoint in changed] == [False, True, False, True]
 
 
+@pytest.mark.parametrize(
+    ("n", "expected"), [(100, [101, 201, 300]), (150, [201, 300]), (40, [101, 201, 300])]
+)
+def test_a_multiple_between_two_checkpoints_is_due_at_the_second(n, expected, checkpoint_at):
+    recorder = Recorder()
+    for step, n_new in (1, 1), (101, 100), (201, 100), (300, 99):  # The loop's default grid.
+        every(n, recorder)(checkpoint_at(step, n_completed_steps=n_new, loss=1.0))
+    assert recorder.events == expected
+
+
 def test_a_callback_that_returns_none_leaves_the_checkpoint_as_it_is(checkpoint_at):
     checkpoint = checkpoint_at(10, loss=1.0)
     assert every(10, lambda checkpoint: None)(checkpoint) is checkpoint

@@ -4,6 +4,7 @@ import mmap
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -15,6 +16,7 @@ from flaxfit.callbacks._throughput import _peak_flops
 
 tokens = np.zeros((48, 10), np.int32)
 labels = np.zeros(48, np.int32)
+X = np.ones((8, 1), np.float32)
 
 
 class Classifier(nn.Module):
@@ -79,6 +81,34 @@ def test_operations_can_be_counted_for_batches_that_parts_do_not_divide():
     data = ff.ArrayStream(tokens[:30], labels[:30], batch_size=15, epochs=1)
     _, (c, _) = run(Throughput(), data=data, accumulate=2)
     assert c.metrics["flops_per_second"] > 0
+
+
+@pytest.mark.parametrize("given", [None, 1e6])
+def test_recomputation_is_no_work_of_the_model(given):
+    def classify(v, x, **_):
+        return jax.checkpoint(lambda w: jnp.tanh(x * w) * w)(v["params"]), {}
+
+    task = ff.TrainTask(classify, optax.sgd(0.1), "mse", [(X, X)] * 2)
+    init = lambda rngs, x: {"params": np.ones(1, np.float32)}  # noqa: E731
+    throughput = Throughput(peak_flops=1e9, flops_per_example=given)
+    (c, *_) = ff.TrainLoop(init, task, 0, callbacks=throughput, stdout=False)
+    utilisation, other = ("hfu", "mfu") if given is None else ("mfu", "hfu")
+    n_devices = len(jax.devices())
+    assert c.metrics[utilisation] == c.metrics["flops_per_second"] / (1e9 * n_devices)
+    assert other not in c.metrics
+
+
+def test_devices_go_by_whole_words_of_their_kind():
+    assert _peak_flops("NVIDIA L4") == 121e12
+    assert _peak_flops("NVIDIA L40S") == 362e12
+    assert _peak_flops("NVIDIA L40") == 181e12
+    assert _peak_flops("NVIDIA A10G") == 70e12
+    assert _peak_flops("NVIDIA A100-SXM4-40GB") == 312e12
+    assert _peak_flops("NVIDIA GH200 480GB") == 989e12
+    assert _peak_flops("NVIDIA L400") is None
+    assert _peak_flops("NVIDIA H100X") is None
+    assert _peak_flops("TPU v50") is None
+    assert _peak_flops("NVIDIA A100-SXM4-40GB MIG 1g.5gb") is None
 
 
 def test_the_longest_name_of_a_device_counts():
