@@ -90,6 +90,38 @@ def couples_rows(function: Callable[..., Any], outputs: Any, targets: Any) -> bo
     return _mixes(program, n)
 
 
+def check_sums(name: str, measure: Callable[..., Any], outputs: Any, targets: Any) -> None:
+    """Checks that the sums of a metric have the same shapes whatever the size of the batch.
+
+    Args:
+      name: of the metric, for the error.
+      measure: `(weights, *outputs, *targets) -> sums`; it is traced.
+      outputs: a tuple of trees of arrays or of their shapes and dtypes.
+      targets: a tuple like `outputs`.
+
+    Raises:
+      ValueError: a shape depends on the batch, so that the sums of batches cannot be added.
+    """
+    try:
+        small, large = (_shapes_of_sums(measure, outputs, targets, n) for n in _N_ROWS[:2])
+    except Exception:  # It insists on the size of its batch.
+        return
+    if small != large:
+        raise ValueError(
+            f"The metric {name!r} measures arrays whose shape depends on the size of the batch, "
+            "and these are added over batches and devices, element by element. Return sums, such "
+            "as counts by class or by bin. For a value of all outputs at once use a callback that "
+            "calls predict."
+        )
+
+
+def _shapes_of_sums(measure: Callable[..., Any], outputs: Any, targets: Any, n: int) -> Any:
+    weights = jax.ShapeDtypeStruct((n,), "float32")
+    arguments = (*_resized(outputs, n), *_resized(targets, n))
+    sums = jax.eval_shape(measure, weights, *arguments)
+    return jax.tree.map(lambda leaf: leaf.shape, sums)
+
+
 def _mixes(program: Any, n: int) -> bool:
     """Whether what a jaxpr returns was made by combining rows along an axis of size `n`."""
     needed = {v for v in program.outvars if not isinstance(v, Literal)}

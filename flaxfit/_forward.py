@@ -1,5 +1,6 @@
 """The forward passes of a task: the model applied to a batch, its loss, its metrics as sums."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -138,11 +139,38 @@ def _compared(outputs: Any, batch: Batch) -> tuple[tuple[Any, ...], Batch]:
 
 
 def measure(metrics: Mapping[str, Any], outputs: Any, targets: Any, weights: jax.Array) -> Sums:
-    """The sums of the metrics over a batch."""
-    return {
-        name: metric.measure(*outputs, *targets, weights=weights)
-        for name, metric in metrics.items()
-    }
+    """The sums of the metrics over a batch.
+
+    Raises:
+      TypeError: a metric takes another number of outputs and targets.
+    """
+    sums = {}
+    for name, metric in metrics.items():
+        try:
+            sums[name] = metric.measure(*outputs, *targets, weights=weights)
+        except TypeError as error:
+            _check_arguments(name, metric, outputs, targets, error)
+            raise
+    return sums
+
+
+def _check_arguments(name: str, metric: Any, outputs: Any, targets: Any, error: TypeError) -> None:
+    functions = [(metric.measure, {"weights": None})]
+    functions += [] if metric.values is None else [(metric.values, {})]
+    for function, options in functions:
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # Of some callables it is not known.
+            continue
+        try:
+            signature.bind(*outputs, *targets, **options)
+        except TypeError as mismatch:
+            raise TypeError(
+                f"The metric {name!r} takes other arguments than it is given: {mismatch}. It takes "
+                f"{signature}, and is called with the outputs and the targets by position, "
+                f"{len(outputs)} and {len(targets)} of them"
+                f"{', and with weights=' if options else ''}."
+            ) from error
 
 
 def loss_sums(loss: Any, values: jax.Array, outputs: tuple[Any, ...], batch: Batch) -> Any:

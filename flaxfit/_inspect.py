@@ -1,6 +1,7 @@
 """Inspection of the first batch: what a task makes of it, or in words why it cannot be trained."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from flax.errors import InvalidRngError
 
 from flaxfit._batch import Batch, n_examples
 from flaxfit._by_output import check_outputs, check_values, targets_with_weights
-from flaxfit._by_row import check_by_row, couples_rows
+from flaxfit._by_row import check_by_row, check_sums, couples_rows
 from flaxfit._explain import calls_explained, tracers_explained
 from flaxfit._forward import EvalPass, ForwardPass, forward, forward_eval
 from flaxfit._jaxpr import holds
@@ -208,10 +209,14 @@ def _explained(owner: str, task: Any, batch: Batch) -> Iterator[None]:
 
 def _check_by_row(task: Any, result: Any, batch: Batch, bind: Callable[..., Any]) -> None:
     """Checks that the loss and the metrics compare each output with its own target, by row."""
+    outputs, targets = result.outputs, batch.targets
+    for name, metric in task.metrics.items():
+        if any(leaf.ndim for leaf in jax.tree.leaves(result.sums[name])):
+            measure = functools.partial(_measured, metric)
+            check_sums(name, bind(measure), outputs, targets)
     if not task.pad:
         return
     advice = " If it is meant to look across the batch, set pad=False in the task."
-    outputs, targets = result.outputs, batch.targets
     checked = [
         (f"The metric {name!r}", values, outputs, targets) for name, values in metrics_by_row(task)
     ]
@@ -226,6 +231,10 @@ def _check_by_row(task: Any, result: Any, batch: Batch, bind: Callable[..., Any]
                 f"{owner} gives each example a value that depends on the other examples of its "
                 f"batch. Padding, and batches of another size, would change it.{advice}"
             )
+
+
+def _measured(metric: Any, weights: Any, *outputs_and_targets: Any) -> Any:
+    return metric.measure(*outputs_and_targets, weights=weights)
 
 
 def check_loss(

@@ -56,13 +56,13 @@ def apply(variables, x, **options):
     return (outputs, {}) if "mutable" in options else outputs
 
 
-def train(loss="mse", metrics=(), targets=X[:, 0], **options):
+def train(loss="mse", metrics=(), targets=X[:, 0], strategy=None, **options):
     task = ff.TrainTask(apply, optax.sgd(0.1), loss, (X, targets), metrics, **options)
 
     def init(rngs, x):
         return {"params": np.ones(1, np.float32)}
 
-    return next(ff.TrainLoop(init, task, 0, stdout=False))
+    return next(ff.TrainLoop(init, task, 0, strategy=strategy, stdout=False))
 
 
 def test_training_refuses_it_at_the_first_batch():
@@ -179,3 +179,36 @@ def test_a_metric_that_couples_rows_is_not_measured_by_parts():
     assert one["centred"] == pytest.approx(np.var(X), rel=1e-5)
     with pytest.raises(ValueError, match="Cannot measure 'centred' with 4 devices"):
         ff.EvalLoop(task, strategy=ff.DataParallel()).measure(state)
+
+
+def everything(outputs, targets, weights=None):
+    return {"outputs": outputs, "weights": jnp.ones(len(outputs)) if weights is None else weights}
+
+
+@pytest.mark.parametrize("n_devices", [1, 4])
+@pytest.mark.parametrize("pad", [True, False])
+def test_a_metric_whose_sums_grow_with_the_batch_is_refused(n_devices, pad):
+    all_of_it = ff.metrics.Metric(everything, lambda sums: float(len(sums["outputs"])), "all")
+    strategy = ff.DataParallel(jax.devices()[:n_devices])
+    with pytest.raises(ValueError, match="metric 'all' measures arrays whose shape depends on"):
+        train("mse", [all_of_it], X, strategy=strategy, pad=pad)
+    task = ff.EvalTask(apply, [all_of_it], (X, X))
+    state = ff.InferenceState(np.int32(0), np.ones(1, np.float32), {})
+    with pytest.raises(ValueError, match="metric 'all' measures arrays whose shape depends on"):
+        ff.EvalLoop(task, strategy=strategy).measure(state)
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (lambda outputs: outputs[:, 0], "many positional.*takes \\(outputs\\).*1 and 1 of them"),
+        (lambda a, b, targets: a[:, 0], "missing a required argument: 'targets'"),
+        (ff.metrics.top_k, "takes \\(k: int\\)"),
+        (ff.metrics.Metric(lambda o, t: o.sum(), float), "argument 'weights'.*with weights="),
+    ],
+)
+def test_a_metric_that_takes_other_arguments_is_named(metric, message):
+    task = ff.EvalTask(lambda v, x: x, {"it": metric}, (X, X))
+    state = ff.InferenceState(np.int32(0), np.ones(1, np.float32), {})
+    with pytest.raises(TypeError, match=f"^The metric 'it' takes other arguments.*{message}"):
+        ff.EvalLoop(task).measure(state)

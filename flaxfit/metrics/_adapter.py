@@ -24,9 +24,23 @@ def is_collection_class(metrics: Any) -> bool:
 
 
 def members_of(collection_class: Any) -> dict[str, Any]:
-    """The metric classes of a collection by name."""
+    """The metric classes of a collection by name, without the average of the loss."""
     hints = get_type_hints(collection_class)
-    return {name: member for name, member in hints.items() if not name.startswith("_")}
+    members = {name: member for name, member in hints.items() if not name.startswith("_")}
+    if "loss" in members and _reads_loss(members["loss"]):
+        del members["loss"]  # The loop reports it by that very name.
+    return members
+
+
+def _reads_loss(metric_class: Any) -> bool:
+    """Whether it is made from the model output "loss", as clu's `Average.from_output("loss")`."""
+    try:
+        metric_class.from_model_output()
+    except KeyError as error:
+        return error.args == ("loss",)
+    except Exception:
+        return False
+    return False
 
 
 def from_metric_class(metric_class: Any) -> Metric:

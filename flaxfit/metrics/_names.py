@@ -50,13 +50,14 @@ MetricLike = Metric | Callable[..., Any] | str
 
 
 def as_metrics(
-    metrics: Mapping[str, MetricLike] | Sequence[MetricLike] | MetricLike,
+    metrics: Mapping[str, MetricLike] | Sequence[MetricLike] | MetricLike | None,
 ) -> dict[str, Metric]:
     """Brings the metrics that a user passed into the form `{name: Metric}`.
 
-    Accepts a mapping of names to metrics, a sequence of metrics, or one metric. A metric is a
+    Accepts a mapping of names to metrics, a sequence of metrics, one metric, or None. A metric is a
     `Metric`, a built-in name such as "accuracy" or "top_5", a function that returns per-example
-    values, or a metric class of clu or metrax. A `Collection` class of clu is a mapping.
+    values, or a metric class of clu or metrax. A `Collection` class of clu is a mapping; its
+    average of the model output "loss" is left out, as the loop reports the loss by that name.
 
     >>> sorted(as_metrics(["accuracy", top_k(3)]))
     ['accuracy', 'top_3']
@@ -70,7 +71,8 @@ def as_metrics(
     if isinstance(metrics, Mapping):
         pairs = [(name, as_metric(metric)) for name, metric in metrics.items()]
     else:
-        listed: Sequence[Any] = metrics if isinstance(metrics, list | tuple) else [metrics]
+        listed: Any = () if metrics is None else metrics
+        listed = listed if isinstance(listed, list | tuple) else [listed]
         made = [(metric, as_metric(metric)) for metric in listed]
         pairs = [(_name_of(given), metric) for given, metric in made]
     names = [name for name, _ in pairs]
@@ -103,7 +105,21 @@ def as_metric(metric: MetricLike) -> Metric:
         )
     if is_metric_class(metric):
         return from_metric_class(metric)
+    if isinstance(metric, list | tuple):
+        raise TypeError(
+            f"Cannot take a list in a list of metrics: {metric!r:.60}. For the metrics of several "
+            "outputs pass mappings by the names of the outputs, such as loss={'a': 'mse', 'b': "
+            "'crossentropy'} and metrics={'a': ['mae'], 'b': ['accuracy']}."
+        )
     check_order("metric", metric)
+    if isinstance(metric, type) or _is_stateful(metric):
+        name = metric.__name__ if isinstance(metric, type) else type(metric).__name__
+        raise TypeError(
+            f"Cannot use the metric {name} (of {metric.__module__}): a metric must be a pair of "
+            "pure functions, and objects that are updated in place cannot be compiled. Use a "
+            "built-in metric by name, such as 'accuracy', a function that returns one value per "
+            "example, or flaxfit.metrics.Metric(measure, compute)."
+        )
     if callable(metric):
         return mean(metric)
     raise TypeError(
@@ -151,7 +167,13 @@ def _by_name(name: str) -> Metric:
     raise ValueError(f"There is no metric {name!r}. Did you mean {', '.join(nearest)}?")
 
 
-def _name_of(metric: MetricLike) -> str:
+def _is_stateful(metric: Any) -> bool:
+    """Whether it is an object like the metrics of Flax NNX, Keras and torchmetrics."""
+    protocols = (("update", "compute"), ("update_state", "result"))
+    return any(all(hasattr(metric, name) for name in protocol) for protocol in protocols)
+
+
+def _name_of(metric: Any) -> str:
     if isinstance(metric, str):
         return metric
     name = metric.name if isinstance(metric, Metric) else getattr(metric, "__name__", None)

@@ -58,6 +58,14 @@ def test_a_collection_of_clu_is_a_mapping_of_its_metrics(clu, digits, measured):
     assert value == measured(metric_of(clu.Accuracy), logits, labels, weights=weights)
 
 
+def test_the_loss_of_a_collection_of_clu_is_left_to_the_loop(clu):
+    collection = clu.Collection.create(right=clu.Accuracy, loss=clu.Average.from_output("loss"))
+    assert list(as_metrics(collection)) == ["right"]
+    other = clu.Collection.create(loss=clu.Average.from_output("logits"))
+    with pytest.raises(ValueError, match="cannot be called 'loss'"):
+        as_metrics(other)
+
+
 @pytest.mark.parametrize("wrap", [lambda c: [c], lambda c: {"it": c}], ids=["list", "mapping"])
 def test_a_collection_in_the_place_of_one_metric_is_refused_in_words(clu, wrap):
     collection = clu.Collection.create(right=clu.Accuracy)

@@ -3,6 +3,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from flaxfit.metrics import Metric, accuracy, as_metrics, auc, confusion_matrix, mse, on, top_k
 
@@ -97,3 +98,27 @@ def test_on_measures_one_of_several_outputs_with_the_weights():
     sums = first.measure(a, b, np.zeros(2, np.float32), b, weights=np.array([3.0, 1.0]))
     assert first.compute(sums) == pytest.approx((3 * 1 + 9) / 4)
     assert first.name == "mse"
+
+
+def test_no_metrics_may_be_none():
+    assert as_metrics(None) == {}
+
+
+class Updated:
+    def update(self, **values):
+        pass
+
+    def compute(self):
+        return 0.0
+
+
+@pytest.mark.parametrize("of", [Updated, Updated(), nnx.metrics.Accuracy, nnx.metrics.Accuracy()])
+def test_metrics_that_are_updated_in_place_are_refused(of):
+    with pytest.raises(TypeError, match="Cannot use the metric .*by name, such as 'accuracy'"):
+        as_metrics([of])
+
+
+def test_a_list_for_each_output_is_answered_with_a_mapping():
+    nested: Any = [["accuracy"], ["mae"]]
+    with pytest.raises(TypeError, match=r"list in a list of metrics.*metrics=\{'a': \['mae'\]"):
+        as_metrics(nested)
