@@ -13,6 +13,7 @@ from flaxfit._display import plural, say
 from flaxfit._monitor import Monitor
 from flaxfit._state import TrainState
 from flaxfit.callbacks._callback import Loop
+from flaxfit.optim._hyperparams import with_hyperparams_of
 
 _FIELDS = ("step", "params", "opt_state", "model_state")
 
@@ -22,8 +23,9 @@ class Rollback:
 
     Parameters, optimizer state and model state become those of the last checkpoint that was
     good, or of the start. The step and the position in the data stay where they are: what led
-    astray is skipped, and no random key is used twice. `metrics["rollbacks"]` counts, so that
-    each event is in the history, beside the value that was not finite.
+    astray is skipped, and no random key is used twice. Hyperparameters that were set, such as a
+    lowered learning rate, stay. `metrics["rollbacks"]` counts, so that each event is in the
+    history, beside the value that was not finite.
 
     The good state is kept in the memory of the host, a copy for every checkpoint. A
     `CheckpointFileWriter` beside it saves it as well, where the state itself is a later one.
@@ -100,7 +102,9 @@ class Rollback:
             f"{what}: going on with the state of step {int(self._good.step):,} "
             f"(rollback {self.n_rollbacks} of {self._n_times})"
         )
-        self._loop.restore(self._good.replace(step=jnp.int32(step)))
+        # What callbacks have set, such as a lowered learning rate, they do not set again.
+        opt_state = with_hyperparams_of(self._good.opt_state, _to_host(self._loop.state).opt_state)
+        self._loop.restore(self._good.replace(step=jnp.int32(step), opt_state=opt_state))
         return self._loop.state
 
     def get_state(self) -> dict[str, Any]:

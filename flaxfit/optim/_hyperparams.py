@@ -89,6 +89,39 @@ def set_hyperparams(opt_state: Any, *, group: str | int | None = None, **values:
     return _map(opt_state, lambda state: _set(state, values), name)
 
 
+def with_hyperparams_of(opt_state: Any, other: Any) -> Any:
+    """An optimizer's state with the hyperparameters that are set in another state of it.
+
+    Those that go by a schedule stay as they are.
+
+    >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+    >>> state = optimizer.init(jnp.ones(2))
+    >>> state = with_hyperparams_of(state, set_hyperparams(state, learning_rate=0.25))
+    >>> float(hyperparams(state)["learning_rate"])
+    0.25
+    """
+
+    def visit(node: Any, other: Any) -> Any:
+        if not isinstance(node, optax.InjectStatefulHyperparamsState):
+            if isinstance(node, GroupsState):
+                return node._replace(states=with_hyperparams_of(node.states, other.states))
+            if isinstance(node, optax.transforms.PartitionState):
+                inner = with_hyperparams_of(node.inner_states, other.inner_states)
+                return node._replace(inner_states=inner)
+            return node
+        values, states = dict(other.hyperparams), dict(node.hyperparams_states)
+        for name, own in states.items():
+            if isinstance(own, OverrideState):
+                set_to = other.hyperparams_states[name]
+                states[name] = own._replace(value=set_to.value, is_set=set_to.is_set)
+            else:
+                values[name] = node.hyperparams[name]
+        inner = with_hyperparams_of(node.inner_state, other.inner_state)
+        return node._replace(hyperparams=values, hyperparams_states=states, inner_state=inner)
+
+    return jax.tree.map(visit, opt_state, other, is_leaf=_is_known)
+
+
 def constants(opt_state: Any) -> list[Any]:
     """The hyperparameters that go by no schedule, wherever they are in a state.
 

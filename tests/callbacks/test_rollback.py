@@ -53,6 +53,39 @@ def test_the_run_goes_on_from_the_last_good_state():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(loop.state.params))
 
 
+def definition(rate):
+    return ff.optim.OptimizerDef(optax.sgd, learning_rate=rate)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("kind", ["constant", "schedule", "groups"])
+def test_a_rate_that_was_set_stays_when_the_state_goes_back(kind, is_first):
+    """Also one that was set at the very checkpoint that is gone back to."""
+    optimizer = {
+        "constant": definition(0.5),
+        "schedule": definition(optax.constant_schedule(0.5)),
+        "groups": ff.optim.MultiOptimizer((".*", definition(0.5))),
+    }[kind]
+
+    class Lower:
+        def attach(self, loop):
+            self.loop = loop
+
+        def __call__(self, checkpoint):
+            if checkpoint.step == 2:
+                self.loop.set_hyperparams(learning_rate=0.25)
+
+    data = [(ONE, ONE), (ONE, ONE), (ONE * np.inf, ONE), (ONE, ONE)]
+    task = ff.TrainTask(lambda v, x, **_: (v["params"]["w"] * x, {}), optimizer, "mse", data)
+    callbacks = [Lower(), Rollback()][:: 1 if is_first else -1]
+    init = lambda rngs, x: {"params": {"w": np.zeros(1, np.float32)}}  # noqa: E731
+    loop = ff.TrainLoop(init, task, 0, callbacks=callbacks, stdout=False)
+    found = [checkpoint.metrics for checkpoint in loop]
+    assert [each["rollbacks"] for each in found] == [0, 0, 1, 1]
+    name = "learning_rate/.*" if kind == "groups" else "learning_rate"
+    assert [each[name] for each in found] == [0.5, 0.5, 0.25, 0.25]
+
+
 def test_the_start_is_good():
     loop = make_loop({2}, [Rollback()])
     start = loop.state
