@@ -66,15 +66,7 @@ def forward(
       key: the random key of this step and replica.
       replicas: what the batch is divided among.
     """
-    outputs, updates = _outputs_and_updates(
-        call(
-            in_precision(task.apply, task.precision),
-            {"params": params, **model_state},
-            batch.inputs,
-            rngs=rngs_of(task.rngs, key),
-            mutable=DenyList(("params", "intermediates")) if task.mutable is None else task.mutable,
-        )
-    )
+    outputs, updates = apply_model(task, params, model_state, batch, key)
     outputs, batch = _compared(outputs, batch)
     values, penalty = loss_of(
         task, outputs, batch, replicas, n_parts=task.accumulate, is_training=True
@@ -95,6 +87,21 @@ def forward(
     }
     penalty = sum(penalties) if penalties else None
     return ForwardPass(values, penalty, sums, outputs, model_state, not_added)
+
+
+def apply_model(
+    task: Any, params: Any, model_state: Any, batch: Batch, key: jax.Array
+) -> tuple[Any, Any]:
+    """The outputs of the model in training, and the collections that it updates."""
+    return _outputs_and_updates(
+        call(
+            in_precision(task.apply, task.precision),
+            {"params": params, **model_state},
+            batch.inputs,
+            rngs=rngs_of(task.rngs, key),
+            mutable=DenyList(("params", "intermediates")) if task.mutable is None else task.mutable,
+        )
+    )
 
 
 def forward_eval(

@@ -32,6 +32,7 @@ from flaxfit._tally import Tally
 from flaxfit._task import TrainTask
 from flaxfit._unrolled import MOST_UNROLLED
 from flaxfit._update import make_step, make_update
+from flaxfit._wide_products import why_wide
 from flaxfit.data import ArrayStream
 from flaxfit.optim import set_hyperparams
 from flaxfit.optim._extended import carry_state
@@ -98,6 +99,7 @@ class Stepper:
         self.programs = Programs(self.agreement, (lambda text: None) if is_eager else say)
         self.tally = Tally(strategy.share)
         self._traced: dict[Any, Any] = {}
+        self._knows_products = False
         self._not_added: set[str] = set()
         is_on_cpu = strategy.devices[0].platform == "cpu"
         # Virtual replicas and parts are loops or branches themselves.
@@ -636,6 +638,9 @@ class Stepper:
             sums = result.sums | more_sums(self.task, result, grad_norm=grad_norm, norms=norms)
             why_not = self._why_not_pad(result.values)
             self._say_not_added(result.not_added)
+            if not self._knows_products and (why := why_wide(self.task, self.state, batch, bind)):
+                self._say(why)
+            self._knows_products = True
         self.unrolls = self._may_unroll and traced.has_convolutions
         if self.tally.expect(sums):
             self._say("the metrics were changed in the middle of their span: it is counted anew")

@@ -25,7 +25,7 @@ LAYERS = (
     {"_callback_list", "_gradient", "_own_rows", "_agreement", "_borrowed"},
     {"_source", "_step", "_history", "checkpoints", "export"},
     {"_update", "_inspect", "_programs"},
-    {"_intake", "_tally"},
+    {"_intake", "_tally", "_wide_products"},
     {"_stepper", "_multi_task"},
     {"_trial"},
     {"_loop", "_evaluate", "_predict", "callbacks", "importers"},
