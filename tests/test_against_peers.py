@@ -356,6 +356,7 @@ def kinds_of_data():
         "two": (normal(N, 2), answers),
         "classes": (logits, labels),
         "onehot": (logits, np.eye(5, dtype=np.float32)[labels]),
+        "labels": (normal(N, 4), GENERATOR.integers(0, 2, (N, 4))),
         "tokens": (normal(N, 3, 4), GENERATOR.integers(0, 4, (N, 3))),
         "number": (normal(N), normal(N)),
         "numbers": (normal(N, 3), normal(N, 3)),
@@ -363,10 +364,16 @@ def kinds_of_data():
     }
 
 
-def rates(*names):
-    """Metrics by name, such as "f1_macro"."""
-    parts = (name.split("_") for name in names)
-    return {f"{name}_{how}": getattr(metrics, name)(average=how) for name, how in parts}
+AVERAGES = {how: how for how in ("macro", "micro", "weighted", "samples")} | {"classes": None}
+
+
+def rates(*names, **options):
+    """Metrics by name, such as "f1_macro"; "f1_classes" has a value for each class."""
+    parts = {name: name.split("_") for name in names}
+    return {
+        name: getattr(metrics, kind)(average=AVERAGES[how], **options)
+        for name, (kind, how) in parts.items()
+    }
 
 
 # Together every metric, with every average; each is tried on some kinds, as programs take time.
@@ -376,9 +383,11 @@ METRICS = {
     "column": metrics.as_metrics(["accuracy", "binary_accuracy"]) | rates("f1_micro"),
     "two": metrics.as_metrics(["precision"]) | rates("recall_macro"),
     "classes": metrics.as_metrics(["accuracy", "top_2", "perplexity"])
-    | rates("precision_macro", "recall_macro", "f1_macro", "precision_micro")
+    | rates("precision_macro", "recall_weighted", "f1_macro", "precision_micro")
     | {"confusion_matrix": metrics.confusion_matrix(5)},
     "onehot": metrics.as_metrics(["accuracy", "top_4", "perplexity"]),
+    "labels": metrics.as_metrics(["binary_accuracy"])
+    | rates("precision_samples", "recall_classes", "f1_weighted", multilabel=True),
     "tokens": metrics.as_metrics(["accuracy", "top_2", "perplexity"]) | rates("recall_macro"),
     "number": metrics.as_metrics(["mse", "mae", "rmse", "r2"]),
     "numbers": metrics.as_metrics(["mse"]),
@@ -405,7 +414,7 @@ def one_class(kind, outputs, targets):
 def all_right(kind, outputs, targets):
     if kind in IS_NUMBER:
         return targets, targets
-    if kind in ("score", "column"):
+    if kind in ("score", "column", "labels"):
         return outputs, (outputs > 0).astype(int)
     actual = outputs.argmax(-1)
     return outputs, np.eye(5, dtype=np.float32)[actual] if kind == "onehot" else actual
@@ -469,6 +478,10 @@ def of_sklearn(kind, outputs, targets, weights):
         return binary_of_sklearn(scores, labels, weights) | rates_of_sklearn(
             labels, scores > 0, weights
         )
+    if kind == "labels":
+        is_right = (targets == (outputs > 0)).mean(-1)
+        rates = rates_of_sklearn(targets, (outputs > 0).astype(int), weights, *AVERAGES)
+        return rates | {"binary_accuracy": np.average(is_right, weights=weights)}
     logits = outputs.reshape(-1, outputs.shape[-1])
     labels = targets.argmax(-1) if kind == "onehot" else targets.ravel()
     weights = np.repeat(weights, len(labels) // len(weights))
@@ -496,12 +509,14 @@ def of_sklearn(kind, outputs, targets, weights):
     )
 
 
-def rates_of_sklearn(labels, predicted, weights):
+def rates_of_sklearn(labels, predicted, weights, *averages):
     options = {"sample_weight": weights, "zero_division": 0}
-    found = {"accuracy": np.average(labels == predicted, weights=weights)}
-    for average in ("macro", "micro"):
+    found = {}
+    if labels.ndim == 1:
+        found["accuracy"] = np.average(labels == predicted, weights=weights)
+    for average in averages or ("macro", "micro", "weighted"):
         values = sklearn.metrics.precision_recall_fscore_support(
-            labels, predicted, average=average, **options
+            labels, predicted, average=AVERAGES[average], **options
         )
         names = (f"{name}_{average}" for name in ("precision", "recall", "f1"))
         found |= dict(zip(names, values[:3], strict=True))
@@ -645,7 +660,7 @@ def of_torchmetrics(torch, functional):
     return measure
 
 
-@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize("kind", [kind for kind in DATA if kind != "labels"])
 def test_metrics_are_those_of_torchmetrics(kind, torch, torchmetrics):
     peer = of_torchmetrics(torch, torchmetrics.functional)
     # It warns of one class, and has no way not to.
@@ -952,7 +967,7 @@ def test_keras_differs_where_the_page_says_so(keras, tmp_path):
 
 def test_nothing_lacks_a_peer_without_a_reason():
     compared = {re.sub(r"_\d$", "_k", name) for names in METRICS.values() for name in names}
-    compared = {re.sub("_(macro|micro)$", "", name) for name in compared}
+    compared = {re.sub("_(macro|micro|weighted|samples|classes)$", "", name) for name in compared}
     assert set(metrics.__all__) - compared <= WITHOUT_PEER.keys()
     known = {"Loss", "check_loss_shape", "check_values", "resolve", *TARGETS}
     assert {name for name in vars(losses) if not name.startswith("_")} == known
