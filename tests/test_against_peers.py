@@ -28,10 +28,12 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 DIFFERENCES = {  # What: in Keras, in flaxfit.
     "`kl_divergence`": ("probabilities below 1e-7 count as 1e-7", "exact, from logits"),
     "slope of `mae` at an error of 0": ("-1 on JAX, 0 on TensorFlow", "0"),
+    "slope of `cosine_distance` at a vector of zeros": ("`nan` on JAX", "a number"),
     "`auc`": ("200 thresholds", "all scores, to 0.001"),
     "`top_k` of equal scores": ("all are among the highest", "the first is"),
     "weights that are all 0": ("0", "`nan`"),
     "`ReduceLROnPlateau(cooldown=n)`": ("skips n - 1 epochs", "skips n epochs, as torch"),
+    "`EarlyStopping` on `nan`": ("counts as no improvement", "stops at once"),
     "the best of equal checkpoints": ("the first", "the last"),
     "the moving average begins": ("after the first step", "with the initial parameters"),
 }
@@ -956,6 +958,13 @@ def test_keras_differs_where_the_page_says_so(keras, tmp_path):
     np.testing.assert_allclose(losses.kl_divergence(far, certain), 30, rtol=1e-5)
     slope = jax.grad(lambda outputs: of_keras(keras)["mae"](outputs, jnp.zeros((1, 1))).sum())
     assert slope(jnp.zeros((1, 1))) == -1
+    of_angle = jax.grad(lambda outputs: of_keras(keras)["cosine_distance"](outputs, certain).sum())
+    assert np.isnan(of_angle(jnp.zeros((1, 2)))).any()  # Ours: see `assert_losses`.
+    stopping = keras.callbacks.EarlyStopping("val_loss", patience=2)
+    assert not any(after_each(stopping, [3.0, np.nan, 2.0], lambda model: model.stop_training))
+    ours = callbacks.EarlyStopping("val_loss", patience=2, restore_best=False)
+    stops = [ours(checkpoint).stop for checkpoint in checkpoints_of([3.0, np.nan])]
+    assert stops == [False, True]
     mean = keras.metrics.MeanSquaredError()
     mean.update_state(np.ones((1, 1)), np.zeros((1, 1)), sample_weight=np.zeros(1))
     assert mean.result() == 0
