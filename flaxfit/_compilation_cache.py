@@ -2,10 +2,11 @@
 
 import os
 import tempfile
-from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+
+from flaxfit._local_path import local_path
 
 
 def use_compilation_cache(folder: str | os.PathLike[str]) -> None:
@@ -15,9 +16,9 @@ def use_compilation_cache(folder: str | os.PathLike[str]) -> None:
     small model are kept like those of a large one.
 
     Raises:
-      ValueError: nothing can be written to the folder.
+      ValueError: nothing can be written to the folder, or it is a URL.
     """
-    path = Path(folder).expanduser().absolute()
+    path = local_path(folder).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()

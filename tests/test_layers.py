@@ -8,10 +8,10 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "flaxfit"
 LAYERS = (
-    {"_alone", "_compilation_cache", "_debugging", "_free_memory", "_idle_gpu", "_is_function"}
-    | {"_jaxpr", "_keys", "_narrow", "_order", "_put"}
+    {"_alone", "_debugging", "_free_memory", "_idle_gpu", "_is_function"}
+    | {"_jaxpr", "_keys", "_local_path", "_narrow", "_order", "_put"}
     | {"_processes", "_pyplot", "_unrolled", "_weights", "_whole_number", "_zstd_codes", "launch"},
-    {"_initialize", "_zstd"}
+    {"_compilation_cache", "_initialize", "_zstd"}
     | {"_rules", "_batch", "_by_row", "_callback_states", "_chart", "_cost", "_display"}
     | {"_interrupt", "_later"}
     | {"_precision", "_totals"},

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from flaxfit._checkpoint import Checkpoint
+from flaxfit._local_path import local_path
 from flaxfit.callbacks._log_to import Attempt
 
 
@@ -37,7 +38,7 @@ class CSVLogger:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Names the file; it is made, with its folder, at the first checkpoint."""
-        self._path = Path(path)
+        self._path = local_path(path)
         self._file: TextIO | None = None
         self._columns: list[str] = []
         self._step = 0
@@ -93,7 +94,7 @@ class JSONLogger:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Names the file; it is made, with its folder, at the first checkpoint."""
-        self._path = Path(path)
+        self._path = local_path(path)
         self._file: TextIO | None = None
         self._step = 0
         self._attempt = Attempt("JSONLogger", OSError)

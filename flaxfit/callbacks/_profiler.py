@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from flaxfit._checkpoint import Checkpoint
+from flaxfit._local_path import local_path
 from flaxfit.callbacks._callback import Loop
 from flaxfit.callbacks._log_to import Attempt
 
@@ -30,7 +31,7 @@ class Profiler:
     def __init__(self, folder: str | os.PathLike[str], first: int = 10, last: int = 14) -> None:
         if not 1 <= first <= last:
             raise ValueError(f"Profiler needs 1 <= first <= last, got {first} and {last}.")
-        self._folder = os.fspath(folder)
+        self._folder = os.fspath(local_path(folder))
         self._first, self._last = first, last
         self._attempt = Attempt("Profiler")
         self._loop: Any = None

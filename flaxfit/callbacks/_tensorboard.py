@@ -2,13 +2,13 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from flaxfit._checkpoint import Checkpoint
+from flaxfit._local_path import local_path
 from flaxfit._rules import flat
 from flaxfit.callbacks._event_file import EventFile
 from flaxfit.callbacks._log_to import Attempt
@@ -54,7 +54,7 @@ class TensorBoardLogger:
                 'TensorBoardLogger needs tensorboardX: pip install "flaxfit[tensorboard]"'
             ) from error
         self._make: Any = summary
-        self._folder = Path(folder)
+        self._folder = local_path(folder)
         self._histograms = histograms
         self._hparams = dict(hparams or {})
         self._attempt = Attempt("TensorBoardLogger")

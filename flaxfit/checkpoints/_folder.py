@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
+from flaxfit._local_path import local_path
 from flaxfit.checkpoints import _orbax, _seal
 
 _numbers = itertools.count()
@@ -16,11 +17,11 @@ def absolute(folder: str | os.PathLike[str]) -> Path:
     """The folder's absolute path: Orbax loses what is saved to a relative one.
 
     Raises:
-      ValueError: it has no name.
+      ValueError: it has no name, or is a URL.
     """
     if not os.fspath(folder):
         raise ValueError("A folder of checkpoints needs a name, got ''.")
-    return Path(os.path.abspath(Path(folder).expanduser()))
+    return Path(os.path.abspath(local_path(folder)))
 
 
 def make(folder: Path) -> None:

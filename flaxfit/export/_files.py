@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from flaxfit._local_path import local_path
+
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator[Path]:
@@ -14,8 +16,9 @@ def replacing(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator
     Raises:
       FileExistsError: there is something else at `path`: a folder where a file is to be, or a
         folder of anything but a SavedModel.
+      ValueError: it is a URL.
     """
-    path = Path(os.path.abspath(Path(path).expanduser()))
+    path = Path(os.path.abspath(local_path(path)))
     _check_replaceable(path, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.writing-{os.getpid()}")

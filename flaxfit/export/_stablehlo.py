@@ -14,6 +14,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit._local_path import local_path
 from flaxfit.export import _archive
 from flaxfit.export._compare import RTOL, ExportReport, compare, report, size_of
 from flaxfit.export._files import replacing
@@ -190,7 +191,7 @@ def load(path: str | os.PathLike[str]) -> ExportedModel:
       ImportError: flatbuffers is not installed.
     """
     _check_flatbuffers()
-    description, serialized, arrays = _archive.read(Path(path))
+    description, serialized, arrays = _archive.read(local_path(path))
     programs = {}
     try:
         for name, data in serialized.items():

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from flaxfit._local_path import local_path
 from flaxfit.importers._lazy import LazyArray
 from flaxfit.importers._msgpack import load_msgpack
 from flaxfit.importers._npz import load_npz
@@ -39,7 +40,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
       FileNotFoundError: there is no such checkpoint.
       UnreadableFile: it is damaged, or of a kind that is not supported.
     """
-    path = Path(path)
+    path = local_path(path)
     if path.suffix in _BY_SUFFIX and not path.is_dir():
         if not path.exists():
             raise FileNotFoundError(f"There is no checkpoint {path}.")
