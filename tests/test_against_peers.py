@@ -571,6 +571,7 @@ def assert_metrics(kind, peer, cases=CASES, but=()):
 TIED = [("tied", name) for name in ("top_2", "top_4")]
 
 
+@pytest.mark.slow  # It compiles every metric, for one device and for four.
 @pytest.mark.parametrize("kind", DATA)
 def test_metrics_are_those_of_scikit_learn(kind):
     assert_metrics(kind, of_sklearn, but=TIED)
