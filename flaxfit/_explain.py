@@ -96,6 +96,7 @@ def calls_explained(inputs: Any, targets: Any = ()) -> Iterator[None]:
             )
         if targets:
             called += f"; the loss and metrics with outputs and targets, of {_shapes(targets)}"
+            called += ", outputs first"
         is_call = isinstance(error, TypeError) and re.search(_OTHER_ARGUMENTS, str(error))
         if is_call and error.__cause__ is None:
             raise TypeError(

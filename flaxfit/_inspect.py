@@ -16,6 +16,7 @@ from flaxfit._by_row import check_by_row, check_sums, couples_rows
 from flaxfit._explain import calls_explained, tracers_explained
 from flaxfit._forward import EvalPass, ForwardPass, forward, forward_eval
 from flaxfit._jaxpr import holds
+from flaxfit._regression_targets import check_classes
 from flaxfit._rules import flat
 from flaxfit._weights import check_weights, weights_by_output
 from flaxfit._whole_loss import losses_by_row, metrics_by_row
@@ -76,6 +77,7 @@ def inspect(
             traced = trace(bound, state, batch)
     result = traced.shapes
     check_loss(task.loss, result.values, result.outputs, batch, data)
+    check_classes(task, batch)
     if key not in known:
         if not runs_eagerly(bound):  # The check traces, with sizes of no batch.
             _check_by_row(task, result, batch, bind)
@@ -115,6 +117,8 @@ def inspect_eval(
             result = trace(bound, state, batch).shapes
     if result.values is not None:
         check_loss(task.loss, result.values, result.outputs, batch, data)
+    check_classes(task, batch)
+    check_classes(task, batch)
     if key not in known:
         if not runs_eagerly(bound):
             _check_by_row(task, result, batch, bind)

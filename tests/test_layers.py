@@ -18,7 +18,7 @@ LAYERS = (
     {"_arrays", "_axes", "_explain", "_ocdbt", "_html", "_replicas", "_state_dict"},
     {"_inference_state", "_optimizer_axes", "losses", "optim"},
     {"_held", "_state", "metrics", "strategies", "data", "modules"},
-    {"_labels"},
+    {"_labels", "_regression_targets"},
     {"_by_output", "_monitor", "_snapshot"},
     {"_task", "_checkpoint", "_feed", "_own_step", "_start", "_whole_loss"},
     {"_forward"},

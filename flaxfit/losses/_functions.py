@@ -21,6 +21,11 @@ def crossentropy(logits: Any, labels: Any) -> Any:
     """
     shape, wanted = np.shape(logits), np.shape(logits)[:-1]
     if len(shape) < 2 or shape[-1] == 1:
+        if np.shape(labels)[:-1] == shape:
+            raise ValueError(
+                f"loss 'crossentropy' takes outputs first: it got outputs {shape} and labels "
+                f"{np.shape(labels)}. A loss is called with (outputs, targets): swap its arguments."
+            )
         raise ValueError(
             "loss 'crossentropy' wants one output per class, of shape (batch, ..., classes), got "
             f"outputs {shape}. For a single score per example use loss='binary_crossentropy'."

@@ -164,6 +164,11 @@ def test_shapes_that_would_broadcast_are_refused(name):
         loss(np.zeros(32), np.zeros((32, 1)))
 
 
+def test_swapped_arguments_are_named():
+    with pytest.raises(ValueError, match=r"takes outputs first: it got outputs \(32,\) and labels"):
+        losses.crossentropy(LABELS, LOGITS)
+
+
 def test_integer_labels_are_refused_where_one_hot_ones_are_wanted():
     with pytest.raises(ValueError, match="Use loss='crossentropy' for integer labels"):
         losses.onehot_crossentropy(LOGITS, LABELS)
