@@ -70,7 +70,8 @@ def check_weights_shape(weights: Any, name: str) -> None:
             f"{name} must hold one number per example, of shape (batch,), got the shape "
             f"{np.shape(weights)}. To mask the steps of sequences, make the mask a second target, "
             "(x, (y, mask), mask.sum(-1)), and return the mean over the steps of each sequence: "
-            "(values * mask).sum(-1) / mask.sum(-1). Its weight is the number of its steps."
+            "jnp.where(mask, values, 0).sum(-1) / mask.sum(-1). Its weight is the number of its "
+            "steps."
         )
 
 
