@@ -40,7 +40,15 @@ def test_paths_of_this_machine_are_taken(path):
         lambda: callbacks.CSVLogger(URL),
         lambda: callbacks.JSONLogger(URL),
         lambda: callbacks.Profiler(URL),
+        lambda: callbacks.TensorBoardLogger(URL),
+        lambda: callbacks.Export(URL),
         lambda: use_compilation_cache(URL),
+        lambda: importers.load_msgpack(URL),
+        lambda: importers.load_npz(URL),
+        lambda: importers.load_orbax(URL),
+        lambda: importers.load_safetensors(URL),
+        lambda: importers.load_t5x(URL),
+        lambda: importers.load_tf_ckpt(URL),
     ],
 )
 def test_a_url_is_refused_before_anything_is_made(use, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from typing import Any
 
 from flaxfit._checkpoint import Checkpoint
 from flaxfit._is_function import check_is_function
+from flaxfit._local_path import local_path
 from flaxfit._monitor import Monitor
 from flaxfit._processes import from_main, process_count
 from flaxfit.callbacks._callback import Loop
@@ -66,7 +67,7 @@ class Export:
 
         check_is_function("Export", apply, "apply", train=False)
         check_format(format)
-        self._path = path
+        self._path = local_path(path)
         self._monitor = None if monitor is None else Monitor(monitor, mode, "Export")
         self._format = format
         self._apply = apply

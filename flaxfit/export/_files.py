@@ -14,6 +14,7 @@ def replacing(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator
     """A temporary path beside `path`, which it becomes unless the block raises.
 
     Raises:
+      ValueError: it is a URL.
       FileExistsError: there is something else at `path`: a folder where a file is to be, or a
         folder of anything but a SavedModel.
       ValueError: it is a URL.

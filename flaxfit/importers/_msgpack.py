@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flaxfit._local_path import local_path
 from flaxfit.importers._dtypes import as_dtype
 from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
 from flaxfit.importers._mapped import map_file, mapped_array
@@ -46,7 +47,7 @@ def load_msgpack(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
       FileNotFoundError: there is no such file.
       UnreadableFile: it is damaged, or another kind of MessagePack file.
     """
-    path = Path(path)
+    path = local_path(path)
     with reading(path, KIND):
         tree = read_tree(path)
         require(isinstance(tree, dict), "it does not start with names")

@@ -8,6 +8,7 @@ from typing import IO
 
 import numpy as np
 
+from flaxfit._local_path import local_path
 from flaxfit.importers._dtypes import as_dtype
 from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
 from flaxfit.importers._unreadable import reading, require
@@ -33,7 +34,7 @@ def load_npz(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
       FileNotFoundError: there is no such file.
       UnreadableFile: it is damaged, or holds something else than numbers.
     """
-    path = Path(path)
+    path = local_path(path)
     with reading(path, _KIND, NotImplementedError, RuntimeError), zipfile.ZipFile(path) as archive:
         return {
             member.filename.removesuffix(".npy"): _lazy(path, archive, member)

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from flaxfit._local_path import local_path
 from flaxfit._ocdbt import MANIFEST, check_index
 from flaxfit.importers._lazy import LazyArray
 from flaxfit.importers._tensorstore import file_store, open_stores
@@ -38,7 +39,7 @@ def load_orbax(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
       FileNotFoundError: there is no such checkpoint.
       UnreadableFile: it is damaged, or of a kind that is not supported.
     """
-    path = Path(path)
+    path = local_path(path)
     items = _items(path)
     if len(items) != 1:
         names = ", ".join(item.name for item in items) or "none"

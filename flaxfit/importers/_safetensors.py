@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from flaxfit._local_path import local_path
 from flaxfit.importers._dtypes import as_dtype
 from flaxfit.importers._lazy import LazyArray
 from flaxfit.importers._mapped import map_file, mapped_array
@@ -48,7 +49,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
       FileNotFoundError: there is no such file.
       UnreadableFile: it is damaged, or of a kind that is not supported.
     """
-    path = Path(path)
+    path = local_path(path)
     if path.is_dir():
         single = path / "model.safetensors"
         path = single if single.exists() else path / "model.safetensors.index.json"

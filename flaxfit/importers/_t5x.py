@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from flaxfit._local_path import local_path
 from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
 from flaxfit.importers._msgpack import read_tree
 from flaxfit.importers._tensorstore import file_store, open_stores
@@ -44,7 +45,7 @@ def load_t5x(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
       FileNotFoundError: there is no such checkpoint.
       UnreadableFile: it is damaged, or of a kind that is not supported.
     """
-    path = Path(path)
+    path = local_path(path)
     folder, index = (path, path / _INDEX) if path.is_dir() else (path.parent, path)
     if not index.is_file():
         raise FileNotFoundError(

@@ -11,6 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from flaxfit._local_path import local_path
 from flaxfit.importers._crc32c import crc32c, unmasked
 from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
 from flaxfit.importers._slices import Extent, place_of, read_slice, slice_key
@@ -74,7 +75,7 @@ def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
       FileNotFoundError: there is no such checkpoint.
       UnreadableFile: it is damaged, or of a kind that is not supported.
     """
-    prefix = _prefix(Path(path))
+    prefix = _prefix(local_path(path))
     index = Path(f"{prefix}.index")
     if not index.is_file():
         raise FileNotFoundError(
