@@ -4,6 +4,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import optax
+
 from flaxfit import checkpoints
 from flaxfit._loop import TrainLoop
 from flaxfit._run_folder import SavedState
@@ -11,6 +14,7 @@ from flaxfit._state import TrainState, init_state
 from flaxfit._task import TrainTask
 from flaxfit._warm_start import WarmStart, open_weights, state_alone
 from flaxfit.callbacks._progress import ENDLESS
+from flaxfit.checkpoints._compare import check_params
 
 
 class Current:
@@ -28,6 +32,7 @@ class Current:
         self._fresh = init
         self._loaded: TrainState | None = None
         self._is_given = False
+        self._unchecked: Any = None
 
     @property
     def is_fresh(self) -> bool:
@@ -83,6 +88,7 @@ class Current:
             self.loop.restore(checkpoints.restore(folder, self.loop.state, which=which))
             return
         self._loaded, self._is_given = checkpoints.restore(folder, which=which), True
+        self._unchecked = folder
         # Read again by the first `fit`, which knows what the optimizer's state looks like.
         reader = checkpoints.CheckpointFileReader(folder, self._fresh, which=int(self._loaded.step))
         self.init = SavedState(reader, only_state=True)
@@ -111,10 +117,25 @@ class Current:
             self._loaded = state_alone(path, seed)
 
     def begin(self, task: TrainTask, seed: int, inputs: Callable[[], Any]) -> None:
-        """Makes the state of a model whose weights were loaded, as a `fit` would begin with it."""
-        if self.loop is None and isinstance(self.init, WarmStart):
-            streams = ("params", *task.rngs)
+        """Makes the state of a model whose weights were loaded, as a `fit` would begin with it.
+
+        What `load` has read is compared with the model.
+
+        Raises:
+          ValueError: what was loaded is of another model; every difference is listed.
+        """
+        if self.loop is not None:
+            return
+        streams = ("params", *task.rngs)
+        if isinstance(self.init, WarmStart):
             self.state = init_state(self.init, task.optimizer, seed, inputs(), collections=streams)
+        elif self._loaded is not None and self._unchecked is not None:
+            given = inputs()
+            fresh = jax.eval_shape(
+                lambda: init_state(self._fresh, optax.identity(), seed, given, collections=streams)
+            )
+            check_params(self._loaded.params, fresh.params, self._unchecked)
+            self._unchecked = None
 
     def loop_over(
         self,

@@ -81,8 +81,8 @@ def open_weights(
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it is damaged, or the rules do not fit it. The function raises it where the
-        weights do not fit the variables; every difference is listed.
+      ValueError: it is a folder of checkpoints, or damaged, or the rules do not fit it. The
+        function raises it where the weights do not fit the variables, with every difference.
     """
     from flaxfit import importers  # Not before it is used: `import flaxfit` stays quick.
     from flaxfit.importers._fill import fill_from
@@ -90,6 +90,11 @@ def open_weights(
 
     if opts and translator is None:
         raise TypeError(f"Without a translator, nothing takes the options {', '.join(opts)}.")
+    if checkpoints.list_steps(path):
+        raise ValueError(
+            f"Cannot load weights from {os.fspath(path)!r}: it holds the checkpoints of a run. "
+            "Call Model.load, or checkpoints.restore(folder, state, partial=...) for some of them."
+        )
     source = importers.load(path)
     if translator is None:
         translation = Translation(source, {}, [], [], {})

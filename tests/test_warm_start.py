@@ -486,3 +486,53 @@ def test_a_loop_begins_with_given_weights_under_a_sharded_strategy(parts):
     loop = ff.TrainLoop(Given(), task, 0, n_steps=1, strategy=ff.Sharded.fsdp(), stdout=False)
     loop.next_step()
     assert np.all(loop.state.params["b"]["kernel"] == 1)
+
+
+# What is of another model, or of another kind, is told in words.
+
+
+class Other(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2, name="c")(nn.Dense(2, name="a")(x))
+
+
+@pytest.mark.parametrize("use", ["predict", "evaluate", "export", "fit"])
+def test_a_loaded_state_of_another_model_is_refused_at_the_first_use(tmp_path, use):
+    model = pair()
+    model.fit(ONE, TWO, verbose=0)
+    model.save(tmp_path / "run")
+    other = ff.Model(Other(), optax.sgd(0.0), "mse")
+    other.load(tmp_path / "run")
+    uses = {
+        "predict": lambda: other.predict(iter([ONE])),
+        "evaluate": lambda: other.evaluate(ONE, TWO),
+        "export": lambda: other.export(tmp_path / "x", input_spec=ff.export.InputSpec((1, 4))),
+        "fit": lambda: other.fit(ONE, TWO, verbose=0),
+    }
+    with pytest.raises(ValueError, match=r"run(/1)? does not fit this model(?s:.)*params/b/kernel"):
+        uses[use]()
+    other = pair()
+    other.load(tmp_path / "run")
+    np.testing.assert_array_equal(other.predict(iter([ONE, ONE]))[:1], model.predict(ONE))
+
+
+def test_a_new_head_is_told_of_partial(parts):
+    model = ff.Model(Other(), optax.sgd(0.0), "mse")
+    model.load_weights(parts(1))
+    with pytest.raises(ValueError, match="say with partial= what to take"):
+        model.predict(ONE)
+
+
+def test_a_folder_of_checkpoints_is_no_file_of_weights(tmp_path):
+    model = pair()
+    model.fit(ONE, TWO, verbose=0)
+    model.save(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"holds the checkpoints of a run. Call Model\.load"):
+        pair().load_weights(tmp_path / "run")
+
+
+def test_a_folder_that_cannot_be_made_is_told_of(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"Cannot make the folder of checkpoints .*name another path"):
+        ff.checkpoints.CheckpointFileWriter(tmp_path / "file" / "run")

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from flaxfit.checkpoints._tree import Description
+from flaxfit.checkpoints._tree import Description, describe, leaves_of
 
 
 def check_fits(
@@ -34,6 +34,19 @@ def check_fits(
             f"The checkpoint {source} does not fit this model ({len(found)} {noun}):{lines}\n"
             f"{advice}"
         )
+
+
+def check_params(loaded: Any, here: Any, source: Any) -> None:
+    """Checks that parameters that were loaded are those of a model.
+
+    Raises:
+      ValueError: every difference, one a line, both sides.
+    """
+    on_disk, expected = (
+        {f"params/{name}": describe(leaf) for name, leaf in leaves_of(tree).items()}
+        for tree in (loaded, here)
+    )
+    check_fits(on_disk, expected, source, advice="Load it into the model that was saved.")
 
 
 def differences(on_disk: Mapping[str, Description], here: Mapping[str, Description]) -> list[str]:

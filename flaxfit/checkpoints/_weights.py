@@ -111,7 +111,8 @@ def load_weights(
     on_disk = {name: describe(array) for name, array in arrays.items()}
     if partial is None:
         expected = {name: describe(leaf) for name, leaf in here.items()}
-        check_fits(on_disk, expected, source, advice="Pass the target that it was saved from.")
+        advice = "Pass the target that it was saved from, or say with partial= what to take."
+        check_fits(on_disk, expected, source, advice=advice)
     else:
         # The paths of bare parameters are those within the model already.
         is_variables = isinstance(variables, Mapping) and "params" in variables

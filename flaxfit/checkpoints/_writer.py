@@ -109,7 +109,14 @@ class CheckpointFileWriter:
             raise NotADirectoryError(
                 f"Checkpoints go into a folder, and {self.output_dir} is a file: name another path."
             )
-        self.output_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise type(error)(
+                error.errno,
+                f"Cannot make the folder of checkpoints ({error.strerror}): name another path",
+                str(self.output_dir),
+            ) from error
         with _turn:
             self._take_turn()
             _folder.tidy(self.output_dir)
