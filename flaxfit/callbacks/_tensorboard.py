@@ -47,6 +47,7 @@ class TensorBoardLogger:
             checkpoints hold them (`TrainLoop(keep_grads=True)`).
           hparams: what the run was given, for the table of hyperparameters.
         """
+        self._folder = local_path(folder)
         try:
             from tensorboardX import summary
         except ImportError as error:
@@ -54,7 +55,6 @@ class TensorBoardLogger:
                 'TensorBoardLogger needs tensorboardX: pip install "flaxfit[tensorboard]"'
             ) from error
         self._make: Any = summary
-        self._folder = local_path(folder)
         self._histograms = histograms
         self._hparams = dict(hparams or {})
         self._attempt = Attempt("TensorBoardLogger")
