@@ -1,27 +1,17 @@
 """Checks that a loss or a metric treats the rows of a batch one by one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.extend.core import Literal
 
-from flaxfit._jaxpr import parts_of
+from flaxfit._row_coupling import mixes_rows, numbers
 
 # Two sizes that no other dimension has: rows that are compared one by one must agree in number.
 _N_OUTPUTS, _N_TARGETS = 10007, 10009
 # Primes, to recognise the axis of rows by its size; small, as a loss may make an n x n array.
 _N_ROWS = (1009, 1013, 1019, 1021)
-# Primitives that combine or move the elements along an axis, and the parameter that names it.
-_ALONG_AXIS = {
-    "cumsum": "axis",
-    "cumprod": "axis",
-    "cummax": "axis",
-    "cummin": "axis",
-    "cumlogsumexp": "axis",
-    "sort": "dimension",
-    "rev": "dimensions",
-}
 
 
 def check_by_row(
@@ -57,10 +47,11 @@ def check_by_row(
 
 
 def couples_rows(function: Callable[..., Any], outputs: Any, targets: Any) -> bool:
-    """Whether a value by row depends on other rows, by the program of the function.
+    """Whether a value by row depends on other rows, or on their number, by the function's program.
 
-    The batch axis is recognised by its size, a prime. A program couples rows where it reduces or
-    sorts along that axis, or pairs it with itself. A scalar does so by its nature.
+    The batch axis is recognised by its size, a prime. A program couples rows where it reduces,
+    sorts or reorders along that axis, or pairs it with itself; a scalar does so by its nature. One
+    with other numbers for another size, such as a divisor, depends on that.
 
     >>> rows = jax.ShapeDtypeStruct((8, 3), "float32")
     >>> couples_rows(lambda o, t: ((o - t) ** 2).mean(-1), [rows], [rows])
@@ -77,17 +68,20 @@ def couples_rows(function: Callable[..., Any], outputs: Any, targets: Any) -> bo
     if jax.config.jax_disable_jit:  # In the debug mode the user's code is not traced.
         return False
     sizes = {size for leaf in jax.tree.leaves((outputs, targets)) for size in leaf.shape}
-    n = next(n for n in _N_ROWS if not any(size and size % n == 0 for size in sizes))
+    fit = [n for n in _N_ROWS if not any(size and size % n == 0 for size in sizes)]
 
     def values(*arguments: Any) -> Any:
         result = function(*arguments)
         return result[0] if isinstance(result, tuple) else result
 
+    def program(n: int) -> Any:
+        return jax.make_jaxpr(values)(*_resized(outputs, n), *_resized(targets, n))
+
     try:
-        program = jax.make_jaxpr(values)(*_resized(outputs, n), *_resized(targets, n)).jaxpr
+        one, other = (program(n) for n in (*fit, *_N_ROWS)[:2])
     except Exception:  # It insists on the size of its batch; to divide that fails by itself.
         return False
-    return _mixes(program, n)
+    return mixes_rows(one, (*fit, *_N_ROWS)[0]) or numbers(one) != numbers(other)
 
 
 def check_sums(name: str, measure: Callable[..., Any], outputs: Any, targets: Any) -> None:
@@ -120,43 +114,6 @@ def _shapes_of_sums(measure: Callable[..., Any], outputs: Any, targets: Any, n: 
     arguments = (*_resized(outputs, n), *_resized(targets, n))
     sums = jax.eval_shape(measure, weights, *arguments)
     return jax.tree.map(lambda leaf: leaf.shape, sums)
-
-
-def _mixes(program: Any, n: int) -> bool:
-    """Whether what a jaxpr returns was made by combining rows along an axis of size `n`."""
-    needed = {v for v in program.outvars if not isinstance(v, Literal)}
-    for equation in reversed(program.eqns):
-        if needed.isdisjoint(equation.outvars):
-            continue
-        needed |= {v for v in equation.invars if not isinstance(v, Literal)}
-        if any(_axes(v, n) for v in equation.invars) and _mixes_rows(equation, n):
-            return True
-    return False
-
-
-def _mixes_rows(equation: Any, n: int) -> bool:
-    """Whether an equation of a jaxpr on arrays with an axis of rows combines these."""
-    if any(len(_axes(v, n)) != 1 for v in equation.outvars):
-        return True
-    axis = equation.params.get(_ALONG_AXIS.get(equation.primitive.name, ""), ())
-    axes = axis if isinstance(axis, tuple) else (axis,)
-    if any(axis in _axes(v, n) for v in equation.invars for axis in axes):
-        return True
-    return any(_mixes(inner, n) for inner in _inner_programs(equation))
-
-
-def _inner_programs(equation: Any) -> Iterator[Any]:
-    """The programs in an equation, but for the condition of a loop: it only ends the loop."""
-    condition = equation.params.get("cond_jaxpr")
-    for inner in parts_of(equation):
-        if inner is not condition:
-            yield getattr(inner, "jaxpr", inner)
-
-
-def _axes(variable: Any, n: int) -> list[int]:
-    """The axes of rows of a variable; several rows may be joined in one axis."""
-    shape = getattr(variable.aval, "shape", ())
-    return [axis for axis, size in enumerate(shape) if size and size % n == 0]
 
 
 def _takes_any_number(function: Callable[..., Any], outputs: Any, targets: Any) -> bool:

@@ -233,7 +233,8 @@ def _check_by_row(task: Any, result: Any, batch: Batch, bind: Callable[..., Any]
         if not is_scalar and couples_rows(function, *arguments):
             raise ValueError(
                 f"{owner} gives each example a value that depends on the other examples of its "
-                f"batch. Padding, and batches of another size, would change it.{advice}"
+                "batch, or on their number. Padding, and batches of another size, would change "
+                f"it.{advice}"
             )
 
 

@@ -121,6 +121,11 @@ def rows(*shape, dtype="float32"):
         lambda a, b: jax.lax.scan(lambda c, x: (c + x, x), 0.0, a[:, 0])[0] + b[:, 0],
         jax.jit(lambda a, b: a[:, 0] / jax.jit(jnp.sum)(b)),
         lambda a, b: jnp.mean((a - b) ** 2),
+        lambda a, b: ((a - b) ** 2).sum(-1) / a.shape[0],
+        lambda a, b: (a * b[(jnp.arange(len(b)) + 1) % len(b)]).sum(-1),
+        lambda a, b: (a * b[np.arange(len(b))[::-1]]).sum(-1),
+        lambda a, b: (a - b[0]).sum(-1),
+        lambda a, b: jax.lax.fori_loop(0, 3, lambda i, c: c + a.mean(), b[:, 0]),
     ],
 )
 def test_values_that_depend_on_other_rows_are_found(function):
@@ -139,6 +144,16 @@ def test_values_that_depend_on_other_rows_are_found(function):
         lambda a, b: ((a - b) ** 2, a.mean()),
         lambda a, b: jnp.outer(jnp.arange(3.0), jnp.arange(3.0)).sum() * a,
         lambda a, b: [a.mean(), a * b][1],
+        lambda a, b: a[jnp.arange(len(b)), b[:, 0].astype(int)],
+        lambda a, b: a[np.arange(len(b)), b[:, 0].astype(int)],
+        lambda a, b: jnp.take_along_axis(a, b[:, :1].astype(int), 1),
+        lambda a, b: jax.lax.fori_loop(0, 3, lambda i, c: c + (a[:, i] - b[:, i]) ** 2, a[:, 0]),
+        lambda a, b: jax.jit(lambda a, b: (((a - b) ** 2).mean(-1), a.mean()))(a, b)[0],
+        lambda a, b: jax.lax.cond(True, lambda: (a.sum(-1), 1.0), lambda: (b.sum(-1), 2.0))[0],
+        lambda a, b: jax.lax.scan(
+            lambda c, x: ((c[0] / 2, c[1] + c[0] * x), 0), (1.0, 0 * a[:, 0]), (a * b).T
+        )[0][1],
+        lambda a, b: jax.checkpoint(lambda a: (a * b).sum(-1))(a),
     ],
 )
 def test_values_of_rows_on_their_own_are_not_blamed(function):

@@ -12,10 +12,10 @@ LAYERS = (
     | {"_jaxpr", "_keys", "_local_path", "_narrow", "_order", "_put"}
     | {"_processes", "_pyplot", "_unrolled", "_weights", "_whole_number", "_zstd_codes", "launch"},
     {"_compilation_cache", "_initialize", "_zstd"}
-    | {"_rules", "_batch", "_by_row", "_callback_states", "_chart", "_cost", "_display"}
+    | {"_rules", "_batch", "_row_coupling", "_callback_states", "_chart", "_cost", "_display"}
     | {"_interrupt", "_later"}
     | {"_precision", "_totals"},
-    {"_arrays", "_axes", "_explain", "_ocdbt", "_html", "_replicas", "_state_dict"},
+    {"_arrays", "_axes", "_by_row", "_explain", "_ocdbt", "_html", "_replicas", "_state_dict"},
     {"_inference_state", "_optimizer_axes", "losses", "optim"},
     {"_held", "_state", "metrics", "strategies", "data", "modules"},
     {"_labels", "_regression_targets"},
