@@ -220,8 +220,9 @@ def test_ragged_and_sparse_tensors_are_refused_in_words():
     for x in (ragged, tf.sparse.from_dense(X[:2])):
         with pytest.raises(TypeError, match=r"sparse or ragged array"):
             make_model().fit(x, Y[:2], verbose=0)
-        with pytest.raises(TypeError, match="ragged array|Pad rows of different lengths"):
-            make_model().fit(tf.data.Dataset.from_tensors((x, Y[:2])), verbose=0)
+    # A data set hands over sparse tensors as dense arrays.
+    with pytest.raises(TypeError, match="Pad rows of different lengths"):
+        make_model().fit(tf.data.Dataset.from_tensors((ragged, Y[:2])), verbose=0)
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ def guard(**options):
 def train(folder, data, callbacks, module=None, **options):
     model = ff.Model(module or Net(), optax.adam(1e-2), "mse", ["mae"])
     x, y = (X, Y) if data is None else (data, None)
+    options |= {"batch_size": 16} if data is None else {}  # A loader has batches of its own.
     stopping = EarlyStopping("val_loss", patience=3, restore_best=False)
     history = model.fit(
         x,
@@ -77,7 +78,6 @@ def train(folder, data, callbacks, module=None, **options):
         callbacks=[*callbacks, stopping, Rollback()],
         checkpoint_dir=folder,
         epochs=4,
-        batch_size=16,
         verbose=0,
         **options,
     )
