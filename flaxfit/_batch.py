@@ -20,6 +20,12 @@ from flaxfit._narrow import (
 from flaxfit._weights import WeightsByOutput, check_weights_shape, weights_by_output
 
 _ROLES = (("x", "y", "w"), ("inputs", "targets", "weights"))
+# What the fields of a NamedTuple are called by the part that they hold.
+_FIELDS = (
+    {"x", "input", "inputs", "image", "images", "feature", "features"},
+    {"y", "target", "targets", "label", "labels"},
+    {"w", "weight", "weights", "sample_weight", "sample_weights"},
+)
 _FORMS = "x, (x, y), ((x, ...), (y, ...)), (x, y, weights) or a mapping of these"
 
 
@@ -47,8 +53,8 @@ def normalize(item: Any) -> Batch:
     Lists count as tuples (torch loaders yield lists). A mapping with the keys `x, y, w` or
     `inputs, targets, weights` names the parts; any other mapping is keyword inputs without
     targets. A mapping in the place of the inputs is passed to the model as keyword arguments. A
-    NamedTuple may name the parts as a mapping does; any other, and a dataclass that is a pytree,
-    is one input.
+    NamedTuple whose fields name the parts, such as `image, label`, holds these; any other, and a
+    dataclass that is a pytree, is one input.
 
     >>> normalize((np.ones((2, 3)), np.zeros(2))).targets
     (array([0., 0.], dtype=float32),)
@@ -82,11 +88,20 @@ def parts_of(data: Any) -> tuple[Any, ...]:
     >>> parts_of({"y": 1, "x": 0}), parts_of([0, 1]), parts_of({"image": 2})
     ((0, 1, None), (0, 1), ({'image': 2},))
     """
-    named: Any = data._asdict() if is_named(data) else data
-    if isinstance(named, Mapping):
-        roles = next((r for r in _ROLES if r[0] in named and named.keys() <= set(r)), None)
-        return tuple(map(named.get, roles)) if roles else (data,)
+    if is_named(data):
+        names = _fields_by_part(data._fields)
+        return tuple(name and getattr(data, name) for name in names) if names else (data,)
+    if isinstance(data, Mapping):
+        roles = next((r for r in _ROLES if r[0] in data and data.keys() <= set(r)), None)
+        return tuple(map(data.get, roles)) if roles else (data,)
     return tuple(data) if isinstance(data, list | tuple) else (data,)
+
+
+def _fields_by_part(fields: tuple[str, ...]) -> list[str | None] | None:
+    """The fields that hold inputs, targets and weights; None if a field holds anything else."""
+    found = [[name for name in fields if name.lower() in names] for names in _FIELDS]
+    is_whole = sum(map(len, found)) == len(fields) and max(map(len, found)) == 1 and found[0]
+    return [each[0] if each else None for each in found] if is_whole else None
 
 
 def is_weighted(batch: Batch) -> bool:

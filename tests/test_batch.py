@@ -1,5 +1,6 @@
 """Every form of a batch that a stream may yield, and the forms that it may not."""
 
+import collections
 from collections import OrderedDict
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxfit._batch import Batch, call, n_examples, normalize
+from flaxfit._batch import Batch, call, n_examples, normalize, parts_of
 from flaxfit._feed import Feed
 from flaxfit._weights import weights_by_output
 from flaxfit.strategies import DataParallel
@@ -150,3 +151,25 @@ def test_parts_by_name_stay_apart_though_the_first_batch_has_one_array_for_all()
 def test_names_that_cannot_be_sorted_are_answered_as_names():
     feed = Feed(DataParallel(jax.devices()[:1]), pad=True)
     assert feed({1: X, "b": X}).batch.inputs.keys() == {"1", "b"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ("x y", (0, 1, None)),
+        ("image label", (0, 1, None)),
+        ("label image", (1, 0, None)),
+        ("features labels", (0, 1, None)),
+        ("x y sample_weight", (0, 1, 2)),
+        ("inputs", (0, None, None)),
+    ],
+)
+def test_a_named_tuple_whose_fields_name_the_parts_is_a_batch(fields, parts):
+    kind = collections.namedtuple("Item", fields)
+    assert parts_of(kind(*range(len(kind._fields)))) == parts
+
+
+@pytest.mark.parametrize("fields", ["nodes edges", "x adjacency", "image features", "label weight"])
+def test_any_other_named_tuple_is_one_input(fields):
+    item = collections.namedtuple("Item", fields)(1, 2)
+    assert parts_of(item) == (item,)
