@@ -20,16 +20,25 @@ def weighed(answers: Answers, weights: Any, *, from_logits: bool = True) -> tupl
     they are part of. What has the weight 0 leaves no mark.
     """
     outputs, is_label = answers.outputs, answers.is_label
-    is_number, is_sound = ~jnp.isnan(outputs), is_share(outputs) | from_logits
-    is_probable = jnp.zeros_like(is_number) if answers.is_probable is None else answers.is_probable
-    is_inside = is_probable & (outputs != 0)  # Exactly 0 is what an untrained model gives, too.
-    if outputs.ndim > is_label.ndim:
-        each = is_number, is_sound, is_probable, is_inside
-        is_number, is_sound, is_probable, is_inside = (x.all(-1) for x in each)
+    by_class = outputs.ndim > is_label.ndim
+    # The largest of several is NaN if one of them is.
+    is_number = ~jnp.isnan(outputs.max(-1) if by_class else outputs)
     weights = weights_of(is_label, weights)
-    counts = (~is_label, ~is_sound & is_number, is_inside, ~is_probable & is_number)
-    doubts = jnp.stack([jnp.sum((weights != 0) & each).astype(weights.dtype) for each in counts])
-    is_counted = is_label & is_number & is_sound
+
+    def count(each: Any) -> Any:
+        return jnp.sum((weights != 0) & each).astype(weights.dtype)
+
+    none = jnp.zeros((), weights.dtype)
+    is_counted, bad_outputs = is_label & is_number, none
+    if not from_logits:
+        is_sound = is_share(outputs).all(-1) if by_class else is_share(outputs)
+        is_counted, bad_outputs = is_counted & is_sound, count(~is_sound & is_number)
+    probable = improbable = none
+    if (may_be := answers.is_probable) is not None:
+        is_inside = may_be & (outputs != 0)  # Exactly 0 is what an untrained model gives, too.
+        may_be, is_inside = (x.all(-1) if by_class else x for x in (may_be, is_inside))
+        probable, improbable = count(is_inside), count(~may_be & is_number)
+    doubts = jnp.stack([count(~is_label), bad_outputs, probable, improbable])
     return jnp.where(is_counted | (weights == 0), weights, jnp.nan), doubts
 
 
