@@ -53,7 +53,7 @@ def alone_in_any(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unbound_axis(error: NameError) -> str | None:
-    """The axis that JAX could not find, or None where the error is another one.
+    """Returns the axis that JAX could not find, or None for any other error.
 
     >>> unbound_axis(NameError("unbound axis name: batch")), unbound_axis(NameError("x"))
     ('batch', None)

@@ -79,7 +79,7 @@ def couples_rows(function: Callable[..., Any], outputs: Any, targets: Any) -> bo
 
     try:
         one, other = (program(n) for n in (*fit, *_N_ROWS)[:2])
-    except Exception:  # It insists on the size of its batch; to divide that fails by itself.
+    except Exception:  # It takes one batch size only; dividing a batch then fails by itself.
         return False
     return mixes_rows(one, (*fit, *_N_ROWS)[0]) or numbers(one) != numbers(other)
 
@@ -98,7 +98,7 @@ def check_sums(name: str, measure: Callable[..., Any], outputs: Any, targets: An
     """
     try:
         small, large = (_shapes_of_sums(measure, outputs, targets, n) for n in _N_ROWS[:2])
-    except Exception:  # It insists on the size of its batch.
+    except Exception:  # It takes one batch size only.
         return
     if small != large:
         raise ValueError(

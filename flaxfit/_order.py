@@ -48,7 +48,7 @@ def check_order(kind: str, function: Any) -> None:
 
 
 def _first_two(function: Any) -> list[str]:
-    """The names of the first two arguments; none where there are fewer, or they are not known."""
+    """The names of the first two arguments; empty if there are fewer or they are unknown."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

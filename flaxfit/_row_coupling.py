@@ -112,7 +112,7 @@ def _counts_rows(indices: Any, column: int, makers: Mapping[Any, Any], n: int) -
 
 
 def _inner_programs(equation: Any) -> Iterator[Any]:
-    """The programs in an equation, but for the condition of a loop: it only ends the loop."""
+    """The programs in an equation, except the condition of a loop, which only ends it."""
     condition = equation.params.get("cond_jaxpr")
     for inner in parts_of(equation):
         if inner is not condition:

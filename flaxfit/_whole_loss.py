@@ -110,7 +110,7 @@ def losses_by_row(
 
 
 def metrics_by_row(task: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The metrics that are means of values by example, but for those that are losses by output."""
+    """The metrics that are means of values by example, except losses by output."""
     for name, metric in task.metrics.items():
         owner = getattr(getattr(metric.values, "func", None), "__self__", None)
         if metric.values is not None and not isinstance(owner, LossByOutput):

@@ -49,7 +49,7 @@ def labels_for(loss: Any, outputs: Any) -> Labels | None:
 
 
 def out_of_range(loss: Any, *outputs_and_targets: Any) -> Any:
-    """Which values of a loss have a label that it does not take; None where it takes any.
+    """Marks the values of a loss whose label is out of range; None if it takes any label.
 
     >>> out_of_range(crossentropy, np.zeros((3, 2)), np.array([0, -1, 2]))
     Array([False,  True,  True], dtype=bool)
