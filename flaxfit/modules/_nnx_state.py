@@ -193,7 +193,7 @@ def collection_of(kind: type) -> str:
     try:
         return nnx.variable_name_from_type(kind)
     except ValueError:
-        # Not registered, and not to be: a notebook that defines the class again could not register it.
+        # Not registered: a notebook that defines the class again could not register it twice.
         return kind.__name__
 
 
