@@ -155,9 +155,9 @@ def overhead(name: str, rounds: int, n_steps: int, *, resident: bool) -> None:
     import numpy as np
 
     import flaxfit as ff
-    from flaxfit import _totals
-    from flaxfit._batch import Batch, normalize
-    from flaxfit._update import make_update
+    from flaxfit.data._batch import Batch, normalize
+    from flaxfit.step import _metric_totals
+    from flaxfit.step._update import make_update
 
     model, task, batches = parts(resident)
     strategy = ff.DataParallel() if name == "DataParallel" else ff.Sharded()
@@ -177,7 +177,7 @@ def overhead(name: str, rounds: int, n_steps: int, *, resident: bool) -> None:
         given = [Batch((stream.next_rows(),)) for _ in range(len(stream))]
     state = strategy.place(loop.state)
     step = strategy.bind(ff.make_train_step(task, skip_empty=False))
-    totals = strategy.place(_totals.zero_totals(jax.eval_shape(step, state, examples[0])[1]))
+    totals = strategy.place(_metric_totals.zero_totals(jax.eval_shape(step, state, examples[0])[1]))
     update = make_update(task, axis_name=strategy.axis_name, skip_empty=False)
     arguments = (state, totals, *data, strategy.split(given[0]))
 

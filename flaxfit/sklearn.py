@@ -13,7 +13,8 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-from flaxfit import _model, losses, strategies
+from flaxfit import losses, strategies
+from flaxfit.model import _model
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin

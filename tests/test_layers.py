@@ -1,83 +1,126 @@
-"""The layers of the package: a module imports only from lower layers and its own package."""
+"""The rooms of the package, and what each may import: a module imports only from these."""
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "flaxfit"
-LAYERS = (
-    {"_alone", "_debugging", "_free_memory", "_idle_gpu", "_is_function"}
-    | {"_jaxpr", "_keys", "_local_path", "_narrow", "_order", "_put"}
-    | {"_processes", "_pyplot", "_unrolled", "_weights", "_whole_number", "_zstd_codes", "launch"},
-    {"_compilation_cache", "_initialize", "_zstd"}
-    | {"_rules", "_batch", "_row_coupling", "_callback_states", "_chart", "_cost", "_display"}
-    | {"_interrupt", "_later"}
-    | {"_precision", "_totals"},
-    {"_arrays", "_axes", "_by_row", "_explain", "_ocdbt", "_html", "_replicas", "_state_dict"},
-    {"_inference_state", "_optimizer_axes", "losses", "optim"},
-    {"_held", "_state", "metrics", "strategies", "data", "modules"},
-    {"_labels", "_regression_targets"},
-    {"_by_output", "_monitor", "_snapshot"},
-    {"_task", "_checkpoint", "_feed", "_own_step", "_start", "_whole_loss"},
-    {"_forward"},
-    {"_callback_list", "_gradient", "_own_rows", "_agreement", "_borrowed"},
-    {"_source", "_step", "_history", "checkpoints", "export"},
-    {"_update", "_inspect", "_programs"},
-    {"_intake", "_tally", "_wide_products"},
-    {"_stepper", "_multi_task"},
-    {"_trial"},
-    {"_loop", "_evaluate", "_predict", "callbacks", "importers"},
-    {"_find_batch_size", "_find_lr", "_fit", "_run_folder", "_warm_start"},
-    {"_current"},
-    {"_model"},
-    {"sklearn"},
-)
-LAYER_OF = {part: number for number, parts in enumerate(LAYERS, start=1) for part in parts}
+MAY_IMPORT = {
+    "tree": "",
+    "distributed": "",
+    "launch": "",
+    "losses": "tree",
+    "optim": "tree",
+    "display": "tree distributed",
+    "metrics": "tree losses display",
+    "data": "tree distributed display",
+    "state": "tree optim display",
+    "strategies": "tree state",
+    "task": "tree losses optim display metrics data",
+    "modules": "tree data",
+    "export": "tree display data",
+    "step": "tree losses optim display data state task",
+    "checkpoints": "tree distributed display metrics data state strategies",
+    "loop": (
+        "tree distributed losses optim display metrics data state strategies task step checkpoints"
+    ),
+    "importers": "tree optim state checkpoints",
+    "callbacks": (
+        "tree distributed optim display metrics state strategies checkpoints export"
+    ),
+    "model": (
+        "tree distributed losses optim display metrics data state strategies task modules export "
+        "step checkpoints loop importers callbacks"
+    ),
+    "sklearn": "losses strategies model",
+}
+ROOMS = {room: set(names.split()) for room, names in MAY_IMPORT.items()}
 MODULES = sorted(
     path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE) != Path("__init__.py")
 )
 
 
-def part_of(path: Path) -> str:
-    """The part of the package, a top module or a sub-package, that a file belongs to."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def name_of(path: Path) -> str:
+    """The dotted name of a module: "flaxfit.tree._paths"."""
+    name = ".".join(("flaxfit", *path.relative_to(PACKAGE).with_suffix("").parts))
+    return name.removesuffix(".__init__")
 
 
-def imported_parts(source: str) -> Iterator[str]:
-    """The parts of flaxfit that a source text imports, wherever in the text it does."""
+FILES = {name_of(path): path for path in MODULES}
+
+
+def room_of(name: str) -> str:
+    """The room of a module: "tree" of "flaxfit.tree._paths"."""
+    return name.split(".")[1]
+
+
+def imported_by(source: str) -> Iterator[str]:
+    """The modules of flaxfit that a source text imports, wherever in the text it does."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
-                modules = [alias.name for alias in names]
-            case ast.ImportFrom(module="flaxfit", names=names):
-                modules = [f"flaxfit.{alias.name}" for alias in names]
-            case ast.ImportFrom(module=module, level=0) if module:
-                modules = [module]
+                found = [alias.name for alias in names]
+            case ast.ImportFrom(module=module, names=names, level=0) if module:
+                whole = [f"{module}.{alias.name}" for alias in names]
+                found = [name if name in FILES else module for name in whole]
             case _:
                 continue
-        yield from (name.split(".")[1] for name in modules if name.startswith("flaxfit."))
+        yield from (name for name in found if name.startswith("flaxfit"))
 
 
 def test_imports_are_read_from_every_form_of_the_statement():
     source = (
-        "import numpy, flaxfit._rules\n"
-        "from flaxfit import _state\n"
+        "import numpy, flaxfit.tree._paths\n"
+        "from flaxfit import data\n"
+        "from flaxfit.state import _checkpoint\n"
         "def late():\n    from flaxfit.data._arrays import ArrayStream\n"
     )
-    assert set(imported_parts(source)) == {"_rules", "_state", "data"}
+    assert list(imported_by(source)) == [
+        "flaxfit.tree._paths",
+        "flaxfit.data",
+        "flaxfit.state._checkpoint",
+        "flaxfit.data._arrays",
+    ]
 
 
-def test_every_part_of_the_package_has_a_layer():
-    assert {part_of(path) for path in MODULES} <= LAYER_OF.keys()
+def test_the_top_level_holds_rooms_and_public_modules_only():
+    names = {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
+    assert names == {
+        "__init__.py",
+        "py.typed",
+        *(name for name in ("launch.py", "sklearn.py")),
+        *(room for room in ROOMS if room not in ("launch", "sklearn")),
+    }
+
+
+def test_a_room_says_what_it_is_for_and_imports_no_higher_one():
+    for room in ROOMS.keys() - {"launch", "sklearn"}:
+        assert ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text())), room
+    list(TopologicalSorter(ROOMS).static_order())  # Raises CycleError for a circle.
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_module_imports_only_from_lower_layers(path):
-    part = part_of(path)
-    others = set(imported_parts(path.read_text())) - {part}
-    assert not [other for other in others if LAYER_OF.get(other, 0) >= LAYER_OF.get(part, 0)]
+def test_a_module_imports_only_what_its_room_may(path):
+    room = room_of(name_of(path))
+    imported = {room_of(name) for name in imported_by(path.read_text())} - {room}
+    assert imported <= ROOMS[room]
+
+
+def test_no_arrow_is_allowed_in_vain():
+    used = {room: set() for room in ROOMS}
+    for name, path in FILES.items():
+        used[room_of(name)] |= {room_of(other) for other in imported_by(path.read_text())}
+    assert {room: names - used[room] for room, names in ROOMS.items() if names - used[room]} == {}
+
+
+def test_modules_import_one_another_in_no_circle():
+    graph = {name: set(imported_by(path.read_text())) for name, path in FILES.items()}
+    # A file may import its own package, whose `__init__` re-exports that file.
+    packages = {name for name, path in FILES.items() if path.name == "__init__.py"}
+    TopologicalSorter({n: {d for d in ds if d not in packages} for n, ds in graph.items()}).prepare()
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))

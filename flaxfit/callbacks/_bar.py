@@ -7,7 +7,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 from tqdm.utils import disp_len
 
-from flaxfit import _display as display
+from flaxfit import display
 
 
 class Bar(tqdm):

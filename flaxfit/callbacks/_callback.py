@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from flaxfit._checkpoint import Checkpoint
+from flaxfit.state._checkpoint import Checkpoint
 
 
 class Callback(Protocol):

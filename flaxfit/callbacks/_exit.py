@@ -7,8 +7,8 @@ import threading
 import traceback
 from typing import NoReturn
 
-from flaxfit._initialize import PEER_FAILED
 from flaxfit.checkpoints._end import UNSAVED
+from flaxfit.distributed._initialize import PEER_FAILED
 
 
 class ExitCode(enum.IntEnum):

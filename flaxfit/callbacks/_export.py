@@ -4,15 +4,15 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flaxfit._checkpoint import Checkpoint
-from flaxfit._is_function import check_is_function
-from flaxfit._local_path import local_path
-from flaxfit._monitor import Monitor
-from flaxfit._processes import from_main, process_count
 from flaxfit.callbacks._callback import Loop
+from flaxfit.distributed._processes import from_main, process_count
+from flaxfit.metrics._monitor import Monitor
 from flaxfit.optim import averaged
 from flaxfit.optim._averaged import has_average
+from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.strategies import gather
+from flaxfit.tree._is_function import check_is_function
+from flaxfit.tree._local_path import local_path
 
 
 class Export:

@@ -5,8 +5,8 @@ from typing import Any, Protocol
 
 import jax
 
-from flaxfit._checkpoint import Checkpoint
-from flaxfit._display import say
+from flaxfit.display import say
+from flaxfit.state._checkpoint import Checkpoint
 
 
 class Logger(Protocol):

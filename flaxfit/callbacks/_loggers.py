@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from flaxfit._checkpoint import Checkpoint
-from flaxfit._local_path import local_path
 from flaxfit.callbacks._log_to import Attempt
+from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._local_path import local_path
 
 
 class CSVLogger:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import jax
 
-from flaxfit._checkpoint import Checkpoint
+from flaxfit.state._checkpoint import Checkpoint
 
 _GB = 1e9
 

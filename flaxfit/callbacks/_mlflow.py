@@ -5,8 +5,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from flaxfit._checkpoint import Checkpoint
 from flaxfit.callbacks._log_to import Attempt
+from flaxfit.state._checkpoint import Checkpoint
 
 
 class MLflowLogger:

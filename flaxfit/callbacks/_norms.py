@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from flaxfit._checkpoint import Checkpoint
+from flaxfit.state._checkpoint import Checkpoint
 
 
 class Norms:

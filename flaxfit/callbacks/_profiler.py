@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 
-from flaxfit._checkpoint import Checkpoint
-from flaxfit._local_path import local_path
 from flaxfit.callbacks._callback import Loop
 from flaxfit.callbacks._log_to import Attempt
+from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._local_path import local_path
 
 
 class Profiler:

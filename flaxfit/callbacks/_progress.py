@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from flaxfit import _display as display
-from flaxfit._checkpoint import Checkpoint
-from flaxfit._monitor import Monitor, check_mode, default_monitor
+from flaxfit import display
 from flaxfit.callbacks._bar import Bar, CellBar, to_rewrite
 from flaxfit.callbacks._callback import Loop
+from flaxfit.metrics._monitor import Monitor, check_mode, default_monitor
+from flaxfit.state._checkpoint import Checkpoint
 
 _SECONDS_BETWEEN_REFRESHES = 0.5
 # Steps of less than so many seconds would notice a look at the clock at each of them.

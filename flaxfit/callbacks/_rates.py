@@ -4,11 +4,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flaxfit._checkpoint import Checkpoint
-from flaxfit._display import say
-from flaxfit._monitor import Monitor
 from flaxfit.callbacks._callback import Loop
+from flaxfit.display import say
+from flaxfit.metrics._monitor import Monitor
 from flaxfit.optim._learning_rates import in_group, learning_rates
+from flaxfit.state._checkpoint import Checkpoint
 
 
 class LearningRateScheduler:

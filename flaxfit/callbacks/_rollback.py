@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit._checkpoint import Checkpoint
-from flaxfit._display import plural, say
-from flaxfit._monitor import Monitor
-from flaxfit._state import TrainState
 from flaxfit.callbacks._callback import Loop
+from flaxfit.display import plural, say
+from flaxfit.metrics._monitor import Monitor
 from flaxfit.optim._hyperparams import with_hyperparams_of
+from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.state._train_state import TrainState
 
 _FIELDS = ("step", "params", "opt_state", "model_state")
 

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from flaxfit._checkpoint import Checkpoint
-from flaxfit._processes import from_main
 from flaxfit.callbacks._callback import Callback
+from flaxfit.distributed._processes import from_main
+from flaxfit.state._checkpoint import Checkpoint
 
 
 class Scheduled:

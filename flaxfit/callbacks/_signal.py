@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 import jax
 
-from flaxfit._checkpoint import Checkpoint
-from flaxfit._display import say
-from flaxfit._processes import is_preempted
 from flaxfit.callbacks._callback import Loop
 from flaxfit.callbacks._exit import ExitCode, end_with_stacks
+from flaxfit.display import say
+from flaxfit.distributed._processes import is_preempted
+from flaxfit.state._checkpoint import Checkpoint
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 

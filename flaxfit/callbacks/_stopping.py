@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from flaxfit._checkpoint import Checkpoint
-from flaxfit._display import say
-from flaxfit._monitor import Monitor
 from flaxfit.callbacks._callback import Loop
+from flaxfit.display import say
+from flaxfit.metrics._monitor import Monitor
+from flaxfit.state._checkpoint import Checkpoint
 
 
 class EarlyStopping:

@@ -2,9 +2,9 @@
 
 from typing import TextIO
 
-from flaxfit._checkpoint import Checkpoint
-from flaxfit._display import count, metric_line, rate, write
 from flaxfit.callbacks._callback import Loop
+from flaxfit.display import count, metric_line, rate, write
+from flaxfit.state._checkpoint import Checkpoint
 
 
 class SummaryLogger:

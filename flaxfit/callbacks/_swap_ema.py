@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flaxfit._checkpoint import Checkpoint
 from flaxfit.callbacks._callback import Loop
 from flaxfit.optim import swap_ema
+from flaxfit.state._checkpoint import Checkpoint
 
 
 class SwapEMA:

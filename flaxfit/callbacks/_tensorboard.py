@@ -7,11 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit._checkpoint import Checkpoint
-from flaxfit._local_path import local_path
-from flaxfit._rules import flat
 from flaxfit.callbacks._event_file import EventFile
 from flaxfit.callbacks._log_to import Attempt
+from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._local_path import local_path
+from flaxfit.tree._paths import flat
 
 
 class TensorBoardLogger:

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from flaxfit._checkpoint import Checkpoint
-from flaxfit._cost import StepCost
 from flaxfit.callbacks._callback import Loop
+from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.step._cost import StepCost
 
 PEAK_FLOPS = {
     "TPU v4": 275e12,

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flaxfit._checkpoint import Checkpoint
 from flaxfit.callbacks._callback import Loop
+from flaxfit.state._checkpoint import Checkpoint
 
 
 class Timer:

@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flaxfit._checkpoint import Checkpoint
-from flaxfit._display import say
-from flaxfit._rules import flat
 from flaxfit.callbacks._callback import Loop
+from flaxfit.display import say
+from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._paths import flat
 
 
 class Unfreeze:

@@ -4,8 +4,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from flaxfit._checkpoint import Checkpoint
 from flaxfit.callbacks._log_to import Attempt
+from flaxfit.state._checkpoint import Checkpoint
 
 
 class WandbLogger:

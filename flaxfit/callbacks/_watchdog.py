@@ -5,9 +5,9 @@ import time
 import weakref
 from typing import Any
 
-from flaxfit._checkpoint import Checkpoint
 from flaxfit.callbacks._callback import Loop
 from flaxfit.callbacks._exit import ExitCode, end_with_stacks
+from flaxfit.state._checkpoint import Checkpoint
 
 _INTERVALS = 10
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from flaxfit._display import say
 from flaxfit.checkpoints import _folder
 from flaxfit.checkpoints._best import best_step
+from flaxfit.display import say
 
 
 def set_later_aside(folder: Path, step: int, found: Iterable[int]) -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
-from flaxfit._display import say
+from flaxfit.display import say
 
 UNSAVED = 86
 """The exit code of a process whose last save failed; see `flaxfit.callbacks.ExitCode`."""

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flaxfit._processes import exchange
 from flaxfit.checkpoints._record import first_line
+from flaxfit.distributed._processes import exchange
 
 
 def cannot_save(

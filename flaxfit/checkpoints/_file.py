@@ -12,10 +12,6 @@ import numpy as np
 from flax.core import FrozenDict
 from jax.sharding import PartitionSpec
 
-from flaxfit._checkpoint import Checkpoint
-from flaxfit._display import say
-from flaxfit._processes import from_main
-from flaxfit._state import TrainState
 from flaxfit.checkpoints import _orbax, _seal
 from flaxfit.checkpoints._compare import check_fits
 from flaxfit.checkpoints._digest import as_digest, digest, digest_or_source
@@ -36,6 +32,10 @@ from flaxfit.checkpoints._tree import (
     unflatten,
 )
 from flaxfit.data._position import joined_position, own_position
+from flaxfit.display import say
+from flaxfit.distributed._processes import from_main
+from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.state._train_state import TrainState
 
 _CALLBACKS = "callbacks"
 

@@ -6,8 +6,8 @@ import re
 import shutil
 from pathlib import Path
 
-from flaxfit._local_path import local_path
 from flaxfit.checkpoints import _orbax, _seal
+from flaxfit.tree._local_path import local_path
 
 _numbers = itertools.count()
 _LEFT_OVER = re.compile(r"(deleted|saving)-\d+-\d+")

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxfit._ocdbt import MANIFEST, check_index
+from flaxfit.checkpoints._ocdbt import MANIFEST, check_index
 from flaxfit.checkpoints._seal import Damaged
 
 ARRAYS = "arrays"

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from flaxfit._display import say
-from flaxfit._rules import match
 from flaxfit.checkpoints._compare import check_fits
 from flaxfit.checkpoints._tree import Description, describe
+from flaxfit.display import say
+from flaxfit.tree._paths import match
 
 
 def chosen(

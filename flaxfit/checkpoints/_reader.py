@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flaxfit._display import say
-from flaxfit._processes import exchange, from_main
-from flaxfit._state import InferenceState, TrainState
 from flaxfit.checkpoints import _end, _file, _folder
 from flaxfit.checkpoints._best import ranking
 from flaxfit.checkpoints._record import read_record
 from flaxfit.checkpoints._seal import Damaged
+from flaxfit.display import say
+from flaxfit.distributed._processes import exchange, from_main
+from flaxfit.state._train_state import InferenceState, TrainState
 
 
 class _Gone(Exception):
@@ -187,7 +187,7 @@ def restore(
     """Reads the state of a checkpoint.
 
     >>> import tempfile, jax.numpy as jnp, optax
-    >>> from flaxfit._state import init_state
+    >>> from flaxfit.state._train_state import init_state
     >>> from flaxfit.checkpoints import save
     >>> init = lambda rngs, x: {"params": {"w": jnp.ones(3)}}
     >>> state = init_state(init, optax.adam(0.1), 0, (jnp.ones(3),))

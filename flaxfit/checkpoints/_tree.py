@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit._put import put
-from flaxfit._rules import flat, path_of
-from flaxfit._state import TrainState
+from flaxfit.state._train_state import TrainState
+from flaxfit.tree._paths import flat, path_of
+from flaxfit.tree._put import put
 
 Description = Mapping[str, Any]
 """What a file says about one leaf: shape and dtype, and for a random key how it is kept."""

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit._state import InferenceState, TrainState
 from flaxfit.checkpoints import _folder, _safetensors
 from flaxfit.checkpoints._compare import check_fits
 from flaxfit.checkpoints._partial import chosen, path_in_variables
@@ -28,6 +27,7 @@ from flaxfit.checkpoints._tree import (
     on_device,
     unflatten,
 )
+from flaxfit.state._train_state import InferenceState, TrainState
 
 _KEYS = "random_bits"
 _SECONDS_TO_WRITE = 3600

@@ -10,11 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from flaxfit._callback_states import collect
-from flaxfit._checkpoint import Checkpoint
-from flaxfit._display import say
-from flaxfit._monitor import Monitor, check_mode
-from flaxfit._processes import from_main, is_main
 from flaxfit.checkpoints import _end, _file, _folder, _lock
 from flaxfit.checkpoints._clear import delete_old, set_later_aside
 from flaxfit.checkpoints._failure import cannot_save, tell_all
@@ -22,6 +17,11 @@ from flaxfit.checkpoints._file import with_digests
 from flaxfit.checkpoints._orbax import StepWriter, savable, write_record
 from flaxfit.checkpoints._record import read_record
 from flaxfit.checkpoints._seal import Damaged
+from flaxfit.display import say
+from flaxfit.distributed._processes import from_main, is_main
+from flaxfit.metrics._monitor import Monitor, check_mode
+from flaxfit.state._callback_states import collect
+from flaxfit.state._checkpoint import Checkpoint
 
 _turn = threading.Lock()
 
@@ -46,7 +46,7 @@ class CheckpointFileWriter:
     run before it aside (`superseded-<step>-<n>`) with its first save, and says so.
 
     >>> import tempfile, jax.numpy as jnp, optax
-    >>> from flaxfit._state import init_state
+    >>> from flaxfit.state._train_state import init_state
     >>> init = lambda rngs, x: {"params": {"w": jnp.ones(3)}}
     >>> state = init_state(init, optax.adam(0.1), 0, (jnp.ones(3),))
     >>> folder = tempfile.mkdtemp()

@@ -6,9 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxfit._batch import parts_of
-from flaxfit._narrow import check_dense, is_array, is_node, is_sparse
 from flaxfit.data._arrays import ArrayStream
+from flaxfit.data._batch import parts_of
 from flaxfit.data._grain import end_workers_with_parent, is_divided
 from flaxfit.data._iterables import IterableStream
 from flaxfit.data._libraries import (
@@ -20,6 +19,7 @@ from flaxfit.data._libraries import (
     regular_size,
 )
 from flaxfit.data._shared import SharedStream
+from flaxfit.tree._dtypes import check_dense, is_array, is_node, is_sparse
 
 _ACCEPTED = (
     "Give arrays, a tuple (x, y) or mapping of arrays, a list or other iterable of batches, a "

@@ -6,12 +6,12 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from flaxfit._processes import process_count
-from flaxfit._weights import check_weights_shape
-from flaxfit._whole_number import whole_number
 from flaxfit.data._columns import Column, common_length
 from flaxfit.data._position import check_description
+from flaxfit.data._sample_weights import check_weights_shape
 from flaxfit.data._shared import own_slice
+from flaxfit.distributed._processes import process_count
+from flaxfit.tree._whole_number import whole_number
 
 _RESIDENT_BYTES = 2**28
 

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxfit._narrow import is_array, narrow, narrow_dtype, to_numpy
 from flaxfit.data._mapped import MappedArray, mapping_of
+from flaxfit.tree._dtypes import is_array, narrow, narrow_dtype, to_numpy
 
 
 class Column:

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from flaxfit._processes import process_count, process_index
 from flaxfit.data._libraries import comes_from
+from flaxfit.distributed._processes import process_count, process_index
 
 
 def is_divided(data: Any) -> bool:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Self
 
-from flaxfit._display import say
 from flaxfit.data._position import check_description, check_own, describe_batch
+from flaxfit.display import say
 
 _FIRST = "first_batch"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from flaxfit._processes import exchange, process_count, process_index
+from flaxfit.distributed._processes import exchange, process_count, process_index
 
 _EACH = "of_each_process"
 

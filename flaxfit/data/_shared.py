@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxfit._batch import n_examples, normalize
-from flaxfit._processes import agree, process_count, process_index
+from flaxfit.data._batch import n_examples, normalize
 from flaxfit.data._iterables import IterableStream
+from flaxfit.distributed._processes import agree, process_count, process_index
 
 _SECONDS = 600.0
 

@@ -8,9 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit._display import say
-from flaxfit._rules import flat
+from flaxfit.display import say
 from flaxfit.export._spec import random_inputs, two_sizes
+from flaxfit.tree._paths import flat
 
 RTOL = 1e-4
 

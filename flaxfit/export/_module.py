@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax.core import FrozenDict
 
-from flaxfit._alone import alone_in_any
-from flaxfit._batch import call
-from flaxfit._rules import flat
+from flaxfit.data._batch import call
 from flaxfit.export._spec import as_specs, shape_structs
+from flaxfit.tree._paths import flat
+from flaxfit.tree._single_replica import alone_in_any
 
 DEFAULT_METHOD_KEY = "jax_module_default_method"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from flaxfit._rules import flat
+from flaxfit.tree._paths import flat
 
 
 def input_names(specs: Any) -> list[str]:

@@ -14,13 +14,13 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit._local_path import local_path
 from flaxfit.export import _archive
 from flaxfit.export._compare import RTOL, ExportReport, compare, report, size_of
 from flaxfit.export._files import replacing
 from flaxfit.export._input import as_input
 from flaxfit.export._module import DEFAULT_METHOD_KEY, JaxModule
 from flaxfit.export._program import PLATFORMS, PORTABLE, export_method, in_version
+from flaxfit.tree._local_path import local_path
 
 
 class ExportedModel:

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit._put import put
-from flaxfit._rules import flat, path_of
 from flaxfit.importers._lazy import _READERS, LazyArray
 from flaxfit.importers._translator import CheckpointTranslator, Translation, raise_problems
+from flaxfit.tree._paths import flat, path_of
+from flaxfit.tree._put import put
 
 
 def fill(

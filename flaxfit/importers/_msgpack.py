@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flaxfit._local_path import local_path
 from flaxfit.importers._dtypes import as_dtype
 from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
 from flaxfit.importers._mapped import map_file, mapped_array
 from flaxfit.importers._unreadable import reading, require
+from flaxfit.tree._local_path import local_path
 
 KIND = "a MessagePack file of Flax"
 _DEEPEST = 64

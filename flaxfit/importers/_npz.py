@@ -8,10 +8,10 @@ from typing import IO
 
 import numpy as np
 
-from flaxfit._local_path import local_path
 from flaxfit.importers._dtypes import as_dtype
 from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
 from flaxfit.importers._unreadable import reading, require
+from flaxfit.tree._local_path import local_path
 
 _KIND = "an .npz file of numbers"
 _MOST_GROWTH = 1100

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 import jax
 import optax
 
-from flaxfit._rules import flat, path_of
-from flaxfit._state import InferenceState, TrainState
 from flaxfit.importers._fill import fill_from
 from flaxfit.importers._load import load
 from flaxfit.importers._t5 import t5_translator
@@ -17,6 +15,8 @@ from flaxfit.importers._t5_slots import KEPT, PREFIX, as_in
 from flaxfit.importers._translator import CheckpointTranslator
 from flaxfit.importers._unreadable import UnreadableFile
 from flaxfit.optim._freeze import merge
+from flaxfit.state._train_state import InferenceState, TrainState
+from flaxfit.tree._paths import flat, path_of
 
 Target = TypeVar("Target", TrainState, InferenceState, dict[str, Any])
 

@@ -11,13 +11,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from flaxfit._local_path import local_path
 from flaxfit.importers._crc32c import crc32c, unmasked
 from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
 from flaxfit.importers._slices import Extent, place_of, read_slice, slice_key
 from flaxfit.importers._table import read_table
 from flaxfit.importers._unreadable import UnreadableFile, reading, require
 from flaxfit.importers._varint import fields, integer, message
+from flaxfit.tree._local_path import local_path
 
 _KIND = "a TensorFlow checkpoint (version 2)"
 _TEXT = 7

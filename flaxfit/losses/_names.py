@@ -6,7 +6,6 @@ from typing import Any
 
 import optax
 
-from flaxfit._order import check_order
 from flaxfit.losses._functions import (
     binary_crossentropy,
     cosine_distance,
@@ -19,6 +18,7 @@ from flaxfit.losses._functions import (
     mse,
     onehot_crossentropy,
 )
+from flaxfit.tree._argument_order import check_order
 
 Loss = Callable[..., Any]
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit._pyplot import pyplot
+from flaxfit.display._pyplot import pyplot
 from flaxfit.metrics._doubts import say, weighed
 from flaxfit.metrics._labels import Answers, choices_of, classes_of
 from flaxfit.metrics._metric import Metric, ratio

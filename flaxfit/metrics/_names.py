@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flaxfit._order import check_order
 from flaxfit.metrics._accuracy import accuracy, binary_accuracy, top_k
 from flaxfit.metrics._adapter import (
     from_metric_class,
@@ -17,6 +16,7 @@ from flaxfit.metrics._auc import auc
 from flaxfit.metrics._confusion import f1, precision, recall
 from flaxfit.metrics._metric import Metric, mean
 from flaxfit.metrics._regression import mae, mse, perplexity, r2, rmse
+from flaxfit.tree._argument_order import check_order
 
 _BUILT_IN = {
     "accuracy": accuracy,

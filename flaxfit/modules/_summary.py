@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from flaxfit._alone import alone_in_any
-from flaxfit._batch import call
+from flaxfit.data._batch import call
 from flaxfit.modules._flags import call_flags, switches
 from flaxfit.modules._nnx import make
 from flaxfit.modules._switch import switched
+from flaxfit.tree._single_replica import alone_in_any
 
 _WIDTH = 100
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import optax
 
-from flaxfit._rules import path_of
+from flaxfit.tree._paths import path_of
 
 
 @runtime_checkable

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from flaxfit._rules import flat, label
+from flaxfit.tree._paths import flat, label
 
 
 def mask(tree: Any, patterns: Sequence[str]) -> Any:

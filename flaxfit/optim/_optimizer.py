@@ -7,7 +7,7 @@ import jax
 import optax
 from flax import struct
 
-from flaxfit._state_dict import as_plain, restore
+from flaxfit.tree._plain import as_plain, restore
 
 
 class Optimizer(struct.PyTreeNode):

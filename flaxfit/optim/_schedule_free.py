@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from flaxfit._rules import flat
+from flaxfit.tree._paths import flat
 
 # A state that is restored without a target lacks what holds no arrays.
 _FIELDS = {*optax.contrib.ScheduleFreeState._fields} - {"base_optimizer_state"}

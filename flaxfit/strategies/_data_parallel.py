@@ -12,11 +12,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from flaxfit._debugging import check_jit
-from flaxfit._free_memory import give_back_free_memory
+from flaxfit.strategies._free_memory import give_back_free_memory
 from flaxfit.strategies._local import given_devices, local_devices
 from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica, unmapped
 from flaxfit.strategies._sub_byte import check_sub_byte
+from flaxfit.tree._jax_debugging import check_jit
 
 # For several devices XLA looks for common expressions once more, before it rearranges anything.
 # Where it looks for none, the arithmetic of a replica is the same on one device and on several.

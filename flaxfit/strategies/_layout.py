@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from flaxfit._rules import flat
 from flaxfit.strategies._specs import axes_of, n_parts
+from flaxfit.tree._paths import flat
 
 
 class Placed(NamedTuple):

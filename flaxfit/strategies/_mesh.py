@@ -9,7 +9,7 @@ import jax
 from flax import linen as nn
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from flaxfit._rules import Rules
+from flaxfit.tree._paths import Rules
 
 
 def axis_sizes(mesh_shape: Mapping[str, int], n_devices: int) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from flaxfit._alone import alone, unbound_axis
+from flaxfit.tree._single_replica import alone, unbound_axis
 
 REPLICA = "replica"
 

@@ -12,11 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flaxfit._debugging import check_jit
-from flaxfit._free_memory import give_back_free_memory
-from flaxfit._optimizer_axes import specs_by_parameter
-from flaxfit._put import put
-from flaxfit._rules import Rules, path_of
+from flaxfit.state._optimizer_axes import specs_by_parameter
+from flaxfit.strategies._free_memory import give_back_free_memory
 from flaxfit.strategies._gather import gather
 from flaxfit.strategies._layout import Layout, layout
 from flaxfit.strategies._local import given_devices
@@ -24,6 +21,9 @@ from flaxfit.strategies._mesh import axis_sizes, fsdp_axis, within
 from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica
 from flaxfit.strategies._specs import STANDARD_RULES, axes_of, state_specs
 from flaxfit.strategies._sub_byte import check_sub_byte
+from flaxfit.tree._jax_debugging import check_jit
+from flaxfit.tree._paths import Rules, path_of
+from flaxfit.tree._put import put
 
 _copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from flaxfit._optimizer_axes import specs_by_parameter
-from flaxfit._rules import Rules, flat
+from flaxfit.state._optimizer_axes import specs_by_parameter
+from flaxfit.tree._paths import Rules, flat
 
 STANDARD_RULES: Rules = (
     ("vocab", "model"),

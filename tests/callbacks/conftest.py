@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from flaxfit._checkpoint import Checkpoint
+from flaxfit.state._checkpoint import Checkpoint
 
 
 class FakeLoop:

@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import flaxfit as ff
-from flaxfit._run_folder import RunFolder
 from flaxfit.callbacks import EarlyStopping, ExitCode, Rollback, SaveOnSignal, every
 from flaxfit.checkpoints import (
     CheckpointFileReader,
@@ -22,6 +21,7 @@ from flaxfit.checkpoints import (
     restore,
     save,
 )
+from flaxfit.model._resume import RunFolder
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(50, 4)).astype(np.float32)

@@ -10,11 +10,11 @@ import pytest
 import tensorstore
 
 from flaxfit import Sharded
-from flaxfit._checkpoint import Checkpoint
-from flaxfit._state import TrainState
 from flaxfit.checkpoints import CheckpointFileWriter, _orbax, _seal, restore, save
 from flaxfit.importers import UnreadableFile, load
 from flaxfit.importers._crc32c import crc32c
+from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.state._train_state import TrainState
 
 STATE = TrainState(
     step=jnp.int32(1),

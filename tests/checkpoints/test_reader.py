@@ -11,11 +11,6 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flaxfit._checkpoint import Checkpoint
-from flaxfit._loop import TrainLoop
-from flaxfit._run_folder import RunFolder
-from flaxfit._state import TrainState, init_state
-from flaxfit._task import TrainTask
 from flaxfit.checkpoints import (
     CheckpointFileReader,
     CheckpointFileWriter,
@@ -30,6 +25,11 @@ from flaxfit.checkpoints import (
     save,
 )
 from flaxfit.data import ArrayStream
+from flaxfit.loop._train_loop import TrainLoop
+from flaxfit.model._resume import RunFolder
+from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.state._train_state import TrainState, init_state
+from flaxfit.task._task import TrainTask
 
 SMALL = TrainState(
     step=jnp.int32(0),

@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxfit._checkpoint import Checkpoint
-from flaxfit._state import TrainState
 from flaxfit.checkpoints import (
     CheckpointFileReader,
     CheckpointFileWriter,
@@ -28,6 +26,8 @@ from flaxfit.checkpoints import (
     restore,
     save,
 )
+from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.state._train_state import TrainState
 
 SMALL = TrainState(
     step=jnp.int32(0), params={}, opt_state=(), model_state={}, key=jax.random.key(0)
@@ -297,8 +297,8 @@ def test_a_process_that_ends_without_close_loses_nothing(tmp_path, ending, run_c
     program = f"""
         import sys
         import jax.numpy as jnp, optax
-        from flaxfit._checkpoint import Checkpoint
-        from flaxfit._state import init_state
+        from flaxfit.state._checkpoint import Checkpoint
+        from flaxfit.state._train_state import init_state
         from flaxfit.checkpoints import CheckpointFileWriter
 
         init = lambda rngs, x: {{"params": {{"w": jnp.ones((1000, 500))}}}}
@@ -343,8 +343,8 @@ FULL_DISK = """
     import os, sys
     from pathlib import Path
     import jax, jax.numpy as jnp
-    from flaxfit._checkpoint import Checkpoint
-    from flaxfit._state import TrainState
+    from flaxfit.state._checkpoint import Checkpoint
+    from flaxfit.state._train_state import TrainState
     from flaxfit.checkpoints import CheckpointFileWriter, list_steps, restore
 
     def checkpoint(step, n=100_000):
@@ -444,8 +444,8 @@ def test_a_save_that_fails_when_the_process_ends_shows_in_its_exit_code(tmp_path
     program = f"""
         import atexit, sys
         import jax, jax.numpy as jnp
-        from flaxfit._checkpoint import Checkpoint
-        from flaxfit._state import TrainState
+        from flaxfit.state._checkpoint import Checkpoint
+        from flaxfit.state._train_state import TrainState
         from flaxfit.checkpoints import CheckpointFileWriter, _folder
 
         def fail(*arguments):

@@ -2,8 +2,8 @@ import jax
 import numpy as np
 import pytest
 
-from flaxfit._batch import Batch, normalize
 from flaxfit.data import ArrayStream, as_stream, one_pass
+from flaxfit.data._batch import Batch, normalize
 
 X = np.arange(20, dtype=np.float32).reshape(10, 2)
 Y = np.arange(10)

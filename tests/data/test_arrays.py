@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from flaxfit._batch import normalize
 from flaxfit.data import ArrayStream
+from flaxfit.data._batch import normalize
 
 X, Y = load_digits(return_X_y=True)
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from flaxfit._batch import normalize
 from flaxfit.data import as_stream, one_pass, prefetch
+from flaxfit.data._batch import normalize
 
 X, Y = load_digits(return_X_y=True)
 X, Y = X[:50].astype(np.float32), Y[:50]

@@ -1,0 +1,221 @@
+"""History: what every checkpoint of a run measured, as lists by name."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from flaxfit.display import _html, duration, number, plural
+from flaxfit.display._chart import sparkline, svg_chart
+from flaxfit.display._pyplot import pyplot
+from flaxfit.metrics._monitor import default_monitor, is_better, known_mode, resolve_mode
+from flaxfit.state._checkpoint import Checkpoint
+
+
+class Best(NamedTuple):
+    """The best value of a metric, and where it was reached."""
+
+    value: float
+    epoch: int
+    """The place in the history, from 1: the epoch for `fit`, else the number of the checkpoint."""
+    step: int
+
+
+class History(Mapping[str, list[float]]):
+    """The metrics of a run: name -> one value per checkpoint, nan where there was none.
+
+    `append` is also a callback: `TrainLoop(..., callbacks=[history.append])`.
+
+    >>> history = History()
+    >>> for step, loss in (1, 0.9), (2, 0.4), (3, 0.5):
+    ...     history.append(Checkpoint(step=step, state=None, metrics={"loss": loss}))
+    >>> history["loss"], history.steps
+    ([0.9, 0.4, 0.5], [1, 2, 3])
+    >>> history.best("loss")
+    Best(value=0.4, epoch=2, step=2)
+    """
+
+    def __init__(self, name: str = "", *, unit: str = "checkpoint", facts: str = "") -> None:
+        """Makes an empty history.
+
+        Args:
+          name: what was trained; the title of what is shown.
+          unit: what one entry is ("epoch").
+          facts: a line about the run, shown in notebooks.
+        """
+        self.name, self.unit, self.facts = name, unit, facts
+        self.steps: list[int] = []
+        """The step of every checkpoint."""
+        self.n_steps = 0
+        """How many updates were done."""
+        self.elapsed_time = 0.0
+        """Seconds of training, compilation excluded."""
+        self.compile_time = 0.0
+        """Seconds of compilation."""
+        self._values: dict[str, list[float]] = {}
+        self._modes: dict[str, str | None] = {}
+
+    def append(self, checkpoint: Checkpoint) -> None:
+        """Adds the numbers that a checkpoint measured."""
+        metrics = checkpoint.scalars
+        for name in metrics:
+            self._values.setdefault(name, [math.nan] * len(self.steps))
+        for name, values in self._values.items():
+            values.append(float(metrics.get(name, math.nan)))
+        self._modes |= checkpoint.modes
+        self.steps.append(checkpoint.step)
+        self.n_steps += checkpoint.n_completed_steps
+        self.elapsed_time += checkpoint.elapsed_time
+        self.compile_time += checkpoint.compile_time
+
+    def __getitem__(self, name: str) -> list[float]:
+        if name not in self._values:
+            raise KeyError(f"The history has no {name!r}; it holds {self._held()}.")
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def best(self, name: str, mode: str = "auto") -> Best:
+        """The best value of a metric, the earliest among equals; nan and inf never are.
+
+        Args:
+          name: the metric.
+          mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the
+            losses of Optax; other metrics need "min" or "max".
+
+        Raises:
+          KeyError: there is no such metric.
+          ValueError: no value is finite, or it is not known which values of the metric are better.
+        """
+        values, best = self[name], None
+        mode = resolve_mode(name, mode, self._modes)
+        for i, value in enumerate(values):
+            if is_better(value, best.value if best else None, mode):
+                best = Best(value, i + 1, self.steps[i])
+        if best is None:
+            raise ValueError(f"{name!r} has no best value: none of its values is finite.")
+        return best
+
+    def to_pandas(self) -> Any:
+        """A data frame with a column per metric, indexed by step."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_pandas needs pandas: pip install pandas") from error
+        return pandas.DataFrame(dict(self), index=pandas.Index(self.steps, name="step"))
+
+    def plot(self) -> list[Any]:
+        """Draws every metric over the steps, training and validation together.
+
+        Returns:
+          The matplotlib axes, one per metric (`axes[0].figure.savefig(...)`).
+        """
+        charts = self._charts()
+        size = (4 * max(len(charts), 1), 3)
+        _, axes = pyplot("(print(history) draws without it)").subplots(
+            1, max(len(charts), 1), figsize=size, squeeze=False, layout="constrained"
+        )
+        for axis, (title, names) in zip(axes[0], charts.items(), strict=False):
+            for name in names:
+                axis.plot(self.steps, self[name], marker=".", label=name)
+            axis.set(title=title, xlabel="step")
+            axis.legend()
+        return list(axes[0])
+
+    def plot_lr(self) -> Any:
+        """Draws the learning rate over the steps, and that of each group where there are groups.
+
+        Returns:
+          The matplotlib axes (`axes.set_yscale("log")`, `axes.figure.savefig(...)`).
+
+        Raises:
+          ValueError: no learning rate was reported.
+        """
+        names = [name for name in self if name.split("/")[0] == "learning_rate"]
+        if not names:
+            raise ValueError(
+                f"There is no learning rate to draw, the history holds {self._held()}. It is "
+                "reported where the optimizer's state holds it, as a number or by a schedule: make "
+                "it with flaxfit.optim.OptimizerDef(optax.adam, learning_rate=1e-3)."
+            )
+        _, axes = pyplot("(history['learning_rate'] has the numbers)").subplots(
+            figsize=(4, 3), layout="constrained"
+        )
+        for name in names:
+            axes.plot(self.steps, self[name], marker=".", label=name)
+        axes.set(title="learning rate", xlabel="step")
+        if len(names) > 1:
+            axes.legend()
+        return axes
+
+    def get_state(self) -> dict[str, Any]:
+        """The history as plain JSON (a value that is not finite is a string)."""
+        values = {
+            name: [value if math.isfinite(value) else str(value) for value in values]
+            for name, values in self._values.items()
+        }
+        return {
+            "steps": list(self.steps),
+            "values": values,
+            "n_steps": self.n_steps,
+            "elapsed_time": self.elapsed_time,
+            "compile_time": self.compile_time,
+            "modes": dict(self._modes),
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Puts back what `get_state` gave."""
+        self.steps = [int(step) for step in state["steps"]]
+        self._values = {
+            name: [float(value) for value in values] for name, values in state["values"].items()
+        }
+        self.n_steps = int(state["n_steps"])
+        self.elapsed_time = float(state["elapsed_time"])
+        self.compile_time = float(state["compile_time"])
+        self._modes = dict(state.get("modes", {}))
+
+    def _held(self) -> str:
+        return ", ".join(self._values) or "nothing yet"
+
+    def _title(self) -> str:
+        title = f"{plural(len(self.steps), self.unit)}, {plural(self.n_steps, 'step')} in "
+        title += duration(self.elapsed_time + self.compile_time)
+        return f"{self.name}: {title}" if self.name else title
+
+    def _charts(self) -> dict[str, list[str]]:
+        """Names by chart: a metric and its validation; those that were validated come first."""
+        charts: dict[str, list[str]] = {}
+        for name in self:
+            charts.setdefault(name.removeprefix("val_"), []).append(name)
+        return dict(sorted(charts.items(), key=lambda chart: (chart[0] != "loss", -len(chart[1]))))
+
+    def __repr__(self) -> str:
+        width = max(map(len, self), default=0)
+        lines = [self._title()]
+        for name, values in self.items():
+            ends = f"{number(values[0])} → {number(values[-1])}"
+            lines.append(f"  {name:<{width}}  {sparkline(values)}  {ends}")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        facts = [self.facts, f"compiled in {duration(self.compile_time)}"]
+        monitor = default_monitor(self, self._modes)
+        if monitor is not None and any(map(math.isfinite, self[monitor])):
+            best = self.best(monitor)
+            facts.append(f"best {monitor} {number(best.value)} at {self.unit} {best.epoch}")
+        charts = [
+            svg_chart(title, {name: self[name] for name in names}, self.steps)
+            for title, names in list(self._charts().items())[:2]
+        ]
+        rows = []
+        for name, values in self.items():
+            row = [name, number(values[0]), number(values[-1]), "", ""]
+            if any(map(math.isfinite, values)) and known_mode(name, self._modes):
+                best = self.best(name)
+                row[3:] = number(best.value), str(best.epoch)
+            rows.append(row)
+        numbers = _html.table(rows, head=["", "first", "last", "best", f"at {self.unit}"])
+        return _html.card(self._title(), facts, f"<div>{''.join(charts)}</div>", numbers)

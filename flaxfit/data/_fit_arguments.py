@@ -1,0 +1,268 @@
+"""Arrays as users pass them to `fit`, `evaluate` and `predict`: together, weighted and split."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from flaxfit.data._batch import parts_of
+from flaxfit.data._sample_weights import check_weights, check_weights_shape
+from flaxfit.tree._dtypes import check_dense, is_array, is_named, is_node, to_numpy
+
+_SCALARS = (bool, int, float, complex, str, bytes, np.generic)
+
+
+def prepare(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    class_weight: Mapping[int, float] | None = None,
+    validation_split: float = 0.0,
+    validation_data: Any = None,
+    seed: int = 0,
+) -> tuple[Any, Any]:
+    """The data to train on and the data to validate on.
+
+    Without `y`, a tuple or a mapping of arrays is a data set, `(x, y)` or `(x, y, weights)`; a
+    list is a sequence of batches, unless it is made of numbers.
+
+    Returns:
+      Each as a tuple `(x, y, weights)` where it is arrays, else as it came. The weights are a
+      mapping where they were given by the names of outputs.
+
+    Raises:
+      ValueError: arguments that exclude each other, or parts of different lengths.
+      TypeError: a tuple or a mapping that holds something else than arrays.
+    """
+    arrays = _arrays_of(x, y, sample_weight)
+    if _is_pair(validation_data):
+        validation_data = tuple(validation_data)
+    held_out = _arrays_of(validation_data, owner="validation_data")
+    validation_data = validation_data if held_out is None else held_out
+    if arrays is None:
+        given = {
+            "y": y is not None,
+            "sample_weight": sample_weight is not None,
+            "class_weight": class_weight is not None,
+            "validation_split": bool(validation_split),
+        }
+        wrong = [name for name, is_given in given.items() if is_given]
+        if wrong:
+            raise ValueError(
+                f"{', '.join(wrong)} can be used with arrays only, and x is a "
+                f"{type(x).__name__}: let its batches hold (inputs, targets, weights), and pass "
+                "validation_data."
+            )
+        return x, validation_data
+    by_class = None if class_weight is None else weights_by_class(arrays[1], class_weight)
+    if validation_split:
+        if validation_data is not None:
+            raise ValueError("Give either validation_data or validation_split, not both.")
+        (*arrays, by_class), (*validation_data, _) = split(
+            (*arrays, by_class), validation_split, seed
+        )
+        validation_data = tuple(validation_data)
+    # Of the examples to train on only: others are measured as they come.
+    x, y, w = arrays
+    if by_class is not None:
+        w = _times(by_class, w)
+    return (x, y, w), validation_data
+
+
+def prepare_inputs(x: Any) -> Any:
+    """The data to predict: `(x, None, None)` of arrays, which all are inputs, else as it came.
+
+    A list of arrays is several inputs, as `fit` takes it beside `y`.
+    """
+    is_inputs = not _is_list(x) or all(is_array(part) or _is_numbers(part) for part in x)
+    return (as_arrays(x), None, None) if is_inputs and _holds_arrays(x) else x
+
+
+def weights_by_class(y: Any, class_weight: Any) -> np.ndarray:
+    """The weight of the class of each example, 1 where none is given.
+
+    Raises:
+      TypeError: the weights are not a mapping.
+      ValueError: the targets are not labels, or there are none of a class.
+    """
+    if not isinstance(class_weight, Mapping):
+        raise TypeError(
+            "class_weight must map labels to weights, such as {0: 1.0, 1: 2.5}, got "
+            f"{type(class_weight).__name__}: {class_weight!r:.60}"
+        )
+    if not isinstance(y, np.ndarray | jax.Array):
+        raise ValueError("class_weight needs targets y that are one array of labels.")
+    labels = np.asarray(y)
+    labels = labels.argmax(-1) if labels.ndim == 2 and labels.shape[1] > 1 else labels.reshape(-1)
+    if len(labels) != len(y):
+        raise ValueError(f"class_weight needs one label per example, got y of shape {y.shape}.")
+    there_are = np.unique(labels).tolist()
+    absent = [label for label in class_weight if label not in there_are]
+    if absent:
+        more = ", ..." if len(there_are) > 20 else ""
+        raise ValueError(
+            f"class_weight names labels that y does not hold, {absent!r:.60}. There are "
+            f"{', '.join(map(str, there_are[:20]))}{more}."
+        )
+    by_class = np.ones(len(labels), np.float32)
+    for label, weight in class_weight.items():
+        if not isinstance(weight, int | float | np.number):
+            raise TypeError(f"The class_weight of {label!r} must be a number, got {weight!r:.60}.")
+        by_class[labels == label] = weight
+    if class_weight:
+        check_weights(list(class_weight.values()), "class_weight")
+    return by_class
+
+
+def split(arrays: tuple[Any, ...], fraction: float, seed: int) -> tuple[Any, Any]:
+    """Parts a random fraction of the examples from the rest, for validation."""
+    if not 0 < fraction < 1:
+        raise ValueError(f"validation_split must lie between 0 and 1, got {fraction}.")
+    n = len(jax.tree.leaves(arrays)[0])
+    n_validation = max(1, round(n * fraction))
+    if n_validation >= n:
+        raise ValueError(f"validation_split={fraction} leaves none of {n} examples to train on.")
+    order = np.random.default_rng((seed, 0x5B11)).permutation(n)
+    validation, training = np.sort(order[:n_validation]), np.sort(order[n_validation:])
+    return tuple(
+        jax.tree.map(lambda a, r=rows: np.asarray(a)[r], arrays) for rows in (training, validation)
+    )
+
+
+def as_arrays(part: Any) -> Any:
+    """The arrays of a part of the data: lists of numbers become arrays, tables their values.
+
+    >>> as_arrays([[1, 2], [3, 4]]).shape, len(as_arrays([np.zeros(2), np.zeros(2)]))
+    ((2, 2), 2)
+    """
+    if _is_numbers(part):
+        try:
+            return np.asarray(part)
+        except ValueError as error:
+            raise ValueError(
+                f"A list of numbers holds lists of different lengths, which make no array: {error}"
+            ) from error
+    if isinstance(part, Mapping):
+        return {name: as_arrays(value) for name, value in part.items()}
+    if is_named(part):
+        return type(part)(*map(as_arrays, part))
+    if isinstance(part, list | tuple):
+        return tuple(as_arrays(value) for value in part)
+    if isinstance(part, jax.Array):
+        return part
+    check_dense(part)
+    return jax.tree.map(as_arrays, part) if is_node(part) else to_numpy(part)
+
+
+def _arrays_of(data: Any, y: Any = None, weights: Any = None, owner: str = "x") -> Any:
+    """The inputs, targets and weights of a data set as arrays; None of what is batches."""
+    if y is not None:
+        if not _holds_arrays(data) or _holds_batches(data):
+            return None
+        parts = (data, y, weights)
+    elif isinstance(data, tuple | Mapping):
+        parts = parts_of(data)
+        if not 1 <= len(parts) <= 3:
+            raise ValueError(
+                f"{owner} must be (x, y) or (x, y, weights), got {len(parts)} parts. Several "
+                "inputs go into a tuple of their own: ((x1, x2), y)."
+            )
+        for part in parts:
+            if not _is_none(part) and not _holds_arrays(part):
+                raise TypeError(
+                    f"{owner} is a data set and must hold arrays, got {_first_of(part)}. Batches "
+                    "go into a list, or come from a loader."
+                )
+        parts = (*parts, None, None)[:3]
+        if weights is not None and parts[2] is not None:
+            raise ValueError("Give weights either in the data set or as sample_weight, not both.")
+        parts = (*parts[:2], parts[2] if weights is None else weights)
+    elif _holds_arrays(data) and not _is_list(data):
+        parts = (data, None, weights)
+    else:
+        return None
+    x, y, w = (None if _is_none(part) else as_arrays(part) for part in parts)
+    name = "sample_weight" if owner == "x" else f"the weights of {owner}"
+    if isinstance(w, Mapping):
+        w = {output: _as_weights(each, f"{name}[{output!r}]") for output, each in w.items()}
+    elif w is not None:
+        w = _as_weights(w, name)
+    names = ("x", "y", name) if owner == "x" else (f"{owner}[0]", f"{owner}[1]", name)
+    _check_lengths(dict(zip(names, (x, y, w), strict=True)))
+    return x, y, w
+
+
+def _as_weights(weights: Any, name: str) -> Any:
+    check_weights_shape(weights, name)
+    check_weights(weights, name)
+    return weights.astype(np.float32)
+
+
+def _times(by_class: Any, weights: Any) -> Any:
+    """The weights of the classes times those of the examples, where there are such."""
+    if isinstance(weights, Mapping):
+        raise ValueError(
+            "class_weight weighs whole examples, and sample_weight each output by its name: put "
+            "the weights of the classes into those of their output."
+        )
+    return by_class if weights is None else weights * by_class
+
+
+def _is_pair(data: Any) -> bool:
+    """Whether a list is `[x, y]` or `[x, y, weights]`, as Keras takes it: batches are all alike."""
+    if not _is_list(data) or not 2 <= len(data) <= 3 or not _holds_arrays(data):
+        return False
+    return any(is_array(part) or _is_numbers(part) for part in data[:2])
+
+
+def _is_list(data: Any) -> bool:
+    """Whether data is a list of arrays or of other objects: a sequence of batches."""
+    return isinstance(data, list) and not _is_numbers(data)
+
+
+def _is_numbers(part: Any) -> bool:
+    """Whether a part of the data is a (nested) list of numbers, or of text."""
+    if not isinstance(part, list | tuple) or is_named(part):
+        return False
+    while isinstance(part, list | tuple) and part:
+        part = part[0]
+    return isinstance(part, _SCALARS) or (is_array(part) and np.ndim(part) == 0)
+
+
+def _holds_arrays(part: Any) -> bool:
+    if _is_numbers(part):
+        return True
+    if isinstance(part, list | tuple | Mapping):
+        values = part.values() if isinstance(part, Mapping) else part
+        return bool(part) and all(map(_holds_arrays, values))
+    check_dense(part)
+    return (is_array(part) and not hasattr(part, "__next__")) or is_node(part)
+
+
+def _holds_batches(data: Any) -> bool:
+    """Whether a list has pairs in it, as of inputs and targets, in the place of inputs."""
+    return _is_list(data) and any(
+        isinstance(part, list | tuple) and not _is_numbers(part) for part in data
+    )
+
+
+def _is_none(part: Any) -> bool:
+    return part is None or (isinstance(part, tuple) and not part)
+
+
+def _first_of(part: Any) -> str:
+    """The first thing in a part of the data that is no array."""
+    wrong = next((leaf for leaf in jax.tree.leaves(part) if not is_array(leaf)), part)
+    return f"{type(wrong).__name__}: {wrong!r:.60}"
+
+
+def _check_lengths(parts: Mapping[str, Any]) -> None:
+    n, first = None, ""
+    for path, array in jax.tree.leaves_with_path(list(parts.values())):
+        name = list(parts)[path[0].idx] + jax.tree_util.keystr(path[1:])
+        if not array.ndim:
+            raise TypeError(f"{name} must hold one row per example, got the scalar {array!r:.60}.")
+        n, first = (len(array), name) if n is None else (n, first)
+        if len(array) != n:
+            raise ValueError(f"{first} has {n:,} rows but {name} has {len(array):,}.")

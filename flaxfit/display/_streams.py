@@ -1,0 +1,118 @@
+"""What lines are written to: a terminal, a notebook or a file, and the one way to write them."""
+
+import contextlib
+import contextvars
+import os
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+from tqdm import tqdm
+
+from flaxfit.display._lines import WIDTH, folded
+from flaxfit.distributed._processes import is_main
+
+
+def is_notebook() -> bool:
+    """Whether this is a Jupyter kernel (a terminal's IPython is not)."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+def output() -> TextIO:
+    """Where the display goes: standard error, so that a piped standard output stays clean.
+
+    In a notebook it is standard output: notebooks paint standard error as an error.
+    """
+    return sys.stdout if is_notebook() else sys.stderr
+
+
+def is_cell(file: TextIO) -> bool:
+    """Whether the stream is the output of a notebook's cell."""
+    return file in (sys.stdout, sys.stderr) and is_notebook()
+
+
+def is_live(file: TextIO) -> bool:
+    """Whether what was written to the stream can be redrawn: on a terminal or in a notebook."""
+    return is_cell(file) or (file.isatty() and os.environ.get("TERM") != "dumb")
+
+
+def columns(file: TextIO) -> int:
+    """How long lines may be: as long as a terminal is wide, and no longer than is easily read."""
+    try:
+        return min(os.get_terminal_size(file.fileno()).columns or WIDTH, WIDTH)
+    except (AttributeError, OSError, ValueError):  # It is no terminal, or not of this system.
+        return WIDTH
+
+
+def printable(text: str, file: TextIO) -> str:
+    """The text in the characters that the stream can encode; "?" stands for the others."""
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
+
+
+def write(
+    text: str,
+    file: TextIO | None = None,
+    end: str = "\n",
+    *,
+    width: int | None = None,
+    rewrite: tuple[str, str] | None = None,
+) -> None:
+    """Writes a line, above whatever progress bars are on the screen; of several processes, one.
+
+    Args:
+      text: the line, or several.
+      file: a text stream; None: that of `output`.
+      end: what comes behind it.
+      width: how long lines may be; None: those of a terminal as its `columns` tell.
+      rewrite: what takes the only bar that there is away, and what draws it again: all is written
+        at once then, which takes less time than to leave that to tqdm.
+    """
+    if not is_main():
+        return
+    file = output() if file is None else file
+    if width is None and file.isatty():
+        width = columns(file)
+    if width is not None and len(text) > width:
+        text = "\n".join(folded(line, width) for line in text.split("\n"))
+    text = printable(text, file)
+    if rewrite is None:
+        tqdm.write(text, file=file, end=end)
+    else:
+        away, again = rewrite
+        with tqdm.get_lock():
+            file.write(f"{away}{text}{end}{again}")
+    file.flush()
+
+
+_is_quiet = contextvars.ContextVar("is_quiet", default=False)
+
+
+@contextlib.contextmanager
+def quiet(is_quiet: bool = True) -> Iterator[None]:
+    """Holds back the notices of the library, those of this thread.
+
+    >>> with quiet():
+    ...     say("compiling")
+    """
+    token = _is_quiet.set(is_quiet or _is_quiet.get())
+    try:
+        yield
+    finally:
+        _is_quiet.reset(token)
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Writes a notice of the library: the text after its name and two blanks.
+
+    One that ends with "…" stands only until the next, and only where that can be written over it.
+    """
+    if _is_quiet.get():
+        return
+    file = output() if file is None else file
+    if not text.endswith("…"):
+        write(f"flaxfit  {text}", file)
+    elif is_live(file) and not is_cell(file):
+        write(f"flaxfit  {text}", file, end="\r")

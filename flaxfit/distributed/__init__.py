@@ -1,0 +1,1 @@
+"""The processes of a run: which one this is, and how they meet."""

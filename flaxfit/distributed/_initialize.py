@@ -1,0 +1,242 @@
+"""initialize: this process joins the others of a run, and none of them outlives the rest."""
+
+import atexit
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NoReturn
+
+import jax
+
+# What JAX itself knows of SLURM, Open MPI and the rest; it has no public way to ask whether.
+from jax._src.clusters import ClusterEnv
+
+from flaxfit.distributed import _processes
+
+PEER_FAILED = 88
+"""The exit code of a process that ends because another one has failed."""
+
+_LOOK_EVERY = 0.5
+
+_OUR_VARIABLES = {
+    "coordinator_address": "FLAXFIT_COORDINATOR_ADDRESS",
+    "num_processes": "FLAXFIT_NUM_PROCESSES",
+    "process_id": "FLAXFIT_PROCESS_ID",
+}
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: int | Sequence[int] | None = None,
+    coordinator_bind_address: str | None = None,
+    heartbeat_seconds: int = 30,
+    connect_seconds: int = 300,
+    shutdown_seconds: int = 60,
+    patience_seconds: float = 60.0,
+    **options: Any,
+) -> None:
+    """Joins the processes that train together; call it first of all, before any array is made.
+
+    JAX then knows the devices of all of them: set options such as `jax_num_cpu_devices` before.
+
+    What is not given is taken from `FLAXFIT_COORDINATOR_ADDRESS`, `FLAXFIT_NUM_PROCESSES` and
+    `FLAXFIT_PROCESS_ID` (`python -m flaxfit.launch` sets them), else from torchrun's `MASTER_ADDR`,
+    `MASTER_PORT`, `WORLD_SIZE` and `RANK`, else JAX finds it out (SLURM, Open MPI, Kubernetes, TPU
+    pods). Where there is nothing to be found, the process is alone, and nothing is done. A second
+    call does nothing.
+
+    A process that raises ends at once, and so do the others, within seconds: with code
+    `ExitCode.PEER_FAILED`, saying which one failed and how. One that is killed or stopped is
+    missed after `heartbeat_seconds`. Anyone who reaches the coordinator's port can join: keep it
+    within the network of the job.
+
+    >>> initialize(num_processes=1)
+    >>> _processes.process_count()
+    1
+
+    Args:
+      coordinator_address: "host:port" of process 0, reached by all.
+      num_processes: how many there are.
+      process_id: the number of this one, from 0.
+      local_device_ids: which of the devices of this machine are its own; None: all of them.
+      coordinator_bind_address: what process 0 listens at; None: `coordinator_address` alone, or
+        every interface where JAX has found that out.
+      heartbeat_seconds: how long a process may give no sign of life.
+      connect_seconds: how long to wait for the others to start.
+      shutdown_seconds: how long to wait for the others to end.
+      patience_seconds: how long a process waits for the others where all must come, such as at
+        the end of their data.
+      **options: further ones of `jax.distributed.initialize`.
+
+    Raises:
+      ValueError: some of what identifies a process is known, but not all.
+      RuntimeError: this process has joined already, as another one.
+    """
+    _processes.set_patience(patience_seconds)
+    found = _find(
+        {
+            "coordinator_address": coordinator_address,
+            "num_processes": num_processes,
+            "process_id": process_id,
+        }
+    )
+    if local_device_ids is not None:
+        found["local_device_ids"] = local_device_ids
+    if jax.distributed.is_initialized():
+        _check_same(found)
+        return
+    if found.get("num_processes") == 1:
+        return
+    known = {name: value for name, value in found.items() if name in _OUR_VARIABLES}
+    missing = [name for name in _OUR_VARIABLES if name not in known]
+    if missing and not _is_in_cluster(options):
+        if not known:
+            return
+        raise ValueError(
+            f"Cannot join the other processes: {known} is known, {' and '.join(missing)} is not. "
+            f"Pass it, or set {' and '.join(_OUR_VARIABLES[name] for name in missing)}."
+        )
+    if coordinator_bind_address is None:
+        coordinator_bind_address = found.get("coordinator_address")
+    if getattr(jax.config, "jax_cpu_collectives_implementation", "gloo") in (None, "none"):
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        **found,
+        coordinator_bind_address=coordinator_bind_address,
+        heartbeat_timeout_seconds=heartbeat_seconds,
+        initialization_timeout=connect_seconds,
+        shutdown_timeout_seconds=shutdown_seconds,
+        **options,
+    )
+    if _processes.process_count() > 1:
+        _end_together(shutdown_seconds)
+        # All must come to this at once: it waits for everyone's devices.
+        jax.devices()
+
+
+def _find(given: dict[str, Any]) -> dict[str, Any]:
+    """What identifies this process, as far as arguments and variables tell."""
+    found = {name: value for name, value in given.items() if value is not None}
+    for name, variable in _OUR_VARIABLES.items():
+        text = os.environ.get(variable)
+        if text and name not in found:
+            found[name] = text if name == "coordinator_address" else _number(variable, text)
+    return found or _from_torchrun()
+
+
+def _from_torchrun() -> dict[str, Any]:
+    text = os.environ
+    if not all(text.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")):
+        return {}
+    port = _number("MASTER_PORT", text["MASTER_PORT"])
+    # torchrun listens at its port itself.
+    port += text.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    found: dict[str, Any] = {
+        "coordinator_address": f"{text['MASTER_ADDR']}:{port}",
+        "num_processes": _number("WORLD_SIZE", text["WORLD_SIZE"]),
+        "process_id": _number("RANK", text["RANK"]),
+    }
+    if _number("LOCAL_WORLD_SIZE", text.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        found["local_device_ids"] = _number("LOCAL_RANK", text["LOCAL_RANK"])
+    return found
+
+
+def _is_in_cluster(options: dict[str, Any]) -> bool:
+    """Whether JAX can find out the rest by itself."""
+    if "cluster_detection_method" in options or os.environ.get("JAX_COORDINATOR_ADDRESS"):
+        return True
+    kinds = [kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method]
+    return any(kind.is_env_present() for kind in kinds)
+
+
+def _number(variable: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{variable} must be a whole number, got {text!r}.") from None
+
+
+def _check_same(found: dict[str, Any]) -> None:
+    here = {
+        "num_processes": _processes.process_count(),
+        "process_id": _processes.process_index(),
+    }
+    other = {name: found[name] for name in here if found.get(name, here[name]) != here[name]}
+    if other:
+        raise RuntimeError(
+            f"This process has joined already, as {here}, and cannot join as {other}. "
+            "Call initialize once."
+        )
+
+
+def _end_together(shutdown_seconds: float) -> None:
+    """Has this process tell the others when it fails, and end when one of them does."""
+    ended = threading.Event()
+    thread = threading.Thread(target=_watch, args=(ended,), daemon=True, name="flaxfit-peers")
+    thread.start()
+
+    def end_in_order() -> None:
+        ended.set()
+        thread.join(10.0)
+        if not jax.distributed.is_initialized():
+            return
+        try:
+            _processes.exchange("the end of the program", seconds=shutdown_seconds)
+        except TimeoutError as error:
+            _fail(str(error), 1)
+
+    # It runs before JAX's own end, which waits for the others without telling whom it misses.
+    atexit.register(end_in_order)
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return  # At a prompt an exception ends nothing.
+    before = sys.excepthook
+
+    def end_at_once(
+        kind: type[BaseException], error: BaseException, where: TracebackType | None
+    ) -> None:
+        before(kind, error, where)
+        if jax.distributed.is_initialized():
+            is_interrupt = issubclass(kind, KeyboardInterrupt)
+            reason = "".join(traceback.format_exception_only(kind, error)).strip()
+            _fail(reason, 130 if is_interrupt else 1)
+
+    # Were it to end in the ordinary way, it would first wait for others that wait for it.
+    sys.excepthook = end_at_once
+
+
+def _watch(ended: threading.Event) -> None:
+    own = f"process {_processes.process_index()}:"
+    while not ended.wait(_LOOK_EVERY):
+        reason = _processes.reported_failure()
+        if reason is not None and not reason.startswith(own):
+            _say(f"another process has failed, and this one ends, too: {reason}")
+            _exit(PEER_FAILED)
+
+
+def _fail(reason: str, code: int) -> NoReturn:
+    """Ends this process and, by telling them, the others."""
+    first = _processes.reported_failure()
+    _processes.report_failure(reason)
+    index, n = _processes.process_index(), _processes.process_count()
+    _say(f"process {index} of {n} ends, and the others with it: {reason}")
+    if first is not None:
+        _say(f"the first to fail was {first}")
+    _exit(code)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"flaxfit  {text}\n")
+
+
+def _exit(code: int) -> NoReturn:
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)

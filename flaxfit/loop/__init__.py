@@ -1,0 +1,1 @@
+"""Drives the step: the training loop, evaluation and prediction over streams of batches."""

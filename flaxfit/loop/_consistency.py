@@ -1,0 +1,87 @@
+"""Agreement: the processes of a run do the same, or all of them fail and say what differs."""
+
+import zlib
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit.data._batch import Batch
+from flaxfit.data._position import position_text
+from flaxfit.distributed._processes import agree, exchange
+from flaxfit.strategies import Strategy
+from flaxfit.tree._paths import flat
+
+_SLOW_SECONDS = 600.0
+
+
+class Agreement:
+    """What the processes tell each other before they would wait for each other on the devices.
+
+    There they would wait without an end, or add up what does not belong together. Nothing is told
+    in a step whose program is known. A process alone agrees with itself.
+
+    >>> from flaxfit import DataParallel
+    >>> Agreement(DataParallel()).checkpoint(1)
+    """
+
+    def __init__(self, strategy: Strategy):
+        self.is_needed = strategy.n_processes > 1
+        self._stepped = 0
+
+    def state(self, step: int, state: Any) -> None:
+        """They go on from the same state; of a sharded one only what each holds is compared."""
+        self._stepped = 0
+        if self.is_needed:
+            self._say(f"step {step:,} of a state with the checksum {_checksum(state):08x}", True)
+
+    def data(self, position: Any) -> None:
+        """They share the same data, and are at the same position of it."""
+        if self.is_needed:
+            self._say(f"data at {position_text(position)}", True)
+
+    def program(self, step: int, batch: Batch, *, is_weighted: bool = False) -> None:
+        """They are about to run the first step with batches of these shapes."""
+        if self.is_needed:
+            parts = batch._asdict() | ({} if is_weighted else {"weights": None})
+            shapes = [f"{path} {x.dtype}{list(x.shape)}" for path, x in flat(parts).items()]
+            self._say(f"step {step:,} as the first with {', '.join(shapes)}", True)
+
+    def stepped(self, program: Hashable) -> None:
+        """Notes a step, for the checkpoint."""
+        if self.is_needed:
+            self._stepped = zlib.crc32(repr(program).encode(), self._stepped)
+
+    def checkpoint(self, step: int) -> None:
+        """They have come to a checkpoint, by steps of the same programs."""
+        if self.is_needed:
+            self._say(f"a checkpoint at step {step:,}, by programs of the sum {self._stepped:08x}")
+
+    def slowest(self, seconds: float) -> float:
+        """The longest time that one of them has taken."""
+        return max(exchange("how long steps take", seconds)) if self.is_needed else seconds
+
+    def stop(self, wanted: bool) -> bool:
+        """Whether one of them has ended the run."""
+        return any(exchange("whether to stop", wanted)) if self.is_needed else wanted
+
+    def end(self, what: str, n: int, in_flight: Iterable[Any]) -> None:
+        """They have come to the end of some data."""
+        if self.is_needed:
+            jax.block_until_ready([*in_flight])  # So far, then, the others have come, too.
+            self._say(f"the end of the {what} data after {n:,}")
+
+    def _say(self, what: str, is_slow: bool = False) -> None:
+        agree("what comes next", what, seconds=_SLOW_SECONDS if is_slow else None)
+
+
+def _checksum(state: Any) -> int:
+    total = 0
+    for leaf in jax.tree.leaves(state):
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+            is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+            array = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+            total = zlib.crc32(array.tobytes(), total)
+    return total

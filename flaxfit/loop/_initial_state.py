@@ -1,0 +1,174 @@
+"""The start of a run: a fresh state, a given one, or the one that a reader finds on disk."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit.optim._extended import wrap_state
+from flaxfit.state._optimizer_axes import with_optimizer
+from flaxfit.state._train_state import TrainState, init_state
+from flaxfit.tree._is_function import check_is_function
+from flaxfit.tree._paths import flat
+
+
+class Start(NamedTuple):
+    """Where a run begins."""
+
+    state: TrainState
+    checkpoint: Any = None
+    """The file that a reader found, with `data_state` and `callback_states`; None when fresh."""
+
+
+def start(
+    init: Any,
+    task: Any,
+    key: Any,
+    sample: Callable[[], Any],
+    say: Callable[[str], None],
+    shardings: Callable[[Any], Any] | None = None,
+) -> Start:
+    """Finds the state to begin with.
+
+    Args:
+      init: a linen-style `init`, a `TrainState`, or a reader: an object with `target` (one of the
+        two) and `read(template)`, which returns a checkpoint file or None.
+      task: the `TrainTask`.
+      key: a random key or seed; None where `init` brings a state along.
+      sample: gives the inputs of a batch, if they are needed.
+      say: prints a line.
+      shardings: gives the place of each array of an abstract state, to make it there.
+
+    Raises:
+      ValueError: a fresh start without a key.
+      TypeError: `init` is none of the three.
+    """
+    check_is_function("TrainLoop", init, "init")
+    check_is_function("The reader of a TrainLoop", getattr(init, "target", None), "init")
+    streams = ("params", *task.rngs)
+    if hasattr(init, "read"):
+        # Of a warm start only the shapes are asked for, not the weights.
+        shapes = getattr(init.target, "fresh", init.target)
+        if isinstance(shapes, TrainState):
+            given = shapes
+            template = jax.eval_shape(lambda: _prepared(given, task))
+        elif callable(shapes):
+            template = _shapes(
+                lambda k: init_state(shapes, task.optimizer, k, sample(), collections=streams),
+                jax.random.key(0),
+            )
+        else:
+            raise TypeError(
+                "TrainLoop needs a reader that knows the model, got one with the target "
+                f"{shapes!r:.60}: pass its init, CheckpointFileReader(folder, module.init)."
+            )
+        if shardings is not None:
+            template = jax.tree.map(_in_place, template, shardings(template))
+        found = init.read(template)
+        if found is not None:
+            say(f"restored step {int(found.state.step):,} from {found.path}")
+            return Start(found.state, found)
+        say("no checkpoint found, starting fresh")
+        init = init.target
+    if isinstance(init, TrainState):
+        return Start(_prepared(init, task))
+    if not callable(init):
+        raise TypeError(
+            "TrainLoop needs an init function, a TrainState or a CheckpointFileReader, got "
+            f"{type(init).__name__}: {init!r:.60}"
+        )
+    if key is None:
+        raise ValueError(
+            "A fresh start needs a random key: TrainLoop(..., rnkey=jax.random.key(0))."
+        )
+    state = init_state(
+        init, task.optimizer, key, sample(), collections=streams, shardings=shardings
+    )
+    return Start(state)
+
+
+def check_trains(state: TrainState, say: Callable[[str], None]) -> None:
+    """Checks that there is something to train, and says what may be meant to be and is not.
+
+    Args:
+      state: the state to begin with.
+      say: prints a line.
+
+    Raises:
+      ValueError: the model has no parameters.
+    """
+    constants = flat(state.model_state.get("constants", {}))
+    names = [
+        f"self.{path.replace('/', '.')} {list(x.shape)}"
+        for path, x in constants.items()
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+    arrays = (
+        f"plain arrays in attributes are constants: {', '.join(names)}. Wrap those that are to be "
+        "trained: self.w = nnx.Param(array)"
+    )
+    if not jax.tree.leaves(state.params):
+        others = f"its collections: {', '.join(state.model_state) or 'none'}"
+        raise ValueError(
+            "The model has no parameters, so there is nothing to train; "
+            f"{arrays if names else others}."
+        )
+    if names:
+        say(arrays)
+
+
+def _shapes(create: Callable[..., Any], key: Any) -> Any:
+    """The shapes and dtypes of a state; under `jax.disable_jit` it is made, not traced."""
+    if not jax.config.jax_disable_jit:
+        return jax.eval_shape(create, key)
+    state = create(key)
+    return jax.eval_shape(lambda: state)
+
+
+def _prepared(state: TrainState, task: Any) -> TrainState:
+    """A state that was given, as a loop takes it."""
+    state = jax.tree.map(_read, state)
+    # It may have been made by hand, with a Python integer or an int64 as its step.
+    state = state.replace(step=jnp.asarray(state.step, jnp.int32))
+    # What a step of the user's own keeps in the optimizer's place is its own affair.
+    return state if task.step is not None else _with_options(state, task.optimizer)
+
+
+def _read(leaf: Any) -> Any:
+    """An array that is read only when it is asked for, as an import may leave them."""
+    is_lazy = hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array | np.ndarray)
+    return np.asarray(leaf) if is_lazy else leaf
+
+
+def _with_options(state: TrainState, optimizer: Any) -> TrainState:
+    """The state with what the task keeps beside the optimizer's own state.
+
+    Raises:
+      ValueError: its optimizer state is not one of this optimizer.
+    """
+    opt_state = wrap_state(state.opt_state, optimizer, state.params)
+    own = {path: x.shape for path, x in flat(jax.eval_shape(optimizer.init, state.params)).items()}
+    given = {path: jnp.shape(x) for path, x in flat(opt_state).items()}
+    if own != given:
+        differ = [path for path in {**own, **given} if own.get(path) != given.get(path)]
+        lines = "".join(
+            f"\n  {path}: {own.get(path, '-')} in the task, {given.get(path, '-')} in the state"
+            for path in differ[:20]
+        )
+        raise ValueError(
+            "Cannot begin with this state, whose optimizer state is not one of the task's "
+            f"optimizer; {len(differ)} arrays differ:{lines}\n"
+            "Make it with init_state(init, task.optimizer, ...) or "
+            "state.replace(opt_state=task.optimizer.init(state.params))."
+        )
+    if opt_state is state.opt_state:
+        return state
+    return state.replace(
+        opt_state=opt_state, axes=with_optimizer(state.axes, state.params, opt_state)
+    )
+
+
+def _in_place(array: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)

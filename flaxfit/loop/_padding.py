@@ -1,0 +1,212 @@
+"""Feed: brings the batches of a stream into the few shapes that a step is compiled for."""
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit.data._batch import Batch, describe, is_weighted, n_examples, normalize
+from flaxfit.strategies import Strategy
+
+
+class Portion(NamedTuple):
+    """A batch ready for a compiled step."""
+
+    strategy: Strategy
+    """The devices that it divides over: all of them, or fewer for a remainder."""
+    batch: Batch
+    is_weighted: bool
+    """Whether the weights are the user's, and so may all be zero."""
+    n_examples: int
+    """How many there are, without padding."""
+    signature: Hashable
+    """The number of devices, the shapes and the dtypes: batches that share it share a program."""
+    key: Hashable = None
+    """What items are known by that are stepped as this one is; None: each is looked at."""
+
+
+class _Known(NamedTuple):
+    """What becomes of items whose arrays are taken as they are."""
+
+    structure: Any
+    """Of the batch, whose leaves are these arrays and `weights`."""
+    weights: tuple[Any, ...]
+    """The weights of 1, if the batch has them."""
+    portion: Portion
+    """That of the first of them."""
+
+
+class Feed:
+    """Pads batches, or finds the devices that they divide over.
+
+    The size of the first batch is the regular one. Where rows of weight 0 are harmless (`pad`),
+    every batch is brought to a multiple of the devices, and smaller ones to the regular size, so
+    that one program serves all. Elsewhere a smaller batch (the remainder of an epoch) runs at its
+    own size on as many devices as divide it, and a regular batch must divide. Where each device
+    works its share off in `parts`, that share is to divide by them, too.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        *,
+        pad: bool,
+        why_not: str = "",
+        size: int = 0,
+        parts: int = 1,
+        is_own: bool = False,
+        is_even: bool = False,
+        is_mixed: bool = False,
+        say: Callable[[str], None] = lambda text: None,
+    ):
+        self.strategy, self.pad, self._why_not, self._say = strategy, pad, why_not, say
+        # Whether batches may have different structures, each of which is a program of its own.
+        self._is_mixed = is_mixed
+        self._structure: Any = None
+        self._first = ""
+        self._size = size
+        self._parts = parts
+        # Whether all batches are of this size: with no weights of 1, programs have less to do.
+        self._is_even = is_even
+        self._known: dict[Hashable, _Known] = {}
+        # Of several processes, each may bring batches of its own, for its own devices.
+        n_devices = strategy.n_devices
+        self._is_own = is_own and strategy.n_processes > 1
+        self._n_devices = len(range(n_devices)[strategy.rows(n_devices)]) if is_own else n_devices
+        is_virtual = getattr(strategy, "virtual_replicas", None) is not None
+        self._divisor = self._n_devices * parts
+        self._unit = "virtual replicas" if is_virtual else "devices"
+        self._ones: dict[int, np.ndarray] = {}
+        self._announced = False
+
+    def __call__(self, item: Any) -> Portion:
+        """The next batch, in normal form and of a size that can be split."""
+        key, leaves = self.recall(item)
+        known = self._known.get(key)
+        if known is not None:
+            batch = known.structure.unflatten([*leaves, *known.weights])
+            return known.portion._replace(batch=batch)
+        portion = self._look_at(item)
+        bare = portion.batch._replace(weights=None)
+        if key is None or portion.is_weighted or not _holds_the_same(item, bare):
+            return portion
+        portion = portion._replace(key=key)
+        weights = () if portion.batch.weights is None else (portion.batch.weights,)
+        self._known[key] = _Known(jax.tree.structure(portion.batch), weights, portion)
+        return portion
+
+    def recall(self, item: Any) -> tuple[Hashable, list[Any]]:
+        """What an item of NumPy arrays is known by, and these; None for any other."""
+        try:
+            leaves, structure = jax.tree.flatten(item)
+        except ValueError:  # Names of inputs that cannot be sorted.
+            return None, []
+        key = [structure]
+        for leaf in leaves:
+            if type(leaf) is not np.ndarray:
+                return None, []
+            key += leaf.shape, leaf.dtype
+        return tuple(key), leaves
+
+    def _look_at(self, item: Any) -> Portion:
+        """A batch of whatever form and size."""
+        given = batch = normalize(item)
+        n = n_examples(batch)
+        self._size = self._size or n
+        strategy, divisor = self.strategy, self._divisor
+        has_weights = is_weighted(batch)
+        needs_weights = has_weights or not self._is_even or n != self._size or n % divisor
+        if self.pad and needs_weights:
+            batch = batch._replace(weights=self._weights(n, batch.weights))
+            size = -(-max(n, self._size) // divisor) * divisor
+            if size != n:
+                if n % divisor:
+                    self._announce(n, size)
+                batch = pad_batch(batch, size)
+        elif (n >= self._size or self._is_own) and n % divisor:
+            raise ValueError(self._cannot_split(n))
+        elif n % self._n_devices:
+            strategy = self.strategy.narrow(n)
+        self._check_structure(batch, given)
+        signature = signature_of(strategy, batch, has_weights)
+        return Portion(strategy, batch, has_weights, n, signature)
+
+    def _weights(self, n: int, weights: Any) -> np.ndarray:
+        if weights is not None:
+            return np.asarray(weights, np.float32)
+        if n not in self._ones:
+            self._ones[n] = np.ones(n, np.float32)
+        return self._ones[n]
+
+    def _check_structure(self, batch: Batch, given: Batch) -> None:
+        structure = jax.tree.structure(batch)
+        if self._structure is None:
+            self._structure, self._first = structure, describe(given)
+        elif structure != self._structure and not self._is_mixed:
+            raise ValueError(
+                "A batch has another structure than the first one, and so cannot be trained on or "
+                f"measured with it. The shapes are:\n  first {self._first}\n  now   "
+                f"{describe(given)}\nHave the data give the same parts in each batch."
+            )
+
+    def _division(self) -> str:
+        n_devices = f"{self._n_devices} {self._unit}"
+        return n_devices if self._parts == 1 else f"{n_devices} in {self._parts} parts each"
+
+    def _cannot_split(self, n: int) -> str:
+        divisor = self._divisor
+        sizes = [size for size in (n - n % divisor, n + divisor - n % divisor) if size]
+        fewer = f"fewer {self._unit}"
+        fewer = f"or {fewer}" if self._parts == 1 else f"{fewer}, or accumulate less"
+        return (
+            f"Cannot split a batch of {n} examples over {self._division()} "
+            f"({n} % {divisor} = {n % divisor}), nor pad it: {self._why_not}. Use a batch size of "
+            f"{' or '.join(map(str, sizes))}, {fewer}."
+        )
+
+    def _announce(self, n: int, size: int) -> None:
+        if self._announced:
+            return
+        self._announced = True
+        self._say(
+            f"a batch of {n} examples does not divide over {self._division()}: padded to {size} "
+            "with rows of weight 0 (loss, gradients and metrics stay exact)"
+        )
+
+
+def _holds_the_same(item: Any, batch: Batch) -> bool:
+    """Whether the batch holds the very arrays of the item, in their order."""
+    one, other = jax.tree.leaves(item), jax.tree.leaves(batch)
+    is_same = len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+    # Of an array that stands in two places nobody knows which of them it went to.
+    return is_same and len({id(each) for each in one}) == len(one)
+
+
+def signature_of(strategy: Strategy, batch: Batch, is_weighted: bool) -> Hashable:
+    """What decides on the program for a batch: the devices, the shapes and the dtypes."""
+    leaves, structure = jax.tree.flatten(batch)
+    shapes = ((leaf.shape, leaf.dtype) for leaf in leaves)
+    return (strategy.n_devices, is_weighted, structure, *shapes)
+
+
+def pad_batch(batch: Batch, size: int) -> Batch:
+    """Repeats the first row up to `size` rows, with weight 0.
+
+    A real row, because a row of zeros can give NaN gradients even with weight 0.
+    """
+    n = n_examples(batch)
+    rows = np.concatenate([np.arange(n), np.zeros(size - n, np.int32)])
+    weights = np.zeros(size, np.float32)
+    weights[:n] = 1 if batch.weights is None else batch.weights
+
+    def take(x: Any) -> Any:
+        return jnp.take(x, rows, axis=0) if isinstance(x, jax.Array) else x[rows]
+
+    return Batch(jax.tree.map(take, batch.inputs), jax.tree.map(take, batch.targets), weights)
+
+
+def stack_batches(batches: list[Batch]) -> Batch:
+    """Several batches of one shape as one, whose leaves carry the step as their first axis."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)

@@ -1,0 +1,95 @@
+"""Tally: what was counted since the latest checkpoint, of which the metrics are made."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from flaxfit.step import _metric_totals
+from flaxfit.step._train_step import compute
+from flaxfit.step._validate import structure_of
+
+
+class Tally:
+    """Counts steps and examples, and holds the totals that each compiled step adds its sums to.
+
+    >>> tally = Tally(lambda tree: tree)
+    >>> tally.expect({"n": (np.float32(0),)})
+    False
+    >>> tally.add({"float32": np.array([[3], [0]], np.float32)}, n_steps=1, n_examples=3)
+    >>> tally.n_steps, tally.n_examples, tally.as_json({})["totals"]
+    (1, 3, [{'float32': [3.0]}, {'float32': [0.0]}])
+
+    Args:
+      share: puts a tree on the devices, see `Strategy`.
+    """
+
+    def __init__(self, share: Callable[[Any], Any]):
+        self._share = share
+        self._kind: Any = None
+        self.totals: Any = {}
+        """What the next step adds its sums to."""
+        self.n_steps = 0
+        self.expect({})
+        self.begin()
+
+    def expect(self, sums: Any) -> bool:
+        """Sets what is to be counted from now on: sums of these shapes and dtypes.
+
+        Returns whether what was counted does not fit them, and so is to be forgotten by `begin`.
+        """
+        kind = structure_of(sums)
+        if kind != self._kind:
+            # Placed once, and never donated: every count begins with the same zeros.
+            zeros = self._share(_metric_totals.zero_totals(sums))
+            self._read, self._zeros = _metric_totals.reader(sums), zeros
+            self._sums, self._kind = sums, kind  # Last: what fails before is done again.
+        if not self.n_steps:
+            self.totals = self._zeros
+        return jax.tree.map(np.shape, self._zeros) != jax.tree.map(np.shape, self.totals)
+
+    def begin(self) -> None:
+        """Begins to count anew."""
+        self.totals = self._zeros
+        self.n_steps = 0
+        self.n_examples = 0
+        self._known_metrics: dict[str, Any] = {}
+
+    def add(self, totals: Any, n_steps: int, n_examples: int) -> None:
+        """Counts steps, which have made these of the totals."""
+        self.totals = totals
+        self.n_steps += n_steps
+        self.n_examples += n_examples
+
+    def metrics(self, of: dict[str, Any], step: int = 0) -> dict[str, Any]:
+        """The metrics over all steps that were counted, see `compute`; waits for the device.
+
+        Args:
+          of: the metrics by name.
+          step: the latest of the steps.
+        """
+        if not self.n_steps:
+            return {}
+        if not self._sums:
+            return self._known_metrics  # Those it goes on from: no batch has shown any sums.
+        where = f" in step {step:,}"
+        if self.n_steps > 1:
+            where = f" in steps {step - self.n_steps + 1:,} to {step:,}"
+        return compute(self._read(self.totals), of, where)
+
+    def as_json(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """What `go_on_from` needs, the metrics of this moment among it."""
+        host = {dtype: np.asarray(pair).tolist() for dtype, pair in self.totals.items()}
+        totals = [{dtype: pair[i] for dtype, pair in host.items()} for i in (0, 1)]
+        return {"n_steps": self.n_steps, "totals": totals, "metrics": metrics}
+
+    def go_on_from(self, told: dict[str, Any]) -> None:
+        """Counts on from what `as_json` gave."""
+        self.n_steps = told["n_steps"]
+        sums, cut_off = told["totals"]
+        self.totals = {d: np.asarray([sums[d], cut_off[d]], d) for d in sums}
+        self._known_metrics = {
+            name: np.asarray(value) if isinstance(value, list) else value
+            for name, value in told["metrics"].items()
+        }

@@ -1,0 +1,785 @@
+"""TrainLoop: an iterator over the checkpoints of a training run."""
+
+import contextlib
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+import jax
+
+from flaxfit.data._batch import normalize
+from flaxfit.display import quiet, say
+from flaxfit.loop._callback_list import as_tuple, check_callback, check_unchanged, returned_by
+from flaxfit.loop._compilation_cache import use_compilation_cache
+from flaxfit.loop._idle_gpu import warn_of_idle_gpu
+from flaxfit.loop._initial_state import check_trains, start
+from flaxfit.loop._snapshot import snapshots
+from flaxfit.loop._stepper import Stepper
+from flaxfit.loop._trial import Trial
+from flaxfit.metrics._monitor import modes_of
+from flaxfit.optim import hyperparams, set_hyperparams
+from flaxfit.optim._hyperparams import group_name
+from flaxfit.optim._learning_rates import learning_rates
+from flaxfit.state import _callback_states
+from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.state._train_state import TrainState
+from flaxfit.step._cost import StepCost
+from flaxfit.step._custom_step import strategy_for
+from flaxfit.strategies import DataParallel, Eager, Strategy
+from flaxfit.strategies._eager import eagerly, runs_eagerly
+from flaxfit.task._task import TrainTask
+from flaxfit.tree._jax_debugging import check_jit
+from flaxfit.tree._whole_number import whole_number
+
+
+class EndOfData(Exception):
+    """Raised by `next_step` and `next_checkpoint` when the data has no further batch.
+
+    >>> issubclass(EndOfData, Exception)
+    True
+    """
+
+
+class TrainLoop:
+    """Trains a task, yielding a checkpoint at step 1, 1 + n, 1 + 2n, ... and at the last step.
+
+    The user's own `for` drives it; between two checkpoints nothing is read from the device.
+    After an exception, Ctrl-C included, the loop goes on where it was. There is one run per loop:
+    a second `iter(loop)` continues the same one.
+
+    >>> import numpy as np, optax
+    >>> x = np.ones((8, 1), np.float32)
+    >>> task = TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", (x, 2 * x))
+    >>> init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
+    >>> loop = TrainLoop(init, task, 0, n_steps=10, n_steps_per_checkpoint=5, stdout=False)
+    >>> [checkpoint.step for checkpoint in loop]
+    [1, 6, 10]
+
+    Args:
+      init: a linen `init`, a `TrainState`, or a `CheckpointFileReader`.
+      task: what to train.
+      rnkey: a random key or an integer seed; not needed where `init` brings a state along.
+      input_sample: the inputs of a batch, for their shapes; None looks at the first batch (which
+        is then trained on).
+      n_steps_per_checkpoint: steps from one checkpoint to the next.
+      n_steps: the step to end at, counted from step 0; None: until the data ends.
+      collections: names of random streams, in place of the task's `rngs`.
+      mutable_collections: in place of the task's `mutable`.
+      devices: the devices of a `DataParallel` strategy.
+      strategy: where arrays live; None: `DataParallel(devices)`, or, for a task with a step of its
+        own and several devices, `Sharded(devices=devices)`.
+      debug: whether to run each step operation by operation, on one device, so that prints and
+        breakpoints in the model, the loss and the metrics see values. It is many times slower.
+      callbacks: functions `Checkpoint -> Checkpoint | None`, called before each yield.
+      first_checkpoint: the step of the first checkpoint; `n_steps_per_checkpoint` gives n, 2n, ...
+      steps_per_call: steps per dispatch to the device; "auto": a few steps are timed, one per
+        dispatch and several (at most 32, and none across a checkpoint), and the faster is kept.
+        Of models with convolutions a CPU takes at most 4 at a time.
+      keep_grads: whether checkpoints hold the gradients of their last step.
+      grad_norm: whether to report the norm of the gradients.
+      snapshot: where the arrays of checkpoints lie: "device", or "host" as NumPy arrays, for which
+        the devices need no memory.
+      compilation_cache: a folder that JAX keeps compiled programs in, for this whole process and
+        for later ones, which then start without compiling again.
+      stdout: whether to print notices (to stderr).
+    """
+
+    def __init__(
+        self,
+        init: Any,
+        task: TrainTask,
+        rnkey: Any = None,
+        input_sample: Any = None,
+        n_steps_per_checkpoint: int = 1,
+        n_steps: int | None = None,
+        *,
+        collections: Any = None,
+        mutable_collections: Any = None,
+        devices: Sequence[Any] | None = None,
+        strategy: Strategy | None = None,
+        debug: bool = False,
+        callbacks: Any = (),
+        first_checkpoint: int = 1,
+        steps_per_call: int | str = 1,
+        keep_grads: bool = False,
+        grad_norm: bool = True,
+        snapshot: str = "device",
+        compilation_cache: str | os.PathLike[str] | None = None,
+        stdout: bool = True,
+    ):
+        if compilation_cache is not None:
+            use_compilation_cache(compilation_cache)
+        warn_of_idle_gpu()
+        if devices is not None and strategy is not None:
+            raise ValueError(
+                "Give either devices or a strategy, not both: strategies hold devices."
+            )
+        self._settings: object = None
+        """Another one whenever what decides on the next checkpoint or dispatch is set."""
+        self.task = _with_collections(task, collections, mutable_collections)
+        if debug:
+            strategy = Eager(strategy if devices is None else DataParallel(devices))
+        self.strategy = strategy or strategy_for(self.task, devices)
+        self._snapshot = snapshots(snapshot, self.strategy)
+        self._modes = modes_of(self.task.metrics)
+        self.n_steps_per_checkpoint = n_steps_per_checkpoint
+        self.n_steps = n_steps
+        self.first_checkpoint = first_checkpoint
+        self._is_talking = stdout
+        self.say = say if stdout else lambda text: None
+        if runs_eagerly(self.strategy):
+            self.say("debug mode: nothing is compiled, which is slow; it runs on one device")
+        else:
+            check_jit()
+        self._stepper = stepper = Stepper(
+            self.task, self.strategy, grad_norm=grad_norm, keep_grads=keep_grads, say=self.say
+        )
+        self._trial: Trial | None = None
+        self.steps_per_call = steps_per_call
+
+        def sample() -> Any:
+            with self.in_phase("training"):
+                batch = stepper.intake.first_batch() if input_sample is None else (input_sample,)
+            return normalize(batch).inputs
+
+        self._phase = ""
+        self._is_finishing = False
+        self._had_finite_loss = True
+        callbacks = as_tuple(callbacks)
+        for callback in callbacks:
+            if getattr(callback, "attaches_first", False):  # Before the first batch is fetched.
+                callback.attach(self)
+        shardings = getattr(self.strategy, "shardings", None)
+        with eagerly(self.strategy):
+            beginning = start(init, self.task, rnkey, sample, self.say, shardings)
+        if self.task.step is None:
+            check_trains(beginning.state, self.say)
+        self.start = beginning.checkpoint
+        """The checkpoint file that the run was restored from, or None."""
+        self._go_on_from(beginning.state, self.start)
+        self._first_step = self.step
+        self._last = _as_checkpoint(self.start)
+        self._is_at_start = True
+        self._not_taken_over: list[str] = []
+        self.stopped = self._last is not None and self._last.stop
+        """Whether a callback has ended the run; setting `data` begins it anew."""
+        self.callbacks = callbacks
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "Cannot copy or pickle a TrainLoop: it holds compiled programs. Begin another loop "
+            "with loop.state, which is a copy."
+        )
+
+    # Driving the loop: each is a choice of where to train to.
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Checkpoint:
+        is_done = self.n_steps is not None and self.step >= self.n_steps
+        if is_done and self._due is None and not self.n_completed_steps:
+            if self._first_step == self.step:
+                self.say(f"step {self.n_steps:,} is already reached (at step {self.step:,})")
+            self._end()
+        if self.stopped:
+            self._say_if_complete()
+            self._end()
+        # Steps behind an end that was moved to before them still are to be seen.
+        stop = (lambda: self.step) if is_done else self._next_stop()
+        checkpoint = self._train_to(stop)
+        if checkpoint is None and self.n_steps is not None and self.step < self.n_steps:
+            self.say(f"the data ended after step {self.step:,}, before n_steps={self.n_steps:,}")
+        return checkpoint or self._end()
+
+    def next_checkpoint(self) -> Checkpoint:
+        """Trains to the next checkpoint step; past `n_steps` where that is reached already."""
+        return self._train_to(self._next_stop()) or self._no_data()
+
+    def next_step(self, batch: Any = None) -> Checkpoint:
+        """Trains a single step: on the next batch of the data, or on one that is given.
+
+        A given batch may have any form that a stream may yield, and any size. The data stays
+        where it is, so that the two can be mixed; a task that is trained on given batches alone
+        needs no data, but the loop an `input_sample`. Of several processes each gives its part.
+
+        After an exception in a callback the next call only finishes that step.
+
+        >>> import numpy as np, optax
+        >>> x = np.ones((8, 1), np.float32)
+        >>> task = TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse")
+        >>> init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
+        >>> loop = TrainLoop(init, task, 0, input_sample=x, stdout=False)
+        >>> loop.next_step((x, 2 * x)).loss, loop.next_step((x[:3], x[:3])).step
+        (4.0, 2)
+        """
+        step = self.step + 1
+        return self._train_to(lambda: step, batch) or self._no_data()
+
+    def run(self, n: int) -> Iterator[Checkpoint]:
+        """Yields the checkpoints of the next `n` steps; the last of them always is one."""
+        return self.run_until(self.step + n)
+
+    def run_until(self, step: int) -> Iterator[Checkpoint]:
+        """Yields the checkpoints up to `step`, which always is one."""
+        if step <= self.step and not self.n_completed_steps:
+            self.say(f"step {step:,} is already reached (at step {self.step:,})")
+        if self.stopped and self._is_at_start:
+            self._say_if_complete()
+            return self.close()
+        while self.step < step or (self.step == step and self.n_completed_steps):
+            stop = self._next_stop(last=lambda: step)
+            checkpoint = self._train_to(stop)
+            if checkpoint is None:
+                return self.close()
+            yield checkpoint
+            del checkpoint  # Where nobody holds on to it, its state need not be copied.
+            if self.stopped:
+                return self.close()
+
+    # What the loop holds.
+
+    @property
+    def step(self) -> int:
+        """How many updates were done."""
+        return self._stepper.step
+
+    @property
+    def state(self) -> TrainState:
+        """The training state: an unreplicated copy that stays valid."""
+        return self._stepper.kept(self._snapshot, is_urgent=True)[0].value
+
+    @property
+    def state_in_place(self) -> TrainState:
+        """The training state where it lies on the devices, not copied: the next step uses it up."""
+        return self._stepper.state
+
+    @property
+    def revision(self) -> tuple[int, ...]:
+        """What no other state of this loop shares: its step, and how often something was set."""
+        return self._stepper.revision
+
+    @property
+    def hyperparams(self) -> dict[str, Any]:
+        """The optimizer's hyperparameters by name, those of groups by group and name.
+
+        They are there for an `OptimizerDef`, a `MultiOptimizer` and `optax.inject_hyperparams`.
+        One that goes by a schedule has the value of the latest step.
+        """
+        return _on_host(hyperparams(self._stepper.state.opt_state))
+
+    def group_name(self, group: str | int) -> str:
+        """The name of a group of the optimizer, which may be given by its position.
+
+        Raises:
+          ValueError: there is no such group; those that there are are listed.
+        """
+        return group_name(self._stepper.state.opt_state, group)
+
+    def set_hyperparams(self, *, group: str | int | None = None, **values: Any) -> None:
+        """Sets hyperparameters from the next step on, without a recompilation.
+
+        A value that was set beats a schedule until None clears it.
+
+        >>> import numpy as np, optax
+        >>> x = np.ones((8, 1), np.float32)
+        >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+        >>> apply = lambda v, x, **_: (v["params"] * x, {})
+        >>> loop = TrainLoop(
+        ...     lambda rngs, x: {"params": np.zeros(1, np.float32)},
+        ...     TrainTask(apply, optimizer, "mse", (x, 2 * x)), 0, n_steps=3, stdout=False,
+        ... )
+        >>> for checkpoint in loop:
+        ...     loop.set_hyperparams(learning_rate=0.5 * loop.hyperparams["learning_rate"])
+        >>> round(loop.hyperparams["learning_rate"], 4)
+        0.0125
+
+        Args:
+          group: the group of a `MultiOptimizer`, by name or position; None: all that have it.
+          **values: numbers by name.
+
+        Raises:
+          ValueError: the optimizer has no such hyperparameter or group; those it has are listed.
+        """
+        self._stepper.set_hyperparams(group, values)
+        if self._due is not None:
+            self._set_meanwhile.append((group, values))
+
+    @property
+    def freeze(self) -> Sequence[str]:
+        """Patterns of the parameters that are not trained; takes effect at once when set.
+
+        The update is compiled anew, and the moments of the other parameters are kept.
+        """
+        return self._stepper.task.freeze
+
+    @freeze.setter
+    def freeze(self, patterns: str | Sequence[str]) -> None:
+        self._stepper.freeze(patterns)
+        self.task = self._stepper.task
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Patterns of the parameters whose norms are reported: "grad_norm/..", "param_norm/.."."""
+        return self._stepper.norms
+
+    @norms.setter
+    def norms(self, patterns: Sequence[str]) -> None:
+        self._stepper.set_norms(patterns)
+
+    @property
+    def n_steps(self) -> int | None:
+        """The step at which iteration ends; takes effect at once when set."""
+        return self._n_steps
+
+    @n_steps.setter
+    def n_steps(self, value: int | None) -> None:
+        self._n_steps = None if value is None else whole_number("n_steps", value, least=0)
+        self._settings = object()
+
+    @property
+    def n_steps_per_checkpoint(self) -> int:
+        """The steps between checkpoints; takes effect at once when set."""
+        return self._n_steps_per_checkpoint
+
+    @n_steps_per_checkpoint.setter
+    def n_steps_per_checkpoint(self, value: int) -> None:
+        self._n_steps_per_checkpoint = whole_number("n_steps_per_checkpoint", value)
+        self._settings = object()
+
+    @property
+    def steps_per_call(self) -> int:
+        """The steps per dispatch; takes effect at once when set.
+
+        Under "auto" it is the present number. Setting "auto" again keeps what was found out.
+        """
+        return self._steps_per_call if self._trial is None else self._trial.n_steps
+
+    @steps_per_call.setter
+    def steps_per_call(self, value: int | str) -> None:
+        if value == "auto":
+            self._trial = self._trial or Trial(self._stepper, self.say)
+        else:
+            self._steps_per_call = whole_number("steps_per_call", value, other="auto")
+            self._trial = None
+        self._settings = object()
+
+    @property
+    def first_checkpoint(self) -> int:
+        """The step of the first checkpoint."""
+        return self._first_checkpoint
+
+    @first_checkpoint.setter
+    def first_checkpoint(self, value: int) -> None:
+        self._first_checkpoint = whole_number("first_checkpoint", value)
+        self._settings = object()
+
+    @property
+    def data(self) -> Any:
+        """The stream of batches; set it to go on with other data, counting anew."""
+        return self._stepper.source.stream
+
+    @data.setter
+    def data(self, data: Any) -> None:
+        self._stepper.set_data(data)
+        self._due, self._set_meanwhile = None, []
+        self._reset()
+        self.stopped = self._is_finishing = self._is_at_start = False
+
+    @property
+    def callbacks(self) -> Any:
+        """The callbacks; those that have an `attach` get to know the loop when set."""
+        return self._callbacks
+
+    @callbacks.setter
+    def callbacks(self, callbacks: Any) -> None:
+        given = as_tuple(callbacks)
+        for callback in given:
+            check_callback(callback)
+        self._callbacks: tuple[Any, ...] = given
+        if self._due is not None:
+            checkpoint, waiting = self._due
+            rest = [each for each in waiting if each in given or each == self._settle]
+            self._due = (checkpoint, rest)
+        self.watchers: list[Callable[[int], None]] = []
+        """Functions of the step, called after each dispatch. They must not read the device."""
+        self.starters: list[Callable[[int], None]] = []
+        """Functions of the step, called before the first step after each checkpoint."""
+        for callback in self._callbacks:
+            if hasattr(callback, "attach"):
+                callback.attach(self)
+        if self._is_at_start and self.start is not None:
+            states = dict(getattr(self.start, "callback_states", {}))
+            if (history := getattr(self.start, "history", None)) is not None:
+                states["History"] = history
+            arrays = getattr(self.start, "callback_arrays", {})
+            self._not_taken_over = _callback_states.put_back(given, states, arrays)
+
+    def running_metrics(self) -> dict[str, Any]:
+        """The metrics since the previous checkpoint so far; waits for the device."""
+        return self._stepper.metrics()
+
+    @property
+    def input_shapes(self) -> Any:
+        """The shapes and dtypes of the inputs of the first batch trained on; None before."""
+        batch = self._stepper.batch_shapes
+        return None if batch is None else batch.inputs
+
+    def step_flops(self, batch_size: int | None = None) -> float:
+        """The floating-point operations of one step on all devices, as XLA counts them.
+
+        Of the step as it is written, before it is compiled. What runs in a `while` loop counts
+        once, what runs in a kernel that XLA cannot look into not at all; so `nan` or a number
+        that is too low may come back for such a model; `nan` with `debug`. What `jax.checkpoint`
+        computes again counts again.
+
+        Args:
+          batch_size: examples in the step; None: those of a regular batch of the data.
+        """
+        return self.step_cost(batch_size).flops
+
+    def step_cost(self, batch_size: int | None = None) -> StepCost:
+        """The operations of one step, as `step_flops`, and whether some of them are recomputation.
+
+        Args:
+          batch_size: examples in the step; None: those of a regular batch of the data.
+        """
+        return self._stepper.cost(batch_size)
+
+    def step_memory(self, batch_size: int | None = None) -> int:
+        """The bytes that one step needs on each device, by XLA's plan for it.
+
+        The step is compiled, but not run: no batch is too large to be asked about. Not counted
+        are data that is kept on the devices, and the next two batches on their way there.
+
+        >>> import numpy as np, optax
+        >>> x = np.ones((8, 1), np.float32)
+        >>> task = TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", (x, x))
+        >>> init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
+        >>> loop = TrainLoop(init, task, 0, stdout=False)
+        >>> loop.step_memory(4096) > loop.step_memory(64)
+        True
+
+        Args:
+          batch_size: examples in the step; None: those of a regular batch of the data.
+
+        Raises:
+          ValueError: the backend does not tell, several processes share the step, or it is run
+            eagerly.
+        """
+        return self._stepper.count_bytes(batch_size)
+
+    def restore(self, state: TrainState | Checkpoint) -> None:
+        """Goes on from another state; a checkpoint brings its data position along."""
+        checkpoint = None if isinstance(state, TrainState) else state
+        state = getattr(state, "state", state)
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"restore needs a TrainState or a Checkpoint, got {type(state).__name__}."
+            )
+        # Whatever cannot be taken over is found out before anything has changed.
+        self._stepper.check_fits(state)
+        self._go_on_from(state, checkpoint)
+
+    @property
+    def n_completed_steps(self) -> int:
+        """How many updates were done since the previous checkpoint."""
+        return self._stepper.tally.n_steps
+
+    @property
+    def phase(self) -> str:
+        """What the loop is at; "" while it has handed out a checkpoint.
+
+        Else "training", "preparing" (it inspects the data, or compiles) or "callbacks".
+        """
+        is_preparing = self._phase == "training" and self._stepper.is_preparing
+        return "preparing" if is_preparing else self._phase
+
+    @contextlib.contextmanager
+    def in_phase(self, phase: str) -> Iterator[None]:
+        """Has the loop be at `phase`: what is done for it meanwhile is guarded as its own."""
+        before, self._phase = self._phase, phase
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def snapshot(self) -> Checkpoint | None:
+        """A checkpoint of this very moment, which callbacks do not see.
+
+        Counting goes on. Whoever goes on from it, by `restore` or from a file, comes to the very
+        metrics that this loop comes to. None where that cannot be: the callbacks are at work, or
+        a batch was fetched that has not been stepped yet.
+        """
+        if self._due is not None or not self._stepper.source.is_between_batches:
+            return None
+        if not self.n_completed_steps and self._last is not None:
+            return self._last.replace(state=self.state)
+        return self._make_checkpoint(between=True).replace(last_grads=None)
+
+    def finish(self) -> None:
+        """Ends the run with the step that is being taken, whatever `n_steps` says.
+
+        That step yields a checkpoint with `stop=True`, the last one. Callable from anywhere: a
+        watcher, a callback, another thread, or the `for` over the loop, where no step is being
+        taken and no further checkpoint comes.
+
+        >>> import numpy as np, optax
+        >>> x = np.ones((8, 1), np.float32)
+        >>> task = TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", (x, x))
+        >>> init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
+        >>> loop = TrainLoop(init, task, 0, n_steps=10, n_steps_per_checkpoint=5, stdout=False)
+        >>> loop.watchers.append(lambda step: loop.finish() if step == 3 else None)
+        >>> [(checkpoint.step, checkpoint.stop) for checkpoint in loop]
+        [(1, False), (3, True)]
+        """
+        if self._phase or self.n_completed_steps:
+            self._is_finishing = True
+        else:
+            self.stopped = True
+
+    def close(self) -> None:
+        """Closes the callbacks, all of them; iteration that comes to its end does so by itself."""
+        # What saves the state comes before what changes it at the end.
+        given = sorted(self.callbacks, key=lambda each: not getattr(each, "closes_first", False))
+        with contextlib.ExitStack() as stack:
+            for callback in reversed(given):
+                if hasattr(callback, "close"):
+                    stack.callback(callback.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # How it trains.
+
+    def _train_to(self, stop: Callable[[], int], batch: Any = None) -> Checkpoint | None:
+        """Trains to the step `stop()`, or to the end of the data; None if that is here."""
+        self._leave_start()
+        before = self._phase
+        try:
+            self._phase, self._resumed = "training", time.perf_counter()
+            with self._stepper.interrupts:
+                self._train(stop, batch)
+        finally:
+            self._elapsed += time.perf_counter() - self._resumed
+            self._phase = before
+        return self._deliver()
+
+    def _train(self, stop: Callable[[], int], batch: Any) -> None:
+        """Takes steps until a checkpoint is due, and makes it."""
+        stepper = self._stepper
+        if self._due is None and not stepper.tally.n_steps and not stepper.source.ended:
+            for start in self.starters:
+                start(stepper.step)
+        while self._due is None:
+            settings, end = self._settings, stop()
+            if stepper.step >= end or (stepper.source.ended and batch is None):
+                break
+            # Of several processes each may be told at another step: a checkpoint settles it.
+            is_alone = not stepper.agreement.is_needed
+            if self._is_finishing and stepper.tally.n_steps and is_alone:
+                break
+            for _ in self._steps(end, batch):
+                for watch in self.watchers:
+                    watch(stepper.step)
+                # Asking for the end takes time: only where a watcher has set something.
+                if self._settings is not settings or self._is_finishing:
+                    break
+        if self._due is None and stepper.tally.n_steps:
+            stepper.agreement.checkpoint(stepper.step)
+            checkpoint = self._make_checkpoint()
+            self._warn_of_loss(checkpoint)
+            stepper.interrupts.hold()
+            self._due = (checkpoint, self._in_order())
+            self._reset()
+            stepper.interrupts.release()
+
+    def _warn_of_loss(self, checkpoint: Checkpoint) -> None:
+        """Says once when the loss is no longer finite."""
+        is_finite = math.isfinite(checkpoint.scalars.get("loss", 0.0))
+        if self._had_finite_loss and not is_finite:
+            self.say(
+                f"warning: the loss is {checkpoint.scalars['loss']} at step {checkpoint.step:,}. "
+                "Lower the learning rate or clip the gradients; callbacks.StopOnNaN() ends such "
+                "a run."
+            )
+        self._had_finite_loss = is_finite
+
+    def _steps(self, end: int, batch: Any) -> Iterator[None]:
+        """Dispatches steps up to `end`, or to the end of the data; yields after each dispatch."""
+        stepper = self._stepper
+        while stepper.step < end:
+            if batch is not None:
+                has_stepped = stepper.advance(1, batch)
+            elif self._trial is not None:
+                has_stepped = self._trial.advance(end - stepper.step, self.n_steps_per_checkpoint)
+            elif self._steps_per_call > 1 or not stepper.source.gathers:
+                has_stepped = stepper.advance(min(self._steps_per_call, end - stepper.step))
+            else:
+                yield from stepper.advance_singly(end)
+                is_over = stepper.step >= end or stepper.source.ended
+                has_stepped = not is_over and stepper.advance(1)
+            if not has_stepped:
+                return
+            yield
+
+    def _deliver(self) -> Checkpoint | None:
+        """Shows the checkpoint to the callbacks; after an interrupt, to those still waiting."""
+        if self._due is None:
+            return None
+        checkpoint, waiting = self._due
+        with self.in_phase("callbacks"):
+            while waiting:
+                revision = self.revision
+                changed = returned_by(waiting[0], checkpoint)
+                if waiting[0] != self._settle and self.revision == revision:
+                    check_unchanged(waiting[0], checkpoint, changed)
+                checkpoint = changed
+                del waiting[0]
+                self._due = (checkpoint, waiting)
+        self._due, self._set_meanwhile = None, []
+        self._last = checkpoint.replace(state=None, last_grads=None)
+        self.stopped = checkpoint.stop
+        return checkpoint
+
+    def _in_order(self) -> list[Any]:
+        """The callbacks in the order in which they see a checkpoint: those that save it last."""
+        last = [each for each in self.callbacks if getattr(each, "runs_last", False)]
+        return [*(each for each in self.callbacks if each not in last), self._settle, *last]
+
+    def _settle(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint, once it is known whether it is the last one, as those save it."""
+        if self._set_meanwhile and hasattr(checkpoint.state, "opt_state"):
+            # The callbacks remember that they have set these: whoever goes on from it needs both.
+            opt_state = checkpoint.state.opt_state
+            for group, values in self._set_meanwhile:
+                opt_state = set_hyperparams(opt_state, group=group, **values)
+            checkpoint = checkpoint.replace(state=checkpoint.state.replace(opt_state=opt_state))
+        self._set_meanwhile = []
+        # A callback may have said so just now.
+        wanted, self._is_finishing = checkpoint.stop or self._is_finishing, False
+        stop = self._stepper.agreement.stop(wanted)
+        return checkpoint if stop == checkpoint.stop else checkpoint.replace(stop=stop)
+
+    def _leave_start(self) -> None:
+        """From here on the run is no longer what was restored."""
+        if self._is_at_start and self._not_taken_over:
+            self.say(f"from {self.start.path}: {'; '.join(self._not_taken_over)}")
+        self._is_at_start = False
+
+    def _say_if_complete(self) -> None:
+        if self._is_at_start and self.start is not None:
+            self.say(f"this run is complete: it was ended at step {self.step:,}")
+
+    def _make_checkpoint(self, *, between: bool = False) -> Checkpoint:
+        stepper = self._stepper
+        # What can be done while the devices are still at work comes before the metrics.
+        state, grads = stepper.kept(self._snapshot, is_urgent=between)
+        position, running = stepper.source.position(), stepper.get_running(counts=between)
+        metrics = stepper.metrics() | self._learning_rates()
+        seconds = self._elapsed + time.perf_counter() - self._resumed
+        return Checkpoint(
+            step=stepper.step,
+            state=state,
+            metrics=metrics,
+            modes=self._modes,
+            n_completed_steps=stepper.tally.n_steps,
+            n_examples=stepper.tally.n_examples,
+            elapsed_time=seconds - stepper.compile_time - stepper.inspection_time,
+            compile_time=stepper.compile_time,
+            stop=self._is_finishing and not between,
+            data_state=position,
+            running=running,
+            last_grads=grads,
+        )
+
+    def _learning_rates(self) -> dict[str, float]:
+        """The learning rates of the latest step, where the optimizer tells them."""
+        rates = learning_rates(self.hyperparams) if self._stepper.has_hyperparams else {}
+        return {
+            "learning_rate" if group is None else f"learning_rate/{group}": rate
+            for group, rate in rates.items()
+        }
+
+    def _go_on_from(self, state: TrainState, checkpoint: Any) -> None:
+        """From a state, and from the position and the counts of the checkpoint it came with."""
+        with quiet(not self._is_talking):
+            self._stepper.source.move_to(getattr(checkpoint, "data_state", None))
+        self._stepper.set_state(state)
+        self._due: tuple[Checkpoint, list[Any]] | None = None
+        self._set_meanwhile: list[tuple[Any, dict[str, Any]]] = []
+        """Hyperparameters that callbacks have set while a checkpoint is shown to them."""
+        self._last: Checkpoint | None = None
+        self._is_at_start = False
+        self._reset()
+        if getattr(checkpoint, "running", None) is not None:
+            self._stepper.set_running(checkpoint.running)
+
+    def _reset(self) -> None:
+        self._stepper.reset_totals()
+        self._elapsed, self._resumed = 0.0, time.perf_counter()
+
+    def _next_stop(self, last: Callable[[], int | None] | None = None) -> Callable[[], int]:
+        """Where the next checkpoint is due; a function, as the settings may change on the way."""
+        # Steps that no checkpoint has shown: one at this very step may still be due.
+        here = self.step - bool(self.n_completed_steps)
+
+        def stop() -> int:
+            first, n = self.first_checkpoint, self.n_steps_per_checkpoint
+            target = max(first, first + ((here - first) // n + 1) * n)
+            end = self.n_steps if last is None else last()
+            return min(target, end) if end is not None and here < end else target
+
+        return stop
+
+    def _end(self) -> Any:
+        self.close()
+        raise StopIteration
+
+    def _no_data(self) -> Any:
+        raise EndOfData(
+            f"The data ended after step {self.step:,}. Set loop.data to go on with more, or build "
+            "the stream with epochs=None to repeat it."
+        )
+
+
+def _as_checkpoint(found: Any) -> Checkpoint | None:
+    """What a file tells of the checkpoint that a run goes on from."""
+    if found is None:
+        return None
+    fields = ("metrics", "data_state", "running", "stop")
+    told = {name: getattr(found, name) for name in fields if hasattr(found, name)}
+    step, told = int(found.state.step), {"metrics": {}, **told}
+    return Checkpoint(step=step, state=found.state, **told).replace(state=None)
+
+
+def _with_collections(task: TrainTask, collections: Any, mutable: Any) -> TrainTask:
+    """The task with the ancestor's arguments taken over."""
+    changes: dict[str, Any] = {}
+    if collections is not None:
+        if tuple(task.rngs) != ("dropout",):
+            raise ValueError(f"Give either collections or the task's rngs ({task.rngs}), not both.")
+        names = collections.get("apply", ()) if isinstance(collections, dict) else collections
+        changes["rngs"] = tuple(names)
+    if mutable is not None:
+        if task.mutable is not None:
+            raise ValueError("Give either mutable_collections or the task's mutable, not both.")
+        changes["mutable"] = mutable
+    return dataclasses.replace(task, **changes) if changes else task
+
+
+def _on_host(values: dict[str, Any]) -> dict[str, Any]:
+    """Hyperparameters as numbers, in their order, which is that of the groups."""
+    fetched = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            fetched[name] = _on_host(value)
+        else:
+            fetched[name] = value.item() if value.ndim == 0 else jax.device_get(value)
+    return fetched

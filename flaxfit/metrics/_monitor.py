@@ -1,0 +1,177 @@
+"""Which metric to watch, and when one of its values is better than another."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flaxfit.metrics._modes import mode_of
+from flaxfit.state._callback_states import owner_of
+
+# What a loop may report beside its loss and the metrics of the task.
+_MAY_BE_THERE = ("grad_norm", "learning_rate", "param_norm", "penalty", "skipped_steps")
+
+Modes = Mapping[str, str | None]
+
+
+def known_mode(name: str, modes: Modes | None = None) -> str | None:
+    """Returns "min" or "max" for a metric whose better values are known, else None.
+
+    Known are those in `modes`, every loss ("loss", "val_loss", "head_loss"), and the names of
+    metrics and losses of flaxfit and Optax, with or without "val_".
+
+    >>> known_mode("val_loss"), known_mode("val_accuracy"), known_mode("regret")
+    ('min', 'max', None)
+    """
+    if mode := (modes or {}).get(name):
+        return mode
+    bare = name.removeprefix("val_")
+    is_loss = re.split("[_/]", bare)[-1] in ("loss", "penalty")
+    return "min" if is_loss else mode_of(None, bare)
+
+
+def resolve_mode(name: str, mode: str = "auto", modes: Modes | None = None) -> str:
+    """Returns "min" or "max": the given mode, or for "auto" that of the metric.
+
+    Raises:
+      ValueError: mode is "auto", and it is not known which values of the metric are better.
+    """
+    check_mode(mode)
+    found = known_mode(name, modes) if mode == "auto" else mode
+    if found is None:
+        raise ValueError(
+            f"Cannot tell whether lower or higher values of {name!r} are better: pass "
+            "mode='min' or mode='max'."
+        )
+    return found
+
+
+def check_mode(mode: str) -> None:
+    """Checks that a mode is one."""
+    if mode not in ("auto", "min", "max"):
+        raise ValueError(f"mode must be 'auto', 'min' or 'max', got {mode!r}.")
+
+
+def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.0) -> bool:
+    """Whether a value beats the best one so far by more than `min_delta`.
+
+    A value that is not finite never does; any finite value beats None. A tie does not.
+
+    >>> is_better(0.4, 0.5, "min"), is_better(0.5, 0.5, "min"), is_better(0.4, None, "max")
+    (True, False, True)
+    """
+    if not math.isfinite(value):
+        return False
+    if best is None:
+        return True
+    return best - value > min_delta if mode == "min" else value - best > min_delta
+
+
+def default_monitor(names: Iterable[str], modes: Modes | None = None) -> str | None:
+    """The metric to watch when none is named: the first validation metric, else its loss.
+
+    A metric whose better values are not known is passed over.
+
+    >>> default_monitor(["loss", "accuracy", "val_loss", "val_accuracy"])
+    'val_accuracy'
+    >>> default_monitor(["loss", "accuracy"])
+    """
+    validation = [name for name in names if name.startswith("val_") and known_mode(name, modes)]
+    return next((name for name in validation if name != "val_loss"), next(iter(validation), None))
+
+
+class Monitor:
+    """The metric that a callback watches; its owner says who cannot, in errors.
+
+    >>> from flaxfit.state._checkpoint import Checkpoint
+    >>> monitor = Monitor("val_loss", "auto", "Mine")
+    >>> value = monitor.read(Checkpoint(step=1, state=None, metrics={"val_loss": 0.4}))
+    >>> value, monitor.is_better(value, 0.5)
+    (0.4, True)
+
+    Args:
+      name: the metric.
+      mode: "min", "max" or "auto".
+      owner: the name of the callback.
+    """
+
+    def __init__(self, name: str, mode: str, owner: str) -> None:
+        check_mode(mode)
+        self.name, self.mode, self._owner = name, mode, owner
+        self.was_seen = False
+        """Whether checkpoints without the metric are passed over, as others have it."""
+        self._modes: Modes = {}
+
+    def attach(self, loop: Any, callback: Any) -> None:
+        """Checks, before the first step, that a callback of a loop can watch the metric.
+
+        Raises:
+          ValueError: there will be no such metric, or it is not known which values are better.
+        """
+        self._modes, is_complete = metrics_before(loop, callback)
+        self.was_seen = self.name in self._modes
+        may_come = self.was_seen or self.name.partition("/")[0] in _MAY_BE_THERE
+        if is_complete and not may_come:
+            raise self._no_metric("will hold", self._modes)
+        self.resolve()
+
+    def resolve(self, modes: Modes | None = None) -> str:
+        """Returns "min" or "max", with what a checkpoint knows of its metrics."""
+        self._modes = {**self._modes, **(modes or {})}
+        try:
+            return resolve_mode(self.name, self.mode, self._modes)
+        except ValueError as error:
+            raise ValueError(f"{self._owner}: {error}") from None
+
+    def read(self, checkpoint: Any) -> float | None:
+        """The value in a checkpoint; None if only other checkpoints have one.
+
+        Raises:
+          ValueError: there is no such metric, or it is not known which values are better.
+        """
+        if self.name in checkpoint.metrics:
+            self.was_seen = True
+            self.resolve(checkpoint.modes)
+            return float(checkpoint.metrics[self.name])
+        if self.was_seen:
+            return None
+        raise self._no_metric("hold", checkpoint.metrics)
+
+    def is_better(self, value: float, best: float | None, min_delta: float = 0.0) -> bool:
+        """Whether a value beats the best one so far by more than `min_delta`."""
+        return is_better(value, best, self.resolve(), min_delta)
+
+    def _no_metric(self, hold: str, names: Iterable[str]) -> ValueError:
+        names = list(names)
+        is_validated = any(name.startswith("val_") for name in names)
+        advice = " Validation metrics need validation_data in fit, or an EvalLoop before it."
+        return ValueError(
+            f"{self._owner} cannot monitor {self.name!r}: the checkpoints {hold} "
+            f"{', '.join(names) or 'no metrics'}. Pass monitor= one of these."
+            f"{advice if self.name.startswith('val_') and not is_validated else ''}"
+        )
+
+
+def metrics_before(loop: Any, callback: Any) -> tuple[dict[str, str | None], bool]:
+    """The metrics that a callback of a loop will find, and whether no others can be there.
+
+    Callbacks of the library that come before it say in `adds` what they add. What other callbacks
+    add is not known, nor what a step of the user's own reports.
+    """
+    task = getattr(loop, "task", None)
+    if task is None:  # Not a `TrainLoop`.
+        return {}, False
+    is_own_step = task.step is not None
+    known = modes_of(task.metrics) if is_own_step else {"loss": "min", **modes_of(task.metrics)}
+    is_complete = not is_own_step
+    for each in map(owner_of, loop.callbacks):
+        if each is callback and not getattr(callback, "runs_last", False):
+            break
+        known |= getattr(each, "adds", {})
+        is_complete &= str(getattr(each, "__module__", "")).startswith("flaxfit.")
+    return known, is_complete
+
+
+def modes_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, str | None]:
+    """The better values of metrics by their names, with a prefix."""
+    return {f"{prefix}{name}": metric.mode or known_mode(name) for name, metric in metrics.items()}

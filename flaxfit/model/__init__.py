@@ -1,0 +1,1 @@
+"""Keras's face: `fit`, `evaluate` and `predict` on top of the loop."""

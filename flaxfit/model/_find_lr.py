@@ -1,0 +1,132 @@
+"""The learning rate range test: at which rate the loss falls fast, and at which no longer."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from flaxfit.display import _html
+from flaxfit.display._chart import sparkline, svg_chart
+from flaxfit.display._pyplot import pyplot
+from flaxfit.loop._train_loop import EndOfData, TrainLoop
+from flaxfit.optim._learning_rates import learning_rates
+
+_SMOOTHING = 0.9
+"""Of the exponential moving average of the losses, which is corrected for its start at 0."""
+_DIVERGED = 4.0
+"""The test ends when the loss is this many times its best."""
+_MOST_SKIPPED = 40
+"""How many steps in a row may be skipped at one rate before the loss counts as diverged."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningRateRange:
+    """What a range test has found; it can be plotted, and shows itself in notebooks.
+
+    >>> found = LearningRateRange([0.1, 1.0, 10.0], [2.0, 1.0, 5.0], 0.5)
+    >>> found
+    LearningRateRange(suggestion=0.5, 3 rates from 0.1 to 10 ▃▁█)
+    """
+
+    rates: list[float]
+    """The rates that were tried."""
+    losses: list[float]
+    """The smoothed loss at each of them."""
+    suggestion: float
+    """The rate at which the loss had come half of the way to its lowest."""
+
+    def __repr__(self) -> str:
+        span = f"{len(self.rates)} rates from {self.rates[0]:.4g} to {self.rates[-1]:.4g}"
+        return (
+            f"LearningRateRange(suggestion={self.suggestion:.4g}, {span} {sparkline(self.losses)})"
+        )
+
+    def _repr_html_(self) -> str:
+        chart = svg_chart("log10 of the rate", {"loss": self.losses}, np.log10(self.rates).tolist())
+        title = f"suggested learning rate: {self.suggestion:.4g}"
+        facts = f"{len(self.rates)} rates from {self.rates[0]:.4g} to {self.rates[-1]:.4g}"
+        return _html.card(title, [facts], f"<div>{chart}</div>")
+
+    def plot(self) -> Any:
+        """Draws the loss over the rate with the suggestion; returns the matplotlib axes."""
+        _, axes = pyplot().subplots(layout="constrained")
+        axes.plot(self.rates, self.losses)
+        axes.axvline(self.suggestion, linestyle="--", label=f"suggested {self.suggestion:.3g}")
+        axes.set(xscale="log", xlabel="learning rate", ylabel="loss (smoothed)")
+        axes.legend()
+        return axes
+
+
+def find_lr(
+    init: Any,
+    task: Any,
+    key: Any,
+    *,
+    strategy: Any,
+    lowest: float,
+    highest: float,
+    n_steps: int,
+) -> LearningRateRange:
+    """Trains with rates that rise by the same factor in each step, until the loss diverges.
+
+    After L. N. Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3.
+    """
+    if not 0 < lowest < highest:
+        raise ValueError(
+            f"find_lr needs 0 < lowest < highest, got lowest={lowest} and highest={highest}."
+        )
+    if n_steps < 10:
+        raise ValueError(f"find_lr needs 10 steps or more to see a slope, got n_steps={n_steps}.")
+    loop = TrainLoop(init, task, key, strategy=strategy, grad_norm=False, stdout=False)
+    if not learning_rates(loop.hyperparams):
+        raise ValueError(
+            "find_lr cannot set the learning rate: this optimizer holds none that can be set. Make "
+            "it with flaxfit.optim.OptimizerDef(optax.adam, learning_rate=1e-3)."
+        )
+    rates: list[float] = []
+    losses: list[float] = []
+    average = 0.0
+    for rate in np.geomspace(lowest, highest, n_steps).tolist():
+        loop.set_hyperparams(learning_rate=rate)
+        try:
+            loss = _loss(loop)
+        except EndOfData:
+            break
+        average = _SMOOTHING * average + (1 - _SMOOTHING) * loss
+        smooth = average / (1 - _SMOOTHING ** (len(rates) + 1))
+        if not math.isfinite(smooth) or (losses and smooth > _DIVERGED * min(losses)):
+            break
+        rates.append(rate)
+        losses.append(smooth)
+    if len(rates) < 3:
+        raise ValueError(
+            f"find_lr has tried {len(rates)} rates only before the "
+            "loss diverged or the data ended: lower `lowest`, or give more data."
+        )
+    return LearningRateRange(rates, losses, _suggest(rates, losses))
+
+
+def _loss(loop: TrainLoop) -> float:
+    """The loss of the next step that counts: float16 skips some until its scale is found."""
+    for _ in range(_MOST_SKIPPED):
+        checkpoint = loop.next_step()
+        if not checkpoint.metrics.get("skipped_steps"):
+            return checkpoint.loss
+    return math.nan
+
+
+def _suggest(rates: list[float], losses: list[float]) -> float:
+    """The rate at which the loss had come half of the way from its start to its lowest.
+
+    About where it falls the fastest; a slope would follow the noise of single batches.
+    """
+    lowest = int(np.argmin(losses))
+    start = float(np.median(losses[: max(1, len(losses) // 10)]))
+    if losses[lowest] >= start:
+        raise ValueError(
+            f"The loss has not fallen at any rate from {rates[0]:.4g} to {rates[-1]:.4g}: lower "
+            "`lowest`, or try more steps (n_steps)."
+        )
+    half = (start + losses[lowest]) / 2
+    return next(rates[i] for i in range(lowest, -1, -1) if i == 0 or losses[i - 1] > half)

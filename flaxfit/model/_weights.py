@@ -1,0 +1,175 @@
+"""WarmStart: an `init` that gives weights read from somewhere, instead of random ones."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.core import meta
+
+from flaxfit import checkpoints
+from flaxfit.checkpoints._tree import is_key
+from flaxfit.optim._freeze import check_matches, merge
+from flaxfit.state._train_state import TrainState
+from flaxfit.tree._paths import flat, path_of
+
+
+class WarmStart:
+    """A linen-style `init` whose variables go through functions that put weights in, in turn.
+
+    >>> warm = WarmStart(lambda rngs, x: {"params": {"w": 0.0}}, lambda v: {"params": {"w": 2.0}})
+    >>> warm({}, 1.0)
+    {'params': {'w': 2.0}}
+
+    Args:
+      fresh: the `init` of the model, which says what variables there are.
+      *loads: put weights into variables.
+    """
+
+    gives_weights = True
+    """Not to be traced: the weights would be constants of a program."""
+
+    def __init__(self, fresh: Callable[..., Any], *loads: Callable[[Any], Any]):
+        self.fresh = fresh
+        self._loads = loads
+        self._misfit: Callable[[Any], Any] | None = None
+
+    def then(self, load: Callable[[Any], Any]) -> "WarmStart":
+        """The same with further weights; they replace those that were found not to fit."""
+        return WarmStart(
+            self.fresh, *(each for each in self._loads if each is not self._misfit), load
+        )
+
+    def __call__(self, rngs: Any, *inputs: Any, **named: Any) -> Any:
+        """The variables with the weights in them."""
+        variables = dict(self.fresh(rngs, *inputs, **named))
+        for name in ("intermediates", "losses"):
+            variables.pop(name, None)
+        # Files know no names of axes: they stay out of it, and as they are.
+        axes = {name: variables.pop(name) for name in list(variables) if name.endswith("_axes")}
+        filled = meta.unbox(variables)
+        for load in self._loads:
+            self._misfit = load
+            filled = load(filled)
+        self._misfit = None
+        return {**meta.replace_boxed(variables, filled), **axes}
+
+
+def open_weights(
+    path: str | os.PathLike[str],
+    *,
+    partial: str | Sequence[str] | None = None,
+    translator: Any = None,
+    prefix: str = "",
+    **opts: Any,
+) -> Callable[[Any], Any]:
+    """Opens a file of weights: gives the function that puts them into variables, or into a state.
+
+    Names that begin with that of a collection ("params/...", "batch_stats/...") are of all the
+    variables; others are of the parameters alone.
+
+    Args:
+      path: a file of `save_weights`, or anything that `importers.load` reads.
+      partial: patterns of the paths to take over; None: all.
+      translator: the rules that make the model's names of the file's.
+      prefix: the part of the model that the file is of; the others stay as they are.
+      **opts: handed to the rules.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is a folder of checkpoints, or damaged, or the rules do not fit it. The
+        function raises it where the weights do not fit the variables, with every difference.
+    """
+    from flaxfit import importers  # Not before it is used: `import flaxfit` stays quick.
+    from flaxfit.importers._fill import fill_from
+    from flaxfit.importers._translator import Translation
+
+    if opts and translator is None:
+        raise TypeError(f"Without a translator, nothing takes the options {', '.join(opts)}.")
+    if checkpoints.list_steps(path):
+        raise ValueError(
+            f"Cannot load weights from {os.fspath(path)!r}: it holds the checkpoints of a run. "
+            "Call Model.load, or checkpoints.restore(folder, state, partial=...) for some of them."
+        )
+    source = importers.load(path)
+    if translator is None:
+        translation = Translation(source, {}, [], [], {})
+    else:
+        translation = translator.translate(source, **opts)
+    is_plain = translator is None and not prefix and os.fspath(path).endswith(".safetensors")
+
+    def put(target: Any) -> Any:
+        is_state = hasattr(target, "params")
+        variables = target.variables if is_state else target
+        values = translation.values
+        is_of_all = any(name.partition("/")[0] in variables for name in values)
+        if is_of_all and is_plain:
+            return checkpoints.load_weights(path, target, partial=partial)
+        within = _check_prefix(prefix, variables)
+        patterns = _check_patterns(partial, variables)
+
+        def is_taken(name: str, leaf: Any) -> bool:
+            collection, _, rest = name.partition("/")
+            is_of_file = (is_of_all or collection == "params") and rest.startswith(within)
+            is_wanted = any(re.fullmatch(pattern, rest) for pattern in patterns)
+            return is_of_file and is_wanted and not is_key(leaf)
+
+        def placed(name: str) -> str:
+            collection, _, rest = name.partition("/") if is_of_all else ("params", "/", name)
+            return f"{collection}/{within}{rest}"
+
+        taken = jax.tree_util.tree_map_with_path(
+            lambda at, leaf: leaf if is_taken(path_of(at), leaf) else optax.MaskedNode(), variables
+        )
+        new = dataclasses.replace(
+            translation,
+            values={placed(name): value for name, value in values.items()},
+            sources={placed(name): translation.sources.get(name, name) for name in values},
+        )
+        strict = partial is None
+        filled = fill_from(new, taken, strict=strict, partial=False, dtype=None, lazy=False)
+        merged = merge(filled, variables)
+        if not is_state:
+            return merged
+        return target.replace(params=merged.pop("params"), model_state=merged)
+
+    return put
+
+
+def state_alone(path: str | os.PathLike[str], seed: int) -> TrainState | None:
+    """The state in a file of `save_weights`, without an optimizer's; None: it holds no parameters.
+
+    It is of the file alone: whether it fits a model is not known yet.
+    """
+    variables = checkpoints.load_weights(path)
+    if "params" not in variables:
+        return None
+    step, key = jnp.int32(0), jax.random.key(seed)
+    return TrainState(step, variables.pop("params"), (), variables, key)
+
+
+def _check_prefix(prefix: str, variables: Mapping[str, Any]) -> str:
+    """What the paths of a part of the model begin with."""
+    within = f"{prefix.strip('/')}/" if prefix else ""
+    if not any(path.startswith(within) for path in flat(variables["params"])):
+        raise ValueError(
+            f"prefix={prefix!r} is no part of the model, whose parts are "
+            f"{', '.join(sorted(variables['params']))}."
+        )
+    return within
+
+
+def _check_patterns(
+    partial: str | Sequence[str] | None, variables: Mapping[str, Any]
+) -> Sequence[str]:
+    if partial is None:
+        return [".*"]
+    patterns = [partial] if isinstance(partial, str) else list(partial)
+    in_model = {name.partition("/")[2]: None for name in flat(variables)}
+    for pattern in patterns:
+        check_matches("partial", pattern, dict.fromkeys(in_model, 0))
+    return patterns

@@ -1,0 +1,1 @@
+"""What training knows, as data: states, checkpoints and their logical axes."""

@@ -1,0 +1,151 @@
+"""Checkpoint: the record that a training loop yields."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from flaxfit.display import _html, count, duration, is_scalar, number, plural, rate
+from flaxfit.state._later import Later
+from flaxfit.state._train_state import TrainState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What happened up to a step, and everything needed to go on from there.
+
+    Its arrays are unreplicated copies: they stay valid however far training goes on.
+    A dataclass, not a tuple, so that `redex.combinator.serial` passes it on whole.
+
+    >>> Checkpoint(step=3, state=None, metrics={"loss": 0.5}).loss
+    0.5
+    """
+
+    step: int
+    """How many updates were done since the very first."""
+    state: TrainState
+    """The training state after that step."""
+    metrics: Mapping[str, float]
+    """Means over the examples since the previous checkpoint, and what callbacks added."""
+    modes: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    """"min" or "max" by metric: whether lower or higher values are better, where that is known."""
+    n_completed_steps: int = 0
+    """How many updates were done since the previous checkpoint."""
+    n_examples: int = 0
+    """How many examples were trained on since the previous checkpoint."""
+    elapsed_time: float = 0.0
+    """Seconds of training since the previous checkpoint, compilation excluded."""
+    compile_time: float = 0.0
+    """Seconds of compilation since the previous checkpoint."""
+    data_state: Any = None
+    """The position of the data stream, where it can tell; JSON-able."""
+    stop: bool = False
+    """Set by a callback to end the loop after this checkpoint."""
+    running: Any = None
+    """What else the loop needs to go on exactly, such as counts between two checkpoints; JSON."""
+    last_grads: Any = None
+    """The gradients of the last step; see `grads`."""
+
+    def replace(self, **changes: Any) -> "Checkpoint":
+        """A copy with some fields changed."""
+        if type(self) is not Checkpoint or not changes.keys() <= self.__dict__.keys():
+            return dataclasses.replace(self, **changes)  # Which says what is unknown.
+        copy = object.__new__(Checkpoint)
+        copy.__dict__.update(self.__dict__, **changes)
+        return copy
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {name: getattr(self, name) for name in _MADE_LATER}
+
+    def with_metrics(self, metrics: Mapping[str, float], prefix: str = "") -> "Checkpoint":
+        """A copy with metrics added, their names prefixed."""
+        added = {f"{prefix}{name}": value for name, value in metrics.items()}
+        return self.replace(metrics={**self.metrics, **added})
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """The metrics that are single numbers: all but confusion matrices and the like."""
+        return {name: value for name, value in self.metrics.items() if is_scalar(value)}
+
+    @property
+    def loss(self) -> float:
+        """The example-weighted mean loss since the previous checkpoint.
+
+        Raises:
+          KeyError: there is none, as a step of the user's own reports what it likes.
+        """
+        if "loss" not in self.metrics:
+            raise KeyError(
+                f"This checkpoint has no metric 'loss'; it has {', '.join(self.metrics) or 'none'}."
+                " A step of your own reports one if it returns it: (state, {'loss': value})."
+            )
+        return self.metrics["loss"]
+
+    @property
+    def model_params(self) -> Any:
+        """The model's parameters."""
+        return self.state.params
+
+    @property
+    def model_state(self) -> Any:
+        """The model's other collections, such as `batch_stats`."""
+        return self.state.model_state
+
+    @property
+    def optimizer_state(self) -> Any:
+        """The optimizer's state."""
+        return self.state.opt_state
+
+    @property
+    def grads(self) -> Any:
+        """The averaged gradients of the last step, with `TrainLoop(keep_grads=True)`."""
+        if self.last_grads is None:
+            raise ValueError(
+                "This checkpoint holds no gradients: build the loop with keep_grads=True "
+                "(metrics['grad_norm'] holds their norm in any case)."
+            )
+        return self.last_grads
+
+    def __repr__(self) -> str:
+        parts = [f"step={self.step}"]
+        parts += [f"{name}={value:.4g}" for name, value in self.scalars.items()]
+        if self.elapsed_time and self.n_completed_steps:
+            parts.append(rate(self.n_completed_steps / self.elapsed_time))
+        if self.state is not None:
+            parts.append(f"{count(_html.n_numbers(self.state.params))} params")
+        return f"Checkpoint({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        """The facts, the metrics and the arrays as a notebook shows them."""
+        facts = [plural(self.n_completed_steps, "step"), duration(self.elapsed_time)]
+        if self.elapsed_time and self.n_completed_steps:
+            facts.append(rate(self.n_completed_steps / self.elapsed_time))
+        if self.compile_time:
+            facts.append(f"compiled in {duration(self.compile_time)}")
+        rows = [[name, number(value)] for name, value in self.scalars.items()]
+        parts = [_html.table(rows)] if rows else []
+        if self.state is not None:
+            facts.append(f"{count(_html.n_numbers(self.state.params))} params")
+            parts.append(_html.arrays("params", self.state.params, self.state.axes))
+        return _html.card(f"Checkpoint at step {count(self.step)}", facts, *parts)
+
+
+class _MadeLater:
+    """A field that may be given as `Later`: its value is made when it is first looked at."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, checkpoint: Any, kind: Any) -> Any:
+        if checkpoint is None:
+            return self
+        value = checkpoint.__dict__[self._name]
+        return value.value if isinstance(value, Later) else value
+
+    def __set__(self, checkpoint: Any, value: Any) -> None:
+        checkpoint.__dict__[self._name] = value
+
+
+_MADE_LATER = ("state", "last_grads")
+for _name in _MADE_LATER:
+    # Not in the class: a dataclass would take it for the default.
+    setattr(Checkpoint, _name, _MadeLater(_name))

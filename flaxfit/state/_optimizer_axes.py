@@ -1,0 +1,104 @@
+"""The logical axes of the state of any optimizer, found from those of the parameters."""
+
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from typing import Any
+
+import jax
+import numpy as np
+from flax.core import FrozenDict
+from jax.sharding import PartitionSpec
+
+from flaxfit.state._logical_axes import Axes, unnamed
+from flaxfit.tree._paths import path_of
+
+Shape = tuple[int, ...]
+
+
+def with_optimizer(axes: Axes | None, params: Any, opt_state: Any) -> Axes | None:
+    """The axes with those of this optimizer's state; any of another's are left out.
+
+    >>> params = {"w": np.ones(3)}
+    >>> axes = FrozenDict({"params/w": PartitionSpec("embed")})
+    >>> with_optimizer(axes, params, {"mu": params})["opt_state/mu/w"] == PartitionSpec("embed")
+    True
+    """
+    if axes is None:
+        return None
+    specs = specs_by_parameter({"opt_state": opt_state}, {"params": params}, axes)
+    return FrozenDict({**(without_optimizer(axes) or {}), **specs})
+
+
+def without_optimizer(axes: Axes | None) -> Axes | None:
+    """The names of the parameters and the model state alone."""
+    kept = {p: spec for p, spec in (axes or {}).items() if p.split("/")[0] != "opt_state"}
+    return FrozenDict(kept) or None
+
+
+def specs_by_parameter(
+    state: Any, params: Any, specs: Mapping[str, PartitionSpec]
+) -> dict[str, PartitionSpec]:
+    """A spec for each array of an optimizer's state, by path.
+
+    A state mirrors the parameters, as a whole or in parts, under names and indices of its own. An
+    array belongs to the parameter whose path is within its path: the longest such, the last if
+    there are several. This holds for states within states, and where parts are masked.
+
+    Args:
+      state: `{"opt_state": ...}`.
+      params: `{"params": ...}`; the outer keys are part of no path that is looked for.
+      specs: of the parameters, by path. What belongs to one without a spec is left out.
+    """
+    parameters = {p[1:]: (path_of(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)}
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        part = next((part for part in _parts(path) if part in parameters), None)
+        if part is None:
+            found[path_of(path)] = unnamed(leaf)
+            continue
+        name, parameter = parameters[part]
+        if name in specs:
+            found[path_of(path)] = _derived(path, np.shape(leaf), np.shape(parameter), specs[name])
+    return found
+
+
+def _parts(path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """The stretches of a path, longer ones first, among equals later ones first."""
+    for length in range(len(path), -1, -1):
+        for start in range(len(path) - length, -1, -1):
+            yield path[start : start + length]
+
+
+def _derived(path: Any, shape: Shape, whole: Shape, spec: PartitionSpec) -> PartitionSpec:
+    """The spec of an array that an optimizer keeps for a parameter of shape `whole`."""
+    names = tuple(spec) + (None,) * (len(whole) - len(spec))
+    more = len(shape) - len(whole)
+    if more >= 0 and shape[more:] == whole:  # Like the parameter, or a stack of such.
+        return PartitionSpec(*(None,) * more, *names)
+    if more == 0 and all(n in (1, size) for n, size in zip(shape, whole, strict=True)):
+        # A mean that kept its dimensions, or a placeholder.
+        sizes = zip(names, shape, whole, strict=True)
+        return PartitionSpec(*(name if n == size else None for name, n, size in sizes))
+    options = {
+        tuple(names[i] if whole[i] > 1 else None for i in kept)
+        for kept in combinations(range(len(whole)), len(shape))
+        if tuple(whole[i] for i in kept) == shape
+    }
+    if len(options) > 1:
+        options = _factor(path, whole, names) & options
+    return PartitionSpec(*(options.pop() if len(options) == 1 else (None,) * len(shape)))
+
+
+def _factor(path: Any, whole: Shape, names: tuple[Any, ...]) -> set[tuple[Any, ...]]:
+    """The names of a factor of Adafactor: rows lack the largest dimension, columns the next.
+
+    Shapes do not tell the two apart where the dimensions are equal, and optax decides by this
+    very call of `argsort`.
+    """
+    words = path_of(path).split("/")
+    ordered = np.argsort(whole)
+    dropped = {"v_row": ordered[-1], "v_col": ordered[-2]}
+    names = tuple(name if size > 1 else None for name, size in zip(names, whole, strict=True))
+    return {
+        (*names[:axis], *names[axis + 1 :]) for factor, axis in dropped.items() if factor in words
+    }

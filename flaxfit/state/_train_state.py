@@ -1,0 +1,275 @@
+"""TrainState: everything that a training step reads and writes, as data."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jax.core import Tracer
+
+from flaxfit.data._batch import call
+from flaxfit.display import _html
+from flaxfit.optim._hyperparams import check_known, describe, names_of
+from flaxfit.state import _logical_axes
+from flaxfit.state._inference_state import InferenceState
+from flaxfit.state._optimizer_axes import with_optimizer, without_optimizer
+from flaxfit.step._error_messages import calls_explained
+from flaxfit.tree import _plain
+from flaxfit.tree._is_function import check_is_function
+from flaxfit.tree._put import put
+from flaxfit.tree._single_replica import alone_in_any
+
+
+class TrainState(struct.PyTreeNode):
+    """The state of a training run. Functions (apply, loss, optimizer) live in the task.
+
+    >>> params, optimizer = jnp.ones(2), optax.sgd(0.5)
+    >>> state = TrainState(jnp.int32(0), params, optimizer.init(params), {}, as_key(0))
+    >>> state.apply_gradient(optimizer, jnp.ones(2)).params
+    Array([0.5, 0.5], dtype=float32)
+
+    Attributes:
+      step: completed updates, an int32 scalar.
+      params: the model's trainable parameters.
+      opt_state: the optimizer's state.
+      model_state: every other collection of the model, such as `batch_stats`.
+      key: a typed random key; the key of a step is `fold_in(key, step)`, so it never changes.
+      axes: logical axis names of the arrays by path ("params/Dense_0/kernel"), or None.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    model_state: Any
+    key: jax.Array
+    axes: _logical_axes.Axes | None = struct.field(pytree_node=False, default=None)
+
+    @classmethod
+    def create(cls, optimizer: Any, variables: Mapping[str, Any], *, key: Any = 0) -> "TrainState":
+        """The state at step 0 of what a model's `init` returned; names of axes are split off.
+
+        >>> TrainState.create(optax.sgd(0.1), {"params": {"w": 1.0}}).params
+        {'w': 1.0}
+
+        Args:
+          optimizer: an optax transformation.
+          variables: `{"params": ...}` and other collections, with or without names of axes.
+          key: a random key or an integer seed.
+
+        Raises:
+          ValueError: the variables have no "params", or names that do not fit the arrays.
+        """
+        _logical_axes.check_has_params(variables)
+        return _at_start(optimizer, variables, as_key(key))
+
+    def apply_gradient(
+        self, optimizer: Any, grads: Any, *, model_state: Any = None, **hyperparams: Any
+    ) -> "TrainState":
+        """The state after one update of the optimizer.
+
+        Args:
+          optimizer: the optax transformation that made `opt_state`.
+          grads: gradients, shaped like `params`.
+          model_state: the model's new state; None keeps the present one.
+          **hyperparams: passed on to `optimizer.update` (such as `value=loss`).
+
+        Raises:
+          ValueError: a learning rate for an optimizer that keeps none in its state.
+        """
+        if "learning_rate" in hyperparams:
+            # optax ignores in silence what none of its transformations takes.
+            check_known(["learning_rate"], names_of(self.opt_state), describe(self.opt_state))
+        updates, opt_state = optimizer.update(grads, self.opt_state, self.params, **hyperparams)
+        return self.replace(
+            step=self.step + 1,
+            params=optax.apply_updates(self.params, updates),
+            opt_state=opt_state,
+            model_state=self.model_state if model_state is None else model_state,
+        )
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the model's `apply` takes: parameters and every other collection."""
+        return {"params": self.params, **self.model_state}
+
+    @property
+    def param_states(self) -> Any:
+        """The optimizer's state, by its name in T5X."""
+        return self.opt_state
+
+    @property
+    def flax_mutables(self) -> Any:
+        """The model state, by its name in T5X."""
+        return self.model_state
+
+    @property
+    def params_axes(self) -> Any:
+        """A tree like `params` of `PartitionSpec`s of logical names, or None."""
+        return _logical_axes.below("params", self.params, self.axes)
+
+    @property
+    def flax_mutables_axes(self) -> Any:
+        """A tree like `model_state` of `PartitionSpec`s of logical names, or None."""
+        return _logical_axes.below("model_state", self.model_state, self.axes)
+
+    def as_logical_axes(self) -> "TrainState":
+        """The same structure with a `PartitionSpec` of logical names in the place of each array.
+
+        Raises:
+          ValueError: some parameters have no names, and it lists them; or the optimizer's state
+            was replaced by another's.
+        """
+        return _logical_axes.as_logical_axes(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain nested dicts in T5X's layout.
+
+        It is `{target, state: {step, param_states}, flax_mutables}`, the last where there are any.
+        Neither the key nor the axes are in it. Random keys elsewhere are their words.
+
+        >>> TrainState.create(optax.sgd(0.1), {"params": {"w": 1.0}}).state_dict()["target"]
+        {'w': 1.0}
+        """
+        return _plain.state_dict(self)
+
+    def restore_state(self, state_dict: Mapping[str, Any]) -> "TrainState":
+        """A copy with the arrays of such a dict; the key and the axes stay.
+
+        Raises:
+          ValueError: every difference in structure, shape or dtype.
+        """
+        return _plain.restore_state(self, state_dict)
+
+    def replace_params(self, params: Any) -> "TrainState":
+        """A copy with other parameters."""
+        return self.replace(params=params)
+
+    def replace_step(self, step: Any) -> "TrainState":
+        """A copy at another step."""
+        return self.replace(step=jnp.asarray(step, jnp.int32))
+
+    def replace_flax_mutables(self, flax_mutables: Any) -> "TrainState":
+        """A copy with another model state."""
+        return self.replace(model_state=flax_mutables)
+
+    def replace_optimizer(self, optimizer: Any) -> "TrainState":
+        """A copy with the state of another optimizer, as new, and the axes that belong to it."""
+        opt_state = optimizer.init(self.params)
+        axes = with_optimizer(self.axes, self.params, opt_state)
+        return self.replace(opt_state=opt_state, axes=axes)
+
+    def for_inference(self) -> "InferenceState":
+        """The part that evaluation, prediction and export need."""
+        return InferenceState(
+            step=self.step,
+            params=self.params,
+            model_state=self.model_state,
+            axes=without_optimizer(self.axes),
+        )
+
+    def _repr_html_(self) -> str:
+        """The step, the sizes and the arrays as a notebook shows them."""
+        return _html.of_state(self)
+
+
+def as_key(key: Any) -> jax.Array:
+    """A typed random key from a typed key, an old-style uint32 key, or an integer seed."""
+    if isinstance(key, int | np.integer):
+        return jax.random.key(int(key))
+    if not hasattr(key, "dtype"):
+        raise TypeError(f"A random key is jax.random.key(0) or an integer seed, got {key!r:.60}.")
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    return jax.random.wrap_key_data(jnp.asarray(key, jnp.uint32))
+
+
+def init_state(
+    init: Callable[..., Any],
+    optimizer: Any,
+    key: Any,
+    inputs: Any,
+    *,
+    collections: Sequence[str] = ("params", "dropout"),
+    shardings: Any = None,
+) -> TrainState:
+    """Initialises a model and its optimizer in one jitted call.
+
+    An `init` that says `gives_weights` is not traced, since its weights would be constants.
+
+    >>> init = lambda rngs, x: {"params": jnp.ones(x.shape[1])}
+    >>> init_state(init, optax.adam(0.1), 0, (jnp.ones((2, 3)),)).params.shape
+    (3,)
+
+    Args:
+      init: a linen `init`: `init(rngs, *inputs) -> variables`.
+      optimizer: an optax transformation.
+      key: a random key or an integer seed.
+      inputs: the model's input, or a tuple (or a dict of keyword inputs) of such: arrays or
+        `jax.ShapeDtypeStruct`s; only shapes and dtypes matter.
+      collections: the random streams that `init` is given.
+      shardings: where the state is born: a pytree of `jax.sharding.Sharding`s (one for all will
+        do), or a function that makes it of the abstract state. No array is ever whole on one
+        device, except weights that are given.
+
+    Returns:
+      The state at step 0. Boxes of logical axis names are taken off; the names are its `axes`.
+
+    Raises:
+      TypeError: `init` is a module.
+    """
+    check_is_function("init_state", init, "init")
+    key = as_key(key)
+    inputs = (inputs,) if hasattr(inputs, "shape") else inputs
+    # 64 bits become 32 in silence, as in every batch.
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), inputs
+    )
+
+    def create(key: jax.Array) -> TrainState:
+        init_key, train_key = jax.random.split(key)
+        keys = jax.random.split(init_key, len(collections))
+        rngs = dict(zip(collections, keys, strict=True))
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        with calls_explained(zeros):
+            variables = call(alone_in_any(init), rngs, zeros)
+        return _at_start(optimizer, variables, train_key)
+
+    if getattr(init, "gives_weights", False):
+        state = create(key)
+        if shardings is None:
+            return state
+        shardings = shardings(state) if callable(shardings) else shardings
+        return jax.tree.map(_put_part, shardings, state)  # One sharding may be that of many arrays.
+    if callable(shardings):
+        shardings = shardings(jax.eval_shape(create, key))
+    return jax.jit(create, out_shardings=shardings, compiler_options=_compiler_options())(key)
+
+
+def _put_part(sharding: Any, part: Any) -> Any:
+    return jax.tree.map(lambda leaf: put(leaf, sharding, may_alias=False), part)
+
+
+def _compiler_options() -> dict[str, Any] | None:
+    """How to compile a program that runs once: on a CPU, most of the time goes into compiling it.
+
+    With fewer passes of LLVM it takes a half to a third of the time, and draws the same numbers.
+    """
+    # A program within another one is compiled with that.
+    is_traced = isinstance(jax.device_put(np.zeros(())), Tracer)
+    is_slow = jax.default_backend() == "cpu" and not is_traced
+    return {"xla_backend_optimization_level": 1} if is_slow else None
+
+
+def _at_start(optimizer: Any, variables: Mapping[str, Any], key: jax.Array) -> TrainState:
+    fields, axes = _logical_axes.take_apart(variables)
+    opt_state = optimizer.init(fields["params"])
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        opt_state=opt_state,
+        key=key,
+        axes=with_optimizer(axes, fields["params"], opt_state),
+        **fields,
+    )

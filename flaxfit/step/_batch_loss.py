@@ -1,0 +1,172 @@
+"""The loss of a whole batch, from the parts that replicas hold; refused if no part can tell it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flaxfit import losses
+from flaxfit.data._batch import Batch, n_examples
+from flaxfit.data._sample_weights import without_idle_targets
+from flaxfit.losses._ranges import in_range
+from flaxfit.step._by_row import couples_rows
+from flaxfit.step._jaxpr import names_axis
+from flaxfit.step._replicas import Replicas, VirtualReplicas
+from flaxfit.task._multi_output import LossByOutput
+from flaxfit.task._precision import in_float32
+
+Outputs = tuple[Any, ...]
+
+
+def loss_of(
+    task: Any,
+    outputs: Outputs,
+    batch: Batch,
+    replicas: Replicas | VirtualReplicas,
+    *,
+    n_parts: int = 1,
+    is_training: bool = False,
+) -> tuple[jax.Array, Any]:
+    """The values of the loss for the examples of this replica, and its penalty or None.
+
+    The mean over parts of a batch is the loss of the batch only if each example has a value of its
+    own. Any other loss is given the outputs and targets of all replicas.
+
+    Args:
+      task: a `TrainTask` or an `EvalTask`.
+      outputs: those of the model for this part of the batch.
+      batch: this part of the batch.
+      replicas: what the batch is divided among.
+      n_parts: how many parts a replica computes one after the other.
+      is_training: whether the penalty counts, and the targets of rows of weight 0 are replaced.
+
+    Raises:
+      TypeError: the loss returned something other than an array, or a pair of two.
+      ValueError: its shape is not that of a loss, or no replica sees all that it looks at.
+    """
+    n = n_examples(batch)
+    values, penalty = evaluate_loss(task.loss, outputs, batch.targets, n)
+    divided = _how_divided(replicas, n_parts)
+    counted = penalty if is_training else None
+    reason = divided and _why_whole(task.loss, values, counted, outputs, batch.targets)
+    if not reason:
+        return values, penalty
+    by_output = isinstance(task.loss, LossByOutput)
+    if isinstance(replicas, VirtualReplicas) or n_parts > 1 or by_output:
+        raise ValueError(
+            f"Cannot compute this loss with {divided}: {reason}, and the mean over the parts of a "
+            "batch is not the loss of the batch. Return one value per example, which depends on "
+            "that example alone: leave out the mean, and give masks as weights. Or compute "
+            "batches whole: without accumulate and virtual_replicas, and several such losses by "
+            "output with strategy=Sharded()."
+        )
+    if _looks_around(task.loss, outputs, batch.targets):
+        return values, penalty
+    weights = None if batch.weights is None else replicas.whole(batch.weights, n)
+    whole = batch._replace(targets=replicas.whole(batch.targets, n), weights=weights)
+    # In rows of weight 0, the targets that one device would put there.
+    whole = without_idle_targets(whole) if is_training else whole
+    outputs = replicas.whole(outputs, n)
+    values, penalty = evaluate_loss(task.loss, outputs, whole.targets, n * replicas.n)
+    return (replicas.own(values, n) if values.ndim else values), penalty
+
+
+def check_metrics(
+    task: Any,
+    outputs: Outputs,
+    targets: Any,
+    replicas: Replicas | VirtualReplicas,
+    *,
+    n_parts: int = 1,
+) -> None:
+    """Checks that no metric compares examples with others that are computed elsewhere.
+
+    Raises:
+      ValueError: with the metric that does.
+    """
+    divided = _how_divided(replicas, n_parts)
+    if task.pad or not divided:  # Where batches may be padded, such a metric was refused.
+        return
+    for name, metric in metrics_by_row(task):
+        if couples_rows(metric, outputs, targets) and not _looks_around(metric, outputs, targets):
+            raise ValueError(
+                f"Cannot measure {name!r} with {divided}: the value of an example depends on the "
+                "other examples of the batch, and each part would be measured by itself. Use one "
+                "device, or strategy=Sharded(), without accumulate and virtual_replicas."
+            )
+
+
+def losses_by_row(
+    loss: Any, outputs: Outputs, targets: Any
+) -> Iterator[tuple[str, Callable[..., Any], Outputs, Outputs]]:
+    """A loss, or each of several by output, with what it is called with."""
+    if not isinstance(loss, LossByOutput):
+        yield "The loss", loss, outputs, targets
+        return
+    for name, each in loss.losses.items():
+        output, target = loss.pick(name, *outputs, *targets)
+        yield f"The loss of output {name!r}", each, (output,), (target,)
+
+
+def metrics_by_row(task: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The metrics that are means of values by example, except losses by output."""
+    for name, metric in task.metrics.items():
+        owner = getattr(getattr(metric.values, "func", None), "__self__", None)
+        if metric.values is not None and not isinstance(owner, LossByOutput):
+            yield name, metric.values
+
+
+def _why_whole(loss: Any, values: Any, penalty: Any, outputs: Outputs, targets: Any) -> str:
+    """Why the loss of a batch cannot be computed from its parts; "" if it can."""
+    if values.ndim == 0:
+        return "it is a scalar"
+    if penalty is not None:
+        return "its penalty is one number for the whole batch"
+    each = losses_by_row(loss, outputs, targets)
+    if any(couples_rows(one, *arguments) for _, one, *arguments in each):
+        return "the value of an example depends on the other examples of the batch"
+    return ""
+
+
+def _looks_around(function: Callable[..., Any], outputs: Outputs, targets: Any) -> bool:
+    """Whether a loss or a metric looks at the other replicas by itself."""
+    return names_axis(jax.make_jaxpr(function)(*outputs, *targets))
+
+
+def _how_divided(replicas: Replicas | VirtualReplicas, n_parts: int) -> str:
+    """What divides a batch into parts; "" if it is computed as a whole."""
+    if n_parts > 1:
+        return f"accumulate={n_parts}"
+    if isinstance(replicas, VirtualReplicas):
+        return f"virtual_replicas={replicas.n}"
+    return f"{replicas.n} devices" if replicas.n > 1 else ""
+
+
+def evaluate_loss(
+    loss: Callable[..., Any], outputs: tuple[Any, ...], targets: tuple[Any, ...], n: int
+) -> tuple[jax.Array, Any]:
+    """The values of a loss for `n` examples and its penalty, or None.
+
+    Raises:
+      TypeError: the loss returned something else than an array, or a pair of two.
+      ValueError: the shape of the values or of the penalty is not that of a loss.
+    """
+    result = in_range(loss, *outputs, *targets)
+    parts = result if isinstance(result, tuple) else (result, None)
+    is_array = [hasattr(part, "shape") or isinstance(part, int | float) for part in parts]
+    if len(parts) != 2 or not is_array[0] or not (is_array[1] or parts[1] is None):
+        kinds = ", ".join(type(part).__name__ for part in parts[: len(is_array)])
+        received = f"a tuple of {len(parts)} ({kinds})" if isinstance(result, tuple) else kinds
+        raise TypeError(
+            f"The loss returned {received.removesuffix(', NoneType')}; expected one value per "
+            f"example, of shape ({n},), or a pair (values, penalty)."
+        )
+    values, penalty = in_float32(jnp.asarray(parts[0])), parts[1]
+    if penalty is not None and jnp.ndim(penalty):
+        raise ValueError(
+            f"The loss returned two arrays, of shapes {values.shape} and {jnp.shape(penalty)}; the "
+            "second would be a penalty, which is a scalar. Add the losses of several outputs."
+        )
+    losses.check_loss_shape(values.shape, outputs, targets, n)
+    return values, penalty

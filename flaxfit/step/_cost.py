@@ -1,0 +1,81 @@
+"""What a training step costs, by XLA's own analysis: operations, and memory on a device."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+
+from flaxfit.step._jaxpr import equations, parts_of
+
+
+class StepCost(NamedTuple):
+    """What a training step asks for, counted without compiling or running it."""
+
+    flops: float
+    """The floating-point operations on all devices; see `TrainLoop.step_flops`."""
+    recomputes: bool
+    """Whether some of them compute again what was not kept in memory (`jax.checkpoint`)."""
+
+
+def cost_of(function: Callable[..., Any], *shapes: Any) -> StepCost:
+    """The floating-point operations of a function, without compiling or running it.
+
+    Counted is the program as it was written, before the compiler changes it. XLA counts the body
+    of a loop once; that of a `scan`, whose length is known, counts as often as it runs here. A
+    kernel that XLA cannot look into counts nothing.
+
+    >>> import jax.numpy as jnp
+    >>> x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    >>> cost_of(lambda x: x @ x, x)
+    StepCost(flops=8192.0, recomputes=False)
+    """
+    program = jax.make_jaxpr(function)(*shapes)
+    # Of `jax.checkpoint`, whose backward pass begins with the forward pass.
+    recomputes = any(each.params.get("differentiated") for each in equations(program))
+    return StepCost(_flops(program), recomputes)
+
+
+def _flops(program: Any) -> float:
+    return _counted_once(program) + sum(
+        scan.params["length"] * _flops(scan.params["jaxpr"]) - _counted_once(scan.params["jaxpr"])
+        for scan in _scans(program)
+    )
+
+
+def _counted_once(program: Any) -> float:
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.in_avals]
+    analysis = jax.jit(jaxpr_as_fun(program)).lower(*shapes).cost_analysis()
+    return float((analysis or {}).get("flops", math.nan))
+
+
+def _scans(program: Any) -> Iterator[Any]:
+    """The scans of a program, those inside of other scans left out."""
+    for equation in program.eqns:
+        if equation.primitive.name == "scan":
+            yield equation
+            continue
+        for part in parts_of(equation):
+            yield from _scans(part)
+
+
+def memory_of(compiled: Any) -> int:
+    """The bytes that a compiled program needs on each device: arguments, results, temporaries.
+
+    Raises:
+      ValueError: this backend does not tell.
+    """
+    analysis = compiled.memory_analysis() if hasattr(compiled, "memory_analysis") else None
+    if analysis is None:
+        raise ValueError(
+            "The memory of a step is not known here: the backend does not tell, several processes "
+            "share the step, or it runs eagerly."
+        )
+    return (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes
+        + analysis.generated_code_size_in_bytes
+    )

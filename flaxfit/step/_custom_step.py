@@ -1,0 +1,70 @@
+"""A training step of the user's own: what it takes and gives, and where it can run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from flaxfit.data._batch import Batch
+from flaxfit.state._train_state import TrainState
+from flaxfit.strategies import DataParallel, Sharded, Strategy
+
+
+def make_own_step(task: Any) -> Callable[[TrainState, Batch], tuple[TrainState, Any]]:
+    """Makes the update of a task's own step: `(state, batch) -> (state, sums)`.
+
+    The step is counted, whether the user's function counts it or not. A plain number among the
+    sums counts once for each step.
+
+    Raises:
+      TypeError: it does not return a state and a mapping of numbers.
+    """
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
+        result = task.step(state, batch)
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        if not is_pair or not hasattr(result[0], "params") or not isinstance(result[1], Mapping):
+            kinds = [type(part).__name__ for part in (result if is_pair else (result,))]
+            raise TypeError(
+                f"The step of the task returned {' and '.join(kinds)}; expected (state, sums): a "
+                "TrainState, and numbers by the names of metrics."
+            )
+        updated, given = result
+        sums = {
+            name: sums if name in task.metrics else _sum_of(name, sums)
+            for name, sums in given.items()
+        }
+        return updated.replace(step=state.step + 1), sums
+
+    return train_step
+
+
+def strategy_for(task: Any, devices: Sequence[Any] | None = None) -> Strategy:
+    """The strategy of a task where none is given: one under which its step sees whole batches."""
+    strategy = DataParallel(devices)
+    if task.step is None or strategy.n_devices == 1:
+        return strategy
+    return Sharded(devices=strategy.devices)
+
+
+def check_strategy(task: Any, strategy: Strategy) -> None:
+    """Checks that a step of the user's own sees whole batches.
+
+    Raises:
+      ValueError: it would see the parts of several replicas, which nothing would bring together.
+    """
+    if task.step is not None and strategy.axis_name is not None and strategy.n_devices > 1:
+        raise ValueError(
+            f"The task has a step of its own, which sees whole batches, and {strategy!r} hands "
+            f"each of {strategy.n_devices} devices a part: use strategy=Sharded(), or one device."
+        )
+
+
+def _sum_of(name: str, value: Any) -> tuple[Any, ...]:
+    parts = tuple(value) if isinstance(value, list | tuple) else (value, 1.0)
+    if not 1 <= len(parts) <= 2 or any(jnp.ndim(part) for part in parts):
+        raise TypeError(
+            f"The step of the task returned {value!r:.80} for {name!r}; expected a number, which "
+            "is averaged over the steps, or a pair (sum, weight) of numbers."
+        )
+    return tuple(jnp.asarray(part, jnp.float32) for part in parts)

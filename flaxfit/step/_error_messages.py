@@ -1,0 +1,193 @@
+"""What JAX's errors mean for a training run, in words; JAX's own error stays as the cause."""
+
+import contextlib
+import functools
+import re
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax.errors import ScopeParamShapeError
+
+from flaxfit.display import count, plural, size
+from flaxfit.tree._jax_debugging import explain_debugging
+
+_ASKED_FOR_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+_TRACED = (
+    "asks for the value of an array, which it has not yet: the step is traced first, then "
+    "compiled. Return the array instead of float(array) or np.asarray(array), use jax.numpy in "
+    "place of numpy and jnp.where in place of `if`; jax.debug.print shows values, and so does "
+    "print in the debug mode (TrainLoop(..., debug=True), Model(..., run_eagerly=True))."
+)
+
+_IN_THE_GRADIENT = (
+    "asks for the value of an array that the gradient is taken through. Its value is "
+    "jax.lax.stop_gradient(array): float and np.asarray take that; print(array) shows it."
+)
+
+_OTHER_ARGUMENTS = "positional argument|unexpected keyword argument"
+
+_OUT_OF_MEMORY = """\
+The training step ran out of memory by step {step}, with batches of {examples}, and {size} of \
+parameters and optimizer state. What takes less:
+  a smaller batch, such as batch_size={half} (Model.find_batch_size finds the largest that fits)
+  accumulate=2: the same update, from two halves of each batch, one after the other
+  precision='bfloat16'
+  rematerialisation of the large layers: nn.remat(Layer), nnx.remat, jax.checkpoint
+  strategy=Sharded.fsdp(): parameters and optimizer state divided between the devices
+On a GPU, JAX takes three quarters of the memory; XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 lets it \
+have more."""
+
+
+@contextlib.contextmanager
+def tracers_explained() -> Iterator[None]:
+    """Says what to return where a model, a loss or a metric uses traced values as if they were not.
+
+    Raises:
+      TypeError: in place of JAX's, which is its cause.
+    """
+    try:
+        yield
+    except TypeError as error:
+        explanation = _of_tracers(error, _TRACED)
+        if explanation is None:
+            raise
+        raise TypeError(explanation) from error
+
+
+@contextlib.contextmanager
+def calls_explained(inputs: Any, targets: Any = ()) -> Iterator[None]:
+    """Says what a model, a loss and metrics are called with, where one of them does not take it.
+
+    Args:
+      inputs: those of a batch, or their shapes and dtypes.
+      targets: likewise.
+
+    Raises:
+      ValueError: the parameters of the model were made for inputs of another shape.
+      TypeError: a function takes other arguments. Flax's or Python's error is the cause. Whatever
+        else the user's code raises is raised as it is, with a note of the shapes.
+    """
+    try:
+        yield
+    except ScopeParamShapeError as error:
+        raise ValueError(
+            f"The model cannot take inputs of {_shapes(inputs)}: its parameters were made for "
+            "others. Give inputs like those that it began with, or make a new model. "
+            + re.sub(r" \(https?:\S*\)$", "", str(error))
+        ) from error
+    except Exception as error:
+        called = (
+            f"The model is called with the inputs, of {_shapes(inputs)} (a tuple is several, and "
+            "so is a list of arrays)"
+        )
+        if isinstance(inputs, Mapping):
+            called = (
+                f"The model is called with the inputs by name, {', '.join(inputs)}, of "
+                f"{_shapes(inputs)} (targets are the y of a batch {{'x': .., 'y': ..}} or (x, y))"
+            )
+        if targets:
+            called += f"; the loss and metrics with outputs and targets, of {_shapes(targets)}"
+            called += ", outputs first"
+        is_call = isinstance(error, TypeError) and re.search(_OTHER_ARGUMENTS, str(error))
+        if is_call and error.__cause__ is None:
+            raise TypeError(
+                f"A function takes other arguments than it is given: {error}. {called}."
+            ) from error
+        if not _is_own(error):
+            error.add_note(f"{called}.")
+        raise
+
+
+def explained(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a method of a stepper: its errors of tracers and of memory are explained.
+
+    Raises:
+      TypeError: a traced value was kept, or asked for.
+      MemoryError: the devices have not enough; it says what would take less.
+    """
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except Exception as error:
+            explain(error, self)
+            raise
+
+    return call
+
+
+def explain(error: Exception, stepper: Any) -> None:
+    """Raises in its place, where there is one, an error in words; as `explained` does."""
+    explain_debugging(error)
+    if isinstance(error, TypeError):
+        is_eager = getattr(stepper.strategy, "runs_eagerly", False)
+        explanation = _of_tracers(error, _IN_THE_GRADIENT if is_eager else _TRACED)
+        if explanation is not None:
+            raise TypeError(explanation) from error
+    elif isinstance(error, jax.errors.JaxRuntimeError) and re.search(
+        "RESOURCE_EXHAUSTED|out of memory", str(error), re.IGNORECASE
+    ):
+        raise MemoryError(_advice(stepper)) from error
+
+
+def _of_tracers(error: TypeError, advice: str) -> str | None:
+    """What an error of tracing means; None where it is none."""
+    who = f"The model, the loss or a metric{_place(error)}"
+    # The latter is what becomes of it where JAX takes the array that was kept for a constant.
+    if isinstance(error, jax.errors.UnexpectedTracerError) or re.match(
+        r"Computation compiled for \d+ inputs but called with", str(error)
+    ):
+        return (
+            f"{who} has kept an array of an earlier call, in an attribute, a list or a global. "
+            "Such arrays do not outlive the tracing of the step. Return it instead: a metric "
+            "returns one value per example, a loss returns (values, penalty), a module keeps "
+            "state in a variable (self.variable, nnx.Variable)."
+        )
+    if isinstance(error, _ASKED_FOR_A_VALUE):
+        return f"{who} {advice}"
+    return None
+
+
+def _shapes(tree: Any) -> str:
+    shapes = [str(tuple(leaf.shape)) for leaf in jax.tree.leaves(tree)]
+    return f"shape{'s' * (len(shapes) != 1)} {', '.join(shapes)}"
+
+
+def _advice(stepper: Any) -> str:
+    leaves = jax.tree.leaves(stepper.batch_shapes)  # None before the first batch is there.
+    n = leaves[0].shape[0] if leaves else 0
+    state = jax.tree.leaves((stepper.state.params, stepper.state.opt_state))
+    n_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in state)
+    devices = plural(len(stepper.strategy.devices), "device")
+    return _OUT_OF_MEMORY.format(
+        step=count(max(stepper.step, 1)),
+        examples=f"{plural(n, 'example')} on {devices}",
+        size=size(n_bytes),
+        half=max(n // 2, 1),
+    )
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether flaxfit itself has raised it, and so has said what is wrong."""
+    *_, last = traceback.walk_tb(error.__traceback__)
+    return Path(last[0].f_code.co_filename).is_relative_to(Path(__file__).parent)
+
+
+def _place(error: BaseException) -> str:
+    """Where in the user's own code it happened: the last place outside of installed packages."""
+    library = sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]
+    own = str(Path(__file__).parent)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((*library, own, "<")):
+            return f" ({Path(frame.filename).name}, line {frame.lineno})"
+    return ""

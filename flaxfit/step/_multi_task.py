@@ -1,0 +1,188 @@
+"""MultiTask: several training tasks that take turns on one state."""
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from flaxfit.data import as_stream
+from flaxfit.data._batch import Batch, normalize
+from flaxfit.step._forward import weights_of
+from flaxfit.step._train_step import make_train_step, more_sums
+from flaxfit.step._validate import inspect, shapes_of
+from flaxfit.task._task import TrainTask
+
+
+def MultiTask(
+    tasks: Mapping[str, TrainTask], *, weights: Mapping[str, float] | None = None, seed: int = 0
+) -> TrainTask:
+    """Makes one task of several, which take turns: each step is one of a single task.
+
+    They train one state: a task's `apply` uses what it needs of the parameters. Each has its own
+    data, loss and metrics; these are reported as "<task>/<metric>" (`nan` where no step of it fell
+    into the span), and "loss" is the mean over the examples of all. Checkpoints hold the position
+    of each in its data. The run ends with the data that ends first. Parameters that a task does
+    not use have a gradient of zero, on which an optimizer with moments still acts.
+
+    >>> import optax
+    >>> x, w = np.ones((8, 1), np.float32), np.zeros(1, np.float32)
+    >>> sgd, apply = optax.sgd(0.1), lambda v, x, **_: (v["params"] * x, {})
+    >>> up, down = (TrainTask(apply, sgd, "mse", (x, sign * x)) for sign in (1, -1))
+    >>> from flaxfit import TrainLoop
+    >>> loop = TrainLoop(lambda r, x: {"params": w}, MultiTask({"up": up, "down": down}), 0)
+    >>> loop.next_step().metrics["up/loss"], round(loop.next_step().metrics["down/loss"], 2)
+    (1.0, 1.44)
+
+    Args:
+      tasks: by name; they share one optimizer object.
+      weights: how often each is trained, by name, in the long run: turns are then drawn, a
+        function of the seed and the step. None: one after the other.
+      seed: of the draws.
+
+    Raises:
+      ValueError: the tasks have different optimizers, or weights name other tasks.
+    """
+    tasks = dict(tasks)
+    _check(tasks, weights)
+    streams = {name: as_stream(task.data) for name, task in tasks.items()}
+    stream = _Turns(streams, None if weights is None else dict(weights), seed)
+    steps = {name: make_train_step(task) for name, task in tasks.items()}
+    looked_at: dict[str, dict[Any, Any]] = {name: {} for name in tasks}
+
+    def step(state: Any, batch: Batch) -> tuple[Any, Any]:
+        (turn,) = batch.targets
+        sums: dict[str, Any] = {}
+        for name, task in tasks.items():
+            shapes = _sums_of(task, state, stream.samples[name], looked_at[name])
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            sums |= {f"{name}/{metric}": zero for metric, zero in zeros.items()}
+        batch = batch._replace(targets=turn.targets)
+        state, found = steps[turn.name](state, batch)
+        found["loss"] = _pair(found["loss"], batch)
+        sums |= {f"{turn.name}/{metric}": value for metric, value in found.items()}
+        return state, {"loss": found["loss"], **sums}
+
+    return TrainTask(
+        step=step,
+        optimizer=next(iter(tasks.values())).optimizer,
+        data=stream,
+        metrics={
+            f"{name}/{metric}": each
+            for name, task in tasks.items()
+            for metric, each in task.metrics.items()
+        },
+        rngs=tuple(dict.fromkeys(name for task in tasks.values() for name in task.rngs)),
+    )
+
+
+@struct.dataclass
+class _Turn:
+    """The targets of a batch, and whose turn it is: a part of the structure of the batch."""
+
+    name: str = struct.field(pytree_node=False)
+    targets: tuple[Any, ...]
+
+
+class _Turns:
+    """The batches of several streams, in turns; its position is the number of the turn, and theirs.
+
+    One batch of each stream is fetched when the first is asked for: a sample, to look at.
+    """
+
+    def __init__(self, streams: dict[str, Any], weights: dict[str, float] | None, seed: int):
+        self._streams, self._weights, self._seed = streams, weights, seed
+        self._names = list(streams)
+        self._n = 0
+        self.samples: dict[str, Batch] = {}
+        self._held: dict[str, tuple[Batch, Any]] = {}
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        if not self.samples:
+            for name in self._names:
+                position = _position(self._streams[name])
+                batch = normalize(next(self._streams[name]))
+                self.samples[name], self._held[name] = batch, (batch, position)
+        name = self._whose_turn()
+        if name in self._held:
+            batch, _ = self._held.pop(name)
+        else:
+            batch = normalize(next(self._streams[name]))
+        self._n += 1
+        return batch._replace(targets=(_Turn(name, batch.targets),))
+
+    def get_state(self) -> dict[str, Any]:
+        """The number of the turn, and the position in each stream."""
+        positions = {name: _position(stream) for name, stream in self._streams.items()}
+        positions |= {name: position for name, (_, position) in self._held.items()}
+        return {"turn": self._n, "weights": self._weights, "seed": self._seed, "data": positions}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Moves to a position that `get_state` gave."""
+        own = (self._weights, self._seed, set(self._names))
+        if (state["weights"], state["seed"], set(state["data"])) != own:
+            raise ValueError(
+                "Cannot go on with other tasks, weights or another seed than the position was "
+                f"saved with: {list(state['data'])}, {state['weights']}, {state['seed']}; here "
+                f"{self._names}, {self._weights}, {self._seed}."
+            )
+        for name, position in state["data"].items():
+            if position is not None:
+                self._streams[name].set_state(position)
+        self._n = state["turn"]
+        self.samples, self._held = {}, {}
+
+    def _whose_turn(self) -> str:
+        if self._weights is None:
+            return self._names[self._n % len(self._names)]
+        shares = np.array([self._weights.get(name, 1.0) for name in self._names])
+        rng = np.random.default_rng((self._seed, self._n))
+        return self._names[rng.choice(len(shares), p=shares / shares.sum())]
+
+
+def _sums_of(task: TrainTask, state: Any, sample: Batch, known: dict[Any, Any]) -> Any:
+    """The shapes of the sums of a step of a task, which is looked at on the way."""
+    result = inspect(task, shapes_of(state), sample, known=known).shapes
+    sums = result.sums | more_sums(task, result, grad_norm=True)
+    return sums | {"loss": jax.eval_shape(_pair, sums["loss"], sample)}
+
+
+def _pair(loss: Any, batch: Batch) -> Any:
+    """The sum of a loss and its weight: of one by output its mean, for each of the examples."""
+    if not isinstance(loss, Mapping):
+        return loss
+    means = (total / jnp.where(weight > 0, weight, 1) for total, weight in loss.values())
+    n = jnp.sum(weights_of(batch))
+    return n * sum(means), n
+
+
+def _position(stream: Any) -> Any:
+    return stream.get_state() if hasattr(stream, "get_state") else None
+
+
+def _check(tasks: dict[str, TrainTask], weights: Any) -> None:
+    if not tasks:
+        raise ValueError("MultiTask needs a task or more, by name: {'a': TrainTask(...), ...}.")
+    first = next(iter(tasks))
+    for name, task in tasks.items():
+        if task.optimizer is not tasks[first].optimizer or hasattr(task.optimizer, "user"):
+            raise ValueError(
+                f"The tasks {first!r} and {name!r} have different optimizers, and there is one "
+                "state: give them one object, without freeze, clip_norm, ema or float16, which "
+                "make another of it (optax.chain and MultiOptimizer clip and freeze for all)."
+            )
+    owns = [name for name, task in tasks.items() if task.step is not None]
+    if owns:
+        raise ValueError(f"The tasks {', '.join(map(repr, owns))} have steps of their own.")
+    if unknown := [name for name in weights or () if name not in tasks]:
+        raise ValueError(
+            f"weights name {', '.join(map(repr, unknown))}, and there are the tasks "
+            f"{', '.join(map(repr, tasks))}."
+        )
+    if wrong := [name for name, weight in (weights or {}).items() if not weight > 0]:
+        raise ValueError(f"The weight of the task {wrong[0]!r} must be more than 0.")

@@ -1,0 +1,125 @@
+"""Whether a program combines the rows of a batch, as its jaxpr tells."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from flaxfit.step._jaxpr import parts_of
+
+# Primitives that combine or move the elements along an axis, and the parameter that names it.
+_ALONG_AXIS = {
+    "cumsum": "axis",
+    "cumprod": "axis",
+    "cummax": "axis",
+    "cummin": "axis",
+    "cumlogsumexp": "axis",
+    "sort": "dimension",
+    "rev": "dimensions",
+}
+# Primitives that return what a program in them returns, in the same order.
+_CALLS = {"jit", "pjit", "closed_call", "checkpoint", "cond"} | {
+    f"custom_{kind}_call{end}" for kind in ("jvp", "vjp") for end in ("", "_jaxpr")
+}
+# Primitives that keep a number where it is, and which operand holds it.
+_IN_PLACE = {"broadcast_in_dim": 0, "reshape": 0, "convert_element_type": 0, "select_n": 1}
+
+
+class _Needed(NamedTuple):
+    """An equation of a jaxpr that the results depend on."""
+
+    equation: Any
+    results: list[Any]
+    """Those that are needed."""
+    makers: Mapping[Any, Any]
+    """The equations of the same program by what they result in, and the values of constants."""
+
+
+def mixes_rows(program: Any, n: int) -> bool:
+    """Whether what a closed jaxpr returns was made by combining rows along axes of size `n`."""
+    return any(_mixes(each, n) for each in _needed(program, [True] * len(program.jaxpr.outvars)))
+
+
+def numbers(program: Any) -> list[str]:
+    """The floating-point numbers in a closed jaxpr that its results depend on, as texts."""
+    literals = [
+        v.val
+        for each in _needed(program, [True] * len(program.jaxpr.outvars))
+        for v in each.equation.invars
+        if isinstance(v, Literal)
+    ]
+    return [str(x) for x in literals if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+
+
+def _needed(program: Any, wanted: list[bool]) -> Iterator[_Needed]:
+    """The equations that the wanted results depend on, those of inner programs included."""
+    constants = {}
+    if hasattr(program, "jaxpr"):
+        constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+        program = program.jaxpr
+    makers = constants | {v: each for each in program.eqns for v in each.outvars}
+    chosen = [v for v, is_wanted in zip(program.outvars, wanted, strict=True) if is_wanted]
+    needed = {v for v in chosen if not isinstance(v, Literal)}
+    for equation in reversed(program.eqns):
+        is_needed = [v in needed for v in equation.outvars]
+        if not any(is_needed):
+            continue
+        needed |= {v for v in equation.invars if not isinstance(v, Literal)}
+        yield _Needed(equation, [v for v in equation.outvars if v in needed], makers)
+        for inner in _inner_programs(equation):
+            n_results = len(getattr(inner, "jaxpr", inner).outvars)
+            is_call = equation.primitive.name in _CALLS and n_results == len(is_needed)
+            yield from _needed(inner, is_needed if is_call else [True] * n_results)
+
+
+def _mixes(needed: _Needed, n: int) -> bool:
+    """Whether an equation on arrays with an axis of rows combines these."""
+    equation, name = needed.equation, needed.equation.primitive.name
+    if name in _CALLS or not any(_axes(v, n) for v in equation.invars):
+        return False
+    if any(len(_axes(v, n)) != 1 for v in needed.results):
+        return True
+    if name == "gather":
+        return _picks_other_rows(needed, n)
+    axis = equation.params.get(_ALONG_AXIS.get(name, ""), ())
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    return any(axis in _axes(v, n) for v in equation.invars for axis in axes)
+
+
+def _picks_other_rows(needed: _Needed, n: int) -> bool:
+    """Whether rows are picked by an index that is not the number of the row itself."""
+    operand, indices = needed.equation.invars
+    columns = needed.equation.params["dimension_numbers"].start_index_map
+    by_index = [columns.index(axis) for axis in _axes(operand, n) if axis in columns]
+    return not all(_counts_rows(indices, column, needed.makers, n) for column in by_index)
+
+
+def _counts_rows(indices: Any, column: int, makers: Mapping[Any, Any], n: int) -> bool:
+    """Whether a column of indices holds 0, 1, ... `n - 1`."""
+    maker = None if isinstance(indices, Literal) else makers.get(indices)
+    if maker is None or not hasattr(maker, "primitive"):
+        return maker is not None and np.array_equal(np.ravel(maker), np.arange(n))
+    name = maker.primitive.name
+    if name == "iota":
+        return maker.params["shape"][maker.params["dimension"]] == n
+    if name == "concatenate":
+        # Each operand is a column.
+        return len(maker.invars) > column and _counts_rows(maker.invars[column], 0, makers, n)
+    place = _IN_PLACE.get(name)
+    return place is not None and _counts_rows(maker.invars[place], column, makers, n)
+
+
+def _inner_programs(equation: Any) -> Iterator[Any]:
+    """The programs in an equation, except the condition of a loop, which only ends it."""
+    condition = equation.params.get("cond_jaxpr")
+    for inner in parts_of(equation):
+        if inner is not condition:
+            yield inner
+
+
+def _axes(variable: Any, n: int) -> list[int]:
+    """The axes of rows of a variable; several rows may be joined in one axis."""
+    shape = getattr(variable.aval, "shape", ())
+    return [axis for axis, size in enumerate(shape) if size and size % n == 0]

@@ -1,0 +1,316 @@
+"""Inspection of the first batch: what a task makes of it, or in words why it cannot be trained."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.errors import InvalidRngError
+
+from flaxfit.data._batch import Batch, n_examples
+from flaxfit.data._sample_weights import check_weights, weights_by_output
+from flaxfit.step._batch_loss import losses_by_row, metrics_by_row
+from flaxfit.step._by_row import check_by_row, check_sums, couples_rows
+from flaxfit.step._error_messages import calls_explained, tracers_explained
+from flaxfit.step._forward import EvalPass, ForwardPass, forward, forward_eval
+from flaxfit.step._jaxpr import holds
+from flaxfit.step._regression_targets import check_classes
+from flaxfit.strategies._eager import runs_eagerly
+from flaxfit.task._multi_output import check_outputs, check_values, targets_with_weights
+from flaxfit.tree._paths import flat
+
+
+class Traced(NamedTuple):
+    """What is known of a function that was traced."""
+
+    shapes: Any
+    """The shapes and dtypes of what it returns."""
+    has_convolutions: bool
+
+
+def inspect(
+    task: Any,
+    state: Any,
+    batch: Batch,
+    data: Batch | None = None,
+    bind: Callable[..., Any] = lambda function: function,
+    known: dict[Any, Traced] | None = None,
+    *,
+    is_resumed: bool = False,
+) -> Traced:
+    """Traces one forward pass of a task without running it, on a batch as the user passed it.
+
+    Args:
+      task: a `TrainTask`.
+      state: the training state.
+      batch: the first batch.
+      data: all of the data, where it is at hand: its values are checked, else the batch's.
+      bind: of the strategy, to trace as it does.
+      known: what was traced before of this task, by shapes; it is added to.
+      is_resumed: whether the run began before this batch, whose values are not checked then: had
+        it not been interrupted, it would not have looked at them.
+
+    Returns:
+      What is known of the pass; its shapes are those of a `ForwardPass`.
+
+    Raises:
+      ValueError: labels, weights, the shape of the loss or a random stream do not fit.
+      TypeError: the batch lacks the targets that the loss wants.
+    """
+    check_outputs(task.loss, batch.targets)
+    if data is not None or not is_resumed:
+        name = "The first batch" if data is None else "The data"
+        check_finite(batch if data is None else data, name, task.loss)
+
+    def pass_forward(state: Any, batch: Batch) -> ForwardPass:
+        return forward(task, state.params, state.model_state, batch, state.key)
+
+    known, key = {} if known is None else known, structure_of((state, batch))
+    bound = bind(pass_forward)
+    traced = known.get(key)
+    if traced is None:
+        explained = _explained(f"TrainTask(..., rngs={task.rngs})", task, batch)
+        with calls_explained(batch.inputs, batch.targets), explained:
+            traced = trace(bound, state, batch)
+    result = traced.shapes
+    check_loss(task.loss, result.values, result.outputs, batch, data)
+    check_classes(task, batch)
+    if key not in known:
+        if not runs_eagerly(bound):  # The check traces, with sizes of no batch.
+            _check_by_row(task, result, batch, bind)
+        known[key] = traced
+    return traced
+
+
+def inspect_eval(
+    task: Any,
+    state: Any,
+    batch: Batch,
+    data: Batch | None = None,
+    bind: Callable[..., Any] = lambda function: function,
+    known: dict[Any, EvalPass] | None = None,
+) -> EvalPass:
+    """Traces one measurement without running it: the shapes and dtypes of an `EvalPass`.
+
+    The arguments are those of `inspect`.
+
+    Raises:
+      ValueError: labels, weights or the shape of the loss do not fit.
+      TypeError: the batch lacks the targets that the loss wants.
+    """
+    check_outputs(task.loss, batch.targets)
+    name = "The first batch" if data is None else "The data"
+    check_finite(batch if data is None else data, name, task.loss)
+
+    def pass_forward(state: Any, batch: Batch) -> EvalPass:
+        return forward_eval(task, state, batch, state.key if task.rngs else None)
+
+    known, key = {} if known is None else known, structure_of((state, batch))
+    bound = bind(pass_forward)
+    result = known.get(key)
+    if result is None:
+        explained = _explained("EvalTask(..., rngs=...) or Model(..., eval_rngs=...)", task, batch)
+        with calls_explained(batch.inputs, batch.targets), explained:
+            result = trace(bound, state, batch).shapes
+    if result.values is not None:
+        check_loss(task.loss, result.values, result.outputs, batch, data)
+    check_classes(task, batch)
+    check_classes(task, batch)
+    if key not in known:
+        if not runs_eagerly(bound):
+            _check_by_row(task, result, batch, bind)
+        known[key] = result
+    return result
+
+
+def inspect_step(
+    step: Callable[..., Any],
+    state: Any,
+    batch: Batch,
+    data: Batch | None = None,
+    bind: Callable[..., Any] = lambda function: function,
+) -> Traced:
+    """Traces a step of the user's own without running it.
+
+    Returns:
+      What is known of the step; its shapes are those of its sums.
+
+    Raises:
+      ValueError: the state that it returns is not like the one it was given, or the batch has
+        weights by output.
+    """
+    if own := weights_by_output(batch.targets):
+        raise ValueError(
+            f"The batches have weights for the outputs {', '.join(map(repr, own))}, and the task "
+            "has a step of its own: give one weight per example, or put others among the targets."
+        )
+    check_finite(batch if data is None else data, "The first batch" if data is None else "The data")
+    with tracers_explained():
+        traced = trace(bind(step), state, batch)
+    updated, sums = traced.shapes
+    old, new = (
+        {path: f"{x.dtype}{list(x.shape)}" for path, x in flat(tree).items()}
+        for tree in (state, updated)
+    )
+    if old != new or jax.tree.structure(state) != jax.tree.structure(updated):
+        paths = [path for path in {**old, **new} if old.get(path) != new.get(path)]
+        lines = [f"  {p}: {old.get(p, '-')} became {new.get(p, '-')}" for p in paths[:30]]
+        raise ValueError(
+            "The step of the task returned a state that is not like the one it was given:\n"
+            + "\n".join(lines or ["  other containers hold its arrays"])
+        )
+    return traced._replace(shapes=sums)
+
+
+def trace(function: Callable[..., Any], *arguments: Any) -> Traced:
+    """Traces a function of arrays or of their shapes and dtypes, without running it.
+
+    One that runs eagerly is run instead: the user's code is to see values.
+    """
+    if runs_eagerly(function):
+        return Traced(shapes_of(function(*arguments)), False)
+    # Over the shapes, since the arrays of a state are spread over the devices of a strategy.
+    program, results = jax.make_jaxpr(function, return_shape=True)(*map(shapes_of, arguments))
+    return Traced(results, holds(program, "conv_general_dilated"))
+
+
+@contextlib.contextmanager
+def streams_explained(owner: str, rngs: Sequence[str]) -> Iterator[None]:
+    """Says where to name a random stream that a model asks for and is not given.
+
+    Raises:
+      ValueError: in place of Flax's error, which is its cause.
+    """
+    try:
+        yield
+    except InvalidRngError as error:
+        raise ValueError(
+            "The model asks for a random stream that it is not given: "
+            f"{error}\n{owner} supplies {list(rngs)}: add its name."
+        ) from error
+
+
+@contextlib.contextmanager
+def _explained(owner: str, task: Any, batch: Batch) -> Iterator[None]:
+    """Says in words what it means when a model or a loss is not given what it asks for."""
+    try:
+        with tracers_explained(), streams_explained(owner, task.rngs):
+            yield
+    except TypeError as error:
+        if not batch.targets and "argument" in str(error):
+            shapes = jax.tree.map(lambda x: x.shape, batch.inputs)
+            raise TypeError(
+                "A batch from 'data' must be (inputs, targets) or a mapping for a loss that wants "
+                f"targets, got only inputs of shape {shapes}: {error}. Give "
+                "targets too: batches that yield x, y, or fit(x, y), evaluate(x, y) and "
+                "validation_data=(x, y)."
+            ) from error
+        raise
+
+
+def _check_by_row(task: Any, result: Any, batch: Batch, bind: Callable[..., Any]) -> None:
+    """Checks that the loss and the metrics compare each output with its own target, by row."""
+    outputs, targets = result.outputs, batch.targets
+    for name, metric in task.metrics.items():
+        if any(leaf.ndim for leaf in jax.tree.leaves(result.sums[name])):
+            measure = functools.partial(_measured, metric)
+            check_sums(name, bind(measure), outputs, targets)
+    if not task.pad:
+        return
+    advice = " If it is meant to look across the batch, set pad=False in the task."
+    checked = [
+        (f"The metric {name!r}", values, outputs, targets) for name, values in metrics_by_row(task)
+    ]
+    if task.loss is not None:
+        checked += losses_by_row(task.loss, outputs, targets)
+    for owner, function, *arguments in checked:
+        is_scalar = function is task.loss and not result.values.ndim
+        function = bind(function)
+        check_by_row(owner, function, *arguments, advice=advice)
+        if not is_scalar and couples_rows(function, *arguments):
+            raise ValueError(
+                f"{owner} gives each example a value that depends on the other examples of its "
+                "batch, or on their number. Padding, and batches of another size, would change "
+                f"it.{advice}"
+            )
+
+
+def _measured(metric: Any, weights: Any, *outputs_and_targets: Any) -> Any:
+    return metric.measure(*outputs_and_targets, weights=weights)
+
+
+def check_loss(
+    loss: Any, values: Any, outputs: Any, batch: Batch, data: Batch | None = None
+) -> None:
+    """Checks the values of labels on the host, and that what is weighted can be."""
+    check_values(loss, outputs, data or batch)
+    if values.ndim == 0 and batch.weights is not None:
+        raise ValueError(
+            "Weights cannot be applied to a loss that returns a scalar: return one value per "
+            f"example, of shape ({n_examples(batch)},), without taking the mean."
+        )
+
+
+def check_finite(batch: Batch, name: str, loss: Any = None) -> None:
+    """Checks that no input, target or weight is NaN or infinite, and no weight negative.
+
+    Targets of weight 0 may be anything: they leave no mark.
+
+    Raises:
+      ValueError: with the path of the array, how many of its rows are not finite, and the first.
+    """
+    if batch.weights is not None:
+        check_weights(batch.weights, f"{name} holds weights, which")
+    for output, weights in weights_by_output(batch.targets).items():
+        check_weights(weights, f"{name} holds weights for {output!r}, which")
+    targets = (("target", *each) for each in targets_with_weights(loss, batch))
+    for role, tree, weights in ("input", batch.inputs, None), *targets:
+        for path, leaf in flat(tree).items():
+            bad = _rows_not_finite(leaf)
+            if weights is not None:
+                bad = bad & (np.asarray(weights) != 0)
+            if np.any(bad):
+                raise ValueError(
+                    f"{name} holds NaN or infinite values: {role} {path!r}, {np.sum(bad):,} of "
+                    f"{len(leaf):,} rows, the first of them row {np.argmax(bad):,}. Clean the "
+                    "data, or replace the values (np.nan_to_num)."
+                )
+
+
+def _rows_not_finite(leaf: Any) -> Any:
+    """Which rows of an array hold NaN or infinite values; False where none does."""
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return False
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(np.sum(leaf)):
+            return False
+    return ~np.isfinite(np.asarray(leaf)).reshape(len(leaf), -1).all(1)
+
+
+def check_rows(outputs: Any, n: int) -> None:
+    """Checks that predictions have a row for each of `n` examples.
+
+    Raises:
+      ValueError: with the output that has not.
+    """
+    for path, leaf in flat(outputs).items():
+        if leaf.shape[:1] != (n,):
+            raise ValueError(
+                f"predict joins the rows of batches, and output {path or 0} has shape {leaf.shape} "
+                f"for a batch of {n} examples. Return one row per example, or apply the module "
+                "itself: module.apply(model.state.variables, x)."
+            )
+
+
+def structure_of(tree: Any) -> Any:
+    """What a program is compiled for: the structure of a tree, its shapes and dtypes."""
+    leaves, structure = jax.tree.flatten(tree)
+    return (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
+
+
+def shapes_of(tree: Any) -> Any:
+    """A tree of shapes and dtypes, without the arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

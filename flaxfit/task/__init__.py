@@ -1,0 +1,1 @@
+"""What to train and what to measure, as plain descriptions."""

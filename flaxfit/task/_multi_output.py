@@ -1,0 +1,251 @@
+"""Losses, metrics and weights of a model with several outputs, by the names of the outputs."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit import losses, metrics
+from flaxfit.data._batch import Batch
+from flaxfit.data._sample_weights import weights_by_output, without_idle_rows
+from flaxfit.losses._ranges import in_range
+from flaxfit.task._label_counts import count_labels
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LossByOutput:
+    """The weighted sum of the losses of several outputs: one value per example.
+
+    The model gives a mapping with the names, or a tuple in their order; so do the targets.
+
+    >>> loss = as_loss({"a": "mse", "b": "mae"}, {"b": 0.5})
+    >>> loss(jnp.full(2, 3.0), jnp.full(2, 4.0), jnp.zeros(2), jnp.zeros(2))
+    Array([11., 11.], dtype=float32)
+    """
+
+    losses: Mapping[str, losses.Loss]
+    weights: Mapping[str, float]
+
+    def __call__(self, *outputs_and_targets: Any) -> Any:
+        """The weighted sum over the outputs, whatever weights the examples have."""
+        values = (w * self.of(name, *outputs_and_targets) for name, w in self.weights.items())
+        return sum(values)
+
+    def sums(self, weights: Any, *outputs_and_targets: Any) -> dict[str, tuple[Any, Any]]:
+        """By output, the weighted sum of its loss and the weight of that sum.
+
+        Args:
+          weights: those of the examples, which the weights of an output multiply.
+          *outputs_and_targets: as of a call.
+        """
+        found = {}
+        for name, each in self.weights_of(weights, *outputs_and_targets).items():
+            values = self.weights[name] * self.of(name, *outputs_and_targets)
+            found[name] = jnp.sum(jnp.where(each != 0, each * values, 0)), jnp.sum(each)
+        return found
+
+    def count_labels(self, weights: Any, *outputs_and_targets: Any) -> dict[str, tuple[Any]]:
+        """The numbers of labels of the outputs that are out of range."""
+        found = {}
+        for name, each in self.weights_of(weights, *outputs_and_targets).items():
+            picked = self.pick(name, *outputs_and_targets)
+            found |= count_labels(self.losses[name], each, picked, name)
+        return found
+
+    def weights_of(self, weights: Any, *targets: Any) -> dict[str, Any]:
+        """By output, the weights of the examples."""
+        own = weights_by_output(targets)
+        return {name: weights * own[name] if name in own else weights for name in self.losses}
+
+    def of(self, name: str, *outputs_and_targets: Any) -> Any:
+        """The loss of one output: the mean over its elements, for each example."""
+        output, target = self.pick(name, *outputs_and_targets)
+        own = weights_by_output(outputs_and_targets).get(name)
+        target = target if own is None else without_idle_rows(target, own)
+        n = jax.tree.leaves(output)[0].shape[0]
+        try:
+            values = jnp.asarray(in_range(self.losses[name], output, target))
+            losses.check_loss_shape(values.shape, output, target, n)
+        except ValueError as error:
+            raise ValueError(f"output {name!r}: {error}") from error
+        if not values.ndim:
+            raise ValueError(
+                f"output {name!r}: the loss returned a scalar; of several outputs each needs a "
+                f"loss with one value per example, of shape ({n},)."
+            )
+        return values.reshape(n, -1).mean(1)
+
+    def pick(self, name: str, *outputs_and_targets: Any) -> tuple[Any, Any]:
+        """One output and its target, among all outputs and all targets."""
+        outputs, rest = self.by_name(_without_weights(*outputs_and_targets))
+        targets, more = self.by_name(rest)
+        if outputs is None or targets is None or more:
+            shapes = jax.tree.map(jnp.shape, outputs_and_targets)
+            raise ValueError(
+                f"Losses by the names {', '.join(self.losses)} want the outputs of the model, and "
+                f"the targets, as a mapping with these names or as a tuple of {len(self.losses)}; "
+                f"got outputs and targets of shapes {', '.join(map(str, shapes))}."
+            )
+        for role, found in ("output", outputs), ("target", targets):
+            if name not in found:
+                raise ValueError(
+                    f"There is a loss for {name!r}, but no such {role}: there are "
+                    f"{', '.join(map(repr, found))}."
+                )
+        return outputs[name], targets[name]
+
+    def by_name(self, values: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The values by name, and what comes behind them."""
+        if values and isinstance(values[0], Mapping):
+            return values[0], values[1:]
+        n = len(self.losses)
+        if len(values) < n:
+            return None, ()
+        return dict(zip(self.losses, values, strict=False)), values[n:]
+
+
+def as_loss(loss: Any, weights: Any = None) -> Any:
+    """The loss that a user means: a name or a function, or several in a mapping or a sequence.
+
+    Raises:
+      ValueError: a name is unknown, or weights are given for other losses than there are.
+    """
+    if isinstance(loss, LossByOutput):
+        return loss if weights is None else as_loss(loss.losses, weights)
+    if not isinstance(loss, Mapping | list | tuple):
+        if weights is not None:
+            raise ValueError(
+                f"loss_weights={weights!r} weigh the losses of several outputs, and there is one "
+                f"loss, {loss!r:.60}: give a mapping, such as loss={{'a': 'mse', 'b': 'mae'}}."
+            )
+        return losses.resolve(loss)
+    if not loss:
+        raise ValueError("There is no loss: name one for each output that is to be trained.")
+    if not isinstance(loss, Mapping):
+        loss = {f"output_{i}": each for i, each in enumerate(loss)}
+    if weights is not None and not isinstance(weights, Mapping):
+        if len(weights) != len(loss):
+            raise ValueError(f"There are {len(loss)} losses, but {len(weights)} loss_weights.")
+        weights = dict(zip(loss, weights, strict=True))
+    if unknown := [name for name in weights or () if name not in loss]:
+        raise ValueError(
+            f"loss_weights name {', '.join(map(repr, unknown))}, and there are losses for "
+            f"{', '.join(map(repr, loss))}."
+        )
+    return LossByOutput(
+        {name: losses.resolve(each) for name, each in loss.items()},
+        {name: (weights or {}).get(name, 1.0) for name in loss},
+    )
+
+
+def as_metrics(given: Any, loss: Any) -> dict[str, metrics.Metric]:
+    """The metrics by name; of several outputs, the loss of each is one of them.
+
+    Where a name of a mapping is that of an output, its metrics see that output and its target
+    alone, and are called "<output>_<metric>".
+    """
+    given = () if given is None else given
+    if not isinstance(loss, LossByOutput):
+        return metrics.as_metrics(given)
+    found = {}
+    for name in loss.losses:
+        each = metrics.mean(functools.partial(loss.of, name), name=f"{name}_loss")
+        found[f"{name}_loss"] = _MetricByOutput.of(each, name)
+    if isinstance(given, Mapping):
+        of_outputs = {name: each for name, each in given.items() if name in loss.losses}
+        given = {name: each for name, each in given.items() if name not in of_outputs}
+        for output, listed in of_outputs.items():
+            pick = functools.partial(loss.pick, output)
+            for name, metric in metrics.as_metrics(listed).items():
+                picked = metrics.on(pick, metric)
+                found[f"{output}_{name}"] = _MetricByOutput.of(picked, output)
+    for name, metric in metrics.as_metrics(given).items():
+        if not isinstance(metric, _MetricByOutput):  # As it is in a task that is replaced.
+            metric = _MetricByOutput.of(metrics.on(_without_weights, metric))
+        found[name] = metric
+    return found
+
+
+class _MetricByOutput(metrics.Metric):
+    """A metric that knows of the weights that may stand behind the targets."""
+
+    @classmethod
+    def of(cls, metric: metrics.Metric, output: str | None = None) -> "_MetricByOutput":
+        """A metric of one output, with the weights of that output, or of all of them."""
+
+        def measure(*outputs_and_targets: Any, weights: Any = None) -> Any:
+            own = weights_by_output(outputs_and_targets).get(output or "")
+            if own is not None:
+                weights = own if weights is None else own * weights
+            return metric.measure(*outputs_and_targets, weights=weights)
+
+        return cls(measure, metric.compute, metric.name, values=metric.values, mode=metric.mode)
+
+
+def _without_weights(*outputs_and_targets: Any) -> tuple[Any, ...]:
+    return (
+        outputs_and_targets[:-1] if weights_by_output(outputs_and_targets) else outputs_and_targets
+    )
+
+
+def labels_out_of_range(loss: Any, weights: Any, outputs: Any, targets: Any) -> dict[str, Any]:
+    """The numbers of labels that a loss, or each of several, does not take."""
+    if isinstance(loss, LossByOutput):
+        return loss.count_labels(weights, *outputs, *targets)
+    return count_labels(loss, weights, (*outputs, *targets))
+
+
+def check_outputs(loss: Any, targets: tuple[Any, ...]) -> None:
+    """Checks that the outputs that have weights of their own have losses of their own.
+
+    Raises:
+      ValueError: there is no loss by the name of an output that has weights.
+    """
+    known = list(loss.losses) if isinstance(loss, LossByOutput) else []
+    if unknown := [name for name in weights_by_output(targets) if name not in known]:
+        raise ValueError(
+            f"There are weights for {', '.join(map(repr, unknown))}, and losses by name for "
+            f"{', '.join(map(repr, known)) or 'no output'}: give the weights as one array, or "
+            "losses in a mapping by the same names."
+        )
+
+
+def check_values(loss: Any, outputs: tuple[Any, ...], batch: Batch) -> None:
+    """Checks on the host that the values of labels suit a loss, or each of several.
+
+    Those of weight 0 may be anything.
+    """
+    if not isinstance(loss, LossByOutput):
+        losses.check_values(loss, outputs, _counted(batch.targets, batch.weights))
+        return
+    own = weights_by_output(batch.targets)
+    for name, each in loss.losses.items():
+        output, target = loss.pick(name, *outputs, *batch.targets)
+        try:
+            losses.check_values(each, output, _counted(target, batch.weights, own.get(name)))
+        except ValueError as error:
+            raise ValueError(f"output {name!r}: {error}") from error
+
+
+def targets_with_weights(loss: Any, batch: Batch) -> Iterator[tuple[Any, Any]]:
+    """The targets of a batch, by output where these have weights, each with its weights or None."""
+    own, targets = weights_by_output(batch.targets), _without_weights(*batch.targets)
+    by_name = loss.by_name(targets)[0] if own and isinstance(loss, LossByOutput) else None
+    if by_name is None:
+        yield targets, batch.weights
+        return
+    for name, target in by_name.items():
+        weights = [each for each in (batch.weights, own.get(name)) if each is not None]
+        yield {name: target}, np.prod(weights, axis=0) if weights else None
+
+
+def _counted(targets: Any, *weights: Any) -> Any:
+    """The rows of targets that have no weight of 0."""
+    counts: Any = True
+    for each in weights:
+        counts = counts if each is None else counts & (np.asarray(each) != 0)
+    return targets if np.all(counts) else jax.tree.map(lambda x: np.asarray(x)[counts], targets)

@@ -1,0 +1,203 @@
+"""TrainTask and EvalTask: what to train and what to measure, as plain descriptions."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import optax
+
+from flaxfit.optim._demands import check_demands
+from flaxfit.optim._extended import extend
+from flaxfit.optim._optimizer import Optimizer
+from flaxfit.task._multi_output import as_loss, as_metrics
+from flaxfit.task._precision import check_precision
+from flaxfit.tree._is_function import check_is_function
+from flaxfit.tree._whole_number import whole_number
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainTask:
+    """What to train: a model, an optimizer, a loss and data; or a step of your own, and data.
+
+    >>> import optax
+    >>> task = TrainTask(lambda v, x, **_: x, optax.sgd(0.1), "mse", [([1.0], [1.0])])
+    >>> task.rngs
+    ('dropout',)
+
+    Raises:
+      TypeError: `apply` is not a function or `optimizer` is not an optax transformation.
+      ValueError: the name of a loss or a metric is unknown.
+    """
+
+    apply: Any = None
+    """`apply(variables, *inputs, rngs=, mutable=)`, such as a linen module's `apply`."""
+    optimizer: Any = None
+    """An optax transformation, whose `update` is given the parameters, or an `Optimizer`, whose
+    definition is taken. Clipping, freezing, averaging
+    and loss scaling are put around it here: the states are those of `task.optimizer`."""
+    loss: Any = None
+    """`loss(*outputs, *targets)` or a name. It returns values `(batch, ...)` (preferred: weights
+    and padding are then exact), or `(values, penalty)` with an unweighted scalar penalty, or a
+    scalar. Scalars are computed over the batch of all devices. A model with several outputs has
+    one for each, by name or in their order: their weighted sum is trained, and each is reported
+    as "<name>_loss"."""
+    data: Any = None
+    """Anything that `flaxfit.data.as_stream` takes."""
+    metrics: Any = dataclasses.field(default_factory=dict)
+    """Metrics by name, or a sequence of names; measured on the outputs of the training step.
+    Under the name of one of several outputs: those of that output."""
+    _: dataclasses.KW_ONLY
+    loss_weights: Any = None
+    """The weights of the losses of several outputs, by name or in their order; 1 where none is."""
+    rngs: Sequence[str] = ("dropout",)
+    """The random streams that `apply` is given, each with a key of its own in every step."""
+    mutable: Any = None
+    """The collections that a step may change; None: all but the parameters."""
+    pad: bool = True
+    """Whether a batch may be padded with rows of weight 0; False for a loss that compares the
+    examples of a batch with one another, which is then given the batch of all devices."""
+    freeze: Sequence[str] = ()
+    """Patterns of the paths of parameters that are not trained: no gradient is computed for them,
+    and the optimizer never sees them."""
+    accumulate: int = 1
+    """The number of parts that each batch is computed in, one after the other. The result is
+    that of the whole batch; the activations of only one part are in memory. The loss must be one
+    value per example, which depends on that example alone."""
+    precision: str | None = None
+    """What the model computes in: "bfloat16", or "float16" with dynamic loss scaling. Parameters,
+    loss and metrics stay float32."""
+    clip_norm: float | None = None
+    """The largest global norm that gradients may have; longer ones are scaled down to it."""
+    ema: float | None = None
+    """The decay of an exponential moving average of the parameters, kept beside them: after each
+    step `average = ema * average + (1 - ema) * params`. See `flaxfit.optim.swap_ema`."""
+    skip_nonfinite: bool = False
+    """Whether a step whose loss or gradients are not finite leaves the whole state as it was, and
+    is counted in `metrics["skipped_steps"]`. Always so with float16."""
+
+    step: Callable[..., Any] | None = None
+    """A pure function `(state, batch) -> (state, sums)` in the place of the step that is made of
+    model, loss and optimizer. It sees the whole `Batch`, as on one device; sums are numbers by name
+    (their mean over the steps is reported), pairs `(sum, weight)`, or what a metric of that name
+    computes with. The optimizer, if any, is what new states are made for."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "freeze", _patterns(self.freeze))
+        if self.step is not None:
+            self._check_own_step()
+        else:
+            _check_apply("TrainTask", self.apply, train=True)
+        check_precision("TrainTask", self.precision)
+        whole_number("accumulate", self.accumulate)
+        if self.clip_norm is not None and not (_is_number(self.clip_norm) and self.clip_norm > 0):
+            raise ValueError(f"clip_norm must be more than 0, or None, got {self.clip_norm!r}.")
+        if self.ema is not None and not (_is_number(self.ema) and 0 < self.ema < 1):
+            raise ValueError(f"ema must lie between 0 and 1, such as 0.999, got {self.ema!r}.")
+        is_optimizer = hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")
+        if not is_optimizer and not isinstance(self.optimizer, Optimizer):
+            raise TypeError(
+                "TrainTask needs an optax transformation as optimizer, such as optax.adam(1e-3), "
+                f"got {_kind_of_optimizer(self.optimizer)}."
+            )
+        user = getattr(self.optimizer, "optimizer_def", self.optimizer)
+        if self.step is None:
+            check_demands("TrainTask", user)
+        optimizer = extend(
+            user,
+            clip_norm=self.clip_norm,
+            freeze=self.freeze,
+            ema=self.ema,
+            scales_loss=self.precision == "float16",
+        )
+        object.__setattr__(self, "optimizer", optimizer)
+        if self.loss is not None or self.step is None:
+            object.__setattr__(self, "loss", as_loss(self.loss, self.loss_weights))
+        object.__setattr__(self, "metrics", as_metrics(self.metrics, self.loss))
+        object.__setattr__(self, "rngs", _names(self.rngs))
+
+    def _check_own_step(self) -> None:
+        if not callable(self.step):
+            raise TypeError(f"step must be (state, batch) -> (state, sums), got {self.step!r:.80}.")
+        if self.optimizer is None:
+            object.__setattr__(self, "optimizer", optax.identity())
+        names = ("freeze", "accumulate", "precision", "clip_norm", "ema", "skip_nonfinite")
+        fields = [field for field in dataclasses.fields(self) if field.name in names]
+        wrong = [field.name for field in fields if getattr(self, field.name) != field.default]
+        if wrong:
+            raise ValueError(
+                f"{', '.join(wrong)} would have no effect: the task has a step of its own. Let the "
+                "step do it, or the optimizer that it uses."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalTask:
+    """What to measure: a model, metrics and data.
+
+    >>> EvalTask(lambda v, x, **_: x, ["mse"], [([1.0], [1.0])]).loss is None
+    True
+    """
+
+    apply: Callable[..., Any]
+    """`apply(variables, *inputs)`, such as the `apply` of a module in evaluation mode."""
+    metrics: Any
+    """Metrics by name, or a sequence of names."""
+    data: Any = None
+    """Anything that can be passed over again and again: arrays, a list of batches, a loader."""
+    _: dataclasses.KW_ONLY
+    loss: Any = None
+    """A loss to report as well, or its name; of several outputs one for each."""
+    loss_weights: Any = None
+    """The weights of the losses of several outputs, as of a `TrainTask`."""
+    rngs: Sequence[str] = ()
+    """The random streams of a stochastic evaluation; none by default."""
+    precision: str | None = None
+    """What the model computes in, as of a `TrainTask`."""
+    pad: bool = True
+    """Whether a batch may be padded with rows of weight 0, as of a `TrainTask`."""
+
+    def __post_init__(self) -> None:
+        _check_apply("EvalTask", self.apply, train=False)
+        check_precision("EvalTask", self.precision)
+        if self.loss is not None:
+            object.__setattr__(self, "loss", as_loss(self.loss, self.loss_weights))
+        object.__setattr__(self, "metrics", as_metrics(self.metrics, self.loss))
+        object.__setattr__(self, "rngs", _names(self.rngs))
+
+
+def _kind_of_optimizer(given: Any) -> str:
+    if hasattr(given, "tx"):  # As of an `nnx.Optimizer`, which shows itself in many lines.
+        return f"{type(given).__name__}: pass the transformation in it, optimizer.tx"
+    return f"{given!r:.80}"
+
+
+def _names(names: Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _check_apply(owner: str, apply: Any, *, train: bool) -> None:
+    check_is_function(owner, apply, "apply", train=train)
+    if not callable(apply):
+        raise TypeError(
+            f"{owner} needs an apply function, got {repr(apply)[:80]}: pass apply(variables, "
+            "*inputs, ...)."
+        )
+
+
+def _patterns(patterns: Any) -> tuple[str, ...]:
+    given = (patterns,) if isinstance(patterns, str) else patterns
+    try:
+        for pattern in given:
+            re.compile(pattern)
+    except (TypeError, re.error) as error:
+        raise ValueError(
+            "freeze takes patterns of the paths of parameters, such as 'encoder/.*', got "
+            f"{patterns!r}: {error}."
+        ) from None
+    return tuple(given)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.generic) and not isinstance(value, bool)

@@ -1,0 +1,1 @@
+"""Paths, dtypes and plain forms of pytrees, and checks of arguments."""

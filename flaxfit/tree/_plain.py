@@ -1,0 +1,145 @@
+"""Trees as plain nested dicts, for interchange, and back into the shape of a tree."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Path = tuple[str, ...]
+
+
+def state_dict(state: Any) -> dict[str, Any]:
+    """A state in T5X's layout; `flax_mutables` only where there are some.
+
+    >>> from flaxfit.state._inference_state import InferenceState
+    >>> state_dict(InferenceState.create({"params": {"w": 1.0}}).replace(step=3))
+    {'target': {'w': 1.0}, 'state': {'step': 3}}
+    """
+    layout = _layout(state)
+    mutables = as_plain(layout["flax_mutables"])
+    return {
+        "target": as_plain(layout["target"]),
+        "state": {name: as_plain(tree) for name, tree in layout["state"].items()},
+        **({"flax_mutables": mutables} if mutables else {}),
+    }
+
+
+def restore_state(state: Any, plain: Mapping[str, Any]) -> Any:
+    """The state with its arrays taken from what `state_dict` gave, for it or for one alike."""
+    layout = _layout(state)
+    given = dict(plain)
+    if "param_states" not in layout["state"] and isinstance(given.get("state"), Mapping):
+        given["state"] = {n: x for n, x in given["state"].items() if n != "param_states"}
+    new = restore(layout, given)
+    fields = {"step": new["state"]["step"], "params": new["target"]}
+    if "param_states" in new["state"]:
+        fields["opt_state"] = new["state"]["param_states"]
+    return state.replace(model_state=new["flax_mutables"], **fields)
+
+
+def as_plain(tree: Any) -> Any:
+    """The tree as nested dicts with text keys: field names, keys, and the indices of sequences.
+
+    Random keys become their words (uint32). Nodes without arrays are left out.
+
+    >>> as_plain({"layers": ({"w": 1.0}, {"w": 2.0}), "none": ()})
+    {'layers': {'0': {'w': 1.0}, '1': {'w': 2.0}}}
+    """
+    leaves = _leaves(tree)
+    if leaves.keys() == {()}:
+        return _plain(leaves[()])
+    plain: dict[str, Any] = {}
+    for (*parents, name), leaf in leaves.items():
+        place = plain
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[name] = _plain(leaf)
+    return plain
+
+
+def restore(tree: Any, plain: Any) -> Any:
+    """The tree with its arrays taken from plain nested dicts.
+
+    >>> restore(({"w": 1.0}, 2.0), {"0": {"w": 3.0}, "1": 4.0})
+    ({'w': 3.0}, 4.0)
+
+    Raises:
+      ValueError: the two differ in structure, shapes or dtypes; every difference, with its path.
+    """
+    here, given = _leaves(tree), _leaves(plain)
+    wrong = [f"{_name(path)} is missing" for path in here if path not in given]
+    wrong += [f"{_name(path)} is not in the state" for path in given if path not in here]
+    restored = []
+    for path, leaf in here.items():
+        if path not in given:
+            continue
+        array = _read_as(given[path], leaf)
+        if array is None:
+            wrong.append(f"{_name(path)} is {_words(given[path])}, not {_words(leaf)}")
+        restored.append(array)
+    if wrong:
+        lines = "".join(f"\n  {line}" for line in wrong)
+        raise ValueError(f"Cannot restore the state from this dict, which does not fit it:{lines}")
+    return jax.tree.unflatten(jax.tree.structure(tree), restored)
+
+
+def _layout(state: Any) -> dict[str, Any]:
+    counted = {"step": state.step}
+    if hasattr(state, "opt_state"):
+        counted["param_states"] = state.opt_state
+    return {"target": state.params, "state": counted, "flax_mutables": state.model_state}
+
+
+def _leaves(tree: Any) -> dict[Path, Any]:
+    leaves, twice = {}, []
+    for key_path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        path = tuple(jax.tree_util.keystr((key,), simple=True) for key in key_path)
+        twice += [_name(path)] * (path in leaves)
+        leaves[path] = leaf
+    if twice:
+        raise ValueError(f"Cannot name every array: these paths occur twice: {', '.join(twice)}.")
+    return leaves
+
+
+def _plain(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _read_as(value: Any, like: Any) -> Any:
+    """The value as the kind of leaf that it takes the place of; None where it does not fit."""
+    if _is_key(like):
+        words = jnp.asarray(_plain(value))
+        expected = jax.eval_shape(jax.random.key_data, like)
+        if words.shape != expected.shape or words.dtype != expected.dtype:
+            return None
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
+    if not hasattr(like, "dtype"):
+        return value if np.shape(value) == () else None
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    if np.shape(value) != like.shape:
+        return None
+    if isinstance(value, bool | int | float):
+        return jnp.asarray(value, like.dtype)
+    if array.dtype.type is np.void and array.dtype.itemsize == like.dtype.itemsize:
+        array = array.view(like.dtype)  # NumPy's files know no bfloat16.
+    # A step of 64 bits is common in files; JAX holds it in 32 in any case.
+    narrow = jax.dtypes.canonicalize_dtype(array.dtype)
+    if narrow != like.dtype:
+        return None
+    sharding = like.sharding if getattr(like, "committed", False) else None
+    return jax.device_put(jnp.asarray(array, like.dtype), sharding)
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _name(path: Path) -> str:
+    return "/".join(path)
+
+
+def _words(leaf: Any) -> str:
+    shape, dtype = np.shape(leaf), getattr(leaf, "dtype", type(leaf).__name__)
+    return f"{dtype} {shape}"

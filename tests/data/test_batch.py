@@ -1,0 +1,175 @@
+"""Every form of a batch that a stream may yield, and the forms that it may not."""
+
+import collections
+from collections import OrderedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxfit.data._batch import Batch, call, n_examples, normalize, parts_of
+from flaxfit.data._sample_weights import weights_by_output
+from flaxfit.loop._padding import Feed
+from flaxfit.strategies import DataParallel
+
+X, Y, W = np.zeros((4, 3), np.float32), np.zeros(4, np.int32), np.ones(4, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("item", "inputs", "targets", "weights"),
+    [
+        (X, 1, 0, False),
+        ((X,), 1, 0, False),
+        ((X, Y), 1, 1, False),
+        ([X, Y], 1, 1, False),
+        ((X, ()), 1, 0, False),
+        (((X, X), (Y, Y)), 2, 2, False),
+        ([[X, X], Y], 2, 1, False),
+        ((X, Y, W), 1, 1, True),
+        ({"x": X, "y": Y}, 1, 1, False),
+        ({"inputs": X, "targets": Y, "weights": W}, 1, 1, True),
+        ({"x": X}, 1, 0, False),
+    ],
+)
+def test_all_forms_become_inputs_targets_and_weights(item, inputs, targets, weights):
+    batch = normalize(item)
+    assert (len(batch.inputs), len(batch.targets)) == (inputs, targets)
+    assert (batch.weights is not None) == weights
+    assert n_examples(batch) == 4
+    assert normalize(batch) is batch
+
+
+def test_weights_by_output_of_a_batch_become_a_part_of_its_targets():
+    given, own = normalize((X, Y, {"a": W})), normalize(Batch((X,), (Y,), {"a": W}))
+    assert given.weights is own.weights is None
+    assert weights_by_output(given.targets).keys() == weights_by_output(own.targets).keys() == {"a"}
+
+
+@pytest.mark.parametrize("dtype", [bool, np.int32, np.float16])
+def test_weights_are_in_the_precision_of_their_sums(dtype):
+    assert normalize((X, Y, W.astype(dtype))).weights.dtype == np.float32
+
+
+def test_other_mappings_are_keyword_inputs():
+    assert normalize({"image": X, "mask": Y}).inputs.keys() == {"image", "mask"}
+    batch = normalize(({"image": X}, Y))
+    assert call(lambda v, *, image: (v, image.shape), "v", batch.inputs) == ("v", (4, 3))
+
+
+def test_a_mapping_in_a_tuple_is_one_positional_input():
+    (inputs,) = normalize((({"image": X},), Y)).inputs
+    assert inputs["image"] is X
+
+
+def test_wide_numbers_are_narrowed_and_narrow_ones_not_copied():
+    batch = normalize((X.astype(np.float64), Y.astype(np.int64)))
+    assert batch.inputs[0].dtype == np.float32 and batch.targets[0].dtype == np.int32
+    batch = normalize((X, jnp.asarray(Y)))
+    assert batch.inputs[0] is X and batch.targets[0].dtype == jnp.int32
+
+
+@pytest.mark.parametrize(
+    "item", ["text", None, 3, (X, "label"), [1.0, 2.0], (X, np.array(["a"] * 4))]
+)
+def test_what_holds_no_arrays_is_refused(item):
+    with pytest.raises(TypeError, match="A batch must|Cannot train on an array of dtype"):
+        normalize(item)
+
+
+def test_scalars_and_too_many_parts_are_refused():
+    with pytest.raises(TypeError, match=r"got the scalar 3\.0"):
+        normalize((X, np.array(3.0)))
+    with pytest.raises(TypeError, match="got 4 parts"):
+        normalize((X, Y, W, W))
+
+
+def test_parts_of_different_lengths_are_refused():
+    with pytest.raises(ValueError, match=r"different numbers of examples.*\(4, 3\).*\(3,\)"):
+        normalize((X, Y[:3]))
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(ValueError, match="no examples"):
+        normalize((X[:0], Y[:0]))
+    with pytest.raises(TypeError, match="got 0 parts"):
+        normalize(())
+
+
+def test_weights_count_as_a_part_of_the_batch():
+    assert Batch((X,)).weights is None
+    with pytest.raises(ValueError, match="different numbers"):
+        normalize((X, Y, W[:2]))
+
+
+@pytest.mark.parametrize("item", [(X, Y, None), {"x": X, "y": Y, "w": None}], ids=type)
+def test_weights_may_be_none(item):
+    assert normalize(item).weights is None
+
+
+def test_targets_may_be_none():
+    assert normalize((X, None)).targets == normalize((X, None, W)).targets == ()
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (4, 6), (4, 4)], ids=str)
+def test_weights_that_are_not_one_number_per_example_are_refused(shape):
+    with pytest.raises(ValueError, match=r"weights must hold one number .* second target"):
+        normalize((X, Y, np.ones(shape)))
+
+
+def test_an_integer_that_does_not_fit_is_refused():
+    assert normalize((X, Y.astype(np.int64) - 2**31)).targets[0].dtype == np.int32
+    with pytest.raises(ValueError, match="from 4294967296 to 4294967296, which do not fit int32"):
+        normalize((X, Y.astype(np.int64) + 2**32))
+
+
+def test_batches_like_those_before_are_taken_as_they_are_and_others_looked_at_again():
+    x, y = np.ones((4, 2), np.float32), np.zeros(4, np.float32)
+    feed = Feed(DataParallel(jax.devices()[:1]), pad=True)
+    first = feed((x, y))
+    again = feed((x + 1, y))
+    assert again.signature == first.signature and again.n_examples == 4
+    np.testing.assert_array_equal(again.batch.inputs[0], x + 1)
+    np.testing.assert_array_equal(again.batch.weights, np.ones(4))
+    assert feed((x.astype(float), y)).batch.inputs[0].dtype == np.float32
+    assert feed([x, y]).signature == feed({"y": y, "x": x}).signature == first.signature
+    assert feed((x, y, np.full(4, 0.5))).is_weighted and not feed((x, y)).is_weighted
+    np.testing.assert_array_equal(feed((x[:3], y[:3])).batch.weights, [1, 1, 1, 0])
+    with pytest.raises(ValueError, match="different numbers of examples"):
+        feed((x, y[:3]))
+    with pytest.raises(ValueError, match="another structure than the first"):
+        feed((x, (y, y)))
+
+
+def test_parts_by_name_stay_apart_though_the_first_batch_has_one_array_for_all():
+    feed, x, other = Feed(DataParallel(jax.devices()[:1]), pad=True), X, X + 1
+    for targets in (x, other, other):
+        batch = feed(OrderedDict(y=targets, x=x)).batch
+        assert batch.inputs[0] is x and batch.targets[0] is targets
+
+
+def test_names_that_cannot_be_sorted_are_answered_as_names():
+    feed = Feed(DataParallel(jax.devices()[:1]), pad=True)
+    assert feed({1: X, "b": X}).batch.inputs.keys() == {"1", "b"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ("x y", (0, 1, None)),
+        ("image label", (0, 1, None)),
+        ("label image", (1, 0, None)),
+        ("features labels", (0, 1, None)),
+        ("x y sample_weight", (0, 1, 2)),
+        ("inputs", (0, None, None)),
+    ],
+)
+def test_a_named_tuple_whose_fields_name_the_parts_is_a_batch(fields, parts):
+    kind = collections.namedtuple("Item", fields)
+    assert parts_of(kind(*range(len(kind._fields)))) == parts
+
+
+@pytest.mark.parametrize("fields", ["nodes edges", "x adjacency", "image features", "label weight"])
+def test_any_other_named_tuple_is_one_input(fields):
+    item = collections.namedtuple("Item", fields)(1, 2)
+    assert parts_of(item) == (item,)

@@ -1,0 +1,334 @@
+"""Arrays in every form that `fit`, `evaluate` and `predict` take them."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import struct
+
+import flaxfit as ff
+from flaxfit.data._batch import normalize
+from flaxfit.data._fit_arguments import prepare, prepare_inputs
+
+X = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
+Y = (X.sum(1) > 0).astype(np.int32)
+W = np.linspace(0.5, 1.5, 20, dtype=np.float32)
+
+
+def assert_same(data, expected):
+    assert isinstance(data, tuple) and len(data) == 3
+    assert jax.tree.structure(data) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, data, expected)
+
+
+def make_model(outputs=2, loss="crossentropy", metrics=()):
+    return ff.Model(nn.Dense(outputs), optax.sgd(0.1), loss, metrics)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (X, (X, None, None)),
+        ((X, Y), (X, Y, None)),
+        ((X, Y, W), (X, Y, W)),
+        ((X, ()), (X, None, None)),
+        ((X, None), (X, None, None)),
+        ({"x": X, "y": Y}, (X, Y, None)),
+        ({"inputs": X, "targets": Y, "weights": W}, (X, Y, W)),
+        ({"image": X}, ({"image": X}, None, None)),
+        (((X, X), (Y, Y)), ((X, X), (Y, Y), None)),
+        ((X, Y.tolist()), (X, Y, None)),
+        (X.tolist(), (X, None, None)),
+    ],
+    ids=str,
+)
+def test_without_y_arrays_are_a_data_set(data, expected):
+    assert_same(prepare(data)[0], expected)
+    if not isinstance(data, list):
+        assert_same(prepare(X, validation_data=data)[1], expected)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "expected"),
+    [
+        (X.tolist(), Y, (X, Y)),
+        (X, Y.tolist(), (X, Y)),
+        (X, list(Y), (X, Y)),
+        ([X, X], Y, ((X, X), Y)),
+        ((X, X), Y, ((X, X), Y)),
+        (X, [Y, Y], (X, (Y, Y))),
+        (X, (Y, Y.tolist()), (X, (Y, Y))),
+        ({"x": X, "y": X}, Y, ({"x": X, "y": X}, Y)),
+    ],
+    ids=str,
+)
+def test_with_y_all_of_x_is_inputs(x, y, expected):
+    assert_same(prepare(x, y)[0], (*expected, None))
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ([X, Y], (X, Y, None)),
+        ([X, Y, W], (X, Y, W)),
+        ([X, list(Y)], (X, Y, None)),
+        ((X, list(Y)), (X, Y, None)),
+        ([X, [Y, Y]], (X, (Y, Y), None)),
+        ([(X, X), Y], ((X, X), Y, None)),
+    ],
+    ids=str,
+)
+def test_validation_data_may_be_a_list_as_in_keras(data, expected):
+    assert_same(prepare(X, Y, validation_data=data)[1], expected)
+
+
+@pytest.mark.parametrize(
+    "batches", [[(X, Y)], [(X, Y), (X, Y)], [[X, Y], [X, Y]], [X], [{"x": X, "y": Y}] * 2], ids=len
+)
+def test_a_list_of_batches_stays_one(batches):
+    assert prepare(batches, validation_data=batches) == (batches, batches)
+
+
+def test_all_that_is_predicted_is_inputs():
+    assert_same(prepare_inputs((X, X)), ((X, X), None, None))
+    assert_same(prepare_inputs({"x": X, "y": X}), ({"x": X, "y": X}, None, None))
+    assert_same(prepare_inputs(X.tolist()), (X, None, None))
+    assert_same(prepare_inputs([X, X]), ((X, X), None, None))
+    assert_same(prepare_inputs([X, X.tolist()]), ((X, X), None, None))
+    for batches in ([(X, Y), (X, Y)], [{"image": X}, {"image": X}], [[X], [X]]):
+        assert prepare_inputs(batches) is batches
+
+
+class State(NamedTuple):
+    position: Any
+    velocity: Any
+
+
+class Example(NamedTuple):
+    x: Any
+    y: Any
+
+
+@struct.dataclass
+class Record:
+    position: Any
+    velocity: Any
+
+
+@pytest.mark.parametrize("kind", [State, Record])
+def test_a_structure_with_fields_is_one_input(kind):
+    given, expected = kind(X.tolist(), X), kind(X, X)
+    if kind is Record:
+        given = expected
+    assert_same(prepare(given)[0], (expected, None, None))
+    assert_same(prepare(given, Y)[0], (expected, Y, None))
+    assert_same(prepare((given, Y), validation_data=(given, Y))[1], (expected, Y, None))
+    assert_same(prepare_inputs(given), (expected, None, None))
+
+
+def test_a_named_tuple_may_name_the_parts():
+    assert_same(prepare(Example(X, Y))[0], (X, Y, None))
+    assert_same(prepare(ff.Batch(X, Y))[0], (X, Y, None))
+
+
+class Moves(nn.Module):
+    @nn.compact
+    def __call__(self, state):
+        return nn.Dense(1)(state.position) + nn.Dense(1)(state.velocity)
+
+
+@pytest.mark.parametrize("kind", [State, Record])
+def test_a_structure_is_fitted_evaluated_and_predicted_alike(kind):
+    targets = X.sum(1, keepdims=True)
+    model = ff.Model(Moves(), optax.sgd(0.1), "mse")
+    model.fit(kind(X, X), targets, batch_size=10, shuffle=False, verbose=0)
+    outputs = model.predict(kind(X, X))
+    assert model.predict([(kind(X, X),)]).tolist() == outputs.tolist()
+    loss = model.evaluate(kind(X, X), targets)["loss"]
+    assert loss == pytest.approx(np.mean((outputs - targets) ** 2), rel=1e-5)
+    assert model.evaluate([(kind(X, X), targets)])["loss"] == pytest.approx(loss, rel=1e-5)
+    for data in ((kind(X, X), targets), [(kind(X, X), targets)]):
+        task = ff.TrainTask(Moves().apply, optax.sgd(0.1), "mse", data)
+        assert next(ff.TrainLoop(Moves().init, task, 0, stdout=False)).loss > 0
+    with pytest.raises(TypeError, match="a loss that wants targets, got only inputs"):
+        ff.Model(Moves(), optax.sgd(0.1), "mse").fit(kind(X, X), verbose=0)
+
+
+def test_a_list_of_arrays_is_several_inputs_in_fit_evaluate_and_predict():
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, a, b):
+            return nn.Dense(1)(a) - nn.Dense(1)(b)
+
+    targets = X.sum(1, keepdims=True)
+    model = ff.Model(Two(), optax.sgd(0.1), "mse")
+    model.fit([X, 2 * X], targets, verbose=0)
+    np.testing.assert_array_equal(model.predict([X, 2 * X]), model.predict((X, 2 * X)))
+    loss = model.evaluate([X, 2 * X], targets)["loss"]
+    assert loss == pytest.approx(np.mean((model.predict([X, 2 * X]) - targets) ** 2), rel=1e-5)
+
+
+def test_tables_with_columns_of_numbers_and_of_truth_values_are_arrays():
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    frame = pandas.DataFrame({"a": X[:, 0], "b": X[:, 1] > 0, "c": np.arange(20)})
+    expected = np.stack([X[:, 0], X[:, 1] > 0, np.arange(20)], axis=1)
+    x, y, _ = prepare(frame, pandas.get_dummies(pandas.Series(Y)))[0]
+    np.testing.assert_array_equal(x, expected)
+    np.testing.assert_array_equal(y, np.eye(2)[Y])
+    np.testing.assert_array_equal(next(ff.ArrayStream(frame))[0], expected)
+    np.testing.assert_array_equal(normalize((frame, Y)).inputs[0], expected.astype(np.float32))
+    words = frame.assign(d="word")
+    with pytest.raises(TypeError, match="dtype object: encode it as numbers"):
+        ff.ArrayStream(words)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+def test_integers_of_less_than_a_byte_are_widened(dtype):
+    small = np.abs(np.arange(20) % 4).astype(jnp.dtype(dtype))[:, None]
+    wide = small.astype(np.int8)
+    losses = []
+    for x in (wide, small, jnp.asarray(small), [(jnp.asarray(small), wide)], [(small, wide)]):
+        model = make_model(1, "mse")
+        data = (x,) if isinstance(x, list) else (x, wide)
+        losses.append(model.fit(*data, verbose=0)["loss"][0])
+    assert losses == [losses[0]] * 5
+
+
+def test_sparse_and_ragged_arrays_are_refused_in_words():
+    sparse = pytest.importorskip("scipy.sparse", reason="scipy is not installed")
+    from jax.experimental.sparse import BCOO
+
+    for x in (sparse.csr_matrix(X), sparse.csr_array(X), BCOO.fromdense(X)):
+        model = make_model()
+        for data in ((x, Y), ((x, Y),), ([(x, Y)],), (x,), (X, x)):
+            with pytest.raises(TypeError, match=r"sparse or ragged array: make it dense .*toarray"):
+                model.fit(*data, verbose=0)
+        with pytest.raises(TypeError, match=r"\.toarray\(\)"):
+            ff.data.as_stream(x)
+        with pytest.raises(TypeError, match=r"\.toarray\(\)"):
+            model.predict(x)
+
+
+@pytest.mark.slow
+def test_ragged_and_sparse_tensors_are_refused_in_words():
+    tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed")
+    ragged = tf.ragged.constant([[1.0], [2.0, 3.0]])
+    for x in (ragged, tf.sparse.from_dense(X[:2])):
+        with pytest.raises(TypeError, match=r"sparse or ragged array"):
+            make_model().fit(x, Y[:2], verbose=0)
+    # A data set hands over sparse tensors as dense arrays.
+    with pytest.raises(TypeError, match="Pad rows of different lengths"):
+        make_model().fit(tf.data.Dataset.from_tensors((ragged, Y[:2])), verbose=0)
+
+
+@pytest.mark.parametrize(
+    "data", [((X, Y),), ({"x": X, "y": Y},), (X.tolist(), list(Y)), ([(X, Y)],)], ids=len
+)
+def test_a_model_is_fitted_and_evaluated_on_each_form_alike(data):
+    model, expected = make_model(), make_model()
+    options = {"shuffle": False, "epochs": 2, "verbose": 0}
+    history = model.fit(*data, **options, validation_data=[X, list(Y)])
+    wanted = expected.fit(X, Y, **options, validation_data=(X, Y))
+    for name in ("loss", "val_loss"):
+        assert history[name] == pytest.approx(wanted[name], rel=1e-6)
+    assert model.evaluate(*data) == pytest.approx(expected.evaluate(X, Y), rel=1e-6)
+
+
+def test_a_list_of_targets_is_the_targets_of_several_outputs():
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1)(x), nn.Dense(1)(x)
+
+    def loss(a, b, first, second):
+        return ((a - first) ** 2 + (b - second) ** 2)[:, 0]
+
+    targets = X.sum(1, keepdims=True)
+    losses = [
+        ff.Model(Two(), optax.sgd(0.1), loss).fit(X, y, verbose=0)["loss"]
+        for y in ([targets, -targets], (targets, -targets))
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_class_weights_count_in_training_only():
+    options = {"sample_weight": W, "class_weight": {1: 3.0}}
+    (x, y, w), (_, y_held_out, w_held_out) = prepare(X, Y, **options, validation_split=0.25)
+    rows = [np.flatnonzero((row == X).all(1))[0] for row in x]
+    np.testing.assert_allclose(w, np.where(y == 1, 3, 1) * W[rows])
+    held_out = np.setdiff1d(np.arange(20), rows)
+    np.testing.assert_array_equal(w_held_out, W[held_out])
+    np.testing.assert_array_equal(y_held_out, Y[held_out])
+    weights = prepare(X, Y, class_weight={1: 3.0}, validation_split=0.25)[1][2]
+    assert weights is None
+
+
+def test_class_weights_multiply_those_of_the_examples():
+    np.testing.assert_array_equal(
+        prepare((X, Y, W), class_weight={0: 0.0, 1: 2.0})[0][2], np.where(Y == 1, 2 * W, 0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("class_weight", "error", "message"),
+    [
+        ([1, 2], TypeError, r"must map labels to weights, such as .* got list: \[1, 2\]"),
+        (5, TypeError, "got int: 5"),
+        ({5: 1.0}, ValueError, r"y does not hold, \[5\]. There are 0, 1"),
+        ({"a": 1.0}, ValueError, r"\['a'\]. There are 0, 1"),
+        ({0: "x"}, TypeError, "class_weight of 0 must be a number, got 'x'"),
+        ({0: np.nan}, ValueError, "class_weight must be finite and not negative"),
+        ({1: -1.0}, ValueError, "class_weight must be finite and not negative"),
+    ],
+    ids=str,
+)
+def test_wrong_class_weights_are_refused_in_words(class_weight, error, message):
+    with pytest.raises(error, match=message):
+        prepare(X, Y, class_weight=class_weight)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (2.0, r"one number per example, of shape \(batch,\), got the shape \(\)"),
+        (np.ones((20, 1)), r"got the shape \(20, 1\)"),
+        (np.ones(5), "x has 20 rows but sample_weight has 5"),
+        ([1.0] * 5, "x has 20 rows but sample_weight has 5"),
+        (np.where(Y == 1, np.nan, 1), "sample_weight must be finite and not negative"),
+        (-W, "sample_weight must be finite and not negative: 20 of 20"),
+    ],
+)
+def test_wrong_sample_weights_are_refused_in_words(weights, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(X, Y, weights)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (((X, Y, W, W),), ValueError, r"x must be \(x, y\) or \(x, y, weights\), got 4 parts"),
+        (((X, "labels"),), TypeError, "must hold arrays, got str: 'labels'"),
+        (((X, Y[:5]),), ValueError, "x has 20 rows but y has 5"),
+        ((X, [Y, Y[:5]]), ValueError, r"x has 20 rows but y\[1\] has 5"),
+        ((X, 3), TypeError, "y must hold one row per example, got the scalar"),
+        (([[1.0, 2.0], [3.0]],), ValueError, "lists of different lengths"),
+        (((X, Y, W), None, W), ValueError, "either in the data set or as sample_weight"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_does_not_fit_together_is_refused_in_words(arguments, error, message):
+    with pytest.raises(error, match=message):
+        prepare(*arguments)
+
+
+def test_parts_of_the_validation_data_are_named():
+    with pytest.raises(ValueError, match=r"validation_data\[0\] has 20 rows but .*\[1\] has 5"):
+        prepare(X, Y, validation_data=(X, Y[:5]))
+    with pytest.raises(ValueError, match="weights of validation_data must be finite"):
+        prepare(X, Y, validation_data=(X, Y, -W))
+    with pytest.raises(ValueError, match="validation_data must be .* got 4 parts"):
+        prepare(X, Y, validation_data=(X, Y, W, W))

@@ -1,0 +1,90 @@
+"""What callbacks a loop takes, and what they may return."""
+
+import functools
+
+import numpy as np
+import optax
+import pytest
+
+import flaxfit as ff
+from flaxfit.callbacks import every
+from flaxfit.loop._callback_list import as_tuple, check_callback
+
+X = np.ones((4, 1), np.float32)
+
+
+class Keras:
+    def on_epoch_end(self, epoch, logs):
+        """As Keras calls it."""
+
+
+def make_loop(*callbacks):
+    task = ff.TrainTask(
+        lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", [(X, 2 * X)] * 4
+    )
+    init = lambda rngs, x: {"params": np.zeros(1, np.float32)}  # noqa: E731
+    return ff.TrainLoop(init, task, 0, n_steps=2, callbacks=callbacks, stdout=False)
+
+
+def test_none_is_no_callback():
+    assert as_tuple(None) == as_tuple(()) == ()
+    assert as_tuple(print) == as_tuple([print]) == (print,)
+
+
+@pytest.mark.parametrize(
+    ("callback", "shown"),
+    [
+        (lambda epoch, logs: None, r"got <lambda>\(epoch, logs\)\. Its metrics are checkpoint"),
+        (lambda: None, r"got <lambda>\(\)"),
+        (Keras().on_epoch_end, r"got on_epoch_end\(epoch, logs\)"),
+        (lambda checkpoint, *, folder: None, r"got <lambda>\(checkpoint, \*, folder\)"),
+    ],
+)
+def test_a_callback_of_other_arguments_is_refused_before_the_first_step(callback, shown):
+    with pytest.raises(TypeError, match=f"one argument, a Checkpoint, {shown}"):
+        make_loop(callback)
+
+
+def test_callbacks_that_take_a_checkpoint_are_taken():
+    for callback in (
+        print,
+        [].append,
+        lambda *each: None,
+        lambda c, folder="x": None,
+        functools.partial(lambda folder, c: None, "x"),
+        every(2, [].append),
+        ff.History().append,
+    ):
+        check_callback(callback)
+
+
+def test_a_bool_that_is_returned_is_refused_with_what_ends_training():
+    with pytest.raises(TypeError, match=r"<lambda> returned bool; .* checkpoint\.replace\(stop="):
+        next(make_loop(lambda checkpoint: checkpoint.loss < 1))
+    with pytest.raises(TypeError, match=r"<lambda> returned float; .*with_metrics"):
+        next(make_loop(every(1, lambda checkpoint: 1.0)))
+
+
+def test_another_training_state_that_is_returned_is_refused():
+    def zero(checkpoint):
+        return checkpoint.replace(state=checkpoint.state.replace(params=0 * X[0]))
+
+    for callback in (zero, every(1, zero)):
+        with pytest.raises(RuntimeError, match=r"callback zero .* loop\.restore\(state\)"):
+            next(make_loop(callback))
+
+
+def test_a_state_that_was_restored_or_that_keeps_less_may_be_returned():
+    class Reset:
+        def attach(self, loop):
+            self.loop, self.first = loop, loop.state
+
+        def __call__(self, checkpoint):
+            self.loop.restore(self.first.replace(step=checkpoint.state.step))
+            return checkpoint.replace(state=self.loop.state)
+
+    def keep_less(checkpoint):
+        return checkpoint.replace(state=checkpoint.state.for_inference())
+
+    last = list(make_loop(Reset(), lambda c: c.replace(state=c.state), keep_less))[-1]
+    assert (float(last.state.params[0]), last.loss) == (0, 4)

@@ -1,0 +1,108 @@
+"""Ctrl-C for real: a process that is interrupted again and again ends where it would have ended."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from flaxfit.loop._interrupts import Interrupts
+
+RUN = """
+import hashlib
+import jax, numpy as np, optax
+import flaxfit as ff
+
+x = np.random.default_rng(0).normal(size=(97, 4)).astype(np.float32)
+
+def make():
+    def apply(variables, x, *, rngs, mutable):
+        keep = jax.random.bernoulli(rngs["dropout"], 0.8, x.shape)
+        return (x * keep) @ variables["params"], {}
+
+    data = ff.ArrayStream(x, x.sum(1), batch_size=16, shuffle=True)
+    task = ff.TrainTask(apply, optax.adam(1e-2), "mse", data)
+    init = lambda rngs, x: {"params": np.zeros(4, np.float32)}
+    return ff.TrainLoop(init, task, 0, n_steps_per_checkpoint=7, stdout=False)
+
+def fingerprint(loop):
+    leaves = jax.tree.leaves((loop.state.params, loop.state.opt_state))
+    digest = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves))
+    return digest.hexdigest(), loop.step, loop.data.get_state()
+
+loop, steps, examples = make(), [], 0
+interrupts = reported = 0
+while True:
+    try:
+        while reported < interrupts:
+            reported += 1
+            print("interrupted", reported, flush=True)
+        if interrupts == N:
+            loop.n_steps = loop.step + 20
+        elif not reported:
+            print("ready", flush=True)
+        for checkpoint in loop:
+            steps.append(checkpoint.step)
+        break
+    except KeyboardInterrupt:
+        interrupts += 1
+
+whole = make()
+whole.n_steps = loop.step
+for checkpoint in whole:
+    pass
+print("same" if fingerprint(whole) == fingerprint(loop) else "different", flush=True)
+print("in order" if steps == sorted(set(steps)) else f"out of order: {steps}", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "n",
+    [
+        pytest.param(10, marks=pytest.mark.thorough),
+        pytest.param(50, marks=pytest.mark.slow),
+    ],
+)
+def test_interrupts_at_random_moments_lose_nothing(n):
+    chance = random.Random(0)
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN.replace("N:", f"{n}:")], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for i in range(n):
+        line = process.stdout.readline()
+        assert line == (f"interrupted {i}\n" if i else "ready\n")
+        wait_until = time.perf_counter() + chance.uniform(0, 0.02)
+        while time.perf_counter() < wait_until:
+            pass
+        process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert output.splitlines() == [f"interrupted {n}", "same", "in order"]
+    assert process.returncode == 0
+
+
+def test_what_is_held_back_takes_effect_at_the_release():
+    interrupts, reached = Interrupts(), []
+    with pytest.raises(KeyboardInterrupt), interrupts:
+        interrupts.hold()
+        signal.raise_signal(signal.SIGINT)
+        reached.append("held")
+        interrupts.release()
+        reached.append("never")
+    assert reached == ["held"]
+
+
+def test_outside_a_hold_an_interrupt_takes_effect_at_once():
+    with pytest.raises(KeyboardInterrupt), Interrupts():
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interrupts():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,229 @@
+"""Losses and metrics that broadcast outputs against targets, in every disguise."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxfit as ff
+from flaxfit import losses
+from flaxfit.step._by_row import check_by_row, couples_rows
+
+COLUMN, ROW = jax.ShapeDtypeStruct((8, 1), "float32"), jax.ShapeDtypeStruct((8,), "float32")
+X = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o, t: (o - t) ** 2,
+        lambda o, t: ((o - t) ** 2).mean(-1),
+        lambda o, t: jnp.mean((o - t) ** 2),
+        lambda o, t: jnp.abs(o - t).sum() / 8,
+    ],
+)
+def test_a_loss_that_broadcasts_is_found_out(loss):
+    with pytest.raises(ValueError, match=r"The loss broadcasts.*\(8, 1\).*\(8,\).*\[:, None\]"):
+        check_by_row("The loss", loss, (COLUMN,), (ROW,))
+    check_by_row("The loss", loss, (COLUMN,), (COLUMN,))
+
+
+def test_what_looks_at_one_side_only_is_not_meant():
+    check_by_row("The loss", lambda o, t: o.mean(-1), (COLUMN,), (ROW,))
+    check_by_row("The loss", lambda o, t: t, (COLUMN,), (ROW,))
+    check_by_row("The loss", lambda o: o.mean(-1), (COLUMN,), ())
+
+
+SHAPES = {
+    "classes": ((8, 10), (8,), "int32"),
+    "tokens": ((8, 5, 10), (8, 5), "int32"),
+    "values": ((8,), (8,), "float32"),
+    "vectors": ((8, 10), (8, 10), "float32"),
+}
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", ["crossentropy", "binary_crossentropy", "mse", "mae", "huber"])
+def test_no_loss_of_ours_is_blamed(name, shapes):
+    outputs, targets, dtype = shapes
+    arrays = jax.ShapeDtypeStruct(outputs, "float32"), jax.ShapeDtypeStruct(targets, dtype)
+    check_by_row("The loss", losses.resolve(name), (arrays[0],), (arrays[1],))
+
+
+def apply(variables, x, **options):
+    outputs = x * variables["params"]
+    return (outputs, {}) if "mutable" in options else outputs
+
+
+def train(loss="mse", metrics=(), targets=X[:, 0], strategy=None, **options):
+    task = ff.TrainTask(apply, optax.sgd(0.1), loss, (X, targets), metrics, **options)
+
+    def init(rngs, x):
+        return {"params": np.ones(1, np.float32)}
+
+    return next(ff.TrainLoop(init, task, 0, strategy=strategy, stdout=False))
+
+
+def test_training_refuses_it_at_the_first_batch():
+    with pytest.raises(ValueError, match="The loss broadcasts"):
+        train(lambda o, t: ((o - t) ** 2).mean(-1))
+    with pytest.raises(ValueError, match="The metric 'error' broadcasts"):
+        train(lambda o, t: (o[:, 0] - t) ** 2, {"error": lambda o, t: (o - t) ** 2})
+
+
+def test_a_loss_that_is_to_look_across_the_batch_says_so():
+    def matching(outputs, targets):
+        return (outputs.mean() - targets.mean()) ** 2
+
+    with pytest.raises(ValueError, match="pad=False"):
+        train(matching)
+    assert train(matching, pad=False).loss == pytest.approx(0)
+
+
+def test_evaluation_refuses_it_too():
+    task = ff.EvalTask(apply, {"error": lambda o, t: (o - t) ** 2}, (X, X[:, 0]))
+    with pytest.raises(ValueError, match="The metric 'error' broadcasts"):
+        ff.EvalLoop(task).measure(ff.InferenceState(np.int32(0), np.ones(1, np.float32), {}))
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "message"),
+    [
+        (lambda o, t: None, TypeError, "returned NoneType; expected one value per example"),
+        (lambda o, t: {"a": o}, TypeError, r"returned dict; expected .*\(8,\)"),
+        (lambda o, t: (o[:, 0], 0.0, 1), TypeError, "a tuple of 3"),
+        (lambda o, t: o.sum(0), ValueError, r"shape \(1,\); expected \(\) or \(8,\)"),
+        (lambda o, t: (o[:, 0] - t, t - o[:, 0]), ValueError, r"two arrays.*\(8,\).*scalar"),
+    ],
+)
+def test_what_is_no_loss_is_named_with_its_shape(loss, error, message):
+    with pytest.raises(error, match=message):
+        train(loss)
+
+
+def rows(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct((8, *shape), dtype)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: (a @ b.T).sum(-1),
+        lambda a, b: optax.softmax_cross_entropy_with_integer_labels(a @ b.T, jnp.arange(len(a))),
+        lambda a, b: a[:, 0] / a.mean(),
+        lambda a, b: a[:, 0] * jnp.where(b[:, 0] > 0, 1, 0).max(),
+        lambda a, b: (a - b.mean(0)).sum(-1),
+        lambda a, b: (a * jnp.roll(b, 1, axis=0)).sum(-1),
+        lambda a, b: (a * b[::-1]).sum(-1),
+        lambda a, b: a[jnp.argsort(b[:, 0]), 0],
+        lambda a, b: jnp.cumsum(a[:, 0]),
+        lambda a, b: jax.lax.scan(lambda c, x: (c + x, x), 0.0, a[:, 0])[0] + b[:, 0],
+        jax.jit(lambda a, b: a[:, 0] / jax.jit(jnp.sum)(b)),
+        lambda a, b: jnp.mean((a - b) ** 2),
+        lambda a, b: ((a - b) ** 2).sum(-1) / a.shape[0],
+        lambda a, b: (a * b[(jnp.arange(len(b)) + 1) % len(b)]).sum(-1),
+        lambda a, b: (a * b[np.arange(len(b))[::-1]]).sum(-1),
+        lambda a, b: (a - b[0]).sum(-1),
+        lambda a, b: jax.lax.fori_loop(0, 3, lambda i, c: c + a.mean(), b[:, 0]),
+    ],
+)
+def test_values_that_depend_on_other_rows_are_found(function):
+    assert couples_rows(function, (rows(3),), (rows(3),))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: (a * b).sum(-1) / jnp.linalg.norm(a, axis=-1),
+        lambda a, b: optax.losses.triplet_margin_loss(a, b, a + 1),
+        lambda a, b: jnp.cumsum(a, axis=-1) * jnp.sort(b, axis=-1),
+        lambda a, b: jax.vmap(lambda x: jax.lax.while_loop(jnp.all, lambda y: y - 1, x))(a > b),
+        lambda a, b: jax.lax.map(jnp.sum, a * b),
+        lambda a, b: (a * b).reshape(-1).reshape(len(a), -1).mean(1),
+        lambda a, b: ((a - b) ** 2, a.mean()),
+        lambda a, b: jnp.outer(jnp.arange(3.0), jnp.arange(3.0)).sum() * a,
+        lambda a, b: [a.mean(), a * b][1],
+        lambda a, b: a[jnp.arange(len(b)), b[:, 0].astype(int)],
+        lambda a, b: a[np.arange(len(b)), b[:, 0].astype(int)],
+        lambda a, b: jnp.take_along_axis(a, b[:, :1].astype(int), 1),
+        lambda a, b: jax.lax.fori_loop(0, 3, lambda i, c: c + (a[:, i] - b[:, i]) ** 2, a[:, 0]),
+        lambda a, b: jax.jit(lambda a, b: (((a - b) ** 2).mean(-1), a.mean()))(a, b)[0],
+        lambda a, b: jax.lax.cond(True, lambda: (a.sum(-1), 1.0), lambda: (b.sum(-1), 2.0))[0],
+        lambda a, b: jax.lax.scan(
+            lambda c, x: ((c[0] / 2, c[1] + c[0] * x), 0), (1.0, 0 * a[:, 0]), (a * b).T
+        )[0][1],
+        lambda a, b: jax.checkpoint(lambda a: (a * b).sum(-1))(a),
+    ],
+)
+def test_values_of_rows_on_their_own_are_not_blamed(function):
+    assert not couples_rows(function, (rows(3),), (rows(3),))
+
+
+def test_a_scalar_beside_the_rows_is_none_of_them():
+    scale = jax.ShapeDtypeStruct((), "float32")
+    assert not couples_rows(
+        lambda a, scale, b: scale * (a * b).sum(-1), (rows(3), scale), (rows(3),)
+    )
+    check_by_row("The loss", lambda a, scale, b: scale * (a * b), (rows(3), scale), (rows(3),))
+
+
+def test_the_axis_of_rows_is_recognised_beside_others_of_any_size():
+    wide = rows(1009 * 2)
+    assert not couples_rows(lambda a, b: ((a - b) ** 2).mean(-1), (wide,), (wide,))
+
+
+def test_a_loss_or_metric_that_couples_rows_must_say_so():
+    def centred(outputs, targets):
+        return (outputs[:, 0] - targets - (outputs[:, 0] - targets).mean()) ** 2
+
+    with pytest.raises(ValueError, match=r"The loss gives each example .* other examples.*pad=Fal"):
+        train(centred)
+    with pytest.raises(ValueError, match=r"The metric 'centred' gives each example .*pad=False"):
+        train(lambda o, t: (o[:, 0] - t) ** 2, {"centred": centred})
+    assert train(centred, pad=False).loss == pytest.approx(0)
+
+
+def test_a_metric_that_couples_rows_is_not_measured_by_parts():
+    def centred(outputs, targets):
+        return (outputs[:, 0] - targets - (outputs[:, 0] - targets).mean()) ** 2
+
+    task = ff.EvalTask(apply, {"centred": centred}, (X, 2 * X[:, 0]), pad=False)
+    state = ff.InferenceState(np.int32(0), np.ones(1, np.float32), {})
+    one = ff.EvalLoop(task, strategy=ff.Sharded()).measure(state)
+    assert one["centred"] == pytest.approx(np.var(X), rel=1e-5)
+    with pytest.raises(ValueError, match="Cannot measure 'centred' with 4 devices"):
+        ff.EvalLoop(task, strategy=ff.DataParallel()).measure(state)
+
+
+def everything(outputs, targets, weights=None):
+    return {"outputs": outputs, "weights": jnp.ones(len(outputs)) if weights is None else weights}
+
+
+@pytest.mark.parametrize("n_devices", [1, 4])
+@pytest.mark.parametrize("pad", [True, False])
+def test_a_metric_whose_sums_grow_with_the_batch_is_refused(n_devices, pad):
+    all_of_it = ff.metrics.Metric(everything, lambda sums: float(len(sums["outputs"])), "all")
+    strategy = ff.DataParallel(jax.devices()[:n_devices])
+    with pytest.raises(ValueError, match="metric 'all' measures arrays whose shape depends on"):
+        train("mse", [all_of_it], X, strategy=strategy, pad=pad)
+    task = ff.EvalTask(apply, [all_of_it], (X, X))
+    state = ff.InferenceState(np.int32(0), np.ones(1, np.float32), {})
+    with pytest.raises(ValueError, match="metric 'all' measures arrays whose shape depends on"):
+        ff.EvalLoop(task, strategy=strategy).measure(state)
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (lambda outputs: outputs[:, 0], "many positional.*takes \\(outputs\\).*1 and 1 of them"),
+        (lambda a, b, targets: a[:, 0], "missing a required argument: 'targets'"),
+        (ff.metrics.top_k, "takes \\(k: int\\)"),
+        (ff.metrics.Metric(lambda o, t: o.sum(), float), "argument 'weights'.*with weights="),
+    ],
+)
+def test_a_metric_that_takes_other_arguments_is_named(metric, message):
+    task = ff.EvalTask(lambda v, x: x, {"it": metric}, (X, X))
+    state = ff.InferenceState(np.int32(0), np.ones(1, np.float32), {})
+    with pytest.raises(TypeError, match=f"^The metric 'it' takes other arguments.*{message}"):
+        ff.EvalLoop(task).measure(state)

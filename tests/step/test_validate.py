@@ -1,0 +1,90 @@
+"""What the first look at the data finds in its values."""
+
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import flaxfit as ff
+from flaxfit.data._batch import Batch
+from flaxfit.step._validate import check_finite
+
+X, Y = np.ones((20, 3), np.float32), np.zeros((20, 1), np.float32)
+
+
+def spoilt(array, value, row=5):
+    array = array.copy()
+    array[row] = value
+    return array
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64", "complex64"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_values_that_are_not_finite_are_found_in_every_floating_dtype(dtype, value):
+    x = spoilt(X.astype(jnp.dtype(dtype)), value)
+    for inputs in (x, jnp.asarray(x)) if dtype != "float64" else (x,):
+        with pytest.raises(ValueError, match=r"input '0', 1 of 20 rows, the first of them row 5"):
+            check_finite(Batch((inputs,)), "The data")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_large_values_whose_sum_overflows_are_finite_and_give_no_warning(dtype):
+    x = np.full((2000, 3), jnp.finfo(dtype).max, jnp.dtype(dtype))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_finite(Batch((x,)), "The data")
+
+
+def test_targets_that_are_not_finite_are_found():
+    with pytest.raises(ValueError, match=r"target '0', 1 of 20 rows, the first of them row 5"):
+        check_finite(Batch((X,), (spoilt(Y, np.nan),)), "The data")
+
+
+def test_targets_of_weight_zero_may_be_anything():
+    batch = Batch((X,), (spoilt(Y, np.nan),), spoilt(np.ones(20), 0.0))
+    check_finite(batch, "The data")
+    with pytest.raises(ValueError, match="target '0', 1 of 20 rows"):
+        check_finite(batch._replace(weights=np.ones(20)), "The data")
+
+
+@pytest.mark.parametrize("value", [np.nan, -1.0])
+def test_weights_that_are_no_weights_are_found(value):
+    with pytest.raises(ValueError, match=rf"weights.*must be finite.*{value} in row 5"):
+        check_finite(Batch((X,), (Y,), spoilt(np.ones(20), value)), "The data")
+
+
+@pytest.mark.parametrize("as_data", [lambda *parts: [parts], lambda *parts: ff.ArrayStream(*parts)])
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ((X, spoilt(Y, np.nan)), "target '0'"),
+        ((X, Y, spoilt(np.ones(20), np.nan)), "must be finite and not negative"),
+        ((X, Y, spoilt(np.ones(20), -1.0)), "must be finite and not negative"),
+    ],
+    ids=["target", "weight", "negative weight"],
+)
+def test_a_loop_refuses_them_before_it_trains(as_data, parts, message):
+    module = nn.Dense(1)
+    task = ff.TrainTask(module.apply, optax.sgd(0.1), "mse", as_data(*parts))
+    loop = ff.TrainLoop(module.init, task, 0, stdout=False)
+    with pytest.raises(ValueError, match=message):
+        next(loop)
+
+
+@pytest.mark.slow
+def test_labels_of_weight_zero_may_be_anything_and_leave_no_mark():
+    labels, weights = np.arange(20) % 3, np.where(np.arange(20) % 5, 1.0, 0.0)
+    missing = np.where(weights == 0, -1, labels)
+    inputs = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
+
+    def trained_on(y):
+        model = ff.Model(nn.Dense(3), optax.sgd(0.1), "crossentropy", ["accuracy"])
+        history = model.fit(inputs, y, sample_weight=weights, verbose=0)
+        return dict(history), model.evaluate(inputs, y, sample_weight=weights)
+
+    assert trained_on(missing) == trained_on(labels)
+    with pytest.raises(ValueError, match="label -1 is out of range"):
+        ff.Model(nn.Dense(3), optax.sgd(0.1), "crossentropy").fit(inputs, missing, verbose=0)

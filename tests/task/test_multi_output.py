@@ -1,0 +1,391 @@
+"""Several outputs: their losses by name, weighted; each with metrics of its own."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import flaxfit as ff
+from flaxfit.task._multi_output import LossByOutput, as_loss
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(22, 3)).astype("f4")
+CLASSES = RNG.integers(0, 4, 22)
+NUMBERS = RNG.normal(size=(22, 2)).astype("f4")
+LOSS = {"kind": "crossentropy", "size": "mse"}
+
+
+def waves(key, shape, dtype):
+    """Weights without a random draw, which takes longer to compile than what is tested here."""
+    return np.sin(np.arange(np.prod(shape)), dtype=dtype).reshape(shape)
+
+
+class TwoHeads(nn.Module):
+    """A model whose outputs are a mapping or a tuple."""
+
+    form: type = dict
+
+    @nn.compact
+    def __call__(self, x):
+        kind, size = nn.Dense(4, kernel_init=waves)(x), nn.Dense(2, kernel_init=waves)(x)
+        return {"size": size, "kind": kind} if self.form is dict else (kind, size)
+
+
+def losses_of(outputs):
+    """The two losses, by NumPy."""
+    logits, numbers = (np.asarray(outputs[name], "f8") for name in ("kind", "size"))
+    logs = np.log(np.exp(logits).sum(1))
+    return np.mean(logs - logits[np.arange(22), CLASSES]), np.mean((numbers - NUMBERS) ** 2)
+
+
+@pytest.mark.parametrize("form", [dict, tuple])
+def test_a_model_is_trained_on_the_weighted_sum_and_reports_each_loss(form):
+    targets = {"kind": CLASSES, "size": NUMBERS} if form is dict else (CLASSES, NUMBERS)
+    metrics = {"kind": "accuracy", "size": ["mae", "rmse"]}
+    model = ff.Model(TwoHeads(form), optax.adam(0.05), LOSS, metrics, loss_weights={"size": 0.1})
+    history = model.fit(
+        X, targets, batch_size=16, epochs=6, verbose=0, validation_data=(X, targets)
+    )
+    assert history["loss"][-1] < history["loss"][0]
+    np.testing.assert_allclose(
+        history["loss"],
+        np.array(history["kind_loss"]) + 0.1 * np.array(history["size_loss"]),
+        rtol=1e-5,
+    )
+
+    outputs = model.predict(X)
+    outputs = outputs if form is dict else dict(zip(LOSS, outputs, strict=True))
+    kind, size = losses_of(outputs)
+    found = model.evaluate(X, targets, batch_size=16)
+    expected = {
+        "loss": kind + 0.1 * size,
+        "kind_loss": kind,
+        "size_loss": size,
+        "kind_accuracy": np.mean(outputs["kind"].argmax(1) == CLASSES),
+        "size_mae": np.mean(np.abs(outputs["size"] - NUMBERS)),
+        "size_rmse": np.sqrt(size),
+    }
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert {f"val_{name}" for name in expected} <= history.keys()
+
+
+def weighted_sums(outputs, weights):
+    """The two losses and an accuracy, each by its own weights, by NumPy."""
+    logits, numbers = (np.asarray(outputs[name], "f8") for name in ("kind", "size"))
+    kind = np.log(np.exp(logits).sum(1)) - logits[np.arange(22), CLASSES]
+    size = ((numbers - NUMBERS) ** 2).mean(1)
+    return {
+        "kind_loss": np.average(kind, weights=weights["kind"]),
+        "size_loss": np.average(size, weights=weights["size"]),
+        "kind_accuracy": np.average(logits.argmax(1) == CLASSES, weights=weights["kind"]),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [dict, tuple])
+@pytest.mark.parametrize("n_devices", [1, 4])
+def test_each_output_may_have_weights_of_its_own(form, n_devices):
+    targets = {"kind": CLASSES, "size": NUMBERS} if form is dict else (CLASSES, NUMBERS)
+    weights = {"kind": RNG.uniform(0, 3, 22), "size": (np.arange(22) % 3).astype(float)}
+    strategy = ff.DataParallel(jax.devices()[:n_devices])
+    model = ff.Model(
+        TwoHeads(form),
+        optax.sgd(0.1),
+        LOSS,
+        {"kind": "accuracy", "n_sizes": lambda *given: jnp.ones(len(jax.tree.leaves(given)[0]))},
+        loss_weights={"size": 0.1},
+        strategy=strategy,
+    )
+    model.fit(X, targets, batch_size=22, sample_weight=weights, verbose=0)
+    before = model.predict(X)
+    before = before if form is dict else dict(zip(LOSS, before, strict=True))
+    expected = weighted_sums(before, weights)
+    expected["loss"] = expected["kind_loss"] + 0.1 * expected["size_loss"]
+    expected["n_sizes"] = 1.0
+    found = model.evaluate(X, targets, batch_size=5, sample_weight=weights)
+    assert found == pytest.approx(expected, rel=1e-4)
+    history = model.fit(
+        X,
+        targets,
+        batch_size=22,
+        sample_weight=weights,
+        validation_data=(X, targets, weights),
+        verbose=0,
+    )
+    assert {name: history[name][0] for name in expected} == pytest.approx(expected, rel=1e-4)
+    after = model.evaluate(X, targets, sample_weight=weights)
+    assert history["val_loss"][0] == pytest.approx(after["loss"], rel=1e-5)
+    assert after["loss"] < found["loss"]
+
+
+@pytest.mark.slow
+def test_weights_of_an_output_act_as_they_would_for_it_alone():
+    """One head whose other has no weight trains as a model of one output does."""
+    weights = RNG.uniform(0, 3, 22)
+    targets = {"kind": CLASSES, "size": NUMBERS}
+    both = ff.Model(TwoHeads(), optax.sgd(0.1), LOSS)
+
+    class Alone(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return TwoHeads(name="heads")(x)["kind"]
+
+    def init(rngs, x):
+        return {"params": {"heads": TwoHeads().init(rngs, x)["params"]}}
+
+    alone = ff.Model((init, Alone().apply), optax.sgd(0.1), "crossentropy")
+    given = {"kind": weights, "size": np.zeros(22)}
+    both.fit(X, targets, batch_size=5, epochs=3, sample_weight=given, verbose=0)
+    alone.fit(X, CLASSES, batch_size=5, epochs=3, sample_weight=weights, verbose=0)
+    kernel = both.state.params["Dense_0"]["kernel"]
+    np.testing.assert_allclose(kernel, alone.state.params["heads"]["Dense_0"]["kernel"], rtol=1e-4)
+
+
+TARGETS = {"kind": CLASSES, "size": NUMBERS}
+WEIGHTS = {"kind": RNG.uniform(0, 3, 22), "size": (np.arange(22) % 3).astype(float)}
+
+
+def batches_of(size, targets=TARGETS, weights=WEIGHTS):
+    """The data in a list of batches, as a loader gives them."""
+    data = (X, targets, weights)
+    return [jax.tree.map(lambda a, i=i: a[i : i + size], data) for i in range(0, 22, size)]
+
+
+def one_device():
+    return ff.DataParallel(jax.devices()[:1])
+
+
+def trained_on(data, strategy=None, held_out=None, **options):
+    """The last checkpoint of a loop over data, with what an evaluation on it has measured."""
+    metrics, apply = {"kind": "accuracy"}, TwoHeads().apply
+    task = ff.TrainTask(apply, optax.adam(0.1), LOSS, data, metrics, loss_weights={"size": 0.1})
+    measure = ff.EvalLoop(ff.EvalTask(apply, metrics, held_out or batches_of(4), loss=task.loss))
+    options = {"callbacks": [measure], "stdout": False, **options}
+    options["strategy"] = strategy or one_device()
+    loop = ff.TrainLoop(TwoHeads().init, task, 0, n_steps=10, **options)
+    return list(loop)[-1]
+
+
+@pytest.fixture(scope="module")
+def on_arrays():
+    """What one device makes of arrays."""
+    return trained_on(ff.ArrayStream(X, TARGETS, WEIGHTS, batch_size=5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        (one_device, {}),
+        (ff.DataParallel, {"steps_per_call": 4, "n_steps_per_checkpoint": 9}),
+        (lambda: ff.DataParallel(virtual_replicas=4), {}),
+        pytest.param(ff.Sharded, {}, marks=pytest.mark.slow),
+    ],
+    ids=["one device", "four devices", "virtual replicas", "sharded"],
+)
+def test_batches_with_weights_by_output_give_what_arrays_give(on_arrays, strategy, options):
+    found = trained_on(batches_of(5) * 2, strategy(), **options)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6),
+        found.state.params,
+        on_arrays.state.params,
+    )
+    assert {n: v for n, v in found.metrics.items() if n.startswith("val_")} == pytest.approx(
+        {n: v for n, v in on_arrays.metrics.items() if n.startswith("val_")}, rel=1e-4
+    )
+
+
+@pytest.mark.slow
+def test_targets_without_weight_leave_no_mark_whatever_they_are():
+    weights = {name: np.where(np.arange(22) % 4, 1.0, 0.0) for name in LOSS}
+    missing = {"kind": CLASSES.copy(), "size": NUMBERS.copy()}
+    missing["kind"][::4], missing["size"][::4] = -1, np.nan
+    everything, some = (batches_of(11, targets, weights) for targets in (TARGETS, missing))
+    expected, found = (trained_on(data, held_out=data) for data in (everything, some))
+    jax.tree.map(np.testing.assert_array_equal, found.state.params, expected.state.params)
+    assert found.metrics == expected.metrics and np.isfinite(found.metrics["val_loss"])
+
+
+def test_a_batch_without_any_weight_changes_nothing():
+    idle = batches_of(11, weights={name: np.zeros(22) for name in LOSS})
+    first, last = (trained_on(batches_of(11)[:1] + more) for more in ([], idle))
+    assert last.step == 3
+    jax.tree.map(np.testing.assert_array_equal, first.state.params, last.state.params)
+
+
+@pytest.mark.slow
+def test_tasks_that_take_turns_may_have_weights_by_output():
+    sgd, apply = optax.sgd(0.1), TwoHeads().apply
+    weighted = ff.TrainTask(apply, sgd, LOSS, batches_of(22))
+    plain = ff.TrainTask(apply, sgd, LOSS, [(X, TARGETS)])
+    task = ff.MultiTask({"weighted": weighted, "plain": plain})
+    strategy = one_device()
+    both = ff.TrainLoop(TwoHeads().init, task, 0, strategy=strategy, stdout=False).next_step()
+    alone = ff.TrainLoop(TwoHeads().init, weighted, 0, strategy=strategy, stdout=False).next_step()
+    for name in "loss", "kind_loss", "size_loss":
+        assert both.metrics[f"weighted/{name}"] == pytest.approx(alone.metrics[name], rel=1e-5)
+
+
+def own_step(state, batch):
+    return state, {}
+
+
+@pytest.mark.parametrize(
+    ("loss", "weights", "options", "message"),
+    [
+        (LOSS, {"kin": np.ones(22)}, {}, "weights for 'kin', and losses by name for 'kind', 'siz"),
+        (LOSS, {"kind": -np.ones(22)}, {}, "weights for 'kind', which must be finite and not neg"),
+        (LOSS, {"kind": np.ones((22, 2))}, {}, r"weights\['kind'\] must hold one number per ex"),
+        ("mse", {"kind": np.ones(22)}, {}, "losses by name for no output: give the weights as on"),
+        (None, {"kind": np.ones(22)}, {"step": own_step}, "outputs 'kind', and the task has a ste"),
+    ],
+    ids=["name", "negative", "shape", "one loss", "own step"],
+)
+@pytest.mark.parametrize("is_array", [False, True], ids=["batches", "arrays"])
+def test_weights_by_output_of_batches_that_do_not_fit_are_refused(
+    loss, weights, options, message, is_array
+):
+    with pytest.raises(ValueError, match=message):
+        data = (X, TARGETS, weights) if is_array else batches_of(22, weights=weights)
+        task = ff.TrainTask(TwoHeads().apply, optax.sgd(0.1), loss, data, **options)
+        ff.TrainLoop(TwoHeads().init, task, 0, stdout=False).next_step()
+
+
+def test_an_evaluation_without_losses_by_name_refuses_weights_by_output():
+    task = ff.EvalTask(TwoHeads().apply, ["mse"], (X, TARGETS, WEIGHTS))
+    state = ff.init_state(TwoHeads().init, optax.sgd(0.1), jax.random.key(0), X)
+    with pytest.raises(ValueError, match="'kind', 'size', and losses by name for no output"):
+        ff.EvalLoop(task).measure(state)
+
+
+@pytest.mark.parametrize(
+    ("loss", "weights", "message"),
+    [
+        (LOSS, {"kin": np.ones(22)}, "weights for 'kin', and losses by name for 'kind', 'size'"),
+        ("mse", {"kind": np.ones(22)}, "losses by name for no output: give the weights as one"),
+        (LOSS, {"kind": np.ones(21)}, "22 rows but sample_weight"),
+        (LOSS, {"kind": -np.ones(22)}, r"sample_weight\['kind'\] must be finite and not negative"),
+        (LOSS, {"kind": np.ones((22, 2))}, r"sample_weight\['kind'\] must hold one number per ex"),
+    ],
+    ids=["name", "one loss", "rows", "negative", "shape"],
+)
+def test_weights_by_output_that_do_not_fit_are_refused(loss, weights, message):
+    model = ff.Model(TwoHeads(), optax.sgd(0.1), loss)
+    with pytest.raises(ValueError, match=message):
+        model.fit(X, {"kind": CLASSES, "size": NUMBERS}, sample_weight=weights, verbose=0)
+
+
+def test_weights_of_classes_go_into_those_of_their_output():
+    model = ff.Model(TwoHeads(), optax.sgd(0.1), LOSS)
+    with pytest.raises(ValueError, match="put the weights of the classes into those of their out"):
+        model.fit(X, CLASSES, sample_weight={"kind": np.ones(22)}, class_weight={0: 2.0}, verbose=0)
+
+
+def test_losses_in_a_sequence_are_called_by_their_position():
+    loss = as_loss(["mse", "mae"], [1.0, 0.5])
+    assert list(loss.losses) == ["output_0", "output_1"]
+    one = np.ones(3, "f4")
+    np.testing.assert_allclose(loss(3 * one, 4 * one, 0 * one, 0 * one), 11 * one)
+
+
+def test_a_task_that_is_replaced_keeps_losses_weights_and_metrics():
+    def apply(variables, x):
+        return x, x
+
+    task = ff.EvalTask(apply, {"b": "mae"}, loss={"a": "mse", "b": "mse"}, loss_weights=(1, 3))
+    again = dataclasses.replace(task, data=[])
+    assert again.loss.weights == {"a": 1, "b": 3}
+    assert list(again.metrics) == list(task.metrics) == ["a_loss", "b_loss", "b_mae"]
+
+
+def test_outputs_without_a_loss_are_left_alone():
+    loss = as_loss({"a": "mse"})
+    outputs = {"a": np.ones(2), "features": np.ones((2, 9))}
+    np.testing.assert_allclose(loss(outputs, {"a": np.zeros(2)}), 1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "weights", "message"),
+    [
+        ("mse", {"a": 1.0}, "there is one loss"),
+        ({"a": "mse"}, {"b": 1.0}, "loss_weights name 'b'.*losses for 'a'"),
+        (["mse", "mae"], [1.0], "2 losses, but 1 loss_weights"),
+        ({"a": "mes"}, None, "Did you mean mse"),
+        ({}, None, "There is no loss"),
+    ],
+    ids=["one loss", "unknown weight", "too few weights", "unknown loss", "none"],
+)
+def test_losses_and_weights_that_do_not_fit_are_refused(loss, weights, message):
+    with pytest.raises(ValueError, match=message):
+        as_loss(loss, weights)
+
+
+ONE = np.ones((4, 2), "f4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((ONE, ONE, ONE), r"a tuple of 2; got outputs and targets of shapes \(4, 2\), \(4, 2\)"),
+        (({"a": ONE}, {"a": ONE, "b": ONE}), "a loss for 'b', but no such output: there are 'a'"),
+        (({"a": ONE, "b": ONE}, {"a": ONE}), "a loss for 'b', but no such target"),
+        ((ONE, ONE, ONE, ONE[:, 0]), "output 'b': loss 'mse' wants targets of the shape"),
+    ],
+    ids=["three", "output", "target", "shape"],
+)
+def test_outputs_and_targets_that_do_not_fit_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        as_loss({"a": "mse", "b": "mse"})(*arguments)
+
+
+def test_a_scalar_loss_of_one_of_several_outputs_is_refused():
+    loss = as_loss({"a": lambda output, target: output.mean(), "b": "mse"})
+    with pytest.raises(ValueError, match=r"output 'a': the loss returned a scalar.*\(4,\)"):
+        loss(ONE, ONE, ONE, ONE)
+
+
+def test_a_label_that_is_out_of_range_is_found_with_its_output():
+    model = ff.Model(TwoHeads(), optax.sgd(0.1), LOSS)
+    with pytest.raises(ValueError, match="output 'kind': label 4 is out of range"):
+        model.fit(X, {"kind": CLASSES + 1, "size": NUMBERS}, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("squared", "target"),
+    [
+        (lambda output, target: ((output[:, :1] - target) ** 2).mean(-1), NUMBERS[:, 0]),
+        (lambda output, target: (output[:, 0] - target) ** 2, NUMBERS[:, :1]),
+    ],
+    ids=["column against row", "row against column"],
+)
+@pytest.mark.parametrize("is_mapping", [True, False])
+def test_a_loss_that_broadcasts_one_of_the_outputs_is_refused(squared, target, is_mapping):
+    losses = {"kind": "crossentropy", "size": squared}
+    kinds = dict if is_mapping else tuple
+    targets = {"kind": CLASSES, "size": target}
+    model = ff.Model(TwoHeads(kinds), optax.sgd(0.1), losses)
+    name = "The loss of output 'size' broadcasts outputs against targets"
+    with pytest.raises(ValueError, match=name):
+        model.fit(X, targets if is_mapping else tuple(targets.values()), verbose=0)
+
+
+def test_the_loss_is_the_object_that_a_task_holds():
+    task = ff.TrainTask(lambda v, x, **_: x, optax.sgd(0.1), LOSS)
+    assert isinstance(task.loss, LossByOutput)
+
+
+@pytest.mark.parametrize("is_first_weighted", [True, False])
+def test_a_given_batch_with_other_weights_than_those_before_is_refused(is_first_weighted):
+    whole = (X, {"kind": CLASSES, "size": NUMBERS})
+    weighted = (*whole, WEIGHTS)
+    first, other = (weighted, whole) if is_first_weighted else (whole, weighted)
+    task = ff.TrainTask(TwoHeads().apply, optax.sgd(0.1), LOSS, [first] * 2)
+    loop = ff.TrainLoop(TwoHeads().init, task, 0, strategy=one_device(), stdout=False)
+    loop.next_step()
+    with pytest.raises(ValueError, match="it has weights by output, and those before have not"):
+        loop.next_step(other)
+    assert loop.next_step(first).step == 2
