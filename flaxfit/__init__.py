@@ -21,7 +21,7 @@ from flaxfit.model._model import Model as Model
 from flaxfit.state._checkpoint import Checkpoint as Checkpoint
 from flaxfit.state._train_state import InferenceState as InferenceState
 from flaxfit.state._train_state import TrainState as TrainState
-from flaxfit.state._train_state import init_state as init_state
+from flaxfit.step._init_state import init_state as init_state
 from flaxfit.step._multi_task import MultiTask as MultiTask
 from flaxfit.step._train_step import make_eval_step as make_eval_step
 from flaxfit.step._train_step import make_predict_step as make_predict_step

@@ -11,8 +11,7 @@ from flaxfit.optim import averaged
 from flaxfit.optim._averaged import has_average
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.strategies import gather
-from flaxfit.tree._is_function import check_is_function
-from flaxfit.tree._local_path import local_path
+from flaxfit.tree._checks import check_is_function, local_path
 
 
 class Export:

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from flaxfit.callbacks._log_to import Attempt
 from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._local_path import local_path
+from flaxfit.tree._checks import local_path
 
 
 class CSVLogger:

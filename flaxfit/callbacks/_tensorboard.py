@@ -10,7 +10,7 @@ import numpy as np
 from flaxfit.callbacks._event_file import EventFile
 from flaxfit.callbacks._log_to import Attempt
 from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._local_path import local_path
+from flaxfit.tree._checks import local_path
 from flaxfit.tree._paths import flat
 
 

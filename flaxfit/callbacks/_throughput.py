@@ -9,7 +9,6 @@ import numpy as np
 
 from flaxfit.callbacks._callback import Loop
 from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.step._cost import StepCost
 
 PEAK_FLOPS = {
     "TPU v4": 275e12,
@@ -103,8 +102,10 @@ class Throughput:
         if tokens:
             found["tokens_per_second"] = tokens * speed
         if self._flops is None:
-            self._flops, recomputes = _cost_per_example(self._loop)
-            self._utilisation = "hfu" if recomputes else "mfu"
+            (n, *_), *_ = (x.shape for x in jax.tree.leaves(self._loop.input_shapes))
+            cost = self._loop.step_cost(n)
+            self._flops = cost.flops / n
+            self._utilisation = "hfu" if cost.recomputes else "mfu"
         if math.isfinite(self._flops):
             found["flops_per_second"] = self._flops * speed
             devices = self._loop.strategy.devices
@@ -113,12 +114,6 @@ class Throughput:
                 used = found["flops_per_second"] / (peak * _n_devices(devices))
                 found[self._utilisation] = used
         return checkpoint.with_metrics(found)
-
-
-def _cost_per_example(loop: Any) -> StepCost:
-    (n, *_), *_ = (x.shape for x in jax.tree.leaves(loop.input_shapes))
-    cost = loop.step_cost(n)
-    return cost._replace(flops=cost.flops / n)
 
 
 def _n_devices(devices: Any) -> int:

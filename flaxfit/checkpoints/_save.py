@@ -22,7 +22,7 @@ def save(
     No other step is removed.
 
     >>> import tempfile, jax.numpy as jnp, optax
-    >>> from flaxfit.state._train_state import init_state
+    >>> from flaxfit.step._init_state import init_state
     >>> init = lambda rngs, x: {"params": {"w": jnp.ones(3)}}
     >>> state = init_state(init, optax.adam(0.1), 0, (jnp.ones(3),))
     >>> save(tempfile.mkdtemp(), state).name

@@ -46,7 +46,7 @@ class CheckpointFileWriter:
     run before it aside (`superseded-<step>-<n>`) with its first save, and says so.
 
     >>> import tempfile, jax.numpy as jnp, optax
-    >>> from flaxfit.state._train_state import init_state
+    >>> from flaxfit.step._init_state import init_state
     >>> init = lambda rngs, x: {"params": {"w": jnp.ones(3)}}
     >>> state = init_state(init, optax.adam(0.1), 0, (jnp.ones(3),))
     >>> folder = tempfile.mkdtemp()

@@ -11,7 +11,7 @@ from flaxfit.data._position import check_description
 from flaxfit.data._sample_weights import check_weights_shape
 from flaxfit.data._shared import own_slice
 from flaxfit.distributed._processes import process_count
-from flaxfit.tree._whole_number import whole_number
+from flaxfit.tree._checks import whole_number
 
 _RESIDENT_BYTES = 2**28
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxfit.tree._whole_number import whole_number
+from flaxfit.tree._checks import whole_number
 
 
 def comes_from(data: Any, module: str) -> bool:

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from flaxfit.tree._local_path import local_path
+from flaxfit.tree._checks import local_path
 
 
 @contextlib.contextmanager

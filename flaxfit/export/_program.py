@@ -1,13 +1,13 @@
 """Programs: methods traced into StableHLO of a version that older readers know."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.export
 from jax.extend.mlir.dialects import stablehlo
 
-from flaxfit.export._module import JaxModule
 from flaxfit.export._spec import shape_structs
 
 PORTABLE = "1.13.0"
@@ -15,7 +15,17 @@ PORTABLE = "1.13.0"
 PLATFORMS = ("cpu", "cuda", "tpu")
 
 
-def export_method(module: JaxModule, name: str, platforms: Sequence[str]) -> jax.export.Exported:
+class _Module(Protocol):
+    """What is asked of a `JaxModule`, whose file imports this one."""
+
+    @property
+    def method_specs(self) -> Mapping[str, Any]: ...
+
+    @property
+    def named_params(self) -> dict[str, jax.Array]: ...
+
+
+def export_method(module: _Module, name: str, platforms: Sequence[str]) -> jax.export.Exported:
     """Traces a method for some platforms, as a function `(parameters by name, inputs)`.
 
     Raises:

@@ -20,7 +20,7 @@ from flaxfit.export._files import replacing
 from flaxfit.export._input import as_input
 from flaxfit.export._module import DEFAULT_METHOD_KEY, JaxModule
 from flaxfit.export._program import PLATFORMS, PORTABLE, export_method, in_version
-from flaxfit.tree._local_path import local_path
+from flaxfit.tree._checks import local_path
 
 
 class ExportedModel:

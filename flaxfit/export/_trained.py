@@ -9,7 +9,7 @@ import jax
 
 from flaxfit.export._compare import ExportReport
 from flaxfit.export._module import JaxModule
-from flaxfit.tree._is_function import check_is_function
+from flaxfit.tree._checks import check_is_function
 
 _WRITERS = {
     "stablehlo": ("flaxfit.export._stablehlo", "save"),

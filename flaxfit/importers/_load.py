@@ -12,7 +12,7 @@ from flaxfit.importers._safetensors import load_safetensors
 from flaxfit.importers._t5x import is_t5x, load_t5x
 from flaxfit.importers._tf_bundle import load_tf_ckpt
 from flaxfit.importers._unreadable import UnreadableFile
-from flaxfit.tree._local_path import local_path
+from flaxfit.tree._checks import local_path
 
 _BY_SUFFIX: dict[str, Callable[..., dict[str, LazyArray]]] = {
     ".safetensors": load_safetensors,

@@ -12,7 +12,7 @@ from flaxfit.importers._dtypes import as_dtype
 from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
 from flaxfit.importers._mapped import map_file, mapped_array
 from flaxfit.importers._unreadable import reading, require
-from flaxfit.tree._local_path import local_path
+from flaxfit.tree._checks import local_path
 
 KIND = "a MessagePack file of Flax"
 _DEEPEST = 64

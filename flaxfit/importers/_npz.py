@@ -11,7 +11,7 @@ import numpy as np
 from flaxfit.importers._dtypes import as_dtype
 from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
 from flaxfit.importers._unreadable import reading, require
-from flaxfit.tree._local_path import local_path
+from flaxfit.tree._checks import local_path
 
 _KIND = "an .npz file of numbers"
 _MOST_GROWTH = 1100

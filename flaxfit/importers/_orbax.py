@@ -9,7 +9,7 @@ from flaxfit.checkpoints._ocdbt import MANIFEST, check_index
 from flaxfit.importers._lazy import LazyArray
 from flaxfit.importers._tensorstore import file_store, open_stores
 from flaxfit.importers._unreadable import reading, require
-from flaxfit.tree._local_path import local_path
+from flaxfit.tree._checks import local_path
 
 _KIND = "an Orbax checkpoint"
 _TREE = "_METADATA"

@@ -9,7 +9,7 @@ from flaxfit.importers._dtypes import as_dtype
 from flaxfit.importers._lazy import LazyArray
 from flaxfit.importers._mapped import map_file, mapped_array
 from flaxfit.importers._unreadable import UnreadableFile, reading, require
-from flaxfit.tree._local_path import local_path
+from flaxfit.tree._checks import local_path
 
 _KIND = "a safetensors file"
 _LONGEST_HEADER = 100_000_000

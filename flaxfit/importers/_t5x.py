@@ -11,7 +11,7 @@ from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
 from flaxfit.importers._msgpack import read_tree
 from flaxfit.importers._tensorstore import file_store, open_stores
 from flaxfit.importers._unreadable import UnreadableFile, reading, require
-from flaxfit.tree._local_path import local_path
+from flaxfit.tree._checks import local_path
 
 _KIND = "a T5X checkpoint"
 _INDEX = "checkpoint"

@@ -17,7 +17,7 @@ from flaxfit.importers._slices import Extent, place_of, read_slice, slice_key
 from flaxfit.importers._table import read_table
 from flaxfit.importers._unreadable import UnreadableFile, reading, require
 from flaxfit.importers._varint import fields, integer, message
-from flaxfit.tree._local_path import local_path
+from flaxfit.tree._checks import local_path
 
 _KIND = "a TensorFlow checkpoint (version 2)"
 _TEXT = 7

@@ -6,7 +6,7 @@ import tempfile
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from flaxfit.tree._local_path import local_path
+from flaxfit.tree._checks import local_path
 
 
 def use_compilation_cache(folder: str | os.PathLike[str]) -> None:

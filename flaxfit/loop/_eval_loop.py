@@ -24,8 +24,8 @@ from flaxfit.step._train_step import compute, evaluated, make_eval_step
 from flaxfit.step._validate import inspect_eval, structure_of
 from flaxfit.strategies import DataParallel, Strategy
 from flaxfit.task._task import EvalTask
+from flaxfit.tree._checks import whole_number
 from flaxfit.tree._jax_debugging import debugging_explained
-from flaxfit.tree._whole_number import whole_number
 
 
 class EvalLoop:

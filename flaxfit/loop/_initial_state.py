@@ -9,8 +9,9 @@ import numpy as np
 
 from flaxfit.optim._extended import wrap_state
 from flaxfit.state._optimizer_axes import with_optimizer
-from flaxfit.state._train_state import TrainState, init_state
-from flaxfit.tree._is_function import check_is_function
+from flaxfit.state._train_state import TrainState
+from flaxfit.step._init_state import init_state
+from flaxfit.tree._checks import check_is_function
 from flaxfit.tree._paths import flat
 
 

@@ -15,6 +15,7 @@ from flaxfit.data._batch import Batch
 from flaxfit.loop._compiled_steps import Programs
 from flaxfit.loop._consistency import Agreement
 from flaxfit.loop._cursor import Source
+from flaxfit.loop._default_strategy import check_strategy
 from flaxfit.loop._device_loader import Intake
 from flaxfit.loop._held import Form, Held, on_held
 from flaxfit.loop._interrupts import Interrupts
@@ -29,7 +30,6 @@ from flaxfit.state._later import Later
 from flaxfit.state._optimizer_axes import with_optimizer
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._cost import StepCost, cost_of, memory_of
-from flaxfit.step._custom_step import check_strategy
 from flaxfit.step._error_messages import calls_explained, explain, explained
 from flaxfit.step._train_step import more_sums
 from flaxfit.step._unrolled import MOST_UNROLLED
@@ -37,8 +37,8 @@ from flaxfit.step._update import make_step, make_update
 from flaxfit.step._validate import inspect, inspect_step, shapes_of, trace
 from flaxfit.step._wide_products import why_wide
 from flaxfit.strategies import Strategy
-from flaxfit.strategies._eager import runs_eagerly
 from flaxfit.task._task import TrainTask
+from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._paths import flat
 
 # On a CPU with several devices, unbounded dispatch of collectives aborts the process.

@@ -14,6 +14,7 @@ from flaxfit.data._batch import normalize
 from flaxfit.display import quiet, say
 from flaxfit.loop._callback_list import as_tuple, check_callback, check_unchanged, returned_by
 from flaxfit.loop._compilation_cache import use_compilation_cache
+from flaxfit.loop._default_strategy import strategy_for
 from flaxfit.loop._idle_gpu import warn_of_idle_gpu
 from flaxfit.loop._initial_state import check_trains, start
 from flaxfit.loop._snapshot import snapshots
@@ -27,12 +28,12 @@ from flaxfit.state import _callback_states
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._cost import StepCost
-from flaxfit.step._custom_step import strategy_for
 from flaxfit.strategies import DataParallel, Eager, Strategy
-from flaxfit.strategies._eager import eagerly, runs_eagerly
+from flaxfit.strategies._eager import eagerly
 from flaxfit.task._task import TrainTask
+from flaxfit.tree._checks import whole_number
+from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._jax_debugging import check_jit
-from flaxfit.tree._whole_number import whole_number
 
 
 class EndOfData(Exception):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flaxfit.metrics._modes import mode_of
-from flaxfit.state._callback_states import owner_of
+from flaxfit.tree._functions import owner_of
 
 # What a loop may report beside its loss and the metrics of the task.
 _MAY_BE_THERE = ("grad_norm", "learning_rate", "param_norm", "penalty", "skipped_steps")

@@ -13,7 +13,8 @@ from flaxfit.checkpoints._compare import check_params
 from flaxfit.loop._train_loop import TrainLoop
 from flaxfit.model._resume import SavedState
 from flaxfit.model._weights import WarmStart, open_weights, state_alone
-from flaxfit.state._train_state import TrainState, init_state
+from flaxfit.state._train_state import TrainState
+from flaxfit.step._init_state import init_state
 from flaxfit.task._task import TrainTask
 
 

@@ -14,7 +14,7 @@ from flaxfit.data._stream import pass_length
 from flaxfit.loop._local_rows import knows_rows
 from flaxfit.loop._train_loop import EndOfData, TrainLoop
 from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._whole_number import whole_number
+from flaxfit.tree._checks import whole_number
 
 
 def check_numbers(

@@ -19,6 +19,7 @@ from flaxfit.data._rewind import borrowed
 from flaxfit.display import _html, say
 from flaxfit.loop._callback_list import as_tuple
 from flaxfit.loop._compilation_cache import use_compilation_cache
+from flaxfit.loop._default_strategy import strategy_for
 from flaxfit.loop._eval_loop import EvalLoop
 from flaxfit.loop._predictor import Predictor
 from flaxfit.loop._snapshot import snapshots
@@ -40,7 +41,6 @@ from flaxfit.optim import averaged
 from flaxfit.optim._averaged import has_average
 from flaxfit.optim._extended import has_ema
 from flaxfit.state._train_state import TrainState
-from flaxfit.step._custom_step import strategy_for
 from flaxfit.step._validate import shapes_of
 from flaxfit.strategies import Eager, Strategy
 from flaxfit.strategies._eager import eagerly

@@ -1,10 +1,11 @@
 """What the callbacks of a loop remember: collected for a checkpoint, put back from one."""
 
-import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from flaxfit.tree._functions import owner_of
 
 _OLD_NAME = re.compile(r"(\d+)-(\w+)")
 
@@ -36,12 +37,6 @@ def put_back(
         *(f"no callback takes what {name} remembered" for name in states if name not in found),
         *(f"{name} begins afresh, as it was not there" for name in found if name not in states),
     ]
-
-
-def owner_of(callback: Any) -> Any:
-    """The object behind a callback: inside of `every` and the like, of `history.append`."""
-    callback = inspect.unwrap(callback)
-    return getattr(callback, "__self__", callback)
 
 
 def _named(callbacks: Iterable[Any]) -> dict[str, Any]:

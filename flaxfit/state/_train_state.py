@@ -1,6 +1,6 @@
 """TrainState: everything that a training step reads and writes, as data."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,19 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from jax.core import Tracer
 
-from flaxfit.data._batch import call
 from flaxfit.display import _html
 from flaxfit.optim._hyperparams import check_known, describe, names_of
 from flaxfit.state import _logical_axes
 from flaxfit.state._inference_state import InferenceState
 from flaxfit.state._optimizer_axes import with_optimizer, without_optimizer
-from flaxfit.step._error_messages import calls_explained
 from flaxfit.tree import _plain
-from flaxfit.tree._is_function import check_is_function
-from flaxfit.tree._put import put
-from flaxfit.tree._single_replica import alone_in_any
 
 
 class TrainState(struct.PyTreeNode):
@@ -63,7 +57,7 @@ class TrainState(struct.PyTreeNode):
           ValueError: the variables have no "params", or names that do not fit the arrays.
         """
         _logical_axes.check_has_params(variables)
-        return _at_start(optimizer, variables, as_key(key))
+        return at_start(optimizer, variables, as_key(key))
 
     def apply_gradient(
         self, optimizer: Any, grads: Any, *, model_state: Any = None, **hyperparams: Any
@@ -186,84 +180,8 @@ def as_key(key: Any) -> jax.Array:
     return jax.random.wrap_key_data(jnp.asarray(key, jnp.uint32))
 
 
-def init_state(
-    init: Callable[..., Any],
-    optimizer: Any,
-    key: Any,
-    inputs: Any,
-    *,
-    collections: Sequence[str] = ("params", "dropout"),
-    shardings: Any = None,
-) -> TrainState:
-    """Initialises a model and its optimizer in one jitted call.
-
-    An `init` that says `gives_weights` is not traced, since its weights would be constants.
-
-    >>> init = lambda rngs, x: {"params": jnp.ones(x.shape[1])}
-    >>> init_state(init, optax.adam(0.1), 0, (jnp.ones((2, 3)),)).params.shape
-    (3,)
-
-    Args:
-      init: a linen `init`: `init(rngs, *inputs) -> variables`.
-      optimizer: an optax transformation.
-      key: a random key or an integer seed.
-      inputs: the model's input, or a tuple (or a dict of keyword inputs) of such: arrays or
-        `jax.ShapeDtypeStruct`s; only shapes and dtypes matter.
-      collections: the random streams that `init` is given.
-      shardings: where the state is born: a pytree of `jax.sharding.Sharding`s (one for all will
-        do), or a function that makes it of the abstract state. No array is ever whole on one
-        device, except weights that are given.
-
-    Returns:
-      The state at step 0. Boxes of logical axis names are taken off; the names are its `axes`.
-
-    Raises:
-      TypeError: `init` is a module.
-    """
-    check_is_function("init_state", init, "init")
-    key = as_key(key)
-    inputs = (inputs,) if hasattr(inputs, "shape") else inputs
-    # 64 bits become 32 in silence, as in every batch.
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), inputs
-    )
-
-    def create(key: jax.Array) -> TrainState:
-        init_key, train_key = jax.random.split(key)
-        keys = jax.random.split(init_key, len(collections))
-        rngs = dict(zip(collections, keys, strict=True))
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        with calls_explained(zeros):
-            variables = call(alone_in_any(init), rngs, zeros)
-        return _at_start(optimizer, variables, train_key)
-
-    if getattr(init, "gives_weights", False):
-        state = create(key)
-        if shardings is None:
-            return state
-        shardings = shardings(state) if callable(shardings) else shardings
-        return jax.tree.map(_put_part, shardings, state)  # One sharding may be that of many arrays.
-    if callable(shardings):
-        shardings = shardings(jax.eval_shape(create, key))
-    return jax.jit(create, out_shardings=shardings, compiler_options=_compiler_options())(key)
-
-
-def _put_part(sharding: Any, part: Any) -> Any:
-    return jax.tree.map(lambda leaf: put(leaf, sharding, may_alias=False), part)
-
-
-def _compiler_options() -> dict[str, Any] | None:
-    """How to compile a program that runs once: on a CPU, most of the time goes into compiling it.
-
-    With fewer passes of LLVM it takes a half to a third of the time, and draws the same numbers.
-    """
-    # A program within another one is compiled with that.
-    is_traced = isinstance(jax.device_put(np.zeros(())), Tracer)
-    is_slow = jax.default_backend() == "cpu" and not is_traced
-    return {"xla_backend_optimization_level": 1} if is_slow else None
-
-
-def _at_start(optimizer: Any, variables: Mapping[str, Any], key: jax.Array) -> TrainState:
+def at_start(optimizer: Any, variables: Mapping[str, Any], key: jax.Array) -> TrainState:
+    """The state at step 0, of variables that may lack parameters."""
     fields, axes = _logical_axes.take_apart(variables)
     opt_state = optimizer.init(fields["params"])
     return TrainState(

@@ -1,13 +1,12 @@
 """A training step of the user's own: what it takes and gives, and where it can run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
 from flaxfit.data._batch import Batch
 from flaxfit.state._train_state import TrainState
-from flaxfit.strategies import DataParallel, Sharded, Strategy
 
 
 def make_own_step(task: Any) -> Callable[[TrainState, Batch], tuple[TrainState, Any]]:
@@ -37,27 +36,6 @@ def make_own_step(task: Any) -> Callable[[TrainState, Batch], tuple[TrainState, 
         return updated.replace(step=state.step + 1), sums
 
     return train_step
-
-
-def strategy_for(task: Any, devices: Sequence[Any] | None = None) -> Strategy:
-    """The strategy of a task where none is given: one under which its step sees whole batches."""
-    strategy = DataParallel(devices)
-    if task.step is None or strategy.n_devices == 1:
-        return strategy
-    return Sharded(devices=strategy.devices)
-
-
-def check_strategy(task: Any, strategy: Strategy) -> None:
-    """Checks that a step of the user's own sees whole batches.
-
-    Raises:
-      ValueError: it would see the parts of several replicas, which nothing would bring together.
-    """
-    if task.step is not None and strategy.axis_name is not None and strategy.n_devices > 1:
-        raise ValueError(
-            f"The task has a step of its own, which sees whole batches, and {strategy!r} hands "
-            f"each of {strategy.n_devices} devices a part: use strategy=Sharded(), or one device."
-        )
 
 
 def _sum_of(name: str, value: Any) -> tuple[Any, ...]:

@@ -18,8 +18,8 @@ from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._forward import EvalPass, ForwardPass, forward, forward_eval
 from flaxfit.step._jaxpr import holds
 from flaxfit.step._regression_targets import check_classes
-from flaxfit.strategies._eager import runs_eagerly
 from flaxfit.task._multi_output import check_outputs, check_values, targets_with_weights
+from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._paths import flat
 
 

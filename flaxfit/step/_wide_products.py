@@ -10,7 +10,7 @@ from flaxfit.data._batch import Batch
 from flaxfit.step._forward import apply_model
 from flaxfit.step._jaxpr import equations
 from flaxfit.step._validate import shapes_of
-from flaxfit.strategies._eager import runs_eagerly
+from flaxfit.tree._functions import runs_eagerly
 
 _PRODUCTS = ("conv_general_dilated", "dot_general")
 

@@ -8,6 +8,7 @@ import jax
 
 from flaxfit.strategies._data_parallel import DataParallel
 from flaxfit.strategies._strategy import Strategy
+from flaxfit.tree._functions import runs_eagerly
 
 
 class Eager:
@@ -92,15 +93,6 @@ class _Run:
     def __call__(self, *arguments: Any) -> Any:
         with jax.disable_jit():
             return self._function(*jax.device_put(arguments, self._device))
-
-
-def runs_eagerly(strategy_or_function: Any) -> bool:
-    """Whether a strategy, or a function that one has bound, runs operation by operation.
-
-    >>> runs_eagerly(Eager()), runs_eagerly(Eager().bind(abs)), runs_eagerly(DataParallel())
-    (True, True, False)
-    """
-    return getattr(strategy_or_function, "runs_eagerly", False)
 
 
 def eagerly(strategy: Strategy) -> contextlib.AbstractContextManager[Any]:

@@ -13,8 +13,7 @@ from flaxfit.optim._extended import extend
 from flaxfit.optim._optimizer import Optimizer
 from flaxfit.task._multi_output import as_loss, as_metrics
 from flaxfit.task._precision import check_precision
-from flaxfit.tree._is_function import check_is_function
-from flaxfit.tree._whole_number import whole_number
+from flaxfit.tree._checks import check_is_function, whole_number
 
 
 @dataclasses.dataclass(frozen=True)

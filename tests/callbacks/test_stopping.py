@@ -9,7 +9,7 @@ import pytest
 from flaxfit import TrainLoop, TrainTask
 from flaxfit.callbacks import EarlyStopping, StopOnNaN, every
 from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.state._train_state import init_state
+from flaxfit.step._init_state import init_state
 
 
 def stops(stopping, values, name="val_loss"):

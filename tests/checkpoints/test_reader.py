@@ -28,7 +28,8 @@ from flaxfit.data import ArrayStream
 from flaxfit.loop._train_loop import TrainLoop
 from flaxfit.model._resume import RunFolder
 from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.state._train_state import TrainState, init_state
+from flaxfit.state._train_state import TrainState
+from flaxfit.step._init_state import init_state
 from flaxfit.task._task import TrainTask
 
 SMALL = TrainState(

@@ -298,7 +298,7 @@ def test_a_process_that_ends_without_close_loses_nothing(tmp_path, ending, run_c
         import sys
         import jax.numpy as jnp, optax
         from flaxfit.state._checkpoint import Checkpoint
-        from flaxfit.state._train_state import init_state
+        from flaxfit.step._init_state import init_state
         from flaxfit.checkpoints import CheckpointFileWriter
 
         init = lambda rngs, x: {{"params": {{"w": jnp.ones((1000, 500))}}}}

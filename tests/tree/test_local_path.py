@@ -10,7 +10,7 @@ from flax import linen as nn
 import flaxfit as ff
 from flaxfit import callbacks, checkpoints, export, importers
 from flaxfit.loop._compilation_cache import use_compilation_cache
-from flaxfit.tree._local_path import local_path
+from flaxfit.tree._checks import local_path
 
 URL = "gs://bucket/run.safetensors"
 MODEL = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse")

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from flaxfit.tree._whole_number import whole_number
+from flaxfit.tree._checks import whole_number
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.array(3)], ids=["int", "int64", "array"])
