@@ -102,10 +102,7 @@ class Throughput:
         if tokens:
             found["tokens_per_second"] = tokens * speed
         if self._flops is None:
-            (n, *_), *_ = (x.shape for x in jax.tree.leaves(self._loop.input_shapes))
-            cost = self._loop.step_cost(n)
-            self._flops = cost.flops / n
-            self._utilisation = "hfu" if cost.recomputes else "mfu"
+            self._flops, self._utilisation = _measured(self._loop)
         if math.isfinite(self._flops):
             found["flops_per_second"] = self._flops * speed
             devices = self._loop.strategy.devices
@@ -114,6 +111,13 @@ class Throughput:
                 used = found["flops_per_second"] / (peak * _n_devices(devices))
                 found[self._utilisation] = used
         return checkpoint.with_metrics(found)
+
+
+def _measured(loop: Any) -> tuple[float, str]:
+    """The operations for each example, and the name of the share of the peak that they make."""
+    (n, *_), *_ = (x.shape for x in jax.tree.leaves(loop.input_shapes))
+    cost = loop.step_cost(n)
+    return cost.flops / n, "hfu" if cost.recomputes else "mfu"
 
 
 def _n_devices(devices: Any) -> int:
