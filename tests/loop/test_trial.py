@@ -11,6 +11,7 @@ from flax import linen as nn
 import flaxfit as ff
 from flaxfit.loop import _trial
 from flaxfit.loop._consistency import Agreement
+from flaxfit.loop._stepper import Stepper
 from flaxfit.loop._trial import several
 
 random = np.random.default_rng(0)
@@ -32,7 +33,7 @@ def seconds(monkeypatch):
     dispatch = {1: 0.001}
     clock = itertools.count()
     now = [0.0]
-    advance = ff._stepper.Stepper.advance
+    advance = Stepper.advance
 
     def timed(self, n):
         before, compiled = self.step, self.compile_time + self.inspection_time
@@ -41,7 +42,7 @@ def seconds(monkeypatch):
         now[0] += self.compile_time + self.inspection_time - compiled
         return has_stepped
 
-    monkeypatch.setattr(ff._stepper.Stepper, "advance", timed)
+    monkeypatch.setattr(Stepper, "advance", timed)
     monkeypatch.setattr(_trial.time, "perf_counter", lambda: now[0] + 1e-9 * next(clock))
     return dispatch
 
