@@ -15,6 +15,8 @@ from flax.errors import ScopeParamShapeError
 from flaxfit.display import count, plural, size
 from flaxfit.tree._jax_debugging import explain_debugging
 
+_PACKAGE = Path(__file__).parents[1]
+
 _ASKED_FOR_A_VALUE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -180,13 +182,13 @@ def _advice(stepper: Any) -> str:
 def _is_own(error: BaseException) -> bool:
     """Whether flaxfit itself has raised it, and so has said what is wrong."""
     *_, last = traceback.walk_tb(error.__traceback__)
-    return Path(last[0].f_code.co_filename).is_relative_to(Path(__file__).parent)
+    return Path(last[0].f_code.co_filename).is_relative_to(_PACKAGE)
 
 
 def _place(error: BaseException) -> str:
     """Where in the user's own code it happened: the last place outside of installed packages."""
     library = sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]
-    own = str(Path(__file__).parent)
+    own = str(_PACKAGE)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((*library, own, "<")):
             return f" ({Path(frame.filename).name}, line {frame.lineno})"

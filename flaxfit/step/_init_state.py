@@ -29,6 +29,7 @@ def init_state(
 
     An `init` that says `gives_weights` is not traced, since its weights would be constants.
 
+    >>> import optax
     >>> init = lambda rngs, x: {"params": jnp.ones(x.shape[1])}
     >>> init_state(init, optax.adam(0.1), 0, (jnp.ones((2, 3)),)).params.shape
     (3,)

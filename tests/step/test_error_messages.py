@@ -126,7 +126,7 @@ def test_a_loss_or_metric_that_asks_for_values_is_told_what_to_do_and_where(name
     assert isinstance(error, TypeError)
     assert isinstance(error.__cause__, jax.errors.JAXTypeError)
     line = function.__code__.co_firstlineno
-    assert f"(test_explain.py, line {line}) asks for the value of an array" in str(error)
+    assert f"(test_error_messages.py, line {line}) asks for the value of an array" in str(error)
     assert "jnp.where" in str(error) and "jax.debug.print" in str(error)
 
 
