@@ -8,7 +8,7 @@ import numpy as np
 
 from flaxfit.data._arrays import ArrayStream
 from flaxfit.data._batch import parts_of
-from flaxfit.data._grain import end_workers_with_parent, is_divided
+from flaxfit.data._grain import end_workers_with_parent, reads_own_shard
 from flaxfit.data._iterables import IterableStream
 from flaxfit.data._libraries import (
     comes_from,
@@ -18,7 +18,7 @@ from flaxfit.data._libraries import (
     opener,
     regular_size,
 )
-from flaxfit.data._shared import SharedStream
+from flaxfit.data._stream import is_shared
 from flaxfit.tree._dtypes import check_dense, is_array, is_node, is_sparse
 
 _ACCEPTED = (
@@ -35,7 +35,7 @@ def as_stream(
     seed: int = 0,
     epochs: int | None = None,
     drop_remainder: bool = False,
-    shared: bool | None = None,
+    shared: bool = True,
 ) -> Any:
     """Makes a stream of batches of almost anything.
 
@@ -43,6 +43,9 @@ def as_stream(
     into batches. A list or any other iterable is a sequence of batches, which are taken as they
     are: `batch_size`, `shuffle` and `drop_remainder` are refused. A callable is called for each
     pass. A stream that has `get_state` and `set_state` is returned as it is.
+
+    With several processes, each takes its own rows of arrays. Other data must be divided between
+    the processes before: a Grain loader by its shard options, anything else with `shared=False`.
 
     >>> x, y = next(as_stream((np.zeros((10, 3)), np.arange(10)), batch_size=4))
     >>> x.shape, y.dtype
@@ -55,14 +58,14 @@ def as_stream(
       seed: of the random orders.
       epochs: how many passes to make; None: a data set repeats for ever, batches end once.
       drop_remainder: whether to leave out a smaller last batch of a data set.
-      shared: whether several processes are given the same batches, of which each then works at its
-        rows, as it does of arrays. Else each brings batches of its own, which add up. None: the
-        data sets and loaders of Grain are shared, unless they read a share in each process, by
-        `ShardOptions` or a slice `[process_index::process_count]`; other batches are not.
+      shared: whether every process is given the same data. False: you have divided the batches,
+        so that each process brings its own share of every step. Several processes refuse to train
+        on batches that are shared, since all of them would train on the same rows.
 
     Raises:
       TypeError: the data has none of these forms.
-      ValueError: batches are given, and they were to be cut or shuffled.
+      ValueError: batches are given, and they were to be cut or shuffled; or `shared=False` with
+        arrays.
     """
     regular_size(batch_size)  # Which checks it.
     options: dict[str, Any] = {
@@ -72,21 +75,27 @@ def as_stream(
         "drop_remainder": drop_remainder,
     }
     check_dense(data)
+    if not shared and (_is_data_set(data) or isinstance(data, ArrayStream)):
+        raise ValueError(
+            "shared=False cannot be applied to arrays: each process takes its own rows of arrays "
+            "that are the same in all of them. Give batches instead, such as "
+            "as_stream([(x, y), ...], shared=False)."
+        )
     if _is_data_set(data):
         return _array_stream(data, epochs, options)
-    if _keeps_position(data) and not comes_from(data, "grain"):
+    shared = shared and not reads_own_shard(data)
+    is_stream = _keeps_position(data) and not comes_from(data, "grain")
+    if is_stream and (shared or not is_shared(data)):
         _check_unused(data, options)
         return data
-    once = isinstance(data, Iterator)
-    if shared is None:
-        shared = comes_from(data, "grain") and not once and not is_divided(data)
-    return (SharedStream if shared else IterableStream)(
+    return IterableStream(
         _opener(data, options),
         name=type(data).__name__,
-        once=once,
+        once=isinstance(data, Iterator),
         epochs=1 if epochs is None else epochs,
         n_batches=length(data, batch_size, drop_remainder),
         settings=describe(data, **options),
+        shared=shared,
     )
 
 
@@ -105,7 +114,10 @@ def one_pass(data: Any, *, batch_size: int | None = None) -> Iterator[Any]:
     stream = as_stream(data, batch_size=batch_size)
     if hasattr(stream, "one_epoch"):
         return stream.one_epoch()
-    return IterableStream(lambda epoch: iter(stream), name=type(stream).__name__, once=True)
+    name = type(stream).__name__
+    return IterableStream(
+        lambda epoch: iter(stream), name=name, once=True, shared=is_shared(stream)
+    )
 
 
 def _is_data_set(data: Any) -> bool:

@@ -9,8 +9,7 @@ import numpy as np
 from flaxfit.data._columns import Column, common_length
 from flaxfit.data._position import check_description
 from flaxfit.data._sample_weights import check_weights_shape
-from flaxfit.data._shared import own_slice
-from flaxfit.distributed._processes import process_count
+from flaxfit.distributed._processes import process_count, process_index
 from flaxfit.tree._checks import whole_number
 
 _RESIDENT_BYTES = 2**28
@@ -24,8 +23,8 @@ class ArrayStream:
     unshuffled data are views. 64-bit arrays are narrowed once, quietly, memory-mapped ones batch
     by batch.
 
-    With several processes all of them are given the same data, and each gets its own part of every
-    batch: process p of n the p-th of n slices. The order does not depend on their number.
+    With several processes, give the same data to all of them. Each takes its own part of every
+    batch: process p of n takes the p-th of n slices. The order does not depend on their number.
 
     >>> stream = ArrayStream(np.arange(5.0), batch_size=2, epochs=1)
     >>> [x.tolist() for x, _ in stream]
@@ -36,6 +35,8 @@ class ArrayStream:
       batch_size: examples in a batch; the last of an epoch may be smaller.
       epoch: how many passes are complete.
     """
+
+    shared = False
 
     def __init__(
         self,
@@ -104,8 +105,8 @@ class ArrayStream:
 
     def __next__(self) -> Any:
         order = self._ordered() if self.shuffle else None
-        rows = self._advance()
-        return self.pick(_own(rows if order is None else order[rows]))
+        rows = _own_slice(self._advance())
+        return self.pick(rows if order is None else order[rows])
 
     def next_rows(self) -> np.ndarray:
         """Moves on by a batch, and gives the indices of its examples instead of the examples.
@@ -227,11 +228,21 @@ class ArrayStream:
         }
 
 
-def _own(rows: Any) -> Any:
-    """The part of the rows of a batch that is this process's."""
-    if process_count() == 1:
-        return rows
-    return own_slice(rows) if isinstance(rows, slice) else rows[own_slice(slice(0, len(rows)))]
+def _own_slice(rows: slice) -> slice:
+    """The part of a batch that this process takes.
+
+    Raises:
+      ValueError: the batch does not divide evenly among the processes.
+    """
+    n, size = process_count(), rows.stop - rows.start
+    if size % n:
+        raise ValueError(
+            f"Cannot divide a batch of {size} examples evenly among {n} processes. Pass the "
+            "ArrayStream to the loop without prefetching, which pads the batch; or use "
+            "drop_remainder=True and a batch size that is a multiple of the number of processes."
+        )
+    start = rows.start + process_index() * size // n
+    return slice(start, start + size // n)
 
 
 def _row_dtype(n: int) -> Any:

@@ -1,4 +1,4 @@
-"""What a Grain pipeline tells of itself, without Grain being imported for it."""
+"""Shards and worker processes of Grain loaders, found without importing Grain."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,17 +7,17 @@ from flaxfit.data._libraries import comes_from
 from flaxfit.distributed._processes import process_count, process_index
 
 
-def is_divided(data: Any) -> bool:
-    """Whether a pipeline reads a share of its own in each process.
+def reads_own_shard(data: Any) -> bool:
+    """Whether the shard options of a loader select the shard of this process.
 
-    It does by options of several shards, as of `grain.sharding.ShardByJaxProcess`, and by a slice
-    `[process_index::process_count]`.
+    `grain.sharding.ShardByJaxProcess` makes such options. A slice of a data set is not recognized.
 
-    >>> is_divided([1, 2])
+    >>> reads_own_shard([1, 2])
     False
     """
-    nodes = _nodes(data)
-    return any(getattr(node, "shard_count", 1) > 1 or _is_own_slice(node) for node in nodes)
+    options = getattr(data, "_shard_options", None)
+    shard = (getattr(options, "shard_index", None), getattr(options, "shard_count", None))
+    return comes_from(data, "grain") and shard == (process_index(), process_count())
 
 
 def end_workers_with_parent(data: Any) -> None:
@@ -68,8 +68,3 @@ def _nodes(data: Any) -> Iterator[Any]:
             seen.add(id(node))
             yield node
             nodes += [*getattr(node, "parents", ()), *getattr(node, "__dict__", {}).values()]
-
-
-def _is_own_slice(node: Any) -> bool:
-    own = (process_index(), process_count())
-    return own[1] > 1 and (getattr(node, "_start", None), getattr(node, "_step", None)) == own

@@ -22,6 +22,8 @@ class IterableStream:
     ['a', 'b', 'a', 'b']
 
     Attributes:
+      name: what messages call the data.
+      shared: whether the batches are the same in every process.
       epoch: how many passes are complete: a pass is, once the batch after its last was asked for.
     """
 
@@ -36,6 +38,7 @@ class IterableStream:
         is_apart: bool = False,
         n_batches: int | None = None,
         settings: Mapping[str, Any] = MappingProxyType({}),
+        shared: bool = True,
     ):
         """Opens nothing yet: the first pass opens with the first batch that is asked for.
 
@@ -48,9 +51,10 @@ class IterableStream:
           is_apart: whether the stream stops after each pass, and the next call begins another.
           n_batches: batches in a pass, where known.
           settings: what else the batches depend on; saved with a position, and compared.
+          shared: whether the batches are the same in every process.
         """
         self._open_pass = open_pass
-        self._name = name
+        self.name = name
         self._once = once
         self.is_repeatable = not once
         """Whether the data can be passed over again, so that reading ahead loses nothing."""
@@ -59,6 +63,7 @@ class IterableStream:
         self._is_apart = is_apart
         self._n_batches = n_batches
         self._settings = settings
+        self.shared = shared
         known = {} if n_batches is None else {"n_batches": n_batches}
         self._description: dict[str, Any] = {"type": name, **known, **settings}
         self._rewind()
@@ -66,17 +71,13 @@ class IterableStream:
     def __len__(self) -> int:
         """The number of batches in an epoch, where the data knows it."""
         if self._n_batches is None:
-            raise TypeError(f"A stream of {self._name} does not know its length.")
+            raise TypeError(f"A stream of {self.name} does not know its length.")
         return self._n_batches
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        return self._advance()
-
-    def _advance(self) -> Any:
-        """The next batch, of which nobody takes only a part."""
         while not self._is_over():
             if self._iterator is None:
                 self._iterator = self._open_pass(self.epoch)
@@ -110,15 +111,16 @@ class IterableStream:
         self, epochs: int | None, *, start: int = 0, is_apart: bool = False
     ) -> "IterableStream":
         """A fresh stream over the same data; the arguments are those of the constructor."""
-        return type(self)(
+        return IterableStream(
             self._open_pass,
-            name=self._name,
+            name=self.name,
             once=self._once,
             epochs=epochs,
             start=start,
             is_apart=is_apart,
             n_batches=self._n_batches,
             settings=self._settings,
+            shared=self.shared,
         )
 
     def get_state(self) -> dict[str, Any]:
@@ -144,7 +146,7 @@ class IterableStream:
         check_own(state)
         if "delivered" not in state:
             raise ValueError(
-                f"Cannot go on in a {self._name} from a position saved in other data, {state}."
+                f"Cannot go on in a {self.name} from a position saved in other data, {state}."
             )
         n, saved = state["delivered"], state.get("data")
         self._check(saved)
@@ -157,7 +159,7 @@ class IterableStream:
         is_behind = n < self._delivered
         if is_behind and self._once:
             raise ValueError(
-                f"Cannot go back from batch {self._delivered:,} to {n:,} of a {self._name}, which "
+                f"Cannot go back from batch {self._delivered:,} to {n:,} of a {self.name}, which "
                 "is passed over only once: pass a callable that makes a new one."
             )
         # Opening the data again may change its order: a generator of random numbers has moved.
@@ -176,7 +178,7 @@ class IterableStream:
         iterator: Any = self._open_pass(state["epoch"])
         if not _keeps_position(iterator):
             raise ValueError(
-                f"Cannot go on in a {self._name}, which keeps no position of its own, from {state}."
+                f"Cannot go on in a {self.name}, which keeps no position of its own, from {state}."
             )
         saved = state.get("data")
         if saved is not None and _FIRST in saved and _FIRST not in self._description:
@@ -191,16 +193,16 @@ class IterableStream:
 
     def _skip(self, n: int, saved: Any) -> None:
         if n:
-            say(f"skipping {n:,} batches of a {self._name} to where training was")
+            say(f"skipping {n:,} batches of a {self.name} to where training was")
         before = self._delivered
         while self._delivered < before + n:
             try:
-                self._advance()
+                next(self)
             except StopIteration:
                 if not self._is_over():  # Only this pass is.
                     continue
                 raise ValueError(
-                    f"Cannot go on after batch {before + n:,} of a {self._name} that ends after "
+                    f"Cannot go on after batch {before + n:,} of a {self.name} that ends after "
                     f"{self._delivered:,}: the data is shorter than when the position was saved."
                 ) from None
             if self._delivered == before + 1:
@@ -215,19 +217,19 @@ class IterableStream:
     def _end_pass(self) -> None:
         if self._error is not None:
             raise RuntimeError(
-                f"A {self._name} stopped after it raised "
+                f"A {self.name} stopped after it raised "
                 f"{type(self._error).__name__}: {self._error}. Its data did not end: "
                 "mend what raised and start the stream again."
             ) from self._error
         if self._empty and self._once and self._delivered:
             raise ValueError(
-                f"A {self._name} ended after {self._delivered:,} batches and more are asked for, "
+                f"A {self.name} ended after {self._delivered:,} batches and more are asked for, "
                 "but it can be passed over only once. For several passes give a list, a loader or "
                 "a callable."
             )
         if self._empty:
             raise ValueError(
-                f"A {self._name} gave no batches: it is empty, or an iterator that was consumed "
+                f"A {self.name} gave no batches: it is empty, or an iterator that was consumed "
                 "before. For several passes give a list, a loader or a callable."
             )
         self._iterator, self._empty = None, True

@@ -90,10 +90,10 @@ def check_own(position: Mapping[str, Any]) -> None:
     if _EACH in position:
         n, now = len(position[_EACH]), process_count()
         raise ValueError(
-            f"Cannot go on with {now} process{'es' * (now > 1)} in data of which each of {n} read "
-            "a share, at a position of its own. Start as many again, or begin the data anew: "
-            "TrainLoop(checkpoints.restore(folder, state), ...). Data that all processes are given "
-            "alike goes on with any number of them."
+            f"Cannot resume with {now} process{'es' * (now > 1)}, since each of {n} read its own "
+            f"share of the data, at its own position. Start {n} processes, or read the data from "
+            "its beginning: TrainLoop(checkpoints.restore(folder, state), ...). Arrays can be "
+            "resumed with any number of processes."
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from flaxfit.data._adapters import as_stream, one_pass
+from flaxfit.data._stream import is_shared
 
 
 def prefetch(stream: Any, n: int = 2) -> "PrefetchedStream":
@@ -33,11 +34,15 @@ class PrefetchedStream:
 
     Attributes:
       epoch: how many passes were complete when the last batch was delivered.
+      name: what messages call the data.
+      shared: whether the batches are the same in every process.
     """
 
     def __init__(self, stream: Any, n: int):
         self._stream = stream
         self._n = n
+        self.name = getattr(stream, "name", type(stream).__name__)
+        self.shared = is_shared(stream)
         self._closed = False
         self._batches: Any = None  # There is no thread before the second batch is asked for.
         self._is_begun = False

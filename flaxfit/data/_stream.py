@@ -13,8 +13,9 @@ class DataStream(Protocol):
     """An iterator of batches that knows its position.
 
     A stream may also have `get_state() -> state` and `set_state(state)`, where the state is
-    JSON-able and stands for the batches delivered so far, and `epoch`, the number of completed
-    passes. Streams made by `as_stream` have all three.
+    JSON-able and stands for the batches delivered so far; `epoch`, the number of completed passes;
+    and `shared`, False where each process is given a share of its own of every batch (missing:
+    True). Streams made by `as_stream` have all four.
 
     >>> isinstance(iter([1, 2]), DataStream)
     True
@@ -27,6 +28,15 @@ class DataStream(Protocol):
     def __next__(self) -> Any:
         """The next batch."""
         ...
+
+
+def is_shared(stream: Any) -> bool:
+    """Whether a stream gives every process the same batches.
+
+    >>> is_shared(iter([1, 2]))
+    True
+    """
+    return getattr(stream, "shared", True)
 
 
 def pass_length(stream: Any, advice: str) -> int | None:

@@ -13,7 +13,7 @@ from flaxfit.data._batch import Batch, is_weighted, n_examples, normalize
 from flaxfit.data._sample_weights import weights_by_output
 from flaxfit.loop._consistency import Agreement
 from flaxfit.loop._cursor import Source
-from flaxfit.loop._local_rows import knows_rows, own_examples, own_rows
+from flaxfit.loop._local_rows import check_divided, knows_rows, own_examples, own_rows
 from flaxfit.loop._padding import Feed, Portion
 from flaxfit.step._validate import shapes_of
 from flaxfit.strategies import Strategy
@@ -57,6 +57,8 @@ class Intake:
 
     def take_from(self, source: Source) -> None:
         """Goes on with another source."""
+        if source.has_data:
+            check_divided(source.stream, self._strategy)
         self.source = source
         self.batch_size = 0
         """Examples in a regular batch, once that is known."""

@@ -1,4 +1,4 @@
-"""What this process works at of a batch whose rows are known to every process."""
+"""The rows of each batch that belong to this process."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,15 +7,16 @@ import jax
 import numpy as np
 
 from flaxfit.data._batch import Batch, is_weighted, n_examples, normalize
+from flaxfit.data._stream import is_shared
 from flaxfit.distributed._processes import process_count
 from flaxfit.loop._padding import Feed, Portion, signature_of
 from flaxfit.strategies import Strategy
 
 
 def knows_rows(stream: Any) -> bool:
-    """Whether there are several processes, and they share the rows of a stream and their order.
+    """Whether several processes divide each batch of a stream by the numbers of its rows.
 
-    Other streams give each process batches of its own.
+    They do with `ArrayStream`. Other streams give each process its own share of each batch.
 
     >>> from flaxfit import ArrayStream
     >>> knows_rows(ArrayStream(np.zeros(8)))
@@ -24,8 +25,26 @@ def knows_rows(stream: Any) -> bool:
     return process_count() > 1 and hasattr(stream, "next_rows")
 
 
+def check_divided(stream: Any, strategy: Strategy) -> None:
+    """Checks that a stream does not give all processes of a strategy the same rows.
+
+    Raises:
+      ValueError: it may.
+    """
+    if strategy.n_processes > 1 and is_shared(stream):
+        name = getattr(stream, "name", type(stream).__name__)
+        raise ValueError(
+            f"Cannot divide the batches of a {name} among {strategy.n_processes} processes, all of "
+            "which would compute with the same rows. Either give arrays or an ArrayStream, of "
+            "which each process takes its own rows. Or divide the data yourself: give a Grain "
+            "DataLoader with shard_options=grain.sharding.ShardByJaxProcess(), or any iterable "
+            "that yields other rows in each process as "
+            "flaxfit.data.as_stream(data, shared=False)."
+        )
+
+
 def own_rows(portion: Portion) -> Portion:
-    """The part of a portion, which is padded already, that the devices of this process get."""
+    """The rows of a padded portion that go to the devices of this process."""
     if portion.strategy.n_processes == 1:
         return portion
     rows = portion.strategy.rows(n_examples(portion.batch))
@@ -35,7 +54,7 @@ def own_rows(portion: Portion) -> Portion:
 
 
 def own_examples(portion: Portion, pick: Callable[[Any], Any]) -> Portion:
-    """The examples of this process, of a portion whose only input are the rows of all."""
+    """The examples of this process, from a portion that holds the row numbers of all."""
     own = own_rows(portion)
     (rows,) = own.batch.inputs
     batch = normalize(pick(rows))
@@ -49,7 +68,7 @@ def own_examples(portion: Portion, pick: Callable[[Any], Any]) -> Portion:
 
 
 class OwnBatches:
-    """The batches of one pass over a stream, of each of which this process works at its part.
+    """The share of this process in each batch of one pass over a stream.
 
     >>> from flaxfit import ArrayStream, DataParallel
     >>> batches = OwnBatches(ArrayStream(np.zeros(8), batch_size=4, epochs=1), DataParallel())
@@ -58,13 +77,14 @@ class OwnBatches:
     """
 
     def __init__(self, stream: Any, strategy: Strategy):
+        check_divided(stream, strategy)
         self._stream = stream
         self._strategy = strategy
         self._takes_rows = knows_rows(stream)
         self.is_own = strategy.n_processes > 1 and not self._takes_rows
-        """Whether this process brings batches that others do not know."""
+        """Whether the stream gives this process its own share of each batch."""
         self.batch_size = 0 if self.is_own else getattr(stream, "batch_size", 0)
-        """The size of the regular batches, where it is known; else 0."""
+        """The size of a regular batch; 0 if it is not known."""
 
     def __iter__(self) -> Iterator[Any]:
         if not self._takes_rows:
@@ -78,11 +98,11 @@ class OwnBatches:
             yield rows
 
     def examples(self, item: Any) -> Batch:
-        """The batch: that of all processes, where they share the rows."""
+        """The batch; of all processes, if they divide it by row numbers."""
         return normalize(self._stream.pick(item) if self._takes_rows else item)
 
     def whole(self) -> Any:
-        """All examples as one batch, where the stream can give them; else None."""
+        """All examples as one batch; None if the stream cannot give them."""
         return self._stream.whole() if hasattr(self._stream, "whole") else None
 
     def portion(self, feed: Feed, item: Any) -> Portion:
@@ -92,7 +112,7 @@ class OwnBatches:
         return own_examples(feed(Batch((item,))), self._stream.pick)
 
     def without_padding(self, outputs: Any, n: int) -> Any:
-        """The rows of `n` examples among joined outputs; where batches are own ones, of each."""
+        """The joined outputs without padding: `n` rows, or `n` of each process if `is_own`."""
         if not self.is_own:
             return jax.tree.map(lambda rows: rows[:n], outputs)
         n_devices = self._strategy.n_devices

@@ -16,6 +16,7 @@ from flaxfit.data._batch import normalize
 from flaxfit.data._fit_arguments import prepare, prepare_inputs
 from flaxfit.data._libraries import is_hugging_face, regular_size
 from flaxfit.data._rewind import borrowed
+from flaxfit.data._stream import is_shared
 from flaxfit.display import _html, say
 from flaxfit.loop._callback_list import as_tuple
 from flaxfit.loop._compilation_cache import use_compilation_cache
@@ -559,7 +560,9 @@ class Model:
             self._current.begin(self._task, self.seed, inputs)
         is_stream = hasattr(data, "one_epoch") and getattr(data, "is_repeatable", True)
         can_repeat = is_stream or not isinstance(data, Iterator)
-        return data if can_repeat or not first else itertools.chain(first, batches)
+        if can_repeat or not first:
+            return data
+        return as_stream(itertools.chain(first, batches), shared=is_shared(batches))
 
     def _state_to_use(self) -> TrainState:
         """The state whose parameters are used, not trained: their average, where one is kept.

@@ -10,6 +10,7 @@ from flax import struct
 
 from flaxfit.data import as_stream
 from flaxfit.data._batch import Batch, normalize
+from flaxfit.data._stream import is_shared
 from flaxfit.step._forward import weights_of
 from flaxfit.step._train_step import make_train_step, more_sums
 from flaxfit.step._validate import inspect, shapes_of
@@ -94,6 +95,7 @@ class _Turns:
 
     def __init__(self, streams: dict[str, Any], weights: dict[str, float] | None, seed: int):
         self._streams, self._weights, self._seed = streams, weights, seed
+        self.shared = any(map(is_shared, streams.values()))
         self._names = list(streams)
         self._n = 0
         self.samples: dict[str, Batch] = {}

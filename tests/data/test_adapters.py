@@ -2,8 +2,9 @@ import jax
 import numpy as np
 import pytest
 
-from flaxfit.data import ArrayStream, as_stream, one_pass
+from flaxfit.data import ArrayStream, as_stream, one_pass, prefetch
 from flaxfit.data._batch import Batch, normalize
+from flaxfit.data._stream import is_shared
 
 X = np.arange(20, dtype=np.float32).reshape(10, 2)
 Y = np.arange(10)
@@ -130,3 +131,48 @@ def test_wrong_forms_are_refused_with_what_came_and_what_is_accepted(data, error
     with pytest.raises(error) as raised:
         as_stream(data)
     assert message in str(raised.value)
+
+
+class Position:
+    """A stream that is returned as it is."""
+
+    def __init__(self):
+        self.n = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.n += 1
+        return X[:4] + self.n
+
+    def get_state(self):
+        return {"n": self.n}
+
+    def set_state(self, state):
+        self.n = state["n"]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: [X, X], lambda: iter([X, X]), lambda: lambda: [X, X], Position]
+)
+def test_data_is_divided_only_where_that_is_said(make):
+    for shared in (True, False):
+        stream = as_stream(make(), shared=shared)
+        for each in (stream, one_pass(stream), prefetch(stream), as_stream(stream)):
+            assert is_shared(each) is shared
+
+
+def test_a_stream_that_is_said_to_be_divided_keeps_its_position():
+    stream = as_stream(Position(), shared=False)
+    next(stream)
+    state = stream.get_state()
+    expected = next(stream)
+    stream.set_state(state)
+    np.testing.assert_array_equal(next(stream), expected)
+
+
+@pytest.mark.parametrize("data", [X, (X, Y), ArrayStream(X)], ids=["x", "(x, y)", "stream"])
+def test_arrays_cannot_be_said_to_be_divided(data):
+    with pytest.raises(ValueError, match=r"shared=False cannot be applied to arrays"):
+        as_stream(data, shared=False)

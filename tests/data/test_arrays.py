@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from flaxfit.data import ArrayStream
+from flaxfit.data import ArrayStream, _arrays, prefetch
 from flaxfit.data._batch import normalize
 
 X, Y = load_digits(return_X_y=True)
@@ -42,6 +42,39 @@ def test_all_parts_of_a_shuffled_batch_belong_together():
         at = np.rint(w * 10).astype(int)
         np.testing.assert_array_equal(x, X[at])
         np.testing.assert_array_equal(y, Y[at])
+
+
+@pytest.fixture
+def as_process(monkeypatch):
+    """Makes this process one of several."""
+
+    def become(index, n=2):
+        monkeypatch.setattr(_arrays, "process_count", lambda: n)
+        monkeypatch.setattr(_arrays, "process_index", lambda: index)
+
+    return become
+
+
+@pytest.mark.parametrize("wrap", [lambda stream: stream, prefetch], ids=["plain", "prefetched"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_each_process_takes_its_slice_of_every_batch(as_process, wrap, shuffle):
+    stream = ArrayStream(np.arange(12), batch_size=4, shuffle=shuffle, epochs=2)
+    whole = [x.tolist() for x, _ in stream]
+    parts = []
+    for index in (0, 1):
+        as_process(index)
+        stream.set_state({**stream.get_state(), "epoch": 0, "batch": 0})
+        parts.append([x.tolist() for x, _ in wrap(stream)])
+        assert not wrap(stream).shared
+    assert [first + second for first, second in zip(*parts, strict=True)] == whole
+
+
+def test_a_batch_that_does_not_divide_among_processes_is_refused(as_process):
+    as_process(0, n=4)
+    stream = ArrayStream(np.arange(6), batch_size=4)
+    assert next(stream)[0].tolist() == [0]
+    with pytest.raises(ValueError, match="Cannot divide a batch of 2 examples .* 4 processes"):
+        next(stream)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

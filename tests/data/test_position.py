@@ -41,5 +41,5 @@ def test_positions_of_another_number_of_processes_are_refused_by_data_not_by_wei
     saved = _position.joined_position(None)
     as_process(0, [None])
     assert _position.own_position(saved) == saved  # Whoever reads weights does not care.
-    with pytest.raises(ValueError, match="with 1 process in data of which each of 2 read a share"):
+    with pytest.raises(ValueError, match="with 1 process, since each of 2 read its own share"):
         as_stream([np.zeros(3)]).set_state(saved)

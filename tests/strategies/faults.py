@@ -51,7 +51,8 @@ def main(folder, fault):
         lambda v, x, **_: (x * v["params"], {}),
         optax.adam(0.1),
         "mse",
-        lambda: batches,  # As a loader that does not know its length, and ends too early for once.
+        # As a loader that does not know its length, and ends too early for once.
+        ff.data.as_stream(lambda: batches, shared=False),
     )
     loop = ff.TrainLoop(
         ff.checkpoints.CheckpointFileReader(folder / "run", init),

@@ -1,6 +1,7 @@
 """What `test_many_processes` runs in each of several processes; and alone, to compare with."""
 
 import importlib.util
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -84,30 +85,27 @@ def arrays(**options):
 
 
 def own_parts(n_batches=4):
-    """The first batches of `arrays` without remainders, brought by each process for itself."""
+    """The first batches of `arrays` without remainders, divided by hand."""
     stream = arrays(drop_remainder=True)
     size, index = 16 // ff.process_count(), ff.process_index()
-    for _ in range(n_batches):
-        rows = stream.next_rows()[index * size : (index + 1) * size]
-        yield X[rows], Y[rows]
+
+    def parts():
+        for _ in range(n_batches):
+            rows = stream.next_rows()[index * size : (index + 1) * size]
+            yield X[rows], Y[rows]
+
+    return ff.data.as_stream(parts(), shared=False)
 
 
-def grain_rows(n=53, *, batch_size=16, seed=1, pick=lambda i: (X[i], X[i])):
-    """Batches of Grain's, the same in all processes; the last is smaller."""
-    import grain
-
-    return grain.MapDataset.range(n).shuffle(seed=seed).map(pick).batch(batch_size)
-
-
-def grain_shares():
-    """A loader that gives each process a share of its own."""
+def grain_shards(is_whole=False):
+    """A loader that gives each process a shard, or all of them everything."""
     import grain.python as grain
 
     class Pick(grain.MapTransform):
         def map(self, element) -> Any:
             return X[element], X[element]
 
-    shards = grain.ShardByJaxProcess()
+    shards = grain.NoSharding() if is_whole else grain.ShardByJaxProcess()
     return grain.DataLoader(
         data_source=grain.RangeDataSource(0, 53, 1),
         sampler=grain.IndexSampler(53, shards, shuffle=True, num_epochs=2, seed=3),
@@ -116,12 +114,13 @@ def grain_shares():
 
 
 def with_grain(strategy, folder):
-    """Results of Grain's data: shared, and divided; the latter stopped and gone on with."""
-    _, shared = train_line(strategy, grain_rows().repeat(2), None, f"{folder}/grain")
-    _, whole = train_line(strategy, grain_shares(), 6)
-    train_line(strategy, grain_shares(), 3, f"{folder}/shares")
-    steps, resumed = train_line(strategy, grain_shares(), 6, f"{folder}/shares")
-    return {"shared": shared, "steps": steps, "resumed": resumed, "whole": whole}
+    """Results of a loader of Grain in shards, run at once, and stopped and resumed."""
+    data = ff.data.as_stream(grain_shards())
+    first = np.concatenate([x for x, _ in itertools.islice(data, 6)])
+    _, whole = train_line(strategy, grain_shards(), 6)
+    train_line(strategy, grain_shards(), 3, f"{folder}/shards")
+    steps, resumed = train_line(strategy, grain_shards(), 6, f"{folder}/shards")
+    return {"rows": first, "steps": steps, "resumed": resumed, "whole": whole}
 
 
 def stop_one(strategy):
@@ -197,33 +196,50 @@ def disagreements(strategy):
     """What each kind of difference between the processes is called, in this process."""
     index = ff.process_index()
 
-    def pick(i):
-        return X[i], X[i]
-
-    def pick_or_weigh(i):
-        return (X[i], X[i], np.float32(1))[: 2 + index]
-
-    def in_order(n):
-        import grain
-
-        return grain.MapDataset.range(n).map(pick).batch(4)
+    def own(*batch):
+        return ff.data.as_stream([batch] * 3, shared=False)
 
     different = {
-        "lengths": lambda: ff.ArrayStream(X[: 50 + index], X[: 50 + index]),
-        "shapes": lambda: iter([(X[: 4 + 4 * index], X[: 4 + 4 * index])] * 3),
-        "structures": lambda: iter([(X[:4], X[:4], np.ones(4))[: 2 + index]] * 3),
+        "lengths": ff.ArrayStream(X[: 50 + index], X[: 50 + index]),
+        "shapes": own(X[: 4 + 4 * index], X[: 4 + 4 * index]),
+        "structures": own(*(X[:4], X[:4], np.ones(4))[: 2 + index]),
     }
-    of_grain = {
-        "grain lengths": lambda: in_order(52 + index),
-        "grain shapes": lambda: grain_rows(batch_size=4 + 4 * index),
-        "grain structures": lambda: grain_rows(batch_size=4, pick=pick_or_weigh),
-        "grain orders": lambda: grain_rows(batch_size=4, seed=1 + index),
-        "grain shares": lambda: ff.data.as_stream(grain_shares(), shared=True),
+    return refusals(lambda data: train_line(strategy, data, 3), different)
+
+
+def shared_batches():
+    """Data that is the same in every process, which nobody has divided."""
+    batches = [(X[:8], X[:8])] * 3
+    data = {
+        "a list": batches,
+        "a generator": iter(batches),
+        "a callable": lambda: iter(batches),
+        "prefetched": ff.data.prefetch(batches),
     }
+    return data | ({"grain": grain_shards(is_whole=True)} if HAS_GRAIN else {})
+
+
+def undivided(strategy):
+    """What is said of such data in training, evaluation and prediction, in this process."""
+    state = ff.InferenceState(np.int32(0), np.zeros(16, np.float32), {})
+    model = ff.Model(Net(), OPTIMIZER, "crossentropy", strategy=strategy)
+    model.fit(X[:16], Y[:16], verbose=0)
+    task = ff.EvalTask(lambda v, x: x * v["params"], ["mse"])
+    uses = {
+        "train": lambda data: train_line(strategy, data, 3),
+        "measure": lambda data: ff.EvalLoop(task, strategy=strategy).measure(state, data),
+        "fit": lambda data: model.fit(data, verbose=0),
+        "predict": model.predict,
+    }
+    return {name: refusals(use, shared_batches()) for name, use in uses.items()}
+
+
+def refusals(use, data):
+    """The messages of the errors that each kind of data leads to, by name."""
     found = {}
-    for name, data in (different | (of_grain if HAS_GRAIN else {})).items():
+    for name, each in data.items():
         try:
-            train_line(strategy, data(), 3)
+            use(each)
         except ValueError as error:
             found[name] = str(error)
     return found
@@ -234,7 +250,8 @@ def main(folder):
     for name, make in STRATEGIES.items():
         strategy, path = make(), f"{folder}/{name}"
         leave(path, everything(strategy, path))
-        Path(f"{path}-{ff.process_index()}.json").write_text(json.dumps(disagreements(strategy)))
+        said = disagreements(strategy) | {"undivided": undivided(strategy)}
+        Path(f"{path}-{ff.process_index()}.json").write_text(json.dumps(said))
     leave(f"{folder}/virtual", virtual(f"{folder}/virtual"))
     leave(f"{folder}/fitted", {"predictions": predict(ff.DataParallel())})
     if HAS_GRAIN:

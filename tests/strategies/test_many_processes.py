@@ -132,16 +132,12 @@ def grain():
     return pytest.importorskip("grain", reason="grain is not installed")
 
 
-def test_two_processes_share_the_batches_of_grain_and_one_goes_on_with_them(two, alone, grain):
-    first, second = (results(two, "grain", process) for process in (0, 1))
-    assert np.array_equal(first["shared"], second["shared"])
-    strategy, data = ff.DataParallel(), alone.grain_rows().repeat(2)
-    steps, whole = alone.train_line(strategy, data, None)
-    np.testing.assert_allclose(first["shared"], whole, rtol=1e-5)
-    assert ff.checkpoints.list_steps(two / "grain") == [7, 8]
-    steps, resumed = alone.train_line(strategy, data, None, two / "grain", which=7)
-    assert steps.tolist() == [8]
-    np.testing.assert_allclose(resumed, whole, rtol=1e-5)
+def test_the_processes_divide_the_rows_of_a_grain_loader_by_its_shards(two, alone, grain):
+    first, second = (
+        {row.tobytes() for row in results(two, "grain", process)["rows"]} for process in (0, 1)
+    )
+    assert first.isdisjoint(second)
+    assert first | second == {row.tobytes() for row in alone.X}
 
 
 def test_each_process_goes_on_at_its_own_position_in_its_share_of_grain(two, grain):
@@ -163,24 +159,21 @@ def test_one_process_may_end_the_run_of_all_and_the_clock_of_the_first_counts(tw
 def test_what_differs_between_processes_is_an_error_in_all_of_them(two, name):
     first, second = (json.loads((two / f"{name}-{i}.json").read_text()) for i in (0, 1))
     assert first == second
-    own = {key for key in first if not key.startswith("grain")}
-    assert own == {"lengths", "shapes", "structures"}
+    assert first.keys() == {"lengths", "shapes", "structures", "undivided"}
     assert "'length': 50" in first["lengths"] and "'length': 51" in first["lengths"]
     assert "float32[4, 16]" in first["shapes"] and "float32[8, 16]" in first["shapes"]
     assert "process 0: step 1 as the first with inputs/0" in first["structures"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_differs_in_the_data_of_grain_is_an_error_in_all_of_them(two, name, grain):
-    first, second = (json.loads((two / f"{name}-{i}.json").read_text()) for i in (0, 1))
-    of_grain = {key: text for key, text in first.items() if key.startswith("grain")}
-    assert of_grain.items() <= second.items()
-    assert len(of_grain) == 5
-    lengths, shapes = of_grain.pop("grain lengths"), of_grain["grain shapes"]
-    assert "'n_batches': 13" in lengths and "'n_batches': 14" in lengths
-    assert "float32[4, 16]" in shapes and "float32[8, 16]" in shapes
-    assert "float32[4, 16], float32[4] and" in of_grain["grain structures"]
-    assert all("as_stream(data, shared=False)" in text for text in of_grain.values())
+@pytest.mark.parametrize("use", ["train", "measure", "fit", "predict"])
+def test_batches_that_nobody_divided_are_refused_in_every_process(two, alone, name, use):
+    for process in (0, 1):
+        said = json.loads((two / f"{name}-{process}.json").read_text())["undivided"][use]
+        assert said.keys() == alone.shared_batches().keys()
+        for text in said.values():
+            assert "all of which would compute with the same rows" in text
+            assert "ArrayStream" in text and "as_stream(data, shared=False)" in text
 
 
 def test_only_the_first_process_prints(two, alone):
