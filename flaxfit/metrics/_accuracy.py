@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from flaxfit.metrics._doubts import say, weighed
 from flaxfit.metrics._labels import Answers, choices_of, classes_of, floating, labels_of
-from flaxfit.metrics._metric import Metric, ratio, weighted
+from flaxfit.metrics._metric import Metric, ratio, weighted, weights_of
+from flaxfit.tree._functions import by_row
 
 
 def mean_of_answers(
@@ -18,21 +19,22 @@ def mean_of_answers(
     name: str,
     configure: Callable[..., Metric] | None = None,
     from_logits: bool = True,
-    is_told: bool = True,
 ) -> Metric:
     """Makes the weighted mean of the values of answers; NaN where these cannot be counted."""
 
     def measure(outputs: Any, targets: Any, *, weights: Any = None) -> Any:
         found = answers(outputs, targets)
-        weights, doubts = weighed(found, weights, from_logits=from_logits)
-        total = weighted(jnp.asarray(values(found)), weights).sum()
-        return {"sum": total, "weight": weights.sum(), "doubts": doubts}
+        counted, doubts = weighed(found, weights, from_logits=from_logits)
+        total = weighted(jnp.asarray(values(found)), counted).sum()
+        # The total is NaN where it must be; this sum is one that the loss takes, too.
+        weight = weights_of(found.is_label, weights).sum()
+        return {"sum": total, "weight": weight, "doubts": doubts}
 
     def compute(sums: Any) -> Any:
-        say(sums["doubts"], name, is_told=is_told)
+        say(sums["doubts"], name)
         return ratio(sums["sum"], sums["weight"])
 
-    return Metric(measure, compute, name, configure, lambda *given: values(answers(*given)))
+    return Metric(measure, compute, name, configure, by_row(lambda *given: values(answers(*given))))
 
 
 def _is_right(answers: Answers) -> Any:
@@ -51,7 +53,6 @@ def _accuracy(*, threshold: float | None = None, from_logits: bool = True) -> Me
         name="accuracy",
         configure=_accuracy,
         from_logits=from_logits,
-        is_told=threshold is not None or not from_logits,
     )
 
 
@@ -77,7 +78,6 @@ def _binary_accuracy(*, threshold: float | None = None, from_logits: bool = True
         name=name,
         configure=_binary_accuracy,
         from_logits=from_logits,
-        is_told=threshold is not None or not from_logits,
     )
 
 

@@ -67,8 +67,9 @@ def _rate(name: str, shares: Callable[[Any], tuple[Any, Any]]) -> Metric:
             return {**sums, "weight": weights.sum(), "doubts": doubts}
 
         def compute(sums: Any) -> Any:
-            say(sums["doubts"], name, is_told=threshold is not None or not from_logits)
-            counts = {part: np.asarray(each, np.float64) for part, each in sums.items()}
+            say(sums["doubts"], name)
+            parts = [part for part in sums if part != "doubts"]
+            counts = {part: np.asarray(sums[part], np.float64) for part in parts}
             if average == "samples":
                 return ratio(counts["sum"], counts["weight"])
             by_class = np.asarray(ratio(*shares(counts), 0.0))
@@ -138,7 +139,7 @@ def confusion_matrix(
         return {"matrix": matrix, "doubts": doubts}
 
     def compute(sums: Any) -> np.ndarray:
-        say(sums["doubts"], name, is_told=threshold is not None or not from_logits)
+        say(sums["doubts"], name)
         matrix = np.asarray(sums["matrix"])
         return np.full_like(matrix, np.nan) if np.isnan(matrix).any() else matrix
 

@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from flaxfit.losses._functions import not_a_class
+
 
 class Answers(NamedTuple):
     """What there was and what was predicted: classes, or for each class whether it is named."""
@@ -16,7 +18,7 @@ class Answers(NamedTuple):
     outputs: Any
     """What the predictions were made of, by answer or with one more axis, of classes."""
     is_probable: Any = None
-    """Whether the outputs may be probabilities, where these mean something else than logits."""
+    """Whether the outputs may be probabilities, where they are taken for logits by default."""
 
 
 def classes_of(
@@ -29,18 +31,18 @@ def classes_of(
     or `(batch, 1)`, is the logit or the probability of class 1; it wins above the threshold.
     """
     outputs, targets = floating(outputs), jnp.asarray(targets)
-    threshold = threshold_of(threshold, from_logits)
+    limit = threshold_of(threshold, from_logits)
     if is_single_score(outputs, targets):
         scores = outputs.reshape(targets.shape)
-        predicted = (scores > threshold).astype(int)
-        is_label, is_probable = is_share(targets), is_share(scores)
-        return Answers((targets > 0.5).astype(int), predicted, 2, is_label, scores, is_probable)
+        actual, predicted = (targets > 0.5).astype(int), (scores > limit).astype(int)
+        is_probable = _is_probable(scores, threshold, from_logits)
+        return Answers(actual, predicted, 2, is_share(targets), scores, is_probable)
     actual, is_label = labels_of(outputs, targets)
     n_classes = outputs.shape[-1]
     predicted = outputs.argmax(-1)
     if n_classes == 2:
         score = _difference(outputs) if from_logits else outputs[..., 1]
-        predicted = (score > threshold).astype(int)
+        predicted = (score > limit).astype(int)
     return Answers(actual, predicted, n_classes, is_label, outputs)
 
 
@@ -65,8 +67,8 @@ def choices_of(
         )
     predicted = outputs > threshold_of(threshold, from_logits)
     n_classes = outputs.shape[-1] if outputs.ndim else 1
-    is_label, is_probable = is_share(targets), is_share(outputs)
-    return Answers(targets > 0.5, predicted, n_classes, is_label, outputs, is_probable)
+    is_probable = _is_probable(outputs, threshold, from_logits)
+    return Answers(targets > 0.5, predicted, n_classes, is_share(targets), outputs, is_probable)
 
 
 def binary_scores_of(outputs: Any, targets: Any, *, name: str) -> Answers:
@@ -105,7 +107,8 @@ def labels_of(outputs: Any, targets: Any) -> tuple[Any, Any]:
         return shares.argmax(-1), is_label
     if targets.shape == outputs.shape[:-1] and jnp.issubdtype(targets.dtype, jnp.integer):
         labels = targets.astype(int)  # The number of classes may not fit a narrower type.
-        return jnp.clip(labels, 0, n_classes - 1), (labels >= 0) & (labels < n_classes)
+        # The same test as that of the losses: XLA computes it once.
+        return jnp.clip(labels, 0, n_classes - 1), ~not_a_class(targets, n_classes)
     wanted = f"labels of shape {outputs.shape}"
     if outputs.ndim > 1:
         wanted = f"integer labels of shape {outputs.shape[:-1]} or one-hot {wanted}"
@@ -132,6 +135,10 @@ def floating(array: Any) -> Any:
     """As numbers of at least single precision."""
     array = jnp.asarray(array)
     return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+
+
+def _is_probable(outputs: Any, threshold: float | None, from_logits: bool) -> Any:
+    return is_share(outputs) if threshold is None and from_logits else None
 
 
 def _difference(scores: Any) -> Any:

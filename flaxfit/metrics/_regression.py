@@ -68,16 +68,17 @@ def _perplexity(*, from_logits: bool = True) -> Metric:
     def answers(outputs: Any, targets: Any) -> Answers:
         outputs = floating(outputs)
         labels, is_label = labels_of(outputs, jnp.asarray(targets))
-        is_probable = is_share(outputs) & (jnp.abs(outputs.sum(-1, keepdims=True) - 1) < 0.01)
-        return Answers(labels, outputs, outputs.shape[-1], is_label, outputs, is_probable)
+        found = Answers(labels, outputs, outputs.shape[-1], is_label, outputs)
+        if not from_logits:
+            return found
+        adds_up = jnp.abs(outputs.sum(-1, keepdims=True) - 1) < 0.01
+        return found._replace(is_probable=is_share(outputs) & adds_up)
 
     def surprise(answers: Answers) -> Any:
         log = jax.nn.log_softmax(answers.outputs) if from_logits else jnp.log(answers.outputs)
         return -jnp.take_along_axis(log, answers.actual[..., None], -1)[..., 0]
 
-    mean = mean_of_answers(
-        surprise, answers, name="perplexity", from_logits=from_logits, is_told=not from_logits
-    )
+    mean = mean_of_answers(surprise, answers, name="perplexity", from_logits=from_logits)
 
     def compute(sums: Any) -> float:
         with np.errstate(over="ignore"):
