@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from flaxfit.tree._functions import by_row
 
+
+@by_row
 def crossentropy(logits: Any, labels: Any) -> Any:
     """Gives the negative log-likelihood of integer labels under the softmax of the logits.
 
@@ -63,6 +66,7 @@ def not_a_class(labels: Any, n_classes: int) -> Any:
     return (labels < 0) | (labels >= n_classes)
 
 
+@by_row
 def onehot_crossentropy(logits: Any, labels: Any) -> Any:
     """Gives the cross-entropy between label distributions (one-hot or soft) and the softmax.
 
@@ -79,6 +83,7 @@ def onehot_crossentropy(logits: Any, labels: Any) -> Any:
     return optax.softmax_cross_entropy(_floating(logits), _floating(labels))
 
 
+@by_row
 def binary_crossentropy(logits: Any, labels: Any) -> Any:
     """Gives the cross-entropy between labels in 0..1 and the sigmoid of the logits, by element.
 
@@ -89,6 +94,7 @@ def binary_crossentropy(logits: Any, labels: Any) -> Any:
     return optax.sigmoid_binary_cross_entropy(_floating(logits), _floating(labels))
 
 
+@by_row
 def mse(outputs: Any, targets: Any) -> Any:
     """Gives the squared differences, by element.
 
@@ -99,6 +105,7 @@ def mse(outputs: Any, targets: Any) -> Any:
     return jnp.square(_floating(outputs) - _floating(targets))
 
 
+@by_row
 def mae(outputs: Any, targets: Any) -> Any:
     """Gives the absolute differences, by element.
 
@@ -110,6 +117,7 @@ def mae(outputs: Any, targets: Any) -> Any:
     return jnp.where(errors == 0, 0, jnp.abs(errors))  # The slope of JAX's abs at 0 is 1.
 
 
+@by_row
 def huber(outputs: Any, targets: Any) -> Any:
     """Gives the squared error up to a difference of 1 and the absolute error beyond, by element.
 
@@ -120,6 +128,7 @@ def huber(outputs: Any, targets: Any) -> Any:
     return optax.huber_loss(_floating(outputs), _floating(targets))
 
 
+@by_row
 def log_cosh(outputs: Any, targets: Any) -> Any:
     """Gives the logarithm of the hyperbolic cosine of the differences, by element.
 
@@ -130,6 +139,7 @@ def log_cosh(outputs: Any, targets: Any) -> Any:
     return optax.log_cosh(_floating(outputs), _floating(targets))
 
 
+@by_row
 def hinge(scores: Any, labels: Any) -> Any:
     """Gives how far scores fall short of a margin of 1; labels are -1 or 1, by element.
 

@@ -15,6 +15,7 @@ from flaxfit.step._jaxpr import names_axis
 from flaxfit.step._replicas import Replicas, VirtualReplicas
 from flaxfit.task._multi_output import LossByOutput
 from flaxfit.task._precision import in_float32
+from flaxfit.tree._functions import is_by_row
 
 Outputs = tuple[Any, ...]
 
@@ -100,20 +101,26 @@ def check_metrics(
 def losses_by_row(
     loss: Any, outputs: Outputs, targets: Any
 ) -> Iterator[tuple[str, Callable[..., Any], Outputs, Outputs]]:
-    """A loss, or each of several by output, with what it is called with."""
+    """A loss, or each of several by output, with what it is called with; none marked `by_row`."""
     if not isinstance(loss, LossByOutput):
-        yield "The loss", loss, outputs, targets
+        if not is_by_row(loss):
+            yield "The loss", loss, outputs, targets
         return
     for name, each in loss.losses.items():
-        output, target = loss.pick(name, *outputs, *targets)
-        yield f"The loss of output {name!r}", each, (output,), (target,)
+        if not is_by_row(each):
+            output, target = loss.pick(name, *outputs, *targets)
+            yield f"The loss of output {name!r}", each, (output,), (target,)
 
 
 def metrics_by_row(task: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The metrics that are means of values by example, except losses by output."""
+    """The metrics that are means of values by example, except losses by output.
+
+    Those that are marked `by_row` are left out, too.
+    """
     for name, metric in task.metrics.items():
         owner = getattr(getattr(metric.values, "func", None), "__self__", None)
-        if metric.values is not None and not isinstance(owner, LossByOutput):
+        is_safe = is_by_row(metric.values) or isinstance(owner, LossByOutput)
+        if metric.values is not None and not is_safe:
             yield name, metric.values
 
 

@@ -1,5 +1,7 @@
 """Losses and metrics that broadcast outputs against targets, in every disguise."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,9 @@ import pytest
 
 import flaxfit as ff
 from flaxfit import losses
+from flaxfit.metrics import accuracy, binary_accuracy, top_k
 from flaxfit.step._by_row import check_by_row, couples_rows
+from flaxfit.tree._functions import is_by_row
 
 COLUMN, ROW = jax.ShapeDtypeStruct((8, 1), "float32"), jax.ShapeDtypeStruct((8,), "float32")
 X = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
@@ -44,11 +48,28 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("name", ["crossentropy", "binary_crossentropy", "mse", "mae", "huber"])
-def test_no_loss_of_ours_is_blamed(name, shapes):
+@pytest.mark.parametrize(
+    "function",
+    [
+        losses.crossentropy,
+        losses.onehot_crossentropy,
+        losses.binary_crossentropy,
+        losses.mse,
+        losses.mae,
+        losses.huber,
+        losses.log_cosh,
+        losses.hinge,
+        accuracy.values,
+        binary_accuracy.values,
+        top_k(2).values,
+    ],
+)
+def test_what_is_marked_as_by_row_is_so(function, shapes):
     outputs, targets, dtype = shapes
     arrays = jax.ShapeDtypeStruct(outputs, "float32"), jax.ShapeDtypeStruct(targets, dtype)
-    check_by_row("The loss", losses.resolve(name), (arrays[0],), (arrays[1],))
+    assert is_by_row(function)
+    check_by_row("The loss", function, (arrays[0],), (arrays[1],))
+    assert not couples_rows(function, (arrays[0],), (arrays[1],))
 
 
 def apply(variables, x, **options):
@@ -182,6 +203,16 @@ def test_a_loss_or_metric_that_couples_rows_must_say_so():
     with pytest.raises(ValueError, match=r"The metric 'centred' gives each example .*pad=False"):
         train(lambda o, t: (o[:, 0] - t) ** 2, {"centred": centred})
     assert train(centred, pad=False).loss == pytest.approx(0)
+
+
+def test_a_loss_that_wraps_one_of_ours_is_not_taken_for_it():
+    @functools.wraps(losses.mse)
+    def centred(outputs, targets):
+        values = losses.mse(outputs, targets)
+        return values - values.mean(0)
+
+    with pytest.raises(ValueError, match="The loss gives each example a value that depends"):
+        train(centred, targets=X)
 
 
 def test_a_metric_that_couples_rows_is_not_measured_by_parts():
