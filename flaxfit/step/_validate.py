@@ -118,7 +118,6 @@ def inspect_eval(
     if result.values is not None:
         check_loss(task.loss, result.values, result.outputs, batch, data)
     check_classes(task, batch)
-    check_classes(task, batch)
     if key not in known:
         if not runs_eagerly(bound):
             _check_by_row(task, result, batch, bind)
