@@ -36,6 +36,9 @@ class Export:
     (Array([1.], dtype=float32), 1)
     """
 
+    borrows = True
+    """It only reads what a checkpoint holds."""
+
     def __init__(
         self,
         path: str | os.PathLike[str],

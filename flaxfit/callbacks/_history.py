@@ -34,6 +34,9 @@ class History(Mapping[str, list[float]]):
     Best(value=0.4, epoch=2, step=2)
     """
 
+    borrows = True
+    """It only reads what a checkpoint holds."""
+
     def __init__(self, name: str = "", *, unit: str = "checkpoint", facts: str = "") -> None:
         """Makes an empty history.
 

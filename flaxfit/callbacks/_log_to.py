@@ -50,6 +50,9 @@ class LogTo:
     [(1, 0.5), 'closed']
     """
 
+    borrows = True
+    """It only reads what a checkpoint holds."""
+
     def __init__(self, logger: Logger) -> None:
         """Names the logger."""
         missing = [name for name in ("log", "close") if not hasattr(logger, name)]

@@ -36,6 +36,9 @@ class CSVLogger:
     2,0.0,0.5
     """
 
+    borrows = True
+    """It only reads what a checkpoint holds."""
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Names the file; it is made, with its folder, at the first checkpoint."""
         self._path = local_path(path)
@@ -91,6 +94,9 @@ class JSONLogger:
     >>> print(path.read_text())
     {"step": 1, "elapsed_time": 0.0, "loss": null}
     """
+
+    borrows = True
+    """It only reads what a checkpoint holds."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Names the file; it is made, with its folder, at the first checkpoint."""

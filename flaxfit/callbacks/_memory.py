@@ -25,6 +25,9 @@ class MemoryReport:
     True
     """
 
+    borrows = True
+    """It only reads what a checkpoint holds."""
+
     adds: ClassVar[dict[str, str | None]] = dict.fromkeys(
         ("host_memory_gb", "device_memory_gb", "device_memory_peak_gb"), "min"
     )

@@ -31,6 +31,9 @@ class MLflowLogger:
       ImportError: MLflow is not installed.
     """
 
+    borrows = True
+    """It only reads what a checkpoint holds."""
+
     def __init__(
         self,
         experiment: str = "Default",

@@ -18,6 +18,9 @@ class Norms:
       *patterns: each matches the whole paths of the parameters of a group.
     """
 
+    borrows = True
+    """It only reads what a checkpoint holds."""
+
     def __init__(self, *patterns: str) -> None:
         self.patterns = patterns
 

@@ -28,6 +28,9 @@ class Profiler:
       last: the last step in the trace.
     """
 
+    borrows = True
+    """It only reads what a checkpoint holds."""
+
     def __init__(self, folder: str | os.PathLike[str], first: int = 10, last: int = 14) -> None:
         if not 1 <= first <= last:
             raise ValueError(f"Profiler needs 1 <= first <= last, got {first} and {last}.")

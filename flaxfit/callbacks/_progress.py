@@ -36,6 +36,9 @@ class ProgressBar:
     Epoch  1/10  0.1s  loss 1.7632  val_accuracy 0.8611 *
     """
 
+    borrows = True
+    """It only reads what a checkpoint holds."""
+
     def __init__(
         self,
         *,

@@ -21,6 +21,9 @@ class LearningRateScheduler:
     True
     """
 
+    borrows = True
+    """It only reads what a checkpoint holds."""
+
     def __init__(
         self, schedule: Callable[[int, float], float], *, group: str | int | None = None
     ) -> None:
@@ -112,6 +115,9 @@ class ReduceLROnPlateau:
     >>> plateau.get_state()["n_waited"]
     0
     """
+
+    borrows = True
+    """It only reads what a checkpoint holds."""
 
     def __init__(
         self,

@@ -45,6 +45,9 @@ class Rollback:
       n_times: how often to roll back before giving up with a FloatingPointError.
     """
 
+    borrows = True
+    """It only reads what a checkpoint holds."""
+
     def __init__(self, monitor: str = "loss", *, n_times: int = 3) -> None:
         if n_times < 1:
             raise ValueError(f"n_times must be at least 1, got {n_times}.")
@@ -128,10 +131,15 @@ class Rollback:
 
 
 def _to_host(state: TrainState) -> TrainState:
-    """The state in NumPy, but for its random keys, which NumPy does not know."""
-    return jax.tree.map(
-        lambda x: x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x), state
-    )
+    """A copy of the state in NumPy, but for its random keys, which NumPy does not know."""
+
+    def copied(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return np.array(x)
+        data = jnp.array(jax.random.key_data(x), copy=True)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+
+    return jax.tree.map(copied, state)
 
 
 def _is_finite(tree: Any) -> bool:

@@ -46,6 +46,9 @@ class SaveOnSignal:
         unfinished: it is not saved.
     """
 
+    borrows = True
+    """It only reads what a checkpoint holds."""
+
     def __init__(
         self,
         writer: Any = None,

@@ -4,6 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from flaxfit.callbacks._callback import Loop
 from flaxfit.display import say
 from flaxfit.metrics._monitor import Monitor
@@ -27,6 +30,9 @@ class EarlyStopping:
     >>> checkpoint.stop, stopping.best_value, stopping.best_step
     (True, 0.5, 1)
     """
+
+    borrows = True
+    """It only reads what a checkpoint holds."""
 
     def __init__(
         self,
@@ -87,10 +93,10 @@ class EarlyStopping:
         if self._monitor.is_better(value, self.best_value, self._min_delta):
             self.best_value, self.best_step, self._n_waited = value, checkpoint.step, 0
             if self._restore_best and checkpoint.state is not None:
-                self._best_weights = {
-                    "params": checkpoint.state.params,
-                    "model_state": checkpoint.state.model_state,
-                }
+                state = checkpoint.state
+                weights = {"params": state.params, "model_state": state.model_state}
+                is_borrowed = checkpoint.is_borrowed
+                self._best_weights = jax.tree.map(jnp.copy, weights) if is_borrowed else weights
             return checkpoint
         self._n_waited += 1
         if self._check_finite and not math.isfinite(value):
@@ -159,6 +165,9 @@ class StopOnNaN:
     Traceback (most recent call last):
     FloatingPointError: loss became nan at step 18 (last finite 0.5 at step 9). Lower the ...
     """
+
+    borrows = True
+    """It only reads what a checkpoint holds."""
 
     def __init__(self) -> None:
         self._last: Checkpoint | None = None

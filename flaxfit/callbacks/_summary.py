@@ -20,6 +20,9 @@ class SummaryLogger:
     0.5
     """
 
+    borrows = True
+    """It only reads what a checkpoint holds."""
+
     def __init__(self, *, file: TextIO | None = None) -> None:
         """Says where to print.
 

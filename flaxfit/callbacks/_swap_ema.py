@@ -28,6 +28,9 @@ class SwapEMA:
     (1.0, 0.5)
     """
 
+    borrows = True
+    """It only reads what a checkpoint holds."""
+
     def __init__(self) -> None:
         self._loop: Any = None
         self._is_due = False

@@ -32,6 +32,9 @@ class TensorBoardLogger:
       ImportError: tensorboardX is not installed.
     """
 
+    borrows = True
+    """It only reads what a checkpoint holds."""
+
     def __init__(
         self,
         folder: str | os.PathLike[str],

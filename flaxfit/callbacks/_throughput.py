@@ -66,6 +66,9 @@ class Throughput:
         Give that of float32 for a model that computes in float32.
     """
 
+    borrows = True
+    """It only reads what a checkpoint holds."""
+
     def __init__(
         self,
         *,

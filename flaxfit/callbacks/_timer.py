@@ -22,6 +22,9 @@ class Timer:
       clock: gives the time in seconds.
     """
 
+    borrows = True
+    """It only reads what a checkpoint holds."""
+
     def __init__(
         self,
         seconds: float | None = None,

@@ -24,6 +24,9 @@ class Unfreeze:
         them.
     """
 
+    borrows = True
+    """It only reads what a checkpoint holds."""
+
     def __init__(self, schedule: Mapping[int, str | Sequence[str]]) -> None:
         if not schedule or min(schedule) < 1:
             raise ValueError(

@@ -28,6 +28,9 @@ class WandbLogger:
       ImportError: wandb is not installed.
     """
 
+    borrows = True
+    """It only reads what a checkpoint holds."""
+
     def __init__(
         self,
         project: str | None = None,

@@ -32,6 +32,9 @@ class Watchdog:
         long as they want.
     """
 
+    borrows = True
+    """It only reads what a checkpoint holds."""
+
     def __init__(self, seconds: float, *, slow_seconds: float | None = None) -> None:
         if seconds <= 0 or (slow_seconds is not None and slow_seconds <= 0):
             raise ValueError(

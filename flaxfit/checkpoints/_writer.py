@@ -122,6 +122,9 @@ class CheckpointFileWriter:
             _folder.tidy(self.output_dir)
         return _folder.steps(self.output_dir)
 
+    borrows = True
+    """It copies what it writes in the background."""
+
     runs_last = True
     """Tells a loop to call it when the other callbacks are done with a checkpoint."""
 
@@ -166,12 +169,15 @@ class CheckpointFileWriter:
         revision: Any = None,
     ) -> Path:
         self.wait()
+        loop = self._loop()
+        if checkpoint.is_borrowed and loop is not None:
+            checkpoint = loop.owned(checkpoint)
         step = int(checkpoint.step)
         path = _folder.step_path(self.output_dir, step)
         if self.last_saved == step:  # What is on disk may not be this.
             self.last_saved = self.saved_revision = None
         self._check_monitor(checkpoint)
-        states, kept = collect(getattr(self._loop(), "callbacks", ()))
+        states, kept = collect(getattr(loop, "callbacks", ()))
         gathered = states.pop("History", None)
         arrays, record = _file.contents(
             checkpoint,
@@ -185,8 +191,8 @@ class CheckpointFileWriter:
             return path
         with _turn:
             self._begin(step, arrays, record, revision)
-        if not self.asynchronous:
-            self.wait()
+        if not self.asynchronous or checkpoint.is_borrowed:
+            self.wait()  # The next step uses up what is borrowed.
         return path
 
     def wait(self) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
+from flaxfit.tree._functions import owner_of
 
 
 def as_tuple(callbacks: Any) -> tuple[Any, ...]:
@@ -45,6 +46,15 @@ def check_callback(callback: Any) -> None:
         ) from None
 
 
+def borrows(callback: Any) -> bool:
+    """Whether a callback only reads a checkpoint, and so needs no copy of its arrays.
+
+    >>> borrows(print)
+    False
+    """
+    return getattr(callback, "borrows", False) or getattr(owner_of(callback), "borrows", False)
+
+
 def returned_by(callback: Any, checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint as a callback returns it.
 
@@ -73,9 +83,6 @@ def check_unchanged(callback: Any, given: Checkpoint, returned: Checkpoint) -> N
     Raises:
       RuntimeError: it has changed the training state.
     """
-    # A state that nobody has read need not be copied for this.
-    if returned.__dict__["state"] is given.__dict__["state"]:
-        return
     if isinstance(returned.state, TrainState) and returned.state is not given.state:
         raise RuntimeError(
             f"The callback {_name(callback)} returned a checkpoint with another training state, "

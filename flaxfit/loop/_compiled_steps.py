@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 
-from flaxfit.data._batch import Batch
 from flaxfit.loop._consistency import Agreement
 from flaxfit.loop._padding import Portion
 from flaxfit.step._error_messages import calls_explained
@@ -30,7 +29,7 @@ class Programs:
         """Shapes and dtypes that the first of all was compiled for."""
 
     def forget(self) -> None:
-        """Has all be compiled anew."""
+        """Forgets the compiled programs."""
         self.compiled = {}
 
     def compile(
@@ -40,7 +39,6 @@ class Programs:
         portion: Portion,
         *,
         step: int,
-        resident: Batch | None = None,
     ) -> Callable[..., Any]:
         """Compiles an update, and notes it by its key.
 
@@ -49,7 +47,6 @@ class Programs:
           build: compiles it.
           portion: a batch that it is to step.
           step: the number of that step.
-          resident: the data that the batch is gathered from; None: it holds its examples.
         """
         self._say("compiling…")
         began, self.is_compiling = time.perf_counter(), True
@@ -62,16 +59,16 @@ class Programs:
             self.is_compiling = False
         seconds = time.perf_counter() - began
         self.seconds += seconds
-        self._announce(portion, resident, seconds)
+        self._announce(portion, seconds)
         self.compiled[key] = update
         return update
 
-    def _announce(self, portion: Portion, resident: Batch | None, seconds: float) -> None:
+    def _announce(self, portion: Portion, seconds: float) -> None:
         """Says what was compiled, and what has changed where it was compiled before."""
         leaves = jax.tree.leaves(portion.batch[:2])
         shapes = [leaf.shape for leaf in leaves]
-        if resident is not None:  # The batch is gathered from it.
-            leaves = jax.tree.leaves(resident[:2])
+        if portion.data:  # The batch is gathered from it.
+            leaves = jax.tree.leaves(portion.data[0][:2])
             shapes = [shapes[0] + leaf.shape[1:] for leaf in leaves]
         dtypes = [str(leaf.dtype) for leaf in leaves]
         first = self._first = self._first or (shapes, dtypes)

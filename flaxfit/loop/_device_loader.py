@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -64,7 +64,7 @@ class Intake:
         """Examples in a regular batch, once that is known."""
         self.resident: Batch | None = None
         """The data, where it lies on the devices: the update gathers its batches there."""
-        self.resident_shapes = ""
+        self._resident_shapes = ""
         self._feed: Feed | None = None
         self._of_rows: dict[int, Portion] = {}
         """Portions of resident data that were made before, by the number of their rows."""
@@ -88,10 +88,6 @@ class Intake:
         if not fetched:
             raise ValueError("The data holds no batches: there is nothing to train on.")
         return self.source.examples(fetched[0])
-
-    def recall(self, item: Any) -> tuple[Hashable, list[Any]]:
-        """The key of an item and its arrays; None and none for one that is yet to be looked at."""
-        return (None, []) if self._feed is None else self._feed.recall(item)
 
     # The callback is not kept: it would keep its owner, and with it a state, from being freed.
 
@@ -148,10 +144,11 @@ class Intake:
             return Portion(known.strategy, Batch((item,), (), known.batch.weights), *known[2:])
         portion = feed(Batch((item,)))
         if self.resident is not None and portion.strategy is self._strategy:
-            portion = portion._replace(is_weighted=is_weighted(self.resident), key=None)
-            portion = own_rows(portion)
+            portion = own_rows(portion._replace(is_weighted=is_weighted(self.resident)))
+            signature = (portion.signature, self._resident_shapes)
+            portion = portion._replace(signature=signature, data=(self.resident,))
             if n_examples(portion.batch) == len(item):
-                portion = self._of_rows[len(item)] = portion._replace(key=len(item))
+                self._of_rows[len(item)] = portion
             return portion
         if knows_rows(self.source.stream):
             return own_examples(portion, self.source.stream.pick)
@@ -218,7 +215,7 @@ class Intake:
         self.resident = None if data is None else self._strategy.place(data)
         leaves, structure = jax.tree.flatten(self.resident)
         # As a text, since each step looks its program up by it and a text keeps its hash.
-        self.resident_shapes = repr((structure, *((leaf.shape, leaf.dtype) for leaf in leaves)))
+        self._resident_shapes = repr((structure, *((leaf.shape, leaf.dtype) for leaf in leaves)))
 
 
 def _has_weights_by_output(batch: Any) -> bool:

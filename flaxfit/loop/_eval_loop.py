@@ -51,6 +51,9 @@ class EvalLoop:
         devices.
     """
 
+    borrows = True
+    """It only reads what a checkpoint holds."""
+
     def __init__(
         self,
         task: EvalTask,
@@ -207,7 +210,7 @@ class EvalLoop:
         measure = make_eval_step(
             self.task,
             axis_name=strategy.axis_name,
-            virtual_replicas=getattr(strategy, "virtual_replicas", None),
+            virtual_replicas=strategy.virtual_replicas,
         )
 
         def update(state: Any, totals: Any, *positioned: Any) -> Any:

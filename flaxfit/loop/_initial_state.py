@@ -120,6 +120,30 @@ def check_trains(state: TrainState, say: Callable[[str], None]) -> None:
         say(arrays)
 
 
+def check_same_arrays(own: TrainState, given: TrainState) -> None:
+    """Checks that a state has the arrays of the present one.
+
+    Raises:
+      ValueError: it lists the arrays that differ.
+    """
+    here, there = ({path: _kind(x) for path, x in flat(tree).items()} for tree in (own, given))
+    if here == there:
+        return
+    paths = [path for path in {**here, **there} if here.get(path) != there.get(path)]
+    lines = [f"  {p}: here {here.get(p, '-')}, given {there.get(p, '-')}" for p in paths[:30]]
+    n = "1 array differs" if len(paths) == 1 else f"{len(paths)} arrays differ"
+    raise ValueError(
+        f"Cannot go on from a state of another model or optimizer; {n}:\n"
+        + "\n".join(lines)
+        + "\nIf other parameters were frozen then, set `freeze` as it was, restore, and set it "
+        "back."
+    )
+
+
+def _kind(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
+
+
 def _shapes(create: Callable[..., Any], key: Any) -> Any:
     """The shapes and dtypes of a state; under `jax.disable_jit` it is made, not traced."""
     if not jax.config.jax_disable_jit:

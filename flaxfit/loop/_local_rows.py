@@ -64,7 +64,7 @@ def own_examples(portion: Portion, pick: Callable[[Any], Any]) -> Portion:
         weights = weights if batch.weights is None else weights * batch.weights
         batch = batch._replace(weights=weights)
     signature = signature_of(own.strategy, batch, has_weights)
-    return own._replace(batch=batch, is_weighted=has_weights, signature=signature, key=None)
+    return own._replace(batch=batch, is_weighted=has_weights, signature=signature)
 
 
 class OwnBatches:

@@ -23,8 +23,8 @@ class Portion(NamedTuple):
     """How many there are, without padding."""
     signature: Hashable
     """The number of devices, the shapes and the dtypes: batches that share it share a program."""
-    key: Hashable = None
-    """What items are known by that are stepped as this one is; None: each is looked at."""
+    data: tuple[Any, ...] = ()
+    """The data on the devices that the step gathers the batch from; empty: it holds examples."""
 
 
 class _Known(NamedTuple):
@@ -75,7 +75,7 @@ class Feed:
         n_devices = strategy.n_devices
         self._is_own = is_own and strategy.n_processes > 1
         self._n_devices = len(range(n_devices)[strategy.rows(n_devices)]) if is_own else n_devices
-        is_virtual = getattr(strategy, "virtual_replicas", None) is not None
+        is_virtual = strategy.virtual_replicas is not None
         self._divisor = self._n_devices * parts
         self._unit = "virtual replicas" if is_virtual else "devices"
         self._ones: dict[int, np.ndarray] = {}
@@ -83,7 +83,7 @@ class Feed:
 
     def __call__(self, item: Any) -> Portion:
         """The next batch, in normal form and of a size that can be split."""
-        key, leaves = self.recall(item)
+        key, leaves = _key_of(item)
         known = self._known.get(key)
         if known is not None:
             batch = known.structure.unflatten([*leaves, *known.weights])
@@ -92,23 +92,9 @@ class Feed:
         bare = portion.batch._replace(weights=None)
         if key is None or portion.is_weighted or not _holds_the_same(item, bare):
             return portion
-        portion = portion._replace(key=key)
         weights = () if portion.batch.weights is None else (portion.batch.weights,)
         self._known[key] = _Known(jax.tree.structure(portion.batch), weights, portion)
         return portion
-
-    def recall(self, item: Any) -> tuple[Hashable, list[Any]]:
-        """What an item of NumPy arrays is known by, and these; None for any other."""
-        try:
-            leaves, structure = jax.tree.flatten(item)
-        except ValueError:  # Names of inputs that cannot be sorted.
-            return None, []
-        key = [structure]
-        for leaf in leaves:
-            if type(leaf) is not np.ndarray:
-                return None, []
-            key += leaf.shape, leaf.dtype
-        return tuple(key), leaves
 
     def _look_at(self, item: Any) -> Portion:
         """A batch of whatever form and size."""
@@ -174,6 +160,20 @@ class Feed:
             f"a batch of {n} examples does not divide over {self._division()}: padded to {size} "
             "with rows of weight 0 (loss, gradients and metrics stay exact)"
         )
+
+
+def _key_of(item: Any) -> tuple[Hashable, list[Any]]:
+    """The structure, shapes and dtypes of an item of NumPy arrays, and these; None for others."""
+    try:
+        leaves, structure = jax.tree.flatten(item)
+    except ValueError:  # Names of inputs that cannot be sorted.
+        return None, []
+    key = [structure]
+    for leaf in leaves:
+        if type(leaf) is not np.ndarray:
+            return None, []
+        key += leaf.shape, leaf.dtype
+    return tuple(key), leaves
 
 
 def _holds_the_same(item: Any, batch: Batch) -> bool:

@@ -96,7 +96,7 @@ class Predictor:
         check_rows(result, n_examples(batch))
         step = make(
             axis_name=strategy.axis_name,
-            virtual_replicas=getattr(strategy, "virtual_replicas", None),
+            virtual_replicas=strategy.virtual_replicas,
         )
 
         def predict(state: Any, *positioned: Any) -> Any:

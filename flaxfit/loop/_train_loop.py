@@ -12,12 +12,19 @@ import jax
 
 from flaxfit.data._batch import normalize
 from flaxfit.display import quiet, say
-from flaxfit.loop._callback_list import as_tuple, check_callback, check_unchanged, returned_by
+from flaxfit.loop._callback_list import (
+    as_tuple,
+    borrows,
+    check_callback,
+    check_unchanged,
+    returned_by,
+)
 from flaxfit.loop._compilation_cache import use_compilation_cache
 from flaxfit.loop._default_strategy import strategy_for
 from flaxfit.loop._idle_gpu import warn_of_idle_gpu
-from flaxfit.loop._initial_state import check_trains, start
-from flaxfit.loop._snapshot import snapshots
+from flaxfit.loop._initial_state import check_same_arrays, check_trains, start
+from flaxfit.loop._ownership import copier, owned
+from flaxfit.loop._schedule import Schedule
 from flaxfit.loop._stepper import Stepper
 from flaxfit.loop._trial import Trial
 from flaxfit.metrics._monitor import modes_of
@@ -118,17 +125,14 @@ class TrainLoop:
             raise ValueError(
                 "Give either devices or a strategy, not both: strategies hold devices."
             )
-        self._settings: object = None
-        """Another one whenever what decides on the next checkpoint or dispatch is set."""
         self.task = _with_collections(task, collections, mutable_collections)
         if debug:
             strategy = Eager(strategy if devices is None else DataParallel(devices))
         self.strategy = strategy or strategy_for(self.task, devices)
-        self._snapshot = snapshots(snapshot, self.strategy)
+        self._copy = copier(snapshot, self.strategy)
         self._modes = modes_of(self.task.metrics)
-        self.n_steps_per_checkpoint = n_steps_per_checkpoint
-        self.n_steps = n_steps
-        self.first_checkpoint = first_checkpoint
+        self.schedule = Schedule(first_checkpoint, n_steps_per_checkpoint, n_steps)
+        """Which steps yield a checkpoint; takes effect at once when set."""
         self._is_talking = stdout
         self.say = say if stdout else lambda text: None
         if runs_eagerly(self.strategy):
@@ -153,9 +157,8 @@ class TrainLoop:
         for callback in callbacks:
             if getattr(callback, "attaches_first", False):  # Before the first batch is fetched.
                 callback.attach(self)
-        shardings = getattr(self.strategy, "shardings", None)
         with eagerly(self.strategy):
-            beginning = start(init, self.task, rnkey, sample, self.say, shardings)
+            beginning = start(init, self.task, rnkey, sample, self.say, self.strategy.shardings)
         if self.task.step is None:
             check_trains(beginning.state, self.say)
         self.start = beginning.checkpoint
@@ -189,16 +192,21 @@ class TrainLoop:
         if self.stopped:
             self._say_if_complete()
             self._end()
-        # Steps behind an end that was moved to before them still are to be seen.
-        stop = (lambda: self.step) if is_done else self._next_stop()
-        checkpoint = self._train_to(stop)
+        # Steps past an end that was set to an earlier step are still to be shown.
+        target = (lambda: self.step) if is_done else self._next_target()
+        checkpoint = self._train_to(target)
         if checkpoint is None and self.n_steps is not None and self.step < self.n_steps:
             self.say(f"the data ended after step {self.step:,}, before n_steps={self.n_steps:,}")
-        return checkpoint or self._end()
+        return self._end() if checkpoint is None else self.owned(checkpoint)
 
-    def next_checkpoint(self) -> Checkpoint:
-        """Trains to the next checkpoint step; past `n_steps` where that is reached already."""
-        return self._train_to(self._next_stop()) or self._no_data()
+    def next_checkpoint(self, *, copy: bool = True) -> Checkpoint:
+        """Trains to the next checkpoint step; past `n_steps` if that is reached already.
+
+        Args:
+          copy: as of `run_until`.
+        """
+        checkpoint = self._train_to(self._next_target()) or self._no_data()
+        return self.owned(checkpoint) if copy else checkpoint
 
     def next_step(self, batch: Any = None) -> Checkpoint:
         """Trains a single step: on the next batch of the data, or on one that is given.
@@ -218,26 +226,29 @@ class TrainLoop:
         (4.0, 2)
         """
         step = self.step + 1
-        return self._train_to(lambda: step, batch) or self._no_data()
+        return self.owned(self._train_to(lambda: step, batch) or self._no_data())
 
     def run(self, n: int) -> Iterator[Checkpoint]:
         """Yields the checkpoints of the next `n` steps; the last of them always is one."""
         return self.run_until(self.step + n)
 
-    def run_until(self, step: int) -> Iterator[Checkpoint]:
-        """Yields the checkpoints up to `step`, which always is one."""
+    def run_until(self, step: int, *, copy: bool = True) -> Iterator[Checkpoint]:
+        """Yields the checkpoints up to `step`, which always is one.
+
+        Args:
+          step: the step to stop at.
+          copy: whether checkpoints own their arrays; else these can be read until the next step.
+        """
         if step <= self.step and not self.n_completed_steps:
             self.say(f"step {step:,} is already reached (at step {self.step:,})")
         if self.stopped and self._is_at_start:
             self._say_if_complete()
             return self.close()
         while self.step < step or (self.step == step and self.n_completed_steps):
-            stop = self._next_stop(last=lambda: step)
-            checkpoint = self._train_to(stop)
+            checkpoint = self._train_to(self._next_target(last=step))
             if checkpoint is None:
                 return self.close()
-            yield checkpoint
-            del checkpoint  # Where nobody holds on to it, its state need not be copied.
+            yield self.owned(checkpoint) if copy else checkpoint
             if self.stopped:
                 return self.close()
 
@@ -251,7 +262,13 @@ class TrainLoop:
     @property
     def state(self) -> TrainState:
         """The training state: an unreplicated copy that stays valid."""
-        return self._stepper.kept(self._snapshot, is_urgent=True)[0].value
+        copy = self._copy or self.strategy.collect
+        with jax.ensure_compile_time_eval():  # A function that JAX traces may ask for it.
+            return copy(self._stepper.state)
+
+    def owned(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint with copies of what it borrows; itself with `snapshot="none"`."""
+        return checkpoint if self._copy is None else owned(checkpoint, self._copy)
 
     @property
     def state_in_place(self) -> TrainState:
@@ -334,22 +351,20 @@ class TrainLoop:
     @property
     def n_steps(self) -> int | None:
         """The step at which iteration ends; takes effect at once when set."""
-        return self._n_steps
+        return self.schedule.last
 
     @n_steps.setter
     def n_steps(self, value: int | None) -> None:
-        self._n_steps = None if value is None else whole_number("n_steps", value, least=0)
-        self._settings = object()
+        self.schedule = dataclasses.replace(self.schedule, last=value)
 
     @property
     def n_steps_per_checkpoint(self) -> int:
         """The steps between checkpoints; takes effect at once when set."""
-        return self._n_steps_per_checkpoint
+        return self.schedule.every
 
     @n_steps_per_checkpoint.setter
     def n_steps_per_checkpoint(self, value: int) -> None:
-        self._n_steps_per_checkpoint = whole_number("n_steps_per_checkpoint", value)
-        self._settings = object()
+        self.schedule = dataclasses.replace(self.schedule, every=value)
 
     @property
     def steps_per_call(self) -> int:
@@ -366,17 +381,15 @@ class TrainLoop:
         else:
             self._steps_per_call = whole_number("steps_per_call", value, other="auto")
             self._trial = None
-        self._settings = object()
 
     @property
     def first_checkpoint(self) -> int:
         """The step of the first checkpoint."""
-        return self._first_checkpoint
+        return self.schedule.first
 
     @first_checkpoint.setter
     def first_checkpoint(self, value: int) -> None:
-        self._first_checkpoint = whole_number("first_checkpoint", value)
-        self._settings = object()
+        self.schedule = dataclasses.replace(self.schedule, first=value)
 
     @property
     def data(self) -> Any:
@@ -426,7 +439,7 @@ class TrainLoop:
     @property
     def input_shapes(self) -> Any:
         """The shapes and dtypes of the inputs of the first batch trained on; None before."""
-        batch = self._stepper.batch_shapes
+        batch = self._stepper.intake.shapes
         return None if batch is None else batch.inputs
 
     def step_flops(self, batch_size: int | None = None) -> float:
@@ -482,7 +495,7 @@ class TrainLoop:
                 f"restore needs a TrainState or a Checkpoint, got {type(state).__name__}."
             )
         # Whatever cannot be taken over is found out before anything has changed.
-        self._stepper.check_fits(state)
+        check_same_arrays(self._stepper.state, state)
         self._go_on_from(state, checkpoint)
 
     @property
@@ -519,7 +532,7 @@ class TrainLoop:
             return None
         if not self.n_completed_steps and self._last is not None:
             return self._last.replace(state=self.state)
-        return self._make_checkpoint(between=True).replace(last_grads=None)
+        return self.owned(self._make_checkpoint(between=True).replace(last_grads=None))
 
     def finish(self) -> None:
         """Ends the run with the step that is being taken, whatever `n_steps` says.
@@ -559,39 +572,35 @@ class TrainLoop:
 
     # How it trains.
 
-    def _train_to(self, stop: Callable[[], int], batch: Any = None) -> Checkpoint | None:
-        """Trains to the step `stop()`, or to the end of the data; None if that is here."""
+    def _train_to(self, target: Callable[[], int], batch: Any = None) -> Checkpoint | None:
+        """Trains to the step `target()`, or to the end of the data; None if that is here."""
         self._leave_start()
         before = self._phase
         try:
             self._phase, self._resumed = "training", time.perf_counter()
             with self._stepper.interrupts:
-                self._train(stop, batch)
+                self._train(target, batch)
         finally:
             self._elapsed += time.perf_counter() - self._resumed
             self._phase = before
         return self._deliver()
 
-    def _train(self, stop: Callable[[], int], batch: Any) -> None:
+    def _train(self, target: Callable[[], int], batch: Any) -> None:
         """Takes steps until a checkpoint is due, and makes it."""
         stepper = self._stepper
         if self._due is None and not stepper.tally.n_steps and not stepper.source.ended:
             for start in self.starters:
                 start(stepper.step)
-        while self._due is None:
-            settings, end = self._settings, stop()
-            if stepper.step >= end or (stepper.source.ended and batch is None):
+        # Of several processes each may be told at another step: a checkpoint settles it.
+        is_alone = not stepper.agreement.is_needed
+        while self._due is None and (n_left := target() - stepper.step) > 0:
+            if stepper.source.ended and batch is None:
                 break
-            # Of several processes each may be told at another step: a checkpoint settles it.
-            is_alone = not stepper.agreement.is_needed
             if self._is_finishing and stepper.tally.n_steps and is_alone:
                 break
-            for _ in self._steps(end, batch):
+            if self._advance(n_left, batch):
                 for watch in self.watchers:
                     watch(stepper.step)
-                # Asking for the end takes time: only where a watcher has set something.
-                if self._settings is not settings or self._is_finishing:
-                    break
         if self._due is None and stepper.tally.n_steps:
             stepper.agreement.checkpoint(stepper.step)
             checkpoint = self._make_checkpoint()
@@ -600,6 +609,14 @@ class TrainLoop:
             self._due = (checkpoint, self._in_order())
             self._reset()
             stepper.interrupts.release()
+
+    def _advance(self, n_left: int, batch: Any) -> bool:
+        """Dispatches the next step, or several of `n_left`; False at the end of the data."""
+        if batch is not None:
+            return self._stepper.advance(1, batch)
+        if self._trial is not None:
+            return self._trial.advance(n_left, self.n_steps_per_checkpoint)
+        return self._stepper.advance(min(self._steps_per_call, n_left))
 
     def _warn_of_loss(self, checkpoint: Checkpoint) -> None:
         """Says once when the loss is no longer finite."""
@@ -612,24 +629,6 @@ class TrainLoop:
             )
         self._had_finite_loss = is_finite
 
-    def _steps(self, end: int, batch: Any) -> Iterator[None]:
-        """Dispatches steps up to `end`, or to the end of the data; yields after each dispatch."""
-        stepper = self._stepper
-        while stepper.step < end:
-            if batch is not None:
-                has_stepped = stepper.advance(1, batch)
-            elif self._trial is not None:
-                has_stepped = self._trial.advance(end - stepper.step, self.n_steps_per_checkpoint)
-            elif self._steps_per_call > 1 or not stepper.source.gathers:
-                has_stepped = stepper.advance(min(self._steps_per_call, end - stepper.step))
-            else:
-                yield from stepper.advance_singly(end)
-                is_over = stepper.step >= end or stepper.source.ended
-                has_stepped = not is_over and stepper.advance(1)
-            if not has_stepped:
-                return
-            yield
-
     def _deliver(self) -> Checkpoint | None:
         """Shows the checkpoint to the callbacks; after an interrupt, to those still waiting."""
         if self._due is None:
@@ -637,11 +636,14 @@ class TrainLoop:
         checkpoint, waiting = self._due
         with self.in_phase("callbacks"):
             while waiting:
-                revision = self.revision
-                changed = returned_by(waiting[0], checkpoint)
-                if waiting[0] != self._settle and self.revision == revision:
-                    check_unchanged(waiting[0], checkpoint, changed)
-                checkpoint = changed
+                callback, revision = waiting[0], self.revision
+                if callback == self._settle:
+                    checkpoint = self._settle(checkpoint)
+                else:
+                    given = checkpoint if borrows(callback) else self.owned(checkpoint)
+                    checkpoint = returned_by(callback, given)
+                    if self.revision == revision:
+                        check_unchanged(callback, given, checkpoint)
                 del waiting[0]
                 self._due = (checkpoint, waiting)
         self._due, self._set_meanwhile = None, []
@@ -657,11 +659,15 @@ class TrainLoop:
     def _settle(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint, once it is known whether it is the last one, as those save it."""
         if self._set_meanwhile and hasattr(checkpoint.state, "opt_state"):
-            # The callbacks remember that they have set these: whoever goes on from it needs both.
-            opt_state = checkpoint.state.opt_state
-            for group, values in self._set_meanwhile:
-                opt_state = set_hyperparams(opt_state, group=group, **values)
-            checkpoint = checkpoint.replace(state=checkpoint.state.replace(opt_state=opt_state))
+            # The callbacks remember that they have set these: a resumed run needs both.
+            if checkpoint.is_borrowed:
+                checkpoint = checkpoint.replace(state=self._stepper.borrowed()[0])
+            else:
+                opt_state = checkpoint.state.opt_state
+                for group, values in self._set_meanwhile:
+                    opt_state = set_hyperparams(opt_state, group=group, **values)
+                state = checkpoint.state.replace(opt_state=opt_state)
+                checkpoint = checkpoint.replace(state=state)
         self._set_meanwhile = []
         # A callback may have said so just now.
         wanted, self._is_finishing = checkpoint.stop or self._is_finishing, False
@@ -681,7 +687,7 @@ class TrainLoop:
     def _make_checkpoint(self, *, between: bool = False) -> Checkpoint:
         stepper = self._stepper
         # What can be done while the devices are still at work comes before the metrics.
-        state, grads = stepper.kept(self._snapshot, is_urgent=between)
+        state, grads = stepper.borrowed()
         position, running = stepper.source.position(), stepper.get_running(counts=between)
         metrics = stepper.metrics() | self._learning_rates()
         seconds = self._elapsed + time.perf_counter() - self._resumed
@@ -692,8 +698,8 @@ class TrainLoop:
             modes=self._modes,
             n_completed_steps=stepper.tally.n_steps,
             n_examples=stepper.tally.n_examples,
-            elapsed_time=seconds - stepper.compile_time - stepper.inspection_time,
-            compile_time=stepper.compile_time,
+            elapsed_time=seconds - stepper.preparation_time,
+            compile_time=stepper.programs.seconds,
             stop=self._is_finishing and not between,
             data_state=position,
             running=running,
@@ -726,18 +732,11 @@ class TrainLoop:
         self._stepper.reset_totals()
         self._elapsed, self._resumed = 0.0, time.perf_counter()
 
-    def _next_stop(self, last: Callable[[], int | None] | None = None) -> Callable[[], int]:
-        """Where the next checkpoint is due; a function, as the settings may change on the way."""
-        # Steps that no checkpoint has shown: one at this very step may still be due.
+    def _next_target(self, last: int | None = None) -> Callable[[], int]:
+        """The step of the next checkpoint; a function, as the schedule may change on the way."""
+        # After steps that no checkpoint has shown, one may still be due at this very step.
         here = self.step - bool(self.n_completed_steps)
-
-        def stop() -> int:
-            first, n = self.first_checkpoint, self.n_steps_per_checkpoint
-            target = max(first, first + ((here - first) // n + 1) * n)
-            end = self.n_steps if last is None else last()
-            return min(target, end) if end is not None and here < end else target
-
-        return stop
+        return lambda: self.schedule.after(here, last)
 
     def _end(self) -> Any:
         self.close()

@@ -4,13 +4,10 @@ import time
 from collections.abc import Callable
 
 from flaxfit.loop._stepper import Stepper
-from flaxfit.step._unrolled import MOST_UNROLLED
 
 _MOST_STEPS = 32
 _MOST_SECONDS = 0.1
 """What a dispatch of several steps may take by the time of single ones; longer gains nothing."""
-_MOST_SECONDS_UNROLLED = 0.002
-"""What a step may take where several are no loop: of longer ones a dispatch is a few percent."""
 _N_TIMED = 8
 _N_SPANS = 3
 
@@ -36,7 +33,7 @@ class Trial:
         """How many steps a dispatch takes at present."""
         self.is_over = False
         """Whether the choice is made."""
-        self._shapes = self._stepper.batch_shapes
+        self._shapes = self._stepper.intake.shapes
         self._single: list[float] = []
         self._several: list[float] = []
         self._new_span()
@@ -50,12 +47,12 @@ class Trial:
         Returns whether there was a batch to step.
         """
         stepper = self._stepper
-        if stepper.batch_shapes is not self._shapes:
-            is_known = self._shapes in (None, stepper.batch_shapes)
-            self._shapes = stepper.batch_shapes
+        if stepper.intake.shapes is not self._shapes:
+            is_known = self._shapes in (None, stepper.intake.shapes)
+            self._shapes = stepper.intake.shapes
             if not is_known:
                 self._begin()
-        if self.is_over or spacing == 1:
+        if self.is_over or spacing == 1 or stepper.inspection.is_slow_in_loops:
             return stepper.advance(min(self.n_steps, n_left))
         if n_left < self.n_steps:
             return stepper.advance(1)
@@ -68,16 +65,15 @@ class Trial:
         stepper, step = self._stepper, self._stepper.step
         if not self._n_taken:
             stepper.wait()
-        stepper.secure_kept()  # Which takes the same time for one step as for several.
-        before = stepper.compile_time + stepper.inspection_time
+        before = stepper.preparation_time
         began = time.perf_counter()
         has_stepped = stepper.advance(self.n_steps)
         self._n_taken += stepper.step - step
         is_end = self.n_steps > 1 or self._n_taken == min(_N_TIMED, spacing) or not has_stepped
         if is_end:
             stepper.wait()
-        after = stepper.compile_time + stepper.inspection_time
-        self._seconds += time.perf_counter() - began - (after - before)
+        prepared = stepper.preparation_time - before
+        self._seconds += time.perf_counter() - began - prepared
         if is_end and self._n_taken:
             self._note(stepper.agreement.slowest(self._seconds / self._n_taken), spacing)
             self._new_span()
@@ -88,12 +84,10 @@ class Trial:
         timed = self._single if self.n_steps == 1 else self._several
         timed.append(seconds)
         if timed is self._single and len(timed) == _N_SPANS:
-            self.n_steps = several(min(timed), spacing, unrolled=self._stepper.unrolls)
+            self.n_steps = several(min(timed), spacing)
             self.is_over = self.n_steps == 1
-        # A loop may be many times slower than its steps: once is enough. Where there is none, only
-        # the first dispatch takes longer than those behind it.
-        is_loop = timed is self._several and not self._stepper.unrolls
-        is_hopeless = is_loop and seconds > 2 * min(self._single)
+        # A loop may be many times slower than its steps: once is enough.
+        is_hopeless = timed is self._several and seconds > 2 * min(self._single)
         if is_hopeless or len(self._several) == _N_SPANS:
             n, single, fused = self.n_steps, min(self._single), min(self._several)
             self.is_over = True
@@ -104,21 +98,14 @@ class Trial:
             )
 
 
-def several(seconds: float, spacing: int, *, unrolled: bool = False) -> int:
+def several(seconds: float, spacing: int) -> int:
     """How many steps of so many seconds to try in one dispatch; 1: there is nothing to gain.
-
-    With `unrolled` these are no loop, and each makes compiling longer.
 
     A number that divides the spacing of checkpoints needs one program only.
 
     >>> several(1e-4, 28), several(1e-4, 1000), several(0.02, 1000), several(1.0, 1000)
     (28, 25, 5, 1)
-    >>> several(1e-4, 28, unrolled=True), several(0.02, 1000, unrolled=True)
-    (4, 1)
     """
-    if unrolled and seconds > _MOST_SECONDS_UNROLLED:
-        return 1
-    most = min(MOST_UNROLLED if unrolled else _MOST_STEPS, spacing, int(_MOST_SECONDS / seconds))
-    most = max(1, most)
+    most = max(1, min(_MOST_STEPS, spacing, int(_MOST_SECONDS / seconds)))
     divisor = next(n for n in range(most, 0, -1) if spacing % n == 0)
     return divisor if 2 * divisor > most else most

@@ -107,8 +107,6 @@ def batches_of(stream: Any) -> Any:
 def run_epochs(loop: TrainLoop, n_steps: int | None, epochs: int) -> Iterator[None]:
     """Trains for so many epochs, and stops after each; one of unknown length is one pass.
 
-    It keeps no checkpoint: what somebody holds on to would be copied before the next step.
-
     Raises:
       ValueError: the data ended before.
     """
@@ -116,8 +114,7 @@ def run_epochs(loop: TrainLoop, n_steps: int | None, epochs: int) -> Iterator[No
         yield from _run_passes(loop, epochs)
         return
     end = loop.first_checkpoint + (epochs - 1) * n_steps
-    for checkpoint in loop.run_until(end):
-        del checkpoint
+    for _ in loop.run_until(end, copy=False):
         yield
     if loop.step < end and not loop.stopped:
         raise ValueError(
@@ -132,7 +129,7 @@ def _run_passes(loop: TrainLoop, epochs: int) -> Iterator[None]:
     while n_done < epochs:
         loop.first_checkpoint = loop.step + ENDLESS
         try:
-            loop.next_checkpoint()
+            loop.next_checkpoint(copy=False)
         except EndOfData:
             if was_empty:
                 raise ValueError(
@@ -157,6 +154,9 @@ class Validation:
       data: the validation data.
       adds: the metrics that it adds, as `EvalLoop.adds`.
     """
+
+    borrows = True
+    """It only reads what a checkpoint holds."""
 
     def __init__(
         self,

@@ -122,23 +122,6 @@ def with_hyperparams_of(opt_state: Any, other: Any) -> Any:
     return jax.tree.map(visit, opt_state, other, is_leaf=_is_known)
 
 
-def constants(opt_state: Any) -> list[Any]:
-    """The hyperparameters that go by no schedule, wherever they are in a state.
-
-    >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
-    >>> [float(x) for x in constants(optimizer.init(jnp.ones(2)))]
-    [0.5]
-    """
-    found = []
-    for node in _nodes(opt_state):
-        if isinstance(node, optax.InjectStatefulHyperparamsState):
-            own = [x for name, x in node.hyperparams.items() if name not in node.hyperparams_states]
-            found += own + constants(node.inner_state)
-        for child in _children(node).values():
-            found += constants(child)
-    return found
-
-
 def describe(opt_state: Any) -> str:
     """What hyperparameters a state holds, by group, in words."""
     groups = {name: names_of(state) for name, state in _groups(opt_state)}

@@ -5,15 +5,47 @@ from collections.abc import Mapping
 from typing import Any
 
 from flaxfit.display import _html, count, duration, is_scalar, number, plural, rate
-from flaxfit.state._later import Later
 from flaxfit.state._train_state import TrainState
+
+
+class Borrowed:
+    """A value that belongs to a training loop, which uses it up with its next step.
+
+    >>> borrowed = Borrowed({"w": 1.0})
+    >>> borrowed.value
+    {'w': 1.0}
+    """
+
+    def __init__(self, value: Any):
+        self._value = value
+        self.is_over = False
+
+    def end(self) -> None:
+        """Lets go of the value: from here on it cannot be read."""
+        self._value, self.is_over = None, True
+
+    @property
+    def value(self) -> Any:
+        """The value.
+
+        Raises:
+          RuntimeError: a later step has used it up.
+        """
+        if self.is_over:
+            raise RuntimeError(
+                "The arrays of this checkpoint were used up by a later training step, as it had "
+                "only borrowed them. Copy what you need before the next step, with "
+                "loop.owned(checkpoint), or train with snapshot='device', which copies them."
+            )
+        return self._value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """What happened up to a step, and everything needed to go on from there.
 
-    Its arrays are unreplicated copies: they stay valid however far training goes on.
+    Its arrays are unreplicated copies, which stay valid however far training goes on, unless they
+    are borrowed from the loop (see `TrainLoop(snapshot=...)`).
     A dataclass, not a tuple, so that `redex.combinator.serial` passes it on whole.
 
     >>> Checkpoint(step=3, state=None, metrics={"loss": 0.5}).loss
@@ -54,12 +86,21 @@ class Checkpoint:
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {name: getattr(self, name) for name in _MADE_LATER}
+        return self.__dict__ | {name: getattr(self, name) for name in _BORROWABLE}
+
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether its arrays are the loop's own, which the next step uses up."""
+        return any(isinstance(self.__dict__[name], Borrowed) for name in _BORROWABLE)
 
     def with_metrics(self, metrics: Mapping[str, float], prefix: str = "") -> "Checkpoint":
         """A copy with metrics added, their names prefixed."""
         added = {f"{prefix}{name}": value for name, value in metrics.items()}
         return self.replace(metrics={**self.metrics, **added})
+
+    def _state_if_readable(self) -> Any:
+        state = self.__dict__["state"]
+        return None if isinstance(state, Borrowed) and state.is_over else self.state
 
     @property
     def scalars(self) -> dict[str, float]:
@@ -110,8 +151,8 @@ class Checkpoint:
         parts += [f"{name}={value:.4g}" for name, value in self.scalars.items()]
         if self.elapsed_time and self.n_completed_steps:
             parts.append(rate(self.n_completed_steps / self.elapsed_time))
-        if self.state is not None:
-            parts.append(f"{count(_html.n_numbers(self.state.params))} params")
+        if (state := self._state_if_readable()) is not None:
+            parts.append(f"{count(_html.n_numbers(state.params))} params")
         return f"Checkpoint({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
@@ -123,14 +164,14 @@ class Checkpoint:
             facts.append(f"compiled in {duration(self.compile_time)}")
         rows = [[name, number(value)] for name, value in self.scalars.items()]
         parts = [_html.table(rows)] if rows else []
-        if self.state is not None:
-            facts.append(f"{count(_html.n_numbers(self.state.params))} params")
-            parts.append(_html.arrays("params", self.state.params, self.state.axes))
+        if (state := self._state_if_readable()) is not None:
+            facts.append(f"{count(_html.n_numbers(state.params))} params")
+            parts.append(_html.arrays("params", state.params, state.axes))
         return _html.card(f"Checkpoint at step {count(self.step)}", facts, *parts)
 
 
-class _MadeLater:
-    """A field that may be given as `Later`: its value is made when it is first looked at."""
+class _Borrowable:
+    """A field whose value may be `Borrowed`: reading the field reads that value."""
 
     def __init__(self, name: str):
         self._name = name
@@ -139,13 +180,13 @@ class _MadeLater:
         if checkpoint is None:
             return self
         value = checkpoint.__dict__[self._name]
-        return value.value if isinstance(value, Later) else value
+        return value.value if isinstance(value, Borrowed) else value
 
     def __set__(self, checkpoint: Any, value: Any) -> None:
         checkpoint.__dict__[self._name] = value
 
 
-_MADE_LATER = ("state", "last_grads")
-for _name in _MADE_LATER:
+_BORROWABLE = ("state", "last_grads")
+for _name in _BORROWABLE:
     # Not in the class: a dataclass would take it for the default.
-    setattr(Checkpoint, _name, _MadeLater(_name))
+    setattr(Checkpoint, _name, _Borrowable(_name))

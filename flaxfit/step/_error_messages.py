@@ -13,6 +13,7 @@ import jax
 from flax.errors import ScopeParamShapeError
 
 from flaxfit.display import count, plural, size
+from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._jax_debugging import explain_debugging
 
 _PACKAGE = Path(__file__).parents[1]
@@ -132,7 +133,7 @@ def explain(error: Exception, stepper: Any) -> None:
     """Raises in its place, where there is one, an error in words; as `explained` does."""
     explain_debugging(error)
     if isinstance(error, TypeError):
-        is_eager = getattr(stepper.strategy, "runs_eagerly", False)
+        is_eager = runs_eagerly(stepper.strategy)
         explanation = _of_tracers(error, _IN_THE_GRADIENT if is_eager else _TRACED)
         if explanation is not None:
             raise TypeError(explanation) from error
@@ -166,7 +167,7 @@ def _shapes(tree: Any) -> str:
 
 
 def _advice(stepper: Any) -> str:
-    leaves = jax.tree.leaves(stepper.batch_shapes)  # None before the first batch is there.
+    leaves = jax.tree.leaves(stepper.intake.shapes)  # None before the first batch is there.
     n = leaves[0].shape[0] if leaves else 0
     state = jax.tree.leaves((stepper.state.params, stepper.state.opt_state))
     n_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in state)

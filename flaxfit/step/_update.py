@@ -10,7 +10,6 @@ from flaxfit.data._batch import Batch
 from flaxfit.step import _metric_totals
 from flaxfit.step._custom_step import make_own_step
 from flaxfit.step._train_step import make_train_step
-from flaxfit.step._unrolled import scan
 
 
 def make_step(task: Any, **options: Any) -> Callable[..., Any]:
@@ -23,14 +22,12 @@ def make_update(
     *,
     axis_name: str | None,
     n_steps: int = 1,
-    unroll: bool = False,
     keep_grads: bool = False,
     **options: Any,
 ) -> Callable[..., Any]:
     """Makes `(state, totals, batch) -> (state, totals, grads)`.
 
-    With several steps, the leaves of `batch` carry one batch per step as their first axis. They
-    are a loop, or with `unroll` stand one behind the other.
+    With several steps, the leaves of `batch` carry one batch per step as their first axis.
     Where the data is on the devices, the update is `(state, totals, data, batch)`, and the only
     input of `batch` are the indices of its examples.
     """
@@ -48,7 +45,7 @@ def make_update(
             state, totals, grads = update(carry[0], carry[1], *data, batch)
             return (state, totals), grads
 
-        (state, totals), grads = scan(body, (state, totals), stacked, unroll=unroll)
+        (state, totals), grads = jax.lax.scan(body, (state, totals), stacked)
         return state, totals, jax.tree.map(lambda g: g[-1], grads)
 
     return update if n_steps == 1 else update_many

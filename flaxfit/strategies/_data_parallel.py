@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flaxfit.strategies._free_memory import give_back_free_memory
 from flaxfit.strategies._local import given_devices, local_devices
@@ -62,6 +62,9 @@ class DataParallel:
       ValueError: there are no devices, the processes have different numbers of them, the virtual
         replicas cannot be divided over them, or are given along with the name of an axis.
     """
+
+    shardings: None = None
+    """A state may be created anywhere, as each device gets all of it."""
 
     def __init__(
         self,
@@ -128,10 +131,6 @@ class DataParallel:
         """A copy of a replicated tree on the first device."""
         # Reading one local shard is free; `x[0]` would gather over the devices.
         return _copy(jax.tree.map(lambda x: x.addressable_data(0), tree))
-
-    def put_collected(self, tree: Any) -> Any:
-        """Whole NumPy arrays as `collect` returns them, on the first device."""
-        return _copy_to(SingleDeviceSharding(self._local[0]))(tree)
 
     def split(self, batch: Any, n_stacked: int = 0) -> Any:
         """Reshapes leaves `(n, ...)` to `(devices, n / devices, ...)`, NumPy without a copy.

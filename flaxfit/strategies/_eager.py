@@ -32,6 +32,7 @@ class Eager:
     axis_name: str | None = None
     n_devices = n_processes = 1
     virtual_replicas: int | None = None
+    shardings: None = None
 
     runs_eagerly = True
 
@@ -107,7 +108,7 @@ def eagerly(strategy: Strategy) -> contextlib.AbstractContextManager[Any]:
 
 def _check_alone(strategy: Strategy) -> None:
     n_processes = max(jax.process_count(), strategy.n_processes)
-    virtual = getattr(strategy, "virtual_replicas", None)
+    virtual = strategy.virtual_replicas
     if len(strategy.devices) == n_processes == 1 and virtual is None:
         return
     given = f"{n_processes} processes" if n_processes > 1 else repr(strategy)

@@ -65,6 +65,7 @@ class Sharded:
 
     axis_name: str | None = None
     """There is none: a step is written for the whole batch."""
+    virtual_replicas: int | None = None
 
     def __init__(
         self,

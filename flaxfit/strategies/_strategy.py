@@ -7,11 +7,6 @@ from typing import Any, Protocol
 class Strategy(Protocol):
     """Compiles pure functions and places what they are called with.
 
-    One that has a method `shardings(state)` too, from an abstract state to the sharding of each
-    array, has new and restored states made in their places. One on a single CPU that has a method
-    `put_collected(tree)`, from whole NumPy arrays to what `collect` returns of such, has small
-    states copied by NumPy.
-
     >>> from flaxfit.strategies import DataParallel
     >>> strategy: Strategy = DataParallel()
     """
@@ -27,8 +22,18 @@ class Strategy(Protocol):
         ...
 
     @property
+    def virtual_replicas(self) -> int | None:
+        """How many replicas the devices work at in turn, or None: each device is one replica."""
+        ...
+
+    @property
     def n_devices(self) -> int:
         """The number of parts that a batch is split into."""
+        ...
+
+    @property
+    def shardings(self) -> Callable[[Any], Any] | None:
+        """Maps an abstract state to the shardings to create its arrays in; None: anywhere."""
         ...
 
     def place(self, tree: Any) -> Any:

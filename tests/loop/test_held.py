@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flaxfit.loop._held import Form, Held
 
 import flaxfit as ff
-from flaxfit.loop._held import Form, Held
 from flaxfit.optim import MultiOptimizer, OptimizerDef
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)

@@ -9,11 +9,11 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flaxfit.loop._snapshot import is_light, snapshots
 from jax.sharding import SingleDeviceSharding
 
 import flaxfit as ff
 from flaxfit.checkpoints import CheckpointFileWriter, restore
-from flaxfit.loop._snapshot import is_light, snapshots
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(32, 8)).astype(np.float32)

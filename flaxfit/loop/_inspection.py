@@ -1,0 +1,118 @@
+"""Inspection of a first batch: what a step counts, whether batches may be padded, and hints."""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import jax
+
+from flaxfit.data._batch import Batch
+from flaxfit.loop._padding import Portion
+from flaxfit.step._error_messages import calls_explained
+from flaxfit.step._train_step import more_sums
+from flaxfit.step._update import make_step
+from flaxfit.step._validate import inspect, inspect_step, shapes_of, trace
+from flaxfit.step._wide_products import why_wide
+from flaxfit.strategies import Strategy
+from flaxfit.task._task import TrainTask
+from flaxfit.tree._functions import runs_eagerly
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What the inspection of a first batch has found."""
+
+    sums: Any
+    """The shapes and dtypes of the sums that a step returns."""
+    why_not_pad: str
+    """Why rows of weight 0 would change results; "" if they do not."""
+
+
+class Inspection:
+    """Validates first batches, and remembers what it has said and traced.
+
+    Args:
+      strategy: the strategy of the loop.
+      say: prints a hint for the user.
+    """
+
+    def __init__(self, task: TrainTask, strategy: Strategy, say: Callable[[str], None]):
+        self._bind, self._say = strategy.bind, say
+        self._traced: dict[Any, Any] = {}
+        self._knows_products = False
+        self._not_added: set[str] = set()
+        # XLA has its fast convolutions of a CPU outside of loops only. Virtual replicas and
+        # microbatches are loops themselves.
+        is_on_cpu = strategy.devices[0].platform == "cpu"
+        is_flat = strategy.virtual_replicas is None and task.accumulate == 1
+        self._may_be_slow = is_on_cpu and is_flat and not runs_eagerly(strategy)
+        self._is_slow: dict[Hashable, bool] = {}
+        self.is_slow_in_loops = False
+        """Whether several steps in one program would be much slower than one by one."""
+
+    def forget(self) -> None:
+        """Forgets what was traced."""
+        self._traced, self._is_slow = {}, {}
+
+    def __call__(
+        self, task: TrainTask, state: Any, batch: Batch, data: Batch | None, **options: Any
+    ) -> Found:
+        """Validates a first batch.
+
+        Args:
+          task: the task.
+          state: the training state.
+          batch: the batch.
+          data: all examples, where they are at hand.
+          **options: `is_resumed` as of `inspect`; `grad_norm` and `norms` as of `more_sums`.
+        """
+        if task.step is not None:
+            traced = inspect_step(make_step(task), state, batch, data, self._bind)
+            found = Found(traced.shapes, "the task has a step of its own")
+        else:
+            is_resumed = options.pop("is_resumed")
+            traced = inspect(
+                task, state, batch, data, self._bind, self._traced, is_resumed=is_resumed
+            )
+            result = traced.shapes
+            self._say_not_added(result.not_added)
+            if not self._knows_products and (why := why_wide(task, state, batch, self._bind)):
+                self._say(why)
+            self._knows_products = True
+            sums = result.sums | more_sums(task, result, **options)
+            found = Found(sums, _why_not_pad(task, state, result.values))
+        self.is_slow_in_loops = self._may_be_slow and traced.has_convolutions
+        return found
+
+    def inspect_loops(self, task: TrainTask, state: Any, portion: Portion) -> None:
+        """Finds out whether steps of the user's own on such a batch are slow in a loop."""
+        if not self._may_be_slow:
+            return
+        found = self._is_slow.get(portion.signature)
+        if found is None:
+            step, batch = self._bind(make_step(task)), portion.batch
+            with calls_explained(batch.inputs, batch.targets):
+                traced = trace(step, shapes_of(state), shapes_of(batch))
+            found = self._is_slow[portion.signature] = traced.has_convolutions
+        self.is_slow_in_loops = found
+
+    def _say_not_added(self, names: Iterable[str]) -> None:
+        """Says once what the model returns that may be meant as a term of the loss."""
+        new = [name for name in names if name not in self._not_added]
+        self._not_added.update(new)
+        if new:
+            self._say(
+                f"the model leaves values in {', '.join(new)}, which are not added to the loss. "
+                f"If they are terms of it: Model(..., losses={new}) or from_nnx(..., "
+                f"losses={new}), or sow them in 'losses'"
+            )
+
+
+def _why_not_pad(task: TrainTask, state: Any, values: Any) -> str:
+    if not task.pad:
+        return "the task has pad=False"
+    if values.ndim == 0:
+        return "the loss returns a scalar, not one value per example"
+    if jax.tree.leaves(state.model_state) and task.mutable not in (False, (), []):
+        return "the model keeps statistics of what it sees, such as BatchNorm's"
+    return ""

@@ -1,0 +1,55 @@
+"""Copies of what the next step uses up, for checkpoints that own their arrays."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit.state._checkpoint import Borrowed, Checkpoint
+from flaxfit.strategies import Strategy
+
+
+def copier(where: str, strategy: Strategy) -> Callable[[Any], Any] | None:
+    """Returns the function that copies a tree of placed arrays; None: nothing is to be copied.
+
+    >>> from flaxfit import DataParallel
+    >>> type(copier("host", DataParallel())({"w": jnp.ones(2)})["w"]).__name__
+    'ndarray'
+
+    Args:
+      where: "device"; "host", as whole NumPy arrays, of which random keys alone stay keys; or
+        "none".
+      strategy: the strategy that placed the arrays.
+
+    Raises:
+      ValueError: `where` is none of these, or is "host" with several processes.
+    """
+    if where not in ("device", "host", "none"):
+        raise ValueError(f'snapshot must be "device", "host" or "none", got {where!r}.')
+    if where == "host" and strategy.n_processes > 1:
+        raise ValueError(
+            'snapshot="host" needs all arrays in one process, and these are spread over '
+            f'{strategy.n_processes}: use "device", and flaxfit.gather where whole arrays are '
+            "needed."
+        )
+
+    def to_host(x: Any) -> Any:
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        # Not `np.asarray`: on a CPU that may be the very memory that the next step writes to.
+        return strategy.collect(x) if is_key else np.array(x)
+
+    if where == "none":
+        return None
+    return strategy.collect if where == "device" else lambda tree: jax.tree.map(to_host, tree)
+
+
+def owned(checkpoint: Checkpoint, copy: Callable[[Any], Any]) -> Checkpoint:
+    """Returns a checkpoint with copies of what it has borrowed."""
+    borrowed = {
+        name: copy(value.value)
+        for name, value in vars(checkpoint).items()
+        if isinstance(value, Borrowed)
+    }
+    return checkpoint.replace(**borrowed) if borrowed else checkpoint

@@ -1,0 +1,42 @@
+"""Schedule: which steps of a run yield a checkpoint."""
+
+import dataclasses
+
+from flaxfit.tree._checks import whole_number
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Checkpoints at the steps `first`, `first + every`, `first + 2 * every`, ..., and at `last`.
+
+    >>> schedule = Schedule(first=1, every=5, last=10)
+    >>> [schedule.after(step) for step in (0, 1, 5, 6, 9)]
+    [1, 6, 6, 10, 10]
+
+    Raises:
+      TypeError: one of the numbers is not whole.
+      ValueError: one of them is too small.
+    """
+
+    first: int = 1
+    every: int = 1
+    last: int | None = None
+    """The last step of the run; None: the run ends with its data."""
+
+    def __post_init__(self) -> None:
+        whole_number("first_checkpoint", self.first)
+        whole_number("n_steps_per_checkpoint", self.every)
+        if self.last is not None:
+            whole_number("n_steps", self.last, least=0)
+
+    def after(self, step: int, last: int | None = None) -> int:
+        """The first step after `step` that yields a checkpoint; past the last step, `last` is moot.
+
+        Args:
+          step: a step that was done.
+          last: in place of the last step of the schedule.
+        """
+        n = max(0, (step - self.first) // self.every + 1)
+        target = self.first + n * self.every
+        last = self.last if last is None else last
+        return target if last is None or step >= last else min(target, last)
