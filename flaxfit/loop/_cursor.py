@@ -78,6 +78,11 @@ class Source:
                 "The task has no data: give TrainTask(data=...), or train on batches of your own, "
                 "TrainLoop(..., input_sample=x) and loop.next_step(batch)."
             )
+        if n == 1 and not self.fetched:
+            try:
+                return [self.fetch_one(is_ahead=is_ahead)]
+            except StopIteration:
+                return []
         while len(self.fetched) < n:
             try:
                 self.fetch_one(is_ahead=is_ahead or n > 1)

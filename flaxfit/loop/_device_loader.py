@@ -2,10 +2,11 @@
 
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.data import ArrayStream
@@ -14,13 +15,36 @@ from flaxfit.data._sample_weights import weights_by_output
 from flaxfit.loop._consistency import Agreement
 from flaxfit.loop._cursor import Source
 from flaxfit.loop._local_rows import check_divided, knows_rows, own_examples, own_rows
-from flaxfit.loop._padding import Feed, Portion
+from flaxfit.loop._padding import Feed, Portion, holds_the_same, key_of, stack_batches
 from flaxfit.step._validate import shapes_of
 from flaxfit.strategies import Strategy
 
 Inspect = Callable[[Batch, Batch | None], str]
 """Is told the first batch, and all data where that is at hand; returns why rows of weight 0 would
 do harm, "" where they are harmless."""
+
+
+class Loaded(NamedTuple):
+    """One or several batches as the compiled update takes them, for each device its part."""
+
+    portion: Portion
+    """The first of them, before it was split."""
+    batch: Batch
+    n_steps: int
+    n_examples: int
+    """How many there are in all, without padding."""
+
+
+class _Known(NamedTuple):
+    """How items whose arrays are taken as they are become batches."""
+
+    portion: Portion
+    """That of the first such item."""
+    structure: Any
+    """Of the batch, whose leaves are the arrays of the item and `weights`."""
+    weights: list[Any]
+    """The weights of 1 on the devices, if batches have them."""
+    n_examples: int
 
 
 class Intake:
@@ -66,8 +90,7 @@ class Intake:
         """The data, where it lies on the devices: the update gathers its batches there."""
         self._resident_shapes = ""
         self._feed: Feed | None = None
-        self._of_rows: dict[int, Portion] = {}
-        """Portions of resident data that were made before, by the number of their rows."""
+        self._known: dict[Hashable, _Known] = {}
 
     @property
     def has_looked(self) -> bool:
@@ -75,8 +98,8 @@ class Intake:
         return self._feed is not None
 
     def forget(self) -> None:
-        """Has the next batch be looked at as the first one was."""
-        self._feed, self._of_rows = None, {}
+        """Forgets the first batch: the next one is inspected in its place."""
+        self._feed, self._known = None, {}
 
     def first_batch(self) -> Any:
         """The batch to be trained on next, which stays.
@@ -91,14 +114,30 @@ class Intake:
 
     # The callback is not kept: it would keep its owner, and with it a state, from being freed.
 
-    def portions(self, items: Sequence[Any], inspect: Inspect) -> list[Portion]:
-        """What the source gave, ready for the update; the first alone if they share no program."""
-        portions = [self._portion(item, inspect) for item in items]
-        is_alike = all(each.signature == portions[0].signature for each in portions[1:])
-        return portions if is_alike else portions[:1]
+    def load(self, items: Sequence[Any], inspect: Inspect) -> Loaded:
+        """The batches of fetched items, on the devices; of the first alone if programs differ."""
+        n, item = len(items), items[0]
+        key, leaves = key_of(item) if n == 1 else _key_of_several(items)
+        known = self._known.get(key)
+        if known is not None:
+            split, n_stacked = known.portion.strategy.split, n if n > 1 else 0
+            arrays = [split(leaf, n_stacked) for leaf in leaves]
+            batch = known.structure.unflatten(arrays + known.weights)
+            return Loaded(known.portion, batch, n, known.n_examples)
+        has_looked = self.has_looked
+        portions = [self.portion(each, inspect) for each in items]
+        if any(each.signature != portions[0].signature for each in portions):
+            return _loaded(portions[:1])
+        loaded = _loaded(portions)
+        if has_looked and key is not None and _takes_arrays(item, portions[0]):
+            # The weights of 1 are the same in each step: they go to the devices once.
+            weights = [] if loaded.batch.weights is None else [_weights_of(portions)]
+            structure = jax.tree.structure(loaded.batch)
+            self._known[key] = _Known(portions[0], structure, weights, loaded.n_examples)
+        return loaded
 
-    def given(self, batch: Any, inspect: Inspect) -> Portion:
-        """A batch that is none of the source's, ready for the update."""
+    def load_given(self, batch: Any, inspect: Inspect) -> Loaded:
+        """A batch that is not the source's, on the devices."""
         if self._feed is None:
             fetched = self.source.peek() if self.source.has_data else []
             self._look_at(self.source.examples(fetched[0]) if fetched else batch, inspect)
@@ -108,7 +147,7 @@ class Intake:
                 "Cannot train on this batch: it has weights by output, and those before have not, "
                 "or the other way round. Give weights of 1 where there are none."
             )
-        return self._given_feed(batch)
+        return _loaded([self._given_feed(batch)])
 
     def example(self, n: int | None, inspect: Inspect) -> Batch:
         """A batch of `n` examples (None: of a regular batch's), or of the next multiple of `parts`.
@@ -117,7 +156,7 @@ class Intake:
         """
         if self._feed is None:
             self.first_batch()
-            self._portion(self.source.peek()[0], inspect)
+            self.portion(self.source.peek()[0], inspect)
         size = n or self.batch_size
         size += -size % self._parts
         return jax.tree.map(lambda x: np.zeros((size, *x.shape[1:]), x.dtype), self.shapes)
@@ -133,23 +172,16 @@ class Intake:
         )
         return feed(batch)
 
-    def _portion(self, item: Any, inspect: Inspect) -> Portion:
-        """What the source gave at once, ready for the update."""
+    def portion(self, item: Any, inspect: Inspect) -> Portion:
+        """The batch of a fetched item, of a size that can be split."""
         feed = self._feed or self._look_at(self.source.examples(item), inspect)
         if not self.source.takes_rows:
             return feed(item)
-        known = self._of_rows.get(len(item))
-        if known is not None:
-            # Only the rows differ: nothing has to be looked at again for each step.
-            return Portion(known.strategy, Batch((item,), (), known.batch.weights), *known[2:])
         portion = feed(Batch((item,)))
         if self.resident is not None and portion.strategy is self._strategy:
             portion = own_rows(portion._replace(is_weighted=is_weighted(self.resident)))
             signature = (portion.signature, self._resident_shapes)
-            portion = portion._replace(signature=signature, data=(self.resident,))
-            if n_examples(portion.batch) == len(item):
-                self._of_rows[len(item)] = portion
-            return portion
+            return portion._replace(signature=signature, data=(self.resident,))
         if knows_rows(self.source.stream):
             return own_examples(portion, self.source.stream.pick)
         # On fewer devices than hold the data.
@@ -216,6 +248,37 @@ class Intake:
         leaves, structure = jax.tree.flatten(self.resident)
         # As a text, since each step looks its program up by it and a text keeps its hash.
         self._resident_shapes = repr((structure, *((leaf.shape, leaf.dtype) for leaf in leaves)))
+
+
+def _key_of_several(items: Sequence[Any]) -> tuple[Hashable, list[Any]]:
+    """As `key_of`, with the arrays stacked; None if they are not alike."""
+    keys, leaves = zip(*map(key_of, items), strict=True)
+    if keys[0] is None or keys.count(keys[0]) < len(keys):
+        return None, []
+    return (len(items), keys[0]), [np.stack(each) for each in zip(*leaves, strict=True)]
+
+
+def _takes_arrays(item: Any, portion: Portion) -> bool:
+    """Whether a batch holds the very arrays of its item, and no weights of the user's."""
+    has_weights = portion.is_weighted and not portion.data
+    return not has_weights and holds_the_same(item, portion.batch._replace(weights=None))
+
+
+def _weights_of(portions: Sequence[Portion]) -> Any:
+    """The weights of one or several batches, split and on the devices."""
+    split, given = portions[0].strategy.split, [each.batch.weights for each in portions]
+    n = len(given)
+    return split(jnp.asarray(given[0]), 0) if n == 1 else split(jnp.asarray(np.stack(given)), n)
+
+
+def _loaded(portions: Sequence[Portion]) -> Loaded:
+    """Splits a batch, or stacks and splits several that share a program."""
+    portion, n = portions[0], len(portions)
+    if n == 1:
+        return Loaded(portion, portion.strategy.split(portion.batch), 1, portion.n_examples)
+    batch = stack_batches([each.batch for each in portions])
+    n_examples = sum(each.n_examples for each in portions)
+    return Loaded(portion, portion.strategy.split(batch, n), n, n_examples)
 
 
 def _has_weights_by_output(batch: Any) -> bool:

@@ -83,14 +83,14 @@ class Feed:
 
     def __call__(self, item: Any) -> Portion:
         """The next batch, in normal form and of a size that can be split."""
-        key, leaves = _key_of(item)
+        key, leaves = key_of(item)
         known = self._known.get(key)
         if known is not None:
             batch = known.structure.unflatten([*leaves, *known.weights])
             return known.portion._replace(batch=batch)
         portion = self._look_at(item)
         bare = portion.batch._replace(weights=None)
-        if key is None or portion.is_weighted or not _holds_the_same(item, bare):
+        if key is None or portion.is_weighted or not holds_the_same(item, bare):
             return portion
         weights = () if portion.batch.weights is None else (portion.batch.weights,)
         self._known[key] = _Known(jax.tree.structure(portion.batch), weights, portion)
@@ -162,8 +162,10 @@ class Feed:
         )
 
 
-def _key_of(item: Any) -> tuple[Hashable, list[Any]]:
+def key_of(item: Any) -> tuple[Hashable, list[Any]]:
     """The structure, shapes and dtypes of an item of NumPy arrays, and these; None for others."""
+    if type(item) is np.ndarray:
+        return (item.shape, item.dtype), [item]
     try:
         leaves, structure = jax.tree.flatten(item)
     except ValueError:  # Names of inputs that cannot be sorted.
@@ -176,7 +178,7 @@ def _key_of(item: Any) -> tuple[Hashable, list[Any]]:
     return tuple(key), leaves
 
 
-def _holds_the_same(item: Any, batch: Batch) -> bool:
+def holds_the_same(item: Any, batch: Batch) -> bool:
     """Whether the batch holds the very arrays of the item, in their order."""
     one, other = jax.tree.leaves(item), jax.tree.leaves(batch)
     is_same = len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))

@@ -13,10 +13,10 @@ from flaxfit.loop._compiled_steps import Programs
 from flaxfit.loop._consistency import Agreement
 from flaxfit.loop._cursor import Source
 from flaxfit.loop._default_strategy import check_strategy
-from flaxfit.loop._device_loader import Intake
+from flaxfit.loop._device_loader import Intake, Loaded
 from flaxfit.loop._inspection import Inspection
 from flaxfit.loop._interrupts import Interrupts
-from flaxfit.loop._padding import Portion, stack_batches
+from flaxfit.loop._padding import Portion
 from flaxfit.loop._state_layout import StateLayout
 from flaxfit.loop._tally import Tally
 from flaxfit.optim import set_hyperparams
@@ -35,9 +35,11 @@ from flaxfit.task._task import TrainTask
 from flaxfit.tree._functions import runs_eagerly
 
 # On a CPU with several devices, unbounded dispatch of collectives aborts the process; a single
-# device holds the batches of steps that wait, unless the data is on it anyway.
-_STEPS_IN_FLIGHT = 2
-_RESIDENT_STEPS_IN_FLIGHT = 24
+# device holds the batches of steps that wait, unless the data is on it anyway. Then each eighth
+# dispatch waits for the one 24 before.
+_MOST_IN_FLIGHT = 2
+_RESIDENT_DISPATCHES_PER_WAIT = 8
+_RESIDENT_MOST_IN_FLIGHT = 3
 
 
 class Stepper:
@@ -78,6 +80,7 @@ class Stepper:
         self._borrowed: list[Borrowed] = []
         self._options = {"grad_norm": grad_norm, "keep_grads": keep_grads}
         self._in_flight: deque[jax.Array] = deque()
+        self._n_dispatched = 0
         self._n_set = self._n_tuned = 0
         self.set_data(task.data)
 
@@ -89,7 +92,8 @@ class Stepper:
         self.source = Source(data)
         self.intake.take_from(self.source)
         is_resident = self.source.gathers and len(self.strategy.devices) == 1
-        self._most_in_flight = _RESIDENT_STEPS_IN_FLIGHT if is_resident else _STEPS_IN_FLIGHT
+        self._dispatches_per_wait = _RESIDENT_DISPATCHES_PER_WAIT if is_resident else 1
+        self._most_in_flight = _RESIDENT_MOST_IN_FLIGHT if is_resident else _MOST_IN_FLIGHT
 
     @property
     def state(self) -> Any:
@@ -235,32 +239,35 @@ class Stepper:
             interrupts.is_held = True
             try:
                 if batch is None:
-                    portions = self._next_portions(n)
+                    loaded = self._next_batches(n)
                 else:
-                    portions = [self.intake.given(batch, self._inspect)]
-                if not portions:
+                    loaded = self.intake.load_given(batch, self._inspect)
+                if loaded is None:
                     self.agreement.end("training", self.step, self._in_flight)
                     self.source.ended = True
                     return False
-                self._dispatch(portions, self.source if batch is None else None)
+                self._dispatch(loaded, self.source if batch is None else None)
             finally:
                 interrupts.release()
-            self._bound()
+            self._n_dispatched += 1
+            if self._n_dispatched >= self._dispatches_per_wait:
+                self._bound()
             return True
         except Exception as error:
             explain(error, self)
             raise
 
-    def _next_portions(self, n: int) -> list[Portion]:
-        """The next `n` batches if they share a program, else one; none at the end of the data."""
+    def _next_batches(self, n: int) -> Loaded | None:
+        """The next `n` batches if they share a program, else one; None at the end of the data."""
         if n > 1 and self._is_slow_in_loops():
             n = 1
         source = self.source
         items = source.fetch(n)
         if source is not self.source:  # Reading it has set other data.
-            return self._next_portions(n)
-        portions = self.intake.portions(items, self._inspect)
-        return portions if len(portions) == n else portions[:1]
+            return self._next_batches(n)
+        if len(items) < n:
+            items = items[:1]
+        return self.intake.load(items, self._inspect) if items else None
 
     def _is_slow_in_loops(self) -> bool:
         """Whether steps like the next one are slow in a loop; depends on the next batch alone.
@@ -270,26 +277,22 @@ class Stepper:
         source = self.source
         is_mixed = self.task.step is not None and not source.gathers
         if is_mixed or not self.intake.has_looked:
-            portions = self.intake.portions(source.peek(), self._inspect)
+            items = source.peek()
             if source is not self.source:  # Reading it has set other data.
                 return self._is_slow_in_loops()
-            if is_mixed and portions:
-                self.inspection.inspect_loops(self.task, self.state, portions[0])
+            if items:
+                portion = self.intake.portion(items[0], self._inspect)
+                if is_mixed:
+                    self.inspection.inspect_loops(self.task, self.state, portion)
         return self.inspection.is_slow_in_loops
 
-    def _dispatch(self, portions: list[Portion], source: Source | None) -> None:
+    def _dispatch(self, loaded: Loaded, source: Source | None) -> None:
         """Runs the compiled update. The source drops its batches once the new state is stored."""
-        portion, n = portions[0], len(portions)
-        strategy = portion.strategy
-        if n > 1:
-            batch = stack_batches([each.batch for each in portions])
-            batch = strategy.split(batch, n)
-        else:
-            batch = strategy.split(portion.batch)
+        portion, batch, n, n_examples = loaded
         leaves, totals = self._leaves, self.tally.totals
-        is_whole = strategy is self.strategy
+        is_whole = portion.strategy is self.strategy
         if not is_whole:
-            leaves, totals = self._moved(strategy, leaves, totals)
+            leaves, totals = self._moved(portion.strategy, leaves, totals)
         arguments = (leaves, totals, *portion.data, batch)
         key = (n, portion.signature)
         update = self.programs.compiled.get(key)
@@ -300,15 +303,16 @@ class Stepper:
                 portion,
                 step=self.step + 1,
             )
-        for each in self._borrowed:
-            each.end()
-        self._borrowed.clear()
+        if self._borrowed:
+            for each in self._borrowed:
+                each.end()
+            self._borrowed.clear()
         leaves, totals, self._grads = update(*arguments)
         if not is_whole:
             leaves, totals = self._moved(self.strategy, leaves, totals)
         self._leaves = leaves
         self.step += n
-        self.tally.add(totals, n, sum([each.n_examples for each in portions]))
+        self.tally.add(totals, n, n_examples)
         self.agreement.stepped(key)
         if source is not None:
             source.stepped(n)
@@ -338,7 +342,8 @@ class Stepper:
         return strategy.compile(update_leaves, arguments, n_donated=1)
 
     def _bound(self) -> None:
-        """Notes the latest step, and waits for an earlier one if too many are in flight."""
+        """Notes the latest dispatch, and waits for an earlier one if too many are in flight."""
+        self._n_dispatched = 0
         # No later step uses the totals up: waiting for these waits for the step.
         totals = next(iter(self.tally.totals.values()), None)
         if totals is None:  # A step of the user's own that reports nothing.

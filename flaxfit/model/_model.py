@@ -22,8 +22,8 @@ from flaxfit.loop._callback_list import as_tuple
 from flaxfit.loop._compilation_cache import use_compilation_cache
 from flaxfit.loop._default_strategy import strategy_for
 from flaxfit.loop._eval_loop import EvalLoop
+from flaxfit.loop._ownership import copier
 from flaxfit.loop._predictor import Predictor
-from flaxfit.loop._snapshot import snapshots
 from flaxfit.loop._train_loop import TrainLoop
 from flaxfit.model._current_state import Current
 from flaxfit.model._find_batch_size import find_batch_size
@@ -122,7 +122,7 @@ class Model:
         self._train, self._eval = modules.train_and_eval(module, losses=losses)
         self._task = TrainTask(self._train.apply, optimizer, loss, None, metrics, **options)
         self.strategy = Eager(strategy) if run_eagerly else strategy or strategy_for(self._task)
-        snapshots(snapshot, self.strategy)  # Refused here rather than by the first `fit`.
+        copier(snapshot, self.strategy)  # Refused here rather than by the first `fit`.
         self._snapshot = snapshot
         task = EvalTask(
             self._eval.apply,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from flaxfit.strategies._free_memory import give_back_free_memory
 from flaxfit.strategies._local import given_devices, local_devices
@@ -129,6 +129,8 @@ class DataParallel:
 
     def collect(self, tree: Any) -> Any:
         """A copy of a replicated tree on the first device."""
+        if len(self._local) == 1:
+            return _copy_to(SingleDeviceSharding(self._local[0]))(tree)
         # Reading one local shard is free; `x[0]` would gather over the devices.
         return _copy(jax.tree.map(lambda x: x.addressable_data(0), tree))
 
