@@ -41,6 +41,7 @@ class Inspection:
         self._traced: dict[Any, Any] = {}
         self._knows_products = False
         self._not_added: set[str] = set()
+        self._has_said_slow = False
         # XLA has its fast convolutions of a CPU outside of loops only. Virtual replicas and
         # microbatches are loops themselves.
         is_on_cpu = strategy.devices[0].platform == "cpu"
@@ -95,6 +96,15 @@ class Inspection:
                 traced = trace(step, shapes_of(state), shapes_of(batch))
             found = self._is_slow[portion.signature] = traced.has_convolutions
         self.is_slow_in_loops = found
+
+    def say_slow(self) -> None:
+        """Says once that several steps are not taken in one program."""
+        if not self._has_said_slow:
+            self._say(
+                "steps_per_call has no effect: the model has convolutions, which XLA runs many "
+                "times slower within a loop on a CPU"
+            )
+        self._has_said_slow = True
 
     def _say_not_added(self, names: Iterable[str]) -> None:
         """Says once what the model returns that may be meant as a term of the loss."""

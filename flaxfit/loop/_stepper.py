@@ -238,21 +238,14 @@ class Stepper:
             # Until the release an interrupt waits, so that no batch and no state is lost.
             interrupts.is_held = True
             try:
-                if batch is None:
-                    loaded = self._next_batches(n)
-                else:
-                    loaded = self.intake.load_given(batch, self._inspect)
-                if loaded is None:
-                    self.agreement.end("training", self.step, self._in_flight)
-                    self.source.ended = True
-                    return False
-                self._dispatch(loaded, self.source if batch is None else None)
+                has_stepped = self._step(n, batch)
             finally:
                 interrupts.release()
-            self._n_dispatched += 1
-            if self._n_dispatched >= self._dispatches_per_wait:
-                self._bound()
-            return True
+            if has_stepped:
+                self._n_dispatched += 1
+                if self._n_dispatched >= self._dispatches_per_wait:
+                    self._bound()
+            return has_stepped
         except Exception as error:
             explain(error, self)
             raise
@@ -260,6 +253,7 @@ class Stepper:
     def _next_batches(self, n: int) -> Loaded | None:
         """The next `n` batches if they share a program, else one; None at the end of the data."""
         if n > 1 and self._is_slow_in_loops():
+            self.inspection.say_slow()
             n = 1
         source = self.source
         items = source.fetch(n)
@@ -286,14 +280,22 @@ class Stepper:
                     self.inspection.inspect_loops(self.task, self.state, portion)
         return self.inspection.is_slow_in_loops
 
-    def _dispatch(self, loaded: Loaded, source: Source | None) -> None:
-        """Runs the compiled update. The source drops its batches once the new state is stored."""
-        portion, batch, n, n_examples = loaded
+    def _step(self, n: int, batch: Any) -> bool:
+        """Fetches batches, runs the compiled update, and stores the state; see `advance`."""
+        if batch is None:
+            loaded = self._next_batches(n)
+        else:
+            loaded = self.intake.load_given(batch, self._inspect)
+        if loaded is None:
+            self.agreement.end("training", self.step, self._in_flight)
+            self.source.ended = True
+            return False
+        portion, arrays, n, n_examples = loaded
         leaves, totals = self._leaves, self.tally.totals
         is_whole = portion.strategy is self.strategy
         if not is_whole:
             leaves, totals = self._moved(portion.strategy, leaves, totals)
-        arguments = (leaves, totals, *portion.data, batch)
+        arguments = (leaves, totals, *portion.data, arrays)
         key = (n, portion.signature)
         update = self.programs.compiled.get(key)
         if update is None:
@@ -314,8 +316,9 @@ class Stepper:
         self.step += n
         self.tally.add(totals, n, n_examples)
         self.agreement.stepped(key)
-        if source is not None:
-            source.stepped(n)
+        if batch is None:
+            self.source.stepped(n)  # Its batches may go, now that the new state is stored.
+        return True
 
     def _moved(self, strategy: Strategy, leaves: Any, totals: Any) -> tuple[Any, Any]:
         """What a step takes, in its places under that strategy; copied only where it moves."""

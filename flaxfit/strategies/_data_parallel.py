@@ -1,17 +1,16 @@
 """DataParallel: one copy of the state per device, through `jax.pmap` (this file alone uses it)."""
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from flaxfit.strategies._copy import copied, copy_to
 from flaxfit.strategies._free_memory import give_back_free_memory
 from flaxfit.strategies._local import given_devices, local_devices
 from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica, unmapped
@@ -24,14 +23,6 @@ _AS_ON_ONE_DEVICE = {"xla_disable_hlo_passes": "cse"}
 
 # Numbers that a compiled function takes just as `jax.device_put` does, by NumPy's codes of them.
 _NUMBERS = "?bBhHiIlLqQefd"
-
-_copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
-
-
-@functools.cache
-def _copy_to(sharding: Any) -> Callable[[Any], Any]:
-    # A few arrays of NumPy go to a device faster by a compiled function than by `jax.device_put`.
-    return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=sharding)
 
 
 class DataParallel:
@@ -119,9 +110,9 @@ class DataParallel:
     def place(self, tree: Any) -> Any:
         """Replicates a tree, as a copy: the original outlives the donation of the replicas."""
         if all(map(_is_plain, jax.tree.leaves(tree))):
-            return _copy_to(self._whole)(tree)
+            return copy_to(self._whole)(tree)
         # device_put shares the buffer of a device that holds the array already.
-        return _copy(self.share(tree))
+        return copied(self.share(tree))
 
     def share(self, tree: Any) -> Any:
         """As `place`, but without a copy of what a device holds already."""
@@ -129,10 +120,9 @@ class DataParallel:
 
     def collect(self, tree: Any) -> Any:
         """A copy of a replicated tree on the first device."""
-        if len(self._local) == 1:
-            return _copy_to(SingleDeviceSharding(self._local[0]))(tree)
-        # Reading one local shard is free; `x[0]` would gather over the devices.
-        return _copy(jax.tree.map(lambda x: x.addressable_data(0), tree))
+        if len(self._local) > 1:  # Reading one local shard is free; `x[0]` would gather.
+            tree = jax.tree.map(lambda x: x.addressable_data(0), tree)
+        return copied(tree, SingleDeviceSharding(self._local[0]))
 
     def split(self, batch: Any, n_stacked: int = 0) -> Any:
         """Reshapes leaves `(n, ...)` to `(devices, n / devices, ...)`, NumPy without a copy.

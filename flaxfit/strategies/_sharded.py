@@ -8,11 +8,11 @@ from itertools import combinations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flaxfit.state._optimizer_axes import specs_by_parameter
+from flaxfit.strategies._copy import copied
 from flaxfit.strategies._free_memory import give_back_free_memory
 from flaxfit.strategies._gather import gather
 from flaxfit.strategies._layout import Layout, layout
@@ -24,8 +24,6 @@ from flaxfit.strategies._sub_byte import check_sub_byte
 from flaxfit.tree._jax_debugging import check_jit
 from flaxfit.tree._paths import Rules, path_of
 from flaxfit.tree._put import put
-
-_copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 
 class Sharded:
@@ -176,7 +174,7 @@ class Sharded:
 
     def place(self, tree: Any) -> Any:
         """Spreads a tree over the mesh, as a copy; what is no part of a state is replicated."""
-        return _copy(self.share(tree))
+        return copied(self.share(tree))
 
     def share(self, tree: Any) -> Any:
         """As `place`, but what is in its place already is not copied."""
@@ -187,7 +185,7 @@ class Sharded:
 
     def collect(self, tree: Any) -> Any:
         """A copy of a placed tree that is spread in the same way."""
-        return _copy(tree)
+        return copied(tree)
 
     def split(self, batch: Any, n_stacked: int = 0) -> Any:
         """The leaves `(n, ...)` of a batch, or `(n_stacked, n, ...)`, over the axes of the batch.

@@ -62,7 +62,7 @@ def test_the_host_makes_no_more_calls_for_more_arrays(resident):
         return calls
 
     few = calls_of_a_step(2)
-    assert few["Stepper._run"] == 8
+    assert few["Stepper.advance"] == 8
     assert calls_of_a_step(40) == few
 
 

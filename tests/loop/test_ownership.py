@@ -1,7 +1,6 @@
-"""Checkpoints whose arrays lie on the host."""
+"""Who owns the arrays of a checkpoint: the loop, or a copy on the devices or on the host."""
 
 import copy
-import signal
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flaxfit.loop._snapshot import is_light, snapshots
 from jax.sharding import SingleDeviceSharding
 
 import flaxfit as ff
+from flaxfit.callbacks import every
 from flaxfit.checkpoints import CheckpointFileWriter, restore
 
 rng = np.random.default_rng(0)
@@ -72,35 +71,105 @@ def test_a_loop_goes_on_from_one_and_from_its_file(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, plain(saved), plain(first.state))
 
 
-def count_copies(loop):
-    n, snapshot = [], loop._snapshot
-    loop._snapshot = lambda *tree: n.append(loop.step) or snapshot(*tree)
-    return n
+@pytest.fixture
+def copies(monkeypatch):
+    """Counts the copies that `DataParallel` makes."""
+    counted, collect = [], ff.DataParallel.collect
+    monkeypatch.setattr(ff.DataParallel, "collect", lambda *a: counted.append(0) or collect(*a))
+    return counted
 
 
-def test_a_state_is_copied_where_somebody_holds_on_to_it_and_once():
-    loop = loop_with()
-    copies = count_copies(loop)
-    for checkpoint in loop.run(3):
-        del checkpoint
+def reads(checkpoint):
+    float(checkpoint.state.params["layers_0"]["bias"][0])
+
+
+reads.borrows = True
+
+
+def test_a_checkpoint_is_copied_once_for_all_who_do_not_borrow(copies):
+    loop = loop_with(callbacks=[reads, lambda c: None, every(1, lambda c: None)])
+    list(loop)
+    assert len(copies) == 4
+
+
+@pytest.mark.parametrize("wrapped", [reads, every(1, reads)])
+def test_a_checkpoint_that_is_only_borrowed_is_not_copied(wrapped, copies):
+    loop = loop_with(callbacks=[wrapped])
+    assert [c.is_borrowed for c in loop.run_until(9, copy=False)] == [True] * 4
     assert copies == []
-    first = loop.next_checkpoint()
-    del first
-    second = loop.next_checkpoint()
+
+
+def test_what_is_borrowed_can_be_read_until_the_next_step():
+    loop = loop_with(snapshot="none", keep_grads=True)
+    checkpoint = loop.next_checkpoint()
+    expected = plain(loop.state)
+    jax.tree.map(np.testing.assert_array_equal, plain(checkpoint.state), expected)
+    kept = checkpoint.with_metrics({"a": 1.0})
     loop.next_step()
-    assert copies == [loop.step - 1]
-    assert second.state is second.with_metrics({"a": 1.0}).state
-    assert copies == [loop.step - 1]
+    for read in (lambda: checkpoint.state, lambda: kept.state, lambda: kept.grads):
+        with pytest.raises(RuntimeError, match=r"used up by a later .* loop.owned\(checkpoint\)"):
+            read()
+    assert "params" not in repr(checkpoint) and checkpoint.loss
+
+
+def test_a_borrowed_checkpoint_can_be_copied_by_hand():
+    loop = loop_with()
+    (borrowed,) = loop.run_until(1, copy=False)
+    checkpoint, expected = loop.owned(borrowed), plain(loop.state)
+    loop.next_step()
+    assert borrowed.is_borrowed and not checkpoint.is_borrowed
+    jax.tree.map(np.testing.assert_array_equal, plain(checkpoint.state), expected)
+
+
+@pytest.mark.parametrize("snapshot", ["device", "none"])
+def test_callbacks_of_the_library_that_keep_weights_copy_them(snapshot, tmp_path):
+    worse = iter([0.5, 1.0, 2.0, 3.0])
+    stopping = ff.callbacks.EarlyStopping("worse", mode="min", patience=9)
+    loop = loop_with(
+        snapshot=snapshot,
+        callbacks=[
+            lambda c: c.with_metrics({"worse": next(worse)}),
+            ff.callbacks.Rollback(),
+            stopping,
+            CheckpointFileWriter(tmp_path, keep=9),
+        ],
+    )
+    states = {c.step: plain(c.state) for c in loop.run_until(9, copy=False)}
+    for step, state in states.items():
+        saved = restore(tmp_path, loop.state, which=step)
+        jax.tree.map(np.testing.assert_array_equal, plain(saved), state)
+    jax.tree.map(np.testing.assert_array_equal, plain(loop.state.params), states[1].params)
+
+
+def test_a_rate_that_a_callback_sets_is_in_the_checkpoint_that_is_saved(tmp_path):
+    class Halve:
+        borrows = True
+
+        def attach(self, loop):
+            self.loop = loop
+
+        def __call__(self, checkpoint):
+            self.loop.set_hyperparams(learning_rate=0.5 * self.loop.hyperparams["learning_rate"])
+
+    for callbacks in ([], [lambda c: None]):
+        model = nn.Dense(1)
+        optimizer = ff.optim.OptimizerDef(optax.sgd, learning_rate=1.0)
+        task = ff.TrainTask(model.apply, optimizer, "mse", [(X, Y)] * 3)
+        writer = CheckpointFileWriter(tmp_path / str(len(callbacks)), keep=3)
+        loop = ff.TrainLoop(
+            model.init, task, 0, callbacks=[*callbacks, Halve(), writer], stdout=False
+        )
+        list(loop)
+        for step, rate in [(1, 0.5), (2, 0.25), (3, 0.125)]:
+            saved = restore(writer.output_dir, loop.state, which=step)
+            assert float(ff.optim.hyperparams(saved.opt_state)["learning_rate"]) == rate
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-@pytest.mark.parametrize("limit", [2**22, 0], ids=["few bytes", "many bytes"])
-def test_a_state_that_is_looked_at_late_is_that_of_its_step(devices, limit, monkeypatch):
-    monkeypatch.setattr("flaxfit.loop._snapshot._FEW_BYTES", limit)
+def test_checkpoints_stay_those_of_their_steps(devices):
     at_once, late = (loop_with(devices=jax.devices()[:devices], keep_grads=True) for _ in range(2))
     states = [plain((c.state, c.grads)) for c in at_once]
-    checkpoints = list(late)
-    for state, checkpoint in zip(states, checkpoints, strict=True):
+    for state, checkpoint in zip(states, list(late), strict=True):
         again = plain((checkpoint.state, checkpoint.grads))
         jax.tree.map(np.testing.assert_array_equal, again, state)
         leaves = jax.tree.leaves(checkpoint.state.params)
@@ -126,10 +195,8 @@ def pickled(checkpoint):
     return copy.deepcopy(copy.copy(checkpoint)).replace(stop=False)
 
 
-@pytest.mark.parametrize("limit", [2**22, 0], ids=["few bytes", "many bytes"])
 @pytest.mark.parametrize("read", [read_in_a_trace, read_in_a_mesh, read_behind_a_guard, pickled])
-def test_a_state_is_whole_wherever_it_is_looked_at_first(read, limit, monkeypatch):
-    monkeypatch.setattr("flaxfit.loop._snapshot._FEW_BYTES", limit)
+def test_a_state_is_whole_wherever_it_is_looked_at_first(read):
     first, second = (loop_with(devices=jax.devices()[:1], keep_grads=True) for _ in range(2))
     expected, checkpoint = first.next_checkpoint(), second.next_checkpoint()
     checkpoint = read(checkpoint) or checkpoint
@@ -137,36 +204,14 @@ def test_a_state_is_whole_wherever_it_is_looked_at_first(read, limit, monkeypatc
     jax.tree.map(np.testing.assert_array_equal, *map(plain, parts))
 
 
-@pytest.mark.parametrize("limit", [2**22, 0], ids=["few bytes", "many bytes"])
 @pytest.mark.parametrize("where", ["device", "host"])
-def test_the_state_of_a_loop_is_whole_if_a_traced_function_asks_for_it(where, limit, monkeypatch):
-    monkeypatch.setattr("flaxfit.loop._snapshot._FEW_BYTES", limit)
+def test_the_state_of_a_loop_is_whole_if_a_traced_function_asks_for_it(where):
     loop = loop_with(devices=jax.devices()[:1], snapshot=where)
     loop.next_checkpoint()
     expected = jax.tree.map(np.array, loop.state_in_place.params)
     seen = []
     jax.jit(lambda x: seen.append(plain(loop.state.params)) or x)(1.0)
     jax.tree.map(np.testing.assert_array_equal, seen[0], expected)
-
-
-def test_a_state_that_could_not_be_copied_is_not_used_up():
-    loop = loop_with()
-    snapshot, n = loop._snapshot, []
-
-    def fails_at_first(*tree):
-        n.append(0)
-        if len(n) == 1:
-            raise RuntimeError("RESOURCE_EXHAUSTED")
-        return snapshot(*tree)
-
-    loop._snapshot = fails_at_first
-    checkpoint = loop.next_checkpoint()
-    expected = jax.tree.map(np.array, loop.state_in_place.params)
-    with pytest.raises(RuntimeError, match="EXHAUSTED"):
-        loop.next_step()
-    assert loop.step == checkpoint.step
-    assert loop.next_step().step == checkpoint.step + 1
-    jax.tree.map(np.testing.assert_array_equal, plain(checkpoint.state.params), expected)
 
 
 @pytest.mark.parametrize("devices", [1, 4])
@@ -198,92 +243,9 @@ def test_a_snapshot_that_is_taken_while_a_batch_is_fetched_stays_what_it_was():
     jax.tree.map(np.testing.assert_array_equal, plain(snapshot.state.params), steps[4])
 
 
-def test_nothing_is_kept_track_of_but_the_latest_checkpoint():
-    loop = loop_with(keep_grads=True)
-    checkpoint = loop.next_checkpoint()
-    kept = len(loop._stepper._kept)
-    for _ in range(3):
-        assert loop.state.step == 1
-    assert len(loop._stepper._kept) == kept == 2
-    only_grads = checkpoint.replace(state=None)
-    of_state, of_grads = loop._stepper._kept
-    del checkpoint
-    assert of_state() is None and of_grads() is not None
-    loop.next_step()
-    assert plain(only_grads.grads)["layers_0"]["bias"].shape == (8,)
-
-
-def test_a_handler_of_a_signal_may_look_at_a_state_that_is_just_being_copied():
-    loop, seen = loop_with(devices=jax.devices()[:1]), []
-    before = signal.signal(signal.SIGUSR1, lambda *_: seen.append(checkpoint.state))
-    try:
-        snapshot = loop._snapshot
-        ways = [snapshot, lambda *tree: signal.raise_signal(signal.SIGUSR1) or snapshot(*tree)]
-        loop._snapshot = lambda *tree: (ways.pop() if len(ways) > 1 else snapshot)(*tree)
-        checkpoint = loop.next_checkpoint()
-        loop._snapshot = snapshot
-        state = checkpoint.state
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    jax.tree.map(np.testing.assert_array_equal, plain(seen[0]), plain(state))
-
-
-def test_numpy_copies_what_it_keeps_all_of():
-    assert is_light([jnp.ones(2), jnp.ones(2, jnp.bfloat16), jnp.int32(1)])
-    weak = {"w": jnp.ones(2), "rate": jnp.asarray(1.0)}
-    take = snapshots("device", ff.DataParallel(jax.devices()[:1]))
-    assert take(weak, True)()["rate"].weak_type
-    assert is_light([jnp.ones((1024, 1024, 2))]) and not is_light([jnp.ones((1024, 1024, 3))])
-    with jax.enable_x64(True):
-        assert not is_light([jnp.ones(2, jnp.float64)])
-
-
-KNOWN_TO_PYTHON = ["bool", "int8", "float32", "uint32", "float16", "complex64"]
-
-
-@pytest.mark.parametrize("dtypes", [KNOWN_TO_PYTHON, ["int8", "bfloat16", "float32"]])
-def test_what_numpy_copies_is_whole_when_the_arrays_are_gone(dtypes):
-    shapes = [(), (3,), (2, 3), (0, 2)]
-    draw = np.random.default_rng(0)
-    tree = {
-        f"{dtype}{shape}": jnp.asarray(draw.integers(0, 100, shape)).astype(dtype)
-        for dtype in dtypes
-        for shape in shapes
-    }
-    expected = jax.tree.map(np.array, tree)
-    made = snapshots("device", ff.DataParallel(jax.devices()[:1]))(tree, True)
-    used_up = jax.jit(lambda t: jax.tree.map(jnp.zeros_like, t), donate_argnums=0, keep_unused=True)
-    jax.block_until_ready(used_up(tree))
-    assert tree["int8(2, 3)"].is_deleted()
-    for name, array in made().items():
-        assert isinstance(array, jax.Array) and array.dtype == expected[name].dtype
-        np.testing.assert_array_equal(array, expected[name])
-
-
-def test_arrays_of_other_kinds_are_copied_as_what_they_are():
-    # All of as many bytes, so that nothing else would tell them apart.
-    trees = [
-        jnp.arange(6.0).reshape(2, 3),
-        jnp.arange(6.0).reshape(3, 2),
-        jnp.arange(6).reshape(3, 2),
-        jnp.arange(12, dtype=jnp.bfloat16),
-        jnp.arange(6.0).reshape(2, 3),
-    ]
-    weak = jnp.full((), 2.5)
-    assert weak.weak_type
-    take = snapshots("device", ff.DataParallel(jax.devices()[:1]))
-    for tree in [*trees, weak, trees[0]]:
-        copy = take([tree], True)()[0]
-        assert copy.aval == tree.aval
-        np.testing.assert_array_equal(copy, tree)
-
-
-def test_fit_copies_no_state_that_nobody_asks_for(monkeypatch):
-    copies = []
-    collect = ff.DataParallel.collect
-    monkeypatch.setattr(ff.DataParallel, "collect", lambda *a: copies.append(0) or collect(*a))
+def test_fit_copies_no_state_that_nobody_keeps(copies):
     model = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse")
-    model.fit(X, Y, batch_size=8, epochs=3, verbose=0)
+    model.fit(X, Y, batch_size=8, epochs=3, verbose=0, validation_data=(X, Y))
     assert copies == []
     seen = []
     model.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=[lambda c: seen.append(c.state)])
@@ -291,7 +253,7 @@ def test_fit_copies_no_state_that_nobody_asks_for(monkeypatch):
 
 
 def test_other_places_are_refused():
-    with pytest.raises(ValueError, match=r'snapshot must be "device" or "host", got .disk.'):
+    with pytest.raises(ValueError, match=r'"host" or "none", got .disk.'):
         loop_with(snapshot="disk")
 
 

@@ -332,17 +332,17 @@ def test_a_step_on_resident_data_that_fails_keeps_its_batch():
     loop, other = make_loop(), make_loop()
     expected = list(other.run(12))[-1]
     list(loop.run(6))
-    ready = loop._stepper._ready
-    ((key, usual),) = ready.items()
+    programs = loop._stepper.programs.compiled
+    ((key, usual),) = programs.items()
 
     def fail(*arguments):
         raise TypeError("no memory")
 
-    ready[key] = usual._replace(update=fail)
+    programs[key] = fail
     with pytest.raises(TypeError, match="no memory"):
         list(loop.run(6))
     assert loop.step == 6 and not loop._stepper.interrupts.is_held
-    ready[key] = usual
+    programs[key] = usual
     (checkpoint,) = loop.run(6)
     np.testing.assert_array_equal(checkpoint.state.params, expected.state.params)
     assert checkpoint.data_state == expected.data_state
@@ -366,13 +366,14 @@ def test_data_that_was_replaced_is_free_while_an_interrupt_is_kept():
     loop = make_loop()
     list(loop.run(5))
     latest = weakref.ref(loop._stepper.intake.resident.inputs[0])
-    (key,) = loop._stepper._ready
+    programs = loop._stepper.programs.compiled
+    ((key, usual),) = programs.items()
 
-    def interrupted(*arguments, update=loop._stepper._ready[key].update):
+    def interrupted(*arguments):
         signal.raise_signal(signal.SIGINT)
-        return update(*arguments)
+        return usual(*arguments)
 
-    loop._stepper._ready[key] = loop._stepper._ready[key]._replace(update=interrupted)
+    programs[key] = interrupted
     with pytest.raises(KeyboardInterrupt) as kept:
         list(loop.run(5))
     loop.data = ff.ArrayStream(X, -Y, batch_size=4, epochs=1)

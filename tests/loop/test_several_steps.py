@@ -1,12 +1,15 @@
 """Several steps in one dispatch come to what single ones come to, with the usual networks."""
 
 from pydoc_data.topics import topics
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax import lax
 from sklearn.datasets import load_digits
 
 import flaxfit as ff
@@ -81,6 +84,7 @@ def make_loop(
     steps_per_call=1,
     devices=1,
     strategy=None,
+    stdout=False,
     **options,
 ):
     data = ff.ArrayStream(x, y, batch_size=32, shuffle=True)
@@ -96,7 +100,7 @@ def make_loop(
         first_checkpoint=first,
         strategy=strategy or ff.DataParallel(jax.devices()[:devices]),
         steps_per_call=steps_per_call,
-        stdout=False,
+        stdout=stdout,
     )
 
 
@@ -117,28 +121,23 @@ def test_they_are_the_same_to_the_bit(module, data):
         jax.tree.map(np.testing.assert_array_equal, a.optimizer_state, b.optimizer_state)
 
 
-# The larger one is that of the benchmarks: its gradients in a loop would be rounded otherwise, and
-# Adam, which divides even the smallest by their size, would take it farther than that.
+@pytest.mark.skipif(not ON_CPU, reason="about XLA's loops on a CPU")
 @pytest.mark.parametrize(
-    ("module", "size", "options"),
-    [
-        pytest.param(Convolutions(), 8, {}, id="small"),
-        pytest.param(Convolutions((32, 64), 256), 28, {}, id="large"),
-        pytest.param(Convolutions(), 8, {"devices": 2}, id="replicas"),
-        pytest.param(Convolutions(), 8, {"strategy": ff.Sharded()}, id="sharded"),
-    ],
+    "options", [{}, {"devices": 2}, {"strategy": ff.Sharded()}], ids=["one", "replicas", "sharded"]
 )
-def test_convolutions_are_the_same_but_for_roundoff(module, size, options):
-    single, _ = train(module, *images(size), spacing=8, **options)
-    several, dispatched = train(module, *images(size), spacing=8, steps_per_call=8, **options)
-    if ON_CPU:  # Where up to four steps are written out, and there is no loop.
-        assert dispatched == [1, 5, 9, 13, 17, 21, 25]
+def test_convolutions_are_stepped_one_by_one_on_a_cpu(options):
+    single, _ = train(Convolutions(), *images(), spacing=8, **options)
+    several, dispatched = train(Convolutions(), *images(), spacing=8, steps_per_call=8, **options)
+    assert dispatched == list(range(1, 26))
     for a, b in zip(single, several, strict=True):
-        jax.tree.map(
-            lambda p, q: np.testing.assert_allclose(p, q, rtol=0, atol=1e-6),
-            a.state.params,
-            b.state.params,
-        )
+        jax.tree.map(np.testing.assert_array_equal, a.state.params, b.state.params)
+
+
+@pytest.mark.skipif(not ON_CPU, reason="about XLA's loops on a CPU")
+def test_it_is_said_once_that_convolutions_are_stepped_one_by_one(capsys):
+    loop = make_loop(Convolutions(), *images(), spacing=8, steps_per_call=8, stdout=True)
+    list(loop)
+    assert capsys.readouterr().err.count("steps_per_call has no effect") == 1
 
 
 @pytest.mark.skipif(not ON_CPU, reason="about XLA's loops on a CPU")
@@ -147,32 +146,85 @@ def test_convolutions_are_the_same_but_for_roundoff(module, size, options):
     [{"accumulate": 2}, {"strategy": ff.DataParallel(ONE, virtual_replicas=2)}],
     ids=["parts", "virtual"],
 )
-def test_what_is_in_a_loop_anyway_is_not_written_out(options):
+def test_what_is_in_a_loop_anyway_is_stepped_together(options):
     _, dispatched = train(Convolutions(), *images(), spacing=8, steps_per_call=8, **options)
     assert dispatched == [1, 9, 17, 25]
 
 
 @pytest.mark.skipif(not ON_CPU, reason="about XLA's loops on a CPU")
-def test_which_steps_are_written_out_together_is_told_by_the_position_alone():
-    x, y = images()
-    # Six batches and a remainder that is a program of its own.
-    options = {"spacing": 12, "steps_per_call": 12, "pad": False}
-    data = x[:208], y[:208]
-    whole, dispatched = train(Convolutions(), *data, first=12, **options)
-    # The first of all, too, which nothing was looked at before.
-    assert dispatched == [4, 5, 6, 7, 11, 12, 13, 14, 18, 19, 20, 21, 24, 25]
-    rest, again = train(Convolutions(), *data, first=12, start=whole[0], **options)
-    assert again == dispatched[6:]
-    for a, b in zip(whole[1:], rest, strict=True):
-        assert a.metrics == b.metrics
-        jax.tree.map(np.testing.assert_array_equal, a.state.params, b.state.params)
-        jax.tree.map(np.testing.assert_array_equal, a.optimizer_state, b.optimizer_state)
-
-
-@pytest.mark.skipif(not ON_CPU, reason="about XLA's loops on a CPU")
-def test_no_batch_is_fetched_ahead_of_the_steps_that_are_written_out():
-    loop = make_loop(Convolutions(), *images(), spacing=8, first=8, steps_per_call=8)
+def test_no_batch_is_fetched_ahead_of_steps_that_are_taken_one_by_one():
+    loop = make_loop(Convolutions(), *images(), spacing=4, first=4, steps_per_call=4)
     found = []
     loop.watchers.append(lambda step: found.append(loop.snapshot()))
     next(loop)
-    assert [each.step for each in found] == [4, 8]
+    assert [each.step for each in found] == [1, 2, 3, 4]
+
+
+@pytest.mark.skipif(not ON_CPU, reason="about XLA's loops on a CPU")
+@pytest.mark.parametrize(("features", "longest"), [((3, 3), 1), ((), 6)])
+def test_own_steps_with_convolutions_are_taken_one_by_one_too(features, longest):
+    module: Any = nn.Conv(1, features) if features else nn.Dense(1)
+    optimizer = optax.sgd(0.1)
+
+    def step(state, batch):
+        def loss(params):
+            return jnp.mean(module.apply({"params": params}, *batch.inputs) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradient(optimizer, grads), {"loss": value}
+
+    data = ff.ArrayStream(np.ones((8, 4, 4, 1), np.float32), batch_size=4)
+    task = ff.TrainTask(module.apply, optimizer, None, data, step=step)
+    loop = ff.TrainLoop(
+        module.init,
+        task,
+        0,
+        n_steps=13,
+        n_steps_per_checkpoint=6,
+        devices=jax.devices()[:1],
+        steps_per_call=6,
+        stdout=False,
+    )
+    dispatched = [0]
+    loop.watchers.append(dispatched.append)
+    list(loop)
+    assert max(np.diff(dispatched)) == longest
+
+
+@pytest.mark.skipif(not ON_CPU, reason="about XLA's loops on a CPU")
+def test_of_several_tasks_those_with_convolutions_are_stepped_one_by_one():
+    optimizer, images = optax.sgd(0.1), np.ones((8, 4, 4, 1), np.float32)
+    targets = np.ones((8, 1), np.float32)
+
+    def of_dense(variables, x, **_):
+        return x.mean((1, 2)) * variables["params"]["scale"], {}
+
+    def of_convolutions(variables, x, **_):
+        kernel = variables["params"]["scale"] * jnp.ones((1, 1, 2, 2))
+        return lax.conv(x, kernel, (1, 1), "SAME").mean((2, 3)), {}
+
+    task = ff.MultiTask(
+        {
+            name: ff.TrainTask(apply, optimizer, "mse", ff.ArrayStream(x, targets, batch_size=4))
+            for name, apply, x in (
+                ("dense", of_dense, images),
+                ("convolving", of_convolutions, images.reshape(8, 1, 4, 4)),
+            )
+        },
+        weights={"dense": 4.0},
+    )
+    loop = ff.TrainLoop(
+        lambda rngs, x: {"params": {"scale": jnp.ones(())}},
+        task,
+        0,
+        n_steps=24,
+        n_steps_per_checkpoint=24,
+        first_checkpoint=24,
+        devices=jax.devices()[:1],
+        steps_per_call=2,
+        stdout=False,
+    )
+    dispatched = [0]
+    loop.watchers.append(dispatched.append)
+    list(loop)
+    assert {*np.diff(dispatched).tolist()} == {1, 2}

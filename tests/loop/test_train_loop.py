@@ -657,17 +657,16 @@ def test_a_step_that_fails_loses_no_batch(data, n):
     *_, whole = make_loop(data=data(), steps_per_call=n, **options)
     loop = make_loop(data=data(), steps_per_call=n, **options)
     next(loop)
-    stepper, ready = loop._stepper, dict(loop._stepper._ready)
-    assert ready  # The next batches are like those that it has seen.
+    programs = loop._stepper.programs.compiled
+    usual = dict(programs)
 
     def fail(*arguments):
         raise MemoryError("at this very step")
 
-    for key, each in ready.items():
-        stepper._ready[key] = each._replace(update=fail)
+    programs.update(dict.fromkeys(usual, fail))
     with pytest.raises(MemoryError, match="at this very step"):
         next(loop)
-    stepper._ready.update(ready)
+    programs.update(usual)
     *_, last = loop
     assert (last.step, last.metrics) == (8, whole.metrics)
     assert_equal(last.state.params, whole.state.params)
@@ -686,10 +685,10 @@ def test_what_fails_beside_a_step_loses_no_batch_either(n, monkeypatch):
         raise MemoryError("beside a step")
 
     *_, whole = make(arrays())
-    for broken in "_remember", "_permutation":
+    for broken in "load", "_permutation":
         loop = make(data := arrays())
-        if broken == "_remember":
-            monkeypatch.setattr(loop._stepper, broken, fail)
+        if broken == "load":
+            monkeypatch.setattr(loop._stepper.intake, broken, fail)
         else:  # Of the second epoch, of which two steps after three already are.
             list(loop.run_until(3))
             monkeypatch.setattr(data, broken, fail)

@@ -1,0 +1,41 @@
+"""What a jaxpr holds, wherever in its inner programs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from flaxfit.step._jaxpr import holds
+
+
+def convolve(x):
+    return lax.conv(x, jnp.ones((1, 1, 2, 2)), (1, 1), "SAME")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        convolve,
+        jax.jit(convolve),
+        jax.checkpoint(convolve),
+        jax.grad(lambda x: convolve(x).sum()),
+        lambda x: lax.cond(x.sum() > 0, convolve, lambda x: x, x),
+        lambda x: lax.fori_loop(0, 2, lambda _, x: convolve(x), x),
+        lambda x: lax.map(convolve, x[None])[0],
+    ],
+    ids=["bare", "jit", "remat", "grad", "cond", "loop", "map"],
+)
+def test_a_convolution_is_found_wherever_it_is(function):
+    program = jax.make_jaxpr(function)(jnp.ones((1, 1, 4, 4)))
+    assert holds(program, "conv_general_dilated")
+    assert not holds(program, "dot_general")
+
+
+def test_programs_that_are_used_often_are_looked_at_once():
+    def doubled(function, depth):
+        return jax.jit(lambda x: function(function(x))) if depth else function
+
+    function = jnp.sin
+    for depth in range(40):  # 2**40 uses of the innermost, which none would see the end of.
+        function = doubled(function, depth)
+    assert not holds(jax.make_jaxpr(function)(1.0), "conv_general_dilated")
