@@ -20,6 +20,9 @@ class Callback(Protocol):
     that goes on from there puts it back after `attach`. Arrays, where it keeps some, go by
     `get_arrays()` and `set_arrays(arrays)`: fields of a training state by name, such as "params".
 
+    A callback that only reads the checkpoint, and keeps none of its arrays, says so by the
+    attribute `borrows = True`: the loop then makes no copy for it.
+
     >>> def halve(checkpoint: Checkpoint) -> Checkpoint:
     ...     return checkpoint.with_metrics({"half": checkpoint.loss / 2})
     >>> callback: Callback = halve
@@ -96,6 +99,10 @@ class Loop(Protocol):
     @property
     def callbacks(self) -> Any:
         """All callbacks of the loop."""
+        ...
+
+    def owned(self, checkpoint: Checkpoint, /) -> Checkpoint:
+        """The checkpoint with copies of what it borrows."""
         ...
 
     def snapshot(self) -> Checkpoint | None:

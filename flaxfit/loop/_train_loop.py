@@ -85,11 +85,12 @@ class TrainLoop:
       first_checkpoint: the step of the first checkpoint; `n_steps_per_checkpoint` gives n, 2n, ...
       steps_per_call: steps per dispatch to the device; "auto": a few steps are timed, one per
         dispatch and several (at most 32, and none across a checkpoint), and the faster is kept.
-        Of models with convolutions a CPU takes at most 4 at a time.
+        Models with convolutions take one step per dispatch on a CPU.
       keep_grads: whether checkpoints hold the gradients of their last step.
       grad_norm: whether to report the norm of the gradients.
-      snapshot: where the arrays of checkpoints lie: "device", or "host" as NumPy arrays, for which
-        the devices need no memory.
+      snapshot: where checkpoints that your own code gets have their arrays: "device"; "host", as
+        NumPy arrays, which take no memory of the devices; or "none": they borrow those of the
+        loop, and can be read until the next step.
       compilation_cache: a folder that JAX keeps compiled programs in, for this whole process and
         for later ones, which then start without compiling again.
       stdout: whether to print notices (to stderr).

@@ -73,7 +73,7 @@ class Model:
       seed: of the initial parameters, of shuffling and of dropout.
       compilation_cache: a folder that JAX keeps compiled programs in, for this whole process and
         for later ones, which then start without compiling again.
-      snapshot: where the arrays of checkpoints lie: "device" or "host", as of a `TrainLoop`.
+      snapshot: where the arrays of checkpoints lie: "device", "host" or "none", as of a `TrainLoop`.
       eval_rngs: the random streams that `evaluate`, `predict` and validation supply. Their keys
         depend on the key and the step of the state and on the place of the batch in the data.
       losses: the collections, besides "losses", whose values the model adds to the loss; of nnx,
@@ -178,8 +178,8 @@ class Model:
           verbose: "auto" or 1: a bar on a terminal or in a notebook, else a line per epoch;
             2: lines; 0: nothing.
           steps_per_execution: steps per dispatch to the device; "auto": as many as are found to
-            be fastest while the first steps are taken. Of models with convolutions a CPU takes at
-            most 4 at a time.
+            be fastest while the first steps are taken. Models with convolutions take one step per
+            dispatch on a CPU.
           checkpoint_dir: a folder in which each epoch is saved, with the history, the position in
             the data and what callbacks remember. Or a `CheckpointFileWriter`, to choose what is
             kept (`keep`, `monitor`) and whether a failed save ends the run (`on_error`).
