@@ -73,7 +73,7 @@ class Model:
       seed: of the initial parameters, of shuffling and of dropout.
       compilation_cache: a folder that JAX keeps compiled programs in, for this whole process and
         for later ones, which then start without compiling again.
-      snapshot: where the arrays of checkpoints lie: "device", "host" or "none", as of a `TrainLoop`.
+      snapshot: where checkpoints have their arrays: "device", "host" or "none"; see `TrainLoop`.
       eval_rngs: the random streams that `evaluate`, `predict` and validation supply. Their keys
         depend on the key and the step of the state and on the place of the batch in the data.
       losses: the collections, besides "losses", whose values the model adds to the loss; of nnx,

@@ -43,7 +43,7 @@ class Sharded:
     Sharded(data=2, model=2, fsdp='data')
     >>> state = {"params": {"w": jax.ShapeDtypeStruct((512, 64), "float32")}}
     >>> from flaxfit import InferenceState
-    >>> state = InferenceState(jnp.int32(0), state["params"], {})
+    >>> state = InferenceState(0, state["params"], {})
     >>> strategy.describe(state).arrays["params/w"].spec == PartitionSpec("data", None)
     True
 
@@ -147,7 +147,7 @@ class Sharded:
     def describe(self, state: Any) -> Layout:
         """How a state would lie on the devices, a table when printed; nothing is allocated.
 
-        >>> import optax
+        >>> import jax.numpy as jnp, optax
         >>> from flaxfit import init_state
         >>> init = lambda rngs, x: {"params": {"w": jnp.ones((4096, 4))}}
         >>> abstract = jax.eval_shape(lambda: init_state(init, optax.sgd(0.1), 0, (jnp.ones(1),)))
