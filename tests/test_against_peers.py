@@ -32,6 +32,8 @@ DIFFERENCES = {  # What: in Keras, in flaxfit.
     "`auc`": ("200 thresholds", "all scores, to 0.001"),
     "`top_k` of equal scores": ("all are among the highest", "the first is"),
     "weights that are all 0": ("0", "`nan`"),
+    "a batch without examples": ("0", "an error"),
+    "outputs that are `nan`, in metrics of classes": ("a number", "`nan`"),
     "`ReduceLROnPlateau(cooldown=n)`": ("skips n - 1 epochs", "skips n epochs, as torch"),
     "`EarlyStopping` on `nan`": ("counts as no improvement", "stops at once"),
     "the best of equal checkpoints": ("the first", "the last"),
@@ -311,9 +313,6 @@ def test_losses_and_gradients_are_those_of_torch(name, torch):
     assert_losses(name, peer, ["2-D", "3-D", *HALVES], kinks=kinks)
 
 
-SOME_LOSSES = ["crossentropy", "mse"]
-
-
 @pytest.mark.parametrize("n_devices", [1, 4])
 def test_a_step_takes_the_weighted_mean_of_losses_and_gradients(n_devices):
     """Each loss is that of an output whose parameter scales it; 27 rows do not divide."""
@@ -323,19 +322,19 @@ def test_a_step_takes_the_weighted_mean_of_losses_and_gradients(n_devices):
     def apply(variables, x, **_):
         return {name: x * scale for name, scale in variables["params"].items()}, {}
 
-    targets = {name: cases_with_gradients(name)["2-D"][1][rows] for name in SOME_LOSSES}
+    targets = {name: cases_with_gradients(name)["2-D"][1][rows] for name in TARGETS}
     task = ff.TrainTask(
-        apply, optax.sgd(1.0), {name: name for name in SOME_LOSSES}, [(x, targets, weights)]
+        apply, optax.sgd(1.0), {name: name for name in TARGETS}, [(x, targets, weights)]
     )
     loop = ff.TrainLoop(
-        lambda rngs, x: {"params": {name: np.ones(N_CLASSES, "float32") for name in SOME_LOSSES}},
+        lambda rngs, x: {"params": {name: np.ones(N_CLASSES, "float32") for name in TARGETS}},
         task,
         0,
         stdout=False,
         devices=jax.devices()[:n_devices],
     )
     checkpoint = loop.next_step()
-    for name in SOME_LOSSES:
+    for name in TARGETS:
         values, gradient = ours_of(name)["2-D"]
         moved = 1 - checkpoint.state.params[name]
         expected = (x * gradient[rows]).sum(0) / weights.sum()
@@ -679,6 +678,98 @@ def test_metrics_of_nothing_are_not_numbers(n_devices):
     assert {name for name in values if np.isnan(values[name]).all()} == values.keys() - matrices
 
 
+# Types and forms of inputs. Each is a program, so they are measured without a loop, on one device.
+TYPES = [
+    *((kind, dtype, "int32") for kind in ("score", "classes", "labels") for dtype in HALVES),
+    *((kind, dtype, dtype) for kind in ("number",) for dtype in HALVES),
+    *(("score", "float32", dtype) for dtype in [*INTEGERS, "bool", "float32"]),
+    *(("classes", "float32", dtype) for dtype in INTEGERS),
+    *(("onehot", "float32", dtype) for dtype in ("uint8", "bool")),
+    *(("labels", "float32", dtype) for dtype in ("uint8", "bool", "float32")),
+]
+
+
+def measured_alone(named, outputs, targets, weights):
+    """The values of metrics, and their sums."""
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
+    def measure(outputs, targets, weights):
+        return {
+            name: metric.measure(outputs, targets, weights=weights)
+            for name, metric in named.items()
+        }
+
+    sums = jax.device_get(measure(outputs, targets, weights))
+    return {name: metric.compute(sums[name]) for name, metric in named.items()}, sums
+
+
+def assert_close(values, expected):
+    for name in values.keys() & expected.keys():
+        tolerance = {"rtol": 0, "atol": 1e-3} if name == "auc" else TOLERANCE
+        np.testing.assert_allclose(values[name], expected[name], **tolerance, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "of_outputs", "of_targets"), TYPES)
+def test_metrics_of_any_type_are_those_of_scikit_learn(kind, of_outputs, of_targets):
+    outputs, targets = DATA[kind][0].astype(of_outputs), DATA[kind][1].astype(of_targets)
+    values, _ = measured_alone(METRICS[kind], outputs, targets, SOME)
+    wide = targets.astype(float if kind == "number" else int)
+    assert_close(values, of_sklearn(kind, outputs.astype(float), wide, SOME))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["score", "classes", "labels", "number"])
+def test_metrics_of_outputs_that_are_nan_are_nan(kind):
+    outputs, targets = DATA[kind]
+    spoiled = outputs.copy()
+    spoiled[3] = np.nan
+    values, _ = measured_alone(METRICS[kind], spoiled, targets, SOME)
+    assert {name for name, value in values.items() if np.isnan(value).any()} == values.keys()
+    unweighted = np.where(np.arange(N) == 3, 0, SOME).astype(np.float32)
+    values, _ = measured_alone(METRICS[kind], spoiled, targets, unweighted)
+    rest = np.arange(N) != 3
+    assert_close(values, of_sklearn(kind, outputs[rest], targets[rest], SOME[rest]))
+
+
+def test_batches_without_examples_are_refused_where_keras_takes_them(keras):
+    outputs, targets = (x[:0] for x in DATA["classes"])
+    task = ff.EvalTask(lambda variables, x: x, {"accuracy": metrics.accuracy})
+    with pytest.raises(ValueError, match="A batch holds no examples"):
+        ff.EvalLoop(task).measure(ff.InferenceState(0, {}, {}), [(outputs, targets)])
+    theirs = keras.metrics.SparseCategoricalAccuracy()
+    theirs.update_state(targets, outputs)
+    assert theirs.result() == 0
+
+
+def of_probabilities(kind):
+    """The metrics of a kind that have the switch `from_logits`."""
+    options = {"from_logits": False}
+    named = {"accuracy": metrics.accuracy(**options)}
+    if kind == "classes":
+        return named | {"confusion_matrix": metrics.confusion_matrix(5, **options)}
+    named["binary_accuracy"] = metrics.binary_accuracy(**options)
+    named |= {name: getattr(metrics, name)(**options) for name in ("precision", "recall", "f1")}
+    return named | {"confusion_matrix": metrics.confusion_matrix(2, **options)}
+
+
+@pytest.mark.parametrize("kind", ["score", "classes"])
+def test_metrics_of_probabilities_are_those_of_scikit_learn_and_keras(kind, keras):
+    logits, targets = DATA[kind]
+    shares = scipy.special.expit(logits) if kind == "score" else scipy.special.softmax(logits, -1)
+    values, _ = measured_alone(of_probabilities(kind), shares, targets, SOME)
+    assert_close(values, of_sklearn(kind, logits, targets, SOME))
+    of = keras.metrics
+    peers = {"accuracy": of.SparseCategoricalAccuracy()}
+    if kind == "score":
+        shares, targets = shares[:, None], targets[:, None]
+        peers = {"accuracy": of.BinaryAccuracy(), "precision": of.Precision()}
+        peers |= {"binary_accuracy": of.BinaryAccuracy(), "recall": of.Recall()}
+    for metric in peers.values():
+        metric.update_state(targets, shares, sample_weight=SOME)
+    assert_close(values, {name: float(metric.result()) for name, metric in peers.items()})
+
+
 # Callbacks and checkpoints, which get the same values of a metric, one at each epoch.
 SEQUENCES = {
     "falling": [5.0, 4.0, 3.0, 2.5, 2.25, 2.0, 1.0],
@@ -966,6 +1057,9 @@ def test_keras_differs_where_the_page_says_so(keras, tmp_path):
     ours = callbacks.EarlyStopping("val_loss", patience=2, restore_best=False)
     stops = [ours(checkpoint).stop for checkpoint in checkpoints_of([3.0, np.nan])]
     assert stops == [False, True]
+    right = keras.metrics.SparseCategoricalAccuracy()
+    right.update_state(np.zeros(2), np.array([[np.nan, 0.0], [1.0, 0.0]]))
+    assert right.result() == 1  # Ours: see above.
     mean = keras.metrics.MeanSquaredError()
     mean.update_state(np.ones((1, 1)), np.zeros((1, 1)), sample_weight=np.zeros(1))
     assert mean.result() == 0

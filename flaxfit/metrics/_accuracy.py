@@ -25,7 +25,9 @@ def mean_of_answers(
     def measure(outputs: Any, targets: Any, *, weights: Any = None) -> Any:
         found = answers(outputs, targets)
         counted, doubts = weighed(found, weights, from_logits=from_logits)
-        total = weighted(jnp.asarray(values(found)), counted).sum()
+        # Not by the weights alone: XLA makes 0 of False times NaN.
+        measured = jnp.where(jnp.isnan(counted), jnp.nan, values(found))
+        total = weighted(measured, weights_of(found.is_label, weights)).sum()
         # The total is NaN where it must be; this sum is one that the loss takes, too.
         weight = weights_of(found.is_label, weights).sum()
         return {"sum": total, "weight": weight, "doubts": doubts}

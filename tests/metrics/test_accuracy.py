@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -143,8 +144,9 @@ def test_nan_outputs_are_no_prediction(metric):
     is_single = metric in (auc, binary_accuracy)
     outputs = (ONE_SCORE if is_single else THREE_SCORES).copy()
     outputs[3] = np.nan
-    labels = np.array([0, 1, 1, 0])
+    labels = np.array([0, 1, 1, 1])  # Not what the largest of NaN would be.
     assert np.isnan(value_of(metric, outputs, labels))
+    assert np.isnan(metric.compute(jax.device_get(jax.jit(metric.measure)(outputs, labels))))
     weights = np.array([1.0, 1, 1, 0], np.float32)
     assert np.isfinite(value_of(metric, outputs, labels, weights=weights))
 
