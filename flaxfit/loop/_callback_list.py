@@ -1,8 +1,11 @@
-"""What callbacks a loop takes, and what they may return."""
+"""The callbacks of a loop: which it takes, in which order they run, and what they may return."""
 
+import contextlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
+from flaxfit.state import _callback_states
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
 from flaxfit.tree._functions import owner_of
@@ -11,6 +14,102 @@ from flaxfit.tree._functions import owner_of
 def as_tuple(callbacks: Any) -> tuple[Any, ...]:
     """Callbacks as they are given: none, a single one or several."""
     return (callbacks,) if callable(callbacks) else tuple(() if callbacks is None else callbacks)
+
+
+class CallbackList:
+    """Callbacks that a loop was given, each of them checked.
+
+    >>> len(CallbackList(print).given), len(CallbackList(None).given)
+    (1, 0)
+    """
+
+    def __init__(self, callbacks: Any = ()):
+        self.given = as_tuple(callbacks)
+        for callback in self.given:
+            check_callback(callback)
+
+    def attach_first(self, loop: Any) -> None:
+        """Attaches those that are to know the loop before it fetches a batch."""
+        for callback in self.given:
+            if getattr(callback, "attaches_first", False):
+                callback.attach(loop)
+
+    def attach(self, loop: Any) -> None:
+        """Tells the callbacks which loop they belong to."""
+        for callback in self.given:
+            if hasattr(callback, "attach"):
+                callback.attach(loop)
+
+    def restore(self, found: Any) -> list[str]:
+        """Restores what they remember from a checkpoint file; returns what could not be."""
+        states = dict(getattr(found, "callback_states", {}))
+        if (history := getattr(found, "history", None)) is not None:
+            states["History"] = history
+        arrays = getattr(found, "callback_arrays", {})
+        return _callback_states.put_back(self.given, states, arrays)
+
+    def close(self) -> None:
+        """Closes all of them, even if one fails."""
+        # What saves the state comes before what changes it at the end.
+        given = sorted(self.given, key=lambda each: not getattr(each, "closes_first", False))
+        with contextlib.ExitStack() as stack:
+            for callback in reversed(given):
+                if hasattr(callback, "close"):
+                    stack.callback(callback.close)
+
+
+class Delivery:
+    """A checkpoint on its way through the callbacks.
+
+    If a callback raises an exception, `finish` continues with that callback when called again.
+
+    Args:
+      checkpoint: the checkpoint.
+      callbacks: who gets it: those that save it last.
+      settle: changes the checkpoint before those get it.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        callbacks: CallbackList,
+        settle: Callable[[Checkpoint], Checkpoint],
+    ):
+        last = [each for each in callbacks.given if getattr(each, "runs_last", False)]
+        first = [each for each in callbacks.given if each not in last]
+        self._checkpoint, self._settle = checkpoint, settle
+        self._waiting = [*first, settle, *last]
+
+    def keep(self, callbacks: CallbackList) -> None:
+        """Leaves out those that the loop has no longer."""
+        kept = (*callbacks.given, self._settle)
+        self._waiting = [each for each in self._waiting if each in kept]
+
+    def finish(
+        self, own: Callable[[Checkpoint], Checkpoint], revision: Callable[[], Any]
+    ) -> Checkpoint:
+        """Shows the checkpoint to the callbacks that wait for it.
+
+        Args:
+          own: copies what a checkpoint borrows.
+          revision: of the loop: another one after a callback has set the state.
+
+        Returns:
+          The checkpoint as the callbacks have changed it.
+        """
+        while self._waiting:
+            callback = self._waiting[0]
+            if callback is self._settle:
+                self._checkpoint = self._settle(self._checkpoint)
+            else:
+                given = self._checkpoint if borrows(callback) else own(self._checkpoint)
+                before = revision()
+                self._checkpoint = returned_by(callback, given)
+                if revision() == before:
+                    check_unchanged(callback, given, self._checkpoint)
+            if self._waiting and self._waiting[0] is callback:
+                del self._waiting[0]
+        return self._checkpoint
 
 
 def check_callback(callback: Any) -> None:

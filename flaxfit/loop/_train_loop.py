@@ -12,13 +12,7 @@ import jax
 
 from flaxfit.data._batch import normalize
 from flaxfit.display import quiet, say
-from flaxfit.loop._callback_list import (
-    as_tuple,
-    borrows,
-    check_callback,
-    check_unchanged,
-    returned_by,
-)
+from flaxfit.loop._callback_list import CallbackList, Delivery
 from flaxfit.loop._compilation_cache import use_compilation_cache
 from flaxfit.loop._default_strategy import strategy_for
 from flaxfit.loop._idle_gpu import warn_of_idle_gpu
@@ -31,7 +25,6 @@ from flaxfit.metrics._monitor import modes_of
 from flaxfit.optim import hyperparams, set_hyperparams
 from flaxfit.optim._hyperparams import group_name
 from flaxfit.optim._learning_rates import learning_rates
-from flaxfit.state import _callback_states
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._cost import StepCost
@@ -152,12 +145,12 @@ class TrainLoop:
             return normalize(batch).inputs
 
         self._phase = ""
+        self._due: Delivery | None = None
+        self._set_meanwhile: list[tuple[Any, dict[str, Any]]] = []
+        """Hyperparameters that callbacks have set while a checkpoint is shown to them."""
         self._is_finishing = False
         self._had_finite_loss = True
-        callbacks = as_tuple(callbacks)
-        for callback in callbacks:
-            if getattr(callback, "attaches_first", False):  # Before the first batch is fetched.
-                callback.attach(self)
+        CallbackList(callbacks).attach_first(self)
         with eagerly(self.strategy):
             beginning = start(init, self.task, rnkey, sample, self.say, self.strategy.shardings)
         if self.task.step is None:
@@ -400,38 +393,27 @@ class TrainLoop:
     @data.setter
     def data(self, data: Any) -> None:
         self._stepper.set_data(data)
-        self._due, self._set_meanwhile = None, []
+        self._forget_delivery()
         self._reset()
         self.stopped = self._is_finishing = self._is_at_start = False
 
     @property
     def callbacks(self) -> Any:
         """The callbacks; those that have an `attach` get to know the loop when set."""
-        return self._callbacks
+        return self._callbacks.given
 
     @callbacks.setter
     def callbacks(self, callbacks: Any) -> None:
-        given = as_tuple(callbacks)
-        for callback in given:
-            check_callback(callback)
-        self._callbacks: tuple[Any, ...] = given
+        self._callbacks = CallbackList(callbacks)
         if self._due is not None:
-            checkpoint, waiting = self._due
-            rest = [each for each in waiting if each in given or each == self._settle]
-            self._due = (checkpoint, rest)
+            self._due.keep(self._callbacks)
         self.watchers: list[Callable[[int], None]] = []
         """Functions of the step, called after each dispatch. They must not read the device."""
         self.starters: list[Callable[[int], None]] = []
         """Functions of the step, called before the first step after each checkpoint."""
-        for callback in self._callbacks:
-            if hasattr(callback, "attach"):
-                callback.attach(self)
+        self._callbacks.attach(self)
         if self._is_at_start and self.start is not None:
-            states = dict(getattr(self.start, "callback_states", {}))
-            if (history := getattr(self.start, "history", None)) is not None:
-                states["History"] = history
-            arrays = getattr(self.start, "callback_arrays", {})
-            self._not_taken_over = _callback_states.put_back(given, states, arrays)
+            self._not_taken_over = self._callbacks.restore(self.start)
 
     def running_metrics(self) -> dict[str, Any]:
         """The metrics since the previous checkpoint so far; waits for the device."""
@@ -558,12 +540,7 @@ class TrainLoop:
 
     def close(self) -> None:
         """Closes the callbacks, all of them; iteration that comes to its end does so by itself."""
-        # What saves the state comes before what changes it at the end.
-        given = sorted(self.callbacks, key=lambda each: not getattr(each, "closes_first", False))
-        with contextlib.ExitStack() as stack:
-            for callback in reversed(given):
-                if hasattr(callback, "close"):
-                    stack.callback(callback.close)
+        self._callbacks.close()
 
     def __enter__(self) -> Self:
         return self
@@ -607,7 +584,7 @@ class TrainLoop:
             checkpoint = self._make_checkpoint()
             self._warn_of_loss(checkpoint)
             stepper.interrupts.hold()
-            self._due = (checkpoint, self._in_order())
+            self._due = Delivery(checkpoint, self._callbacks, self._settle)
             self._reset()
             stepper.interrupts.release()
 
@@ -634,28 +611,18 @@ class TrainLoop:
         """Shows the checkpoint to the callbacks; after an interrupt, to those still waiting."""
         if self._due is None:
             return None
-        checkpoint, waiting = self._due
         with self.in_phase("callbacks"):
-            while waiting:
-                callback, revision = waiting[0], self.revision
-                if callback == self._settle:
-                    checkpoint = self._settle(checkpoint)
-                else:
-                    given = checkpoint if borrows(callback) else self.owned(checkpoint)
-                    checkpoint = returned_by(callback, given)
-                    if self.revision == revision:
-                        check_unchanged(callback, given, checkpoint)
-                del waiting[0]
-                self._due = (checkpoint, waiting)
+            checkpoint = self._due.finish(self.owned, lambda: self.revision)
         self._due, self._set_meanwhile = None, []
         self._last = checkpoint.replace(state=None, last_grads=None)
         self.stopped = checkpoint.stop
         return checkpoint
 
-    def _in_order(self) -> list[Any]:
-        """The callbacks in the order in which they see a checkpoint: those that save it last."""
-        last = [each for each in self.callbacks if getattr(each, "runs_last", False)]
-        return [*(each for each in self.callbacks if each not in last), self._settle, *last]
+    def _forget_delivery(self) -> None:
+        """Forgets a checkpoint that callbacks are still to get, but not while they get it."""
+        if self._phase != "callbacks":
+            self._due = None
+        self._set_meanwhile = []
 
     def _settle(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint, once it is known whether it is the last one, as those save it."""
@@ -720,9 +687,7 @@ class TrainLoop:
         with quiet(not self._is_talking):
             self._stepper.source.move_to(getattr(checkpoint, "data_state", None))
         self._stepper.set_state(state)
-        self._due: tuple[Checkpoint, list[Any]] | None = None
-        self._set_meanwhile: list[tuple[Any, dict[str, Any]]] = []
-        """Hyperparameters that callbacks have set while a checkpoint is shown to them."""
+        self._forget_delivery()
         self._last: Checkpoint | None = None
         self._is_at_start = False
         self._reset()
