@@ -1,4 +1,4 @@
-"""The safetensors format: named arrays in one file, every size checked before it is believed."""
+"""The safetensors format: named arrays in one file, with every size checked against the file."""
 
 import hashlib
 import itertools
@@ -32,20 +32,21 @@ _DTYPES = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _FACTS = "__metadata__"
 _CHECKSUM = "sha256"
+_LONGEST_HEADER = 100_000_000  # The limit of the safetensors library.
 
 
-class Malformed(Exception):
-    """A file is not a safetensors file, or not the one that was written."""
+class Malformed(ValueError):
+    """A file is not a valid safetensors file, or its content was changed."""
 
 
 def write(file: BinaryIO, arrays: Mapping[str, np.ndarray], facts: Mapping[str, str]) -> None:
-    """Writes arrays, facts about them (text), and a checksum of it all.
+    """Writes arrays, string metadata and a checksum of both.
 
     Raises:
-      ValueError: the format has no code for the dtype of some array.
+      ValueError: the format does not support the dtype of an array.
     """
     _check_dtypes(arrays)
-    # The widest elements first: with the padded header, every array is then aligned.
+    # Widest elements first: together with the padded header this aligns every array.
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     ends = list(itertools.accumulate((arrays[name].nbytes for name in names), initial=0))
     entries: dict[str, Any] = {
@@ -65,22 +66,67 @@ def write(file: BinaryIO, arrays: Mapping[str, np.ndarray], facts: Mapping[str, 
 
 
 def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Reads the arrays of a file and the facts about them.
+    """Reads the arrays of a file into memory, and its metadata.
 
-    Files of other libraries hold no checksum; their content is taken as it is.
+    Verifies the checksum that `write` adds; files of other libraries have none.
 
     Raises:
-      Malformed: the file's parts do not fit together, or were changed.
+      Malformed: the file is inconsistent or was changed.
     """
-    content = np.fromfile(path, np.uint8)
+    entries, facts, data = _split(np.fromfile(path, np.uint8))
+    arrays = _views(entries, data)
+    checksum = facts.pop(_CHECKSUM, None)
+    if checksum is not None and checksum != _checksum(entries, facts, iter([data])):
+        raise Malformed("its content was changed")
+    aligned = {name: a if a.flags.aligned else a.copy() for name, a in arrays.items()}
+    return aligned, facts
+
+
+def map_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Maps the arrays of a file, read-only; a page is read when it is first accessed.
+
+    Verifies no checksum, since that would read everything.
+
+    Raises:
+      Malformed: the file is inconsistent.
+    """
+    if not path.stat().st_size:
+        raise Malformed("it is empty")
+    entries, _, data = _split(np.asarray(np.memmap(path, mode="r")))
+    return _views(entries, data)
+
+
+def parse(text: bytes) -> dict[str, Any]:
+    """Parses a JSON object whose names are unique.
+
+    Raises:
+      Malformed: it is anything else, or longer than 100 MB.
+    """
+    if len(text) > _LONGEST_HEADER:
+        raise Malformed(f"its JSON is longer than {_LONGEST_HEADER:,} bytes")
+    try:
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"its JSON is invalid ({str(error):.100})") from error
+    if not isinstance(entries, dict):
+        raise Malformed("its JSON is not an object")
+    return entries
+
+
+def _split(content: np.ndarray) -> tuple[dict[str, Any], dict[str, str], np.ndarray]:
+    """Splits a file into entries by name, metadata, and the bytes of the arrays."""
     n_header = int.from_bytes(content[:8].tobytes(), "little")
     if content.size < 8 or n_header > content.size - 8:
         raise Malformed(f"its header is longer than the file of {content.size:,} bytes")
-    header, data = content[8 : 8 + n_header], content[8 + n_header :]
-    entries = _parse(header.tobytes())
+    entries = parse(content[8 : 8 + n_header].tobytes())
     facts = entries.pop(_FACTS, {})
     if not isinstance(facts, dict) or not all(isinstance(text, str) for text in facts.values()):
-        raise Malformed(f"its {_FACTS} is not text")
+        raise Malformed(f"its {_FACTS} does not map names to strings")
+    return entries, facts, content[8 + n_header :]
+
+
+def _views(entries: Mapping[str, Any], data: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the arrays as views, after checking that they cover the data exactly once."""
     spans = {name: _span(name, entry) for name, entry in entries.items()}
     end = 0
     for start, stop in sorted(spans.values()):
@@ -88,30 +134,17 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
             raise Malformed(f"its arrays overlap or leave a gap at byte {min(start, end):,}")
         end = stop
     if end != data.size:
-        raise Malformed(f"its arrays take {end:,} bytes, and it holds {data.size:,}")
-    checksum = facts.pop(_CHECKSUM, None)
-    if checksum is not None and checksum != _checksum(entries, facts, iter([data])):
-        raise Malformed("its content was changed")
-    return {name: _array(entries[name], data[slice(*span)]) for name, span in spans.items()}, facts
+        raise Malformed(f"its arrays take {end:,} bytes, but it has {data.size:,}")
+    return {name: _view(entries[name], data[slice(*span)]) for name, span in spans.items()}
 
 
 def _check_dtypes(arrays: Mapping[str, np.ndarray]) -> None:
     others = [f"{name} ({a.dtype})" for name, a in arrays.items() if a.dtype.name not in _CODES]
     if others:
         raise ValueError(
-            f"Cannot write {', '.join(others)} to a safetensors file: it holds "
+            f"Cannot write {', '.join(others)} to a safetensors file, which supports "
             f"{', '.join(_CODES)}. Convert these arrays, or save a whole checkpoint."
         )
-
-
-def _parse(header: bytes) -> dict[str, Any]:
-    try:
-        entries = json.loads(header.decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise Malformed(f"its header is not JSON ({str(error):.100})") from error
-    if not isinstance(entries, dict):
-        raise Malformed("its header is not a JSON object")
-    return entries
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -122,28 +155,25 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _span(name: str, entry: Any) -> tuple[int, int]:
-    """Where the bytes of an array are, once what its entry says fits together."""
+    """Returns the start and end of an array in the data, after checking its entry."""
     match entry:
         case {"dtype": str(code), "shape": [*shape], "data_offsets": [start, stop]} if (
-            len(entry) == 3
-            and code in _DTYPES
-            and all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+            code in _DTYPES and all(type(n) is int and n >= 0 for n in (*shape, start, stop))
         ):
             if stop - start == math.prod(shape) * jnp.dtype(_DTYPES[code]).itemsize:
                 return start, stop
-    raise Malformed(f"its entry for {name!r:.100} makes no sense: {str(entry):.100}")
+    raise Malformed(f"its entry for {name!r:.100} is invalid or unsupported: {str(entry):.100}")
 
 
-def _array(entry: Mapping[str, Any], content: np.ndarray) -> np.ndarray:
+def _view(entry: Mapping[str, Any], content: np.ndarray) -> np.ndarray:
     try:
-        array = content.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    except (ValueError, OverflowError) as error:  # More dimensions than NumPy has, or longer ones.
-        raise Malformed(f"it holds an array of shape {str(entry['shape']):.100}") from error
-    return array if array.flags.aligned else array.copy()
+        return content.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    except (ValueError, OverflowError) as error:  # Exceeds NumPy's limits.
+        raise Malformed(f"it has an array of shape {str(entry['shape']):.100}") from error
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:
-    """The elements in C order, little-endian, as bytes."""
+    """Returns the elements in C order, little-endian, as bytes."""
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""load_t5x: the checkpoints that T5X itself writes, old and new."""
+"""load_t5x: reads the checkpoints that T5X writes, in the old and the new layout."""
 
 import os
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
-from flaxfit.importers._msgpack import read_tree
+from flaxfit.importers._lazy import LazyArray
+from flaxfit.importers._msgpack import as_lazy, read_tree
 from flaxfit.importers._tensorstore import file_store, open_stores
 from flaxfit.importers._unreadable import UnreadableFile, reading, require
 from flaxfit.tree._checks import local_path
@@ -19,7 +19,7 @@ _PLACEHOLDER = "PLACEHOLDER://"
 
 
 def is_t5x(path: Path) -> bool:
-    """Whether a folder, or a file, is a T5X checkpoint: its index starts as a dict does."""
+    """Whether a folder or a file is a T5X checkpoint, whose index is a MessagePack map."""
     index = path / _INDEX if path.is_dir() else path
     if not index.is_file():
         return False
@@ -29,27 +29,27 @@ def is_t5x(path: Path) -> bool:
 
 
 def load_t5x(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
-    """Opens a checkpoint that T5X wrote: `target/...`, `state/step`, `state/param_states/...`.
+    """Opens a checkpoint of T5X: `target/...`, `state/step`, `state/param_states/...`.
 
-    The layout of old versions (`optimizer/target/...`) is given the names of the new one. uint16
-    means bfloat16, as those versions stored it.
+    Names of the old layout (`optimizer/target/...`) are converted to the new ones. uint16 means
+    bfloat16, as old versions stored it. Arrays inside the index file are read at once.
 
     >>> load_t5x("no_such_folder/checkpoint_1000")
     Traceback (most recent call last):
     FileNotFoundError: No T5X checkpoint at no_such_folder/checkpoint_1000: ...
 
     Args:
-      path: the folder of one step, or a checkpoint in one file.
+      path: the folder of one step, or a checkpoint in a single file.
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
-      UnreadableFile: it is damaged, or of a kind that is not supported.
+      UnreadableFile: it is damaged or in an unsupported format.
     """
     path = local_path(path)
     folder, index = (path, path / _INDEX) if path.is_dir() else (path.parent, path)
     if not index.is_file():
         raise FileNotFoundError(
-            f"No T5X checkpoint at {path}: expected a folder with a file named {_INDEX}."
+            f"No T5X checkpoint at {path}: expected a folder that contains a file named {_INDEX}."
         )
     if not is_t5x(path):
         raise UnreadableFile(f"Cannot read {index}: it is not the index of {_KIND}.")
@@ -77,18 +77,18 @@ def _leaves(tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         tree = {str(number): branch for number, branch in enumerate(tree)}
     if isinstance(tree, dict) and not _is_spec(tree):
         for key, branch in tree.items():
-            yield from _leaves(branch, (*keys, key))
+            yield from _leaves(branch, (*keys, str(key)))
     elif tree is not None:
         yield "/".join(keys), tree
 
 
 def _is_spec(tree: dict[str, Any]) -> bool:
-    """Whether a dict says where an array lies, in the words of TensorStore."""
+    """Whether a dict is the TensorStore spec of an array."""
     return isinstance(tree.get("driver"), str) and isinstance(tree.get("kvstore"), dict)
 
 
 def _folder_of(spec: dict[str, Any]) -> str:
-    """The folder of an array: the last part of its path, wherever it was written."""
+    """Returns the folder of an array: the last part of the path it was written to."""
     require(spec["driver"] == "zarr", f"an array has the unknown driver {spec['driver']:.100}")
     path = spec["kvstore"].get("path") or spec.get("path") or ""
     name = str(path).rstrip("/").rpartition("/")[2]
@@ -97,10 +97,6 @@ def _folder_of(spec: dict[str, Any]) -> str:
 
 
 def _as_lazy(leaf: Any) -> LazyArray:
-    if isinstance(leaf, LazyArray):
-        if leaf.dtype != np.uint16:
-            return leaf
-        return leaf.map(lambda array: array.view("bfloat16"))
-    array = np.asarray(leaf)
-    require(array.dtype.kind in "biufc", "it holds something else than numbers")
-    return LazyThreadPoolArray(array.shape, array.dtype, lambda: array)
+    lazy = as_lazy(leaf)
+    is_bfloat16 = lazy.dtype == np.uint16
+    return lazy.map(lambda array: array.view("bfloat16")) if is_bfloat16 else lazy
