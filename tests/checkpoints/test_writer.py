@@ -257,17 +257,17 @@ def test_a_failed_save_is_raised_by_the_next_call_or_close_and_harms_nothing(tmp
         np.testing.assert_array_equal(found.params["w"], noise(step).state.params["w"])
 
 
-def test_a_step_whose_index_would_be_refused_is_not_called_saved(tmp_path, tools, monkeypatch):
+def test_a_step_whose_files_cannot_be_merged_is_not_listed(tmp_path, tools, monkeypatch):
     from flaxfit.checkpoints import _orbax
 
-    def refuse(folder):
-        raise ValueError("its index is odd")
+    def fail(writer, path):
+        raise ValueError("its files are odd")
 
     writer = CheckpointFileWriter(tmp_path)
     writer(tools.make_checkpoint(1))
     writer.wait()
-    monkeypatch.setattr(_orbax, "check_index", refuse)
-    with pytest.raises(RuntimeError, match="step 2.*its index is odd"):
+    monkeypatch.setattr(_orbax.StepWriter, "finish", fail)
+    with pytest.raises(RuntimeError, match="step 2.*its files are odd"):
         writer(tools.make_checkpoint(2))
         writer.wait()
     writer.close()
