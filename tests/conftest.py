@@ -177,6 +177,40 @@ def run_child():
     return run
 
 
+@pytest.fixture(scope="session")
+def keras(tmp_path_factory):
+    """Keras on JAX. What it is set up with must not reach other tests, nor a home folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KERAS_BACKEND", "jax")
+        patch.setenv("KERAS_HOME", str(tmp_path_factory.mktemp("keras")))
+        keras = pytest.importorskip("keras")
+    assert keras.backend.backend() == "jax"
+    return keras
+
+
+@pytest.fixture(scope="session")
+def torch():
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="session")
+def torchmetrics():
+    return pytest.importorskip("torchmetrics")
+
+
+@pytest.fixture(scope="session")
+def assert_on_page_on_keras():
+    """Checks that the page on Keras lists differences: what differs, in Keras and in flaxfit."""
+    page = Path(__file__).parents[1] / "docs" / "migrating-from-keras.md"
+    text = page.read_text(encoding="utf-8")
+
+    def check(differences):
+        rows = [" | ".join((what, *both)) for what, both in differences.items()]
+        assert [row for row in rows if f"| {row} |" not in text] == []
+
+    return check
+
+
 OPTIONAL = (
     "clu",
     "datasets",

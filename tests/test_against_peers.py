@@ -1,15 +1,13 @@
-"""Every loss, metric, callback and schedule beside Keras, scikit-learn, SciPy, torch, torchmetrics.
+"""Every loss and metric beside Keras, scikit-learn, SciPy, torch and torchmetrics.
 
 The same inputs go to both, the awkward ones too, and the answers are at most 1e-5 apart. What
-differs on purpose is in `DIFFERENCES`; what has no peer, in `WITHOUT_PEER`.
+differs on purpose is in `DIFFERENCES`; what has no peer, in `WITHOUT_PEER`. Callbacks and schedules
+are in `test_callbacks_against_peers.py`.
 """
 
-import csv
 import functools
 import itertools
 import re
-from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +18,7 @@ import scipy.special
 import sklearn.metrics
 
 import flaxfit as ff
-from flaxfit import callbacks, losses, metrics
-from flaxfit.checkpoints import CheckpointFileWriter, best
-from flaxfit.optim import MultiOptimizer, OptimizerDef
+from flaxfit import losses, metrics
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 DIFFERENCES = {  # What: in Keras, in flaxfit.
@@ -34,54 +30,12 @@ DIFFERENCES = {  # What: in Keras, in flaxfit.
     "weights that are all 0": ("0", "`nan`"),
     "a batch without examples": ("0", "an error"),
     "outputs that are `nan`, in metrics of classes": ("a number", "`nan`"),
-    "`ReduceLROnPlateau(cooldown=n)`": ("skips n - 1 epochs", "skips n epochs, as torch"),
-    "`EarlyStopping` on `nan`": ("counts as no improvement", "stops at once"),
-    "the best of equal checkpoints": ("the first", "the last"),
-    "the moving average begins": ("after the first step", "with the initial parameters"),
 }
 WITHOUT_PEER = {
-    **dict.fromkeys(["Callback", "Logger", "ExitCode"], "A type, no callback."),
-    **dict.fromkeys(
-        [
-            "JSONLogger",
-            "LogTo",
-            "MLflowLogger",
-            "SummaryLogger",
-            "TensorBoardLogger",
-            "WandbLogger",
-        ],
-        "Writes what CSVLogger writes, elsewhere.",
-    ),
-    **dict.fromkeys(["ProgressBar", "Timer", "Throughput", "MemoryReport", "Profiler"], "Watches."),
-    **dict.fromkeys(["every", "at", "when"], "Chooses checkpoints."),
-    **dict.fromkeys(["SaveOnSignal", "Watchdog", "Rollback", "Unfreeze"], "Keras has none."),
-    "Export": "Compared with the model itself, in tests/export.",
-    "Norms": "Compared with NumPy, in tests/callbacks.",
     "plot_confusion_matrix": "A picture.",
     "Metric": "A type.",
     **dict.fromkeys(["as_metrics", "mean", "on"], "Makes a metric of others."),
 }
-
-
-@pytest.fixture(scope="module")
-def keras(tmp_path_factory):
-    """Keras on JAX. What it is set up with must not reach other tests, nor a home folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KERAS_BACKEND", "jax")
-        patch.setenv("KERAS_HOME", str(tmp_path_factory.mktemp("keras")))
-        keras = pytest.importorskip("keras")
-    assert keras.backend.backend() == "jax"
-    return keras
-
-
-@pytest.fixture(scope="module")
-def torch():
-    return pytest.importorskip("torch")
-
-
-@pytest.fixture(scope="module")
-def torchmetrics():
-    return pytest.importorskip("torchmetrics")
 
 
 # Losses. They are by example, so all inputs are rows of one array, and few programs do.
@@ -313,7 +267,7 @@ def test_losses_and_gradients_are_those_of_torch(name, torch):
     assert_losses(name, peer, ["2-D", "3-D", *HALVES], kinks=kinks)
 
 
-@pytest.mark.parametrize("n_devices", [1, 4])
+@pytest.mark.parametrize("n_devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_step_takes_the_weighted_mean_of_losses_and_gradients(n_devices):
     """Each loss is that of an output whose parameter scales it; 27 rows do not divide."""
     rows = np.arange(27)
@@ -429,6 +383,13 @@ def spoiled(kind, outputs, targets):
     return outputs, targets
 
 
+def with_nan(kind, outputs, targets):
+    """The model makes NaN of a single output."""
+    outputs = outputs.copy()
+    outputs.flat[0] = LARGEST
+    return outputs, targets
+
+
 CASES = {
     "plain": each(lambda kind, *arrays: arrays, EQUAL),
     "weighted": each(lambda kind, *arrays: arrays),
@@ -439,35 +400,42 @@ CASES = {
     "near 1e4": each(lambda kind, o, t: (1e4 + o, 1e4 + t) if kind in IS_NUMBER else (o, t)),
     "idle rows": each(spoiled, np.where(IDLE, 0, SOME).astype(np.float32)),
 }
-NO_WEIGHT = each(lambda kind, *arrays: arrays, np.zeros(N, np.float32))
+WITHOUT_VALUE = {
+    "no weight": each(lambda kind, *arrays: arrays, np.zeros(N, np.float32)),
+    "NaN": each(with_nan),
+}
+STATE = ff.InferenceState(np.int32(0), {}, {})
 
 
 def of_kind(place, metric):
     return metrics.on(lambda *arrays: (arrays[place], arrays[place + len(DATA)]), metric)
 
 
+def evaluator(named, n_devices):
+    def apply(variables, *outputs):
+        found = [jnp.where(x == LARGEST, jnp.nan, x) for x in outputs]
+        return tuple(found) if len(found) > 1 else found[0]
+
+    strategy = ff.DataParallel(jax.devices()[:n_devices])
+    return ff.EvalLoop(ff.EvalTask(apply, named), strategy=strategy)
+
+
 @functools.cache
-def evaluator(n_devices):
+def evaluator_of_all(n_devices):
     named = {
         f"{kind} {name}": of_kind(place, metric)
         for place, kind in enumerate(DATA)
         for name, metric in METRICS[kind].items()
     }
-
-    def apply(variables, *outputs):
-        return tuple(jnp.where(x == LARGEST, jnp.nan, x) for x in outputs)
-
-    task = ff.EvalTask(apply, named)
-    return ff.EvalLoop(task, strategy=ff.DataParallel(jax.devices()[:n_devices]))
+    return evaluator(named, n_devices)
 
 
 @functools.cache
 def measured(case, n_devices):
-    arrays, weights = {**CASES, "no weight": NO_WEIGHT}[case]
+    arrays, weights = (CASES | WITHOUT_VALUE)[case]
     outputs, targets = (tuple(arrays[kind][i] for kind in DATA) for i in (0, 1))
     data = ff.ArrayStream(outputs, targets, weights, batch_size=BATCH_SIZE)
-    state = ff.InferenceState(np.int32(0), {}, {})
-    return evaluator(n_devices).measure(state, data)
+    return evaluator_of_all(n_devices).measure(STATE, data)
 
 
 def of_sklearn(kind, outputs, targets, weights):
@@ -552,6 +520,10 @@ def numbers_of_sklearn(outputs, targets, weights):
     }
 
 
+def tolerance_of(name):
+    return {"rtol": 0, "atol": 1e-3} if name == "auc" else TOLERANCE
+
+
 def assert_metrics(kind, peer, cases=CASES, but=()):
     apart = []
     for case in cases:
@@ -561,8 +533,7 @@ def assert_metrics(kind, peer, cases=CASES, but=()):
         names = {name for name in METRICS[kind].keys() & theirs.keys() if (case, name) not in but}
         for n_devices, name in itertools.product((1, 4), names):
             value, expected = measured(case, n_devices)[f"{kind} {name}"], theirs[name]
-            tolerance = {"rtol": 0, "atol": 1e-3} if name == "auc" else TOLERANCE
-            if not np.allclose(value, expected, **tolerance, equal_nan=True):
+            if not np.allclose(value, expected, **tolerance_of(name), equal_nan=True):
                 apart.append(f"{case}, {n_devices} devices: {name} {value} for {expected}")
     assert not apart, "\n".join(apart)
 
@@ -670,6 +641,7 @@ def test_metrics_are_those_of_torchmetrics(kind, torch, torchmetrics):
     assert_metrics(kind, peer, cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_devices", [1, 4])
 def test_metrics_of_nothing_are_not_numbers(n_devices):
     values = measured("no weight", n_devices)
@@ -678,58 +650,49 @@ def test_metrics_of_nothing_are_not_numbers(n_devices):
     assert {name for name in values if np.isnan(values[name]).all()} == values.keys() - matrices
 
 
-# Types and forms of inputs. Each is a program, so they are measured without a loop, on one device.
+@pytest.mark.slow
+@pytest.mark.parametrize("n_devices", [1, 4])
+def test_metrics_of_an_output_that_is_nan_are_not_numbers(n_devices):
+    """An output of weight 0 leaves no mark: see "idle rows"."""
+    values = measured("NaN", n_devices)
+    assert {name for name, value in values.items() if not np.isnan(value).all()} == set()
+
+
+# The types of outputs and of targets, which are a program each.
 TYPES = [
-    *((kind, dtype, "int32") for kind in ("score", "classes", "labels") for dtype in HALVES),
-    *((kind, dtype, dtype) for kind in ("number",) for dtype in HALVES),
-    *(("score", "float32", dtype) for dtype in [*INTEGERS, "bool", "float32"]),
-    *(("classes", "float32", dtype) for dtype in INTEGERS),
-    *(("onehot", "float32", dtype) for dtype in ("uint8", "bool")),
-    *(("labels", "float32", dtype) for dtype in ("uint8", "bool", "float32")),
+    *((kind, half, "uint8") for kind in ("score", "two", "classes", "labels") for half in HALVES),
+    *((kind, half, "int8") for kind in ("column", "tokens") for half in HALVES),
+    *((kind, half, half) for kind in ("onehot", "number", "deep") for half in HALVES),
+    *(("score", "float32", name) for name in [*INTEGERS, "bool", "float32"]),
+    *(("classes", "float32", name) for name in INTEGERS),
+    *((kind, "float32", "bool") for kind in ("onehot", "labels")),
+    *(("number", "float32", name) for name in [*INTEGERS, "bool"]),
 ]
 
 
-def measured_alone(named, outputs, targets, weights):
-    """The values of metrics, and their sums."""
-
-    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
-    def measure(outputs, targets, weights):
-        return {
-            name: metric.measure(outputs, targets, weights=weights)
-            for name, metric in named.items()
-        }
-
-    sums = jax.device_get(measure(outputs, targets, weights))
-    return {name: metric.compute(sums[name]) for name, metric in named.items()}, sums
-
-
-def assert_close(values, expected):
-    for name in values.keys() & expected.keys():
-        tolerance = {"rtol": 0, "atol": 1e-3} if name == "auc" else TOLERANCE
-        np.testing.assert_allclose(values[name], expected[name], **tolerance, err_msg=name)
+def assert_by_loop(named, outputs, targets, expected):
+    """Metrics of a loop on one device and on four are those of a peer that knows them."""
+    data = ff.ArrayStream(outputs, targets, SOME, batch_size=BATCH_SIZE)
+    for n_devices in (1, 4):
+        values = evaluator(named, n_devices).measure(STATE, data)
+        for name in named.keys() & expected.keys():
+            np.testing.assert_allclose(
+                values[name], expected[name], **tolerance_of(name), err_msg=name
+            )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "of_outputs", "of_targets"), TYPES)
 def test_metrics_of_any_type_are_those_of_scikit_learn(kind, of_outputs, of_targets):
-    outputs, targets = DATA[kind][0].astype(of_outputs), DATA[kind][1].astype(of_targets)
-    values, _ = measured_alone(METRICS[kind], outputs, targets, SOME)
-    wide = targets.astype(float if kind == "number" else int)
-    assert_close(values, of_sklearn(kind, outputs.astype(float), wide, SOME))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["score", "classes", "labels", "number"])
-def test_metrics_of_outputs_that_are_nan_are_nan(kind):
     outputs, targets = DATA[kind]
-    spoiled = outputs.copy()
-    spoiled[3] = np.nan
-    values, _ = measured_alone(METRICS[kind], spoiled, targets, SOME)
-    assert {name for name, value in values.items() if np.isnan(value).any()} == values.keys()
-    unweighted = np.where(np.arange(N) == 3, 0, SOME).astype(np.float32)
-    values, _ = measured_alone(METRICS[kind], spoiled, targets, unweighted)
-    rest = np.arange(N) != 3
-    assert_close(values, of_sklearn(kind, outputs[rest], targets[rest], SOME[rest]))
+    targets = abs(3 * targets) if kind in IS_NUMBER else targets
+    outputs, targets = outputs.astype(of_outputs), targets.astype(of_targets)
+    wide = targets.astype(float if kind in IS_NUMBER else int)
+    scores = outputs.astype(float)
+    if kind == "tokens":  # Of scores that 16 bits make equal, the first is the highest.
+        scores -= 1e-9 * np.arange(scores.shape[-1])
+    expected = of_sklearn(kind, scores, wide, SOME)
+    assert_by_loop(METRICS[kind], outputs, targets, expected)
 
 
 def test_batches_without_examples_are_refused_where_keras_takes_them(keras):
@@ -742,308 +705,73 @@ def test_batches_without_examples_are_refused_where_keras_takes_them(keras):
     assert theirs.result() == 0
 
 
-def of_probabilities(kind):
-    """The metrics of a kind that have the switch `from_logits`."""
-    options = {"from_logits": False}
-    named = {"accuracy": metrics.accuracy(**options)}
-    if kind == "classes":
-        return named | {"confusion_matrix": metrics.confusion_matrix(5, **options)}
-    named["binary_accuracy"] = metrics.binary_accuracy(**options)
-    named |= {name: getattr(metrics, name)(**options) for name in ("precision", "recall", "f1")}
-    return named | {"confusion_matrix": metrics.confusion_matrix(2, **options)}
-
-
-@pytest.mark.parametrize("kind", ["score", "classes"])
-def test_metrics_of_probabilities_are_those_of_scikit_learn_and_keras(kind, keras):
-    logits, targets = DATA[kind]
-    shares = scipy.special.expit(logits) if kind == "score" else scipy.special.softmax(logits, -1)
-    values, _ = measured_alone(of_probabilities(kind), shares, targets, SOME)
-    assert_close(values, of_sklearn(kind, logits, targets, SOME))
-    of = keras.metrics
-    peers = {"accuracy": of.SparseCategoricalAccuracy()}
-    if kind == "score":
-        shares, targets = shares[:, None], targets[:, None]
-        peers = {"accuracy": of.BinaryAccuracy(), "precision": of.Precision()}
-        peers |= {"binary_accuracy": of.BinaryAccuracy(), "recall": of.Recall()}
-    for metric in peers.values():
-        metric.update_state(targets, shares, sample_weight=SOME)
-    assert_close(values, {name: float(metric.result()) for name, metric in peers.items()})
-
-
-# Callbacks and checkpoints, which get the same values of a metric, one at each epoch.
-SEQUENCES = {
-    "falling": [5.0, 4.0, 3.0, 2.5, 2.25, 2.0, 1.0],
-    "standing": [5.0, 4.0, 4.0, 4.0, 4.0, 3.0, 3.0, 3.0, 3.0, 3.0, 2.0],
-    "in small steps": [1.0, 0.995, 0.98, 0.978, 0.976, 0.974, 0.95, 0.949],
-    "rising": [1.0, 2.0, 3.0, 4.0, 5.0],
-    "up and down": GENERATOR.integers(0, 6, 30).astype(float).tolist(),
-}
-
-
-class Trained:
-    """What a callback of Keras, or one of ours, asks of the model or loop that it belongs to."""
-
-    def __init__(self):
-        self.optimizer = SimpleNamespace(learning_rate=0.5)
-        self.stop_training = False
-        self.saved = []
-
-    def save(self, path, **options):
-        self.saved.append(int(Path(path).stem))
-
-    @property
-    def hyperparams(self):
-        return {"learning_rate": self.optimizer.learning_rate}
-
-    def set_hyperparams(self, group, learning_rate):
-        self.optimizer.learning_rate = learning_rate
-
-
-def after_each(callback, values, read):
-    """What is read of a model after each epoch of a callback of Keras."""
-    model = Trained()
-    callback.set_model(model)
-    callback.on_train_begin()
-    for epoch, value in enumerate(values):
-        callback.on_epoch_begin(epoch)
-        callback.on_epoch_end(epoch, {"val_loss": value})
-        yield read(model)
-
-
-def checkpoints_of(values, state=None):
-    for step, value in enumerate(values, start=1):
-        yield ff.Checkpoint(step=step, state=state, metrics={"val_loss": value})
-
-
-@pytest.mark.parametrize("values", SEQUENCES.values(), ids=list(SEQUENCES))
-@pytest.mark.parametrize("mode", ["auto", "min", "max"])
-def test_early_stopping_stops_where_keras_does(values, mode, keras):
-    for patience, min_delta in itertools.product(range(4), (0.0, 0.01)):
-        options = {"mode": mode, "patience": patience, "min_delta": min_delta}
-        theirs = keras.callbacks.EarlyStopping("val_loss", **options)
-        ours = callbacks.EarlyStopping("val_loss", restore_best=False, **options)
-        expected = after_each(theirs, values, lambda model: model.stop_training)
-        for checkpoint, stops in zip(checkpoints_of(values), expected, strict=True):
-            assert ours(checkpoint).stop == stops, (options, checkpoint.step)
-            assert ours.best_value == theirs.best and ours.best_step == theirs.best_epoch + 1
-            if stops:
-                break
-
-
-def rates_of_plateau(values, **options):
-    loop, plateau = Trained(), callbacks.ReduceLROnPlateau("val_loss", factor=0.5, **options)
-    plateau.attach(loop)
-    for checkpoint in checkpoints_of(values):
-        plateau(checkpoint)
-        yield loop.optimizer.learning_rate
-
-
-OF_PLATEAUS = [
-    {"patience": patience, "min_delta": min_delta, "cooldown": cooldown, "min_lr": min_lr}
-    for patience, min_delta, cooldown, min_lr in itertools.product(
-        (1, 3), (0.0, 0.01), (0, 1, 2), (0.0, 0.2)
-    )
-]
-
-
-@pytest.mark.parametrize("values", SEQUENCES.values(), ids=list(SEQUENCES))
-@pytest.mark.parametrize("mode", ["min", "max"])
-def test_a_plateau_lowers_the_rate_where_keras_does(values, mode, keras):
-    for options in OF_PLATEAUS:
-        # The cooldown of Keras counts the epoch of the reduction itself.
-        cooldown = options["cooldown"] + 1 if options["cooldown"] else 0
-        theirs = keras.callbacks.ReduceLROnPlateau(
-            "val_loss", factor=0.5, mode=mode, **(options | {"cooldown": cooldown})
-        )
-        expected = after_each(theirs, values, lambda model: float(model.optimizer.learning_rate))
-        rates = rates_of_plateau(values, mode=mode, **options)
-        np.testing.assert_allclose(list(rates), list(expected), rtol=1e-6, err_msg=str(options))
-
-
-@pytest.mark.parametrize("values", SEQUENCES.values(), ids=list(SEQUENCES))
-@pytest.mark.parametrize("mode", ["min", "max"])
-def test_a_plateau_lowers_the_rate_where_torch_does(values, mode, torch):
-    for options in OF_PLATEAUS:
-        optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
-            optimizer,
-            mode,
-            factor=0.5,
-            patience=options["patience"] - 1,
-            threshold=options["min_delta"],
-            threshold_mode="abs",
-            cooldown=options["cooldown"],
-            min_lr=options["min_lr"],
-            eps=0,
-        )
-        expected = []
-        for value in values:
-            scheduler.step(value)
-            expected.append(optimizer.param_groups[0]["lr"])
-        rates = rates_of_plateau(values, mode=mode, **options)
-        np.testing.assert_allclose(list(rates), expected, rtol=1e-6, err_msg=str(options))
-
-
-def make_loop(optimizer, params, n_steps, **options):
-    """A loop of steps whose gradient is 1."""
-
-    def apply(variables, x, **_):
-        return x * sum(jax.tree.leaves(variables["params"])), {}
-
-    x = np.ones((1, 1), np.float32)
-    task = ff.TrainTask(
-        apply,
-        optimizer,
-        lambda outputs, targets: outputs,
-        [(x, x)] * n_steps,
-        **options.pop("task", {}),
-    )
-    init = lambda rngs, x: {"params": params}  # noqa: E731
-    return ff.TrainLoop(init, task, 0, stdout=False, devices=jax.devices()[:1], **options)
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [lambda epoch, rate: 0.1 * (epoch + 1), lambda epoch, rate: 0.5 * rate],
-    ids=["absolute", "relative"],
-)
-def test_a_scheduler_sets_the_rates_that_keras_sets(rule, keras):
-    """Keras asks with the number of the epoch, flaxfit with that of the step: here, the same."""
-    theirs = keras.callbacks.LearningRateScheduler(rule)
-    expected = list(after_each(theirs, [0.0] * 4, lambda model: model.optimizer.learning_rate))
-    optimizer = OptimizerDef(optax.sgd, learning_rate=0.5)
-    loop = make_loop(
-        optimizer, {"w": np.zeros(1)}, 4, callbacks=[callbacks.LearningRateScheduler(rule)]
-    )
-    moved = np.diff([0.0] + [float(checkpoint.state.params["w"][0]) for checkpoint in loop])
-    np.testing.assert_allclose(-moved, expected, rtol=1e-5)
-
-
-def best_of(values, mode, keras, folder):
-    """The best step of a folder of ours, and the last that Keras saves."""
-    theirs = keras.callbacks.ModelCheckpoint(
-        "{epoch}.keras", monitor="val_loss", mode=mode, save_best_only=True
-    )
-    *_, saved = after_each(theirs, values, lambda model: model.saved)
-    with CheckpointFileWriter(folder, keep=1, monitor="val_loss", mode=mode) as write:
-        for checkpoint in checkpoints_of(values, OF_NOTHING):
-            write(checkpoint)
-    return best(folder), saved[-1]
-
-
-@pytest.mark.parametrize("mode", ["min", "max"])
-def test_the_best_checkpoint_is_that_of_keras(mode, keras, tmp_path):
-    ours, theirs = best_of([3.0, 5.0, 4.0, 1.0, 2.0], mode, keras, tmp_path)
-    assert ours == theirs
-
-
-OF_NOTHING = ff.init_state(
-    lambda *_: {"params": {"w": np.zeros(1)}}, optax.sgd(1.0), 0, (np.ones(1),)
-)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_training_stops_at_the_loss_that_keras_stops_at(bad, keras):
-    theirs, model = keras.callbacks.TerminateOnNaN(raise_error=True), Trained()
-    theirs.set_model(model)
-    ours = callbacks.StopOnNaN()
-    for step, loss in enumerate([3.0, 1e30]):
-        theirs.on_train_batch_end(step, {"loss": loss})
-        ours(ff.Checkpoint(step=step, state=None, metrics={"loss": loss}))
-    with pytest.raises(RuntimeError):
-        theirs.on_train_batch_end(2, {"loss": bad})
-    with pytest.raises(FloatingPointError):
-        ours(ff.Checkpoint(step=2, state=None, metrics={"loss": bad}))
-
-
-def test_a_table_of_numbers_holds_those_of_keras(keras, tmp_path):
-    theirs = keras.callbacks.CSVLogger(tmp_path / "theirs.csv")
-    *_, _ = after_each(theirs, SEQUENCES["standing"], lambda model: None)
-    theirs.on_train_end()
-    ours = callbacks.CSVLogger(tmp_path / "ours.csv")
-    for checkpoint in checkpoints_of(SEQUENCES["standing"]):
-        ours(checkpoint)
-    ours.close()
-    texts = [(tmp_path / f"{name}.csv").read_text() for name in ("ours", "theirs")]
-    for text in texts:
-        column = [float(row["val_loss"]) for row in csv.DictReader(text.splitlines())]
-        assert column == SEQUENCES["standing"]
-
-
-def test_the_moving_average_is_that_of_keras_but_for_its_start(keras):
-    """Ours begins with the initial parameters, that of Keras with those after the first step."""
-    momentum, n_steps = 0.9, 5
-    loop = make_loop(
-        optax.sgd(0.5),
-        {"w": np.ones(1, np.float32)},
-        n_steps,
-        task={"ema": momentum},
-        callbacks=[callbacks.SwapEMA()],
-    )
-    list(loop)
-    optimizer = keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=momentum)
-    variable = keras.Variable(np.ones(1, np.float32))
-    for _ in range(n_steps):
-        optimizer.apply([np.ones(1, np.float32)], [variable])
-    optimizer.finalize_variable_values([variable])
-    expected = float(variable.value[0]) + momentum**n_steps * 0.5
-    np.testing.assert_allclose(loop.state.params["w"], expected, rtol=1e-5)
-
-
-# Schedules, as the rates that a loop reports and takes.
-SCHEDULES = {
-    "exponential": optax.exponential_decay(0.1, 3, 0.5),
-    "staircase": optax.exponential_decay(0.1, 3, 0.5, staircase=True),
-    "polynomial": optax.polynomial_schedule(0.1, 0.01, 2.0, 6),
-    "linear": optax.linear_schedule(0.1, 0.01, 6),
-    "cosine": optax.cosine_decay_schedule(0.1, 8, alpha=0.1),
-    "warm-up": optax.warmup_cosine_decay_schedule(0.0, 0.1, 3, 10, end_value=0.01),
-}
-
-
-def schedules_of_keras(keras):
-    of = keras.optimizers.schedules
-    return {
-        "exponential": of.ExponentialDecay(0.1, 3, 0.5),
-        "staircase": of.ExponentialDecay(0.1, 3, 0.5, staircase=True),
-        "polynomial": of.PolynomialDecay(0.1, 6, 0.01, power=2.0),
-        "linear": of.PolynomialDecay(0.1, 6, 0.01),
-        "cosine": of.CosineDecay(0.1, 8, alpha=0.1),
-        "warm-up": of.CosineDecay(0.0, 7, alpha=0.1, warmup_target=0.1, warmup_steps=3),
+# The switch `from_logits=False`, for the metrics that have it.
+PROBABLE = {"from_logits": False}
+OF_PROBABILITIES = {
+    "score": {
+        name: getattr(metrics, name)(**PROBABLE)
+        for name in ("accuracy", "binary_accuracy", "precision", "recall", "f1")
     }
+    | {"confusion_matrix": metrics.confusion_matrix(2, **PROBABLE)},
+    "two": rates("recall_macro", **PROBABLE),
+    "classes": {
+        "accuracy": metrics.accuracy(**PROBABLE),
+        "perplexity": metrics.perplexity(**PROBABLE),
+        "confusion_matrix": metrics.confusion_matrix(5, **PROBABLE),
+    }
+    | rates("precision_macro", "recall_weighted", "f1_micro", **PROBABLE),
+    "labels": {"binary_accuracy": metrics.binary_accuracy(**PROBABLE)}
+    | rates("precision_samples", "recall_classes", "f1_weighted", multilabel=True, **PROBABLE),
+}
 
 
-@functools.cache
-def rates_of_schedules(n_steps=12):
-    """The rates that a loop reports, and those that its parameters move by."""
-    optimizer = MultiOptimizer(
-        *((name, OptimizerDef(optax.sgd, learning_rate=rate)) for name, rate in SCHEDULES.items())
-    )
-    loop = make_loop(optimizer, {name: np.zeros(1, np.float32) for name in SCHEDULES}, n_steps)
-    reported, params = {name: [] for name in SCHEDULES}, {name: [0.0] for name in SCHEDULES}
-    for checkpoint in loop:
-        for name in SCHEDULES:
-            reported[name].append(checkpoint.metrics[f"learning_rate/{name}"])
-            params[name].append(float(checkpoint.state.params[name][0]))
-    return {name: (reported[name], -np.diff(params[name])) for name in SCHEDULES}
+def probabilities(kind):
+    logits = DATA[kind][0]
+    if kind in ("score", "labels"):
+        return scipy.special.expit(logits)
+    return scipy.special.softmax(logits, -1)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_gives_the_rates_of_keras(name, keras):
-    reported, moved = rates_of_schedules()[name]
-    expected = [float(schedules_of_keras(keras)[name](step)) for step in range(len(reported))]
-    np.testing.assert_allclose(reported, expected, **TOLERANCE)
-    np.testing.assert_allclose(moved, expected, **TOLERANCE)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OF_PROBABILITIES)
+def test_metrics_of_probabilities_are_those_of_scikit_learn(kind):
+    logits, targets = DATA[kind]
+    expected = of_sklearn(kind, logits, targets, SOME)
+    assert_by_loop(OF_PROBABILITIES[kind], probabilities(kind), targets, expected)
 
 
-def test_differences_are_in_the_page_on_keras():
-    page = Path(__file__).parents[1] / "docs" / "migrating-from-keras.md"
-    rows = [" | ".join((what, *both)) for what, both in DIFFERENCES.items()]
-    text = page.read_text(encoding="utf-8")
-    assert [row for row in rows if f"| {row} |" not in text] == []
+def of_keras_by_probability(keras, kind):
+    of = keras.metrics
+    match kind:
+        case "score" | "labels":
+            yield "binary_accuracy", of.BinaryAccuracy()
+            if kind == "score":
+                yield "precision", of.Precision()
+                yield "recall", of.Recall()
+        case "classes":
+            yield "accuracy", of.SparseCategoricalAccuracy()
+            yield "perplexity", of.SparseCategoricalCrossentropy()
 
 
-def test_keras_differs_where_the_page_says_so(keras, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["score", "classes", "labels"])
+def test_metrics_of_probabilities_are_those_of_keras(kind, keras):
+    outputs, targets = probabilities(kind), DATA[kind][1]
+    given = (targets[:, None], outputs[:, None]) if kind == "score" else (targets, outputs)
+    expected = {}
+    for name, metric in of_keras_by_probability(keras, kind):
+        metric.update_state(*given, sample_weight=SOME)
+        value = float(metric.result())
+        expected[name] = np.exp(value) if name == "perplexity" else value
+    assert expected.keys() <= OF_PROBABILITIES[kind].keys()
+    assert_by_loop(OF_PROBABILITIES[kind], outputs, targets, expected)
+
+
+def test_differences_are_in_the_page_on_keras(assert_on_page_on_keras):
+    assert_on_page_on_keras(DIFFERENCES)
+
+
+def test_keras_differs_where_the_page_says_so(keras):
     far, certain = jnp.array([[30.0, 0.0]]), jnp.array([[0.0, 1.0]])
     clipped = of_keras(keras)["kl_divergence"](far, certain)
     np.testing.assert_allclose(clipped, -np.log(1e-7), rtol=1e-5)
@@ -1052,11 +780,6 @@ def test_keras_differs_where_the_page_says_so(keras, tmp_path):
     assert slope(jnp.zeros((1, 1))) == -1
     of_angle = jax.grad(lambda outputs: of_keras(keras)["cosine_distance"](outputs, certain).sum())
     assert np.isnan(of_angle(jnp.zeros((1, 2)))).any()  # Ours: see `assert_losses`.
-    stopping = keras.callbacks.EarlyStopping("val_loss", patience=2)
-    assert not any(after_each(stopping, [3.0, np.nan, 2.0], lambda model: model.stop_training))
-    ours = callbacks.EarlyStopping("val_loss", patience=2, restore_best=False)
-    stops = [ours(checkpoint).stop for checkpoint in checkpoints_of([3.0, np.nan])]
-    assert stops == [False, True]
     right = keras.metrics.SparseCategoricalAccuracy()
     right.update_state(np.zeros(2), np.array([[np.nan, 0.0], [1.0, 0.0]]))
     assert right.result() == 1  # Ours: see above.
@@ -1066,7 +789,6 @@ def test_keras_differs_where_the_page_says_so(keras, tmp_path):
     top_1 = keras.metrics.SparseTopKCategoricalAccuracy(k=1)
     top_1.update_state(np.ones(1), np.zeros((1, 2)))
     assert top_1.result() == 1
-    assert best_of([2.0, 1.0, 1.0], "min", keras, tmp_path) == (3, 2)
 
 
 def test_nothing_lacks_a_peer_without_a_reason():
@@ -1075,12 +797,3 @@ def test_nothing_lacks_a_peer_without_a_reason():
     assert set(metrics.__all__) - compared <= WITHOUT_PEER.keys()
     known = {"Loss", "check_loss_shape", "check_values", "resolve", *TARGETS}
     assert {name for name in vars(losses) if not name.startswith("_")} == known
-    public = {name for name in vars(callbacks) if name[0] != "_"}
-    assert public - WITHOUT_PEER.keys() == {
-        "CSVLogger",
-        "EarlyStopping",
-        "LearningRateScheduler",
-        "ReduceLROnPlateau",
-        "StopOnNaN",
-        "SwapEMA",
-    }
