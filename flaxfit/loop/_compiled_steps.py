@@ -1,4 +1,4 @@
-"""Programs: the compiled updates of a run, by what they were compiled for."""
+"""CompiledSteps: the compiled updates of a run, by the signatures of their batches."""
 
 import time
 from collections.abc import Callable, Hashable
@@ -6,27 +6,27 @@ from typing import Any
 
 import jax
 
-from flaxfit.loop._consistency import Agreement
+from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._padding import Portion
 from flaxfit.step._error_messages import calls_explained
 
 
-class Programs:
-    """Compiles updates, keeps them by their keys, tells the user so, and knows how long it took.
+class CompiledSteps:
+    """Compiles updates, keeps them by key, and reports what it compiled and how long that took.
 
     Args:
-      agreement: of the processes.
-      say: is told what was compiled.
+      consistency: of the processes of the run.
+      say: prints a notice for the user.
     """
 
-    def __init__(self, agreement: Agreement, say: Callable[[str], None]):
+    def __init__(self, consistency: Consistency, say: Callable[[str], None]):
         self.compiled: dict[Hashable, Callable[..., Any]] = {}
         self.seconds = 0.0
-        """What compiling took."""
+        """How long compilation took."""
         self.is_compiling = False
-        self._agreement, self._say = agreement, say
+        self._consistency, self._say = consistency, say
         self._first: Any = None
-        """Shapes and dtypes that the first of all was compiled for."""
+        """Shapes and dtypes of the first batch that was compiled for."""
 
     def forget(self) -> None:
         """Forgets the compiled programs."""
@@ -40,19 +40,19 @@ class Programs:
         *,
         step: int,
     ) -> Callable[..., Any]:
-        """Compiles an update, and notes it by its key.
+        """Compiles an update, and keeps it by its key.
 
         Args:
-          key: what it is looked up by.
+          key: the signature of its batches.
           build: compiles it.
-          portion: a batch that it is to step.
+          portion: the first batch that it gets.
           step: the number of that step.
         """
         self._say("compiling…")
         began, self.is_compiling = time.perf_counter(), True
         try:
             batch = portion.batch
-            self._agreement.program(step, batch, is_weighted=portion.is_weighted)
+            self._consistency.program(step, batch, is_weighted=portion.is_weighted)
             with calls_explained(batch.inputs, batch.targets):
                 update = build()
         finally:
@@ -64,7 +64,7 @@ class Programs:
         return update
 
     def _announce(self, portion: Portion, seconds: float) -> None:
-        """Says what was compiled, and what has changed where it was compiled before."""
+        """Reports what was compiled, and what has changed since an earlier compilation."""
         leaves = jax.tree.leaves(portion.batch[:2])
         shapes = [leaf.shape for leaf in leaves]
         if portion.data:  # The batch is gathered from it.

@@ -1,4 +1,4 @@
-"""Agreement: the processes of a run do the same, or all of them fail and say what differs."""
+"""Consistency: the processes of a run do the same, or all of them fail and say what differs."""
 
 import zlib
 from collections.abc import Hashable, Iterable
@@ -17,14 +17,14 @@ from flaxfit.tree._paths import flat
 _SLOW_SECONDS = 600.0
 
 
-class Agreement:
+class Consistency:
     """What the processes tell each other before they would wait for each other on the devices.
 
     There they would wait without an end, or add up what does not belong together. Nothing is told
     in a step whose program is known. A process alone agrees with itself.
 
     >>> from flaxfit import DataParallel
-    >>> Agreement(DataParallel()).checkpoint(1)
+    >>> Consistency(DataParallel()).checkpoint(1)
     """
 
     def __init__(self, strategy: Strategy):

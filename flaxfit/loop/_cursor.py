@@ -1,4 +1,4 @@
-"""Source: the batches of a stream, of which some may be fetched before they are stepped."""
+"""Cursor: a position in a stream, behind the last batch that was trained on."""
 
 from typing import Any
 
@@ -6,53 +6,52 @@ from flaxfit.data import as_stream
 from flaxfit.loop._local_rows import knows_rows
 
 
-class Source:
-    """Fetches batches, and tells the position in the data behind the last one that was stepped.
+class Cursor:
+    """Fetches batches, and knows the position behind the last one that was trained on.
 
-    A batch that was fetched stays until it is known to be stepped: what fails in between loses
-    none.
+    A fetched batch stays until `stepped` commits it, so a failure in between loses none.
 
     >>> import numpy as np
-    >>> source = Source(np.arange(4))
-    >>> source.peek()[0].shape, source.is_between_batches
+    >>> cursor = Cursor(np.arange(4))
+    >>> cursor.peek()[0].shape, cursor.is_between_batches
     ((4,), False)
-    >>> source.stepped(1)
-    >>> source.is_between_batches
+    >>> cursor.stepped(1)
+    >>> cursor.is_between_batches
     True
 
     Args:
-      data: whatever `as_stream` takes; None: there is none.
+      data: whatever `as_stream` takes, or None for no data.
     """
 
     def __init__(self, data: Any):
         self.has_data = data is not None
         self.stream: Any = as_stream(data) if self.has_data else iter(())
         self.gathers: bool = getattr(self.stream, "resident", False)
-        """Whether the data is to lie on the devices, and batches are gathered there."""
+        """Whether the data is resident: placed on the devices, which gather batches there."""
         self.takes_rows = self.gathers or knows_rows(self.stream)
-        """Whether what is fetched are the numbers of rows, and no examples."""
+        """Whether fetched items are indices of rows, not examples."""
         self.ended = False
         """Whether there are no more batches."""
         self.is_resumed = False
-        """Whether it has moved to where a checkpoint was made."""
+        """Whether it was moved to the position of a checkpoint."""
         self.fetched: list[tuple[Any, Any]] = []
-        """Batches that were not stepped yet, each with the position behind it."""
+        """Items that were not trained on yet, each with the position behind it."""
         self._position: Any = None
         self._has_run_out = False
-        """Whether the stream has stopped: one that stops after each pass would begin the next."""
+        """Whether the stream has stopped; one that stops after each pass would start another."""
 
     def move_to(self, position: Any) -> None:
-        """Goes on where a checkpoint was made, if that tells and the stream can."""
+        """Moves to the position of a checkpoint, if it has one and the stream can."""
         if position is not None and hasattr(self.stream, "set_state"):
             self.stream.set_state(position)
             self.fetched.clear()
             self.ended, self.is_resumed, self._has_run_out = False, True, False
 
     def fetch_one(self, *, is_ahead: bool = False) -> Any:
-        """Fetches the batch behind those that are fetched.
+        """Fetches the item behind those that were fetched.
 
         Args:
-          is_ahead: whether it may not be stepped at once: the position is asked for only then.
+          is_ahead: whether it may not be trained on at once; only then its position is read.
 
         Raises:
           StopIteration: there is none.
@@ -68,7 +67,7 @@ class Source:
         return item
 
     def fetch(self, n: int, *, is_ahead: bool = False) -> list[Any]:
-        """The next `n` batches to be stepped, fewer at the end of the data.
+        """The next `n` items, fewer at the end of the data.
 
         Raises:
           ValueError: there never was any data.
@@ -91,29 +90,29 @@ class Source:
         return [item for item, _ in self.fetched[:n]]
 
     def peek(self) -> list[Any]:
-        """The next batch, which stays to be stepped; empty at the end of the data."""
+        """The next item, which stays to be trained on; none at the end of the data."""
         if not self.fetched:
             self._position = self.stream_position()
         return self.fetch(1, is_ahead=True)
 
     def stepped(self, n: int) -> None:
-        """Lets go of the first `n` that were fetched; 0: of others, which came from the stream."""
-        self._position = self.fetched[n - 1][1] if n else None
+        """Commits the first `n` fetched items: they were trained on."""
+        self._position = self.fetched[n - 1][1]
         del self.fetched[:n]
 
     @property
     def is_between_batches(self) -> bool:
-        """Whether the stream stands right behind the last batch that was stepped."""
+        """Whether no fetched item waits to be trained on."""
         return not self.fetched
 
     def position(self) -> Any:
-        """The position behind the last batch that was stepped; None if none is told."""
+        """The position behind the last item that was trained on; None if it is unknown."""
         return self._position if self.fetched else self.stream_position()
 
     def stream_position(self) -> Any:
-        """The position behind the last batch that was fetched; None if none is told."""
+        """The position behind the last item that was fetched; None if it is unknown."""
         return self.stream.get_state() if hasattr(self.stream, "get_state") else None
 
     def examples(self, item: Any) -> Any:
-        """The batch of what was fetched, where that are rows."""
+        """The batch of a fetched item."""
         return self.stream.pick(item) if self.takes_rows else item

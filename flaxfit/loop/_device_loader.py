@@ -1,4 +1,4 @@
-"""Intake: brings the batches of a source into the form that the compiled update takes."""
+"""DeviceLoader: the batches of a stream in the form that compiled steps take, on the devices."""
 
 import sys
 import time
@@ -12,16 +12,15 @@ import numpy as np
 from flaxfit.data import ArrayStream
 from flaxfit.data._batch import Batch, is_weighted, n_examples, normalize
 from flaxfit.data._sample_weights import weights_by_output
-from flaxfit.loop._consistency import Agreement
-from flaxfit.loop._cursor import Source
-from flaxfit.loop._local_rows import check_divided, knows_rows, own_examples, own_rows
-from flaxfit.loop._padding import Feed, Portion, holds_the_same, key_of, stack_batches
+from flaxfit.loop._consistency import Consistency
+from flaxfit.loop._cursor import Cursor
+from flaxfit.loop._local_rows import check_divided, knows_rows, local_examples, local_rows
+from flaxfit.loop._padding import Padder, Portion, holds_the_same, key_of, stack_batches
 from flaxfit.step._validate import shapes_of
 from flaxfit.strategies import Strategy
 
 Inspect = Callable[[Batch, Batch | None], str]
-"""Is told the first batch, and all data where that is at hand; returns why rows of weight 0 would
-do harm, "" where they are harmless."""
+"""Validates the first batch, given all data if at hand; returns why padding is unsafe, or ""."""
 
 
 class Loaded(NamedTuple):
@@ -47,54 +46,54 @@ class _Known(NamedTuple):
     n_examples: int
 
 
-class Intake:
-    """Makes portions of what a source gives, and of batches that are given in its place.
+class DeviceLoader:
+    """Pads, stacks and splits the batches of a stream, and batches that are given instead.
 
-    The first batch is looked at: what is found decides how all are padded or split. Data that is to
-    lie on the devices is placed there then.
+    The first batch is inspected, which decides how all are padded or split. Resident data is placed
+    on the devices then.
 
     Args:
-      strategy: the devices to split them over.
-      agreement: of the processes.
-      say: is told what a user should know.
-      parts: in how many parts a device works its share of a batch off.
-      is_mixed: whether batches may differ in their structure.
+      strategy: the devices to split batches over.
+      consistency: of the processes of the run.
+      say: prints a notice for the user.
+      parts: the number of microbatches on each device.
+      is_mixed: whether batches may differ in structure.
     """
 
     def __init__(
         self,
         strategy: Strategy,
-        agreement: Agreement,
+        consistency: Consistency,
         say: Callable[[str], None],
         *,
         parts: int,
         is_mixed: bool,
     ):
         self.shapes: Batch | None = None
-        """Of the latest first batch; None before there is one."""
+        """Shapes and dtypes of the latest first batch; None before there is one."""
         self.seconds = 0.0
-        """What looking at first batches took."""
-        self.is_looking = False
-        """Whether it is at that, which may take long."""
-        self._strategy, self._agreement, self._say = strategy, agreement, say
+        """How long inspections of first batches took."""
+        self.is_inspecting = False
+        """Whether an inspection is under way, which may take long."""
+        self._strategy, self._consistency, self._say = strategy, consistency, say
         self._parts, self._is_mixed = parts, is_mixed
 
-    def take_from(self, source: Source) -> None:
-        """Goes on with another source."""
-        if source.has_data:
-            check_divided(source.stream, self._strategy)
-        self.source = source
+    def take_from(self, cursor: Cursor) -> None:
+        """Goes on with another cursor."""
+        if cursor.has_data:
+            check_divided(cursor.stream, self._strategy)
+        self.cursor = cursor
         self.batch_size = 0
         """Examples in a regular batch, once that is known."""
         self.resident: Batch | None = None
         """The data, where it lies on the devices: the update gathers its batches there."""
         self._resident_shapes = ""
-        self._feed: Feed | None = None
+        self._feed: Padder | None = None
         self._known: dict[Hashable, _Known] = {}
 
     @property
-    def has_looked(self) -> bool:
-        """Whether the first batch was looked at."""
+    def has_inspected(self) -> bool:
+        """Whether the first batch was inspected."""
         return self._feed is not None
 
     def forget(self) -> None:
@@ -102,15 +101,15 @@ class Intake:
         self._feed, self._known = None, {}
 
     def first_batch(self) -> Any:
-        """The batch to be trained on next, which stays.
+        """The next batch, which stays to be trained on.
 
         Raises:
           ValueError: there is none.
         """
-        fetched = self.source.peek()
+        fetched = self.cursor.peek()
         if not fetched:
             raise ValueError("The data holds no batches: there is nothing to train on.")
-        return self.source.examples(fetched[0])
+        return self.cursor.examples(fetched[0])
 
     # The callback is not kept: it would keep its owner, and with it a state, from being freed.
 
@@ -124,12 +123,12 @@ class Intake:
             arrays = [split(leaf, n_stacked) for leaf in leaves]
             batch = known.structure.unflatten(arrays + known.weights)
             return Loaded(known.portion, batch, n, known.n_examples)
-        has_looked = self.has_looked
+        has_inspected = self.has_inspected
         portions = [self.portion(each, inspect) for each in items]
         if any(each.signature != portions[0].signature for each in portions):
             return _loaded(portions[:1])
         loaded = _loaded(portions)
-        if has_looked and key is not None and _takes_arrays(item, portions[0]):
+        if has_inspected and key is not None and _takes_arrays(item, portions[0]):
             # The weights of 1 are the same in each step: they go to the devices once.
             weights = [] if loaded.batch.weights is None else [_weights_of(portions)]
             structure = jax.tree.structure(loaded.batch)
@@ -139,8 +138,8 @@ class Intake:
     def load_given(self, batch: Any, inspect: Inspect) -> Loaded:
         """A batch that is not the source's, on the devices."""
         if self._feed is None:
-            fetched = self.source.peek() if self.source.has_data else []
-            self._look_at(self.source.examples(fetched[0]) if fetched else batch, inspect)
+            fetched = self.cursor.peek() if self.cursor.has_data else []
+            self._inspect_first(self.cursor.examples(fetched[0]) if fetched else batch, inspect)
         batch = normalize(batch)
         if _has_weights_by_output(batch) != _has_weights_by_output(self.shapes):
             raise ValueError(
@@ -156,14 +155,14 @@ class Intake:
         """
         if self._feed is None:
             self.first_batch()
-            self.portion(self.source.peek()[0], inspect)
+            self.portion(self.cursor.peek()[0], inspect)
         size = n or self.batch_size
         size += -size % self._parts
         return jax.tree.map(lambda x: np.zeros((size, *x.shape[1:]), x.dtype), self.shapes)
 
     def as_regular(self, batch: Batch) -> Portion:
         """A batch, ready for the update, as if all were of its size."""
-        feed = Feed(
+        feed = Padder(
             self._strategy,
             pad=self._feed is not None and self._feed.pad,
             why_not="the task or its loss does not allow it",
@@ -174,40 +173,40 @@ class Intake:
 
     def portion(self, item: Any, inspect: Inspect) -> Portion:
         """The batch of a fetched item, of a size that can be split."""
-        feed = self._feed or self._look_at(self.source.examples(item), inspect)
-        if not self.source.takes_rows:
+        feed = self._feed or self._inspect_first(self.cursor.examples(item), inspect)
+        if not self.cursor.takes_rows:
             return feed(item)
         portion = feed(Batch((item,)))
         if self.resident is not None and portion.strategy is self._strategy:
-            portion = own_rows(portion._replace(is_weighted=is_weighted(self.resident)))
+            portion = local_rows(portion._replace(is_weighted=is_weighted(self.resident)))
             signature = (portion.signature, self._resident_shapes)
             return portion._replace(signature=signature, data=(self.resident,))
-        if knows_rows(self.source.stream):
-            return own_examples(portion, self.source.stream.pick)
+        if knows_rows(self.cursor.stream):
+            return local_examples(portion, self.cursor.stream.pick)
         # On fewer devices than hold the data.
-        return self._remainder_feed(self.source.examples(item))
+        return self._remainder_feed(self.cursor.examples(item))
 
-    def _look_at(self, item: Any, inspect: Inspect) -> Feed:
-        """Looks at the first batch."""
-        began, self.is_looking = time.perf_counter(), True
+    def _inspect_first(self, item: Any, inspect: Inspect) -> Padder:
+        """Inspects the first batch, timed."""
+        began, self.is_inspecting = time.perf_counter(), True
         try:
             self._feed = feed = self._feed_for(item, inspect)
         finally:
-            self.is_looking = False
+            self.is_inspecting = False
         self.seconds += time.perf_counter() - began
         return feed
 
-    def _feed_for(self, item: Any, inspect: Inspect) -> Feed:
-        """What brings batches like this first one into form."""
+    def _feed_for(self, item: Any, inspect: Inspect) -> Padder:
+        """The padder for batches like this first one."""
         batch = normalize(item)
         self.shapes = shapes_of(batch)
-        source, stream = self.source, self.source.stream
-        is_own = self._strategy.n_processes > 1 and not source.takes_rows
+        cursor, stream = self.cursor, self.cursor.stream
+        is_own = self._strategy.n_processes > 1 and not cursor.takes_rows
         if not is_own:
-            self._agreement.data(source.stream_position())
+            self._consistency.data(cursor.stream_position())
         whole = stream.whole() if hasattr(stream, "whole") else None
         data = None if whole is None else normalize(whole)
-        self._place(data if source.gathers else None)
+        self._place(data if cursor.gathers else None)
         why_not = inspect(batch, data)
         # A first batch that is smaller than those of the stream is a remainder already.
         size = n_examples(batch)
@@ -219,9 +218,9 @@ class Intake:
             "parts": self._parts,
             "is_mixed": self._is_mixed,
         }
-        self._remainder_feed = Feed(self._strategy, pad=False, size=n, **options)
+        self._remainder_feed = Padder(self._strategy, pad=False, size=n, **options)
         # Given batches may have any size: they are padded no further than to divide, or narrowed.
-        self._given_feed = Feed(
+        self._given_feed = Padder(
             self._strategy,
             pad=not why_not,
             size=sys.maxsize if why_not else 1,
@@ -232,7 +231,7 @@ class Intake:
         # the user's own may make of the arrays what it likes.
         is_plain = type(stream) is ArrayStream
         is_even = is_plain and stream.is_even and n == stream.batch_size
-        return Feed(
+        return Padder(
             self._strategy,
             pad=not why_not,
             size=n,

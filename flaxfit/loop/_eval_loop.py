@@ -12,9 +12,9 @@ import numpy as np
 from flaxfit.data import as_stream, one_pass
 from flaxfit.data._batch import Batch, normalize
 from flaxfit.data._stream import pass_length
-from flaxfit.loop._consistency import Agreement
-from flaxfit.loop._local_rows import OwnBatches
-from flaxfit.loop._padding import Feed
+from flaxfit.loop._consistency import Consistency
+from flaxfit.loop._local_rows import LocalBatches
+from flaxfit.loop._padding import Padder
 from flaxfit.metrics._monitor import modes_of
 from flaxfit.optim import averaged
 from flaxfit.state._checkpoint import Checkpoint
@@ -112,7 +112,7 @@ class EvalLoop:
           ValueError: the data holds no batches.
         """
         data = self._given(data)
-        strategy, agreement = self.strategy, Agreement(self.strategy)
+        strategy, consistency = self.strategy, Consistency(self.strategy)
         batches = self._pass(data)
         state = strategy.share(self._measured(state))
         shapes = structure_of(state)
@@ -131,14 +131,14 @@ class EvalLoop:
             key = (portion.signature, shapes)
             update = self._executables.get(key)
             if update is None:
-                agreement.program(n_batches, portion.batch)
+                consistency.program(n_batches, portion.batch)
                 with calls_explained(portion.batch.inputs, portion.batch.targets):
                     update = self._executables[key] = self._compile(strategy, arguments)
             totals = update(*arguments)
             in_flight.append(totals)
             if len(in_flight) > 2:
                 jax.block_until_ready(in_flight.popleft())
-        agreement.end("evaluation", n_batches, in_flight)
+        consistency.end("evaluation", n_batches, in_flight)
         if totals is None:
             raise ValueError("There is nothing to evaluate: the data holds no batches.")
         where = " in the data that was measured"
@@ -174,12 +174,12 @@ class EvalLoop:
             )
         return self._data if data is None else data
 
-    def _pass(self, data: Any) -> OwnBatches:
+    def _pass(self, data: Any) -> LocalBatches:
         """The batches of one pass over the data."""
         stream = one_pass(data)
         if self.n_steps is None:
             pass_length(stream, "Give EvalLoop(n_steps=...), or data that ends.")
-        return OwnBatches(stream, self.strategy)
+        return LocalBatches(stream, self.strategy)
 
     def _measured(self, state: Any) -> Any:
         """The part of a state that is measured."""
@@ -187,8 +187,8 @@ class EvalLoop:
         return evaluated(state, self.task.rngs, f"EvalTask(rngs={self.task.rngs})")
 
     def _look_at(
-        self, batch: Batch, state: Any, batches: OwnBatches, data: Any
-    ) -> tuple[Feed, Any]:
+        self, batch: Batch, state: Any, batches: LocalBatches, data: Any
+    ) -> tuple[Padder, Any]:
         """Checks the first batch; whether batches can be padded, and the sums that they give."""
         bind = self.strategy.bind
         is_known, self._checked = data is self._checked, data
@@ -197,7 +197,7 @@ class EvalLoop:
         result = inspect_eval(self.task, state, batch, whole, bind, self._traced)
         why_not = "the loss returns a scalar, not one value per example"
         is_scalar = result.values is not None and result.values.ndim == 0
-        feed = Feed(
+        feed = Padder(
             self.strategy,
             pad=self.task.pad and not is_scalar,
             why_not=why_not if is_scalar else "the task has pad=False",

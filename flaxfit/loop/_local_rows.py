@@ -9,7 +9,7 @@ import numpy as np
 from flaxfit.data._batch import Batch, is_weighted, n_examples, normalize
 from flaxfit.data._stream import is_shared
 from flaxfit.distributed._processes import process_count
-from flaxfit.loop._padding import Feed, Portion, signature_of
+from flaxfit.loop._padding import Padder, Portion, signature_of
 from flaxfit.strategies import Strategy
 
 
@@ -43,7 +43,7 @@ def check_divided(stream: Any, strategy: Strategy) -> None:
         )
 
 
-def own_rows(portion: Portion) -> Portion:
+def local_rows(portion: Portion) -> Portion:
     """The rows of a padded portion that go to the devices of this process."""
     if portion.strategy.n_processes == 1:
         return portion
@@ -53,9 +53,9 @@ def own_rows(portion: Portion) -> Portion:
     return portion._replace(batch=batch, signature=signature)
 
 
-def own_examples(portion: Portion, pick: Callable[[Any], Any]) -> Portion:
+def local_examples(portion: Portion, pick: Callable[[Any], Any]) -> Portion:
     """The examples of this process, from a portion that holds the row numbers of all."""
-    own = own_rows(portion)
+    own = local_rows(portion)
     (rows,) = own.batch.inputs
     batch = normalize(pick(rows))
     has_weights = is_weighted(batch)
@@ -67,11 +67,11 @@ def own_examples(portion: Portion, pick: Callable[[Any], Any]) -> Portion:
     return own._replace(batch=batch, is_weighted=has_weights, signature=signature)
 
 
-class OwnBatches:
+class LocalBatches:
     """The share of this process in each batch of one pass over a stream.
 
     >>> from flaxfit import ArrayStream, DataParallel
-    >>> batches = OwnBatches(ArrayStream(np.zeros(8), batch_size=4, epochs=1), DataParallel())
+    >>> batches = LocalBatches(ArrayStream(np.zeros(8), batch_size=4, epochs=1), DataParallel())
     >>> [batches.examples(item).inputs[0].shape for item in batches]
     [(4,), (4,)]
     """
@@ -105,11 +105,11 @@ class OwnBatches:
         """All examples as one batch; None if the stream cannot give them."""
         return self._stream.whole() if hasattr(self._stream, "whole") else None
 
-    def portion(self, feed: Feed, item: Any) -> Portion:
+    def portion(self, feed: Padder, item: Any) -> Portion:
         """The batch of this process, ready for a compiled step."""
         if not self._takes_rows:
             return feed(item)
-        return own_examples(feed(Batch((item,))), self._stream.pick)
+        return local_examples(feed(Batch((item,))), self._stream.pick)
 
     def without_padding(self, outputs: Any, n: int) -> Any:
         """The joined outputs without padding: `n` rows, or `n` of each process if `is_own`."""

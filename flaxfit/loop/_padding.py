@@ -1,4 +1,4 @@
-"""Feed: brings the batches of a stream into the few shapes that a step is compiled for."""
+"""Padder: brings the batches of a stream into the few shapes that a step is compiled for."""
 
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ class _Known(NamedTuple):
     """That of the first of them."""
 
 
-class Feed:
+class Padder:
     """Pads batches, or finds the devices that they divide over.
 
     The size of the first batch is the regular one. Where rows of weight 0 are harmless (`pad`),

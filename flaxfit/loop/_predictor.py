@@ -11,8 +11,8 @@ import numpy as np
 from flaxfit.data import one_pass
 from flaxfit.data._batch import n_examples
 from flaxfit.data._stream import pass_length
-from flaxfit.loop._local_rows import OwnBatches
-from flaxfit.loop._padding import Feed
+from flaxfit.loop._local_rows import LocalBatches
+from flaxfit.loop._padding import Padder
 from flaxfit.step._error_messages import calls_explained
 from flaxfit.step._train_step import evaluated, make_predict_step
 from flaxfit.step._validate import check_rows, streams_explained, structure_of, trace
@@ -54,8 +54,8 @@ class Predictor:
         """
         stream = one_pass(data)
         pass_length(stream, "Give data that ends.")
-        batches = OwnBatches(stream, strategy)
-        feed = Feed(strategy, pad=True, size=batches.batch_size, is_own=batches.is_own)
+        batches = LocalBatches(stream, strategy)
+        feed = Padder(strategy, pad=True, size=batches.batch_size, is_own=batches.is_own)
         state = strategy.share(evaluated(state, self._rngs, f"Predictor(rngs={self._rngs})"))
         shapes = structure_of(state)
         outputs: list[Any] = []

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 
 from flaxfit.data._batch import Batch
-from flaxfit.loop._compiled_steps import Programs
-from flaxfit.loop._consistency import Agreement
-from flaxfit.loop._cursor import Source
+from flaxfit.loop._compiled_steps import CompiledSteps
+from flaxfit.loop._consistency import Consistency
+from flaxfit.loop._cursor import Cursor
 from flaxfit.loop._default_strategy import check_strategy
-from flaxfit.loop._device_loader import Intake, Loaded
+from flaxfit.loop._device_loader import DeviceLoader, Loaded
 from flaxfit.loop._inspection import Inspection
 from flaxfit.loop._interrupts import Interrupts
 from flaxfit.loop._padding import Portion
@@ -65,13 +65,13 @@ class Stepper:
         self.step = 0
         """The number of completed updates; on the host, as reading the device's would wait."""
         self.interrupts = Interrupts()
-        self.agreement = Agreement(strategy)
+        self.consistency = Consistency(strategy)
         is_mixed = task.step is not None  # A step of the user's own checks batches by itself.
-        self.intake = Intake(
-            strategy, self.agreement, say, parts=task.accumulate, is_mixed=is_mixed
+        self.loader = DeviceLoader(
+            strategy, self.consistency, say, parts=task.accumulate, is_mixed=is_mixed
         )
         is_eager = runs_eagerly(strategy)
-        self.programs = Programs(self.agreement, (lambda text: None) if is_eager else say)
+        self.programs = CompiledSteps(self.consistency, (lambda text: None) if is_eager else say)
         self.inspection = Inspection(task, strategy, say)
         self.tally = Tally(strategy.share)
         self.norms: tuple[str, ...] = ()
@@ -89,9 +89,9 @@ class Stepper:
     def set_data(self, data: Any) -> None:
         """Continues with other data."""
         self._n_set += 1
-        self.source = Source(data)
-        self.intake.take_from(self.source)
-        is_resident = self.source.gathers and len(self.strategy.devices) == 1
+        self.cursor = Cursor(data)
+        self.loader.take_from(self.cursor)
+        is_resident = self.cursor.gathers and len(self.strategy.devices) == 1
         self._dispatches_per_wait = _RESIDENT_DISPATCHES_PER_WAIT if is_resident else 1
         self._most_in_flight = _RESIDENT_MOST_IN_FLIGHT if is_resident else _MOST_IN_FLIGHT
 
@@ -114,7 +114,7 @@ class Stepper:
 
     def set_state(self, state: TrainState) -> None:
         """Continues from another state."""
-        self.agreement.state(int(state.step), state)
+        self.consistency.state(int(state.step), state)
         before = self.state
         self._hold(self.strategy.place(self._layout.restructured(state)))
         self.step = int(state.step)
@@ -150,7 +150,7 @@ class Stepper:
         """Reports the norms of parameters and gradients by these patterns, from now on."""
         if tuple(patterns) == self.norms:
             return
-        if self.tally.n_steps and self.intake.has_looked:
+        if self.tally.n_steps and self.loader.has_inspected:
             raise RuntimeError(
                 f"Cannot report other norms now: {self.tally.n_steps} steps were counted since the "
                 "latest checkpoint. Set them before training, or right after a checkpoint."
@@ -176,24 +176,24 @@ class Stepper:
     def _forget(self) -> None:
         """Forgets compiled programs; the next batch is validated and compiled again."""
         self.programs.forget()
-        self.intake.forget()
+        self.loader.forget()
         self.inspection.forget()
 
     def reset_totals(self) -> None:
         """Starts a new count."""
         self.tally.begin()
         self._grads = None
-        self.programs.seconds = self.intake.seconds = 0.0
+        self.programs.seconds = self.loader.seconds = 0.0
 
     @property
     def is_preparing(self) -> bool:
         """Whether it inspects the first batch or compiles, which may take long."""
-        return self.intake.is_looking or self.programs.is_compiling
+        return self.loader.is_inspecting or self.programs.is_compiling
 
     @property
     def preparation_time(self) -> float:
         """The seconds since the count began that inspection and compilation took."""
-        return self.programs.seconds + self.intake.seconds
+        return self.programs.seconds + self.loader.seconds
 
     def get_running(self, *, counts: bool) -> Any:
         """What a run needs beside state and position to continue exactly, as JSON.
@@ -201,7 +201,7 @@ class Stepper:
         That is the size of the batches, as the next one may be a remainder, and between two
         checkpoints what was counted so far.
         """
-        running: dict[str, Any] = {"batch_size": self.intake.batch_size}
+        running: dict[str, Any] = {"batch_size": self.loader.batch_size}
         if (n_virtual := self.strategy.virtual_replicas) is not None:
             running["virtual_replicas"] = n_virtual
         if counts and self.tally.n_steps:
@@ -210,7 +210,7 @@ class Stepper:
 
     def set_running(self, running: Any) -> None:
         """Continues from what `get_running` returned."""
-        self.intake.batch_size = running["batch_size"]
+        self.loader.batch_size = running["batch_size"]
         before, now = running.get("virtual_replicas"), self.strategy.virtual_replicas
         if before != now:
             self._say(
@@ -255,27 +255,27 @@ class Stepper:
         if n > 1 and self._is_slow_in_loops():
             self.inspection.say_slow()
             n = 1
-        source = self.source
-        items = source.fetch(n)
-        if source is not self.source:  # Reading it has set other data.
+        cursor = self.cursor
+        items = cursor.fetch(n)
+        if cursor is not self.cursor:  # Reading it has set other data.
             return self._next_batches(n)
         if len(items) < n:
             items = items[:1]
-        return self.intake.load(items, self._inspect) if items else None
+        return self.loader.load(items, self._inspect) if items else None
 
     def _is_slow_in_loops(self) -> bool:
         """Whether steps like the next one are slow in a loop; depends on the next batch alone.
 
         A resumed run then takes the same steps together.
         """
-        source = self.source
-        is_mixed = self.task.step is not None and not source.gathers
-        if is_mixed or not self.intake.has_looked:
-            items = source.peek()
-            if source is not self.source:  # Reading it has set other data.
+        cursor = self.cursor
+        is_mixed = self.task.step is not None and not cursor.gathers
+        if is_mixed or not self.loader.has_inspected:
+            items = cursor.peek()
+            if cursor is not self.cursor:  # Reading it has set other data.
                 return self._is_slow_in_loops()
             if items:
-                portion = self.intake.portion(items[0], self._inspect)
+                portion = self.loader.portion(items[0], self._inspect)
                 if is_mixed:
                     self.inspection.inspect_loops(self.task, self.state, portion)
         return self.inspection.is_slow_in_loops
@@ -285,10 +285,10 @@ class Stepper:
         if batch is None:
             loaded = self._next_batches(n)
         else:
-            loaded = self.intake.load_given(batch, self._inspect)
+            loaded = self.loader.load_given(batch, self._inspect)
         if loaded is None:
-            self.agreement.end("training", self.step, self._in_flight)
-            self.source.ended = True
+            self.consistency.end("training", self.step, self._in_flight)
+            self.cursor.ended = True
             return False
         portion, arrays, n, n_examples = loaded
         leaves, totals = self._leaves, self.tally.totals
@@ -315,9 +315,9 @@ class Stepper:
         self._leaves = leaves
         self.step += n
         self.tally.add(totals, n, n_examples)
-        self.agreement.stepped(key)
+        self.consistency.stepped(key)
         if batch is None:
-            self.source.stepped(n)  # Its batches may go, now that the new state is stored.
+            self.cursor.stepped(n)  # Its batches may go, now that the new state is stored.
         return True
 
     def _moved(self, strategy: Strategy, leaves: Any, totals: Any) -> tuple[Any, Any]:
@@ -366,7 +366,7 @@ class Stepper:
         options = {
             "grad_norm": self._options["grad_norm"],
             "norms": self.norms,
-            "is_resumed": self.source.is_resumed,
+            "is_resumed": self.cursor.is_resumed,
         }
         found = self.inspection(self.task, self.state, batch, data, **options)
         if self.tally.expect(found.sums):
@@ -378,11 +378,11 @@ class Stepper:
         """The operations of a step on `n` examples, on all devices together; `nan` if eager."""
         if runs_eagerly(self.strategy):
             return StepCost(math.nan, recomputes=False)
-        step, example = make_step(self.task), self.intake.example(n, self._inspect)
+        step, example = make_step(self.task), self.loader.example(n, self._inspect)
         return cost_of(self.strategy.bind(step), shapes_of(self.state), shapes_of(example))
 
     def count_bytes(self, n: int | None) -> int:
         """The memory of a step on `n` examples, on each device; compiles it, and runs nothing."""
-        portion = self.intake.as_regular(self.intake.example(n, self._inspect))
+        portion = self.loader.as_regular(self.loader.example(n, self._inspect))
         arguments = (self._leaves, self.tally.totals, portion.strategy.split(portion.batch))
         return memory_of(self._build(portion, arguments, n_steps=1))

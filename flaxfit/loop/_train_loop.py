@@ -141,7 +141,7 @@ class TrainLoop:
 
         def sample() -> Any:
             with self.in_phase("training"):
-                batch = stepper.intake.first_batch() if input_sample is None else (input_sample,)
+                batch = stepper.loader.first_batch() if input_sample is None else (input_sample,)
             return normalize(batch).inputs
 
         self._phase = ""
@@ -388,7 +388,7 @@ class TrainLoop:
     @property
     def data(self) -> Any:
         """The stream of batches; set it to go on with other data, counting anew."""
-        return self._stepper.source.stream
+        return self._stepper.cursor.stream
 
     @data.setter
     def data(self, data: Any) -> None:
@@ -422,7 +422,7 @@ class TrainLoop:
     @property
     def input_shapes(self) -> Any:
         """The shapes and dtypes of the inputs of the first batch trained on; None before."""
-        batch = self._stepper.intake.shapes
+        batch = self._stepper.loader.shapes
         return None if batch is None else batch.inputs
 
     def step_flops(self, batch_size: int | None = None) -> float:
@@ -511,7 +511,7 @@ class TrainLoop:
         metrics that this loop comes to. None where that cannot be: the callbacks are at work, or
         a batch was fetched that has not been stepped yet.
         """
-        if self._due is not None or not self._stepper.source.is_between_batches:
+        if self._due is not None or not self._stepper.cursor.is_between_batches:
             return None
         if not self.n_completed_steps and self._last is not None:
             return self._last.replace(state=self.state)
@@ -566,13 +566,13 @@ class TrainLoop:
     def _train(self, target: Callable[[], int], batch: Any) -> None:
         """Takes steps until a checkpoint is due, and makes it."""
         stepper = self._stepper
-        if self._due is None and not stepper.tally.n_steps and not stepper.source.ended:
+        if self._due is None and not stepper.tally.n_steps and not stepper.cursor.ended:
             for start in self.starters:
                 start(stepper.step)
         # Of several processes each may be told at another step: a checkpoint settles it.
-        is_alone = not stepper.agreement.is_needed
+        is_alone = not stepper.consistency.is_needed
         while self._due is None and (n_left := target() - stepper.step) > 0:
-            if stepper.source.ended and batch is None:
+            if stepper.cursor.ended and batch is None:
                 break
             if self._is_finishing and stepper.tally.n_steps and is_alone:
                 break
@@ -580,7 +580,7 @@ class TrainLoop:
                 for watch in self.watchers:
                     watch(stepper.step)
         if self._due is None and stepper.tally.n_steps:
-            stepper.agreement.checkpoint(stepper.step)
+            stepper.consistency.checkpoint(stepper.step)
             checkpoint = self._make_checkpoint()
             self._warn_of_loss(checkpoint)
             stepper.interrupts.hold()
@@ -639,7 +639,7 @@ class TrainLoop:
         self._set_meanwhile = []
         # A callback may have said so just now.
         wanted, self._is_finishing = checkpoint.stop or self._is_finishing, False
-        stop = self._stepper.agreement.stop(wanted)
+        stop = self._stepper.consistency.stop(wanted)
         return checkpoint if stop == checkpoint.stop else checkpoint.replace(stop=stop)
 
     def _leave_start(self) -> None:
@@ -656,7 +656,7 @@ class TrainLoop:
         stepper = self._stepper
         # What can be done while the devices are still at work comes before the metrics.
         state, grads = stepper.borrowed()
-        position, running = stepper.source.position(), stepper.get_running(counts=between)
+        position, running = stepper.cursor.position(), stepper.get_running(counts=between)
         metrics = stepper.metrics() | self._learning_rates()
         seconds = self._elapsed + time.perf_counter() - self._resumed
         return Checkpoint(
@@ -685,7 +685,7 @@ class TrainLoop:
     def _go_on_from(self, state: TrainState, checkpoint: Any) -> None:
         """From a state, and from the position and the counts of the checkpoint it came with."""
         with quiet(not self._is_talking):
-            self._stepper.source.move_to(getattr(checkpoint, "data_state", None))
+            self._stepper.cursor.move_to(getattr(checkpoint, "data_state", None))
         self._stepper.set_state(state)
         self._forget_delivery()
         self._last: Checkpoint | None = None

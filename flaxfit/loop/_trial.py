@@ -33,7 +33,7 @@ class Trial:
         """How many steps a dispatch takes at present."""
         self.is_over = False
         """Whether the choice is made."""
-        self._shapes = self._stepper.intake.shapes
+        self._shapes = self._stepper.loader.shapes
         self._single: list[float] = []
         self._several: list[float] = []
         self._new_span()
@@ -47,9 +47,9 @@ class Trial:
         Returns whether there was a batch to step.
         """
         stepper = self._stepper
-        if stepper.intake.shapes is not self._shapes:
-            is_known = self._shapes in (None, stepper.intake.shapes)
-            self._shapes = stepper.intake.shapes
+        if stepper.loader.shapes is not self._shapes:
+            is_known = self._shapes in (None, stepper.loader.shapes)
+            self._shapes = stepper.loader.shapes
             if not is_known:
                 self._begin()
         if self.is_over or spacing == 1 or stepper.inspection.is_slow_in_loops:
@@ -75,7 +75,7 @@ class Trial:
         prepared = stepper.preparation_time - before
         self._seconds += time.perf_counter() - began - prepared
         if is_end and self._n_taken:
-            self._note(stepper.agreement.slowest(self._seconds / self._n_taken), spacing)
+            self._note(stepper.consistency.slowest(self._seconds / self._n_taken), spacing)
             self._new_span()
         return has_stepped
 

@@ -167,7 +167,7 @@ def _shapes(tree: Any) -> str:
 
 
 def _advice(stepper: Any) -> str:
-    leaves = jax.tree.leaves(stepper.intake.shapes)  # None before the first batch is there.
+    leaves = jax.tree.leaves(stepper.loader.shapes)  # None before the first batch is there.
     n = leaves[0].shape[0] if leaves else 0
     state = jax.tree.leaves((stepper.state.params, stepper.state.opt_state))
     n_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in state)

@@ -10,7 +10,7 @@ import pytest
 
 from flaxfit.data._batch import Batch, call, n_examples, normalize, parts_of
 from flaxfit.data._sample_weights import weights_by_output
-from flaxfit.loop._padding import Feed
+from flaxfit.loop._padding import Padder
 from flaxfit.strategies import DataParallel
 
 X, Y, W = np.zeros((4, 3), np.float32), np.zeros(4, np.int32), np.ones(4, np.float32)
@@ -125,7 +125,7 @@ def test_an_integer_that_does_not_fit_is_refused():
 
 def test_batches_like_those_before_are_taken_as_they_are_and_others_looked_at_again():
     x, y = np.ones((4, 2), np.float32), np.zeros(4, np.float32)
-    feed = Feed(DataParallel(jax.devices()[:1]), pad=True)
+    feed = Padder(DataParallel(jax.devices()[:1]), pad=True)
     first = feed((x, y))
     again = feed((x + 1, y))
     assert again.signature == first.signature and again.n_examples == 4
@@ -142,14 +142,14 @@ def test_batches_like_those_before_are_taken_as_they_are_and_others_looked_at_ag
 
 
 def test_parts_by_name_stay_apart_though_the_first_batch_has_one_array_for_all():
-    feed, x, other = Feed(DataParallel(jax.devices()[:1]), pad=True), X, X + 1
+    feed, x, other = Padder(DataParallel(jax.devices()[:1]), pad=True), X, X + 1
     for targets in (x, other, other):
         batch = feed(OrderedDict(y=targets, x=x)).batch
         assert batch.inputs[0] is x and batch.targets[0] is targets
 
 
 def test_names_that_cannot_be_sorted_are_answered_as_names():
-    feed = Feed(DataParallel(jax.devices()[:1]), pad=True)
+    feed = Padder(DataParallel(jax.devices()[:1]), pad=True)
     assert feed({1: X, "b": X}).batch.inputs.keys() == {"1", "b"}
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import flaxfit as ff
-from flaxfit.loop._cursor import Source
+from flaxfit.loop._cursor import Cursor
 
 
 def stream():
@@ -16,7 +16,7 @@ def rows(source, n):
 
 
 def test_what_was_fetched_comes_again_until_it_is_stepped():
-    source = Source(stream())
+    source = Cursor(stream())
     assert rows(source, 2) == rows(source, 2) == [[0, 1], [2, 3]]
     source.stepped(1)
     assert rows(source, 2) == [[2, 3], [4, 5]]
@@ -27,7 +27,7 @@ def test_what_was_fetched_comes_again_until_it_is_stepped():
 
 
 def test_the_position_is_that_behind_the_last_batch_that_was_stepped():
-    source, alone = Source(stream()), stream()
+    source, alone = Cursor(stream()), stream()
     positions = [alone.get_state()] + [next(alone) and alone.get_state() for _ in range(4)]
     source.peek()
     assert source.position() == positions[0]
@@ -40,7 +40,7 @@ def test_the_position_is_that_behind_the_last_batch_that_was_stepped():
 
 
 def test_what_came_past_it_leaves_no_position_behind():
-    source = Source(stream())
+    source = Cursor(stream())
     source.peek()
     source.stepped(1)
     source.stream.next_rows_of(2)
@@ -50,7 +50,7 @@ def test_what_came_past_it_leaves_no_position_behind():
 
 
 def test_it_moves_to_a_position_and_forgets_what_it_has_fetched():
-    source, other = Source(stream()), Source(stream())
+    source, other = Cursor(stream()), Cursor(stream())
     source.fetch(1)
     source.stepped(1)
     other.fetch(4)
@@ -63,7 +63,7 @@ def test_it_moves_to_a_position_and_forgets_what_it_has_fetched():
 
 
 def test_an_iterator_comes_to_its_end_and_what_was_fetched_stays():
-    source = Source(iter([np.zeros(2)]))
+    source = Cursor(iter([np.zeros(2)]))
     (item,) = source.peek()
     assert not source.takes_rows
     with pytest.raises(StopIteration):
@@ -72,7 +72,7 @@ def test_an_iterator_comes_to_its_end_and_what_was_fetched_stays():
 
 
 def test_without_data_there_is_nothing_to_fetch():
-    source = Source(None)
+    source = Cursor(None)
     assert not source.has_data and source.position() is None
     with pytest.raises(ValueError, match=r"no data: give TrainTask\(data="):
         source.peek()

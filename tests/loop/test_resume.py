@@ -354,7 +354,7 @@ def test_data_that_a_watcher_replaces_is_freed_at_once():
 
     def watch(step):
         if step == 5:
-            latest = weakref.ref(loop._stepper.intake.resident.inputs[0])
+            latest = weakref.ref(loop._stepper.loader.resident.inputs[0])
             loop.data = ff.ArrayStream(X, -Y, batch_size=4, epochs=1)
             freed.append(latest() is None)
 
@@ -365,7 +365,7 @@ def test_data_that_a_watcher_replaces_is_freed_at_once():
 def test_data_that_was_replaced_is_free_while_an_interrupt_is_kept():
     loop = make_loop()
     list(loop.run(5))
-    latest = weakref.ref(loop._stepper.intake.resident.inputs[0])
+    latest = weakref.ref(loop._stepper.loader.resident.inputs[0])
     programs = loop._stepper.programs.compiled
     ((key, usual),) = programs.items()
 

@@ -688,7 +688,7 @@ def test_what_fails_beside_a_step_loses_no_batch_either(n, monkeypatch):
     for broken in "load", "_permutation":
         loop = make(data := arrays())
         if broken == "load":
-            monkeypatch.setattr(loop._stepper.intake, broken, fail)
+            monkeypatch.setattr(loop._stepper.loader, broken, fail)
         else:  # Of the second epoch, of which two steps after three already are.
             list(loop.run_until(3))
             monkeypatch.setattr(data, broken, fail)

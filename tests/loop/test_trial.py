@@ -10,7 +10,7 @@ from flax import linen as nn
 
 import flaxfit as ff
 from flaxfit.loop import _trial
-from flaxfit.loop._consistency import Agreement
+from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._stepper import Stepper
 from flaxfit.loop._trial import several
 
@@ -210,7 +210,7 @@ def test_convolutions_in_a_loop_of_the_cpu_are_noticed():
 
 def test_of_several_processes_the_slowest_counts(seconds, monkeypatch):
     seconds[12] = 0.006
-    monkeypatch.setattr(Agreement, "slowest", lambda self, own: max(own, 0.001))
+    monkeypatch.setattr(Consistency, "slowest", lambda self, own: max(own, 0.001))
     loop = make_loop(n_steps=97, steps_per_call="auto")
     list(loop)
     assert loop.steps_per_call == 1
