@@ -123,35 +123,19 @@ class ArrayStream:
             self._end_epoch()
         return order[start : start + self.batch_size]
 
-    def next_rows_of(self, n: int) -> np.ndarray | None:
-        """As `next_rows`, for `n` batches of `batch_size` at once: indices `(n, batch_size)`.
-
-        None, and nothing has moved, where there are not so many, or one of them is smaller.
-        """
-        n_left = n if self.epochs is None else len(self) * (self.epochs - self.epoch) - self._batch
-        if n > n_left or not (self.is_even or self._batch + n < self._n_batches):
-            return None
-        parts = []
-        while n:
-            n_here = min(n, self._n_batches - self._batch)
-            order = self._ordered()
-            parts.append(order[self._advance(n_here)].reshape(n_here, self.batch_size))
-            n -= n_here
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
     def pick(self, rows: Any) -> Any:
         """The examples at a slice or at an array of indices, as a batch."""
         return self._structure.unflatten([column.pick(rows) for column in self._columns])
 
-    def _advance(self, n: int = 1) -> slice:
-        """Moves on by `n` batches, which all are of this epoch: where they stand in its order."""
+    def _advance(self) -> slice:
+        """Moves on by a batch; returns where its rows are in the order of the epoch."""
         if self._is_over():
             raise StopIteration
         start = self._batch * self.batch_size
-        self._batch += n
+        self._batch += 1
         if self._batch == self._n_batches:
             self._end_epoch()
-        return slice(start, min(start + n * self.batch_size, self.n_examples))
+        return slice(start, min(start + self.batch_size, self.n_examples))
 
     def _is_over(self) -> bool:
         return self.epochs is not None and self.epoch >= self.epochs

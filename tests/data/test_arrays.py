@@ -78,41 +78,6 @@ def test_a_batch_that_does_not_divide_among_processes_is_refused(as_process):
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("drop_remainder", [False, True])
-@pytest.mark.parametrize("resident", [False, True])
-def test_rows_of_several_batches_are_those_of_one_after_the_other(
-    shuffle, drop_remainder, resident
-):
-    options = {
-        "batch_size": 4,
-        "shuffle": shuffle,
-        "drop_remainder": drop_remainder,
-        "resident": resident,
-    }
-    many = ArrayStream(np.arange(13), epochs=4, **options)
-    singly = ArrayStream(np.arange(13), epochs=4, **options)
-    given, n_at_once = [], 0
-    for n in itertools.cycle((2, 3, 1)):
-        before, rows = many.get_state(), many.next_rows_of(n)
-        if rows is None:  # One of them is smaller, or they are too many: nothing has moved.
-            assert many.get_state() == before
-            if many.epoch == 4:
-                break
-            rows = many.next_rows()[None]
-        else:
-            assert rows.shape == (n, 4)
-            n_at_once += n
-        given.extend(rows)
-    expected = []
-    while singly.epoch < 4:
-        expected.append(singly.next_rows())
-    assert [len(rows) for rows in given] == [len(rows) for rows in expected]
-    np.testing.assert_array_equal(np.concatenate(given), np.concatenate(expected))
-    # Four epochs of three batches and, unless it is dropped, a smaller one.
-    assert n_at_once == (12 if drop_remainder else 8)
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("resident", [False, True])
 def test_rows_and_examples_may_be_taken_in_turn_and_rows_cannot_spoil_later_ones(shuffle, resident):
     stream = ArrayStream(np.arange(8), batch_size=2, shuffle=shuffle, resident=resident)

@@ -10,15 +10,18 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "pattern"),
-    [("test_exact.py", "-8"), ("test_strategy_invariance.py", "test_a_loss_has and data-parallel")],
+    [
+        ("loop/test_exact.py", "-8"),
+        ("step/test_strategy_invariance.py", "test_a_loss_has and data-parallel"),
+    ],
 )
 def test_a_file_of_tests_passes_on_eight_devices(run_child, file, pattern):
-    tests = Path(__file__).parent / file
+    tests = Path(__file__).parents[1] / file
     command = [sys.executable, "-m", "pytest", "-q", str(tests), "-k", pattern, "-m", ""]
     done = run_child(
         command,
         env={**os.environ, "FLAXFIT_TEST_DEVICES": "8"},
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout and "skipped" not in done.stdout

@@ -178,7 +178,7 @@ import jax
 for name, value in {options!r}.items():
     jax.config.update(name, value)
 sys.path.insert(0, {tests!r})
-import test_run_folder as t
+import test_resume as t
 
 def kill(checkpoint):
     if checkpoint.step == 12:
