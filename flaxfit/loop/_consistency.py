@@ -1,4 +1,4 @@
-"""Consistency: the processes of a run do the same, or all of them fail and say what differs."""
+"""Consistency: the processes of a run do the same, or all of them fail with what differs."""
 
 import zlib
 from collections.abc import Hashable, Iterable
@@ -18,10 +18,10 @@ _SLOW_SECONDS = 600.0
 
 
 class Consistency:
-    """What the processes tell each other before they would wait for each other on the devices.
+    """Compares what the processes are about to do before they wait for each other on the devices.
 
-    There they would wait without an end, or add up what does not belong together. Nothing is told
-    in a step whose program is known. A process alone agrees with itself.
+    On the devices they would wait forever, or add up arrays that do not belong together. A step
+    whose program is known exchanges nothing, and neither does a single process.
 
     >>> from flaxfit import DataParallel
     >>> Consistency(DataParallel()).checkpoint(1)
@@ -32,43 +32,43 @@ class Consistency:
         self._stepped = 0
 
     def state(self, step: int, state: Any) -> None:
-        """They go on from the same state; of a sharded one only what each holds is compared."""
+        """Checks that all continue from the same state, as far as each holds it."""
         self._stepped = 0
         if self.is_needed:
             self._say(f"step {step:,} of a state with the checksum {_checksum(state):08x}", True)
 
     def data(self, position: Any) -> None:
-        """They share the same data, and are at the same position of it."""
+        """Checks that all are at the same position of the same data."""
         if self.is_needed:
             self._say(f"data at {position_text(position)}", True)
 
     def program(self, step: int, batch: Batch, *, is_weighted: bool = False) -> None:
-        """They are about to run the first step with batches of these shapes."""
+        """Checks that all are about to take the first step with batches of these shapes."""
         if self.is_needed:
             parts = batch._asdict() | ({} if is_weighted else {"weights": None})
             shapes = [f"{path} {x.dtype}{list(x.shape)}" for path, x in flat(parts).items()]
             self._say(f"step {step:,} as the first with {', '.join(shapes)}", True)
 
     def stepped(self, program: Hashable) -> None:
-        """Notes a step, for the checkpoint."""
+        """Records the program of a step, for the next checkpoint."""
         if self.is_needed:
             self._stepped = zlib.crc32(repr(program).encode(), self._stepped)
 
     def checkpoint(self, step: int) -> None:
-        """They have come to a checkpoint, by steps of the same programs."""
+        """Checks that all are at the same checkpoint, by steps of the same programs."""
         if self.is_needed:
             self._say(f"a checkpoint at step {step:,}, by programs of the sum {self._stepped:08x}")
 
     def slowest(self, seconds: float) -> float:
-        """The longest time that one of them has taken."""
+        """Returns the longest time among the processes."""
         return max(exchange("how long steps take", seconds)) if self.is_needed else seconds
 
     def stop(self, wanted: bool) -> bool:
-        """Whether one of them has ended the run."""
+        """Returns whether one of the processes has ended the run."""
         return any(exchange("whether to stop", wanted)) if self.is_needed else wanted
 
     def end(self, what: str, n: int, in_flight: Iterable[Any]) -> None:
-        """They have come to the end of some data."""
+        """Checks that all are at the end of their data."""
         if self.is_needed:
             jax.block_until_ready([*in_flight])  # So far, then, the others have come, too.
             self._say(f"the end of the {what} data after {n:,}")

@@ -20,7 +20,7 @@ from flaxfit.step._validate import shapes_of
 from flaxfit.strategies import Strategy
 
 Inspect = Callable[[Batch, Batch | None], str]
-"""Validates the first batch, given all data if at hand; returns why padding is unsafe, or ""."""
+"""Validates the first batch, given all data if available; returns why padding is unsafe, or ""."""
 
 
 class Loaded(NamedTuple):
@@ -97,7 +97,7 @@ class DeviceLoader:
         return self._feed is not None
 
     def forget(self) -> None:
-        """Forgets the first batch: the next one is inspected in its place."""
+        """Forgets the first batch: the next one is inspected instead."""
         self._feed, self._known = None, {}
 
     def first_batch(self) -> Any:

@@ -1,4 +1,4 @@
-"""The start of a run: a fresh state, a given one, or the one that a reader finds on disk."""
+"""The initial state of a run: a fresh one, a given one, or one that a reader restores."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,11 +16,11 @@ from flaxfit.tree._paths import flat
 
 
 class Start(NamedTuple):
-    """Where a run begins."""
+    """The initial state of a run."""
 
     state: TrainState
     checkpoint: Any = None
-    """The file that a reader found, with `data_state` and `callback_states`; None when fresh."""
+    """The checkpoint file that a reader restored, or None."""
 
 
 def start(
@@ -31,16 +31,16 @@ def start(
     say: Callable[[str], None],
     shardings: Callable[[Any], Any] | None = None,
 ) -> Start:
-    """Finds the state to begin with.
+    """Creates or restores the initial state.
 
     Args:
       init: a linen-style `init`, a `TrainState`, or a reader: an object with `target` (one of the
         two) and `read(template)`, which returns a checkpoint file or None.
       task: the `TrainTask`.
-      key: a random key or seed; None where `init` brings a state along.
-      sample: gives the inputs of a batch, if they are needed.
+      key: a random key or seed, or None if `init` holds a state.
+      sample: returns the inputs of a batch.
       say: prints a line.
-      shardings: gives the place of each array of an abstract state, to make it there.
+      shardings: maps an abstract state to the shardings of its arrays.
 
     Raises:
       ValueError: a fresh start without a key.
@@ -50,7 +50,7 @@ def start(
     check_is_function("The reader of a TrainLoop", getattr(init, "target", None), "init")
     streams = ("params", *task.rngs)
     if hasattr(init, "read"):
-        # Of a warm start only the shapes are asked for, not the weights.
+        # A warm start is asked for shapes only, not for its weights.
         shapes = getattr(init.target, "fresh", init.target)
         if isinstance(shapes, TrainState):
             given = shapes
@@ -91,10 +91,10 @@ def start(
 
 
 def check_trains(state: TrainState, say: Callable[[str], None]) -> None:
-    """Checks that there is something to train, and says what may be meant to be and is not.
+    """Checks that there are parameters to train, and names arrays that may be meant as such.
 
     Args:
-      state: the state to begin with.
+      state: the initial state.
       say: prints a line.
 
     Raises:
@@ -153,25 +153,25 @@ def _shapes(create: Callable[..., Any], key: Any) -> Any:
 
 
 def _prepared(state: TrainState, task: Any) -> TrainState:
-    """A state that was given, as a loop takes it."""
+    """Prepares a state that the user gave."""
     state = jax.tree.map(_read, state)
     # It may have been made by hand, with a Python integer or an int64 as its step.
     state = state.replace(step=jnp.asarray(state.step, jnp.int32))
-    # What a step of the user's own keeps in the optimizer's place is its own affair.
+    # The optimizer state of a custom step is not checked.
     return state if task.step is not None else _with_options(state, task.optimizer)
 
 
 def _read(leaf: Any) -> Any:
-    """An array that is read only when it is asked for, as an import may leave them."""
+    """Reads a lazy array, as imports may leave them."""
     is_lazy = hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array | np.ndarray)
     return np.asarray(leaf) if is_lazy else leaf
 
 
 def _with_options(state: TrainState, optimizer: Any) -> TrainState:
-    """The state with what the task keeps beside the optimizer's own state.
+    """Adds what the options of the task keep beside the optimizer's own state.
 
     Raises:
-      ValueError: its optimizer state is not one of this optimizer.
+      ValueError: the optimizer state does not match the optimizer.
     """
     opt_state = wrap_state(state.opt_state, optimizer, state.params)
     own = {path: x.shape for path, x in flat(jax.eval_shape(optimizer.init, state.params)).items()}

@@ -64,7 +64,7 @@ class Inspection:
           task: the task.
           state: the training state.
           batch: the batch.
-          data: all examples, where they are at hand.
+          data: all examples, if they are available.
           **options: `is_resumed` as of `inspect`; `grad_norm` and `norms` as of `more_sums`.
         """
         if task.step is not None:

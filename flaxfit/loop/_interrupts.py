@@ -1,4 +1,4 @@
-"""Interrupts: holds Ctrl-C back while the loop is between a batch and the state it leads to."""
+"""Interrupts: defers Ctrl-C while the loop is between a batch and the state that follows."""
 
 import signal
 import threading
@@ -17,12 +17,9 @@ class Interrupts:
         self._handler: Any = None
         self._replaced: list[Any] = []
         self.is_held = False
-        """Whether a stretch that must not be torn apart is under way.
-
-        An inner loop may set it by itself, where it releases what is pending behind it.
-        """
+        """Whether interrupts are deferred; set directly by an inner loop, which then releases."""
         self.is_pending = False
-        """Whether an interrupt has arrived meanwhile."""
+        """Whether a deferred interrupt has arrived."""
 
     def __enter__(self) -> Self:
         # Not by a generator, which takes longer, as each checkpoint has its span.
@@ -45,11 +42,11 @@ class Interrupts:
             signal.signal(signal.SIGINT, present)
 
     def hold(self) -> None:
-        """Begins a stretch that must not be torn apart."""
+        """Defers interrupts from here on."""
         self.is_held = True
 
     def release(self) -> None:
-        """Ends it; an interrupt that has arrived meanwhile takes effect now."""
+        """Stops deferring; an interrupt that has arrived takes effect now."""
         self.is_held = False
         if self.is_pending:
             self.is_pending = False

@@ -370,7 +370,7 @@ class Stepper:
         }
         found = self.inspection(self.task, self.state, batch, data, **options)
         if self.tally.expect(found.sums):
-            self._say("the metrics were changed in the middle of their span: it is counted anew")
+            self._say("the metrics changed in the middle of their span: the count starts over")
             self.reset_totals()
         return found.why_not_pad
 

@@ -1,4 +1,4 @@
-"""Tally: what was counted since the latest checkpoint, of which the metrics are made."""
+"""Tally: the sums, steps and examples since the latest checkpoint."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,15 +29,15 @@ class Tally:
         self._share = share
         self._kind: Any = None
         self.totals: Any = {}
-        """What the next step adds its sums to."""
+        """The totals that the next step adds its sums to."""
         self.n_steps = 0
         self.expect({})
         self.begin()
 
     def expect(self, sums: Any) -> bool:
-        """Sets what is to be counted from now on: sums of these shapes and dtypes.
+        """Expects sums of these shapes and dtypes from now on.
 
-        Returns whether what was counted does not fit them, and so is to be forgotten by `begin`.
+        Returns whether the present count does not fit them, so that `begin` must drop it.
         """
         kind = structure_of(sums)
         if kind != self._kind:
@@ -50,20 +50,20 @@ class Tally:
         return jax.tree.map(np.shape, self._zeros) != jax.tree.map(np.shape, self.totals)
 
     def begin(self) -> None:
-        """Begins to count anew."""
+        """Starts a new count."""
         self.totals = self._zeros
         self.n_steps = 0
         self.n_examples = 0
         self._known_metrics: dict[str, Any] = {}
 
     def add(self, totals: Any, n_steps: int, n_examples: int) -> None:
-        """Counts steps, which have made these of the totals."""
+        """Counts steps, and keeps the totals that they returned."""
         self.totals = totals
         self.n_steps += n_steps
         self.n_examples += n_examples
 
     def metrics(self, of: dict[str, Any], step: int = 0) -> dict[str, Any]:
-        """The metrics over all steps that were counted, see `compute`; waits for the device.
+        """The metrics over all counted steps, see `compute`; waits for the device.
 
         Args:
           of: the metrics by name.
@@ -72,20 +72,20 @@ class Tally:
         if not self.n_steps:
             return {}
         if not self._sums:
-            return self._known_metrics  # Those it goes on from: no batch has shown any sums.
+            return self._known_metrics  # Restored ones: no batch has shown the sums yet.
         where = f" in step {step:,}"
         if self.n_steps > 1:
             where = f" in steps {step - self.n_steps + 1:,} to {step:,}"
         return compute(self._read(self.totals), of, where)
 
     def as_json(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """What `go_on_from` needs, the metrics of this moment among it."""
+        """The count as JSON, with the present metrics, for `go_on_from`."""
         host = {dtype: np.asarray(pair).tolist() for dtype, pair in self.totals.items()}
         totals = [{dtype: pair[i] for dtype, pair in host.items()} for i in (0, 1)]
         return {"n_steps": self.n_steps, "totals": totals, "metrics": metrics}
 
     def go_on_from(self, told: dict[str, Any]) -> None:
-        """Counts on from what `as_json` gave."""
+        """Continues the count that `as_json` returned."""
         self.n_steps = told["n_steps"]
         sums, cut_off = told["totals"]
         self.totals = {d: np.asarray([sums[d], cut_off[d]], d) for d in sums}

@@ -48,8 +48,8 @@ class TrainLoop:
     """Trains a task, yielding a checkpoint at step 1, 1 + n, 1 + 2n, ... and at the last step.
 
     The user's own `for` drives it; between two checkpoints nothing is read from the device.
-    After an exception, Ctrl-C included, the loop goes on where it was. There is one run per loop:
-    a second `iter(loop)` continues the same one.
+    After an exception, including Ctrl-C, the loop continues where it was. There is one run per
+    loop: a second `iter(loop)` continues it.
 
     >>> import numpy as np, optax
     >>> x = np.ones((8, 1), np.float32)
@@ -62,13 +62,13 @@ class TrainLoop:
     Args:
       init: a linen `init`, a `TrainState`, or a `CheckpointFileReader`.
       task: what to train.
-      rnkey: a random key or an integer seed; not needed where `init` brings a state along.
-      input_sample: the inputs of a batch, for their shapes; None looks at the first batch (which
-        is then trained on).
+      rnkey: a random key or an integer seed; not needed if `init` holds a state.
+      input_sample: the inputs of a batch, for their shapes; None: those of the first batch, which
+        is then trained on.
       n_steps_per_checkpoint: steps from one checkpoint to the next.
       n_steps: the step to end at, counted from step 0; None: until the data ends.
-      collections: names of random streams, in place of the task's `rngs`.
-      mutable_collections: in place of the task's `mutable`.
+      collections: names of random streams, instead of the task's `rngs`.
+      mutable_collections: instead of the task's `mutable`.
       devices: the devices of a `DataParallel` strategy.
       strategy: where arrays live; None: `DataParallel(devices)`, or, for a task with a step of its
         own and several devices, `Sharded(devices=devices)`.
@@ -163,7 +163,7 @@ class TrainLoop:
         self._is_at_start = True
         self._not_taken_over: list[str] = []
         self.stopped = self._last is not None and self._last.stop
-        """Whether a callback has ended the run; setting `data` begins it anew."""
+        """Whether a callback has ended the run; setting `data` restarts it."""
         self.callbacks = callbacks
 
     def __reduce__(self) -> Any:
@@ -194,7 +194,7 @@ class TrainLoop:
         return self._end() if checkpoint is None else self.owned(checkpoint)
 
     def next_checkpoint(self, *, copy: bool = True) -> Checkpoint:
-        """Trains to the next checkpoint step; past `n_steps` if that is reached already.
+        """Trains to the next checkpoint step, past `n_steps` if it was reached.
 
         Args:
           copy: as of `run_until`.
@@ -206,10 +206,10 @@ class TrainLoop:
         """Trains a single step: on the next batch of the data, or on one that is given.
 
         A given batch may have any form that a stream may yield, and any size. The data stays
-        where it is, so that the two can be mixed; a task that is trained on given batches alone
-        needs no data, but the loop an `input_sample`. Of several processes each gives its part.
+        where it is, so the two can be mixed. A task that is only trained on given batches needs no
+        data, but its loop needs an `input_sample`. With several processes, each gives its part.
 
-        After an exception in a callback the next call only finishes that step.
+        After an exception in a callback, the next call only finishes that step.
 
         >>> import numpy as np, optax
         >>> x = np.ones((8, 1), np.float32)
@@ -223,11 +223,11 @@ class TrainLoop:
         return self.owned(self._train_to(lambda: step, batch) or self._no_data())
 
     def run(self, n: int) -> Iterator[Checkpoint]:
-        """Yields the checkpoints of the next `n` steps; the last of them always is one."""
+        """Yields the checkpoints of the next `n` steps, always including the last step."""
         return self.run_until(self.step + n)
 
     def run_until(self, step: int, *, copy: bool = True) -> Iterator[Checkpoint]:
-        """Yields the checkpoints up to `step`, which always is one.
+        """Yields the checkpoints up to `step`, always including that step.
 
         Args:
           step: the step to stop at.
@@ -250,12 +250,12 @@ class TrainLoop:
 
     @property
     def step(self) -> int:
-        """How many updates were done."""
+        """The number of completed updates."""
         return self._stepper.step
 
     @property
     def state(self) -> TrainState:
-        """The training state: an unreplicated copy that stays valid."""
+        """The training state: an unreplicated copy, which stays valid."""
         copy = self._copy or self.strategy.collect
         with jax.ensure_compile_time_eval():  # A function that JAX traces may ask for it.
             return copy(self._stepper.state)
@@ -266,35 +266,35 @@ class TrainLoop:
 
     @property
     def state_in_place(self) -> TrainState:
-        """The training state where it lies on the devices, not copied: the next step uses it up."""
+        """The training state in place on the devices, not copied: the next step uses it up."""
         return self._stepper.state
 
     @property
     def revision(self) -> tuple[int, ...]:
-        """What no other state of this loop shares: its step, and how often something was set."""
+        """Identifies the present state: its step, and how often something was set."""
         return self._stepper.revision
 
     @property
     def hyperparams(self) -> dict[str, Any]:
         """The optimizer's hyperparameters by name, those of groups by group and name.
 
-        They are there for an `OptimizerDef`, a `MultiOptimizer` and `optax.inject_hyperparams`.
-        One that goes by a schedule has the value of the latest step.
+        An `OptimizerDef`, a `MultiOptimizer` and `optax.inject_hyperparams` have them. A scheduled
+        one has the value of the latest step.
         """
         return _on_host(hyperparams(self._stepper.state.opt_state))
 
     def group_name(self, group: str | int) -> str:
-        """The name of a group of the optimizer, which may be given by its position.
+        """The name of a group of the optimizer, given by name or position.
 
         Raises:
-          ValueError: there is no such group; those that there are are listed.
+          ValueError: there is no such group; the error lists the groups.
         """
         return group_name(self._stepper.state.opt_state, group)
 
     def set_hyperparams(self, *, group: str | int | None = None, **values: Any) -> None:
-        """Sets hyperparameters from the next step on, without a recompilation.
+        """Sets hyperparameters from the next step on, without recompilation.
 
-        A value that was set beats a schedule until None clears it.
+        A value overrides a schedule until None clears it.
 
         >>> import numpy as np, optax
         >>> x = np.ones((8, 1), np.float32)
@@ -310,11 +310,11 @@ class TrainLoop:
         0.0125
 
         Args:
-          group: the group of a `MultiOptimizer`, by name or position; None: all that have it.
+          group: the group of a `MultiOptimizer`, by name or position; None: all groups.
           **values: numbers by name.
 
         Raises:
-          ValueError: the optimizer has no such hyperparameter or group; those it has are listed.
+          ValueError: the optimizer has no such hyperparameter or group; the error lists them.
         """
         self._stepper.set_hyperparams(group, values)
         if self._due is not None:
@@ -324,7 +324,7 @@ class TrainLoop:
     def freeze(self) -> Sequence[str]:
         """Patterns of the parameters that are not trained; takes effect at once when set.
 
-        The update is compiled anew, and the moments of the other parameters are kept.
+        The update is compiled again, and the moments of the other parameters are kept.
         """
         return self._stepper.task.freeze
 
@@ -353,7 +353,7 @@ class TrainLoop:
 
     @property
     def n_steps_per_checkpoint(self) -> int:
-        """The steps between checkpoints; takes effect at once when set."""
+        """The number of steps between checkpoints; takes effect at once when set."""
         return self.schedule.every
 
     @n_steps_per_checkpoint.setter
@@ -364,7 +364,7 @@ class TrainLoop:
     def steps_per_call(self) -> int:
         """The steps per dispatch; takes effect at once when set.
 
-        Under "auto" it is the present number. Setting "auto" again keeps what was found out.
+        With "auto" it is the present number. Setting "auto" again keeps what was measured.
         """
         return self._steps_per_call if self._trial is None else self._trial.n_steps
 
@@ -387,7 +387,7 @@ class TrainLoop:
 
     @property
     def data(self) -> Any:
-        """The stream of batches; set it to go on with other data, counting anew."""
+        """The stream of batches; set it to continue with other data and a new count."""
         return self._stepper.cursor.stream
 
     @data.setter
@@ -399,7 +399,7 @@ class TrainLoop:
 
     @property
     def callbacks(self) -> Any:
-        """The callbacks; those that have an `attach` get to know the loop when set."""
+        """The callbacks; setting them attaches them to the loop."""
         return self._callbacks.given
 
     @callbacks.setter
@@ -416,7 +416,7 @@ class TrainLoop:
             self._not_taken_over = self._callbacks.restore(self.start)
 
     def running_metrics(self) -> dict[str, Any]:
-        """The metrics since the previous checkpoint so far; waits for the device."""
+        """The metrics since the previous checkpoint; waits for the device."""
         return self._stepper.metrics()
 
     @property
@@ -428,10 +428,9 @@ class TrainLoop:
     def step_flops(self, batch_size: int | None = None) -> float:
         """The floating-point operations of one step on all devices, as XLA counts them.
 
-        Of the step as it is written, before it is compiled. What runs in a `while` loop counts
-        once, what runs in a kernel that XLA cannot look into not at all; so `nan` or a number
-        that is too low may come back for such a model; `nan` with `debug`. What `jax.checkpoint`
-        computes again counts again.
+        They are counted before compilation. The body of a `while` loop counts once, and a custom
+        kernel not at all, so the result may be too low or `nan` for such a model; it is `nan` with
+        `debug`. What `jax.checkpoint` recomputes counts again.
 
         Args:
           batch_size: examples in the step; None: those of a regular batch of the data.
@@ -449,8 +448,8 @@ class TrainLoop:
     def step_memory(self, batch_size: int | None = None) -> int:
         """The bytes that one step needs on each device, by XLA's plan for it.
 
-        The step is compiled, but not run: no batch is too large to be asked about. Not counted
-        are data that is kept on the devices, and the next two batches on their way there.
+        The step is compiled, but not run, so no batch is too large to ask about. Resident data and
+        the next two batches are not counted.
 
         >>> import numpy as np, optax
         >>> x = np.ones((8, 1), np.float32)
@@ -464,40 +463,39 @@ class TrainLoop:
           batch_size: examples in the step; None: those of a regular batch of the data.
 
         Raises:
-          ValueError: the backend does not tell, several processes share the step, or it is run
+          ValueError: the backend does not report it, several processes share the step, or it runs
             eagerly.
         """
         return self._stepper.count_bytes(batch_size)
 
     def restore(self, state: TrainState | Checkpoint) -> None:
-        """Goes on from another state; a checkpoint brings its data position along."""
+        """Continues from another state, and from the data position of a checkpoint."""
         checkpoint = None if isinstance(state, TrainState) else state
         state = getattr(state, "state", state)
         if not isinstance(state, TrainState):
             raise TypeError(
                 f"restore needs a TrainState or a Checkpoint, got {type(state).__name__}."
             )
-        # Whatever cannot be taken over is found out before anything has changed.
+        # Checked before anything changes.
         check_same_arrays(self._stepper.state, state)
         self._go_on_from(state, checkpoint)
 
     @property
     def n_completed_steps(self) -> int:
-        """How many updates were done since the previous checkpoint."""
+        """The number of updates since the previous checkpoint."""
         return self._stepper.tally.n_steps
 
     @property
     def phase(self) -> str:
-        """What the loop is at; "" while it has handed out a checkpoint.
-
-        Else "training", "preparing" (it inspects the data, or compiles) or "callbacks".
+        """What the loop is doing: "training", "preparing" (inspection or compilation), "callbacks",
+        or "" while the user has a checkpoint.
         """
         is_preparing = self._phase == "training" and self._stepper.is_preparing
         return "preparing" if is_preparing else self._phase
 
     @contextlib.contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
-        """Has the loop be at `phase`: what is done for it meanwhile is guarded as its own."""
+        """Sets the phase for a while, so that work for the loop is watched as its own."""
         before, self._phase = self._phase, phase
         try:
             yield
@@ -505,11 +503,11 @@ class TrainLoop:
             self._phase = before
 
     def snapshot(self) -> Checkpoint | None:
-        """A checkpoint of this very moment, which callbacks do not see.
+        """Returns a checkpoint of this moment, which callbacks do not see.
 
-        Counting goes on. Whoever goes on from it, by `restore` or from a file, comes to the very
-        metrics that this loop comes to. None where that cannot be: the callbacks are at work, or
-        a batch was fetched that has not been stepped yet.
+        The count continues. Resuming from it, by `restore` or from a file, reproduces this loop's
+        metrics exactly. Returns None if that is not possible: while callbacks run, or while a
+        fetched batch waits to be trained on.
         """
         if self._due is not None or not self._stepper.cursor.is_between_batches:
             return None
@@ -520,9 +518,9 @@ class TrainLoop:
     def finish(self) -> None:
         """Ends the run with the step that is being taken, whatever `n_steps` says.
 
-        That step yields a checkpoint with `stop=True`, the last one. Callable from anywhere: a
-        watcher, a callback, another thread, or the `for` over the loop, where no step is being
-        taken and no further checkpoint comes.
+        That step yields the last checkpoint, with `stop=True`. It can be called from a watcher, a
+        callback, another thread, or the `for` over the loop, where no step is being taken and no
+        further checkpoint comes.
 
         >>> import numpy as np, optax
         >>> x = np.ones((8, 1), np.float32)
@@ -539,7 +537,7 @@ class TrainLoop:
             self.stopped = True
 
     def close(self) -> None:
-        """Closes the callbacks, all of them; iteration that comes to its end does so by itself."""
+        """Closes all callbacks; the end of an iteration does so by itself."""
         self._callbacks.close()
 
     def __enter__(self) -> Self:
@@ -569,7 +567,7 @@ class TrainLoop:
         if self._due is None and not stepper.tally.n_steps and not stepper.cursor.ended:
             for start in self.starters:
                 start(stepper.step)
-        # Of several processes each may be told at another step: a checkpoint settles it.
+        # Several processes may be told at different steps: a checkpoint settles it.
         is_alone = not stepper.consistency.is_needed
         while self._due is None and (n_left := target() - stepper.step) > 0:
             if stepper.cursor.ended and batch is None:
@@ -597,7 +595,7 @@ class TrainLoop:
         return self._stepper.advance(min(self._steps_per_call, n_left))
 
     def _warn_of_loss(self, checkpoint: Checkpoint) -> None:
-        """Says once when the loss is no longer finite."""
+        """Warns once when the loss is no longer finite."""
         is_finite = math.isfinite(checkpoint.scalars.get("loss", 0.0))
         if self._had_finite_loss and not is_finite:
             self.say(
@@ -608,7 +606,7 @@ class TrainLoop:
         self._had_finite_loss = is_finite
 
     def _deliver(self) -> Checkpoint | None:
-        """Shows the checkpoint to the callbacks; after an interrupt, to those still waiting."""
+        """Shows the checkpoint to the callbacks; after an exception, to those still waiting."""
         if self._due is None:
             return None
         with self.in_phase("callbacks"):
@@ -625,7 +623,7 @@ class TrainLoop:
         self._set_meanwhile = []
 
     def _settle(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint, once it is known whether it is the last one, as those save it."""
+        """Adds what callbacks have set, and whether it is the last, before it is saved."""
         if self._set_meanwhile and hasattr(checkpoint.state, "opt_state"):
             # The callbacks remember that they have set these: a resumed run needs both.
             if checkpoint.is_borrowed:
@@ -637,13 +635,13 @@ class TrainLoop:
                 state = checkpoint.state.replace(opt_state=opt_state)
                 checkpoint = checkpoint.replace(state=state)
         self._set_meanwhile = []
-        # A callback may have said so just now.
+        # A callback may have called `finish` just now.
         wanted, self._is_finishing = checkpoint.stop or self._is_finishing, False
         stop = self._stepper.consistency.stop(wanted)
         return checkpoint if stop == checkpoint.stop else checkpoint.replace(stop=stop)
 
     def _leave_start(self) -> None:
-        """From here on the run is no longer what was restored."""
+        """Marks that the run has moved on from what was restored."""
         if self._is_at_start and self._not_taken_over:
             self.say(f"from {self.start.path}: {'; '.join(self._not_taken_over)}")
         self._is_at_start = False
@@ -654,7 +652,7 @@ class TrainLoop:
 
     def _make_checkpoint(self, *, between: bool = False) -> Checkpoint:
         stepper = self._stepper
-        # What can be done while the devices are still at work comes before the metrics.
+        # Work that does not wait for the devices comes before the metrics.
         state, grads = stepper.borrowed()
         position, running = stepper.cursor.position(), stepper.get_running(counts=between)
         metrics = stepper.metrics() | self._learning_rates()
@@ -675,7 +673,7 @@ class TrainLoop:
         )
 
     def _learning_rates(self) -> dict[str, float]:
-        """The learning rates of the latest step, where the optimizer tells them."""
+        """The learning rates of the latest step, if the optimizer has them."""
         rates = learning_rates(self.hyperparams) if self._stepper.has_hyperparams else {}
         return {
             "learning_rate" if group is None else f"learning_rate/{group}": rate
@@ -683,7 +681,7 @@ class TrainLoop:
         }
 
     def _go_on_from(self, state: TrainState, checkpoint: Any) -> None:
-        """From a state, and from the position and the counts of the checkpoint it came with."""
+        """Continues from a state, and from the position and counts of its checkpoint."""
         with quiet(not self._is_talking):
             self._stepper.cursor.move_to(getattr(checkpoint, "data_state", None))
         self._stepper.set_state(state)
@@ -716,7 +714,7 @@ class TrainLoop:
 
 
 def _as_checkpoint(found: Any) -> Checkpoint | None:
-    """What a file tells of the checkpoint that a run goes on from."""
+    """The checkpoint that a file holds, without its state."""
     if found is None:
         return None
     fields = ("metrics", "data_state", "running", "stop")
@@ -726,7 +724,7 @@ def _as_checkpoint(found: Any) -> Checkpoint | None:
 
 
 def _with_collections(task: TrainTask, collections: Any, mutable: Any) -> TrainTask:
-    """The task with the ancestor's arguments taken over."""
+    """Returns the task with `collections` and `mutable_collections` applied."""
     changes: dict[str, Any] = {}
     if collections is not None:
         if tuple(task.rngs) != ("dropout",):
@@ -741,7 +739,7 @@ def _with_collections(task: TrainTask, collections: Any, mutable: Any) -> TrainT
 
 
 def _on_host(values: dict[str, Any]) -> dict[str, Any]:
-    """Hyperparameters as numbers, in their order, which is that of the groups."""
+    """Hyperparameters as numbers, in the order of the groups."""
     fetched = {}
     for name, value in values.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Trial: finds out on the way whether several steps in one dispatch are faster than one."""
+"""Trial: finds out during training whether several steps per dispatch are faster than one."""
 
 import time
 from collections.abc import Callable
@@ -7,20 +7,20 @@ from flaxfit.loop._stepper import Stepper
 
 _MOST_STEPS = 32
 _MOST_SECONDS = 0.1
-"""What a dispatch of several steps may take by the time of single ones; longer gains nothing."""
+"""The longest dispatch to try, in seconds of single steps; a longer one gains nothing."""
 _N_TIMED = 8
 _N_SPANS = 3
 
 
 class Trial:
-    """Times steps as they are taken: first one per dispatch, then several; then keeps the faster.
+    """Times the steps of a run, first one per dispatch, then several, and keeps the faster.
 
-    They are the steps of the run, each taken once: only the device is waited for at the ends of
-    what is timed. For batches of another shape it begins anew.
+    Each step is taken once; the trial only waits for the device at the ends of a timed span. It
+    starts over for batches of another shape.
 
     Args:
-      stepper: what takes the steps.
-      say: is told the choice, once.
+      stepper: takes the steps.
+      say: prints the choice, once.
     """
 
     def __init__(self, stepper: Stepper, say: Callable[[str], None]):
