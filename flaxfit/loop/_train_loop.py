@@ -243,6 +243,7 @@ class TrainLoop:
             if checkpoint is None:
                 return self.close()
             yield self.owned(checkpoint) if copy else checkpoint
+            del checkpoint  # A copy that a callback was given is not to be held while training.
             if self.stopped:
                 return self.close()
 

@@ -114,7 +114,8 @@ def run_epochs(loop: TrainLoop, n_steps: int | None, epochs: int) -> Iterator[No
         yield from _run_passes(loop, epochs)
         return
     end = loop.first_checkpoint + (epochs - 1) * n_steps
-    for _ in loop.run_until(end, copy=False):
+    for checkpoint in loop.run_until(end, copy=False):
+        del checkpoint  # A copy that a callback was given is not to be held while training.
         yield
     if loop.step < end and not loop.stopped:
         raise ValueError(

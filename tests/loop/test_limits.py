@@ -147,3 +147,28 @@ def test_training_holds_one_state_and_another_where_a_checkpoint_is_held(holds, 
             del checkpoint
     assert len(kept) == 4
     assert (n_states - 0.05) * size < max(kept) <= n_states * 1.05 * size
+
+
+def test_fit_lets_go_of_the_copy_that_a_callback_was_given():
+    gc.collect()
+    others = jax.live_arrays()
+    before, kept = {id(x) for x in others}, []
+
+    class Watch:
+        def attach(self, loop):
+            loop.watchers.append(self.watch)
+
+        def watch(self, step):
+            if step > 2:  # Behind the first epoch, whose checkpoint it was given.
+                kept.append(sum(x.nbytes for x in jax.live_arrays() if id(x) not in before))
+
+        def __call__(self, checkpoint):
+            assert not checkpoint.is_borrowed
+
+    x = np.ones((64, 64), np.float32)
+    data = ff.ArrayStream(x, x[:, :1], batch_size=32, resident=False)
+    strategy = ff.DataParallel(ONE)
+    model = ff.Model(Wide(768), optax.adam(0.1), "mse", strategy=strategy)
+    model.fit(data, epochs=3, verbose=0, callbacks=[Watch()])
+    size = n_bytes(model.state.params) * 3
+    assert len(kept) == 4 and max(kept) <= 1.05 * size
