@@ -20,6 +20,10 @@ class Callback(Protocol):
     that goes on from there puts it back after `attach`. Arrays, where it keeps some, go by
     `get_arrays()` and `set_arrays(arrays)`: fields of a training state by name, such as "params".
 
+    A callback with the attribute `order = "last"` gets a checkpoint after the others, and is closed
+    before them; one with `order = "first"` gets it before the others, is attached before the first
+    batch is fetched, and is closed after them.
+
     A callback that only reads the checkpoint, and keeps none of its arrays, says so by the
     attribute `borrows = True`: the loop then makes no copy for it.
 

@@ -70,8 +70,8 @@ class SaveOnSignal:
         self._received: int | None = None
         self._is_done = self._is_saved = False
 
-    closes_first = True
-    """Tells a loop to close it before those that change the state then (`EarlyStopping`)."""
+    order = "last"
+    """It saves before the other callbacks are closed, which may change the state."""
 
     def attach(self, loop: Loop) -> None:
         """Begins to listen, and to look after each step whether a signal has arrived."""

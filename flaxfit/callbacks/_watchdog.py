@@ -45,8 +45,8 @@ class Watchdog:
         self._loop: Any = None
         self._ended: threading.Event | None = None
 
-    attaches_first = True
-    """Tells a loop to attach it before anything is fetched."""
+    order = "first"
+    """It watches the first batch being fetched, too, and the other callbacks being closed."""
 
     def attach(self, loop: Loop) -> None:
         """Begins to watch a loop."""

@@ -125,8 +125,8 @@ class CheckpointFileWriter:
     borrows = True
     """It copies what it writes in the background."""
 
-    runs_last = True
-    """Tells a loop to call it when the other callbacks are done with a checkpoint."""
+    order = "last"
+    """It saves what the other callbacks have made of a checkpoint."""
 
     def attach(self, loop: Any) -> None:
         """Saves, from here on, what the callbacks of a loop remember."""

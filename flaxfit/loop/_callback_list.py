@@ -8,12 +8,16 @@ from typing import Any
 from flaxfit.state import _callback_states
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
-from flaxfit.tree._functions import owner_of
+from flaxfit.tree._functions import order_of, owner_of
 
 
 def as_tuple(callbacks: Any) -> tuple[Any, ...]:
     """Callbacks as they are given: none, a single one or several."""
     return (callbacks,) if callable(callbacks) else tuple(() if callbacks is None else callbacks)
+
+
+# The orders of callbacks, as they are closed.
+_CLOSED = ("last", "normal", "first")
 
 
 class CallbackList:
@@ -27,11 +31,12 @@ class CallbackList:
         self.given = as_tuple(callbacks)
         for callback in self.given:
             check_callback(callback)
+            order_of(callback)  # Which checks it.
 
     def attach_first(self, loop: Any) -> None:
         """Attaches those that are to know the loop before it fetches a batch."""
         for callback in self.given:
-            if getattr(callback, "attaches_first", False):
+            if order_of(callback) == "first":
                 callback.attach(loop)
 
     def attach(self, loop: Any) -> None:
@@ -50,8 +55,8 @@ class CallbackList:
 
     def close(self) -> None:
         """Closes all of them, even if one fails."""
-        # What saves the state comes before what changes it at the end.
-        given = sorted(self.given, key=lambda each: not getattr(each, "closes_first", False))
+        # Those that save the state come before those that change it when they are closed.
+        given = sorted(self.given, key=lambda each: _CLOSED.index(order_of(each)))
         with contextlib.ExitStack() as stack:
             for callback in reversed(given):
                 if hasattr(callback, "close"):
@@ -65,8 +70,8 @@ class Delivery:
 
     Args:
       checkpoint: the checkpoint.
-      callbacks: who gets it: those that save it last.
-      settle: changes the checkpoint before those get it.
+      callbacks: the callbacks that get it, by their `order`.
+      settle: changes the checkpoint before those of the order "last" get it.
     """
 
     def __init__(
@@ -75,10 +80,11 @@ class Delivery:
         callbacks: CallbackList,
         settle: Callable[[Checkpoint], Checkpoint],
     ):
-        last = [each for each in callbacks.given if getattr(each, "runs_last", False)]
-        first = [each for each in callbacks.given if each not in last]
         self._checkpoint, self._settle = checkpoint, settle
-        self._waiting = [*first, settle, *last]
+        called = {order: [] for order in ("first", "normal", "last")}
+        for callback in callbacks.given:
+            called[order_of(callback)].append(callback)
+        self._waiting = [*called["first"], *called["normal"], settle, *called["last"]]
 
     def keep(self, callbacks: CallbackList) -> None:
         """Leaves out those that the loop has no longer."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flaxfit.metrics._modes import mode_of
-from flaxfit.tree._functions import owner_of
+from flaxfit.tree._functions import order_of, owner_of
 
 # What a loop may report beside its loss and the metrics of the task.
 _MAY_BE_THERE = ("grad_norm", "learning_rate", "param_norm", "penalty", "skipped_steps")
@@ -165,7 +165,7 @@ def metrics_before(loop: Any, callback: Any) -> tuple[dict[str, str | None], boo
     known = modes_of(task.metrics) if is_own_step else {"loss": "min", **modes_of(task.metrics)}
     is_complete = not is_own_step
     for each in map(owner_of, loop.callbacks):
-        if each is callback and not getattr(callback, "runs_last", False):
+        if each is callback and order_of(callback) != "last":
             break
         known |= getattr(each, "adds", {})
         is_complete &= str(getattr(each, "__module__", "")).startswith("flaxfit.")

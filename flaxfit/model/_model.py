@@ -46,6 +46,7 @@ from flaxfit.step._validate import shapes_of
 from flaxfit.strategies import Eager, Strategy
 from flaxfit.strategies._eager import eagerly
 from flaxfit.task._task import EvalTask, TrainTask
+from flaxfit.tree._functions import order_of
 
 
 class Model:
@@ -226,7 +227,7 @@ class Model:
                 init = folder.init(init)
         batches = batches_of(stream)
         users = as_tuple(callbacks)
-        first = [each for each in users if getattr(each, "attaches_first", False)]
+        first = [each for each in users if order_of(each) == "first"]
         loop = current.loop_over(
             init,
             dataclasses.replace(self._task, data=batches),

@@ -13,13 +13,31 @@ def owner_of(callback: Any) -> Any:
     return getattr(callback, "__self__", callback)
 
 
-def runs_eagerly(strategy_or_function: Any) -> bool:
+def order_of(callback: Any) -> str:
+    """When a callback gets a checkpoint: "first", "normal" or "last".
+
+    >>> order_of(print)
+    'normal'
+
+    Raises:
+      ValueError: its attribute `order` is none of these.
+    """
+    order = getattr(callback, "order", "normal")
+    if order not in ("first", "normal", "last"):
+        raise ValueError(
+            f'The order of a callback is "first", "normal" or "last", got {order!r} from '
+            f"{type(callback).__name__}."
+        )
+    return order
+
+
+def runs_eagerly(runner: Any) -> bool:
     """Whether a strategy, or a function that one has bound, runs operation by operation.
 
     >>> runs_eagerly(abs)
     False
     """
-    return getattr(strategy_or_function, "runs_eagerly", False)
+    return getattr(runner, "runs_eagerly", False)
 
 
 def by_row(function: F) -> F:

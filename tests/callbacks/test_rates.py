@@ -194,7 +194,7 @@ def test_a_rate_is_set_beside_a_callback_that_keeps_less_of_the_state():
 
 def test_a_rate_that_is_set_after_an_interrupt_does_not_come_back_in_a_later_checkpoint():
     class Interrupted:
-        runs_last, is_due = True, True
+        order, is_due = "last", True
 
         def __call__(self, checkpoint):
             if self.is_due:

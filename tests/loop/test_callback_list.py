@@ -1,4 +1,4 @@
-"""What callbacks a loop takes, and what they may return."""
+"""The callbacks of a loop: which it takes, their order, and what they may return."""
 
 import functools
 
@@ -8,7 +8,8 @@ import pytest
 
 import flaxfit as ff
 from flaxfit.callbacks import every
-from flaxfit.loop._callback_list import as_tuple, check_callback
+from flaxfit.loop._callback_list import CallbackList, Delivery, as_tuple, check_callback
+from flaxfit.state._checkpoint import Checkpoint
 
 X = np.ones((4, 1), np.float32)
 
@@ -88,3 +89,54 @@ def test_a_state_that_was_restored_or_that_keeps_less_may_be_returned():
 
     last = list(make_loop(Reset(), lambda c: c.replace(state=c.state), keep_less))[-1]
     assert (float(last.state.params[0]), last.loss) == (0, 4)
+
+
+def test_callbacks_are_called_and_closed_by_their_order():
+    calls = []
+
+    class Recorder:
+        def __init__(self, order=None):
+            if order:
+                self.order = order
+
+        def __call__(self, checkpoint):
+            calls.append(getattr(self, "order", "normal"))
+
+        def close(self):
+            calls.append(f"close {getattr(self, 'order', 'normal')}")
+
+    callbacks = CallbackList([Recorder("last"), Recorder(), Recorder("first")])
+    checkpoint = Checkpoint(step=1, state=None, metrics={})
+    settle = lambda checkpoint: calls.append("settle") or checkpoint  # noqa: E731
+    Delivery(checkpoint, callbacks, settle).finish(lambda given: given, lambda: 0)
+    callbacks.close()
+    assert calls == ["first", "normal", "settle", "last"] + [
+        f"close {order}" for order in ("last", "normal", "first")
+    ]
+
+
+def test_an_exception_leaves_a_checkpoint_with_those_that_still_wait():
+    calls, fails = [], [True]
+
+    def fail(checkpoint):
+        if fails.pop():
+            raise RuntimeError("once")
+
+    callbacks = CallbackList([lambda c: calls.append(1), fail, lambda c: calls.append(2)])
+    checkpoint = Checkpoint(step=1, state=None, metrics={})
+    delivery = Delivery(checkpoint, callbacks, lambda given: given)
+    with pytest.raises(RuntimeError, match="once"):
+        delivery.finish(lambda given: given, lambda: 0)
+    fails.append(False)
+    assert delivery.finish(lambda given: given, lambda: 0) is checkpoint and calls == [1, 2]
+
+
+def test_an_order_that_there_is_not_is_refused():
+    class Callback:
+        order = "middle"
+
+        def __call__(self, checkpoint):
+            return checkpoint
+
+    with pytest.raises(ValueError, match="order of a callback is .* got 'middle' from Callback"):
+        CallbackList(Callback())
