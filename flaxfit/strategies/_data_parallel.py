@@ -120,9 +120,10 @@ class DataParallel:
 
     def collect(self, tree: Any) -> Any:
         """A copy of a replicated tree on the first device."""
-        if len(self._local) > 1:  # Reading one local shard is free; `x[0]` would gather.
+        first, *others = self._local
+        if others:  # Reading one local shard is free; `x[0]` would gather.
             tree = jax.tree.map(lambda x: x.addressable_data(0), tree)
-        return copied(tree, SingleDeviceSharding(self._local[0]))
+        return copied(tree, SingleDeviceSharding(first))
 
     def split(self, batch: Any, n_stacked: int = 0) -> Any:
         """Reshapes leaves `(n, ...)` to `(devices, n / devices, ...)`, NumPy without a copy.

@@ -79,20 +79,20 @@ def copies(monkeypatch):
     return counted
 
 
-def reads(checkpoint):
-    float(checkpoint.state.params["layers_0"]["bias"][0])
+class Reads:
+    borrows = True
 
-
-reads.borrows = True
+    def __call__(self, checkpoint):
+        float(checkpoint.state.params["layers_0"]["bias"][0])
 
 
 def test_a_checkpoint_is_copied_once_for_all_who_do_not_borrow(copies):
-    loop = loop_with(callbacks=[reads, lambda c: None, every(1, lambda c: None)])
+    loop = loop_with(callbacks=[Reads(), lambda c: None, every(1, lambda c: None)])
     list(loop)
     assert len(copies) == 4
 
 
-@pytest.mark.parametrize("wrapped", [reads, every(1, reads)])
+@pytest.mark.parametrize("wrapped", [Reads(), every(1, Reads())])
 def test_a_checkpoint_that_is_only_borrowed_is_not_copied(wrapped, copies):
     loop = loop_with(callbacks=[wrapped])
     assert [c.is_borrowed for c in loop.run_until(9, copy=False)] == [True] * 4

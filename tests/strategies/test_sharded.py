@@ -403,13 +403,14 @@ def test_batchnorm_under_pmap_is_that_of_each_replica_unless_it_names_the_axis()
 
 @pytest.mark.slow
 def test_several_steps_in_a_call_are_those_steps():
+    strategy = four(fsdp=True)
     _, single = loop_of(four(fsdp=True), None, n_steps=6)
-    loop, several = loop_of(four(fsdp=True), None, n_steps=6, steps_per_call=3)
+    _, several = loop_of(strategy, None, n_steps=6, steps_per_call=3)
     close(several.state.replace(key=0), single.state.replace(key=0))
     assert several.loss == pytest.approx(single.loss, rel=1e-5)
     kernel = several.state.params["Dense_0"]["kernel"]
     assert kernel.sharding.is_equivalent_to(
-        loop.strategy.shardings(several.state).params["Dense_0"]["kernel"], 2
+        strategy.shardings(several.state).params["Dense_0"]["kernel"], 2
     )
 
 
