@@ -97,6 +97,8 @@ def weights_by_class(y: Any, class_weight: Any) -> np.ndarray:
     labels = labels.argmax(-1) if labels.ndim == 2 and labels.shape[1] > 1 else labels.reshape(-1)
     if len(labels) != len(y):
         raise ValueError(f"class_weight needs one label per example, got y of shape {y.shape}.")
+    if labels.dtype.kind == "f" and not np.array_equal(labels, np.round(labels)):
+        raise ValueError("class_weight needs targets y that are labels, got other numbers.")
     there_are = np.unique(labels).tolist()
     absent = [label for label in class_weight if label not in there_are]
     if absent:

@@ -34,9 +34,8 @@ rmse = Metric(mse.measure, lambda sums: float(np.sqrt(mse.compute(sums))), "rmse
 """The root of the mean of the squared errors."""
 
 
-def _r2(*, center: float = 0.0) -> Metric:
+def _r2() -> Metric:
     """Makes the share of the variance of the targets that the outputs explain; see `r2`."""
-    del center  # From when sums far from zero lost their digits.
 
     def measure(outputs: Any, targets: Any, *, weights: Any = None) -> Any:
         errors = _errors(outputs, targets)
@@ -50,15 +49,14 @@ def _r2(*, center: float = 0.0) -> Metric:
         errors, spreads = np.asarray(sums["errors"], np.float64), spread(sums["targets"])
         return float(np.mean(1 - ratio(errors, spreads, np.where(errors == 0, 0.0, 1.0))))
 
-    return Metric(measure, compute, "r2", _r2)
+    return Metric(measure, compute, "r2")
 
 
 r2 = _r2()
 """The coefficient of determination; of several outputs, the mean of theirs.
 
 However far the targets lie from zero (years, prices in cents), no digits are lost. Of a constant
-target it is 1 where the outputs are that constant, and 0 otherwise. The option `center` has no
-effect any more.
+target it is 1 where the outputs are that constant, and 0 otherwise.
 """
 
 

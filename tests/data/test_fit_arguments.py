@@ -291,6 +291,14 @@ def test_wrong_class_weights_are_refused_in_words(class_weight, error, message):
         prepare(X, Y, class_weight=class_weight)
 
 
+def test_class_weights_are_of_labels_not_of_other_numbers():
+    np.testing.assert_array_equal(
+        prepare(X, Y.astype(np.float32), class_weight={1: 2.0})[0][2], np.where(Y == 1, 2, 1)
+    )
+    with pytest.raises(ValueError, match="targets y that are labels, got other numbers"):
+        prepare(X, X[:, 0] / 3, class_weight={1: 2.0})
+
+
 @pytest.mark.parametrize(
     ("weights", "message"),
     [

@@ -46,7 +46,6 @@ def test_r2_keeps_the_digits_of_targets_far_from_zero(measured, mean, deviation,
     wide = targets.astype(float), guesses.astype(float)
     expected = sklearn.metrics.r2_score(*wide, sample_weight=weights)
     assert measured(r2, guesses, targets, weights=weights) == pytest.approx(expected, abs=1e-6)
-    assert r2(center=2000.0).name == "r2"
 
 
 @pytest.mark.parametrize("constant", [0.0, 5.3, 1e5 + 0.3])
