@@ -31,6 +31,9 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # Else the name of the folder is part of what programs are looked up by, even on a CPU.
 jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
+# torch imports Triton, which no test uses, for its first optimizer. That crashes a process that has
+# loaded TensorFlow.
+sys.modules["triton"] = None
 
 # Tracing makes many objects that live on: to look for garbage among them costs a tenth of a run.
 gc.set_threshold(50_000, 20, 20)
