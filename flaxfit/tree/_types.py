@@ -1,0 +1,40 @@
+"""Names for the types that pass through flaxfit."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+PyTree: TypeAlias = Any
+"""A tree of containers registered with JAX; the leaves are usually arrays."""
+
+Array: TypeAlias = jax.Array | np.ndarray
+"""An array of JAX or NumPy."""
+
+ArrayLike: TypeAlias = Any
+"""What `jnp.asarray` takes: an array, a number, or nested lists of numbers."""
+
+Json: TypeAlias = Any
+"""A value that the `json` module writes and reads."""
+
+Params: TypeAlias = PyTree
+"""The parameters of a model."""
+
+Variables: TypeAlias = PyTree
+"""The collections of a model by name, `{"params": ..., "batch_stats": ...}`."""
+
+OptState: TypeAlias = PyTree
+"""The state of an optimizer."""
+
+Sums: TypeAlias = PyTree
+"""What a metric adds up over examples: a tuple of arrays."""
+
+ApplyFn: TypeAlias = Callable[..., tuple[PyTree, PyTree]]
+"""`apply(variables, inputs, *, rngs, train, mutable) -> (outputs, changed collections)`."""
+
+InitFn: TypeAlias = Callable[..., Variables]
+"""`init(rngs, inputs) -> variables`."""
+
+LossFn: TypeAlias = Callable[..., ArrayLike]
+"""`loss(outputs, targets) -> loss of each example`."""
