@@ -43,7 +43,10 @@ class Loop(Protocol):
     """What a callback that is attached to a training loop may use of it."""
 
     watchers: list[Callable[[int], None]]
-    """Functions of the step, called after each step is dispatched; they must not read arrays."""
+    """Functions of the step, called after each dispatch; they must not read arrays."""
+
+    dispatch_watchers: list[Callable[[int], None]]
+    """As `watchers`, for functions that need not see each step."""
 
     starters: list[Callable[[int], None]]
     """Functions of the step, called before the first step after each checkpoint."""

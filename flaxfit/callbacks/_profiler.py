@@ -43,7 +43,7 @@ class Profiler:
     def attach(self, loop: Loop) -> None:
         """Begins to watch the steps of a loop."""
         self._loop = loop
-        loop.watchers.append(self._watch)
+        loop.dispatch_watchers.append(self._watch)
         self._watch(loop.step)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:

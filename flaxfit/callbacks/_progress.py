@@ -100,7 +100,7 @@ class ProgressBar:
         if self._given is not None:
             self._given.attach(loop, self)
         if self._live or (self._live is None and display.is_live(self._stream)):
-            loop.watchers.append(self._watch)
+            loop.dispatch_watchers.append(self._watch)
 
     @property
     def _n_units(self) -> int | None:

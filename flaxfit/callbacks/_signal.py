@@ -86,7 +86,7 @@ class SaveOnSignal:
             self._writer.attach(loop)  # It saves what the callbacks remember.
         self._received, self._is_done = None, False
         self._began = loop.revision
-        loop.watchers.append(self._watch)
+        loop.dispatch_watchers.append(self._watch)
         self._n_calls = 0
         if jax.process_count() == 1:
             self._listen()

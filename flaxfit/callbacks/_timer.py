@@ -48,7 +48,8 @@ class Timer:
         self._loop = loop
         self._used = {"seconds": 0.0, "n_steps": 0}
         self._began, self._first_step = self._clock(), loop.step
-        loop.watchers.append(self._watch)
+        watchers = loop.dispatch_watchers if self._n_steps is None else loop.watchers
+        watchers.append(self._watch)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint, with `stop` set when the budget is used up."""

@@ -158,7 +158,7 @@ class ArrayStream:
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last delivered batch, with a description of the data."""
-        return {"epoch": self.epoch, "batch": self._batch, "data": self._description()}
+        return {"epoch": self.epoch, "batch": self._batch, "data": self._description}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Moves to a position that `get_state` gave.
@@ -166,17 +166,25 @@ class ArrayStream:
         Raises:
           ValueError: the position belongs to other data, or to other batches of it.
         """
-        check_description(state.get("data", state), self._description())
+        check_description(state.get("data", state), self._description)
         self.epoch, self._batch, self._order = state["epoch"], state["batch"], None
 
     def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={value}" for name, value in self._description().items())
+        settings = ", ".join(f"{name}={value}" for name, value in self._description.items())
         return f"ArrayStream({settings}, epochs={self.epochs}, epoch={self.epoch})"
 
     def _rewind(self) -> None:
         self.epoch, self._batch, self._n_batches = 0, 0, len(self)
         self._order: Any = None
         """The indices of all rows in the order of the epoch, once they are asked for."""
+        # Made once, as a loop may read the position at each step.
+        self._description = {
+            "length": self.n_examples,
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "drop_remainder": self.drop_remainder,
+        }
 
     def _ordered(self) -> Any:
         """The indices of all rows in the order of this epoch."""
@@ -201,15 +209,6 @@ class ArrayStream:
             # Rows that each step takes are at hand; data that may be huge needs no memory for them.
             self._stored = stored[:] if self.resident else stored
         return self._stored
-
-    def _description(self) -> dict[str, Any]:
-        return {
-            "length": self.n_examples,
-            "batch_size": self.batch_size,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-            "drop_remainder": self.drop_remainder,
-        }
 
 
 def _own_slice(rows: slice) -> slice:

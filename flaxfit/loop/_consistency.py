@@ -59,10 +59,6 @@ class Consistency:
         if self.is_needed:
             self._say(f"a checkpoint at step {step:,}, by programs of the sum {self._stepped:08x}")
 
-    def slowest(self, seconds: float) -> float:
-        """Returns the longest time among the processes."""
-        return max(exchange("how long steps take", seconds)) if self.is_needed else seconds
-
     def stop(self, wanted: bool) -> bool:
         """Returns whether one of the processes has ended the run."""
         return any(exchange("whether to stop", wanted)) if self.is_needed else wanted

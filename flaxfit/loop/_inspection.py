@@ -1,6 +1,7 @@
 """Inspection of a first batch: what a step counts, whether batches may be padded, and hints."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -38,6 +39,7 @@ class Inspection:
 
     def __init__(self, task: TrainTask, strategy: Strategy, say: Callable[[str], None]):
         self._bind, self._say = strategy.bind, say
+        self._n_devices = len(strategy.devices)
         self._traced: dict[Any, Any] = {}
         self._knows_products = False
         self._not_added: set[str] = set()
@@ -50,6 +52,8 @@ class Inspection:
         self._is_slow: dict[Hashable, bool] = {}
         self.is_slow_in_loops = False
         """Whether several steps in one program would be much slower than one by one."""
+        self.work = math.inf
+        """An estimate of the arithmetic operations of a step, on all devices together."""
 
     def forget(self) -> None:
         """Forgets what was traced."""
@@ -70,6 +74,7 @@ class Inspection:
         if task.step is not None:
             traced = inspect_step(make_step(task), state, batch, data, self._bind)
             found = Found(traced.shapes, "the task has a step of its own")
+            self.work = traced.n_operations
         else:
             is_resumed = options.pop("is_resumed")
             traced = inspect(
@@ -82,6 +87,9 @@ class Inspection:
             self._knows_products = True
             sums = result.sums | more_sums(task, result, **options)
             found = Found(sums, _why_not_pad(task, state, result.values))
+            # The gradient takes twice as much again, and an optimizer some for each parameter.
+            n_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
+            self.work = 3 * traced.n_operations + 20 * n_params * self._n_devices
         self.is_slow_in_loops = self._may_be_slow and traced.has_convolutions
         return found
 

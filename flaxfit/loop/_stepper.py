@@ -18,6 +18,7 @@ from flaxfit.loop._inspection import Inspection
 from flaxfit.loop._interrupts import Interrupts
 from flaxfit.loop._padding import Portion
 from flaxfit.loop._state_layout import StateLayout
+from flaxfit.loop._steps_per_call import steps_per_call
 from flaxfit.loop._tally import Tally
 from flaxfit.optim import set_hyperparams
 from flaxfit.optim._extended import carry_state
@@ -263,6 +264,18 @@ class Stepper:
             items = items[:1]
         return self.loader.load(items, self._inspect) if items else None
 
+    def steps_per_call(self, spacing: int, n_total: float) -> int:
+        """The steps to take in one dispatch with "auto"; see `steps_per_call`.
+
+        Several are taken of arrays only, whose batches are indices: batches that a user's code
+        makes may take much memory, or be made in one buffer.
+        """
+        if not self.cursor.takes_rows or self._is_slow_in_loops():
+            return 1
+        devices = self.strategy.devices
+        work = self.inspection.work / len(devices)
+        return steps_per_call(work, spacing, n_total, devices[0].platform)
+
     def _is_slow_in_loops(self) -> bool:
         """Whether steps like the next one are slow in a loop; depends on the next batch alone.
 
@@ -355,11 +368,6 @@ class Stepper:
         self._in_flight.append(totals)
         if len(self._in_flight) > self._most_in_flight:
             self._in_flight.popleft().block_until_ready()
-
-    @explained
-    def wait(self) -> None:
-        """Waits until the devices have done all steps."""
-        jax.block_until_ready([*self._in_flight, *self.tally.totals.values(), *self._leaves])
 
     def _inspect(self, batch: Batch, data: Batch | None) -> str:
         """Validates the first batch; returns why padding is unsafe, or ""."""

@@ -20,7 +20,6 @@ from flaxfit.loop._initial_state import check_same_arrays, check_trains, start
 from flaxfit.loop._ownership import copier, owned
 from flaxfit.loop._schedule import Schedule
 from flaxfit.loop._stepper import Stepper
-from flaxfit.loop._trial import Trial
 from flaxfit.metrics._monitor import modes_of
 from flaxfit.optim import hyperparams, set_hyperparams
 from flaxfit.optim._hyperparams import group_name
@@ -76,9 +75,9 @@ class TrainLoop:
         breakpoints in the model, the loss and the metrics see values. It is many times slower.
       callbacks: functions `Checkpoint -> Checkpoint | None`, called before each yield.
       first_checkpoint: the step of the first checkpoint; `n_steps_per_checkpoint` gives n, 2n, ...
-      steps_per_call: steps per dispatch to the device; "auto": a few steps are timed, one per
-        dispatch and several (at most 32, and none across a checkpoint), and the faster is kept.
-        Models with convolutions take one step per dispatch on a CPU.
+      steps_per_call: steps per dispatch to the device, none of them across a checkpoint. "auto"
+        takes up to 32 where steps are small and the data is arrays. Models with convolutions take
+        one step per dispatch on a CPU.
       keep_grads: whether checkpoints hold the gradients of their last step.
       grad_norm: whether to report the norm of the gradients.
       snapshot: where checkpoints that your own code gets have their arrays: "device"; "host", as
@@ -136,8 +135,9 @@ class TrainLoop:
         self._stepper = stepper = Stepper(
             self.task, self.strategy, grad_norm=grad_norm, keep_grads=keep_grads, say=self.say
         )
-        self._trial: Trial | None = None
         self.steps_per_call = steps_per_call
+        self._run_end: int | None = None
+        """The step that the present run ends at, if it is known."""
 
         def sample() -> Any:
             with self.in_phase("training"):
@@ -186,6 +186,7 @@ class TrainLoop:
         if self.stopped:
             self._say_if_complete()
             self._end()
+        self._run_end = self.n_steps
         # Steps past an end that was set to an earlier step are still to be shown.
         target = (lambda: self.step) if is_done else self._next_target()
         checkpoint = self._train_to(target)
@@ -199,6 +200,7 @@ class TrainLoop:
         Args:
           copy: as of `run_until`.
         """
+        self._run_end = None
         checkpoint = self._train_to(self._next_target()) or self._no_data()
         return self.owned(checkpoint) if copy else checkpoint
 
@@ -239,6 +241,7 @@ class TrainLoop:
             self._say_if_complete()
             return self.close()
         while self.step < step or (self.step == step and self.n_completed_steps):
+            self._run_end = step
             checkpoint = self._train_to(self._next_target(last=step))
             if checkpoint is None:
                 return self.close()
@@ -363,19 +366,14 @@ class TrainLoop:
 
     @property
     def steps_per_call(self) -> int:
-        """The steps per dispatch; takes effect at once when set.
-
-        With "auto" it is the present number. Setting "auto" again keeps what was measured.
-        """
-        return self._steps_per_call if self._trial is None else self._trial.n_steps
+        """The steps per dispatch, with "auto" of the latest one; takes effect at once when set."""
+        return self._steps_per_call
 
     @steps_per_call.setter
     def steps_per_call(self, value: int | str) -> None:
-        if value == "auto":
-            self._trial = self._trial or Trial(self._stepper, self.say)
-        else:
-            self._steps_per_call = whole_number("steps_per_call", value, other="auto")
-            self._trial = None
+        self._is_auto = value == "auto"
+        number = 1 if self._is_auto else whole_number("steps_per_call", value, other="auto")
+        self._steps_per_call = number
 
     @property
     def first_checkpoint(self) -> int:
@@ -409,7 +407,12 @@ class TrainLoop:
         if self._due is not None:
             self._due.keep(self._callbacks)
         self.watchers: list[Callable[[int], None]] = []
-        """Functions of the step, called after each dispatch. They must not read the device."""
+        """Functions of the step, called after each dispatch. They must not read the device.
+
+        With `steps_per_call="auto"` a dispatch takes one step if there are any.
+        """
+        self.dispatch_watchers: list[Callable[[int], None]] = []
+        """As `watchers`, for functions that need not see each step."""
         self.starters: list[Callable[[int], None]] = []
         """Functions of the step, called before the first step after each checkpoint."""
         self._callbacks.attach(self)
@@ -575,8 +578,9 @@ class TrainLoop:
                 break
             if self._is_finishing and stepper.tally.n_steps and is_alone:
                 break
-            if self._advance(n_left, batch):
-                for watch in self.watchers:
+            n = 1 if batch is not None else self._steps_per_dispatch(n_left)
+            if stepper.advance(n, batch):
+                for watch in (*self.watchers, *self.dispatch_watchers):
                     watch(stepper.step)
         if self._due is None and stepper.tally.n_steps:
             stepper.consistency.checkpoint(stepper.step)
@@ -587,13 +591,15 @@ class TrainLoop:
             self._reset()
             stepper.interrupts.release()
 
-    def _advance(self, n_left: int, batch: Any) -> bool:
-        """Dispatches the next step, or several of `n_left`; False at the end of the data."""
-        if batch is not None:
-            return self._stepper.advance(1, batch)
-        if self._trial is not None:
-            return self._trial.advance(n_left, self.n_steps_per_checkpoint)
-        return self._stepper.advance(min(self._steps_per_call, n_left))
+    def _steps_per_dispatch(self, n_left: int) -> int:
+        """How many of the steps that are left to take in the next dispatch."""
+        if not self._is_auto:
+            return min(self._steps_per_call, n_left)
+        n_total = math.inf if self._run_end is None else self._run_end
+        several = self._stepper.steps_per_call
+        n = 1 if self.watchers else several(self.n_steps_per_checkpoint, n_total)
+        self._steps_per_call = n
+        return n if n <= n_left else 1
 
     def _warn_of_loss(self, checkpoint: Checkpoint) -> None:
         """Warns once when the loss is no longer finite."""

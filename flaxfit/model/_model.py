@@ -155,7 +155,7 @@ class Model:
         shuffle: bool | None = None,
         callbacks: Any = (),
         verbose: int | str = "auto",
-        steps_per_execution: int | str = 1,
+        steps_per_execution: int | str = "auto",
         checkpoint_dir: str | os.PathLike[str] | checkpoints.CheckpointFileWriter | None = None,
         resume: bool | str = "auto",
     ) -> History:
@@ -178,9 +178,9 @@ class Model:
           callbacks: functions `Checkpoint -> Checkpoint | None`, called after each epoch.
           verbose: "auto" or 1: a bar on a terminal or in a notebook, else a line per epoch;
             2: lines; 0: nothing.
-          steps_per_execution: steps per dispatch to the device; "auto": as many as are found to
-            be fastest while the first steps are taken. Models with convolutions take one step per
-            dispatch on a CPU.
+          steps_per_execution: steps per dispatch to the device. "auto" takes up to 32 where steps
+            are small and the data is arrays. Models with convolutions take one step per dispatch
+            on a CPU.
           checkpoint_dir: a folder in which each epoch is saved, with the history, the position in
             the data and what callbacks remember. Or a `CheckpointFileWriter`, to choose what is
             kept (`keep`, `monitor`) and whether a failed save ends the run (`on_error`).

@@ -1,5 +1,6 @@
-"""What a jaxpr holds: the programs inside of its equations, and whether an operation is in any."""
+"""What a jaxpr holds: its inner programs, certain operations, and how many operations in all."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,6 +52,47 @@ def equations(program: Any) -> Iterator[Any]:
         for equation in one.eqns:
             yield equation
             left += parts_of(equation)
+
+
+def n_operations(program: Any) -> float:
+    """Estimates the arithmetic operations of a jaxpr; infinity for loops of unknown length.
+
+    Products and convolutions count their multiplications and additions, everything else counts
+    one operation for each element of its results.
+
+    >>> import jax.numpy as jnp
+    >>> product = lambda x: jax.lax.map(lambda row: x @ row, x)
+    >>> n_operations(jax.make_jaxpr(product)(jnp.ones((3, 3))))
+    54.0
+    """
+    known: dict[int, float] = {}
+
+    def of_program(program: Any) -> float:
+        number = id(getattr(program, "jaxpr", program))
+        if number not in known:
+            known[number] = float(sum(map(of_equation, program.eqns)))
+        return known[number]
+
+    def of_equation(equation: Any) -> float:
+        name, parameters = equation.primitive.name, equation.params
+        if name in _OF_UNKNOWN_LENGTH:
+            return math.inf
+        if parts := parts_of(equation):
+            return sum(map(of_program, parts)) * (parameters["length"] if name == "scan" else 1)
+        n = sum(math.prod(getattr(out.aval, "shape", ())) for out in equation.outvars)
+        shapes: list[Any] = [getattr(each.aval, "shape", ()) for each in equation.invars]
+        if name == "dot_general":
+            (contracted, _), _ = parameters["dimension_numbers"]
+            return 2 * n * math.prod(shapes[0][axis] for axis in contracted)
+        if name == "conv_general_dilated":
+            n_out = shapes[1][parameters["dimension_numbers"].rhs_spec[0]]
+            return 2 * n * math.prod(shapes[1]) / n_out
+        return n
+
+    return of_program(program)
+
+
+_OF_UNKNOWN_LENGTH = ("while", "pallas_call", "ffi_call", "pure_callback", "io_callback")
 
 
 def _is_program(part: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from flaxfit.step._batch_loss import losses_by_row, metrics_by_row
 from flaxfit.step._by_row import check_by_row, check_sums, couples_rows
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._forward import EvalPass, ForwardPass, forward, forward_eval
-from flaxfit.step._jaxpr import holds
+from flaxfit.step._jaxpr import holds, n_operations
 from flaxfit.step._regression_targets import check_classes
 from flaxfit.task._multi_output import check_outputs, check_values, targets_with_weights
 from flaxfit.tree._functions import runs_eagerly
@@ -29,6 +30,8 @@ class Traced(NamedTuple):
     shapes: Any
     """The shapes and dtypes of what it returns."""
     has_convolutions: bool
+    n_operations: float
+    """An estimate, see `n_operations`."""
 
 
 def inspect(
@@ -170,10 +173,10 @@ def trace(function: Callable[..., Any], *arguments: Any) -> Traced:
     One that runs eagerly is run instead: the user's code is to see values.
     """
     if runs_eagerly(function):
-        return Traced(shapes_of(function(*arguments)), False)
+        return Traced(shapes_of(function(*arguments)), False, math.inf)
     # Over the shapes, since the arrays of a state are spread over the devices of a strategy.
     program, results = jax.make_jaxpr(function, return_shape=True)(*map(shapes_of, arguments))
-    return Traced(results, holds(program, "conv_general_dilated"))
+    return Traced(results, holds(program, "conv_general_dilated"), n_operations(program))
 
 
 @contextlib.contextmanager

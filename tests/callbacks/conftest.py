@@ -13,7 +13,7 @@ class FakeLoop:
     def __init__(self, n_steps=None, n_steps_per_checkpoint=1, step=0, state=None):
         self.n_steps, self.n_steps_per_checkpoint = n_steps, n_steps_per_checkpoint
         self.step, self.state = step, state
-        self.watchers = []
+        self.watchers, self.dispatch_watchers = [], []
         self.restored = []
         self.metrics = {"loss": 0.5}
         self.n_reads = 0
@@ -28,7 +28,7 @@ class FakeLoop:
 
     def dispatch(self):
         self.step += 1
-        for watch in self.watchers:
+        for watch in (*self.watchers, *self.dispatch_watchers):
             watch(self.step)
 
 

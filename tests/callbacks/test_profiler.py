@@ -26,7 +26,7 @@ def traces(monkeypatch):
 def watched(profiler, traces, **options):
     """A loop that notes its steps among the traces."""
     loop = make_loop(profiler, **options)
-    loop.watchers.append(traces.append)
+    loop.dispatch_watchers.append(traces.append)
     return loop
 
 

@@ -50,7 +50,7 @@ def test_off_a_terminal_there_is_one_line_per_checkpoint_and_no_carriage_return(
     for n, (loss, accuracy) in enumerate(losses, start=1):
         clock.now += 0.1
         bar(checkpoint_at(44 * n, elapsed_time=0.1, loss=loss, val_accuracy=accuracy))
-    assert loop.watchers == []
+    assert loop.dispatch_watchers == []
     assert file.getvalue() == (
         "Epoch  1/10  0.1s  loss 1.7632  val_accuracy 0.8611 *\n"
         "Epoch  2/10  0.1s  loss 0.7666  val_accuracy 0.9028 *\n"
@@ -191,7 +191,7 @@ def test_of_short_steps_the_clock_is_looked_at_now_and_then(make_loop, terminal,
         looks.clear()
         for step in range(100 * i, 100 * (i + 1)):
             clock.now += seconds
-            loop.watchers[0](step)
+            loop.dispatch_watchers[0](step)
         counts.append(len(looks))
     # Those that wait for the device, however long it takes, seem short at first.
     assert 64 < counts[0] < 75 and counts[1] < 15 and counts[2] > 90
@@ -383,7 +383,7 @@ def test_live_can_be_switched_off_on_a_terminal_and_a_dumb_one_has_no_bar(
     ProgressBar(file=terminal, live=False).attach(loop)
     monkeypatch.setenv("TERM", "dumb")
     ProgressBar(file=terminal).attach(loop)
-    assert loop.watchers == []
+    assert loop.dispatch_watchers == []
 
 
 def test_a_stream_of_few_characters_is_written_to_without_failure(make_loop, checkpoint_at, clock):

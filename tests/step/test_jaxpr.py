@@ -1,11 +1,13 @@
 """What a jaxpr holds, wherever in its inner programs."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from flaxfit.step._jaxpr import holds
+from flaxfit.step._jaxpr import holds, n_operations
 
 
 def convolve(x):
@@ -39,3 +41,23 @@ def test_programs_that_are_used_often_are_looked_at_once():
     for depth in range(40):  # 2**40 uses of the innermost, which none would see the end of.
         function = doubled(function, depth)
     assert not holds(jax.make_jaxpr(function)(1.0), "conv_general_dilated")
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: x @ x, 128),
+        (lambda x: jnp.einsum("ij,kj->ik", x, x), 128),
+        (jax.jit(lambda x: x @ x), 128),
+        (lambda x: lax.scan(lambda c, _: (c @ x, None), x, length=5)[0], 5 * 128),
+        (lambda x: lax.conv(x[None, None], jnp.ones((3, 1, 2, 2)), (1, 1), "SAME"), None),
+        (lambda x: lax.while_loop(lambda x: x.max() > 1, lambda x: x / 2, x), math.inf),
+    ],
+    ids=["product", "einsum", "jit", "scan", "conv", "while"],
+)
+def test_operations_are_counted(function, expected):
+    program = jax.make_jaxpr(function)(jnp.ones((4, 4)))
+    if expected is None:  # A convolution of 4 x 4 pixels, 3 kernels of 2 x 2.
+        assert 2 * 3 * 16 * 4 <= n_operations(program) <= 2 * 3 * 16 * 4 + 40
+    else:
+        assert n_operations(program) == expected
