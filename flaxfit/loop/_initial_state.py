@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.optim._extended import wrap_state
+from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._optimizer_axes import with_optimizer
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._init_state import init_state
@@ -197,3 +198,13 @@ def _with_options(state: TrainState, optimizer: Any) -> TrainState:
 
 def _in_place(array: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+
+def as_checkpoint(found: Any) -> Checkpoint | None:
+    """The checkpoint that a file holds, without its state."""
+    if found is None:
+        return None
+    fields = ("metrics", "data_state", "running", "stop")
+    known = {name: getattr(found, name) for name in fields if hasattr(found, name)}
+    step, known = int(found.state.step), {"metrics": {}, **known}
+    return Checkpoint(step=step, state=found.state, **known).replace(state=None)

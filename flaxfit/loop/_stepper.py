@@ -1,6 +1,7 @@
 """Stepper: takes training steps, each from a batch of the stream to the state that follows."""
 
 import dataclasses
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -314,7 +315,7 @@ class Stepper:
         if update is None:
             update = self.programs.compile(
                 key,
-                lambda: self._build(portion, arguments, n_steps=n),
+                functools.partial(self._build, portion, arguments, n_steps=n),
                 portion,
                 step=self.step + 1,
             )

@@ -16,7 +16,7 @@ from flaxfit.loop._callback_list import CallbackList, Delivery
 from flaxfit.loop._compilation_cache import use_compilation_cache
 from flaxfit.loop._default_strategy import strategy_for
 from flaxfit.loop._idle_gpu import warn_of_idle_gpu
-from flaxfit.loop._initial_state import check_same_arrays, check_trains, start
+from flaxfit.loop._initial_state import as_checkpoint, check_same_arrays, check_trains, start
 from flaxfit.loop._ownership import copier, owned
 from flaxfit.loop._schedule import Schedule
 from flaxfit.loop._stepper import Stepper
@@ -29,7 +29,7 @@ from flaxfit.state._train_state import TrainState
 from flaxfit.step._cost import StepCost
 from flaxfit.strategies import DataParallel, Eager, Strategy
 from flaxfit.strategies._eager import eagerly
-from flaxfit.task._task import TrainTask
+from flaxfit.task._task import TrainTask, with_collections
 from flaxfit.tree._checks import whole_number
 from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._jax_debugging import check_jit
@@ -118,7 +118,7 @@ class TrainLoop:
             raise ValueError(
                 "Give either devices or a strategy, not both: strategies hold devices."
             )
-        self.task = _with_collections(task, collections, mutable_collections)
+        self.task = with_collections(task, collections, mutable_collections)
         if debug:
             strategy = Eager(strategy if devices is None else DataParallel(devices))
         self.strategy = strategy or strategy_for(self.task, devices)
@@ -159,7 +159,7 @@ class TrainLoop:
         """The checkpoint file that the run was restored from, or None."""
         self._go_on_from(beginning.state, self.start)
         self._first_step = self.step
-        self._last = _as_checkpoint(self.start)
+        self._last = as_checkpoint(self.start)
         self._is_at_start = True
         self._not_taken_over: list[str] = []
         self.stopped = self._last is not None and self._last.stop
@@ -718,31 +718,6 @@ class TrainLoop:
             f"The data ended after step {self.step:,}. Set loop.data to go on with more, or build "
             "the stream with epochs=None to repeat it."
         )
-
-
-def _as_checkpoint(found: Any) -> Checkpoint | None:
-    """The checkpoint that a file holds, without its state."""
-    if found is None:
-        return None
-    fields = ("metrics", "data_state", "running", "stop")
-    told = {name: getattr(found, name) for name in fields if hasattr(found, name)}
-    step, told = int(found.state.step), {"metrics": {}, **told}
-    return Checkpoint(step=step, state=found.state, **told).replace(state=None)
-
-
-def _with_collections(task: TrainTask, collections: Any, mutable: Any) -> TrainTask:
-    """Returns the task with `collections` and `mutable_collections` applied."""
-    changes: dict[str, Any] = {}
-    if collections is not None:
-        if tuple(task.rngs) != ("dropout",):
-            raise ValueError(f"Give either collections or the task's rngs ({task.rngs}), not both.")
-        names = collections.get("apply", ()) if isinstance(collections, dict) else collections
-        changes["rngs"] = tuple(names)
-    if mutable is not None:
-        if task.mutable is not None:
-            raise ValueError("Give either mutable_collections or the task's mutable, not both.")
-        changes["mutable"] = mutable
-    return dataclasses.replace(task, **changes) if changes else task
 
 
 def _on_host(values: dict[str, Any]) -> dict[str, Any]:

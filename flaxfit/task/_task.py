@@ -200,3 +200,18 @@ def _patterns(patterns: Any) -> tuple[str, ...]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.generic) and not isinstance(value, bool)
+
+
+def with_collections(task: TrainTask, collections: Any, mutable: Any) -> TrainTask:
+    """Returns a task with the `collections` and `mutable_collections` of a loop."""
+    changes: dict[str, Any] = {}
+    if collections is not None:
+        if tuple(task.rngs) != ("dropout",):
+            raise ValueError(f"Give either collections or the task's rngs ({task.rngs}), not both.")
+        names = collections.get("apply", ()) if isinstance(collections, dict) else collections
+        changes["rngs"] = tuple(names)
+    if mutable is not None:
+        if task.mutable is not None:
+            raise ValueError("Give either mutable_collections or the task's mutable, not both.")
+        changes["mutable"] = mutable
+    return dataclasses.replace(task, **changes) if changes else task
