@@ -82,6 +82,23 @@ def normalize(item: Any) -> Batch:
     return batch
 
 
+def detached(item: Any) -> Any:
+    """An item with copies of its NumPy arrays, for one that is kept while its source goes on.
+
+    A source may write each item into the memory of the one before.
+
+    >>> x = np.zeros(2)
+    >>> copy = detached({"x": x, "name": "a"})
+    >>> x += 1
+    >>> copy
+    {'x': array([0., 0.]), 'name': 'a'}
+    """
+    try:
+        return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, item)
+    except ValueError:  # Names that cannot be sorted.
+        return {name: detached(part) for name, part in item.items()}
+
+
 def parts_of(data: Any) -> tuple[Any, ...]:
     """The parts x, y and weights of a batch or of a data set, as far as they are given.
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from flaxfit.data._adapters import as_stream, one_pass
+from flaxfit.data._arrays import ArrayStream
+from flaxfit.data._batch import detached
 from flaxfit.data._stream import is_shared
 
 
@@ -126,9 +128,11 @@ class PrefetchedStream:
 def _assemble(
     stream: Any, batches: queue.SimpleQueue, slots: threading.Semaphore, stopped: threading.Event
 ) -> None:
+    # Of arrays each batch is made for itself.
+    keep = (lambda item: item) if isinstance(stream, ArrayStream) else detached
     while slots.acquire() and not stopped.is_set():
         try:
-            batches.put((next(stream), None, _position(stream)))
+            batches.put((keep(next(stream)), None, _position(stream)))
         except BaseException as error:  # Whatever it is, it is raised where the batch is wanted.
             batches.put((None, error, _position(stream)))
             return

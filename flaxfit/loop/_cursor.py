@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from flaxfit.data import as_stream
+from flaxfit.data import ArrayStream, as_stream
+from flaxfit.data._batch import detached
 from flaxfit.loop._local_rows import knows_rows
 
 
@@ -83,6 +84,9 @@ class Cursor:
             except StopIteration:
                 return []
         while len(self.fetched) < n:
+            if self.fetched and not (self.takes_rows or isinstance(self.stream, ArrayStream)):
+                item, position = self.fetched[-1]
+                self.fetched[-1] = detached(item), position
             try:
                 self.fetch_one(is_ahead=is_ahead or n > 1)
             except StopIteration:

@@ -91,4 +91,4 @@ def _compiler_options() -> dict[str, Any] | None:
     # A program within another one is compiled with that.
     is_traced = isinstance(jax.device_put(np.zeros(())), Tracer)
     is_slow = jax.default_backend() == "cpu" and not is_traced
-    return {"xla_backend_optimization_level": 0} if is_slow else None
+    return {"xla_backend_optimization_level": 1} if is_slow else None

@@ -1,4 +1,4 @@
-"""Copies of placed arrays, which outlive the donation of the originals."""
+"""Copies of arrays: of placed ones that are donated, and of host memory that may be written to."""
 
 import functools
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @functools.cache
@@ -29,3 +30,14 @@ def copied(tree: Any, sharding: Any = None) -> Any:
     # The devices of a mesh that the user has set are those of compiled functions, too.
     places = jax.tree.map(lambda x: x.sharding if sharding is None else sharding, tree)
     return jax.device_put(tree, places, may_alias=False)
+
+
+def unaliased(x: np.ndarray) -> np.ndarray:
+    """Returns a NumPy array, or a copy if a program on a CPU would use its very memory.
+
+    JAX does so with memory that is aligned to 64 bytes, which a program reads after the call has
+    returned: a source that writes its next batch there would change the batch before.
+    """
+    if x.flags.writeable and x.__array_interface__["data"][0] % 64 == 0:
+        return x.copy()
+    return x

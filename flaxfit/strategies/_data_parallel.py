@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from flaxfit.strategies._copy import copied, copy_to
+from flaxfit.strategies._copy import copied, copy_to, unaliased
 from flaxfit.strategies._free_memory import give_back_free_memory
 from flaxfit.strategies._local import given_devices, local_devices
 from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica, unmapped
@@ -126,16 +126,18 @@ class DataParallel:
         return copied(tree, SingleDeviceSharding(first))
 
     def split(self, batch: Any, n_stacked: int = 0) -> Any:
-        """Reshapes leaves `(n, ...)` to `(devices, n / devices, ...)`, NumPy without a copy.
+        """Reshapes leaves `(n, ...)` to `(devices, n / devices, ...)`; NumPy stays on the host.
 
         The devices are those of this process.
         """
         n = len(self._local)
         if isinstance(batch, np.ndarray) and not n_stacked:  # The rows of a batch, at each step.
+            batch = unaliased(batch)
             return batch[None] if n == 1 else batch.reshape(n, len(batch) // n, *batch.shape[1:])
 
         def split_leaf(x: Any) -> Any:
             if not n_stacked:
+                x = unaliased(x) if isinstance(x, np.ndarray) else x
                 x = x.reshape(n, x.shape[0] // n, *x.shape[1:])
             else:
                 x = x.reshape(n_stacked, n, x.shape[1] // n, *x.shape[2:]).swapaxes(0, 1)

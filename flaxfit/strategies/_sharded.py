@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flaxfit.state._optimizer_axes import specs_by_parameter
-from flaxfit.strategies._copy import copied
+from flaxfit.strategies._copy import copied, unaliased
 from flaxfit.strategies._free_memory import give_back_free_memory
 from flaxfit.strategies._gather import gather
 from flaxfit.strategies._layout import Layout, layout
@@ -193,7 +193,7 @@ class Sharded:
         NumPy arrays stay on the host: the compiled function moves each part to its device.
         """
         if self._is_alone and isinstance(batch, np.ndarray) and not n_stacked:  # At each step.
-            return batch
+            return unaliased(batch)
         sharding = self._split(bool(n_stacked))
         if not self._is_alone:
             make = jax.make_array_from_process_local_data
@@ -201,7 +201,9 @@ class Sharded:
         is_moved = bool(n_stacked)  # `compile` takes an array on the host for a single batch.
 
         def split_leaf(x: Any) -> Any:
-            return jax.device_put(x, sharding) if is_moved or isinstance(x, jax.Array) else x
+            if is_moved or isinstance(x, jax.Array):
+                return jax.device_put(x, sharding)
+            return unaliased(x) if isinstance(x, np.ndarray) else x
 
         return jax.tree.map(split_leaf, batch)
 

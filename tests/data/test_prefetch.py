@@ -200,3 +200,14 @@ def test_a_stream_that_tells_but_takes_no_position_goes_on_by_skipping():
     second.set_state(first.get_state())
     assert list(second) == [3, 4]
     first.close()
+
+
+def test_a_source_may_write_each_batch_into_the_memory_of_the_one_before():
+    class Reusing:
+        def __iter__(self):
+            buffer = {"x": np.zeros(1)}
+            for i in range(5):
+                buffer["x"][:] = i
+                yield buffer
+
+    assert [batch["x"].item() for batch in prefetch(Reusing(), 4)] == [0.0, 1.0, 2.0, 3.0, 4.0]

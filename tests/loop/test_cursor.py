@@ -58,7 +58,7 @@ def test_an_iterator_comes_to_its_end_and_what_was_fetched_stays():
     assert not cursor.takes_rows
     with pytest.raises(StopIteration):
         cursor.fetch_one()
-    assert cursor.fetch(2) == [item]
+    np.testing.assert_array_equal(cursor.fetch(2), [item])
 
 
 def test_without_data_there_is_nothing_to_fetch():
@@ -66,3 +66,16 @@ def test_without_data_there_is_nothing_to_fetch():
     assert not cursor.has_data and cursor.position() is None
     with pytest.raises(ValueError, match=r"no data: give TrainTask\(data="):
         cursor.peek()
+
+
+def test_items_that_are_kept_are_copies_where_their_source_may_write_again():
+    def reusing():
+        buffer = np.zeros(1)
+        for i in range(4):
+            buffer[:] = i
+            yield buffer
+
+    cursor = Cursor(reusing())
+    assert [item.item() for item in cursor.fetch(3)] == [0.0, 1.0, 2.0]
+    cursor.stepped(2)
+    assert [item.item() for item in cursor.fetch(2)] == [2.0, 3.0]
