@@ -250,6 +250,7 @@ def test_an_unknown_name_is_an_attribute_error():
         getattr(importlib.import_module("flaxfit"), name)
 
 
+@pytest.mark.slow
 def test_importing_brings_in_no_heavy_package(fresh):
     lazy = sorted(name.removeprefix("flaxfit.") for name in PUBLIC if "." in name)
     found = fresh(

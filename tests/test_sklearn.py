@@ -76,6 +76,7 @@ def test_a_weight_counts_like_so_many_copies(estimator):
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_it_learns_digits_as_images_with_labels_that_are_words():
     x, y = load_digits(return_X_y=True)
     words = np.array(["zero", "one", "two", "three"])
@@ -124,6 +125,7 @@ def test_a_module_may_give_a_number_or_a_column_for_one_target(squeezes):
     np.testing.assert_allclose(fitted.predict(x), 2 * x[:, 0], atol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_fitted_estimator_is_copied_and_saved_without_its_programs():
     x, y = load_iris(return_X_y=True)
     options = {"clip_norm": 1.0, "ema": 0.9}

@@ -78,6 +78,7 @@ def test_a_damaged_file_of_weights_is_refused_or_read_right(tmp_path, n, with_ta
     assert n_refused > 0.8 * n
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", counts(500, 10_000))
 def test_a_damaged_file_of_a_step_is_refused_or_read_right(tmp_path, n):
     step = save(tmp_path, STATE)

@@ -141,6 +141,7 @@ class Moves(nn.Module):
         return nn.Dense(1)(state.position) + nn.Dense(1)(state.velocity)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [State, Record])
 def test_a_structure_is_fitted_evaluated_and_predicted_alike(kind):
     targets = X.sum(1, keepdims=True)

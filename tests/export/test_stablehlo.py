@@ -25,6 +25,7 @@ def path(tmp_path):
     return tmp_path / "net.stablehlo"
 
 
+@pytest.mark.slow
 def test_what_is_loaded_computes_the_same(module, path, net, variables, x, capsys):
     report = export.save(module, path)
     loaded = export.load(path)
@@ -125,6 +126,7 @@ def test_a_file_for_another_platform_is_written_but_not_compared(module, path, c
         export.load(path)(np.ones((1, 3)))
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_source(module, path, net, variables, x):
     export.save(module, path)
     loaded = export.load(path)
@@ -142,6 +144,7 @@ def test_gradients_may_be_left_out(module, path, x):
         jax.grad(lambda p: loaded.apply(p, x).sum())(loaded.params)
 
 
+@pytest.mark.slow
 def test_other_weights_and_methods_can_be_used(path):
     module = JaxModule(
         {"w": np.float32(2)},

@@ -121,6 +121,7 @@ def fit_noisy(strategy, **options):
     return model, validation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -143,6 +144,7 @@ def test_evaluate_predict_and_validation_of_a_model_draw_the_same_noise(strategy
     assert not np.allclose(model.predict(X, batch_size=4), outputs)
 
 
+@pytest.mark.slow
 def test_virtual_replicas_draw_the_same_noise_on_any_number_of_devices():
     strategies = [ff.DataParallel(jax.devices()[:n], virtual_replicas=4) for n in (1, 4)]
     one, four = (fit_noisy(each, eval_rngs="noise")[0] for each in strategies)

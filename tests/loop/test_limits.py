@@ -78,6 +78,7 @@ class Wide(nn.Module):
         return nn.Dense(1)(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_devices", "resident", "most"), [(1, True, 31), (1, False, 2), (2, True, 2), (2, False, 2)]
 )
@@ -102,6 +103,7 @@ def n_bytes(tree):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 def test_a_step_needs_the_memory_of_a_hand_written_one():
     x = np.ones((32, 64), np.float32)
     module, optimizer = Wide(), optax.adam(0.1)
@@ -123,6 +125,7 @@ def test_a_step_needs_the_memory_of_a_hand_written_one():
     assert n_bytes(state) < loop.step_memory(32) <= 1.05 * memory_of(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("holds", "snapshot", "n_states"), [(0, "device", 1), (1, "device", 2), (1, "host", 1)]
 )

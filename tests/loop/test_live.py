@@ -197,6 +197,7 @@ def test_float16_survives_a_save_and_a_load(tmp_path):
     assert_equal(other.state.opt_state.scale.scale, model.state.opt_state.scale.scale)
 
 
+@pytest.mark.slow
 def test_a_range_test_finds_a_rate_and_leaves_the_model_alone():
     model, untouched = (
         ff.Model(MLP(), ff.optim.OptimizerDef(optax.sgd, learning_rate=0.01), "mse")

@@ -104,6 +104,7 @@ def make_loop(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "data"),
     [
@@ -121,6 +122,7 @@ def test_they_are_the_same_to_the_bit(module, data):
         jax.tree.map(np.testing.assert_array_equal, a.optimizer_state, b.optimizer_state)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ON_CPU, reason="about XLA's loops on a CPU")
 @pytest.mark.parametrize(
     "options", [{}, {"devices": 2}, {"strategy": ff.Sharded()}], ids=["one", "replicas", "sharded"]
@@ -140,6 +142,7 @@ def test_it_is_said_once_that_convolutions_are_stepped_one_by_one(capsys):
     assert capsys.readouterr().err.count("steps_per_call has no effect") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ON_CPU, reason="about XLA's loops on a CPU")
 @pytest.mark.parametrize(
     "options",

@@ -57,6 +57,7 @@ def test_the_area_is_within_a_thousandth_whatever_the_size_and_spread_of_scores(
     assert measured(auc, scores, LABELS) == pytest.approx(roc_auc_score(LABELS, ranks), abs=5e-4)
 
 
+@pytest.mark.slow
 def test_float64_scores_are_ranked_by_all_their_digits():
     scores = 1e9 + 1e-4 * NORMAL[:999]
     with jax.enable_x64(True):
@@ -64,6 +65,7 @@ def test_float64_scores_are_ranked_by_all_their_digits():
     assert value == pytest.approx(roc_auc_score(LABELS[:999], scores), abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_scores_of_two_classes_are_subtracted_in_single_precision(dtype):
     scores = jnp.stack([jnp.zeros(999), 100 + NORMAL[:999]], 1).astype(dtype)
@@ -72,6 +74,7 @@ def test_half_precision_scores_of_two_classes_are_subtracted_in_single_precision
     assert value == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_zero_has_no_sign():
     assert auc.compute(auc.measure(np.array([0.0, -0.0]), np.array([0, 1]))) == pytest.approx(0.5)
 
@@ -84,6 +87,7 @@ def test_two_classes_are_ranked_by_the_difference_of_their_scores(tumours, measu
     )
 
 
+@pytest.mark.slow
 def test_infinite_scores_rank_first_and_last():
     scores = np.array([-np.inf, -5.0, 100.0, np.inf])
     assert auc.compute(auc.measure(scores, np.array([0, 0, 0, 1]))) == 1.0

@@ -61,6 +61,7 @@ def test_r2_of_a_constant_target(measured, constant, error):
     assert value == pytest.approx((1 - error + of_numbers) / 2, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_nan_target_that_has_weight_is_not_hidden():
     targets = np.array([1.0, np.nan, 3.0], np.float32)
     assert np.isnan(r2.compute(r2.measure(np.zeros(3), targets)))

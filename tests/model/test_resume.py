@@ -115,6 +115,7 @@ def test_what_callbacks_remember_survives(tmp_path):
     assert again.steps == whole.steps and not model._loop._stepper.programs.compiled
 
 
+@pytest.mark.slow
 def test_a_later_fit_of_the_same_model_saves_on(tmp_path):
     model, _ = train(tmp_path, epochs=2)
     history = model.fit(X, Y, batch_size=16, epochs=1, verbose=0, checkpoint_dir=tmp_path)

@@ -79,6 +79,7 @@ def test_options_leave_it_so(option, tmp_path):
     check(fitted(free(0.3), **OPTIONS[option]), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -31,6 +31,7 @@ def make_loop(dtype, precision, strategy):
     return ff.TrainLoop(module.init, task, 0, strategy=strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [ff.DataParallel, ff.Sharded.fsdp])
 def test_products_in_float32_are_counted_and_said_once(strategy, capsys):
     loop = make_loop(jnp.float32, "bfloat16", strategy(devices=jax.devices()[:2]))

@@ -44,6 +44,7 @@ def assert_same(found, expected):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -83,6 +84,7 @@ def is_value(text):
     return "[" in text and "Traced" not in text
 
 
+@pytest.mark.slow
 def test_a_model_and_metrics_see_values_in_training_evaluation_and_prediction():
     shown = []
 
@@ -98,6 +100,7 @@ def test_a_model_and_metrics_see_values_in_training_evaluation_and_prediction():
     assert shown and all(map(is_value, shown))
 
 
+@pytest.mark.slow
 def test_what_an_eager_model_has_trained_is_used_by_a_compiled_one():
     class Plain(nn.Module):
         @nn.compact

@@ -68,6 +68,7 @@ def expected():
     return fitted(one(axis_name="batch"), metrics={"mean": mean_output})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [DataParallel, Sharded, lambda **options: Sharded(fsdp=True, **options)]
 )
@@ -89,6 +90,7 @@ def test_a_model_and_a_loss_over_the_axis_give_the_numbers_of_one_device(make, e
     np.testing.assert_allclose(outputs, expected.predict(X, batch_size=32), **close)
 
 
+@pytest.mark.slow
 def test_a_model_over_the_axis_can_be_looked_at_and_exported(expected, tmp_path, capsys):
     expected, _ = expected
     assert expected.find_batch_size(X, Y, limit=1e9, largest=4) == 4

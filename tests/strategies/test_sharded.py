@@ -128,6 +128,7 @@ def as_data(leaf):
     return jax.random.key_data(leaf) if is_key else leaf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names("data"))
 def test_each_device_holds_its_part_of_the_state(name):
     model = trained(name)
