@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._types import PyTree
 
 
 class Callback(Protocol):
@@ -72,7 +73,7 @@ class Loop(Protocol):
         ...
 
     @property
-    def state(self) -> Any:
+    def state(self) -> PyTree:
         """A safe copy of the training state."""
         ...
 
@@ -94,7 +95,7 @@ class Loop(Protocol):
         """Ends the run with the step that is being taken; see `TrainLoop.finish`."""
         ...
 
-    def restore(self, state: Any, /) -> Any:
+    def restore(self, state: PyTree, /) -> Any:
         """Goes on from another state."""
         ...
 

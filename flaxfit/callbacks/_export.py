@@ -1,7 +1,7 @@
 """Export: the best checkpoint as a file that runs without the model's code."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flaxfit.callbacks._callback import Loop
@@ -12,6 +12,7 @@ from flaxfit.optim._averaged import has_average
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.strategies import gather
 from flaxfit.tree._checks import check_is_function, local_path
+from flaxfit.tree._types import Function, PyTree
 
 
 class Export:
@@ -46,7 +47,7 @@ class Export:
         format: str = "stablehlo",
         *,
         mode: str = "auto",
-        apply: Callable[..., Any] | None = None,
+        apply: Function | None = None,
         input_spec: Any = None,
         ema: bool | None = None,
         **options: Any,
@@ -88,7 +89,7 @@ class Export:
         if self._monitor is not None:
             self._monitor.attach(loop, self)
 
-    def attach_apply(self, apply: Callable[..., Any]) -> None:
+    def attach_apply(self, apply: Function) -> None:
         """Takes the model in evaluation mode, unless it was given."""
         self._apply = self._apply or apply
 
@@ -113,7 +114,7 @@ class Export:
         if self._monitor is not None:
             self._monitor.was_seen |= self.best_step is not None
 
-    def _wants_average(self, state: Any) -> bool:
+    def _wants_average(self, state: PyTree) -> bool:
         return has_average(state) if self._ema is None else self._ema
 
     def _write(self, checkpoint: Checkpoint) -> None:

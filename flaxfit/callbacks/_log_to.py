@@ -1,12 +1,13 @@
 """LogTo: hands the metrics of every checkpoint to a logger, whose failures never stop training."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
 
 from flaxfit.display import say
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._types import Function
 
 
 class Logger(Protocol):
@@ -85,7 +86,7 @@ class Attempt:
         self._failures = failures
         self._has_failed = False
 
-    def __call__(self, function: Callable[..., Any], *arguments: Any) -> None:
+    def __call__(self, function: Function, *arguments: Any) -> None:
         """Calls the function with the arguments."""
         if jax.process_index():
             return

@@ -14,6 +14,7 @@ from flaxfit.metrics._monitor import Monitor
 from flaxfit.optim._hyperparams import with_hyperparams_of
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
+from flaxfit.tree._types import ArrayLike, PyTree
 
 _FIELDS = ("step", "params", "opt_state", "model_state")
 
@@ -133,7 +134,7 @@ class Rollback:
 def _to_host(state: TrainState) -> TrainState:
     """A copy of the state in NumPy, but for its random keys, which NumPy does not know."""
 
-    def copied(x: Any) -> Any:
+    def copied(x: ArrayLike) -> PyTree:
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return np.array(x)
         data = jnp.array(jax.random.key_data(x), copy=True)
@@ -142,7 +143,7 @@ def _to_host(state: TrainState) -> TrainState:
     return jax.tree.map(copied, state)
 
 
-def _is_finite(tree: Any) -> bool:
+def _is_finite(tree: PyTree) -> bool:
     return all(
         bool(np.isfinite(x).all())
         for x in jax.tree.leaves(tree)

@@ -1,11 +1,12 @@
 """SwapEMA: training ends with the moving average of the parameters in their place."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flaxfit.callbacks._callback import Loop
 from flaxfit.optim import swap_ema
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._types import Function
 
 
 class SwapEMA:
@@ -35,7 +36,7 @@ class SwapEMA:
         self._loop: Any = None
         self._is_due = False
 
-    def attach_apply(self, apply: Callable[..., Any]) -> None:
+    def attach_apply(self, apply: Function) -> None:
         """Refuses to work in `fit`, whose model uses the average already."""
         raise ValueError(
             "SwapEMA is for loops: Model(ema=...) evaluates, predicts and exports with the moving "

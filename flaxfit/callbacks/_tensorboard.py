@@ -12,6 +12,7 @@ from flaxfit.callbacks._log_to import Attempt
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._checks import local_path
 from flaxfit.tree._paths import flat
+from flaxfit.tree._types import PyTree
 
 
 class TensorBoardLogger:
@@ -115,7 +116,7 @@ class TensorBoardLogger:
             made += self._make.hparams(known, dict.fromkeys(checkpoint.scalars))
         self._add(step, made)
 
-    def _histograms_of(self, kind: str, tree: Any) -> list[Any]:
+    def _histograms_of(self, kind: str, tree: PyTree) -> list[Any]:
         made = []
         for path, leaf in ({} if tree is None else flat(tree)).items():
             # Parts of an array that other processes hold cannot be read here.

@@ -9,6 +9,7 @@ import numpy as np
 
 from flaxfit.callbacks._callback import Loop
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._types import PyTree
 
 PEAK_FLOPS = {
     "TPU v4": 275e12,
@@ -129,7 +130,7 @@ def _n_devices(devices: Any) -> int:
     return len(devices) * (jax.process_count() if is_local else 1)
 
 
-def _length(inputs: Any) -> int | None:
+def _length(inputs: PyTree) -> int | None:
     """The length of the sequences that a model is fed, if it is."""
     first = next(iter(jax.tree.leaves(inputs)), None)
     is_tokens = first is not None and first.ndim == 2 and np.issubdtype(first.dtype, np.integer)

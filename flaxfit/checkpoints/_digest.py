@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit.tree._types import ArrayLike
 
-def digest(array: Any) -> str:
+
+def digest(array: ArrayLike) -> str:
     """Sixteen hexadecimal digits that change when any bit of an array changes or moves.
 
     Every element is mixed with its position, and the results are summed modulo 2**32. Sums of
@@ -30,7 +32,7 @@ def digest(array: Any) -> str:
     return "".join(f"{int(lane):08x}" for lane in np.asarray(_lanes(words)))
 
 
-def digest_or_source(array: Any) -> Any:
+def digest_or_source(array: ArrayLike) -> Any:
     """The digest of an array, or its memory, where another thread may compute it later.
 
     An array of NumPy's must be one that nobody changes. The digest is computed at once where it

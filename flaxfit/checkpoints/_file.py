@@ -36,6 +36,7 @@ from flaxfit.display import say
 from flaxfit.distributed._processes import from_main
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
+from flaxfit.tree._types import ArrayLike, Json, PyTree
 
 _CALLBACKS = "callbacks"
 
@@ -54,11 +55,11 @@ class CheckpointFile:
     """The training state after that step."""
     metrics: Mapping[str, float]
     """The metrics of the checkpoint."""
-    history: Any = None
+    history: Json = None
     """The metrics of the run up to the step, where the writer was given them; JSON."""
-    data_state: Any = None
+    data_state: Json = None
     """The position of the data stream; JSON."""
-    running: Any = None
+    running: Json = None
     """What else the loop needs to go on exactly, such as counts between two checkpoints; JSON."""
     callback_states: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What callbacks remember, by their names; JSON."""
@@ -76,7 +77,7 @@ class CheckpointFile:
 
 def contents(
     checkpoint: Checkpoint,
-    history: Any,
+    history: Json,
     callback_states: Any,
     monitor: Any,
     callback_arrays: Mapping[str, Any] | None = None,
@@ -139,7 +140,7 @@ def kept(arrays: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def _is_deleted(array: Any) -> bool:
+def _is_deleted(array: ArrayLike) -> bool:
     return isinstance(array, jax.Array) and array.is_deleted()
 
 
@@ -153,7 +154,7 @@ def with_digests(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(
-    path: Path, template: Any = None, partial: str | Sequence[str] | None = None
+    path: Path, template: PyTree = None, partial: str | Sequence[str] | None = None
 ) -> CheckpointFile:
     """Reads and verifies the checkpoint of one step.
 
@@ -235,7 +236,7 @@ def _own_path(name: str) -> str:
     return name.split("/", 2)[2]
 
 
-def _callback_arrays(arrays: Mapping[str, Any], template: Any) -> dict[str, Any]:
+def _callback_arrays(arrays: Mapping[str, Any], template: PyTree) -> dict[str, Any]:
     """Fields of a state by the names of the callbacks that keep them."""
     found: dict[str, dict[str, Any]] = {}
     for name, array in _kept_by_callbacks(arrays).items():
@@ -277,7 +278,7 @@ def _read_arrays(
     return arrays
 
 
-def _stored(description: Description, template: Any) -> jax.ShapeDtypeStruct:
+def _stored(description: Description, template: PyTree) -> jax.ShapeDtypeStruct:
     """The array that is on disk for a leaf, and where it is to be read to."""
     if "random_bits" in description:
         return jax.ShapeDtypeStruct(tuple(description["words"]), np.uint32)

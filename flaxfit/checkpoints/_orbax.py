@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from flaxfit.checkpoints._seal import Damaged
+from flaxfit.tree._types import ArrayLike, Json
 
 ARRAYS = "arrays"
 """The folder in a step for the arrays, a flat dict by path."""
@@ -81,7 +82,7 @@ def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
         return executor.submit(asyncio.run, coroutine).result()
 
 
-def write_record(path: Path, record: Any) -> None:
+def write_record(path: Path, record: Json) -> None:
     """Writes the record of a step."""
     (path / RECORD).mkdir()
     (path / RECORD / "metadata").write_text(json.dumps(record), encoding="utf-8")
@@ -153,7 +154,7 @@ class OwnCopy(np.ndarray):
         return self
 
 
-def savable(array: Any) -> Any:
+def savable(array: ArrayLike) -> Any:
     """Converts an array to the form that Orbax writes."""
     if not isinstance(array, jax.Array) or not array.is_fully_addressable:
         return array

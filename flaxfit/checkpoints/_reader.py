@@ -13,6 +13,7 @@ from flaxfit.checkpoints._seal import Damaged
 from flaxfit.display import say
 from flaxfit.distributed._processes import exchange, from_main
 from flaxfit.state._train_state import InferenceState, TrainState
+from flaxfit.tree._types import PyTree
 
 
 class _Gone(Exception):
@@ -58,7 +59,7 @@ class CheckpointFileReader:
         self.strict = strict
 
     def read(
-        self, template: Any = None, *, partial: str | Sequence[str] | None = None
+        self, template: PyTree = None, *, partial: str | Sequence[str] | None = None
     ) -> _file.CheckpointFile | None:
         """Reads the checkpoint; None when the folder holds none or does not exist.
 
@@ -91,7 +92,7 @@ class CheckpointFileReader:
             return self.read(template, partial=partial)
 
     def _read(
-        self, template: Any, partial: str | Sequence[str] | None
+        self, template: PyTree, partial: str | Sequence[str] | None
     ) -> _file.CheckpointFile | None:
         steps, damaged = from_main("the checkpoints of a folder", self._candidates)
         for step in steps:

@@ -10,6 +10,7 @@ import numpy as np
 
 from flaxfit.checkpoints import _orbax, _seal
 from flaxfit.checkpoints._seal import Damaged
+from flaxfit.tree._types import Json
 
 FORMAT = 1
 _KINDS_OF_KEYS = frozenset({"threefry2x32", "rbg", "unsafe_rbg"})
@@ -55,7 +56,7 @@ def read_record(path: Path) -> dict[str, Any]:
     raise Damaged("its record lacks some part")
 
 
-def _check_description(name: str, description: Any) -> None:
+def _check_description(name: str, description: Json) -> None:
     match description:
         case {"shape": [*shape], "dtype": str(), "digest": str(), "random_bits": str(kind)}:
             is_whole = kind in _KINDS_OF_KEYS and _are_sizes(description.get("words"))
@@ -79,7 +80,7 @@ def _is_dtype(name: str) -> bool:
     return str(dtype) == name and (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number))
 
 
-def as_plain_json(record: Any) -> Any:
+def as_plain_json(record: Json) -> Json:
     """A copy of a record as it comes back from a file: later changes of its parts do not reach it.
 
     Raises:

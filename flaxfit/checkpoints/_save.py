@@ -7,6 +7,7 @@ from typing import Any
 
 from flaxfit.checkpoints._writer import CheckpointFileWriter
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._types import Json
 
 
 def save(
@@ -14,7 +15,7 @@ def save(
     checkpoint: Any,
     *,
     metrics: Mapping[str, float] | None = None,
-    history: Any = None,
+    history: Json = None,
     callback_states: Mapping[str, Any] | None = None,
 ) -> Path:
     """Saves a checkpoint, or a bare state, and waits until it is on disk.

@@ -11,12 +11,13 @@ import numpy as np
 from flaxfit.state._train_state import TrainState
 from flaxfit.tree._paths import flat, path_of
 from flaxfit.tree._put import put
+from flaxfit.tree._types import ArrayLike, PyTree
 
 Description = Mapping[str, Any]
 """What a file says about one leaf: shape and dtype, and for a random key how it is kept."""
 
 
-def leaves_of(tree: Any) -> dict[str, Any]:
+def leaves_of(tree: PyTree) -> dict[str, Any]:
     """The leaves of a tree by path; anything that is not on a device as a NumPy array.
 
     Raises:
@@ -30,7 +31,7 @@ def leaves_of(tree: Any) -> dict[str, Any]:
     return leaves
 
 
-def describe(leaf: Any) -> dict[str, Any]:
+def describe(leaf: ArrayLike) -> dict[str, Any]:
     """Shape and dtype of a leaf, as a file keeps them.
 
     >>> describe(np.zeros((2, 3), np.float32))
@@ -39,7 +40,7 @@ def describe(leaf: Any) -> dict[str, Any]:
     return {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: ArrayLike) -> bool:
     """Whether a leaf is a typed random key, or describes one."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
@@ -52,7 +53,7 @@ def key_description(key: jax.Array) -> dict[str, Any]:
     }
 
 
-def like(array: Any, template: Any) -> Any:
+def like(array: ArrayLike, template: PyTree) -> Any:
     """A restored array, or key, as the kind of leaf that it takes the place of.
 
     A leaf without a place of its own gives an uncommitted array that nothing else refers to.
@@ -64,17 +65,17 @@ def like(array: Any, template: Any) -> Any:
     return array if hasattr(template, "dtype") else array.item()
 
 
-def sharding_of(template: Any) -> jax.sharding.Sharding | None:
+def sharding_of(template: PyTree) -> jax.sharding.Sharding | None:
     """Where a template wants its array to be; None: wherever arrays go by default."""
     if isinstance(template, jax.Array):
         return template.sharding if template.committed else None
     return getattr(template, "sharding", None)
 
 
-def unflatten(arrays: Mapping[str, Any], template: Any) -> Any:
+def unflatten(arrays: Mapping[str, Any], template: PyTree) -> PyTree:
     """The template with the arrays in the places that they name."""
 
-    def replaced(path: Any, leaf: Any) -> Any:
+    def replaced(path: Any, leaf: ArrayLike) -> Any:
         name = path_of(path)
         return like(arrays[name], leaf) if name in arrays else leaf
 
@@ -114,14 +115,14 @@ def as_plain_state(arrays: Mapping[str, Any]) -> TrainState:
     return TrainState(**{name: value for name, value in fields.items() if name in known})
 
 
-def on_device(array: Any) -> Any:
+def on_device(array: ArrayLike) -> Any:
     """The array in JAX; in NumPy where JAX would cut its 64 bits to 32."""
     if isinstance(array, jax.Array) or jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
         return array
     return jnp.array(array)
 
 
-def _as_array(leaf: Any) -> Any:
+def _as_array(leaf: ArrayLike) -> Any:
     """The leaf itself where it has a dtype, else (a Python number) a NumPy array."""
     is_array = isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
     return leaf if is_array else np.asarray(leaf)

@@ -28,12 +28,13 @@ from flaxfit.checkpoints._tree import (
     unflatten,
 )
 from flaxfit.state._train_state import InferenceState, TrainState
+from flaxfit.tree._types import ArrayLike
 
 _KEYS = "random_bits"
 _SECONDS_TO_WRITE = 3600
 
 
-def save_weights(path: str | os.PathLike[str], weights: Any) -> Path:
+def save_weights(path: str | os.PathLike[str], weights: ArrayLike) -> Path:
     """Saves weights in one file that many other programs can read.
 
     The file is complete, or as it was before: it is written beside its place, synced, renamed.
@@ -124,7 +125,7 @@ def load_weights(
     return target.replace(params=found.pop("params"), model_state=found)
 
 
-def _variables(weights: Any) -> Any:
+def _variables(weights: ArrayLike) -> Any:
     is_state = isinstance(weights, TrainState | InferenceState)
     return weights.variables if is_state else weights
 

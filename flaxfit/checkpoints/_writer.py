@@ -22,6 +22,7 @@ from flaxfit.distributed._processes import from_main, is_main
 from flaxfit.metrics._monitor import Monitor, check_mode
 from flaxfit.state._callback_states import collect
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._types import Json
 
 _turn = threading.Lock()
 
@@ -143,7 +144,7 @@ class CheckpointFileWriter:
         self,
         checkpoint: Checkpoint,
         *,
-        history: Any = None,
+        history: Json = None,
         callback_states: Mapping[str, Any] | None = None,
     ) -> Path:
         """Saves a checkpoint and, beside it, what else a run needs to go on.
@@ -163,7 +164,7 @@ class CheckpointFileWriter:
     def _save(
         self,
         checkpoint: Checkpoint,
-        history: Any = None,
+        history: Json = None,
         callback_states: Mapping[str, Any] | None = None,
         *,
         revision: Any = None,

@@ -11,6 +11,7 @@ from flaxfit.data._position import check_description
 from flaxfit.data._sample_weights import check_weights_shape
 from flaxfit.distributed._processes import process_count, process_index
 from flaxfit.tree._checks import whole_number
+from flaxfit.tree._types import ArrayLike, PyTree
 
 _RESIDENT_BYTES = 2**28
 
@@ -123,7 +124,7 @@ class ArrayStream:
             self._end_epoch()
         return order[start : start + self.batch_size]
 
-    def pick(self, rows: Any) -> Any:
+    def pick(self, rows: ArrayLike) -> Any:
         """The examples at a slice or at an array of indices, as a batch."""
         return self._structure.unflatten([column.pick(rows) for column in self._columns])
 
@@ -150,7 +151,7 @@ class ArrayStream:
         fresh._rewind()
         return fresh
 
-    def whole(self) -> Any:
+    def whole(self) -> PyTree:
         """All examples as one batch; None where the data is mapped from a file."""
         if any(column.is_mapped for column in self._columns):
             return None

@@ -18,6 +18,7 @@ from flaxfit.tree._dtypes import (
     to_numpy,
     widened,
 )
+from flaxfit.tree._types import ArrayLike, PyTree
 
 _ROLES = (("x", "y", "w"), ("inputs", "targets", "weights"))
 # What the fields of a NamedTuple are called by the part that they hold.
@@ -44,7 +45,7 @@ class Batch(NamedTuple):
 
     inputs: tuple[Any, ...] | dict[str, Any]
     targets: tuple[Any, ...] = ()
-    weights: Any = None
+    weights: ArrayLike = None
 
 
 def normalize(item: Any) -> Batch:
@@ -145,35 +146,35 @@ def describe(batch: Batch) -> str:
     return f"inputs {shapes.inputs}, targets {shapes.targets}, weights {shapes.weights}"
 
 
-def call(apply: Any, variables: Any, inputs: Any, **options: Any) -> Any:
+def call(apply: Any, variables: PyTree, inputs: PyTree, **options: Any) -> Any:
     """Calls an apply function with the inputs of a batch, positional or by keyword."""
     if isinstance(inputs, dict):
         return apply(variables, **inputs, **options)
     return apply(variables, *inputs, **options)
 
 
-def _inputs(part: Any) -> tuple[Any, ...] | dict[str, Any]:
+def _inputs(part: PyTree) -> tuple[Any, ...] | dict[str, Any]:
     if isinstance(part, Mapping):
         return {str(name): _arrays(value) for name, value in part.items()}
     return _part(part)
 
 
-def _part(part: Any) -> tuple[Any, ...]:
+def _part(part: PyTree) -> tuple[Any, ...]:
     part = tuple(part) if isinstance(part, list) else part
     return _arrays((part,) if is_named(part) else expand_to_tuple(part))
 
 
-def _arrays(part: Any) -> Any:
+def _arrays(part: PyTree) -> Any:
     return jax.tree.map(_array, part, is_leaf=is_sparse)
 
 
-def _weights(leaf: Any) -> Any:
+def _weights(leaf: ArrayLike) -> Any:
     """Weights in the precision that sums of many of them want: counts, a mask, or 16 bits, too."""
     array = _array(leaf)
     return array if array.dtype == np.float32 else array.astype(np.float32)
 
 
-def _array(leaf: Any) -> Any:
+def _array(leaf: ArrayLike) -> Any:
     """The leaf as an array in the width that JAX computes in: 64 bits become 32, quietly."""
     if isinstance(leaf, jax.Array):
         return widened(leaf)

@@ -8,6 +8,7 @@ import numpy as np
 
 from flaxfit.data._mapped import MappedArray, mapping_of
 from flaxfit.tree._dtypes import is_array, narrow, narrow_dtype, to_numpy
+from flaxfit.tree._types import ArrayLike
 
 
 class Column:
@@ -21,7 +22,7 @@ class Column:
       ValueError: an integer does not fit the width that JAX computes in.
     """
 
-    def __init__(self, leaf: Any):
+    def __init__(self, leaf: ArrayLike):
         array = to_numpy(leaf)
         self._dtype = narrow_dtype(array.dtype)
         self.nbytes = array.size * self._dtype.itemsize
@@ -32,7 +33,7 @@ class Column:
         else:
             self._pick = _picker(narrow(array, self._dtype))
 
-    def pick(self, rows: Any) -> np.ndarray:
+    def pick(self, rows: ArrayLike) -> np.ndarray:
         """The rows at a slice (a view, where possible) or at an array of indices."""
         picked = self._pick(rows)
         return picked if picked.dtype == self._dtype else narrow(picked, self._dtype)

@@ -9,6 +9,7 @@ import numpy as np
 from flaxfit.data._batch import parts_of
 from flaxfit.data._sample_weights import check_weights, check_weights_shape
 from flaxfit.tree._dtypes import check_dense, is_array, is_named, is_node, to_numpy
+from flaxfit.tree._types import ArrayLike, PyTree
 
 _SCALARS = (bool, int, float, complex, str, bytes, np.generic)
 
@@ -132,7 +133,7 @@ def split(arrays: tuple[Any, ...], fraction: float, seed: int) -> tuple[Any, Any
     )
 
 
-def as_arrays(part: Any) -> Any:
+def as_arrays(part: PyTree) -> Any:
     """The arrays of a part of the data: lists of numbers become arrays, tables their values.
 
     >>> as_arrays([[1, 2], [3, 4]]).shape, len(as_arrays([np.zeros(2), np.zeros(2)]))
@@ -157,7 +158,7 @@ def as_arrays(part: Any) -> Any:
     return jax.tree.map(as_arrays, part) if is_node(part) else to_numpy(part)
 
 
-def _arrays_of(data: Any, y: Any = None, weights: Any = None, owner: str = "x") -> Any:
+def _arrays_of(data: Any, y: Any = None, weights: ArrayLike = None, owner: str = "x") -> Any:
     """The inputs, targets and weights of a data set as arrays; None of what is batches."""
     if y is not None:
         if not _holds_arrays(data) or _holds_batches(data):
@@ -195,13 +196,13 @@ def _arrays_of(data: Any, y: Any = None, weights: Any = None, owner: str = "x") 
     return x, y, w
 
 
-def _as_weights(weights: Any, name: str) -> Any:
+def _as_weights(weights: ArrayLike, name: str) -> Any:
     check_weights_shape(weights, name)
     check_weights(weights, name)
     return weights.astype(np.float32)
 
 
-def _times(by_class: Any, weights: Any) -> Any:
+def _times(by_class: Any, weights: ArrayLike) -> Any:
     """The weights of the classes times those of the examples, where there are such."""
     if isinstance(weights, Mapping):
         raise ValueError(
@@ -223,7 +224,7 @@ def _is_list(data: Any) -> bool:
     return isinstance(data, list) and not _is_numbers(data)
 
 
-def _is_numbers(part: Any) -> bool:
+def _is_numbers(part: PyTree) -> bool:
     """Whether a part of the data is a (nested) list of numbers, or of text."""
     if not isinstance(part, list | tuple) or is_named(part):
         return False
@@ -232,7 +233,7 @@ def _is_numbers(part: Any) -> bool:
     return isinstance(part, _SCALARS) or (is_array(part) and np.ndim(part) == 0)
 
 
-def _holds_arrays(part: Any) -> bool:
+def _holds_arrays(part: PyTree) -> bool:
     if _is_numbers(part):
         return True
     if isinstance(part, list | tuple | Mapping):
@@ -249,11 +250,11 @@ def _holds_batches(data: Any) -> bool:
     )
 
 
-def _is_none(part: Any) -> bool:
+def _is_none(part: PyTree) -> bool:
     return part is None or (isinstance(part, tuple) and not part)
 
 
-def _first_of(part: Any) -> str:
+def _first_of(part: PyTree) -> str:
     """The first thing in a part of the data that is no array."""
     wrong = next((leaf for leaf in jax.tree.leaves(part) if not is_array(leaf)), part)
     return f"{type(wrong).__name__}: {wrong!r:.60}"

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from flaxfit.tree._checks import whole_number
+from flaxfit.tree._types import ArrayLike
 
 
 def comes_from(data: Any, module: str) -> bool:
@@ -83,7 +84,7 @@ def describe(data: Any, *, batch_size: int | None, **options: Any) -> dict[str, 
     return {}
 
 
-def _from_torch(leaf: Any) -> Any:
+def _from_torch(leaf: ArrayLike) -> Any:
     """A tensor as an array over the same memory, as far as it lies on the host."""
     if not comes_from(leaf, "torch"):
         return leaf

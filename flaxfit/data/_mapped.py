@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from flaxfit.tree._types import ArrayLike
+
 _KEEP = 64 * 2**20
 # Reading one page may map as much around it: what the system keeps in one piece.
 _AROUND = 2 * 2**20
@@ -38,7 +40,7 @@ class MappedArray:
         self._mapping = mapping_of(array) if safe else None
         self._read = 0
 
-    def pick(self, rows: Any) -> np.ndarray:
+    def pick(self, rows: ArrayLike) -> np.ndarray:
         """The rows at a slice, as a view, or at an array of indices, a few at a time."""
         if isinstance(rows, slice):
             picked = self._array[rows]
@@ -61,7 +63,7 @@ class MappedArray:
             self._read = 0
 
 
-def _bases(array: Any) -> Iterator[Any]:
+def _bases(array: ArrayLike) -> Iterator[Any]:
     """An array and what it views, down to the owner of the memory."""
     while array is not None:
         yield array

@@ -7,11 +7,12 @@ from typing import Any
 import jax
 
 from flaxfit.distributed._processes import exchange, process_count, process_index
+from flaxfit.tree._types import ArrayLike, Json, PyTree
 
 _EACH = "of_each_process"
 
 
-def describe_batch(batch: Any) -> list[str]:
+def describe_batch(batch: PyTree) -> list[str]:
     """The dtypes, lengths and ranks of the arrays of a batch.
 
     Not their other dimensions: a loader that pads each batch to its longest row has new ones with
@@ -45,7 +46,7 @@ def check_description(
         )
 
 
-def joined_position(position: Any) -> Any:
+def joined_position(position: Json) -> Any:
     """The positions of all processes as one: where they differ, it holds each of them.
 
     All processes must call it.
@@ -58,7 +59,7 @@ def joined_position(position: Any) -> Any:
     return each[0] if is_one else {_EACH: each}
 
 
-def position_text(position: Any) -> str:
+def position_text(position: Json) -> str:
     """A position as a text that is the same in all processes that are at it.
 
     Grain's name their source by its `repr`, which may hold an address.
@@ -69,7 +70,7 @@ def position_text(position: Any) -> str:
     return re.sub(" at 0x[0-9a-f]+", "", str(position))
 
 
-def own_position(position: Any) -> Any:
+def own_position(position: Json) -> Any:
     """The part of a joined position that is this process's; all of it, if it is of other ones.
 
     >>> own_position({"epoch": 1})
@@ -97,7 +98,7 @@ def check_own(position: Mapping[str, Any]) -> None:
         )
 
 
-def _describe(leaf: Any) -> str:
+def _describe(leaf: ArrayLike) -> str:
     shape = getattr(leaf, "shape", None)
     if shape is None or not hasattr(leaf, "dtype"):
         return type(leaf).__name__

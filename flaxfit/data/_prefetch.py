@@ -10,6 +10,7 @@ from flaxfit.data._adapters import as_stream, one_pass
 from flaxfit.data._arrays import ArrayStream
 from flaxfit.data._batch import detached
 from flaxfit.data._stream import is_shared
+from flaxfit.tree._types import Json, PyTree
 
 
 def prefetch(stream: Any, n: int = 2) -> "PrefetchedStream":
@@ -46,7 +47,7 @@ class PrefetchedStream:
         self.name = getattr(stream, "name", type(stream).__name__)
         self.shared = is_shared(stream)
         self._closed = False
-        self._batches: Any = None  # There is no thread before the second batch is asked for.
+        self._batches: PyTree = None  # There is no thread before the second batch is asked for.
         self._is_begun = False
         self._halt: Callable[[], Any] = lambda: None
         self._state, self.epoch = _position(stream)
@@ -86,7 +87,7 @@ class PrefetchedStream:
             raise error
         return batch
 
-    def whole(self) -> Any:
+    def whole(self) -> PyTree:
         """All examples as one batch, where the stream can give them; else None."""
         return self._stream.whole() if hasattr(self._stream, "whole") else None
 
@@ -98,11 +99,11 @@ class PrefetchedStream:
         """A fresh prefetched stream of passes over the same data, where the stream makes such."""
         return PrefetchedStream(self._stream.passes(epochs, **options), self._n)
 
-    def get_state(self) -> Any:
+    def get_state(self) -> Json:
         """The position after the last delivered batch."""
         return self._state
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: PyTree) -> None:
         """Moves to a position that `get_state` gave; what was assembled ahead is dropped."""
         self._halt()
         self._batches, self._is_begun = None, False

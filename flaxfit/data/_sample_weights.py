@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from flaxfit.tree._types import ArrayLike, PyTree
+
 
 class WeightsByOutput(struct.PyTreeNode):
     """Weights of the examples for some of the outputs; they travel behind the targets of a batch.
@@ -18,7 +20,7 @@ class WeightsByOutput(struct.PyTreeNode):
     by_name: dict[str, Any]
 
 
-def weights_by_output(targets: Any) -> dict[str, Any]:
+def weights_by_output(targets: PyTree) -> dict[str, Any]:
     """The weights by output behind the targets of a batch; empty where there are none.
 
     >>> weights_by_output((np.zeros(2), WeightsByOutput({"a": np.ones(2)})))
@@ -28,7 +30,7 @@ def weights_by_output(targets: Any) -> dict[str, Any]:
     return last.by_name if isinstance(last, WeightsByOutput) else {}
 
 
-def without_idle_rows(values: Any, weights: Any) -> Any:
+def without_idle_rows(values: Any, weights: ArrayLike) -> Any:
     """Values in whose rows of weight 0 stands the first row that counts.
 
     Anything may stand there, and 0 times the gradient of a loss that is no number is none either.
@@ -47,14 +49,14 @@ def without_idle_rows(values: Any, weights: Any) -> Any:
     return jax.tree.map(replaced, values)
 
 
-def without_idle_targets(batch: Any) -> Any:
+def without_idle_targets(batch: PyTree) -> Any:
     """The batch with the targets of a row that counts in the rows of weight 0."""
     if batch.weights is None:
         return batch
     return batch._replace(targets=without_idle_rows(batch.targets, batch.weights))
 
 
-def check_weights_shape(weights: Any, name: str) -> None:
+def check_weights_shape(weights: ArrayLike, name: str) -> None:
     """Checks that weights are one number per example, or those of each output.
 
     >>> check_weights_shape(np.ones(4), "sample_weight")
@@ -75,7 +77,7 @@ def check_weights_shape(weights: Any, name: str) -> None:
         )
 
 
-def check_weights(weights: Any, name: str) -> None:
+def check_weights(weights: ArrayLike, name: str) -> None:
     """Checks that weights are finite and not negative.
 
     >>> check_weights(np.array([0.0, 2.0]), "sample_weight")

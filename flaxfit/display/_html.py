@@ -7,6 +7,7 @@ from typing import Any
 
 from flaxfit.display import count, plural, size
 from flaxfit.tree._paths import flat
+from flaxfit.tree._types import ArrayLike, Json, PyTree
 
 _MOST_ROWS = 200
 """A table of arrays has no more rows, however many layers the model has."""
@@ -36,7 +37,7 @@ def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
     return f"{_TABLE}{content}</table>"
 
 
-def arrays(title: str, tree: Any, axes: Mapping[str, Any] | None = None) -> str:
+def arrays(title: str, tree: PyTree, axes: Mapping[str, Any] | None = None) -> str:
     """The paths, dtypes and shapes of the arrays of a tree, below a title that unfolds them.
 
     Args:
@@ -63,7 +64,7 @@ def arrays(title: str, tree: Any, axes: Mapping[str, Any] | None = None) -> str:
     return f"<details><summary>{html.escape(summary)}</summary>{table(rows, head)}{rest}</details>"
 
 
-def of_state(state: Any) -> str:
+def of_state(state: PyTree) -> str:
     """A training or an inference state: its facts, and its arrays by field."""
     fields = ("params", "model_state", "opt_state")
     trees = {name: getattr(state, name, {}) for name in fields}
@@ -78,12 +79,12 @@ def of_state(state: Any) -> str:
 
 def of_model(
     name: str,
-    state: Any,
+    state: PyTree,
     *,
     step: int,
     metrics: Iterable[str],
     devices: Sequence[Any],
-    history: Any,
+    history: Json,
 ) -> str:
     """A model: what it is made of, how far it was trained, and its state, where it has one."""
     named = ", ".join(metrics)
@@ -99,19 +100,19 @@ def of_model(
     return card(f"{name} at step {count(step)}", facts, *parts)
 
 
-def n_numbers(tree: Any) -> int:
+def n_numbers(tree: PyTree) -> int:
     """How many numbers the arrays of a tree hold together."""
     return sum(math.prod(_shape(leaf)) for leaf in flat(tree).values())
 
 
-def _n_bytes(tree: Any) -> int:
+def _n_bytes(tree: PyTree) -> int:
     return sum(
         math.prod(_shape(leaf)) * getattr(getattr(leaf, "dtype", None), "itemsize", 8)
         for leaf in flat(tree).values()
     )
 
 
-def _shape(leaf: Any) -> tuple[int, ...]:
+def _shape(leaf: ArrayLike) -> tuple[int, ...]:
     return tuple(getattr(leaf, "shape", ()))
 
 

@@ -1,7 +1,7 @@
 """Compares what was written with its source, on random inputs of two sizes."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from flaxfit.display import say
 from flaxfit.export._spec import random_inputs, two_sizes
 from flaxfit.tree._paths import flat
+from flaxfit.tree._types import Function, PyTree
 
 RTOL = 1e-4
 
@@ -43,8 +44,8 @@ class ExportReport:
 
 
 def compare(
-    want: dict[str, Callable[..., Any]],
-    got: dict[str, Callable[..., Any]],
+    want: dict[str, Function],
+    got: dict[str, Function],
     specs: dict[str, Any],
     *,
     samples: Sequence[Any] | None,
@@ -143,7 +144,7 @@ def _inputs(name: str, specs: Any, samples: Sequence[Any] | None) -> list[tuple[
     ]
 
 
-def _call(function: Callable[..., Any], inputs: Any) -> Any:
+def _call(function: Function, inputs: PyTree) -> Any:
     return function(**inputs) if isinstance(inputs, dict) else function(*inputs)
 
 

@@ -12,6 +12,7 @@ from flaxfit.data._batch import call
 from flaxfit.export._spec import as_specs, shape_structs
 from flaxfit.tree._paths import flat
 from flaxfit.tree._single_replica import alone_in_any
+from flaxfit.tree._types import Function, Params, PyTree
 
 DEFAULT_METHOD_KEY = "jax_module_default_method"
 
@@ -60,14 +61,14 @@ class JaxModule:
 
     def __init__(
         self,
-        params: Any,
-        apply_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+        params: Params,
+        apply_fn: Function | Mapping[str, Function],
         *,
         input_spec: Any,
         trainable: Any = False,
         jit_compile: bool | Mapping[str, bool] = True,
-        preprocess: Callable[..., Any] | None = None,
-        postprocess: Callable[..., Any] | None = None,
+        preprocess: Function | None = None,
+        postprocess: Function | None = None,
     ):
         self._structure = jax.tree.structure(params)
         self._leaves = named_arrays(params)
@@ -112,11 +113,11 @@ class JaxModule:
         return any(self.trainable.values())
 
     @property
-    def jax_methods(self) -> dict[str, Callable[..., Any]]:
+    def jax_methods(self) -> dict[str, Function]:
         """The methods as compiled functions of the inputs, in JAX."""
 
-        def bind(name: str) -> Callable[..., Any]:
-            def method(*inputs: Any, **named: Any) -> Any:
+        def bind(name: str) -> Function:
+            def method(*inputs: PyTree, **named: Any) -> Any:
                 return self._compiled[name](self._leaves, named or inputs)
 
             return method
@@ -124,7 +125,7 @@ class JaxModule:
         return {name: bind(name) for name in self.method_specs}
 
     @property
-    def methods(self) -> dict[str, Callable[..., Any]]:
+    def methods(self) -> dict[str, Function]:
         """The methods as functions of the inputs, in TensorFlow."""
         return self.tensorflow.methods
 
@@ -141,7 +142,7 @@ class JaxModule:
             self._tensorflow = TensorFlowModule(self)
         return self._tensorflow
 
-    def update_variables(self, params: Any) -> None:
+    def update_variables(self, params: Params) -> None:
         """Replaces all parameters, in JAX and in TensorFlow, or none.
 
         Args:
@@ -170,8 +171,8 @@ class JaxModule:
             self._tensorflow.assign(leaves)
         self._leaves = leaves
 
-    def _method(self, function: Any, preprocess: Any, postprocess: Any) -> Callable[..., Any]:
-        def run(leaves: dict[str, Any], inputs: Any) -> Any:
+    def _method(self, function: Any, preprocess: Any, postprocess: Any) -> Function:
+        def run(leaves: dict[str, Any], inputs: PyTree) -> Any:
             if preprocess is not None:
                 inputs = preprocess(**inputs) if isinstance(inputs, dict) else preprocess(*inputs)
                 inputs = inputs if isinstance(inputs, tuple | dict) else (inputs,)
@@ -193,7 +194,7 @@ class JaxModule:
         return dict(zip(self._leaves, map(bool, jax.tree.leaves(trainable)), strict=True))
 
 
-def named_arrays(params: Any) -> dict[str, jax.Array]:
+def named_arrays(params: Params) -> dict[str, jax.Array]:
     """Copies of the leaves by name, on the default device.
 
     >>> import numpy as np
@@ -211,7 +212,7 @@ def named_arrays(params: Any) -> dict[str, jax.Array]:
     return arrays
 
 
-def plain(tree: Any) -> Any:
+def plain(tree: PyTree) -> Any:
     """A tree with the containers that every format knows: dicts, lists and tuples.
 
     Named tuples and dataclasses become dicts of their fields.

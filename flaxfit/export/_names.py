@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from flaxfit.tree._paths import flat
+from flaxfit.tree._types import PyTree
 
 
 def input_names(specs: Any) -> list[str]:
@@ -19,7 +20,7 @@ def input_names(specs: Any) -> list[str]:
     return _names(only, "inputs")
 
 
-def output_names(outputs: Any) -> list[str]:
+def output_names(outputs: PyTree) -> list[str]:
     """The names of a method's outputs, in the order of the leaves.
 
     >>> output_names(1), output_names((1, 2)), output_names({"logits": 1, "state": [2]})
@@ -34,7 +35,7 @@ def from_names(specs: Any, named: Mapping[str, Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(specs), leaves)
 
 
-def _names(tree: Any, kind: str) -> list[str]:
+def _names(tree: PyTree, kind: str) -> list[str]:
     names = [re.sub(r"\W", "_", path.replace("/", "_")) or kind for path in flat(tree)]
     names = [f"{kind}_{name}" if name[0].isdigit() else name for name in names]
     if len(set(names)) < len(names):

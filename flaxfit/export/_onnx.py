@@ -1,7 +1,7 @@
 """ONNX: a method as one file that onnxruntime and others run."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from flaxfit.export._files import replacing
 from flaxfit.export._module import DEFAULT_METHOD_KEY, JaxModule
 from flaxfit.export._names import input_names, output_names
 from flaxfit.export._spec import shape_structs
+from flaxfit.tree._types import Function, PyTree
 
 
 def save_onnx(
@@ -62,7 +63,7 @@ def save_onnx(
     function = module.method_specs[name].function
     outputs = jax.eval_shape(function, params, structs)
 
-    def flat(*leaves: Any) -> Any:
+    def flat(*leaves: PyTree) -> Any:
         return tuple(jax.tree.leaves(function(params, jax.tree.unflatten(structure, leaves))))
 
     try:
@@ -113,10 +114,10 @@ def _chosen(module: JaxModule, method: str | None) -> str:
     return method
 
 
-def _as_function(session: Any, specs: Any, structure: Any) -> Callable[..., Any]:
+def _as_function(session: Any, specs: Any, structure: PyTree) -> Function:
     """A session as a function of the method's inputs."""
 
-    def run(*inputs: Any, **named: Any) -> Any:
+    def run(*inputs: PyTree, **named: Any) -> Any:
         leaves = map(np.asarray, jax.tree.leaves(named or inputs))
         feed = dict(zip(input_names(specs), leaves, strict=True))
         # An input that the method does not use is no part of the file.

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from flaxfit.export._module import DEFAULT_METHOD_KEY, JaxModule
 from flaxfit.export._names import from_names, input_names, output_names
 from flaxfit.export._program import PLATFORMS, PORTABLE
 from flaxfit.export._tensorflow import TensorFlowModule, import_tensorflow, tensor_specs
+from flaxfit.tree._types import Function, PyTree
 
 
 def save_saved_model(
@@ -91,7 +92,7 @@ def save_saved_model(
     return report(Path(path), "SavedModel", size_of(Path(path)), compared)
 
 
-def _signature(function: Callable[..., Any], specs: Any) -> Any:
+def _signature(function: Function, specs: Any) -> Any:
     """A method with flat, named inputs and outputs."""
     tf = import_tensorflow()
 
@@ -104,17 +105,17 @@ def _signature(function: Callable[..., Any], specs: Any) -> Any:
     return tf.function(signature, autograph=False).get_concrete_function(**tensors)
 
 
-def _as_numpy(loaded: Any, name: str) -> Callable[..., Any]:
+def _as_numpy(loaded: Any, name: str) -> Function:
     """A method of what was loaded, between NumPy arrays."""
     tf = import_tensorflow()
     function = loaded if name == DEFAULT_METHOD_KEY else getattr(loaded, name)
 
-    def method(*inputs: Any, **named: Any) -> Any:
+    def method(*inputs: PyTree, **named: Any) -> Any:
         outputs = _call(function, jax.tree.map(tf.constant, named or inputs))
         return jax.tree.map(lambda tensor: tensor.numpy(), outputs)
 
     return method
 
 
-def _call(function: Callable[..., Any], inputs: Any) -> Any:
+def _call(function: Function, inputs: PyTree) -> Any:
     return function(**inputs) if isinstance(inputs, dict) else function(*inputs)

@@ -11,6 +11,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit.tree._types import ArrayLike, PyTree
+
 _FUNCTIONS = {"mod": operator.mod, "floordiv": operator.floordiv, "max": max, "min": min}
 _OPERATORS = {
     ast.Add: operator.add,
@@ -61,14 +63,14 @@ class InputSpec:
         object.__setattr__(self, "dtype", dtype)
 
 
-def as_specs(tree: Any) -> Any:
+def as_specs(tree: PyTree) -> Any:
     """A tree of InputSpecs; what has a shape and a dtype stands for an input of that fixed shape.
 
     Raises:
       TypeError: a leaf is neither.
     """
 
-    def as_spec(leaf: Any) -> InputSpec:
+    def as_spec(leaf: ArrayLike) -> InputSpec:
         if isinstance(leaf, InputSpec):
             return leaf
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
@@ -81,7 +83,7 @@ def as_specs(tree: Any) -> Any:
     return jax.tree.map(as_spec, tree)
 
 
-def batch_specs(inputs: Any) -> Any:
+def batch_specs(inputs: PyTree) -> Any:
     """The specs of a batch of any size, from the shapes of one.
 
     >>> batch_specs((np.zeros((32, 8), np.float32),))

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +21,7 @@ from flaxfit.export._input import as_input
 from flaxfit.export._module import DEFAULT_METHOD_KEY, JaxModule
 from flaxfit.export._program import PLATFORMS, PORTABLE, export_method, in_version
 from flaxfit.tree._checks import local_path
+from flaxfit.tree._types import Function, Params, PyTree
 
 
 class ExportedModel:
@@ -53,18 +54,20 @@ class ExportedModel:
         """Where it runs."""
         self.versions: Mapping[str, str] = description["versions"]
         """The packages that wrote the file."""
-        self.methods: dict[str, Callable[..., Any]] = {}
+        self.methods: dict[str, Function] = {}
         """The methods by name, as functions of the inputs."""
         self._programs = dict(programs)
         self._compiled = {name: jax.jit(program.call) for name, program in programs.items()}
         for name in programs:
             self.methods[name] = self._method(name)
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
+    def __call__(self, *inputs: PyTree, **named: Any) -> Any:
         """The outputs of the default or only method."""
         return self.apply(self.params, *inputs, **named)
 
-    def apply(self, params: Any, *inputs: Any, method: str | None = None, **named: Any) -> Any:
+    def apply(
+        self, params: Params, *inputs: PyTree, method: str | None = None, **named: Any
+    ) -> Any:
         """The outputs for other weights; can be differentiated if it was saved with gradients.
 
         Inputs may be arrays or nested lists of numbers. They are cast to the dtypes that the
@@ -97,7 +100,7 @@ class ExportedModel:
             return next(iter(self._compiled))
         raise ValueError(f"Name one of the methods: .methods has {', '.join(self._compiled)}.")
 
-    def _inputs(self, name: str, inputs: Any) -> Any:
+    def _inputs(self, name: str, inputs: PyTree) -> Any:
         """The inputs as arrays of the dtypes that a method takes."""
         program = self._programs[name]
         (_, wanted), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
@@ -109,8 +112,8 @@ class ExportedModel:
             ) from error
         return jax.tree.map(lambda aval, pair: as_input(name, aval, pair[1]), wanted, pairs)
 
-    def _method(self, name: str) -> Callable[..., Any]:
-        def method(*inputs: Any, **named: Any) -> Any:
+    def _method(self, name: str) -> Function:
+        def method(*inputs: PyTree, **named: Any) -> Any:
             return self.apply(self.params, *inputs, method=name, **named)
 
         return method
@@ -235,7 +238,7 @@ def _platform() -> str:
     return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
 
 
-def _received(inputs: Any) -> str:
+def _received(inputs: PyTree) -> str:
     def word(value: Any) -> str:
         return f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else repr(value)
 

@@ -9,6 +9,7 @@ import jax.export
 import numpy as np
 
 from flaxfit.export._program import PLATFORMS, PORTABLE, export_method, in_version
+from flaxfit.tree._types import Function, PyTree
 
 
 class TensorFlowModule:
@@ -63,7 +64,7 @@ class TensorFlowModule:
         for make in self._gradients.values():
             make()
 
-    def _method(self, module: Any, name: str) -> Callable[..., Any]:
+    def _method(self, module: Any, name: str) -> Function:
         tf = import_tensorflow()
         method = module.method_specs[name]
         exported = export_method(module, name, self._platforms)
@@ -75,7 +76,7 @@ class TensorFlowModule:
             run = _with_gradient(program, self._gradients[name])
 
         # Not a lambda, and without defaults: TensorFlow saves the name and the signature.
-        def call(*inputs: Any, **named: Any) -> Any:
+        def call(*inputs: PyTree, **named: Any) -> Any:
             given = _as_tensors(method.input_spec, named or inputs)
             params = {key: tf.convert_to_tensor(v) for key, v in self._variables.items()}
             outputs = run(jax.tree.leaves(((params, given), {})))
@@ -106,7 +107,7 @@ def tensor_specs(specs: Any, name: str | None = None) -> Any:
     return jax.tree.map(tensor, specs)
 
 
-def _as_tensors(specs: Any, inputs: Any) -> Any:
+def _as_tensors(specs: Any, inputs: PyTree) -> Any:
     """The inputs as tensors of the dtypes of their specs."""
     tf = import_tensorflow()
     if jax.tree.structure(inputs) != jax.tree.structure(specs):
@@ -123,7 +124,7 @@ def _as_tensors(specs: Any, inputs: Any) -> Any:
 
 def _with_gradient(
     exported: jax.export.Exported, gradient: Callable[[], jax.export.Exported]
-) -> Callable[..., Any]:
+) -> Function:
     """A program of flat inputs as an operation that can be differentiated."""
     tf = import_tensorflow()
     differentiable = [_is_float(aval) for aval in exported.in_avals]

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import jax
 from flaxfit.export._compare import ExportReport
 from flaxfit.export._module import JaxModule
 from flaxfit.tree._checks import check_is_function
+from flaxfit.tree._types import Function, Params, PyTree
 
 _WRITERS = {
     "stablehlo": ("flaxfit.export._stablehlo", "save"),
@@ -19,11 +19,11 @@ _WRITERS = {
 
 
 def from_state(
-    state: Any,
-    apply: Callable[..., Any],
+    state: PyTree,
+    apply: Function,
     input_spec: Any,
     *,
-    params: Any = None,
+    params: Params = None,
     trainable: bool = False,
 ) -> JaxModule:
     """Makes the JaxModule of a trained state; its parameters are those of `state.variables`.

@@ -14,10 +14,11 @@ from flaxfit.importers._lazy import _READERS, LazyArray
 from flaxfit.importers._translator import CheckpointTranslator, Translation, raise_problems
 from flaxfit.tree._paths import flat, path_of
 from flaxfit.tree._put import put
+from flaxfit.tree._types import ArrayLike, PyTree
 
 
 def fill(
-    tree: Any,
+    tree: PyTree,
     checkpoint: Mapping[str, Any],
     *,
     translator: CheckpointTranslator | None = None,
@@ -61,7 +62,7 @@ def fill(
 
 def fill_from(
     translation: Translation,
-    tree: Any,
+    tree: PyTree,
     *,
     strict: bool,
     partial: bool | str,
@@ -73,7 +74,7 @@ def fill_from(
     problems = translation.problems(strict) + _misfits(translation, leaves, strict, partial)
     raise_problems(problems, "fill the tree from the checkpoint")
 
-    def place(path: str) -> Any:
+    def place(path: str) -> PyTree:
         leaf = leaves[path]
         if path not in translation.values:
             return leaf
@@ -107,7 +108,7 @@ def _misfits(
     return lines
 
 
-def _place(value: Any, leaf: Any, dtype: Any, lazy: bool) -> Any:
+def _place(value: Any, leaf: ArrayLike, dtype: Any, lazy: bool) -> Any:
     """One array of the checkpoint as the kind of leaf that it takes the place of."""
     wanted = _described(leaf)[1]
     if dtype is not None and _kind(wanted) == "float":
@@ -138,7 +139,7 @@ def _kind(dtype: Any) -> str:
     return next((name for name, kind in kinds.items() if jnp.issubdtype(dtype, kind)), str(dtype))
 
 
-def _kept(path: str, leaf: Any, partial: bool | str) -> bool:
+def _kept(path: str, leaf: ArrayLike, partial: bool | str) -> bool:
     """Whether a leaf that the checkpoint lacks may, and can, keep its value."""
     allowed = re.fullmatch(partial, path) if isinstance(partial, str) else partial
     return bool(allowed) and not isinstance(leaf, jax.ShapeDtypeStruct)

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from flaxfit.tree._types import ArrayLike
+
 _READERS = 8
 """How many arrays are read at once: enough for disks, and a bound on the memory in use."""
 
@@ -195,7 +197,7 @@ class LazyAwaitableArray(LazyArray):
 
     @classmethod
     def from_array(
-        cls, array: Any, get_fn: Callable[[], Awaitable[Any]] | None = None, dtype: Any = None
+        cls, array: ArrayLike, get_fn: Callable[[], Awaitable[Any]] | None = None, dtype: Any = None
     ) -> "LazyAwaitableArray":
         """The lazy form of an array, or number, that is there already."""
 

@@ -12,6 +12,7 @@ from flaxfit.importers._dtypes import as_dtype
 from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
 from flaxfit.importers._unreadable import reading, require
 from flaxfit.tree._checks import local_path
+from flaxfit.tree._types import ArrayLike, PyTree
 
 
 def load_msgpack(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
@@ -46,7 +47,7 @@ def read_tree(path: Path) -> Any:
     return serialization.msgpack_restore(path.read_bytes())
 
 
-def as_lazy(leaf: Any) -> LazyArray:
+def as_lazy(leaf: ArrayLike) -> LazyArray:
     """Converts an array or a scalar to a lazy array.
 
     Raises:
@@ -57,7 +58,7 @@ def as_lazy(leaf: Any) -> LazyArray:
     return LazyThreadPoolArray(array.shape, array.dtype, lambda: array)
 
 
-def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _leaves(tree: PyTree, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, dict | list):
         for name, branch in tree.items() if isinstance(tree, dict) else enumerate(tree):
             require(isinstance(name, str | int), f"it has the key {name!r:.100}")

@@ -12,6 +12,7 @@ from flaxfit.importers._msgpack import as_lazy, read_tree
 from flaxfit.importers._tensorstore import file_store, open_stores
 from flaxfit.importers._unreadable import UnreadableFile, reading, require
 from flaxfit.tree._checks import local_path
+from flaxfit.tree._types import ArrayLike, PyTree
 
 _KIND = "a T5X checkpoint"
 _INDEX = "checkpoint"
@@ -72,7 +73,7 @@ def load_t5x(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     return arrays
 
 
-def _leaves(tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def _leaves(tree: PyTree, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     if isinstance(tree, list):
         tree = {str(number): branch for number, branch in enumerate(tree)}
     if isinstance(tree, dict) and not _is_spec(tree):
@@ -96,7 +97,7 @@ def _folder_of(spec: dict[str, Any]) -> str:
     return name
 
 
-def _as_lazy(leaf: Any) -> LazyArray:
+def _as_lazy(leaf: ArrayLike) -> LazyArray:
     lazy = as_lazy(leaf)
     is_bfloat16 = lazy.dtype == np.uint16
     return lazy.map(lambda array: array.view("bfloat16")) if is_bfloat16 else lazy

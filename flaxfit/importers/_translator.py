@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from flaxfit.tree._types import Function
+
 Rule = Callable[..., tuple[str | None, Any] | None]
 
 
@@ -53,7 +55,7 @@ class CheckpointTranslator:
 
     def __init__(self) -> None:
         self.rules: list[tuple[re.Pattern[str], Rule]] = []
-        self._last_steps: list[Callable[..., Any]] = []
+        self._last_steps: list[Function] = []
         self._inverse: CheckpointTranslator | None = None
 
     def add(self, pattern: str) -> Callable[[Rule], Rule]:
@@ -65,7 +67,7 @@ class CheckpointTranslator:
 
         return register
 
-    def add_last_step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def add_last_step(self, function: Function) -> Function:
         """Decorates a function of `(opts, values)` that is given all that the rules made.
 
         It returns the dict to go on with: the place for what takes more than one array to decide.

@@ -9,6 +9,7 @@ import jax
 from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._padding import Portion
 from flaxfit.step._error_messages import calls_explained
+from flaxfit.tree._types import Function
 
 
 class CompiledSteps:
@@ -20,7 +21,7 @@ class CompiledSteps:
     """
 
     def __init__(self, consistency: Consistency, say: Callable[[str], None]):
-        self.compiled: dict[Hashable, Callable[..., Any]] = {}
+        self.compiled: dict[Hashable, Function] = {}
         self.seconds = 0.0
         """How long compilation took."""
         self.is_compiling = False
@@ -35,11 +36,11 @@ class CompiledSteps:
     def compile(
         self,
         key: Hashable,
-        build: Callable[[], Callable[..., Any]],
+        build: Callable[[], Function],
         portion: Portion,
         *,
         step: int,
-    ) -> Callable[..., Any]:
+    ) -> Function:
         """Compiles an update, and keeps it by its key.
 
         Args:

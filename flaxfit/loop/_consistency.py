@@ -13,6 +13,7 @@ from flaxfit.data._position import position_text
 from flaxfit.distributed._processes import agree, exchange
 from flaxfit.strategies import Strategy
 from flaxfit.tree._paths import flat
+from flaxfit.tree._types import Json, PyTree
 
 _SLOW_SECONDS = 600.0
 
@@ -31,13 +32,13 @@ class Consistency:
         self.is_needed = strategy.n_processes > 1
         self._stepped = 0
 
-    def state(self, step: int, state: Any) -> None:
+    def state(self, step: int, state: PyTree) -> None:
         """Checks that all continue from the same state, as far as each holds it."""
         self._stepped = 0
         if self.is_needed:
             self._say(f"step {step:,} of a state with the checksum {_checksum(state):08x}", True)
 
-    def data(self, position: Any) -> None:
+    def data(self, position: Json) -> None:
         """Checks that all are at the same position of the same data."""
         if self.is_needed:
             self._say(f"data at {position_text(position)}", True)
@@ -73,7 +74,7 @@ class Consistency:
         agree("what comes next", what, seconds=_SLOW_SECONDS if is_slow else None)
 
 
-def _checksum(state: Any) -> int:
+def _checksum(state: PyTree) -> int:
     total = 0
     for leaf in jax.tree.leaves(state):
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:

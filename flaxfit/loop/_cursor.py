@@ -5,6 +5,7 @@ from typing import Any
 from flaxfit.data import ArrayStream, as_stream
 from flaxfit.data._batch import detached
 from flaxfit.loop._local_rows import knows_rows
+from flaxfit.tree._types import Json
 
 
 class Cursor:
@@ -37,11 +38,11 @@ class Cursor:
         """Whether it was moved to the position of a checkpoint."""
         self.fetched: list[tuple[Any, Any]] = []
         """Items that were not trained on yet, each with the position behind it."""
-        self._position: Any = None
+        self._position: Json = None
         self._has_run_out = False
         """Whether the stream has stopped; one that stops after each pass would start another."""
 
-    def move_to(self, position: Any) -> None:
+    def move_to(self, position: Json) -> None:
         """Moves to the position of a checkpoint, if it has one and the stream can."""
         if position is not None and hasattr(self.stream, "set_state"):
             self.stream.set_state(position)
@@ -109,11 +110,11 @@ class Cursor:
         """Whether no fetched item waits to be trained on."""
         return not self.fetched
 
-    def position(self) -> Any:
+    def position(self) -> Json:
         """The position behind the last item that was trained on; None if it is unknown."""
         return self._position if self.fetched else self.stream_position()
 
-    def stream_position(self) -> Any:
+    def stream_position(self) -> Json:
         """The position behind the last item that was fetched; None if it is unknown."""
         return self.stream.get_state() if hasattr(self.stream, "get_state") else None
 

@@ -18,6 +18,7 @@ from flaxfit.loop._local_rows import check_divided, knows_rows, local_examples, 
 from flaxfit.loop._padding import Padder, Portion, holds_the_same, key_of, stack_batches
 from flaxfit.step._validate import shapes_of
 from flaxfit.strategies import Strategy
+from flaxfit.tree._types import PyTree
 
 Inspect = Callable[[Batch, Batch | None], str]
 """Validates the first batch, given all data if available; returns why padding is unsafe, or ""."""
@@ -39,7 +40,7 @@ class _Known(NamedTuple):
 
     portion: Portion
     """That of the first such item."""
-    structure: Any
+    structure: PyTree
     """Of the batch, whose leaves are the arrays of the item and `weights`."""
     weights: list[Any]
     """The weights of 1 on the devices, if batches have them."""
@@ -135,7 +136,7 @@ class DeviceLoader:
             self._known[key] = _Known(portions[0], structure, weights, loaded.n_examples)
         return loaded
 
-    def load_given(self, batch: Any, inspect: Inspect) -> Loaded:
+    def load_given(self, batch: PyTree, inspect: Inspect) -> Loaded:
         """A batch that is not the source's, on the devices."""
         if self._feed is None:
             fetched = self.cursor.peek() if self.cursor.has_data else []
@@ -280,5 +281,5 @@ def _loaded(portions: Sequence[Portion]) -> Loaded:
     return Loaded(portion, portion.strategy.split(batch, n), n, n_examples)
 
 
-def _has_weights_by_output(batch: Any) -> bool:
+def _has_weights_by_output(batch: PyTree) -> bool:
     return bool(weights_by_output(batch.targets))

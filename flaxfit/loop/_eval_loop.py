@@ -26,6 +26,7 @@ from flaxfit.strategies import DataParallel, Strategy
 from flaxfit.task._task import EvalTask
 from flaxfit.tree._checks import whole_number
 from flaxfit.tree._jax_debugging import debugging_explained
+from flaxfit.tree._types import Function, PyTree
 
 
 class EvalLoop:
@@ -78,7 +79,7 @@ class EvalLoop:
 
     def _forget(self) -> None:
         """Begins without what was compiled and traced."""
-        self._executables: dict[Any, Callable[..., Any]] = {}
+        self._executables: dict[Any, Function] = {}
         self._traced: dict[Any, Any] = {}
 
     @property
@@ -105,7 +106,7 @@ class EvalLoop:
         return measured.replace(modes={**checkpoint.modes, **self.adds})
 
     @debugging_explained()
-    def measure(self, state: Any, data: Any = None) -> dict[str, Any]:
+    def measure(self, state: PyTree, data: Any = None) -> dict[str, Any]:
         """The metrics of a state over the task's data, or over other data.
 
         Raises:
@@ -145,7 +146,7 @@ class EvalLoop:
         return compute(_metric_totals.reader(sums)(totals), self.task.metrics, where)
 
     def check(
-        self, state: Any, data: Any = None, *, in_phase: Callable[[str], Any] = nullcontext
+        self, state: PyTree, data: Any = None, *, in_phase: Callable[[str], Any] = nullcontext
     ) -> None:
         """Looks at the first batch, as `measure` would, without measuring anything.
 
@@ -181,13 +182,13 @@ class EvalLoop:
             pass_length(stream, "Give EvalLoop(n_steps=...), or data that ends.")
         return LocalBatches(stream, self.strategy)
 
-    def _measured(self, state: Any) -> Any:
+    def _measured(self, state: PyTree) -> Any:
         """The part of a state that is measured."""
         state = averaged(state) if self.ema else state
         return evaluated(state, self.task.rngs, f"EvalTask(rngs={self.task.rngs})")
 
     def _look_at(
-        self, batch: Batch, state: Any, batches: LocalBatches, data: Any
+        self, batch: Batch, state: PyTree, batches: LocalBatches, data: Any
     ) -> tuple[Padder, Any]:
         """Checks the first batch; whether batches can be padded, and the sums that they give."""
         bind = self.strategy.bind
@@ -206,14 +207,14 @@ class EvalLoop:
         )
         return feed, result.sums
 
-    def _compile(self, strategy: Strategy, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+    def _compile(self, strategy: Strategy, arguments: tuple[Any, ...]) -> Function:
         measure = make_eval_step(
             self.task,
             axis_name=strategy.axis_name,
             virtual_replicas=strategy.virtual_replicas,
         )
 
-        def update(state: Any, totals: Any, *positioned: Any) -> Any:
+        def update(state: PyTree, totals: PyTree, *positioned: Any) -> Any:
             *position, batch = positioned
             return strategy.constrain(
                 _metric_totals.add(totals, measure(state, batch, *position)), state

@@ -14,6 +14,7 @@ from flaxfit.state._train_state import TrainState
 from flaxfit.step._init_state import init_state
 from flaxfit.tree._checks import check_is_function
 from flaxfit.tree._paths import flat
+from flaxfit.tree._types import ArrayLike, Function
 
 
 class Start(NamedTuple):
@@ -27,7 +28,7 @@ class Start(NamedTuple):
 def start(
     init: Any,
     task: Any,
-    key: Any,
+    key: ArrayLike,
     sample: Callable[[], Any],
     say: Callable[[str], None],
     shardings: Callable[[Any], Any] | None = None,
@@ -141,11 +142,11 @@ def check_same_arrays(own: TrainState, given: TrainState) -> None:
     )
 
 
-def _kind(leaf: Any) -> str:
+def _kind(leaf: ArrayLike) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
-def _shapes(create: Callable[..., Any], key: Any) -> Any:
+def _shapes(create: Function, key: ArrayLike) -> Any:
     """The shapes and dtypes of a state; under `jax.disable_jit` it is made, not traced."""
     if not jax.config.jax_disable_jit:
         return jax.eval_shape(create, key)
@@ -162,7 +163,7 @@ def _prepared(state: TrainState, task: Any) -> TrainState:
     return state if task.step is not None else _with_options(state, task.optimizer)
 
 
-def _read(leaf: Any) -> Any:
+def _read(leaf: ArrayLike) -> Any:
     """Reads a lazy array, as imports may leave them."""
     is_lazy = hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array | np.ndarray)
     return np.asarray(leaf) if is_lazy else leaf

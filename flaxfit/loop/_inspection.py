@@ -17,13 +17,14 @@ from flaxfit.step._wide_products import why_wide
 from flaxfit.strategies import Strategy
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._functions import runs_eagerly
+from flaxfit.tree._types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
     """What the inspection of a first batch has found."""
 
-    sums: Any
+    sums: PyTree
     """The shapes and dtypes of the sums that a step returns."""
     why_not_pad: str
     """Why rows of weight 0 would change results; "" if they do not."""
@@ -60,7 +61,7 @@ class Inspection:
         self._traced, self._is_slow = {}, {}
 
     def __call__(
-        self, task: TrainTask, state: Any, batch: Batch, data: Batch | None, **options: Any
+        self, task: TrainTask, state: PyTree, batch: Batch, data: Batch | None, **options: Any
     ) -> Found:
         """Validates a first batch.
 
@@ -93,7 +94,7 @@ class Inspection:
         self.is_slow_in_loops = self._may_be_slow and traced.has_convolutions
         return found
 
-    def inspect_loops(self, task: TrainTask, state: Any, portion: Portion) -> None:
+    def inspect_loops(self, task: TrainTask, state: PyTree, portion: Portion) -> None:
         """Finds out whether steps of the user's own on such a batch are slow in a loop."""
         if not self._may_be_slow:
             return
@@ -126,7 +127,7 @@ class Inspection:
             )
 
 
-def _why_not_pad(task: TrainTask, state: Any, values: Any) -> str:
+def _why_not_pad(task: TrainTask, state: PyTree, values: Any) -> str:
     if not task.pad:
         return "the task has pad=False"
     if values.ndim == 0:

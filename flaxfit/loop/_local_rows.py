@@ -11,6 +11,7 @@ from flaxfit.data._stream import is_shared
 from flaxfit.distributed._processes import process_count
 from flaxfit.loop._padding import Padder, Portion, signature_of
 from flaxfit.strategies import Strategy
+from flaxfit.tree._types import PyTree
 
 
 def knows_rows(stream: Any) -> bool:
@@ -101,7 +102,7 @@ class LocalBatches:
         """The batch; of all processes, if they divide it by row numbers."""
         return normalize(self._stream.pick(item) if self._takes_rows else item)
 
-    def whole(self) -> Any:
+    def whole(self) -> PyTree:
         """All examples as one batch; None if the stream cannot give them."""
         return self._stream.whole() if hasattr(self._stream, "whole") else None
 
@@ -111,7 +112,7 @@ class LocalBatches:
             return feed(item)
         return local_examples(feed(Batch((item,))), self._stream.pick)
 
-    def without_padding(self, outputs: Any, n: int) -> Any:
+    def without_padding(self, outputs: PyTree, n: int) -> Any:
         """The joined outputs without padding: `n` rows, or `n` of each process if `is_own`."""
         if not self.is_own:
             return jax.tree.map(lambda rows: rows[:n], outputs)

@@ -9,6 +9,7 @@ import numpy as np
 
 from flaxfit.state._checkpoint import Borrowed, Checkpoint
 from flaxfit.strategies import Strategy
+from flaxfit.tree._types import ArrayLike
 
 
 def copier(where: str, strategy: Strategy) -> Callable[[Any], Any] | None:
@@ -35,7 +36,7 @@ def copier(where: str, strategy: Strategy) -> Callable[[Any], Any] | None:
             "needed."
         )
 
-    def to_host(x: Any) -> Any:
+    def to_host(x: ArrayLike) -> Any:
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         # Not `np.asarray`: on a CPU that may be the very memory that the next step writes to.
         return strategy.collect(x) if is_key else np.array(x)

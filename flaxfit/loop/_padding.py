@@ -9,6 +9,7 @@ import numpy as np
 
 from flaxfit.data._batch import Batch, describe, is_weighted, n_examples, normalize
 from flaxfit.strategies import Strategy
+from flaxfit.tree._types import ArrayLike, PyTree
 
 
 class Portion(NamedTuple):
@@ -30,7 +31,7 @@ class Portion(NamedTuple):
 class _Known(NamedTuple):
     """What becomes of items whose arrays are taken as they are."""
 
-    structure: Any
+    structure: PyTree
     """Of the batch, whose leaves are these arrays and `weights`."""
     weights: tuple[Any, ...]
     """The weights of 1, if the batch has them."""
@@ -64,7 +65,7 @@ class Padder:
         self.strategy, self.pad, self._why_not, self._say = strategy, pad, why_not, say
         # Whether batches may have different structures, each of which is a program of its own.
         self._is_mixed = is_mixed
-        self._structure: Any = None
+        self._structure: PyTree = None
         self._first = ""
         self._size = size
         self._parts = parts
@@ -119,7 +120,7 @@ class Padder:
         signature = signature_of(strategy, batch, has_weights)
         return Portion(strategy, batch, has_weights, n, signature)
 
-    def _weights(self, n: int, weights: Any) -> np.ndarray:
+    def _weights(self, n: int, weights: ArrayLike) -> np.ndarray:
         if weights is not None:
             return np.asarray(weights, np.float32)
         if n not in self._ones:
@@ -203,7 +204,7 @@ def pad_batch(batch: Batch, size: int) -> Batch:
     weights = np.zeros(size, np.float32)
     weights[:n] = 1 if batch.weights is None else batch.weights
 
-    def take(x: Any) -> Any:
+    def take(x: ArrayLike) -> Any:
         return jnp.take(x, rows, axis=0) if isinstance(x, jax.Array) else x[rows]
 
     return Batch(jax.tree.map(take, batch.inputs), jax.tree.map(take, batch.targets), weights)

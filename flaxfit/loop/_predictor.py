@@ -2,7 +2,7 @@
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from flaxfit.step._train_step import evaluated, make_predict_step
 from flaxfit.step._validate import check_rows, streams_explained, structure_of, trace
 from flaxfit.strategies import Strategy
 from flaxfit.tree._jax_debugging import debugging_explained
+from flaxfit.tree._types import Function, PyTree
 
 # While these are computed and copied, others are prepared; no more of them wait on the devices.
 _BATCHES_IN_FLIGHT = 4
@@ -37,16 +38,14 @@ class Predictor:
       rngs: the random streams to supply, as of an `EvalTask`.
     """
 
-    def __init__(
-        self, apply: Callable[..., Any], *, precision: Any = None, rngs: Sequence[str] = ()
-    ):
+    def __init__(self, apply: Function, *, precision: Any = None, rngs: Sequence[str] = ()):
         self._apply = apply
         self._precision = precision
         self._rngs = tuple(rngs)
-        self._executables: dict[Any, Callable[..., Any]] = {}
+        self._executables: dict[Any, Function] = {}
 
     @debugging_explained()
-    def __call__(self, state: Any, data: Any, strategy: Strategy) -> Any:
+    def __call__(self, state: PyTree, data: Any, strategy: Strategy) -> Any:
         """The outputs with a state, one row per example.
 
         Raises:
@@ -82,9 +81,7 @@ class Predictor:
             raise ValueError("There is nothing to predict: the data holds no batches.")
         return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
 
-    def _compile(
-        self, strategy: Strategy, batch: Any, arguments: tuple[Any, ...]
-    ) -> Callable[..., Any]:
+    def _compile(self, strategy: Strategy, batch: PyTree, arguments: tuple[Any, ...]) -> Function:
         make = functools.partial(
             make_predict_step, self._apply, precision=self._precision, rngs=self._rngs
         )
@@ -99,7 +96,7 @@ class Predictor:
             virtual_replicas=strategy.virtual_replicas,
         )
 
-        def predict(state: Any, *positioned: Any) -> Any:
+        def predict(state: PyTree, *positioned: Any) -> Any:
             *position, batch = positioned
             return step(state, batch, *position)
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit.tree._paths import flat
+from flaxfit.tree._types import PyTree
 
 
 class StateLayout:
@@ -23,7 +24,7 @@ class StateLayout:
       state: a state of that structure, of arrays.
     """
 
-    def __init__(self, state: Any):
+    def __init__(self, state: PyTree):
         leaves, self._structure = jax.tree.flatten(state)
         self._key_impls = {
             i: jax.random.key_impl(leaf)
@@ -31,21 +32,21 @@ class StateLayout:
             if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
         }
 
-    def flatten(self, state: Any) -> list[Any]:
+    def flatten(self, state: PyTree) -> list[Any]:
         """The arrays of a state, with the data of its random keys."""
         leaves = jax.tree.leaves(state)
         for i in self._key_impls:
             leaves[i] = jax.random.key_data(leaves[i])
         return leaves
 
-    def unflatten(self, leaves: Sequence[Any]) -> Any:
+    def unflatten(self, leaves: Sequence[Any]) -> PyTree:
         """The state of these arrays."""
         leaves = list(leaves)
         for i, impl in self._key_impls.items():
             leaves[i] = jax.random.wrap_key_data(leaves[i], impl=impl)
         return self._structure.unflatten(leaves)
 
-    def restructured(self, state: Any) -> Any:
+    def restructured(self, state: PyTree) -> Any:
         """A state with arrays of the same paths, in this structure; any other state as it is.
 
         A state that was restored without a template holds plain dicts, whose order may differ.

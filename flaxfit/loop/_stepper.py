@@ -35,6 +35,7 @@ from flaxfit.step._validate import shapes_of
 from flaxfit.strategies import Strategy
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._functions import runs_eagerly
+from flaxfit.tree._types import ArrayLike, Json, PyTree
 
 # On a CPU with several devices, unbounded dispatch of collectives aborts the process; a single
 # device holds the batches of steps that wait, unless the data is on it anyway. Then each eighth
@@ -78,7 +79,7 @@ class Stepper:
         self.tally = Tally(strategy.share)
         self.norms: tuple[str, ...] = ()
         self._layout, self._leaves = StateLayout(()), []
-        self._grads: Any = None
+        self._grads: PyTree = None
         self._borrowed: list[Borrowed] = []
         self._options = {"grad_norm": grad_norm, "keep_grads": keep_grads}
         self._in_flight: deque[jax.Array] = deque()
@@ -98,11 +99,11 @@ class Stepper:
         self._most_in_flight = _RESIDENT_MOST_IN_FLIGHT if is_resident else _MOST_IN_FLIGHT
 
     @property
-    def state(self) -> Any:
+    def state(self) -> PyTree:
         """The training state, in its places on the devices; the next step uses it up."""
         return self._layout.unflatten(self._leaves)
 
-    def _hold(self, state: Any) -> None:
+    def _hold(self, state: PyTree) -> None:
         self._layout = StateLayout(state)
         self._leaves = self._layout.flatten(state)
         self.has_hyperparams = bool(names_of(state.opt_state))
@@ -169,7 +170,7 @@ class Stepper:
         old = self.state
         new = set_hyperparams(old.opt_state, group=group, **values)
 
-        def placed(x: Any, before: Any) -> Any:
+        def placed(x: ArrayLike, before: PyTree) -> PyTree:
             return before if x is before else self.strategy.place(x)  # A copy: steps use it up.
 
         self._hold(old.replace(opt_state=jax.tree.map(placed, new, old.opt_state)))
@@ -210,7 +211,7 @@ class Stepper:
             running |= self.tally.as_json(self.metrics())
         return running
 
-    def set_running(self, running: Any) -> None:
+    def set_running(self, running: Json) -> None:
         """Continues from what `get_running` returned."""
         self.loader.batch_size = running["batch_size"]
         before, now = running.get("virtual_replicas"), self.strategy.virtual_replicas
@@ -228,7 +229,7 @@ class Stepper:
 
     # How it steps.
 
-    def advance(self, n: int = 1, batch: Any = None) -> bool:
+    def advance(self, n: int = 1, batch: PyTree = None) -> bool:
         """Dispatches up to `n` steps in one program, or one if their batches share no program.
 
         A given batch is one step; the stream stays where it is.
@@ -294,7 +295,7 @@ class Stepper:
                     self.inspection.inspect_loops(self.task, self.state, portion)
         return self.inspection.is_slow_in_loops
 
-    def _step(self, n: int, batch: Any) -> bool:
+    def _step(self, n: int, batch: PyTree) -> bool:
         """Fetches batches, runs the compiled update, and stores the state; see `advance`."""
         if batch is None:
             loaded = self._next_batches(n)
@@ -334,7 +335,7 @@ class Stepper:
             self.cursor.stepped(n)  # Its batches may go, now that the new state is stored.
         return True
 
-    def _moved(self, strategy: Strategy, leaves: Any, totals: Any) -> tuple[Any, Any]:
+    def _moved(self, strategy: Strategy, leaves: PyTree, totals: PyTree) -> tuple[Any, Any]:
         """What a step takes, in its places under that strategy; copied only where it moves."""
         state, totals = strategy.share((self._layout.unflatten(leaves), totals))
         return self._layout.flatten(state), totals
@@ -351,7 +352,7 @@ class Stepper:
             **self._options,
         )
 
-        def update_leaves(leaves: Any, totals: Any, *batch: Any) -> Any:
+        def update_leaves(leaves: PyTree, totals: PyTree, *batch: PyTree) -> Any:
             state = layout.unflatten(leaves)
             results = strategy.constrain(update(state, totals, *batch), state)
             return layout.flatten(results[0]), *results[1:]

@@ -9,6 +9,7 @@ import numpy as np
 from flaxfit.step import _metric_totals
 from flaxfit.step._train_step import compute
 from flaxfit.step._validate import structure_of
+from flaxfit.tree._types import PyTree
 
 
 class Tally:
@@ -28,13 +29,13 @@ class Tally:
     def __init__(self, share: Callable[[Any], Any]):
         self._share = share
         self._kind: Any = None
-        self.totals: Any = {}
+        self.totals: PyTree = {}
         """The totals that the next step adds its sums to."""
         self.n_steps = 0
         self.expect({})
         self.begin()
 
-    def expect(self, sums: Any) -> bool:
+    def expect(self, sums: PyTree) -> bool:
         """Expects sums of these shapes and dtypes from now on.
 
         Returns whether the present count does not fit them, so that `begin` must drop it.
@@ -56,7 +57,7 @@ class Tally:
         self.n_examples = 0
         self._known_metrics: dict[str, Any] = {}
 
-    def add(self, totals: Any, n_steps: int, n_examples: int) -> None:
+    def add(self, totals: PyTree, n_steps: int, n_examples: int) -> None:
         """Counts steps, and keeps the totals that they returned."""
         self.totals = totals
         self.n_steps += n_steps

@@ -33,6 +33,7 @@ from flaxfit.task._task import TrainTask, with_collections
 from flaxfit.tree._checks import whole_number
 from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._jax_debugging import check_jit
+from flaxfit.tree._types import PyTree
 
 
 class EndOfData(Exception):
@@ -97,7 +98,7 @@ class TrainLoop:
         n_steps_per_checkpoint: int = 1,
         n_steps: int | None = None,
         *,
-        collections: Any = None,
+        collections: PyTree = None,
         mutable_collections: Any = None,
         devices: Sequence[Any] | None = None,
         strategy: Strategy | None = None,
@@ -204,7 +205,7 @@ class TrainLoop:
         checkpoint = self._train_to(self._next_target()) or self._no_data()
         return self.owned(checkpoint) if copy else checkpoint
 
-    def next_step(self, batch: Any = None) -> Checkpoint:
+    def next_step(self, batch: PyTree = None) -> Checkpoint:
         """Trains a single step: on the next batch of the data, or on one that is given.
 
         A given batch may have any form that a stream may yield, and any size. The data stays
@@ -552,7 +553,7 @@ class TrainLoop:
 
     # How it trains.
 
-    def _train_to(self, target: Callable[[], int], batch: Any = None) -> Checkpoint | None:
+    def _train_to(self, target: Callable[[], int], batch: PyTree = None) -> Checkpoint | None:
         """Trains to the step `target()`, or to the end of the data; None if that is here."""
         self._leave_start()
         before = self._phase
@@ -565,7 +566,7 @@ class TrainLoop:
             self._phase = before
         return self._deliver()
 
-    def _train(self, target: Callable[[], int], batch: Any) -> None:
+    def _train(self, target: Callable[[], int], batch: PyTree) -> None:
         """Takes steps until a checkpoint is due, and makes it."""
         stepper = self._stepper
         if self._due is None and not stepper.tally.n_steps and not stepper.cursor.ended:

@@ -1,7 +1,6 @@
 """Checks of what a loss is given and gives: the values of labels, the shape of what it returns."""
 
 import itertools
-from typing import Any
 
 import jax
 import numpy as np
@@ -9,10 +8,11 @@ import numpy as np
 from flaxfit.losses._functions import hinge
 from flaxfit.losses._names import Loss, resolve
 from flaxfit.losses._ranges import labels_for
+from flaxfit.tree._types import PyTree
 
 
 def check_loss_shape(
-    values_shape: tuple[int, ...], outputs: Any, targets: Any, batch_size: int
+    values_shape: tuple[int, ...], outputs: PyTree, targets: PyTree, batch_size: int
 ) -> None:
     """Checks that a loss returned a scalar or values of shape `(batch, ...)`, not by broadcasting.
 
@@ -42,7 +42,7 @@ def check_loss_shape(
         )
 
 
-def check_values(loss: str | Loss, outputs: Any, targets: Any) -> None:
+def check_values(loss: str | Loss, outputs: PyTree, targets: PyTree) -> None:
     """Checks on the host that the values of labels suit one of the losses of `flaxfit.losses`.
 
     Args:

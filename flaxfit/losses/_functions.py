@@ -8,10 +8,11 @@ import numpy as np
 import optax
 
 from flaxfit.tree._functions import by_row
+from flaxfit.tree._types import ArrayLike, PyTree
 
 
 @by_row
-def crossentropy(logits: Any, labels: Any) -> Any:
+def crossentropy(logits: ArrayLike, labels: ArrayLike) -> Any:
     """Gives the negative log-likelihood of integer labels under the softmax of the logits.
 
     Args:
@@ -55,7 +56,7 @@ def crossentropy(logits: Any, labels: Any) -> Any:
     return jnp.where(not_a_class(labels, n_classes), jnp.nan, values)
 
 
-def not_a_class(labels: Any, n_classes: int) -> Any:
+def not_a_class(labels: ArrayLike, n_classes: int) -> Any:
     """By element, whether integer labels of NumPy or JAX name none of so many classes.
 
     >>> not_a_class(np.array([-1, 0, 3], np.int8), 300)
@@ -67,7 +68,7 @@ def not_a_class(labels: Any, n_classes: int) -> Any:
 
 
 @by_row
-def onehot_crossentropy(logits: Any, labels: Any) -> Any:
+def onehot_crossentropy(logits: ArrayLike, labels: ArrayLike) -> Any:
     """Gives the cross-entropy between label distributions (one-hot or soft) and the softmax.
 
     >>> onehot_crossentropy(np.zeros((3, 4)), np.eye(4)[:3]).shape
@@ -84,7 +85,7 @@ def onehot_crossentropy(logits: Any, labels: Any) -> Any:
 
 
 @by_row
-def binary_crossentropy(logits: Any, labels: Any) -> Any:
+def binary_crossentropy(logits: ArrayLike, labels: ArrayLike) -> Any:
     """Gives the cross-entropy between labels in 0..1 and the sigmoid of the logits, by element.
 
     >>> binary_crossentropy(np.zeros(3), np.array([0, 1, 1])).shape
@@ -95,7 +96,7 @@ def binary_crossentropy(logits: Any, labels: Any) -> Any:
 
 
 @by_row
-def mse(outputs: Any, targets: Any) -> Any:
+def mse(outputs: PyTree, targets: PyTree) -> Any:
     """Gives the squared differences, by element.
 
     >>> mse(np.array([1.0, 5.0]), np.array([1.0, 3.0]))
@@ -106,7 +107,7 @@ def mse(outputs: Any, targets: Any) -> Any:
 
 
 @by_row
-def mae(outputs: Any, targets: Any) -> Any:
+def mae(outputs: PyTree, targets: PyTree) -> Any:
     """Gives the absolute differences, by element.
 
     >>> mae(np.array([1.0, 5.0]), np.array([1.0, 3.0]))
@@ -118,7 +119,7 @@ def mae(outputs: Any, targets: Any) -> Any:
 
 
 @by_row
-def huber(outputs: Any, targets: Any) -> Any:
+def huber(outputs: PyTree, targets: PyTree) -> Any:
     """Gives the squared error up to a difference of 1 and the absolute error beyond, by element.
 
     >>> huber(np.array([1.0, 5.0]), np.array([1.0, 3.0]))
@@ -129,7 +130,7 @@ def huber(outputs: Any, targets: Any) -> Any:
 
 
 @by_row
-def log_cosh(outputs: Any, targets: Any) -> Any:
+def log_cosh(outputs: PyTree, targets: PyTree) -> Any:
     """Gives the logarithm of the hyperbolic cosine of the differences, by element.
 
     >>> log_cosh(np.array([1.0, 5.0]), np.array([1.0, 3.0])).round(3)
@@ -140,7 +141,7 @@ def log_cosh(outputs: Any, targets: Any) -> Any:
 
 
 @by_row
-def hinge(scores: Any, labels: Any) -> Any:
+def hinge(scores: ArrayLike, labels: ArrayLike) -> Any:
     """Gives how far scores fall short of a margin of 1; labels are -1 or 1, by element.
 
     >>> hinge(np.array([0.5, 5.0]), np.array([-1, 1]))
@@ -150,7 +151,7 @@ def hinge(scores: Any, labels: Any) -> Any:
     return optax.hinge_loss(_floating(scores), _floating(labels))
 
 
-def kl_divergence(logits: Any, probabilities: Any) -> Any:
+def kl_divergence(logits: ArrayLike, probabilities: ArrayLike) -> Any:
     """Gives the Kullback-Leibler divergence of the softmax of the logits from given probabilities.
 
     >>> kl_divergence(np.zeros((2, 4)), np.full((2, 4), 0.25))
@@ -160,7 +161,7 @@ def kl_divergence(logits: Any, probabilities: Any) -> Any:
     return optax.kl_divergence(jax.nn.log_softmax(_floating(logits)), _floating(probabilities))
 
 
-def cosine_distance(outputs: Any, targets: Any) -> Any:
+def cosine_distance(outputs: PyTree, targets: PyTree) -> Any:
     """Gives one minus the cosine of the angle between vectors along the last axis.
 
     >>> cosine_distance(np.array([[0.0, 1.0]]), np.array([[2.0, 0.0]]))
@@ -170,7 +171,7 @@ def cosine_distance(outputs: Any, targets: Any) -> Any:
     return optax.cosine_distance(_floating(outputs), _floating(targets), epsilon=1e-8)
 
 
-def _check_same_shape(name: str, outputs: Any, targets: Any, what: str = "targets") -> None:
+def _check_same_shape(name: str, outputs: PyTree, targets: PyTree, what: str = "targets") -> None:
     shape, received = np.shape(outputs), np.shape(targets)
     if shape == received:
         return
@@ -196,11 +197,11 @@ def _label_advice(labels: tuple[int, ...], wanted: tuple[int, ...], shape: tuple
     return "Each example needs one label per row of outputs."
 
 
-def _dtype(array: Any) -> Any:
+def _dtype(array: ArrayLike) -> Any:
     return array.dtype if hasattr(array, "dtype") else np.asarray(array).dtype
 
 
-def _floating(array: Any) -> Any:
+def _floating(array: ArrayLike) -> Any:
     """As float32 or wider: integers (uint8!) would wrap around, 16 bits hold too few digits."""
     array = jnp.asarray(array)
     is_wide = jnp.issubdtype(array.dtype, jnp.inexact) and array.dtype.itemsize >= 4

@@ -13,6 +13,7 @@ from flaxfit.losses._functions import (
     not_a_class,
     onehot_crossentropy,
 )
+from flaxfit.tree._types import ArrayLike, PyTree
 
 # Soft labels, such as those of mixup, are rounded.
 _ROUNDING = 1e-3
@@ -31,7 +32,7 @@ class Labels(NamedTuple):
     """A label that it takes."""
 
 
-def labels_for(loss: Any, outputs: Any) -> Labels | None:
+def labels_for(loss: Any, outputs: PyTree) -> Labels | None:
     """The labels that a loss takes for outputs of this shape; None: any, or it is not known.
 
     >>> labels = labels_for(crossentropy, np.zeros((2, 10)))
@@ -80,7 +81,7 @@ def in_range(loss: Any, *outputs_and_targets: Any) -> Any:
     return jnp.where(out_of_range(loss, *outputs_and_targets), 0, values)
 
 
-def _not_a_share(labels: Any) -> Any:
+def _not_a_share(labels: ArrayLike) -> Any:
     return ~((labels >= -_ROUNDING) & (labels <= 1 + _ROUNDING))  # Of NaN, too.
 
 

@@ -10,10 +10,11 @@ from flaxfit.metrics._doubts import say, weighed
 from flaxfit.metrics._labels import Answers, choices_of, classes_of, floating, labels_of
 from flaxfit.metrics._metric import Metric, ratio, weighted, weights_of
 from flaxfit.tree._functions import by_row
+from flaxfit.tree._types import ArrayLike, Function, PyTree
 
 
 def mean_of_answers(
-    values: Callable[..., Any],
+    values: Function,
     answers: Callable[..., Answers],
     *,
     name: str,
@@ -22,7 +23,7 @@ def mean_of_answers(
 ) -> Metric:
     """Makes the weighted mean of the values of answers; NaN where these cannot be counted."""
 
-    def measure(outputs: Any, targets: Any, *, weights: Any = None) -> Any:
+    def measure(outputs: PyTree, targets: PyTree, *, weights: ArrayLike = None) -> PyTree:
         found = answers(outputs, targets)
         counted, doubts = weighed(found, weights, from_logits=from_logits)
         # Not by the weights alone: XLA makes 0 of False times NaN.
@@ -32,7 +33,7 @@ def mean_of_answers(
         weight = weights_of(found.is_label, weights).sum()
         return {"sum": total, "weight": weight, "doubts": doubts}
 
-    def compute(sums: Any) -> Any:
+    def compute(sums: PyTree) -> Any:
         say(sums["doubts"], name)
         return ratio(sums["sum"], sums["weight"])
 
@@ -46,7 +47,7 @@ def _is_right(answers: Answers) -> Any:
 def _accuracy(*, threshold: float | None = None, from_logits: bool = True) -> Metric:
     """Makes the share of right predictions; see `accuracy`."""
 
-    def answers(outputs: Any, targets: Any) -> Answers:
+    def answers(outputs: PyTree, targets: PyTree) -> Answers:
         return classes_of(outputs, targets, threshold=threshold, from_logits=from_logits)
 
     return mean_of_answers(
@@ -70,7 +71,7 @@ def _binary_accuracy(*, threshold: float | None = None, from_logits: bool = True
     """Makes the share of right answers; see `binary_accuracy`."""
     name = "binary_accuracy"
 
-    def answers(outputs: Any, targets: Any) -> Answers:
+    def answers(outputs: PyTree, targets: PyTree) -> Answers:
         options = {"threshold": threshold, "from_logits": from_logits}
         return choices_of(outputs, targets, name=name, **options)
 
@@ -105,7 +106,7 @@ def top_k(k: int) -> Metric:
     if k < 1:
         raise ValueError(f"Cannot look at the top {k} classes: k must be at least 1.")
 
-    def answers(outputs: Any, targets: Any) -> Answers:
+    def answers(outputs: PyTree, targets: PyTree) -> Answers:
         outputs = floating(outputs)
         labels, is_label = labels_of(outputs, jnp.asarray(targets))
         n_classes = outputs.shape[-1]

@@ -1,7 +1,6 @@
 """Metric classes of clu and metrax as a `Metric`: states of single examples, weighted and added."""
 
 import inspect
-from collections.abc import Callable
 from typing import Any, get_type_hints
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.metrics._metric import Metric, ratio, weighted, weights_of
+from flaxfit.tree._types import ArrayLike, Function, PyTree
 
 
 def is_metric_class(metric: Any) -> bool:
@@ -52,7 +52,7 @@ def from_metric_class(metric_class: Any) -> Metric:
     """
     name = metric_class.__name__
 
-    def measure(*arguments: Any, weights: Any = None) -> Any:
+    def measure(*arguments: Any, weights: ArrayLike = None) -> PyTree:
         call = _caller(metric_class, arguments)
         one_row_each = jax.tree.map(lambda array: jnp.asarray(array)[:, None], arguments)
         try:
@@ -70,7 +70,7 @@ def from_metric_class(metric_class: Any) -> Metric:
         state = jax.tree.map(lambda keep, a, b: a if keep else b, kept, first, added)
         return {"state": state, "n_sums": jnp.ones((), int)}
 
-    def compute(sums: Any) -> Any:
+    def compute(sums: PyTree) -> Any:
         kept = _kept_leaves(sums["state"], name)
         state = jax.tree.map(
             lambda keep, leaf: _mean_of(leaf, sums["n_sums"]) if keep else leaf, kept, sums["state"]
@@ -82,7 +82,7 @@ def from_metric_class(metric_class: Any) -> Metric:
     return Metric(measure, compute, name)
 
 
-def _caller(metric_class: Any, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+def _caller(metric_class: Any, arguments: tuple[Any, ...]) -> Function:
     """How to call `from_model_output` with these arguments."""
     make = metric_class.from_model_output
     parameters = inspect.signature(make).parameters.values()
@@ -104,7 +104,7 @@ def _caller(metric_class: Any, arguments: tuple[Any, ...]) -> Callable[..., Any]
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
-def _kept_leaves(state: Any, name: str) -> Any:
+def _kept_leaves(state: PyTree, name: str) -> Any:
     """Which leaves merging keeps (True) and which it adds (False), found by trying.
 
     Raises:
@@ -133,7 +133,7 @@ def _kept_leaves(state: Any, name: str) -> Any:
     return structure.unflatten(kept)
 
 
-def _mean_of(leaf: Any, n_sums: Any) -> Any:
+def _mean_of(leaf: ArrayLike, n_sums: Any) -> Any:
     """A constant, from the sum of its copies; still an integer if it was one."""
     constant = np.asarray(ratio(leaf, n_sums))
     return constant.astype(np.asarray(leaf).dtype)

@@ -9,6 +9,7 @@ import numpy as np
 from flaxfit.metrics._doubts import say, weighed
 from flaxfit.metrics._labels import binary_scores_of
 from flaxfit.metrics._metric import Metric
+from flaxfit.tree._types import ArrayLike, PyTree
 
 # A score is read as an ordered integer: a head of 12 bits (sign, exponent and, of float32, three
 # bits of the mantissa), then digits of 4 bits. The head has a bin for each value. Each digit has
@@ -25,7 +26,7 @@ def _auc(*, n_bins: int = 2**15) -> Metric:
         raise ValueError(f"The metric 'auc' needs at least 2 bins, got n_bins={n_bins}.")
     n_rows = -(-n_bins // 128)
 
-    def measure(outputs: Any, targets: Any, *, weights: Any = None) -> Any:
+    def measure(outputs: PyTree, targets: PyTree, *, weights: ArrayLike = None) -> PyTree:
         answers = binary_scores_of(outputs, targets, name="auc")
         weights, doubts = weighed(answers, weights)
         places, signs, n_cells = _places(_ordered(answers.outputs.ravel()), n_rows)
@@ -34,7 +35,7 @@ def _auc(*, n_bins: int = 2**15) -> Metric:
         sums = sums.at[answers.actual.ravel()[:, None], places].add(counts)
         return {"counts": sums, "doubts": doubts}
 
-    def compute(sums: Any) -> float:
+    def compute(sums: PyTree) -> float:
         say(sums["doubts"], "auc")
         sums = np.asarray(sums["counts"], np.float64)
         totals = sums[:, : 2**_HEAD].sum(1, keepdims=True)
@@ -55,7 +56,7 @@ default, `auc(n_bins=...)`, bring it closer where scores gather in hundreds of s
 """
 
 
-def _ordered(scores: Any) -> Any:
+def _ordered(scores: ArrayLike) -> Any:
     """Scores as unsigned integers in the same order."""
     n_bits = 8 * scores.dtype.itemsize
     scores = jnp.where(scores == 0, 0, scores)  # -0.0 is 0.0.

@@ -10,6 +10,7 @@ from flaxfit.display._pyplot import pyplot
 from flaxfit.metrics._doubts import say, weighed
 from flaxfit.metrics._labels import Answers, choices_of, classes_of
 from flaxfit.metrics._metric import Metric, ratio
+from flaxfit.tree._types import ArrayLike, PyTree
 
 _AVERAGES = ("auto", "binary", "macro", "micro", "weighted", "samples", None)
 
@@ -48,7 +49,7 @@ def _rate(name: str, shares: Callable[[Any], tuple[Any, Any]]) -> Metric:
             )
         options = {"threshold": threshold, "from_logits": from_logits}
 
-        def measure(outputs: Any, targets: Any, *, weights: Any = None) -> Any:
+        def measure(outputs: PyTree, targets: PyTree, *, weights: ArrayLike = None) -> PyTree:
             if multilabel:
                 found = choices_of(outputs, targets, name=name, **options)
             else:
@@ -66,7 +67,7 @@ def _rate(name: str, shares: Callable[[Any], tuple[Any, Any]]) -> Metric:
                 sums = _chosen(found, weights) if multilabel else _named(found, weights)
             return {**sums, "weight": weights.sum(), "doubts": doubts}
 
-        def compute(sums: Any) -> Any:
+        def compute(sums: PyTree) -> Any:
             say(sums["doubts"], name)
             parts = [part for part in sums if part != "doubts"]
             counts = {part: np.asarray(sums[part], np.float64) for part in parts}
@@ -127,7 +128,7 @@ def confusion_matrix(
     """
     name = "confusion_matrix"
 
-    def measure(outputs: Any, targets: Any, *, weights: Any = None) -> Any:
+    def measure(outputs: PyTree, targets: PyTree, *, weights: ArrayLike = None) -> PyTree:
         found = classes_of(outputs, targets, threshold=threshold, from_logits=from_logits)
         if found.n_classes != n_classes:
             raise ValueError(
@@ -138,7 +139,7 @@ def confusion_matrix(
         matrix = _by_class(n_classes, weights, found.actual, found.predicted)
         return {"matrix": matrix, "doubts": doubts}
 
-    def compute(sums: Any) -> np.ndarray:
+    def compute(sums: PyTree) -> np.ndarray:
         say(sums["doubts"], name)
         matrix = np.asarray(sums["matrix"])
         return np.full_like(matrix, np.nan) if np.isnan(matrix).any() else matrix
@@ -146,7 +147,7 @@ def confusion_matrix(
     return Metric(measure, compute, name)
 
 
-def plot_confusion_matrix(matrix: Any, names: Sequence[str] | None = None) -> Any:
+def plot_confusion_matrix(matrix: ArrayLike, names: Sequence[str] | None = None) -> Any:
     """Draws the weights of the examples by actual class (rows) and predicted class (columns).
 
     Colours are shares of the row, so that a class with few examples shows as well.
@@ -191,7 +192,7 @@ def plot_confusion_matrix(matrix: Any, names: Sequence[str] | None = None) -> An
     return axes
 
 
-def _named(answers: Answers, weights: Any) -> dict[str, Any]:
+def _named(answers: Answers, weights: ArrayLike) -> dict[str, Any]:
     """The counts by class of examples that have one label each."""
     n, actual, predicted = answers.n_classes, answers.actual, answers.predicted
     return {
@@ -201,13 +202,13 @@ def _named(answers: Answers, weights: Any) -> dict[str, Any]:
     }
 
 
-def _chosen(answers: Answers, weights: Any) -> dict[str, Any]:
+def _chosen(answers: Answers, weights: ArrayLike) -> dict[str, Any]:
     """The counts by class of examples that have several labels."""
     axes = tuple(range(answers.actual.ndim - 1))
     return {part: (weights * each).sum(axes) for part, each in _parts(answers).items()}
 
 
-def _by_example(answers: Answers, weights: Any, shares: Any) -> dict[str, Any]:
+def _by_example(answers: Answers, weights: ArrayLike, shares: Any) -> dict[str, Any]:
     """The sum over the examples of their own ratios; 0 where a ratio has no denominator."""
     counts = {part: each.sum(-1) for part, each in _parts(answers).items()}
     right, of = shares(counts)
@@ -219,6 +220,6 @@ def _parts(answers: Answers) -> dict[str, Any]:
     return {"actual": actual, "predicted": predicted, "right": actual & predicted}
 
 
-def _by_class(n_classes: int, weights: Any, *classes: Any) -> Any:
+def _by_class(n_classes: int, weights: ArrayLike, *classes: Any) -> Any:
     """Adds the weights up by class, or by pairs of classes."""
     return jnp.zeros((n_classes,) * len(classes), weights.dtype).at[classes].add(weights)

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 
 from flaxfit.metrics._labels import Answers, is_share
 from flaxfit.metrics._metric import weights_of
+from flaxfit.tree._types import ArrayLike
 
 # So many scores lie between 0 and 1 by chance only if a model says next to nothing.
 _ENOUGH = 10
 
 
 def weighed(
-    answers: Answers, weights: Any, *, from_logits: bool = True
+    answers: Answers, weights: ArrayLike, *, from_logits: bool = True
 ) -> tuple[Any, dict[str, Any]]:
     """The weights of answers, NaN where one cannot be counted; and counts of what was doubtful.
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from flaxfit.losses._functions import not_a_class
+from flaxfit.tree._types import ArrayLike, PyTree
 
 
 class Answers(NamedTuple):
@@ -15,14 +16,14 @@ class Answers(NamedTuple):
     n_classes: int
     is_label: Any
     """Whether the labels are some: another number is no class, and must not become one."""
-    outputs: Any
+    outputs: PyTree
     """What the predictions were made of, by answer or with one more axis, of classes."""
     is_probable: Any = None
     """Whether the outputs may be probabilities, where they are taken for logits by default."""
 
 
 def classes_of(
-    outputs: Any, targets: Any, *, threshold: float | None = None, from_logits: bool = True
+    outputs: PyTree, targets: PyTree, *, threshold: float | None = None, from_logits: bool = True
 ) -> Answers:
     """The actual and the predicted classes as integers of one shape, and how many there are.
 
@@ -47,8 +48,8 @@ def classes_of(
 
 
 def choices_of(
-    outputs: Any,
-    targets: Any,
+    outputs: PyTree,
+    targets: PyTree,
     *,
     name: str,
     threshold: float | None = None,
@@ -71,7 +72,7 @@ def choices_of(
     return Answers(targets > 0.5, predicted, n_classes, is_share(targets), outputs, is_probable)
 
 
-def binary_scores_of(outputs: Any, targets: Any, *, name: str) -> Answers:
+def binary_scores_of(outputs: PyTree, targets: PyTree, *, name: str) -> Answers:
     """One score per label, and whether the label is 1: from a single score or from two classes."""
     outputs, targets = floating(outputs), jnp.asarray(targets)
     if is_single_score(outputs, targets):
@@ -87,13 +88,13 @@ def binary_scores_of(outputs: Any, targets: Any, *, name: str) -> Answers:
     )
 
 
-def is_single_score(outputs: Any, targets: Any) -> bool:
+def is_single_score(outputs: PyTree, targets: PyTree) -> bool:
     """Whether the outputs are one score per label rather than one per class."""
     is_single = outputs.ndim == 1 or outputs.shape[-1] == 1
     return is_single and _without_last_one(outputs.shape) == _without_last_one(targets.shape)
 
 
-def labels_of(outputs: Any, targets: Any) -> tuple[Any, Any]:
+def labels_of(outputs: PyTree, targets: PyTree) -> tuple[Any, Any]:
     """Integer labels, from themselves or from one-hot labels, and whether each is a class.
 
     Raises:
@@ -131,17 +132,17 @@ def is_share(values: Any) -> Any:
     return (values >= 0) & (values <= 1)
 
 
-def floating(array: Any) -> Any:
+def floating(array: ArrayLike) -> Any:
     """As numbers of at least single precision."""
     array = jnp.asarray(array)
     return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
 
-def _is_probable(outputs: Any, threshold: float | None, from_logits: bool) -> Any:
+def _is_probable(outputs: PyTree, threshold: float | None, from_logits: bool) -> Any:
     return is_share(outputs) if threshold is None and from_logits else None
 
 
-def _difference(scores: Any) -> Any:
+def _difference(scores: ArrayLike) -> Any:
     """How far the score of class 1 of two lies above that of class 0."""
     low, high = scores[..., 0], scores[..., 1]
     return jnp.where(low == high, 0, high - low)  # Of two that are infinite, too.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.metrics._modes import mode_of
+from flaxfit.tree._types import ArrayLike, Function, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Metric:
     1.0
     """
 
-    measure: Callable[..., Any]
+    measure: Function
     """`(*outputs, *targets, weights=None) -> sums`."""
     compute: Callable[[Any], Any]
     """`sums -> value`."""
@@ -39,7 +40,7 @@ class Metric:
     """What the metric is called where it is listed without a name."""
     configure: Callable[..., "Metric"] | None = None
     """Makes the metric with other options."""
-    values: Callable[..., Any] | None = None
+    values: Function | None = None
     """The function whose mean it is, where it is one."""
     mode: str | None = None
     """"min" or "max": whether a lower or a higher value is better, where that is known. By default
@@ -65,7 +66,7 @@ class Metric:
         return self.configure(**options)
 
 
-def mean(values: Callable[..., Any], *, name: str | None = None) -> Metric:
+def mean(values: Function, *, name: str | None = None) -> Metric:
     """Makes a metric of a function: the weighted mean of the values it returns.
 
     Args:
@@ -79,13 +80,13 @@ def mean(values: Callable[..., Any], *, name: str | None = None) -> Metric:
     """
     name = name or getattr(values, "__name__", None)
 
-    def measure(*arguments: Any, weights: Any = None) -> Any:
+    def measure(*arguments: Any, weights: ArrayLike = None) -> PyTree:
         return sums_of(values(*arguments), weights, name=name)
 
     return Metric(measure, lambda sums: ratio(sums["sum"], sums["weight"]), name, values=values)
 
 
-def sums_of(values: Any, weights: Any = None, *, name: str | None = None) -> dict[str, Any]:
+def sums_of(values: Any, weights: ArrayLike = None, *, name: str | None = None) -> dict[str, Any]:
     """The weighted sum of all elements of per-example values, and the sum of their weights."""
     if not hasattr(values, "shape") and not isinstance(values, list | int | float):
         raise TypeError(
@@ -103,7 +104,7 @@ def sums_of(values: Any, weights: Any = None, *, name: str | None = None) -> dic
     return {"sum": weighted(values, weights).sum(), "weight": weights.sum()}
 
 
-def weights_of(values: Any, weights: Any = None) -> Any:
+def weights_of(values: Any, weights: ArrayLike = None) -> Any:
     """One floating weight for every element, from the weights of the examples."""
     dtype = jnp.promote_types(jnp.result_type(values), jnp.float32)
     if weights is None:
@@ -117,7 +118,7 @@ def weights_of(values: Any, weights: Any = None) -> Any:
     return jnp.broadcast_to(by_example, values.shape)
 
 
-def weighted(values: Any, weights: Any) -> Any:
+def weighted(values: Any, weights: ArrayLike) -> Any:
     """Values times weights; where the weight is 0 the value counts as 0, even if it is NaN."""
     return jnp.where(weights != 0, values.astype(weights.dtype) * weights, 0)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.metrics._metric import weighted
+from flaxfit.tree._types import ArrayLike, PyTree
 
 # The variance is a small difference of large sums, which float32 does not hold. So each batch
 # takes its moments about a center of its own, and adds those about zero in windows of 8 bits:
@@ -16,7 +17,7 @@ _WINDOW = 8
 _UNITS = tuple(2.0**e for e in range(-120, 128, _WINDOW))
 
 
-def moments(values: Any, weights: Any) -> Any:
+def moments(values: Any, weights: ArrayLike) -> Any:
     """The weights, the values and their squares, added over the first axis: `(3, windows, ...)`.
 
     Args:
@@ -41,7 +42,7 @@ def moments(values: Any, weights: Any) -> Any:
     )
 
 
-def spread(sums: Any) -> np.ndarray:
+def spread(sums: PyTree) -> np.ndarray:
     """The weighted sum of squared differences from the mean, of what `moments` gave; NaN of none.
 
     >>> float(spread(moments(np.float32([1e7, 1e7 + 2]), np.ones(2, np.float32))))

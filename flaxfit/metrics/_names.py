@@ -17,6 +17,7 @@ from flaxfit.metrics._confusion import f1, precision, recall
 from flaxfit.metrics._metric import Metric, mean
 from flaxfit.metrics._regression import mae, mse, perplexity, r2, rmse
 from flaxfit.tree._argument_order import check_order
+from flaxfit.tree._types import ArrayLike, PyTree
 
 _BUILT_IN = {
     "accuracy": accuracy,
@@ -143,7 +144,7 @@ def on(arguments: Callable[..., tuple[Any, ...]], metric: MetricLike) -> Metric:
     """
     inner = as_metric(metric)
 
-    def measure(*outputs_and_targets: Any, weights: Any = None) -> Any:
+    def measure(*outputs_and_targets: Any, weights: ArrayLike = None) -> PyTree:
         return inner.measure(*arguments(*outputs_and_targets), weights=weights)
 
     values = inner.values

@@ -11,9 +11,10 @@ from flaxfit.metrics._accuracy import mean_of_answers
 from flaxfit.metrics._labels import Answers, floating, is_share, labels_of
 from flaxfit.metrics._metric import Metric, mean, ratio, weighted, weights_of
 from flaxfit.metrics._moments import moments, spread
+from flaxfit.tree._types import ArrayLike, PyTree
 
 
-def _errors(outputs: Any, targets: Any) -> Any:
+def _errors(outputs: PyTree, targets: PyTree) -> Any:
     outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
     if outputs.shape != targets.shape:
         raise ValueError(
@@ -37,7 +38,7 @@ rmse = Metric(mse.measure, lambda sums: float(np.sqrt(mse.compute(sums))), "rmse
 def _r2() -> Metric:
     """Makes the share of the variance of the targets that the outputs explain; see `r2`."""
 
-    def measure(outputs: Any, targets: Any, *, weights: Any = None) -> Any:
+    def measure(outputs: PyTree, targets: PyTree, *, weights: ArrayLike = None) -> PyTree:
         errors = _errors(outputs, targets)
         weights = weights_of(errors, weights)
         return {
@@ -45,7 +46,7 @@ def _r2() -> Metric:
             "targets": moments(jnp.asarray(targets).astype(errors.dtype), weights),
         }
 
-    def compute(sums: Any) -> Any:
+    def compute(sums: PyTree) -> Any:
         errors, spreads = np.asarray(sums["errors"], np.float64), spread(sums["targets"])
         return float(np.mean(1 - ratio(errors, spreads, np.where(errors == 0, 0.0, 1.0))))
 
@@ -63,7 +64,7 @@ target it is 1 where the outputs are that constant, and 0 otherwise.
 def _perplexity(*, from_logits: bool = True) -> Metric:
     """Makes the exponential of the mean cross-entropy; see `perplexity`."""
 
-    def answers(outputs: Any, targets: Any) -> Answers:
+    def answers(outputs: PyTree, targets: PyTree) -> Answers:
         outputs = floating(outputs)
         labels, is_label = labels_of(outputs, jnp.asarray(targets))
         found = Answers(labels, outputs, outputs.shape[-1], is_label, outputs)
@@ -78,7 +79,7 @@ def _perplexity(*, from_logits: bool = True) -> Metric:
 
     mean = mean_of_answers(surprise, answers, name="perplexity", from_logits=from_logits)
 
-    def compute(sums: Any) -> float:
+    def compute(sums: PyTree) -> float:
         with np.errstate(over="ignore"):
             return float(np.exp(mean.compute(sums)))
 

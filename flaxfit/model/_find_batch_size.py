@@ -5,13 +5,14 @@ from typing import Any
 import jax
 
 from flaxfit.loop._train_loop import TrainLoop
+from flaxfit.tree._types import ArrayLike
 
 _USABLE = 0.9
 """The part of a device's memory to plan with: batches on their way and fragments take the rest."""
 
 
 def find_batch_size(
-    init: Any, task: Any, key: Any, *, strategy: Any, limit: float | None, largest: int
+    init: Any, task: Any, key: ArrayLike, *, strategy: Any, limit: float | None, largest: int
 ) -> int:
     """Compiles steps of doubled batch sizes until one needs more than the limit; runs none."""
     loop = TrainLoop(init, task, key, strategy=strategy, grad_norm=False, stdout=False)

@@ -11,6 +11,7 @@ from flaxfit.display._chart import sparkline, svg_chart
 from flaxfit.display._pyplot import pyplot
 from flaxfit.loop._train_loop import EndOfData, TrainLoop
 from flaxfit.optim._learning_rates import learning_rates
+from flaxfit.tree._types import ArrayLike
 
 _SMOOTHING = 0.9
 """Of the exponential moving average of the losses, which is corrected for its start at 0."""
@@ -61,7 +62,7 @@ class LearningRateRange:
 def find_lr(
     init: Any,
     task: Any,
-    key: Any,
+    key: ArrayLike,
     *,
     strategy: Any,
     lowest: float,

@@ -47,6 +47,7 @@ from flaxfit.strategies import Eager, Strategy
 from flaxfit.strategies._eager import eagerly
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._functions import order_of
+from flaxfit.tree._types import ArrayLike, Params
 
 
 class Model:
@@ -98,7 +99,7 @@ class Model:
         compilation_cache: str | os.PathLike[str] | None = None,
         snapshot: str = "device",
         eval_rngs: str | Sequence[str] = (),
-        losses: Any = (),
+        losses: ArrayLike = (),
         **options: Any,
     ):
         known = [field.name for field in dataclasses.fields(TrainTask) if field.kw_only]
@@ -276,7 +277,12 @@ class Model:
         return self.history
 
     def evaluate(
-        self, x: Any, y: Any = None, *, batch_size: int | None = None, sample_weight: Any = None
+        self,
+        x: Any,
+        y: Any = None,
+        *,
+        batch_size: int | None = None,
+        sample_weight: Any = None,
     ) -> dict[str, float]:
         """Measures the loss and the metrics, exactly for any number of examples and devices."""
         data = self._look_at(_in_order(prepare(x, y, sample_weight)[0], batch_size))
@@ -372,7 +378,7 @@ class Model:
         format: str = "stablehlo",
         input_spec: Any = None,
         *,
-        params: Any = None,
+        params: Params = None,
         trainable: bool = False,
         **options: Any,
     ) -> Any:

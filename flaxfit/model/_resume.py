@@ -16,6 +16,7 @@ from flaxfit.checkpoints import (
     list_steps,
 )
 from flaxfit.loop._train_loop import TrainLoop
+from flaxfit.tree._types import PyTree
 
 
 class RunFolder:
@@ -118,7 +119,7 @@ class SavedState:
         self._reader = reader
         self._only_state = only_state
 
-    def read(self, template: Any) -> Any:
+    def read(self, template: PyTree) -> Any:
         """What the reader reads, or None."""
         found = self._reader.read(template)
         if found is None or not self._only_state:

@@ -16,6 +16,7 @@ from flaxfit.checkpoints._tree import is_key
 from flaxfit.optim._freeze import check_matches, merge
 from flaxfit.state._train_state import TrainState
 from flaxfit.tree._paths import flat, path_of
+from flaxfit.tree._types import ArrayLike, Function, PyTree
 
 
 class WarmStart:
@@ -33,7 +34,7 @@ class WarmStart:
     gives_weights = True
     """Not to be traced: the weights would be constants of a program."""
 
-    def __init__(self, fresh: Callable[..., Any], *loads: Callable[[Any], Any]):
+    def __init__(self, fresh: Function, *loads: Callable[[Any], Any]):
         self.fresh = fresh
         self._loads = loads
         self._misfit: Callable[[Any], Any] | None = None
@@ -44,7 +45,7 @@ class WarmStart:
             self.fresh, *(each for each in self._loads if each is not self._misfit), load
         )
 
-    def __call__(self, rngs: Any, *inputs: Any, **named: Any) -> Any:
+    def __call__(self, rngs: Any, *inputs: PyTree, **named: Any) -> Any:
         """The variables with the weights in them."""
         variables = dict(self.fresh(rngs, *inputs, **named))
         for name in ("intermediates", "losses"):
@@ -112,7 +113,7 @@ def open_weights(
         within = _check_prefix(prefix, variables)
         patterns = _check_patterns(partial, variables)
 
-        def is_taken(name: str, leaf: Any) -> bool:
+        def is_taken(name: str, leaf: ArrayLike) -> bool:
             collection, _, rest = name.partition("/")
             is_of_file = (is_of_all or collection == "params") and rest.startswith(within)
             is_wanted = any(re.fullmatch(pattern, rest) for pattern in patterns)

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax.core.scope import in_filter
 
+from flaxfit.tree._types import ArrayLike, Function, Params, PyTree
+
 
 class ModelFunctions(NamedTuple):
     """A model in the linen convention; unpacks as `(init, apply)`.
@@ -17,14 +19,14 @@ class ModelFunctions(NamedTuple):
     6.0
     """
 
-    init: Callable[..., Any]
+    init: Function
     """`init(rngs, *inputs) -> variables`, a dict with `"params"` and other collections."""
-    apply: Callable[..., Any]
+    apply: Function
     """`apply(variables, *inputs, rngs=None, mutable=False) -> outputs`, or `(outputs, updates)`
     where `mutable` is not False."""
 
 
-def with_losses(functions: ModelFunctions, losses: Any) -> ModelFunctions:
+def with_losses(functions: ModelFunctions, losses: ArrayLike) -> ModelFunctions:
     """A model whose collections of these names are terms of the loss, too: parts of "losses".
 
     >>> sow = ModelFunctions(lambda k, x: {}, lambda v, x, mutable: (x, {"kl": 1.0}))
@@ -36,11 +38,11 @@ def with_losses(functions: ModelFunctions, losses: Any) -> ModelFunctions:
     if not losses:
         return functions
 
-    def init(rngs: Any, *inputs: Any, **named: Any) -> dict[str, Any]:
+    def init(rngs: Any, *inputs: PyTree, **named: Any) -> dict[str, Any]:
         variables = functions.init(rngs, *inputs, **named)
         return {name: tree for name, tree in variables.items() if name not in losses}
 
-    def apply(variables: Any, *inputs: Any, mutable: Any = False, **named: Any) -> Any:
+    def apply(variables: PyTree, *inputs: PyTree, mutable: Any = False, **named: Any) -> Any:
         if mutable is False:
             return functions.apply(variables, *inputs, **named)
         outputs, updates = functions.apply(variables, *inputs, mutable=mutable, **named)
@@ -80,12 +82,12 @@ class GivenInit:
     def __init__(self, give: Callable[[], Any]):
         self._give = give
 
-    def __call__(self, rngs: Any, *inputs: Any, **named: Any) -> Any:
+    def __call__(self, rngs: Any, *inputs: PyTree, **named: Any) -> Any:
         return jax.tree.map(jnp.copy, self._give())
 
 
 def from_function(
-    function: Callable[..., Any], params: Any, *, rng: str | None = None, stateful: bool = False
+    function: Function, params: Params, *, rng: str | None = None, stateful: bool = False
 ) -> ModelFunctions:
     """Makes a model of `function(params, *inputs)`, such as a haiku or an equinox one.
 
@@ -117,12 +119,12 @@ def from_function(
             return {"params": initial}
         return dict(zip(("params", "state"), initial, strict=True))
 
-    def init(rngs: Any, *inputs: Any, **named: Any) -> dict[str, Any]:
+    def init(rngs: Any, *inputs: PyTree, **named: Any) -> dict[str, Any]:
         key = rngs["params"] if isinstance(rngs, dict) else rngs
         return collections(params(key, *inputs, **named))
 
     def apply(
-        variables: Any, *inputs: Any, rngs: Any = None, mutable: Any = False, **named: Any
+        variables: PyTree, *inputs: PyTree, rngs: Any = None, mutable: Any = False, **named: Any
     ) -> Any:
         if rng is not None:
             named["rng"] = rngs.get(rng) if isinstance(rngs, dict) else rngs

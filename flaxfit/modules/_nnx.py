@@ -3,21 +3,22 @@
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flax.core.scope import in_filter
 
 from flaxfit.modules._flags import call_defaults, call_flags, check_switches, parameters, switches
 from flaxfit.modules._functions import GivenInit, ModelFunctions, check_losses
+from flaxfit.tree._types import ArrayLike, Function, PyTree
 
 
 def from_nnx(
     model: Any,
     *,
     train: bool | None = None,
-    call: Callable[..., Any] | None = None,
-    losses: Any = (),
+    call: Function | None = None,
+    losses: ArrayLike = (),
     **modes: Any,
 ) -> ModelFunctions:
     """Makes a model of an nnx module, or of a factory `(rngs) -> module`.
@@ -76,11 +77,11 @@ def from_nnx(
     def variables_of(module: Any) -> dict[str, Any]:
         return {**states.persistent(states.variables_of(module, losses)), **axes}
 
-    def init(rngs: Any, *inputs: Any, **named: Any) -> dict[str, Any]:
+    def init(rngs: Any, *inputs: PyTree, **named: Any) -> dict[str, Any]:
         return variables_of(make(model, _rngs(rngs)))
 
     def apply(
-        variables: Any, *inputs: Any, rngs: Any = None, mutable: Any = False, **named: Any
+        variables: PyTree, *inputs: PyTree, rngs: Any = None, mutable: Any = False, **named: Any
     ) -> Any:
         def run(streams: Any) -> tuple[Any, Any]:
             module = nnx.merge(graph, streams, states.filled(template, variables, losses))
@@ -112,7 +113,7 @@ def from_nnx(
     return ModelFunctions(init, apply)
 
 
-def update_nnx(model: Any, variables: Any, *, losses: Any = ()) -> None:
+def update_nnx(model: Any, variables: PyTree, *, losses: ArrayLike = ()) -> None:
     """Writes copies of trained variables into an nnx instance: the object you passed is trained.
 
     >>> import jax.numpy as jnp

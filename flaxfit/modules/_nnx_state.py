@@ -18,6 +18,7 @@ from jax.core import Tracer
 from jax.interpreters import partial_eval
 
 from flaxfit.modules._flags import parameters
+from flaxfit.tree._types import ArrayLike, PyTree
 
 # Written anew by each call, never part of what a model is.
 _TRANSIENT = ("intermediates", "losses")
@@ -108,7 +109,7 @@ def split(
     return graph, *jax.eval_shape(lambda *states: states, random, state)
 
 
-def filled(state: Any, variables: Mapping[str, Any], losses: Sequence[str] = ()) -> Any:
+def filled(state: PyTree, variables: Mapping[str, Any], losses: Sequence[str] = ()) -> Any:
     """A state with the values that the variables hold.
 
     Raises:
@@ -150,7 +151,7 @@ def keyed(random: Any, rngs: Any) -> Any:
     return nnx.from_flat_state(states)
 
 
-def counts(states: Any) -> dict[str, Any]:
+def counts(states: PyTree) -> dict[str, Any]:
     """How many numbers were drawn from each stream, by the stream's path in a module or state."""
     state = states if isinstance(states, nnx.State) else nnx.state(states, nnx.RngState)
     return {
@@ -180,7 +181,7 @@ def streams_used(function: Callable[[Any], Any], random: Any) -> dict[str, str]:
     }
 
 
-def names_of(losses: Any) -> tuple[str, ...]:
+def names_of(losses: ArrayLike) -> tuple[str, ...]:
     """The collections of types of variables, given as types or by name."""
     given = (losses,) if isinstance(losses, str | type) else losses
     return tuple(each if isinstance(each, str) else collection_of(each) for each in given)
@@ -220,16 +221,18 @@ def _state(module: nnx.Module) -> Any:
     return nnx.state(module, nnx.Not(nnx.RngState))
 
 
-def _leaves(state: Any, losses: Sequence[str] = ()) -> Iterator[tuple[tuple[Any, ...], Place, Any]]:
+def _leaves(
+    state: PyTree, losses: Sequence[str] = ()
+) -> Iterator[tuple[tuple[Any, ...], Place, Any]]:
     for path, leaf in nnx.to_flat_state(state):
         yield path, (_collection(leaf, losses), *map(str, path)), leaf
 
 
-def _value(leaf: Any) -> Any:
+def _value(leaf: ArrayLike) -> Any:
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def _collection(leaf: Any, losses: Sequence[str] = ()) -> str:
+def _collection(leaf: ArrayLike, losses: Sequence[str] = ()) -> str:
     if not isinstance(leaf, nnx.Variable):
         return "constants"
     name = collection_of(type(leaf))
@@ -249,7 +252,7 @@ def _takes_mode(part: nnx.Module, name: str) -> bool:
     return name in found or any(p.kind == p.VAR_KEYWORD for p in found.values())
 
 
-def _is_sown(losses: Sequence[str], _: Any, leaf: Any) -> bool:
+def _is_sown(losses: Sequence[str], _: Any, leaf: ArrayLike) -> bool:
     # What `sow` left in an instance would grow with each call; it always is a tuple.
     return _collection(leaf, losses) in _TRANSIENT and isinstance(_value(leaf), tuple)
 

@@ -11,11 +11,12 @@ from flaxfit.modules._flags import call_flags, switches
 from flaxfit.modules._nnx import make
 from flaxfit.modules._switch import switched
 from flaxfit.tree._single_replica import alone_in_any
+from flaxfit.tree._types import PyTree
 
 _WIDTH = 100
 
 
-def summarize(module: Any, inputs: Any) -> str:
+def summarize(module: Any, inputs: PyTree) -> str:
     """The layers of a linen or nnx module, the shapes of their outputs and their parameters.
 
     >>> "Dense" in summarize(nn.Dense(3), (jax.ShapeDtypeStruct((1, 2), "float32"),))
@@ -35,7 +36,7 @@ def summarize(module: Any, inputs: Any) -> str:
         options = {"console_kwargs": {"width": _WIDTH, "force_terminal": False}}
         tables: list[str] = []
 
-        def tabulate(rngs: Any, *inputs: Any, **named: Any) -> None:
+        def tabulate(rngs: Any, *inputs: PyTree, **named: Any) -> None:
             tables.append(module.tabulate(rngs, *inputs, **named, **options, **arguments))
 
         call(alone_in_any(tabulate), rngs, inputs)

@@ -8,9 +8,10 @@ from flax import linen as nn
 from flaxfit.modules._flags import call_defaults, call_flags, check_switches, flags, parameters
 from flaxfit.modules._functions import ModelFunctions, with_losses
 from flaxfit.modules._nnx import from_nnx, is_nnx
+from flaxfit.tree._types import ArrayLike
 
 
-def train_and_eval(module: Any, *, losses: Any = ()) -> tuple[ModelFunctions, ModelFunctions]:
+def train_and_eval(module: Any, *, losses: ArrayLike = ()) -> tuple[ModelFunctions, ModelFunctions]:
     """The functions of a model for training, and those for evaluation.
 
     The switch is a field of the module or an argument of its call, named `train`, `training`,

@@ -8,6 +8,7 @@ import optax
 
 from flaxfit.optim._hyperparams import check_known
 from flaxfit.optim._optimizer import Optimizer
+from flaxfit.tree._types import Params, PyTree
 
 OPTAX_ARGUMENTS = frozenset(("grad", "obj_fn", "value", "value_fn"))
 """What transformations of optax take in an update beside hyperparameters."""
@@ -19,21 +20,23 @@ class Adjustable(optax.GradientTransformationExtraArgs, abc.ABC):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """The pair of functions that optax unpacks."""
 
-        def init(params: Any) -> Any:
+        def init(params: Params) -> Any:
             return made._init(params)
 
-        def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        def update(updates: PyTree, state: PyTree, params: Params = None, **extra_args: Any) -> Any:
             return made._update(updates, state, params, **extra_args)
 
         made = super().__new__(cls, init, update)
         return made
 
     @abc.abstractmethod
-    def _init(self, params: Any) -> Any:
+    def _init(self, params: Params) -> Any:
         """The state before the first step."""
 
     @abc.abstractmethod
-    def _update(self, updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def _update(
+        self, updates: PyTree, state: PyTree, params: Params = None, **extra_args: Any
+    ) -> Any:
         """The updates of a step, and the new state."""
 
     @property

@@ -5,9 +5,10 @@ from typing import Any
 from flaxfit.optim import _schedule_free
 from flaxfit.optim._extended import has_ema, swap_ema
 from flaxfit.optim._freeze import carry_over
+from flaxfit.tree._types import PyTree
 
 
-def averaged(state: Any) -> Any:
+def averaged(state: PyTree) -> Any:
     """A state whose parameters are the average that is evaluated in place of the trained ones.
 
     It is the moving average of `ema=`, or `optax.contrib.schedule_free_eval_params` of an optimizer
@@ -32,7 +33,7 @@ def averaged(state: Any) -> Any:
     return state.replace(params=carry_over(average, state.params))
 
 
-def has_average(state: Any) -> bool:
+def has_average(state: PyTree) -> bool:
     """Whether the optimizer of a state keeps an average of the parameters."""
     return hasattr(state, "opt_state") and (
         has_ema(state) or bool(_schedule_free.nodes(state.opt_state))

@@ -19,6 +19,7 @@ from flaxfit.optim._hyperparams import check_known, check_number
 from flaxfit.optim._optimizer import Optimizer
 from flaxfit.optim._overridable import Overridable, as_float
 from flaxfit.optim._per_parameter import per_parameter
+from flaxfit.tree._types import Params, PyTree
 
 
 class OptimizerDef(Adjustable):
@@ -137,7 +138,7 @@ class OptimizerDef(Adjustable):
         """The hyperparameters in words."""
         return str(list(self._live))
 
-    def _init(self, params: Any) -> Any:
+    def _init(self, params: Params) -> Any:
         # Without optax's count of the steps, which nothing reads: each array in a state takes about
         # a microsecond of every step.
         with self._explained():
@@ -161,9 +162,9 @@ class OptimizerDef(Adjustable):
 
     def _update(
         self,
-        updates: Any,
-        state: Any,
-        params: Any = None,
+        updates: PyTree,
+        state: PyTree,
+        params: Params = None,
         *,
         hyper_params: Any = None,
         **extra: Any,
@@ -188,7 +189,7 @@ class OptimizerDef(Adjustable):
             check_known(values, self._live, self.describe())
         return {name: values.get(name) for name in self._live}
 
-    def _value(self, name: str, override: Any, state: Any) -> jax.Array:
+    def _value(self, name: str, override: Any, state: PyTree) -> jax.Array:
         """The value for one step; that which was given at first where there is no number."""
         live = self._live[name]
         if override is None or callable(override):
@@ -197,7 +198,7 @@ class OptimizerDef(Adjustable):
         check_number(name, override)
         return as_float(override)
 
-    def _standing(self, name: str, state: Any) -> Any:
+    def _standing(self, name: str, state: PyTree) -> Any:
         """The value if it were not overridden for this step."""
         live = self._live[name]
         is_schedule = isinstance(live, Overridable)
@@ -210,7 +211,7 @@ class OptimizerDef(Adjustable):
         replace = dataclasses.replace
         hyper_params = SimpleNamespace(**values) if is_plain else replace(self._given, **values)
 
-        def apply(step: Any, param: Any, state: Any, grad: Any) -> Any:
+        def apply(step: Any, param: Any, state: PyTree, grad: Any) -> Any:
             return own.apply_param_gradient(step, hyper_params, param, state, grad)
 
         return per_parameter(own.init_param_state, apply)
@@ -278,6 +279,6 @@ def _check_schedule(name: str, value: Any) -> None:
         )
 
 
-def _as_before(new: Any, old: Any) -> Any:
+def _as_before(new: PyTree, old: PyTree) -> Any:
     """A new leaf of a state in the dtype of the old one, as hyperparameters may be more precise."""
     return new.astype(old.dtype) if new.dtype != old.dtype else new

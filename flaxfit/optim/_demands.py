@@ -2,9 +2,11 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any
+
+from flaxfit.tree._types import Function, PyTree
 
 _BY_NAME = {
     "lookahead": "parameters as optax.LookaheadParams",
@@ -43,14 +45,14 @@ def check_demands(owner: str, optimizer: Any) -> None:
         )
 
 
-def _required(function: Callable[..., Any]) -> str:
+def _required(function: Function) -> str:
     """The keyword arguments without which a function cannot be called."""
     parameters = inspect.signature(function).parameters.values()
     only = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     return ", ".join(p.name for p in only if p.default is p.empty)
 
 
-def _functions(part: Any, seen: set[int]) -> Iterator[FunctionType]:
+def _functions(part: PyTree, seen: set[int]) -> Iterator[FunctionType]:
     """The functions that something is made of, as far as closures and containers show them."""
     if id(part) in seen:
         return
@@ -61,7 +63,7 @@ def _functions(part: Any, seen: set[int]) -> Iterator[FunctionType]:
         yield from _functions(each, seen)
 
 
-def _within(part: Any) -> list[Any]:
+def _within(part: PyTree) -> list[Any]:
     if hasattr(part, "transformations"):
         return list(part.transformations)
     match part:

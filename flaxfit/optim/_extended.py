@@ -9,6 +9,7 @@ import optax
 
 from flaxfit.optim import _schedule_free
 from flaxfit.optim._freeze import carry_over, check_patterns, mask, merge
+from flaxfit.tree._types import OptState, Params, PyTree
 
 
 class ExtendedState(NamedTuple):
@@ -39,7 +40,7 @@ class ExtendedOptimizer:
             return optax.with_extra_args_support(self.user)
         return optax.chain(optax.clip_by_global_norm(self.clip_norm), self.user)
 
-    def init(self, params: Any) -> ExtendedState:
+    def init(self, params: Params) -> ExtendedState:
         """The state before the first step.
 
         Raises:
@@ -59,7 +60,7 @@ class ExtendedOptimizer:
         average = () if self.ema is None else jax.tree.map(jnp.array, trained)
         return ExtendedState(inner, average, new_scale(self.scales_loss))
 
-    def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(self, updates: PyTree, state: PyTree, params: Params = None, **extra: Any) -> Any:
         """One step; frozen parameters may be left out of the trees, and are given zeros if not."""
         trained = mask(params, self.freeze)
         own, inner = self._inner.update(mask(updates, self.freeze), state.inner, trained, **extra)
@@ -90,7 +91,7 @@ def new_scale(is_wanted: bool) -> Any:
     return DynamicScale().replace(fin_steps=jnp.int32(0), scale=jnp.float32(65536.0))
 
 
-def carry_state(old: Any, optimizer: Any, params: Any) -> Any:
+def carry_state(old: PyTree, optimizer: Any, params: Params) -> Any:
     """The state of an optimizer that freezes other parameters than the one that made `old`.
 
     What `old` knows of a parameter is kept; what is new begins afresh.
@@ -101,7 +102,7 @@ def carry_state(old: Any, optimizer: Any, params: Any) -> Any:
     return carry_over(old.inner if isinstance(old, ExtendedState) else old, new)
 
 
-def wrap_state(opt_state: Any, optimizer: Any, params: Any) -> Any:
+def wrap_state(opt_state: OptState, optimizer: Any, params: Params) -> Any:
     """The state of a user's own optimizer as that of the optimizer with the options around it.
 
     Any other state is given back as it is.
@@ -115,7 +116,7 @@ def wrap_state(opt_state: Any, optimizer: Any, params: Any) -> Any:
     return carry_over(ExtendedState(inner), optimizer.init(params))
 
 
-def swap_ema(state: Any) -> Any:
+def swap_ema(state: PyTree) -> Any:
     """A state whose parameters are the moving average, and the average the parameters.
 
     Swapping again gives the state back. Frozen parameters have no average, and stay.
@@ -147,11 +148,11 @@ def swap_ema(state: Any) -> Any:
     return state.replace(params=carry_over(average, state.params), opt_state=changed)
 
 
-def has_ema(state: Any) -> bool:
+def has_ema(state: PyTree) -> bool:
     """Whether a state holds a moving average of its parameters."""
     return bool(jax.tree.leaves(_average(state.opt_state)))
 
 
-def _average(opt_state: Any) -> Any:
+def _average(opt_state: OptState) -> Any:
     is_plain = isinstance(opt_state, dict)
     return opt_state.get("average", ()) if is_plain else getattr(opt_state, "average", ())

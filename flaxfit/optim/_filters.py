@@ -8,16 +8,17 @@ import jax
 import optax
 
 from flaxfit.tree._paths import path_of
+from flaxfit.tree._types import ArrayLike, Params, PyTree
 
 
 @runtime_checkable
 class Traversal(Protocol):
     """Selects parts of a tree, as the traversals of `flax.traverse_util` do."""
 
-    def iterate(self, inputs: Any) -> Any:
+    def iterate(self, inputs: PyTree) -> Any:
         """The selected parts."""
 
-    def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+    def update(self, fn: Callable[[Any], Any], inputs: PyTree) -> Any:
         """The tree with a function applied to the selected parts."""
 
 
@@ -47,7 +48,7 @@ def group_name(position: int, filter: Any) -> str:
     return str(position)
 
 
-def assign(filters: Sequence[Filter], names: Sequence[str], params: Any) -> Any:
+def assign(filters: Sequence[Filter], names: Sequence[str], params: Params) -> Any:
     """The tree of the numbers of the groups; what no group has gets the next number.
 
     A part of the tree that is in one group as a whole is given as one number.
@@ -85,7 +86,7 @@ def assign(filters: Sequence[Filter], names: Sequence[str], params: Any) -> Any:
 _CHOSEN = object()
 
 
-def _select(filter: Filter, params: Any) -> list[bool]:
+def _select(filter: Filter, params: Params) -> list[bool]:
     """Whether each leaf is selected."""
     if isinstance(filter, str | re.Pattern):
         return [re.fullmatch(filter, path) is not None for path, _ in _parameters(params)]
@@ -101,14 +102,14 @@ def _select(filter: Filter, params: Any) -> list[bool]:
         ) from error
 
 
-def _is_frozen(filter: Filter, params: Any) -> bool:
+def _is_frozen(filter: Filter, params: Params) -> bool:
     """Whether a filter may select only parameters that are masked, as frozen ones are."""
     if not isinstance(filter, str | re.Pattern):
         return bool(_masked(params))
     return any(re.fullmatch(filter, path) for path in _masked(params))
 
 
-def _masked(params: Any) -> list[str]:
+def _masked(params: Params) -> list[str]:
     """The paths of the masked nodes of a tree."""
 
     def is_masked(node: Any) -> bool:
@@ -118,7 +119,7 @@ def _masked(params: Any) -> list[str]:
     return [path_of(path) for path, node in leaves if is_masked(node)]
 
 
-def _collapsed(labels: Any) -> Any:
+def _collapsed(labels: ArrayLike) -> Any:
     """The tree with dicts of one and the same label as that label: fewer nodes to be masked."""
     if not isinstance(labels, dict):
         return labels
@@ -128,7 +129,7 @@ def _collapsed(labels: Any) -> Any:
     return found[0] if found and is_one else parts
 
 
-def _parameters(params: Any) -> list[tuple[str, Any]]:
+def _parameters(params: Params) -> list[tuple[str, Any]]:
     """Paths and leaves. The value in a box is named as the box: an nnx variable, linen metadata."""
     leaves = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

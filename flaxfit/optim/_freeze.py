@@ -7,9 +7,10 @@ import jax
 import optax
 
 from flaxfit.tree._paths import flat, label
+from flaxfit.tree._types import ArrayLike, Params, PyTree
 
 
-def mask(tree: Any, patterns: Sequence[str]) -> Any:
+def mask(tree: PyTree, patterns: Sequence[str]) -> Any:
     """The tree without the leaves whose paths match a pattern: they become `optax.MaskedNode`s.
 
     >>> mask({"stem": 1.0, "head": 2.0}, ["stem.*"])
@@ -26,7 +27,7 @@ def merge(masked: Any, whole: Any) -> Any:
     {'head': 5.0, 'stem': 1.0}
     """
 
-    def is_masked(x: Any) -> bool:
+    def is_masked(x: ArrayLike) -> bool:
         return isinstance(x, optax.MaskedNode)
 
     return jax.tree.map(
@@ -34,7 +35,7 @@ def merge(masked: Any, whole: Any) -> Any:
     )
 
 
-def carry_over(old: Any, new: Any) -> Any:
+def carry_over(old: PyTree, new: PyTree) -> Any:
     """The leaves of `new`, in the state of `old` where that has a leaf of the same path.
 
     After a change of what is frozen, the moments of the other parameters are kept.
@@ -47,7 +48,7 @@ def carry_over(old: Any, new: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(new), leaves)
 
 
-def check_patterns(patterns: Sequence[str], params: Any) -> None:
+def check_patterns(patterns: Sequence[str], params: Params) -> None:
     """Checks that each pattern freezes something, and that something is left to train.
 
     Raises:
@@ -62,7 +63,7 @@ def check_patterns(patterns: Sequence[str], params: Any) -> None:
         )
 
 
-def check_matches(owner: str, pattern: str, params: Any) -> None:
+def check_matches(owner: str, pattern: str, params: Params) -> None:
     """Checks that a pattern matches the path of a parameter.
 
     Raises:
@@ -75,7 +76,7 @@ def check_matches(owner: str, pattern: str, params: Any) -> None:
         )
 
 
-def _listing(params: Any, limit: int = 50) -> str:
+def _listing(params: Params, limit: int = 50) -> str:
     paths = list(flat(params))
     more = [f"... and {len(paths) - limit:,} more"] if len(paths) > limit else []
     return "\n".join(f"  {path}" for path in paths[:limit] + more)

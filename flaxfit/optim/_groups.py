@@ -10,6 +10,7 @@ import optax
 from flaxfit.optim._adjustable import OPTAX_ARGUMENTS, Adjustable
 from flaxfit.optim._filters import assign, group_name
 from flaxfit.optim._hyperparams import GroupsState, check_known, names_of
+from flaxfit.tree._types import ArrayLike, Params, PyTree
 
 
 class MultiOptimizer(Adjustable):
@@ -105,7 +106,7 @@ class MultiOptimizer(Adjustable):
             if isinstance(optimizer, Adjustable)
         )
 
-    def _init(self, params: Any) -> GroupsState:
+    def _init(self, params: Params) -> GroupsState:
         labels = assign(self._filters, self._names, params)
         state = _partition(self._optimizers, labels).init(params)
         names = tuple({name: ()} for name in self._names)
@@ -113,9 +114,9 @@ class MultiOptimizer(Adjustable):
 
     def _update(
         self,
-        updates: Any,
-        state: Any,
-        params: Any = None,
+        updates: PyTree,
+        state: PyTree,
+        params: Params = None,
         *,
         hyper_params: Any = None,
         **extra: Any,
@@ -193,10 +194,10 @@ def _with_arguments(optimizer: Any, hyper_params: Any, extra: Mapping[str, Any])
 _REST = optax.MaskedState(optax.EmptyState())
 
 
-def _of_groups(state: Any) -> tuple[Any, ...]:
+def _of_groups(state: PyTree) -> tuple[Any, ...]:
     return tuple(state.inner_states.values())[:-1]
 
 
-def _partition(optimizers: Any, labels: Any) -> Any:
+def _partition(optimizers: Any, labels: ArrayLike) -> Any:
     """The optimizers by number; parameters of the number after the last one stay put."""
     return optax.partition(dict(enumerate([*optimizers, optax.set_to_zero()])), labels)

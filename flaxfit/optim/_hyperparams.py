@@ -9,6 +9,8 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from flaxfit.tree._types import OptState, PyTree
+
 
 class OverrideState(NamedTuple):
     """The state of a hyperparameter that goes by a schedule unless it is overridden."""
@@ -30,7 +32,7 @@ class GroupsState(NamedTuple):
     with static fields, and can hold no text."""
 
 
-def hyperparams(opt_state: Any, group: str | int | None = None) -> dict[str, Any]:
+def hyperparams(opt_state: OptState, group: str | int | None = None) -> dict[str, Any]:
     """The hyperparameters in an optimizer's state, by name; those of groups by group and name.
 
     They are looked for in the whole tree: in states of `OptimizerDef`s, of groups, and of optax's
@@ -54,7 +56,7 @@ def hyperparams(opt_state: Any, group: str | int | None = None) -> dict[str, Any
     return next(_read(state) for own, state in _groups(opt_state) if own == name)
 
 
-def set_hyperparams(opt_state: Any, *, group: str | int | None = None, **values: Any) -> Any:
+def set_hyperparams(opt_state: OptState, *, group: str | int | None = None, **values: Any) -> Any:
     """The optimizer's state with some hyperparameters set.
 
     A value that was set beats a schedule until None clears it; the schedule counts on meanwhile.
@@ -89,7 +91,7 @@ def set_hyperparams(opt_state: Any, *, group: str | int | None = None, **values:
     return _map(opt_state, lambda state: _set(state, values), name)
 
 
-def with_hyperparams_of(opt_state: Any, other: Any) -> Any:
+def with_hyperparams_of(opt_state: OptState, other: PyTree) -> Any:
     """An optimizer's state with the hyperparameters that are set in another state of it.
 
     Those that go by a schedule stay as they are.
@@ -101,7 +103,7 @@ def with_hyperparams_of(opt_state: Any, other: Any) -> Any:
     0.25
     """
 
-    def visit(node: Any, other: Any) -> Any:
+    def visit(node: Any, other: PyTree) -> Any:
         if not isinstance(node, optax.InjectStatefulHyperparamsState):
             if isinstance(node, GroupsState):
                 return node._replace(states=with_hyperparams_of(node.states, other.states))
@@ -122,7 +124,7 @@ def with_hyperparams_of(opt_state: Any, other: Any) -> Any:
     return jax.tree.map(visit, opt_state, other, is_leaf=_is_known)
 
 
-def describe(opt_state: Any) -> str:
+def describe(opt_state: OptState) -> str:
     """What hyperparameters a state holds, by group, in words."""
     groups = {name: names_of(state) for name, state in _groups(opt_state)}
     if any(groups.values()):
@@ -171,7 +173,7 @@ def _is_known(node: Any) -> bool:
     return isinstance(node, kinds)
 
 
-def _nodes(state: Any) -> list[Any]:
+def _nodes(state: PyTree) -> list[Any]:
     return [node for node in jax.tree.leaves(state, is_leaf=_is_known) if _is_known(node)]
 
 
@@ -184,7 +186,7 @@ def _children(node: Any) -> dict[str, Any]:
     return {}
 
 
-def _groups(state: Any) -> list[tuple[str, Any]]:
+def _groups(state: PyTree) -> list[tuple[str, Any]]:
     """The groups anywhere in a state, with their own states."""
     found = []
     for node in _nodes(state):
@@ -195,7 +197,7 @@ def _groups(state: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _read(state: Any) -> dict[str, Any]:
+def _read(state: PyTree) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for node in _nodes(state):
         if isinstance(node, optax.InjectStatefulHyperparamsState):
@@ -206,7 +208,7 @@ def _read(state: Any) -> dict[str, Any]:
     return found
 
 
-def names_of(state: Any) -> dict[str, None]:
+def names_of(state: PyTree) -> dict[str, None]:
     """The names of all hyperparameters of a state, whatever their group, in order."""
     names: dict[str, None] = {}
     for node in _nodes(state):
@@ -217,7 +219,7 @@ def names_of(state: Any) -> dict[str, None]:
     return names
 
 
-def group_name(state: Any, group: str | int) -> str:
+def group_name(state: PyTree, group: str | int) -> str:
     """The name of a group, which may be given by its position.
 
     Raises:
@@ -232,7 +234,7 @@ def group_name(state: Any, group: str | int) -> str:
     raise ValueError(f"There is no group {group!r}. {known}")
 
 
-def _can_clear(state: Any, name: str) -> bool:
+def _can_clear(state: PyTree, name: str) -> bool:
     """Whether a hyperparameter goes by a schedule that can be overridden, anywhere in a state."""
     for node in _nodes(state):
         is_own = isinstance(node, optax.InjectStatefulHyperparamsState)
@@ -244,7 +246,7 @@ def _can_clear(state: Any, name: str) -> bool:
     return False
 
 
-def _map(state: Any, function: Callable[[Any], Any], group: str | None) -> Any:
+def _map(state: PyTree, function: Callable[[Any], Any], group: str | None) -> Any:
     """Maps the nodes with hyperparameters: all of them, or those of the groups of that name."""
 
     def visit(node: Any) -> Any:
@@ -287,7 +289,7 @@ def _set(node: Any, values: Mapping[str, Any]) -> Any:
     return node._replace(hyperparams=now, hyperparams_states=states)
 
 
-def _like(old: Any, value: Any, name: str) -> Any:
+def _like(old: PyTree, value: Any, name: str) -> Any:
     """A value as an array that compiled functions take in place of `old`."""
     if jnp.shape(value) != jnp.shape(old):
         raise ValueError(f"{name} has shape {jnp.shape(old)}, got shape {jnp.shape(value)}.")

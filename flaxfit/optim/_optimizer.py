@@ -8,6 +8,7 @@ import optax
 from flax import struct
 
 from flaxfit.tree._plain import as_plain, restore
+from flaxfit.tree._types import PyTree
 
 
 class Optimizer(struct.PyTreeNode):
@@ -25,11 +26,11 @@ class Optimizer(struct.PyTreeNode):
     """
 
     optimizer_def: Any = struct.field(pytree_node=False)
-    state: Any
+    state: PyTree
     target: Any
 
     def apply_gradient(
-        self, grads: Any, *, hyper_params: Any = None, **overrides: Any
+        self, grads: PyTree, *, hyper_params: Any = None, **overrides: Any
     ) -> "Optimizer":
         """The optimizer after one step.
 

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from flaxfit.tree._types import Params, PyTree
+
 
 class OptimizerState(NamedTuple):
     """The state of an optimizer that is written for one parameter at a time."""
@@ -31,10 +33,10 @@ def per_parameter(
       apply_param_gradient: `(step, param, state, grad) -> (param, state)`.
     """
 
-    def init(params: Any) -> OptimizerState:
+    def init(params: Params) -> OptimizerState:
         return OptimizerState(jnp.zeros((), jnp.int32), jax.tree.map(init_param_state, params))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, OptimizerState]:
+    def update(updates: PyTree, state: PyTree, params: Params = None) -> tuple[Any, OptimizerState]:
         if params is None:
             raise ValueError("Pass the parameters: optimizer.update(grads, state, params).")
         leaves, structure = jax.tree.flatten(params)

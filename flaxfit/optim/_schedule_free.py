@@ -8,17 +8,18 @@ import jax.numpy as jnp
 import optax
 
 from flaxfit.tree._paths import flat
+from flaxfit.tree._types import OptState, Params
 
 # A state that is restored without a target lacks what holds no arrays.
 _FIELDS = {*optax.contrib.ScheduleFreeState._fields} - {"base_optimizer_state"}
 
 
-def nodes(opt_state: Any) -> list[Any]:
+def nodes(opt_state: OptState) -> list[Any]:
     """The states of schedule-free optimizers; restored without a target, they are mappings."""
     return [node for node in jax.tree.leaves(opt_state, is_leaf=_is_one) if _is_one(node)]
 
 
-def average(opt_state: Any, params: Any) -> dict[str, Any]:
+def average(opt_state: OptState, params: Params) -> dict[str, Any]:
     """The average of the parameters that these optimizers train, by path.
 
     Raises:
@@ -39,7 +40,7 @@ def average(opt_state: Any, params: Any) -> dict[str, Any]:
 
 
 @jax.jit
-def _average(b1: Any, params: Any, z: Any) -> Any:
+def _average(b1: Any, params: Params, z: Any) -> Any:
     state = optax.contrib.ScheduleFreeState(b1, None, None, None, None, z)  # pyright: ignore
     found = optax.contrib.schedule_free_eval_params(state, params)  # pyright: ignore
     # Before the first step they are the same, to the bit.

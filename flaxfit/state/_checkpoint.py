@@ -6,6 +6,7 @@ from typing import Any
 
 from flaxfit.display import _html, count, duration, is_scalar, number, plural, rate
 from flaxfit.state._train_state import TrainState
+from flaxfit.tree._types import Json, PyTree
 
 
 class Borrowed:
@@ -68,13 +69,13 @@ class Checkpoint:
     """Seconds of training since the previous checkpoint, compilation excluded."""
     compile_time: float = 0.0
     """Seconds of compilation since the previous checkpoint."""
-    data_state: Any = None
+    data_state: Json = None
     """The position of the data stream, where it can tell; JSON-able."""
     stop: bool = False
     """Set by a callback to end the loop after this checkpoint."""
-    running: Any = None
+    running: Json = None
     """What else the loop needs to go on exactly, such as counts between two checkpoints; JSON."""
-    last_grads: Any = None
+    last_grads: PyTree = None
     """The gradients of the last step; see `grads`."""
 
     def replace(self, **changes: Any) -> "Checkpoint":

@@ -10,6 +10,7 @@ from flax import struct
 from flaxfit.display import _html
 from flaxfit.state import _logical_axes
 from flaxfit.tree import _plain
+from flaxfit.tree._types import Params, PyTree
 
 
 class InferenceState(struct.PyTreeNode):
@@ -28,8 +29,8 @@ class InferenceState(struct.PyTreeNode):
     """
 
     step: jax.Array
-    params: Any
-    model_state: Any
+    params: Params
+    model_state: PyTree
     axes: _logical_axes.Axes | None = struct.field(pytree_node=False, default=None)
 
     @classmethod
@@ -101,7 +102,7 @@ class InferenceState(struct.PyTreeNode):
         """
         return _plain.restore_state(self, state_dict)
 
-    def replace_params(self, params: Any) -> "InferenceState":
+    def replace_params(self, params: Params) -> "InferenceState":
         """A copy with other parameters."""
         return self.replace(params=params)
 

@@ -9,6 +9,7 @@ from flax.core import FrozenDict, meta
 from jax.sharding import PartitionSpec
 
 from flaxfit.tree._paths import flat, path_of
+from flaxfit.tree._types import ArrayLike, PyTree
 
 Axes = FrozenDict[str, PartitionSpec]
 """The names of the arrays of a state by path, as in "params/Dense_0/kernel". It is hashable."""
@@ -52,7 +53,7 @@ def take_apart(variables: Mapping[str, Any]) -> tuple[dict[str, Any], Axes | Non
     return fields, FrozenDict(_checked(found, flat(fields))) or None
 
 
-def check_has_params(variables: Any) -> None:
+def check_has_params(variables: PyTree) -> None:
     """Refuses what is no `{"params": ..., ...}`, such as the parameters themselves.
 
     Raises:
@@ -67,7 +68,7 @@ def check_has_params(variables: Any) -> None:
         )
 
 
-def unnamed(array: Any) -> PartitionSpec:
+def unnamed(array: ArrayLike) -> PartitionSpec:
     """The spec of an array none of whose dimensions has a name.
 
     >>> unnamed(np.ones((2, 3))) == PartitionSpec(None, None)
@@ -76,7 +77,7 @@ def unnamed(array: Any) -> PartitionSpec:
     return PartitionSpec(*(None,) * np.ndim(array))
 
 
-def below(field: str, tree: Any, axes: Axes | None) -> Any:
+def below(field: str, tree: PyTree, axes: Axes | None) -> Any:
     """The names of the arrays of a field of the state, None for those without, or for all.
 
     >>> spec = PartitionSpec("embed")
@@ -89,7 +90,7 @@ def below(field: str, tree: Any, axes: Axes | None) -> Any:
     return at(lambda path, _: (axes or {}).get(path_of(path)), {field: tree})[field]
 
 
-def as_logical_axes(state: Any) -> Any:
+def as_logical_axes(state: PyTree) -> Any:
     """The state with a spec of names in the place of every array.
 
     Parameters and optimizer state must have theirs; model state that has none is unnamed.
@@ -120,25 +121,25 @@ def as_logical_axes(state: Any) -> Any:
     return at(lambda path, leaf: axes.get(path_of(path), unnamed(leaf)), state)
 
 
-def _of_boxes(fields: Any) -> Iterator[tuple[str, PartitionSpec]]:
+def _of_boxes(fields: PyTree) -> Iterator[tuple[str, PartitionSpec]]:
     leaves = jax.tree_util.tree_leaves_with_path(fields, is_leaf=meta.is_axis_metadata)
     for path, box in leaves:
         if meta.is_axis_metadata(box) and hasattr(box, "get_partition_spec"):
             yield path_of(path), box.get_partition_spec()
 
 
-def _of_collection(place: str, tree: Any) -> Iterator[tuple[str, PartitionSpec]]:
+def _of_collection(place: str, tree: PyTree) -> Iterator[tuple[str, PartitionSpec]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_names):
         name = "/".join((place, *([path_of(path)] if path else [])))
         yield name.removesuffix(_SUFFIX), PartitionSpec(*getattr(leaf, "names", leaf))
 
 
-def _holds_names(tree: Any) -> bool:
+def _holds_names(tree: PyTree) -> bool:
     """Whether a collection holds names alone; a real one may be called `..._axes` as well."""
     return all(map(_is_names, jax.tree.leaves(tree, is_leaf=_is_names)))
 
 
-def _is_names(x: Any) -> bool:
+def _is_names(x: ArrayLike) -> bool:
     if isinstance(x, PartitionSpec):
         return True
     if hasattr(x, "names"):

@@ -11,11 +11,12 @@ from jax.sharding import PartitionSpec
 
 from flaxfit.state._logical_axes import Axes, unnamed
 from flaxfit.tree._paths import path_of
+from flaxfit.tree._types import OptState, Params, PyTree
 
 Shape = tuple[int, ...]
 
 
-def with_optimizer(axes: Axes | None, params: Any, opt_state: Any) -> Axes | None:
+def with_optimizer(axes: Axes | None, params: Params, opt_state: OptState) -> Axes | None:
     """The axes with those of this optimizer's state; any of another's are left out.
 
     >>> params = {"w": np.ones(3)}
@@ -36,7 +37,7 @@ def without_optimizer(axes: Axes | None) -> Axes | None:
 
 
 def specs_by_parameter(
-    state: Any, params: Any, specs: Mapping[str, PartitionSpec]
+    state: PyTree, params: Params, specs: Mapping[str, PartitionSpec]
 ) -> dict[str, PartitionSpec]:
     """A spec for each array of an optimizer's state, by path.
 

@@ -15,6 +15,7 @@ from flaxfit.state import _logical_axes
 from flaxfit.state._inference_state import InferenceState
 from flaxfit.state._optimizer_axes import with_optimizer, without_optimizer
 from flaxfit.tree import _plain
+from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
 
 
 class TrainState(struct.PyTreeNode):
@@ -35,14 +36,16 @@ class TrainState(struct.PyTreeNode):
     """
 
     step: jax.Array
-    params: Any
-    opt_state: Any
-    model_state: Any
+    params: Params
+    opt_state: OptState
+    model_state: PyTree
     key: jax.Array
     axes: _logical_axes.Axes | None = struct.field(pytree_node=False, default=None)
 
     @classmethod
-    def create(cls, optimizer: Any, variables: Mapping[str, Any], *, key: Any = 0) -> "TrainState":
+    def create(
+        cls, optimizer: Any, variables: Mapping[str, Any], *, key: ArrayLike = 0
+    ) -> "TrainState":
         """The state at step 0 of what a model's `init` returned; names of axes are split off.
 
         >>> TrainState.create(optax.sgd(0.1), {"params": {"w": 1.0}}).params
@@ -60,7 +63,7 @@ class TrainState(struct.PyTreeNode):
         return at_start(optimizer, variables, as_key(key))
 
     def apply_gradient(
-        self, optimizer: Any, grads: Any, *, model_state: Any = None, **hyperparams: Any
+        self, optimizer: Any, grads: PyTree, *, model_state: PyTree = None, **hyperparams: Any
     ) -> "TrainState":
         """The state after one update of the optimizer.
 
@@ -137,7 +140,7 @@ class TrainState(struct.PyTreeNode):
         """
         return _plain.restore_state(self, state_dict)
 
-    def replace_params(self, params: Any) -> "TrainState":
+    def replace_params(self, params: Params) -> "TrainState":
         """A copy with other parameters."""
         return self.replace(params=params)
 
@@ -169,7 +172,7 @@ class TrainState(struct.PyTreeNode):
         return _html.of_state(self)
 
 
-def as_key(key: Any) -> jax.Array:
+def as_key(key: ArrayLike) -> jax.Array:
     """A typed random key from a typed key, an old-style uint32 key, or an integer seed."""
     if isinstance(key, int | np.integer):
         return jax.random.key(int(key))

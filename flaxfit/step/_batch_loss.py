@@ -1,6 +1,6 @@
 """The loss of a whole batch, from the parts that replicas hold; refused if no part can tell it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from flaxfit.step._replicas import Replicas, VirtualReplicas
 from flaxfit.task._multi_output import LossByOutput
 from flaxfit.task._precision import in_float32
 from flaxfit.tree._functions import is_by_row
+from flaxfit.tree._types import Function, PyTree
 
 Outputs = tuple[Any, ...]
 
@@ -76,7 +77,7 @@ def loss_of(
 def check_metrics(
     task: Any,
     outputs: Outputs,
-    targets: Any,
+    targets: PyTree,
     replicas: Replicas | VirtualReplicas,
     *,
     n_parts: int = 1,
@@ -99,8 +100,8 @@ def check_metrics(
 
 
 def losses_by_row(
-    loss: Any, outputs: Outputs, targets: Any
-) -> Iterator[tuple[str, Callable[..., Any], Outputs, Outputs]]:
+    loss: Any, outputs: Outputs, targets: PyTree
+) -> Iterator[tuple[str, Function, Outputs, Outputs]]:
     """A loss, or each of several by output, with what it is called with; none marked `by_row`."""
     if not isinstance(loss, LossByOutput):
         if not is_by_row(loss):
@@ -112,7 +113,7 @@ def losses_by_row(
             yield f"The loss of output {name!r}", each, (output,), (target,)
 
 
-def metrics_by_row(task: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
+def metrics_by_row(task: Any) -> Iterator[tuple[str, Function]]:
     """The metrics that are means of values by example, except losses by output.
 
     Those that are marked `by_row` are left out, too.
@@ -124,7 +125,7 @@ def metrics_by_row(task: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
             yield name, metric.values
 
 
-def _why_whole(loss: Any, values: Any, penalty: Any, outputs: Outputs, targets: Any) -> str:
+def _why_whole(loss: Any, values: Any, penalty: Any, outputs: Outputs, targets: PyTree) -> str:
     """Why the loss of a batch cannot be computed from its parts; "" if it can."""
     if values.ndim == 0:
         return "it is a scalar"
@@ -136,7 +137,7 @@ def _why_whole(loss: Any, values: Any, penalty: Any, outputs: Outputs, targets: 
     return ""
 
 
-def _looks_around(function: Callable[..., Any], outputs: Outputs, targets: Any) -> bool:
+def _looks_around(function: Function, outputs: Outputs, targets: PyTree) -> bool:
     """Whether a loss or a metric looks at the other replicas by itself."""
     return names_axis(jax.make_jaxpr(function)(*outputs, *targets))
 
@@ -151,7 +152,7 @@ def _how_divided(replicas: Replicas | VirtualReplicas, n_parts: int) -> str:
 
 
 def evaluate_loss(
-    loss: Callable[..., Any], outputs: tuple[Any, ...], targets: tuple[Any, ...], n: int
+    loss: Function, outputs: tuple[Any, ...], targets: tuple[Any, ...], n: int
 ) -> tuple[jax.Array, Any]:
     """The values of a loss for `n` examples and its penalty, or None.
 

@@ -1,12 +1,12 @@
 """Checks that a loss or a metric treats the rows of a batch one by one."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.extend.core import Literal
 
 from flaxfit.step._row_coupling import mixes_rows, numbers
+from flaxfit.tree._types import Function, PyTree
 
 # Two sizes that no other dimension has: rows that are compared one by one must agree in number.
 _N_OUTPUTS, _N_TARGETS = 10007, 10009
@@ -15,7 +15,7 @@ _N_ROWS = (1009, 1013, 1019, 1021)
 
 
 def check_by_row(
-    owner: str, function: Callable[..., Any], outputs: Any, targets: Any, advice: str = ""
+    owner: str, function: Function, outputs: PyTree, targets: PyTree, advice: str = ""
 ) -> None:
     """Checks that a function would not take other numbers of outputs than of targets.
 
@@ -46,7 +46,7 @@ def check_by_row(
         )
 
 
-def couples_rows(function: Callable[..., Any], outputs: Any, targets: Any) -> bool:
+def couples_rows(function: Function, outputs: PyTree, targets: PyTree) -> bool:
     """Whether a value by row depends on other rows, or on their number, by the function's program.
 
     The batch axis is recognised by its size, a prime. A program couples rows where it reduces,
@@ -70,7 +70,7 @@ def couples_rows(function: Callable[..., Any], outputs: Any, targets: Any) -> bo
     sizes = {size for leaf in jax.tree.leaves((outputs, targets)) for size in leaf.shape}
     fit = [n for n in _N_ROWS if not any(size and size % n == 0 for size in sizes)]
 
-    def values(*arguments: Any) -> Any:
+    def values(*arguments: Any) -> PyTree:
         result = function(*arguments)
         return result[0] if isinstance(result, tuple) else result
 
@@ -84,7 +84,7 @@ def couples_rows(function: Callable[..., Any], outputs: Any, targets: Any) -> bo
     return mixes_rows(one, (*fit, *_N_ROWS)[0]) or numbers(one) != numbers(other)
 
 
-def check_sums(name: str, measure: Callable[..., Any], outputs: Any, targets: Any) -> None:
+def check_sums(name: str, measure: Function, outputs: PyTree, targets: PyTree) -> None:
     """Checks that the sums of a metric have the same shapes whatever the size of the batch.
 
     Args:
@@ -109,14 +109,14 @@ def check_sums(name: str, measure: Callable[..., Any], outputs: Any, targets: An
         )
 
 
-def _shapes_of_sums(measure: Callable[..., Any], outputs: Any, targets: Any, n: int) -> Any:
+def _shapes_of_sums(measure: Function, outputs: PyTree, targets: PyTree, n: int) -> Any:
     weights = jax.ShapeDtypeStruct((n,), "float32")
     arguments = (*_resized(outputs, n), *_resized(targets, n))
     sums = jax.eval_shape(measure, weights, *arguments)
     return jax.tree.map(lambda leaf: leaf.shape, sums)
 
 
-def _takes_any_number(function: Callable[..., Any], outputs: Any, targets: Any) -> bool:
+def _takes_any_number(function: Function, outputs: PyTree, targets: PyTree) -> bool:
     outputs, targets = _resized(outputs, _N_OUTPUTS), _resized(targets, _N_TARGETS)
     try:
         program = jax.make_jaxpr(function)(*outputs, *targets).jaxpr
@@ -130,7 +130,7 @@ def _takes_any_number(function: Callable[..., Any], outputs: Any, targets: Any) 
     return all(any(v in used for v in variables) for variables in both)
 
 
-def _resized(tree: Any, n: int) -> Any:
+def _resized(tree: PyTree, n: int) -> Any:
     """The shapes of a tree of arrays, with `n` rows; scalars are left as they are."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((n, *x.shape[1:]) if x.shape else (), x.dtype), tree

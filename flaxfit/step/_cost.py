@@ -1,13 +1,14 @@
 """What a training step costs, by XLA's own analysis: operations, and memory on a device."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import jaxpr_as_fun
 
 from flaxfit.step._jaxpr import equations, parts_of
+from flaxfit.tree._types import Function, PyTree
 
 
 class StepCost(NamedTuple):
@@ -19,7 +20,7 @@ class StepCost(NamedTuple):
     """Whether some of them compute again what was not kept in memory (`jax.checkpoint`)."""
 
 
-def cost_of(function: Callable[..., Any], *shapes: Any) -> StepCost:
+def cost_of(function: Function, *shapes: PyTree) -> StepCost:
     """The floating-point operations of a function, without compiling or running it.
 
     Counted is the program as it was written, before the compiler changes it. XLA counts the body

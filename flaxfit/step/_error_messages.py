@@ -5,7 +5,7 @@ import functools
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from flax.errors import ScopeParamShapeError
 from flaxfit.display import count, plural, size
 from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._jax_debugging import explain_debugging
+from flaxfit.tree._types import Function, PyTree
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -67,7 +68,7 @@ def tracers_explained() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def calls_explained(inputs: Any, targets: Any = ()) -> Iterator[None]:
+def calls_explained(inputs: PyTree, targets: PyTree = ()) -> Iterator[None]:
     """Says what a model, a loss and metrics are called with, where one of them does not take it.
 
     Args:
@@ -110,7 +111,7 @@ def calls_explained(inputs: Any, targets: Any = ()) -> Iterator[None]:
         raise
 
 
-def explained(method: Callable[..., Any]) -> Callable[..., Any]:
+def explained(method: Function) -> Function:
     """Wraps a method of a stepper: its errors of tracers and of memory are explained.
 
     Raises:
@@ -161,7 +162,7 @@ def _of_tracers(error: TypeError, advice: str) -> str | None:
     return None
 
 
-def _shapes(tree: Any) -> str:
+def _shapes(tree: PyTree) -> str:
     shapes = [str(tuple(leaf.shape)) for leaf in jax.tree.leaves(tree)]
     return f"shape{'s' * (len(shapes) != 1)} {', '.join(shapes)}"
 

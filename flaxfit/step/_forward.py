@@ -15,6 +15,7 @@ from flaxfit.step._batch_loss import check_metrics, loss_of
 from flaxfit.step._replicas import Replicas, VirtualReplicas
 from flaxfit.task._multi_output import labels_out_of_range
 from flaxfit.task._precision import in_float32, in_precision, like
+from flaxfit.tree._types import Params, PyTree
 
 ALONE = Replicas(None)
 """What forward passes run on that nothing is divided among."""
@@ -33,7 +34,7 @@ class ForwardPass(NamedTuple):
     sums: Sums
     """The sums of the loss and of the metrics, on this replica."""
     outputs: tuple[Any, ...]
-    model_state: Any
+    model_state: PyTree
     not_added: dict[str, tuple[()]]
     """The collections whose values may be terms of the loss, and are not added to it."""
 
@@ -50,8 +51,8 @@ class EvalPass(NamedTuple):
 
 def forward(
     task: Any,
-    params: Any,
-    model_state: Any,
+    params: Params,
+    model_state: PyTree,
     batch: Batch,
     key: jax.Array,
     replicas: Replicas | VirtualReplicas = ALONE,
@@ -90,7 +91,7 @@ def forward(
 
 
 def apply_model(
-    task: Any, params: Any, model_state: Any, batch: Batch, key: jax.Array
+    task: Any, params: Params, model_state: PyTree, batch: Batch, key: jax.Array
 ) -> tuple[Any, Any]:
     """The outputs of the model in training, and the collections that it updates."""
     return _outputs_and_updates(
@@ -106,7 +107,7 @@ def apply_model(
 
 def forward_eval(
     task: Any,
-    state: Any,
+    state: PyTree,
     batch: Batch,
     key: jax.Array | None,
     replicas: Replicas | VirtualReplicas = ALONE,
@@ -126,7 +127,7 @@ def forward_eval(
     return EvalPass(values, sums, outputs)
 
 
-def as_outputs(result: Any) -> tuple[Any, ...]:
+def as_outputs(result: PyTree) -> tuple[Any, ...]:
     """The outputs of a model, one or several, as a tuple.
 
     >>> as_outputs(1)
@@ -140,12 +141,14 @@ def as_outputs(result: Any) -> tuple[Any, ...]:
     return expand_to_tuple(result)
 
 
-def _compared(outputs: Any, batch: Batch) -> tuple[tuple[Any, ...], Batch]:
+def _compared(outputs: PyTree, batch: Batch) -> tuple[tuple[Any, ...], Batch]:
     """The outputs as a tuple, and the batch, both as losses and metrics compare them."""
     return in_float32(as_outputs(outputs)), batch._replace(targets=in_float32(batch.targets))
 
 
-def measure(metrics: Mapping[str, Any], outputs: Any, targets: Any, weights: jax.Array) -> Sums:
+def measure(
+    metrics: Mapping[str, Any], outputs: PyTree, targets: PyTree, weights: jax.Array
+) -> Sums:
     """The sums of the metrics over a batch.
 
     Raises:
@@ -161,7 +164,9 @@ def measure(metrics: Mapping[str, Any], outputs: Any, targets: Any, weights: jax
     return sums
 
 
-def _check_arguments(name: str, metric: Any, outputs: Any, targets: Any, error: TypeError) -> None:
+def _check_arguments(
+    name: str, metric: Any, outputs: PyTree, targets: PyTree, error: TypeError
+) -> None:
     functions = [(metric.measure, {"weights": None})]
     functions += [] if metric.values is None else [(metric.values, {})]
     for function, options in functions:
@@ -212,13 +217,13 @@ def weights_of(batch: Batch) -> jax.Array:
     return jnp.asarray(batch.weights, float)
 
 
-def _outputs_and_updates(result: Any) -> tuple[Any, Mapping[str, Any]]:
+def _outputs_and_updates(result: PyTree) -> tuple[Any, Mapping[str, Any]]:
     """What a model returned in training: a pair whose second part is a mapping has updates."""
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
     return result if is_pair else (result, {})
 
 
-def _updated(name: str, new: Any, old: Any) -> Any:
+def _updated(name: str, new: PyTree, old: PyTree) -> Any:
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise ValueError(
             f"The collection {name!r} does not keep its structure: each step would add to what "

@@ -10,22 +10,23 @@ from flaxfit.data._batch import Batch, n_examples
 from flaxfit.optim._freeze import mask, merge
 from flaxfit.step._forward import ForwardPass, Sums, forward
 from flaxfit.tree._paths import flat
+from flaxfit.tree._types import ArrayLike, PyTree
 
 
 class Gradient(NamedTuple):
     """The gradient of the mean loss, and what the forward pass gave beside it."""
 
-    grads: Any
+    grads: PyTree
     """Of the trained parameters; frozen ones are left out."""
     sums: Sums
     penalty: Any
-    model_state: Any
+    model_state: PyTree
     scale: Any
     """The next `DynamicScale` of the loss; `()` where the loss is not scaled."""
 
 
 def gradient(
-    task: Any, state: Any, batch: Batch, key: jax.Array, weight: Any, replicas: Any
+    task: Any, state: PyTree, batch: Batch, key: jax.Array, weight: ArrayLike, replicas: Any
 ) -> Gradient:
     """The gradient of the weighted loss over this batch, divided by `weight`.
 
@@ -45,7 +46,7 @@ def gradient(
     trained = mask(state.params, task.freeze)
     _check_trainable(trained)
 
-    def of_part(model_state: Any, batch: Batch, key: jax.Array) -> Gradient:
+    def of_part(model_state: PyTree, batch: Batch, key: jax.Array) -> Gradient:
         def objective(trained: Any) -> tuple[jax.Array, ForwardPass]:
             params = merge(trained, state.params)
             result = forward(task, params, model_state, batch, key, replicas)
@@ -100,7 +101,9 @@ def _divided(total: jax.Array, weight: jax.Array) -> jax.Array:
     return total / jnp.where(weight > 0, weight, 1)
 
 
-def _accumulate(of_part: Any, model_state: Any, batch: Batch, key: jax.Array, n: int) -> Gradient:
+def _accumulate(
+    of_part: Any, model_state: PyTree, batch: Batch, key: jax.Array, n: int
+) -> Gradient:
     """Adds up the gradients and the sums of `n` parts; each sees the model state of the last."""
     parts = jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]), batch)
     zeros: Any = None
@@ -110,7 +113,7 @@ def _accumulate(of_part: Any, model_state: Any, batch: Batch, key: jax.Array, n:
         added = (shapes.grads, shapes.sums, shapes.penalty)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), added)
 
-    def body(carry: Any, part: Any) -> Any:
+    def body(carry: PyTree, part: PyTree) -> Any:
         model_state, total = carry
         found = of_part(model_state, part[1], jax.random.fold_in(key, part[0]))
         new = (found.grads, found.sums, found.penalty)

@@ -1,6 +1,6 @@
 """init_state: the initial state of a model and its optimizer, in one compiled call."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,16 +14,17 @@ from flaxfit.step._error_messages import calls_explained
 from flaxfit.tree._checks import check_is_function
 from flaxfit.tree._put import put
 from flaxfit.tree._single_replica import alone_in_any
+from flaxfit.tree._types import ArrayLike, Function, PyTree
 
 
 def init_state(
-    init: Callable[..., Any],
+    init: Function,
     optimizer: Any,
-    key: Any,
-    inputs: Any,
+    key: ArrayLike,
+    inputs: PyTree,
     *,
     collections: Sequence[str] = ("params", "dropout"),
-    shardings: Any = None,
+    shardings: PyTree = None,
 ) -> TrainState:
     """Initialises a model and its optimizer in one jitted call.
 
@@ -79,7 +80,7 @@ def init_state(
     return jax.jit(create, out_shardings=shardings, compiler_options=_compiler_options())(key)
 
 
-def _put_part(sharding: Any, part: Any) -> Any:
+def _put_part(sharding: Any, part: PyTree) -> Any:
     return jax.tree.map(lambda leaf: put(leaf, sharding, may_alias=False), part)
 
 

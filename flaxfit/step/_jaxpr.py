@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from flaxfit.tree._types import PyTree
+
 
 def parts_of(equation: Any) -> list[Any]:
     """The programs that an equation of a jaxpr holds, such as the body of a loop."""
@@ -95,5 +97,5 @@ def n_operations(program: Any) -> float:
 _OF_UNKNOWN_LENGTH = ("while", "pallas_call", "ffi_call", "pure_callback", "io_callback")
 
 
-def _is_program(part: Any) -> bool:
+def _is_program(part: PyTree) -> bool:
     return hasattr(part, "eqns")  # A class or two, by the version of JAX.

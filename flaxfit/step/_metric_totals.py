@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit.tree._types import PyTree
+
 Totals = dict[str, Any]
 """By dtype, an array `(2, n)`: all sums of it, and for each the part that rounding has cut off."""
 
 
-def zero_totals(sums: Any) -> Totals:
+def zero_totals(sums: PyTree) -> Totals:
     """Empty totals on the host, for sums of these shapes and dtypes.
 
     >>> zero_totals({"loss": np.float32(1), "n": np.float32(2)})["float32"].shape
@@ -24,7 +26,7 @@ def zero_totals(sums: Any) -> Totals:
     return {dtype: np.zeros((2, size), dtype) for dtype, size in sizes.items()}
 
 
-def add(totals: Totals, sums: Any) -> Totals:
+def add(totals: Totals, sums: PyTree) -> Totals:
     """Adds sums to totals, exactly to about twice the precision of their dtype.
 
     A plain float32 total stops growing at 2**24 examples. This is Knuth's two-sum: the rounding
@@ -53,7 +55,7 @@ def reader(like: Any) -> Callable[[Totals], Any]:
     return read
 
 
-def pack(tree: Any) -> dict[str, jax.Array]:
+def pack(tree: PyTree) -> dict[str, jax.Array]:
     """The leaves of a tree as one vector for each dtype: one operation then serves all.
 
     >>> pack((jnp.ones(2), jnp.int32(3)))["int32"]

@@ -15,6 +15,7 @@ from flaxfit.step._forward import weights_of
 from flaxfit.step._train_step import make_train_step, more_sums
 from flaxfit.step._validate import inspect, shapes_of
 from flaxfit.task._task import TrainTask
+from flaxfit.tree._types import ArrayLike, PyTree
 
 
 def MultiTask(
@@ -53,7 +54,7 @@ def MultiTask(
     steps = {name: make_train_step(task) for name, task in tasks.items()}
     looked_at: dict[str, dict[Any, Any]] = {name: {} for name in tasks}
 
-    def step(state: Any, batch: Batch) -> tuple[Any, Any]:
+    def step(state: PyTree, batch: Batch) -> tuple[Any, Any]:
         (turn,) = batch.targets
         sums: dict[str, Any] = {}
         for name, task in tasks.items():
@@ -147,7 +148,7 @@ class _Turns:
         return self._names[rng.choice(len(shares), p=shares / shares.sum())]
 
 
-def _sums_of(task: TrainTask, state: Any, sample: Batch, known: dict[Any, Any]) -> Any:
+def _sums_of(task: TrainTask, state: PyTree, sample: Batch, known: dict[Any, Any]) -> Any:
     """The shapes of the sums of a step of a task, which is looked at on the way."""
     result = inspect(task, shapes_of(state), sample, known=known).shapes
     sums = result.sums | more_sums(task, result, grad_norm=True)
@@ -167,7 +168,7 @@ def _position(stream: Any) -> Any:
     return stream.get_state() if hasattr(stream, "get_state") else None
 
 
-def _check(tasks: dict[str, TrainTask], weights: Any) -> None:
+def _check(tasks: dict[str, TrainTask], weights: ArrayLike) -> None:
     if not tasks:
         raise ValueError("MultiTask needs a task or more, by name: {'a': TrainTask(...), ...}.")
     first = next(iter(tasks))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit.step._metric_totals import pack, unpack
+from flaxfit.tree._types import Function, PyTree
 
 
 class Replicas:
@@ -24,7 +25,7 @@ class Replicas:
         """How many there are."""
         return 1 if self._axis is None else jax.lax.psum(1, self._axis)
 
-    def each(self, function: Callable[[Any, Any], Any], batch: Any) -> Any:
+    def each(self, function: Callable[[Any, Any], Any], batch: PyTree) -> Any:
         """What `function(index, part)` finds, index counting the replicas; yet to be reduced."""
         return function(0 if self._axis is None else jax.lax.axis_index(self._axis), batch)
 
@@ -40,7 +41,7 @@ class Replicas:
         """The least value of each leaf among the replicas."""
         return self._reduce(jax.lax.pmin, found)
 
-    def average_state(self, states: Any) -> Any:
+    def average_state(self, states: PyTree) -> Any:
         """One model state: floats averaged, anything else of replica 0.
 
         A mean would turn counters and flags into floats, and cannot be taken of random keys.
@@ -59,7 +60,7 @@ class Replicas:
 
         return jax.tree.map(average, states)
 
-    def whole(self, part: Any, n: int) -> Any:
+    def whole(self, part: PyTree, n: int) -> PyTree:
         """The parts of all replicas, joined along the axis of the `n` examples of this one.
 
         An array without that axis, such as a learned scale, is averaged. Gradients flow back to
@@ -80,7 +81,7 @@ class Replicas:
             return values
         return jax.lax.dynamic_slice_in_dim(values, jax.lax.axis_index(self._axis) * n, n)
 
-    def _reduce(self, reduce: Callable[..., Any], tree: Any) -> Any:
+    def _reduce(self, reduce: Function, tree: PyTree) -> Any:
         if self._axis is None:
             return tree
         if jax.default_backend() != "cpu":
@@ -113,7 +114,7 @@ class VirtualReplicas:
         self._axis = axis_name
         self._devices = Replicas(axis_name)
 
-    def each(self, function: Callable[[Any, Any], Any], batch: Any) -> Any:
+    def each(self, function: Callable[[Any, Any], Any], batch: PyTree) -> Any:
         """What `function(index, part)` finds for the replicas of this device, stacked."""
         n = self.n // self._devices.n
         numbers = n * self._devices.each(lambda index, _: index, ()) + jnp.arange(n)
@@ -137,7 +138,7 @@ class VirtualReplicas:
         """The least value of each leaf among the replicas."""
         return self._devices.least(jax.tree.map(lambda x: x.min(0), found))
 
-    def average_state(self, states: Any) -> Any:
+    def average_state(self, states: PyTree) -> Any:
         """One model state: floats averaged, anything else of replica 0."""
         leaves, structure = jax.tree.flatten(states)
         is_float = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
@@ -153,7 +154,7 @@ class VirtualReplicas:
         shares = jax.lax.all_to_all(shares, self._axis, 0, 0, tiled=True)
         return jax.lax.all_gather(_in_pairs(shares), self._axis, tiled=True)[: vector.size]
 
-    def _apart(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _apart(self, function: Function, *arguments: Any) -> Any:
         """`function(*arguments)`, compiled as if it stood alone.
 
         Were it merged with what stands around it, which depends on the number of devices, it

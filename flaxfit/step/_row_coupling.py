@@ -8,6 +8,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from flaxfit.step._jaxpr import parts_of
+from flaxfit.tree._types import ArrayLike
 
 # Primitives that combine or move the elements along an axis, and the parameter that names it.
 _ALONG_AXIS = {
@@ -96,7 +97,7 @@ def _picks_other_rows(needed: _Needed, n: int) -> bool:
     return not all(_counts_rows(indices, column, needed.makers, n) for column in by_index)
 
 
-def _counts_rows(indices: Any, column: int, makers: Mapping[Any, Any], n: int) -> bool:
+def _counts_rows(indices: ArrayLike, column: int, makers: Mapping[Any, Any], n: int) -> bool:
     """Whether a column of indices holds 0, 1, ... `n - 1`."""
     maker = None if isinstance(indices, Literal) else makers.get(indices)
     if maker is None or not hasattr(maker, "primitive"):

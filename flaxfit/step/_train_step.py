@@ -27,6 +27,7 @@ from flaxfit.step._replicas import Replicas, VirtualReplicas
 from flaxfit.task._label_counts import check_counts
 from flaxfit.task._precision import in_precision
 from flaxfit.tree._paths import flat
+from flaxfit.tree._types import ArrayLike, Function, Json, PyTree
 
 # Added to the position of a batch: the parts of a training step are numbered from 0.
 _EVALUATION = 2**31
@@ -176,7 +177,7 @@ def make_eval_step(
       virtual_replicas: as of `make_train_step`.
     """
 
-    def eval_step(state: TrainState, batch: Batch, position: Any = 0) -> Sums:
+    def eval_step(state: TrainState, batch: Batch, position: Json = 0) -> Sums:
         replicas = _replicas(axis_name, virtual_replicas, state.step)
 
         def sums_of(replica: Any, part: Batch) -> Sums:
@@ -189,13 +190,13 @@ def make_eval_step(
 
 
 def make_predict_step(
-    apply: Callable[..., Any],
+    apply: Function,
     *,
     precision: str | None = None,
     rngs: Sequence[str] = (),
     axis_name: str | None = None,
     virtual_replicas: int | None = None,
-) -> Callable[..., Any]:
+) -> Function:
     """Makes the pure forward pass of one batch: `(state, batch, position=0) -> outputs`.
 
     >>> import numpy as np
@@ -213,8 +214,8 @@ def make_predict_step(
     """
     apply = in_precision(apply, precision)
 
-    def predict_step(state: TrainState, batch: Batch, position: Any = 0) -> Any:
-        def outputs_of(replica: Any, inputs: Any) -> Any:
+    def predict_step(state: TrainState, batch: Batch, position: Json = 0) -> Any:
+        def outputs_of(replica: Any, inputs: PyTree) -> Any:
             options = {"rngs": rngs_of(rngs, eval_key(state, position, replica))} if rngs else {}
             outputs = call(apply, state.variables, inputs, **options)
             as_outputs(outputs)
@@ -241,13 +242,13 @@ def step_key(key: jax.Array, step: Any, replica: Any = 0) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, step), replica)
 
 
-def eval_key(state: Any, position: Any, replica: Any) -> jax.Array:
+def eval_key(state: PyTree, position: Json, replica: Any) -> jax.Array:
     """The random key of a batch in evaluation, other than those of a training step."""
     number = jnp.asarray(position, jnp.uint32) + jnp.uint32(_EVALUATION)
     return jax.random.fold_in(step_key(state.key, state.step, replica), number)
 
 
-def evaluated(state: Any, rngs: Sequence[str], owner: str) -> Any:
+def evaluated(state: PyTree, rngs: Sequence[str], owner: str) -> Any:
     """The part of a state that evaluation needs: with the random key, if there are streams.
 
     Raises:
@@ -300,7 +301,7 @@ def compute(sums: Sums, metrics: Mapping[str, Any], where: str = "") -> dict[str
     return values
 
 
-def _mean(total: Any, weight: Any) -> Any:
+def _mean(total: ArrayLike, weight: ArrayLike) -> Any:
     if np.ndim(total) == np.ndim(weight) == 0 and weight:  # What follows takes much longer.
         return float(total) / float(weight)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -311,7 +312,7 @@ def _replicas(axis_name: str | None, n: int | None, step: Any) -> Replicas | Vir
     return Replicas(axis_name) if n is None else VirtualReplicas(n, axis_name, step)
 
 
-def norm_of(tree: Any, pattern: str) -> jax.Array:
+def norm_of(tree: PyTree, pattern: str) -> jax.Array:
     """The Euclidean norm of all the leaves whose paths match a pattern."""
     return norm([x for path, x in flat(tree).items() if re.fullmatch(pattern, path)])
 
@@ -334,11 +335,11 @@ def _with_scale(state: TrainState, scale: Any) -> TrainState:
     return state.replace(opt_state=state.opt_state._replace(scale=scale))
 
 
-def _is_finite(tree: Any) -> jax.Array:
+def _is_finite(tree: PyTree) -> jax.Array:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
-def _where(condition: Any, new: Any, old: Any) -> Any:
+def _where(condition: Any, new: PyTree, old: PyTree) -> Any:
     return jax.tree.map(
         lambda a, b: a if a is b else jnp.where(condition, a, b),
         new,

@@ -1,6 +1,5 @@
 """The training step as it is dispatched: one or several steps, their sums added to totals."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,9 +9,10 @@ from flaxfit.data._batch import Batch
 from flaxfit.step import _metric_totals
 from flaxfit.step._custom_step import make_own_step
 from flaxfit.step._train_step import make_train_step
+from flaxfit.tree._types import Function, PyTree
 
 
-def make_step(task: Any, **options: Any) -> Callable[..., Any]:
+def make_step(task: Any, **options: Any) -> Function:
     """Makes the training step of a task, its own where it has one: `(state, batch) -> ...`."""
     return make_train_step(task, **options) if task.step is None else make_own_step(task)
 
@@ -24,7 +24,7 @@ def make_update(
     n_steps: int = 1,
     keep_grads: bool = False,
     **options: Any,
-) -> Callable[..., Any]:
+) -> Function:
     """Makes `(state, totals, batch) -> (state, totals, grads)`.
 
     With several steps, the leaves of `batch` carry one batch per step as their first axis.
@@ -33,15 +33,15 @@ def make_update(
     """
     step = make_step(task, axis_name=axis_name, keep_grads=keep_grads, **options)
 
-    def update(state: Any, totals: Any, *batch: Any) -> Any:
+    def update(state: PyTree, totals: PyTree, *batch: PyTree) -> Any:
         state, sums = step(state, batch[0] if len(batch) == 1 else gather(*batch))
         sums, grads = sums if keep_grads else (sums, None)
         return state, _metric_totals.add(totals, sums), grads
 
-    def update_many(state: Any, totals: Any, *batches: Any) -> Any:
+    def update_many(state: PyTree, totals: PyTree, *batches: PyTree) -> Any:
         *data, stacked = batches
 
-        def body(carry: Any, batch: Any) -> Any:
+        def body(carry: PyTree, batch: PyTree) -> Any:
             state, totals, grads = update(carry[0], carry[1], *data, batch)
             return (state, totals), grads
 

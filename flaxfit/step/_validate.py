@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,12 +22,13 @@ from flaxfit.step._regression_targets import check_classes
 from flaxfit.task._multi_output import check_outputs, check_values, targets_with_weights
 from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._paths import flat
+from flaxfit.tree._types import ArrayLike, Function, PyTree
 
 
 class Traced(NamedTuple):
     """What is known of a function that was traced."""
 
-    shapes: Any
+    shapes: PyTree
     """The shapes and dtypes of what it returns."""
     has_convolutions: bool
     n_operations: float
@@ -36,10 +37,10 @@ class Traced(NamedTuple):
 
 def inspect(
     task: Any,
-    state: Any,
+    state: PyTree,
     batch: Batch,
     data: Batch | None = None,
-    bind: Callable[..., Any] = lambda function: function,
+    bind: Function = lambda function: function,
     known: dict[Any, Traced] | None = None,
     *,
     is_resumed: bool = False,
@@ -68,7 +69,7 @@ def inspect(
         name = "The first batch" if data is None else "The data"
         check_finite(batch if data is None else data, name, task.loss)
 
-    def pass_forward(state: Any, batch: Batch) -> ForwardPass:
+    def pass_forward(state: PyTree, batch: Batch) -> ForwardPass:
         return forward(task, state.params, state.model_state, batch, state.key)
 
     known, key = {} if known is None else known, structure_of((state, batch))
@@ -90,10 +91,10 @@ def inspect(
 
 def inspect_eval(
     task: Any,
-    state: Any,
+    state: PyTree,
     batch: Batch,
     data: Batch | None = None,
-    bind: Callable[..., Any] = lambda function: function,
+    bind: Function = lambda function: function,
     known: dict[Any, EvalPass] | None = None,
 ) -> EvalPass:
     """Traces one measurement without running it: the shapes and dtypes of an `EvalPass`.
@@ -108,7 +109,7 @@ def inspect_eval(
     name = "The first batch" if data is None else "The data"
     check_finite(batch if data is None else data, name, task.loss)
 
-    def pass_forward(state: Any, batch: Batch) -> EvalPass:
+    def pass_forward(state: PyTree, batch: Batch) -> EvalPass:
         return forward_eval(task, state, batch, state.key if task.rngs else None)
 
     known, key = {} if known is None else known, structure_of((state, batch))
@@ -129,11 +130,11 @@ def inspect_eval(
 
 
 def inspect_step(
-    step: Callable[..., Any],
-    state: Any,
+    step: Function,
+    state: PyTree,
     batch: Batch,
     data: Batch | None = None,
-    bind: Callable[..., Any] = lambda function: function,
+    bind: Function = lambda function: function,
 ) -> Traced:
     """Traces a step of the user's own without running it.
 
@@ -167,7 +168,7 @@ def inspect_step(
     return traced._replace(shapes=sums)
 
 
-def trace(function: Callable[..., Any], *arguments: Any) -> Traced:
+def trace(function: Function, *arguments: Any) -> Traced:
     """Traces a function of arrays or of their shapes and dtypes, without running it.
 
     One that runs eagerly is run instead: the user's code is to see values.
@@ -213,7 +214,7 @@ def _explained(owner: str, task: Any, batch: Batch) -> Iterator[None]:
         raise
 
 
-def _check_by_row(task: Any, result: Any, batch: Batch, bind: Callable[..., Any]) -> None:
+def _check_by_row(task: Any, result: PyTree, batch: Batch, bind: Function) -> None:
     """Checks that the loss and the metrics compare each output with its own target, by row."""
     outputs, targets = result.outputs, batch.targets
     for name, metric in task.metrics.items():
@@ -240,12 +241,12 @@ def _check_by_row(task: Any, result: Any, batch: Batch, bind: Callable[..., Any]
             )
 
 
-def _measured(metric: Any, weights: Any, *outputs_and_targets: Any) -> Any:
+def _measured(metric: Any, weights: ArrayLike, *outputs_and_targets: Any) -> Any:
     return metric.measure(*outputs_and_targets, weights=weights)
 
 
 def check_loss(
-    loss: Any, values: Any, outputs: Any, batch: Batch, data: Batch | None = None
+    loss: Any, values: Any, outputs: PyTree, batch: Batch, data: Batch | None = None
 ) -> None:
     """Checks the values of labels on the host, and that what is weighted can be."""
     check_values(loss, outputs, data or batch)
@@ -282,7 +283,7 @@ def check_finite(batch: Batch, name: str, loss: Any = None) -> None:
                 )
 
 
-def _rows_not_finite(leaf: Any) -> Any:
+def _rows_not_finite(leaf: ArrayLike) -> Any:
     """Which rows of an array hold NaN or infinite values; False where none does."""
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return False
@@ -292,7 +293,7 @@ def _rows_not_finite(leaf: Any) -> Any:
     return ~np.isfinite(np.asarray(leaf)).reshape(len(leaf), -1).all(1)
 
 
-def check_rows(outputs: Any, n: int) -> None:
+def check_rows(outputs: PyTree, n: int) -> None:
     """Checks that predictions have a row for each of `n` examples.
 
     Raises:
@@ -307,12 +308,12 @@ def check_rows(outputs: Any, n: int) -> None:
             )
 
 
-def structure_of(tree: Any) -> Any:
+def structure_of(tree: PyTree) -> Any:
     """What a program is compiled for: the structure of a tree, its shapes and dtypes."""
     leaves, structure = jax.tree.flatten(tree)
     return (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
 
 
-def shapes_of(tree: Any) -> Any:
+def shapes_of(tree: PyTree) -> Any:
     """A tree of shapes and dtypes, without the arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

@@ -1,6 +1,5 @@
 """Products of a model that a precision of 16 bits does not reach, as the module sets its dtype."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,11 +10,12 @@ from flaxfit.step._forward import apply_model
 from flaxfit.step._jaxpr import equations
 from flaxfit.step._validate import shapes_of
 from flaxfit.tree._functions import runs_eagerly
+from flaxfit.tree._types import Function, PyTree
 
 _PRODUCTS = ("conv_general_dilated", "dot_general")
 
 
-def why_wide(task: Any, state: Any, batch: Batch, bind: Callable[..., Any]) -> str:
+def why_wide(task: Any, state: PyTree, batch: Batch, bind: Function) -> str:
     """What to say where the precision of a task does not reach all products of its model; or "".
 
     Args:
@@ -27,7 +27,7 @@ def why_wide(task: Any, state: Any, batch: Batch, bind: Callable[..., Any]) -> s
     if task.precision not in ("bfloat16", "float16"):
         return ""
 
-    def outputs(state: Any, batch: Batch) -> Any:
+    def outputs(state: PyTree, batch: Batch) -> Any:
         return apply_model(task, state.params, state.model_state, batch, state.key)[0]
 
     bound = bind(outputs)

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit.tree._types import PyTree
+
 
 @functools.cache
 def copy_to(sharding: Any) -> Callable[[Any], Any]:
@@ -18,7 +20,7 @@ def copy_to(sharding: Any) -> Callable[[Any], Any]:
     return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=sharding)
 
 
-def copied(tree: Any, sharding: Any = None) -> Any:
+def copied(tree: PyTree, sharding: Any = None) -> PyTree:
     """Returns a copy of a tree of arrays, at a sharding or, for None, each at its own.
 
     >>> x = jnp.ones(2)

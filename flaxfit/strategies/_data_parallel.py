@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from flaxfit.strategies._local import given_devices, local_devices
 from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica, unmapped
 from flaxfit.strategies._sub_byte import check_sub_byte
 from flaxfit.tree._jax_debugging import check_jit
+from flaxfit.tree._types import ArrayLike, Function, PyTree
 
 # For several devices XLA looks for common expressions once more, before it rearranges anything.
 # Where it looks for none, the arithmetic of a replica is the same on one device and on several.
@@ -107,25 +108,25 @@ class DataParallel:
         start = self.devices.index(self._local[0]) * per_device
         return slice(start, start + len(self._local) * per_device)
 
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: PyTree) -> PyTree:
         """Replicates a tree, as a copy: the original outlives the donation of the replicas."""
         if all(map(_is_plain, jax.tree.leaves(tree))):
             return copy_to(self._whole)(tree)
         # device_put shares the buffer of a device that holds the array already.
         return copied(self.share(tree))
 
-    def share(self, tree: Any) -> Any:
+    def share(self, tree: PyTree) -> PyTree:
         """As `place`, but without a copy of what a device holds already."""
         return jax.device_put(tree, self._whole)
 
-    def collect(self, tree: Any) -> Any:
+    def collect(self, tree: PyTree) -> PyTree:
         """A copy of a replicated tree on the first device."""
         first, *others = self._local
         if others:  # Reading one local shard is free; `x[0]` would gather.
             tree = jax.tree.map(lambda x: x.addressable_data(0), tree)
         return copied(tree, SingleDeviceSharding(first))
 
-    def split(self, batch: Any, n_stacked: int = 0) -> Any:
+    def split(self, batch: PyTree, n_stacked: int = 0) -> PyTree:
         """Reshapes leaves `(n, ...)` to `(devices, n / devices, ...)`; NumPy stays on the host.
 
         The devices are those of this process.
@@ -135,7 +136,7 @@ class DataParallel:
             batch = unaliased(batch)
             return batch[None] if n == 1 else batch.reshape(n, len(batch) // n, *batch.shape[1:])
 
-        def split_leaf(x: Any) -> Any:
+        def split_leaf(x: ArrayLike) -> Any:
             if not n_stacked:
                 x = unaliased(x) if isinstance(x, np.ndarray) else x
                 x = x.reshape(n, x.shape[0] // n, *x.shape[1:])
@@ -147,7 +148,7 @@ class DataParallel:
         leaves, structure = jax.tree.flatten(batch)
         return structure.unflatten([split_leaf(leaf) for leaf in leaves])
 
-    def join(self, outputs: Any) -> Any:
+    def join(self, outputs: PyTree) -> PyTree:
         """NumPy arrays of all examples in order, from outputs of a split batch."""
         host = jax.device_get(outputs)
         rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), host)
@@ -189,19 +190,19 @@ class DataParallel:
             self._narrowed[n] = DataParallel(self._local[:n], virtual_replicas=n)
         return self._narrowed[n]
 
-    def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def bind(self, function: Function) -> Function:
         """The function as a single replica, so that a model may name the axis of replicas."""
         if self.virtual_replicas is not None:
             return unmapped(function)
         return only_replica(function, self, self._axis)
 
-    def constrain(self, results: Any, state: Any) -> Any:
+    def constrain(self, results: PyTree, state: PyTree) -> PyTree:
         """The results as they are: each replica has all of them."""
         return results
 
     def compile(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], *, n_donated: int = 0
-    ) -> Callable[..., Any]:
+        self, function: Function, arguments: tuple[Any, ...], *, n_donated: int = 0
+    ) -> Function:
         """Compiles `function(state, ..., batch)`; every result must agree between replicas."""
         check_sub_byte(arguments)
         mapped = self._map(function, len(arguments), None, tuple(range(n_donated)))
@@ -211,9 +212,7 @@ class DataParallel:
         give_back_free_memory()
         return program if self.n_processes == 1 else self._on_all(program)
 
-    def compile_split(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...]
-    ) -> Callable[..., Any]:
+    def compile_split(self, function: Function, arguments: tuple[Any, ...]) -> Function:
         """Compiles `function(state, ..., batch)` whose results keep the device axis."""
         check_sub_byte(arguments)
         return self._compile(self._map(function, len(arguments), 0, ()), arguments)
@@ -229,7 +228,7 @@ class DataParallel:
             donate_argnums=donated,
         )
 
-    def _compile(self, mapped: Any, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+    def _compile(self, mapped: Any, arguments: tuple[Any, ...]) -> Function:
         if self.n_processes > 1:
             # The compiled object skips the conversion of host-local arrays that pmap does.
             return mapped
@@ -237,12 +236,12 @@ class DataParallel:
         give_back_free_memory()
         return program
 
-    def _on_all(self, program: Callable[..., Any]) -> Callable[..., Any]:
+    def _on_all(self, program: Function) -> Function:
         """A program for the devices of all processes, called with the arrays of this one."""
         everywhere = Mesh(np.array(self.devices), (self._axis,))
 
-        def share(tree: Any, here: NamedSharding, n: int) -> Any:
-            def share_leaf(x: Any) -> Any:
+        def share(tree: PyTree, here: NamedSharding, n: int) -> PyTree:
+            def share_leaf(x: ArrayLike) -> Any:
                 there = NamedSharding(everywhere, here.spec)
                 return _assemble((x.shape[0] * n, *x.shape[1:]) if n else x.shape, there, x)
 
@@ -258,7 +257,7 @@ class DataParallel:
         return call
 
 
-def _is_plain(x: Any) -> bool:
+def _is_plain(x: ArrayLike) -> bool:
     """Whether it is an array of NumPy, of numbers in this machine's order of bytes."""
     return type(x) is np.ndarray and x.dtype.isnative and x.dtype.char in _NUMBERS
 

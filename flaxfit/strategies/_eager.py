@@ -1,7 +1,6 @@
 """Eager: one device that runs functions operation by operation, so that values can be seen."""
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import jax
 from flaxfit.strategies._data_parallel import DataParallel
 from flaxfit.strategies._strategy import Strategy
 from flaxfit.tree._functions import runs_eagerly
+from flaxfit.tree._types import Function, PyTree
 
 
 class Eager:
@@ -50,11 +50,11 @@ class Eager:
         """All rows of a batch."""
         return slice(0, n_examples)
 
-    def split(self, batch: Any, n_stacked: int = 0) -> Any:
+    def split(self, batch: PyTree, n_stacked: int = 0) -> PyTree:
         """The batch as arrays of JAX."""
         return jax.device_put(batch, self.devices[0])
 
-    def join(self, outputs: Any) -> Any:
+    def join(self, outputs: PyTree) -> PyTree:
         """The outputs as NumPy arrays."""
         return jax.device_get(outputs)
 
@@ -62,23 +62,21 @@ class Eager:
         """The same: one device takes any number of examples."""
         return self
 
-    def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def bind(self, function: Function) -> Function:
         """The function, run operation by operation."""
         return _Run(self._strategy.bind(function), self.devices[0])
 
-    def constrain(self, results: Any, state: Any) -> Any:
+    def constrain(self, results: PyTree, state: PyTree) -> PyTree:
         """The results as they are."""
         return results
 
     def compile(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], *, n_donated: int = 0
-    ) -> Callable[..., Any]:
+        self, function: Function, arguments: tuple[Any, ...], *, n_donated: int = 0
+    ) -> Function:
         """The function, run operation by operation; nothing is compiled or used up."""
         return self.bind(function)
 
-    def compile_split(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...]
-    ) -> Callable[..., Any]:
+    def compile_split(self, function: Function, arguments: tuple[Any, ...]) -> Function:
         """As `compile`."""
         return self.bind(function)
 
@@ -88,7 +86,7 @@ class _Run:
 
     runs_eagerly = True
 
-    def __init__(self, function: Callable[..., Any], device: Any):
+    def __init__(self, function: Function, device: Any):
         self._function, self._device = function, device
 
     def __call__(self, *arguments: Any) -> Any:

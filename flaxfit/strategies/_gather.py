@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from flaxfit.tree._types import ArrayLike, PyTree
 
-def gather(tree: Any) -> Any:
+
+def gather(tree: PyTree) -> PyTree:
     """Whole NumPy arrays on the host, from a tree of arrays that are spread over devices.
 
     With several processes every one of them must call it, and each gets all of the arrays. One
@@ -20,7 +22,7 @@ def gather(tree: Any) -> Any:
     return jax.tree.map(_whole, tree)
 
 
-def _whole(x: Any) -> Any:
+def _whole(x: ArrayLike) -> Any:
     if not isinstance(x, jax.Array):
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

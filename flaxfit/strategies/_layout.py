@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from flaxfit.strategies._specs import axes_of, n_parts
 from flaxfit.tree._paths import flat
+from flaxfit.tree._types import PyTree
 
 
 class Placed(NamedTuple):
@@ -97,7 +98,7 @@ class Layout:
 
 
 def layout(
-    state: Any,
+    state: PyTree,
     specs: Mapping[str, PartitionSpec],
     mesh: Mapping[str, int],
     batch_axes: tuple[str, ...],

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 from flaxfit.tree._single_replica import alone, unbound_axis
+from flaxfit.tree._types import Function
 
 REPLICA = "replica"
 
 
-def only_replica(function: Callable[..., Any], strategy: Any, axis: str) -> Callable[..., Any]:
+def only_replica(function: Function, strategy: Any, axis: str) -> Function:
     """The function as the only replica of a strategy whose models may name this axis.
 
     >>> import jax
@@ -28,7 +29,7 @@ def only_replica(function: Callable[..., Any], strategy: Any, axis: str) -> Call
     )
 
 
-def unmapped(function: Callable[..., Any]) -> Callable[..., Any]:
+def unmapped(function: Function) -> Function:
     """The function where there is no such axis.
 
     >>> int(unmapped(lambda x: x + 1)(3))
@@ -65,7 +66,7 @@ def check_axis_name(axis_name: Any) -> str:
     return axis_name
 
 
-def _explained(function: Callable[..., Any], words: Callable[[str], str]) -> Callable[..., Any]:
+def _explained(function: Function, words: Callable[[str], str]) -> Function:
     def call(*arguments: Any) -> Any:
         try:
             return function(*arguments)

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import combinations
 from typing import Any
@@ -24,6 +24,7 @@ from flaxfit.strategies._sub_byte import check_sub_byte
 from flaxfit.tree._jax_debugging import check_jit
 from flaxfit.tree._paths import Rules, path_of
 from flaxfit.tree._put import put
+from flaxfit.tree._types import ArrayLike, Function, PyTree
 
 
 class Sharded:
@@ -144,7 +145,7 @@ class Sharded:
         bounds = [part[0].indices(n_examples) for part in parts.values() if part]
         return slice(min(start for start, *_ in bounds), max(stop for _, stop, _ in bounds))
 
-    def describe(self, state: Any) -> Layout:
+    def describe(self, state: PyTree) -> Layout:
         """How a state would lie on the devices, a table when printed; nothing is allocated.
 
         >>> import jax.numpy as jnp, optax
@@ -162,7 +163,7 @@ class Sharded:
         """
         return layout(state, self._specs(state), self._sizes, self._batch_axes)
 
-    def shardings(self, state: Any) -> Any:
+    def shardings(self, state: PyTree) -> Any:
         """The state with the sharding of each array in its place.
 
         Raises:
@@ -172,22 +173,22 @@ class Sharded:
         at = jax.tree_util.tree_map_with_path
         return at(lambda path, _: NamedSharding(self.mesh, specs[path_of(path)]), state)
 
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: PyTree) -> PyTree:
         """Spreads a tree over the mesh, as a copy; what is no part of a state is replicated."""
         return copied(self.share(tree))
 
-    def share(self, tree: Any) -> Any:
+    def share(self, tree: PyTree) -> PyTree:
         """As `place`, but what is in its place already is not copied."""
         placements = self._placements(tree)
         if self.n_processes == 1:
             return jax.device_put(tree, placements)
         return jax.tree.map(put, tree, placements)
 
-    def collect(self, tree: Any) -> Any:
+    def collect(self, tree: PyTree) -> PyTree:
         """A copy of a placed tree that is spread in the same way."""
         return copied(tree)
 
-    def split(self, batch: Any, n_stacked: int = 0) -> Any:
+    def split(self, batch: PyTree, n_stacked: int = 0) -> PyTree:
         """The leaves `(n, ...)` of a batch, or `(n_stacked, n, ...)`, over the axes of the batch.
 
         NumPy arrays stay on the host: the compiled function moves each part to its device.
@@ -200,14 +201,14 @@ class Sharded:
             return jax.tree.map(lambda x: make(sharding, x), batch)
         is_moved = bool(n_stacked)  # `compile` takes an array on the host for a single batch.
 
-        def split_leaf(x: Any) -> Any:
+        def split_leaf(x: ArrayLike) -> Any:
             if is_moved or isinstance(x, jax.Array):
                 return jax.device_put(x, sharding)
             return unaliased(x) if isinstance(x, np.ndarray) else x
 
         return jax.tree.map(split_leaf, batch)
 
-    def join(self, outputs: Any) -> Any:
+    def join(self, outputs: PyTree) -> PyTree:
         """NumPy arrays of all examples in order, from outputs of a split batch."""
         return gather(outputs)
 
@@ -229,7 +230,7 @@ class Sharded:
             self._narrowed[chosen] = narrowed
         return self._narrowed[chosen]
 
-    def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def bind(self, function: Function) -> Function:
         """The function within the mesh and the rules, so that `nn.with_logical_constraint` acts."""
 
         def bound(*arguments: Any) -> Any:
@@ -238,22 +239,20 @@ class Sharded:
 
         return bound
 
-    def constrain(self, results: Any, state: Any) -> Any:
+    def constrain(self, results: PyTree, state: PyTree) -> PyTree:
         """Has results of a traced function spread as `place` does it, gradients as parameters."""
         return jax.lax.with_sharding_constraint(results, self._placements(results, state))
 
     def compile(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], *, n_donated: int = 0
-    ) -> Callable[..., Any]:
+        self, function: Function, arguments: tuple[Any, ...], *, n_donated: int = 0
+    ) -> Function:
         """Compiles `function(state, ..., batch)`, whose results are where `constrain` has them."""
         return self._compile(self.bind(function), arguments, tuple(range(n_donated)))
 
-    def compile_split(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...]
-    ) -> Callable[..., Any]:
+    def compile_split(self, function: Function, arguments: tuple[Any, ...]) -> Function:
         """Compiles `function(state, ..., batch)` whose results are split as the batch is."""
 
-        def split(*arguments: Any) -> Any:
+        def split(*arguments: Any) -> PyTree:
             results = self.bind(function)(*arguments)
             whole = NamedSharding(self.mesh, PartitionSpec())
             parts = jax.tree.map(lambda x: self._split(False) if x.ndim else whole, results)
@@ -263,16 +262,16 @@ class Sharded:
 
     def _compile(
         self, function: Any, arguments: tuple[Any, ...], donated: tuple[int, ...]
-    ) -> Callable[..., Any]:
+    ) -> Function:
         check_jit()
         check_sub_byte(arguments)
         *states, batch = arguments
 
-        def place_of(x: Any) -> Any:
+        def place_of(x: ArrayLike) -> Any:
             return x.sharding if isinstance(x, jax.Array) else self._split(False)
 
         # Lists of the arrays of a state do not tell where `place` has put them: these do.
-        def stay(x: Any, place: NamedSharding) -> Any:
+        def stay(x: ArrayLike, place: NamedSharding) -> Any:
             is_on_mesh = isinstance(x, jax.Array) and getattr(x.sharding, "mesh", None) == self.mesh
             return x.sharding if is_on_mesh else place
 
@@ -287,11 +286,11 @@ class Sharded:
         spec = (None, self._batch_axes) if is_stacked else (self._batch_axes,)
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
-    def _specs(self, state: Any) -> dict[str, PartitionSpec]:
+    def _specs(self, state: PyTree) -> dict[str, PartitionSpec]:
         rules = [rule for rule in self.rules if rule[0] != "batch"]
         return state_specs(state, self._sizes, rules, self._fsdp_axis)
 
-    def _placements(self, tree: Any, state: Any = None) -> Any:
+    def _placements(self, tree: PyTree, state: PyTree = None) -> Any:
         """The sharding of every array of a tree: states are spread, all else is replicated.
 
         With a state, so are trees like its parameters, such as their gradients.
@@ -301,7 +300,7 @@ class Sharded:
             of_params = {p: spec for p, spec in self._specs(state).items() if p[:7] == "params/"}
             specs = specs_by_parameter({"tree": tree}, {"params": state.params}, of_params)
 
-        def placement(path: Any, part: Any) -> Any:
+        def placement(path: Any, part: PyTree) -> Any:
             if _is_state(part):
                 return self.shardings(part)
             spec = specs.get(f"tree/{path_of(path)}", PartitionSpec())
@@ -316,5 +315,5 @@ class Sharded:
         return within(self.mesh, self.rules, self._batch_axes, dropped)
 
 
-def _is_state(tree: Any) -> bool:
+def _is_state(tree: PyTree) -> bool:
     return hasattr(tree, "params") and hasattr(tree, "model_state")

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from flaxfit.state._optimizer_axes import specs_by_parameter
 from flaxfit.tree._paths import Rules, flat
+from flaxfit.tree._types import PyTree
 
 STANDARD_RULES: Rules = (
     ("vocab", "model"),
@@ -26,7 +27,7 @@ SMALL = 4096
 
 
 def state_specs(
-    state: Any, sizes: Mapping[str, int], rules: Rules, fsdp: str | None
+    state: PyTree, sizes: Mapping[str, int], rules: Rules, fsdp: str | None
 ) -> dict[str, PartitionSpec]:
     """The axes of the mesh by path of the state, for parameters, optimizer and model state.
 

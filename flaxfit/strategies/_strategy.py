@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from flaxfit.tree._types import Function, PyTree
+
 
 class Strategy(Protocol):
     """Compiles pure functions and places what they are called with.
@@ -36,15 +38,15 @@ class Strategy(Protocol):
         """Maps an abstract state to the shardings to create its arrays in; None: anywhere."""
         ...
 
-    def place(self, tree: Any) -> Any:
+    def place(self, tree: PyTree) -> PyTree:
         """Puts a tree of whole arrays onto the devices."""
         ...
 
-    def share(self, tree: Any) -> Any:
+    def share(self, tree: PyTree) -> PyTree:
         """As `place`, but what is in its place already is not copied."""
         ...
 
-    def collect(self, tree: Any) -> Any:
+    def collect(self, tree: PyTree) -> PyTree:
         """A copy of a placed tree as whole arrays, safe from later donation."""
         ...
 
@@ -60,7 +62,7 @@ class Strategy(Protocol):
         """
         ...
 
-    def split(self, batch: Any, n_stacked: int = 0) -> Any:
+    def split(self, batch: PyTree, n_stacked: int = 0) -> PyTree:
         """Splits the leaves `(n, ...)` of a batch over the devices.
 
         Of several processes, each splits the `rows` that its devices get. With `n_stacked` the
@@ -68,7 +70,7 @@ class Strategy(Protocol):
         """
         ...
 
-    def join(self, outputs: Any) -> Any:
+    def join(self, outputs: PyTree) -> PyTree:
         """Joins outputs computed from a split batch: NumPy leaves `(n, ...)`, in order.
 
         Every process calls it, and gets the rows of all of them.
@@ -79,11 +81,11 @@ class Strategy(Protocol):
         """The same strategy on as many devices as divide `n_examples`."""
         ...
 
-    def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def bind(self, function: Function) -> Function:
         """The function as it may be traced outside of `compile`, with what models refer to."""
         ...
 
-    def constrain(self, results: Any, state: Any) -> Any:
+    def constrain(self, results: PyTree, state: PyTree) -> PyTree:
         """Has results of a function that is traced come out as `place` would put them.
 
         Args:
@@ -93,16 +95,14 @@ class Strategy(Protocol):
         ...
 
     def compile(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], *, n_donated: int = 0
-    ) -> Callable[..., Any]:
+        self, function: Function, arguments: tuple[Any, ...], *, n_donated: int = 0
+    ) -> Function:
         """Compiles `function(state, ..., batch)` for these arguments; results are whole.
 
         Where they go is the function's own affair, by `constrain`.
         """
         ...
 
-    def compile_split(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...]
-    ) -> Callable[..., Any]:
+    def compile_split(self, function: Function, arguments: tuple[Any, ...]) -> Function:
         """Compiles `function(state, ..., batch)` whose results are split as the batch is."""
         ...

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from flaxfit.tree._types import ArrayLike
+
 
 def check_sub_byte(arguments: tuple[Any, ...]) -> None:
     """Checks that a compiled program can be called with such arrays, where there are any.
@@ -24,7 +26,7 @@ def check_sub_byte(arguments: tuple[Any, ...]) -> None:
             )
 
 
-def _bits(leaf: Any) -> int:
+def _bits(leaf: ArrayLike) -> int:
     dtype = jnp.result_type(leaf)
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 
 from flaxfit.display import plural
 from flaxfit.losses._ranges import labels_for, out_of_range
+from flaxfit.tree._types import ArrayLike
 
 _PREFIX = "labels out of range: "
 
 
 def count_labels(
-    loss: Any, weights: Any, outputs_and_targets: tuple[Any, ...], of: str = ""
+    loss: Any, weights: ArrayLike, outputs_and_targets: tuple[Any, ...], of: str = ""
 ) -> dict[str, tuple[Any]]:
     """The number of labels that a loss does not take, by a name that says which it does.
 

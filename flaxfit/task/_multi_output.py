@@ -14,6 +14,7 @@ from flaxfit.data._batch import Batch
 from flaxfit.data._sample_weights import weights_by_output, without_idle_rows
 from flaxfit.losses._ranges import in_range
 from flaxfit.task._label_counts import count_labels
+from flaxfit.tree._types import ArrayLike, PyTree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,7 +36,7 @@ class LossByOutput:
         values = (w * self.of(name, *outputs_and_targets) for name, w in self.weights.items())
         return sum(values)
 
-    def sums(self, weights: Any, *outputs_and_targets: Any) -> dict[str, tuple[Any, Any]]:
+    def sums(self, weights: ArrayLike, *outputs_and_targets: Any) -> dict[str, tuple[Any, Any]]:
         """By output, the weighted sum of its loss and the weight of that sum.
 
         Args:
@@ -48,7 +49,7 @@ class LossByOutput:
             found[name] = jnp.sum(jnp.where(each != 0, each * values, 0)), jnp.sum(each)
         return found
 
-    def count_labels(self, weights: Any, *outputs_and_targets: Any) -> dict[str, tuple[Any]]:
+    def count_labels(self, weights: ArrayLike, *outputs_and_targets: Any) -> dict[str, tuple[Any]]:
         """The numbers of labels of the outputs that are out of range."""
         found = {}
         for name, each in self.weights_of(weights, *outputs_and_targets).items():
@@ -56,7 +57,7 @@ class LossByOutput:
             found |= count_labels(self.losses[name], each, picked, name)
         return found
 
-    def weights_of(self, weights: Any, *targets: Any) -> dict[str, Any]:
+    def weights_of(self, weights: ArrayLike, *targets: PyTree) -> dict[str, Any]:
         """By output, the weights of the examples."""
         own = weights_by_output(targets)
         return {name: weights * own[name] if name in own else weights for name in self.losses}
@@ -108,7 +109,7 @@ class LossByOutput:
         return dict(zip(self.losses, values, strict=False)), values[n:]
 
 
-def as_loss(loss: Any, weights: Any = None) -> Any:
+def as_loss(loss: Any, weights: ArrayLike = None) -> Any:
     """The loss that a user means: a name or a function, or several in a mapping or a sequence.
 
     Raises:
@@ -177,7 +178,7 @@ class _MetricByOutput(metrics.Metric):
     def of(cls, metric: metrics.Metric, output: str | None = None) -> "_MetricByOutput":
         """A metric of one output, with the weights of that output, or of all of them."""
 
-        def measure(*outputs_and_targets: Any, weights: Any = None) -> Any:
+        def measure(*outputs_and_targets: Any, weights: ArrayLike = None) -> PyTree:
             own = weights_by_output(outputs_and_targets).get(output or "")
             if own is not None:
                 weights = own if weights is None else own * weights
@@ -192,7 +193,9 @@ def _without_weights(*outputs_and_targets: Any) -> tuple[Any, ...]:
     )
 
 
-def labels_out_of_range(loss: Any, weights: Any, outputs: Any, targets: Any) -> dict[str, Any]:
+def labels_out_of_range(
+    loss: Any, weights: ArrayLike, outputs: PyTree, targets: PyTree
+) -> dict[str, Any]:
     """The numbers of labels that a loss, or each of several, does not take."""
     if isinstance(loss, LossByOutput):
         return loss.count_labels(weights, *outputs, *targets)
@@ -243,7 +246,7 @@ def targets_with_weights(loss: Any, batch: Batch) -> Iterator[tuple[Any, Any]]:
         yield {name: target}, np.prod(weights, axis=0) if weights else None
 
 
-def _counted(targets: Any, *weights: Any) -> Any:
+def _counted(targets: PyTree, *weights: ArrayLike) -> Any:
     """The rows of targets that have no weight of 0."""
     counts: Any = True
     for each in weights:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from flaxfit.optim._optimizer import Optimizer
 from flaxfit.task._multi_output import as_loss, as_metrics
 from flaxfit.task._precision import check_precision
 from flaxfit.tree._checks import check_is_function, whole_number
+from flaxfit.tree._types import Function, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ class TrainTask:
     """Whether a step whose loss or gradients are not finite leaves the whole state as it was, and
     is counted in `metrics["skipped_steps"]`. Always so with float16."""
 
-    step: Callable[..., Any] | None = None
+    step: Function | None = None
     """A pure function `(state, batch) -> (state, sums)` in the place of the step that is made of
     model, loss and optimizer. It sees the whole `Batch`, as on one device; sums are numbers by name
     (their mean over the steps is reported), pairs `(sum, weight)`, or what a metric of that name
@@ -139,7 +140,7 @@ class EvalTask:
     True
     """
 
-    apply: Callable[..., Any]
+    apply: Function
     """`apply(variables, *inputs)`, such as the `apply` of a module in evaluation mode."""
     metrics: Any
     """Metrics by name, or a sequence of names."""
@@ -202,7 +203,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.generic) and not isinstance(value, bool)
 
 
-def with_collections(task: TrainTask, collections: Any, mutable: Any) -> TrainTask:
+def with_collections(task: TrainTask, collections: PyTree, mutable: Any) -> TrainTask:
     """Returns a task with the `collections` and `mutable_collections` of a loop."""
     changes: dict[str, Any] = {}
     if collections is not None:

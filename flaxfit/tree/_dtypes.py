@@ -1,11 +1,12 @@
 """Host arrays in the width that JAX computes in: 64 bits become 32, less than a byte becomes 8."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from flaxfit.tree._types import ArrayLike, PyTree
 
 _KINDS = "biufcV"
 # JAX promotes no integers of less than a byte, so that few layers and losses take them.
@@ -16,12 +17,12 @@ _WIDENED = {
 }
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: ArrayLike) -> bool:
     """Whether a leaf is an array (of NumPy, JAX, pandas, torch, ...), as opposed to a scalar."""
     return hasattr(leaf, "__array__") and not isinstance(leaf, np.generic)
 
 
-def is_named(part: Any) -> bool:
+def is_named(part: PyTree) -> bool:
     """Whether a part of the data is a NamedTuple: one value with fields, not several values.
 
     >>> is_named((1, 2))
@@ -30,7 +31,7 @@ def is_named(part: Any) -> bool:
     return isinstance(part, tuple) and hasattr(part, "_fields")
 
 
-def is_node(part: Any) -> bool:
+def is_node(part: PyTree) -> bool:
     """Whether an object is one that JAX takes apart into arrays, such as a dataclass of them.
 
     >>> is_node(np.zeros(2)), is_node([np.zeros(2)])
@@ -42,7 +43,7 @@ def is_node(part: Any) -> bool:
     return bool(leaves) and leaves[0] is not part and all(map(is_array, leaves))
 
 
-def is_sparse(leaf: Any) -> bool:
+def is_sparse(leaf: ArrayLike) -> bool:
     """Whether a leaf is a sparse or ragged array, of SciPy, JAX, TensorFlow or torch.
 
     >>> is_sparse(np.zeros(3))
@@ -54,7 +55,7 @@ def is_sparse(leaf: Any) -> bool:
     return is_known or type(leaf).__name__.startswith(("SparseTensor", "RaggedTensor"))
 
 
-def check_dense(leaf: Any) -> None:
+def check_dense(leaf: ArrayLike) -> None:
     """Checks that a leaf is not sparse.
 
     Raises:
@@ -68,7 +69,7 @@ def check_dense(leaf: Any) -> None:
         )
 
 
-def to_numpy(leaf: Any) -> np.ndarray:
+def to_numpy(leaf: ArrayLike) -> np.ndarray:
     """An array of NumPy; columns of a table that differ in their types get a common one.
 
     >>> to_numpy([1, 2])

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from flaxfit.tree._types import PyTree
+
 Rules = Sequence[tuple[str, Any]]
 
 
@@ -14,7 +16,7 @@ def path_of(key_path: Any) -> str:
     return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
-def flat(tree: Any) -> dict[str, Any]:
+def flat(tree: PyTree) -> dict[str, Any]:
     """The leaves of a tree by path, in the tree's own order."""
     return {path_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
@@ -24,6 +26,6 @@ def match(rules: Rules, path: str, default: Any = None) -> Any:
     return next((value for pattern, value in rules if re.fullmatch(pattern, path)), default)
 
 
-def label(rules: Rules, tree: Any, default: Any = None) -> Any:
+def label(rules: Rules, tree: PyTree, default: Any = None) -> Any:
     """Maps every leaf of a tree to the value of the first rule that matches its path."""
     return jax.tree_util.tree_map_with_path(lambda p, _: match(rules, path_of(p), default), tree)

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit.tree._types import ArrayLike, PyTree
+
 Path = tuple[str, ...]
 
 
-def state_dict(state: Any) -> dict[str, Any]:
+def state_dict(state: PyTree) -> dict[str, Any]:
     """A state in T5X's layout; `flax_mutables` only where there are some.
 
     >>> from flaxfit.state._inference_state import InferenceState
@@ -26,7 +28,7 @@ def state_dict(state: Any) -> dict[str, Any]:
     }
 
 
-def restore_state(state: Any, plain: Mapping[str, Any]) -> Any:
+def restore_state(state: PyTree, plain: Mapping[str, Any]) -> Any:
     """The state with its arrays taken from what `state_dict` gave, for it or for one alike."""
     layout = _layout(state)
     given = dict(plain)
@@ -39,7 +41,7 @@ def restore_state(state: Any, plain: Mapping[str, Any]) -> Any:
     return state.replace(model_state=new["flax_mutables"], **fields)
 
 
-def as_plain(tree: Any) -> Any:
+def as_plain(tree: PyTree) -> Any:
     """The tree as nested dicts with text keys: field names, keys, and the indices of sequences.
 
     Random keys become their words (uint32). Nodes without arrays are left out.
@@ -59,7 +61,7 @@ def as_plain(tree: Any) -> Any:
     return plain
 
 
-def restore(tree: Any, plain: Any) -> Any:
+def restore(tree: PyTree, plain: Any) -> Any:
     """The tree with its arrays taken from plain nested dicts.
 
     >>> restore(({"w": 1.0}, 2.0), {"0": {"w": 3.0}, "1": 4.0})
@@ -85,14 +87,14 @@ def restore(tree: Any, plain: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), restored)
 
 
-def _layout(state: Any) -> dict[str, Any]:
+def _layout(state: PyTree) -> dict[str, Any]:
     counted = {"step": state.step}
     if hasattr(state, "opt_state"):
         counted["param_states"] = state.opt_state
     return {"target": state.params, "state": counted, "flax_mutables": state.model_state}
 
 
-def _leaves(tree: Any) -> dict[Path, Any]:
+def _leaves(tree: PyTree) -> dict[Path, Any]:
     leaves, twice = {}, []
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         path = tuple(jax.tree_util.keystr((key,), simple=True) for key in key_path)
@@ -103,7 +105,7 @@ def _leaves(tree: Any) -> dict[Path, Any]:
     return leaves
 
 
-def _plain(leaf: Any) -> Any:
+def _plain(leaf: ArrayLike) -> Any:
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
@@ -132,7 +134,7 @@ def _read_as(value: Any, like: Any) -> Any:
     return jax.device_put(jnp.asarray(array, like.dtype), sharding)
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: ArrayLike) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -140,6 +142,6 @@ def _name(path: Path) -> str:
     return "/".join(path)
 
 
-def _words(leaf: Any) -> str:
+def _words(leaf: ArrayLike) -> str:
     shape, dtype = np.shape(leaf), getattr(leaf, "dtype", type(leaf).__name__)
     return f"{dtype} {shape}"

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit.tree._types import ArrayLike
 
-def put(array: Any, sharding: jax.sharding.Sharding, *, may_alias: bool | None = None) -> Any:
+
+def put(array: ArrayLike, sharding: jax.sharding.Sharding, *, may_alias: bool | None = None) -> Any:
     """As `jax.device_put`, also onto the devices of other processes, and of random keys.
 
     >>> device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

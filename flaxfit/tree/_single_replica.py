@@ -1,13 +1,14 @@
 """A function as the only replica of a mapped axis, where nothing is mapped."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from flaxfit.tree._types import Function
 
-def alone(function: Callable[..., Any], axis: str) -> Callable[..., Any]:
+
+def alone(function: Function, axis: str) -> Function:
     """The function as the only replica: it may name the axis, whose index is 0 and size 1.
 
     >>> int(alone(lambda x: jax.lax.psum(x, "rows") + jax.lax.axis_index("rows"), "rows")(3))
@@ -23,7 +24,7 @@ def alone(function: Callable[..., Any], axis: str) -> Callable[..., Any]:
     return call
 
 
-def alone_in_any(function: Callable[..., Any]) -> Callable[..., Any]:
+def alone_in_any(function: Function) -> Function:
     """The function as the only replica of every axis that it names.
 
     Parameters are made, and models exported, by one replica, whatever the strategy calls its axis.

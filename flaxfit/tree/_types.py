@@ -38,3 +38,6 @@ InitFn: TypeAlias = Callable[..., Variables]
 
 LossFn: TypeAlias = Callable[..., ArrayLike]
 """`loss(outputs, targets) -> loss of each example`."""
+
+Function: TypeAlias = Callable[..., Any]
+"""A function of any arguments and result."""
