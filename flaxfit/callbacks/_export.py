@@ -12,7 +12,7 @@ from flaxfit.optim._averaged import has_average
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.strategies import gather
 from flaxfit.tree._checks import check_is_function, local_path
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree._types import Function, Json, PyTree
 
 
 class Export:
@@ -104,11 +104,11 @@ class Export:
         self.best_step = checkpoint.step
         return checkpoint
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         """What a resumed run needs, as plain JSON."""
         return {"best_value": self.best_value, "best_step": self.best_step}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Json]) -> None:
         """Puts back what `get_state` gave."""
         self.best_value, self.best_step = state["best_value"], state["best_step"]
         if self._monitor is not None:

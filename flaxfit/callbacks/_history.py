@@ -9,6 +9,7 @@ from flaxfit.display._chart import sparkline, svg_chart
 from flaxfit.display._pyplot import pyplot
 from flaxfit.metrics._monitor import default_monitor, is_better, known_mode, resolve_mode
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._types import Json
 
 
 class Best(NamedTuple):
@@ -154,7 +155,7 @@ class History(Mapping[str, list[float]]):
             axes.legend()
         return axes
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         """The history as plain JSON (a value that is not finite is a string)."""
         values = {
             name: [value if math.isfinite(value) else str(value) for value in values]
@@ -169,7 +170,7 @@ class History(Mapping[str, list[float]]):
             "modes": dict(self._modes),
         }
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Json]) -> None:
         """Puts back what `get_state` gave."""
         self.steps = [int(step) for step in state["steps"]]
         self._values = {

@@ -7,7 +7,7 @@ import jax
 
 from flaxfit.display import say
 from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._types import Function
+from flaxfit.tree._types import Function, PyTree
 
 
 class Logger(Protocol):
@@ -86,7 +86,7 @@ class Attempt:
         self._failures = failures
         self._has_failed = False
 
-    def __call__(self, function: Function, *arguments: Any) -> None:
+    def __call__(self, function: Function, *arguments: PyTree) -> None:
         """Calls the function with the arguments."""
         if jax.process_index():
             return

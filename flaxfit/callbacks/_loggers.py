@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from flaxfit.callbacks._log_to import Attempt
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._checks import local_path
+from flaxfit.tree._types import Json
 
 
 class CSVLogger:
@@ -52,7 +53,7 @@ class CSVLogger:
         self._attempt(self._write, _row(checkpoint))
         return checkpoint
 
-    def _write(self, row: Mapping[str, Any]) -> None:
+    def _write(self, row: Mapping[str, Json]) -> None:
         is_ahead = row["step"] > self._step and row.keys() <= set(self._columns)
         if self._file is None or self._file.closed or not is_ahead:
             self._begin(row)
@@ -60,7 +61,7 @@ class CSVLogger:
             _append(self._file, _csv_lines([row], self._columns))
         self._step = row["step"]
 
-    def _begin(self, row: Mapping[str, Any]) -> None:
+    def _begin(self, row: Mapping[str, Json]) -> None:
         """Opens the file behind the rows that stay, with a column for everything in the row."""
         self.close()
         reader = csv.DictReader(_whole_lines(self._path))
@@ -110,7 +111,7 @@ class JSONLogger:
         self._attempt(self._write, _row(checkpoint))
         return checkpoint
 
-    def _write(self, row: Mapping[str, Any]) -> None:
+    def _write(self, row: Mapping[str, Json]) -> None:
         if self._file is None or self._file.closed or row["step"] <= self._step:
             self._begin(row["step"])
         if self._file is not None:
@@ -141,7 +142,7 @@ class JSONLogger:
         self._file = _closed(self._file)
 
 
-def _row(checkpoint: Checkpoint) -> dict[str, Any]:
+def _row(checkpoint: Checkpoint) -> dict[str, Json]:
     metrics = {name: float(value) for name, value in checkpoint.scalars.items()}
     return {"step": checkpoint.step, "elapsed_time": checkpoint.elapsed_time, **metrics}
 

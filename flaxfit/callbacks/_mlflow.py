@@ -7,6 +7,7 @@ from typing import Any
 
 from flaxfit.callbacks._log_to import Attempt
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._types import Json
 
 
 class MLflowLogger:
@@ -96,11 +97,11 @@ class MLflowLogger:
             status = "FINISHED" if error is None else "KILLED" if is_killed else "FAILED"
             self._attempt(client.set_terminated, self.run_id, status)
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         """What a resumed run needs, as plain JSON."""
         return {"run_id": self.run_id}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Json]) -> None:
         """Puts back what `get_state` gave."""
         self.run_id = state["run_id"]
 

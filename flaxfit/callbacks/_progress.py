@@ -3,13 +3,14 @@
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from typing import TextIO
 
 from flaxfit import display
 from flaxfit.callbacks._bar import Bar, CellBar, to_rewrite
 from flaxfit.callbacks._callback import Loop
 from flaxfit.metrics._monitor import Monitor, check_mode, default_monitor
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._types import Json
 
 _SECONDS_BETWEEN_REFRESHES = 0.5
 # Steps of less than so many seconds would notice a look at the clock at each of them.
@@ -214,12 +215,12 @@ class ProgressBar:
         self._best = value, self._n
         return True
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         """What a resumed run needs, as plain JSON."""
         name = None if self._monitor is None else self._monitor.name
         return {"monitor": name, "best": self._best}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Json]) -> None:
         """Puts back what `get_state` gave, unless it is of another metric; after `attach`."""
         if state["best"] is None or (self._given and self._given.name != state["monitor"]):
             return

@@ -9,6 +9,7 @@ from flaxfit.display import say
 from flaxfit.metrics._monitor import Monitor
 from flaxfit.optim._learning_rates import in_group, learning_rates
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._types import Json
 
 
 class LearningRateScheduler:
@@ -73,11 +74,11 @@ class LearningRateScheduler:
             self._is_due = True
         self._undo = None
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         """What a resumed run needs, as plain JSON; the rate itself is in the optimizer's state."""
         return {"is_due": self._is_due}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Json]) -> None:
         """Puts back what `get_state` gave; call it after `attach`."""
         self._is_due, self._n_set = state["is_due"], self._loop.revision[1]
 
@@ -192,11 +193,11 @@ class ReduceLROnPlateau:
                     f"learning rate{where} lowered to {new:.4g}"
                 )
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         """What a resumed run needs, as plain JSON; the rate itself is in the optimizer's state."""
         return {"best": self._best, "n_waited": self._n_waited, "n_cooling": self._n_cooling}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Json]) -> None:
         """Puts back what `get_state` gave; call it after `attach`."""
         self._best, self._n_waited = state["best"], state["n_waited"]
         self._n_cooling = state["n_cooling"]

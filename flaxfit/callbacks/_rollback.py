@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from flaxfit.metrics._monitor import Monitor
 from flaxfit.optim._hyperparams import with_hyperparams_of
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import ArrayLike, Json, PyTree
 
 _FIELDS = ("step", "params", "opt_state", "model_state")
 
@@ -111,21 +111,21 @@ class Rollback:
         self._loop.restore(self._good.replace(step=jnp.int32(step), opt_state=opt_state))
         return self._loop.state
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         """What a resumed run needs, as plain JSON; the good state is in `get_arrays`."""
         return {"n_rollbacks": self.n_rollbacks}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Json]) -> None:
         """Puts back what `get_state` gave; call it after `attach`."""
         self.n_rollbacks = int(state["n_rollbacks"])
 
-    def get_arrays(self) -> dict[str, Any]:
+    def get_arrays(self) -> dict[str, PyTree]:
         """The fields of the good state, where it is not the present one."""
         if self._good is None or self._loop is None or int(self._good.step) == self._loop.step:
             return {}
         return {name: getattr(self._good, name) for name in _FIELDS}
 
-    def set_arrays(self, arrays: Mapping[str, Any]) -> None:
+    def set_arrays(self, arrays: Mapping[str, PyTree]) -> None:
         """Puts back what `get_arrays` gave; call it after `attach`."""
         if self._loop is not None:
             self._good = _to_host(self._loop.state.replace(**arrays))

@@ -11,6 +11,7 @@ from flaxfit.callbacks._callback import Loop
 from flaxfit.display import say
 from flaxfit.metrics._monitor import Monitor
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._types import Json, PyTree
 
 
 class EarlyStopping:
@@ -129,7 +130,7 @@ class EarlyStopping:
             return
         self._loop.restore(self._loop.state.replace(**self._best_weights))
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         """What a resumed run needs, as plain JSON; the weights are in `get_arrays`."""
         return {
             "best_value": self.best_value,
@@ -137,7 +138,7 @@ class EarlyStopping:
             "n_waited": self._n_waited,
         }
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Json]) -> None:
         """Puts back what `get_state` gave; call it after `attach`."""
         self._reset()
         self.best_value = state["best_value"]
@@ -146,11 +147,11 @@ class EarlyStopping:
         self._monitor.was_seen |= self.best_step is not None
         self._is_closed = False
 
-    def get_arrays(self) -> dict[str, Any]:
+    def get_arrays(self) -> dict[str, PyTree]:
         """The best weights, as fields of a state."""
         return self._best_weights or {}
 
-    def set_arrays(self, arrays: Mapping[str, Any]) -> None:
+    def set_arrays(self, arrays: Mapping[str, PyTree]) -> None:
         """Puts back what `get_arrays` gave; call it after `set_state`."""
         if self._restore_best:
             self._best_weights = dict(arrays)

@@ -6,7 +6,7 @@ from typing import Any
 from flaxfit.callbacks._callback import Loop
 from flaxfit.optim import swap_ema
 from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._types import Function
+from flaxfit.tree._types import Function, Json
 
 
 class SwapEMA:
@@ -54,11 +54,11 @@ class SwapEMA:
         self._is_due = True
         return checkpoint
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         """What a resumed run needs, as plain JSON."""
         return {"is_due": self._is_due}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Json]) -> None:
         """Puts back what `get_state` gave; call it after `attach`."""
         self._is_due = state["is_due"]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from flaxfit.callbacks._callback import Loop
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._types import Json
 
 
 class Timer:
@@ -55,11 +56,11 @@ class Timer:
         """The checkpoint, with `stop` set when the budget is used up."""
         return checkpoint.replace(stop=True) if self._is_over(checkpoint.step) else checkpoint
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         """What a resumed run needs, as plain JSON."""
         return self._used_at(self._loop.step if self._loop is not None else self._first_step)
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Json]) -> None:
         """Puts back what `get_state` gave; call it after `attach`."""
         self._used = dict(state)
 

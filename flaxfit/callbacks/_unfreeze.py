@@ -8,6 +8,7 @@ from flaxfit.callbacks._callback import Loop
 from flaxfit.display import say
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._paths import flat
+from flaxfit.tree._types import Json
 
 
 class Unfreeze:
@@ -62,11 +63,11 @@ class Unfreeze:
             say(f"step {checkpoint.step:,}: {n} more parameter arrays are trained from here on")
         return checkpoint
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         """What a resumed run needs, as plain JSON."""
         return {"n_seen": self._n_seen}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Json]) -> None:
         """Puts back what `get_state` gave, and what was unfrozen by then; after `attach`."""
         self._n_seen = state["n_seen"]
         due = [p for n, patterns in self._schedule.items() if n <= self._n_seen for p in patterns]

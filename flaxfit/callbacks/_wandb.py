@@ -6,6 +6,7 @@ from typing import Any
 
 from flaxfit.callbacks._log_to import Attempt
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._types import Json
 
 
 class WandbLogger:
@@ -75,10 +76,10 @@ class WandbLogger:
             run, self.run, self._may_begin = self.run, None, True
             self._attempt(run.finish)
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         """What a resumed run needs, as plain JSON."""
         return {"run_id": self.run_id}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def set_state(self, state: Mapping[str, Json]) -> None:
         """Puts back what `get_state` gave."""
         self.run_id = state["run_id"]

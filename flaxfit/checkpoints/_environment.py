@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from flaxfit.tree._types import Json
+
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "flaxfit")
 _NO_ARITHMETIC = frozenset({"orbax-checkpoint"})
 _COUNT_OF_DEVICES = re.compile(r"--xla_force_host_platform_device_count=\d+\s*")
@@ -55,7 +57,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def changes(record: Mapping[str, Any]) -> list[str]:
+def changes(record: Mapping[str, Json]) -> list[str]:
     """What differs between the environment that a record tells of and the present one.
 
     With virtual replicas the numbers of devices and processes are no difference: the bits do not

@@ -3,14 +3,14 @@
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from flaxfit.checkpoints._record import first_line
 from flaxfit.distributed._processes import exchange
+from flaxfit.tree._types import PyTree
 
 
 def cannot_save(
-    folder: Path, step: int, arrays: Mapping[str, Any], error: Exception
+    folder: Path, step: int, arrays: Mapping[str, PyTree], error: Exception
 ) -> RuntimeError:
     """The error that tells what could not be saved where, and how much room there is."""
     needed = sum(array.nbytes for array in arrays.values())

@@ -61,9 +61,9 @@ class CheckpointFile:
     """The position of the data stream; JSON."""
     running: Json = None
     """What else the loop needs to go on exactly, such as counts between two checkpoints; JSON."""
-    callback_states: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    callback_states: Mapping[str, Json] = dataclasses.field(default_factory=dict)
     """What callbacks remember, by their names; JSON."""
-    callback_arrays: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    callback_arrays: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
     """Arrays that callbacks keep, by their names: fields of a state, such as the best `params`."""
     stop: bool = False
     """Whether a callback has ended the run with this checkpoint."""
@@ -80,14 +80,14 @@ def contents(
     history: Json,
     callback_states: Any,
     monitor: Any,
-    callback_arrays: Mapping[str, Any] | None = None,
+    callback_arrays: Mapping[str, PyTree] | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arrays that are to be written for a checkpoint, and the record beside them.
 
     Where a digest can wait, its array stands in its place: `with_digests` completes the record.
     """
-    arrays: dict[str, Any] = {}
-    described: dict[str, dict[str, Any]] = {}
+    arrays: dict[str, PyTree] = {}
+    described: dict[str, dict[str, Json]] = {}
     names = checkpoint.state.axes or {}
     own = leaves_of(checkpoint.state)
     kept = leaves_of({_CALLBACKS: callback_arrays or {}})
@@ -122,7 +122,7 @@ def contents(
     return arrays, {**as_plain_json(record), "arrays": described}
 
 
-def is_kept(record: Mapping[str, Any]) -> bool:
+def is_kept(record: Mapping[str, Json]) -> bool:
     """Whether the memory of all arrays stays as it is for as long as the record is there.
 
     So it is in the memory of the CPU, which what stands in the place of the digests is a view of:
@@ -132,7 +132,7 @@ def is_kept(record: Mapping[str, Any]) -> bool:
     return jax.process_count() == 1 and not any(isinstance(each, str) for each in digests)
 
 
-def kept(arrays: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+def kept(arrays: Mapping[str, PyTree], record: Mapping[str, Json]) -> dict[str, Any]:
     """The arrays, and in the place of those that were deleted since the views of their memory."""
     return {
         path: record["arrays"][path]["digest"] if _is_deleted(array) else array
@@ -144,7 +144,7 @@ def _is_deleted(array: ArrayLike) -> bool:
     return isinstance(array, jax.Array) and array.is_deleted()
 
 
-def with_digests(record: Mapping[str, Any]) -> dict[str, Any]:
+def with_digests(record: Mapping[str, Json]) -> dict[str, Any]:
     """The record with all digests computed, as plain JSON."""
     described = {
         path: {**each, "digest": as_digest(each["digest"])}
@@ -214,7 +214,7 @@ def read(
     )
 
 
-def _plain_state(arrays: Mapping[str, Any], described: Mapping[str, Description]) -> TrainState:
+def _plain_state(arrays: Mapping[str, PyTree], described: Mapping[str, Description]) -> TrainState:
     """The state without a template, with the logical axes that the file names."""
     for name in ("step", "key"):  # What every state has; the rest may be without arrays.
         if name not in arrays:
@@ -227,7 +227,7 @@ def _plain_state(arrays: Mapping[str, Any], described: Mapping[str, Description]
     return as_plain_state(arrays).replace(axes=FrozenDict(axes) or None)
 
 
-def _kept_by_callbacks(described: Mapping[str, Any]) -> dict[str, Any]:
+def _kept_by_callbacks(described: Mapping[str, Json]) -> dict[str, Any]:
     return {name: each for name, each in described.items() if name.startswith(f"{_CALLBACKS}/")}
 
 
@@ -236,7 +236,7 @@ def _own_path(name: str) -> str:
     return name.split("/", 2)[2]
 
 
-def _callback_arrays(arrays: Mapping[str, Any], template: PyTree) -> dict[str, Any]:
+def _callback_arrays(arrays: Mapping[str, PyTree], template: PyTree) -> dict[str, PyTree]:
     """Fields of a state by the names of the callbacks that keep them."""
     found: dict[str, dict[str, Any]] = {}
     for name, array in _kept_by_callbacks(arrays).items():

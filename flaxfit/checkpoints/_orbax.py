@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from flaxfit.checkpoints._seal import Damaged
-from flaxfit.tree._types import ArrayLike, Json
+from flaxfit.tree._types import ArrayLike, Json, PyTree
 
 ARRAYS = "arrays"
 """The folder in a step for the arrays, a flat dict by path."""
@@ -34,7 +34,7 @@ class StepWriter:
         self._handler = ocp.PyTreeCheckpointHandler(use_compression=False)
         self._commits: Any = ()
 
-    def start(self, path: Path, arrays: Mapping[str, Any]) -> None:
+    def start(self, path: Path, arrays: Mapping[str, PyTree]) -> None:
         """Starts writing into the folder of a step; the arrays may be donated once this returns.
 
         Args:

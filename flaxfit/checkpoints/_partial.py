@@ -10,11 +10,12 @@ from flaxfit.checkpoints._compare import check_fits
 from flaxfit.checkpoints._tree import Description, describe
 from flaxfit.display import say
 from flaxfit.tree._paths import match
+from flaxfit.tree._types import Json
 
 
 def chosen(
     on_disk: Mapping[str, Description],
-    here: Mapping[str, Any],
+    here: Mapping[str, Json],
     patterns: str | Sequence[str],
     source: Any,
     in_model: Callable[[str], str | None],

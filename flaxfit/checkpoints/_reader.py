@@ -46,7 +46,7 @@ class CheckpointFileReader:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        target: Any = None,
+        target: PyTree = None,
         *,
         which: str | int = "latest",
         strict: bool = False,
@@ -179,7 +179,7 @@ class CheckpointFileReader:
 
 def restore(
     folder: str | os.PathLike[str],
-    target: Any = None,
+    target: PyTree = None,
     *,
     which: str | int = "latest",
     partial: str | Sequence[str] | None = None,

@@ -11,6 +11,8 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit.tree._types import Json
+
 _DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -49,7 +51,7 @@ def write(file: BinaryIO, arrays: Mapping[str, np.ndarray], facts: Mapping[str, 
     # Widest elements first: together with the padded header this aligns every array.
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     ends = list(itertools.accumulate((arrays[name].nbytes for name in names), initial=0))
-    entries: dict[str, Any] = {
+    entries: dict[str, Json] = {
         name: {
             "dtype": _CODES[arrays[name].dtype.name],
             "shape": list(arrays[name].shape),
@@ -125,7 +127,7 @@ def _split(content: np.ndarray) -> tuple[dict[str, Any], dict[str, str], np.ndar
     return entries, facts, content[8 + n_header :]
 
 
-def _views(entries: Mapping[str, Any], data: np.ndarray) -> dict[str, np.ndarray]:
+def _views(entries: Mapping[str, Json], data: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the arrays as views, after checking that they cover the data exactly once."""
     spans = {name: _span(name, entry) for name, entry in entries.items()}
     end = 0
@@ -165,7 +167,7 @@ def _span(name: str, entry: Any) -> tuple[int, int]:
     raise Malformed(f"its entry for {name!r:.100} is invalid or unsupported: {str(entry):.100}")
 
 
-def _view(entry: Mapping[str, Any], content: np.ndarray) -> np.ndarray:
+def _view(entry: Mapping[str, Json], content: np.ndarray) -> np.ndarray:
     try:
         return content.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
     except (ValueError, OverflowError) as error:  # Exceeds NumPy's limits.
@@ -180,7 +182,7 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
 
 
 def _checksum(
-    entries: Mapping[str, Any], facts: Mapping[str, str], content: Iterator[np.ndarray]
+    entries: Mapping[str, Json], facts: Mapping[str, str], content: Iterator[np.ndarray]
 ) -> str:
     checksum = hashlib.sha256(json.dumps([entries, facts], sort_keys=True).encode())
     for part in content:

@@ -16,7 +16,7 @@ def save(
     *,
     metrics: Mapping[str, float] | None = None,
     history: Json = None,
-    callback_states: Mapping[str, Any] | None = None,
+    callback_states: Mapping[str, Json] | None = None,
 ) -> Path:
     """Saves a checkpoint, or a bare state, and waits until it is on disk.
 

@@ -53,7 +53,7 @@ def key_description(key: jax.Array) -> dict[str, Any]:
     }
 
 
-def like(array: ArrayLike, template: PyTree) -> Any:
+def like(array: ArrayLike, template: PyTree) -> PyTree:
     """A restored array, or key, as the kind of leaf that it takes the place of.
 
     A leaf without a place of its own gives an uncommitted array that nothing else refers to.
@@ -72,7 +72,7 @@ def sharding_of(template: PyTree) -> jax.sharding.Sharding | None:
     return getattr(template, "sharding", None)
 
 
-def unflatten(arrays: Mapping[str, Any], template: PyTree) -> PyTree:
+def unflatten(arrays: Mapping[str, PyTree], template: PyTree) -> PyTree:
     """The template with the arrays in the places that they name."""
 
     def replaced(path: Any, leaf: ArrayLike) -> Any:
@@ -82,7 +82,7 @@ def unflatten(arrays: Mapping[str, Any], template: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(replaced, template)
 
 
-def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def nested(arrays: Mapping[str, PyTree]) -> dict[str, Any]:
     """Nested dicts, as the paths say.
 
     >>> nested({"a/b": 1, "a/c": 2})
@@ -91,7 +91,7 @@ def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       ValueError: a path goes on where another one ends.
     """
-    tree: dict[str, Any] = {}
+    tree: dict[str, PyTree] = {}
     for path, array in arrays.items():
         *parents, name = path.split("/")
         place = tree
@@ -108,7 +108,7 @@ def nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def as_plain_state(arrays: Mapping[str, Any]) -> TrainState:
+def as_plain_state(arrays: Mapping[str, PyTree]) -> TrainState:
     """A state made without a template: nested dicts, as the paths say."""
     fields = {"params": {}, "opt_state": {}, "model_state": {}, **nested(arrays)}
     known = {field.name for field in dataclasses.fields(TrainState)}

@@ -28,7 +28,7 @@ from flaxfit.checkpoints._tree import (
     unflatten,
 )
 from flaxfit.state._train_state import InferenceState, TrainState
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree._types import ArrayLike, PyTree
 
 _KEYS = "random_bits"
 _SECONDS_TO_WRITE = 3600
@@ -70,7 +70,7 @@ def save_weights(path: str | os.PathLike[str], weights: ArrayLike) -> Path:
 
 def load_weights(
     path: str | os.PathLike[str],
-    target: Any = None,
+    target: PyTree = None,
     *,
     partial: str | Sequence[str] | None = None,
 ) -> Any:
@@ -130,7 +130,7 @@ def _variables(weights: ArrayLike) -> Any:
     return weights.variables if is_state else weights
 
 
-def _keys(arrays: Mapping[str, Any], facts: Mapping[str, str]) -> dict[str, Any]:
+def _keys(arrays: Mapping[str, PyTree], facts: Mapping[str, str]) -> dict[str, Any]:
     """The random keys among the arrays: the format knows only their words."""
     try:
         kinds = json.loads(facts.get(_KEYS, "{}"))

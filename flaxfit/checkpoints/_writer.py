@@ -22,7 +22,7 @@ from flaxfit.distributed._processes import from_main, is_main
 from flaxfit.metrics._monitor import Monitor, check_mode
 from flaxfit.state._callback_states import collect
 from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._types import Json
+from flaxfit.tree._types import Json, PyTree
 
 _turn = threading.Lock()
 
@@ -145,7 +145,7 @@ class CheckpointFileWriter:
         checkpoint: Checkpoint,
         *,
         history: Json = None,
-        callback_states: Mapping[str, Any] | None = None,
+        callback_states: Mapping[str, Json] | None = None,
     ) -> Path:
         """Saves a checkpoint and, beside it, what else a run needs to go on.
 
@@ -165,7 +165,7 @@ class CheckpointFileWriter:
         self,
         checkpoint: Checkpoint,
         history: Json = None,
-        callback_states: Mapping[str, Any] | None = None,
+        callback_states: Mapping[str, Json] | None = None,
         *,
         revision: Any = None,
     ) -> Path:
@@ -236,7 +236,7 @@ class CheckpointFileWriter:
         self._lock = _lock.hold(self.output_dir)
 
     def _begin(
-        self, step: int, arrays: Mapping[str, Any], record: Mapping[str, Any], revision: Any
+        self, step: int, arrays: Mapping[str, PyTree], record: Mapping[str, Json], revision: Any
     ) -> None:
         """Has copied what may change, and the rest done in the background.
 
@@ -297,7 +297,7 @@ class CheckpointFileWriter:
                 "it cannot be the best"
             )
 
-    def _holds(self, step: int, record: Mapping[str, Any]) -> bool:
+    def _holds(self, step: int, record: Mapping[str, Json]) -> bool:
         """Whether a step on disk has this record, and by its digests the same arrays."""
         path = _folder.step_path(self.output_dir, step)
         try:
@@ -309,8 +309,8 @@ class CheckpointFileWriter:
         self,
         writer: StepWriter,
         place: Path,
-        arrays: Mapping[str, Any],
-        record: Mapping[str, Any],
+        arrays: Mapping[str, PyTree],
+        record: Mapping[str, Json],
         revision: Any,
         is_kept: bool,
         failure: Exception | None,
@@ -335,7 +335,7 @@ class CheckpointFileWriter:
         if is_main():
             self._clear(step)
 
-    def _complete(self, writer: StepWriter, place: Path, record: Mapping[str, Any]) -> None:
+    def _complete(self, writer: StepWriter, place: Path, record: Mapping[str, Json]) -> None:
         writer.finish(place)
         write_record(place, record)
         _folder.complete(self.output_dir, record["step"], place)

@@ -20,6 +20,7 @@ from flaxfit.data._libraries import (
 )
 from flaxfit.data._stream import is_shared
 from flaxfit.tree._dtypes import check_dense, is_array, is_node, is_sparse
+from flaxfit.tree._types import Data
 
 _ACCEPTED = (
     "Give arrays, a tuple (x, y) or mapping of arrays, a list or other iterable of batches, a "
@@ -28,7 +29,7 @@ _ACCEPTED = (
 
 
 def as_stream(
-    data: Any,
+    data: Data,
     *,
     batch_size: int | None = None,
     shuffle: bool = False,
@@ -99,7 +100,7 @@ def as_stream(
     )
 
 
-def one_pass(data: Any, *, batch_size: int | None = None) -> Iterator[Any]:
+def one_pass(data: Data, *, batch_size: int | None = None) -> Iterator[Any]:
     """Iterates over data exactly once, from its beginning: an endless stream for one epoch.
 
     A generator can be passed over only once; a second pass is a `ValueError`, not empty.
@@ -120,16 +121,16 @@ def one_pass(data: Any, *, batch_size: int | None = None) -> Iterator[Any]:
     )
 
 
-def _is_data_set(data: Any) -> bool:
+def _is_data_set(data: Data) -> bool:
     return is_array(data) or isinstance(data, tuple | Mapping) or is_node(data)
 
 
-def _array_stream(data: Any, epochs: int | None, options: dict[str, Any]) -> ArrayStream:
+def _array_stream(data: Data, epochs: int | None, options: dict[str, Any]) -> ArrayStream:
     options = {**options, "batch_size": regular_size(options["batch_size"])}
     return ArrayStream(*_parts(data), epochs=epochs, **options)
 
 
-def _check_unused(data: Any, options: dict[str, Any]) -> None:
+def _check_unused(data: Data, options: dict[str, Any]) -> None:
     """Refuses options that cut a data set into batches, where other batches are given.
 
     Raises:
@@ -146,7 +147,7 @@ def _check_unused(data: Any, options: dict[str, Any]) -> None:
         )
 
 
-def _parts(data: Any) -> tuple[Any, ...]:
+def _parts(data: Data) -> tuple[Any, ...]:
     """The x, y and weights of a data set."""
     parts = parts_of(data)
     if not 1 <= len(parts) <= 3:
@@ -164,7 +165,7 @@ def _parts(data: Any) -> tuple[Any, ...]:
     return parts
 
 
-def _opener(data: Any, options: dict[str, Any]) -> Callable[[int], Iterator[Any]]:
+def _opener(data: Data, options: dict[str, Any]) -> Callable[[int], Iterator[Any]]:
     """A function from the epoch to an iterator over the batches of one pass."""
     if isinstance(data, str | bytes | type):
         raise TypeError(f"Cannot read batches from {data!r:.60}. {_ACCEPTED}")
@@ -188,7 +189,7 @@ def _opener(data: Any, options: dict[str, Any]) -> Callable[[int], Iterator[Any]
     raise TypeError(f"Cannot read batches from {type(data).__name__}: {data!r:.60}. {_ACCEPTED}")
 
 
-def _called(data: Any, epoch: int, options: dict[str, Any]) -> Iterator[Any]:
+def _called(data: Data, epoch: int, options: dict[str, Any]) -> Iterator[Any]:
     """One pass over what a callable returned."""
     check_dense(data)
     if _is_data_set(data):
@@ -208,5 +209,5 @@ def _check_list(data: list[Any]) -> None:
         )
 
 
-def _keeps_position(data: Any) -> bool:
+def _keeps_position(data: Data) -> bool:
     return all(hasattr(data, name) for name in ("__next__", "get_state", "set_state"))

@@ -11,7 +11,7 @@ from flaxfit.data._position import check_description
 from flaxfit.data._sample_weights import check_weights_shape
 from flaxfit.distributed._processes import process_count, process_index
 from flaxfit.tree._checks import whole_number
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import ArrayLike, Json, PyTree
 
 _RESIDENT_BYTES = 2**28
 
@@ -157,11 +157,11 @@ class ArrayStream:
             return None
         return self.pick(slice(None))
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         """The position after the last delivered batch, with a description of the data."""
         return {"epoch": self.epoch, "batch": self._batch, "data": self._description}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: dict[str, Json]) -> None:
         """Moves to a position that `get_state` gave.
 
         Raises:

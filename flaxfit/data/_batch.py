@@ -18,7 +18,7 @@ from flaxfit.tree._dtypes import (
     to_numpy,
     widened,
 )
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import ArrayLike, Data, PyTree
 
 _ROLES = (("x", "y", "w"), ("inputs", "targets", "weights"))
 # What the fields of a NamedTuple are called by the part that they hold.
@@ -43,8 +43,8 @@ class Batch(NamedTuple):
         such by the names of outputs becomes a part of the targets, the last of them.
     """
 
-    inputs: tuple[Any, ...] | dict[str, Any]
-    targets: tuple[Any, ...] = ()
+    inputs: tuple[PyTree, ...] | dict[str, PyTree]
+    targets: tuple[PyTree, ...] = ()
     weights: ArrayLike = None
 
 
@@ -100,7 +100,7 @@ def detached(item: Any) -> Any:
         return {name: detached(part) for name, part in item.items()}
 
 
-def parts_of(data: Any) -> tuple[Any, ...]:
+def parts_of(data: Data) -> tuple[Any, ...]:
     """The parts x, y and weights of a batch or of a data set, as far as they are given.
 
     >>> parts_of({"y": 1, "x": 0}), parts_of([0, 1]), parts_of({"image": 2})
@@ -153,7 +153,7 @@ def call(apply: Any, variables: PyTree, inputs: PyTree, **options: Any) -> Any:
     return apply(variables, *inputs, **options)
 
 
-def _inputs(part: PyTree) -> tuple[Any, ...] | dict[str, Any]:
+def _inputs(part: PyTree) -> tuple[PyTree, ...] | dict[str, PyTree]:
     if isinstance(part, Mapping):
         return {str(name): _arrays(value) for name, value in part.items()}
     return _part(part)

@@ -9,7 +9,7 @@ import numpy as np
 from flaxfit.data._batch import parts_of
 from flaxfit.data._sample_weights import check_weights, check_weights_shape
 from flaxfit.tree._dtypes import check_dense, is_array, is_named, is_node, to_numpy
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import ArrayLike, Data, PyTree
 
 _SCALARS = (bool, int, float, complex, str, bytes, np.generic)
 
@@ -118,7 +118,7 @@ def weights_by_class(y: Any, class_weight: Any) -> np.ndarray:
     return by_class
 
 
-def split(arrays: tuple[Any, ...], fraction: float, seed: int) -> tuple[Any, Any]:
+def split(arrays: tuple[PyTree, ...], fraction: float, seed: int) -> tuple[Any, Any]:
     """Parts a random fraction of the examples from the rest, for validation."""
     if not 0 < fraction < 1:
         raise ValueError(f"validation_split must lie between 0 and 1, got {fraction}.")
@@ -158,7 +158,7 @@ def as_arrays(part: PyTree) -> Any:
     return jax.tree.map(as_arrays, part) if is_node(part) else to_numpy(part)
 
 
-def _arrays_of(data: Any, y: Any = None, weights: ArrayLike = None, owner: str = "x") -> Any:
+def _arrays_of(data: Data, y: Any = None, weights: ArrayLike = None, owner: str = "x") -> Any:
     """The inputs, targets and weights of a data set as arrays; None of what is batches."""
     if y is not None:
         if not _holds_arrays(data) or _holds_batches(data):
@@ -212,14 +212,14 @@ def _times(by_class: Any, weights: ArrayLike) -> Any:
     return by_class if weights is None else weights * by_class
 
 
-def _is_pair(data: Any) -> bool:
+def _is_pair(data: Data) -> bool:
     """Whether a list is `[x, y]` or `[x, y, weights]`, as Keras takes it: batches are all alike."""
     if not _is_list(data) or not 2 <= len(data) <= 3 or not _holds_arrays(data):
         return False
     return any(is_array(part) or _is_numbers(part) for part in data[:2])
 
 
-def _is_list(data: Any) -> bool:
+def _is_list(data: Data) -> bool:
     """Whether data is a list of arrays or of other objects: a sequence of batches."""
     return isinstance(data, list) and not _is_numbers(data)
 
@@ -243,7 +243,7 @@ def _holds_arrays(part: PyTree) -> bool:
     return (is_array(part) and not hasattr(part, "__next__")) or is_node(part)
 
 
-def _holds_batches(data: Any) -> bool:
+def _holds_batches(data: Data) -> bool:
     """Whether a list has pairs in it, as of inputs and targets, in the place of inputs."""
     return _is_list(data) and any(
         isinstance(part, list | tuple) and not _is_numbers(part) for part in data

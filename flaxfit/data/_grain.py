@@ -5,9 +5,10 @@ from typing import Any
 
 from flaxfit.data._libraries import comes_from
 from flaxfit.distributed._processes import process_count, process_index
+from flaxfit.tree._types import Data
 
 
-def reads_own_shard(data: Any) -> bool:
+def reads_own_shard(data: Data) -> bool:
     """Whether the shard options of a loader select the shard of this process.
 
     `grain.sharding.ShardByJaxProcess` makes such options. A slice of a data set is not recognized.
@@ -20,7 +21,7 @@ def reads_own_shard(data: Any) -> bool:
     return comes_from(data, "grain") and shard == (process_index(), process_count())
 
 
-def end_workers_with_parent(data: Any) -> None:
+def end_workers_with_parent(data: Data) -> None:
     """Has the worker processes of a pipeline end with this process, also where it is killed.
 
     Grain tells them to end when this process ends by itself; else they would wait for ever.
@@ -57,7 +58,7 @@ def _watching_parent(init: Callable[[], None] | None) -> Callable[[], None]:
     return start
 
 
-def _nodes(data: Any) -> Iterator[Any]:
+def _nodes(data: Data) -> Iterator[Any]:
     """The parts of a pipeline, each once."""
     nodes, seen = [data], set()
     while nodes:

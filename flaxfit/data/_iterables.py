@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from flaxfit.data._position import check_description, check_own, describe_batch
 from flaxfit.display import say
+from flaxfit.tree._types import Json
 
 _FIRST = "first_batch"
 
@@ -65,7 +66,7 @@ class IterableStream:
         self._settings = settings
         self.shared = shared
         known = {} if n_batches is None else {"n_batches": n_batches}
-        self._description: dict[str, Any] = {"type": name, **known, **settings}
+        self._description: dict[str, Json] = {"type": name, **known, **settings}
         self._rewind()
 
     def __len__(self) -> int:
@@ -123,9 +124,9 @@ class IterableStream:
             shared=self.shared,
         )
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> dict[str, Json]:
         """The position after the last delivered batch, with a description of the data."""
-        state: dict[str, Any] = {"delivered": self._delivered, "data": dict(self._description)}
+        state: dict[str, Json] = {"delivered": self._delivered, "data": dict(self._description)}
         if self._start:
             state["start"] = self._start
         if self._is_apart or self._keeps:
@@ -136,7 +137,7 @@ class IterableStream:
             state["iterator"] = position.decode() if isinstance(position, bytes) else position
         return state
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: dict[str, Json]) -> None:
         """Moves to a position that `get_state` gave, by skipping where there is no other way.
 
         Raises:
@@ -169,7 +170,7 @@ class IterableStream:
         if self.epoch < state.get("epoch", 0):
             self._end_pass()
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def _restore(self, state: dict[str, Json]) -> None:
         self._rewind()
         self.epoch, self._delivered = state["epoch"], state["delivered"]
         self._keeps = True

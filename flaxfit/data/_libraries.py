@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from flaxfit.tree._checks import whole_number
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree._types import ArrayLike, Data
 
 
-def comes_from(data: Any, module: str) -> bool:
+def comes_from(data: Data, module: str) -> bool:
     """Whether the type of an object, or one that it inherits from, is of a module.
 
     >>> comes_from(np.zeros(3), "numpy")
@@ -30,12 +30,12 @@ def regular_size(batch_size: int | None) -> int:
     return 32 if batch_size is None else whole_number("batch_size", batch_size)
 
 
-def is_hugging_face(data: Any) -> bool:
+def is_hugging_face(data: Data) -> bool:
     """Whether data is a dataset of Hugging Face, which is cut into batches."""
     return comes_from(data, "datasets") and hasattr(data, "with_format")
 
 
-def opener(data: Any, **options: Any) -> Callable[[int], Iterator[Any]] | None:
+def opener(data: Data, **options: Any) -> Callable[[int], Iterator[Any]] | None:
     """A function from the epoch to an iterator over the batches of foreign data, or None.
 
     Args:
@@ -57,7 +57,7 @@ def opener(data: Any, **options: Any) -> Callable[[int], Iterator[Any]] | None:
     return None
 
 
-def length(data: Any, batch_size: int | None, drop_remainder: bool) -> int | None:
+def length(data: Data, batch_size: int | None, drop_remainder: bool) -> int | None:
     """The number of batches in a pass, where the data knows it."""
     if _is_endless(data):
         return sys.maxsize
@@ -71,13 +71,13 @@ def length(data: Any, batch_size: int | None, drop_remainder: bool) -> int | Non
     return n
 
 
-def _is_endless(data: Any) -> bool:
+def _is_endless(data: Data) -> bool:
     """Whether data is a data set of TensorFlow that repeats for ever, whose length is an error."""
     is_tensorflow = hasattr(data, "as_numpy_iterator") and hasattr(data, "cardinality")
     return is_tensorflow and int(data.cardinality()) == -1
 
 
-def describe(data: Any, *, batch_size: int | None, **options: Any) -> dict[str, Any]:
+def describe(data: Data, *, batch_size: int | None, **options: Any) -> dict[str, Any]:
     """The options that the batches of foreign data, or those of a callable, depend on."""
     if is_hugging_face(data) or (options["shuffle"] and callable(data)):
         return {"batch_size": regular_size(batch_size), **options}
@@ -97,7 +97,7 @@ def _from_torch(leaf: ArrayLike) -> Any:
 
 
 def _hugging_face_batches(
-    data: Any,
+    data: Data,
     epoch: int,
     *,
     batch_size: int | None,

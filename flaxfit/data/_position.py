@@ -25,7 +25,7 @@ def describe_batch(batch: PyTree) -> list[str]:
 
 
 def check_description(
-    saved: Mapping[str, Any], here: Mapping[str, Any], *, but_for: str | None = None
+    saved: Mapping[str, Json], here: Mapping[str, Json], *, but_for: str | None = None
 ) -> None:
     """Checks that a position belongs to the data at hand, as far as it is described.
 
@@ -82,7 +82,7 @@ def own_position(position: Json) -> Any:
     return position[_EACH][process_index()]
 
 
-def check_own(position: Mapping[str, Any]) -> None:
+def check_own(position: Mapping[str, Json]) -> None:
     """Checks that a position is not one of several processes, and of another number than here.
 
     Raises:

@@ -30,7 +30,7 @@ def weights_by_output(targets: PyTree) -> dict[str, Any]:
     return last.by_name if isinstance(last, WeightsByOutput) else {}
 
 
-def without_idle_rows(values: Any, weights: ArrayLike) -> Any:
+def without_idle_rows(values: PyTree, weights: ArrayLike) -> Any:
     """Values in whose rows of weight 0 stands the first row that counts.
 
     Anything may stand there, and 0 times the gradient of a loss that is no number is none either.

@@ -123,7 +123,7 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _inputs(name: str, specs: Any, samples: Sequence[Any] | None) -> list[tuple[str, Any]]:
+def _inputs(name: str, specs: PyTree, samples: Sequence[Any] | None) -> list[tuple[str, Any]]:
     if samples is not None:
         return [
             (f"sample {i}", s if isinstance(s, tuple | dict) else (s,))

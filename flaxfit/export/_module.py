@@ -172,7 +172,7 @@ class JaxModule:
         self._leaves = leaves
 
     def _method(self, function: Any, preprocess: Any, postprocess: Any) -> Function:
-        def run(leaves: dict[str, Any], inputs: PyTree) -> Any:
+        def run(leaves: dict[str, PyTree], inputs: PyTree) -> Any:
             if preprocess is not None:
                 inputs = preprocess(**inputs) if isinstance(inputs, dict) else preprocess(*inputs)
                 inputs = inputs if isinstance(inputs, tuple | dict) else (inputs,)

@@ -10,7 +10,7 @@ from flaxfit.tree._paths import flat
 from flaxfit.tree._types import PyTree
 
 
-def input_names(specs: Any) -> list[str]:
+def input_names(specs: PyTree) -> list[str]:
     """The names of a method's inputs, in the order of the leaves.
 
     >>> input_names((1,)), input_names((1, [2, 3])), input_names({"x": 1}), input_names(({"x": 1},))
@@ -29,7 +29,7 @@ def output_names(outputs: PyTree) -> list[str]:
     return _names(outputs, "outputs")
 
 
-def from_names(specs: Any, named: Mapping[str, Any]) -> Any:
+def from_names(specs: PyTree, named: Mapping[str, Any]) -> Any:
     """The tree of inputs from inputs by name."""
     leaves = [named[name] for name in input_names(specs)]
     return jax.tree.unflatten(jax.tree.structure(specs), leaves)

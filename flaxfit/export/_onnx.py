@@ -114,7 +114,7 @@ def _chosen(module: JaxModule, method: str | None) -> str:
     return method
 
 
-def _as_function(session: Any, specs: Any, structure: PyTree) -> Function:
+def _as_function(session: Any, specs: PyTree, structure: PyTree) -> Function:
     """A session as a function of the method's inputs."""
 
     def run(*inputs: PyTree, **named: Any) -> Any:

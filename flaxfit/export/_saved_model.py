@@ -92,7 +92,7 @@ def save_saved_model(
     return report(Path(path), "SavedModel", size_of(Path(path)), compared)
 
 
-def _signature(function: Function, specs: Any) -> Any:
+def _signature(function: Function, specs: PyTree) -> Any:
     """A method with flat, named inputs and outputs."""
     tf = import_tensorflow()
 

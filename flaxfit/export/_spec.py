@@ -92,7 +92,7 @@ def batch_specs(inputs: PyTree) -> Any:
     return jax.tree.map(lambda x: InputSpec(("batch", *x.shape[1:]), x.dtype), inputs)
 
 
-def shape_structs(specs: Any) -> Any:
+def shape_structs(specs: PyTree) -> Any:
     """The specs as `jax.ShapeDtypeStruct`s whose symbols share one scope.
 
     Raises:
@@ -107,12 +107,12 @@ def shape_structs(specs: Any) -> Any:
     return jax.tree.map(struct, specs)
 
 
-def constraints(specs: Any) -> tuple[str, ...]:
+def constraints(specs: PyTree) -> tuple[str, ...]:
     """The constraints of all specs, each once."""
     return tuple(dict.fromkeys(c for spec in jax.tree.leaves(specs) for c in spec.constraints))
 
 
-def two_sizes(specs: Any) -> list[dict[str, int]]:
+def two_sizes(specs: PyTree) -> list[dict[str, int]]:
     """Two sizes for every symbol, as far as there are two that the constraints allow.
 
     >>> two_sizes((InputSpec(("b", "t")), InputSpec(("b", 3))))
@@ -144,7 +144,7 @@ def two_sizes(specs: Any) -> list[dict[str, int]]:
     return found
 
 
-def random_inputs(specs: Any, sizes: Mapping[str, int], seed: int = 0) -> Any:
+def random_inputs(specs: PyTree, sizes: Mapping[str, int], seed: int = 0) -> Any:
     """Random arrays that fit the specs: normal floats, zeros and ones of other types.
 
     >>> random_inputs((InputSpec(("b", 3)),), {"b": 2})[0].shape
@@ -161,7 +161,7 @@ def random_inputs(specs: Any, sizes: Mapping[str, int], seed: int = 0) -> Any:
     return jax.tree.map(array, specs)
 
 
-def example(specs: Any) -> Any:
+def example(specs: PyTree) -> Any:
     """Inputs that fit the specs, as a tuple (or a dict of keywords): the smallest that do.
 
     >>> example(InputSpec(("batch", 3)))[0].shape

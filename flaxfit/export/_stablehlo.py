@@ -245,8 +245,8 @@ def _received(inputs: PyTree) -> str:
     return f"{jax.tree.map(word, inputs)!s:.200}"
 
 
-def _words(specs: Any) -> str:
-    def word(spec: Any) -> str:
+def _words(specs: PyTree) -> str:
+    def word(spec: PyTree) -> str:
         return f"{spec.dtype}[{', '.join(map(str, spec.shape))}]"
 
     if isinstance(specs, dict):

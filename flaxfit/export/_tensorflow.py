@@ -49,7 +49,7 @@ class TensorFlowModule:
         """The trainable ones."""
         return [variable for variable in self.variables if variable.trainable]
 
-    def assign(self, leaves: dict[str, Any]) -> None:
+    def assign(self, leaves: dict[str, PyTree]) -> None:
         """Takes over other values, by name."""
         values = {name: np.asarray(leaf) for name, leaf in leaves.items()}
         for name, variable in self._variables.items():
@@ -96,18 +96,18 @@ def import_tensorflow() -> Any:
     return tensorflow
 
 
-def tensor_specs(specs: Any, name: str | None = None) -> Any:
+def tensor_specs(specs: PyTree, name: str | None = None) -> Any:
     """InputSpecs as `tf.TensorSpec`s, whose symbolic dimensions are open."""
     tf = import_tensorflow()
 
-    def tensor(spec: Any) -> Any:
+    def tensor(spec: PyTree) -> Any:
         shape = [d if isinstance(d, int) else None for d in spec.shape]
         return tf.TensorSpec(shape, tf.as_dtype(spec.dtype), name=name)
 
     return jax.tree.map(tensor, specs)
 
 
-def _as_tensors(specs: Any, inputs: PyTree) -> Any:
+def _as_tensors(specs: PyTree, inputs: PyTree) -> Any:
     """The inputs as tensors of the dtypes of their specs."""
     tf = import_tensorflow()
     if jax.tree.structure(inputs) != jax.tree.structure(specs):
@@ -116,7 +116,7 @@ def _as_tensors(specs: Any, inputs: PyTree) -> Any:
             f"Received: {jax.tree.structure(inputs)}\nExpected: {jax.tree.structure(specs)}"
         )
 
-    def tensor(spec: Any, value: Any) -> Any:
+    def tensor(spec: PyTree, value: Any) -> Any:
         return tf.convert_to_tensor(value, tf.as_dtype(spec.dtype))
 
     return jax.tree.map(tensor, specs, inputs)

@@ -86,7 +86,7 @@ def fill_from(
 
 
 def _misfits(
-    translation: Translation, leaves: Mapping[str, Any], strict: bool, partial: bool | str
+    translation: Translation, leaves: Mapping[str, PyTree], strict: bool, partial: bool | str
 ) -> list[str]:
     """How the arrays of a checkpoint differ from the leaves of a tree, a line each."""
     values = translation.values

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree._types import ArrayLike, Function
 
 _READERS = 8
 """How many arrays are read at once: enough for disks, and a bound on the memory in use."""
@@ -75,7 +75,7 @@ class LazyArray(abc.ABC):
         """Reads the array without blocking the event loop; several are read at the same time."""
 
     @abc.abstractmethod
-    def map(self, function: Callable[[Any], Any]) -> "LazyArray":
+    def map(self, function: Function) -> "LazyArray":
         """This array changed by a function when it is read.
 
         The function is tried at once on an array of zeros that takes no memory, for the shape.
@@ -105,7 +105,7 @@ class LazyArray(abc.ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype})"
 
-    def _example_of(self, function: Callable[[Any], Any]) -> Any:
+    def _example_of(self, function: Function) -> Any:
         """What a function makes of an array like this one."""
         return function(np.broadcast_to(np.zeros((), self.dtype), self.shape))
 
@@ -138,7 +138,7 @@ class LazyThreadPoolArray(LazyArray):
         """Reads the array in a thread of the pool."""
         return await asyncio.wrap_future(self.executor.submit(self.get))
 
-    def map(self, function: Callable[[Any], Any]) -> "LazyThreadPoolArray":
+    def map(self, function: Function) -> "LazyThreadPoolArray":
         """This array changed by a function when it is read."""
         example = self._example_of(function)
         return LazyThreadPoolArray(example.shape, example.dtype, lambda: function(self.get()))
@@ -162,7 +162,7 @@ class LazyAwaitableArray(LazyArray):
         """Reads the array in the running event loop."""
         return self._checked(await self._get_fn())
 
-    def map(self, function: Callable[[Any], Any]) -> "LazyAwaitableArray":
+    def map(self, function: Function) -> "LazyAwaitableArray":
         """This array changed by a function when it is read."""
         example = self._example_of(function)
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from flaxfit.importers._t5_slots import SLOTS, add_dummies, turn_squares
 from flaxfit.importers._translator import CheckpointTranslator
+from flaxfit.tree._types import PyTree
 
 t5_translator = CheckpointTranslator()
 _TOWERS = {"encoder": "encoder", "decoder": "decoder", "transformer": "decoder"}
@@ -104,7 +105,9 @@ def _logits() -> str:
 
 
 @t5_translator.add_last_step
-def _share_relative_bias(opts: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _share_relative_bias(
+    opts: Mapping[str, Any], values: Mapping[str, PyTree]
+) -> Mapping[str, Any]:
     """Takes a bias that all layers share out of the first of them."""
     asked = opts.get("relative_bias")
     for tower in ("encoder", "decoder"):
@@ -193,7 +196,7 @@ def _logits_back(opts: Any, name: str, value: Any) -> tuple[str, Any]:
 
 
 @_BACK.add_last_step
-def _decoder_alone(opts: Any, values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _decoder_alone(opts: Any, values: Mapping[str, PyTree]) -> Mapping[str, Any]:
     """Names a decoder alone, which has embeddings of its own and no cross attention."""
     if "decoder/embedding" not in values:
         return values

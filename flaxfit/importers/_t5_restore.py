@@ -17,6 +17,7 @@ from flaxfit.importers._unreadable import UnreadableFile
 from flaxfit.optim._freeze import merge
 from flaxfit.state._train_state import InferenceState, TrainState
 from flaxfit.tree._paths import flat, path_of
+from flaxfit.tree._types import PyTree
 
 Target = TypeVar("Target", TrainState, InferenceState, dict[str, Any])
 
@@ -91,7 +92,7 @@ def restore_from_t5(
     return target.replace(**fields)
 
 
-def _layout(target: Any, optimizer_state: bool) -> dict[str, Any]:
+def _layout(target: PyTree, optimizer_state: bool) -> dict[str, Any]:
     """The parts of the target that a checkpoint may fill, in T5X's layout."""
     if isinstance(target, Mapping):
         state = dict(target["state"])
@@ -112,7 +113,7 @@ def _layout(target: Any, optimizer_state: bool) -> dict[str, Any]:
     return parts
 
 
-def _optimizer_state(target: Any) -> Any:
+def _optimizer_state(target: PyTree) -> Any:
     return target["state"]["param_states"] if isinstance(target, Mapping) else target.opt_state
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from flaxfit.importers._translator import Translation
+from flaxfit.tree._types import PyTree
 
 SLOTS = {"_slot_v": "v", "_slot_vr": "v_row", "_slot_vc": "v_col", "_slot_m": "m"}
 """The ends of mesh-TensorFlow's names, and T5X's names."""
@@ -20,7 +21,7 @@ KEPT = "|".join(
 _OPTAX_NAMES = {"v": "v", "v_row": "v_row", "v_col": "v_col", "ema": "m"}
 
 
-def turn_squares(opts: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+def turn_squares(opts: Any, values: Mapping[str, PyTree]) -> dict[str, Any]:
     """Exchanges the statistics of rows and columns of square matrices.
 
     mesh-TensorFlow's `vr` lacks the largest dimension, of two as large the first; the `v_row` of
@@ -36,7 +37,7 @@ def turn_squares(opts: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     return turned
 
 
-def add_dummies(opts: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+def add_dummies(opts: Any, values: Mapping[str, PyTree]) -> dict[str, Any]:
     """Adds the single zeros that Adafactor keeps in the place of statistics it does not use."""
     added = dict(values)
     for name in values:
@@ -48,7 +49,7 @@ def add_dummies(opts: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     return added
 
 
-def as_in(leaves: Mapping[str, Any], translation: Translation) -> Translation:
+def as_in(leaves: Mapping[str, PyTree], translation: Translation) -> Translation:
     """The statistics under the names of a target: T5X's as they are, or those of optax's state.
 
     optax keeps one tree for each kind of statistic, somewhere in its state, and counts its steps
@@ -86,7 +87,7 @@ def _is_dummy(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.shape == (1,)
 
 
-def _source(name: str, values: Mapping[str, Any]) -> str | None:
+def _source(name: str, values: Mapping[str, PyTree]) -> str | None:
     """Which of T5X's names an array of the target has."""
     if name in values:
         return name

@@ -83,7 +83,7 @@ def _leaves(tree: PyTree, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         yield "/".join(keys), tree
 
 
-def _is_spec(tree: dict[str, Any]) -> bool:
+def _is_spec(tree: dict[str, PyTree]) -> bool:
     """Whether a dict is the TensorStore spec of an array."""
     return isinstance(tree.get("driver"), str) and isinstance(tree.get("kvstore"), dict)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flaxfit.tree._types import Function
+from flaxfit.tree._types import Function, PyTree
 
 Rule = Callable[..., tuple[str | None, Any] | None]
 
@@ -16,7 +16,7 @@ Rule = Callable[..., tuple[str | None, Any] | None]
 class Translation:
     """What rules make of a checkpoint: the new arrays, where each is from, what is wrong."""
 
-    values: Mapping[str, Any]
+    values: Mapping[str, PyTree]
     sources: Mapping[str, str]
     dropped: list[str]
     unmatched: list[str]

@@ -5,7 +5,7 @@ from typing import Any
 from flaxfit.data import ArrayStream, as_stream
 from flaxfit.data._batch import detached
 from flaxfit.loop._local_rows import knows_rows
-from flaxfit.tree._types import Json
+from flaxfit.tree._types import Data, Json
 
 
 class Cursor:
@@ -25,7 +25,7 @@ class Cursor:
       data: whatever `as_stream` takes, or None for no data.
     """
 
-    def __init__(self, data: Any):
+    def __init__(self, data: Data):
         self.has_data = data is not None
         self.stream: Any = as_stream(data) if self.has_data else iter(())
         self.gathers: bool = getattr(self.stream, "resident", False)

@@ -26,7 +26,7 @@ from flaxfit.strategies import DataParallel, Strategy
 from flaxfit.task._task import EvalTask
 from flaxfit.tree._checks import whole_number
 from flaxfit.tree._jax_debugging import debugging_explained
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree._types import Data, Function, PyTree
 
 
 class EvalLoop:
@@ -106,7 +106,7 @@ class EvalLoop:
         return measured.replace(modes={**checkpoint.modes, **self.adds})
 
     @debugging_explained()
-    def measure(self, state: PyTree, data: Any = None) -> dict[str, Any]:
+    def measure(self, state: PyTree, data: Data = None) -> dict[str, Any]:
         """The metrics of a state over the task's data, or over other data.
 
         Raises:
@@ -146,7 +146,7 @@ class EvalLoop:
         return compute(_metric_totals.reader(sums)(totals), self.task.metrics, where)
 
     def check(
-        self, state: PyTree, data: Any = None, *, in_phase: Callable[[str], Any] = nullcontext
+        self, state: PyTree, data: Data = None, *, in_phase: Callable[[str], Any] = nullcontext
     ) -> None:
         """Looks at the first batch, as `measure` would, without measuring anything.
 
@@ -166,7 +166,7 @@ class EvalLoop:
             with in_phase("preparing"):
                 self._look_at(batches.examples(item), self._measured(state), batches, data)
 
-    def _given(self, data: Any) -> Any:
+    def _given(self, data: Data) -> Any:
         """The data to measure on: that of the task, where no other is given."""
         if data is None and self._data is None:
             raise ValueError(
@@ -175,7 +175,7 @@ class EvalLoop:
             )
         return self._data if data is None else data
 
-    def _pass(self, data: Any) -> LocalBatches:
+    def _pass(self, data: Data) -> LocalBatches:
         """The batches of one pass over the data."""
         stream = one_pass(data)
         if self.n_steps is None:
@@ -188,7 +188,7 @@ class EvalLoop:
         return evaluated(state, self.task.rngs, f"EvalTask(rngs={self.task.rngs})")
 
     def _look_at(
-        self, batch: Batch, state: PyTree, batches: LocalBatches, data: Any
+        self, batch: Batch, state: PyTree, batches: LocalBatches, data: Data
     ) -> tuple[Padder, Any]:
         """Checks the first batch; whether batches can be padded, and the sums that they give."""
         bind = self.strategy.bind
@@ -207,14 +207,14 @@ class EvalLoop:
         )
         return feed, result.sums
 
-    def _compile(self, strategy: Strategy, arguments: tuple[Any, ...]) -> Function:
+    def _compile(self, strategy: Strategy, arguments: tuple[PyTree, ...]) -> Function:
         measure = make_eval_step(
             self.task,
             axis_name=strategy.axis_name,
             virtual_replicas=strategy.virtual_replicas,
         )
 
-        def update(state: PyTree, totals: PyTree, *positioned: Any) -> Any:
+        def update(state: PyTree, totals: PyTree, *positioned: PyTree) -> Any:
             *position, batch = positioned
             return strategy.constrain(
                 _metric_totals.add(totals, measure(state, batch, *position)), state

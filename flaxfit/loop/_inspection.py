@@ -127,7 +127,7 @@ class Inspection:
             )
 
 
-def _why_not_pad(task: TrainTask, state: PyTree, values: Any) -> str:
+def _why_not_pad(task: TrainTask, state: PyTree, values: PyTree) -> str:
     if not task.pad:
         return "the task has pad=False"
     if values.ndim == 0:

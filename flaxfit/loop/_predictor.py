@@ -18,7 +18,7 @@ from flaxfit.step._train_step import evaluated, make_predict_step
 from flaxfit.step._validate import check_rows, streams_explained, structure_of, trace
 from flaxfit.strategies import Strategy
 from flaxfit.tree._jax_debugging import debugging_explained
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree._types import Data, Function, PyTree
 
 # While these are computed and copied, others are prepared; no more of them wait on the devices.
 _BATCHES_IN_FLIGHT = 4
@@ -45,7 +45,7 @@ class Predictor:
         self._executables: dict[Any, Function] = {}
 
     @debugging_explained()
-    def __call__(self, state: PyTree, data: Any, strategy: Strategy) -> Any:
+    def __call__(self, state: PyTree, data: Data, strategy: Strategy) -> Any:
         """The outputs with a state, one row per example.
 
         Raises:
@@ -81,7 +81,9 @@ class Predictor:
             raise ValueError("There is nothing to predict: the data holds no batches.")
         return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
 
-    def _compile(self, strategy: Strategy, batch: PyTree, arguments: tuple[Any, ...]) -> Function:
+    def _compile(
+        self, strategy: Strategy, batch: PyTree, arguments: tuple[PyTree, ...]
+    ) -> Function:
         make = functools.partial(
             make_predict_step, self._apply, precision=self._precision, rngs=self._rngs
         )
@@ -96,7 +98,7 @@ class Predictor:
             virtual_replicas=strategy.virtual_replicas,
         )
 
-        def predict(state: PyTree, *positioned: Any) -> Any:
+        def predict(state: PyTree, *positioned: PyTree) -> Any:
             *position, batch = positioned
             return step(state, batch, *position)
 

@@ -35,7 +35,7 @@ from flaxfit.step._validate import shapes_of
 from flaxfit.strategies import Strategy
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._functions import runs_eagerly
-from flaxfit.tree._types import ArrayLike, Json, PyTree
+from flaxfit.tree._types import ArrayLike, Data, Json, PyTree
 
 # On a CPU with several devices, unbounded dispatch of collectives aborts the process; a single
 # device holds the batches of steps that wait, unless the data is on it anyway. Then each eighth
@@ -89,7 +89,7 @@ class Stepper:
 
     # What it holds.
 
-    def set_data(self, data: Any) -> None:
+    def set_data(self, data: Data) -> None:
         """Continues with other data."""
         self._n_set += 1
         self.cursor = Cursor(data)
@@ -165,7 +165,7 @@ class Stepper:
         self.norms = tuple(patterns)
         self._forget()
 
-    def set_hyperparams(self, group: str | int | None, values: dict[str, Any]) -> None:
+    def set_hyperparams(self, group: str | int | None, values: dict[str, PyTree]) -> None:
         """Continues with other hyperparameters; nothing is recompiled."""
         old = self.state
         new = set_hyperparams(old.opt_state, group=group, **values)
@@ -340,7 +340,7 @@ class Stepper:
         state, totals = strategy.share((self._layout.unflatten(leaves), totals))
         return self._layout.flatten(state), totals
 
-    def _build(self, portion: Portion, arguments: tuple[Any, ...], *, n_steps: int) -> Any:
+    def _build(self, portion: Portion, arguments: tuple[PyTree, ...], *, n_steps: int) -> Any:
         layout, strategy = self._layout, portion.strategy
         update = make_update(
             self.task,

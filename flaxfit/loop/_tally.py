@@ -9,7 +9,7 @@ import numpy as np
 from flaxfit.step import _metric_totals
 from flaxfit.step._train_step import compute
 from flaxfit.step._validate import structure_of
-from flaxfit.tree._types import PyTree
+from flaxfit.tree._types import Json, PyTree
 
 
 class Tally:
@@ -85,7 +85,7 @@ class Tally:
         totals = [{dtype: pair[i] for dtype, pair in host.items()} for i in (0, 1)]
         return {"n_steps": self.n_steps, "totals": totals, "metrics": metrics}
 
-    def go_on_from(self, told: dict[str, Any]) -> None:
+    def go_on_from(self, told: dict[str, Json]) -> None:
         """Continues the count that `as_json` returned."""
         self.n_steps = told["n_steps"]
         sums, cut_off = told["totals"]

@@ -33,7 +33,7 @@ from flaxfit.task._task import TrainTask, with_collections
 from flaxfit.tree._checks import whole_number
 from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._jax_debugging import check_jit
-from flaxfit.tree._types import PyTree
+from flaxfit.tree._types import Data, PyTree
 
 
 class EndOfData(Exception):
@@ -386,12 +386,12 @@ class TrainLoop:
         self.schedule = dataclasses.replace(self.schedule, first=value)
 
     @property
-    def data(self) -> Any:
+    def data(self) -> Data:
         """The stream of batches; set it to continue with other data and a new count."""
         return self._stepper.cursor.stream
 
     @data.setter
-    def data(self, data: Any) -> None:
+    def data(self, data: Data) -> None:
         self._stepper.set_data(data)
         self._forget_delivery()
         self._reset()
@@ -721,7 +721,7 @@ class TrainLoop:
         )
 
 
-def _on_host(values: dict[str, Any]) -> dict[str, Any]:
+def _on_host(values: dict[str, PyTree]) -> dict[str, Any]:
     """Hyperparameters as numbers, in the order of the groups."""
     fetched = {}
     for name, value in values.items():

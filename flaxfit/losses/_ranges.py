@@ -49,7 +49,7 @@ def labels_for(loss: Any, outputs: PyTree) -> Labels | None:
     return None
 
 
-def out_of_range(loss: Any, *outputs_and_targets: Any) -> Any:
+def out_of_range(loss: Any, *outputs_and_targets: PyTree) -> Any:
     """Marks the values of a loss whose label is out of range; None if it takes any label.
 
     >>> out_of_range(crossentropy, np.zeros((3, 2)), np.array([0, -1, 2]))
@@ -62,7 +62,7 @@ def out_of_range(loss: Any, *outputs_and_targets: Any) -> Any:
     return wrong.any(-1) if loss is onehot_crossentropy else wrong
 
 
-def in_range(loss: Any, *outputs_and_targets: Any) -> Any:
+def in_range(loss: Any, *outputs_and_targets: PyTree) -> Any:
     """What a loss returns, with values of 0 where a label is out of range.
 
     Their gradients are 0, too.

@@ -52,7 +52,7 @@ def from_metric_class(metric_class: Any) -> Metric:
     """
     name = metric_class.__name__
 
-    def measure(*arguments: Any, weights: ArrayLike = None) -> PyTree:
+    def measure(*arguments: PyTree, weights: ArrayLike = None) -> PyTree:
         call = _caller(metric_class, arguments)
         one_row_each = jax.tree.map(lambda array: jnp.asarray(array)[:, None], arguments)
         try:
@@ -82,7 +82,7 @@ def from_metric_class(metric_class: Any) -> Metric:
     return Metric(measure, compute, name)
 
 
-def _caller(metric_class: Any, arguments: tuple[Any, ...]) -> Function:
+def _caller(metric_class: Any, arguments: tuple[PyTree, ...]) -> Function:
     """How to call `from_model_output` with these arguments."""
     make = metric_class.from_model_output
     parameters = inspect.signature(make).parameters.values()

@@ -126,7 +126,7 @@ def threshold_of(threshold: float | None, from_logits: bool) -> float:
     return threshold
 
 
-def is_share(values: Any) -> Any:
+def is_share(values: PyTree) -> Any:
     """Whether values lie between 0 and 1, as labels and probabilities do."""
     values = floating(values)
     return (values >= 0) & (values <= 1)

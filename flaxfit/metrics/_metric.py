@@ -80,13 +80,15 @@ def mean(values: Function, *, name: str | None = None) -> Metric:
     """
     name = name or getattr(values, "__name__", None)
 
-    def measure(*arguments: Any, weights: ArrayLike = None) -> PyTree:
+    def measure(*arguments: PyTree, weights: ArrayLike = None) -> PyTree:
         return sums_of(values(*arguments), weights, name=name)
 
     return Metric(measure, lambda sums: ratio(sums["sum"], sums["weight"]), name, values=values)
 
 
-def sums_of(values: Any, weights: ArrayLike = None, *, name: str | None = None) -> dict[str, Any]:
+def sums_of(
+    values: PyTree, weights: ArrayLike = None, *, name: str | None = None
+) -> dict[str, Any]:
     """The weighted sum of all elements of per-example values, and the sum of their weights."""
     if not hasattr(values, "shape") and not isinstance(values, list | int | float):
         raise TypeError(
@@ -104,7 +106,7 @@ def sums_of(values: Any, weights: ArrayLike = None, *, name: str | None = None) 
     return {"sum": weighted(values, weights).sum(), "weight": weights.sum()}
 
 
-def weights_of(values: Any, weights: ArrayLike = None) -> Any:
+def weights_of(values: PyTree, weights: ArrayLike = None) -> Any:
     """One floating weight for every element, from the weights of the examples."""
     dtype = jnp.promote_types(jnp.result_type(values), jnp.float32)
     if weights is None:
@@ -118,7 +120,7 @@ def weights_of(values: Any, weights: ArrayLike = None) -> Any:
     return jnp.broadcast_to(by_example, values.shape)
 
 
-def weighted(values: Any, weights: ArrayLike) -> Any:
+def weighted(values: PyTree, weights: ArrayLike) -> Any:
     """Values times weights; where the weight is 0 the value counts as 0, even if it is NaN."""
     return jnp.where(weights != 0, values.astype(weights.dtype) * weights, 0)
 

@@ -1,11 +1,11 @@
 """Whether lower or higher values of a metric are better, by its function or its name."""
 
 import re
-from typing import Any
 
 import optax
 
 from flaxfit.losses._known import is_loss
+from flaxfit.tree._types import PyTree
 
 _HIGHER = {
     "acc",
@@ -28,7 +28,7 @@ _HIGHER = {
 _LOWER = {"perplexity", "rmse", "root_mean_squared_error"}
 
 
-def mode_of(values: Any, name: str | None) -> str | None:
+def mode_of(values: PyTree, name: str | None) -> str | None:
     """Returns "min" or "max" for a metric whose better values are known, else None.
 
     A metric that is the mean of a loss of flaxfit or Optax is minimised, whatever it is called.

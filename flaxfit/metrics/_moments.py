@@ -17,7 +17,7 @@ _WINDOW = 8
 _UNITS = tuple(2.0**e for e in range(-120, 128, _WINDOW))
 
 
-def moments(values: Any, weights: ArrayLike) -> Any:
+def moments(values: PyTree, weights: ArrayLike) -> Any:
     """The weights, the values and their squares, added over the first axis: `(3, windows, ...)`.
 
     Args:

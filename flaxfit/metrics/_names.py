@@ -129,7 +129,7 @@ def as_metric(metric: MetricLike) -> Metric:
     )
 
 
-def on(arguments: Callable[..., tuple[Any, ...]], metric: MetricLike) -> Metric:
+def on(arguments: Callable[..., tuple[PyTree, ...]], metric: MetricLike) -> Metric:
     """Measures something else than the bare outputs and targets.
 
     Args:
@@ -144,7 +144,7 @@ def on(arguments: Callable[..., tuple[Any, ...]], metric: MetricLike) -> Metric:
     """
     inner = as_metric(metric)
 
-    def measure(*outputs_and_targets: Any, weights: ArrayLike = None) -> PyTree:
+    def measure(*outputs_and_targets: PyTree, weights: ArrayLike = None) -> PyTree:
         return inner.measure(*arguments(*outputs_and_targets), weights=weights)
 
     values = inner.values

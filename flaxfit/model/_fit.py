@@ -15,6 +15,7 @@ from flaxfit.loop._local_rows import knows_rows
 from flaxfit.loop._train_loop import EndOfData, TrainLoop
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._checks import whole_number
+from flaxfit.tree._types import Data
 
 
 def check_numbers(
@@ -42,7 +43,7 @@ def check_numbers(
 
 
 def stream_of(
-    data: Any,
+    data: Data,
     *,
     batch_size: int | None,
     shuffle: bool | None,
@@ -162,7 +163,7 @@ class Validation:
     def __init__(
         self,
         measure: Callable[[Any, Any], dict[str, Any]],
-        data: Any,
+        data: Data,
         adds: Mapping[str, str | None],
     ) -> None:
         self._measure, self._data, self.adds = measure, data, adds

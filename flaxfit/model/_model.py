@@ -47,7 +47,7 @@ from flaxfit.strategies import Eager, Strategy
 from flaxfit.strategies._eager import eagerly
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._functions import order_of
-from flaxfit.tree._types import ArrayLike, Params
+from flaxfit.tree._types import ArrayLike, Data, Params
 
 
 class Model:
@@ -552,7 +552,7 @@ class Model:
             history=self.history,
         )
 
-    def _look_at(self, data: Any) -> Any:
+    def _look_at(self, data: Data) -> Any:
         """The data, after the inputs of its first batch were used to begin, if they are needed."""
         first: list[Any] = []
         batches = one_pass(data)
@@ -600,11 +600,11 @@ class Model:
         is_other = self._task.ema is None and has_ema(state)  # Of a run with other options.
         return averaged(state) if has_average(state) and not is_other else state
 
-    def _measure(self, state: TrainState, data: Any) -> dict[str, Any]:
+    def _measure(self, state: TrainState, data: Data) -> dict[str, Any]:
         return self._evaluator.measure(self._averaged(state), data)
 
 
-def _in_order(data: Any, batch_size: int | None) -> Any:
+def _in_order(data: Data, batch_size: int | None) -> Any:
     """One pass over what `prepare` gave, cut into batches of this size where it can be."""
     if isinstance(data, tuple):
         return ArrayStream(*data, batch_size=regular_size(batch_size), epochs=1)

@@ -16,7 +16,7 @@ from flaxfit.checkpoints._tree import is_key
 from flaxfit.optim._freeze import check_matches, merge
 from flaxfit.state._train_state import TrainState
 from flaxfit.tree._paths import flat, path_of
-from flaxfit.tree._types import ArrayLike, Function, PyTree
+from flaxfit.tree._types import ArrayLike, Function, PyTree, Rngs
 
 
 class WarmStart:
@@ -45,7 +45,7 @@ class WarmStart:
             self.fresh, *(each for each in self._loads if each is not self._misfit), load
         )
 
-    def __call__(self, rngs: Any, *inputs: PyTree, **named: Any) -> Any:
+    def __call__(self, rngs: Rngs, *inputs: PyTree, **named: Any) -> Any:
         """The variables with the weights in them."""
         variables = dict(self.fresh(rngs, *inputs, **named))
         for name in ("intermediates", "losses"):
@@ -103,7 +103,7 @@ def open_weights(
         translation = translator.translate(source, **opts)
     is_plain = translator is None and not prefix and os.fspath(path).endswith(".safetensors")
 
-    def put(target: Any) -> Any:
+    def put(target: PyTree) -> Any:
         is_state = hasattr(target, "params")
         variables = target.variables if is_state else target
         values = translation.values
@@ -153,7 +153,7 @@ def state_alone(path: str | os.PathLike[str], seed: int) -> TrainState | None:
     return TrainState(step, variables.pop("params"), (), variables, key)
 
 
-def _check_prefix(prefix: str, variables: Mapping[str, Any]) -> str:
+def _check_prefix(prefix: str, variables: Mapping[str, PyTree]) -> str:
     """What the paths of a part of the model begin with."""
     within = f"{prefix.strip('/')}/" if prefix else ""
     if not any(path.startswith(within) for path in flat(variables["params"])):
@@ -165,7 +165,7 @@ def _check_prefix(prefix: str, variables: Mapping[str, Any]) -> str:
 
 
 def _check_patterns(
-    partial: str | Sequence[str] | None, variables: Mapping[str, Any]
+    partial: str | Sequence[str] | None, variables: Mapping[str, PyTree]
 ) -> Sequence[str]:
     if partial is None:
         return [".*"]

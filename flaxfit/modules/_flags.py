@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from flaxfit.tree._types import PyTree
+
 _IN_TRAINING = {
     "train": True,
     "training": True,
@@ -30,7 +32,7 @@ def switches(train: bool) -> dict[str, bool]:
     return {name: train == in_training for name, in_training in _IN_TRAINING.items()}
 
 
-def flags(values: Mapping[str, Any], train: bool) -> dict[str, bool]:
+def flags(values: Mapping[str, PyTree], train: bool) -> dict[str, bool]:
     """The switches among named values, set for training or for evaluation.
 
     A value that is neither a bool nor None, such as a `training` that holds settings, is no switch.
@@ -65,7 +67,7 @@ def call_defaults(function: Any) -> dict[str, Any]:
     return {p.name: None if p.default is p.empty else p.default for p in by_keyword}
 
 
-def check_switches(values: Mapping[str, Any], owner: str) -> None:
+def check_switches(values: Mapping[str, PyTree], owner: str) -> None:
     """Refuses a switch between training and evaluation by a name that is not known.
 
     Raises:

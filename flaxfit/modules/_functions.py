@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax.core.scope import in_filter
 
-from flaxfit.tree._types import ArrayLike, Function, Params, PyTree
+from flaxfit.tree._types import ArrayLike, Function, Params, PyTree, Rngs
 
 
 class ModelFunctions(NamedTuple):
@@ -38,7 +38,7 @@ def with_losses(functions: ModelFunctions, losses: ArrayLike) -> ModelFunctions:
     if not losses:
         return functions
 
-    def init(rngs: Any, *inputs: PyTree, **named: Any) -> dict[str, Any]:
+    def init(rngs: Rngs, *inputs: PyTree, **named: Any) -> dict[str, PyTree]:
         variables = functions.init(rngs, *inputs, **named)
         return {name: tree for name, tree in variables.items() if name not in losses}
 
@@ -82,7 +82,7 @@ class GivenInit:
     def __init__(self, give: Callable[[], Any]):
         self._give = give
 
-    def __call__(self, rngs: Any, *inputs: PyTree, **named: Any) -> Any:
+    def __call__(self, rngs: Rngs, *inputs: PyTree, **named: Any) -> Any:
         return jax.tree.map(jnp.copy, self._give())
 
 
@@ -119,12 +119,12 @@ def from_function(
             return {"params": initial}
         return dict(zip(("params", "state"), initial, strict=True))
 
-    def init(rngs: Any, *inputs: PyTree, **named: Any) -> dict[str, Any]:
+    def init(rngs: Rngs, *inputs: PyTree, **named: Any) -> dict[str, PyTree]:
         key = rngs["params"] if isinstance(rngs, dict) else rngs
         return collections(params(key, *inputs, **named))
 
     def apply(
-        variables: PyTree, *inputs: PyTree, rngs: Any = None, mutable: Any = False, **named: Any
+        variables: PyTree, *inputs: PyTree, rngs: Rngs = None, mutable: Any = False, **named: Any
     ) -> Any:
         if rng is not None:
             named["rng"] = rngs.get(rng) if isinstance(rngs, dict) else rngs

@@ -10,7 +10,7 @@ from flax.core.scope import in_filter
 
 from flaxfit.modules._flags import call_defaults, call_flags, check_switches, parameters, switches
 from flaxfit.modules._functions import GivenInit, ModelFunctions, check_losses
-from flaxfit.tree._types import ArrayLike, Function, PyTree
+from flaxfit.tree._types import ArrayLike, Function, PyTree, Rngs
 
 
 def from_nnx(
@@ -77,11 +77,11 @@ def from_nnx(
     def variables_of(module: Any) -> dict[str, Any]:
         return {**states.persistent(states.variables_of(module, losses)), **axes}
 
-    def init(rngs: Any, *inputs: PyTree, **named: Any) -> dict[str, Any]:
+    def init(rngs: Rngs, *inputs: PyTree, **named: Any) -> dict[str, PyTree]:
         return variables_of(make(model, _rngs(rngs)))
 
     def apply(
-        variables: PyTree, *inputs: PyTree, rngs: Any = None, mutable: Any = False, **named: Any
+        variables: PyTree, *inputs: PyTree, rngs: Rngs = None, mutable: Any = False, **named: Any
     ) -> Any:
         def run(streams: Any) -> tuple[Any, Any]:
             module = nnx.merge(graph, streams, states.filled(template, variables, losses))
@@ -162,7 +162,7 @@ def is_nnx(model: Any) -> bool:
     return maker is not None and takes_rngs_alone
 
 
-def make(model: Any, rngs: Any) -> Any:
+def make(model: Any, rngs: Rngs) -> Any:
     """The module that a factory makes of these `nnx.Rngs`; an instance is itself.
 
     Raises:
@@ -200,7 +200,7 @@ def _maker(model: Any) -> Any:
     return model if inspect.isroutine(model) else None
 
 
-def _rngs(rngs: Any) -> Any:
+def _rngs(rngs: Rngs) -> Rngs:
     from flax import nnx
 
     rngs = dict(rngs) if isinstance(rngs, Mapping) else {"params": rngs}

@@ -6,7 +6,7 @@ It imports nnx, so it is itself imported only where a model is one.
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jax.interpreters import partial_eval
 
 from flaxfit.modules._flags import parameters
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import ArrayLike, Function, PyTree, Rngs
 
 # Written anew by each call, never part of what a model is.
 _TRANSIENT = ("intermediates", "losses")
@@ -41,7 +41,7 @@ def collections_of(module: nnx.Module) -> set[str]:
     return {collection for _, (collection, *_), _ in _leaves(_state(module))}
 
 
-def persistent(variables: Mapping[str, Any]) -> dict[str, Any]:
+def persistent(variables: Mapping[str, PyTree]) -> dict[str, Any]:
     """The collections that are part of the model, not of a call."""
     return {name: tree for name, tree in variables.items() if name not in _TRANSIENT}
 
@@ -109,7 +109,7 @@ def split(
     return graph, *jax.eval_shape(lambda *states: states, random, state)
 
 
-def filled(state: PyTree, variables: Mapping[str, Any], losses: Sequence[str] = ()) -> Any:
+def filled(state: PyTree, variables: Mapping[str, PyTree], losses: Sequence[str] = ()) -> Any:
     """A state with the values that the variables hold.
 
     Raises:
@@ -132,7 +132,7 @@ def filled(state: PyTree, variables: Mapping[str, Any], losses: Sequence[str] = 
     return nnx.from_flat_state(values)
 
 
-def keyed(random: Any, rngs: Any) -> Any:
+def keyed(random: Any, rngs: Rngs) -> Any:
     """The random states of a call: each stream's key from `rngs`, its count at 0.
 
     A stream made by `nnx.Rngs(0)` is called "default" whatever the layer: it takes the key of
@@ -161,7 +161,7 @@ def counts(states: PyTree) -> dict[str, Any]:
     }
 
 
-def streams_used(function: Callable[[Any], Any], random: Any) -> dict[str, str]:
+def streams_used(function: Function, random: Any) -> dict[str, str]:
     """The random streams that the results of a function of random states depend on.
 
     By path, the name of each. A stream may be split or counted on and yet be of no effect.
@@ -198,7 +198,7 @@ def collection_of(kind: type) -> str:
         return kind.__name__
 
 
-def assign(module: nnx.Module, variables: Mapping[str, Any], losses: Sequence[str] = ()) -> None:
+def assign(module: nnx.Module, variables: Mapping[str, PyTree], losses: Sequence[str] = ()) -> None:
     """Gives the variables of a module copies of these values: all of them, or none and an error."""
     state = _state(module)
     new = filled(state, variables, losses)
@@ -223,7 +223,7 @@ def _state(module: nnx.Module) -> Any:
 
 def _leaves(
     state: PyTree, losses: Sequence[str] = ()
-) -> Iterator[tuple[tuple[Any, ...], Place, Any]]:
+) -> Iterator[tuple[tuple[PyTree, ...], Place, Any]]:
     for path, leaf in nnx.to_flat_state(state):
         yield path, (_collection(leaf, losses), *map(str, path)), leaf
 
@@ -239,7 +239,7 @@ def _collection(leaf: ArrayLike, losses: Sequence[str] = ()) -> str:
     return "losses" if name in losses else name
 
 
-def _is_module(_: Any, node: Any) -> bool:
+def _is_module(_: Any, node: PyTree) -> bool:
     return isinstance(node, nnx.Module)
 
 
@@ -257,7 +257,7 @@ def _is_sown(losses: Sequence[str], _: Any, leaf: ArrayLike) -> bool:
     return _collection(leaf, losses) in _TRANSIENT and isinstance(_value(leaf), tuple)
 
 
-def _key(rngs: Any, stream: str) -> Any:
+def _key(rngs: Rngs, stream: str) -> Any:
     if isinstance(rngs, Mapping):
         others = [name for name in rngs if name != "params"]
         name = next((n for n in (stream, "default", *others, "params") if n in rngs), None)

@@ -11,7 +11,7 @@ from flaxfit.modules._flags import call_flags, switches
 from flaxfit.modules._nnx import make
 from flaxfit.modules._switch import switched
 from flaxfit.tree._single_replica import alone_in_any
-from flaxfit.tree._types import PyTree
+from flaxfit.tree._types import PyTree, Rngs
 
 _WIDTH = 100
 
@@ -36,7 +36,7 @@ def summarize(module: Any, inputs: PyTree) -> str:
         options = {"console_kwargs": {"width": _WIDTH, "force_terminal": False}}
         tables: list[str] = []
 
-        def tabulate(rngs: Any, *inputs: PyTree, **named: Any) -> None:
+        def tabulate(rngs: Rngs, *inputs: PyTree, **named: Any) -> None:
             tables.append(module.tabulate(rngs, *inputs, **named, **options, **arguments))
 
         call(alone_in_any(tabulate), rngs, inputs)

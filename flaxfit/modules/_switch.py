@@ -8,7 +8,7 @@ from flax import linen as nn
 from flaxfit.modules._flags import call_defaults, call_flags, check_switches, flags, parameters
 from flaxfit.modules._functions import ModelFunctions, with_losses
 from flaxfit.modules._nnx import from_nnx, is_nnx
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree._types import ArrayLike, PyTree
 
 
 def train_and_eval(module: Any, *, losses: ArrayLike = ()) -> tuple[ModelFunctions, ModelFunctions]:
@@ -60,7 +60,7 @@ def switched(module: nn.Module, train: bool) -> tuple[nn.Module, dict[str, bool]
     """
     values = {name: getattr(module, name, None) for name in module.__dataclass_fields__}
     check_switches({**values, **call_defaults(module.__call__)}, type(module).__name__)
-    fields: dict[str, Any] = flags(values, train)
+    fields: dict[str, PyTree] = flags(values, train)
     arguments = call_flags(module.__call__, train)
     required = parameters(module.__call__)
     for name in fields.keys() & arguments.keys():

@@ -52,7 +52,7 @@ class Adjustable(optax.GradientTransformationExtraArgs, abc.ABC):
     def update_hyper_params(self, *, hyper_params: Any = None, **overrides: Any) -> Any:
         """The set of hyperparameters with some values replaced."""
 
-    def create(self, target: Any) -> Optimizer:
+    def create(self, target: PyTree) -> Optimizer:
         """An `Optimizer` of the target, which is a tree of parameters."""
         return Optimizer(optimizer_def=self, state=self.init(target), target=target)
 

@@ -118,7 +118,7 @@ class OptimizerDef(Adjustable):
         is_plain = isinstance(start, Mapping)
         return {**start, **overrides} if is_plain else dataclasses.replace(start, **overrides)
 
-    def create(self, target: Any, focus: Any = None) -> Optimizer:
+    def create(self, target: PyTree, focus: Any = None) -> Optimizer:
         """An `Optimizer` of the target, which is a tree of parameters.
 
         Args:

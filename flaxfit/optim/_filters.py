@@ -112,7 +112,7 @@ def _is_frozen(filter: Filter, params: Params) -> bool:
 def _masked(params: Params) -> list[str]:
     """The paths of the masked nodes of a tree."""
 
-    def is_masked(node: Any) -> bool:
+    def is_masked(node: PyTree) -> bool:
         return isinstance(node, optax.MaskedNode)
 
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_masked)

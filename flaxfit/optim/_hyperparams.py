@@ -1,6 +1,6 @@
 """Hyperparameters in optimizer states: found wherever they are in the tree, read and set."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from flaxfit.tree._types import OptState, PyTree
+from flaxfit.tree._types import Function, OptState, PyTree
 
 
 class OverrideState(NamedTuple):
@@ -103,7 +103,7 @@ def with_hyperparams_of(opt_state: OptState, other: PyTree) -> Any:
     0.25
     """
 
-    def visit(node: Any, other: PyTree) -> Any:
+    def visit(node: PyTree, other: PyTree) -> Any:
         if not isinstance(node, optax.InjectStatefulHyperparamsState):
             if isinstance(node, GroupsState):
                 return node._replace(states=with_hyperparams_of(node.states, other.states))
@@ -168,7 +168,7 @@ def check_number(name: str, value: Any) -> None:
 # The tree of a state: what injects hyperparameters, and what splits the parameters in groups.
 
 
-def _is_known(node: Any) -> bool:
+def _is_known(node: PyTree) -> bool:
     kinds = optax.InjectStatefulHyperparamsState | optax.transforms.PartitionState | GroupsState
     return isinstance(node, kinds)
 
@@ -177,7 +177,7 @@ def _nodes(state: PyTree) -> list[Any]:
     return [node for node in jax.tree.leaves(state, is_leaf=_is_known) if _is_known(node)]
 
 
-def _children(node: Any) -> dict[str, Any]:
+def _children(node: PyTree) -> dict[str, Any]:
     """The states of the groups of a node, by name."""
     if isinstance(node, GroupsState):
         return {name: state for (name,), state in zip(node.names, node.states, strict=True)}
@@ -246,10 +246,10 @@ def _can_clear(state: PyTree, name: str) -> bool:
     return False
 
 
-def _map(state: PyTree, function: Callable[[Any], Any], group: str | None) -> Any:
+def _map(state: PyTree, function: Function, group: str | None) -> Any:
     """Maps the nodes with hyperparameters: all of them, or those of the groups of that name."""
 
-    def visit(node: Any) -> Any:
+    def visit(node: PyTree) -> Any:
         if isinstance(node, optax.InjectStatefulHyperparamsState):
             node = function(node) if group is None else node
             return node._replace(inner_state=_map(node.inner_state, function, group))
@@ -269,7 +269,7 @@ def _map(state: PyTree, function: Callable[[Any], Any], group: str | None) -> An
     return jax.tree.map(visit, state, is_leaf=_is_known)
 
 
-def _set(node: Any, values: Mapping[str, Any]) -> Any:
+def _set(node: PyTree, values: Mapping[str, PyTree]) -> Any:
     """A node whose hyperparameters of these names have these values."""
     now, states = dict(node.hyperparams), dict(node.hyperparams_states)
     for name in values.keys() & now.keys():
@@ -289,7 +289,7 @@ def _set(node: Any, values: Mapping[str, Any]) -> Any:
     return node._replace(hyperparams=now, hyperparams_states=states)
 
 
-def _like(old: PyTree, value: Any, name: str) -> Any:
+def _like(old: PyTree, value: Any, name: str) -> PyTree:
     """A value as an array that compiled functions take in place of `old`."""
     if jnp.shape(value) != jnp.shape(old):
         raise ValueError(f"{name} has shape {jnp.shape(old)}, got shape {jnp.shape(value)}.")

@@ -1,10 +1,11 @@
 """The learning rates among the hyperparameters of an optimizer."""
 
 from collections.abc import Mapping
-from typing import Any
+
+from flaxfit.tree._types import PyTree
 
 
-def learning_rates(values: Mapping[str, Any]) -> dict[str | None, float]:
+def learning_rates(values: Mapping[str, PyTree]) -> dict[str | None, float]:
     """The learning rates by group; that of an optimizer without groups under None.
 
     >>> learning_rates({"learning_rate": 0.1, "b1": 0.9})
@@ -18,7 +19,7 @@ def learning_rates(values: Mapping[str, Any]) -> dict[str | None, float]:
     return _of_group(None, values)
 
 
-def in_group(values: Mapping[str, Any], group: str) -> dict[str | None, float]:
+def in_group(values: Mapping[str, PyTree], group: str) -> dict[str | None, float]:
     """The learning rates of one group, and of the groups that it holds, by group.
 
     >>> in_group({"stem": {"learning_rate": 0.01}, "head": {"learning_rate": 0.1}}, "head")
@@ -31,7 +32,7 @@ def in_group(values: Mapping[str, Any], group: str) -> dict[str | None, float]:
     return found
 
 
-def _of_group(group: str | None, values: Mapping[str, Any]) -> dict[str | None, float]:
+def _of_group(group: str | None, values: Mapping[str, PyTree]) -> dict[str | None, float]:
     found: dict[str | None, float] = {}
     rate = values.get("learning_rate")
     if isinstance(rate, int | float):

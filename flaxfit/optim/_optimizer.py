@@ -27,7 +27,7 @@ class Optimizer(struct.PyTreeNode):
 
     optimizer_def: Any = struct.field(pytree_node=False)
     state: PyTree
-    target: Any
+    target: PyTree
 
     def apply_gradient(
         self, grads: PyTree, *, hyper_params: Any = None, **overrides: Any
@@ -53,7 +53,7 @@ class Optimizer(struct.PyTreeNode):
           loss_fn: a function of the target that returns a loss, or a loss and anything else.
         """
 
-        def with_aux(target: Any) -> tuple[Any, Any]:
+        def with_aux(target: PyTree) -> tuple[Any, Any]:
             result = loss_fn(target)
             return result if isinstance(result, tuple) else (result, None)
 

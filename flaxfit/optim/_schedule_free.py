@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from flaxfit.tree._paths import flat
-from flaxfit.tree._types import OptState, Params
+from flaxfit.tree._types import OptState, Params, PyTree
 
 # A state that is restored without a target lacks what holds no arrays.
 _FIELDS = {*optax.contrib.ScheduleFreeState._fields} - {"base_optimizer_state"}
@@ -47,6 +47,6 @@ def _average(b1: Any, params: Params, z: Any) -> Any:
     return jax.tree.map(lambda x, y, z: jnp.where(y == z, y, x.astype(y.dtype)), found, params, z)
 
 
-def _is_one(node: Any) -> bool:
+def _is_one(node: PyTree) -> bool:
     is_plain = isinstance(node, Mapping) and {*node} >= _FIELDS
     return is_plain or isinstance(node, optax.contrib.ScheduleFreeState)

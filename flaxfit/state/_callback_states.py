@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flaxfit.tree._functions import owner_of
+from flaxfit.tree._types import Json, PyTree
 
 _OLD_NAME = re.compile(r"(\d+)-(\w+)")
 
@@ -24,7 +25,7 @@ def collect(callbacks: Iterable[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def put_back(
-    callbacks: Iterable[Any], states: Mapping[str, Any], arrays: Mapping[str, Any]
+    callbacks: Iterable[Any], states: Mapping[str, Json], arrays: Mapping[str, PyTree]
 ) -> list[str]:
     """Gives callbacks what `collect` has collected; tells what finds none, or is missing."""
     found, states = _named(callbacks), _as_named_now(states)
@@ -59,7 +60,7 @@ def _name(kind: str, i: int) -> str:
     return kind if i == 1 else f"{kind}-{i}"
 
 
-def _as_named_now(states: Mapping[str, Any]) -> dict[str, Any]:
+def _as_named_now(states: Mapping[str, Json]) -> dict[str, Any]:
     """The states, where old files name them by their place ("3-Timer") as they are named now."""
     old = [(m, name) for name in states if (m := _OLD_NAME.fullmatch(name)) is not None]
     renamed = {name: state for name, state in states.items() if not _OLD_NAME.fullmatch(name)}

@@ -10,7 +10,7 @@ from flax import struct
 from flaxfit.display import _html
 from flaxfit.state import _logical_axes
 from flaxfit.tree import _plain
-from flaxfit.tree._types import Params, PyTree
+from flaxfit.tree._types import Json, Params, PyTree
 
 
 class InferenceState(struct.PyTreeNode):
@@ -34,7 +34,7 @@ class InferenceState(struct.PyTreeNode):
     axes: _logical_axes.Axes | None = struct.field(pytree_node=False, default=None)
 
     @classmethod
-    def create(cls, variables: Mapping[str, Any]) -> "InferenceState":
+    def create(cls, variables: Mapping[str, PyTree]) -> "InferenceState":
         """The state at step 0 of what a model's `init` returned; names of axes are split off.
 
         >>> InferenceState.create({"params": {"w": 1.0}}).params
@@ -48,7 +48,7 @@ class InferenceState(struct.PyTreeNode):
         return cls(step=jnp.zeros((), jnp.int32), axes=axes, **fields)
 
     @property
-    def variables(self) -> dict[str, Any]:
+    def variables(self) -> dict[str, PyTree]:
         """What the model's `apply` takes."""
         return {"params": self.params, **self.model_state}
 
@@ -90,11 +90,11 @@ class InferenceState(struct.PyTreeNode):
         """
         return _logical_axes.as_logical_axes(self)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Json]:
         """Plain nested dicts in T5X's layout, `{target, state: {step}, flax_mutables}`."""
         return _plain.state_dict(self)
 
-    def restore_state(self, state_dict: Mapping[str, Any]) -> "InferenceState":
+    def restore_state(self, state_dict: Mapping[str, Json]) -> "InferenceState":
         """A copy with the arrays of such a dict; `param_states`, if it has them, are left out.
 
         Raises:

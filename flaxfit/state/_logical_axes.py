@@ -18,7 +18,7 @@ _TRANSIENT = ("intermediates", "losses")
 _SUFFIX = "_axes"
 
 
-def take_apart(variables: Mapping[str, Any]) -> tuple[dict[str, Any], Axes | None]:
+def take_apart(variables: Mapping[str, PyTree]) -> tuple[dict[str, Any], Axes | None]:
     """Splits the variables of a model into arrays and the names of their dimensions.
 
     Names come in boxes (`nn.with_logical_partitioning`, `nn.with_partitioning`) or in collections
@@ -148,7 +148,7 @@ def _is_names(x: ArrayLike) -> bool:
     return type(x) is tuple and all(name is None or isinstance(name, str) for name in x)
 
 
-def _checked(found: Mapping[str, PartitionSpec], arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(found: Mapping[str, PartitionSpec], arrays: Mapping[str, PyTree]) -> dict[str, Any]:
     """The names with None for each dimension after the last that has one."""
     wrong = [f"{path} has names but no array" for path in found if path not in arrays]
     wrong += [

@@ -15,7 +15,7 @@ from flaxfit.state import _logical_axes
 from flaxfit.state._inference_state import InferenceState
 from flaxfit.state._optimizer_axes import with_optimizer, without_optimizer
 from flaxfit.tree import _plain
-from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
+from flaxfit.tree._types import ArrayLike, Json, OptState, Params, PyTree
 
 
 class TrainState(struct.PyTreeNode):
@@ -44,7 +44,7 @@ class TrainState(struct.PyTreeNode):
 
     @classmethod
     def create(
-        cls, optimizer: Any, variables: Mapping[str, Any], *, key: ArrayLike = 0
+        cls, optimizer: Any, variables: Mapping[str, PyTree], *, key: ArrayLike = 0
     ) -> "TrainState":
         """The state at step 0 of what a model's `init` returned; names of axes are split off.
 
@@ -88,7 +88,7 @@ class TrainState(struct.PyTreeNode):
         )
 
     @property
-    def variables(self) -> dict[str, Any]:
+    def variables(self) -> dict[str, PyTree]:
         """What the model's `apply` takes: parameters and every other collection."""
         return {"params": self.params, **self.model_state}
 
@@ -121,7 +121,7 @@ class TrainState(struct.PyTreeNode):
         """
         return _logical_axes.as_logical_axes(self)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Json]:
         """Plain nested dicts in T5X's layout.
 
         It is `{target, state: {step, param_states}, flax_mutables}`, the last where there are any.
@@ -132,7 +132,7 @@ class TrainState(struct.PyTreeNode):
         """
         return _plain.state_dict(self)
 
-    def restore_state(self, state_dict: Mapping[str, Any]) -> "TrainState":
+    def restore_state(self, state_dict: Mapping[str, Json]) -> "TrainState":
         """A copy with the arrays of such a dict; the key and the axes stay.
 
         Raises:
@@ -183,7 +183,7 @@ def as_key(key: ArrayLike) -> jax.Array:
     return jax.random.wrap_key_data(jnp.asarray(key, jnp.uint32))
 
 
-def at_start(optimizer: Any, variables: Mapping[str, Any], key: jax.Array) -> TrainState:
+def at_start(optimizer: Any, variables: Mapping[str, PyTree], key: jax.Array) -> TrainState:
     """The state at step 0, of variables that may lack parameters."""
     fields, axes = _logical_axes.take_apart(variables)
     opt_state = optimizer.init(fields["params"])

@@ -125,7 +125,7 @@ def metrics_by_row(task: Any) -> Iterator[tuple[str, Function]]:
             yield name, metric.values
 
 
-def _why_whole(loss: Any, values: Any, penalty: Any, outputs: Outputs, targets: PyTree) -> str:
+def _why_whole(loss: Any, values: PyTree, penalty: Any, outputs: Outputs, targets: PyTree) -> str:
     """Why the loss of a batch cannot be computed from its parts; "" if it can."""
     if values.ndim == 0:
         return "it is a scalar"
@@ -152,7 +152,7 @@ def _how_divided(replicas: Replicas | VirtualReplicas, n_parts: int) -> str:
 
 
 def evaluate_loss(
-    loss: Function, outputs: tuple[Any, ...], targets: tuple[Any, ...], n: int
+    loss: Function, outputs: tuple[PyTree, ...], targets: tuple[PyTree, ...], n: int
 ) -> tuple[jax.Array, Any]:
     """The values of a loss for `n` examples and its penalty, or None.
 

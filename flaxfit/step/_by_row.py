@@ -70,7 +70,7 @@ def couples_rows(function: Function, outputs: PyTree, targets: PyTree) -> bool:
     sizes = {size for leaf in jax.tree.leaves((outputs, targets)) for size in leaf.shape}
     fit = [n for n in _N_ROWS if not any(size and size % n == 0 for size in sizes)]
 
-    def values(*arguments: Any) -> PyTree:
+    def values(*arguments: PyTree) -> PyTree:
         result = function(*arguments)
         return result[0] if isinstance(result, tuple) else result
 

@@ -33,7 +33,7 @@ class ForwardPass(NamedTuple):
     """The sum of the penalty of the loss and the model's `losses`; None where there is neither."""
     sums: Sums
     """The sums of the loss and of the metrics, on this replica."""
-    outputs: tuple[Any, ...]
+    outputs: tuple[PyTree, ...]
     model_state: PyTree
     not_added: dict[str, tuple[()]]
     """The collections whose values may be terms of the loss, and are not added to it."""
@@ -42,11 +42,11 @@ class ForwardPass(NamedTuple):
 class EvalPass(NamedTuple):
     """What one forward pass in evaluation gives."""
 
-    values: Any
+    values: PyTree
     """The loss: per example `(batch, ...)`, or a scalar; None where there is none."""
     sums: Sums
     """The sums of the metrics and of the loss, on this replica."""
-    outputs: tuple[Any, ...]
+    outputs: tuple[PyTree, ...]
 
 
 def forward(
@@ -185,7 +185,7 @@ def _check_arguments(
             ) from error
 
 
-def loss_sums(loss: Any, values: jax.Array, outputs: tuple[Any, ...], batch: Batch) -> Any:
+def loss_sums(loss: Any, values: jax.Array, outputs: tuple[PyTree, ...], batch: Batch) -> Any:
     """The weighted sum of a loss over all its elements, and the weight of that sum.
 
     Where outputs have weights of their own, such a pair for each of them.

@@ -36,7 +36,7 @@ def add(totals: Totals, sums: PyTree) -> Totals:
     return {d: jnp.stack(_two_sum(totals[d][0], totals[d][1], x)) for d, x in vectors.items()}
 
 
-def reader(like: Any) -> Callable[[Totals], Any]:
+def reader(like: PyTree) -> Callable[[Totals], Any]:
     """Makes the function that reads totals: `totals -> sums`, in the structure of `like`.
 
     The sums are float64 (or integer) arrays on the host. Reading waits for the device.
@@ -67,13 +67,13 @@ def pack(tree: PyTree) -> dict[str, jax.Array]:
     return {dtype: jnp.concatenate(parts) for dtype, parts in leaves.items()}
 
 
-def unpack(vectors: dict[str, Any], like: Any) -> Any:
+def unpack(vectors: dict[str, Any], like: PyTree) -> Any:
     """The tree whose leaves were packed; `like` tells its structure, shapes and dtypes."""
     structure, places = _layout(like)
     return structure.unflatten([vectors[d][place].reshape(shape) for d, place, shape in places])
 
 
-def _layout(like: Any) -> tuple[Any, list[tuple[str, slice, tuple[int, ...]]]]:
+def _layout(like: PyTree) -> tuple[Any, list[tuple[str, slice, tuple[int, ...]]]]:
     """The structure of a tree that was packed; and of each leaf its vector, place and shape."""
     leaves, structure = jax.tree.flatten(like)
     ends: dict[str, int] = {}

@@ -85,7 +85,7 @@ class _Turn:
     """The targets of a batch, and whose turn it is: a part of the structure of the batch."""
 
     name: str = struct.field(pytree_node=False)
-    targets: tuple[Any, ...]
+    targets: tuple[PyTree, ...]
 
 
 class _Turns:

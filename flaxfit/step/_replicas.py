@@ -1,6 +1,5 @@
 """Replicas: the parts that a batch is worked at in, and how what each of them finds becomes one."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ class Replicas:
         """How many there are."""
         return 1 if self._axis is None else jax.lax.psum(1, self._axis)
 
-    def each(self, function: Callable[[Any, Any], Any], batch: PyTree) -> Any:
+    def each(self, function: Function, batch: PyTree) -> Any:
         """What `function(index, part)` finds, index counting the replicas; yet to be reduced."""
         return function(0 if self._axis is None else jax.lax.axis_index(self._axis), batch)
 
@@ -114,7 +113,7 @@ class VirtualReplicas:
         self._axis = axis_name
         self._devices = Replicas(axis_name)
 
-    def each(self, function: Callable[[Any, Any], Any], batch: PyTree) -> Any:
+    def each(self, function: Function, batch: PyTree) -> Any:
         """What `function(index, part)` finds for the replicas of this device, stacked."""
         n = self.n // self._devices.n
         numbers = n * self._devices.each(lambda index, _: index, ()) + jnp.arange(n)
@@ -154,7 +153,7 @@ class VirtualReplicas:
         shares = jax.lax.all_to_all(shares, self._axis, 0, 0, tiled=True)
         return jax.lax.all_gather(_in_pairs(shares), self._axis, tiled=True)[: vector.size]
 
-    def _apart(self, function: Function, *arguments: Any) -> Any:
+    def _apart(self, function: Function, *arguments: PyTree) -> Any:
         """`function(*arguments)`, compiled as if it stood alone.
 
         Were it merged with what stands around it, which depends on the number of devices, it
@@ -162,7 +161,7 @@ class VirtualReplicas:
         """
         shapes = jax.eval_shape(function, *arguments)
 
-        def found(*arguments: Any) -> Any:
+        def found(*arguments: PyTree) -> Any:
             # Vectors, as matrices may be laid out in the way that suits what stands around.
             return jax.tree.map(jnp.ravel, function(*arguments))
 

@@ -79,7 +79,7 @@ def make_train_step(
         # over the replicas is the mean over the examples.
         weight = jax.tree.map(lambda total: total / replicas.n, weights)
 
-        def gradient_of(replica: Any, part: Batch) -> Gradient:
+        def gradient_of(replica: PyTree, part: Batch) -> Gradient:
             part = without_idle_targets(part) if skip_empty else part
             key = step_key(state.key, state.step, replica)
             return gradient(task, state, part, key, weight, replicas)
@@ -180,7 +180,7 @@ def make_eval_step(
     def eval_step(state: TrainState, batch: Batch, position: Json = 0) -> Sums:
         replicas = _replicas(axis_name, virtual_replicas, state.step)
 
-        def sums_of(replica: Any, part: Batch) -> Sums:
+        def sums_of(replica: PyTree, part: Batch) -> Sums:
             key = eval_key(state, position, replica) if task.rngs else None
             return forward_eval(task, state, part, key, replicas).sums
 
@@ -215,7 +215,7 @@ def make_predict_step(
     apply = in_precision(apply, precision)
 
     def predict_step(state: TrainState, batch: Batch, position: Json = 0) -> Any:
-        def outputs_of(replica: Any, inputs: PyTree) -> Any:
+        def outputs_of(replica: PyTree, inputs: PyTree) -> Any:
             options = {"rngs": rngs_of(rngs, eval_key(state, position, replica))} if rngs else {}
             outputs = call(apply, state.variables, inputs, **options)
             as_outputs(outputs)
@@ -231,7 +231,7 @@ def make_predict_step(
     return predict_step
 
 
-def step_key(key: jax.Array, step: Any, replica: Any = 0) -> jax.Array:
+def step_key(key: jax.Array, step: Any, replica: PyTree = 0) -> jax.Array:
     """The random key of a step on a replica: a function of its position, never carried along.
 
     Stream number `i` of a task's `rngs` is given `fold_in(step_key(...), i)`.
@@ -242,7 +242,7 @@ def step_key(key: jax.Array, step: Any, replica: Any = 0) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, step), replica)
 
 
-def eval_key(state: PyTree, position: Json, replica: Any) -> jax.Array:
+def eval_key(state: PyTree, position: Json, replica: PyTree) -> jax.Array:
     """The random key of a batch in evaluation, other than those of a training step."""
     number = jnp.asarray(position, jnp.uint32) + jnp.uint32(_EVALUATION)
     return jax.random.fold_in(step_key(state.key, state.step, replica), number)

@@ -168,7 +168,7 @@ def inspect_step(
     return traced._replace(shapes=sums)
 
 
-def trace(function: Function, *arguments: Any) -> Traced:
+def trace(function: Function, *arguments: PyTree) -> Traced:
     """Traces a function of arrays or of their shapes and dtypes, without running it.
 
     One that runs eagerly is run instead: the user's code is to see values.
@@ -241,12 +241,12 @@ def _check_by_row(task: Any, result: PyTree, batch: Batch, bind: Function) -> No
             )
 
 
-def _measured(metric: Any, weights: ArrayLike, *outputs_and_targets: Any) -> Any:
+def _measured(metric: Any, weights: ArrayLike, *outputs_and_targets: PyTree) -> Any:
     return metric.measure(*outputs_and_targets, weights=weights)
 
 
 def check_loss(
-    loss: Any, values: Any, outputs: PyTree, batch: Batch, data: Batch | None = None
+    loss: Any, values: PyTree, outputs: PyTree, batch: Batch, data: Batch | None = None
 ) -> None:
     """Checks the values of labels on the host, and that what is weighted can be."""
     check_values(loss, outputs, data or batch)

@@ -201,7 +201,7 @@ class DataParallel:
         return results
 
     def compile(
-        self, function: Function, arguments: tuple[Any, ...], *, n_donated: int = 0
+        self, function: Function, arguments: tuple[PyTree, ...], *, n_donated: int = 0
     ) -> Function:
         """Compiles `function(state, ..., batch)`; every result must agree between replicas."""
         check_sub_byte(arguments)
@@ -212,7 +212,7 @@ class DataParallel:
         give_back_free_memory()
         return program if self.n_processes == 1 else self._on_all(program)
 
-    def compile_split(self, function: Function, arguments: tuple[Any, ...]) -> Function:
+    def compile_split(self, function: Function, arguments: tuple[PyTree, ...]) -> Function:
         """Compiles `function(state, ..., batch)` whose results keep the device axis."""
         check_sub_byte(arguments)
         return self._compile(self._map(function, len(arguments), 0, ()), arguments)
@@ -228,7 +228,7 @@ class DataParallel:
             donate_argnums=donated,
         )
 
-    def _compile(self, mapped: Any, arguments: tuple[Any, ...]) -> Function:
+    def _compile(self, mapped: Any, arguments: tuple[PyTree, ...]) -> Function:
         if self.n_processes > 1:
             # The compiled object skips the conversion of host-local arrays that pmap does.
             return mapped
@@ -247,7 +247,7 @@ class DataParallel:
 
             return jax.tree.map(share_leaf, jax.device_put(tree, here))
 
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: PyTree) -> Any:
             *whole, batch = arguments
             whole, batch = share(whole, self._whole, 0), share(batch, self._parts, self.n_processes)
             return jax.tree.map(

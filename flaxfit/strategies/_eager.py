@@ -71,12 +71,12 @@ class Eager:
         return results
 
     def compile(
-        self, function: Function, arguments: tuple[Any, ...], *, n_donated: int = 0
+        self, function: Function, arguments: tuple[PyTree, ...], *, n_donated: int = 0
     ) -> Function:
         """The function, run operation by operation; nothing is compiled or used up."""
         return self.bind(function)
 
-    def compile_split(self, function: Function, arguments: tuple[Any, ...]) -> Function:
+    def compile_split(self, function: Function, arguments: tuple[PyTree, ...]) -> Function:
         """As `compile`."""
         return self.bind(function)
 
@@ -89,7 +89,7 @@ class _Run:
     def __init__(self, function: Function, device: Any):
         self._function, self._device = function, device
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: PyTree) -> Any:
         with jax.disable_jit():
             return self._function(*jax.device_put(arguments, self._device))
 

@@ -10,6 +10,7 @@ from flax import linen as nn
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flaxfit.tree._paths import Rules
+from flaxfit.tree._types import PyTree
 
 
 def axis_sizes(mesh_shape: Mapping[str, int], n_devices: int) -> dict[str, int]:
@@ -79,7 +80,7 @@ def within(
         yield
 
 
-def _without_mesh(call: Any, arguments: Any, options: Any, context: Any) -> Any:
+def _without_mesh(call: Any, arguments: PyTree, options: Any, context: Any) -> Any:
     """Calls a `DenseGeneral` without the mesh, all other modules as they are.
 
     It initialises its kernel as a matrix, for which the names of the kernel's dimensions are too

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flaxfit.tree._single_replica import alone, unbound_axis
-from flaxfit.tree._types import Function
+from flaxfit.tree._types import Function, PyTree
 
 REPLICA = "replica"
 
@@ -67,7 +67,7 @@ def check_axis_name(axis_name: Any) -> str:
 
 
 def _explained(function: Function, words: Callable[[str], str]) -> Function:
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: PyTree) -> Any:
         try:
             return function(*arguments)
         except NameError as error:

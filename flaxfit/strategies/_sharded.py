@@ -233,7 +233,7 @@ class Sharded:
     def bind(self, function: Function) -> Function:
         """The function within the mesh and the rules, so that `nn.with_logical_constraint` acts."""
 
-        def bound(*arguments: Any) -> Any:
+        def bound(*arguments: PyTree) -> Any:
             with self._context():
                 return only_replica(function, self, self._replica)(*arguments)
 
@@ -244,15 +244,15 @@ class Sharded:
         return jax.lax.with_sharding_constraint(results, self._placements(results, state))
 
     def compile(
-        self, function: Function, arguments: tuple[Any, ...], *, n_donated: int = 0
+        self, function: Function, arguments: tuple[PyTree, ...], *, n_donated: int = 0
     ) -> Function:
         """Compiles `function(state, ..., batch)`, whose results are where `constrain` has them."""
         return self._compile(self.bind(function), arguments, tuple(range(n_donated)))
 
-    def compile_split(self, function: Function, arguments: tuple[Any, ...]) -> Function:
+    def compile_split(self, function: Function, arguments: tuple[PyTree, ...]) -> Function:
         """Compiles `function(state, ..., batch)` whose results are split as the batch is."""
 
-        def split(*arguments: Any) -> PyTree:
+        def split(*arguments: PyTree) -> PyTree:
             results = self.bind(function)(*arguments)
             whole = NamedSharding(self.mesh, PartitionSpec())
             parts = jax.tree.map(lambda x: self._split(False) if x.ndim else whole, results)
@@ -261,7 +261,7 @@ class Sharded:
         return self._compile(split, arguments, ())
 
     def _compile(
-        self, function: Any, arguments: tuple[Any, ...], donated: tuple[int, ...]
+        self, function: Any, arguments: tuple[PyTree, ...], donated: tuple[int, ...]
     ) -> Function:
         check_jit()
         check_sub_byte(arguments)

@@ -140,7 +140,7 @@ def _twice(entries: Iterable[Any]) -> list[str]:
 
 
 def _unknown_axes(
-    names: Mapping[str, Any], arrays: Mapping[str, Any], sizes: Mapping[str, int], rules: Rules
+    names: Mapping[str, Any], arrays: Mapping[str, PyTree], sizes: Mapping[str, int], rules: Rules
 ) -> Iterator[str]:
     """Rules that name an axis which the mesh does not have, and the parameters they are for."""
     for key, value in rules:
@@ -159,7 +159,7 @@ def _unknown_axes(
             )
 
 
-def _spread(shape: tuple[int, ...], spec: Any, axis: str, size: int) -> PartitionSpec:
+def _spread(shape: tuple[int, ...], spec: PyTree, axis: str, size: int) -> PartitionSpec:
     """The spec with the largest dimension that is whole and divides split over the axis."""
     entries = tuple(spec) + (None,) * (len(shape) - len(spec))
     if math.prod(shape) < SMALL or any(axis in axes_of(entry) for entry in entries):

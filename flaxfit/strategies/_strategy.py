@@ -95,7 +95,7 @@ class Strategy(Protocol):
         ...
 
     def compile(
-        self, function: Function, arguments: tuple[Any, ...], *, n_donated: int = 0
+        self, function: Function, arguments: tuple[PyTree, ...], *, n_donated: int = 0
     ) -> Function:
         """Compiles `function(state, ..., batch)` for these arguments; results are whole.
 
@@ -103,6 +103,6 @@ class Strategy(Protocol):
         """
         ...
 
-    def compile_split(self, function: Function, arguments: tuple[Any, ...]) -> Function:
+    def compile_split(self, function: Function, arguments: tuple[PyTree, ...]) -> Function:
         """Compiles `function(state, ..., batch)` whose results are split as the batch is."""
         ...

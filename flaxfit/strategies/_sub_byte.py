@@ -1,15 +1,14 @@
 """Arrays of less than a byte per element, which not every JAX can hand to compiled programs."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree._types import ArrayLike, PyTree
 
 
-def check_sub_byte(arguments: tuple[Any, ...]) -> None:
+def check_sub_byte(arguments: tuple[PyTree, ...]) -> None:
     """Checks that a compiled program can be called with such arrays, where there are any.
 
     >>> check_sub_byte(({"w": jnp.ones(2)},))

@@ -31,12 +31,12 @@ class LossByOutput:
     losses: Mapping[str, losses.Loss]
     weights: Mapping[str, float]
 
-    def __call__(self, *outputs_and_targets: Any) -> Any:
+    def __call__(self, *outputs_and_targets: PyTree) -> Any:
         """The weighted sum over the outputs, whatever weights the examples have."""
         values = (w * self.of(name, *outputs_and_targets) for name, w in self.weights.items())
         return sum(values)
 
-    def sums(self, weights: ArrayLike, *outputs_and_targets: Any) -> dict[str, tuple[Any, Any]]:
+    def sums(self, weights: ArrayLike, *outputs_and_targets: PyTree) -> dict[str, tuple[Any, Any]]:
         """By output, the weighted sum of its loss and the weight of that sum.
 
         Args:
@@ -49,7 +49,9 @@ class LossByOutput:
             found[name] = jnp.sum(jnp.where(each != 0, each * values, 0)), jnp.sum(each)
         return found
 
-    def count_labels(self, weights: ArrayLike, *outputs_and_targets: Any) -> dict[str, tuple[Any]]:
+    def count_labels(
+        self, weights: ArrayLike, *outputs_and_targets: PyTree
+    ) -> dict[str, tuple[Any]]:
         """The numbers of labels of the outputs that are out of range."""
         found = {}
         for name, each in self.weights_of(weights, *outputs_and_targets).items():
@@ -62,7 +64,7 @@ class LossByOutput:
         own = weights_by_output(targets)
         return {name: weights * own[name] if name in own else weights for name in self.losses}
 
-    def of(self, name: str, *outputs_and_targets: Any) -> Any:
+    def of(self, name: str, *outputs_and_targets: PyTree) -> Any:
         """The loss of one output: the mean over its elements, for each example."""
         output, target = self.pick(name, *outputs_and_targets)
         own = weights_by_output(outputs_and_targets).get(name)
@@ -80,7 +82,7 @@ class LossByOutput:
             )
         return values.reshape(n, -1).mean(1)
 
-    def pick(self, name: str, *outputs_and_targets: Any) -> tuple[Any, Any]:
+    def pick(self, name: str, *outputs_and_targets: PyTree) -> tuple[Any, Any]:
         """One output and its target, among all outputs and all targets."""
         outputs, rest = self.by_name(_without_weights(*outputs_and_targets))
         targets, more = self.by_name(rest)
@@ -99,7 +101,7 @@ class LossByOutput:
                 )
         return outputs[name], targets[name]
 
-    def by_name(self, values: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    def by_name(self, values: tuple[PyTree, ...]) -> tuple[Any, tuple[Any, ...]]:
         """The values by name, and what comes behind them."""
         if values and isinstance(values[0], Mapping):
             return values[0], values[1:]
@@ -178,7 +180,7 @@ class _MetricByOutput(metrics.Metric):
     def of(cls, metric: metrics.Metric, output: str | None = None) -> "_MetricByOutput":
         """A metric of one output, with the weights of that output, or of all of them."""
 
-        def measure(*outputs_and_targets: Any, weights: ArrayLike = None) -> PyTree:
+        def measure(*outputs_and_targets: PyTree, weights: ArrayLike = None) -> PyTree:
             own = weights_by_output(outputs_and_targets).get(output or "")
             if own is not None:
                 weights = own if weights is None else own * weights
@@ -187,7 +189,7 @@ class _MetricByOutput(metrics.Metric):
         return cls(measure, metric.compute, metric.name, values=metric.values, mode=metric.mode)
 
 
-def _without_weights(*outputs_and_targets: Any) -> tuple[Any, ...]:
+def _without_weights(*outputs_and_targets: PyTree) -> tuple[Any, ...]:
     return (
         outputs_and_targets[:-1] if weights_by_output(outputs_and_targets) else outputs_and_targets
     )
@@ -202,7 +204,7 @@ def labels_out_of_range(
     return count_labels(loss, weights, (*outputs, *targets))
 
 
-def check_outputs(loss: Any, targets: tuple[Any, ...]) -> None:
+def check_outputs(loss: Any, targets: tuple[PyTree, ...]) -> None:
     """Checks that the outputs that have weights of their own have losses of their own.
 
     Raises:
@@ -217,7 +219,7 @@ def check_outputs(loss: Any, targets: tuple[Any, ...]) -> None:
         )
 
 
-def check_values(loss: Any, outputs: tuple[Any, ...], batch: Batch) -> None:
+def check_values(loss: Any, outputs: tuple[PyTree, ...], batch: Batch) -> None:
     """Checks on the host that the values of labels suit a loss, or each of several.
 
     Those of weight 0 may be anything.

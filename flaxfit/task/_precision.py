@@ -55,7 +55,7 @@ def in_float32(tree: PyTree) -> Any:
     return jax.tree.map(up, tree)
 
 
-def like(new: PyTree, old: PyTree) -> Any:
+def like(new: PyTree, old: PyTree) -> PyTree:
     """The leaves of `new` in the dtypes of `old`: the types of a state never change."""
     return jax.tree.map(lambda a, b: a if a.dtype == b.dtype else a.astype(b.dtype), new, old)
 

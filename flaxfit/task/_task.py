@@ -14,7 +14,7 @@ from flaxfit.optim._optimizer import Optimizer
 from flaxfit.task._multi_output import as_loss, as_metrics
 from flaxfit.task._precision import check_precision
 from flaxfit.tree._checks import check_is_function, whole_number
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree._types import Data, Function, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TrainTask:
     scalar. Scalars are computed over the batch of all devices. A model with several outputs has
     one for each, by name or in their order: their weighted sum is trained, and each is reported
     as "<name>_loss"."""
-    data: Any = None
+    data: Data = None
     """Anything that `flaxfit.data.as_stream` takes."""
     metrics: Any = dataclasses.field(default_factory=dict)
     """Metrics by name, or a sequence of names; measured on the outputs of the training step.
@@ -144,7 +144,7 @@ class EvalTask:
     """`apply(variables, *inputs)`, such as the `apply` of a module in evaluation mode."""
     metrics: Any
     """Metrics by name, or a sequence of names."""
-    data: Any = None
+    data: Data = None
     """Anything that can be passed over again and again: arrays, a list of batches, a loader."""
     _: dataclasses.KW_ONLY
     loss: Any = None

@@ -109,7 +109,7 @@ def _plain(leaf: ArrayLike) -> Any:
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
-def _read_as(value: Any, like: Any) -> Any:
+def _read_as(value: Any, like: PyTree) -> Any:
     """The value as the kind of leaf that it takes the place of; None where it does not fit."""
     if _is_key(like):
         words = jnp.asarray(_plain(value))

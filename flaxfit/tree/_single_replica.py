@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from flaxfit.tree._types import Function
+from flaxfit.tree._types import Function, PyTree
 
 
 def alone(function: Function, axis: str) -> Function:
@@ -18,7 +18,7 @@ def alone(function: Function, axis: str) -> Function:
     # return them without it.
     mapped = jax.vmap(function, in_axes=None, out_axes=0, axis_name=axis, axis_size=1)
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: PyTree) -> Any:
         return jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), mapped(*arguments))
 
     return call
@@ -33,8 +33,8 @@ def alone_in_any(function: Function) -> Function:
     3
     """
 
-    def call(*arguments: Any, **options: Any) -> Any:
-        def given(*arguments: Any) -> Any:
+    def call(*arguments: PyTree, **options: Any) -> Any:
+        def given(*arguments: PyTree) -> Any:
             return function(*arguments, **options)
 
         axes: list[str] = []

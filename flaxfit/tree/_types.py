@@ -41,3 +41,9 @@ LossFn: TypeAlias = Callable[..., ArrayLike]
 
 Function: TypeAlias = Callable[..., Any]
 """A function of any arguments and result."""
+
+Data: TypeAlias = Any
+"""What `as_stream` takes: arrays, a loader of another library, or any iterable of batches."""
+
+Rngs: TypeAlias = Any
+"""Random keys by the names of their streams."""
