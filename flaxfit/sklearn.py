@@ -28,7 +28,7 @@ except ImportError as error:
 
 
 class _FlaxEstimator(BaseEstimator):
-    """What the classifier and the regressor share: a `Model` that each `fit` makes anew."""
+    """The common part of classifier and regressor: a `Model`, which each `fit` makes again."""
 
     def __init__(
         self,

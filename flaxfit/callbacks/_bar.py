@@ -59,7 +59,7 @@ def to_rewrite(bar: Bar | None, file: TextIO) -> tuple[str, str] | None:
     """What takes the only bar there is away from a stream, and what draws it again, as it is.
 
     None where that is for tqdm to do: there are other bars, it is elsewhere (as in a notebook), or
-    it was arranged anew.
+    the bar was rearranged.
     """
     shown: Any = tqdm  # Whose types do not tell of the set of all bars.
     if len(shown._instances) > (bar is not None):

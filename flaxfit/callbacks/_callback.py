@@ -18,7 +18,7 @@ class Callback(Protocol):
 
     One that remembers something which changes what training does has `get_state()`, which gives
     it as JSON, and `set_state(state)`: a `CheckpointFileWriter` beside it saves it, and a loop
-    that goes on from there puts it back after `attach`. Arrays, where it keeps some, go by
+    that resumes from it restores it after `attach`. Arrays, where it keeps some, go by
     `get_arrays()` and `set_arrays(arrays)`: fields of a training state by name, such as "params".
 
     A callback with the attribute `order = "last"` gets a checkpoint after the others, and is closed

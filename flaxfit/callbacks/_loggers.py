@@ -23,7 +23,7 @@ class CSVLogger:
     stop training. A metric that appears later adds a column. A file that
     exists is continued after its rows of earlier steps: rows from the present step on, and one
     that a killed process left unfinished, are dropped. So a resumed run leaves one row per step,
-    and a run that starts anew leaves only its own.
+    and a run that starts from scratch leaves only its own.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "log.csv"
@@ -171,7 +171,7 @@ def _rewrite(path: Path, text: str) -> TextIO:
 
 
 def _append(file: TextIO, text: str) -> None:
-    """Writes text to the disk; where that fails the file is closed, to be begun anew."""
+    """Writes text to the disk; if that fails, closes the file, so that a later write opens it."""
     try:
         file.write(text)
         file.flush()

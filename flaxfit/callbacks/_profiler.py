@@ -14,7 +14,7 @@ from flaxfit.tree._checks import local_path
 class Profiler:
     """Writes a trace of the steps from `first` to `last` with JAX's profiler.
 
-    It is looked at with TensorBoard (and its plugin tensorboard-plugin-profile) or Perfetto.
+    View it with TensorBoard (and its plugin tensorboard-plugin-profile) or Perfetto.
     Steps that one dispatch takes together (`steps_per_call`) are traced together. Before and after
     these steps the loop waits for the devices once; no other step is slowed down. The first step
     would show compilation. Another trace that is running already is reported, and training goes

@@ -105,7 +105,7 @@ class ProgressBar:
 
     @property
     def _n_units(self) -> int | None:
-        """How many there will be; read anew, as the loop's end may be moved."""
+        """How many there will be; read each time, as the end of the loop may be moved."""
         if self._total is None and self._unit == "step" and self._loop is not None:
             return self._loop.n_steps
         return self._total

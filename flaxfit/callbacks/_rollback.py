@@ -1,4 +1,4 @@
-"""Rollback: when training diverges, go on from the last good checkpoint with the data behind."""
+"""Rollback: returns to the last good checkpoint when training diverges, and skips the data."""
 
 import math
 from collections.abc import Mapping
@@ -132,7 +132,7 @@ class Rollback:
 
 
 def _to_host(state: TrainState) -> TrainState:
-    """A copy of the state in NumPy, but for its random keys, which NumPy does not know."""
+    """A copy of the state in NumPy; random keys, which NumPy lacks, stay arrays of JAX."""
 
     def copied(x: ArrayLike) -> PyTree:
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -1,4 +1,4 @@
-"""SaveOnSignal: a process that is told to end saves first, within one step."""
+"""SaveOnSignal: saves within one step when a signal asks the process to end."""
 
 import queue
 import signal
@@ -167,7 +167,7 @@ class SaveOnSignal:
         raise SystemExit(code)
 
     def _save(self) -> int | None:
-        """Saves, and waits until it is on disk; the step, or None where that is not possible.
+        """Saves, and waits until it is on disk; returns the step, or None if that is impossible.
 
         What fails is said: an earlier save that has failed must not prevent this one.
         """
@@ -186,7 +186,7 @@ class SaveOnSignal:
         return checkpoint.step
 
     def _why_nothing_is_lost(self) -> str | None:
-        """What to say where all steps that were done are on disk; None where some are not."""
+        """The notice if all completed steps are on disk; None if some are not."""
         loop = self._loop()
         if loop is None:
             return None

@@ -14,7 +14,7 @@ class SwapEMA:
 
     For a loop whose task keeps one, `TrainTask(ema=0.999)`: afterwards `loop.state.params` is the
     average, and the average is the parameters. Checkpoints that were yielded or saved before stay
-    as they are. Training that goes on after it goes on from the average. A model needs none:
+    as they are. Training after it continues from the average. A model needs none:
     `Model(ema=)` evaluates, predicts and exports with the average by itself.
 
     >>> import numpy as np, optax

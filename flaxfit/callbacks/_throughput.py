@@ -51,7 +51,7 @@ class Throughput:
     the operations that the step asks for (`TrainLoop.step_flops`), of all devices; and `mfu`,
     the model FLOPs utilisation: what part that is of the most that the devices could do, where
     that is known. A step that computes parts of the forward pass again (`jax.checkpoint`) has
-    `hfu` in its place, the hardware FLOPs utilisation, in which that counts as well: give
+    `hfu` instead, the hardware FLOPs utilisation, which counts that as well: give
     `flops_per_example` for its `mfu`. Compilation, callbacks and your own code are not in the time.
     Nothing is done per step; operations are counted once, on the host.
 

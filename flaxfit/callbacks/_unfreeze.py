@@ -14,7 +14,7 @@ from flaxfit.tree._types import Json
 class Unfreeze:
     """Trains frozen parameters from some checkpoint on: after so many epochs, in `fit`.
 
-    The task says what is frozen to begin with (`freeze=`). The update is compiled anew each
+    The task says what is frozen to begin with (`freeze=`). The update is compiled again each
     time; what the optimizer knows of the other parameters is kept. To resume a run that was
     interrupted after the second of several stages, build its model with what was frozen then.
 

@@ -84,7 +84,7 @@ def contents(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arrays that are to be written for a checkpoint, and the record beside them.
 
-    Where a digest can wait, its array stands in its place: `with_digests` completes the record.
+    A digest that can wait is represented by its array: `with_digests` completes the record.
     """
     arrays: dict[str, PyTree] = {}
     described: dict[str, dict[str, Json]] = {}
@@ -126,7 +126,7 @@ def is_kept(record: Mapping[str, Json]) -> bool:
     """Whether the memory of all arrays stays as it is for as long as the record is there.
 
     So it is in the memory of the CPU, which what stands in the place of the digests is a view of:
-    whoever donates such an array is given a copy.
+    donating such an array copies it.
     """
     digests = (each["digest"] for each in record["arrays"].values())
     return jax.process_count() == 1 and not any(isinstance(each, str) for each in digests)

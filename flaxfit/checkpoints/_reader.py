@@ -21,13 +21,13 @@ class _Gone(Exception):
 
 
 class CheckpointFileReader:
-    """Reads one checkpoint of a folder; what `TrainLoop(init=...)` takes to go on from it.
+    """Reads one checkpoint of a folder; what `TrainLoop(init=...)` takes to resume from it.
 
     Saves that writers of this process have begun in the folder are waited for.
 
     Every array is compared with the digest that was saved beside it. A damaged checkpoint is
     reported, renamed to `corrupt-<step>-<n>`, and the next one is read: the one before it, or
-    the next best. When none is left that is an error: a run never starts anew in silence. So it is
+    the next best. When none is left that is an error: a run never restarts in silence. So it is
     when all that is left are folders that have the name of a step, and hold none. A step that was
     asked for by number has no substitute: its damage or absence is an error.
 
@@ -110,8 +110,8 @@ class CheckpointFileReader:
         damaged += [name for name in set_aside if name not in damaged]
         if damaged:
             raise ValueError(
-                f"Cannot go on from {self.folder}: it holds no intact checkpoint, only "
-                f"{', '.join(damaged)}. To start anew, move these away."
+                f"Cannot resume from {self.folder}: it holds no intact checkpoint, only "
+                f"{', '.join(damaged)}. To start from scratch, move these away."
             )
         return None
 

@@ -39,7 +39,7 @@ class CheckpointFileWriter:
 
     In the `callbacks` of a loop it saves what all other callbacks have made of a checkpoint,
     wherever it stands among them, and beside it what they remember (those with `get_state` and
-    `set_state`) and what `history.append` has gathered: a loop that goes on from there, with a
+    `set_state`) and what `history.append` has gathered: a loop that resumes from it, with a
     `CheckpointFileReader` and the same callbacks, ends as if it had never been interrupted.
 
     Saving a step that the folder holds already does nothing if the content is the same, and

@@ -1,4 +1,4 @@
-"""Data as streams of batches, with a position that training can go on from."""
+"""Data as streams of batches, with a position that training can resume from."""
 
 from flaxfit.data._adapters import as_stream as as_stream
 from flaxfit.data._adapters import one_pass as one_pass

@@ -56,7 +56,7 @@ class ArrayStream:
 
         Args:
           x: the inputs: an array, or a (nested) tuple or mapping of arrays.
-          y: the targets, likewise; None for none.
+          y: the targets, in the same forms; None for none.
           w: one weight per example.
           batch_size: examples in a batch.
           shuffle: whether each epoch has its own random order.
@@ -152,7 +152,7 @@ class ArrayStream:
         return fresh
 
     def whole(self) -> PyTree:
-        """All examples as one batch; None where the data is mapped from a file."""
+        """All examples as one batch; None if the data is mapped from a file."""
         if any(column.is_mapped for column in self._columns):
             return None
         return self.pick(slice(None))
@@ -207,7 +207,7 @@ class ArrayStream:
     def _as_stored(self) -> Any:
         if self._stored is None:
             stored = _AsStored(self.n_examples)
-            # Rows that each step takes are at hand; data that may be huge needs no memory for them.
+            # Kept if each step takes some; for data that may be huge they take no memory.
             self._stored = stored[:] if self.resident else stored
         return self._stored
 

@@ -27,11 +27,11 @@ def describe_batch(batch: PyTree) -> list[str]:
 def check_description(
     saved: Mapping[str, Json], here: Mapping[str, Json], *, but_for: str | None = None
 ) -> None:
-    """Checks that a position belongs to the data at hand, as far as it is described.
+    """Checks that a position belongs to the present data, as far as it is described.
 
     Args:
       saved: the description that was saved with the position.
-      here: that of the data at hand.
+      here: that of the present data.
       but_for: what may differ.
 
     Raises:

@@ -68,7 +68,7 @@ class PrefetchedStream:
         if self._closed:
             raise ValueError("This prefetched stream was closed: make a new one.")
         if not self._is_begun:
-            # Nothing is read ahead of a first batch: `set_state` may go on from right behind it,
+            # Nothing is read ahead of a first batch: `set_state` may continue right after it,
             # and need not open the data again, which may change its order.
             try:
                 batch = next(self._stream)

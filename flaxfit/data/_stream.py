@@ -22,7 +22,7 @@ class DataStream(Protocol):
     """
 
     def __iter__(self) -> Self:
-        """The stream itself: iterating goes on from the present position."""
+        """The stream itself: iterating continues at the present position."""
         ...
 
     def __next__(self) -> Any:

@@ -65,7 +65,7 @@ def write(
     Args:
       text: the line, or several.
       file: a text stream; None: that of `output`.
-      end: what comes behind it.
+      end: what is written after it.
       width: how long lines may be; None: those of a terminal as its `columns` tell.
       rewrite: what takes the only bar that there is away, and what draws it again: all is written
         at once then, which takes less time than to leave that to tqdm.

@@ -7,7 +7,7 @@ from flaxfit.importers._unreadable import require
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
-    """The integer at an offset and the offset behind it.
+    """The integer at an offset, and the offset after it.
 
     >>> varint(bytes([0xAC, 0x02]), 0)
     (300, 2)

@@ -37,7 +37,7 @@ class Cursor:
         self.is_resumed = False
         """Whether it was moved to the position of a checkpoint."""
         self.fetched: list[tuple[Any, Any]] = []
-        """Items that were not trained on yet, each with the position behind it."""
+        """Items that were not trained on yet, each with the position after it."""
         self._position: Json = None
         self._has_run_out = False
         """Whether the stream has stopped; one that stops after each pass would start another."""

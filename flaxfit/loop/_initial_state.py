@@ -135,7 +135,7 @@ def check_same_arrays(own: TrainState, given: TrainState) -> None:
     lines = [f"  {p}: here {here.get(p, '-')}, given {there.get(p, '-')}" for p in paths[:30]]
     n = "1 array differs" if len(paths) == 1 else f"{len(paths)} arrays differ"
     raise ValueError(
-        f"Cannot go on from a state of another model or optimizer; {n}:\n"
+        f"Cannot continue from a state of another model or optimizer; {n}:\n"
         + "\n".join(lines)
         + "\nIf other parameters were frozen then, set `freeze` as it was, restore, and set it "
         "back."

@@ -19,7 +19,7 @@ def check_loss_shape(
     Args:
       values_shape: the shape of what the loss returned.
       outputs: a pytree of arrays or of their shapes and dtypes.
-      targets: likewise.
+      targets: the targets of the batch.
       batch_size: the number of examples.
 
     >>> check_loss_shape((32,), (np.ones((32, 10)),), (np.ones(32),), 32)

@@ -54,7 +54,7 @@ class Current:
 
     @property
     def state(self) -> TrainState:
-        """A copy of the state, that stays valid. Set it to go on from another one.
+        """A copy of the state, which stays valid. Set it to continue from another one.
 
         Raises:
           RuntimeError: there is none.

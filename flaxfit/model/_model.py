@@ -185,7 +185,7 @@ class Model:
           checkpoint_dir: a folder in which each epoch is saved, with the history, the position in
             the data and what callbacks remember. Or a `CheckpointFileWriter`, to choose what is
             kept (`keep`, `monitor`) and whether a failed save ends the run (`on_error`).
-          resume: "auto": a model without weights goes on from the newest checkpoint of that
+          resume: "auto": a model without weights resumes from the newest checkpoint of that
             folder, to `epochs` epochs in all, and ends as if it had never been interrupted; a
             finished call returns at once. True: there must be a checkpoint; False: nothing.
 
@@ -313,7 +313,7 @@ class Model:
         checkpoints.save(folder, self.state, history=history)
 
     def load(self, folder: str | os.PathLike[str], *, which: str | int = "latest") -> None:
-        """Takes over the training state of a checkpoint; a later `fit` goes on from it.
+        """Takes over the training state of a checkpoint; a later `fit` continues from it.
 
         Args:
           folder: where `save` or a `CheckpointFileWriter` put it.
@@ -346,7 +346,7 @@ class Model:
 
         It adds to the weights that the model has, of a trained or loaded state or of other files.
         The file is opened at once. Before a `fit`, the shapes that it has to fit become known
-        from the inputs of `fit`, `predict` or `evaluate`, whichever comes first.
+        from the inputs of `fit`, `predict` or `evaluate`: those of the first call.
 
         Args:
           path: a file of `save_weights`, or any that `flaxfit.importers.load` reads. Names that
@@ -419,7 +419,7 @@ class Model:
 
     @property
     def state(self) -> TrainState:
-        """The training state: a copy that stays valid. Set it to go on from another one.
+        """The training state: a copy that stays valid. Set it to continue from another one.
 
         Raises:
           RuntimeError: the model has not been trained.

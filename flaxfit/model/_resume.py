@@ -24,7 +24,7 @@ class RunFolder:
 
     Args:
       folder: its path; made when it does not exist. Or the writer that saves into it.
-      resume: "auto": go on from the newest checkpoint, if there is one; True: there must be one;
+      resume: "auto": resume from the newest checkpoint, if there is one; True: there must be one;
         False: the folder must be empty.
 
     Raises:
@@ -52,7 +52,7 @@ class RunFolder:
         if resume is False and found is not None:
             raise ValueError(
                 f"resume=False, and {os.fspath(folder)!r} holds the checkpoints of steps "
-                f"{list_steps(folder)}. Use another folder, or resume='auto' to go on from them."
+                f"{list_steps(folder)}. Use another folder, or resume='auto' to continue from them."
             )
         if resume is False and (names := sorted(entry.name for entry in folder.iterdir())):
             raise ValueError(

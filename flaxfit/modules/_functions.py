@@ -107,7 +107,7 @@ def from_function(
       function: `(params, *inputs) -> outputs`.
       params: the initial parameters, or a function `(key, *inputs) -> params`.
       rng: the random stream, such as "dropout", whose key the function takes as its keyword `rng`,
-        None where the call has none; by default it takes no `rng`.
+        None if the call has none; by default it takes no `rng`.
       stateful: the function is `(params, state, *inputs) -> (outputs, state)`, and `params` is,
         or returns, the initial `(params, state)`. The state is the collection `"state"`.
     """

@@ -20,7 +20,7 @@ from jax.interpreters import partial_eval
 from flaxfit.modules._flags import parameters
 from flaxfit.tree._types import ArrayLike, Function, PyTree, Rngs
 
-# Written anew by each call, never part of what a model is.
+# Written by each call, so not part of the model.
 _TRANSIENT = ("intermediates", "losses")
 
 Place = tuple[str, ...]

@@ -82,6 +82,6 @@ def _pair(pair: tuple[Any, Any], train: bool) -> ModelFunctions:
     for function in pair:
         required = (p.name for p in parameters(function).values() if p.default is p.empty)
         check_switches(dict.fromkeys(required), "A function of the pair")
-    # A function without a switch stays itself: whoever holds it can tell that it is the same.
+    # A function without a switch is returned as it is, so that callers can compare it.
     switches = ((function, call_flags(function, train)) for function in pair)
     return ModelFunctions(*(functools.partial(f, **set_) if set_ else f for f, set_ in switches))

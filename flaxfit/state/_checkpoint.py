@@ -43,7 +43,7 @@ class Borrowed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What happened up to a step, and everything needed to go on from there.
+    """What happened up to a step, and everything needed to resume from it.
 
     Its arrays are unreplicated copies, which stay valid however far training goes on, unless they
     are borrowed from the loop (see `TrainLoop(snapshot=...)`).
@@ -105,7 +105,7 @@ class Checkpoint:
 
     @property
     def scalars(self) -> dict[str, float]:
-        """The metrics that are single numbers: all but confusion matrices and the like."""
+        """The metrics that are single numbers, which confusion matrices are not."""
         return {name: value for name, value in self.metrics.items() if is_scalar(value)}
 
     @property

@@ -31,7 +31,7 @@ def take_apart(variables: Mapping[str, PyTree]) -> tuple[dict[str, Any], Axes | 
     True
 
     Returns:
-      The fields `params` and `model_state` of a state, and the axes; None where nothing is named.
+      The fields `params` and `model_state` of a state, and the axes; None if nothing is named.
 
     Raises:
       ValueError: names that belong to no array, or that are more than it has dimensions.

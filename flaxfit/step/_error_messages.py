@@ -73,7 +73,7 @@ def calls_explained(inputs: PyTree, targets: PyTree = ()) -> Iterator[None]:
 
     Args:
       inputs: those of a batch, or their shapes and dtypes.
-      targets: likewise.
+      targets: those of the batch.
 
     Raises:
       ValueError: the parameters of the model were made for inputs of another shape.
@@ -131,7 +131,7 @@ def explained(method: Function) -> Function:
 
 
 def explain(error: Exception, stepper: Any) -> None:
-    """Raises in its place, where there is one, an error in words; as `explained` does."""
+    """Raises an error in words instead, if there is one, as `explained` does."""
     explain_debugging(error)
     if isinstance(error, TypeError):
         is_eager = runs_eagerly(stepper.strategy)
@@ -145,7 +145,7 @@ def explain(error: Exception, stepper: Any) -> None:
 
 
 def _of_tracers(error: TypeError, advice: str) -> str | None:
-    """What an error of tracing means; None where it is none."""
+    """The meaning of an error of tracing; None for other errors."""
     who = f"The model, the loss or a metric{_place(error)}"
     # The latter is what becomes of it where JAX takes the array that was kept for a constant.
     if isinstance(error, jax.errors.UnexpectedTracerError) or re.match(

@@ -30,7 +30,7 @@ class ForwardPass(NamedTuple):
     values: jax.Array
     """The loss: per example `(batch, ...)`, or a scalar."""
     penalty: Any
-    """The sum of the penalty of the loss and the model's `losses`; None where there is neither."""
+    """The sum of the penalty of the loss and the model's `losses`; None if there is neither."""
     sums: Sums
     """The sums of the loss and of the metrics, on this replica."""
     outputs: tuple[PyTree, ...]
@@ -43,7 +43,7 @@ class EvalPass(NamedTuple):
     """What one forward pass in evaluation gives."""
 
     values: PyTree
-    """The loss: per example `(batch, ...)`, or a scalar; None where there is none."""
+    """The loss: per example `(batch, ...)`, or a scalar; None if there is none."""
     sums: Sums
     """The sums of the metrics and of the loss, on this replica."""
     outputs: tuple[PyTree, ...]

@@ -149,7 +149,7 @@ class _Turns:
 
 
 def _sums_of(task: TrainTask, state: PyTree, sample: Batch, known: dict[Any, Any]) -> Any:
-    """The shapes of the sums of a step of a task, which is looked at on the way."""
+    """Validates a task on a batch; returns the shapes of the sums of its step."""
     result = inspect(task, shapes_of(state), sample, known=known).shapes
     sums = result.sums | more_sums(task, result, grad_norm=True)
     return sums | {"loss": jax.eval_shape(_pair, sums["loss"], sample)}

@@ -51,7 +51,7 @@ def inspect(
       task: a `TrainTask`.
       state: the training state.
       batch: the first batch.
-      data: all of the data, where it is at hand: its values are checked, else the batch's.
+      data: all of the data, if available, whose values are checked; else the batch's are.
       bind: of the strategy, to trace as it does.
       known: what was traced before of this task, by shapes; it is added to.
       is_resumed: whether the run began before this batch, whose values are not checked then: had

@@ -38,7 +38,7 @@ class DataParallel:
     With `virtual_replicas` a batch is divided among so many replicas on however many devices, and
     each device works at its share of them one after the other. What they find is added in an
     order that does not depend on the devices either: on 1, 2, 4, ... of them, in one process or
-    several, training gives the same parameters and metrics to the bit, and goes on from the
+    several, training gives the same parameters and metrics to the bit, and continues from the
     checkpoints of any other number of them as if nothing had changed.
 
     >>> DataParallel(jax.local_devices()[:2], virtual_replicas=8)

@@ -19,7 +19,7 @@ def give_back_free_memory() -> None:
 
 @functools.cache
 def _trim() -> Callable[[int], int] | None:
-    """The function `malloc_trim` of glibc; None where there is another library."""
+    """The function `malloc_trim` of glibc; None with another C library."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):  # The last is of Windows.

@@ -14,7 +14,7 @@ from flaxfit.tree._types import PyTree
 
 
 def axis_sizes(mesh_shape: Mapping[str, int], n_devices: int) -> dict[str, int]:
-    """The sizes of the axes of a mesh, -1 replaced by what is left of the devices.
+    """The sizes of the axes of a mesh, -1 replaced by the number of remaining devices.
 
     >>> axis_sizes({"data": -1, "model": 2}, 8)
     {'data': 4, 'model': 2}
@@ -63,7 +63,7 @@ def within(
 
     Args:
       mesh: the mesh.
-      rules: as of `Sharded`; those of patterns are no names, and "batch" is told by `batch_axes`.
+      rules: as of `Sharded`; those of patterns are no names, and "batch" comes from `batch_axes`.
       batch_axes: over which batches are split.
       dropped: axes that dimensions of their own names are not split over.
     """

@@ -49,7 +49,7 @@ class Sharded:
     True
 
     Args:
-      mesh_shape: axis names and their sizes, one of which may be -1 (what is left of the devices);
+      mesh_shape: axis names and their sizes, one of which may be -1 (the remaining devices);
         None: all devices on the axis "data".
       rules: pairs of a logical name and an axis (or a tuple of axes, or None), or of a pattern of
         parameter paths ("encoder/.*/kernel") and a `PartitionSpec`. None: the usual names of a
@@ -164,7 +164,7 @@ class Sharded:
         return layout(state, self._specs(state), self._sizes, self._batch_axes)
 
     def shardings(self, state: PyTree) -> Any:
-        """The state with the sharding of each array in its place.
+        """The shardings of a state, one for each array.
 
         Raises:
           ValueError: every rule and array that do not fit together.
@@ -178,7 +178,7 @@ class Sharded:
         return copied(self.share(tree))
 
     def share(self, tree: PyTree) -> PyTree:
-        """As `place`, but what is in its place already is not copied."""
+        """As `place`, without a copy of arrays that are placed already."""
         placements = self._placements(tree)
         if self.n_processes == 1:
             return jax.device_put(tree, placements)

@@ -20,7 +20,7 @@ class Strategy(Protocol):
 
     @property
     def axis_name(self) -> str | None:
-        """The axis over which a step must reduce, or None where the compiler does it."""
+        """The axis over which a step must reduce, or None if the compiler does it."""
         ...
 
     @property
@@ -43,7 +43,7 @@ class Strategy(Protocol):
         ...
 
     def share(self, tree: PyTree) -> PyTree:
-        """As `place`, but what is in its place already is not copied."""
+        """As `place`, without a copy of arrays that are placed already."""
         ...
 
     def collect(self, tree: PyTree) -> PyTree:

@@ -8,7 +8,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def owner_of(callback: Any) -> Any:
-    """The object behind a callback: inside of `every` and the like, of `history.append`."""
+    """The object of a callback: of a bound method its owner, of `every(...)` what it wraps."""
     callback = inspect.unwrap(callback)
     return getattr(callback, "__self__", callback)
 

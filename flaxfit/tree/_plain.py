@@ -110,7 +110,7 @@ def _plain(leaf: ArrayLike) -> Any:
 
 
 def _read_as(value: Any, like: PyTree) -> Any:
-    """The value as the kind of leaf that it takes the place of; None where it does not fit."""
+    """The value as the kind of leaf that it takes the place of; None if it does not fit."""
     if _is_key(like):
         words = jnp.asarray(_plain(value))
         expected = jax.eval_shape(jax.random.key_data, like)
