@@ -142,6 +142,13 @@ def explain(error: Exception, stepper: Any) -> None:
         "RESOURCE_EXHAUSTED|out of memory", str(error), re.IGNORECASE
     ):
         raise MemoryError(_advice(stepper)) from error
+    elif isinstance(error, RuntimeError) and "has been deleted" in str(error):
+        raise RuntimeError(
+            "An array that the step takes was deleted. If an exception ended an earlier step, such "
+            "as one of a signal handler or a lack of memory, the training state was lost with it: "
+            "continue from a checkpoint, loop.restore(checkpoint). Otherwise your own code has "
+            "deleted or donated an array of the data."
+        ) from error
 
 
 def _of_tracers(error: TypeError, advice: str) -> str | None:

@@ -118,3 +118,14 @@ def test_a_step_of_ones_own_may_change_the_key():
     for _ in range(int(loop.next_checkpoint().state.step)):
         key, _ = jax.random.split(key)
     assert jnp.array_equal(jax.random.key_data(loop.state.key), jax.random.key_data(key))
+
+
+def test_a_loop_whose_state_was_lost_says_so_and_continues_from_a_checkpoint():
+    loop, other = loop_of(), loop_of()
+    first, expected = next(loop), [next(other), next(other)][1]
+    for leaf in loop._stepper._leaves:  # As a step does that is ended half-way.
+        leaf.delete()
+    with pytest.raises(RuntimeError, match=r"continue from a checkpoint, loop\.restore"):
+        next(loop)
+    loop.restore(first)
+    assert next(loop).metrics == expected.metrics
