@@ -110,8 +110,9 @@ class Stepper:
 
     def borrowed(self) -> tuple[Any, Any]:
         """The state and the kept gradients as `Borrowed`, to be read until the next step."""
-        state = Borrowed(self.state)
-        grads = None if self._grads is None else Borrowed(self._grads)
+        unflatten, leaves, kept = self._layout.unflatten, self._leaves, self._grads
+        state = Borrowed(lambda: unflatten(leaves))
+        grads = None if kept is None else Borrowed(lambda: kept)
         self._borrowed += [state] if grads is None else [state, grads]
         return state, grads
 

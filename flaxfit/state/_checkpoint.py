@@ -1,7 +1,7 @@
 """Checkpoint: the record that a training loop yields."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flaxfit.display import _html, count, duration, is_scalar, number, plural, rate
@@ -12,18 +12,23 @@ from flaxfit.tree._types import Json, PyTree
 class Borrowed:
     """A value that belongs to a training loop, which uses it up with its next step.
 
-    >>> borrowed = Borrowed({"w": 1.0})
+    >>> borrowed = Borrowed(lambda: {"w": 1.0})
     >>> borrowed.value
     {'w': 1.0}
+
+    Args:
+      make: makes the value when it is first read, as most are not.
     """
 
-    def __init__(self, value: Any):
-        self._value = value
+    def __init__(self, make: Callable[[], PyTree]):
+        self._make: Callable[[], PyTree] | None = make
+        self._value: PyTree = None
         self.is_over = False
 
     def end(self) -> None:
         """Lets go of the value: from here on it cannot be read."""
-        self._value, self.is_over = None, True
+        self._make = self._value = None
+        self.is_over = True
 
     @property
     def value(self) -> Any:
@@ -38,6 +43,8 @@ class Borrowed:
                 "only borrowed them. Copy what you need before the next step, with "
                 "loop.owned(checkpoint), or train with snapshot='device', which copies them."
             )
+        if self._make is not None:
+            self._value, self._make = self._make(), None
         return self._value
 
 
