@@ -50,6 +50,7 @@ def test_the_host_makes_no_more_calls_for_more_arrays(resident):
 
         init, apply = many_arrays(n)
         x = np.ones((8, 3), np.float32)
+        x.flags.writeable = False  # Else batches that happen to be aligned are copied.
         data = ff.ArrayStream(x, x, batch_size=4, resident=resident)
         loop = watched(watch, apply, init, data, optax.adam(0.1), 20, devices=ONE)
         profile = sys.getprofile()
