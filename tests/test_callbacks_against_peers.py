@@ -27,7 +27,7 @@ DIFFERENCES = {  # What: in Keras, in flaxfit.
     "the moving average begins": ("after the first step", "with the initial parameters"),
 }
 WITHOUT_PEER = {
-    **dict.fromkeys(["Callback", "Logger", "ExitCode"], "A type, no callback."),
+    **dict.fromkeys(["Callback", "StatefulCallback", "Logger", "ExitCode"], "A type, no callback."),
     **dict.fromkeys(
         [
             "JSONLogger",

@@ -42,6 +42,7 @@ PUBLIC = {
     "flaxfit.callbacks": (
         "CSVLogger",
         "Callback",
+        "StatefulCallback",
         "EarlyStopping",
         "ExitCode",
         "Export",

@@ -1,6 +1,7 @@
 """Callbacks: what happens at a checkpoint, `Checkpoint -> Checkpoint | None`."""
 
 from flaxfit.callbacks._callback import Callback as Callback
+from flaxfit.callbacks._callback import StatefulCallback as StatefulCallback
 from flaxfit.callbacks._exit import ExitCode as ExitCode
 from flaxfit.callbacks._export import Export as Export
 from flaxfit.callbacks._log_to import Logger as Logger

@@ -1,6 +1,6 @@
 """Callback: the one hook of a training loop, and what a loop offers to a callback."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from flaxfit.state._checkpoint import Checkpoint
@@ -14,12 +14,8 @@ class Callback(Protocol):
     the checkpoint, as the built-in ones do, and `redex.combinator.serial` composes them too.
 
     A callback may have two more methods. `attach(loop)` is called once when a loop that has it
-    in its `callbacks` is built. `close()` is called when training ends, however it ends.
-
-    One that remembers something which changes what training does has `get_state()`, which gives
-    it as JSON, and `set_state(state)`: a `CheckpointFileWriter` beside it saves it, and a loop
-    that resumes from it restores it after `attach`. Arrays, where it keeps some, go by
-    `get_arrays()` and `set_arrays(arrays)`: fields of a training state by name, such as "params".
+    in its `callbacks` is built. `close()` is called when training ends, however it ends. One that
+    remembers something which changes what training does is a `StatefulCallback`.
 
     A callback with the attribute `order = "last"` gets a checkpoint after the others, and is closed
     before them; one with `order = "first"` gets it before the others, is attached before the first
@@ -37,6 +33,39 @@ class Callback(Protocol):
 
     def __call__(self, checkpoint: Checkpoint, /) -> Checkpoint | None:
         """Reads, changes or stores what happened up to a step."""
+        ...
+
+
+class StatefulCallback(Callback, Protocol):
+    """A callback whose memory is saved with each checkpoint and restored with it.
+
+    A `CheckpointFileWriter` among the callbacks saves it; a loop that resumes from the file
+    restores it after `attach`.
+
+    >>> class Count:
+    ...     n = 0
+    ...
+    ...     def __call__(self, checkpoint: Checkpoint) -> None:
+    ...         self.n += 1
+    ...
+    ...     def get_state(self) -> dict[str, int]:
+    ...         return {"n": self.n}
+    ...
+    ...     def set_state(self, state: Mapping[str, int]) -> None:
+    ...         self.n = state["n"]
+    >>> callback: StatefulCallback = Count()
+    """
+
+    def get_state(self) -> dict[str, PyTree]:
+        """What it remembers: values of JSON by name, and arrays as fields of a training state.
+
+        Such fields are "params", "model_state" or "opt_state", with the structure that they have in
+        the state of the loop.
+        """
+        ...
+
+    def set_state(self, state: Mapping[str, PyTree], /) -> None:
+        """Restores what `get_state` returned."""
         ...
 
 

@@ -112,23 +112,18 @@ class Rollback:
         return self._loop.state
 
     def get_state(self) -> dict[str, Json]:
-        """What a resumed run needs, as plain JSON; the good state is in `get_arrays`."""
-        return {"n_rollbacks": self.n_rollbacks}
+        """What a resumed run needs: JSON, and the good state where it is not the present one."""
+        state: dict[str, PyTree] = {"n_rollbacks": self.n_rollbacks}
+        if self._good is None or self._loop is None or int(self._good.step) == self._loop.step:
+            return state
+        return state | {name: getattr(self._good, name) for name in _FIELDS}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
         """Puts back what `get_state` gave; call it after `attach`."""
         self.n_rollbacks = int(state["n_rollbacks"])
-
-    def get_arrays(self) -> dict[str, PyTree]:
-        """The fields of the good state, where it is not the present one."""
-        if self._good is None or self._loop is None or int(self._good.step) == self._loop.step:
-            return {}
-        return {name: getattr(self._good, name) for name in _FIELDS}
-
-    def set_arrays(self, arrays: Mapping[str, PyTree]) -> None:
-        """Puts back what `get_arrays` gave; call it after `attach`."""
-        if self._loop is not None:
-            self._good = _to_host(self._loop.state.replace(**arrays))
+        fields = {name: state[name] for name in _FIELDS if name in state}
+        if self._loop is not None and fields:
+            self._good = _to_host(self._loop.state.replace(**fields))
 
 
 def _to_host(state: TrainState) -> TrainState:

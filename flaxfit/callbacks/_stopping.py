@@ -11,7 +11,9 @@ from flaxfit.callbacks._callback import Loop
 from flaxfit.display import say
 from flaxfit.metrics._monitor import Monitor
 from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._types import Json, PyTree
+from flaxfit.tree._types import Json
+
+_WEIGHTS = ("params", "model_state")
 
 
 class EarlyStopping:
@@ -95,7 +97,7 @@ class EarlyStopping:
             self.best_value, self.best_step, self._n_waited = value, checkpoint.step, 0
             if self._restore_best and checkpoint.state is not None:
                 state = checkpoint.state
-                weights = {"params": state.params, "model_state": state.model_state}
+                weights = {name: getattr(state, name) for name in _WEIGHTS}
                 is_borrowed = checkpoint.is_borrowed
                 self._best_weights = jax.tree.map(jnp.copy, weights) if is_borrowed else weights
             return checkpoint
@@ -131,8 +133,9 @@ class EarlyStopping:
         self._loop.restore(self._loop.state.replace(**self._best_weights))
 
     def get_state(self) -> dict[str, Json]:
-        """What a resumed run needs, as plain JSON; the weights are in `get_arrays`."""
+        """What a resumed run needs: JSON, and the best weights as fields of a training state."""
         return {
+            **(self._best_weights or {}),
             "best_value": self.best_value,
             "best_step": self.best_step,
             "n_waited": self._n_waited,
@@ -146,15 +149,9 @@ class EarlyStopping:
         self._n_waited = state["n_waited"]
         self._monitor.was_seen |= self.best_step is not None
         self._is_closed = False
-
-    def get_arrays(self) -> dict[str, PyTree]:
-        """The best weights, as fields of a state."""
-        return self._best_weights or {}
-
-    def set_arrays(self, arrays: Mapping[str, PyTree]) -> None:
-        """Puts back what `get_arrays` gave; call it after `set_state`."""
-        if self._restore_best:
-            self._best_weights = dict(arrays)
+        weights = {name: state[name] for name in _WEIGHTS if name in state}
+        if self._restore_best and weights:
+            self._best_weights = weights
 
 
 class StopOnNaN:

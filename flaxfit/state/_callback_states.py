@@ -1,27 +1,36 @@
 """What the callbacks of a loop remember: collected for a checkpoint, put back from one."""
 
+import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
+import numpy as np
+
+from flaxfit.state._train_state import TrainState
 from flaxfit.tree._functions import owner_of
 from flaxfit.tree._types import Json, PyTree
 
+_FIELDS = frozenset(field.name for field in dataclasses.fields(TrainState))
 _OLD_NAME = re.compile(r"(\d+)-(\w+)")
 
 
-def collect(callbacks: Iterable[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def collect(callbacks: Iterable[Any]) -> tuple[dict[str, Json], dict[str, PyTree]]:
     """What callbacks remember, by their names: as JSON, and in arrays.
 
-    The arrays are fields of a training state by name, such as `{"params": ...}`.
+    Arrays are those entries of a `get_state()` that are fields of a training state, `"params"`.
     """
-    found = _named(callbacks)
-    states = {name: each.get_state() for name, each in found.items()}
-    arrays = {
-        name: each.get_arrays() for name, each in found.items() if hasattr(each, "get_arrays")
-    }
-    return states, {name: fields for name, fields in arrays.items() if fields}
+    states, arrays = {}, {}
+    for name, each in _named(callbacks).items():
+        states[name] = state = each.get_state()
+        if isinstance(state, Mapping):
+            fields = {key: state[key] for key in _FIELDS & state.keys() if _is_field(state[key])}
+            states[name] = {key: value for key, value in state.items() if key not in fields}
+            if fields:
+                arrays[name] = fields
+    return states, arrays
 
 
 def put_back(
@@ -31,13 +40,19 @@ def put_back(
     found, states = _named(callbacks), _as_named_now(states)
     for name, each in found.items():
         if name in states:
-            each.set_state(states[name])
-        if name in arrays and hasattr(each, "set_arrays"):
-            each.set_arrays(arrays[name])
+            kept = arrays.get(name)
+            each.set_state({**states[name], **kept} if kept else states[name])
     return [
         *(f"no callback takes what {name} remembered" for name in states if name not in found),
         *(f"{name} begins afresh, as it was not there" for name in found if name not in states),
     ]
+
+
+def _is_field(value: Any) -> bool:
+    """Whether a value holds arrays, or is an empty container that JSON does not know."""
+    leaves = jax.tree.leaves(value)
+    is_json = value is None or type(value) in (dict, list)
+    return any(isinstance(x, jax.Array | np.ndarray) for x in leaves) or not (leaves or is_json)
 
 
 def _named(callbacks: Iterable[Any]) -> dict[str, Any]:
