@@ -30,6 +30,6 @@ def steps_per_call(work: float, spacing: int, n_total: float, platform: str) -> 
       platform: of the devices, as JAX names it.
     """
     most_work = _MOST_WORK_ON_CPU if platform == "cpu" else _MOST_WORK
-    most = max(1, int(min(_MOST_STEPS, spacing, most_work / work)))
+    most = max(1, int(min(_MOST_STEPS, spacing, most_work / max(work, 1))))
     divisor = next(n for n in range(most, 0, -1) if spacing % n == 0)
     return most if n_total >= _PAYS_FROM and 2 * divisor <= most else divisor

@@ -50,6 +50,7 @@ def dispatches(loop):
         (1.1e9, 40, 1000, "cpu", 1),
         (1.1e9, 40, 1000, "tpu", 20),
         (math.inf, 40, math.inf, "gpu", 1),
+        (0, 40, 1000, "cpu", 20),
     ],
 )
 def test_small_steps_go_together_in_numbers_that_divide_the_spacing(
