@@ -20,9 +20,9 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 
 
 class SaveOnSignal:
-    """Saves at the end of the step during which a signal arrives, and ends the process.
+    """Saves at the end of the dispatch during which a signal arrives, and ends the process.
 
-    What is saved lies between two checkpoints: callbacks do not see it, and a run that goes on
+    What is saved lies between two checkpoints: callbacks do not see it, and a run that resumes
     from it reports the metrics that it would have reported. The process then ends by
     `SystemExit` with `ExitCode.PREEMPTED`, or with `UNSAVED` where that save failed. In the main
     thread only; the handlers that were there before are put back by `close`. With several

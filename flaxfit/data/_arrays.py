@@ -11,7 +11,7 @@ from flaxfit.data._position import check_description
 from flaxfit.data._sample_weights import check_weights_shape
 from flaxfit.distributed._processes import process_count, process_index
 from flaxfit.tree._checks import whole_number
-from flaxfit.tree._types import ArrayLike, Json, PyTree
+from flaxfit.tree._types import Json, PyTree
 
 _RESIDENT_BYTES = 2**28
 
@@ -124,7 +124,7 @@ class ArrayStream:
             self._end_epoch()
         return order[start : start + self.batch_size]
 
-    def pick(self, rows: ArrayLike) -> Any:
+    def pick(self, rows: Any) -> Any:
         """The examples at a slice or at an array of indices, as a batch."""
         return self._structure.unflatten([column.pick(rows) for column in self._columns])
 

@@ -33,7 +33,7 @@ class Column:
         else:
             self._pick = _picker(narrow(array, self._dtype))
 
-    def pick(self, rows: ArrayLike) -> np.ndarray:
+    def pick(self, rows: Any) -> np.ndarray:
         """The rows at a slice (a view, where possible) or at an array of indices."""
         picked = self._pick(rows)
         return picked if picked.dtype == self._dtype else narrow(picked, self._dtype)

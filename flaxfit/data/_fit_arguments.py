@@ -133,7 +133,7 @@ def split(arrays: tuple[PyTree, ...], fraction: float, seed: int) -> tuple[Any, 
     )
 
 
-def as_arrays(part: PyTree) -> Any:
+def as_arrays(part: Any) -> Any:
     """The arrays of a part of the data: lists of numbers become arrays, tables their values.
 
     >>> as_arrays([[1, 2], [3, 4]]).shape, len(as_arrays([np.zeros(2), np.zeros(2)]))
@@ -224,7 +224,7 @@ def _is_list(data: Data) -> bool:
     return isinstance(data, list) and not _is_numbers(data)
 
 
-def _is_numbers(part: PyTree) -> bool:
+def _is_numbers(part: Any) -> bool:
     """Whether a part of the data is a (nested) list of numbers, or of text."""
     if not isinstance(part, list | tuple) or is_named(part):
         return False
@@ -233,7 +233,7 @@ def _is_numbers(part: PyTree) -> bool:
     return isinstance(part, _SCALARS) or (is_array(part) and np.ndim(part) == 0)
 
 
-def _holds_arrays(part: PyTree) -> bool:
+def _holds_arrays(part: Any) -> bool:
     if _is_numbers(part):
         return True
     if isinstance(part, list | tuple | Mapping):
@@ -250,11 +250,11 @@ def _holds_batches(data: Data) -> bool:
     )
 
 
-def _is_none(part: PyTree) -> bool:
+def _is_none(part: Any) -> bool:
     return part is None or (isinstance(part, tuple) and not part)
 
 
-def _first_of(part: PyTree) -> str:
+def _first_of(part: Any) -> str:
     """The first thing in a part of the data that is no array."""
     wrong = next((leaf for leaf in jax.tree.leaves(part) if not is_array(leaf)), part)
     return f"{type(wrong).__name__}: {wrong!r:.60}"

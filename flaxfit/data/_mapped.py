@@ -40,7 +40,7 @@ class MappedArray:
         self._mapping = mapping_of(array) if safe else None
         self._read = 0
 
-    def pick(self, rows: ArrayLike) -> np.ndarray:
+    def pick(self, rows: Any) -> np.ndarray:
         """The rows at a slice, as a view, or at an array of indices, a few at a time."""
         if isinstance(rows, slice):
             picked = self._array[rows]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree._types import Function
 
 _BY_NAME = {
     "lookahead": "parameters as optax.LookaheadParams",
@@ -52,7 +52,7 @@ def _required(function: Function) -> str:
     return ", ".join(p.name for p in only if p.default is p.empty)
 
 
-def _functions(part: PyTree, seen: set[int]) -> Iterator[FunctionType]:
+def _functions(part: Any, seen: set[int]) -> Iterator[FunctionType]:
     """The functions that something is made of, as far as closures and containers show them."""
     if id(part) in seen:
         return
@@ -63,7 +63,7 @@ def _functions(part: PyTree, seen: set[int]) -> Iterator[FunctionType]:
         yield from _functions(each, seen)
 
 
-def _within(part: PyTree) -> list[Any]:
+def _within(part: Any) -> list[Any]:
     if hasattr(part, "transformations"):
         return list(part.transformations)
     match part:

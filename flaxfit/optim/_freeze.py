@@ -7,7 +7,7 @@ import jax
 import optax
 
 from flaxfit.tree._paths import flat, label
-from flaxfit.tree._types import ArrayLike, Params, PyTree
+from flaxfit.tree._types import Params, PyTree
 
 
 def mask(tree: PyTree, patterns: Sequence[str]) -> Any:
@@ -27,7 +27,7 @@ def merge(masked: Any, whole: Any) -> Any:
     {'head': 5.0, 'stem': 1.0}
     """
 
-    def is_masked(x: ArrayLike) -> bool:
+    def is_masked(x: Any) -> bool:
         return isinstance(x, optax.MaskedNode)
 
     return jax.tree.map(

@@ -139,7 +139,7 @@ def _holds_names(tree: PyTree) -> bool:
     return all(map(_is_names, jax.tree.leaves(tree, is_leaf=_is_names)))
 
 
-def _is_names(x: ArrayLike) -> bool:
+def _is_names(x: Any) -> bool:
     if isinstance(x, PartitionSpec):
         return True
     if hasattr(x, "names"):

@@ -1,0 +1,151 @@
+"""A TrainLoop gives the numbers of a hand-written loop on any number of devices, and as fast."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from loops import OPTIMIZER, Normalized, Regressor, X, Y, make_loop
+
+import flaxfit as ff
+
+# Against a hand-written loop, and between devices.
+
+
+@pytest.mark.parametrize("n_devices", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("module", [Regressor(), Regressor(0.5), Normalized()])
+def test_training_equals_a_hand_written_optax_loop(module, n_devices):
+    batches = [(X[i : i + 16], Y[i : i + 16]) for i in (0, 16, 32, 48)] * 2
+    loop = make_loop(module, batches, devices=jax.devices()[:n_devices])
+    key, n = loop.state.key, 16 // n_devices
+    state = jax.device_get(loop.state.replace(key=None))
+    variables, opt_state = state.variables, state.opt_state
+
+    @jax.jit
+    def update(variables, opt_state, step, x, y):
+        def loss(params):
+            losses, updates = [], []
+            for replica in range(n_devices):
+                rows = slice(replica * n, replica * n + n)
+                outputs, new = module.apply(
+                    {**variables, "params": params},
+                    x[rows],
+                    rngs={"dropout": jax.random.fold_in(ff.step_key(key, step, replica), 0)},
+                    mutable=["batch_stats", "counters"],
+                )
+                losses.append(jnp.mean((outputs - y[rows]) ** 2))
+                updates.append(new)
+            mean = jax.tree.map(
+                lambda a, *rest: (sum(rest, a) / n_devices).astype(a.dtype), *updates
+            )
+            return sum(losses) / n_devices, mean
+
+        params = variables["params"]
+        (value, new), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        changes, opt_state = OPTIMIZER.update(grads, opt_state, params)
+        return {**new, "params": optax.apply_updates(params, changes)}, opt_state, value
+
+    checkpoints = list(loop)
+    for step, ((x, y), checkpoint) in enumerate(zip(batches, checkpoints, strict=True)):
+        variables, opt_state, value = update(variables, opt_state, step, x, y)
+        assert checkpoint.loss == pytest.approx(float(value), rel=1e-5)
+    ours = checkpoints[-1].state.variables
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6),
+        ours,
+        {name: variables[name] for name in ours},
+    )
+
+
+def test_one_and_four_devices_agree():
+    def train(n):
+        *_, last = make_loop(n_steps=20, devices=jax.devices()[:n], n_steps_per_checkpoint=20)
+        return last
+
+    one, four = train(1), train(4)
+    assert one.loss == pytest.approx(four.loss, rel=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        one.state.params,
+        four.state.params,
+    )
+
+
+def test_every_replica_holds_the_same_state():
+    loop = make_loop(Normalized(dropout=0.3), devices=jax.devices(), n_steps=3)
+    list(loop)
+    for leaf in jax.tree.leaves(
+        loop._stepper.state.replace(key=jax.random.key_data(loop._stepper.state.key))
+    ):
+        shards = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+        assert len(shards) == 4
+        for shard in shards:
+            np.testing.assert_array_equal(shard, shards[0])
+
+
+def test_counters_stay_integers():
+    *_, last = make_loop(Normalized(dropout=0.3), devices=jax.devices(), n_steps=3)
+    calls = last.model_state["counters"]["calls"]
+    assert calls.dtype == jnp.int32 and int(calls) == 3
+
+
+# Speed: what the loop must not do.
+
+
+def test_nothing_is_read_back_between_checkpoints(monkeypatch):
+    loop = make_loop(n_steps=40, n_steps_per_checkpoint=20, first_checkpoint=20)
+    next(loop)
+    array_class, reads = type(jnp.zeros(())), []
+    original = array_class._value
+
+    def counted(self):
+        reads.append(self.shape)
+        return original.fget(self)
+
+    def read(totals):
+        reads.append("totals")
+        return original_read(totals)
+
+    original_read = loop._stepper.tally._read
+    monkeypatch.setattr(loop._stepper.tally, "_read", read)
+    monkeypatch.setattr(array_class, "_value", property(counted))
+    loop.watchers.append(lambda step: at_step.append(len(reads)))
+    at_step = []
+    next(loop)
+    assert at_step == [0] * 20
+    assert reads == ["totals"]  # The checkpoint itself reads them.
+    float(jnp.zeros(()))
+    assert len(reads) == 2  # The count works.
+
+
+@pytest.mark.parametrize(
+    "resident, n_devices, expected",
+    [(True, 1, [32, 40, 48]), (False, 1, [*range(3, 49)]), (True, 2, [*range(3, 49)])],
+)
+def test_no_more_than_so_many_steps_are_under_way(resident, n_devices, expected, monkeypatch):
+    array_class, waited = type(jnp.zeros(())), []
+    original = array_class.block_until_ready
+    stream = ff.ArrayStream(X, Y, batch_size=16, resident=resident)
+    loop = make_loop(data=stream, n_steps_per_checkpoint=48, devices=jax.devices()[:n_devices])
+    loop.first_checkpoint = 48
+
+    def block_until_ready(array):
+        waited.append(loop.step)
+        return original(array)
+
+    monkeypatch.setattr(array_class, "block_until_ready", block_until_ready)
+    loop.next_checkpoint()
+    assert waited == expected
+
+
+def test_a_long_run_over_several_devices_does_not_abort():
+    loop = make_loop(n_steps=400, n_steps_per_checkpoint=399, devices=jax.devices())
+    assert [c.step for c in loop] == [1, 400]
+
+
+def test_the_running_metrics_can_be_read_at_any_step():
+    loop, seen = make_loop(n_steps=4, n_steps_per_checkpoint=4, first_checkpoint=4), []
+    loop.watchers.append(lambda step: seen.append(loop.running_metrics()["loss"]))
+    (checkpoint,) = loop
+    assert len(seen) == 4 and seen[-1] == checkpoint.loss
+    assert loop.running_metrics() == {}

@@ -1,0 +1,101 @@
+"""What a TrainLoop starts from: a model, a state or a checkpoint file."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+from loops import Normalized, Regressor, X, assert_equal, make_loop, make_task
+
+import flaxfit as ff
+from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
+
+
+def test_a_fresh_start_needs_a_key():
+    with pytest.raises(ValueError, match="needs a random key"):
+        make_loop(rnkey=None)
+
+
+def test_a_given_state_needs_no_key():
+    loop = ff.TrainLoop(make_loop().state, make_task(), stdout=False)
+    assert loop.next_step().step == 1
+
+
+@pytest.mark.parametrize("key", [jax.random.key(3), jax.random.PRNGKey(3), 3])
+def test_a_key_is_typed_or_raw_or_a_seed(key):
+    expected = make_loop(rnkey=jax.random.key(3)).next_step()
+    assert make_loop(rnkey=key).next_step().loss == expected.loss
+
+
+def test_an_input_sample_stands_in_for_the_first_batch():
+    def batches():
+        yield pytest.fail("the data was read")
+
+    loop = make_loop(data=batches(), input_sample=X[:2])
+    assert loop.step == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": ff.DataParallel()}, "either devices or a strategy"),
+        ({"task": make_task(rngs=("noise",)), "collections": ["dropout"]}, "either collections or"),
+        ({"task": make_task(mutable=False), "mutable_collections": ["a"]}, "either mutable_coll"),
+    ],
+)
+def test_arguments_that_exclude_each_other_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_loop(**options)
+
+
+def test_the_ancestors_arguments_become_fields_of_the_task():
+    loop = make_loop(
+        collections={"init": ["params"], "apply": ["noise"]}, mutable_collections=False
+    )
+    assert loop.task.rngs == ("noise",) and loop.task.mutable is False
+
+
+def test_a_module_in_place_of_its_init_is_refused():
+    with pytest.raises(TypeError, match=r"pass module\.init"):
+        ff.TrainLoop(Regressor(), make_task(), 0)
+
+
+def test_a_reader_is_asked_for_a_checkpoint_and_a_fresh_start_said(capsys):
+    class Reader:
+        target = staticmethod(Regressor().init)
+
+        def __init__(self, found=None):
+            self.found = found
+
+        def read(self, template):
+            self.template = template
+            return self.found
+
+    reader = Reader()
+    loop = ff.TrainLoop(reader, make_task(), 0)
+    assert "starting fresh" in capsys.readouterr().err
+    assert jax.tree.map(jnp.shape, reader.template.params) == jax.tree.map(
+        jnp.shape, loop.state.params
+    )
+    with pytest.raises(ValueError, match="needs a random key"):
+        ff.TrainLoop(reader, make_task())
+
+
+def test_a_run_is_resumed_from_its_checkpoint_files(tmp_path, capsys):
+    def make(**options):
+        module = Normalized(dropout=0.3)
+        reader = CheckpointFileReader(tmp_path / "run", module.init)
+        with ff.TrainLoop(
+            reader, make_task(module), 0, n_steps_per_checkpoint=4, **options
+        ) as loop:
+            return list(loop)
+
+    writer = CheckpointFileWriter(tmp_path / "run")
+    make(n_steps=6, callbacks=[writer])
+    assert "starting fresh" in capsys.readouterr().err
+    *_, resumed = make(n_steps=12)
+    assert "restored step 6" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "run")
+    *_, whole = make(n_steps=12)
+    assert (resumed.step, resumed.n_completed_steps) == (12, whole.n_completed_steps)
+    assert_equal(resumed.state, whole.state)

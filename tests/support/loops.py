@@ -1,0 +1,62 @@
+"""The small models, tasks and loops that tests of the training loop share."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import flaxfit as ff
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(64, 5)).astype(np.float32)
+Y = X.sum(1)
+OPTIMIZER = optax.adamw(1e-2, weight_decay=0.1)
+
+
+class Regressor(nn.Module):
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(8)(x))
+        x = nn.Dropout(self.dropout, deterministic=self.dropout == 0)(x)
+        return nn.Dense(1)(x)[:, 0]
+
+
+class Normalized(nn.Module):
+    """BatchNorm, dropout, and a counter that a mean over replicas would spoil."""
+
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, x):
+        count = self.variable("counters", "calls", lambda: jnp.zeros((), jnp.int32))
+        if not self.is_initializing():
+            count.value += 1
+        x = nn.BatchNorm(use_running_average=False)(nn.Dense(8, use_bias=False)(x))
+        x = nn.Dropout(self.dropout, deterministic=self.dropout == 0)(nn.relu(x))
+        return nn.Dense(1)(x)[:, 0]
+
+
+def make_task(module=None, data=None, optimizer=None, **options):
+    module = module or Regressor()
+    if data is None:
+        data = ff.ArrayStream(X, Y, batch_size=16, shuffle=True)
+    options = {"metrics": ["mae"], **options}
+    return ff.TrainTask(module.apply, optimizer or OPTIMIZER, "mse", data, **options)
+
+
+def make_loop(module=None, data=None, *, optimizer=None, task=None, **options):
+    module = module or Regressor()
+    task = task or make_task(module, data, optimizer)
+    options = {"rnkey": 0, "devices": jax.devices()[:1], "stdout": False, **options}
+    return ff.TrainLoop(module.init, task, **options)
+
+
+def assert_equal(a, b):
+    """That two trees are the same bit for bit, random keys included."""
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        np.testing.assert_array_equal(x, y)
