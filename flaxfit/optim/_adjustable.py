@@ -1,4 +1,4 @@
-"""What the optimizers here have in common: they are optax transformations with methods."""
+"""The base class of the optimizers here: an optax transformation with methods."""
 
 import abc
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ import optax
 
 from flaxfit.optim._hyperparams import check_known
 from flaxfit.optim._optimizer import Optimizer
-from flaxfit.tree._types import Params, PyTree
+from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
 
 OPTAX_ARGUMENTS = frozenset(("grad", "obj_fn", "value", "value_fn"))
 """What transformations of optax take in an update beside hyperparameters."""
@@ -20,23 +20,25 @@ class Adjustable(optax.GradientTransformationExtraArgs, abc.ABC):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """The pair of functions that optax unpacks."""
 
-        def init(params: Params) -> Any:
+        def init(params: Params) -> OptState:
             return made._init(params)
 
-        def update(updates: PyTree, state: PyTree, params: Params = None, **extra_args: Any) -> Any:
+        def update(
+            updates: PyTree, state: PyTree, params: Params = None, **extra_args: Any
+        ) -> tuple[PyTree, OptState]:
             return made._update(updates, state, params, **extra_args)
 
         made = super().__new__(cls, init, update)
         return made
 
     @abc.abstractmethod
-    def _init(self, params: Params) -> Any:
+    def _init(self, params: Params) -> OptState:
         """The state before the first step."""
 
     @abc.abstractmethod
     def _update(
         self, updates: PyTree, state: PyTree, params: Params = None, **extra_args: Any
-    ) -> Any:
+    ) -> tuple[PyTree, OptState]:
         """The updates of a step, and the new state."""
 
     @property
@@ -49,7 +51,7 @@ class Adjustable(optax.GradientTransformationExtraArgs, abc.ABC):
         """The hyperparameters in words."""
 
     @abc.abstractmethod
-    def update_hyper_params(self, *, hyper_params: Any = None, **overrides: Any) -> Any:
+    def update_hyper_params(self, *, hyper_params: PyTree = None, **overrides: ArrayLike) -> PyTree:
         """The set of hyperparameters with some values replaced."""
 
     def create(self, target: PyTree) -> Optimizer:

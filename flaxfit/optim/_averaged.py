@@ -1,6 +1,4 @@
-"""averaged: a state with the parameters to use in the place of those that are trained."""
-
-from typing import Any
+"""averaged: a state with the averaged parameters in place of the trained ones."""
 
 from flaxfit.optim import _schedule_free
 from flaxfit.optim._extended import has_ema, swap_ema
@@ -8,7 +6,7 @@ from flaxfit.optim._freeze import carry_over
 from flaxfit.tree._types import PyTree
 
 
-def averaged(state: PyTree) -> Any:
+def averaged(state: PyTree) -> PyTree:
     """A state whose parameters are the average that is evaluated in place of the trained ones.
 
     It is the moving average of `ema=`, or `optax.contrib.schedule_free_eval_params` of an optimizer
@@ -25,7 +23,7 @@ def averaged(state: PyTree) -> Any:
       state: a `TrainState`; it stays as it is.
 
     Raises:
-      ValueError: its optimizer keeps no average, or one of arrays that are no parameters.
+      ValueError: its optimizer keeps no average, or averages arrays that are not parameters.
     """
     if has_ema(state) or not has_average(state):
         return swap_ema(state)

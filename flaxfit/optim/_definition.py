@@ -14,12 +14,13 @@ import numpy as np
 import optax
 
 from flaxfit.optim._adjustable import Adjustable
+from flaxfit.optim._filters import Filter
 from flaxfit.optim._groups import MultiOptimizer
 from flaxfit.optim._hyperparams import check_known, check_number
 from flaxfit.optim._optimizer import Optimizer
 from flaxfit.optim._overridable import Overridable, as_float
 from flaxfit.optim._per_parameter import per_parameter
-from flaxfit.tree._types import Params, PyTree
+from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
 
 
 class OptimizerDef(Adjustable):
@@ -97,13 +98,13 @@ class OptimizerDef(Adjustable):
         return ()
 
     @property
-    def hyper_params(self) -> Any:
+    def hyper_params(self) -> PyTree:
         """The set of hyperparameters as it was given: by name, or the dataclass."""
         if dataclasses.is_dataclass(self._given):
             return self._given
         return {name: value for name, value in self._given.items() if name in self._live}
 
-    def update_hyper_params(self, *, hyper_params: Any = None, **overrides: Any) -> Any:
+    def update_hyper_params(self, *, hyper_params: PyTree = None, **overrides: ArrayLike) -> PyTree:
         """The set of hyperparameters with some values replaced.
 
         Args:
@@ -118,7 +119,7 @@ class OptimizerDef(Adjustable):
         is_plain = isinstance(start, Mapping)
         return {**start, **overrides} if is_plain else dataclasses.replace(start, **overrides)
 
-    def create(self, target: PyTree, focus: Any = None) -> Optimizer:
+    def create(self, target: PyTree, focus: Filter | None = None) -> Optimizer:
         """An `Optimizer` of the target, which is a tree of parameters.
 
         Args:
@@ -138,7 +139,7 @@ class OptimizerDef(Adjustable):
         """The hyperparameters in words."""
         return str(list(self._live))
 
-    def _init(self, params: Params) -> Any:
+    def _init(self, params: Params) -> OptState:
         # Without optax's count of the steps, which nothing reads: each array in a state takes about
         # a microsecond of every step.
         with self._explained():
@@ -166,9 +167,9 @@ class OptimizerDef(Adjustable):
         state: PyTree,
         params: Params = None,
         *,
-        hyper_params: Any = None,
+        hyper_params: PyTree = None,
         **extra: Any,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[PyTree, OptState]:
         self.check(extra)
         given = {**self._whole_set(hyper_params), **extra}
         own = {name: self._value(name, given[name], state) for name in self._live if name in given}
@@ -180,7 +181,7 @@ class OptimizerDef(Adjustable):
         new = new._replace(count=(), hyperparams={**new.hyperparams, **standing})
         return updates, jax.tree.map(_as_before, new, state)
 
-    def _whole_set(self, hyper_params: Any) -> dict[str, Any]:
+    def _whole_set(self, hyper_params: PyTree) -> dict[str, PyTree]:
         """The overrides that a set stands for: one for every hyperparameter."""
         if hyper_params is None:
             return {}
@@ -190,7 +191,7 @@ class OptimizerDef(Adjustable):
         return {name: values.get(name) for name in self._live}
 
     def _value(self, name: str, override: Any, state: PyTree) -> jax.Array:
-        """The value for one step; that which was given at first where there is no number."""
+        """The value for one step; without an override, the initial value or the schedule's."""
         live = self._live[name]
         if override is None or callable(override):
             is_schedule = isinstance(live, Overridable)
@@ -198,20 +199,20 @@ class OptimizerDef(Adjustable):
         check_number(name, override)
         return as_float(override)
 
-    def _standing(self, name: str, state: PyTree) -> Any:
-        """The value if it were not overridden for this step."""
+    def _standing(self, name: str, state: PyTree) -> PyTree:
+        """The value without this step's override."""
         live = self._live[name]
         is_schedule = isinstance(live, Overridable)
         return live(state.hyperparams_states[name]) if is_schedule else state.hyperparams[name]
 
-    def _make_own(self, **values: Any) -> optax.GradientTransformation:
+    def _make_own(self, **values: ArrayLike) -> optax.GradientTransformation:
         """The transformation of a subclass that has methods for one parameter."""
         own: Any = self
         is_plain = isinstance(self._given, Mapping)
         replace = dataclasses.replace
         hyper_params = SimpleNamespace(**values) if is_plain else replace(self._given, **values)
 
-        def apply(step: Any, param: Any, state: PyTree, grad: Any) -> Any:
+        def apply(step: ArrayLike, param: ArrayLike, state: PyTree, grad: ArrayLike) -> PyTree:
             return own.apply_param_gradient(step, hyper_params, param, state, grad)
 
         return per_parameter(own.init_param_state, apply)
@@ -223,7 +224,7 @@ _NEEDS_A_NUMBER = (
 )
 
 
-def _by_name(hyper_params: Any) -> dict[str, Any]:
+def _by_name(hyper_params: PyTree) -> dict[str, PyTree]:
     if dataclasses.is_dataclass(hyper_params):
         names = [field.name for field in dataclasses.fields(hyper_params)]
         return {name: getattr(hyper_params, name) for name in names}
@@ -279,6 +280,6 @@ def _check_schedule(name: str, value: Any) -> None:
         )
 
 
-def _as_before(new: PyTree, old: PyTree) -> Any:
+def _as_before(new: PyTree, old: PyTree) -> PyTree:
     """A new leaf of a state in the dtype of the old one, as hyperparameters may be more precise."""
     return new.astype(old.dtype) if new.dtype != old.dtype else new

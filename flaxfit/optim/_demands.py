@@ -3,10 +3,10 @@
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
-from flaxfit.tree._types import Function
+from flaxfit.tree._types import Function, PyTree
 
 _BY_NAME = {
     "lookahead": "parameters as optax.LookaheadParams",
@@ -20,7 +20,7 @@ _BY_NAME = {
 def check_demands(owner: str, optimizer: Any) -> None:
     """Checks that an optimizer needs no more than the mean gradients and the parameters.
 
-    It is looked into: chains, groups and wrappers of optax keep what they are made of in closures.
+    Inspects closures, where optax's chains, groups and wrappers keep their parts.
 
     >>> import optax
     >>> check_demands("TrainTask", optax.chain(optax.clip(1.0), optax.polyak_sgd()))
@@ -52,7 +52,7 @@ def _required(function: Function) -> str:
     return ", ".join(p.name for p in only if p.default is p.empty)
 
 
-def _functions(part: Any, seen: set[int]) -> Iterator[FunctionType]:
+def _functions(part: PyTree, seen: set[int]) -> Iterator[FunctionType]:
     """The functions that something is made of, as far as closures and containers show them."""
     if id(part) in seen:
         return
@@ -63,7 +63,7 @@ def _functions(part: Any, seen: set[int]) -> Iterator[FunctionType]:
         yield from _functions(each, seen)
 
 
-def _within(part: Any) -> list[Any]:
+def _within(part: Any) -> list[object]:
     if hasattr(part, "transformations"):
         return list(part.transformations)
     match part:
@@ -83,7 +83,7 @@ def _within(part: Any) -> list[Any]:
             return list(vars(part).values()) if is_optimizer else []
 
 
-def _is_filled(cell: Any) -> bool:
+def _is_filled(cell: CellType) -> bool:
     try:
         return cell.cell_contents is not None
     except ValueError:

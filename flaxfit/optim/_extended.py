@@ -15,11 +15,11 @@ from flaxfit.tree._types import OptState, Params, PyTree
 class ExtendedState(NamedTuple):
     """The state of an optimizer, and what is kept beside it; `()` where that is not asked for."""
 
-    inner: Any
+    inner: OptState
     """The state of the user's optimizer."""
-    average: Any = ()
+    average: Params = ()
     """The exponential moving average of the trained parameters."""
-    scale: Any = ()
+    scale: PyTree = ()
     """flax's `DynamicScale` of the loss, for float16."""
 
 
@@ -60,7 +60,9 @@ class ExtendedOptimizer:
         average = () if self.ema is None else jax.tree.map(jnp.array, trained)
         return ExtendedState(inner, average, new_scale(self.scales_loss))
 
-    def update(self, updates: PyTree, state: PyTree, params: Params = None, **extra: Any) -> Any:
+    def update(
+        self, updates: PyTree, state: PyTree, params: Params = None, **extra: object
+    ) -> tuple[PyTree, ExtendedState]:
         """One step; frozen parameters may be left out of the trees, and are given zeros if not."""
         trained = mask(params, self.freeze)
         own, inner = self._inner.update(mask(updates, self.freeze), state.inner, trained, **extra)
@@ -73,15 +75,15 @@ class ExtendedOptimizer:
 
 
 def extend(optimizer: Any, **options: Any) -> Any:
-    """The optimizer with these options around it; itself where there are none.
+    """Wraps an optimizer in these options; returns it unchanged if there are none.
 
-    What is around it already is replaced, so that extending again changes nothing.
+    Replaces earlier options, so that extending again changes nothing.
     """
     user = getattr(optimizer, "user", optimizer)
     return ExtendedOptimizer(user, **options) if any(options.values()) else user
 
 
-def new_scale(is_wanted: bool) -> Any:
+def new_scale(is_wanted: bool) -> PyTree:
     """A fresh `DynamicScale`, or `()`."""
     if not is_wanted:
         return ()
@@ -91,10 +93,10 @@ def new_scale(is_wanted: bool) -> Any:
     return DynamicScale().replace(fin_steps=jnp.int32(0), scale=jnp.float32(65536.0))
 
 
-def carry_state(old: PyTree, optimizer: Any, params: Params) -> Any:
+def carry_state(old: PyTree, optimizer: Any, params: Params) -> OptState:
     """The state of an optimizer that freezes other parameters than the one that made `old`.
 
-    What `old` knows of a parameter is kept; what is new begins afresh.
+    Keeps the state in `old` of every parameter that it has; others start fresh.
     """
     new = optimizer.init(params)
     if isinstance(new, ExtendedState):
@@ -102,10 +104,10 @@ def carry_state(old: PyTree, optimizer: Any, params: Params) -> Any:
     return carry_over(old.inner if isinstance(old, ExtendedState) else old, new)
 
 
-def wrap_state(opt_state: OptState, optimizer: Any, params: Params) -> Any:
+def wrap_state(opt_state: OptState, optimizer: Any, params: Params) -> OptState:
     """The state of a user's own optimizer as that of the optimizer with the options around it.
 
-    Any other state is given back as it is.
+    Returns any other state unchanged.
     """
     if isinstance(opt_state, ExtendedState) or not isinstance(optimizer, ExtendedOptimizer):
         return opt_state
@@ -116,10 +118,10 @@ def wrap_state(opt_state: OptState, optimizer: Any, params: Params) -> Any:
     return carry_over(ExtendedState(inner), optimizer.init(params))
 
 
-def swap_ema(state: PyTree) -> Any:
+def swap_ema(state: PyTree) -> PyTree:
     """A state whose parameters are the moving average, and the average the parameters.
 
-    Swapping again gives the state back. Frozen parameters have no average, and stay.
+    Swapping again restores the state. Frozen parameters have no average and stay.
 
     >>> from flaxfit import TrainState
     >>> state = TrainState(0, {"w": 1.0}, ExtendedState((), {"w": 0.5}), {}, None)
@@ -153,6 +155,6 @@ def has_ema(state: PyTree) -> bool:
     return bool(jax.tree.leaves(_average(state.opt_state)))
 
 
-def _average(opt_state: OptState) -> Any:
+def _average(opt_state: OptState) -> Params:
     is_plain = isinstance(opt_state, dict)
     return opt_state.get("average", ()) if is_plain else getattr(opt_state, "average", ())

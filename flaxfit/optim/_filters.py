@@ -1,8 +1,8 @@
-"""Filters: which parameters belong to which group."""
+"""Filters: assign parameters to groups."""
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import optax
@@ -15,18 +15,18 @@ from flaxfit.tree._types import ArrayLike, Params, PyTree
 class Traversal(Protocol):
     """Selects parts of a tree, as the traversals of `flax.traverse_util` do."""
 
-    def iterate(self, inputs: PyTree) -> Any:
+    def iterate(self, inputs: PyTree) -> PyTree:
         """The selected parts."""
 
-    def update(self, fn: Callable[[Any], Any], inputs: PyTree) -> Any:
+    def update(self, fn: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
         """The tree with a function applied to the selected parts."""
 
 
-Filter = str | re.Pattern[str] | Traversal | Callable[[str, Any], bool]
+Filter = str | re.Pattern[str] | Traversal | Callable[[str, ArrayLike], bool]
 """A pattern of the whole path, a traversal, or a function of the path and the parameter."""
 
 
-def group_name(position: int, filter: Any) -> str:
+def group_name(position: int, filter: object) -> str:
     """The name of a group: its pattern, or its position where the filter is not a pattern.
 
     Raises:
@@ -48,7 +48,7 @@ def group_name(position: int, filter: Any) -> str:
     return str(position)
 
 
-def assign(filters: Sequence[Filter], names: Sequence[str], params: Params) -> Any:
+def assign(filters: Sequence[Filter], names: Sequence[str], params: Params) -> PyTree:
     """The tree of the numbers of the groups; what no group has gets the next number.
 
     A part of the tree that is in one group as a whole is given as one number.
@@ -119,7 +119,7 @@ def _masked(params: Params) -> list[str]:
     return [path_of(path) for path, node in leaves if is_masked(node)]
 
 
-def _collapsed(labels: ArrayLike) -> Any:
+def _collapsed(labels: PyTree) -> PyTree:
     """The tree with dicts of one and the same label as that label: fewer nodes to be masked."""
     if not isinstance(labels, dict):
         return labels
@@ -129,7 +129,7 @@ def _collapsed(labels: ArrayLike) -> Any:
     return found[0] if found and is_one else parts
 
 
-def _parameters(params: Params) -> list[tuple[str, Any]]:
+def _parameters(params: Params) -> list[tuple[str, ArrayLike]]:
     """Paths and leaves. The value in a box is named as the box: an nnx variable, linen metadata."""
     leaves = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

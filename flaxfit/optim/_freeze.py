@@ -1,7 +1,6 @@
-"""Freezing: parameters that no gradient is computed for, and no optimizer sees."""
+"""Freezing: excludes parameters from gradients and optimizers."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import optax
@@ -10,7 +9,7 @@ from flaxfit.tree._paths import flat, label
 from flaxfit.tree._types import Params, PyTree
 
 
-def mask(tree: PyTree, patterns: Sequence[str]) -> Any:
+def mask(tree: PyTree, patterns: Sequence[str]) -> PyTree:
     """The tree without the leaves whose paths match a pattern: they become `optax.MaskedNode`s.
 
     >>> mask({"stem": 1.0, "head": 2.0}, ["stem.*"])
@@ -20,7 +19,7 @@ def mask(tree: PyTree, patterns: Sequence[str]) -> Any:
     return jax.tree.map(lambda frozen, x: optax.MaskedNode() if frozen else x, is_frozen, tree)
 
 
-def merge(masked: Any, whole: Any) -> Any:
+def merge(masked: PyTree, whole: PyTree) -> PyTree:
     """The masked tree with the leaves of `whole` where its own are missing.
 
     >>> merge({"stem": optax.MaskedNode(), "head": 5.0}, {"stem": 1.0, "head": 2.0})
@@ -35,7 +34,7 @@ def merge(masked: Any, whole: Any) -> Any:
     )
 
 
-def carry_over(old: PyTree, new: PyTree) -> Any:
+def carry_over(old: PyTree, new: PyTree) -> PyTree:
     """The leaves of `new`, in the state of `old` where that has a leaf of the same path.
 
     After a change of what is frozen, the moments of the other parameters are kept.
@@ -52,7 +51,7 @@ def check_patterns(patterns: Sequence[str], params: Params) -> None:
     """Checks that each pattern freezes something, and that something is left to train.
 
     Raises:
-      ValueError: with the paths that there are.
+      ValueError: a pattern matches nothing, or nothing is left; lists the paths.
     """
     for pattern in patterns:
         check_matches("freeze", pattern, params)
@@ -67,7 +66,7 @@ def check_matches(owner: str, pattern: str, params: Params) -> None:
     """Checks that a pattern matches the path of a parameter.
 
     Raises:
-      ValueError: with the paths that there are.
+      ValueError: it matches none; lists the paths.
     """
     if not any(flat(label([(pattern, True)], params, False)).values()):
         raise ValueError(

@@ -10,7 +10,7 @@ import optax
 from flaxfit.optim._adjustable import OPTAX_ARGUMENTS, Adjustable
 from flaxfit.optim._filters import assign, group_name
 from flaxfit.optim._hyperparams import GroupsState, check_known, names_of
-from flaxfit.tree._types import ArrayLike, Params, PyTree
+from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
 
 
 class MultiOptimizer(Adjustable):
@@ -64,11 +64,13 @@ class MultiOptimizer(Adjustable):
         return self._optimizers
 
     @property
-    def hyper_params(self) -> list[Any]:
+    def hyper_params(self) -> list[PyTree]:
         """The set of each group: hyperparameters by name, as they were given."""
         return [getattr(optimizer, "hyper_params", {}) for optimizer in self._optimizers]
 
-    def update_hyper_params(self, *, hyper_params: Any = None, **overrides: Any) -> list[Any]:
+    def update_hyper_params(
+        self, *, hyper_params: PyTree = None, **overrides: ArrayLike
+    ) -> list[PyTree]:
         """The set of each group with some values replaced, wherever a group has them.
 
         Args:
@@ -118,9 +120,9 @@ class MultiOptimizer(Adjustable):
         state: PyTree,
         params: Params = None,
         *,
-        hyper_params: Any = None,
+        hyper_params: PyTree = None,
         **extra: Any,
-    ) -> tuple[Any, GroupsState]:
+    ) -> tuple[PyTree, GroupsState]:
         if params is None:
             raise ValueError(
                 "MultiOptimizer finds its groups in the parameters: pass them, as "
@@ -142,7 +144,7 @@ class MultiOptimizer(Adjustable):
         updates, new = _partition(optimizers, labels).update(updates, states, params)
         return updates, state._replace(states=_of_groups(new))
 
-    def _sets(self, hyper_params: Any) -> list[Any]:
+    def _sets(self, hyper_params: PyTree) -> list[PyTree]:
         """The given set of each group, or None."""
         if hyper_params is None:
             return [None] * len(self._names)
@@ -170,11 +172,11 @@ def _check_pair(position: int, group: Any) -> None:
         )
 
 
-def _of(optimizer: Adjustable, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _of(optimizer: Adjustable, overrides: Mapping[str, ArrayLike]) -> dict[str, ArrayLike]:
     return {name: value for name, value in overrides.items() if name in optimizer.known}
 
 
-def _with_arguments(optimizer: Any, hyper_params: Any, extra: Mapping[str, Any]) -> Any:
+def _with_arguments(optimizer: Any, hyper_params: PyTree, extra: Mapping[str, Any]) -> Any:
     """The optimizer with its own arguments of an update filled in."""
     if isinstance(optimizer, Adjustable):
         own = {name: v for name, v in extra.items() if name in OPTAX_ARGUMENTS}
@@ -194,7 +196,7 @@ def _with_arguments(optimizer: Any, hyper_params: Any, extra: Mapping[str, Any])
 _REST = optax.MaskedState(optax.EmptyState())
 
 
-def _of_groups(state: PyTree) -> tuple[Any, ...]:
+def _of_groups(state: PyTree) -> tuple[OptState, ...]:
     return tuple(state.inner_states.values())[:-1]
 
 

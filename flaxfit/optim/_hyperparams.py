@@ -1,7 +1,7 @@
-"""Hyperparameters in optimizer states: found wherever they are in the tree, read and set."""
+"""Finds, reads and sets hyperparameters anywhere in an optimizer state."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,30 +9,30 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from flaxfit.tree._types import Function, OptState, PyTree
+from flaxfit.tree._types import ArrayLike, Function, OptState, PyTree
 
 
 class OverrideState(NamedTuple):
     """The state of a hyperparameter that goes by a schedule unless it is overridden."""
 
-    schedule: Any
+    schedule: PyTree
     """The state of the schedule, which counts on under an override."""
-    value: Any
+    value: ArrayLike
     """The override."""
-    is_set: Any
+    is_set: ArrayLike
     """Whether the override counts."""
 
 
 class GroupsState(NamedTuple):
     """The states of the optimizers of several groups of parameters."""
 
-    states: tuple[Any, ...]
+    states: tuple[OptState, ...]
     names: tuple[dict[str, tuple[()]], ...]
     """The name of each group, as the key of a dict: a named tuple crosses `jit` faster than a class
     with static fields, and can hold no text."""
 
 
-def hyperparams(opt_state: OptState, group: str | int | None = None) -> dict[str, Any]:
+def hyperparams(opt_state: OptState, group: str | int | None = None) -> dict[str, PyTree]:
     """The hyperparameters in an optimizer's state, by name; those of groups by group and name.
 
     They are looked for in the whole tree: in states of `OptimizerDef`s, of groups, and of optax's
@@ -56,7 +56,9 @@ def hyperparams(opt_state: OptState, group: str | int | None = None) -> dict[str
     return next(_read(state) for own, state in _groups(opt_state) if own == name)
 
 
-def set_hyperparams(opt_state: OptState, *, group: str | int | None = None, **values: Any) -> Any:
+def set_hyperparams(
+    opt_state: OptState, *, group: str | int | None = None, **values: ArrayLike
+) -> OptState:
     """The optimizer's state with some hyperparameters set.
 
     A value that was set beats a schedule until None clears it; the schedule counts on meanwhile.
@@ -91,7 +93,7 @@ def set_hyperparams(opt_state: OptState, *, group: str | int | None = None, **va
     return _map(opt_state, lambda state: _set(state, values), name)
 
 
-def with_hyperparams_of(opt_state: OptState, other: PyTree) -> Any:
+def with_hyperparams_of(opt_state: OptState, other: PyTree) -> OptState:
     """An optimizer's state with the hyperparameters that are set in another state of it.
 
     Those that go by a schedule stay as they are.
@@ -103,7 +105,7 @@ def with_hyperparams_of(opt_state: OptState, other: PyTree) -> Any:
     0.25
     """
 
-    def visit(node: PyTree, other: PyTree) -> Any:
+    def visit(node: PyTree, other: PyTree) -> PyTree:
         if not isinstance(node, optax.InjectStatefulHyperparamsState):
             if isinstance(node, GroupsState):
                 return node._replace(states=with_hyperparams_of(node.states, other.states))
@@ -132,7 +134,7 @@ def describe(opt_state: OptState) -> str:
     return str(list(names_of(opt_state))) if names_of(opt_state) else ""
 
 
-def check_known(given: Any, known: Any, description: str) -> None:
+def check_known(given: Iterable[str], known: Iterable[str], description: str) -> None:
     """Checks that hyperparameters are known.
 
     Raises:
@@ -151,7 +153,7 @@ def check_known(given: Any, known: Any, description: str) -> None:
     )
 
 
-def check_number(name: str, value: Any) -> None:
+def check_number(name: str, value: ArrayLike) -> None:
     """Checks that something can be the value of a hyperparameter.
 
     Raises:
@@ -173,11 +175,11 @@ def _is_known(node: PyTree) -> bool:
     return isinstance(node, kinds)
 
 
-def _nodes(state: PyTree) -> list[Any]:
+def _nodes(state: PyTree) -> list[PyTree]:
     return [node for node in jax.tree.leaves(state, is_leaf=_is_known) if _is_known(node)]
 
 
-def _children(node: PyTree) -> dict[str, Any]:
+def _children(node: PyTree) -> dict[str, PyTree]:
     """The states of the groups of a node, by name."""
     if isinstance(node, GroupsState):
         return {name: state for (name,), state in zip(node.names, node.states, strict=True)}
@@ -186,7 +188,7 @@ def _children(node: PyTree) -> dict[str, Any]:
     return {}
 
 
-def _groups(state: PyTree) -> list[tuple[str, Any]]:
+def _groups(state: PyTree) -> list[tuple[str, OptState]]:
     """The groups anywhere in a state, with their own states."""
     found = []
     for node in _nodes(state):
@@ -197,8 +199,8 @@ def _groups(state: PyTree) -> list[tuple[str, Any]]:
     return found
 
 
-def _read(state: PyTree) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _read(state: PyTree) -> dict[str, PyTree]:
+    found: dict[str, PyTree] = {}
     for node in _nodes(state):
         if isinstance(node, optax.InjectStatefulHyperparamsState):
             found = {**_read(node.inner_state), **node.hyperparams, **found}
@@ -246,10 +248,10 @@ def _can_clear(state: PyTree, name: str) -> bool:
     return False
 
 
-def _map(state: PyTree, function: Function, group: str | None) -> Any:
+def _map(state: PyTree, function: Function, group: str | None) -> PyTree:
     """Maps the nodes with hyperparameters: all of them, or those of the groups of that name."""
 
-    def visit(node: PyTree) -> Any:
+    def visit(node: PyTree) -> PyTree:
         if isinstance(node, optax.InjectStatefulHyperparamsState):
             node = function(node) if group is None else node
             return node._replace(inner_state=_map(node.inner_state, function, group))
@@ -269,7 +271,7 @@ def _map(state: PyTree, function: Function, group: str | None) -> Any:
     return jax.tree.map(visit, state, is_leaf=_is_known)
 
 
-def _set(node: PyTree, values: Mapping[str, PyTree]) -> Any:
+def _set(node: PyTree, values: Mapping[str, ArrayLike]) -> PyTree:
     """A node whose hyperparameters of these names have these values."""
     now, states = dict(node.hyperparams), dict(node.hyperparams_states)
     for name in values.keys() & now.keys():
@@ -282,14 +284,14 @@ def _set(node: PyTree, values: Mapping[str, PyTree]) -> Any:
         if value is not None:
             check_number(name, value)
             now[name] = _like(now[name], value, name)
-            # An array of its own: no buffer may be in a donated state twice.
+            # A separate array: a donated state must not hold one buffer twice.
             states |= {name: own._replace(value=_like(own.value, value, name))} if own else {}
         if own is not None:
             states[name] = states[name]._replace(is_set=_like(own.is_set, value is not None, name))
     return node._replace(hyperparams=now, hyperparams_states=states)
 
 
-def _like(old: PyTree, value: Any, name: str) -> PyTree:
+def _like(old: PyTree, value: ArrayLike, name: str) -> PyTree:
     """A value as an array that compiled functions take in place of `old`."""
     if jnp.shape(value) != jnp.shape(old):
         raise ValueError(f"{name} has shape {jnp.shape(old)}, got shape {jnp.shape(value)}.")

@@ -8,7 +8,7 @@ import optax
 from flax import struct
 
 from flaxfit.tree._plain import as_plain, restore
-from flaxfit.tree._types import PyTree
+from flaxfit.tree._types import ArrayLike, PyTree
 
 
 class Optimizer(struct.PyTreeNode):
@@ -30,7 +30,7 @@ class Optimizer(struct.PyTreeNode):
     target: PyTree
 
     def apply_gradient(
-        self, grads: PyTree, *, hyper_params: Any = None, **overrides: Any
+        self, grads: PyTree, *, hyper_params: PyTree = None, **overrides: ArrayLike
     ) -> "Optimizer":
         """The optimizer after one step.
 
@@ -46,29 +46,31 @@ class Optimizer(struct.PyTreeNode):
         )
         return self.replace(state=state, target=optax.apply_updates(self.target, updates))
 
-    def compute_gradient(self, loss_fn: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
+    def compute_gradient(
+        self, loss_fn: Callable[[PyTree], PyTree]
+    ) -> tuple[PyTree, PyTree, PyTree]:
         """The loss, the auxiliary outputs (or None), and the gradient of `target`.
 
         Args:
           loss_fn: a function of the target that returns a loss, or a loss and anything else.
         """
 
-        def with_aux(target: PyTree) -> tuple[Any, Any]:
+        def with_aux(target: PyTree) -> tuple[PyTree, PyTree]:
             result = loss_fn(target)
             return result if isinstance(result, tuple) else (result, None)
 
         (loss, aux), grads = jax.value_and_grad(with_aux, has_aux=True)(self.target)
         return loss, aux, grads
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, PyTree]:
         """The target and the state as plain nested dicts."""
         return {"target": as_plain(self.target), "state": as_plain(self.state)}
 
-    def restore_state(self, state_dict: dict[str, Any]) -> "Optimizer":
+    def restore_state(self, state_dict: dict[str, PyTree]) -> "Optimizer":
         """The optimizer with the target and the state of a `state_dict`.
 
         Raises:
-          ValueError: it is that of other parameters or another optimizer; every difference.
+          ValueError: it does not match the parameters or the optimizer; lists every difference.
         """
         restored = restore({"target": self.target, "state": self.state}, state_dict)
         return self.replace(**restored)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from flaxfit.optim._hyperparams import OverrideState
+from flaxfit.tree._types import ArrayLike
 
 
 class Overridable(optax.schedules.StatefulSchedule):
@@ -22,22 +23,22 @@ class Overridable(optax.schedules.StatefulSchedule):
         state = self.schedule.init()
         return OverrideState(state, as_float(self.schedule(state)), jnp.zeros((), bool))
 
-    def update(self, state: OverrideState, **extra_args: Any) -> OverrideState:
+    def update(self, state: OverrideState, **extra_args: ArrayLike) -> OverrideState:
         """The state after a step: the schedule counts on, overridden or not."""
         return state._replace(schedule=self.schedule.update(state.schedule, **extra_args))
 
-    def __call__(self, state: OverrideState, **extra_args: Any) -> jax.Array:
+    def __call__(self, state: OverrideState, **extra_args: ArrayLike) -> jax.Array:
         """The value in a step."""
         if self.name in extra_args:
             return as_float(extra_args[self.name])
         return jnp.where(state.is_set, state.value, self.scheduled(state, **extra_args))
 
-    def scheduled(self, state: OverrideState, **extra_args: Any) -> jax.Array:
+    def scheduled(self, state: OverrideState, **extra_args: ArrayLike) -> jax.Array:
         """The value in a step if nothing overrides it."""
         return as_float(self.schedule(state.schedule, **extra_args))
 
 
-def as_float(value: Any) -> jax.Array:
+def as_float(value: ArrayLike) -> jax.Array:
     """The value of a hyperparameter as an array."""
     # Never in the dtype of the parameters: a learning rate in bfloat16 has three digits.
     return jnp.asarray(value, jnp.result_type(float))

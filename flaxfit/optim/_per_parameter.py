@@ -1,25 +1,26 @@
 """Optimizers that are written for one parameter at a time, as optax transformations."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from flaxfit.tree._types import Params, PyTree
+from flaxfit.tree._types import ArrayLike, Params, PyTree
 
 
 class OptimizerState(NamedTuple):
     """The state of an optimizer that is written for one parameter at a time."""
 
-    step: Any
-    param_states: Any
+    step: ArrayLike
+    param_states: PyTree
     """In each parameter's place, its state."""
 
 
 def per_parameter(
-    init_param_state: Callable[[Any], Any], apply_param_gradient: Callable[..., tuple[Any, Any]]
+    init_param_state: Callable[[ArrayLike], PyTree],
+    apply_param_gradient: Callable[..., tuple[ArrayLike, PyTree]],
 ) -> optax.GradientTransformation:
     """The transformation of a whole tree from the functions of one parameter.
 
@@ -36,7 +37,9 @@ def per_parameter(
     def init(params: Params) -> OptimizerState:
         return OptimizerState(jnp.zeros((), jnp.int32), jax.tree.map(init_param_state, params))
 
-    def update(updates: PyTree, state: PyTree, params: Params = None) -> tuple[Any, OptimizerState]:
+    def update(
+        updates: PyTree, state: PyTree, params: Params = None
+    ) -> tuple[PyTree, OptimizerState]:
         if params is None:
             raise ValueError("Pass the parameters: optimizer.update(grads, state, params).")
         leaves, structure = jax.tree.flatten(params)

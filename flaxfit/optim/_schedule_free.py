@@ -1,29 +1,28 @@
-"""The average that schedule-free optimizers keep, wherever their states are within others."""
+"""Computes the average of schedule-free optimizers, however deeply their states are nested."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from flaxfit.tree._paths import flat
-from flaxfit.tree._types import OptState, Params, PyTree
+from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
 
 # A state that is restored without a target lacks what holds no arrays.
 _FIELDS = {*optax.contrib.ScheduleFreeState._fields} - {"base_optimizer_state"}
 
 
-def nodes(opt_state: OptState) -> list[Any]:
+def nodes(opt_state: OptState) -> list[PyTree]:
     """The states of schedule-free optimizers; restored without a target, they are mappings."""
     return [node for node in jax.tree.leaves(opt_state, is_leaf=_is_one) if _is_one(node)]
 
 
-def average(opt_state: OptState, params: Params) -> dict[str, Any]:
+def average(opt_state: OptState, params: Params) -> dict[str, ArrayLike]:
     """The average of the parameters that these optimizers train, by path.
 
     Raises:
-      ValueError: they are not given the parameters as they are.
+      ValueError: they train reshaped or renamed parameters.
     """
     params, found = flat(params), {}
     for node in nodes(opt_state):
@@ -40,7 +39,7 @@ def average(opt_state: OptState, params: Params) -> dict[str, Any]:
 
 
 @jax.jit
-def _average(b1: Any, params: Params, z: Any) -> Any:
+def _average(b1: ArrayLike, params: Params, z: Params) -> Params:
     state = optax.contrib.ScheduleFreeState(b1, None, None, None, None, z)  # pyright: ignore
     found = optax.contrib.schedule_free_eval_params(state, params)  # pyright: ignore
     # Before the first step they are the same, to the bit.

@@ -53,6 +53,10 @@ def digest(state):
     return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()
 
 
+def plain(state):
+    return jax.tree.map(lambda x: np.asarray(x).tolist(), state)
+
+
 def batches():
     for i in range(1, 31):
         yield (X * np.nan if i in (3, 9) else X), Y
@@ -86,8 +90,8 @@ def run(folder, at=None, writer_first=False):
         loop.stopped,
         {name: list(map(str, values)) for name, values in history.items()},
         history.steps,
-        stopping.get_state(),
-        rollback.get_state(),
+        plain(stopping.get_state()),
+        plain(rollback.get_state()),
     )
 
 
