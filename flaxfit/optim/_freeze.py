@@ -26,7 +26,7 @@ def merge(masked: PyTree, whole: PyTree) -> PyTree:
     {'head': 5.0, 'stem': 1.0}
     """
 
-    def is_masked(x: Any) -> bool:
+    def is_masked(x: object) -> bool:
         return isinstance(x, optax.MaskedNode)
 
     return jax.tree.map(
