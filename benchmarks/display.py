@@ -33,7 +33,7 @@ def main() -> None:
 
     with unseen_terminal():
         loop = loop_with_bar(arguments.steps)
-        watchers = {"no display": [], "live bar": [*loop.watchers]}
+        watchers = {"no display": [], "live bar": [*loop.dispatch_watchers]}
         contenders = {name: partial(round_of, loop, each) for name, each in watchers.items()}
         times, _ = take_turns(contenders, arguments.rounds, arguments.steps)
         pairs = [
@@ -71,12 +71,12 @@ def loop_with_bar(n_steps: int):
 
 def round_of(loop, watchers) -> float:
     """Trains up to the next checkpoint, with these watchers; its loss."""
-    loop.watchers[:] = watchers
+    loop.dispatch_watchers[:] = watchers
     return loop.next_checkpoint().loss
 
 
 def share_of(loop, watchers) -> float:
-    """The share of a round that passes in what watchers are told of each step."""
+    """The share of a round that is spent in watchers."""
     spent = 0.0
 
     def timed(watch):

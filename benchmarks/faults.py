@@ -204,7 +204,8 @@ def train(folder: str, result: str, cache: str, trap: tuple | None) -> None:
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(state):
         digest.update(np.asarray(leaf).tobytes())
-    record = [digest.hexdigest(), history.steps, dict(history), stopping.get_state()]
+    state = jax.tree.map(lambda x: np.asarray(x).tolist(), stopping.get_state())
+    record = [digest.hexdigest(), history.steps, dict(history), state]
     Path(result).write_text(json.dumps(record))
 
 

@@ -11,10 +11,11 @@ import pytest
 from flaxfit.loop._interrupts import Interrupts
 
 RUN = """
-import hashlib
+import gc, hashlib
 import jax, numpy as np, optax
 import flaxfit as ff
 
+gc.disable()  # An interrupt within JAX's callback of a collection is ignored by Python.
 x = np.random.default_rng(0).normal(size=(97, 4)).astype(np.float32)
 
 def make():
