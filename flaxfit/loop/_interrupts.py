@@ -1,7 +1,9 @@
 """Interrupts: defers Ctrl-C while the loop is between a batch and the state that follows."""
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Self
 
@@ -51,6 +53,17 @@ class Interrupts:
         if self.is_pending:
             self.is_pending = False
             self._handler(signal.SIGINT, None)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Defers interrupts within: calls of compiled functions may turn them into other errors."""
+        with self:
+            was_held, self.is_held = self.is_held, True
+            try:
+                yield
+            finally:
+                if not was_held:
+                    self.release()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.is_held and not self.is_pending:

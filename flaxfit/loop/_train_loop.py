@@ -262,12 +262,16 @@ class TrainLoop:
     def state(self) -> TrainState:
         """The training state: an unreplicated copy, which stays valid."""
         copy = self._copy or self.strategy.collect
-        with jax.ensure_compile_time_eval():  # A function that JAX traces may ask for it.
+        # A function that JAX traces may ask for it.
+        with self._stepper.interrupts.held(), jax.ensure_compile_time_eval():
             return copy(self._stepper.state)
 
     def owned(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint with copies of what it borrows; itself with `snapshot="none"`."""
-        return checkpoint if self._copy is None else owned(checkpoint, self._copy)
+        if self._copy is None or not checkpoint.is_borrowed:
+            return checkpoint
+        with self._stepper.interrupts.held():
+            return owned(checkpoint, self._copy)
 
     @property
     def state_in_place(self) -> TrainState:
