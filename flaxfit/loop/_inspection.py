@@ -70,7 +70,7 @@ class Inspection:
           state: the training state.
           batch: the batch.
           data: all examples, if they are available.
-          **options: `is_resumed` as of `inspect`; `grad_norm` and `norms` as of `more_sums`.
+          **options: `is_resumed` as of `inspect`; `grad_norm` as of `more_sums`.
         """
         if task.step is not None:
             traced = inspect_step(make_step(task), state, batch, data, self._bind)

@@ -35,7 +35,7 @@ from flaxfit.step._validate import shapes_of
 from flaxfit.strategies import Strategy
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._functions import runs_eagerly
-from flaxfit.tree._types import ArrayLike, Data, Json, PyTree
+from flaxfit.tree._types import ArrayLike, Data, Json, Params, PyTree
 
 # On a CPU with several devices, unbounded dispatch of collectives aborts the process; a single
 # device holds the batches of steps that wait, unless the data is on it anyway. Then each eighth
@@ -77,7 +77,6 @@ class Stepper:
         self.programs = CompiledSteps(self.consistency, (lambda text: None) if is_eager else say)
         self.inspection = Inspection(task, strategy, say)
         self.tally = Tally(strategy.share)
-        self.norms: tuple[str, ...] = ()
         self._layout, self._leaves = StateLayout(()), []
         self._grads: PyTree = None
         self._borrowed: list[Borrowed] = []
@@ -120,6 +119,7 @@ class Stepper:
         """Continues from another state."""
         self.consistency.state(int(state.step), state)
         before = self.state
+        check_norms(self.task, state.params)
         self._hold(self.strategy.place(self._layout.restructured(state)))
         self.step = int(state.step)
         self._n_set += 1
@@ -137,6 +137,14 @@ class Stepper:
         """
         return self.step, self._n_set, self._n_tuned
 
+    def set_norms(self, patterns: Sequence[str]) -> None:
+        """Continues with the norms of these patterns reported."""
+        task = dataclasses.replace(self.task, norms=patterns)
+        check_norms(task, self.state.params)
+        if task.norms != self.task.norms:
+            self.task = task
+            self._forget()
+
     def freeze(self, patterns: Any) -> None:
         """Continues with other parameters frozen, and keeps the optimizer state of the rest."""
         self._n_tuned += 1
@@ -149,22 +157,6 @@ class Stepper:
         self._hold(placed)
         self.programs.forget()
         self.inspection.forget()
-
-    def set_norms(self, patterns: Sequence[str]) -> None:
-        """Reports the norms of parameters and gradients by these patterns, from now on."""
-        if tuple(patterns) == self.norms:
-            return
-        if self.tally.n_steps and self.loader.has_inspected:
-            raise RuntimeError(
-                f"Cannot report other norms now: {self.tally.n_steps} steps were counted since the "
-                "latest checkpoint. Set them before training, or right after a checkpoint."
-            )
-        if self.task.step is not None:
-            raise ValueError("The task has a step of its own: let it report the norms.")
-        for pattern in patterns:
-            check_matches("norms", pattern, self.state.params)
-        self.norms = tuple(patterns)
-        self._forget()
 
     def set_hyperparams(self, group: str | int | None, values: dict[str, PyTree]) -> None:
         """Continues with other hyperparameters; nothing is recompiled."""
@@ -349,7 +341,6 @@ class Stepper:
             virtual_replicas=strategy.virtual_replicas,
             n_steps=n_steps,
             skip_empty=portion.is_weighted,
-            norms=self.norms,
             **self._options,
         )
 
@@ -376,7 +367,6 @@ class Stepper:
         """Validates the first batch; returns why padding is unsafe, or ""."""
         options = {
             "grad_norm": self._options["grad_norm"],
-            "norms": self.norms,
             "is_resumed": self.cursor.is_resumed,
         }
         found = self.inspection(self.task, self.state, batch, data, **options)
@@ -397,3 +387,9 @@ class Stepper:
         portion = self.loader.as_regular(self.loader.example(n, self._inspect))
         arguments = (self._leaves, self.tally.totals, portion.strategy.split(portion.batch))
         return memory_of(self._build(portion, arguments, n_steps=1))
+
+
+def check_norms(task: TrainTask, params: Params) -> None:
+    """Checks that each pattern of `task.norms` matches a parameter."""
+    for pattern in task.norms:
+        check_matches("norms", pattern, params)

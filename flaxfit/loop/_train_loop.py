@@ -345,11 +345,12 @@ class TrainLoop:
     @property
     def norms(self) -> tuple[str, ...]:
         """Patterns of the parameters whose norms are reported: "grad_norm/..", "param_norm/.."."""
-        return self._stepper.norms
+        return tuple(self._stepper.task.norms)
 
     @norms.setter
     def norms(self, patterns: Sequence[str]) -> None:
         self._stepper.set_norms(patterns)
+        self.task = self._stepper.task
 
     @property
     def n_steps(self) -> int | None:

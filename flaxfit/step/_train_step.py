@@ -42,7 +42,6 @@ def make_train_step(
     axis_name: str | None = None,
     virtual_replicas: int | None = None,
     grad_norm: bool = True,
-    norms: Sequence[str] = (),
     keep_grads: bool = False,
     skip_empty: bool = True,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Any]]:
@@ -67,7 +66,6 @@ def make_train_step(
       virtual_replicas: how many replicas to divide a batch among, in all and on however many
         devices: the results are the same to the bit. None: one for each device.
       grad_norm: whether to report the global norm of the gradients.
-      norms: patterns of parameter paths, whose gradients' and parameters' norms to report.
       keep_grads: whether to return `(state, (sums, grads))`.
       skip_empty: whether the weights of a batch may sum to zero; False saves the check.
     """
@@ -113,7 +111,7 @@ def make_train_step(
             updated = _where(is_used > 0, updated, unchanged)
 
         per_step = {"grad_norm": norm(jax.tree.leaves(grads))} if grad_norm else {}
-        for pattern in norms:
+        for pattern in task.norms:
             per_step[f"grad_norm/{pattern}"] = norm_of(grads, pattern)
             per_step[f"param_norm/{pattern}"] = norm_of(updated.params, pattern)
         if found.penalty is not None:
@@ -141,13 +139,11 @@ def _demands_explained() -> Iterator[None]:
         raise
 
 
-def more_sums(
-    task: Any, result: ForwardPass, *, grad_norm: bool, norms: Sequence[str] = ()
-) -> Sums:
+def more_sums(task: Any, result: ForwardPass, *, grad_norm: bool) -> Sums:
     """The shapes of what a training step adds to the sums of its forward pass."""
     one = jax.ShapeDtypeStruct((), "float32")
     names = ["grad_norm"] * grad_norm + ["penalty"] * (result.penalty is not None)
-    names += [f"{kind}/{pattern}" for pattern in norms for kind in ("grad_norm", "param_norm")]
+    names += [f"{kind}/{pattern}" for pattern in task.norms for kind in ("grad_norm", "param_norm")]
     return dict.fromkeys(names, (one, one)) | ({"skipped_steps": (one,)} if guards(task) else {})
 
 

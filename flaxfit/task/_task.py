@@ -76,6 +76,9 @@ class TrainTask:
     skip_nonfinite: bool = False
     """Whether a step whose loss or gradients are not finite leaves the whole state as it was, and
     is counted in `metrics["skipped_steps"]`. Always so with float16."""
+    norms: Sequence[str] = ()
+    """Patterns of paths of parameters; the norms of their gradients and values in each step are
+    reported as "grad_norm/<pattern>" and "param_norm/<pattern>"."""
 
     step: Function | None = None
     """A pure function `(state, batch) -> (state, sums)` in the place of the step that is made of
@@ -84,7 +87,8 @@ class TrainTask:
     computes with. The optimizer, if any, is what new states are made for."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "freeze", _patterns(self.freeze))
+        object.__setattr__(self, "freeze", _patterns("freeze", self.freeze))
+        object.__setattr__(self, "norms", _patterns("norms", self.norms))
         if self.step is not None:
             self._check_own_step()
         else:
@@ -122,7 +126,7 @@ class TrainTask:
             raise TypeError(f"step must be (state, batch) -> (state, sums), got {self.step!r:.80}.")
         if self.optimizer is None:
             object.__setattr__(self, "optimizer", optax.identity())
-        names = ("freeze", "accumulate", "precision", "clip_norm", "ema", "skip_nonfinite")
+        names = ("freeze", "accumulate", "precision", "clip_norm", "ema", "skip_nonfinite", "norms")
         fields = [field for field in dataclasses.fields(self) if field.name in names]
         wrong = [field.name for field in fields if getattr(self, field.name) != field.default]
         if wrong:
@@ -186,14 +190,14 @@ def _check_apply(owner: str, apply: Any, *, train: bool) -> None:
         )
 
 
-def _patterns(patterns: Any) -> tuple[str, ...]:
+def _patterns(name: str, patterns: Any) -> tuple[str, ...]:
     given = (patterns,) if isinstance(patterns, str) else patterns
     try:
         for pattern in given:
             re.compile(pattern)
     except (TypeError, re.error) as error:
         raise ValueError(
-            "freeze takes patterns of the paths of parameters, such as 'encoder/.*', got "
+            f"{name} takes patterns of the paths of parameters, such as 'encoder/.*', got "
             f"{patterns!r}: {error}."
         ) from None
     return tuple(given)

@@ -20,7 +20,7 @@ class MLP(nn.Module):
         return nn.Dense(1, name="head")(nn.tanh(nn.Dense(4, name="stem")(x)))
 
 
-def make_loop(callbacks=(), n_devices=1, **options):
+def make_loop(callbacks=(), n_devices=1, *, stdout=False, **options):
     task = ff.TrainTask(MLP().apply, optax.sgd(0.1), "mse", [(X, X[:, :1])] * 6, **options)
     return ff.TrainLoop(
         MLP().init,
@@ -30,7 +30,7 @@ def make_loop(callbacks=(), n_devices=1, **options):
         n_steps_per_checkpoint=2,
         devices=jax.devices()[:n_devices],
         callbacks=callbacks,
-        stdout=False,
+        stdout=stdout,
     )
 
 
@@ -72,14 +72,21 @@ def test_a_pattern_that_matches_nothing_lists_the_parameters():
         make_loop(Norms("body/.*"))
 
 
-def test_they_can_be_asked_for_at_a_checkpoint_only():
-    loop = make_loop()
+def test_setting_them_within_a_span_restarts_its_count(capsys):
+    loop = make_loop(stdout=True)
     next(loop)
     loop.norms = [".*"]
     assert "grad_norm/.*" in next(loop).metrics
     loop.watchers.append(lambda step: setattr(loop, "norms", ()))
-    with pytest.raises(RuntimeError, match="1 steps were counted"):
-        next(loop)
+    last = next(loop)
+    assert "grad_norm/.*" not in last.metrics and last.n_completed_steps == 1
+    assert "the count starts over" in capsys.readouterr().err
+
+
+def test_a_task_names_them_too():
+    assert "grad_norm/head/.*" in next(make_loop(norms="head/.*")).metrics
+    with pytest.raises(ValueError, match="matches no parameter"):
+        make_loop(norms="body/.*")
 
 
 def test_fit_reports_them_in_its_history():
