@@ -7,7 +7,7 @@ from typing import Any
 from flaxfit.callbacks._callback import Loop
 from flaxfit.display import say
 from flaxfit.metrics._monitor import Monitor
-from flaxfit.optim._learning_rates import in_group, learning_rates
+from flaxfit.optim._hyperparams import in_group, learning_rates
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._types import Json
 

@@ -22,8 +22,7 @@ from flaxfit.loop._schedule import Schedule
 from flaxfit.loop._stepper import Stepper
 from flaxfit.metrics._monitor import modes_of
 from flaxfit.optim import hyperparams, set_hyperparams
-from flaxfit.optim._hyperparams import group_name
-from flaxfit.optim._learning_rates import learning_rates
+from flaxfit.optim._hyperparams import group_name, learning_rates
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._cost import StepCost

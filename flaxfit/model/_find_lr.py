@@ -10,7 +10,7 @@ from flaxfit.display import _html
 from flaxfit.display._chart import sparkline, svg_chart
 from flaxfit.display._pyplot import pyplot
 from flaxfit.loop._train_loop import EndOfData, TrainLoop
-from flaxfit.optim._learning_rates import learning_rates
+from flaxfit.optim._hyperparams import learning_rates
 from flaxfit.tree._types import ArrayLike
 
 _SMOOTHING = 0.9

@@ -39,8 +39,7 @@ from flaxfit.model._fit import (
 )
 from flaxfit.model._resume import RunFolder
 from flaxfit.optim import averaged
-from flaxfit.optim._averaged import has_average
-from flaxfit.optim._extended import has_ema
+from flaxfit.optim._averaged import has_average, has_ema
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._validate import shapes_of
 from flaxfit.strategies import Eager, Strategy

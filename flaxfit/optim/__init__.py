@@ -1,8 +1,8 @@
-"""Optimizers: optax transformations with live hyperparameters, groups and more around them."""
+"""Optimizers: optax transformations with adjustable hyperparameters, groups and options."""
 
 from flaxfit.optim._averaged import averaged as averaged
+from flaxfit.optim._averaged import swap_ema as swap_ema
 from flaxfit.optim._definition import OptimizerDef as OptimizerDef
-from flaxfit.optim._extended import swap_ema as swap_ema
 from flaxfit.optim._groups import MultiOptimizer as MultiOptimizer
 from flaxfit.optim._hyperparams import hyperparams as hyperparams
 from flaxfit.optim._hyperparams import set_hyperparams as set_hyperparams

@@ -1,16 +1,24 @@
-"""averaged: a state with the averaged parameters in place of the trained ones."""
+"""Averages of parameters: the moving one of `ema=`, and that of schedule-free optimizers."""
 
-from flaxfit.optim import _schedule_free
-from flaxfit.optim._extended import has_ema, swap_ema
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import optax
+
 from flaxfit.optim._freeze import carry_over
-from flaxfit.tree._types import PyTree
+from flaxfit.tree._paths import flat
+from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
+
+# A state that is restored without a target lacks what holds no arrays.
+_FIELDS = {*optax.contrib.ScheduleFreeState._fields} - {"base_optimizer_state"}
 
 
 def averaged(state: PyTree) -> PyTree:
-    """A state whose parameters are the average that is evaluated in place of the trained ones.
+    """Replaces the trained parameters by their average, which is the one to evaluate.
 
     It is the moving average of `ema=`, or `optax.contrib.schedule_free_eval_params` of an optimizer
-    of that family, which may be within chains, groups and wrappers.
+    of that family, which may be nested in chains, groups and wrappers.
 
     >>> import jax.numpy as jnp, optax
     >>> from flaxfit import TrainState
@@ -20,19 +28,97 @@ def averaged(state: PyTree) -> PyTree:
     {'w': Array([2.], dtype=float32)}
 
     Args:
-      state: a `TrainState`; it stays as it is.
+      state: a `TrainState`; it is not changed.
 
     Raises:
       ValueError: its optimizer keeps no average, or averages arrays that are not parameters.
     """
     if has_ema(state) or not has_average(state):
         return swap_ema(state)
-    average = _schedule_free.average(state.opt_state, state.params)
+    average = _schedule_free_average(state.opt_state, state.params)
     return state.replace(params=carry_over(average, state.params))
+
+
+def swap_ema(state: PyTree) -> PyTree:
+    """Exchanges the parameters of a state and their moving average.
+
+    Swapping again restores the state. Frozen parameters have no average and stay.
+
+    >>> from flaxfit import TrainState
+    >>> from flaxfit.optim._extended import ExtendedState
+    >>> state = TrainState(0, {"w": 1.0}, ExtendedState((), {"w": 0.5}), {}, None)
+    >>> swap_ema(state).params
+    {'w': 0.5}
+
+    Raises:
+      ValueError: the state holds no average.
+    """
+    kept = state.opt_state
+    average = _ema(kept)
+    if not jax.tree.leaves(average):
+        if schedule_free_states(kept):
+            raise ValueError(
+                "A schedule-free optimizer keeps no average to swap, but computes it: use "
+                "flaxfit.optim.averaged(state)."
+            )
+        raise ValueError(
+            "This state holds no moving average of its parameters: train with "
+            "TrainTask(..., ema=0.999) or Model(..., ema=0.999)."
+        )
+    # By path: a state that was restored without a target holds plain containers.
+    swapped = carry_over(state.params, average)
+    is_plain = isinstance(kept, dict)
+    changed = {**kept, "average": swapped} if is_plain else kept._replace(average=swapped)
+    return state.replace(params=carry_over(average, state.params), opt_state=changed)
+
+
+def has_ema(state: PyTree) -> bool:
+    """Whether a state holds a moving average of its parameters."""
+    return bool(jax.tree.leaves(_ema(state.opt_state)))
 
 
 def has_average(state: PyTree) -> bool:
     """Whether the optimizer of a state keeps an average of the parameters."""
     return hasattr(state, "opt_state") and (
-        has_ema(state) or bool(_schedule_free.nodes(state.opt_state))
+        has_ema(state) or bool(schedule_free_states(state.opt_state))
     )
+
+
+def schedule_free_states(opt_state: OptState) -> list[PyTree]:
+    """Finds the states of schedule-free optimizers; restored without a target, they are dicts."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=_is_schedule_free)
+    return [node for node in nodes if _is_schedule_free(node)]
+
+
+def _ema(opt_state: OptState) -> Params:
+    is_plain = isinstance(opt_state, dict)
+    return opt_state.get("average", ()) if is_plain else getattr(opt_state, "average", ())
+
+
+def _is_schedule_free(node: PyTree) -> bool:
+    is_plain = isinstance(node, Mapping) and {*node} >= _FIELDS
+    return is_plain or isinstance(node, optax.contrib.ScheduleFreeState)
+
+
+def _schedule_free_average(opt_state: OptState, params: Params) -> dict[str, ArrayLike]:
+    """Returns the average of the parameters that schedule-free optimizers train, by path."""
+    params, found = flat(params), {}
+    for node in schedule_free_states(opt_state):
+        fields = node if isinstance(node, Mapping) else node._asdict()
+        z = flat(fields["z"])
+        if strange := [path for path in z if path not in params]:
+            raise ValueError(
+                "Cannot compute the average of a schedule-free optimizer whose arrays are not the "
+                f"parameters: {', '.join(strange[:5])}. Leave out what reshapes or renames them, "
+                "such as optax.flatten."
+            )
+        found |= _eval_params(fields["b1"], {path: params[path] for path in z}, z)
+    return found
+
+
+@jax.jit
+def _eval_params(b1: ArrayLike, params: Params, z: Params) -> Params:
+    state = optax.contrib.ScheduleFreeState(b1, None, None, None, None, z)  # pyright: ignore
+    found = optax.contrib.schedule_free_eval_params(state, params)  # pyright: ignore
+    # Before the first step they are the same, to the bit.
+    return jax.tree.map(lambda x, y, z: jnp.where(y == z, y, x.astype(y.dtype)), found, params, z)

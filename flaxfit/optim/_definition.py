@@ -6,44 +6,42 @@ import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from flaxfit.optim._adjustable import Adjustable
 from flaxfit.optim._filters import Filter
 from flaxfit.optim._groups import MultiOptimizer
 from flaxfit.optim._hyperparams import check_known, check_number
-from flaxfit.optim._optimizer import Optimizer
+from flaxfit.optim._optimizer import Adjustable, Optimizer
 from flaxfit.optim._overridable import Overridable, as_float
-from flaxfit.optim._per_parameter import per_parameter
-from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
+from flaxfit.tree._types import Array, ArrayLike, Function, OptState, Params, PyTree
 
 
 class OptimizerDef(Adjustable):
-    """An optax transformation whose hyperparameters live in its state.
+    """Keeps the hyperparameters of an optax transformation in its state.
 
     They can be read (`hyperparams(state)`), set (`set_hyperparams(state, learning_rate=0.1)`),
-    and overridden for one step (`update(grads, state, params, learning_rate=0.1)`). What was set
-    beats a schedule until it is set to None.
+    and overridden for one step (`update(grads, state, params, learning_rate=0.1)`). A set value
+    overrides a schedule until it is set to None.
 
     >>> optimizer = OptimizerDef(optax.adam, learning_rate=optax.linear_schedule(0.1, 0.0, 10))
     >>> optimizer
     OptimizerDef(adam, learning_rate)
 
-    A subclass is an optimizer of one's own. It passes its hyperparameters to `super().__init__`,
-    by name or as one dataclass, and has two methods: `init_param_state(param)` returns the state
-    of a parameter, `apply_param_gradient(step, hyper_params, param, state, grad)` the new
-    parameter and its new state. As everywhere in optax, what is applied is the difference between
-    the new parameter and the old one.
+    A subclass defines an optimizer of your own. It passes its hyperparameters to
+    `super().__init__`, by name or as one dataclass, and has two methods: `init_param_state(param)`
+    returns the state of a parameter, `apply_param_gradient(step, hyper_params, param, state, grad)`
+    the new parameter and its new state. As everywhere in optax, the update that is applied is the
+    difference between the new parameter and the old one.
 
     Args:
       optax_factory: a function that makes an optax transformation, such as `optax.adam`.
-      static: names of arguments that the factory is given as they are, such as numbers that it
-        must know as such, and functions that are not schedules.
+      static: names of arguments that the factory gets unchanged, such as numbers that it needs as
+        Python numbers, and functions that are not schedules.
       **hyperparams: arguments of the factory; the numbers and the schedules among them become
         hyperparameters.
 
@@ -53,7 +51,11 @@ class OptimizerDef(Adjustable):
     """
 
     def __init__(
-        self, optax_factory: Any = None, *unnamed: Any, static: Any = (), **hyperparams: Any
+        self,
+        optax_factory: Any = None,
+        *unnamed: object,
+        static: str | Iterable[str] = (),
+        **hyperparams: Any,
     ):
         if unnamed:
             raise TypeError(
@@ -61,7 +63,7 @@ class OptimizerDef(Adjustable):
                 "OptimizerDef(optax.adam, learning_rate=1e-3)."
             )
         is_set = dataclasses.is_dataclass(optax_factory)
-        self._given: Any = optax_factory if is_set else hyperparams
+        self._given: PyTree = optax_factory if is_set else hyperparams
         given = _by_name(self._given)
         fixed = (static,) if isinstance(static, str) else tuple(static)
         is_own = hasattr(self, "apply_param_gradient")
@@ -69,19 +71,19 @@ class OptimizerDef(Adjustable):
             _check_factory(optax_factory, given, fixed)
         named = type(self) if is_own else optax_factory
         self._name = getattr(named, "__name__", type(named).__name__)
-        factory = self._make_own if is_own else optax_factory
         self._live = {
             name: _prepared(name, value)
             for name, value in given.items()
             if name not in fixed and _is_live(value)
         }
         others = {name: value for name, value in given.items() if name not in self._live}
+        factory = self._per_parameter if is_own else optax_factory
 
-        def make(**values: Any) -> Any:
+        def make(**values: ArrayLike) -> optax.GradientTransformation:
             return factory(**others, **values)
 
-        self._make: Any = tuple if is_own else functools.partial(optax_factory, **given)
-        # optax injects what the signature names.
+        self._make_unadjusted = tuple if is_own else functools.partial(optax_factory, **given)
+        # optax injects the arguments that the signature names.
         names = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self._live]
         vars(make)["__signature__"] = inspect.Signature(names)
         dtype = jnp.result_type(float)
@@ -91,24 +93,24 @@ class OptimizerDef(Adjustable):
         return f"OptimizerDef({', '.join([self._name, *self._live])})"
 
     @property
-    def transformations(self) -> tuple[Any, ...]:
-        """What the factory makes of the hyperparameters as they were given, if it does."""
+    def transformations(self) -> tuple[PyTree, ...]:
+        """The transformation that the factory makes of the given arguments, if it can."""
         with contextlib.suppress(Exception):
-            return (self._make(),)
+            return (self._make_unadjusted(),)
         return ()
 
     @property
     def hyper_params(self) -> PyTree:
-        """The set of hyperparameters as it was given: by name, or the dataclass."""
+        """The hyperparameters as they were given: by name, or the dataclass."""
         if dataclasses.is_dataclass(self._given):
             return self._given
         return {name: value for name, value in self._given.items() if name in self._live}
 
     def update_hyper_params(self, *, hyper_params: PyTree = None, **overrides: ArrayLike) -> PyTree:
-        """The set of hyperparameters with some values replaced.
+        """Returns the hyperparameters with some values replaced.
 
         Args:
-          hyper_params: a set in place of the one that was given.
+          hyper_params: a set to start from; None: the one that was given.
           **overrides: values by name.
 
         Raises:
@@ -119,8 +121,8 @@ class OptimizerDef(Adjustable):
         is_plain = isinstance(start, Mapping)
         return {**start, **overrides} if is_plain else dataclasses.replace(start, **overrides)
 
-    def create(self, target: PyTree, focus: Filter | None = None) -> Optimizer:
-        """An `Optimizer` of the target, which is a tree of parameters.
+    def create(self, target: Params, focus: Filter | None = None) -> Optimizer:
+        """Returns an `Optimizer` of a tree of parameters.
 
         Args:
           target: the parameters.
@@ -136,18 +138,18 @@ class OptimizerDef(Adjustable):
         return self._live.keys()
 
     def describe(self) -> str:
-        """The hyperparameters in words."""
+        """Lists the hyperparameters for messages."""
         return str(list(self._live))
 
     def _init(self, params: Params) -> OptState:
-        # Without optax's count of the steps, which nothing reads: each array in a state takes about
-        # a microsecond of every step.
+        # Without optax's step count, which nothing reads: each array in a state costs about a
+        # microsecond per step.
         with self._explained():
             return self._injected.init(params)._replace(count=())
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Says what to do when the factory cannot work with a number that may change."""
+        """Adds advice to the error of a factory that needs a hyperparameter as a Python number."""
         advice = (
             f"{list(self._live)} are adjustable while {self._name} runs. What it needs as a plain "
             "number is to be named in static=, such as OptimizerDef(optax.adafactor, ..., "
@@ -155,7 +157,10 @@ class OptimizerDef(Adjustable):
         )
         try:
             yield
-        except _NEEDS_A_NUMBER as error:
+        except (
+            jax.errors.ConcretizationTypeError,
+            jax.errors.TracerIntegerConversionError,
+        ) as error:
             raise TypeError(f"{self._name} needs the plain value of a number. {advice}") from error
         except TypeError as error:
             error.add_note(advice)
@@ -168,21 +173,21 @@ class OptimizerDef(Adjustable):
         params: Params = None,
         *,
         hyper_params: PyTree = None,
-        **extra: Any,
+        **extra: ArrayLike,
     ) -> tuple[PyTree, OptState]:
         self.check(extra)
         given = {**self._whole_set(hyper_params), **extra}
         own = {name: self._value(name, given[name], state) for name in self._live if name in given}
-        begun: Any = state._replace(count=0, hyperparams={**state.hyperparams, **own})
+        begun = state._replace(count=0, hyperparams={**state.hyperparams, **own})
         with self._explained():
             updates, new = self._injected.update(updates, begun, params, **{**given, **own})
-        # What is overridden for one step leaves no trace.
-        standing = {name: self._standing(name, state) for name in own}
-        new = new._replace(count=(), hyperparams={**new.hyperparams, **standing})
-        return updates, jax.tree.map(_as_before, new, state)
+        # The state keeps the values without this step's overrides.
+        kept = {name: self._without_override(name, state) for name in own}
+        new = new._replace(count=(), hyperparams={**new.hyperparams, **kept})
+        return updates, jax.tree.map(_in_dtype_of, new, state)
 
     def _whole_set(self, hyper_params: PyTree) -> dict[str, PyTree]:
-        """The overrides that a set stands for: one for every hyperparameter."""
+        """Returns an override for every hyperparameter, None for those not in the set."""
         if hyper_params is None:
             return {}
         values = _by_name(hyper_params)
@@ -190,8 +195,8 @@ class OptimizerDef(Adjustable):
             check_known(values, self._live, self.describe())
         return {name: values.get(name) for name in self._live}
 
-    def _value(self, name: str, override: Any, state: PyTree) -> jax.Array:
-        """The value for one step; without an override, the initial value or the schedule's."""
+    def _value(self, name: str, override: PyTree, state: PyTree) -> jax.Array:
+        """Returns the value for one step: the override, else the schedule's or the initial one."""
         live = self._live[name]
         if override is None or callable(override):
             is_schedule = isinstance(live, Overridable)
@@ -199,29 +204,46 @@ class OptimizerDef(Adjustable):
         check_number(name, override)
         return as_float(override)
 
-    def _standing(self, name: str, state: PyTree) -> PyTree:
-        """The value without this step's override."""
+    def _without_override(self, name: str, state: PyTree) -> ArrayLike:
         live = self._live[name]
         is_schedule = isinstance(live, Overridable)
         return live(state.hyperparams_states[name]) if is_schedule else state.hyperparams[name]
 
-    def _make_own(self, **values: ArrayLike) -> optax.GradientTransformation:
-        """The transformation of a subclass that has methods for one parameter."""
+    def _per_parameter(self, **values: ArrayLike) -> optax.GradientTransformation:
+        """Returns the transformation of a subclass, whose methods see one parameter at a time."""
         own: Any = self
         is_plain = isinstance(self._given, Mapping)
         replace = dataclasses.replace
         hyper_params = SimpleNamespace(**values) if is_plain else replace(self._given, **values)
 
-        def apply(step: ArrayLike, param: ArrayLike, state: PyTree, grad: ArrayLike) -> PyTree:
-            return own.apply_param_gradient(step, hyper_params, param, state, grad)
+        def init(params: Params) -> OptimizerState:
+            states = jax.tree.map(own.init_param_state, params)
+            return OptimizerState(jnp.zeros((), jnp.int32), states)
 
-        return per_parameter(own.init_param_state, apply)
+        def update(
+            updates: PyTree, state: PyTree, params: Params = None
+        ) -> tuple[PyTree, OptimizerState]:
+            if params is None:
+                raise ValueError("Pass the parameters: optimizer.update(grads, state, params).")
+            leaves, structure = jax.tree.flatten(params)
+            states, grads = map(structure.flatten_up_to, (state.param_states, updates))
+            moved = [
+                own.apply_param_gradient(state.step, hyper_params, *of_one)
+                for of_one in zip(leaves, states, grads, strict=True)
+            ]
+            changes = [new - old for old, (new, _) in zip(leaves, moved, strict=True)]
+            states = structure.unflatten([new for _, new in moved])
+            return structure.unflatten(changes), OptimizerState(state.step + 1, states)
+
+        return optax.GradientTransformation(init, update)
 
 
-_NEEDS_A_NUMBER = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerIntegerConversionError,
-)
+class OptimizerState(NamedTuple):
+    """The state of a subclass of `OptimizerDef` with methods for one parameter."""
+
+    step: ArrayLike
+    param_states: PyTree
+    """In each parameter's place, its state."""
 
 
 def _by_name(hyper_params: PyTree) -> dict[str, PyTree]:
@@ -231,7 +253,7 @@ def _by_name(hyper_params: PyTree) -> dict[str, PyTree]:
     return dict(hyper_params)
 
 
-def _is_live(value: Any) -> bool:
+def _is_live(value: PyTree) -> bool:
     """Whether an argument can be a hyperparameter: a number or a function, but no type."""
     if isinstance(value, bool | type):
         return False
@@ -240,7 +262,7 @@ def _is_live(value: Any) -> bool:
     return callable(value) or (is_number and jnp.ndim(value) == 0)
 
 
-def _check_factory(factory: Any, given: Mapping[str, Any], static: Iterable[str]) -> None:
+def _check_factory(factory: object, given: Mapping[str, PyTree], static: Iterable[str]) -> None:
     if isinstance(factory, optax.GradientTransformation) or not callable(factory):
         raise TypeError(
             "OptimizerDef needs a function that makes an optax transformation, and its arguments "
@@ -258,8 +280,8 @@ def _check_factory(factory: Any, given: Mapping[str, Any], static: Iterable[str]
         ) from None
 
 
-def _prepared(name: str, value: Any) -> Any:
-    """A constant as a float, a schedule as one that can be overridden."""
+def _prepared(name: str, value: PyTree) -> PyTree:
+    """Makes a constant a float, and a schedule overridable."""
     if not callable(value):
         return float(value) if isinstance(value, int | float | np.generic) else as_float(value)
     if not isinstance(value, optax.schedules.StatefulSchedule):
@@ -267,7 +289,7 @@ def _prepared(name: str, value: Any) -> Any:
     return Overridable(name, value)
 
 
-def _check_schedule(name: str, value: Any) -> None:
+def _check_schedule(name: str, value: Function) -> None:
     try:
         at_0 = jax.eval_shape(value, jax.ShapeDtypeStruct((), jnp.int32))
         is_schedule = at_0.shape == () and jnp.issubdtype(at_0.dtype, jnp.number)
@@ -280,6 +302,6 @@ def _check_schedule(name: str, value: Any) -> None:
         )
 
 
-def _as_before(new: PyTree, old: PyTree) -> PyTree:
-    """A new leaf of a state in the dtype of the old one, as hyperparameters may be more precise."""
+def _in_dtype_of(new: Array, old: Array) -> Array:
+    """Returns a new leaf in the dtype of the old one: hyperparameters may be more precise."""
     return new.astype(old.dtype) if new.dtype != old.dtype else new

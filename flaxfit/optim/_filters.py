@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
-import optax
 
+from flaxfit.optim._freeze import is_masked, listing
 from flaxfit.tree._paths import path_of
 from flaxfit.tree._types import ArrayLike, Params, PyTree
 
@@ -16,23 +16,18 @@ class Traversal(Protocol):
     """Selects parts of a tree, as the traversals of `flax.traverse_util` do."""
 
     def iterate(self, inputs: PyTree) -> PyTree:
-        """The selected parts."""
+        """Returns the selected parts."""
 
     def update(self, fn: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
-        """The tree with a function applied to the selected parts."""
+        """Applies a function to the selected parts."""
 
 
 Filter = str | re.Pattern[str] | Traversal | Callable[[str, ArrayLike], bool]
-"""A pattern of the whole path, a traversal, or a function of the path and the parameter."""
+"""A pattern of whole paths, a traversal, or a predicate of a path and a parameter."""
 
 
 def group_name(position: int, filter: object) -> str:
-    """The name of a group: its pattern, or its position where the filter is not a pattern.
-
-    Raises:
-      TypeError: the filter is neither a pattern, nor a function, nor a traversal.
-      ValueError: the pattern is not a regular expression.
-    """
+    """Returns the name of a group: its pattern, or its position where it has none."""
     if isinstance(filter, str | re.Pattern):
         try:
             return re.compile(filter).pattern
@@ -49,9 +44,9 @@ def group_name(position: int, filter: object) -> str:
 
 
 def assign(filters: Sequence[Filter], names: Sequence[str], params: Params) -> PyTree:
-    """The tree of the numbers of the groups; what no group has gets the next number.
+    """Labels each parameter with the index of its group; those of none with the next index.
 
-    A part of the tree that is in one group as a whole is given as one number.
+    A dict whose parameters are all in one group has one label.
 
     >>> assign(["a/.*", lambda path, x: x > 2], ["a/.*", "1"], {"a": {"b": 1}, "c": 2, "d": 3})
     {'a': 0, 'c': 2, 'd': 1}
@@ -62,24 +57,23 @@ def assign(filters: Sequence[Filter], names: Sequence[str], params: Params) -> P
     paths = [path for path, _ in _parameters(params)]
     chosen = [_select(filter, params) for filter in filters]
     for name, filter, selected in zip(names, filters, chosen, strict=True):
-        # A tree without any parameter is fine: so optax looks where parameters are in a state.
-        if paths and not any(selected) and not _is_frozen(filter, params):
+        # optax looks for parameters in a state by initializing a tree without any.
+        if paths and not any(selected) and not _may_be_frozen(filter, params):
             raise ValueError(
                 f"Group {name!r} matches no parameter (patterns match whole paths, so that "
-                f"'encoder/.*' is all of encoder). The parameters are:{_listing(paths)}"
+                f"'encoder/.*' is all of encoder). The parameters are:{listing(paths)}"
             )
-    numbers = [
-        [number for number, selected in enumerate(chosen) if selected[i]] for i in range(len(paths))
+    groups = [
+        [i for i, selected in enumerate(chosen) if selected[leaf]] for leaf in range(len(paths))
     ]
     twice = [
-        f"{path} (groups {', '.join(repr(names[number]) for number in of_leaf)})"
-        for path, of_leaf in zip(paths, numbers, strict=True)
+        f"{path} (groups {', '.join(repr(names[i]) for i in of_leaf)})"
+        for path, of_leaf in zip(paths, groups, strict=True)
         if len(of_leaf) > 1
     ]
     if twice:
-        raise ValueError(f"Multiple optimizers match the same parameters:{_listing(twice)}")
-    rest = len(filters)
-    labels = [of_leaf[0] if of_leaf else rest for of_leaf in numbers]
+        raise ValueError(f"Multiple optimizers match the same parameters:{listing(twice)}")
+    labels = [of_leaf[0] if of_leaf else len(filters) for of_leaf in groups]
     return _collapsed(jax.tree.unflatten(jax.tree.structure(params), labels))
 
 
@@ -97,30 +91,22 @@ def _select(filter: Filter, params: Params) -> list[bool]:
         return [bool(filter(path, leaf)) for path, leaf in _parameters(params)]
     except jax.errors.TracerBoolConversionError as error:
         raise TypeError(
-            "A filter of a group may look at the path, the shape and the dtype of a parameter. "
+            "A filter of a group may inspect the path, the shape and the dtype of a parameter. "
             "Its values are not known where a step is compiled."
         ) from error
 
 
-def _is_frozen(filter: Filter, params: Params) -> bool:
-    """Whether a filter may select only parameters that are masked, as frozen ones are."""
-    if not isinstance(filter, str | re.Pattern):
-        return bool(_masked(params))
-    return any(re.fullmatch(filter, path) for path in _masked(params))
-
-
-def _masked(params: Params) -> list[str]:
-    """The paths of the masked nodes of a tree."""
-
-    def is_masked(node: PyTree) -> bool:
-        return isinstance(node, optax.MaskedNode)
-
+def _may_be_frozen(filter: Filter, params: Params) -> bool:
+    """Whether a filter that selects nothing may be meant for parameters that are frozen."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_masked)
-    return [path_of(path) for path, node in leaves if is_masked(node)]
+    masked = [path_of(path) for path, node in leaves if is_masked(node)]
+    if not isinstance(filter, str | re.Pattern):
+        return bool(masked)
+    return any(re.fullmatch(filter, path) for path in masked)
 
 
 def _collapsed(labels: PyTree) -> PyTree:
-    """The tree with dicts of one and the same label as that label: fewer nodes to be masked."""
+    """Replaces dicts of one and the same label by that label: fewer nodes to mask."""
     if not isinstance(labels, dict):
         return labels
     parts = {name: _collapsed(part) for name, part in labels.items()}
@@ -130,14 +116,9 @@ def _collapsed(labels: PyTree) -> PyTree:
 
 
 def _parameters(params: Params) -> list[tuple[str, ArrayLike]]:
-    """Paths and leaves. The value in a box is named as the box: an nnx variable, linen metadata."""
+    """Returns paths and leaves; a value in a box (nnx variable, linen metadata) has its path."""
     leaves = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         is_boxed = path and path[-1] == jax.tree_util.GetAttrKey("value")
         leaves.append((path_of(path[:-1] if is_boxed else path), leaf))
     return leaves
-
-
-def _listing(paths: Sequence[str]) -> str:
-    shown = [*paths[:50], *([f"... and {len(paths) - 50} more"] if len(paths) > 50 else [])]
-    return "".join(f"\n  {path}" for path in shown)

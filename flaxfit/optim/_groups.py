@@ -1,24 +1,23 @@
-"""MultiOptimizer: one optimizer for each of several groups of parameters."""
+"""MultiOptimizer: an optimizer for each of several groups of parameters."""
 
 import functools
 import itertools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import optax
 
-from flaxfit.optim._adjustable import OPTAX_ARGUMENTS, Adjustable
-from flaxfit.optim._filters import assign, group_name
+from flaxfit.optim._filters import Filter, assign, group_name
 from flaxfit.optim._hyperparams import GroupsState, check_known, names_of
+from flaxfit.optim._optimizer import OPTAX_ARGUMENTS, Adjustable
 from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
 
 
 class MultiOptimizer(Adjustable):
-    """Updates groups of parameters, each with an optimizer of its own; others stay as they are.
+    """Updates each group of parameters with an optimizer of its own.
 
     A parameter of no group has no moments, no decay and no update. A group is named by its
-    pattern, or by its position where its filter is not a pattern; each has its own
-    hyperparameters. One that is overridden by name is overridden in all groups that have it.
+    pattern, or by its position where its filter is not a pattern, and has its own
+    hyperparameters. An override by name applies to all groups that have the hyperparameter.
 
     >>> import jax.numpy as jnp
     >>> from flaxfit.optim import OptimizerDef
@@ -41,7 +40,7 @@ class MultiOptimizer(Adjustable):
       ValueError: there is no group, or two have the same name.
     """
 
-    def __init__(self, *groups: Any):
+    def __init__(self, *groups: tuple[Filter, optax.GradientTransformation]):
         if not groups:
             raise ValueError(
                 "MultiOptimizer needs at least one group: a pair (filter, optimizer), such as "
@@ -59,24 +58,24 @@ class MultiOptimizer(Adjustable):
         return f"MultiOptimizer({self.describe() or list(self._names)})"
 
     @property
-    def transformations(self) -> tuple[Any, ...]:
+    def transformations(self) -> tuple[optax.GradientTransformation, ...]:
         """The optimizers of the groups."""
         return self._optimizers
 
     @property
     def hyper_params(self) -> list[PyTree]:
-        """The set of each group: hyperparameters by name, as they were given."""
+        """The hyperparameters of each group, as they were given."""
         return [getattr(optimizer, "hyper_params", {}) for optimizer in self._optimizers]
 
     def update_hyper_params(
         self, *, hyper_params: PyTree = None, **overrides: ArrayLike
     ) -> list[PyTree]:
-        """The set of each group with some values replaced, wherever a group has them.
+        """Returns the hyperparameters of each group with some values replaced.
 
         Args:
-          hyper_params: a sequence of sets, or a mapping from groups to sets, in place of those
-            that were given.
-          **overrides: values by name.
+          hyper_params: a sequence of sets, or a mapping from groups to sets, to start from; None:
+            those that were given.
+          **overrides: values by name, for every group that has them.
 
         Raises:
           ValueError: no group has a hyperparameter of that name.
@@ -100,7 +99,7 @@ class MultiOptimizer(Adjustable):
         return tuple(dict.fromkeys(name for optimizer in adjustable for name in optimizer.known))
 
     def describe(self) -> str:
-        """The hyperparameters in words."""
+        """Lists the hyperparameters for messages."""
         groups = zip(self._names, self._optimizers, strict=True)
         return ", ".join(
             f"{optimizer.describe()} in group {name!r}"
@@ -121,7 +120,7 @@ class MultiOptimizer(Adjustable):
         params: Params = None,
         *,
         hyper_params: PyTree = None,
-        **extra: Any,
+        **extra: ArrayLike,
     ) -> tuple[PyTree, GroupsState]:
         if params is None:
             raise ValueError(
@@ -145,7 +144,7 @@ class MultiOptimizer(Adjustable):
         return updates, state._replace(states=_of_groups(new))
 
     def _sets(self, hyper_params: PyTree) -> list[PyTree]:
-        """The given set of each group, or None."""
+        """Returns the given hyperparameters of each group, or None."""
         if hyper_params is None:
             return [None] * len(self._names)
         if isinstance(hyper_params, Mapping):
@@ -163,7 +162,7 @@ class MultiOptimizer(Adjustable):
         return list(hyper_params)
 
 
-def _check_pair(position: int, group: Any) -> None:
+def _check_pair(position: int, group: PyTree) -> None:
     is_pair = isinstance(group, tuple | list) and len(group) == 2
     if not is_pair or not (hasattr(group[1], "init") and hasattr(group[1], "update")):
         raise TypeError(
@@ -176,8 +175,10 @@ def _of(optimizer: Adjustable, overrides: Mapping[str, ArrayLike]) -> dict[str, 
     return {name: value for name, value in overrides.items() if name in optimizer.known}
 
 
-def _with_arguments(optimizer: Any, hyper_params: PyTree, extra: Mapping[str, Any]) -> Any:
-    """The optimizer with its own arguments of an update filled in."""
+def _with_arguments(
+    optimizer: optax.GradientTransformation, hyper_params: PyTree, extra: Mapping[str, ArrayLike]
+) -> optax.GradientTransformationExtraArgs:
+    """Binds the arguments of an update that are for this optimizer."""
     if isinstance(optimizer, Adjustable):
         own = {name: v for name, v in extra.items() if name in OPTAX_ARGUMENTS}
         arguments = {"hyper_params": hyper_params, **own, **_of(optimizer, extra)}
@@ -192,7 +193,7 @@ def _with_arguments(optimizer: Any, hyper_params: PyTree, extra: Mapping[str, An
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
-# The state of the parameters that no group has.
+# The state of the parameters that are in no group.
 _REST = optax.MaskedState(optax.EmptyState())
 
 
@@ -200,6 +201,8 @@ def _of_groups(state: PyTree) -> tuple[OptState, ...]:
     return tuple(state.inner_states.values())[:-1]
 
 
-def _partition(optimizers: Any, labels: ArrayLike) -> Any:
-    """The optimizers by number; parameters of the number after the last one stay put."""
+def _partition(
+    optimizers: Sequence[optax.GradientTransformation], labels: PyTree
+) -> optax.GradientTransformationExtraArgs:
+    """Applies optimizers by index; parameters of the index after the last one stay."""
     return optax.partition(dict(enumerate([*optimizers, optax.set_to_zero()])), labels)

@@ -1,6 +1,6 @@
 """Finds, reads and sets hyperparameters anywhere in an optimizer state."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -9,18 +9,8 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from flaxfit.optim._overridable import OverrideState
 from flaxfit.tree._types import ArrayLike, Function, OptState, PyTree
-
-
-class OverrideState(NamedTuple):
-    """The state of a hyperparameter that goes by a schedule unless it is overridden."""
-
-    schedule: PyTree
-    """The state of the schedule, which counts on under an override."""
-    value: ArrayLike
-    """The override."""
-    is_set: ArrayLike
-    """Whether the override counts."""
 
 
 class GroupsState(NamedTuple):
@@ -33,22 +23,22 @@ class GroupsState(NamedTuple):
 
 
 def hyperparams(opt_state: OptState, group: str | int | None = None) -> dict[str, PyTree]:
-    """The hyperparameters in an optimizer's state, by name; those of groups by group and name.
+    """Reads the hyperparameters in an optimizer state: by name, those of groups by group and name.
 
-    They are looked for in the whole tree: in states of `OptimizerDef`s, of groups, and of optax's
-    own `inject_hyperparams`. A value that goes by a schedule is that of the latest step (before
-    the first step, of that one). Pure: under `jit` the values are traced.
+    Searches the whole tree: the states of `OptimizerDef`s, of groups, and of optax's own
+    `inject_hyperparams`. A scheduled value is that of the latest step, or of the first step before
+    any was taken. Under `jit` the values are traced.
 
     >>> optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=0.5)
     >>> float(hyperparams(optimizer.init(jnp.ones(2)))["learning_rate"])
     0.5
 
     Args:
-      opt_state: any state of an optimizer.
-      group: the name of a group, or its position: only what that group has.
+      opt_state: the state of any optimizer.
+      group: the name or the position of a group, to read only that.
 
     Raises:
-      ValueError: there is no such group.
+      ValueError: the state has no such group.
     """
     if group is None:
         return _read(opt_state)
@@ -59,11 +49,11 @@ def hyperparams(opt_state: OptState, group: str | int | None = None) -> dict[str
 def set_hyperparams(
     opt_state: OptState, *, group: str | int | None = None, **values: ArrayLike
 ) -> OptState:
-    """The optimizer's state with some hyperparameters set.
+    """Returns the optimizer state with some hyperparameters set.
 
-    A value that was set beats a schedule until None clears it; the schedule counts on meanwhile.
-    What does not go by a schedule cannot be cleared: set it to the number that it was made with.
-    Nothing is recompiled for it: shapes, dtypes and placement stay as they are.
+    A set value overrides a schedule, which advances meanwhile, until None clears it. A
+    hyperparameter without a schedule cannot be cleared: set it to its first value. Shapes, dtypes
+    and placement stay the same, so that nothing is recompiled.
 
     >>> optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=0.5)
     >>> state = set_hyperparams(optimizer.init(jnp.ones(2)), learning_rate=0.1)
@@ -71,10 +61,10 @@ def set_hyperparams(
     0.1...
 
     Args:
-      opt_state: any state of an optimizer.
-      group: the name of a group, or its position; None: every group that has the hyperparameter.
-      **values: numbers by name, or None; without a group, None clears it in each group that goes
-        by a schedule.
+      opt_state: the state of any optimizer.
+      group: the name or the position of a group; None: every group that has the hyperparameter.
+      **values: numbers by name. None clears an override, without a group in every group that has
+        a schedule.
 
     Raises:
       TypeError: a value is not a number.
@@ -87,47 +77,60 @@ def set_hyperparams(
     for hyperparam in values:
         if values[hyperparam] is None and not any(_can_clear(x, hyperparam) for x in chosen):
             raise ValueError(
-                f"Cannot clear {hyperparam}: it has no schedule to go by again. Set it to a "
-                "number, such as the one that it was made with."
+                f"Cannot clear {hyperparam}: it has no schedule to return to. Set it to a number, "
+                "such as its first value."
             )
-    return _map(opt_state, lambda state: _set(state, values), name)
+    return _map(opt_state, lambda node: _set(node, values), name)
 
 
-def with_hyperparams_of(opt_state: OptState, other: PyTree) -> OptState:
-    """An optimizer's state with the hyperparameters that are set in another state of it.
-
-    Those that go by a schedule stay as they are.
-
-    >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
-    >>> state = optimizer.init(jnp.ones(2))
-    >>> state = with_hyperparams_of(state, set_hyperparams(state, learning_rate=0.25))
-    >>> float(hyperparams(state)["learning_rate"])
-    0.25
-    """
+def with_hyperparams_of(opt_state: OptState, other: OptState) -> OptState:
+    """Returns a state with the hyperparameters and overrides of another; schedules stay."""
 
     def visit(node: PyTree, other: PyTree) -> PyTree:
-        if not isinstance(node, optax.InjectStatefulHyperparamsState):
-            if isinstance(node, GroupsState):
-                return node._replace(states=with_hyperparams_of(node.states, other.states))
-            if isinstance(node, optax.transforms.PartitionState):
-                inner = with_hyperparams_of(node.inner_states, other.inner_states)
-                return node._replace(inner_states=inner)
+        if not _is_injected(node):
             return node
         values, states = dict(other.hyperparams), dict(node.hyperparams_states)
         for name, own in states.items():
             if isinstance(own, OverrideState):
-                set_to = other.hyperparams_states[name]
-                states[name] = own._replace(value=set_to.value, is_set=set_to.is_set)
+                source = other.hyperparams_states[name]
+                states[name] = own._replace(value=source.value, is_set=source.is_set)
             else:
                 values[name] = node.hyperparams[name]
         inner = with_hyperparams_of(node.inner_state, other.inner_state)
         return node._replace(hyperparams=values, hyperparams_states=states, inner_state=inner)
 
-    return jax.tree.map(visit, opt_state, other, is_leaf=_is_known)
+    return jax.tree.map(visit, opt_state, other, is_leaf=_is_injected)
+
+
+def learning_rates(
+    values: Mapping[str, PyTree], group: str | None = None
+) -> dict[str | None, float]:
+    """Returns the learning rates among hyperparameters by group; without groups under None.
+
+    >>> learning_rates({"learning_rate": 0.1, "b1": 0.9})
+    {None: 0.1}
+    >>> learning_rates({"stem/.*": {"learning_rate": 0.01}, "head/.*": {"learning_rate": 0.1}})
+    {'stem/.*': 0.01, 'head/.*': 0.1}
+    """
+    rate = values.get("learning_rate")
+    found: dict[str | None, float] = {group: rate} if isinstance(rate, int | float) else {}
+    for name, own in values.items():
+        if isinstance(own, Mapping):
+            found |= learning_rates(own, name)
+    return found
+
+
+def in_group(values: Mapping[str, PyTree], group: str) -> dict[str | None, float]:
+    """Returns the learning rates of one group and of those nested in it, by group."""
+    found: dict[str | None, float] = {}
+    for name, own in values.items():
+        if isinstance(own, Mapping):
+            found |= learning_rates(own, name) if name == group else in_group(own, group)
+    return found
 
 
 def describe(opt_state: OptState) -> str:
-    """What hyperparameters a state holds, by group, in words."""
+    """Lists the hyperparameters of a state, by group."""
     groups = {name: names_of(state) for name, state in _groups(opt_state)}
     if any(groups.values()):
         return ", ".join(f"{list(names)} in group {name!r}" for name, names in groups.items())
@@ -135,11 +138,7 @@ def describe(opt_state: OptState) -> str:
 
 
 def check_known(given: Iterable[str], known: Iterable[str], description: str) -> None:
-    """Checks that hyperparameters are known.
-
-    Raises:
-      ValueError: with those that are.
-    """
+    """Raises a ValueError, with the known hyperparameters, for names that are not among them."""
     unknown = [name for name in given if name not in known]
     if not unknown:
         return
@@ -154,79 +153,21 @@ def check_known(given: Iterable[str], known: Iterable[str], description: str) ->
 
 
 def check_number(name: str, value: ArrayLike) -> None:
-    """Checks that something can be the value of a hyperparameter.
-
-    Raises:
-      TypeError: it is not a number.
-      ValueError: it is NaN or infinite.
-    """
+    """Checks that the value of a hyperparameter is a finite number."""
     is_number = isinstance(value, int | float | np.ndarray | np.generic | jax.Array)
     if not is_number or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, or None to go by a schedule again, got {value}.")
+        raise TypeError(f"{name} must be a number, or None to clear an override, got {value}.")
     if isinstance(value, float | np.ndarray | np.generic) and not np.all(np.isfinite(value)):
         raise ValueError(f"{name} must be a finite number, got {value}.")
 
 
-# The tree of a state: what injects hyperparameters, and what splits the parameters in groups.
+def names_of(state: OptState) -> dict[str, None]:
+    """Returns the names of all hyperparameters of a state, whatever their group, in order."""
+    return dict.fromkeys(name for node in _injected(state) for name in node.hyperparams)
 
 
-def _is_known(node: PyTree) -> bool:
-    kinds = optax.InjectStatefulHyperparamsState | optax.transforms.PartitionState | GroupsState
-    return isinstance(node, kinds)
-
-
-def _nodes(state: PyTree) -> list[PyTree]:
-    return [node for node in jax.tree.leaves(state, is_leaf=_is_known) if _is_known(node)]
-
-
-def _children(node: PyTree) -> dict[str, PyTree]:
-    """The states of the groups of a node, by name."""
-    if isinstance(node, GroupsState):
-        return {name: state for (name,), state in zip(node.names, node.states, strict=True)}
-    if isinstance(node, optax.transforms.PartitionState):
-        return {str(label): state for label, state in node.inner_states.items()}
-    return {}
-
-
-def _groups(state: PyTree) -> list[tuple[str, OptState]]:
-    """The groups anywhere in a state, with their own states."""
-    found = []
-    for node in _nodes(state):
-        children = _children(node)
-        found += children.items()
-        for child in children.values() if children else [getattr(node, "inner_state", ())]:
-            found += _groups(child)
-    return found
-
-
-def _read(state: PyTree) -> dict[str, PyTree]:
-    found: dict[str, PyTree] = {}
-    for node in _nodes(state):
-        if isinstance(node, optax.InjectStatefulHyperparamsState):
-            found = {**_read(node.inner_state), **node.hyperparams, **found}
-        for name, child in _children(node).items():
-            if own := _read(child):
-                found[name] = own
-    return found
-
-
-def names_of(state: PyTree) -> dict[str, None]:
-    """The names of all hyperparameters of a state, whatever their group, in order."""
-    names: dict[str, None] = {}
-    for node in _nodes(state):
-        if isinstance(node, optax.InjectStatefulHyperparamsState):
-            names |= dict.fromkeys(node.hyperparams) | names_of(node.inner_state)
-        for child in _children(node).values():
-            names |= names_of(child)
-    return names
-
-
-def group_name(state: PyTree, group: str | int) -> str:
-    """The name of a group, which may be given by its position.
-
-    Raises:
-      ValueError: there is no such group; those that there are are listed.
-    """
+def group_name(state: OptState, group: str | int) -> str:
+    """Returns the name of a group, which may be given by its position."""
     names = list(dict.fromkeys(name for name, _ in _groups(state)))
     if group in names:
         return str(group)
@@ -236,43 +177,82 @@ def group_name(state: PyTree, group: str | int) -> str:
     raise ValueError(f"There is no group {group!r}. {known}")
 
 
-def _can_clear(state: PyTree, name: str) -> bool:
-    """Whether a hyperparameter goes by a schedule that can be overridden, anywhere in a state."""
+def _is_injected(node: PyTree) -> bool:
+    return isinstance(node, optax.InjectStatefulHyperparamsState)
+
+
+def _injected(state: OptState) -> Iterator[optax.InjectStatefulHyperparamsState]:
+    """Yields every node with hyperparameters, outer ones before inner ones."""
+    for node in jax.tree.leaves(state, is_leaf=_is_injected):
+        if _is_injected(node):
+            yield node
+            yield from _injected(node.inner_state)
+
+
+def _nodes(state: OptState) -> list[PyTree]:
+    """Returns the outermost nodes that have hyperparameters or groups."""
+    return [node for node in jax.tree.leaves(state, is_leaf=_is_known) if _is_known(node)]
+
+
+def _is_known(node: PyTree) -> bool:
+    return _is_injected(node) or isinstance(node, optax.transforms.PartitionState | GroupsState)
+
+
+def _children(node: PyTree) -> dict[str, OptState]:
+    """Returns the states of the groups of a node, by name."""
+    if isinstance(node, GroupsState):
+        return {name: state for (name,), state in zip(node.names, node.states, strict=True)}
+    if isinstance(node, optax.transforms.PartitionState):
+        return {str(label): state for label, state in node.inner_states.items()}
+    return {}
+
+
+def _groups(state: OptState) -> Iterator[tuple[str, OptState]]:
+    """Yields the groups anywhere in a state, with their own states."""
     for node in _nodes(state):
-        is_own = isinstance(node, optax.InjectStatefulHyperparamsState)
-        if is_own and isinstance(node.hyperparams_states.get(name), OverrideState):
-            return True
-        inner = [node.inner_state] if is_own else list(_children(node).values())
-        if any(_can_clear(each, name) for each in inner):
-            return True
-    return False
+        children = _children(node)
+        yield from children.items()
+        for child in (*children.values(), getattr(node, "inner_state", ())):
+            yield from _groups(child)
 
 
-def _map(state: PyTree, function: Function, group: str | None) -> PyTree:
+def _read(state: OptState) -> dict[str, PyTree]:
+    found: dict[str, PyTree] = {}
+    for node in _nodes(state):
+        if _is_injected(node):
+            found = {**_read(node.inner_state), **node.hyperparams, **found}
+        found |= {name: own for name, child in _children(node).items() if (own := _read(child))}
+    return found
+
+
+def _can_clear(state: OptState, name: str) -> bool:
+    """Whether a hyperparameter has a schedule that can be overridden, anywhere in a state."""
+    schedules = (node.hyperparams_states.get(name) for node in _injected(state))
+    return any(isinstance(each, OverrideState) for each in schedules)
+
+
+def _map(state: OptState, function: Function, group: str | None) -> OptState:
     """Maps the nodes with hyperparameters: all of them, or those of the groups of that name."""
 
     def visit(node: PyTree) -> PyTree:
-        if isinstance(node, optax.InjectStatefulHyperparamsState):
+        if _is_injected(node):
             node = function(node) if group is None else node
             return node._replace(inner_state=_map(node.inner_state, function, group))
-        children = _children(node)
-        if not children:
-            return node
-        changed = {
-            name: _map(child, function, None if name == group else group)
-            for name, child in children.items()
-        }
+        states = [
+            _map(child, function, None if name == group else group)
+            for name, child in _children(node).items()
+        ]
         if isinstance(node, GroupsState):
-            return node._replace(states=tuple(changed.values()))
-        return node._replace(
-            inner_states=dict(zip(node.inner_states, changed.values(), strict=True))
-        )
+            return node._replace(states=tuple(states))
+        if isinstance(node, optax.transforms.PartitionState):
+            return node._replace(inner_states=dict(zip(node.inner_states, states, strict=True)))
+        return node
 
     return jax.tree.map(visit, state, is_leaf=_is_known)
 
 
 def _set(node: PyTree, values: Mapping[str, ArrayLike]) -> PyTree:
-    """A node whose hyperparameters of these names have these values."""
+    """Returns a node with the hyperparameters of these names set, as far as it has them."""
     now, states = dict(node.hyperparams), dict(node.hyperparams_states)
     for name in values.keys() & now.keys():
         value, own = values[name], states.get(name)
@@ -292,7 +272,7 @@ def _set(node: PyTree, values: Mapping[str, ArrayLike]) -> PyTree:
 
 
 def _like(old: PyTree, value: ArrayLike, name: str) -> PyTree:
-    """A value as an array that compiled functions take in place of `old`."""
+    """Returns a value as an array that compiled functions take in place of `old`."""
     if jnp.shape(value) != jnp.shape(old):
         raise ValueError(f"{name} has shape {jnp.shape(old)}, got shape {jnp.shape(value)}.")
     is_whole = jnp.issubdtype(old.dtype, jnp.integer)

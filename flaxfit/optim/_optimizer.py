@@ -1,20 +1,25 @@
-"""Optimizer: parameters together with the state of what updates them, as one pytree."""
+"""Optimizer: parameters and the state of their optimizer; and the base class of its definitions."""
 
-from collections.abc import Callable
-from typing import Any
+import abc
+from collections.abc import Callable, Iterable
+from typing import Any, Self
 
 import jax
 import optax
 from flax import struct
 
+from flaxfit.optim._hyperparams import check_known
 from flaxfit.tree._plain import as_plain, restore
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
+
+OPTAX_ARGUMENTS = frozenset(("grad", "obj_fn", "value", "value_fn"))
+"""What transformations of optax take in an update beside hyperparameters."""
 
 
 class Optimizer(struct.PyTreeNode):
-    """Parameters, the optimizer's state, and the definition that updates both.
+    """Holds parameters, the state of their optimizer, and the definition that updates both.
 
-    It is a pytree, so that `jit`, `grad` and `pmap` take it and give it back.
+    It is a pytree, which `jit`, `grad` and `pmap` take and return.
 
     >>> import jax.numpy as jnp
     >>> from flaxfit.optim import OptimizerDef
@@ -25,20 +30,20 @@ class Optimizer(struct.PyTreeNode):
     Array([1., 1.], dtype=float32)
     """
 
-    optimizer_def: Any = struct.field(pytree_node=False)
-    state: PyTree
-    target: PyTree
+    optimizer_def: optax.GradientTransformationExtraArgs = struct.field(pytree_node=False)
+    state: OptState
+    target: Params
 
     def apply_gradient(
         self, grads: PyTree, *, hyper_params: PyTree = None, **overrides: ArrayLike
     ) -> "Optimizer":
-        """The optimizer after one step.
+        """Returns the optimizer after one step.
 
         Args:
           grads: gradients, shaped like `target`.
-          hyper_params: all hyperparameters for this step, in place of the whole set; for groups a
-            sequence with a set for each of them, or a mapping from groups to sets.
-          **overrides: hyperparameters for this step by name, for every group that has them.
+          hyper_params: all hyperparameters of this step; for groups a sequence with a set for each
+            of them, or a mapping from groups to sets.
+          **overrides: hyperparameters of this step by name, for every group that has them.
         """
         sets = {} if hyper_params is None else {"hyper_params": hyper_params}
         updates, state = self.optimizer_def.update(
@@ -49,10 +54,10 @@ class Optimizer(struct.PyTreeNode):
     def compute_gradient(
         self, loss_fn: Callable[[PyTree], PyTree]
     ) -> tuple[PyTree, PyTree, PyTree]:
-        """The loss, the auxiliary outputs (or None), and the gradient of `target`.
+        """Returns the loss, the auxiliary outputs (or None), and the gradient of `target`.
 
         Args:
-          loss_fn: a function of the target that returns a loss, or a loss and anything else.
+          loss_fn: maps the target to a loss, or to a pair of a loss and auxiliary outputs.
         """
 
         def with_aux(target: PyTree) -> tuple[PyTree, PyTree]:
@@ -63,14 +68,66 @@ class Optimizer(struct.PyTreeNode):
         return loss, aux, grads
 
     def state_dict(self) -> dict[str, PyTree]:
-        """The target and the state as plain nested dicts."""
+        """Returns the target and the state as plain nested dicts."""
         return {"target": as_plain(self.target), "state": as_plain(self.state)}
 
     def restore_state(self, state_dict: dict[str, PyTree]) -> "Optimizer":
-        """The optimizer with the target and the state of a `state_dict`.
+        """Returns the optimizer with the target and the state of a `state_dict`.
 
         Raises:
           ValueError: it does not match the parameters or the optimizer; lists every difference.
         """
         restored = restore({"target": self.target, "state": self.state}, state_dict)
         return self.replace(**restored)
+
+
+class Adjustable(optax.GradientTransformationExtraArgs, abc.ABC):
+    """An optax transformation that knows its hyperparameters.
+
+    Subclasses implement `_init` and `_update` in place of a pair of functions.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Makes the pair of functions that optax unpacks."""
+
+        def init(params: Params) -> OptState:
+            return made._init(params)
+
+        def update(
+            updates: PyTree, state: OptState, params: Params = None, **extra_args: PyTree
+        ) -> tuple[PyTree, OptState]:
+            return made._update(updates, state, params, **extra_args)
+
+        made = super().__new__(cls, init, update)
+        return made
+
+    @abc.abstractmethod
+    def _init(self, params: Params) -> OptState:
+        """Returns the state before the first step."""
+
+    @abc.abstractmethod
+    def _update(
+        self, updates: PyTree, state: OptState, params: Params = None, **extra_args: PyTree
+    ) -> tuple[PyTree, OptState]:
+        """Returns the updates of a step and the new state."""
+
+    @property
+    @abc.abstractmethod
+    def known(self) -> Iterable[str]:
+        """The names of all hyperparameters."""
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """Lists the hyperparameters for messages."""
+
+    @abc.abstractmethod
+    def update_hyper_params(self, *, hyper_params: PyTree = None, **overrides: ArrayLike) -> PyTree:
+        """Returns the hyperparameters with some values replaced."""
+
+    def create(self, target: Params) -> Optimizer:
+        """Returns an `Optimizer` of a tree of parameters."""
+        return Optimizer(optimizer_def=self, state=self.init(target), target=target)
+
+    def check(self, overrides: Iterable[str]) -> None:
+        """Checks that the arguments of an update are hyperparameters, or taken by optax."""
+        check_known(set(overrides) - OPTAX_ARGUMENTS, self.known, self.describe())

@@ -1,44 +1,54 @@
-"""A schedule that can be overridden, in the state for good or in one step."""
+"""A schedule whose value can be overridden, in the state or for one step."""
 
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from flaxfit.optim._hyperparams import OverrideState
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree._types import ArrayLike, Function, PyTree
+
+
+class OverrideState(NamedTuple):
+    """The state of a scheduled hyperparameter."""
+
+    schedule: PyTree
+    """The state of the schedule, which advances under an override, too."""
+    value: ArrayLike
+    """The override."""
+    is_set: ArrayLike
+    """Whether the override applies."""
 
 
 class Overridable(optax.schedules.StatefulSchedule):
-    """A schedule; a value that is set in the state beats it, and one of the step beats both."""
+    """A schedule that yields to a value set in the state, and both to an argument of the step."""
 
-    def __init__(self, name: str, schedule: Any):
+    def __init__(self, name: str, schedule: optax.schedules.StatefulSchedule | Function):
         self.name = name
         is_stateful = isinstance(schedule, optax.schedules.StatefulSchedule)
-        self.schedule: Any = schedule if is_stateful else optax.WrappedSchedule(schedule)
+        self.schedule = schedule if is_stateful else optax.WrappedSchedule(schedule)
 
     def init(self) -> OverrideState:
-        """The state at the beginning of the schedule."""
+        """Returns the state before the first step, without an override."""
         state = self.schedule.init()
         return OverrideState(state, as_float(self.schedule(state)), jnp.zeros((), bool))
 
     def update(self, state: OverrideState, **extra_args: ArrayLike) -> OverrideState:
-        """The state after a step: the schedule counts on, overridden or not."""
+        """Advances the schedule, overridden or not."""
         return state._replace(schedule=self.schedule.update(state.schedule, **extra_args))
 
     def __call__(self, state: OverrideState, **extra_args: ArrayLike) -> jax.Array:
-        """The value in a step."""
+        """Returns the value for a step."""
         if self.name in extra_args:
             return as_float(extra_args[self.name])
         return jnp.where(state.is_set, state.value, self.scheduled(state, **extra_args))
 
     def scheduled(self, state: OverrideState, **extra_args: ArrayLike) -> jax.Array:
-        """The value in a step if nothing overrides it."""
+        """Returns the value of the schedule itself."""
         return as_float(self.schedule(state.schedule, **extra_args))
 
 
 def as_float(value: ArrayLike) -> jax.Array:
-    """The value of a hyperparameter as an array."""
+    """Returns a hyperparameter as an array of the default float type."""
     # Never in the dtype of the parameters: a learning rate in bfloat16 has three digits.
     return jnp.asarray(value, jnp.result_type(float))

@@ -8,7 +8,7 @@ import pytest
 
 import flaxfit as ff
 from flaxfit.optim import MultiOptimizer, OptimizerDef, averaged
-from flaxfit.optim._schedule_free import nodes
+from flaxfit.optim._averaged import schedule_free_states
 
 free = optax.contrib.schedule_free_sgd
 X = np.linspace(-1, 1, 16, dtype=np.float32).reshape(8, 2)
@@ -45,7 +45,7 @@ def fitted(optimizer, **options):
 def expected_params(state):
     """By optax's function, for each of the states within."""
     params = dict(state.params)
-    for node in nodes(state.opt_state):
+    for node in schedule_free_states(state.opt_state):
         z = {name: z for name, z in node.z.items() if not isinstance(z, optax.MaskedNode)}
         own = {name: params[name] for name in z}
         params |= optax.contrib.schedule_free_eval_params(node._replace(z=z), own)
