@@ -1,21 +1,15 @@
 """The largest batch whose training step fits the memory of a device, by the compiler's plan."""
 
-from typing import Any
-
 import jax
 
 from flaxfit.loop._train_loop import TrainLoop
-from flaxfit.tree._types import ArrayLike
 
 _USABLE = 0.9
-"""The part of a device's memory to plan with: batches on their way and fragments take the rest."""
+"""The usable part of a device's memory; prefetched batches and fragmentation take the rest."""
 
 
-def find_batch_size(
-    init: Any, task: Any, key: ArrayLike, *, strategy: Any, limit: float | None, largest: int
-) -> int:
+def find_batch_size(loop: TrainLoop, *, limit: float | None, largest: int) -> int:
     """Compiles steps of doubled batch sizes until one needs more than the limit; runs none."""
-    loop = TrainLoop(init, task, key, strategy=strategy, grad_norm=False, stdout=False)
     limit = _memory_of_a_device() if limit is None else limit
     n = loop.strategy.n_devices * loop.task.accumulate
     needed = loop.step_memory(n)

@@ -1,4 +1,4 @@
-"""The learning rate range test: at which rate the loss falls fast, and at which no longer."""
+"""The learning rate range test."""
 
 import dataclasses
 import math
@@ -11,19 +11,18 @@ from flaxfit.display._chart import sparkline, svg_chart
 from flaxfit.display._pyplot import pyplot
 from flaxfit.loop._train_loop import EndOfData, TrainLoop
 from flaxfit.optim._hyperparams import learning_rates
-from flaxfit.tree._types import ArrayLike
 
 _SMOOTHING = 0.9
-"""Of the exponential moving average of the losses, which is corrected for its start at 0."""
+"""The decay of the moving average of the losses, which is corrected for its start at 0."""
 _DIVERGED = 4.0
 """The test ends when the loss is this many times its best."""
 _MOST_SKIPPED = 40
-"""How many steps in a row may be skipped at one rate before the loss counts as diverged."""
+"""The steps in a row that may be skipped at one rate before the loss counts as diverged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LearningRateRange:
-    """What a range test has found; it can be plotted, and shows itself in notebooks.
+    """The result of a learning rate range test; it can be plotted, and notebooks show a chart.
 
     >>> found = LearningRateRange([0.1, 1.0, 10.0], [2.0, 1.0, 5.0], 0.5)
     >>> found
@@ -35,7 +34,7 @@ class LearningRateRange:
     losses: list[float]
     """The smoothed loss at each of them."""
     suggestion: float
-    """The rate at which the loss had come half of the way to its lowest."""
+    """The rate at which the loss was halfway to its lowest."""
 
     def __repr__(self) -> str:
         span = f"{len(self.rates)} rates from {self.rates[0]:.4g} to {self.rates[-1]:.4g}"
@@ -59,17 +58,8 @@ class LearningRateRange:
         return axes
 
 
-def find_lr(
-    init: Any,
-    task: Any,
-    key: ArrayLike,
-    *,
-    strategy: Any,
-    lowest: float,
-    highest: float,
-    n_steps: int,
-) -> LearningRateRange:
-    """Trains with rates that rise by the same factor in each step, until the loss diverges.
+def find_lr(loop: TrainLoop, *, lowest: float, highest: float, n_steps: int) -> LearningRateRange:
+    """Multiplies the rate by the same factor after each step, until the loss diverges.
 
     After L. N. Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3.
     """
@@ -79,7 +69,6 @@ def find_lr(
         )
     if n_steps < 10:
         raise ValueError(f"find_lr needs 10 steps or more to see a slope, got n_steps={n_steps}.")
-    loop = TrainLoop(init, task, key, strategy=strategy, grad_norm=False, stdout=False)
     if not learning_rates(loop.hyperparams):
         raise ValueError(
             "find_lr cannot set the learning rate: this optimizer holds none that can be set. Make "
@@ -102,14 +91,14 @@ def find_lr(
         losses.append(smooth)
     if len(rates) < 3:
         raise ValueError(
-            f"find_lr has tried {len(rates)} rates only before the "
-            "loss diverged or the data ended: lower `lowest`, or give more data."
+            f"find_lr has tried {len(rates)} rates only before the loss diverged or the data "
+            "ended: lower `lowest`, or give more data."
         )
     return LearningRateRange(rates, losses, _suggest(rates, losses))
 
 
 def _loss(loop: TrainLoop) -> float:
-    """The loss of the next step that counts: float16 skips some until its scale is found."""
+    """Trains a step that is not skipped, as float16 does until it finds its scale."""
     for _ in range(_MOST_SKIPPED):
         checkpoint = loop.next_step()
         if not checkpoint.metrics.get("skipped_steps"):
@@ -118,9 +107,9 @@ def _loss(loop: TrainLoop) -> float:
 
 
 def _suggest(rates: list[float], losses: list[float]) -> float:
-    """The rate at which the loss had come half of the way from its start to its lowest.
+    """Returns the rate at which the loss was halfway from its start to its lowest.
 
-    About where it falls the fastest; a slope would follow the noise of single batches.
+    The loss falls about fastest there; its slope would follow the noise of single batches.
     """
     lowest = int(np.argmin(losses))
     start = float(np.median(losses[: max(1, len(losses) // 10)]))

@@ -1,132 +1,128 @@
-"""What `fit` is made of: its epochs, their batches and lengths, and what it says at the start."""
+"""fit: the body of `Model.fit`, from its arguments to the history of the epochs."""
 
+import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import os
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 
-from flaxfit import display
+from flaxfit import checkpoints, display
+from flaxfit.callbacks import ProgressBar
+from flaxfit.callbacks._callback import Callback
+from flaxfit.callbacks._history import History
 from flaxfit.callbacks._progress import ENDLESS
-from flaxfit.data import ArrayStream, as_stream, prefetch
-from flaxfit.data._libraries import is_hugging_face, regular_size
-from flaxfit.data._stream import pass_length
-from flaxfit.loop._local_rows import knows_rows
+from flaxfit.data import DataStream
+from flaxfit.data._libraries import is_hugging_face
+from flaxfit.loop._callback_list import as_tuple
+from flaxfit.loop._eval_loop import EvalLoop
 from flaxfit.loop._train_loop import EndOfData, TrainLoop
+from flaxfit.model._export import apply_to_export
+from flaxfit.model._resume import RunFolder
+from flaxfit.model._streams import in_order, length_of, prefetched, training_stream
+from flaxfit.model._trainer import Trainer
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.state._train_state import TrainState
 from flaxfit.tree._checks import whole_number
+from flaxfit.tree._functions import order_of
 from flaxfit.tree._types import Data
 
 
-def check_numbers(
-    verbose: Any,
-    *,
-    epochs: Any,
-    batch_size: Any = None,
-    steps_per_epoch: Any = None,
-    steps_per_execution: Any = "auto",
-) -> None:
-    """Checks those arguments of `fit` that are numbers.
-
-    >>> check_numbers(0, epochs=0)
-    Traceback (most recent call last):
-    ValueError: epochs must be 1 or more, got 0.
-    """
-    if verbose not in ("auto", 0, 1, 2):
-        raise ValueError(f"verbose must be 'auto', 0, 1 or 2, got {verbose!r}.")
-    optional = {"batch_size": batch_size, "steps_per_epoch": steps_per_epoch}
-    counts = {"epochs": epochs, **{name: n for name, n in optional.items() if n is not None}}
-    if steps_per_execution != "auto":
-        counts["steps_per_execution"] = steps_per_execution
-    for name, number in counts.items():
-        whole_number(name, number, other="auto" if name == "steps_per_execution" else "")
-
-
-def stream_of(
+def fit(
+    trainer: Trainer,
+    evaluator: EvalLoop,
     data: Data,
+    validation_data: Data,
     *,
     batch_size: int | None,
-    shuffle: bool | None,
-    seed: int,
     epochs: int,
     steps_per_epoch: int | None,
-    n_before: int,
-) -> Any:
-    """The stream that `fit` trains on, of what `prepare` gave.
+    shuffle: bool | None,
+    callbacks: Callback | Iterable[Callback] | None,
+    verbose: int | str,
+    steps_per_execution: int | str,
+    checkpoint_dir: str | os.PathLike[str] | checkpoints.CheckpointFileWriter | None,
+    resume: bool | str,
+) -> History:
+    """Trains for a number of epochs on what `prepare` returned; see `Model.fit`."""
+    if verbose not in ("auto", 0, 1, 2):
+        raise ValueError(f"verbose must be 'auto', 0, 1 or 2, got {verbose!r}.")
+    whole_number("epochs", epochs)
+    for name, n in {"batch_size": batch_size, "steps_per_epoch": steps_per_epoch}.items():
+        if n is not None:
+            whole_number(name, n)
+    if steps_per_execution != "auto":
+        whole_number("steps_per_execution", steps_per_execution, other="auto")
+    stream = training_stream(
+        data,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        seed=trainer.seed,
+        epochs=epochs,
+        steps_per_epoch=steps_per_epoch,
+        n_before=trainer.n_epochs,
+    )
+    if isinstance(validation_data, tuple) or is_hugging_face(validation_data):
+        validation_data = in_order(validation_data, batch_size)
+    n_steps = steps_per_epoch or length_of(stream)
+    users = as_tuple(callbacks)
+    # What `load` has read is the start of this model, not of an interrupted call.
+    is_fresh, init, folder = trainer.is_fresh, trainer.init, None
+    if checkpoint_dir is not None:
+        folder = RunFolder(checkpoint_dir, resume if is_fresh else "auto")
+        init = folder.reader(init) if is_fresh else init
+    loop = trainer.loop_over(
+        init,
+        prefetched(stream),
+        n_steps=n_steps,
+        steps_per_call=steps_per_execution,
+        callbacks=[each for each in users if order_of(each) == "first"],
+        stdout=bool(verbose),
+    )
+    found = loop.start if is_fresh else None
+    if hasattr(validation_data, "one_epoch") or not isinstance(validation_data, Iterator | None):
+        # Before an epoch is spent on it.
+        evaluator.check(loop.state_in_place, validation_data, in_phase=loop.in_phase)
+    line = _first_line(trainer.name, loop, stream, validation_data, n_steps)
+    trainer.history = history = History(trainer.name, unit="epoch", facts=line)
+    for callback in users:
+        if hasattr(callback, "attach_apply"):
+            callback.attach_apply(apply_to_export(evaluator.task))
+    every = [*users, history.append]
+    if validation_data is not None:
+        every.insert(0, Validation(evaluator, trainer.averaged, validation_data))
+    if folder is not None:
+        every = [*folder.guards(users), *every, folder.writer]
+    if verbose:
+        display.say(line)
+        is_live = False if verbose == 2 else None
+        n_before = 0 if found is None or not found.history else len(found.history["steps"])
+        every.append(ProgressBar(unit="epoch", total=epochs, start=n_before, live=is_live))
+    with contextlib.ExitStack() as stack:
+        stack.callback(_close_data, loop)
+        stack.enter_context(loop)
+        loop.callbacks = every
+        if folder is not None and found is not None:
+            trainer.n_epochs = len(history.steps)
+            epochs = folder.epochs_left(loop, history, epochs, n_steps)
+        if n_steps is None:
+            _train_passes(trainer, loop, epochs)
+            return history
+        end = loop.first_checkpoint + (epochs - 1) * n_steps
+        for checkpoint in loop.run_until(end, copy=False):
+            del checkpoint  # A copy that a callback was given is not to be held while training.
+            trainer.n_epochs += 1
+        if loop.step < end and not loop.stopped:
+            raise ValueError(
+                f"The data ended after step {loop.step:,}, and {epochs} epochs of {n_steps:,} "
+                f"steps end at step {end:,}. Give fewer steps_per_epoch or epochs, or data that "
+                "lasts."
+            )
+    return history
 
-    Args:
-      data: arrays as a tuple, or whatever `as_stream` takes.
-      batch_size: as given to `fit`.
-      shuffle: as given to `fit`.
-      seed: of the random orders.
-      epochs: as given to `fit`.
-      steps_per_epoch: as given to `fit`: the data is repeated as often as these need it.
-      n_before: how many epochs were trained before.
 
-    Raises:
-      ValueError: batches are given, and they were to be cut or shuffled.
-    """
-    if isinstance(data, tuple):
-        size, shuffle = regular_size(batch_size), shuffle is not False
-        stream = ArrayStream(*data, batch_size=size, shuffle=shuffle, seed=seed)
-        stream.epoch = n_before
-        return stream
-    if shuffle is False and getattr(data, "shuffle", False) is True:
-        raise ValueError(
-            f"shuffle=False cannot be applied to a {type(data).__name__} that shuffles: set it "
-            "where that is made."
-        )
-    shuffle = is_hugging_face(data) if shuffle is None else bool(shuffle)
-    stream = as_stream(data, batch_size=batch_size, shuffle=shuffle, seed=seed)
-    is_apart = steps_per_epoch is None and length_of(stream) is None
-    if not hasattr(stream, "passes") or (stream is data and not is_apart):
-        return stream
-    n_passes = None if steps_per_epoch else epochs
-    return stream.passes(n_passes, start=n_before, is_apart=is_apart)
-
-
-def length_of(stream: Any) -> int | None:
-    """The number of batches in a pass over a stream, where it is known.
-
-    Raises:
-      ValueError: it repeats for ever.
-    """
-    return pass_length(stream, "Give steps_per_epoch, or data that ends.")
-
-
-def batches_of(stream: Any) -> Any:
-    """The batches to train on, assembled ahead where they are assembled at all.
-
-    None is assembled ahead where the data is on the devices already or its rows are parted between
-    processes, nor of a generator: what was read ahead of it would be lost to later readers.
-    """
-    is_resident = getattr(stream, "resident", False) or knows_rows(stream)
-    is_repeatable = getattr(stream, "is_repeatable", isinstance(stream, ArrayStream))
-    return prefetch(stream) if is_repeatable and not is_resident else stream
-
-
-def run_epochs(loop: TrainLoop, n_steps: int | None, epochs: int) -> Iterator[None]:
-    """Trains for so many epochs, and stops after each; one of unknown length is one pass.
-
-    Raises:
-      ValueError: the data ended before.
-    """
-    if n_steps is None:
-        yield from _run_passes(loop, epochs)
-        return
-    end = loop.first_checkpoint + (epochs - 1) * n_steps
-    for checkpoint in loop.run_until(end, copy=False):
-        del checkpoint  # A copy that a callback was given is not to be held while training.
-        yield
-    if loop.step < end and not loop.stopped:
-        raise ValueError(
-            f"The data ended after step {loop.step:,}, and {epochs} epochs of {n_steps:,} steps "
-            f"end at step {end:,}. Give fewer steps_per_epoch or epochs, or data that lasts."
-        )
-
-
-def _run_passes(loop: TrainLoop, epochs: int) -> Iterator[None]:
-    """Trains for so many passes over data of unknown length."""
+def _train_passes(trainer: Trainer, loop: TrainLoop, epochs: int) -> None:
+    """Trains for a number of passes over data of unknown length."""
     n_done, was_empty = 0, False
     while n_done < epochs:
         loop.first_checkpoint = loop.step + ENDLESS
@@ -141,43 +137,37 @@ def _run_passes(loop: TrainLoop, epochs: int) -> Iterator[None]:
             was_empty = True  # A run may be resumed from the very end of a pass.
         else:
             n_done, was_empty = n_done + 1, False
-            yield
+            trainer.n_epochs += 1
             if loop.stopped:
                 return
         if n_done < epochs:
-            loop.data = loop.data
+            loop.data = loop.data  # Which starts another pass.
 
 
 class Validation:
-    """The callback that adds what a model's evaluation measures on data, with "val_" before it.
-
-    Args:
-      measure: `(state, data) -> metrics`.
-      data: the validation data.
-      adds: the metrics that it adds, as `EvalLoop.adds`.
-    """
+    """The callback that adds the metrics of validation data, with "val_" before their names."""
 
     borrows = True
-    """It only reads what a checkpoint holds."""
+    """It only reads the checkpoint."""
 
     def __init__(
-        self,
-        measure: Callable[[Any, Any], dict[str, Any]],
-        data: Data,
-        adds: Mapping[str, str | None],
-    ) -> None:
-        self._measure, self._data, self.adds = measure, data, adds
+        self, evaluator: EvalLoop, averaged: Callable[[TrainState], TrainState], data: Data
+    ):
+        self._evaluator, self._averaged, self._data = evaluator, averaged, data
+        self.adds = evaluator.adds
+        """The metrics that it adds; see `EvalLoop.adds`."""
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint with the metrics of its state added."""
-        measured = checkpoint.with_metrics(self._measure(checkpoint.state, self._data), "val_")
-        return measured.replace(modes={**checkpoint.modes, **self.adds})
+        """Returns the checkpoint with the metrics of its state added."""
+        metrics = self._evaluator.measure(self._averaged(checkpoint.state), self._data)
+        return checkpoint.with_metrics(metrics, "val_").replace(
+            modes={**checkpoint.modes, **self.adds}
+        )
 
 
-def first_line(
-    name: str, loop: TrainLoop, stream: Any, validation_data: Any, n_steps: int | None
+def _first_line(
+    name: str, loop: TrainLoop, stream: DataStream, validation_data: Data, n_steps: int | None
 ) -> str:
-    """What is trained, on what and with what, as the first line says it."""
     params = loop.state_in_place.params
     return display.start_line(
         name,
@@ -189,3 +179,8 @@ def first_line(
         n_validation=getattr(validation_data, "n_examples", None),
         steps_per_epoch=n_steps,
     )
+
+
+def _close_data(loop: TrainLoop) -> None:
+    if hasattr(loop.data, "close"):
+        loop.data.close()

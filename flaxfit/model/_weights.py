@@ -1,4 +1,4 @@
-"""WarmStart: an `init` that gives weights read from somewhere, instead of random ones."""
+"""WarmStart: an `init` that returns weights read from files instead of random ones."""
 
 import dataclasses
 import os
@@ -16,41 +16,35 @@ from flaxfit.checkpoints._tree import is_key
 from flaxfit.optim._freeze import check_matches, merge
 from flaxfit.state._train_state import TrainState
 from flaxfit.tree._paths import flat, path_of
-from flaxfit.tree._types import ArrayLike, Function, PyTree, Rngs
+from flaxfit.tree._types import ArrayLike, InitFn, PyTree, Rngs, Variables
+
+Load = Callable[[PyTree], PyTree]
+"""Puts weights into variables, or into a state."""
 
 
 class WarmStart:
-    """A linen-style `init` whose variables go through functions that put weights in, in turn.
-
-    >>> warm = WarmStart(lambda rngs, x: {"params": {"w": 0.0}}, lambda v: {"params": {"w": 2.0}})
-    >>> warm({}, 1.0)
-    {'params': {'w': 2.0}}
-
-    Args:
-      fresh: the `init` of the model, which says what variables there are.
-      *loads: put weights into variables.
-    """
+    """An `init` that calls the one of the model, then functions that put weights into variables."""
 
     gives_weights = True
-    """Not to be traced: the weights would be constants of a program."""
+    """It is not traced: the weights would be constants of a program."""
 
-    def __init__(self, fresh: Function, *loads: Callable[[Any], Any]):
+    def __init__(self, fresh: InitFn, *loads: Load):
         self.fresh = fresh
         self._loads = loads
-        self._misfit: Callable[[Any], Any] | None = None
+        self._misfit: Load | None = None
 
-    def then(self, load: Callable[[Any], Any]) -> "WarmStart":
-        """The same with further weights; they replace those that were found not to fit."""
+    def then(self, load: Load) -> "WarmStart":
+        """Adds further weights, which replace those that were found not to fit."""
         return WarmStart(
             self.fresh, *(each for each in self._loads if each is not self._misfit), load
         )
 
-    def __call__(self, rngs: Rngs, *inputs: PyTree, **named: Any) -> Any:
-        """The variables with the weights in them."""
+    def __call__(self, rngs: Rngs, *inputs: PyTree, **named: PyTree) -> Variables:
+        """Returns the variables with the weights."""
         variables = dict(self.fresh(rngs, *inputs, **named))
         for name in ("intermediates", "losses"):
             variables.pop(name, None)
-        # Files know no names of axes: they stay out of it, and as they are.
+        # Files have no names of axes: these stay as they are.
         axes = {name: variables.pop(name) for name in list(variables) if name.endswith("_axes")}
         filled = meta.unbox(variables)
         for load in self._loads:
@@ -67,23 +61,10 @@ def open_weights(
     translator: Any = None,
     prefix: str = "",
     **opts: Any,
-) -> Callable[[Any], Any]:
-    """Opens a file of weights: gives the function that puts them into variables, or into a state.
+) -> Load:
+    """Opens a file of weights, with the arguments of `Model.load_weights`.
 
-    Names that begin with that of a collection ("params/...", "batch_stats/...") are of all the
-    variables; others are of the parameters alone.
-
-    Args:
-      path: a file of `save_weights`, or anything that `importers.load` reads.
-      partial: patterns of the paths to take over; None: all.
-      translator: the rules that make the model's names of the file's.
-      prefix: the part of the model that the file is of; the others stay as they are.
-      **opts: handed to the rules.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: it is a folder of checkpoints, or damaged, or the rules do not fit it. The
-        function raises it where the weights do not fit the variables, with every difference.
+    The function that it returns raises a ValueError if the weights do not fit the variables.
     """
     from flaxfit import importers  # Not before it is used: `import flaxfit` stays quick.
     from flaxfit.importers._fill import fill_from
@@ -103,7 +84,7 @@ def open_weights(
         translation = translator.translate(source, **opts)
     is_plain = translator is None and not prefix and os.fspath(path).endswith(".safetensors")
 
-    def put(target: PyTree) -> Any:
+    def put(target: PyTree) -> PyTree:
         is_state = hasattr(target, "params")
         variables = target.variables if is_state else target
         values = translation.values
@@ -142,9 +123,9 @@ def open_weights(
 
 
 def state_alone(path: str | os.PathLike[str], seed: int) -> TrainState | None:
-    """The state in a file of `save_weights`, without an optimizer's; None: it holds no parameters.
+    """Returns the state in a file of `save_weights`, without an optimizer's; None: no parameters.
 
-    It is of the file alone: whether it fits a model is not known yet.
+    It is not compared with a model.
     """
     variables = checkpoints.load_weights(path)
     if "params" not in variables:
@@ -154,7 +135,7 @@ def state_alone(path: str | os.PathLike[str], seed: int) -> TrainState | None:
 
 
 def _check_prefix(prefix: str, variables: Mapping[str, PyTree]) -> str:
-    """What the paths of a part of the model begin with."""
+    """Returns the prefix of the paths of a part of the model."""
     within = f"{prefix.strip('/')}/" if prefix else ""
     if not any(path.startswith(within) for path in flat(variables["params"])):
         raise ValueError(

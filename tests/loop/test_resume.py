@@ -63,8 +63,8 @@ def test_an_interrupted_epoch_of_fit_is_not_counted_in_the_next():
 
     model = ff.Model((init, apply), optax.sgd(0.1), "mse")
     model.fit(X, Y, batch_size=4, verbose=0)
-    model._loop.watchers.append(lambda step: stop(None) if step == 14 else None)
-    watchers = model._loop.watchers
+    model._trainer.loop.watchers.append(lambda step: stop(None) if step == 14 else None)
+    watchers = model._trainer.loop.watchers
     seen = []
 
     class Interrupt:

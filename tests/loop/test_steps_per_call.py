@@ -119,6 +119,6 @@ def test_fit_takes_several_steps_and_compiles_once(capsys):
     model = ff.Model(MODULE, OPTIMIZER, "mse")
     model.fit(X, Y, batch_size=2, epochs=3, verbose=2)
     assert capsys.readouterr().err.count("compiled the training step") == 1
-    assert model._loop.steps_per_call == 12
+    assert model._trainer.loop.steps_per_call == 12
     model.fit(X, Y, batch_size=2, verbose=0, steps_per_execution=1)
-    assert model._loop.steps_per_call == 1
+    assert model._trainer.loop.steps_per_call == 1

@@ -91,7 +91,7 @@ def test_a_finished_call_returns_at_once(tmp_path):
     first = fingerprint(*train(tmp_path))
     model, history = train(tmp_path)
     assert fingerprint(model, history) == first
-    assert not model._loop._stepper.programs.compiled
+    assert not model._trainer.loop._stepper.programs.compiled
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_what_callbacks_remember_survives(tmp_path):
     _, history = train(tmp_path / "run", callbacks=[stop()], epochs=20)
     assert history.steps == whole.steps and len(whole.steps) < 20
     model, again = train(tmp_path / "run", callbacks=[stop()], epochs=20)
-    assert again.steps == whole.steps and not model._loop._stepper.programs.compiled
+    assert again.steps == whole.steps and not model._trainer.loop._stepper.programs.compiled
 
 
 @pytest.mark.slow

@@ -1,0 +1,63 @@
+"""The streams of batches that `fit`, `evaluate` and `predict` read."""
+
+from flaxfit.data import ArrayStream, DataStream, as_stream, prefetch
+from flaxfit.data._libraries import is_hugging_face, regular_size
+from flaxfit.data._stream import pass_length
+from flaxfit.loop._local_rows import knows_rows
+from flaxfit.tree._types import Data
+
+
+def training_stream(
+    data: Data,
+    *,
+    batch_size: int | None,
+    shuffle: bool | None,
+    seed: int,
+    epochs: int,
+    steps_per_epoch: int | None,
+    n_before: int,
+) -> DataStream:
+    """Returns the stream of `fit` over what `prepare` returned, after `n_before` epochs.
+
+    With `steps_per_epoch` the data is repeated as often as needed.
+    """
+    if isinstance(data, tuple):
+        size, shuffle = regular_size(batch_size), shuffle is not False
+        stream = ArrayStream(*data, batch_size=size, shuffle=shuffle, seed=seed)
+        stream.epoch = n_before
+        return stream
+    if shuffle is False and getattr(data, "shuffle", False) is True:
+        raise ValueError(
+            f"shuffle=False cannot be applied to a {type(data).__name__} that shuffles: set it "
+            "where that is made."
+        )
+    shuffle = is_hugging_face(data) if shuffle is None else bool(shuffle)
+    stream = as_stream(data, batch_size=batch_size, shuffle=shuffle, seed=seed)
+    is_apart = steps_per_epoch is None and length_of(stream) is None
+    if not hasattr(stream, "passes") or (stream is data and not is_apart):
+        return stream
+    n_passes = None if steps_per_epoch else epochs
+    return stream.passes(n_passes, start=n_before, is_apart=is_apart)
+
+
+def in_order(data: Data, batch_size: int | None) -> Data:
+    """Returns one pass over what `prepare` returned; arrays and data sets are cut into batches."""
+    if isinstance(data, tuple):
+        return ArrayStream(*data, batch_size=regular_size(batch_size), epochs=1)
+    return data if batch_size is None else as_stream(data, batch_size=batch_size)
+
+
+def length_of(stream: DataStream) -> int | None:
+    """Returns the number of batches in a pass, or None if unknown; raises if it is endless."""
+    return pass_length(stream, "Give steps_per_epoch, or data that ends.")
+
+
+def prefetched(stream: DataStream) -> DataStream:
+    """Assembles batches ahead, where that helps and loses nothing.
+
+    Resident data and rows divided between processes are not assembled here. What was read ahead of
+    a generator would be lost to later readers.
+    """
+    is_resident = getattr(stream, "resident", False) or knows_rows(stream)
+    is_repeatable = getattr(stream, "is_repeatable", isinstance(stream, ArrayStream))
+    return prefetch(stream) if is_repeatable and not is_resident else stream

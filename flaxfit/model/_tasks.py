@@ -1,0 +1,48 @@
+"""The tasks of a model: what it trains and what it evaluates."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flax.core.scope import in_filter
+
+from flaxfit import modules
+from flaxfit.task._task import EvalTask, TrainTask
+from flaxfit.tree._types import InitFn
+
+
+def make_tasks(
+    module: Any,
+    optimizer: Any,
+    loss: Any,
+    metrics: Any,
+    *,
+    losses: Any,
+    eval_rngs: str | Sequence[str],
+    options: Mapping[str, Any],
+) -> tuple[InitFn, TrainTask, EvalTask]:
+    """Returns the `init` of a module and the tasks to train and to evaluate it; see `Model`."""
+    known = [field.name for field in dataclasses.fields(TrainTask) if field.kw_only]
+    if unknown := [name for name in options if name not in known]:
+        raise TypeError(
+            f"Model has no option {', '.join(unknown)}: it takes {', '.join(known)}. Pass what "
+            "concerns the optimizer to the optimizer, such as optax.adam(learning_rate=1e-3)."
+        )
+    mutable = options.get("mutable")
+    if losses and mutable is not None and not in_filter(mutable, "losses"):
+        raise ValueError(
+            f"losses={losses!r:.60} and mutable={mutable!r:.60} exclude each other: the values "
+            "that the model adds to the loss would be lost. Name 'losses' and their collections "
+            "in mutable, or leave mutable out."
+        )
+    training, evaluation = modules.train_and_eval(module, losses=losses)
+    task = TrainTask(training.apply, optimizer, loss, None, metrics, **options)
+    eval_task = EvalTask(
+        evaluation.apply,
+        task.metrics,
+        loss=task.loss,
+        rngs=eval_rngs,
+        precision=task.precision,
+        pad=task.pad,
+    )
+    return training.init, task, eval_task

@@ -1,0 +1,284 @@
+"""Trainer: the one loop of a model, or the state that its first loop will begin with."""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from flaxfit import checkpoints
+from flaxfit.callbacks._callback import Callback
+from flaxfit.callbacks._history import History
+from flaxfit.callbacks._progress import ENDLESS
+from flaxfit.checkpoints._compare import check_params
+from flaxfit.data import DataStream, as_stream, one_pass
+from flaxfit.data._batch import normalize
+from flaxfit.data._rewind import borrowed
+from flaxfit.data._stream import is_shared
+from flaxfit.loop._callback_list import CallbackList
+from flaxfit.loop._ownership import copier
+from flaxfit.loop._train_loop import TrainLoop
+from flaxfit.model._weights import WarmStart, open_weights, state_alone
+from flaxfit.optim import averaged
+from flaxfit.optim._averaged import has_average, has_ema
+from flaxfit.state._train_state import TrainState
+from flaxfit.step._init_state import init_state
+from flaxfit.strategies import Strategy
+from flaxfit.strategies._eager import eagerly
+from flaxfit.task._task import TrainTask
+from flaxfit.tree._types import Data, InitFn, PyTree
+
+
+class StateReader:
+    """Reads only the state of a checkpoint, with which a run of its own begins."""
+
+    def __init__(self, reader: checkpoints.CheckpointFileReader):
+        self.target = reader.target
+        self._reader = reader
+
+    def read(self, template: PyTree) -> checkpoints.CheckpointFile | None:
+        """Reads the checkpoint without its history, position and callbacks."""
+        found = self._reader.read(template)
+        if found is None:
+            return None
+        return checkpoints.CheckpointFile(
+            step=found.step, state=found.state, metrics=found.metrics, path=found.path
+        )
+
+
+Init = InitFn | TrainState | checkpoints.CheckpointFileReader | StateReader
+"""What a `TrainLoop` begins with."""
+
+
+class Trainer:
+    """Trains a task in one loop, and holds the state to begin with until there is a loop."""
+
+    def __init__(
+        self,
+        name: str,
+        init: InitFn,
+        task: TrainTask,
+        strategy: Strategy,
+        *,
+        seed: int,
+        snapshot: str,
+    ):
+        copier(snapshot, strategy)  # Refused here rather than by the first `fit`.
+        self.name = name
+        """The class of the module."""
+        self.task = task
+        self.strategy = strategy
+        self.seed = seed
+        self.init: Init = init
+        """What the first loop begins with: fresh parameters, weights of a file, a saved state."""
+        self.loop: TrainLoop | None = None
+        self.history: History | None = None
+        """The history of the latest `fit`, also when it was interrupted."""
+        self.n_epochs = 0
+        """The number of epochs trained."""
+        self._snapshot = snapshot
+        self._fresh = init
+        self._loaded: TrainState | None = None
+        self._is_given = False
+        self._unchecked: str | os.PathLike[str] | None = None
+        """The folder of a loaded state whose shapes are not yet compared with the model."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether a saved run may be resumed: nothing was trained, or loaded by `load`."""
+        return self.loop is None and not self._is_given
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there is a state."""
+        return self.loop is not None or self._loaded is not None
+
+    @property
+    def step(self) -> int:
+        """The number of completed updates."""
+        if self.loop is not None:
+            return self.loop.step
+        return 0 if self._loaded is None else int(self._loaded.step)
+
+    @property
+    def state(self) -> TrainState:
+        """The training state, a copy; setting it continues from another one."""
+        if self.loop is not None:
+            return self.loop.state
+        if self._loaded is not None:
+            return self._loaded
+        raise RuntimeError(
+            "This model has no weights yet: call fit (epochs=1 is enough) or load before "
+            "evaluate, predict, save or state."
+            if not isinstance(self.init, WarmStart)
+            else "The shapes that the loaded weights have to fit are not known yet: call predict, "
+            "evaluate or fit before save or state."
+        )
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        if self.loop is not None:
+            self.loop.restore(state)
+        else:
+            self.init = self._loaded = state
+
+    @property
+    def state_in_place(self) -> TrainState:
+        """The training state, not copied: the next step uses it up."""
+        return self.state if self.loop is None else self.loop.state_in_place
+
+    @property
+    def input_shapes(self) -> PyTree:
+        """The shapes and dtypes of the inputs of the first batch trained on; None before."""
+        return None if self.loop is None else self.loop.input_shapes
+
+    def averaged(self, state: TrainState) -> TrainState:
+        """Returns the state with the average of its parameters, if one is kept.
+
+        Weights loaded from a file have no average, and are used themselves.
+        """
+        is_other = self.task.ema is None and has_ema(state)  # Of a run with other options.
+        return averaged(state) if has_average(state) and not is_other else state
+
+    def freeze(self, patterns: str | Sequence[str]) -> None:
+        """Freezes the parameters that match these patterns, and trains all others."""
+        self.task = dataclasses.replace(self.task, freeze=patterns)
+        if self.loop is not None:
+            self.loop.freeze = patterns
+
+    def load(self, folder: str | os.PathLike[str], which: str | int) -> None:
+        """Loads the state of a checkpoint; see `Model.load`."""
+        if self.loop is not None:
+            self.loop.restore(checkpoints.restore(folder, self.loop.state, which=which))
+            return
+        self._loaded, self._is_given = checkpoints.restore(folder, which=which), True
+        self._unchecked = folder
+        # Read again by the first `fit`, which knows what the optimizer's state looks like.
+        reader = checkpoints.CheckpointFileReader(folder, self._fresh, which=int(self._loaded.step))
+        self.init = StateReader(reader)
+
+    def load_weights(
+        self,
+        path: str | os.PathLike[str],
+        /,  # A translator may have options of this name.
+        *,
+        partial: str | Sequence[str] | None,
+        translator: Any,
+        prefix: str,
+        **opts: Any,
+    ) -> None:
+        """Loads weights from a file; see `Model.load_weights`."""
+        put = open_weights(path, partial=partial, translator=translator, prefix=prefix, **opts)
+        warm = self.init if isinstance(self.init, WarmStart) else WarmStart(self._fresh)
+        if self.loop is not None or (self._loaded is not None and self.init is not warm):
+            self.state = put(self.state).replace_optimizer(self.task.optimizer)
+            return
+        self.init, self._loaded = warm.then(put), None
+        is_own = partial is None and translator is None and not prefix
+        if is_own and os.fspath(path).endswith(".safetensors"):
+            self._loaded = state_alone(path, self.seed)
+
+    def begin(self, inputs: Callable[[], PyTree]) -> None:
+        """Puts loaded weights into a state of the model, and compares a loaded state with it.
+
+        `inputs` returns the inputs of a batch, and is called only if their shapes are needed.
+
+        Raises:
+          ValueError: the weights or the state are of another model; every difference is listed.
+        """
+        if self.loop is not None:
+            return
+        task, streams = self.task, ("params", *self.task.rngs)
+        with eagerly(self.strategy):
+            if isinstance(self.init, WarmStart):
+                self.state = init_state(
+                    self.init, task.optimizer, self.seed, inputs(), collections=streams
+                )
+            elif self._loaded is not None and self._unchecked is not None:
+                given, none = inputs(), optax.identity()
+                fresh = jax.eval_shape(
+                    lambda: init_state(self._fresh, none, self.seed, given, collections=streams)
+                )
+                check_params(self._loaded.params, fresh.params, self._unchecked)
+                self._unchecked = None
+
+    def begin_with(self, data: Data) -> Data:
+        """As `begin`, with the inputs of the first batch; returns the data with that batch."""
+        first: list[PyTree] = []
+        batches = one_pass(data)
+
+        def inputs() -> PyTree:
+            first.extend(itertools.islice(batches, 1))
+            if not first:
+                raise ValueError("There is nothing to begin with: the data holds no batches.")
+            return normalize(first[0]).inputs
+
+        self.begin(inputs)
+        is_stream = hasattr(data, "one_epoch") and getattr(data, "is_repeatable", True)
+        if not first or is_stream or not isinstance(data, Iterator):
+            return data
+        return as_stream(itertools.chain(first, batches), shared=is_shared(batches))
+
+    def loop_over(
+        self,
+        init: Init,
+        data: DataStream,
+        *,
+        n_steps: int | None,
+        steps_per_call: int | str,
+        callbacks: Sequence[Callback],
+        stdout: bool,
+    ) -> TrainLoop:
+        """Returns the loop over this data, with a checkpoint after each epoch of `n_steps`.
+
+        The callbacks are attached before the first batch is fetched. `init` and `stdout` matter
+        only to the first loop.
+        """
+        n_done = 0
+        if self.loop is None:
+            self.loop = TrainLoop(
+                init,
+                dataclasses.replace(self.task, data=data),
+                self.seed,
+                strategy=self.strategy,
+                callbacks=callbacks,
+                grad_norm=False,
+                snapshot=self._snapshot,
+                stdout=stdout,
+            )
+            self.init, self._loaded = self._fresh, None  # The loop has its own copy.
+            n_done = self.loop.n_completed_steps  # Of an epoch that was not finished.
+        else:
+            self.loop.data = data
+            CallbackList(callbacks).attach_first(self.loop)
+        self.loop.steps_per_call = steps_per_call
+        self.loop.n_steps_per_checkpoint = n_steps or ENDLESS
+        self.loop.first_checkpoint = self.loop.step - n_done + (n_steps or ENDLESS)
+        return self.loop
+
+    @contextlib.contextmanager
+    def trial(
+        self,
+        owner: str,
+        x: Data,
+        y: PyTree,
+        sample_weight: PyTree,
+        batch_size: int | None = None,
+        *,
+        of_arrays: int | None = None,
+    ) -> Iterator[TrainLoop]:
+        """Yields a loop over a copy of the state; the position of the data is restored at the end.
+
+        The arguments are those of `borrowed`.
+        """
+        sizes = {"batch_size": batch_size, "of_arrays": of_arrays}
+        with borrowed(x, y, sample_weight, **sizes, seed=self.seed, owner=owner) as stream:
+            init = self.init if self.loop is None else self.loop.state
+            task = dataclasses.replace(self.task, data=stream)
+            yield TrainLoop(
+                init, task, self.seed, strategy=self.strategy, grad_norm=False, stdout=False
+            )
