@@ -1,45 +1,68 @@
-"""Checks of what a loss is given and gives: the values of labels, the shape of what it returns."""
+"""Checks of what a loss returns and of the labels that it takes."""
 
 import itertools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.losses._functions import hinge
+from flaxfit.losses._functions import (
+    binary_crossentropy,
+    crossentropy,
+    hinge,
+    not_a_class,
+    onehot_crossentropy,
+)
 from flaxfit.losses._names import Loss, resolve
-from flaxfit.losses._ranges import labels_for
-from flaxfit.tree._types import PyTree
+from flaxfit.tree._types import Array, ArrayLike, PyTree
+
+_ROUNDING = 1e-3  # Of soft labels, such as those of mixup.
 
 
-def check_loss_shape(
-    values_shape: tuple[int, ...], outputs: PyTree, targets: PyTree, batch_size: int
-) -> None:
-    """Checks that a loss returned a scalar or values of shape `(batch, ...)`, not by broadcasting.
+class Labels(NamedTuple):
+    """The labels that a loss takes."""
 
-    Args:
-      values_shape: the shape of what the loss returned.
-      outputs: a pytree of arrays or of their shapes and dtypes.
-      targets: the targets of the batch.
-      batch_size: the number of examples.
+    allowed: str
+    """Which, in words."""
+    owner: str
+    """What takes them, in words."""
+    are_wrong: Callable[[Array], Array]
+    """Marks the other labels, by element."""
+    stand_in: int
+    """A label that it takes."""
 
-    >>> check_loss_shape((32,), (np.ones((32, 10)),), (np.ones(32),), 32)
 
-    Raises:
-      ValueError: the shape is neither, or outputs and targets were broadcast to it.
-    """
-    values_shape = tuple(values_shape)
-    received = f"the loss returned shape {values_shape}; expected () or ({batch_size},)."
-    shapes, others = ([x.shape for x in jax.tree.leaves(tree)] for tree in (outputs, targets))
-    for shape, other in itertools.product(shapes, others):
-        if _broadcasts_to(values_shape, shape, other):
-            raise ValueError(
-                f"{received} A {shape} output against {other} targets broadcasts: reshape one of "
-                "them."
-            )
-    if values_shape and values_shape[0] != batch_size:
-        raise ValueError(
-            f"{received} Return one value per example, or their mean: do not sum over the examples."
-        )
+def labels_for(loss: Loss, outputs: ArrayLike) -> Labels | None:
+    """The labels that a loss takes for outputs of this shape; None if it takes any."""
+    if loss is crossentropy and np.ndim(outputs):
+        n = np.shape(outputs)[-1]
+        return Labels(f"0..{n - 1}", f"{n} outputs", lambda y: not_a_class(y, n), 0)
+    if loss is binary_crossentropy or loss is onehot_crossentropy:
+        return Labels("0..1", f"loss {loss.__name__!r}", _not_a_share, 0)
+    if loss is hinge:
+        return Labels("-1 or 1", "loss 'hinge'", lambda y: (y != 1) & (y != -1), 1)
+    return None
+
+
+def out_of_range(loss: Loss, *outputs_and_targets: PyTree) -> Array | None:
+    """Marks the values of a loss whose label is out of range; None if it takes any label."""
+    labels = _labels_of_call(loss, outputs_and_targets)
+    if labels is None:
+        return None
+    return _by_value(loss, labels.are_wrong(jnp.asarray(outputs_and_targets[1])))
+
+
+def in_range(loss: Loss, *outputs_and_targets: PyTree) -> PyTree:
+    """The loss, with values and gradients of 0 where a label is out of range."""
+    labels = _labels_of_call(loss, outputs_and_targets)
+    if labels is None:
+        return loss(*outputs_and_targets)
+    outputs, targets = outputs_and_targets[0], jnp.asarray(outputs_and_targets[1])
+    wrong, stand_in = labels.are_wrong(targets), jnp.asarray(labels.stand_in, targets.dtype)
+    values = loss(outputs, jnp.where(wrong, stand_in, targets))
+    return jnp.where(_by_value(loss, wrong), 0, values)
 
 
 def check_values(loss: str | Loss, outputs: PyTree, targets: PyTree) -> None:
@@ -74,6 +97,37 @@ def check_values(loss: str | Loss, outputs: PyTree, targets: PyTree) -> None:
     )
 
 
+def check_loss_shape(
+    values_shape: tuple[int, ...], outputs: PyTree, targets: PyTree, batch_size: int
+) -> None:
+    """Checks that a loss returned a scalar or values of shape `(batch, ...)`, not by broadcasting.
+
+    Args:
+      values_shape: the shape of what the loss returned.
+      outputs: a pytree of arrays or of their shapes and dtypes.
+      targets: the targets of the batch.
+      batch_size: the number of examples.
+
+    >>> check_loss_shape((32,), (np.ones((32, 10)),), (np.ones(32),), 32)
+
+    Raises:
+      ValueError: the shape is neither, or outputs and targets were broadcast to it.
+    """
+    values_shape = tuple(values_shape)
+    received = f"the loss returned shape {values_shape}; expected () or ({batch_size},)."
+    shapes, others = ([x.shape for x in jax.tree.leaves(tree)] for tree in (outputs, targets))
+    for shape, other in itertools.product(shapes, others):
+        if _broadcasts_to(values_shape, shape, other):
+            raise ValueError(
+                f"{received} A {shape} output against {other} targets broadcasts: reshape one of "
+                "them."
+            )
+    if values_shape and values_shape[0] != batch_size:
+        raise ValueError(
+            f"{received} Return one value per example, or their mean: do not sum over the examples."
+        )
+
+
 def _broadcasts_to(
     values: tuple[int, ...], outputs: tuple[int, ...], targets: tuple[int, ...]
 ) -> bool:
@@ -85,3 +139,18 @@ def _broadcasts_to(
     # A loss by token, (batch, tokens), has the leading axes of one of them.
     is_natural = values in (outputs[: len(values)], targets[: len(values)])
     return values == broadcast and not is_natural
+
+
+def _not_a_share(labels: Array) -> Array:
+    return ~((labels >= -_ROUNDING) & (labels <= 1 + _ROUNDING))  # Marks NaN, too.
+
+
+def _by_value(loss: Loss, wrong_labels: Array) -> Array:
+    return wrong_labels.any(-1) if loss is onehot_crossentropy else wrong_labels
+
+
+def _labels_of_call(loss: Loss, arguments: tuple[PyTree, ...]) -> Labels | None:
+    """The labels that a loss takes, where it is called with one output and one target."""
+    if len(arguments) != 2 or not all(hasattr(each, "shape") for each in arguments):
+        return None
+    return labels_for(loss, arguments[0])

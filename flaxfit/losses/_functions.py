@@ -1,6 +1,4 @@
-"""The losses: Optax's, by example, which refuse shapes and dtypes that would broadcast or wrap."""
-
-from typing import Any
+"""The losses of single examples: Optax's, behind checks of shapes and dtypes."""
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +6,17 @@ import numpy as np
 import optax
 
 from flaxfit.tree._functions import by_row
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import Array, ArrayLike
 
 
 @by_row
-def crossentropy(logits: ArrayLike, labels: ArrayLike) -> Any:
+def crossentropy(logits: ArrayLike, labels: ArrayLike) -> jax.Array:
     """Gives the negative log-likelihood of integer labels under the softmax of the logits.
 
     Args:
       logits: `(batch, ..., classes)`.
-      labels: integers of shape `(batch, ...)`. The value of one that names no class is NaN: leave
-        it out by `jnp.where(mask, values, 0)`, as NaN times 0 is NaN.
+      labels: integers of shape `(batch, ...)`. A label outside `0..classes - 1` gives NaN: mask it
+        by `jnp.where(mask, values, 0)`, since NaN times 0 is NaN.
 
     >>> crossentropy(np.zeros((3, 4)), np.array([0, 1, 3])).shape
     (3,)
@@ -34,19 +32,19 @@ def crossentropy(logits: ArrayLike, labels: ArrayLike) -> Any:
             "loss 'crossentropy' wants one output per class, of shape (batch, ..., classes), got "
             f"outputs {shape}. For a single score per example use loss='binary_crossentropy'."
         )
-    is_integer = jnp.issubdtype(_dtype(labels), jnp.integer)
-    if np.shape(labels) != wanted or not is_integer:
+    dtype = labels.dtype if hasattr(labels, "dtype") else np.asarray(labels).dtype
+    if np.shape(labels) != wanted or not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(
             f"loss 'crossentropy' wants integer labels of shape {wanted} for outputs of shape "
-            f"{shape}, got labels {np.shape(labels)} {_dtype(labels)}. "
+            f"{shape}, got labels {np.shape(labels)} {dtype}. "
             + _label_advice(np.shape(labels), wanted, shape)
         )
     logits, labels = _floating(logits), jnp.asarray(labels)
     n_classes = shape[-1]
-    # As optax.softmax_cross_entropy_with_integer_labels, but no label is counted from the end, and
-    # its logit is selected, not gathered: the gradient of a gather is a scatter, which takes a
-    # small model a while.
-    # Differences to the largest: large logits would leave no digits for the loss.
+    # Unlike optax.softmax_cross_entropy_with_integer_labels, this does not count negative labels
+    # from the end, and selects the label's logit instead of gathering it: the gradient of a gather
+    # is a scatter, which is slow for small models. Subtracting the largest logit first keeps the
+    # digits of the loss where logits are large.
     largest = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     logits = logits - jnp.where(jnp.isfinite(largest), largest, 0)
     of_label = jnp.where(
@@ -56,19 +54,15 @@ def crossentropy(logits: ArrayLike, labels: ArrayLike) -> Any:
     return jnp.where(not_a_class(labels, n_classes), jnp.nan, values)
 
 
-def not_a_class(labels: ArrayLike, n_classes: int) -> Any:
-    """By element, whether integer labels of NumPy or JAX name none of so many classes.
-
-    >>> not_a_class(np.array([-1, 0, 3], np.int8), 300)
-    array([ True, False, False])
-    """
+def not_a_class(labels: Array, n_classes: int) -> Array:
+    """Marks the integer labels outside `0..n_classes - 1`."""
     if labels.dtype.itemsize < 4:  # The number of classes may not fit.
         labels = labels.astype(np.int32)
     return (labels < 0) | (labels >= n_classes)
 
 
 @by_row
-def onehot_crossentropy(logits: ArrayLike, labels: ArrayLike) -> Any:
+def onehot_crossentropy(logits: ArrayLike, labels: ArrayLike) -> jax.Array:
     """Gives the cross-entropy between label distributions (one-hot or soft) and the softmax.
 
     >>> onehot_crossentropy(np.zeros((3, 4)), np.eye(4)[:3]).shape
@@ -85,7 +79,7 @@ def onehot_crossentropy(logits: ArrayLike, labels: ArrayLike) -> Any:
 
 
 @by_row
-def binary_crossentropy(logits: ArrayLike, labels: ArrayLike) -> Any:
+def binary_crossentropy(logits: ArrayLike, labels: ArrayLike) -> jax.Array:
     """Gives the cross-entropy between labels in 0..1 and the sigmoid of the logits, by element.
 
     >>> binary_crossentropy(np.zeros(3), np.array([0, 1, 1])).shape
@@ -96,7 +90,7 @@ def binary_crossentropy(logits: ArrayLike, labels: ArrayLike) -> Any:
 
 
 @by_row
-def mse(outputs: PyTree, targets: PyTree) -> Any:
+def mse(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     """Gives the squared differences, by element.
 
     >>> mse(np.array([1.0, 5.0]), np.array([1.0, 3.0]))
@@ -107,7 +101,7 @@ def mse(outputs: PyTree, targets: PyTree) -> Any:
 
 
 @by_row
-def mae(outputs: PyTree, targets: PyTree) -> Any:
+def mae(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     """Gives the absolute differences, by element.
 
     >>> mae(np.array([1.0, 5.0]), np.array([1.0, 3.0]))
@@ -119,7 +113,7 @@ def mae(outputs: PyTree, targets: PyTree) -> Any:
 
 
 @by_row
-def huber(outputs: PyTree, targets: PyTree) -> Any:
+def huber(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     """Gives the squared error up to a difference of 1 and the absolute error beyond, by element.
 
     >>> huber(np.array([1.0, 5.0]), np.array([1.0, 3.0]))
@@ -130,7 +124,7 @@ def huber(outputs: PyTree, targets: PyTree) -> Any:
 
 
 @by_row
-def log_cosh(outputs: PyTree, targets: PyTree) -> Any:
+def log_cosh(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     """Gives the logarithm of the hyperbolic cosine of the differences, by element.
 
     >>> log_cosh(np.array([1.0, 5.0]), np.array([1.0, 3.0])).round(3)
@@ -141,8 +135,8 @@ def log_cosh(outputs: PyTree, targets: PyTree) -> Any:
 
 
 @by_row
-def hinge(scores: ArrayLike, labels: ArrayLike) -> Any:
-    """Gives how far scores fall short of a margin of 1; labels are -1 or 1, by element.
+def hinge(scores: ArrayLike, labels: ArrayLike) -> jax.Array:
+    """Gives the shortfall of scores to a margin of 1, by element; labels are -1 or 1.
 
     >>> hinge(np.array([0.5, 5.0]), np.array([-1, 1]))
     Array([1.5, 0. ], dtype=float32)
@@ -151,7 +145,7 @@ def hinge(scores: ArrayLike, labels: ArrayLike) -> Any:
     return optax.hinge_loss(_floating(scores), _floating(labels))
 
 
-def kl_divergence(logits: ArrayLike, probabilities: ArrayLike) -> Any:
+def kl_divergence(logits: ArrayLike, probabilities: ArrayLike) -> jax.Array:
     """Gives the Kullback-Leibler divergence of the softmax of the logits from given probabilities.
 
     >>> kl_divergence(np.zeros((2, 4)), np.full((2, 4), 0.25))
@@ -161,7 +155,7 @@ def kl_divergence(logits: ArrayLike, probabilities: ArrayLike) -> Any:
     return optax.kl_divergence(jax.nn.log_softmax(_floating(logits)), _floating(probabilities))
 
 
-def cosine_distance(outputs: PyTree, targets: PyTree) -> Any:
+def cosine_distance(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     """Gives one minus the cosine of the angle between vectors along the last axis.
 
     >>> cosine_distance(np.array([[0.0, 1.0]]), np.array([[2.0, 0.0]]))
@@ -171,7 +165,9 @@ def cosine_distance(outputs: PyTree, targets: PyTree) -> Any:
     return optax.cosine_distance(_floating(outputs), _floating(targets), epsilon=1e-8)
 
 
-def _check_same_shape(name: str, outputs: PyTree, targets: PyTree, what: str = "targets") -> None:
+def _check_same_shape(
+    name: str, outputs: ArrayLike, targets: ArrayLike, what: str = "targets"
+) -> None:
     shape, received = np.shape(outputs), np.shape(targets)
     if shape == received:
         return
@@ -197,12 +193,8 @@ def _label_advice(labels: tuple[int, ...], wanted: tuple[int, ...], shape: tuple
     return "Each example needs one label per row of outputs."
 
 
-def _dtype(array: ArrayLike) -> Any:
-    return array.dtype if hasattr(array, "dtype") else np.asarray(array).dtype
-
-
-def _floating(array: ArrayLike) -> Any:
-    """As float32 or wider: integers (uint8!) would wrap around, 16 bits hold too few digits."""
+def _floating(array: ArrayLike) -> jax.Array:
+    """Casts to float32 or wider: integers (uint8!) wrap around, 16 bits hold too few digits."""
     array = jnp.asarray(array)
     is_wide = jnp.issubdtype(array.dtype, jnp.inexact) and array.dtype.itemsize >= 4
     return array if is_wide else array.astype(jnp.float32)

@@ -1,76 +1,69 @@
-"""The names of losses, and which function a user means."""
+"""The names of losses, and the functions that they mean."""
 
 import difflib
-from collections.abc import Callable
-from typing import Any
+import functools
+import re
 
 import optax
 
-from flaxfit.losses._functions import (
-    binary_crossentropy,
-    cosine_distance,
-    crossentropy,
-    hinge,
-    huber,
-    kl_divergence,
-    log_cosh,
-    mae,
-    mse,
-    onehot_crossentropy,
-)
+from flaxfit.losses import _functions as ours
 from flaxfit.tree._argument_order import check_order
+from flaxfit.tree._types import LossFn
 
-Loss = Callable[..., Any]
+Loss = LossFn
 
 _LOSSES: dict[str, Loss] = {
     loss.__name__: loss
     for loss in (
-        crossentropy,
-        onehot_crossentropy,
-        binary_crossentropy,
-        mse,
-        mae,
-        huber,
-        log_cosh,
-        hinge,
-        kl_divergence,
-        cosine_distance,
+        ours.crossentropy,
+        ours.onehot_crossentropy,
+        ours.binary_crossentropy,
+        ours.mse,
+        ours.mae,
+        ours.huber,
+        ours.log_cosh,
+        ours.hinge,
+        ours.kl_divergence,
+        ours.cosine_distance,
     )
 }
-
 _ALIASES: dict[str, Loss] = {
-    "cross_entropy": crossentropy,
-    "sparse_categorical_crossentropy": crossentropy,
-    "categorical_crossentropy": onehot_crossentropy,
-    "bce": binary_crossentropy,
-    "squared_error": mse,
-    "mean_squared_error": mse,
-    "absolute_error": mae,
-    "mean_absolute_error": mae,
-    "huber_loss": huber,
-    "logcosh": log_cosh,
-    "kld": kl_divergence,
+    "cross_entropy": ours.crossentropy,
+    "sparse_categorical_crossentropy": ours.crossentropy,
+    "categorical_crossentropy": ours.onehot_crossentropy,
+    "bce": ours.binary_crossentropy,
+    "squared_error": ours.mse,
+    "mean_squared_error": ours.mse,
+    "absolute_error": ours.mae,
+    "mean_absolute_error": ours.mae,
+    "huber_loss": ours.huber,
+    "logcosh": ours.log_cosh,
+    "kld": ours.kl_divergence,
 }
-
-_CHECKED_INSTEAD: dict[Loss, Loss] = {
-    optax.softmax_cross_entropy_with_integer_labels: crossentropy,
-    optax.softmax_cross_entropy: onehot_crossentropy,
-    optax.sigmoid_binary_cross_entropy: binary_crossentropy,
+_CHECKED: dict[Loss, Loss] = {
+    optax.softmax_cross_entropy_with_integer_labels: ours.crossentropy,
+    optax.softmax_cross_entropy: ours.onehot_crossentropy,
+    optax.sigmoid_binary_cross_entropy: ours.binary_crossentropy,
 }
+# `optax.losses` also holds a similarity, `smooth_labels`, and functions that make losses.
+_IS_LOSS = re.compile(
+    r"(?!make_).*(loss|entropy|divergence|distance|error|ntxent|log_cosh|_targets|_integer_labels)"
+)
+_OF_OPTAX = {name: loss for name, loss in vars(optax.losses).items() if _IS_LOSS.fullmatch(name)}
 
 
 def resolve(loss: str | Loss) -> Loss:
     """Finds the loss function that a user means by a name or a function.
 
-    A function comes back as it is, except for the Optax losses that broadcast in silence: these
-    become the checked ones of `flaxfit.losses`, which compute the same.
+    A function is returned unchanged, except for the Optax losses that broadcast silently: they are
+    replaced by the checked ones of `flaxfit.losses`, which compute the same.
 
-    >>> resolve("mean_squared_error") is mse
+    >>> resolve("mean_squared_error") is ours.mse
     True
 
     Raises:
       ValueError: no loss has that name.
-      TypeError: neither a name nor a function, or a function that takes the targets first.
+      TypeError: it is neither a name nor a function, or a function that takes the targets first.
     """
     if isinstance(loss, str):
         known = _LOSSES | _ALIASES
@@ -85,6 +78,19 @@ def resolve(loss: str | Loss) -> Loss:
         )
     check_order("loss", loss)
     try:
-        return _CHECKED_INSTEAD.get(loss, loss)
+        return _CHECKED.get(loss, loss)
     except TypeError:  # A callable object need not be hashable.
         return loss
+
+
+def is_loss(loss: object) -> bool:
+    """Whether a name or a function, possibly partial, is a loss of flaxfit or Optax.
+
+    >>> is_loss("hinge"), is_loss(functools.partial(optax.huber_loss, delta=2.0)), is_loss(max)
+    (True, True, False)
+    """
+    if isinstance(loss, str):
+        return loss in {*_LOSSES, *_ALIASES, *_OF_OPTAX}
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    return any(loss is known for known in (*_LOSSES.values(), *_OF_OPTAX.values()))

@@ -4,7 +4,7 @@ import re
 
 import optax
 
-from flaxfit.losses._known import is_loss
+from flaxfit.losses._names import is_loss
 from flaxfit.tree._types import PyTree
 
 _HIGHER = {

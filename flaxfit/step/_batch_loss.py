@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flaxfit import losses
 from flaxfit.data._batch import Batch, n_examples
 from flaxfit.data._sample_weights import without_idle_targets
-from flaxfit.losses._ranges import in_range
+from flaxfit.losses._checks import in_range
 from flaxfit.step._by_row import couples_rows
 from flaxfit.step._jaxpr import names_axis
 from flaxfit.step._replicas import Replicas, VirtualReplicas

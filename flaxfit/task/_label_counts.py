@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from flaxfit.display import plural
-from flaxfit.losses._ranges import labels_for, out_of_range
+from flaxfit.losses._checks import labels_for, out_of_range
 from flaxfit.tree._types import ArrayLike
 
 _PREFIX = "labels out of range: "

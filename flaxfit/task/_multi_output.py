@@ -12,7 +12,7 @@ import numpy as np
 from flaxfit import losses, metrics
 from flaxfit.data._batch import Batch
 from flaxfit.data._sample_weights import weights_by_output, without_idle_rows
-from flaxfit.losses._ranges import in_range
+from flaxfit.losses._checks import in_range
 from flaxfit.task._label_counts import count_labels
 from flaxfit.tree._types import ArrayLike, PyTree
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import flaxfit as ff
-from flaxfit.losses._ranges import in_range, out_of_range
+from flaxfit.losses._checks import in_range, out_of_range
 from flaxfit.step._train_step import compute
 
 rng = np.random.default_rng(5)
