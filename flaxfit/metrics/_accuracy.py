@@ -1,65 +1,62 @@
-"""How often the outputs name the right class: accuracy and its relatives."""
+"""Accuracy and its relatives: how often the outputs name the right class."""
 
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from flaxfit.metrics._doubts import say, weighed
-from flaxfit.metrics._labels import Answers, choices_of, classes_of, floating, labels_of
+from flaxfit.metrics._labels import Answers, binary_answers, class_answers, floating, labels_of
 from flaxfit.metrics._metric import Metric, ratio, weighted, weights_of
+from flaxfit.metrics._validity import counted_weights, warn_of
 from flaxfit.tree._functions import by_row
-from flaxfit.tree._types import ArrayLike, Function, PyTree
+from flaxfit.tree._types import Array, ArrayLike, Sums
 
 
 def mean_of_answers(
-    values: Function,
+    values: Callable[[Answers], jax.Array],
     answers: Callable[..., Answers],
     *,
     name: str,
     configure: Callable[..., Metric] | None = None,
     from_logits: bool = True,
 ) -> Metric:
-    """Makes the weighted mean of the values of answers; NaN where these cannot be counted."""
+    """Makes the weighted mean of the values of answers; NaN where one of them is invalid."""
 
-    def measure(outputs: PyTree, targets: PyTree, *, weights: ArrayLike = None) -> PyTree:
+    def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
         found = answers(outputs, targets)
-        counted, doubts = weighed(found, weights, from_logits=from_logits)
+        counted, doubts = counted_weights(found, weights, from_logits=from_logits)
         # Not by the weights alone: XLA makes 0 of False times NaN.
         measured = jnp.where(jnp.isnan(counted), jnp.nan, values(found))
         total = weighted(measured, weights_of(found.is_label, weights)).sum()
-        # The total is NaN where it must be; this sum is one that the loss takes, too.
+        # The weight stays finite, as the sum that the loss computes: XLA shares the two.
         weight = weights_of(found.is_label, weights).sum()
         return {"sum": total, "weight": weight, "doubts": doubts}
 
-    def compute(sums: PyTree) -> Any:
-        say(sums["doubts"], name)
+    def compute(sums: Sums) -> ArrayLike:
+        warn_of(sums["doubts"], name)
         return ratio(sums["sum"], sums["weight"])
 
     return Metric(measure, compute, name, configure, by_row(lambda *given: values(answers(*given))))
 
 
-def _is_right(answers: Answers) -> Any:
+def _is_right(answers: Answers) -> jax.Array:
     return answers.actual == answers.predicted
 
 
-def _accuracy(*, threshold: float | None = None, from_logits: bool = True) -> Metric:
-    """Makes the share of right predictions; see `accuracy`."""
+def _share_of_right(name: str, answers_of: Callable[..., Answers]) -> Metric:
+    def configure(*, threshold: float | None = None, from_logits: bool = True) -> Metric:
+        def answers(outputs: Array, targets: Array) -> Answers:
+            return answers_of(outputs, targets, threshold=threshold, from_logits=from_logits)
 
-    def answers(outputs: PyTree, targets: PyTree) -> Answers:
-        return classes_of(outputs, targets, threshold=threshold, from_logits=from_logits)
+        return mean_of_answers(
+            _is_right, answers, name=name, configure=configure, from_logits=from_logits
+        )
 
-    return mean_of_answers(
-        _is_right,
-        answers,
-        name="accuracy",
-        configure=_accuracy,
-        from_logits=from_logits,
-    )
+    return configure()
 
 
-accuracy = _accuracy()
+accuracy = _share_of_right("accuracy", class_answers)
 """The share of right predictions: integer, one-hot or binary labels, told apart by shape.
 
 Its option `threshold` is the logit above which class 1 of two is predicted. With
@@ -67,24 +64,9 @@ Its option `threshold` is the logit above which class 1 of two is predicted. Wit
 """
 
 
-def _binary_accuracy(*, threshold: float | None = None, from_logits: bool = True) -> Metric:
-    """Makes the share of right answers; see `binary_accuracy`."""
-    name = "binary_accuracy"
-
-    def answers(outputs: PyTree, targets: PyTree) -> Answers:
-        options = {"threshold": threshold, "from_logits": from_logits}
-        return choices_of(outputs, targets, name=name, **options)
-
-    return mean_of_answers(
-        _is_right,
-        answers,
-        name=name,
-        configure=_binary_accuracy,
-        from_logits=from_logits,
-    )
-
-
-binary_accuracy = _binary_accuracy()
+binary_accuracy = _share_of_right(
+    "binary_accuracy", functools.partial(binary_answers, name="binary_accuracy")
+)
 """The share of right answers among many yes-or-no questions per example.
 
 Its option `threshold` is the logit above which the answer is yes. With `from_logits=False` the
@@ -106,7 +88,7 @@ def top_k(k: int) -> Metric:
     if k < 1:
         raise ValueError(f"Cannot look at the top {k} classes: k must be at least 1.")
 
-    def answers(outputs: PyTree, targets: PyTree) -> Answers:
+    def answers(outputs: Array, targets: Array) -> Answers:
         outputs = floating(outputs)
         labels, is_label = labels_of(outputs, jnp.asarray(targets))
         n_classes = outputs.shape[-1]
@@ -114,7 +96,7 @@ def top_k(k: int) -> Metric:
             raise ValueError(f"Cannot look at the top {k} of {n_classes} classes: use a smaller k.")
         return Answers(labels, jax.lax.top_k(outputs, k)[1], n_classes, is_label, outputs)
 
-    def is_among_top_k(answers: Answers) -> Any:
+    def is_among_top_k(answers: Answers) -> jax.Array:
         return (answers.predicted == answers.actual[..., None]).any(-1)
 
     return mean_of_answers(is_among_top_k, answers, name=f"top_{k}")

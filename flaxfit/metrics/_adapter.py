@@ -1,39 +1,39 @@
 """Metric classes of clu and metrax as a `Metric`: states of single examples, weighted and added."""
 
 import inspect
-from typing import Any, get_type_hints
+from typing import Any, TypeGuard, get_type_hints
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.metrics._metric import Metric, ratio, weighted, weights_of
-from flaxfit.tree._types import ArrayLike, Function, PyTree
+from flaxfit.tree._types import Array, ArrayLike, Function, PyTree, Sums
 
 
-def is_metric_class(metric: Any) -> bool:
-    """Whether this is a class with the protocol `from_model_output`, `merge`, `compute`."""
+def is_metric_class(metric: object) -> TypeGuard[type[Any]]:
+    """Whether this is a class with `from_model_output`, `merge` and `compute`."""
     protocol = ("from_model_output", "merge", "compute")
     return isinstance(metric, type) and all(hasattr(metric, name) for name in protocol)
 
 
-def is_collection_class(metrics: Any) -> bool:
-    """Whether this is a class whose annotated fields are metric classes, as clu's `Collection`."""
+def is_collection_class(metrics: object) -> TypeGuard[type[Any]]:
+    """Whether this is a class of several metric classes, like clu's `Collection`."""
     protocol = ("single_from_model_output", "merge", "compute")
     return isinstance(metrics, type) and all(hasattr(metrics, name) for name in protocol)
 
 
-def members_of(collection_class: Any) -> dict[str, Any]:
-    """The metric classes of a collection by name, without the average of the loss."""
+def members_of(collection_class: type) -> dict[str, type]:
+    """The metric classes of a collection by name, without the mean of the loss."""
     hints = get_type_hints(collection_class)
     members = {name: member for name, member in hints.items() if not name.startswith("_")}
     if "loss" in members and _reads_loss(members["loss"]):
-        del members["loss"]  # The loop reports it by that very name.
+        del members["loss"]  # The loop reports it by that name.
     return members
 
 
-def _reads_loss(metric_class: Any) -> bool:
-    """Whether it is made from the model output "loss", as clu's `Average.from_output("loss")`."""
+def _reads_loss(metric_class: type[Any]) -> bool:
+    """Whether it reads the model output "loss", like clu's `Average.from_output("loss")`."""
     try:
         metric_class.from_model_output()
     except KeyError as error:
@@ -43,16 +43,16 @@ def _reads_loss(metric_class: Any) -> bool:
     return False
 
 
-def from_metric_class(metric_class: Any) -> Metric:
+def from_metric_class(metric_class: type[Any]) -> Metric:
     """Makes a `Metric` of a class whose states merge by addition.
 
-    The class sees one example at a time, so weights and padding work even where it knows neither,
-    and its value does not depend on how the data is cut into batches. It gets the outputs and the
-    targets by position, or as `logits` and `labels` where it asks for these.
+    The class gets one example at a time, so that weights and padding work without its support, and
+    the value does not depend on how the data is cut into batches. It gets the outputs and the
+    targets by position, or as `logits` and `labels` if its parameters have these names.
     """
     name = metric_class.__name__
 
-    def measure(*arguments: PyTree, weights: ArrayLike = None) -> PyTree:
+    def measure(*arguments: PyTree, weights: Array | None = None) -> Sums:
         call = _caller(metric_class, arguments)
         one_row_each = jax.tree.map(lambda array: jnp.asarray(array)[:, None], arguments)
         try:
@@ -65,12 +65,14 @@ def from_metric_class(metric_class: Any) -> Metric:
         first = jax.tree.map(lambda leaf: leaf[0], states)
         kept = _kept_leaves(first, name)
         n_examples = len(jax.tree.leaves(states)[0])
-        weights = weights_of(jnp.zeros(n_examples), weights)
-        added = jax.tree.map(lambda leaf: weighted(leaf, weights_of(leaf, weights)).sum(0), states)
+        by_example = weights_of(jnp.zeros(n_examples), weights)
+        added = jax.tree.map(
+            lambda leaf: weighted(leaf, weights_of(leaf, by_example)).sum(0), states
+        )
         state = jax.tree.map(lambda keep, a, b: a if keep else b, kept, first, added)
         return {"state": state, "n_sums": jnp.ones((), int)}
 
-    def compute(sums: PyTree) -> Any:
+    def compute(sums: Sums) -> ArrayLike:
         kept = _kept_leaves(sums["state"], name)
         state = jax.tree.map(
             lambda keep, leaf: _mean_of(leaf, sums["n_sums"]) if keep else leaf, kept, sums["state"]
@@ -82,8 +84,8 @@ def from_metric_class(metric_class: Any) -> Metric:
     return Metric(measure, compute, name)
 
 
-def _caller(metric_class: Any, arguments: tuple[PyTree, ...]) -> Function:
-    """How to call `from_model_output` with these arguments."""
+def _caller(metric_class: type[Any], arguments: tuple[PyTree, ...]) -> Function:
+    """The class's `from_model_output`, as a function of positional arguments."""
     make = metric_class.from_model_output
     parameters = inspect.signature(make).parameters.values()
     required = [p for p in parameters if p.default is p.empty and p.kind not in _VARIADIC]
@@ -104,12 +106,8 @@ def _caller(metric_class: Any, arguments: tuple[PyTree, ...]) -> Function:
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
-def _kept_leaves(state: PyTree, name: str) -> Any:
-    """Which leaves merging keeps (True) and which it adds (False), found by trying.
-
-    Raises:
-      ValueError: merging does something else, so that sums cannot stand for it.
-    """
+def _kept_leaves(state: PyTree, name: str) -> PyTree:
+    """Which leaves `merge` keeps (True) and which it adds (False), found by trying numbers."""
     leaves, structure = jax.tree.flatten(state)
     low, high = (
         [np.full(np.shape(leaf), number, jnp.result_type(leaf)) for leaf in leaves]
@@ -133,8 +131,8 @@ def _kept_leaves(state: PyTree, name: str) -> Any:
     return structure.unflatten(kept)
 
 
-def _mean_of(leaf: ArrayLike, n_sums: Any) -> Any:
-    """A constant, from the sum of its copies; still an integer if it was one."""
+def _mean_of(leaf: ArrayLike, n_sums: ArrayLike) -> np.ndarray:
+    """A constant, in its own dtype, from the sum of its copies."""
     constant = np.asarray(ratio(leaf, n_sums))
     return constant.astype(np.asarray(leaf).dtype)
 

@@ -1,47 +1,46 @@
 """The area under the ROC curve, from sums alone: histograms of the digits of the scores."""
 
-from typing import Any
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.metrics._doubts import say, weighed
-from flaxfit.metrics._labels import binary_scores_of
+from flaxfit.metrics._labels import binary_scores
 from flaxfit.metrics._metric import Metric
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.metrics._validity import counted_weights, warn_of
+from flaxfit.tree._types import Array, ArrayLike, Sums
 
 # A score is read as an ordered integer: a head of 12 bits (sign, exponent and, of float32, three
-# bits of the mantissa), then digits of 4 bits. The head has a bin for each value. Each digit has
-# bins by value and by row, where the row is a hash of the bits before it; each score is added to
-# three such rows, with signs that are hashed as well (a count sketch). Two scores are compared
-# where they first differ, so only those that share a prefix compete, and of these only prefixes
-# that hold many scores matter.
+# bits of the mantissa), then digits of 4 bits. The head has a bin for each value. Each digit is
+# counted in a count sketch (Charikar, Chen, Farach-Colton 2002): a hash of the bits before it
+# chooses a row of bins in each of three copies, and the sign of the count. Two scores are compared
+# where they first differ, so only scores with a common prefix compete, and only prefixes of many
+# scores matter.
 _HEAD, _DIGIT, _COPIES = 12, 4, 3
 
 
 def _auc(*, n_bins: int = 2**15) -> Metric:
-    """Makes the area under the ROC curve; see `auc`."""
     if n_bins < 2:
         raise ValueError(f"The metric 'auc' needs at least 2 bins, got n_bins={n_bins}.")
     n_rows = -(-n_bins // 128)
 
-    def measure(outputs: PyTree, targets: PyTree, *, weights: ArrayLike = None) -> PyTree:
-        answers = binary_scores_of(outputs, targets, name="auc")
-        weights, doubts = weighed(answers, weights)
+    def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
+        answers = binary_scores(outputs, targets, name="auc")
+        weights, doubts = counted_weights(answers, weights)
         places, signs, n_cells = _places(_ordered(answers.outputs.ravel()), n_rows)
         sums = jnp.zeros((2, n_cells), weights.dtype)
         counts = weights.ravel()[:, None] * signs
         sums = sums.at[answers.actual.ravel()[:, None], places].add(counts)
         return {"counts": sums, "doubts": doubts}
 
-    def compute(sums: PyTree) -> float:
-        say(sums["doubts"], "auc")
-        sums = np.asarray(sums["counts"], np.float64)
-        totals = sums[:, : 2**_HEAD].sum(1, keepdims=True)
+    def compute(sums: Sums) -> float:
+        warn_of(sums["doubts"], "auc")
+        counts = np.asarray(sums["counts"], np.float64)
+        totals = counts[:, : 2**_HEAD].sum(1, keepdims=True)
         if not totals.prod() > 0:  # One class alone, or NaN.
             return np.nan
-        return 0.5 + 0.5 * _excess(sums / totals, n_rows)
+        return 0.5 + 0.5 * _excess(counts / totals, n_rows)
 
     return Metric(measure, compute, "auc", _auc)
 
@@ -51,13 +50,13 @@ auc = _auc()
 
 Ties count half. The value is within 0.001 of the exact one for any finite scores, and mostly much
 closer: the scores are counted by all their bits, so neither their size nor their spread matters.
-However the data is cut into batches, the value is the same. More than the 32,768 bins of the
+The value does not depend on how the data is cut into batches. More than the 32,768 bins of the
 default, `auc(n_bins=...)`, bring it closer where scores gather in hundreds of separate places.
 """
 
 
-def _ordered(scores: ArrayLike) -> Any:
-    """Scores as unsigned integers in the same order."""
+def _ordered(scores: jax.Array) -> jax.Array:
+    """Maps scores to unsigned integers in the same order."""
     n_bits = 8 * scores.dtype.itemsize
     scores = jnp.where(scores == 0, 0, scores)  # -0.0 is 0.0.
     bits = jax.lax.bitcast_convert_type(scores, f"uint{n_bits}")
@@ -65,8 +64,8 @@ def _ordered(scores: ArrayLike) -> Any:
     return jnp.where(bits >= top, ~bits, bits | top)
 
 
-def _places(numbers: Any, n_rows: int) -> tuple[Any, Any, int]:
-    """The cells that each number is added to, with which signs, and how many cells there are."""
+def _places(numbers: jax.Array, n_rows: int) -> tuple[jax.Array, jax.Array, int]:
+    """The cells that each number is added to, their signs, and the number of all cells."""
     n_bits, base = 8 * numbers.dtype.itemsize, 2**_DIGIT
     places = [(numbers >> (n_bits - _HEAD)).astype(int)[:, None]]
     signs, n_cells = [jnp.ones_like(places[0])], 2**_HEAD
@@ -79,7 +78,7 @@ def _places(numbers: Any, n_rows: int) -> tuple[Any, Any, int]:
     return jnp.concatenate(places, 1), jnp.concatenate(signs, 1), n_cells
 
 
-def _hashed(numpy: Any, prefixes: Any, n_rows: int) -> tuple[Any, Any]:
+def _hashed(numpy: ModuleType, prefixes: ArrayLike, n_rows: int) -> tuple[ArrayLike, ArrayLike]:
     """The rows of prefixes, one in each copy, and their signs: `(prefixes, copies)`."""
     if prefixes.dtype.itemsize == 8:
         prefixes = prefixes ^ (prefixes >> 32) * 0x9E3779B9
@@ -94,11 +93,9 @@ def _hashed(numpy: Any, prefixes: Any, n_rows: int) -> tuple[Any, Any]:
 
 
 def _excess(shares: np.ndarray, n_rows: int) -> float:
-    """How many more pairs are ranked right than wrong, as a share of all pairs.
+    """The share of pairs ranked right, less that of pairs ranked wrong.
 
-    Args:
-      shares: of the negative and of the positive scores, by cell; each sums to 1 over the heads.
-      n_rows: of a copy.
+    `shares` has a row for negative and one for positive scores, which sum to 1 over the heads.
     """
     base = np.uint64(2**_DIGIT)
     heads, rest = np.split(shares, [2**_HEAD], 1)
@@ -128,7 +125,7 @@ def _decoded(cells: np.ndarray, prefixes: np.ndarray, n_rows: int) -> np.ndarray
 
 
 def _projected(digits: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The nearest digits that are not negative and add up to the counts of their prefixes."""
+    """The nearest counts that are not negative and add up to those of their prefixes."""
     descending = -np.sort(-digits, -1)
     surplus = (descending.cumsum(-1) - counts[..., None]) / np.arange(1, digits.shape[-1] + 1)
     last = (descending > surplus).sum(-1, keepdims=True) - 1
@@ -136,7 +133,7 @@ def _projected(digits: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _ranked(counts: np.ndarray) -> float:
-    """The pairs of bins along the last axis that are ranked right, less those ranked wrong."""
+    """The pairs of bins along the last axis ranked right, less those ranked wrong."""
     negatives, positives = counts
     below = 2 * np.cumsum(negatives, -1) - negatives - negatives.sum(-1, keepdims=True)
     return float((positives * below).sum())

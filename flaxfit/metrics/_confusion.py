@@ -1,21 +1,25 @@
 """Metrics that count by class: precision, recall, F1, and the confusion matrix with its picture."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.display._pyplot import pyplot
-from flaxfit.metrics._doubts import say, weighed
-from flaxfit.metrics._labels import Answers, choices_of, classes_of
+from flaxfit.metrics._labels import Answers, binary_answers, class_answers
 from flaxfit.metrics._metric import Metric, ratio
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.metrics._validity import counted_weights, warn_of
+from flaxfit.tree._types import Array, ArrayLike, Sums
+
+Counts = Mapping[str, ArrayLike]
+"""The weights by class: how many there are, were predicted, and both ("right")."""
 
 _AVERAGES = ("auto", "binary", "macro", "micro", "weighted", "samples", None)
 
 
-def _rate(name: str, shares: Callable[[Any], tuple[Any, Any]]) -> Metric:
+def _rate(name: str, fraction: Callable[[Counts], tuple[ArrayLike, ArrayLike]]) -> Metric:
     """Makes a metric that is a ratio of counts, by class and then averaged.
 
     The options, which mean what they mean in scikit-learn:
@@ -49,54 +53,53 @@ def _rate(name: str, shares: Callable[[Any], tuple[Any, Any]]) -> Metric:
             )
         options = {"threshold": threshold, "from_logits": from_logits}
 
-        def measure(outputs: PyTree, targets: PyTree, *, weights: ArrayLike = None) -> PyTree:
+        def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
             if multilabel:
-                found = choices_of(outputs, targets, name=name, **options)
+                found = binary_answers(outputs, targets, name=name, **options)
             else:
-                found = classes_of(outputs, targets, **options)
-            n_classes = found.n_classes
-            if average == "binary" and n_classes != 2:
+                found = class_answers(outputs, targets, **options)
+            if average == "binary" and found.n_classes != 2:
                 raise ValueError(
-                    f"Cannot take the binary {name!r} of {n_classes} classes: use "
+                    f"Cannot take the binary {name!r} of {found.n_classes} classes: use "
                     f"{name}(average='macro') or {name}(average='micro')."
                 )
-            weights, doubts = weighed(found, weights, from_logits=from_logits)
+            counted, doubts = counted_weights(found, weights, from_logits=from_logits)
             if average == "samples":
-                sums = _by_example(found, weights, shares)
+                marks = {part: each.sum(-1) for part, each in _marks(found).items()}
+                right, n = fraction(marks)
+                by_example = jnp.where(n > 0, right / jnp.maximum(n, 1), 0)
+                sums = {"sum": (counted.sum(-1) * by_example).sum()}
             else:
-                sums = _chosen(found, weights) if multilabel else _named(found, weights)
-            return {**sums, "weight": weights.sum(), "doubts": doubts}
+                sums = _count_marks(found, counted) if multilabel else _count(found, counted)
+            return {**sums, "weight": counted.sum(), "doubts": doubts}
 
-        def compute(sums: PyTree) -> Any:
-            say(sums["doubts"], name)
-            parts = [part for part in sums if part != "doubts"]
-            counts = {part: np.asarray(sums[part], np.float64) for part in parts}
+        def compute(sums: Sums) -> ArrayLike:
+            warn_of(sums["doubts"], name)
+            counts = {
+                part: np.asarray(each, np.float64)
+                for part, each in sums.items()
+                if part != "doubts"
+            }
             if average == "samples":
                 return ratio(counts["sum"], counts["weight"])
-            by_class = np.asarray(ratio(*shares(counts), 0.0))
+            by_class = np.asarray(ratio(*fraction(counts), 0.0))
             if not counts["weight"] > 0:  # Nothing, or NaN.
                 return np.full_like(by_class, np.nan) if average is None else np.nan
             if average is None:
                 return by_class
+            if average == "micro":
+                return ratio(*fraction({part: each.sum() for part, each in counts.items()}), 0.0)
+            if average == "weighted":
+                return ratio((by_class * counts["actual"]).sum(), counts["actual"].sum(), 0.0)
             is_binary = len(by_class) == 2 and not multilabel
-            chosen = average if average != "auto" else "binary" if is_binary else "macro"
-            return _averaged(chosen, by_class, counts, shares, multilabel)
+            if average == "binary" or average == "auto" and is_binary:
+                return by_class[1].item()
+            occurs = (counts["actual"] + counts["predicted"] > 0) | multilabel
+            return by_class[occurs].mean().item()
 
         return Metric(measure, compute, name, configure)
 
     return configure()
-
-
-def _averaged(average: str, by_class: Any, counts: Any, shares: Any, multilabel: bool) -> float:
-    if average == "micro":
-        numerator, denominator = shares({part: each.sum() for part, each in counts.items()})
-        return ratio(numerator, denominator, 0.0)
-    if average == "weighted":
-        return ratio((by_class * counts["actual"]).sum(), counts["actual"].sum(), 0.0)
-    if average == "binary":
-        return by_class[1].item()
-    occurs = (counts["actual"] + counts["predicted"] > 0) | multilabel
-    return by_class[occurs].mean().item()
 
 
 precision = _rate("precision", lambda sums: (sums["right"], sums["predicted"]))
@@ -126,25 +129,24 @@ def confusion_matrix(
       threshold: the logit above which class 1 of two is predicted.
       from_logits: whether the outputs are logits; if not, the threshold is 0.5 unless given.
     """
-    name = "confusion_matrix"
 
-    def measure(outputs: PyTree, targets: PyTree, *, weights: ArrayLike = None) -> PyTree:
-        found = classes_of(outputs, targets, threshold=threshold, from_logits=from_logits)
+    def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
+        found = class_answers(outputs, targets, threshold=threshold, from_logits=from_logits)
         if found.n_classes != n_classes:
             raise ValueError(
                 f"A confusion matrix of {n_classes} classes does not fit outputs of shape "
                 f"{np.shape(outputs)}, which tell {found.n_classes} classes apart."
             )
-        weights, doubts = weighed(found, weights, from_logits=from_logits)
-        matrix = _by_class(n_classes, weights, found.actual, found.predicted)
+        counted, doubts = counted_weights(found, weights, from_logits=from_logits)
+        matrix = _by_class(n_classes, counted, found.actual, found.predicted)
         return {"matrix": matrix, "doubts": doubts}
 
-    def compute(sums: PyTree) -> np.ndarray:
-        say(sums["doubts"], name)
+    def compute(sums: Sums) -> np.ndarray:
+        warn_of(sums["doubts"], "confusion_matrix")
         matrix = np.asarray(sums["matrix"])
         return np.full_like(matrix, np.nan) if np.isnan(matrix).any() else matrix
 
-    return Metric(measure, compute, name)
+    return Metric(measure, compute, "confusion_matrix")
 
 
 def plot_confusion_matrix(matrix: ArrayLike, names: Sequence[str] | None = None) -> Any:
@@ -192,7 +194,7 @@ def plot_confusion_matrix(matrix: ArrayLike, names: Sequence[str] | None = None)
     return axes
 
 
-def _named(answers: Answers, weights: ArrayLike) -> dict[str, Any]:
+def _count(answers: Answers, weights: jax.Array) -> Counts:
     """The counts by class of examples that have one label each."""
     n, actual, predicted = answers.n_classes, answers.actual, answers.predicted
     return {
@@ -202,24 +204,17 @@ def _named(answers: Answers, weights: ArrayLike) -> dict[str, Any]:
     }
 
 
-def _chosen(answers: Answers, weights: ArrayLike) -> dict[str, Any]:
+def _count_marks(answers: Answers, weights: jax.Array) -> Counts:
     """The counts by class of examples that have several labels."""
     axes = tuple(range(answers.actual.ndim - 1))
-    return {part: (weights * each).sum(axes) for part, each in _parts(answers).items()}
+    return {part: (weights * each).sum(axes) for part, each in _marks(answers).items()}
 
 
-def _by_example(answers: Answers, weights: ArrayLike, shares: Any) -> dict[str, Any]:
-    """The sum over the examples of their own ratios; 0 where a ratio has no denominator."""
-    counts = {part: each.sum(-1) for part, each in _parts(answers).items()}
-    right, of = shares(counts)
-    return {"sum": (weights.sum(-1) * jnp.where(of > 0, right / jnp.maximum(of, 1), 0)).sum()}
-
-
-def _parts(answers: Answers) -> dict[str, Any]:
+def _marks(answers: Answers) -> dict[str, jax.Array]:
     actual, predicted = answers.actual, answers.predicted
     return {"actual": actual, "predicted": predicted, "right": actual & predicted}
 
 
-def _by_class(n_classes: int, weights: ArrayLike, *classes: Any) -> Any:
+def _by_class(n_classes: int, weights: jax.Array, *classes: jax.Array) -> jax.Array:
     """Adds the weights up by class, or by pairs of classes."""
     return jnp.zeros((n_classes,) * len(classes), weights.dtype).at[classes].add(weights)

@@ -1,39 +1,40 @@
-"""Which class an example belongs to, and which one the outputs name: told by the static shapes."""
+"""Actual and predicted classes, told from the static shapes of outputs and labels."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from flaxfit.losses._functions import not_a_class
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import Array, ArrayLike
 
 
 class Answers(NamedTuple):
-    """What there was and what was predicted: classes, or for each class whether it is named."""
+    """Actual and predicted classes, or for each class whether it is actual and predicted."""
 
-    actual: Any
-    predicted: Any
+    actual: jax.Array
+    predicted: jax.Array
     n_classes: int
-    is_label: Any
-    """Whether the labels are some: another number is no class, and must not become one."""
-    outputs: PyTree
-    """What the predictions were made of, by answer or with one more axis, of classes."""
-    is_probable: Any = None
+    is_label: jax.Array
+    """Whether each label is valid: no other number may count as a class."""
+    outputs: jax.Array
+    """The outputs that the predictions come from: one per answer, or one per class."""
+    is_probable: jax.Array | None = None
     """Whether the outputs may be probabilities, where they are taken for logits by default."""
 
 
-def classes_of(
-    outputs: PyTree, targets: PyTree, *, threshold: float | None = None, from_logits: bool = True
+def class_answers(
+    outputs: Array, targets: Array, *, threshold: float | None = None, from_logits: bool = True
 ) -> Answers:
-    """The actual and the predicted classes as integers of one shape, and how many there are.
+    """The actual and the predicted classes as integers of one shape.
 
     Scores of shape `(batch, ..., classes)` go with integer labels `(batch, ...)` or one-hot labels
     of the same shape; the largest score wins, the first of equal ones. A single score, `(batch,)`
     or `(batch, 1)`, is the logit or the probability of class 1; it wins above the threshold.
     """
     outputs, targets = floating(outputs), jnp.asarray(targets)
-    limit = threshold_of(threshold, from_logits)
-    if is_single_score(outputs, targets):
+    limit = _limit(threshold, from_logits)
+    if _is_single_score(outputs, targets):
         scores = outputs.reshape(targets.shape)
         actual, predicted = (targets > 0.5).astype(int), (scores > limit).astype(int)
         is_probable = _is_probable(scores, threshold, from_logits)
@@ -47,35 +48,31 @@ def classes_of(
     return Answers(actual, predicted, n_classes, is_label, outputs)
 
 
-def choices_of(
-    outputs: PyTree,
-    targets: PyTree,
+def binary_answers(
+    outputs: Array,
+    targets: Array,
     *,
     name: str,
     threshold: float | None = None,
     from_logits: bool = True,
 ) -> Answers:
-    """For each class or question, whether the answer is yes and whether yes is predicted.
-
-    Raises:
-      ValueError: the labels have not the shape of the outputs.
-    """
+    """For each class or question, whether the answer is yes and whether yes is predicted."""
     outputs, targets = floating(outputs), jnp.asarray(targets)
     if outputs.shape != targets.shape:
         raise ValueError(
             f"The metric {name!r} wants labels of the shape of the outputs, got outputs "
             f"{outputs.shape} and labels {targets.shape}."
         )
-    predicted = outputs > threshold_of(threshold, from_logits)
+    predicted = outputs > _limit(threshold, from_logits)
     n_classes = outputs.shape[-1] if outputs.ndim else 1
     is_probable = _is_probable(outputs, threshold, from_logits)
     return Answers(targets > 0.5, predicted, n_classes, is_share(targets), outputs, is_probable)
 
 
-def binary_scores_of(outputs: PyTree, targets: PyTree, *, name: str) -> Answers:
+def binary_scores(outputs: Array, targets: Array, *, name: str) -> Answers:
     """One score per label, and whether the label is 1: from a single score or from two classes."""
     outputs, targets = floating(outputs), jnp.asarray(targets)
-    if is_single_score(outputs, targets):
+    if _is_single_score(outputs, targets):
         scores = outputs.reshape(targets.shape)
         return Answers((targets > 0.5).astype(int), scores, 2, is_share(targets), scores)
     if outputs.shape[-1] == 2:
@@ -88,18 +85,8 @@ def binary_scores_of(outputs: PyTree, targets: PyTree, *, name: str) -> Answers:
     )
 
 
-def is_single_score(outputs: PyTree, targets: PyTree) -> bool:
-    """Whether the outputs are one score per label rather than one per class."""
-    is_single = outputs.ndim == 1 or outputs.shape[-1] == 1
-    return is_single and _without_last_one(outputs.shape) == _without_last_one(targets.shape)
-
-
-def labels_of(outputs: PyTree, targets: PyTree) -> tuple[Any, Any]:
-    """Integer labels, from themselves or from one-hot labels, and whether each is a class.
-
-    Raises:
-      ValueError: the targets fit the outputs in neither way.
-    """
+def labels_of(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Integer labels, from themselves or from one-hot labels, and whether each is valid."""
     n_classes = outputs.shape[-1]
     if outputs.ndim > 1 and targets.shape == outputs.shape:
         shares = floating(targets)
@@ -109,7 +96,7 @@ def labels_of(outputs: PyTree, targets: PyTree) -> tuple[Any, Any]:
     if targets.shape == outputs.shape[:-1] and jnp.issubdtype(targets.dtype, jnp.integer):
         labels = targets.astype(int)  # The number of classes may not fit a narrower type.
         # The same test as that of the losses: XLA computes it once.
-        return jnp.clip(labels, 0, n_classes - 1), ~not_a_class(targets, n_classes)
+        return jnp.clip(labels, 0, n_classes - 1), jnp.logical_not(not_a_class(targets, n_classes))
     wanted = f"labels of shape {outputs.shape}"
     if outputs.ndim > 1:
         wanted = f"integer labels of shape {outputs.shape[:-1]} or one-hot {wanted}"
@@ -119,30 +106,38 @@ def labels_of(outputs: PyTree, targets: PyTree) -> tuple[Any, Any]:
     )
 
 
-def threshold_of(threshold: float | None, from_logits: bool) -> float:
+def is_share(values: ArrayLike) -> jax.Array:
+    """Whether values lie between 0 and 1, as labels and probabilities do."""
+    values = floating(values)
+    return (values >= 0) & (values <= 1)
+
+
+def floating(array: ArrayLike) -> jax.Array:
+    """Casts to single precision or more."""
+    array = jnp.asarray(array)
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
+
+
+def _is_single_score(outputs: jax.Array, targets: jax.Array) -> bool:
+    """Whether the outputs are one score per label rather than one per class."""
+    is_single = outputs.ndim == 1 or outputs.shape[-1] == 1
+    return is_single and _without_last_one(outputs.shape) == _without_last_one(targets.shape)
+
+
+def _limit(threshold: float | None, from_logits: bool) -> float:
     """The threshold, by default that of equal chances."""
     if threshold is None:
         return 0.0 if from_logits else 0.5
     return threshold
 
 
-def is_share(values: PyTree) -> Any:
-    """Whether values lie between 0 and 1, as labels and probabilities do."""
-    values = floating(values)
-    return (values >= 0) & (values <= 1)
-
-
-def floating(array: ArrayLike) -> Any:
-    """As numbers of at least single precision."""
-    array = jnp.asarray(array)
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
-
-
-def _is_probable(outputs: PyTree, threshold: float | None, from_logits: bool) -> Any:
+def _is_probable(
+    outputs: jax.Array, threshold: float | None, from_logits: bool
+) -> jax.Array | None:
     return is_share(outputs) if threshold is None and from_logits else None
 
 
-def _difference(scores: ArrayLike) -> Any:
+def _difference(scores: jax.Array) -> jax.Array:
     """How far the score of class 1 of two lies above that of class 0."""
     low, high = scores[..., 0], scores[..., 1]
     return jnp.where(low == high, 0, high - low)  # Of two that are infinite, too.

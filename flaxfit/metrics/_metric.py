@@ -5,11 +5,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.metrics._modes import mode_of
-from flaxfit.tree._types import ArrayLike, Function, PyTree
+from flaxfit.metrics._monitor import mode_of
+from flaxfit.tree._types import Array, ArrayLike, Function, Sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Metric:
 
     measure: Function
     """`(*outputs, *targets, weights=None) -> sums`."""
-    compute: Callable[[Any], Any]
+    compute: Callable[[Sums], ArrayLike]
     """`sums -> value`."""
     name: str | None = None
     """What the metric is called where it is listed without a name."""
@@ -53,7 +54,7 @@ class Metric:
             object.__setattr__(self, "mode", mode_of(self.values, self.name))
 
     def __call__(self, **options: Any) -> "Metric":
-        """The same metric with other options."""
+        """Makes the same metric with other options."""
         if not options:
             return self
         known = [] if self.configure is None else list(inspect.signature(self.configure).parameters)
@@ -80,15 +81,13 @@ def mean(values: Function, *, name: str | None = None) -> Metric:
     """
     name = name or getattr(values, "__name__", None)
 
-    def measure(*arguments: PyTree, weights: ArrayLike = None) -> PyTree:
-        return sums_of(values(*arguments), weights, name=name)
+    def measure(*arguments: ArrayLike, weights: Array | None = None) -> Sums:
+        return _sums_of(values(*arguments), weights, name)
 
     return Metric(measure, lambda sums: ratio(sums["sum"], sums["weight"]), name, values=values)
 
 
-def sums_of(
-    values: PyTree, weights: ArrayLike = None, *, name: str | None = None
-) -> dict[str, Any]:
+def _sums_of(values: ArrayLike, weights: Array | None, name: str | None) -> dict[str, jax.Array]:
     """The weighted sum of all elements of per-example values, and the sum of their weights."""
     if not hasattr(values, "shape") and not isinstance(values, list | int | float):
         raise TypeError(
@@ -106,7 +105,7 @@ def sums_of(
     return {"sum": weighted(values, weights).sum(), "weight": weights.sum()}
 
 
-def weights_of(values: PyTree, weights: ArrayLike = None) -> Any:
+def weights_of(values: Array, weights: Array | None = None) -> jax.Array:
     """One floating weight for every element, from the weights of the examples."""
     dtype = jnp.promote_types(jnp.result_type(values), jnp.float32)
     if weights is None:
@@ -120,15 +119,15 @@ def weights_of(values: PyTree, weights: ArrayLike = None) -> Any:
     return jnp.broadcast_to(by_example, values.shape)
 
 
-def weighted(values: PyTree, weights: ArrayLike) -> Any:
-    """Values times weights; where the weight is 0 the value counts as 0, even if it is NaN."""
+def weighted(values: jax.Array, weights: jax.Array) -> jax.Array:
+    """Values times weights; 0 where the weight is 0, even if the value is NaN."""
     return jnp.where(weights != 0, values.astype(weights.dtype) * weights, 0)
 
 
-def ratio(numerator: Any, denominator: Any, otherwise: Any = np.nan) -> Any:
-    """Divides on the host, quietly; a zero denominator gives `otherwise`."""
+def ratio(numerator: ArrayLike, denominator: ArrayLike, otherwise: ArrayLike = np.nan) -> ArrayLike:
+    """Divides on the host without warnings; a denominator of zero gives `otherwise`."""
     numerator, denominator = np.asarray(numerator, float), np.asarray(denominator, float)
-    if not numerator.ndim and not denominator.ndim:  # What follows takes four times as long.
+    if not numerator.ndim and not denominator.ndim:  # Four times as fast.
         return numerator.item() / denominator.item() if denominator else otherwise
     with np.errstate(all="ignore"):
         quotient = np.where(denominator != 0, numerator / denominator, otherwise)

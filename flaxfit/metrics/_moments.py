@@ -1,28 +1,25 @@
 """Weighted moments as sums that lose no digits, however far from zero the numbers lie."""
 
 from fractions import Fraction
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.metrics._metric import weighted
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import ArrayLike
 
-# The variance is a small difference of large sums, which float32 does not hold. So each batch
-# takes its moments about a center of its own, and adds those about zero in windows of 8 bits:
-# a window holds a whole number of its unit, and so many of these add without rounding.
+# The variance is a small difference of large sums, which float32 cannot hold. So each batch takes
+# its moments about a center of its own, and adds them about zero in windows of 8 bits: a window
+# holds whole multiples of its unit, which add without rounding.
 _WINDOW = 8
 _UNITS = tuple(2.0**e for e in range(-120, 128, _WINDOW))
 
 
-def moments(values: PyTree, weights: ArrayLike) -> Any:
+def moments(values: jax.Array, weights: jax.Array) -> jax.Array:
     """The weights, the values and their squares, added over the first axis: `(3, windows, ...)`.
 
-    Args:
-      values: floating-point numbers.
-      weights: of the same shape; where one is 0, the value leaves no mark.
+    Values whose weight is 0 are ignored.
     """
     weight = weights.sum(0)
     center = jnp.take_along_axis(values, weights.argmax(0)[None], 0)[0]
@@ -42,8 +39,8 @@ def moments(values: PyTree, weights: ArrayLike) -> Any:
     )
 
 
-def spread(sums: PyTree) -> np.ndarray:
-    """The weighted sum of squared differences from the mean, of what `moments` gave; NaN of none.
+def spread(sums: ArrayLike) -> np.ndarray:
+    """The weighted sum of squared differences from the mean, from `moments`; NaN without weight.
 
     >>> float(spread(moments(np.float32([1e7, 1e7 + 2]), np.ones(2, np.float32))))
     2.0
@@ -60,7 +57,7 @@ def _spread(*windows: np.ndarray) -> float:
     return float(second - first * first / weight) if weight else np.nan
 
 
-def _product(*factors: Any) -> Any:
+def _product(*factors: jax.Array) -> jax.Array:
     """The product as parts that add up to it without rounding: `(parts, ...)`."""
     product = jnp.ones_like(factors[0])[None]
     for factor in factors:
@@ -72,7 +69,7 @@ def _product(*factors: Any) -> Any:
     return product
 
 
-def _windows(*products: Any) -> Any:
+def _windows(*products: jax.Array) -> jax.Array:
     """The sum of products in windows of 8 bits: `(windows, ...)`."""
     parts = jnp.concatenate(products)[:, None]
     units = jnp.asarray(_UNITS, parts.dtype).reshape(-1, *[1] * (parts.ndim - 2))

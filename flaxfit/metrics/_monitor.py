@@ -1,21 +1,48 @@
-"""Which metric to watch, and when one of its values is better than another."""
+"""Which values of a metric are better, and the metric that a callback monitors."""
 
 import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flaxfit.metrics._modes import mode_of
-from flaxfit.tree._functions import order_of, owner_of
+import optax
 
-# What a loop may report beside its loss and the metrics of the task.
+from flaxfit.losses._names import is_loss
+from flaxfit.tree._functions import order_of, owner_of
+from flaxfit.tree._types import Function
+
+_HIGHER = re.compile(
+    r"acc|((sparse_)?(categorical|top_k_categorical)_|binary_)?accuracy|top_\d+|(roc_)?auc"
+    r"|precision|recall|(f1|r2)(_score)?|cosine_similarity"
+)
+_LOWER = {"perplexity", "rmse", "root_mean_squared_error"}
+# What a loop may report besides its loss and the metrics of the task.
 _MAY_BE_THERE = ("grad_norm", "learning_rate", "param_norm", "penalty", "skipped_steps")
 
 Modes = Mapping[str, str | None]
+"""By the names of metrics: "min" or "max", the better values; None where they are unknown."""
+
+
+def mode_of(values: Function | None, name: str | None) -> str | None:
+    """Returns "min" or "max" for a metric whose better values are known, else None.
+
+    The mean of a loss of flaxfit or Optax is minimised, whatever the metric is called.
+
+    >>> mode_of(optax.huber_loss, "size"), mode_of(None, "top_3"), mode_of(None, "length")
+    ('min', 'max', None)
+    """
+    if is_loss(values):
+        return "min"
+    if values is optax.cosine_similarity:
+        return "max"
+    name = (name or "").lower()
+    if _HIGHER.fullmatch(name):
+        return "max"
+    return "min" if name in _LOWER or is_loss(name) else None
 
 
 def known_mode(name: str, modes: Modes | None = None) -> str | None:
-    """Returns "min" or "max" for a metric whose better values are known, else None.
+    """Returns "min" or "max" for the name of a metric whose better values are known, else None.
 
     Known are those in `modes`, every loss ("loss", "val_loss", "head_loss"), and the names of
     metrics and losses of flaxfit and Optax, with or without "val_".
@@ -26,8 +53,8 @@ def known_mode(name: str, modes: Modes | None = None) -> str | None:
     if mode := (modes or {}).get(name):
         return mode
     bare = name.removeprefix("val_")
-    is_loss = re.split("[_/]", bare)[-1] in ("loss", "penalty")
-    return "min" if is_loss else mode_of(None, bare)
+    is_any_loss = re.split("[_/]", bare)[-1] in ("loss", "penalty")
+    return "min" if is_any_loss else mode_of(None, bare)
 
 
 def resolve_mode(name: str, mode: str = "auto", modes: Modes | None = None) -> str:
@@ -55,10 +82,7 @@ def check_mode(mode: str) -> None:
 def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.0) -> bool:
     """Whether a value beats the best one so far by more than `min_delta`.
 
-    A value that is not finite never does; any finite value beats None. A tie does not.
-
-    >>> is_better(0.4, 0.5, "min"), is_better(0.5, 0.5, "min"), is_better(0.4, None, "max")
-    (True, False, True)
+    A value that is not finite never does; any finite value beats None.
     """
     if not math.isfinite(value):
         return False
@@ -68,9 +92,7 @@ def is_better(value: float, best: float | None, mode: str, min_delta: float = 0.
 
 
 def default_monitor(names: Iterable[str], modes: Modes | None = None) -> str | None:
-    """The metric to watch when none is named: the first validation metric, else its loss.
-
-    A metric whose better values are not known is passed over.
+    """The metric to monitor by default: the first validation metric of known mode, or `val_loss`.
 
     >>> default_monitor(["loss", "accuracy", "val_loss", "val_accuracy"])
     'val_accuracy'
@@ -80,35 +102,35 @@ def default_monitor(names: Iterable[str], modes: Modes | None = None) -> str | N
     return next((name for name in validation if name != "val_loss"), next(iter(validation), None))
 
 
+def modes_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, str | None]:
+    """The better values of metrics by their names, with a prefix."""
+    return {f"{prefix}{name}": metric.mode or known_mode(name) for name, metric in metrics.items()}
+
+
 class Monitor:
-    """The metric that a callback watches; its owner says who cannot, in errors.
+    """The metric that a callback monitors, with errors in the name of its owner.
 
     >>> from flaxfit.state._checkpoint import Checkpoint
     >>> monitor = Monitor("val_loss", "auto", "Mine")
     >>> value = monitor.read(Checkpoint(step=1, state=None, metrics={"val_loss": 0.4}))
     >>> value, monitor.is_better(value, 0.5)
     (0.4, True)
-
-    Args:
-      name: the metric.
-      mode: "min", "max" or "auto".
-      owner: the name of the callback.
     """
 
     def __init__(self, name: str, mode: str, owner: str) -> None:
         check_mode(mode)
         self.name, self.mode, self._owner = name, mode, owner
         self.was_seen = False
-        """Whether checkpoints without the metric are passed over, as others have it."""
+        """Whether some checkpoint has the metric, so that those without it are skipped."""
         self._modes: Modes = {}
 
-    def attach(self, loop: Any, callback: Any) -> None:
-        """Checks, before the first step, that a callback of a loop can watch the metric.
+    def attach(self, loop: Any, callback: object) -> None:
+        """Checks, before the first step, that a callback of a loop can monitor the metric.
 
         Raises:
-          ValueError: there will be no such metric, or it is not known which values are better.
+          ValueError: no checkpoint will have the metric, or its better values are not known.
         """
-        self._modes, is_complete = metrics_before(loop, callback)
+        self._modes, is_complete = _metrics_before(loop, callback)
         self.was_seen = self.name in self._modes
         may_come = self.was_seen or self.name.partition("/")[0] in _MAY_BE_THERE
         if is_complete and not may_come:
@@ -127,7 +149,7 @@ class Monitor:
         """The value in a checkpoint; None if only other checkpoints have one.
 
         Raises:
-          ValueError: there is no such metric, or it is not known which values are better.
+          ValueError: no checkpoint has the metric, or its better values are not known.
         """
         if self.name in checkpoint.metrics:
             self.was_seen = True
@@ -152,11 +174,11 @@ class Monitor:
         )
 
 
-def metrics_before(loop: Any, callback: Any) -> tuple[dict[str, str | None], bool]:
-    """The metrics that a callback of a loop will find, and whether no others can be there.
+def _metrics_before(loop: Any, callback: object) -> tuple[dict[str, str | None], bool]:
+    """The metrics that a callback of a loop will find, and whether the list is complete.
 
-    Callbacks of the library that come before it say in `adds` what they add. What other callbacks
-    add is not known, nor what a step of the user's own reports.
+    Callbacks of the library that run before it declare in `adds` what they add. It is not known
+    what other callbacks add, nor what a user's own step reports.
     """
     task = getattr(loop, "task", None)
     if task is None:  # Not a `TrainLoop`.
@@ -170,8 +192,3 @@ def metrics_before(loop: Any, callback: Any) -> tuple[dict[str, str | None], boo
         known |= getattr(each, "adds", {})
         is_complete &= str(getattr(each, "__module__", "")).startswith("flaxfit.")
     return known, is_complete
-
-
-def modes_of(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, str | None]:
-    """The better values of metrics by their names, with a prefix."""
-    return {f"{prefix}{name}": metric.mode or known_mode(name) for name, metric in metrics.items()}

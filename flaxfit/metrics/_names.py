@@ -1,4 +1,4 @@
-"""What users pass as metrics: names, functions, classes of other libraries, as named `Metric`s."""
+"""Makes named `Metric`s of what users pass: names, functions, classes of other libraries."""
 
 import difflib
 import re
@@ -17,7 +17,7 @@ from flaxfit.metrics._confusion import f1, precision, recall
 from flaxfit.metrics._metric import Metric, mean
 from flaxfit.metrics._regression import mae, mse, perplexity, r2, rmse
 from flaxfit.tree._argument_order import check_order
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import Array, Function, PyTree, Sums
 
 _BUILT_IN = {
     "accuracy": accuracy,
@@ -47,7 +47,7 @@ _ALIASES = {
 }
 _RESERVED = ("loss", "grad_norm", "penalty", "skipped_steps", "learning_rate")
 
-MetricLike = Metric | Callable[..., Any] | str
+MetricLike = Metric | Function | str
 
 
 def as_metrics(
@@ -72,7 +72,7 @@ def as_metrics(
     if isinstance(metrics, Mapping):
         pairs = [(name, as_metric(metric)) for name, metric in metrics.items()]
     else:
-        listed: Any = () if metrics is None else metrics
+        listed: Any = [] if metrics is None else metrics
         listed = listed if isinstance(listed, list | tuple) else [listed]
         made = [(metric, as_metric(metric)) for metric in listed]
         pairs = [(_name_of(given), metric) for given, metric in made]
@@ -130,7 +130,7 @@ def as_metric(metric: MetricLike) -> Metric:
 
 
 def on(arguments: Callable[..., tuple[PyTree, ...]], metric: MetricLike) -> Metric:
-    """Measures something else than the bare outputs and targets.
+    """Makes a metric of other arguments than the outputs and targets of the task.
 
     Args:
       arguments: `(*outputs, *targets) -> (*outputs, *targets)` as the metric wants them: one of
@@ -144,7 +144,7 @@ def on(arguments: Callable[..., tuple[PyTree, ...]], metric: MetricLike) -> Metr
     """
     inner = as_metric(metric)
 
-    def measure(*outputs_and_targets: PyTree, weights: ArrayLike = None) -> PyTree:
+    def measure(*outputs_and_targets: PyTree, weights: Array | None = None) -> Sums:
         return inner.measure(*arguments(*outputs_and_targets), weights=weights)
 
     values = inner.values
@@ -168,13 +168,13 @@ def _by_name(name: str) -> Metric:
     raise ValueError(f"There is no metric {name!r}. Did you mean {', '.join(nearest)}?")
 
 
-def _is_stateful(metric: Any) -> bool:
-    """Whether it is an object like the metrics of Flax NNX, Keras and torchmetrics."""
+def _is_stateful(metric: object) -> bool:
+    """Whether it is updated in place, like the metrics of Flax NNX, Keras and torchmetrics."""
     protocols = (("update", "compute"), ("update_state", "result"))
     return any(all(hasattr(metric, name) for name in protocol) for protocol in protocols)
 
 
-def _name_of(metric: Any) -> str:
+def _name_of(metric: MetricLike) -> str:
     if isinstance(metric, str):
         return metric
     name = metric.name if isinstance(metric, Metric) else getattr(metric, "__name__", None)

@@ -1,7 +1,6 @@
 """How far the outputs are from the targets: squared and absolute errors, R2; and perplexity."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +10,10 @@ from flaxfit.metrics._accuracy import mean_of_answers
 from flaxfit.metrics._labels import Answers, floating, is_share, labels_of
 from flaxfit.metrics._metric import Metric, mean, ratio, weighted, weights_of
 from flaxfit.metrics._moments import moments, spread
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import Array, ArrayLike, Sums
 
 
-def _errors(outputs: PyTree, targets: PyTree) -> Any:
+def _errors(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
     if outputs.shape != targets.shape:
         raise ValueError(
@@ -36,17 +35,15 @@ rmse = Metric(mse.measure, lambda sums: float(np.sqrt(mse.compute(sums))), "rmse
 
 
 def _r2() -> Metric:
-    """Makes the share of the variance of the targets that the outputs explain; see `r2`."""
-
-    def measure(outputs: PyTree, targets: PyTree, *, weights: ArrayLike = None) -> PyTree:
+    def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
         errors = _errors(outputs, targets)
-        weights = weights_of(errors, weights)
+        by_value = weights_of(errors, weights)
         return {
-            "errors": weighted(jnp.square(errors), weights).sum(0),
-            "targets": moments(jnp.asarray(targets).astype(errors.dtype), weights),
+            "errors": weighted(jnp.square(errors), by_value).sum(0),
+            "targets": moments(jnp.asarray(targets).astype(errors.dtype), by_value),
         }
 
-    def compute(sums: PyTree) -> Any:
+    def compute(sums: Sums) -> float:
         errors, spreads = np.asarray(sums["errors"], np.float64), spread(sums["targets"])
         return float(np.mean(1 - ratio(errors, spreads, np.where(errors == 0, 0.0, 1.0))))
 
@@ -54,17 +51,15 @@ def _r2() -> Metric:
 
 
 r2 = _r2()
-"""The coefficient of determination; of several outputs, the mean of theirs.
+"""The coefficient of determination, averaged over several outputs.
 
-However far the targets lie from zero (years, prices in cents), no digits are lost. Of a constant
-target it is 1 where the outputs are that constant, and 0 otherwise.
+No digits are lost where the targets lie far from zero (years, prices in cents). For a constant
+target it is 1 if the outputs equal that constant, and 0 otherwise.
 """
 
 
 def _perplexity(*, from_logits: bool = True) -> Metric:
-    """Makes the exponential of the mean cross-entropy; see `perplexity`."""
-
-    def answers(outputs: PyTree, targets: PyTree) -> Answers:
+    def answers(outputs: Array, targets: Array) -> Answers:
         outputs = floating(outputs)
         labels, is_label = labels_of(outputs, jnp.asarray(targets))
         found = Answers(labels, outputs, outputs.shape[-1], is_label, outputs)
@@ -73,13 +68,13 @@ def _perplexity(*, from_logits: bool = True) -> Metric:
         adds_up = jnp.abs(outputs.sum(-1, keepdims=True) - 1) < 0.01
         return found._replace(is_probable=is_share(outputs) & adds_up)
 
-    def surprise(answers: Answers) -> Any:
+    def surprise(answers: Answers) -> jax.Array:
         log = jax.nn.log_softmax(answers.outputs) if from_logits else jnp.log(answers.outputs)
         return -jnp.take_along_axis(log, answers.actual[..., None], -1)[..., 0]
 
     mean = mean_of_answers(surprise, answers, name="perplexity", from_logits=from_logits)
 
-    def compute(sums: PyTree) -> float:
+    def compute(sums: Sums) -> float:
         with np.errstate(over="ignore"):
             return float(np.exp(mean.compute(sums)))
 

@@ -1,25 +1,24 @@
-"""What a classification metric cannot count: it makes the value NaN, and is said in words."""
+"""Invalid labels and outputs of classification metrics: they give NaN and a warning."""
 
 import warnings
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from flaxfit.metrics._labels import Answers, is_share
 from flaxfit.metrics._metric import weights_of
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree._types import Array, ArrayLike
 
-# So many scores lie between 0 and 1 by chance only if a model says next to nothing.
+# Fewer scores may all lie between 0 and 1 by chance.
 _ENOUGH = 10
 
 
-def weighed(
-    answers: Answers, weights: ArrayLike, *, from_logits: bool = True
-) -> tuple[Any, dict[str, Any]]:
-    """The weights of answers, NaN where one cannot be counted; and counts of what was doubtful.
+def counted_weights(
+    answers: Answers, weights: Array | None, *, from_logits: bool = True
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The weights of answers, NaN for invalid ones; and counts of what was invalid or doubtful.
 
-    NaN outputs and labels that are none have no weight but NaN, so they spoil every sum that
-    they are part of. What has the weight 0 leaves no mark. Only what can occur is counted.
+    A weight of NaN spoils every sum that the answer is part of. Answers of weight 0 are ignored.
     """
     outputs, is_label = answers.outputs, answers.is_label
     by_class = outputs.ndim > is_label.ndim
@@ -27,27 +26,22 @@ def weighed(
     is_number = ~jnp.isnan(outputs.max(-1) if by_class else outputs)
     weights = weights_of(is_label, weights)
 
-    def count(each: Any) -> Any:
+    def count(each: jax.Array) -> jax.Array:
         return jnp.sum(each & (weights != 0), dtype=weights.dtype)
 
-    is_counted, doubts = is_label & is_number, {"labels": count(~is_label)}
+    is_valid, doubts = is_label & is_number, {"labels": count(~is_label)}
     if not from_logits:
         is_sound = is_share(outputs).all(-1) if by_class else is_share(outputs)
-        is_counted, doubts["outputs"] = is_counted & is_sound, count(~is_sound & is_number)
+        is_valid, doubts["outputs"] = is_valid & is_sound, count(~is_sound & is_number)
     if (may_be := answers.is_probable) is not None:
         is_inside = may_be & (outputs != 0)  # Exactly 0 is what an untrained model gives, too.
         may_be, is_inside = (x.all(-1) if by_class else x for x in (may_be, is_inside))
         doubts |= {"probable": count(is_inside), "improbable": count(~may_be & is_number)}
-    return jnp.where(is_counted | (weights == 0), weights, jnp.nan), doubts
+    return jnp.where(is_valid | (weights == 0), weights, jnp.nan), doubts
 
 
-def say(doubts: dict[str, Any], name: str | None) -> None:
-    """Warns of labels that are none, and of outputs that are not what the metric takes them for.
-
-    Args:
-      doubts: the sums of what `weighed` counted.
-      name: of the metric.
-    """
+def warn_of(doubts: dict[str, ArrayLike], name: str) -> None:
+    """Warns of the invalid labels and outputs that `counted_weights` counted for a metric."""
     if doubts["labels"]:
         _warn(
             f"The metric {name!r} is NaN: it got labels that name no class. Integer labels count "
