@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from redex.util import expand_to_tuple
 
-from flaxfit.data._sample_weights import WeightsByOutput, check_weights_shape, weights_by_output
+from flaxfit.data._sample_weights import check_weights_shape
 from flaxfit.tree._dtypes import (
     check_dense,
     is_array,
@@ -39,13 +39,13 @@ class Batch(NamedTuple):
     Attributes:
       inputs: positional inputs of the model, or a dict of keyword inputs.
       targets: what the loss and the metrics compare the outputs with; may be empty.
-      weights: one weight per example, shape `(batch,)`, or None for equal weights. A mapping of
-        such by the names of outputs becomes a part of the targets, the last of them.
+      weights: one weight per example, shape `(batch,)`, or a mapping of such by the names of
+        outputs; None for equal weights.
     """
 
     inputs: tuple[PyTree, ...] | dict[str, PyTree]
     targets: tuple[PyTree, ...] = ()
-    weights: ArrayLike = None
+    weights: PyTree = None
 
 
 def normalize(item: Any) -> Batch:
@@ -73,12 +73,10 @@ def normalize(item: Any) -> Batch:
         raise TypeError(f"A batch has 1 to 3 parts, {_FORMS}; got {len(parts)} parts.")
     inputs, targets, weights = (*parts, None, None)[:3]
     targets = () if targets is None else _part(targets)
-    if isinstance(weights, Mapping):
-        by_name = {str(name): _weights(each) for name, each in weights.items()}
-        targets, weights = (*targets, WeightsByOutput(by_name)), None
-    batch = Batch(_inputs(inputs), targets, None if weights is None else _weights(weights))
-    weights = weights_by_output(targets) if batch.weights is None else batch.weights
-    check_weights_shape(weights, "weights")
+    if weights is not None:
+        weights = _weights(weights)
+        check_weights_shape(weights, "weights")
+    batch = Batch(_inputs(inputs), targets, weights)
     _check_lengths(batch)
     return batch
 
@@ -122,15 +120,6 @@ def _fields_by_part(fields: tuple[str, ...]) -> list[str | None] | None:
     return [each[0] if each else None for each in found] if is_whole else None
 
 
-def is_weighted(batch: Batch) -> bool:
-    """Whether the batch has weights, of the examples or by output.
-
-    >>> is_weighted(normalize((np.ones(2), np.ones(2), {"a": np.ones(2)})))
-    True
-    """
-    return batch.weights is not None or bool(weights_by_output(batch.targets))
-
-
 def n_examples(batch: Batch) -> int:
     """How many examples the batch holds."""
     return jax.tree.leaves(batch)[0].shape[0]
@@ -168,9 +157,11 @@ def _arrays(part: PyTree) -> Any:
     return jax.tree.map(_array, part, is_leaf=is_sparse)
 
 
-def _weights(leaf: ArrayLike) -> Any:
+def _weights(weights: PyTree) -> Any:
     """Weights in the precision that sums of many of them want: counts, a mask, or 16 bits, too."""
-    array = _array(leaf)
+    if isinstance(weights, Mapping):
+        return {str(name): _weights(each) for name, each in weights.items()}
+    array = _array(weights)
     return array if array.dtype == np.float32 else array.astype(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""Weights, which are one number per example, finite and not negative; or such by output."""
+"""Weights: one number per example, finite and not negative, or such a number for each output."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,31 +6,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from flaxfit.tree._types import ArrayLike, PyTree
 
+OTHER_OUTPUTS = ""
+"""The key of the weights of all outputs that weights by output do not name."""
 
-class WeightsByOutput(struct.PyTreeNode):
-    """Weights of the examples for some of the outputs; they travel behind the targets of a batch.
 
-    Those of an output act as the weights of examples do where it is the only one.
+def of_output(weights: PyTree, name: str) -> Any:
+    """The weights of one output, from weights of the examples or by output.
+
+    >>> of_output({"a": 2.0, OTHER_OUTPUTS: 1.0}, "a"), of_output(3.0, "a")
+    (2.0, 3.0)
     """
-
-    by_name: dict[str, Any]
-
-
-def weights_by_output(targets: PyTree) -> dict[str, Any]:
-    """The weights by output behind the targets of a batch; empty where there are none.
-
-    >>> weights_by_output((np.zeros(2), WeightsByOutput({"a": np.ones(2)})))
-    {'a': array([1., 1.])}
-    """
-    last = targets[-1] if targets else None
-    return last.by_name if isinstance(last, WeightsByOutput) else {}
+    return (
+        weights.get(name, weights.get(OTHER_OUTPUTS)) if isinstance(weights, Mapping) else weights
+    )
 
 
-def without_idle_rows(values: PyTree, weights: ArrayLike) -> Any:
+def times(weights: PyTree, factor: ArrayLike) -> Any:
+    """Multiplies weights, of the examples or by output, by a factor for each example."""
+    if isinstance(weights, Mapping):
+        return {name: each * factor for name, each in {OTHER_OUTPUTS: 1, **weights}.items()}
+    return factor if weights is None else weights * factor
+
+
+def without_idle_rows(values: PyTree, weights: ArrayLike | None) -> Any:
     """Values in whose rows of weight 0 stands the first row that counts.
 
     Anything may stand there, and 0 times the gradient of a loss that is no number is none either.
@@ -38,6 +39,8 @@ def without_idle_rows(values: PyTree, weights: ArrayLike) -> Any:
     >>> without_idle_rows(jnp.array([jnp.nan, 3.0, 4.0]), jnp.array([0.0, 1.0, 1.0]))
     Array([3., 3., 4.], dtype=float32)
     """
+    if weights is None:
+        return values
     counts = weights != 0
     first = jnp.argmax(counts)
 
@@ -47,13 +50,6 @@ def without_idle_rows(values: PyTree, weights: ArrayLike) -> Any:
         return jnp.where(counts.reshape(-1, *(1,) * row.ndim), value, row)
 
     return jax.tree.map(replaced, values)
-
-
-def without_idle_targets(batch: PyTree) -> Any:
-    """The batch with the targets of a row that counts in the rows of weight 0."""
-    if batch.weights is None:
-        return batch
-    return batch._replace(targets=without_idle_rows(batch.targets, batch.weights))
 
 
 def check_weights_shape(weights: ArrayLike, name: str) -> None:

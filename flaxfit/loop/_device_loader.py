@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.data import ArrayStream
-from flaxfit.data._batch import Batch, is_weighted, n_examples, normalize
-from flaxfit.data._sample_weights import weights_by_output
+from flaxfit.data._batch import Batch, n_examples, normalize
 from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._cursor import Cursor
 from flaxfit.loop._local_rows import check_divided, knows_rows, local_examples, local_rows
@@ -180,7 +179,7 @@ class DeviceLoader:
             return feed(item)
         portion = feed(Batch((item,)))
         if self.resident is not None and portion.strategy is self._strategy:
-            portion = local_rows(portion._replace(is_weighted=is_weighted(self.resident)))
+            portion = local_rows(portion._replace(is_weighted=self.resident.weights is not None))
             signature = (portion.signature, self._resident_shapes)
             return portion._replace(signature=signature, data=(self.resident,))
         if knows_rows(self.cursor.stream):
@@ -287,5 +286,5 @@ def _loaded(portions: Sequence[Portion]) -> Loaded:
     return Loaded(portion, portion.strategy.split(batch, n), n, n_examples)
 
 
-def _has_weights_by_output(batch: PyTree) -> bool:
-    return bool(weights_by_output(batch.targets))
+def _has_weights_by_output(batch: Batch | None) -> bool:
+    return batch is not None and isinstance(batch.weights, Mapping)

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxfit.data._batch import Batch, is_weighted, n_examples, normalize
+from flaxfit.data._batch import Batch, n_examples, normalize
+from flaxfit.data._sample_weights import times
 from flaxfit.data._stream import is_shared
 from flaxfit.distributed._processes import process_count
 from flaxfit.loop._padding import Padder, Portion, signature_of
@@ -59,11 +60,9 @@ def local_examples(portion: Portion, pick: Callable[[Any], Any]) -> Portion:
     own = local_rows(portion)
     (rows,) = own.batch.inputs
     batch = normalize(pick(rows))
-    has_weights = is_weighted(batch)
+    has_weights = batch.weights is not None
     if own.batch.weights is not None:
-        weights = own.batch.weights
-        weights = weights if batch.weights is None else weights * batch.weights
-        batch = batch._replace(weights=weights)
+        batch = batch._replace(weights=times(batch.weights, own.batch.weights))
     signature = signature_of(own.strategy, batch, has_weights)
     return own._replace(batch=batch, is_weighted=has_weights, signature=signature)
 

@@ -1,13 +1,14 @@
 """Padder: brings the batches of a stream into the few shapes that a step is compiled for."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.data._batch import Batch, describe, is_weighted, n_examples, normalize
+from flaxfit.data._batch import Batch, describe, n_examples, normalize
+from flaxfit.data._sample_weights import OTHER_OUTPUTS
 from flaxfit.strategies import Strategy
 from flaxfit.tree._types import ArrayLike, PyTree
 
@@ -103,7 +104,7 @@ class Padder:
         n = n_examples(batch)
         self._size = self._size or n
         strategy, divisor = self.strategy, self._divisor
-        has_weights = is_weighted(batch)
+        has_weights = batch.weights is not None
         needs_weights = has_weights or not self._is_even or n != self._size or n % divisor
         if self.pad and needs_weights:
             batch = batch._replace(weights=self._weights(n, batch.weights))
@@ -120,12 +121,11 @@ class Padder:
         signature = signature_of(strategy, batch, has_weights)
         return Portion(strategy, batch, has_weights, n, signature)
 
-    def _weights(self, n: int, weights: ArrayLike) -> np.ndarray:
-        if weights is not None:
-            return np.asarray(weights, np.float32)
-        if n not in self._ones:
-            self._ones[n] = np.ones(n, np.float32)
-        return self._ones[n]
+    def _weights(self, n: int, weights: PyTree) -> Any:
+        if weights is None or isinstance(weights, Mapping):
+            ones = self._ones.setdefault(n, np.ones(n, np.float32))
+            return ones if weights is None else {OTHER_OUTPUTS: ones, **weights}
+        return np.asarray(weights, np.float32)
 
     def _check_structure(self, batch: Batch, given: Batch) -> None:
         structure = jax.tree.structure(batch)
@@ -201,12 +201,16 @@ def pad_batch(batch: Batch, size: int) -> Batch:
     """
     n = n_examples(batch)
     rows = np.concatenate([np.arange(n), np.zeros(size - n, np.int32)])
-    weights = np.zeros(size, np.float32)
-    weights[:n] = 1 if batch.weights is None else batch.weights
 
     def take(x: ArrayLike) -> Any:
         return jnp.take(x, rows, axis=0) if isinstance(x, jax.Array) else x[rows]
 
+    def zeros_after(weights: ArrayLike) -> np.ndarray:
+        padded = np.zeros(size, np.float32)
+        padded[:n] = weights
+        return padded
+
+    weights = jax.tree.map(zeros_after, batch.weights)
     return Batch(jax.tree.map(take, batch.inputs), jax.tree.map(take, batch.targets), weights)
 
 

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 
 from flaxfit import losses
 from flaxfit.data._batch import Batch, n_examples
-from flaxfit.data._sample_weights import without_idle_targets
 from flaxfit.losses._checks import in_range
 from flaxfit.step._by_row import couples_rows
 from flaxfit.step._jaxpr import names_axis
 from flaxfit.step._replicas import Replicas, VirtualReplicas
-from flaxfit.task._multi_output import LossByOutput
+from flaxfit.task._multi_output import LossByOutput, without_idle_targets
 from flaxfit.task._precision import in_float32
 from flaxfit.tree._functions import is_by_row
 from flaxfit.tree._types import Function, PyTree
@@ -68,7 +67,7 @@ def loss_of(
     weights = None if batch.weights is None else replicas.whole(batch.weights, n)
     whole = batch._replace(targets=replicas.whole(batch.targets, n), weights=weights)
     # In rows of weight 0, the targets that one device would put there.
-    whole = without_idle_targets(whole) if is_training else whole
+    whole = without_idle_targets(task.loss, whole) if is_training else whole
     outputs = replicas.whole(outputs, n)
     values, penalty = evaluate_loss(task.loss, outputs, whole.targets, n * replicas.n)
     return (replicas.own(values, n) if values.ndim else values), penalty

@@ -10,10 +10,10 @@ from flax.core import DenyList
 from redex.util import expand_to_tuple
 
 from flaxfit.data._batch import Batch, call, n_examples
-from flaxfit.data._sample_weights import weights_by_output
+from flaxfit.data._sample_weights import OTHER_OUTPUTS, of_output
 from flaxfit.step._batch_loss import check_metrics, loss_of
 from flaxfit.step._replicas import Replicas, VirtualReplicas
-from flaxfit.task._multi_output import labels_out_of_range
+from flaxfit.task._multi_output import MetricOfOutput, labels_out_of_range
 from flaxfit.task._precision import in_float32, in_precision, like
 from flaxfit.tree._types import Params, PyTree
 
@@ -146,9 +146,7 @@ def _compared(outputs: PyTree, batch: Batch) -> tuple[tuple[Any, ...], Batch]:
     return in_float32(as_outputs(outputs)), batch._replace(targets=in_float32(batch.targets))
 
 
-def measure(
-    metrics: Mapping[str, Any], outputs: PyTree, targets: PyTree, weights: jax.Array
-) -> Sums:
+def measure(metrics: Mapping[str, Any], outputs: PyTree, targets: PyTree, weights: PyTree) -> Sums:
     """The sums of the metrics over a batch.
 
     Raises:
@@ -157,7 +155,9 @@ def measure(
     sums = {}
     for name, metric in metrics.items():
         try:
-            sums[name] = metric.measure(*outputs, *targets, weights=weights)
+            output = metric.output if isinstance(metric, MetricOfOutput) else OTHER_OUTPUTS
+            own = of_output(weights, output)
+            sums[name] = metric.measure(*outputs, *targets, weights=own)
         except TypeError as error:
             _check_arguments(name, metric, outputs, targets, error)
             raise
@@ -191,7 +191,7 @@ def loss_sums(loss: Any, values: jax.Array, outputs: tuple[PyTree, ...], batch: 
     Where outputs have weights of their own, such a pair for each of them.
     """
     weights = weights_of(batch)
-    if weights_by_output(batch.targets):
+    if isinstance(weights, Mapping):
         return loss.sums(weights, *outputs, *batch.targets)
     if values.ndim == 0:
         return values * weights.size, jnp.asarray(weights.size, values.dtype)
@@ -204,17 +204,20 @@ def loss_sums(loss: Any, values: jax.Array, outputs: tuple[PyTree, ...], batch: 
 def weight_sums(loss: Any, batch: Batch) -> Any:
     """The weights that the sums of a loss are to be divided by: their sum, or that by output."""
     weights = weights_of(batch)
-    if not weights_by_output(batch.targets):
+    if not isinstance(weights, Mapping):
         return jnp.sum(weights)
-    return {name: jnp.sum(each) for name, each in loss.weights_of(weights, *batch.targets).items()}
+    return {name: jnp.sum(of_output(weights, name)) for name in loss.losses}
 
 
-def weights_of(batch: Batch) -> jax.Array:
-    """The weights of a batch, 1 for each example where it has none."""
+def weights_of(batch: Batch) -> Any:
+    """The weights of a batch, of the examples or by output; 1 where it has none."""
     if batch.weights is None:
         return jnp.ones(n_examples(batch))
-    # Of the same dtype: where 64 bits are switched on, their sum is to have these, too.
-    return jnp.asarray(batch.weights, float)
+    # In the default dtype: with 64 bits enabled, their sum has 64 bits, too.
+    weights = jax.tree.map(lambda each: jnp.asarray(each, float), batch.weights)
+    if isinstance(weights, Mapping) and OTHER_OUTPUTS not in weights:
+        return {OTHER_OUTPUTS: jnp.ones(n_examples(batch)), **weights}
+    return weights
 
 
 def _outputs_and_updates(result: PyTree) -> tuple[Any, Mapping[str, Any]]:

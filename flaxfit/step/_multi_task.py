@@ -10,6 +10,7 @@ from flax import struct
 
 from flaxfit.data import as_stream
 from flaxfit.data._batch import Batch, normalize
+from flaxfit.data._sample_weights import OTHER_OUTPUTS, of_output
 from flaxfit.data._stream import is_shared
 from flaxfit.step._forward import weights_of
 from flaxfit.step._train_step import make_train_step, more_sums
@@ -61,7 +62,7 @@ def MultiTask(
             shapes = _sums_of(task, state, stream.samples[name], looked_at[name])
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             sums |= {f"{name}/{metric}": zero for metric, zero in zeros.items()}
-        batch = batch._replace(targets=turn.targets)
+        batch = batch._replace(targets=turn.targets, weights=turn.weights)
         state, found = steps[turn.name](state, batch)
         found["loss"] = _pair(found["loss"], batch)
         sums |= {f"{turn.name}/{metric}": value for metric, value in found.items()}
@@ -82,10 +83,11 @@ def MultiTask(
 
 @struct.dataclass
 class _Turn:
-    """The targets of a batch, and whose turn it is: a part of the structure of the batch."""
+    """The targets and weights of a batch, and whose turn it is: a part of its structure."""
 
     name: str = struct.field(pytree_node=False)
     targets: tuple[PyTree, ...]
+    weights: PyTree
 
 
 class _Turns:
@@ -117,7 +119,8 @@ class _Turns:
         else:
             batch = normalize(next(self._streams[name]))
         self._n += 1
-        return batch._replace(targets=(_Turn(name, batch.targets),))
+        turn = _Turn(name, batch.targets, batch.weights)
+        return Batch(batch.inputs, (turn,))
 
     def get_state(self) -> dict[str, Any]:
         """The number of the turn, and the position in each stream."""
@@ -160,7 +163,7 @@ def _pair(loss: Any, batch: Batch) -> Any:
     if not isinstance(loss, Mapping):
         return loss
     means = (total / jnp.where(weight > 0, weight, 1) for total, weight in loss.values())
-    n = jnp.sum(weights_of(batch))
+    n = jnp.sum(of_output(weights_of(batch), OTHER_OUTPUTS))
     return n * sum(means), n
 
 

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from flaxfit.data._batch import Batch, call, is_weighted
-from flaxfit.data._sample_weights import without_idle_targets
+from flaxfit.data._batch import Batch, call
 from flaxfit.optim._freeze import mask, merge
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._forward import (
@@ -25,6 +24,7 @@ from flaxfit.step._forward import (
 from flaxfit.step._gradient import Gradient, gradient
 from flaxfit.step._replicas import Replicas, VirtualReplicas
 from flaxfit.task._label_counts import check_counts
+from flaxfit.task._multi_output import without_idle_targets
 from flaxfit.task._precision import in_precision
 from flaxfit.tree._paths import flat
 from flaxfit.tree._types import ArrayLike, Function, Json, PyTree
@@ -78,7 +78,7 @@ def make_train_step(
         weight = jax.tree.map(lambda total: total / replicas.n, weights)
 
         def gradient_of(replica: PyTree, part: Batch) -> Gradient:
-            part = without_idle_targets(part) if skip_empty else part
+            part = without_idle_targets(task.loss, part) if skip_empty else part
             key = step_key(state.key, state.step, replica)
             return gradient(task, state, part, key, weight, replicas)
 
@@ -98,7 +98,7 @@ def make_train_step(
             updated, unchanged = (_with_scale(each, scale) for each in (updated, unchanged))
 
         is_used = jnp.ones((), jnp.float32)
-        if skip_empty and is_weighted(batch):
+        if skip_empty and batch.weights is not None:
             total_weight = sum(jax.tree.leaves(weights))
             is_used = jnp.asarray(total_weight > 0, jnp.float32)
         if guards(task):
@@ -107,7 +107,7 @@ def make_train_step(
             sums = _where(is_finite, sums, jax.tree.map(jnp.zeros_like, sums))
             sums["skipped_steps"] = (1 - is_finite.astype(jnp.float32),)
             is_used *= is_finite
-        if guards(task) or (skip_empty and is_weighted(batch)):
+        if guards(task) or (skip_empty and batch.weights is not None):
             updated = _where(is_used > 0, updated, unchanged)
 
         per_step = {"grad_norm": norm(jax.tree.leaves(grads))} if grad_norm else {}

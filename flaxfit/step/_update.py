@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit.data._batch import Batch
+from flaxfit.data._sample_weights import times
 from flaxfit.step import _metric_totals
 from flaxfit.step._custom_step import make_own_step
 from flaxfit.step._train_step import make_train_step
@@ -61,5 +62,7 @@ def gather(data: Batch, batch: Batch) -> Batch:
     picked = jax.tree.map(take, data)
     if picked.weights is None:
         return picked._replace(weights=batch.weights)
-    weights = jnp.asarray(picked.weights, jnp.float32)
-    return picked._replace(weights=weights if batch.weights is None else weights * batch.weights)
+    weights = jax.tree.map(lambda each: jnp.asarray(each, jnp.float32), picked.weights)
+    return picked._replace(
+        weights=weights if batch.weights is None else times(weights, batch.weights)
+    )

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from flax.errors import InvalidRngError
 
 from flaxfit.data._batch import Batch, n_examples
-from flaxfit.data._sample_weights import check_weights, weights_by_output
+from flaxfit.data._sample_weights import check_weights
 from flaxfit.step._batch_loss import losses_by_row, metrics_by_row
 from flaxfit.step._by_row import check_by_row, check_sums, couples_rows
 from flaxfit.step._error_messages import calls_explained, tracers_explained
@@ -64,7 +64,7 @@ def inspect(
       ValueError: labels, weights, the shape of the loss or a random stream do not fit.
       TypeError: the batch lacks the targets that the loss wants.
     """
-    check_outputs(task.loss, batch.targets)
+    check_outputs(task.loss, batch.weights)
     if data is not None or not is_resumed:
         name = "The first batch" if data is None else "The data"
         check_finite(batch if data is None else data, name, task.loss)
@@ -105,7 +105,7 @@ def inspect_eval(
       ValueError: labels, weights or the shape of the loss do not fit.
       TypeError: the batch lacks the targets that the loss wants.
     """
-    check_outputs(task.loss, batch.targets)
+    check_outputs(task.loss, batch.weights)
     name = "The first batch" if data is None else "The data"
     check_finite(batch if data is None else data, name, task.loss)
 
@@ -145,9 +145,10 @@ def inspect_step(
       ValueError: the state that it returns is not like the one it was given, or the batch has
         weights by output.
     """
-    if own := weights_by_output(batch.targets):
+    if isinstance(batch.weights, Mapping):
+        names = ", ".join(map(repr, batch.weights))
         raise ValueError(
-            f"The batches have weights for the outputs {', '.join(map(repr, own))}, and the task "
+            f"The batches have weights for the outputs {names}, and the task "
             "has a step of its own: give one weight per example, or put others among the targets."
         )
     check_finite(batch if data is None else data, "The first batch" if data is None else "The data")
@@ -265,10 +266,11 @@ def check_finite(batch: Batch, name: str, loss: Any = None) -> None:
     Raises:
       ValueError: with the path of the array, how many of its rows are not finite, and the first.
     """
-    if batch.weights is not None:
+    if isinstance(batch.weights, Mapping):
+        for output, weights in batch.weights.items():
+            check_weights(weights, f"{name} holds weights for {output!r}, which")
+    elif batch.weights is not None:
         check_weights(batch.weights, f"{name} holds weights, which")
-    for output, weights in weights_by_output(batch.targets).items():
-        check_weights(weights, f"{name} holds weights for {output!r}, which")
     targets = (("target", *each) for each in targets_with_weights(loss, batch))
     for role, tree, weights in ("input", batch.inputs, None), *targets:
         for path, leaf in flat(tree).items():

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 
 from flaxfit import losses, metrics
 from flaxfit.data._batch import Batch
-from flaxfit.data._sample_weights import weights_by_output, without_idle_rows
+from flaxfit.data._sample_weights import of_output, without_idle_rows
 from flaxfit.losses._checks import in_range
 from flaxfit.task._label_counts import count_labels
 from flaxfit.tree._types import ArrayLike, PyTree
@@ -36,39 +36,31 @@ class LossByOutput:
         values = (w * self.of(name, *outputs_and_targets) for name, w in self.weights.items())
         return sum(values)
 
-    def sums(self, weights: ArrayLike, *outputs_and_targets: PyTree) -> dict[str, tuple[Any, Any]]:
+    def sums(self, weights: PyTree, *outputs_and_targets: PyTree) -> dict[str, tuple[Any, Any]]:
         """By output, the weighted sum of its loss and the weight of that sum.
 
         Args:
-          weights: those of the examples, which the weights of an output multiply.
+          weights: of the examples, or by output.
           *outputs_and_targets: as of a call.
         """
         found = {}
-        for name, each in self.weights_of(weights, *outputs_and_targets).items():
+        for name in self.losses:
+            each = of_output(weights, name)
             values = self.weights[name] * self.of(name, *outputs_and_targets)
             found[name] = jnp.sum(jnp.where(each != 0, each * values, 0)), jnp.sum(each)
         return found
 
-    def count_labels(
-        self, weights: ArrayLike, *outputs_and_targets: PyTree
-    ) -> dict[str, tuple[Any]]:
+    def count_labels(self, weights: PyTree, *outputs_and_targets: PyTree) -> dict[str, tuple[Any]]:
         """The numbers of labels of the outputs that are out of range."""
         found = {}
-        for name, each in self.weights_of(weights, *outputs_and_targets).items():
+        for name, loss in self.losses.items():
             picked = self.pick(name, *outputs_and_targets)
-            found |= count_labels(self.losses[name], each, picked, name)
+            found |= count_labels(loss, of_output(weights, name), picked, name)
         return found
-
-    def weights_of(self, weights: ArrayLike, *targets: PyTree) -> dict[str, Any]:
-        """By output, the weights of the examples."""
-        own = weights_by_output(targets)
-        return {name: weights * own[name] if name in own else weights for name in self.losses}
 
     def of(self, name: str, *outputs_and_targets: PyTree) -> Any:
         """The loss of one output: the mean over its elements, for each example."""
         output, target = self.pick(name, *outputs_and_targets)
-        own = weights_by_output(outputs_and_targets).get(name)
-        target = target if own is None else without_idle_rows(target, own)
         n = jax.tree.leaves(output)[0].shape[0]
         try:
             values = jnp.asarray(in_range(self.losses[name], output, target))
@@ -84,7 +76,7 @@ class LossByOutput:
 
     def pick(self, name: str, *outputs_and_targets: PyTree) -> tuple[Any, Any]:
         """One output and its target, among all outputs and all targets."""
-        outputs, rest = self.by_name(_without_weights(*outputs_and_targets))
+        outputs, rest = self.by_name(outputs_and_targets)
         targets, more = self.by_name(rest)
         if outputs is None or targets is None or more:
             shapes = jax.tree.map(jnp.shape, outputs_and_targets)
@@ -157,7 +149,7 @@ def as_metrics(given: Any, loss: Any) -> dict[str, metrics.Metric]:
     found = {}
     for name in loss.losses:
         each = metrics.mean(functools.partial(loss.of, name), name=f"{name}_loss")
-        found[f"{name}_loss"] = _MetricByOutput.of(each, name)
+        found[f"{name}_loss"] = MetricOfOutput.of(name, each)
     if isinstance(given, Mapping):
         of_outputs = {name: each for name, each in given.items() if name in loss.losses}
         given = {name: each for name, each in given.items() if name not in of_outputs}
@@ -165,38 +157,31 @@ def as_metrics(given: Any, loss: Any) -> dict[str, metrics.Metric]:
             pick = functools.partial(loss.pick, output)
             for name, metric in metrics.as_metrics(listed).items():
                 picked = metrics.on(pick, metric)
-                found[f"{output}_{name}"] = _MetricByOutput.of(picked, output)
-    for name, metric in metrics.as_metrics(given).items():
-        if not isinstance(metric, _MetricByOutput):  # As it is in a task that is replaced.
-            metric = _MetricByOutput.of(metrics.on(_without_weights, metric))
-        found[name] = metric
-    return found
+                found[f"{output}_{name}"] = MetricOfOutput.of(output, picked)
+    return found | metrics.as_metrics(given)
 
 
-class _MetricByOutput(metrics.Metric):
-    """A metric that knows of the weights that may stand behind the targets."""
+@dataclasses.dataclass(frozen=True)
+class MetricOfOutput(metrics.Metric):
+    """A metric of one output, whose weights it is measured with."""
+
+    output: str = ""
 
     @classmethod
-    def of(cls, metric: metrics.Metric, output: str | None = None) -> "_MetricByOutput":
-        """A metric of one output, with the weights of that output, or of all of them."""
-
-        def measure(*outputs_and_targets: PyTree, weights: ArrayLike = None) -> PyTree:
-            own = weights_by_output(outputs_and_targets).get(output or "")
-            if own is not None:
-                weights = own if weights is None else own * weights
-            return metric.measure(*outputs_and_targets, weights=weights)
-
-        return cls(measure, metric.compute, metric.name, values=metric.values, mode=metric.mode)
-
-
-def _without_weights(*outputs_and_targets: PyTree) -> tuple[Any, ...]:
-    return (
-        outputs_and_targets[:-1] if weights_by_output(outputs_and_targets) else outputs_and_targets
-    )
+    def of(cls, output: str, metric: metrics.Metric) -> Self:
+        """A metric as that of an output."""
+        return cls(
+            metric.measure,
+            metric.compute,
+            metric.name,
+            values=metric.values,
+            mode=metric.mode,
+            output=output,
+        )
 
 
 def labels_out_of_range(
-    loss: Any, weights: ArrayLike, outputs: PyTree, targets: PyTree
+    loss: Any, weights: PyTree, outputs: PyTree, targets: PyTree
 ) -> dict[str, Any]:
     """The numbers of labels that a loss, or each of several, does not take."""
     if isinstance(loss, LossByOutput):
@@ -204,14 +189,16 @@ def labels_out_of_range(
     return count_labels(loss, weights, (*outputs, *targets))
 
 
-def check_outputs(loss: Any, targets: tuple[PyTree, ...]) -> None:
+def check_outputs(loss: Any, weights: PyTree) -> None:
     """Checks that the outputs that have weights of their own have losses of their own.
 
     Raises:
       ValueError: there is no loss by the name of an output that has weights.
     """
+    if not isinstance(weights, Mapping):
+        return
     known = list(loss.losses) if isinstance(loss, LossByOutput) else []
-    if unknown := [name for name in weights_by_output(targets) if name not in known]:
+    if unknown := [name for name in weights if name not in known]:
         raise ValueError(
             f"There are weights for {', '.join(map(repr, unknown))}, and losses by name for "
             f"{', '.join(map(repr, known)) or 'no output'}: give the weights as one array, or "
@@ -227,30 +214,41 @@ def check_values(loss: Any, outputs: tuple[PyTree, ...], batch: Batch) -> None:
     if not isinstance(loss, LossByOutput):
         losses.check_values(loss, outputs, _counted(batch.targets, batch.weights))
         return
-    own = weights_by_output(batch.targets)
     for name, each in loss.losses.items():
         output, target = loss.pick(name, *outputs, *batch.targets)
         try:
-            losses.check_values(each, output, _counted(target, batch.weights, own.get(name)))
+            losses.check_values(each, output, _counted(target, of_output(batch.weights, name)))
         except ValueError as error:
             raise ValueError(f"output {name!r}: {error}") from error
 
 
+def without_idle_targets(loss: Any, batch: Batch) -> Batch:
+    """The batch with the targets of a row that counts in the rows of weight 0."""
+    if not isinstance(batch.weights, Mapping):
+        return batch._replace(targets=without_idle_rows(batch.targets, batch.weights))
+    by_name, more = loss.by_name(batch.targets)
+    if by_name is None:  # The loss refuses them.
+        return batch
+    found = {
+        name: without_idle_rows(target, of_output(batch.weights, name))
+        for name, target in by_name.items()
+    }
+    is_mapping = isinstance(batch.targets[0], Mapping)
+    return batch._replace(targets=((found,) if is_mapping else tuple(found.values())) + more)
+
+
 def targets_with_weights(loss: Any, batch: Batch) -> Iterator[tuple[Any, Any]]:
     """The targets of a batch, by output where these have weights, each with its weights or None."""
-    own, targets = weights_by_output(batch.targets), _without_weights(*batch.targets)
-    by_name = loss.by_name(targets)[0] if own and isinstance(loss, LossByOutput) else None
-    if by_name is None:
-        yield targets, batch.weights
+    if not isinstance(batch.weights, Mapping):
+        yield batch.targets, batch.weights
         return
-    for name, target in by_name.items():
-        weights = [each for each in (batch.weights, own.get(name)) if each is not None]
-        yield {name: target}, np.prod(weights, axis=0) if weights else None
+    by_name, _ = loss.by_name(batch.targets)
+    for name, target in (by_name or {}).items():  # Others are refused by the loss.
+        yield {name: target}, of_output(batch.weights, name)
 
 
-def _counted(targets: PyTree, *weights: ArrayLike) -> Any:
+def _counted(targets: PyTree, weights: ArrayLike) -> Any:
     """The rows of targets that have no weight of 0."""
-    counts: Any = True
-    for each in weights:
-        counts = counts if each is None else counts & (np.asarray(each) != 0)
-    return targets if np.all(counts) else jax.tree.map(lambda x: np.asarray(x)[counts], targets)
+    if weights is None or np.all(counts := np.asarray(weights) != 0):
+        return targets
+    return jax.tree.map(lambda x: np.asarray(x)[counts], targets)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from flaxfit.data._batch import Batch, call, n_examples, normalize, parts_of
-from flaxfit.data._sample_weights import weights_by_output
 from flaxfit.loop._padding import Padder
 from flaxfit.strategies import DataParallel
 
@@ -40,10 +39,11 @@ def test_all_forms_become_inputs_targets_and_weights(item, inputs, targets, weig
     assert normalize(batch) is batch
 
 
-def test_weights_by_output_of_a_batch_become_a_part_of_its_targets():
-    given, own = normalize((X, Y, {"a": W})), normalize(Batch((X,), (Y,), {"a": W}))
-    assert given.weights is own.weights is None
-    assert weights_by_output(given.targets).keys() == weights_by_output(own.targets).keys() == {"a"}
+def test_weights_by_output_stay_a_mapping():
+    for item in (X, Y, {"a": W.astype(int)}), Batch((X,), (Y,), {"a": W}):
+        batch = normalize(item)
+        assert batch.weights.keys() == {"a"} and batch.weights["a"].dtype == np.float32
+        jax.tree.map(np.testing.assert_array_equal, normalize(batch), batch)
 
 
 @pytest.mark.parametrize("dtype", [bool, np.int32, np.float16])
