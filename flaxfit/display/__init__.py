@@ -1,4 +1,4 @@
-"""What a terminal or a notebook shows: numbers and lines as text, and how they are written."""
+"""Numbers, lines, charts and HTML for terminals and notebooks, and how lines are written."""
 
 from flaxfit.display._lines import WIDTH as WIDTH
 from flaxfit.display._lines import checkpoint_line as checkpoint_line

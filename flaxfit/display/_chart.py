@@ -11,12 +11,9 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 320, 160, 52, 22, 18
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """A series as one line of 8-level blocks; a value that is not finite is a blank.
+    """A series as one line of blocks of 8 heights; a value that is not finite is a blank.
 
     A longer series is shown by `width` values spread evenly over it, both ends included.
-
-    >>> sparkline([0, 1, 2, float("nan"), 7])
-    '▁▂▃ █'
     """
     if len(values) > width:
         values = [values[round(i * (len(values) - 1) / (width - 1))] for i in range(width)]
@@ -69,7 +66,7 @@ def _bounds(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _unbroken(points: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:
-    """The runs of points between values that are missing; a lone point becomes a dot."""
+    """The runs of points between missing values; a lone point becomes a dot."""
     runs: list[list[tuple[float, float]]] = [[]]
     for point in points:
         if math.isfinite(point[1]):

@@ -1,4 +1,4 @@
-"""What notebooks show: pieces of HTML with nothing to run in them, in the colours of the page."""
+"""Static HTML for notebooks, in the colours of the page."""
 
 import html
 import math
@@ -9,44 +9,30 @@ from flaxfit.display import count, plural, size
 from flaxfit.tree._paths import flat
 from flaxfit.tree._types import ArrayLike, Json, PyTree
 
-_MOST_ROWS = 200
-"""A table of arrays has no more rows, however many layers the model has."""
-# Pages outside of Jupyter have no room of their own between the cells, or put tables in the middle.
+_MOST_ROWS = 200  # Of a table of arrays.
+# Outside Jupyter, pages leave no space between cells, or center tables.
 _TABLE = '<table cellpadding="5" style="margin:0.5em 0">'
 
 
 def card(title: str, facts: Iterable[str], *parts: str) -> str:
-    """A title and a line of facts, both text, above parts that are HTML already.
-
-    >>> card("a < b", ["1 step", "", "2 devices"], "<p/>")
-    '<div><b>a &lt; b</b><br/><small style="opacity:0.65">1 step · 2 devices</small><p/></div>'
-    """
+    """A title and a line of facts, as text, above parts in HTML."""
     line = html.escape(" · ".join(filter(None, facts)))
     head = f'<b>{html.escape(title)}</b><br/><small style="opacity:0.65">{line}</small>'
     return f"<div>{head}{''.join(parts)}</div>"
 
 
 def table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
-    """A table of texts.
-
-    >>> table([["loss", "0.5"]], head=["", "last"])
-    '...<tr><th></th><th>last</th></tr><tr><td>loss</td><td>0.5</td></tr></table>'
-    """
+    """A table of texts."""
     lines = [_row(head, "th")] if head else []
     content = "".join([*lines, *(_row(row, "td") for row in rows)])
     return f"{_TABLE}{content}</table>"
 
 
-def arrays(title: str, tree: PyTree, axes: Mapping[str, Any] | None = None) -> str:
+def arrays(title: str, tree: PyTree, axes: Mapping[str, Iterable[object]] | None = None) -> str:
     """The paths, dtypes and shapes of the arrays of a tree, below a title that unfolds them.
 
-    Args:
-      title: what they are ("params"), and the beginning of their paths in `axes`.
-      tree: a pytree; of arrays that are read only when asked for, none is read.
-      axes: the names of the dimensions of some arrays, by path.
-
-    >>> arrays("params", {})
-    ''
+    `axes` names the dimensions of some arrays, by paths that begin with the title. Lazy arrays are
+    not read.
     """
     leaves = flat(tree)
     if not leaves:
@@ -65,7 +51,7 @@ def arrays(title: str, tree: PyTree, axes: Mapping[str, Any] | None = None) -> s
 
 
 def of_state(state: PyTree) -> str:
-    """A training or an inference state: its facts, and its arrays by field."""
+    """The facts of a training or an inference state, and its arrays by field."""
     fields = ("params", "model_state", "opt_state")
     trees = {name: getattr(state, name, {}) for name in fields}
     facts = [f"{count(n_numbers(state.params))} params"]
@@ -86,7 +72,7 @@ def of_model(
     devices: Sequence[Any],
     history: Json,
 ) -> str:
-    """A model: what it is made of, how far it was trained, and its state, where it has one."""
+    """The facts of a model, its history, and the arrays of its state, if it has one."""
     named = ", ".join(metrics)
     facts = [f"metrics {named}"] if named else []
     facts.append(plural(len(devices), f"{devices[0].platform} device"))

@@ -1,31 +1,22 @@
-"""The lines that tell how training begins, goes and ends, and where a long one is broken."""
+"""The lines printed when training starts, progresses and ends, and how long lines are folded."""
 
 from collections.abc import Mapping
 
 from flaxfit.display._numbers import count, duration, is_scalar, number, plural, rate
 
 WIDTH = 120
-"""Longer lines are broken before the validation metrics."""
-_INDENT = 9
-"""Of what is broken off a line: the name of the library, or "Epoch 1/4", and two blanks."""
+"""The longest line."""
+_INDENT = 9  # Of folded lines: the name of the library, or "Epoch 1/4", and two blanks.
 
 
 def metric_line(metrics: Mapping[str, float]) -> str:
-    """Names and values of metrics, of those that are single numbers.
-
-    >>> metric_line({"loss": 0.42901, "accuracy": 0.88968})
-    'loss 0.4290  accuracy 0.8897'
-    """
+    """Names and values of the metrics that are single numbers."""
     numbers = {name: value for name, value in metrics.items() if is_scalar(value)}
     return "  ".join(f"{name} {number(value)}" for name, value in numbers.items())
 
 
 def label(unit: str, n: int, total: int | None = None) -> str:
-    """How far training is, in lines that stay aligned.
-
-    >>> label("epoch", 3, 10)
-    'Epoch  3/10'
-    """
+    """The progress of training, such as "Epoch  3/10", in lines that stay aligned."""
     if total is None:
         return f"{unit.capitalize()} {count(n):>6}"
     return f"{unit.capitalize()} {count(n):>{len(count(total))}}/{count(total)}"
@@ -42,11 +33,7 @@ def start_line(
     n_validation: int | None = None,
     steps_per_epoch: int | None = None,
 ) -> str:
-    """What is trained, on what and with what; unknown parts are left out.
-
-    >>> start_line("MLP", n_params=9610, n_devices=1, platform="cpu", n_train=1437, batch_size=32)
-    'MLP · 9,610 params · 1 cpu device · 1,437 train examples · batch 32'
-    """
+    """The model, devices and data of a training; unknown parts are left out."""
     parts = [name, f"{count(n_params)} params", plural(n_devices, f"{platform} device")]
     if n_train is not None:
         validation = "" if n_validation is None else f" / {count(n_validation)} val"
@@ -68,11 +55,7 @@ def checkpoint_line(
     is_best: bool = False,
     width: int = WIDTH,
 ) -> str:
-    """One finished epoch (or another span of steps); "*" marks a new best.
-
-    >>> checkpoint_line("Epoch  1/10", 0.11, {"loss": 1.76321}, is_best=True)
-    'Epoch  1/10  0.1s  loss 1.7632 *'
-    """
+    """The metrics of a finished epoch, or another span of steps; "*" marks a new best."""
     head, star = f"{label}  {duration(seconds)}", " *" if is_best else ""
     line = "  ".join(filter(None, (head, metric_line(metrics)))) + star
     validation = {name: value for name, value in metrics.items() if name.startswith("val_")}
@@ -91,11 +74,7 @@ def progress_line(
     *,
     width: int = WIDTH,
 ) -> str:
-    """What stands beside a live bar; the last metrics are left out where they do not fit.
-
-    >>> progress_line(28, 44, 4700.0, {"loss": 0.429})
-    '28/44 · 4,700 steps/s · ETA 0s · loss 0.4290'
-    """
+    """The text beside a live bar; the last metrics are left out if they do not fit."""
     parts = [plural(n, "step") if total is None else f"{count(n)}/{count(total)}"]
     if steps_per_second:
         parts.append(rate(steps_per_second))
@@ -119,20 +98,10 @@ def final_line(
     best: tuple[float, int] | None = None,
     not_finite_since: int | None = None,
 ) -> str:
-    """How training ended.
+    """How training ended, after `n` of `total` units, with the metrics of the last checkpoint.
 
-    Args:
-      seconds: how long it took.
-      metrics: those of the last checkpoint.
-      unit: what `n` and `total` count.
-      n: how far training came.
-      total: how far it was to go.
-      monitor: the metric that was watched.
-      best: its best value, and the epoch (or step) that reached it.
-      not_finite_since: the epoch (or step) from which on the loss was not finite, up to the last.
-
-    >>> final_line(1.5, {"val_loss": 0.2}, n=9, total=9, monitor="val_loss", best=(0.1, 8))
-    'done in 1.5s · best val_loss 0.1000 at epoch 8 (*) · last 0.2000'
+    `best` is the best value of the metric `monitor` and the unit that reached it;
+    `not_finite_since` the first unit since which the loss was not finite.
     """
     if total is None or n >= total:
         line = f"done in {duration(seconds)}"
@@ -147,16 +116,11 @@ def final_line(
 
 
 def folded(line: str, width: int) -> str:
-    """A line broken where it has to be, between the things that it lists, not within them.
-
-    >>> print(folded("flaxfit  MLP · 9,610 params · 1 cpu device · batch 32", 40))
-    flaxfit  MLP · 9,610 params ·
-             1 cpu device · batch 32
-    """
+    """Folds a line to a width, between the items that it lists if possible."""
     if len(line) <= width:
         return line
     apart = next((each for each in (" · ", "  ") if each in line[_INDENT:].strip()), " ")
-    indent = " " * (len(line) - len(line.lstrip()) or _INDENT)  # What is indented stays so.
+    indent = " " * (len(line) - len(line.lstrip()) or _INDENT)  # Keeps an indentation.
     first, *parts = line.split(apart)
     lines = [first]
     for part in parts:

@@ -1,4 +1,4 @@
-"""What lines are written to: a terminal, a notebook or a file, and the one way to write them."""
+"""Terminals, notebooks and files as outputs, and the one way to write lines to them."""
 
 import contextlib
 import contextvars
@@ -34,20 +34,20 @@ def is_cell(file: TextIO) -> bool:
 
 
 def is_live(file: TextIO) -> bool:
-    """Whether what was written to the stream can be redrawn: on a terminal or in a notebook."""
+    """Whether the stream can be redrawn, being a terminal or a notebook."""
     return is_cell(file) or (file.isatty() and os.environ.get("TERM") != "dumb")
 
 
 def columns(file: TextIO) -> int:
-    """How long lines may be: as long as a terminal is wide, and no longer than is easily read."""
+    """The length of lines: the width of the terminal, at most `WIDTH`."""
     try:
         return min(os.get_terminal_size(file.fileno()).columns or WIDTH, WIDTH)
-    except (AttributeError, OSError, ValueError):  # It is no terminal, or not of this system.
+    except (AttributeError, OSError, ValueError):  # No terminal, or one of another system.
         return WIDTH
 
 
 def printable(text: str, file: TextIO) -> str:
-    """The text in the characters that the stream can encode; "?" stands for the others."""
+    """The text with "?" for the characters that the stream cannot encode."""
     encoding = getattr(file, "encoding", None) or "utf-8"
     return text.encode(encoding, "replace").decode(encoding)
 
@@ -60,15 +60,11 @@ def write(
     width: int | None = None,
     rewrite: tuple[str, str] | None = None,
 ) -> None:
-    """Writes a line, above whatever progress bars are on the screen; of several processes, one.
+    """Writes lines above any progress bar on the screen, in the main process only.
 
-    Args:
-      text: the line, or several.
-      file: a text stream; None: that of `output`.
-      end: what is written after it.
-      width: how long lines may be; None: those of a terminal as its `columns` tell.
-      rewrite: what takes the only bar that there is away, and what draws it again: all is written
-        at once then, which takes less time than to leave that to tqdm.
+    Lines are folded to `width`, by default that of a terminal. `rewrite` holds the text that erases
+    the only bar and the text that draws it again, so that all is written at once, which is faster
+    than to leave that to tqdm.
     """
     if not is_main():
         return
@@ -92,11 +88,7 @@ _is_quiet = contextvars.ContextVar("is_quiet", default=False)
 
 @contextlib.contextmanager
 def quiet(is_quiet: bool = True) -> Iterator[None]:
-    """Holds back the notices of the library, those of this thread.
-
-    >>> with quiet():
-    ...     say("compiling")
-    """
+    """Suppresses the notices of the library in this thread."""
     token = _is_quiet.set(is_quiet or _is_quiet.get())
     try:
         yield
@@ -105,9 +97,9 @@ def quiet(is_quiet: bool = True) -> Iterator[None]:
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Writes a notice of the library: the text after its name and two blanks.
+    """Writes a notice after the name of the library.
 
-    One that ends with "…" stands only until the next, and only where that can be written over it.
+    A notice that ends with "…" is overwritten by the next, and is left out where it cannot be.
     """
     if _is_quiet.get():
         return
