@@ -1,10 +1,9 @@
-"""The names by which models tell training from evaluation, and what to set them to."""
+"""The switches between training and evaluation: their names and values."""
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
 
-from flaxfit.tree._types import PyTree
+from flaxfit.tree._types import Function
 
 _IN_TRAINING = {
     "train": True,
@@ -15,7 +14,7 @@ _IN_TRAINING = {
 }
 
 
-# What others call such a switch: left alone, it would be off in training or on in evaluation.
+# Other common names of such a switch: unset, it would be wrong in training or in evaluation.
 _UNKNOWN = frozenset(
     ("eval", "eval_mode", "evaluation", "in_training", "inference", "inference_mode", "is_eval")
     + ("is_evaluation", "is_inference", "is_test", "is_testing", "is_train", "test", "test_mode")
@@ -24,21 +23,14 @@ _UNKNOWN = frozenset(
 
 
 def switches(train: bool) -> dict[str, bool]:
-    """The switches by all their names, set for training or for evaluation.
-
-    >>> switches(train=False)["deterministic"]
-    True
-    """
+    """All switches by name, set for training or for evaluation."""
     return {name: train == in_training for name, in_training in _IN_TRAINING.items()}
 
 
-def flags(values: Mapping[str, PyTree], train: bool) -> dict[str, bool]:
+def flags(values: Mapping[str, object], train: bool) -> dict[str, bool]:
     """The switches among named values, set for training or for evaluation.
 
-    A value that is neither a bool nor None, such as a `training` that holds settings, is no switch.
-
-    >>> flags({"features": 3, "deterministic": None}, train=False)
-    {'deterministic': True}
+    A value that is neither a bool nor None is no switch, such as a `training` that holds settings.
     """
     return {
         name: value
@@ -47,32 +39,20 @@ def flags(values: Mapping[str, PyTree], train: bool) -> dict[str, bool]:
     }
 
 
-def call_flags(function: Any, train: bool) -> dict[str, bool]:
-    """The switches among the arguments of a function.
-
-    >>> call_flags(lambda x, train: x, train=True)
-    {'train': True}
-    """
+def call_flags(function: Function, train: bool) -> dict[str, bool]:
+    """The switches among the arguments of a function, set for training or for evaluation."""
     return flags(call_defaults(function), train)
 
 
-def call_defaults(function: Any) -> dict[str, Any]:
-    """The arguments of a function that can be given by name, and their defaults, or None.
-
-    >>> call_defaults(lambda x, train=True: x)
-    {'x': None, 'train': True}
-    """
+def call_defaults(function: Function) -> dict[str, object]:
+    """The arguments of a function that can be given by name, and their defaults or None."""
     found = parameters(function).values()
     by_keyword = (p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
     return {p.name: None if p.default is p.empty else p.default for p in by_keyword}
 
 
-def check_switches(values: Mapping[str, PyTree], owner: str) -> None:
-    """Refuses a switch between training and evaluation by a name that is not known.
-
-    Raises:
-      ValueError: it lists the names that are.
-    """
+def check_switches(values: Mapping[str, object], owner: str) -> None:
+    """Refuses a switch between training and evaluation that has another name."""
     found = [name for name in values if name in _UNKNOWN and isinstance(values[name], bool | None)]
     if found:
         raise ValueError(
@@ -82,9 +62,9 @@ def check_switches(values: Mapping[str, PyTree], owner: str) -> None:
         )
 
 
-def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function by name; none where Python cannot tell them."""
+def parameters(function: Function | None) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function by name; empty if Python cannot inspect it."""
     try:
-        return inspect.signature(function).parameters
+        return {} if function is None else inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}

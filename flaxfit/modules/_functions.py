@@ -1,14 +1,17 @@
-"""ModelFunctions: a model as two functions; `from_function` makes them of any function."""
+"""ModelFunctions: a model as two functions; from_function: a model of any function."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax.core.scope import in_filter
+from flax.core.scope import CollectionFilter, in_filter
 
-from flaxfit.tree._types import ArrayLike, Function, Params, PyTree, Rngs
+from flaxfit.tree._types import Function, Params, PyTree, Rngs, Variables
+
+Names = str | type | Iterable[str | type]
+"""Collections by name, or types of nnx variables."""
 
 
 class ModelFunctions(NamedTuple):
@@ -26,29 +29,31 @@ class ModelFunctions(NamedTuple):
     where `mutable` is not False."""
 
 
-def with_losses(functions: ModelFunctions, losses: ArrayLike) -> ModelFunctions:
-    """A model whose collections of these names are terms of the loss, too: parts of "losses".
+def with_losses(functions: ModelFunctions, losses: Names) -> ModelFunctions:
+    """A model whose collections of these names become parts of "losses", so terms of the loss.
 
     >>> sow = ModelFunctions(lambda k, x: {}, lambda v, x, mutable: (x, {"kl": 1.0}))
     >>> with_losses(sow, ["kl"]).apply({}, 0.0, mutable=True)
     (0.0, {'losses': {'kl': 1.0}})
     """
     given = (losses,) if isinstance(losses, str | type) else losses
-    losses = [each if isinstance(each, str) else each.__name__ for each in given]
-    if not losses:
+    names = [each if isinstance(each, str) else each.__name__ for each in given]
+    if not names:
         return functions
 
-    def init(rngs: Rngs, *inputs: PyTree, **named: Any) -> dict[str, PyTree]:
+    def init(rngs: Rngs, *inputs: PyTree, **named: PyTree) -> Variables:
         variables = functions.init(rngs, *inputs, **named)
-        return {name: tree for name, tree in variables.items() if name not in losses}
+        return {name: tree for name, tree in variables.items() if name not in names}
 
-    def apply(variables: PyTree, *inputs: PyTree, mutable: Any = False, **named: Any) -> Any:
+    def apply(
+        variables: Variables, *inputs: PyTree, mutable: CollectionFilter = False, **named: PyTree
+    ) -> PyTree:
         if mutable is False:
             return functions.apply(variables, *inputs, **named)
         outputs, updates = functions.apply(variables, *inputs, mutable=mutable, **named)
         if in_filter(mutable, "losses"):
-            check_losses(losses, updates)
-        terms = {name: updates[name] for name in losses if name in updates}
+            check_losses(names, updates)
+        terms = {name: updates[name] for name in names if name in updates}
         others = {name: tree for name, tree in updates.items() if name not in terms}
         return outputs, {**others, "losses": {**updates.get("losses", {}), **terms}}
 
@@ -58,11 +63,7 @@ def with_losses(functions: ModelFunctions, losses: ArrayLike) -> ModelFunctions:
 
 
 def check_losses(losses: Sequence[str], found: Iterable[str]) -> None:
-    """Checks that a model has left values in all the collections that are to be added to the loss.
-
-    Raises:
-      ValueError: it names those in which there are none.
-    """
+    """Checks that a model has left values in all the collections that count as losses."""
     if missing := [name for name in losses if name not in found]:
         raise ValueError(
             f"losses names {', '.join(missing)}, and the model leaves no values there, but in "
@@ -71,25 +72,22 @@ def check_losses(losses: Sequence[str], found: Iterable[str]) -> None:
 
 
 class GivenInit:
-    """An `init` of weights that are there already: a copy of them, whatever the keys.
-
-    A copy, because training donates its arrays, and the user keeps these.
-    """
+    """An `init` that copies existing weights, because training donates its arrays."""
 
     gives_weights = True
-    """Says that there is nothing to trace: under `jit` the weights would be constants."""
+    """Tells callers not to trace it: under `jit` the weights would be constants."""
 
-    def __init__(self, give: Callable[[], Any]):
+    def __init__(self, give: Callable[[], Variables]):
         self._give = give
 
-    def __call__(self, rngs: Rngs, *inputs: PyTree, **named: Any) -> Any:
+    def __call__(self, rngs: Rngs, *inputs: PyTree, **named: PyTree) -> Variables:
         return jax.tree.map(jnp.copy, self._give())
 
 
 def from_function(
     function: Function, params: Params, *, rng: str | None = None, stateful: bool = False
 ) -> ModelFunctions:
-    """Makes a model of `function(params, *inputs)`, such as a haiku or an equinox one.
+    """Makes a model of `function(params, *inputs)`, such as one of haiku or equinox.
 
     A haiku model `net = hk.without_apply_rng(hk.transform(f))` is
     `from_function(net.apply, net.init)`. An equinox model, which computes one example, is
@@ -114,18 +112,22 @@ def from_function(
     # A pytree may be callable too: an equinox module is both.
     is_init = callable(params) and jax.tree_util.all_leaves([params])
 
-    def collections(initial: Any) -> dict[str, Any]:
+    def collections(initial: PyTree) -> Variables:
         if not stateful:
             return {"params": initial}
         return dict(zip(("params", "state"), initial, strict=True))
 
-    def init(rngs: Rngs, *inputs: PyTree, **named: Any) -> dict[str, PyTree]:
+    def init(rngs: Rngs, *inputs: PyTree, **named: PyTree) -> Variables:
         key = rngs["params"] if isinstance(rngs, dict) else rngs
         return collections(params(key, *inputs, **named))
 
     def apply(
-        variables: PyTree, *inputs: PyTree, rngs: Rngs = None, mutable: Any = False, **named: Any
-    ) -> Any:
+        variables: Variables,
+        *inputs: PyTree,
+        rngs: Rngs = None,
+        mutable: CollectionFilter = False,
+        **named: PyTree,
+    ) -> PyTree:
         if rng is not None:
             named["rng"] = rngs.get(rng) if isinstance(rngs, dict) else rngs
         if not stateful:

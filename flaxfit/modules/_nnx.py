@@ -6,11 +6,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from flax.core.scope import in_filter
+from flax.core.scope import CollectionFilter, in_filter
 
 from flaxfit.modules._flags import call_defaults, call_flags, check_switches, parameters, switches
-from flaxfit.modules._functions import GivenInit, ModelFunctions, check_losses
-from flaxfit.tree._types import ArrayLike, Function, PyTree, Rngs
+from flaxfit.modules._functions import GivenInit, ModelFunctions, Names, check_losses
+from flaxfit.tree._types import Function, PyTree, Rngs, Variables
 
 
 def from_nnx(
@@ -18,16 +18,16 @@ def from_nnx(
     *,
     train: bool | None = None,
     call: Function | None = None,
-    losses: ArrayLike = (),
+    losses: Names = (),
     **modes: Any,
 ) -> ModelFunctions:
     """Makes a model of an nnx module, or of a factory `(rngs) -> module`.
 
     Its variables become `{"params": ..., "batch_stats": ..., ...}`, one collection per type of
-    variable, a variable that is shared held once; arrays that are no variables are "constants".
-    Random states stay out of them: every call is given its keys by `rngs`, and each stream of
-    each layer draws its own numbers. Names of axes (`nnx.with_partitioning`) are collections
-    `params_axes` and so on, which `init_state` takes off.
+    variable. A shared variable is held once; arrays that are not variables are "constants". Random
+    states are not among them: every call gets its keys by `rngs`, and each stream of each layer
+    draws its own numbers. Names of axes (`nnx.with_partitioning`) become collections `params_axes`
+    and so on, which `init_state` splits off.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -39,16 +39,16 @@ def from_nnx(
 
     Args:
       model: an instance, whose present weights `init` returns, or a factory.
-      train: True or False sets the switches that are named `train`, `training`, `is_training`,
-        `deterministic` or `use_running_average`: those of layers, attributes of modules of your
-        own that are a bool or None, and an argument of the model's call.
-      call: `(module, *inputs) -> outputs`, where it is not the module itself that is called.
-      losses: types of variables, or their names, whose values are terms of the loss; those of a
-        type named "losses" always are.
+      train: True or False sets the switches named `train`, `training`, `is_training`,
+        `deterministic` or `use_running_average`: those of layers, attributes of your own modules
+        that are a bool or None, and an argument of the model's call.
+      call: `(module, *inputs) -> outputs`, to call instead of the module itself.
+      losses: types of variables, or their names, whose values are terms of the loss, besides
+        the type named "losses".
       **modes: further switches to set in the layers, such as `decode`.
 
     Raises:
-      TypeError: it is no nnx module, and makes none of its rngs alone.
+      TypeError: it is neither an nnx module nor a function that makes one of its rngs alone.
       ValueError: no part of the module has a mode. When `apply` is called: the model draws random
         numbers without a key, or leaves no values of a type in `losses`.
     """
@@ -70,42 +70,48 @@ def from_nnx(
         check_switches({n: found[n] for n in found if n not in modes}, type(abstract).__name__)
         modes = {**switches(train), **modes}
         arguments = {} if call else call_flags(abstract.__call__, train)
-    losses = states.names_of(losses)
-    graph, random, template = states.split(abstract, modes, losses)
-    axes = states.axes_of(abstract, losses)
+    names = states.names_of(losses)
+    graph, random, template = states.split(abstract, modes, names)
+    axes = states.axes_of(abstract, names)
 
-    def variables_of(module: Any) -> dict[str, Any]:
-        return {**states.persistent(states.variables_of(module, losses)), **axes}
+    def variables_of(module: nnx.Module) -> Variables:
+        return {**states.persistent(states.variables_of(module, names)), **axes}
 
-    def init(rngs: Rngs, *inputs: PyTree, **named: Any) -> dict[str, PyTree]:
+    def init(rngs: Rngs, *inputs: PyTree, **named: PyTree) -> Variables:
         return variables_of(make(model, _rngs(rngs)))
 
     def apply(
-        variables: PyTree, *inputs: PyTree, rngs: Rngs = None, mutable: Any = False, **named: Any
-    ) -> Any:
-        def run(streams: Any) -> tuple[Any, Any]:
-            module = nnx.merge(graph, streams, states.filled(template, variables, losses))
+        variables: Variables,
+        *inputs: PyTree,
+        rngs: Rngs = None,
+        mutable: CollectionFilter = False,
+        **named: PyTree,
+    ) -> PyTree:
+        def run(streams: nnx.State) -> tuple[PyTree, nnx.Module]:
+            module = nnx.merge(graph, streams, states.filled(template, variables, names))
             function = module if call is None else functools.partial(call, module)
             return function(*inputs, **{**arguments, **named}), module
 
         streams = states.keyed(random, rngs)
         unused = states.counts(streams)
         outputs, module = run(streams)
+        used = states.counts(module)
+        drawn = [stream for stream in used if used[stream] is not unused.get(stream)]
         is_keyless = rngs is None or (isinstance(rngs, Mapping) and not rngs)
-        if is_keyless and (drawn := _changed(unused, states.counts(module))):
+        if is_keyless and drawn:
             if not modes.get("deterministic"):
                 raise ValueError(
                     f"The model draws random numbers (from {', '.join(drawn)}), but the call was "
                     "given no key: pass rngs={'dropout': key}, or make it by "
                     "from_nnx(..., train=False)."
                 )
-            # The states may pass through `nnx.scan` or `nnx.split_rngs` without any effect.
+            # `nnx.scan` and `nnx.split_rngs` change the states without any effect on the outputs.
             _check_unused(states.streams_used(lambda each: run(each)[0], streams))
         if mutable is False:
             return outputs
-        updates = states.variables_of(module, losses)
+        updates = states.variables_of(module, names)
         if in_filter(mutable, "losses"):
-            check_losses(losses, states.collections_of(module))
+            check_losses(names, states.collections_of(module))
         return outputs, {name: tree for name, tree in updates.items() if in_filter(mutable, name)}
 
     if is_instance:
@@ -113,8 +119,8 @@ def from_nnx(
     return ModelFunctions(init, apply)
 
 
-def update_nnx(model: Any, variables: PyTree, *, losses: ArrayLike = ()) -> None:
-    """Writes copies of trained variables into an nnx instance: the object you passed is trained.
+def update_nnx(model: Any, variables: PyTree, *, losses: Names = ()) -> None:
+    """Writes copies of trained variables into an nnx instance, such as the one that you trained.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -126,11 +132,11 @@ def update_nnx(model: Any, variables: PyTree, *, losses: ArrayLike = ()) -> None
     Args:
       model: the instance that `from_nnx` was given.
       variables: such as `model.state.variables`.
-      losses: as `from_nnx` was given them; such variables stay as they are.
+      losses: as passed to `from_nnx`; such variables are not changed.
 
     Raises:
-      TypeError: the model is no instance of an nnx module.
-      ValueError: the variables are not those of the model; it is left as it was.
+      TypeError: the model is not an instance of an nnx module.
+      ValueError: the variables do not fit the model, which is not changed then.
     """
     from flax import nnx
 
@@ -141,12 +147,8 @@ def update_nnx(model: Any, variables: PyTree, *, losses: ArrayLike = ()) -> None
     states.assign(model, variables, states.names_of(losses))
 
 
-def is_nnx(model: Any) -> bool:
-    """Whether a model is an nnx module, or may be a factory of one: a function of its rngs alone.
-
-    >>> is_nnx("a text")
-    False
-    """
+def is_nnx(model: object) -> bool:
+    """Whether a model is an nnx module or may be a factory of one, a function of its rngs alone."""
     # A user of nnx has imported it; nobody else should pay for its import.
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or isinstance(model, nnx.Module):
@@ -163,11 +165,7 @@ def is_nnx(model: Any) -> bool:
 
 
 def make(model: Any, rngs: Rngs) -> Any:
-    """The module that a factory makes of these `nnx.Rngs`; an instance is itself.
-
-    Raises:
-      TypeError: the model is no nnx module, and makes none of its rngs alone.
-    """
+    """The module that a factory makes of these `nnx.Rngs`, or the instance itself."""
     from flax import nnx
 
     from flaxfit.modules import _nnx_state as states
@@ -175,7 +173,7 @@ def make(model: Any, rngs: Rngs) -> Any:
     made = model
     if is_nnx(model) and not isinstance(model, nnx.Module):
         is_named = "rngs" in parameters(_maker(model))
-        # Names of dimensions are for a strategy to act upon; nnx itself would ask for a mesh now.
+        # A strategy shards by names of dimensions later; nnx would ask for a mesh now.
         with nnx.use_eager_sharding(False):
             made = model(rngs=rngs) if is_named else model(rngs)
     if isinstance(made, nnx.Module):
@@ -187,8 +185,8 @@ def make(model: Any, rngs: Rngs) -> Any:
     )
 
 
-def _maker(model: Any) -> Any:
-    """A function with the signature of a factory: of a class, what its metaclass hides."""
+def _maker(model: object) -> Function | None:
+    """A function with the signature of a factory, which the metaclass of a module hides."""
     from flax import nnx
 
     if isinstance(model, functools.partial):
@@ -208,10 +206,6 @@ def _rngs(rngs: Rngs) -> Rngs:
         # As `nnx.Rngs(key)` does it: one stream, so that no two draws of weights are alike.
         rngs["default"] = rngs.pop("params")
     return nnx.Rngs(**rngs)
-
-
-def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    return [stream for stream in after if after[stream] is not before.get(stream)]
 
 
 def _check_unused(used: dict[str, str]) -> None:

@@ -1,12 +1,12 @@
-"""The state of an nnx module: taken apart into plain dicts of arrays, and put together again.
+"""The state of an nnx module, split into plain dicts of arrays and merged again.
 
-It imports nnx, so it is itself imported only where a model is one.
+This imports nnx, so it is imported only where a model is an nnx module.
 """
 
 import functools
 import inspect
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,17 +18,21 @@ from jax.core import Tracer
 from jax.interpreters import partial_eval
 
 from flaxfit.modules._flags import parameters
-from flaxfit.tree._types import ArrayLike, Function, PyTree, Rngs
+from flaxfit.modules._functions import Names
+from flaxfit.tree._types import Function, PyTree, Rngs, Variables
 
-# Written by each call, so not part of the model.
+# Written by each call, hence not part of the model.
 _TRANSIENT = ("intermediates", "losses")
 
 Place = tuple[str, ...]
-"""Where a variable is in a dict of variables: its collection, then its path in the module."""
+"""The path of a variable in a dict of variables: its collection, then its path in the module."""
+
+Leaf = nnx.Variable | PyTree
+"""A variable, or an array that is a plain attribute."""
 
 
-def variables_of(module: nnx.Module, losses: Sequence[str] = ()) -> dict[str, Any]:
-    """The variables of a module, random states left out, as linen holds them.
+def variables_of(module: nnx.Module, losses: Sequence[str] = ()) -> Variables:
+    """The variables of a module without random states, by collection as in linen.
 
     Those of the types named by `losses` are in the collection "losses".
     """
@@ -37,20 +41,18 @@ def variables_of(module: nnx.Module, losses: Sequence[str] = ()) -> dict[str, An
 
 
 def collections_of(module: nnx.Module) -> set[str]:
-    """The collections that variables of a module belong to, by their types."""
+    """The collections of the variables of a module, by their types."""
     return {collection for _, (collection, *_), _ in _leaves(_state(module))}
 
 
-def persistent(variables: Mapping[str, PyTree]) -> dict[str, Any]:
-    """The collections that are part of the model, not of a call."""
+def persistent(variables: Variables) -> Variables:
+    """The collections that are part of the model, without those that each call writes."""
     return {name: tree for name, tree in variables.items() if name not in _TRANSIENT}
 
 
-def axes_of(module: nnx.Module, losses: Sequence[str] = ()) -> dict[str, Any]:
-    """The names of the axes of variables made by `nnx.with_partitioning`, as linen holds them.
-
-    That is a collection `params_axes` beside `params`, and so on; there is none without names.
-    """
+def axes_of(module: nnx.Module, losses: Sequence[str] = ()) -> Variables:
+    """The names of axes given by `nnx.with_partitioning`, as in linen: collections `params_axes`,
+    and so on."""
     named = {}
     for _, (collection, *parents, name), leaf in _leaves(_state(module), losses):
         names = leaf.get_metadata().get("out_sharding") if isinstance(leaf, nnx.Variable) else None
@@ -59,12 +61,12 @@ def axes_of(module: nnx.Module, losses: Sequence[str] = ()) -> dict[str, Any]:
     return unflatten_dict(named)
 
 
-def viewed(module: nnx.Module, modes: Mapping[str, Any]) -> Any:
-    """A module that shares the arrays of another one, with modes set in it and in its parts.
+def viewed(module: nnx.Module, modes: Mapping[str, Any]) -> nnx.Module:
+    """A module with the arrays of another one, and with modes set in it and in its parts.
 
     A mode is an argument of a part's `set_view`, or an attribute that is a bool or None.
     """
-    # An `nnx.Rngs` has every attribute, as a stream: to ask it for `set_view` would draw a key.
+    # `only`: asking an `nnx.Rngs` for an attribute such as `set_view` draws a key.
     view = nnx.view(module, only=_is_module, raise_if_not_found=False, **modes)
     for _, part in nnx.iter_modules(view):
         for name in modes:
@@ -74,19 +76,19 @@ def viewed(module: nnx.Module, modes: Mapping[str, Any]) -> Any:
 
 
 def mark_arrays(module: nnx.Module) -> None:
-    """Marks the plain arrays of a module that is made under a trace, which nnx takes for static."""
+    """Marks the plain arrays of a module made under a trace as data; nnx takes them for static."""
     for _, part in list(nnx.iter_graph(module)):
         for name, value in list(vars(part).items()) if isinstance(part, nnx.Pytree) else ():
             if isinstance(value, Tracer):
                 setattr(part, name, nnx.data(value))
 
 
-def attributes_of(module: nnx.Module) -> dict[str, Any]:
+def attributes_of(module: nnx.Module) -> dict[str, object]:
     """The attributes of a module and of its parts, by name."""
     return {name: x for _, part in nnx.iter_modules(module) for name, x in vars(part).items()}
 
 
-def unknown_modes(module: nnx.Module, modes: Mapping[str, Any]) -> list[str]:
+def unknown_modes(module: nnx.Module, modes: Iterable[str]) -> list[str]:
     """The modes that no part of a module has."""
     parts = [part for _, part in nnx.iter_modules(module)]
     return [
@@ -98,22 +100,19 @@ def unknown_modes(module: nnx.Module, modes: Mapping[str, Any]) -> list[str]:
 
 def split(
     module: nnx.Module, modes: Mapping[str, Any], losses: Sequence[str] = ()
-) -> tuple[Any, Any, Any]:
-    """The graph of a module, its random states and its other variables, as shapes only.
-
-    The module itself stays as it is; the modes are set in the graph.
-    """
+) -> tuple[nnx.GraphDef[nnx.Module], nnx.State, nnx.State]:
+    """The graph of a module with modes set, and the shapes of its random and its other states."""
     view = viewed(module, modes)
     nnx.pop(view, functools.partial(_is_sown, losses))
     graph, random, state = nnx.split(view, nnx.RngState, ...)
     return graph, *jax.eval_shape(lambda *states: states, random, state)
 
 
-def filled(state: PyTree, variables: Mapping[str, PyTree], losses: Sequence[str] = ()) -> Any:
-    """A state with the values that the variables hold.
+def filled(state: nnx.State, variables: Variables, losses: Sequence[str] = ()) -> nnx.State:
+    """A state with the values of the variables.
 
     Raises:
-      ValueError: some of its variables are not there.
+      ValueError: some of its variables are missing.
     """
     values, missing = [], []
     for path, place, leaf in _leaves(state, losses):
@@ -132,11 +131,11 @@ def filled(state: PyTree, variables: Mapping[str, PyTree], losses: Sequence[str]
     return nnx.from_flat_state(values)
 
 
-def keyed(random: Any, rngs: Rngs) -> Any:
+def keyed(random: nnx.State, rngs: Rngs) -> nnx.State:
     """The random states of a call: each stream's key from `rngs`, its count at 0.
 
-    A stream made by `nnx.Rngs(0)` is called "default" whatever the layer: it takes the key of
-    any stream but "params". The place of the stream is folded in, so that no two are alike.
+    A stream of `nnx.Rngs(0)` is called "default" in every layer: it takes the key of any stream
+    but "params". The position of the stream is folded in, so that no two are equal.
     """
     states = []
     for number, (path, variable) in enumerate(nnx.to_flat_state(random)):
@@ -151,8 +150,8 @@ def keyed(random: Any, rngs: Rngs) -> Any:
     return nnx.from_flat_state(states)
 
 
-def counts(states: PyTree) -> dict[str, Any]:
-    """How many numbers were drawn from each stream, by the stream's path in a module or state."""
+def counts(states: nnx.Module | nnx.State) -> dict[str, jax.Array]:
+    """The number of draws from each stream, by the stream's path in a module or state."""
     state = states if isinstance(states, nnx.State) else nnx.state(states, nnx.RngState)
     return {
         "/".join(map(str, path[:-1])): variable.get_raw_value()
@@ -161,14 +160,14 @@ def counts(states: PyTree) -> dict[str, Any]:
     }
 
 
-def streams_used(function: Function, random: Any) -> dict[str, str]:
-    """The random streams that the results of a function of random states depend on.
+def streams_used(function: Function, random: nnx.State) -> dict[str, str]:
+    """The names, by path, of the random streams that the results of a function depend on.
 
-    By path, the name of each. A stream may be split or counted on and yet be of no effect.
+    A stream may be split or advanced without any effect on the results.
     """
     leaves = list(nnx.to_flat_state(random))
 
-    def of_arrays(arrays: Sequence[Any]) -> Any:
+    def of_arrays(arrays: Sequence[jax.Array]) -> PyTree:
         filled = [(p, v.replace(x)) for (p, v), x in zip(leaves, arrays, strict=True)]
         return function(nnx.from_flat_state(filled))
 
@@ -181,7 +180,7 @@ def streams_used(function: Function, random: Any) -> dict[str, str]:
     }
 
 
-def names_of(losses: ArrayLike) -> tuple[str, ...]:
+def names_of(losses: Names) -> tuple[str, ...]:
     """The collections of types of variables, given as types or by name."""
     given = (losses,) if isinstance(losses, str | type) else losses
     return tuple(each if isinstance(each, str) else collection_of(each) for each in given)
@@ -194,12 +193,12 @@ def collection_of(kind: type) -> str:
     try:
         return nnx.variable_name_from_type(kind)
     except ValueError:
-        # Not registered: a notebook that defines the class again could not register it twice.
+        # Not registered here: a notebook that defines the class again could not register it.
         return kind.__name__
 
 
-def assign(module: nnx.Module, variables: Mapping[str, PyTree], losses: Sequence[str] = ()) -> None:
-    """Gives the variables of a module copies of these values: all of them, or none and an error."""
+def assign(module: nnx.Module, variables: Variables, losses: Sequence[str] = ()) -> None:
+    """Sets the variables of a module to copies of these values; none of them if some do not fit."""
     state = _state(module)
     new = filled(state, variables, losses)
     old, now = (
@@ -217,29 +216,29 @@ def assign(module: nnx.Module, variables: Mapping[str, PyTree], losses: Sequence
     nnx.update(module, jax.tree.map(jnp.copy, nnx.from_flat_state([(p, v) for p, _, v in kept])))
 
 
-def _state(module: nnx.Module) -> Any:
+def _state(module: nnx.Module) -> nnx.State:
     return nnx.state(module, nnx.Not(nnx.RngState))
 
 
 def _leaves(
-    state: PyTree, losses: Sequence[str] = ()
-) -> Iterator[tuple[tuple[PyTree, ...], Place, Any]]:
+    state: nnx.State, losses: Sequence[str] = ()
+) -> Iterator[tuple[tuple[PyTree, ...], Place, Leaf]]:
     for path, leaf in nnx.to_flat_state(state):
         yield path, (_collection(leaf, losses), *map(str, path)), leaf
 
 
-def _value(leaf: ArrayLike) -> Any:
+def _value(leaf: Leaf) -> PyTree:
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def _collection(leaf: ArrayLike, losses: Sequence[str] = ()) -> str:
+def _collection(leaf: Leaf, losses: Sequence[str] = ()) -> str:
     if not isinstance(leaf, nnx.Variable):
         return "constants"
     name = collection_of(type(leaf))
     return "losses" if name in losses else name
 
 
-def _is_module(_: Any, node: PyTree) -> bool:
+def _is_module(_: object, node: object) -> bool:
     return isinstance(node, nnx.Module)
 
 
@@ -252,12 +251,12 @@ def _takes_mode(part: nnx.Module, name: str) -> bool:
     return name in found or any(p.kind == p.VAR_KEYWORD for p in found.values())
 
 
-def _is_sown(losses: Sequence[str], _: Any, leaf: ArrayLike) -> bool:
-    # What `sow` left in an instance would grow with each call; it always is a tuple.
+def _is_sown(losses: Sequence[str], _: object, leaf: Leaf) -> bool:
+    # The tuples of `sow` that an instance holds would grow with each call.
     return _collection(leaf, losses) in _TRANSIENT and isinstance(_value(leaf), tuple)
 
 
-def _key(rngs: Rngs, stream: str) -> Any:
+def _key(rngs: Rngs, stream: str) -> jax.Array | None:
     if isinstance(rngs, Mapping):
         others = [name for name in rngs if name != "params"]
         name = next((n for n in (stream, "default", *others, "params") if n in rngs), None)

@@ -17,7 +17,7 @@ _WIDTH = 100
 
 
 def summarize(module: Any, inputs: PyTree) -> str:
-    """The layers of a linen or nnx module, the shapes of their outputs and their parameters.
+    """Makes a table of the layers of a module, the shapes of their outputs and their parameters.
 
     >>> "Dense" in summarize(nn.Dense(3), (jax.ShapeDtypeStruct((1, 2), "float32"),))
     True
@@ -27,7 +27,7 @@ def summarize(module: Any, inputs: PyTree) -> str:
       inputs: the model's inputs, a tuple or a dict; only shapes and dtypes matter.
 
     Raises:
-      TypeError: the model has no layers to show, being two functions.
+      TypeError: the model is a pair of functions, which has no layers to show.
     """
     inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
     if isinstance(module, nn.Module):
@@ -36,7 +36,7 @@ def summarize(module: Any, inputs: PyTree) -> str:
         options = {"console_kwargs": {"width": _WIDTH, "force_terminal": False}}
         tables: list[str] = []
 
-        def tabulate(rngs: Rngs, *inputs: PyTree, **named: Any) -> None:
+        def tabulate(rngs: Rngs, *inputs: PyTree, **named: PyTree) -> None:
             tables.append(module.tabulate(rngs, *inputs, **named, **options, **arguments))
 
         call(alone_in_any(tabulate), rngs, inputs)

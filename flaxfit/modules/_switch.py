@@ -1,4 +1,4 @@
-"""The switch between training and evaluation: found in a model and set for the user."""
+"""train_and_eval: the functions of a model, its switch set for training or for evaluation."""
 
 import functools
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from flax import linen as nn
 
 from flaxfit.modules._flags import call_defaults, call_flags, check_switches, flags, parameters
-from flaxfit.modules._functions import ModelFunctions, with_losses
+from flaxfit.modules._functions import ModelFunctions, Names, with_losses
 from flaxfit.modules._nnx import from_nnx, is_nnx
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import Function
 
 
-def train_and_eval(module: Any, *, losses: ArrayLike = ()) -> tuple[ModelFunctions, ModelFunctions]:
-    """The functions of a model for training, and those for evaluation.
+def train_and_eval(module: Any, *, losses: Names = ()) -> tuple[ModelFunctions, ModelFunctions]:
+    """Makes the functions of a model for training, and those for evaluation.
 
     The switch is a field of the module or an argument of its call, named `train`, `training`,
     `is_training`, `deterministic` or `use_running_average`.
@@ -35,10 +35,8 @@ def train_and_eval(module: Any, *, losses: ArrayLike = ()) -> tuple[ModelFunctio
     if isinstance(module, tuple) and len(module) == 2 and all(map(callable, module)):
         return with_losses(_pair(module, True), losses), _pair(module, False)
     if is_nnx(module):
-        return (
-            from_nnx(module, train=True, losses=losses),
-            from_nnx(module, train=False, losses=losses),
-        )
+        training, evaluation = (from_nnx(module, train=t, losses=losses) for t in (True, False))
+        return training, evaluation
     hint = ""
     if isinstance(module, type):
         hint = f" Make an instance: {module.__name__}(...)."
@@ -51,16 +49,13 @@ def train_and_eval(module: Any, *, losses: ArrayLike = ()) -> tuple[ModelFunctio
 
 
 def switched(module: nn.Module, train: bool) -> tuple[nn.Module, dict[str, bool]]:
-    """A linen module with its fields set, and the arguments of the call that are to be set.
+    """A linen module with its fields set, and the switches to pass to its call.
 
-    Where a switch is both, a field that is None leaves it to the call, as linen's layers do.
-
-    >>> switched(nn.Dropout(0.5), train=False)[1]
-    {'deterministic': True}
+    A switch that is both a field and an argument is passed if the field is None, as linen does.
     """
     values = {name: getattr(module, name, None) for name in module.__dataclass_fields__}
     check_switches({**values, **call_defaults(module.__call__)}, type(module).__name__)
-    fields: dict[str, PyTree] = flags(values, train)
+    fields: dict[str, Any] = flags(values, train)
     arguments = call_flags(module.__call__, train)
     required = parameters(module.__call__)
     for name in fields.keys() & arguments.keys():
@@ -75,7 +70,7 @@ def _linen(module: nn.Module, train: bool) -> ModelFunctions:
     return ModelFunctions(*functions)
 
 
-def _pair(pair: tuple[Any, Any], train: bool) -> ModelFunctions:
+def _pair(pair: tuple[Function, Function], train: bool) -> ModelFunctions:
     owner = getattr(pair[1], "__self__", None)
     if isinstance(owner, nn.Module) and pair == (owner.init, owner.apply):
         return _linen(owner, train)
