@@ -1,7 +1,6 @@
-"""Eager: one device that runs functions operation by operation, so that values can be seen."""
+"""Eager: runs functions operation by operation on one device, so that values can be inspected."""
 
 import contextlib
-from typing import Any
 
 import jax
 
@@ -47,33 +46,40 @@ class Eager:
         return f"Eager({self._strategy!r})"
 
     def rows(self, n_examples: int) -> slice:
-        """All rows of a batch."""
+        """Returns all rows of a batch."""
         return slice(0, n_examples)
 
     def split(self, batch: PyTree, n_stacked: int = 0) -> PyTree:
-        """The batch as arrays of JAX."""
+        """Puts the batch onto the device."""
         return jax.device_put(batch, self.devices[0])
 
     def join(self, outputs: PyTree) -> PyTree:
-        """The outputs as NumPy arrays."""
+        """Returns the outputs as NumPy arrays."""
         return jax.device_get(outputs)
 
     def narrow(self, n_examples: int) -> "Eager":
-        """The same: one device takes any number of examples."""
+        """Returns itself: one device takes any number of examples."""
         return self
 
     def bind(self, function: Function) -> Function:
-        """The function, run operation by operation."""
-        return _Run(self._strategy.bind(function), self.devices[0])
+        """Makes the function run operation by operation."""
+        bound, device = self._strategy.bind(function), self.devices[0]
+
+        def run(*arguments: PyTree) -> PyTree:
+            with jax.disable_jit():
+                return bound(*jax.device_put(arguments, device))
+
+        vars(run)["runs_eagerly"] = True
+        return run
 
     def constrain(self, results: PyTree, state: PyTree) -> PyTree:
-        """The results as they are."""
+        """Returns the results unchanged."""
         return results
 
     def compile(
         self, function: Function, arguments: tuple[PyTree, ...], *, n_donated: int = 0
     ) -> Function:
-        """The function, run operation by operation; nothing is compiled or used up."""
+        """Makes the function run operation by operation; compiles and donates nothing."""
         return self.bind(function)
 
     def compile_split(self, function: Function, arguments: tuple[PyTree, ...]) -> Function:
@@ -81,26 +87,8 @@ class Eager:
         return self.bind(function)
 
 
-class _Run:
-    """A function of arrays that runs operation by operation on a device."""
-
-    runs_eagerly = True
-
-    def __init__(self, function: Function, device: Any):
-        self._function, self._device = function, device
-
-    def __call__(self, *arguments: PyTree) -> Any:
-        with jax.disable_jit():
-            return self._function(*jax.device_put(arguments, self._device))
-
-
-def eagerly(strategy: Strategy) -> contextlib.AbstractContextManager[Any]:
-    """A context in which JAX compiles and traces nothing, where the strategy does not either.
-
-    >>> with eagerly(Eager()):
-    ...     jax.config.jax_disable_jit
-    True
-    """
+def eagerly(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
+    """Keeps JAX from compiling and tracing in a `with` block, if the strategy runs eagerly."""
     return jax.disable_jit() if runs_eagerly(strategy) else contextlib.nullcontext()
 
 

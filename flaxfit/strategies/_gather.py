@@ -1,7 +1,5 @@
 """gather: whole arrays on the host, from arrays that are spread over devices and processes."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +9,10 @@ from flaxfit.tree._types import ArrayLike, PyTree
 
 
 def gather(tree: PyTree) -> PyTree:
-    """Whole NumPy arrays on the host, from a tree of arrays that are spread over devices.
+    """Gathers a tree of arrays that are spread over devices into NumPy arrays on the host.
 
-    With several processes every one of them must call it, and each gets all of the arrays. One
-    array at a time is moved. Random keys stay keys.
+    With several processes all of them must call it, and each gets all of the arrays. Moves one
+    array at a time. Random keys stay keys.
 
     >>> gather({"w": jnp.ones(2)})
     {'w': array([1., 1.], dtype=float32)}
@@ -22,7 +20,7 @@ def gather(tree: PyTree) -> PyTree:
     return jax.tree.map(_whole, tree)
 
 
-def _whole(x: ArrayLike) -> Any:
+def _whole(x: ArrayLike) -> ArrayLike:
     if not isinstance(x, jax.Array):
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

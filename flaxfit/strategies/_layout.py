@@ -1,9 +1,9 @@
-"""Layout: how a state lies on a mesh, and how many bytes of it on each device, as a table."""
+"""Layout: a table of how a state is laid out over a mesh, and its bytes on each device."""
 
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -17,11 +17,11 @@ class Placed(NamedTuple):
     """One array of a state."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     spec: PartitionSpec
     """The axes of the mesh that each dimension is split over."""
     n_parts: int
-    """The number of different parts; 1 where every device holds the whole array."""
+    """The number of different parts; 1 if every device holds the whole array."""
 
     @property
     def n_bytes(self) -> int:
@@ -30,13 +30,13 @@ class Placed(NamedTuple):
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes of the part on a device."""
+        """Bytes of the part that a device holds."""
         return self.n_bytes // self.n_parts
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What `Sharded.describe` returns; it prints as a table. Nothing is allocated for it.
+    """Describes how a state is laid out over a mesh; `Sharded.describe` returns it.
 
     >>> array = Placed((8, 2), np.dtype("float32"), PartitionSpec("data"), 4)
     >>> Layout({"data": 4}, ("data",), {"params/w": array}).bytes_per_device
@@ -62,7 +62,7 @@ class Layout:
 
     @property
     def replicated_bytes(self) -> int:
-        """Bytes of those arrays that every device holds whole."""
+        """Bytes of the arrays that every device holds whole."""
         return sum(array.n_bytes for array in self.arrays.values() if array.n_parts == 1)
 
     def __repr__(self) -> str:
@@ -103,7 +103,7 @@ def layout(
     mesh: Mapping[str, int],
     batch_axes: tuple[str, ...],
 ) -> Layout:
-    """The layout of a state whose arrays have these specs."""
+    """Returns the layout of a state whose arrays have these specs."""
     arrays = {}
     for path, leaf in flat(state).items():
         leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)

@@ -1,26 +1,23 @@
-"""A named mesh of devices: the sizes of its axes, and how a function is traced within it."""
+"""A named mesh of devices: the sizes of its axes, and the context to trace a function in."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import jax
 from flax import linen as nn
+from flax.linen.module import InterceptorContext
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flaxfit.tree._paths import Rules
-from flaxfit.tree._types import PyTree
+from flaxfit.tree._types import Function, PyTree
 
 
 def axis_sizes(mesh_shape: Mapping[str, int], n_devices: int) -> dict[str, int]:
-    """The sizes of the axes of a mesh, -1 replaced by the number of remaining devices.
+    """Replaces a size of -1 by the number of remaining devices.
 
     >>> axis_sizes({"data": -1, "model": 2}, 8)
     {'data': 4, 'model': 2}
-
-    Raises:
-      ValueError: the devices cannot be arranged so.
     """
     sizes = dict(mesh_shape)
     open_axes = [axis for axis, size in sizes.items() if size == -1]
@@ -29,20 +26,13 @@ def axis_sizes(mesh_shape: Mapping[str, int], n_devices: int) -> dict[str, int]:
     if not sizes or not fits or (not open_axes and given != n_devices):
         raise ValueError(
             f"Cannot arrange {n_devices} devices in a mesh {sizes}: the sizes must multiply to "
-            f"{n_devices} (one of them may be -1, what is left). Change them, or pass devices=."
+            f"{n_devices} (one of them may be -1, the rest). Change them, or pass devices=."
         )
     return {axis: n_devices // given if size == -1 else size for axis, size in sizes.items()}
 
 
 def fsdp_axis(fsdp: bool | str, sizes: Mapping[str, int]) -> str | None:
-    """The axis over which arrays are split that no rule splits; None: they stay whole.
-
-    >>> fsdp_axis(True, {"data": 4}), fsdp_axis("model", {"data": 2, "model": 2})
-    ('data', 'model')
-
-    Raises:
-      ValueError: the mesh does not have it.
-    """
+    """Returns the axis that splits arrays without a rule; None: they stay whole."""
     if fsdp is False:
         return None
     options = ("fsdp", "data") if fsdp is True else (fsdp,)
@@ -59,13 +49,9 @@ def fsdp_axis(fsdp: bool | str, sizes: Mapping[str, int]) -> str | None:
 def within(
     mesh: Mesh, rules: Rules, batch_axes: tuple[str, ...], dropped: Collection[str]
 ) -> Iterator[None]:
-    """Has flax see the mesh and the rules for names of dimensions, while a function is traced.
+    """Shows flax the mesh and the rules for names of dimensions, while a function is traced.
 
-    Args:
-      mesh: the mesh.
-      rules: as of `Sharded`; those of patterns are no names, and "batch" comes from `batch_axes`.
-      batch_axes: over which batches are split.
-      dropped: axes that dimensions of their own names are not split over.
+    The rule "batch" comes from `batch_axes`. An axis is a rule for its own name, unless `dropped`.
     """
     rules = [rule for rule in rules if not isinstance(rule[1], PartitionSpec)]
     rules = [("batch", batch_axes), *(rule for rule in rules if rule[0] != "batch")]
@@ -80,11 +66,16 @@ def within(
         yield
 
 
-def _without_mesh(call: Any, arguments: PyTree, options: Any, context: Any) -> Any:
-    """Calls a `DenseGeneral` without the mesh, all other modules as they are.
+def _without_mesh(
+    call: Function,
+    arguments: tuple[PyTree, ...],
+    options: dict[str, PyTree],
+    context: InterceptorContext,
+) -> PyTree:
+    """Calls a `DenseGeneral` without the mesh, and all other modules unchanged.
 
-    It initialises its kernel as a matrix, for which the names of the kernel's dimensions are too
-    many where a mesh makes them count; this even when it is applied, as shapes are then checked.
+    It initializes its kernel as a matrix, which has fewer dimensions than the kernel has names: an
+    error within a mesh, even when the module is applied, as shapes are then checked.
     """
     if not isinstance(context.module, nn.DenseGeneral):
         return call(*arguments, **options)

@@ -1,7 +1,6 @@
 """The axis of replicas, which a model may name, such as `BatchNorm(axis_name="replica")`."""
 
 from collections.abc import Callable
-from typing import Any
 
 from flaxfit.tree._single_replica import alone, unbound_axis
 from flaxfit.tree._types import Function, PyTree
@@ -9,15 +8,12 @@ from flaxfit.tree._types import Function, PyTree
 REPLICA = "replica"
 
 
-def only_replica(function: Function, strategy: Any, axis: str) -> Function:
-    """The function as the only replica of a strategy whose models may name this axis.
+def only_replica(function: Function, strategy: object, axis: str) -> Function:
+    """Makes a function the only replica of a strategy whose models may name this axis.
 
     >>> import jax
     >>> int(only_replica(lambda x: jax.lax.psum(x, "batch"), "a strategy", "batch")(3))
     3
-
-    Raises:
-      ValueError: the function names another axis.
     """
     return _explained(
         alone(function, axis),
@@ -29,35 +25,21 @@ def only_replica(function: Function, strategy: Any, axis: str) -> Function:
     )
 
 
-def unmapped(function: Function) -> Function:
-    """The function where there is no such axis.
-
-    >>> int(unmapped(lambda x: x + 1)(3))
-    4
-
-    Raises:
-      ValueError: the function names an axis.
-    """
+def without_axis(function: Function) -> Function:
+    """Makes a function refuse to name an axis, as there is none with virtual replicas."""
     return _explained(
         function,
         lambda name: (
             f'Cannot use the axis "{name}" in the model with virtual_replicas: '
-            "a device works at its replicas one after the other. Leave the axis out, as in "
+            "a device computes its replicas one after the other. Leave the axis out, as in "
             "nn.BatchNorm(), whose statistics are then those of each replica's examples; or "
             "train without virtual_replicas."
         ),
     )
 
 
-def check_axis_name(axis_name: Any) -> str:
-    """The name of the axis of replicas.
-
-    >>> check_axis_name("batch")
-    'batch'
-
-    Raises:
-      TypeError: it is no string.
-    """
+def check_axis_name(axis_name: object) -> str:
+    """Checks that the name of the axis of replicas is a string."""
     if not isinstance(axis_name, str) or not axis_name:
         raise TypeError(
             f"axis_name must be the name by which models refer to the replicas, such as "
@@ -66,14 +48,14 @@ def check_axis_name(axis_name: Any) -> str:
     return axis_name
 
 
-def _explained(function: Function, words: Callable[[str], str]) -> Function:
-    def call(*arguments: PyTree) -> Any:
+def _explained(function: Function, message: Callable[[str], str]) -> Function:
+    def call(*arguments: PyTree) -> PyTree:
         try:
             return function(*arguments)
         except NameError as error:
             name = unbound_axis(error)
             if name is None:
                 raise
-            raise ValueError(words(name)) from error
+            raise ValueError(message(name)) from error
 
     return call

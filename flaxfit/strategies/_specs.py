@@ -1,9 +1,9 @@
-"""Which dimensions of the arrays of a state are split over which axes of a mesh, by rules."""
+"""Partition specs: which dimensions of a state's arrays are split over which axes of a mesh."""
 
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -11,6 +11,15 @@ from jax.sharding import PartitionSpec
 from flaxfit.state._optimizer_axes import specs_by_parameter
 from flaxfit.tree._paths import Rules, flat
 from flaxfit.tree._types import PyTree
+
+Axes: TypeAlias = str | tuple[str, ...] | None
+"""The axes of the mesh that split a dimension."""
+
+MeshAxes: TypeAlias = Axes | PartitionSpec
+"""The right side of a rule."""
+
+Names: TypeAlias = Sequence[str | None]
+"""The names of the dimensions of an array."""
 
 STANDARD_RULES: Rules = (
     ("vocab", "model"),
@@ -29,16 +38,16 @@ SMALL = 4096
 def state_specs(
     state: PyTree, sizes: Mapping[str, int], rules: Rules, fsdp: str | None
 ) -> dict[str, PartitionSpec]:
-    """The axes of the mesh by path of the state, for parameters, optimizer and model state.
+    """Returns a spec by path for each array of the parameters, optimizer and model state.
 
     Args:
-      state: a state, or one of `jax.ShapeDtypeStruct`s.
+      state: a state, of arrays or of `jax.ShapeDtypeStruct`s.
       sizes: the axes of the mesh.
       rules: `(logical name, axis)`, or `(pattern of parameter paths, PartitionSpec)`.
-      fsdp: the axis that splits the largest dimension left of every array that is not small.
+      fsdp: the axis that splits the largest free dimension of every array that is not small.
 
     Raises:
-      ValueError: every rule and array for which it cannot be done.
+      ValueError: rules and arrays do not fit together; lists every case.
     """
     names, arrays = state.axes or {}, flat(state)
     problems = list(_unknown_axes(names, arrays, sizes, rules))
@@ -59,14 +68,14 @@ def state_specs(
         {"opt_state": getattr(state, "opt_state", ())}, {"params": state.params}, specs
     )
     specs |= of_optimizer
-    if fsdp is not None:  # What is like no parameter, too.
+    if fsdp is not None:  # Also arrays that resemble no parameter.
         rest = [path for path, spec in of_optimizer.items() if not any(spec)]
         specs |= {p: _spread(np.shape(arrays[p]), specs[p], fsdp, sizes[fsdp]) for p in rest}
     return specs
 
 
-def axes_of(entry: Any) -> tuple[str, ...]:
-    """The axes of the mesh that an entry of a spec, or the right side of a rule, names.
+def axes_of(entry: Axes) -> tuple[str, ...]:
+    """Returns the axes in an entry of a spec, or on the right side of a rule, as a tuple.
 
     >>> axes_of(None), axes_of("data"), axes_of(("data", "model"))
     ((), ('data',), ('data', 'model'))
@@ -74,19 +83,15 @@ def axes_of(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def n_parts(spec: Iterable[Any], sizes: Mapping[str, int]) -> int:
-    """The number of different parts that an array is split into.
-
-    >>> n_parts(PartitionSpec("data", None), {"data": 4, "model": 2})
-    4
-    """
+def n_parts(spec: Iterable[Axes], sizes: Mapping[str, int]) -> int:
+    """Returns the number of different parts that an array is split into."""
     return math.prod(sizes[axis] for entry in spec for axis in axes_of(entry))
 
 
 def _spec(
-    path: str, shape: tuple[int, ...], names: Sequence[Any], sizes: Mapping[str, int], rules: Rules
+    path: str, shape: tuple[int, ...], names: Names, sizes: Mapping[str, int], rules: Rules
 ) -> tuple[PartitionSpec, list[str]]:
-    """The spec of an array by its path or by its names, and what is wrong with it."""
+    """Returns the spec of an array by its path or by its names, and the problems with it."""
     place, _, name = path.partition("/")
     patterns = [(key, value) for key, value in rules if isinstance(value, PartitionSpec)]
     entries = next((v for key, v in patterns if re.fullmatch(key, name)), None)
@@ -108,14 +113,12 @@ def _spec(
     return PartitionSpec(*entries), wrong
 
 
-def _by_names(
-    names: Sequence[Any], sizes: Mapping[str, int], rules: Rules
-) -> tuple[list[Any], list[str]]:
-    """The axes of dimensions by their names: for each its first rule whose axes are free."""
+def _by_names(names: Names, sizes: Mapping[str, int], rules: Rules) -> tuple[list[Axes], list[str]]:
+    """Returns the axes of dimensions by their names: of the first rule whose axes are free."""
     # A name without a rule may be that of an axis of the mesh (nn.with_partitioning).
     ruled = {name for name, _ in rules}
     itself = [n for n in names if n not in ruled and axes_of(n) and set(axes_of(n)) <= {*sizes}]
-    found: dict[int, Any] = {}
+    found: dict[int, Axes] = {}
     used: set[str] = set()
     for key, value in (*rules, *((name, name) for name in itself)):
         for i, name in enumerate(names):
@@ -133,16 +136,16 @@ def _by_names(
     return [found.get(i) for i in range(len(names))], wrong
 
 
-def _twice(entries: Iterable[Any]) -> list[str]:
+def _twice(entries: Iterable[Axes]) -> list[str]:
     axes = [axis for entry in entries for axis in axes_of(entry)]
     twice = sorted({axis for axis in axes if axes.count(axis) > 1})
     return [f"a rule splits two dimensions over {_quoted(twice)}"] if twice else []
 
 
 def _unknown_axes(
-    names: Mapping[str, Any], arrays: Mapping[str, PyTree], sizes: Mapping[str, int], rules: Rules
+    names: Mapping[str, Names], arrays: Mapping[str, PyTree], sizes: Mapping[str, int], rules: Rules
 ) -> Iterator[str]:
-    """Rules that name an axis which the mesh does not have, and the parameters they are for."""
+    """Lists rules with an axis that the mesh does not have, and the parameters they are for."""
     for key, value in rules:
         is_pattern = isinstance(value, PartitionSpec)
         wanted = {a for entry in (value if is_pattern else (value,)) for a in axes_of(entry)}
@@ -160,7 +163,7 @@ def _unknown_axes(
 
 
 def _spread(shape: tuple[int, ...], spec: PyTree, axis: str, size: int) -> PartitionSpec:
-    """The spec with the largest dimension that is whole and divides split over the axis."""
+    """Splits the largest dimension that is whole and divides over the axis."""
     entries = tuple(spec) + (None,) * (len(shape) - len(spec))
     if math.prod(shape) < SMALL or any(axis in axes_of(entry) for entry in entries):
         return PartitionSpec(*entries)
@@ -171,7 +174,7 @@ def _spread(shape: tuple[int, ...], spec: PyTree, axis: str, size: int) -> Parti
     return PartitionSpec(*(axis if i == chosen else entry for i, entry in enumerate(entries)))
 
 
-def _quoted(axes: Any) -> str:
+def _quoted(axes: Iterable[str]) -> str:
     return " and ".join(f"{axis!r}" for axis in axes)
 
 

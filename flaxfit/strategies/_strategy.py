@@ -1,21 +1,31 @@
 """Strategy: what the loop asks of the devices. It sees functions and pytrees, never tasks."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree._types import Device, Function, PyTree
 
 
 class Strategy(Protocol):
-    """Compiles pure functions and places what they are called with.
+    """Compiles pure functions and places their arguments.
 
     >>> from flaxfit.strategies import DataParallel
     >>> strategy: Strategy = DataParallel()
     """
 
     @property
-    def devices(self) -> Sequence[Any]:
+    def devices(self) -> Sequence[Device]:
         """The devices that it computes on."""
+        ...
+
+    @property
+    def n_devices(self) -> int:
+        """The number of parts that a batch is split into."""
+        ...
+
+    @property
+    def n_processes(self) -> int:
+        """The number of processes that train together on these devices."""
         ...
 
     @property
@@ -25,72 +35,63 @@ class Strategy(Protocol):
 
     @property
     def virtual_replicas(self) -> int | None:
-        """How many replicas the devices work at in turn, or None: each device is one replica."""
+        """The number of replicas that devices compute in turn; None: each device is a replica."""
         ...
 
     @property
-    def n_devices(self) -> int:
-        """The number of parts that a batch is split into."""
-        ...
-
-    @property
-    def shardings(self) -> Callable[[Any], Any] | None:
+    def shardings(self) -> Callable[[PyTree], PyTree] | None:
         """Maps an abstract state to the shardings to create its arrays in; None: anywhere."""
         ...
 
     def place(self, tree: PyTree) -> PyTree:
-        """Puts a tree of whole arrays onto the devices."""
+        """Puts a copy of a tree of whole arrays onto the devices."""
         ...
 
     def share(self, tree: PyTree) -> PyTree:
-        """As `place`, without a copy of arrays that are placed already."""
+        """As `place`, without a copy of arrays that are already placed."""
         ...
 
     def collect(self, tree: PyTree) -> PyTree:
-        """A copy of a placed tree as whole arrays, safe from later donation."""
-        ...
-
-    @property
-    def n_processes(self) -> int:
-        """How many processes train together over these devices."""
+        """Copies a placed tree as whole arrays, which outlive a donation of the tree."""
         ...
 
     def rows(self, n_examples: int) -> slice:
-        """Which rows of a batch of all processes, of a size that divides, this one's devices get.
+        """Returns the rows that this process computes, of a batch of all processes.
 
-        Where batches are not split over the processes, they are all of the rows.
+        The size of the batch divides by the devices. Where batches are not split over the
+        processes, these are all rows.
         """
         ...
 
     def split(self, batch: PyTree, n_stacked: int = 0) -> PyTree:
         """Splits the leaves `(n, ...)` of a batch over the devices.
 
-        Of several processes, each splits the `rows` that its devices get. With `n_stacked` the
-        leaves are `(n_stacked, n, ...)`: several batches, one per step.
+        Each of several processes splits its own `rows`. With `n_stacked` the leaves are
+        `(n_stacked, n, ...)`: several batches, one per step.
         """
         ...
 
     def join(self, outputs: PyTree) -> PyTree:
-        """Joins outputs computed from a split batch: NumPy leaves `(n, ...)`, in order.
+        """Joins outputs computed from a split batch into NumPy leaves `(n, ...)`, in order.
 
         Every process calls it, and gets the rows of all of them.
         """
         ...
 
     def narrow(self, n_examples: int) -> "Strategy":
-        """The same strategy on as many devices as divide `n_examples`."""
+        """Returns the strategy on as many devices as divide `n_examples`."""
         ...
 
     def bind(self, function: Function) -> Function:
-        """The function as it may be traced outside of `compile`, with what models refer to."""
+        """Makes a function traceable outside of `compile`, with the axes that models name."""
         ...
 
     def constrain(self, results: PyTree, state: PyTree) -> PyTree:
-        """Has results of a function that is traced come out as `place` would put them.
+        """Lays out the results of a traced function as `place` would.
 
         Args:
           results: a pytree that may hold states, and trees like the parameters of `state`.
-          state: the state that it is traced with.
+          state: the state that the function is traced with.
         """
         ...
 
@@ -99,10 +100,10 @@ class Strategy(Protocol):
     ) -> Function:
         """Compiles `function(state, ..., batch)` for these arguments; results are whole.
 
-        Where they go is the function's own affair, by `constrain`.
+        The function itself lays out its results, by `constrain`.
         """
         ...
 
     def compile_split(self, function: Function, arguments: tuple[PyTree, ...]) -> Function:
-        """Compiles `function(state, ..., batch)` whose results are split as the batch is."""
+        """Compiles `function(state, ..., batch)` whose results are split like the batch."""
         ...

@@ -15,6 +15,9 @@ Array: TypeAlias = jax.Array | np.ndarray
 ArrayLike: TypeAlias = Any
 """What `jnp.asarray` takes: an array, a number, or nested lists of numbers."""
 
+Device: TypeAlias = Any
+"""A device of JAX, which has no public class."""
+
 Json: TypeAlias = Any
 """A value that the `json` module writes and reads."""
 

@@ -1,24 +1,17 @@
-"""Which devices a strategy has, and which of them are those of this process."""
+"""The devices of a strategy, and which of them belong to this process."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any
 
 import jax
 
+from flaxfit.tree._types import Device
 
-def given_devices(devices: Any) -> tuple[Any, ...]:
-    """The devices that a strategy is given; all where it is given None.
 
-    >>> len(given_devices(jax.devices()[:2]))
-    2
-
-    Raises:
-      TypeError: they are no sequence of devices.
-      ValueError: there are none.
-    """
+def given_devices(devices: Iterable[Device] | None) -> tuple[Device, ...]:
+    """Checks the `devices` argument of a strategy; None: all devices, of all processes."""
     given = jax.devices() if devices is None else devices
-    is_sequence = hasattr(given, "__iter__") and not isinstance(given, str)
+    is_sequence = isinstance(given, Iterable) and not isinstance(given, str)
     found = tuple(given) if is_sequence else (given,)
     if not is_sequence or not all(hasattr(device, "process_index") for device in found):
         raise TypeError(
@@ -29,15 +22,8 @@ def given_devices(devices: Any) -> tuple[Any, ...]:
     return found
 
 
-def local_devices(devices: Sequence[Any]) -> tuple[Any, ...]:
-    """The devices of this process, checked to be as many, and as much in a row, as everyone's.
-
-    >>> len(local_devices(jax.devices()[:2]))
-    2
-
-    Raises:
-      ValueError: they are not.
-    """
+def local_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """Returns the devices of this process; checks that each process has as many, side by side."""
     owners = [device.process_index for device in devices]
     counts = [(owner, len([*group])) for owner, group in groupby(owners)]
     this = jax.process_index() if len({*owners}) > 1 else owners[0]

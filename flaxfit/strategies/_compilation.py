@@ -1,0 +1,71 @@
+"""Compiles programs ahead of their first call: the checks before, and what to clean up after."""
+
+import ctypes
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from flaxfit.tree._jax_debugging import check_jit
+from flaxfit.tree._types import ArrayLike, Function, PyTree
+
+
+def check_can_compile(arguments: tuple[PyTree, ...]) -> None:
+    """Checks that `jax.disable_jit` is off, and that programs can take these arguments."""
+    check_jit()
+    for leaf in jax.tree.leaves(arguments):
+        if _bits(leaf) < 8 and not _takes_sub_byte(leaf.dtype.name):
+            raise NotImplementedError(
+                f"JAX {jax.__version__} cannot call a compiled program with arrays of "
+                f"{leaf.dtype}, such as one of the shape {leaf.shape} in the state or the batch: "
+                "keep them as int8, or upgrade JAX."
+            )
+
+
+def compiled(lowered: jax.stages.Lowered, options: Mapping[str, str] | None = None) -> Function:
+    """Compiles a lowered program, then gives the compiler's memory back to the system."""
+    program = lowered.compile(compiler_options=None if options is None else dict(options))
+    give_back_free_memory()
+    return program
+
+
+def give_back_free_memory() -> None:
+    """Makes glibc return the free memory of its heap; does nothing with other C libraries.
+
+    The compiler takes 100 MB and more in small pieces. glibc keeps them when they are free, as long
+    as pieces between them are in use, and what training allocates comes on top. Giving them back
+    takes some milliseconds; of a large heap in many parts, a tenth of a second.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # TypeError on Windows.
+        return None
+    trim.argtypes = [ctypes.c_size_t]
+    return trim
+
+
+def _bits(leaf: ArrayLike) -> int:
+    dtype = jnp.result_type(leaf)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits
+    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 8
+
+
+@functools.cache
+def _takes_sub_byte(dtype: str) -> bool:
+    """Whether this version of JAX calls programs with arrays of less than a byte per element."""
+    # JAX compares the layout of an array that is committed to its device with that of the program.
+    array = jax.device_put(jnp.zeros(2, dtype), jax.local_devices()[0])
+    try:
+        jax.block_until_ready(jax.jit(lambda x: x).lower(array).compile()(array))
+    except Exception:
+        return False
+    return True
