@@ -74,7 +74,7 @@ def state_specs(
     return specs
 
 
-def axes_of(entry: Axes) -> tuple[str, ...]:
+def axes_of(entry: MeshAxes) -> tuple[str, ...]:
     """Returns the axes in an entry of a spec, or on the right side of a rule, as a tuple.
 
     >>> axes_of(None), axes_of("data"), axes_of(("data", "model"))
