@@ -2,48 +2,25 @@
 
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.data import ArrayStream
 from flaxfit.data._batch import Batch, n_examples, normalize
+from flaxfit.loop._assembly import Assembler, Loaded
 from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._cursor import Cursor
 from flaxfit.loop._local_rows import check_divided, knows_rows, local_examples, local_rows
-from flaxfit.loop._padding import Padder, Portion, holds_the_same, key_of, stack_batches
+from flaxfit.loop._padding import Padder, Portion
 from flaxfit.step._validate import shapes_of
 from flaxfit.strategies import Strategy
 from flaxfit.tree._types import PyTree
 
 Inspect = Callable[[Batch, Batch | None], str]
 """Validates the first batch, given all data if available; returns why padding is unsafe, or ""."""
-
-
-class Loaded(NamedTuple):
-    """One or several batches as the compiled update takes them, for each device its part."""
-
-    portion: Portion
-    """The first of them, before it was split."""
-    batch: Batch
-    n_steps: int
-    n_examples: int
-    """How many there are in all, without padding."""
-
-
-class _Known(NamedTuple):
-    """How items whose arrays are taken as they are become batches."""
-
-    portion: Portion
-    """That of the first such item."""
-    structure: PyTree
-    """Of the batch, whose leaves are the arrays of the item and `weights`."""
-    weights: list[Any]
-    """The weights of 1 on the devices, if batches have them."""
-    n_examples: int
 
 
 class DeviceLoader:
@@ -89,7 +66,7 @@ class DeviceLoader:
         """The data, where it lies on the devices: the update gathers its batches there."""
         self._resident_shapes = ""
         self._feed: Padder | None = None
-        self._known: dict[Hashable, _Known] = {}
+        self._assemble, self._assemble_given = Assembler(), Assembler()
 
     @property
     def has_inspected(self) -> bool:
@@ -98,7 +75,8 @@ class DeviceLoader:
 
     def forget(self) -> None:
         """Forgets the first batch: the next one is inspected instead."""
-        self._feed, self._known = None, {}
+        self._feed = None
+        self._assemble, self._assemble_given = Assembler(), Assembler()
 
     def first_batch(self) -> Any:
         """The next batch, which stays to be trained on.
@@ -114,40 +92,24 @@ class DeviceLoader:
     # The callback is not kept: it would keep its owner, and with it a state, from being freed.
 
     def load(self, items: Sequence[Any], inspect: Inspect) -> Loaded:
-        """The batches of fetched items, on the devices; of the first alone if programs differ."""
-        n, item = len(items), items[0]
-        key, leaves = key_of(item) if n == 1 else _key_of_several(items)
-        known = self._known.get(key)
-        if known is not None:
-            split, n_stacked = known.portion.strategy.split, n if n > 1 else 0
-            leaves = leaves if n == 1 else [_stacked(each) for each in leaves]
-            arrays = [split(leaf, n_stacked) for leaf in leaves]
-            batch = known.structure.unflatten(arrays + known.weights)
-            return Loaded(known.portion, batch, n, known.n_examples)
-        has_inspected = self.has_inspected
-        portions = [self.portion(each, inspect) for each in items]
-        if any(each.signature != portions[0].signature for each in portions):
-            return _loaded(portions[:1])
-        loaded = _loaded(portions)
-        if has_inspected and key is not None and _takes_arrays(item, portions[0]):
-            # The weights of 1 are the same in each step: they go to the devices once.
-            weights = [] if loaded.batch.weights is None else [_weights_of(portions)]
-            structure = jax.tree.structure(loaded.batch)
-            self._known[key] = _Known(portions[0], structure, weights, loaded.n_examples)
-        return loaded
+        """Returns the batches of fetched items; only the first if their programs differ."""
+        return self._assemble(items, lambda item: self.portion(item, inspect))
 
     def load_given(self, batch: PyTree, inspect: Inspect) -> Loaded:
         """A batch that is not the source's, on the devices."""
         if self._feed is None:
             fetched = self.cursor.peek() if self.cursor.has_data else []
             self._inspect_first(self.cursor.examples(fetched[0]) if fetched else batch, inspect)
-        batch = normalize(batch)
+        return self._assemble_given([batch], self._given_portion)
+
+    def _given_portion(self, item: PyTree) -> Portion:
+        batch = normalize(item)
         if _has_weights_by_output(batch) != _has_weights_by_output(self.shapes):
             raise ValueError(
                 "Cannot train on this batch: it has weights by output, and those before have not, "
                 "or the other way round. Give weights of 1 where there are none."
             )
-        return _loaded([self._given_feed(batch)])
+        return self._given_feed(batch)
 
     def example(self, n: int | None, inspect: Inspect) -> Batch:
         """A batch of `n` examples (None: of a regular batch's), or of the next multiple of `parts`.
@@ -248,42 +210,6 @@ class DeviceLoader:
         leaves, structure = jax.tree.flatten(self.resident)
         # As a text, since each step looks its program up by it and a text keeps its hash.
         self._resident_shapes = repr((structure, *((leaf.shape, leaf.dtype) for leaf in leaves)))
-
-
-def _key_of_several(items: Sequence[Any]) -> tuple[Hashable, list[Any]]:
-    """As `key_of`, with the arrays of all items together; None if they are not alike."""
-    keys, leaves = zip(*map(key_of, items), strict=True)
-    if keys[0] is None or keys.count(keys[0]) < len(keys):
-        return None, []
-    return (len(items), keys[0]), [*zip(*leaves, strict=True)]
-
-
-def _stacked(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """As `np.stack`, which takes twice as long for small arrays."""
-    return np.concatenate(arrays).reshape(len(arrays), *arrays[0].shape)
-
-
-def _takes_arrays(item: Any, portion: Portion) -> bool:
-    """Whether a batch holds the very arrays of its item, and no weights of the user's."""
-    has_weights = portion.is_weighted and not portion.data
-    return not has_weights and holds_the_same(item, portion.batch._replace(weights=None))
-
-
-def _weights_of(portions: Sequence[Portion]) -> Any:
-    """The weights of one or several batches, split and on the devices."""
-    split, given = portions[0].strategy.split, [each.batch.weights for each in portions]
-    n = len(given)
-    return split(jnp.asarray(given[0]), 0) if n == 1 else split(jnp.asarray(np.stack(given)), n)
-
-
-def _loaded(portions: Sequence[Portion]) -> Loaded:
-    """Splits a batch, or stacks and splits several that share a program."""
-    portion, n = portions[0], len(portions)
-    if n == 1:
-        return Loaded(portion, portion.strategy.split(portion.batch), 1, portion.n_examples)
-    batch = stack_batches([each.batch for each in portions])
-    n_examples = sum(each.n_examples for each in portions)
-    return Loaded(portion, portion.strategy.split(batch, n), n, n_examples)
 
 
 def _has_weights_by_output(batch: Batch | None) -> bool:

@@ -122,13 +122,13 @@ class EvalLoop:
             if feed is None:
                 feed, sums = self._look_at(batches.examples(item), state, batches, data)
                 totals = _metric_totals.zero_totals(sums)
-            portion = batches.portion(feed, item)
+            portion, batch, *_ = batches.load(item, feed)
             position = (np.uint32(n_batches),) if self.task.rngs else ()
             n_batches += 1
             if portion.strategy is not strategy:
                 strategy = portion.strategy
                 state, totals = strategy.share((state, totals))
-            arguments = (state, totals, *position, strategy.split(portion.batch))
+            arguments = (state, totals, *position, batch)
             key = (portion.signature, shapes)
             update = self._executables.get(key)
             if update is None:

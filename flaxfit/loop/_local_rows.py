@@ -10,6 +10,7 @@ from flaxfit.data._batch import Batch, n_examples, normalize
 from flaxfit.data._sample_weights import times
 from flaxfit.data._stream import is_shared
 from flaxfit.distributed._processes import process_count
+from flaxfit.loop._assembly import Assembler, Loaded
 from flaxfit.loop._padding import Padder, Portion, signature_of
 from flaxfit.strategies import Strategy
 from flaxfit.tree._types import PyTree
@@ -81,6 +82,7 @@ class LocalBatches:
         self._stream = stream
         self._strategy = strategy
         self._takes_rows = knows_rows(stream)
+        self._assemble = Assembler()
         self.is_own = strategy.n_processes > 1 and not self._takes_rows
         """Whether the stream gives this process its own share of each batch."""
         self.batch_size = 0 if self.is_own else getattr(stream, "batch_size", 0)
@@ -105,8 +107,11 @@ class LocalBatches:
         """All examples as one batch; None if the stream cannot give them."""
         return self._stream.whole() if hasattr(self._stream, "whole") else None
 
-    def portion(self, feed: Padder, item: Any) -> Portion:
-        """The batch of this process, ready for a compiled step."""
+    def load(self, item: PyTree, feed: Padder) -> Loaded:
+        """Returns the batch of an item, padded by `feed` and split over the devices."""
+        return self._assemble([item], lambda item: self._portion(item, feed))
+
+    def _portion(self, item: PyTree, feed: Padder) -> Portion:
         if not self._takes_rows:
             return feed(item)
         return local_examples(feed(Batch((item,))), self._stream.pick)

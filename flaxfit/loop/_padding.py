@@ -20,34 +20,23 @@ class Portion(NamedTuple):
     """The devices that it divides over: all of them, or fewer for a remainder."""
     batch: Batch
     is_weighted: bool
-    """Whether the weights are the user's, and so may all be zero."""
+    """Whether the weights are the user's, which may all be zero."""
     n_examples: int
-    """How many there are, without padding."""
+    """Their number without padding."""
     signature: Hashable
-    """The number of devices, the shapes and the dtypes: batches that share it share a program."""
-    data: tuple[Any, ...] = ()
+    """See `signature_of`: batches that share it share a program."""
+    data: tuple[PyTree, ...] = ()
     """The data on the devices that the step gathers the batch from; empty: it holds examples."""
-
-
-class _Known(NamedTuple):
-    """What becomes of items whose arrays are taken as they are."""
-
-    structure: PyTree
-    """Of the batch, whose leaves are these arrays and `weights`."""
-    weights: tuple[Any, ...]
-    """The weights of 1, if the batch has them."""
-    portion: Portion
-    """That of the first of them."""
 
 
 class Padder:
     """Pads batches, or finds the devices that they divide over.
 
-    The size of the first batch is the regular one. Where rows of weight 0 are harmless (`pad`),
-    every batch is brought to a multiple of the devices, and smaller ones to the regular size, so
-    that one program serves all. Elsewhere a smaller batch (the remainder of an epoch) runs at its
-    own size on as many devices as divide it, and a regular batch must divide. Where each device
-    works its share off in `parts`, that share is to divide by them, too.
+    The regular size is `size`, or that of the first batch. If rows of weight 0 are harmless
+    (`pad`), every batch is padded to a multiple of the devices, and smaller ones to the regular
+    size, so that one program serves all. Otherwise a smaller batch (the remainder of an epoch) runs
+    at its own size on as many devices as divide it, and a regular batch must divide. The share of a
+    device must also divide into `parts`.
     """
 
     def __init__(
@@ -64,16 +53,15 @@ class Padder:
         say: Callable[[str], None] = lambda text: None,
     ):
         self.strategy, self.pad, self._why_not, self._say = strategy, pad, why_not, say
-        # Whether batches may have different structures, each of which is a program of its own.
+        # Whether batches may have different structures, each with a program of its own.
         self._is_mixed = is_mixed
         self._structure: PyTree = None
         self._first = ""
         self._size = size
         self._parts = parts
-        # Whether all batches are of this size: with no weights of 1, programs have less to do.
+        # Whether all batches have this size: programs without weights of 1 have less to do.
         self._is_even = is_even
-        self._known: dict[Hashable, _Known] = {}
-        # Of several processes, each may bring batches of its own, for its own devices.
+        # Each of several processes may have batches of its own, for its own devices.
         n_devices = strategy.n_devices
         self._is_own = is_own and strategy.n_processes > 1
         self._n_devices = len(range(n_devices)[strategy.rows(n_devices)]) if is_own else n_devices
@@ -83,23 +71,8 @@ class Padder:
         self._ones: dict[int, np.ndarray] = {}
         self._announced = False
 
-    def __call__(self, item: Any) -> Portion:
-        """The next batch, in normal form and of a size that can be split."""
-        key, leaves = key_of(item)
-        known = self._known.get(key)
-        if known is not None:
-            batch = known.structure.unflatten([*leaves, *known.weights])
-            return known.portion._replace(batch=batch)
-        portion = self._look_at(item)
-        bare = portion.batch._replace(weights=None)
-        if key is None or portion.is_weighted or not holds_the_same(item, bare):
-            return portion
-        weights = () if portion.batch.weights is None else (portion.batch.weights,)
-        self._known[key] = _Known(jax.tree.structure(portion.batch), weights, portion)
-        return portion
-
-    def _look_at(self, item: Any) -> Portion:
-        """A batch of whatever form and size."""
+    def __call__(self, item: PyTree) -> Portion:
+        """Returns a batch in normal form, of a size that can be split."""
         given = batch = normalize(item)
         n = n_examples(batch)
         self._size = self._size or n
@@ -163,32 +136,8 @@ class Padder:
         )
 
 
-def key_of(item: Any) -> tuple[Hashable, list[Any]]:
-    """The structure, shapes and dtypes of an item of NumPy arrays, and these; None for others."""
-    if type(item) is np.ndarray:
-        return (item.shape, item.dtype), [item]
-    try:
-        leaves, structure = jax.tree.flatten(item)
-    except ValueError:  # Names of inputs that cannot be sorted.
-        return None, []
-    key = [structure]
-    for leaf in leaves:
-        if type(leaf) is not np.ndarray:
-            return None, []
-        key += leaf.shape, leaf.dtype
-    return tuple(key), leaves
-
-
-def holds_the_same(item: Any, batch: Batch) -> bool:
-    """Whether the batch holds the very arrays of the item, in their order."""
-    one, other = jax.tree.leaves(item), jax.tree.leaves(batch)
-    is_same = len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-    # Of an array that stands in two places nobody knows which of them it went to.
-    return is_same and len({id(each) for each in one}) == len(one)
-
-
 def signature_of(strategy: Strategy, batch: Batch, is_weighted: bool) -> Hashable:
-    """What decides on the program for a batch: the devices, the shapes and the dtypes."""
+    """Returns what determines the program of a batch: the devices, the shapes and the dtypes."""
     leaves, structure = jax.tree.flatten(batch)
     shapes = ((leaf.shape, leaf.dtype) for leaf in leaves)
     return (strategy.n_devices, is_weighted, structure, *shapes)
@@ -212,8 +161,3 @@ def pad_batch(batch: Batch, size: int) -> Batch:
 
     weights = jax.tree.map(zeros_after, batch.weights)
     return Batch(jax.tree.map(take, batch.inputs), jax.tree.map(take, batch.targets), weights)
-
-
-def stack_batches(batches: list[Batch]) -> Batch:
-    """Several batches of one shape as one, whose leaves carry the step as their first axis."""
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)

@@ -66,12 +66,12 @@ class Predictor:
 
         for n, item in enumerate(batches):
             position = (np.uint32(n),) if self._rngs else ()
-            portion = batches.portion(feed, item)
-            own, batch = portion.strategy, portion.batch._replace(targets=(), weights=None)
-            arguments = (state, *position, own.split(batch))
+            portion, batch, *_ = batches.load(item, feed)
+            own = portion.strategy
+            arguments = (state, *position, batch._replace(targets=(), weights=None))
             key = (own, portion.signature, shapes)
             if key not in self._executables:
-                self._executables[key] = self._compile(own, batch, arguments)
+                self._executables[key] = self._compile(own, portion.batch, arguments)
             in_flight.append((own, self._executables[key](*arguments), portion.n_examples))
             if len(in_flight) > _BATCHES_IN_FLIGHT:
                 fetch()

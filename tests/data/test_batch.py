@@ -1,7 +1,6 @@
 """Every form of a batch that a stream may yield, and the forms that it may not."""
 
 import collections
-from collections import OrderedDict
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +8,6 @@ import numpy as np
 import pytest
 
 from flaxfit.data._batch import Batch, call, n_examples, normalize, parts_of
-from flaxfit.loop._padding import Padder
-from flaxfit.strategies import DataParallel
 
 X, Y, W = np.zeros((4, 3), np.float32), np.zeros(4, np.int32), np.ones(4, np.float32)
 
@@ -121,36 +118,6 @@ def test_an_integer_that_does_not_fit_is_refused():
     assert normalize((X, Y.astype(np.int64) - 2**31)).targets[0].dtype == np.int32
     with pytest.raises(ValueError, match="from 4294967296 to 4294967296, which do not fit int32"):
         normalize((X, Y.astype(np.int64) + 2**32))
-
-
-def test_batches_like_those_before_are_taken_as_they_are_and_others_looked_at_again():
-    x, y = np.ones((4, 2), np.float32), np.zeros(4, np.float32)
-    feed = Padder(DataParallel(jax.devices()[:1]), pad=True)
-    first = feed((x, y))
-    again = feed((x + 1, y))
-    assert again.signature == first.signature and again.n_examples == 4
-    np.testing.assert_array_equal(again.batch.inputs[0], x + 1)
-    np.testing.assert_array_equal(again.batch.weights, np.ones(4))
-    assert feed((x.astype(float), y)).batch.inputs[0].dtype == np.float32
-    assert feed([x, y]).signature == feed({"y": y, "x": x}).signature == first.signature
-    assert feed((x, y, np.full(4, 0.5))).is_weighted and not feed((x, y)).is_weighted
-    np.testing.assert_array_equal(feed((x[:3], y[:3])).batch.weights, [1, 1, 1, 0])
-    with pytest.raises(ValueError, match="different numbers of examples"):
-        feed((x, y[:3]))
-    with pytest.raises(ValueError, match="another structure than the first"):
-        feed((x, (y, y)))
-
-
-def test_parts_by_name_stay_apart_though_the_first_batch_has_one_array_for_all():
-    feed, x, other = Padder(DataParallel(jax.devices()[:1]), pad=True), X, X + 1
-    for targets in (x, other, other):
-        batch = feed(OrderedDict(y=targets, x=x)).batch
-        assert batch.inputs[0] is x and batch.targets[0] is targets
-
-
-def test_names_that_cannot_be_sorted_are_answered_as_names():
-    feed = Padder(DataParallel(jax.devices()[:1]), pad=True)
-    assert feed({1: X, "b": X}).batch.inputs.keys() == {"1", "b"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,128 @@
+"""Assembler: stacks and splits batches over the devices, and remembers how by their shapes."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit.data._batch import Batch
+from flaxfit.loop._padding import Portion
+from flaxfit.tree._types import Array, PyTree
+
+
+class Loaded(NamedTuple):
+    """One or several batches as the compiled update takes them, split over the devices."""
+
+    portion: Portion
+    """The first of them, before it was split."""
+    batch: Batch
+    n_steps: int
+    n_examples: int
+    """The number of examples in all, without padding."""
+
+
+class _Known(NamedTuple):
+    """How items of the same shapes become batches, if these hold the very arrays of the items."""
+
+    portion: Portion
+    """That of the first of them."""
+    structure: PyTree
+    """That of the batch, whose leaves are the arrays of the item and `weights`."""
+    weights: list[Array]
+    """The weights of 1 on the devices, if batches have them."""
+    n_examples: int
+
+
+class Assembler:
+    """Assembles batches from fetched items.
+
+    Items of NumPy arrays of known structure, shapes and dtypes are neither normalized nor padded
+    again, which would take as long as dispatching a small step.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _Known] = {}
+
+    def __call__(self, items: Sequence[PyTree], portion: Callable[[PyTree], Portion]) -> Loaded:
+        """Returns the batches of items; only the first if their programs differ.
+
+        `portion` brings one item to a size that can be split.
+        """
+        n, item = len(items), items[0]
+        key, leaves = _key_of(item) if n == 1 else _key_of_several(items)
+        known = self._known.get(key)
+        if known is not None:
+            split, n_stacked = known.portion.strategy.split, n if n > 1 else 0
+            leaves = leaves if n == 1 else [_stacked(each) for each in leaves]
+            arrays = [split(leaf, n_stacked) for leaf in leaves]
+            batch = known.structure.unflatten(arrays + known.weights)
+            return Loaded(known.portion, batch, n, known.n_examples)
+        portions = [portion(each) for each in items]
+        if any(each.signature != portions[0].signature for each in portions):
+            return _loaded(portions[:1])
+        loaded = _loaded(portions)
+        if key is not None and _takes_arrays(item, portions[0]):
+            # The weights of 1 are the same in each step: they go to the devices once.
+            weights = [] if loaded.batch.weights is None else [_weights_of(portions)]
+            structure = jax.tree.structure(loaded.batch)
+            self._known[key] = _Known(portions[0], structure, weights, loaded.n_examples)
+        return loaded
+
+
+def _loaded(portions: Sequence[Portion]) -> Loaded:
+    """Splits a batch, or stacks and splits several that share a program."""
+    portion, n = portions[0], len(portions)
+    if n == 1:
+        return Loaded(portion, portion.strategy.split(portion.batch), 1, portion.n_examples)
+    batch = jax.tree.map(lambda *leaves: np.stack(leaves), *(each.batch for each in portions))
+    n_examples = sum(each.n_examples for each in portions)
+    return Loaded(portion, portion.strategy.split(batch, n), n, n_examples)
+
+
+def _key_of(item: PyTree) -> tuple[Hashable, list[PyTree]]:
+    """Returns the structure, shapes and dtypes of NumPy arrays, and these; None for other items."""
+    if type(item) is np.ndarray:
+        return (item.shape, item.dtype), [item]
+    try:
+        leaves, structure = jax.tree.flatten(item)
+    except ValueError:  # Names of inputs that cannot be sorted.
+        return None, []
+    key = [structure]
+    for leaf in leaves:
+        if type(leaf) is not np.ndarray:
+            return None, []
+        key += leaf.shape, leaf.dtype
+    return tuple(key), leaves
+
+
+def _key_of_several(items: Sequence[PyTree]) -> tuple[Hashable, list[PyTree]]:
+    """As `_key_of`, with the arrays of all items together; None if they are not alike."""
+    keys, leaves = zip(*map(_key_of, items), strict=True)
+    if keys[0] is None or keys.count(keys[0]) < len(keys):
+        return None, []
+    return (len(items), keys[0]), [*zip(*leaves, strict=True)]
+
+
+def _stacked(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """As `np.stack`, which takes twice as long for small arrays."""
+    return np.concatenate(arrays).reshape(len(arrays), *arrays[0].shape)
+
+
+def _takes_arrays(item: PyTree, portion: Portion) -> bool:
+    """Whether a batch holds the very arrays of its item, in order, and no weights of the user's."""
+    if portion.is_weighted and not portion.data:
+        return False
+    given = jax.tree.leaves(item)
+    taken = jax.tree.leaves(portion.batch._replace(weights=None))
+    is_same = len(given) == len(taken) and all(a is b for a, b in zip(given, taken, strict=True))
+    # It is unknown to which of two places an array went that stands in both.
+    return is_same and len({id(each) for each in given}) == len(given)
+
+
+def _weights_of(portions: Sequence[Portion]) -> Array:
+    """Returns the weights of one or several batches, split and on the devices."""
+    split, given = portions[0].strategy.split, [each.batch.weights for each in portions]
+    n = len(given)
+    return split(jnp.asarray(given[0]), 0) if n == 1 else split(jnp.asarray(np.stack(given)), n)
