@@ -1,4 +1,4 @@
-"""The compilation cache: programs compiled once are read from a folder by later processes."""
+"""The compilation cache: a folder of compiled programs that later processes read."""
 
 import os
 import tempfile
@@ -10,10 +10,7 @@ from flaxfit.tree._checks import local_path
 
 
 def use_compilation_cache(folder: str | os.PathLike[str]) -> None:
-    """Keeps every program that this process compiles from now on in a folder, or reads it there.
-
-    It sets JAX's own cache, for whatever else compiles in this process too; the programs of a
-    small model are kept like those of a large one.
+    """Sets the folder of JAX's own cache, for all programs of this process, small ones too.
 
     Raises:
       ValueError: nothing can be written to the folder, or it is a URL.
@@ -37,5 +34,5 @@ def use_compilation_cache(folder: str | os.PathLike[str]) -> None:
         return
     for name, value in settings.items():
         jax.config.update(name, value)
-    # JAX looks at the folder once only, when it first compiles.
+    # JAX reads the folder once only, when it first compiles.
     compilation_cache.reset_cache()

@@ -2,7 +2,6 @@
 
 import zlib
 from collections.abc import Hashable, Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +22,6 @@ class Consistency:
 
     On the devices they would wait forever, or add up arrays that do not belong together. A step
     whose program is known exchanges nothing, and neither does a single process.
-
-    >>> from flaxfit import DataParallel
-    >>> Consistency(DataParallel()).checkpoint(1)
     """
 
     def __init__(self, strategy: Strategy):
@@ -64,10 +60,10 @@ class Consistency:
         """Returns whether one of the processes has ended the run."""
         return any(exchange("whether to stop", wanted)) if self.is_needed else wanted
 
-    def end(self, what: str, n: int, in_flight: Iterable[Any]) -> None:
+    def end(self, what: str, n: int, in_flight: Iterable[PyTree]) -> None:
         """Checks that all are at the end of their data."""
         if self.is_needed:
-            jax.block_until_ready([*in_flight])  # So far, then, the others have come, too.
+            jax.block_until_ready([*in_flight])  # The others have then come this far, too.
             self._say(f"the end of the {what} data after {n:,}")
 
     def _say(self, what: str, is_slow: bool = False) -> None:

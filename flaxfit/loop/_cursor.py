@@ -5,24 +5,14 @@ from typing import Any
 from flaxfit.data import ArrayStream, as_stream
 from flaxfit.data._batch import detached
 from flaxfit.loop._local_rows import knows_rows
-from flaxfit.tree._types import Data, Json
+from flaxfit.tree._types import Data, Json, PyTree
 
 
 class Cursor:
     """Fetches batches, and knows the position behind the last one that was trained on.
 
-    A fetched batch stays until `stepped` commits it, so a failure in between loses none.
-
-    >>> import numpy as np
-    >>> cursor = Cursor(np.arange(4))
-    >>> cursor.peek()[0].shape, cursor.is_between_batches
-    ((4,), False)
-    >>> cursor.stepped(1)
-    >>> cursor.is_between_batches
-    True
-
-    Args:
-      data: whatever `as_stream` takes, or None for no data.
+    A fetched item stays until `stepped` commits it, so a failure in between loses none. `data` is
+    what `as_stream` takes, or None.
     """
 
     def __init__(self, data: Data):
@@ -36,7 +26,7 @@ class Cursor:
         """Whether there are no more batches."""
         self.is_resumed = False
         """Whether it was moved to the position of a checkpoint."""
-        self.fetched: list[tuple[Any, Any]] = []
+        self._fetched: list[tuple[PyTree, Json]] = []
         """Items that were not trained on yet, each with the position after it."""
         self._position: Json = None
         self._has_run_out = False
@@ -46,78 +36,56 @@ class Cursor:
         """Moves to the position of a checkpoint, if it has one and the stream can."""
         if position is not None and hasattr(self.stream, "set_state"):
             self.stream.set_state(position)
-            self.fetched.clear()
+            self._fetched.clear()
             self.ended, self.is_resumed, self._has_run_out = False, True, False
 
-    def fetch_one(self, *, is_ahead: bool = False) -> Any:
-        """Fetches the item behind those that were fetched.
+    def fetch(self, n: int) -> list[PyTree]:
+        """Returns the next `n` items, fewer at the end of the data."""
+        return self._fetch(n, is_ahead=n > 1)
 
-        Args:
-          is_ahead: whether it may not be trained on at once; only then its position is read.
+    def peek(self) -> list[PyTree]:
+        """Returns the next item, which stays to be trained on; none at the end of the data."""
+        if not self._fetched:
+            self._position = self.stream_position()
+        return self._fetch(1, is_ahead=True)
 
-        Raises:
-          StopIteration: there is none.
-        """
-        if self._has_run_out:
-            raise StopIteration
-        try:
-            item = self.stream.next_rows() if self.takes_rows else next(self.stream)
-        except StopIteration:
-            self._has_run_out = True
-            raise
-        self.fetched.append((item, self.stream_position() if is_ahead else None))
-        return item
+    def stepped(self, n: int) -> None:
+        """Commits the first `n` fetched items: they were trained on."""
+        self._position = self._fetched[n - 1][1]
+        del self._fetched[:n]
 
-    def fetch(self, n: int, *, is_ahead: bool = False) -> list[Any]:
-        """The next `n` items, fewer at the end of the data.
+    @property
+    def is_between_batches(self) -> bool:
+        """Whether no fetched item waits to be trained on."""
+        return not self._fetched
 
-        Raises:
-          ValueError: there never was any data.
-        """
+    def position(self) -> Json:
+        """Returns the position behind the last item that was trained on; None if unknown."""
+        return self._position if self._fetched else self.stream_position()
+
+    def stream_position(self) -> Json:
+        """Returns the position behind the last item that was fetched; None if unknown."""
+        return self.stream.get_state() if hasattr(self.stream, "get_state") else None
+
+    def examples(self, item: PyTree) -> PyTree:
+        """Returns the batch of a fetched item."""
+        return self.stream.pick(item) if self.takes_rows else item
+
+    def _fetch(self, n: int, *, is_ahead: bool) -> list[PyTree]:
+        """Reads positions only if `is_ahead`: the items may not be trained on at once."""
         if not self.has_data:
             raise ValueError(
                 "The task has no data: give TrainTask(data=...), or train on batches of your own, "
                 "TrainLoop(..., input_sample=x) and loop.next_step(batch)."
             )
-        if n == 1 and not self.fetched:
+        while len(self._fetched) < n and not self._has_run_out:
+            if self._fetched and not (self.takes_rows or isinstance(self.stream, ArrayStream)):
+                item, position = self._fetched[-1]
+                self._fetched[-1] = detached(item), position
             try:
-                return [self.fetch_one(is_ahead=is_ahead)]
+                item = self.stream.next_rows() if self.takes_rows else next(self.stream)
             except StopIteration:
-                return []
-        while len(self.fetched) < n:
-            if self.fetched and not (self.takes_rows or isinstance(self.stream, ArrayStream)):
-                item, position = self.fetched[-1]
-                self.fetched[-1] = detached(item), position
-            try:
-                self.fetch_one(is_ahead=is_ahead or n > 1)
-            except StopIteration:
+                self._has_run_out = True
                 break
-        return [item for item, _ in self.fetched[:n]]
-
-    def peek(self) -> list[Any]:
-        """The next item, which stays to be trained on; none at the end of the data."""
-        if not self.fetched:
-            self._position = self.stream_position()
-        return self.fetch(1, is_ahead=True)
-
-    def stepped(self, n: int) -> None:
-        """Commits the first `n` fetched items: they were trained on."""
-        self._position = self.fetched[n - 1][1]
-        del self.fetched[:n]
-
-    @property
-    def is_between_batches(self) -> bool:
-        """Whether no fetched item waits to be trained on."""
-        return not self.fetched
-
-    def position(self) -> Json:
-        """The position behind the last item that was trained on; None if it is unknown."""
-        return self._position if self.fetched else self.stream_position()
-
-    def stream_position(self) -> Json:
-        """The position behind the last item that was fetched; None if it is unknown."""
-        return self.stream.get_state() if hasattr(self.stream, "get_state") else None
-
-    def examples(self, item: Any) -> Any:
-        """The batch of a fetched item."""
-        return self.stream.pick(item) if self.takes_rows else item
+            self._fetched.append((item, self.stream_position() if is_ahead else None))
+        return [item for item, _ in self._fetched[:n]]

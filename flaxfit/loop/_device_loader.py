@@ -1,9 +1,9 @@
-"""DeviceLoader: the batches of a stream in the form that compiled steps take, on the devices."""
+"""DeviceLoader: brings the batches of a stream onto the devices, as compiled steps take them."""
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -27,14 +27,8 @@ class DeviceLoader:
     """Pads, stacks and splits the batches of a stream, and batches that are given instead.
 
     The first batch is inspected, which decides how all are padded or split. Resident data is placed
-    on the devices then.
-
-    Args:
-      strategy: the devices to split batches over.
-      consistency: of the processes of the run.
-      say: prints a notice for the user.
-      parts: the number of microbatches on each device.
-      is_mixed: whether batches may differ in structure.
+    on the devices then. A device computes its share of a batch in `parts`. Batches may differ in
+    structure if `is_mixed`.
     """
 
     def __init__(
@@ -49,24 +43,23 @@ class DeviceLoader:
         self.shapes: Batch | None = None
         """Shapes and dtypes of the latest first batch; None before there is one."""
         self.seconds = 0.0
-        """How long inspections of first batches took."""
+        """The duration of inspections of first batches."""
         self.is_inspecting = False
-        """Whether an inspection is under way, which may take long."""
+        """Whether an inspection is running, which may take long."""
         self._strategy, self._consistency, self._say = strategy, consistency, say
         self._parts, self._is_mixed = parts, is_mixed
 
     def take_from(self, cursor: Cursor) -> None:
-        """Goes on with another cursor."""
+        """Continues with another cursor."""
         if cursor.has_data:
             check_divided(cursor.stream, self._strategy)
         self.cursor = cursor
         self.batch_size = 0
-        """Examples in a regular batch, once that is known."""
+        """The number of examples in a regular batch; 0 if it is not known yet."""
         self.resident: Batch | None = None
-        """The data, where it lies on the devices: the update gathers its batches there."""
+        """The data on the devices, if the update gathers its batches there."""
         self._resident_shapes = ""
-        self._feed: Padder | None = None
-        self._assemble, self._assemble_given = Assembler(), Assembler()
+        self.forget()
 
     @property
     def has_inspected(self) -> bool:
@@ -74,29 +67,25 @@ class DeviceLoader:
         return self._feed is not None
 
     def forget(self) -> None:
-        """Forgets the first batch: the next one is inspected instead."""
-        self._feed = None
+        """Forgets the first batch; the next one is inspected."""
+        self._feed: Padder | None = None
         self._assemble, self._assemble_given = Assembler(), Assembler()
 
-    def first_batch(self) -> Any:
-        """The next batch, which stays to be trained on.
-
-        Raises:
-          ValueError: there is none.
-        """
+    def first_batch(self) -> PyTree:
+        """Returns the next batch, which stays to be trained on; raises if there is none."""
         fetched = self.cursor.peek()
         if not fetched:
             raise ValueError("The data holds no batches: there is nothing to train on.")
         return self.cursor.examples(fetched[0])
 
-    # The callback is not kept: it would keep its owner, and with it a state, from being freed.
+    # `inspect` is not kept: it would keep its owner, and with it a state, from being freed.
 
-    def load(self, items: Sequence[Any], inspect: Inspect) -> Loaded:
+    def load(self, items: Sequence[PyTree], inspect: Inspect) -> Loaded:
         """Returns the batches of fetched items; only the first if their programs differ."""
         return self._assemble(items, lambda item: self.portion(item, inspect))
 
     def load_given(self, batch: PyTree, inspect: Inspect) -> Loaded:
-        """A batch that is not the source's, on the devices."""
+        """Returns a batch that is not of the stream, on the devices."""
         if self._feed is None:
             fetched = self.cursor.peek() if self.cursor.has_data else []
             self._inspect_first(self.cursor.examples(fetched[0]) if fetched else batch, inspect)
@@ -112,9 +101,9 @@ class DeviceLoader:
         return self._given_feed(batch)
 
     def example(self, n: int | None, inspect: Inspect) -> Batch:
-        """A batch of `n` examples (None: of a regular batch's), or of the next multiple of `parts`.
+        """Returns a batch of zeros of `n` examples, or of the next multiple of `parts`.
 
-        All are zeros, whose memory is taken only where it is written to.
+        None stands for the regular size. The memory of zeros is allocated only when written to.
         """
         if self._feed is None:
             self.first_batch()
@@ -124,7 +113,7 @@ class DeviceLoader:
         return jax.tree.map(lambda x: np.zeros((size, *x.shape[1:]), x.dtype), self.shapes)
 
     def as_regular(self, batch: Batch) -> Portion:
-        """A batch, ready for the update, as if all were of its size."""
+        """Prepares a batch for the update as if it had the regular size."""
         feed = Padder(
             self._strategy,
             pad=self._feed is not None and self._feed.pad,
@@ -134,8 +123,8 @@ class DeviceLoader:
         )
         return feed(batch)
 
-    def portion(self, item: Any, inspect: Inspect) -> Portion:
-        """The batch of a fetched item, of a size that can be split."""
+    def portion(self, item: PyTree, inspect: Inspect) -> Portion:
+        """Returns the batch of a fetched item, of a size that can be split."""
         feed = self._feed or self._inspect_first(self.cursor.examples(item), inspect)
         if not self.cursor.takes_rows:
             return feed(item)
@@ -149,7 +138,7 @@ class DeviceLoader:
         # On fewer devices than hold the data.
         return self._remainder_feed(self.cursor.examples(item))
 
-    def _inspect_first(self, item: Any, inspect: Inspect) -> Padder:
+    def _inspect_first(self, item: PyTree, inspect: Inspect) -> Padder:
         """Inspects the first batch, timed."""
         began, self.is_inspecting = time.perf_counter(), True
         try:
@@ -159,8 +148,8 @@ class DeviceLoader:
         self.seconds += time.perf_counter() - began
         return feed
 
-    def _feed_for(self, item: Any, inspect: Inspect) -> Padder:
-        """The padder for batches like this first one."""
+    def _feed_for(self, item: PyTree, inspect: Inspect) -> Padder:
+        """Makes the padder for batches like this first one."""
         batch = normalize(item)
         self.shapes = shapes_of(batch)
         cursor, stream = self.cursor, self.cursor.stream
@@ -176,39 +165,25 @@ class DeviceLoader:
         if not is_own:
             size = max(size, getattr(stream, "batch_size", 0))
         n = self.batch_size = self.batch_size or size
-        options: dict[str, Any] = {
-            "why_not": why_not,
-            "parts": self._parts,
-            "is_mixed": self._is_mixed,
-        }
-        self._remainder_feed = Padder(self._strategy, pad=False, size=n, **options)
-        # Given batches may have any size: they are padded no further than to divide, or narrowed.
-        self._given_feed = Padder(
-            self._strategy,
-            pad=not why_not,
-            size=sys.maxsize if why_not else 1,
-            is_own=self._strategy.n_processes > 1,
-            **options,
+        make = functools.partial(
+            Padder, self._strategy, why_not=why_not, parts=self._parts, is_mixed=self._is_mixed
         )
-        # Where no batch can be another than the first one, all do without weights of 1. A class of
-        # the user's own may make of the arrays what it likes.
+        self._remainder_feed = make(pad=False, size=n)
+        # Given batches may have any size: they are padded no further than to divide, or narrowed.
+        given_size = sys.maxsize if why_not else 1
+        is_divided = self._strategy.n_processes > 1
+        self._given_feed = make(pad=not why_not, size=given_size, is_own=is_divided)
+        # If no batch can differ from the first one, all do without weights of 1. A subclass of the
+        # user's own may change the arrays.
         is_plain = type(stream) is ArrayStream
         is_even = is_plain and stream.is_even and n == stream.batch_size
-        return Padder(
-            self._strategy,
-            pad=not why_not,
-            size=n,
-            is_own=is_own,
-            is_even=is_even,
-            say=self._say,
-            **options,
-        )
+        return make(pad=not why_not, size=n, is_own=is_own, is_even=is_even, say=self._say)
 
     def _place(self, data: Batch | None) -> None:
-        """Places the data that batches are to be gathered from on the devices."""
+        """Places the data that batches are gathered from on the devices."""
         self.resident = None if data is None else self._strategy.place(data)
         leaves, structure = jax.tree.flatten(self.resident)
-        # As a text, since each step looks its program up by it and a text keeps its hash.
+        # A text, as a key of programs, since a text keeps its hash.
         self._resident_shapes = repr((structure, *((leaf.shape, leaf.dtype) for leaf in leaves)))
 
 

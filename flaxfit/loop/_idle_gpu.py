@@ -1,4 +1,4 @@
-"""A warning, once in a process, where JAX computes on the CPU beside a GPU that it could use."""
+"""A warning, once in a process, if JAX computes on the CPU beside a GPU that it could use."""
 
 import functools
 import os
@@ -11,9 +11,9 @@ import jax
 
 @functools.cache
 def warn_of_idle_gpu() -> None:
-    """Warns where an NVIDIA GPU is in sight and JAX has only found the CPU.
+    """Warns if the machine has an NVIDIA GPU and JAX has only found the CPU.
 
-    Not where that was asked for, by `JAX_PLATFORMS=cpu` or an empty `CUDA_VISIBLE_DEVICES`.
+    Not if that was asked for, by `JAX_PLATFORMS=cpu` or an empty `CUDA_VISIBLE_DEVICES`.
     """
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     is_chosen = bool(getattr(jax.config, "jax_platforms", None))

@@ -3,35 +3,38 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Self
+from typing import Self
+
+Handler = Callable[[int, FrameType | None], object]
 
 
 class Interrupts:
-    """Defers the first SIGINT that arrives while it holds them; a second one is passed on at once.
+    """Defers the first SIGINT that arrives while they are held; a second one is passed on at once.
 
-    Only the main thread's handler is replaced, only in a `with` over this, and only if it is a
-    Python function (so that `SIG_IGN` and foreign handlers stay in force).
+    The handler is replaced within a `with` over this, in the main thread only, and only if it is a
+    Python function, so that `SIG_IGN` and foreign handlers stay in force.
     """
 
     def __init__(self) -> None:
-        self._handler: Any = None
-        self._replaced: list[Any] = []
+        self._handler: Handler = signal.default_int_handler
+        self._replaced: list[Handler | None] = []
         self.is_held = False
         """Whether interrupts are deferred; set directly by an inner loop, which then releases."""
         self.is_pending = False
         """Whether a deferred interrupt has arrived."""
 
     def __enter__(self) -> Self:
-        # Not by a generator, which takes longer, as each checkpoint has its span.
+        # Not a generator, which takes longer: each checkpoint enters it.
         present = signal.getsignal(signal.SIGINT)
         is_main = threading.current_thread() is threading.main_thread()
-        is_replaced = is_main and callable(present) and present != self._on_signal
-        self._replaced.append(present if is_replaced else None)
+        handler = present if is_main and callable(present) else None
+        handler = None if handler == self._on_signal else handler
+        self._replaced.append(handler)
         try:
-            if is_replaced:
-                self._handler = present
+            if handler is not None:
+                self._handler = handler
                 signal.signal(signal.SIGINT, self._on_signal)
             return self
         except BaseException:  # An interrupt that came just now.

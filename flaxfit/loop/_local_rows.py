@@ -1,7 +1,7 @@
 """The rows of each batch that belong to this process."""
 
+import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,27 +13,19 @@ from flaxfit.distributed._processes import process_count
 from flaxfit.loop._assembly import Assembler, Loaded
 from flaxfit.loop._padding import Padder, Portion, signature_of
 from flaxfit.strategies import Strategy
-from flaxfit.tree._types import PyTree
+from flaxfit.tree._types import Data, PyTree
 
 
-def knows_rows(stream: Any) -> bool:
-    """Whether several processes divide each batch of a stream by the numbers of its rows.
+def knows_rows(stream: Data) -> bool:
+    """Whether several processes divide each batch of a stream by row numbers, as of `ArrayStream`.
 
-    They do with `ArrayStream`. Other streams give each process its own share of each batch.
-
-    >>> from flaxfit import ArrayStream
-    >>> knows_rows(ArrayStream(np.zeros(8)))
-    False
+    Other streams give each process its own share of each batch.
     """
     return process_count() > 1 and hasattr(stream, "next_rows")
 
 
-def check_divided(stream: Any, strategy: Strategy) -> None:
-    """Checks that a stream does not give all processes of a strategy the same rows.
-
-    Raises:
-      ValueError: it may.
-    """
+def check_divided(stream: Data, strategy: Strategy) -> None:
+    """Raises if a stream may give all processes of a strategy the same rows."""
     if strategy.n_processes > 1 and is_shared(stream):
         name = getattr(stream, "name", type(stream).__name__)
         raise ValueError(
@@ -47,7 +39,7 @@ def check_divided(stream: Any, strategy: Strategy) -> None:
 
 
 def local_rows(portion: Portion) -> Portion:
-    """The rows of a padded portion that go to the devices of this process."""
+    """Returns the rows of a padded portion that belong to the devices of this process."""
     if portion.strategy.n_processes == 1:
         return portion
     rows = portion.strategy.rows(n_examples(portion.batch))
@@ -56,8 +48,8 @@ def local_rows(portion: Portion) -> Portion:
     return portion._replace(batch=batch, signature=signature)
 
 
-def local_examples(portion: Portion, pick: Callable[[Any], Any]) -> Portion:
-    """The examples of this process, from a portion that holds the row numbers of all."""
+def local_examples(portion: Portion, pick: Callable[[PyTree], PyTree]) -> Portion:
+    """Returns the examples of this process, from a portion with the row numbers of all."""
     own = local_rows(portion)
     (rows,) = own.batch.inputs
     batch = normalize(pick(rows))
@@ -69,15 +61,9 @@ def local_examples(portion: Portion, pick: Callable[[Any], Any]) -> Portion:
 
 
 class LocalBatches:
-    """The share of this process in each batch of one pass over a stream.
+    """The share of this process in each batch of one pass over a stream, for evaluation."""
 
-    >>> from flaxfit import ArrayStream, DataParallel
-    >>> batches = LocalBatches(ArrayStream(np.zeros(8), batch_size=4, epochs=1), DataParallel())
-    >>> [batches.examples(item).inputs[0].shape for item in batches]
-    [(4,), (4,)]
-    """
-
-    def __init__(self, stream: Any, strategy: Strategy):
+    def __init__(self, stream: Data, strategy: Strategy):
         check_divided(stream, strategy)
         self._stream = stream
         self._strategy = strategy
@@ -88,23 +74,21 @@ class LocalBatches:
         self.batch_size = 0 if self.is_own else getattr(stream, "batch_size", 0)
         """The size of a regular batch; 0 if it is not known."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[PyTree]:
+        """Iterates over items: batches, or the row numbers of batches."""
         if not self._takes_rows:
             yield from self._stream
             return
-        while True:
-            try:
-                rows = self._stream.next_rows()
-            except StopIteration:
-                return
-            yield rows
+        with contextlib.suppress(StopIteration):
+            while True:
+                yield self._stream.next_rows()
 
-    def examples(self, item: Any) -> Batch:
-        """The batch; of all processes, if they divide it by row numbers."""
+    def examples(self, item: PyTree) -> Batch:
+        """Returns the batch of an item; that of all processes, if they divide it."""
         return normalize(self._stream.pick(item) if self._takes_rows else item)
 
     def whole(self) -> PyTree:
-        """All examples as one batch; None if the stream cannot give them."""
+        """Returns all examples as one batch, or None if the stream cannot."""
         return self._stream.whole() if hasattr(self._stream, "whole") else None
 
     def load(self, item: PyTree, feed: Padder) -> Loaded:
@@ -116,8 +100,8 @@ class LocalBatches:
             return feed(item)
         return local_examples(feed(Batch((item,))), self._stream.pick)
 
-    def without_padding(self, outputs: PyTree, n: int) -> Any:
-        """The joined outputs without padding: `n` rows, or `n` of each process if `is_own`."""
+    def without_padding(self, outputs: PyTree, n: int) -> PyTree:
+        """Returns `n` rows of the joined outputs, or `n` of each process if `is_own`."""
         if not self.is_own:
             return jax.tree.map(lambda rows: rows[:n], outputs)
         n_devices = self._strategy.n_devices

@@ -1,7 +1,7 @@
 """Padder: brings the batches of a stream into the few shapes that a step is compiled for."""
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 from flaxfit.data._batch import Batch, describe, n_examples, normalize
 from flaxfit.data._sample_weights import OTHER_OUTPUTS
 from flaxfit.strategies import Strategy
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import Array, ArrayLike, PyTree
 
 
 class Portion(NamedTuple):
@@ -94,7 +94,7 @@ class Padder:
         signature = signature_of(strategy, batch, has_weights)
         return Portion(strategy, batch, has_weights, n, signature)
 
-    def _weights(self, n: int, weights: PyTree) -> Any:
+    def _weights(self, n: int, weights: PyTree) -> PyTree:
         if weights is None or isinstance(weights, Mapping):
             ones = self._ones.setdefault(n, np.ones(n, np.float32))
             return ones if weights is None else {OTHER_OUTPUTS: ones, **weights}
@@ -151,7 +151,7 @@ def pad_batch(batch: Batch, size: int) -> Batch:
     n = n_examples(batch)
     rows = np.concatenate([np.arange(n), np.zeros(size - n, np.int32)])
 
-    def take(x: ArrayLike) -> Any:
+    def take(x: ArrayLike) -> Array:
         return jnp.take(x, rows, axis=0) if isinstance(x, jax.Array) else x[rows]
 
     def zeros_after(weights: ArrayLike) -> np.ndarray:

@@ -56,8 +56,6 @@ def test_an_iterator_comes_to_its_end_and_what_was_fetched_stays():
     cursor = Cursor(iter([np.zeros(2)]))
     (item,) = cursor.peek()
     assert not cursor.takes_rows
-    with pytest.raises(StopIteration):
-        cursor.fetch_one()
     np.testing.assert_array_equal(cursor.fetch(2), [item])
 
 
