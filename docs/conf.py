@@ -92,7 +92,9 @@ def entry(module_name: str, name: str) -> str:
         same = f":py:obj:`{ff.__name__}.{name}`"
         return f".. py:{kind}:: {module_name}.{name}\n\n   The same as {same}.\n"
     if inspect.isclass(value):
-        return f".. autoclass:: {module_name}.{name}\n   :members:\n"
+        has_base = any(base.__module__.startswith(ff.__name__) for base in value.__mro__[1:])
+        inherited = "   :inherited-members:\n" if has_base else ""
+        return f".. autoclass:: {module_name}.{name}\n   :members:\n{inherited}"
     if inspect.isroutine(value):
         return f".. autofunction:: {module_name}.{name}\n"
     if written := docstring_below(module_name, name):

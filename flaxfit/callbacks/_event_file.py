@@ -1,21 +1,23 @@
-"""EventFile: TensorBoard's file of events, one per folder, that a later run goes on with."""
+"""EventFile: the file of events of a folder of TensorBoard, to which a later run appends."""
 
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, TypeAlias
+
+Summary: TypeAlias = Any
+"""A message of tensorboardX: a scalar, a histogram, an image or a text by its name."""
 
 
 class EventFile:
-    """Appends summaries to the events of a folder.
+    """Appends summaries to the newest file of events of a folder, or makes one.
 
-    A record is its length, a checksum of that, the data, a checksum of these.
+    A record is its length, a checksum of that, the data, and a checksum of these.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Opens the newest file of the folder behind its last whole record, or makes one."""
         from tensorboardX.proto import event_pb2
         from tensorboardX.record_writer import masked_crc32c
 
@@ -28,36 +30,33 @@ class EventFile:
             # A record that a killed process left unfinished would hide all that follow.
             os.truncate(found[-1], _end_of_records(found[-1], masked_crc32c))
         path = found[-1] if found else folder / f"events.out.tfevents.{int(time.time())}.flaxfit"
-        self._file: BinaryIO = path.open("ab")
+        self._file = path.open("ab")
         if self._file.tell() == 0:
-            self._write(self._proto.Event(file_version="brain.Event:2"))
+            self._write(file_version="brain.Event:2")
 
     def restart(self, step: int) -> None:
-        """Says that what the file holds of this step and later ones is void."""
-        self._write(
-            self._proto.Event(step=step, session_log=self._proto.SessionLog(status="START"))
-        )
+        """Declares void what the file holds of this step and later ones."""
+        self._write(step=step, session_log=self._proto.SessionLog(status="START"))
 
-    def add(self, step: int, *summaries: Any) -> None:
-        """Writes summaries of a step, to the disk."""
+    def add(self, step: int, summaries: Iterable[Summary]) -> None:
+        """Writes summaries of a step, and flushes them."""
         for summary in summaries:
-            self._write(self._proto.Event(step=step, summary=summary))
+            self._write(step=step, summary=summary)
         self._file.flush()
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
 
-    def _write(self, event: Any) -> None:
-        event.wall_time = time.time()
-        data = event.SerializeToString()
+    def _write(self, **fields: object) -> None:
+        data = self._proto.Event(wall_time=time.time(), **fields).SerializeToString()
         length = struct.pack("<Q", len(data))
         checksums = [struct.pack("<I", self._checksum(part)) for part in (length, data)]
         self._file.write(length + checksums[0] + data + checksums[1])
 
 
 def _end_of_records(path: Path, checksum: Callable[[bytes], int]) -> int:
-    """Where the last whole record of a file ends."""
+    """The position after the last whole record of a file."""
     size, end = path.stat().st_size, 0
     with path.open("rb") as file:
         while len(head := file.read(12)) == 12:

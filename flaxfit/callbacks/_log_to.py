@@ -1,13 +1,15 @@
-"""LogTo: hands the metrics of every checkpoint to a logger, whose failures never stop training."""
+"""LogTo: passes the metrics of each checkpoint to a logger, whose failures never stop training."""
 
+import importlib
 from collections.abc import Mapping
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Protocol
 
 import jax
 
 from flaxfit.display import say
 from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree._types import Function
 
 
 class Logger(Protocol):
@@ -23,20 +25,20 @@ class Logger(Protocol):
     3 {'loss': 0.5}
     """
 
-    def log(self, step: int, values: Mapping[str, float], /) -> Any:
+    def log(self, step: int, values: Mapping[str, float], /) -> object:
         """Takes the numbers of a step."""
         ...
 
-    def close(self) -> Any:
-        """Finishes what was begun; a later `log` may come when training goes on."""
+    def close(self) -> object:
+        """Finishes what was begun; `log` may be called again when training continues."""
         ...
 
 
 class LogTo:
-    """Hands the step and the metrics of every checkpoint to a logger.
+    """Passes the step and the metrics of each checkpoint to a logger.
 
     An exception in the logger does not stop training: the first one is reported, and the next
-    checkpoint is handed to it again. With several processes only the first one logs.
+    checkpoint is passed on again. With several processes only the first one logs.
 
     >>> class Keep(list):
     ...     def log(self, step, values):
@@ -52,10 +54,8 @@ class LogTo:
     """
 
     borrows = True
-    """It only reads what a checkpoint holds."""
 
     def __init__(self, logger: Logger) -> None:
-        """Names the logger."""
         missing = [name for name in ("log", "close") if not hasattr(logger, name)]
         if missing:
             raise TypeError(
@@ -66,7 +66,7 @@ class LogTo:
         self._attempt = Attempt(type(logger).__name__)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint; its numbers are logged."""
+        """Logs the numbers of a checkpoint."""
         self._attempt(self._logger.log, checkpoint.step, checkpoint.scalars)
         return checkpoint
 
@@ -76,9 +76,9 @@ class LogTo:
 
 
 class Attempt:
-    """Calls what may fail without harm to training, and reports the first failure.
+    """Calls functions whose failure must not stop training, and reports the first failure.
 
-    In the first process only; the others do nothing.
+    Only the first process calls them.
     """
 
     def __init__(self, owner: str, failures: type[Exception] = Exception) -> None:
@@ -86,8 +86,7 @@ class Attempt:
         self._failures = failures
         self._has_failed = False
 
-    def __call__(self, function: Function, *arguments: PyTree) -> None:
-        """Calls the function with the arguments."""
+    def __call__(self, function: Function, *arguments: object) -> None:
         if jax.process_index():
             return
         try:
@@ -99,3 +98,11 @@ class Attempt:
                     f"{self._owner} failed, training goes on without it (reported once): "
                     f"{type(error).__name__}: {error}"
                 )
+
+
+def required(owner: str, package: str, extra: str) -> ModuleType:
+    """Imports a package that an extra of flaxfit installs."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ImportError(f'{owner} needs {package}: pip install "flaxfit[{extra}]"') from error

@@ -2,25 +2,24 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.callbacks._event_file import EventFile
-from flaxfit.callbacks._log_to import Attempt
+from flaxfit.callbacks._event_file import EventFile, Summary
+from flaxfit.callbacks._log_to import Attempt, required
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._checks import local_path
 from flaxfit.tree._paths import flat
-from flaxfit.tree._types import PyTree
+from flaxfit.tree._types import ArrayLike, PyTree
 
 
 class TensorBoardLogger:
-    """Writes the metrics of every checkpoint for TensorBoard: `tensorboard --logdir folder`.
+    """Writes the metrics of each checkpoint for TensorBoard: `tensorboard --logdir folder`.
 
-    There is one file of events per folder, also when a run is resumed: it goes on in the same
-    file, and what that holds of later steps than the one resumed from is void for TensorBoard.
-    Give each run a folder of its own. Failures to write never stop training.
+    There is one file of events per folder. A resumed run appends to it, and TensorBoard drops
+    what the file holds of later steps than the one resumed from. Give each run a folder of its
+    own. Failures to write never stop training.
 
     >>> import tensorboardX  # It is written with this package.
     >>> import tempfile
@@ -29,57 +28,47 @@ class TensorBoardLogger:
     >>> log.log_text("note", "began")
     >>> log.close()
 
+    Args:
+      folder: the folder of this run; made at the first checkpoint.
+      histograms: whether to write histograms of the parameters, and of the gradients if
+        checkpoints hold them (`TrainLoop(keep_grads=True)`).
+      hparams: the settings of the run, for the table of hyperparameters.
+
     Raises:
       ImportError: tensorboardX is not installed.
     """
 
     borrows = True
-    """It only reads what a checkpoint holds."""
 
     def __init__(
         self,
         folder: str | os.PathLike[str],
         *,
         histograms: bool = False,
-        hparams: Mapping[str, Any] | None = None,
+        hparams: Mapping[str, object] | None = None,
     ) -> None:
-        """Describes what to write.
-
-        Args:
-          folder: of this run; made at the first checkpoint.
-          histograms: whether to write histograms of the parameters, and of the gradients where
-            checkpoints hold them (`TrainLoop(keep_grads=True)`).
-          hparams: what the run was given, for the table of hyperparameters.
-        """
         self._folder = local_path(folder)
-        try:
-            from tensorboardX import summary
-        except ImportError as error:
-            raise ImportError(
-                'TensorBoardLogger needs tensorboardX: pip install "flaxfit[tensorboard]"'
-            ) from error
-        self._make: Any = summary
+        self._make = required("TensorBoardLogger", "tensorboardX", "tensorboard").summary
         self._histograms = histograms
         self._hparams = dict(hparams or {})
         self._attempt = Attempt("TensorBoardLogger")
-        self._file: Any = None
+        self._file: EventFile | None = None
         self._step = 0
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint; it is written."""
+        """Writes the numbers of a checkpoint."""
         self._attempt(self._write, checkpoint)
         return checkpoint
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Writes numbers of a step."""
-        made = [self._make.scalar(name, float(value)) for name, value in values.items()]
-        self._attempt(self._add, step, made)
+        self._attempt(self._add, step, self._scalars(values))
 
-    def log_image(self, name: str, image: Any, *, step: int | None = None) -> None:
+    def log_image(self, name: str, image: ArrayLike, *, step: int | None = None) -> None:
         """Writes an image.
 
         Args:
-          name: what to show it under.
+          name: the name to show it under.
           image: an array `(height, width)` or `(height, width, channels)`; floats from 0 to 1, or
             uint8.
           step: None: that of the latest checkpoint.
@@ -107,19 +96,23 @@ class TensorBoardLogger:
         if (is_first and not file.is_new) or step <= self._step:
             file.restart(step)
         self._step = step
-        made = [self._make.scalar(name, float(v)) for name, v in checkpoint.scalars.items()]
+        made = self._scalars(checkpoint.scalars)
         if self._histograms:
             made += self._histograms_of("params", checkpoint.state and checkpoint.state.params)
             made += self._histograms_of("grads", checkpoint.last_grads)
         if is_first and self._hparams:
-            known = {k: v if _is_plain(v) else str(v) for k, v in self._hparams.items()}
+            plain = bool | int | float | str
+            known = {k: v if isinstance(v, plain) else str(v) for k, v in self._hparams.items()}
             made += self._make.hparams(known, dict.fromkeys(checkpoint.scalars))
         self._add(step, made)
 
-    def _histograms_of(self, kind: str, tree: PyTree) -> list[Any]:
+    def _scalars(self, values: Mapping[str, float]) -> list[Summary]:
+        return [self._make.scalar(name, float(value)) for name, value in values.items()]
+
+    def _histograms_of(self, kind: str, tree: PyTree | None) -> list[Summary]:
         made = []
         for path, leaf in ({} if tree is None else flat(tree)).items():
-            # Parts of an array that other processes hold cannot be read here.
+            # Other processes hold parts of it.
             if not getattr(leaf, "is_fully_addressable", True):
                 continue
             values = np.asarray(jnp.asarray(leaf, jnp.float32)).ravel()
@@ -128,14 +121,10 @@ class TensorBoardLogger:
                 made.append(self._make.histogram(f"{kind}/{path}", values, bins=64))
         return made
 
-    def _add(self, step: int, made: list[Any]) -> None:
-        self._opened().add(step, *made)
+    def _add(self, step: int, made: list[Summary]) -> None:
+        self._opened().add(step, made)
 
-    def _opened(self) -> Any:
+    def _opened(self) -> EventFile:
         if self._file is None:
             self._file = EventFile(self._folder)
         return self._file
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, bool | int | float | str)

@@ -1,0 +1,63 @@
+"""TrackedRun: a run of a tracking service, from its first numbers to the end of training."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from flaxfit.callbacks._log_to import Attempt
+from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._types import Json
+
+Run: TypeAlias = Any
+"""A run, or a client, of the library of a service."""
+
+
+class TrackedRun(ABC):
+    """Base of the loggers of tracking services: opens a run, sends numbers, and ends it."""
+
+    borrows = True
+
+    def __init__(self, run_id: str | None) -> None:
+        self._attempt = Attempt(type(self).__name__)
+        self._may_begin = True
+        self._run: Run = None
+        self.run_id = run_id
+        """The id by which the service knows the run."""
+
+    @abstractmethod
+    def _begin(self) -> Run:
+        """Opens the run, or the one whose id is known already."""
+
+    @abstractmethod
+    def _send(self, run: Run, step: int, values: Mapping[str, float]) -> None: ...
+
+    @abstractmethod
+    def _end(self, run: Run) -> None: ...
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Logs the numbers of a checkpoint."""
+        self._attempt(self.log, checkpoint.step, checkpoint.scalars)
+        return checkpoint
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Logs numbers of a step."""
+        if self._run is None and self._may_begin:
+            # Not tried again at each checkpoint, as it may wait for an answer for minutes.
+            self._may_begin = False
+            self._run = self._begin()
+        if self._run is not None:
+            self._send(self._run, step, values)
+
+    def close(self) -> None:
+        """Ends the run; a later checkpoint continues it."""
+        if self._run is not None:
+            run, self._run, self._may_begin = self._run, None, True
+            self._attempt(self._end, run)
+
+    def get_state(self) -> dict[str, Json]:
+        """Returns what a resumed run needs, as plain JSON."""
+        return {"run_id": self.run_id}
+
+    def set_state(self, state: Mapping[str, Json]) -> None:
+        """Restores what `get_state` returned."""
+        self.run_id = state["run_id"]
