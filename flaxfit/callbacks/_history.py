@@ -36,7 +36,6 @@ class History(Mapping[str, list[float]]):
     """
 
     borrows = True
-    """It only reads what a checkpoint holds."""
 
     def __init__(self, name: str = "", *, unit: str = "checkpoint", facts: str = "") -> None:
         """Makes an empty history.
@@ -171,7 +170,7 @@ class History(Mapping[str, list[float]]):
         }
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Puts back what `get_state` gave."""
+        """Restores what `get_state` returned."""
         self.steps = [int(step) for step in state["steps"]]
         self._values = {
             name: [float(value) for value in values] for name, values in state["values"].items()

@@ -26,7 +26,6 @@ class MemoryReport:
     """
 
     borrows = True
-    """It only reads what a checkpoint holds."""
 
     adds: ClassVar[dict[str, str | None]] = dict.fromkeys(
         ("host_memory_gb", "device_memory_gb", "device_memory_peak_gb"), "min"

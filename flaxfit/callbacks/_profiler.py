@@ -29,7 +29,6 @@ class Profiler:
     """
 
     borrows = True
-    """It only reads what a checkpoint holds."""
 
     def __init__(self, folder: str | os.PathLike[str], first: int = 10, last: int = 14) -> None:
         if not 1 <= first <= last:
@@ -47,7 +46,7 @@ class Profiler:
         self._watch(loop.step)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint, as it is."""
+        """Returns the checkpoint unchanged."""
         return checkpoint
 
     def close(self) -> None:

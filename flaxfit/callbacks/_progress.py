@@ -1,4 +1,4 @@
-"""ProgressBar: a live bar on a terminal or in a notebook, a line per checkpoint elsewhere."""
+"""ProgressBar: a live bar on a terminal or in a notebook, and a line for each checkpoint."""
 
 import math
 import time
@@ -6,39 +6,47 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from flaxfit import display
-from flaxfit.callbacks._bar import Bar, CellBar, to_rewrite
+from flaxfit.callbacks._bar import Bar, CellBar
 from flaxfit.callbacks._callback import Loop
 from flaxfit.metrics._monitor import Monitor, check_mode, default_monitor
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._types import Json
 
 _SECONDS_BETWEEN_REFRESHES = 0.5
-# Steps of less than so many seconds would notice a look at the clock at each of them.
-_SHORT_STEP = 5e-4
-_STEPS_BETWEEN_LOOKS = 8
-_ENOUGH_STEPS = 64
-# So wide is a bar at least, where there are metrics to be left out for it.
+# Metrics are left out where they would make the bar shorter than this.
 _LEAST_BAR = 4
-# Steps are int32: a span of this many ends with the data, wherever that is.
+# Steps are int32: a span of this many ends with the data.
 ENDLESS = 2**31 - 1
 
 
 class ProgressBar:
-    """Shows how training goes: a line for every checkpoint, and a live bar below them.
+    """Shows the progress of training: a line for each checkpoint, and a live bar below them.
 
-    The bar shows the running metrics, the speed and the time that is left, compilation not
-    counted. It is drawn, and the metrics are read from the device, at most every 0.5 seconds.
-    Where nothing can be redrawn (a log file, a pipe) there are only the lines.
+    The bar shows the running metrics, the speed and the time left, without compilation. It is
+    drawn, and the metrics are read from the device, at most every 0.5 seconds. Where nothing can
+    be redrawn (a log file, a pipe) only the lines are written.
 
     >>> import sys
     >>> bar = ProgressBar(unit="epoch", total=10, file=sys.stdout)
     >>> metrics = {"loss": 1.7632, "val_accuracy": 0.8611}
     >>> checkpoint = bar(Checkpoint(step=44, state=None, metrics=metrics, elapsed_time=0.1))
     Epoch  1/10  0.1s  loss 1.7632  val_accuracy 0.8611 *
+
+    Args:
+      unit: "step" shows the step of the loop; any other word ("epoch") counts checkpoints,
+        and the bar starts again after each.
+      total: the number of units; None: the loop's `n_steps` for steps.
+      start: the number of units done before (a resumed run).
+      monitor: the metric whose best values are marked "*"; None: the first validation
+        metric, if there is one.
+      mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the
+        losses of Optax; other metrics need "min" or "max".
+      live: whether to draw a bar; None: on a terminal or in a notebook.
+      file: a text stream; None: standard error, in a notebook the cell's output.
+      clock: gives the time in seconds.
     """
 
     borrows = True
-    """It only reads what a checkpoint holds."""
 
     def __init__(
         self,
@@ -52,23 +60,8 @@ class ProgressBar:
         file: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Describes what to show.
-
-        Args:
-          unit: "step" shows the step of the loop; any other word ("epoch") counts checkpoints,
-            and the bar starts again after each.
-          total: how many units there will be; None: the loop's `n_steps` for steps.
-          start: how many units were done before (a resumed run).
-          monitor: the metric whose best values are marked "*"; None: the first validation
-            metric, if there is one.
-          mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the
-            losses of Optax; other metrics need "min" or "max".
-          live: whether to draw a bar; None: on a terminal or in a notebook.
-          file: a text stream; None: standard error, in a notebook the cell's output.
-          clock: gives the time in seconds.
-        """
-        self._unit, self._total, self._start = unit, total, start
         check_mode(mode)
+        self._unit, self._total, self._start = unit, total, start
         self._mode = mode
         self._given = None if monitor is None else Monitor(monitor, mode, "ProgressBar")
         self._live, self._file, self._clock = live, file, clock
@@ -86,16 +79,14 @@ class ProgressBar:
         self._not_finite_since: int | None = None
         self._began: float | None = None
         self._previous: tuple[int, float] | None = None
+        """The step and the time of the last dispatch since a checkpoint."""
         self._n_timed, self._seconds = 0, 0.0
-        self._n_to_skip = 0
         now = self._clock()
         self._next_refresh = now + _SECONDS_BETWEEN_REFRESHES
         self._next_arrangement = now
-        self._width: int | None = None
-        """How long lines may be on a terminal."""
 
     def attach(self, loop: Loop) -> None:
-        """Starts afresh for a loop."""
+        """Resets the display for a loop."""
         self._loop = loop
         self._reset(loop.step)
         if self._given is not None:
@@ -105,7 +96,7 @@ class ProgressBar:
 
     @property
     def _n_units(self) -> int | None:
-        """How many there will be; read each time, as the end of the loop may be moved."""
+        """The number of units; not stored, because the end of the loop may change."""
         if self._total is None and self._unit == "step" and self._loop is not None:
             return self._loop.n_steps
         return self._total
@@ -115,21 +106,12 @@ class ProgressBar:
         return display.output() if self._file is None else self._file
 
     def _watch(self, step: int) -> None:
-        if self._n_to_skip:
-            self._n_to_skip -= 1
-            return
         # Time runs from one step to the next: the first of a span comes after compilation,
         # or after evaluation, and only starts the clock.
         now = self._clock()
         if self._previous is not None:
-            n, seconds = step - self._previous[0], now - self._previous[1]
-            self._n_timed += n
-            self._seconds += seconds
-            # Steps that wait for the device seem to be short: so many do not wait.
-            is_known = self._n_timed >= _ENOUGH_STEPS
-            is_short = is_known and self._seconds < self._n_timed * _SHORT_STEP
-            is_short &= seconds < n * _SHORT_STEP
-            self._n_to_skip = _STEPS_BETWEEN_LOOKS - 1 if is_short else 0
+            self._n_timed += step - self._previous[0]
+            self._seconds += now - self._previous[1]
         self._previous = step, now
         if now >= self._next_refresh and self._loop is not None:
             self._draw(step, self._loop.running_metrics())
@@ -151,7 +133,7 @@ class ProgressBar:
         self._bar.refresh()
 
     def _arrange(self, bar: Bar, step: int, metrics: Mapping[str, float]) -> None:
-        """Puts what is to be shown into the bar, without drawing it."""
+        """Changes the contents of the bar without drawing it."""
         label, n, total = self._span(step)
         speed = self._n_timed / self._seconds if self._seconds else None
         room = display.columns(self._stream) - len(label) - _LEAST_BAR - 4
@@ -162,7 +144,7 @@ class ProgressBar:
         bar.arrange(bar_format, n if total is None else min(n, total), total)
 
     def _span(self, step: int) -> tuple[str, int, int | None]:
-        """What the bar runs over, where in it the step is, and how long it is."""
+        """The label of the bar, the position of the step in it, and its length."""
         if self._unit == "step" or self._loop is None:
             return "Step", step, self._n_units
         label = display.label(self._unit, self._n + 1, self._n_units)
@@ -176,9 +158,9 @@ class ProgressBar:
         now, metrics = self._clock(), checkpoint.scalars
         if self._began is None:
             self._began = now - checkpoint.elapsed_time - checkpoint.compile_time
-        # Without its arrays, which would be copied for it.
+        # Without its arrays, which it borrows.
         self._last = checkpoint.replace(state=None, last_grads=None)
-        self._previous, self._n_to_skip = None, 0
+        self._previous = None
         self._n = checkpoint.step if self._unit == "step" else self._n + 1
         self._bar_start = checkpoint.step
         is_finite = math.isfinite(metrics.get("loss", 0.0))
@@ -186,21 +168,19 @@ class ProgressBar:
         is_best = self._is_best(checkpoint)
         if checkpoint.stop or self._n == self._n_units:
             self._close_bar()
-        stream = self._stream
-        if now >= self._next_arrangement:
-            # Below lines that come faster it shows what it did a moment ago.
-            self._width = display.columns(stream) if stream.isatty() else None
-            if self._bar is not None:
-                self._arrange(self._bar, checkpoint.step, {})
+        if self._bar is not None and now >= self._next_arrangement:
+            # The bar is formatted less often than lines may be written.
+            self._arrange(self._bar, checkpoint.step, {})
             self._next_arrangement = now + _SECONDS_BETWEEN_REFRESHES
+        stream = self._stream
         line = display.checkpoint_line(
             display.label(self._unit, self._n, self._n_units),
             checkpoint.elapsed_time,
             metrics,
             is_best=is_best,
-            width=self._width or display.WIDTH,
+            width=display.columns(stream) if stream.isatty() else display.WIDTH,
         )
-        display.write(line, stream, width=self._width, rewrite=to_rewrite(self._bar, stream))
+        display.write(line, stream)
         return checkpoint
 
     def _is_best(self, checkpoint: Checkpoint) -> bool:
@@ -216,12 +196,12 @@ class ProgressBar:
         return True
 
     def get_state(self) -> dict[str, Json]:
-        """What a resumed run needs, as plain JSON."""
+        """Returns what a resumed run needs, as plain JSON."""
         name = None if self._monitor is None else self._monitor.name
         return {"monitor": name, "best": self._best}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Puts back what `get_state` gave, unless it is of another metric; after `attach`."""
+        """Restores what `get_state` returned, if it is of the same metric; after `attach`."""
         if state["best"] is None or (self._given and self._given.name != state["monitor"]):
             return
         self._monitor = self._given or Monitor(state["monitor"], self._mode, "ProgressBar")
@@ -233,7 +213,7 @@ class ProgressBar:
             self._bar = None
 
     def close(self) -> None:
-        """Takes the bar away and writes how training ended."""
+        """Removes the bar and writes a line about how training ended."""
         self._close_bar()
         if self._last is None or self._began is None:
             return

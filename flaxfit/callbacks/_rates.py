@@ -23,7 +23,6 @@ class LearningRateScheduler:
     """
 
     borrows = True
-    """It only reads what a checkpoint holds."""
 
     def __init__(
         self, schedule: Callable[[int, float], float], *, group: str | int | None = None
@@ -75,11 +74,11 @@ class LearningRateScheduler:
         self._undo = None
 
     def get_state(self) -> dict[str, Json]:
-        """What a resumed run needs, as plain JSON; the rate itself is in the optimizer's state."""
+        """Returns what a resumed run needs, as plain JSON; the rate itself is in the optimizer's state."""
         return {"is_due": self._is_due}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Puts back what `get_state` gave; call it after `attach`."""
+        """Restores what `get_state` returned; call it after `attach`."""
         self._is_due, self._n_set = state["is_due"], self._loop.revision[1]
 
     def _start(self, step: int) -> None:
@@ -118,7 +117,6 @@ class ReduceLROnPlateau:
     """
 
     borrows = True
-    """It only reads what a checkpoint holds."""
 
     def __init__(
         self,
@@ -194,11 +192,11 @@ class ReduceLROnPlateau:
                 )
 
     def get_state(self) -> dict[str, Json]:
-        """What a resumed run needs, as plain JSON; the rate itself is in the optimizer's state."""
+        """Returns what a resumed run needs, as plain JSON; the rate itself is in the optimizer's state."""
         return {"best": self._best, "n_waited": self._n_waited, "n_cooling": self._n_cooling}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Puts back what `get_state` gave; call it after `attach`."""
+        """Restores what `get_state` returned; call it after `attach`."""
         self._best, self._n_waited = state["best"], state["n_waited"]
         self._n_cooling = state["n_cooling"]
         self._monitor.was_seen |= self._best is not None

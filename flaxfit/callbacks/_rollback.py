@@ -47,7 +47,6 @@ class Rollback:
     """
 
     borrows = True
-    """It only reads what a checkpoint holds."""
 
     def __init__(self, monitor: str = "loss", *, n_times: int = 3) -> None:
         if n_times < 1:
@@ -119,7 +118,7 @@ class Rollback:
         return state | {name: getattr(self._good, name) for name in _FIELDS}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Puts back what `get_state` gave; call it after `attach`."""
+        """Restores what `get_state` returned; call it after `attach`."""
         self.n_rollbacks = int(state["n_rollbacks"])
         fields = {name: state[name] for name in _FIELDS if name in state}
         if self._loop is not None and fields:

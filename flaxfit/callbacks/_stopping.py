@@ -35,7 +35,6 @@ class EarlyStopping:
     """
 
     borrows = True
-    """It only reads what a checkpoint holds."""
 
     def __init__(
         self,
@@ -142,7 +141,7 @@ class EarlyStopping:
         }
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Puts back what `get_state` gave; call it after `attach`."""
+        """Restores what `get_state` returned; call it after `attach`."""
         self._reset()
         self.best_value = state["best_value"]
         self.best_step = state["best_step"]
@@ -165,7 +164,6 @@ class StopOnNaN:
     """
 
     borrows = True
-    """It only reads what a checkpoint holds."""
 
     def __init__(self) -> None:
         self._last: Checkpoint | None = None

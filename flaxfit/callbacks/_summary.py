@@ -21,7 +21,6 @@ class SummaryLogger:
     """
 
     borrows = True
-    """It only reads what a checkpoint holds."""
 
     def __init__(self, *, file: TextIO | None = None) -> None:
         """Says where to print.

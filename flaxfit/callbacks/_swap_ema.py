@@ -30,7 +30,6 @@ class SwapEMA:
     """
 
     borrows = True
-    """It only reads what a checkpoint holds."""
 
     def __init__(self) -> None:
         self._loop: Any = None
@@ -50,16 +49,16 @@ class SwapEMA:
         self._loop, self._is_due = loop, False
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint, as it is."""
+        """Returns the checkpoint unchanged."""
         self._is_due = True
         return checkpoint
 
     def get_state(self) -> dict[str, Json]:
-        """What a resumed run needs, as plain JSON."""
+        """Returns what a resumed run needs, as plain JSON."""
         return {"is_due": self._is_due}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Puts back what `get_state` gave; call it after `attach`."""
+        """Restores what `get_state` returned; call it after `attach`."""
         self._is_due = state["is_due"]
 
     def close(self) -> None:

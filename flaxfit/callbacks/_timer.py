@@ -24,7 +24,6 @@ class Timer:
     """
 
     borrows = True
-    """It only reads what a checkpoint holds."""
 
     def __init__(
         self,
@@ -57,11 +56,11 @@ class Timer:
         return checkpoint.replace(stop=True) if self._is_over(checkpoint.step) else checkpoint
 
     def get_state(self) -> dict[str, Json]:
-        """What a resumed run needs, as plain JSON."""
+        """Returns what a resumed run needs, as plain JSON."""
         return self._used_at(self._loop.step if self._loop is not None else self._first_step)
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Puts back what `get_state` gave; call it after `attach`."""
+        """Restores what `get_state` returned; call it after `attach`."""
         self._used = dict(state)
 
     def _watch(self, step: int) -> None:

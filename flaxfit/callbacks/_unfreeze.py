@@ -26,7 +26,6 @@ class Unfreeze:
     """
 
     borrows = True
-    """It only reads what a checkpoint holds."""
 
     def __init__(self, schedule: Mapping[int, str | Sequence[str]]) -> None:
         if not schedule or min(schedule) < 1:
@@ -64,7 +63,7 @@ class Unfreeze:
         return checkpoint
 
     def get_state(self) -> dict[str, Json]:
-        """What a resumed run needs, as plain JSON."""
+        """Returns what a resumed run needs, as plain JSON."""
         return {"n_seen": self._n_seen}
 
     def set_state(self, state: Mapping[str, Json]) -> None:

@@ -33,7 +33,6 @@ class Watchdog:
     """
 
     borrows = True
-    """It only reads what a checkpoint holds."""
 
     def __init__(self, seconds: float, *, slow_seconds: float | None = None) -> None:
         if seconds <= 0 or (slow_seconds is not None and slow_seconds <= 0):

@@ -52,34 +52,18 @@ def printable(text: str, file: TextIO) -> str:
     return text.encode(encoding, "replace").decode(encoding)
 
 
-def write(
-    text: str,
-    file: TextIO | None = None,
-    end: str = "\n",
-    *,
-    width: int | None = None,
-    rewrite: tuple[str, str] | None = None,
-) -> None:
+def write(text: str, file: TextIO | None = None, end: str = "\n") -> None:
     """Writes lines above any progress bar on the screen, in the main process only.
 
-    Lines are folded to `width`, by default that of a terminal. `rewrite` holds the text that erases
-    the only bar and the text that draws it again, so that all is written at once, which is faster
-    than to leave that to tqdm.
+    They are folded to the width of a terminal.
     """
     if not is_main():
         return
     file = output() if file is None else file
-    if width is None and file.isatty():
+    if file.isatty():
         width = columns(file)
-    if width is not None and len(text) > width:
         text = "\n".join(folded(line, width) for line in text.split("\n"))
-    text = printable(text, file)
-    if rewrite is None:
-        tqdm.write(text, file=file, end=end)
-    else:
-        away, again = rewrite
-        with tqdm.get_lock():
-            file.write(f"{away}{text}{end}{again}")
+    tqdm.write(printable(text, file), file=file, end=end)
     file.flush()
 
 
