@@ -1,4 +1,4 @@
-"""How a process that cannot go on ends: with a code that says why, and with its stacks."""
+"""Exit codes of processes that callbacks end, and their end with the stacks of all threads."""
 
 import enum
 import os
@@ -12,19 +12,19 @@ from flaxfit.distributed._initialize import PEER_FAILED
 
 
 class ExitCode(enum.IntEnum):
-    """The exit codes of a process that a callback has ended; others mean what they always do.
+    """The exit codes of a process that a callback has ended; others have their usual meaning.
 
     >>> ExitCode(85).name
     'PREEMPTED'
     """
 
     PREEMPTED = 85
-    """A signal asked to end; every step that was done is saved: start the same command again."""
+    """A signal asked to end; every completed step is saved: start the same command again."""
     UNSAVED = UNSAVED
-    """A signal asked to end, but what was done could not be saved in the time of grace; or the
-    last save failed. Earlier checkpoints are good."""
+    """A signal asked to end, but the completed steps could not be saved in the time of grace; or
+    the last save failed. Earlier checkpoints are good."""
     HUNG = 87
-    """No step came to its end in the time that `Watchdog` allows."""
+    """No step completed in the time that `Watchdog` allows."""
     PEER_FAILED = PEER_FAILED
     """Another process of the run has failed; `initialize` ends them together."""
 

@@ -1,4 +1,4 @@
-"""Export: the best checkpoint as a file that runs without the model's code."""
+"""Export: writes the best model to a file that runs without the model's code."""
 
 import os
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ class Export:
     """Writes the model to a file whenever a checkpoint is better than those before.
 
     The file is replaced as a whole, so it always holds the best model so far. With several
-    processes the first one writes it. `Model.fit` tells the callback what it needs to know; a loop
-    of your own does not know the model in evaluation mode: pass it as `apply`.
+    processes the first one writes it. `Model.fit` passes the model in evaluation mode; for a loop
+    of your own pass it as `apply`.
 
     >>> import tempfile
     >>> import numpy as np
@@ -35,6 +35,18 @@ class Export:
     ...     best = export.load(f"{folder}/best")
     >>> best(np.ones(1)), callback.best_step
     (Array([1.], dtype=float32), 1)
+
+    Args:
+      path: the file, or the folder of a SavedModel.
+      monitor: the metric that decides which checkpoint is best; None: write every one.
+      format: "stablehlo", "saved_model" or "onnx".
+      mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the
+        losses of Optax; other metrics need "min" or "max".
+      apply: `apply(variables, *inputs)` in evaluation mode; None: that of the model in `fit`.
+      input_spec: `flaxfit.export.InputSpec`s; None: those of the batches of the loop, of any size.
+      ema: whether to write the average of the parameters; None: if there is one, of `ema=` or
+        of a schedule-free optimizer.
+      **options: those of `flaxfit.export.save`, `save_saved_model` or `save_onnx`.
     """
 
     borrows = True
@@ -47,25 +59,13 @@ class Export:
         *,
         mode: str = "auto",
         apply: Function | None = None,
-        input_spec: Any = None,
+        input_spec: PyTree = None,
         ema: bool | None = None,
         **options: Any,
     ) -> None:
-        """Describes what to write, and when.
-
-        Args:
-          path: the file, or the folder of a SavedModel.
-          monitor: the metric that says which checkpoint is best; None: write every one.
-          format: "stablehlo", "saved_model" or "onnx".
-          mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the
-            losses of Optax; other metrics need "min" or "max".
-          apply: `apply(variables, *inputs)` in evaluation mode; None: that of the model in `fit`.
-          input_spec: `flaxfit.export.InputSpec`s; None: batches of any size of what the loop sees.
-          ema: whether to write the average of the parameters; None: if there is one, of `ema=` or
-            of a schedule-free optimizer.
-          **options: those of `flaxfit.export.save`, `save_saved_model` or `save_onnx`.
-        """
-        from flaxfit.export._trained import check_format  # Not before it is used.
+        from flaxfit.export._trained import (
+            check_format,
+        )  # Imported when used: `import flaxfit` stays quick.
 
         check_is_function("Export", apply, "apply", train=False)
         check_format(format)
@@ -80,20 +80,20 @@ class Export:
         self.best_value: float | None = None
         """The best value so far."""
         self.best_step: int | None = None
-        """The step that was written last."""
+        """The step of the file."""
 
     def attach(self, loop: Loop) -> None:
-        """Takes the shapes of the inputs from a loop, which must report the metric."""
+        """Uses the shapes of the inputs of a loop, which must report the metric."""
         self._loop = loop
         if self._monitor is not None:
             self._monitor.attach(loop, self)
 
     def attach_apply(self, apply: Function) -> None:
-        """Takes the model in evaluation mode, unless it was given."""
+        """Uses the model in evaluation mode, unless `apply` was given."""
         self._apply = self._apply or apply
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint; it is written if it is the best so far."""
+        """Writes the model if it is the best so far."""
         if self._monitor is not None:
             value = self._monitor.read(checkpoint)
             if value is None or not self._monitor.is_better(value, self.best_value):
@@ -113,11 +113,8 @@ class Export:
         if self._monitor is not None:
             self._monitor.was_seen |= self.best_step is not None
 
-    def _wants_average(self, state: PyTree) -> bool:
-        return has_average(state) if self._ema is None else self._ema
-
     def _write(self, checkpoint: Checkpoint) -> None:
-        from flaxfit import export  # Not before it is used: `import flaxfit` stays quick.
+        from flaxfit import export  # Imported when used, as above.
 
         if self._apply is None:
             raise ValueError(
@@ -134,7 +131,8 @@ class Export:
                 )
             spec = export.batch_specs(shapes)
         state = checkpoint.state
-        state = averaged(state) if self._wants_average(state) else state
+        if has_average(state) if self._ema is None else self._ema:
+            state = averaged(state)
         apply = self._apply
         # Other processes may hold parts of it.
         state = gather(state.for_inference()) if process_count() > 1 else state

@@ -1,7 +1,7 @@
-"""History: what every checkpoint of a run measured, as lists by name."""
+"""History: the metrics of each checkpoint of a run, as lists by name."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from flaxfit.display import _html, duration, number, plural
@@ -22,7 +22,7 @@ class Best(NamedTuple):
 
 
 class History(Mapping[str, list[float]]):
-    """The metrics of a run: name -> one value per checkpoint, nan where there was none.
+    """The metrics of a run: name -> one value per checkpoint, nan if it had none.
 
     `append` is also a callback: `TrainLoop(..., callbacks=[history.append])`.
 
@@ -33,23 +33,21 @@ class History(Mapping[str, list[float]]):
     ([0.9, 0.4, 0.5], [1, 2, 3])
     >>> history.best("loss")
     Best(value=0.4, epoch=2, step=2)
+
+    Args:
+      name: of the model; the title of what is shown.
+      unit: the word for one entry ("epoch").
+      facts: a line about the run, shown in notebooks.
     """
 
     borrows = True
 
     def __init__(self, name: str = "", *, unit: str = "checkpoint", facts: str = "") -> None:
-        """Makes an empty history.
-
-        Args:
-          name: what was trained; the title of what is shown.
-          unit: what one entry is ("epoch").
-          facts: a line about the run, shown in notebooks.
-        """
         self.name, self.unit, self.facts = name, unit, facts
         self.steps: list[int] = []
-        """The step of every checkpoint."""
+        """The step of each checkpoint."""
         self.n_steps = 0
-        """How many updates were done."""
+        """The number of updates."""
         self.elapsed_time = 0.0
         """Seconds of training, compilation excluded."""
         self.compile_time = 0.0
@@ -58,7 +56,7 @@ class History(Mapping[str, list[float]]):
         self._modes: dict[str, str | None] = {}
 
     def append(self, checkpoint: Checkpoint) -> None:
-        """Adds the numbers that a checkpoint measured."""
+        """Adds the metrics of a checkpoint."""
         metrics = checkpoint.scalars
         for name in metrics:
             self._values.setdefault(name, [math.nan] * len(self.steps))
@@ -82,7 +80,7 @@ class History(Mapping[str, list[float]]):
         return len(self._values)
 
     def best(self, name: str, mode: str = "auto") -> Best:
-        """The best value of a metric, the earliest among equals; nan and inf never are.
+        """Returns the best finite value of a metric, the earliest among equals.
 
         Args:
           name: the metric.
@@ -103,7 +101,7 @@ class History(Mapping[str, list[float]]):
         return best
 
     def to_pandas(self) -> Any:
-        """A data frame with a column per metric, indexed by step."""
+        """Returns a data frame with a column per metric, indexed by step."""
         try:
             import pandas
         except ImportError as error:
@@ -117,19 +115,17 @@ class History(Mapping[str, list[float]]):
           The matplotlib axes, one per metric (`axes[0].figure.savefig(...)`).
         """
         charts = self._charts()
-        size = (4 * max(len(charts), 1), 3)
+        n = max(len(charts), 1)
         _, axes = pyplot("(print(history) draws without it)").subplots(
-            1, max(len(charts), 1), figsize=size, squeeze=False, layout="constrained"
+            1, n, figsize=(4 * n, 3), squeeze=False, layout="constrained"
         )
         for axis, (title, names) in zip(axes[0], charts.items(), strict=False):
-            for name in names:
-                axis.plot(self.steps, self[name], marker=".", label=name)
-            axis.set(title=title, xlabel="step")
+            self._draw(axis, title, names)
             axis.legend()
         return list(axes[0])
 
     def plot_lr(self) -> Any:
-        """Draws the learning rate over the steps, and that of each group where there are groups.
+        """Draws the learning rate over the steps, or those of all groups of the optimizer.
 
         Returns:
           The matplotlib axes (`axes.set_yscale("log")`, `axes.figure.savefig(...)`).
@@ -147,15 +143,18 @@ class History(Mapping[str, list[float]]):
         _, axes = pyplot("(history['learning_rate'] has the numbers)").subplots(
             figsize=(4, 3), layout="constrained"
         )
-        for name in names:
-            axes.plot(self.steps, self[name], marker=".", label=name)
-        axes.set(title="learning rate", xlabel="step")
+        self._draw(axes, "learning rate", names)
         if len(names) > 1:
             axes.legend()
         return axes
 
+    def _draw(self, axes: Any, title: str, names: Iterable[str]) -> None:
+        for name in names:
+            axes.plot(self.steps, self[name], marker=".", label=name)
+        axes.set(title=title, xlabel="step")
+
     def get_state(self) -> dict[str, Json]:
-        """The history as plain JSON (a value that is not finite is a string)."""
+        """Returns the history as plain JSON (a value that is not finite is a string)."""
         values = {
             name: [value if math.isfinite(value) else str(value) for value in values]
             for name, values in self._values.items()
@@ -189,7 +188,7 @@ class History(Mapping[str, list[float]]):
         return f"{self.name}: {title}" if self.name else title
 
     def _charts(self) -> dict[str, list[str]]:
-        """Names by chart: a metric and its validation; those that were validated come first."""
+        """The metrics of each chart, training and validation; the loss and pairs come first."""
         charts: dict[str, list[str]] = {}
         for name in self:
             charts.setdefault(name.removeprefix("val_"), []).append(name)

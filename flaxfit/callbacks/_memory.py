@@ -1,9 +1,9 @@
-"""MemoryReport: how much memory the devices and the process use."""
+"""MemoryReport: reports the memory in use on the devices and in the process."""
 
 import resource
 import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 
@@ -16,8 +16,8 @@ class MemoryReport:
     """Adds to each checkpoint the memory in use, in GB (1e9 bytes).
 
     `host_memory_gb`: of this process, resident. `device_memory_gb` and `device_memory_peak_gb`:
-    of the fullest local device, now and at most so far; not on backends that do not tell, such as
-    the CPU.
+    of the fullest local device, now and at most so far; missing where the backend does not report
+    them, such as the CPU.
 
     >>> report = MemoryReport()
     >>> checkpoint = report(Checkpoint(step=1, state=None, metrics={}))
@@ -26,26 +26,25 @@ class MemoryReport:
     """
 
     borrows = True
-
     adds: ClassVar[dict[str, str | None]] = dict.fromkeys(
         ("host_memory_gb", "device_memory_gb", "device_memory_peak_gb"), "min"
     )
     """The metrics that it adds to a checkpoint."""
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint with the memory in use."""
+        """Adds the memory in use to the metrics."""
         found = {"host_memory_gb": resident_bytes() / _GB}
         stats = [device.memory_stats() or {} for device in jax.local_devices()]
         names = {"device_memory_gb": "bytes_in_use", "device_memory_peak_gb": "peak_bytes_in_use"}
         for name, field in names.items():
-            values: list[Any] = [each[field] for each in stats if field in each]
+            values = [each[field] for each in stats if field in each]
             if values:
                 found[name] = max(values) / _GB
         return checkpoint.with_metrics(found)
 
 
 def resident_bytes() -> int:
-    """The memory of this process that is in use; where that is not told, the most that was."""
+    """The resident memory of this process; its peak on systems that report no other."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""Profiler: a trace of some steps, of what the devices and the host did in them."""
+"""Profiler: writes a trace of the devices and the host during some steps."""
 
 import os
 from typing import Any
@@ -17,13 +17,13 @@ class Profiler:
     View it with TensorBoard (and its plugin tensorboard-plugin-profile) or Perfetto.
     Steps that one dispatch takes together (`steps_per_call`) are traced together. Before and after
     these steps the loop waits for the devices once; no other step is slowed down. The first step
-    would show compilation. Another trace that is running already is reported, and training goes
-    on.
+    would show compilation. If another trace is running already, that is reported and training
+    continues.
 
     >>> profiler = Profiler("runs/digits", 10, 12)
 
     Args:
-      folder: where to write.
+      folder: the folder to write to.
       first: the first step in the trace.
       last: the last step in the trace.
     """
@@ -40,7 +40,7 @@ class Profiler:
         self._is_tracing = False
 
     def attach(self, loop: Loop) -> None:
-        """Begins to watch the steps of a loop."""
+        """Starts to watch the steps of a loop."""
         self._loop = loop
         loop.dispatch_watchers.append(self._watch)
         self._watch(loop.step)

@@ -1,4 +1,4 @@
-"""Callbacks that set the learning rate: by a function of the step, when a metric stands still."""
+"""Callbacks that set the learning rate: by a function of the step, or on a plateau of a metric."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -20,6 +20,15 @@ class LearningRateScheduler:
 
     >>> LearningRateScheduler(lambda step, rate: 0.5 * rate).group is None
     True
+
+    Args:
+      schedule: `(completed steps, present rate) -> rate`; called once before the first step,
+        and once before the first step after each checkpoint, also of a run that is resumed
+        there or trained further.
+      group: the group of a `MultiOptimizer` to set it for; None: all of them.
+
+    Raises:
+      TypeError: the schedule does not take the two arguments.
     """
 
     borrows = True
@@ -27,17 +36,6 @@ class LearningRateScheduler:
     def __init__(
         self, schedule: Callable[[int, float], float], *, group: str | int | None = None
     ) -> None:
-        """Describes the rate.
-
-        Args:
-          schedule: `(completed steps, present rate) -> rate`; called once before the first step,
-            and once before the first step after each checkpoint, also of a run that is resumed
-            there or trained further.
-          group: the group of a `MultiOptimizer` to set it for; None: all of them.
-
-        Raises:
-          TypeError: the schedule does not take the two arguments.
-        """
         _check_schedule(schedule)
         self.schedule = schedule
         self.group = group
@@ -46,27 +44,27 @@ class LearningRateScheduler:
 
     def _reset(self) -> None:
         self._is_due = True
-        """Whether the schedule is to be called before the next step."""
+        """Whether to call the schedule before the next step."""
         self._n_set = 0
-        self._undo: tuple[Any, dict[str | None, float]] | None = None
-        """The revision of the loop once the rates were set, and what they were before."""
+        self._undo: tuple[tuple[int, ...], dict[str | None, float]] | None = None
+        """The revision of the loop after the rates were set, and the rates before."""
 
     def attach(self, loop: Loop) -> None:
-        """Starts afresh for a loop, whose rates must be ones that can be set."""
+        """Resets it for a loop, and checks that the rates can be set."""
         self._reset()
         self._loop = loop
-        rates(loop, self.group, "LearningRateScheduler")
+        _rates(loop, self.group, "LearningRateScheduler")
         loop.starters.append(self._start)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint, as it is; the rate is set before the step after it."""
+        """Returns the checkpoint unchanged; the rate is set before the next step."""
         if self._loop is None:
             raise ValueError(_needs_loop("LearningRateScheduler"))
         self._is_due = True
         return checkpoint
 
     def close(self) -> None:
-        """Puts back rates with which no step was taken."""
+        """Undoes a change of the rates after which no step was taken."""
         if self._undo is not None and self._undo[0] == self._loop.revision:
             for group, rate in self._undo[1].items():
                 self._loop.set_hyperparams(group=group, learning_rate=rate)
@@ -74,7 +72,7 @@ class LearningRateScheduler:
         self._undo = None
 
     def get_state(self) -> dict[str, Json]:
-        """Returns what a resumed run needs, as plain JSON; the rate itself is in the optimizer's state."""
+        """Returns what a resumed run needs; the optimizer's state holds the rate itself."""
         return {"is_due": self._is_due}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
@@ -85,7 +83,7 @@ class LearningRateScheduler:
         # A state that was restored since has the rate that it was saved with.
         if not self._is_due and self._n_set == self._loop.revision[1]:
             return
-        before = rates(self._loop, self.group, "LearningRateScheduler")
+        before = _rates(self._loop, self.group, "LearningRateScheduler")
         new = {group: float(self.schedule(step, rate)) for group, rate in before.items()}
         changed = {group: rate for group, rate in before.items() if new[group] != rate}
         for group in changed:
@@ -94,10 +92,10 @@ class LearningRateScheduler:
         self._undo = self._loop.revision, changed
 
 
-def _check_schedule(schedule: Any) -> None:
+def _check_schedule(schedule: Callable[[int, float], float]) -> None:
     try:
         signature = inspect.signature(schedule)
-    except ValueError:  # Written in C, and silent about it.
+    except ValueError:  # Written in C, without a signature.
         return
     try:
         signature.bind(0, 0.0)
@@ -114,6 +112,17 @@ class ReduceLROnPlateau:
     >>> plateau = ReduceLROnPlateau("val_loss", factor=0.5, patience=3)
     >>> plateau.get_state()["n_waited"]
     0
+
+    Args:
+      monitor: the metric to watch.
+      factor: the factor by which the rate is multiplied.
+      patience: the number of checkpoints without improvement after which it is lowered.
+      min_delta: an improvement is larger than this.
+      cooldown: the number of checkpoints after a reduction that are not counted.
+      min_lr: the rate is not lowered below this.
+      mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the
+        losses of Optax; other metrics need "min" or "max".
+      group: the group of a `MultiOptimizer`; None: all of them.
     """
 
     borrows = True
@@ -130,19 +139,6 @@ class ReduceLROnPlateau:
         mode: str = "auto",
         group: str | int | None = None,
     ) -> None:
-        """Describes when to lower the rate, and by how much.
-
-        Args:
-          monitor: the metric to watch.
-          factor: what the rate is multiplied by.
-          patience: how many checkpoints without improvement lower it.
-          min_delta: an improvement is larger than this.
-          cooldown: how many checkpoints after a reduction are not counted.
-          min_lr: the rate is not lowered below this.
-          mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the
-            losses of Optax; other metrics need "min" or "max".
-          group: the group of a `MultiOptimizer`; None: all of them.
-        """
         if not 0 < factor < 1:
             raise ValueError(f"factor must lie between 0 and 1, got {factor}.")
         if patience < 0 or cooldown < 0 or min_delta < 0 or min_lr < 0:
@@ -158,14 +154,14 @@ class ReduceLROnPlateau:
         self._loop: Any = None
 
     def attach(self, loop: Loop) -> None:
-        """Starts afresh for a loop, which must report the metric."""
+        """Resets it for a loop, which must report the metric."""
         self._best, self._n_waited, self._n_cooling = None, 0, 0
         self._loop = loop
         self._monitor.attach(loop, self)
-        rates(loop, self._group, "ReduceLROnPlateau")
+        _rates(loop, self._group, "ReduceLROnPlateau")
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint; the loop goes on with a lower rate when patience has run out."""
+        """Lowers the rate of the loop when patience has run out."""
         value = self._monitor.read(checkpoint)
         if value is None:
             return checkpoint
@@ -180,7 +176,7 @@ class ReduceLROnPlateau:
         return checkpoint
 
     def _lower(self, checkpoint: Checkpoint) -> None:
-        for group, rate in rates(self._loop, self._group, "ReduceLROnPlateau").items():
+        for group, rate in _rates(self._loop, self._group, "ReduceLROnPlateau").items():
             new = max(rate * self._factor, self._min_lr)
             if new < rate:
                 self._loop.set_hyperparams(group=group, learning_rate=new)
@@ -192,7 +188,7 @@ class ReduceLROnPlateau:
                 )
 
     def get_state(self) -> dict[str, Json]:
-        """Returns what a resumed run needs, as plain JSON; the rate itself is in the optimizer's state."""
+        """Returns what a resumed run needs; the optimizer's state holds the rate itself."""
         return {"best": self._best, "n_waited": self._n_waited, "n_cooling": self._n_cooling}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
@@ -202,12 +198,8 @@ class ReduceLROnPlateau:
         self._monitor.was_seen |= self._best is not None
 
 
-def rates(loop: Any, group: str | int | None, owner: str) -> dict[str | None, float]:
-    """The learning rates of a loop by group; under None that of an optimizer without groups.
-
-    Raises:
-      ValueError: there is no loop, or its optimizer has none that can be set.
-    """
+def _rates(loop: Any, group: str | int | None, owner: str) -> dict[str | None, float]:
+    """The learning rates of a loop by group; under None that of an optimizer without groups."""
     if loop is None:
         raise ValueError(_needs_loop(owner))
     known = loop.hyperparams

@@ -14,22 +14,22 @@ from flaxfit.metrics._monitor import Monitor
 from flaxfit.optim._hyperparams import with_hyperparams_of
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
-from flaxfit.tree._types import ArrayLike, Json, PyTree
+from flaxfit.tree._types import Array, PyTree
 
 _FIELDS = ("step", "params", "opt_state", "model_state")
 
 
 class Rollback:
-    """Puts the last good state back when a metric or the parameters are no longer finite.
+    """Restores the last good state when a metric or the parameters are no longer finite.
 
     Parameters, optimizer state and model state become those of the last checkpoint that was
-    good, or of the start. The step and the position in the data stay where they are: what led
-    astray is skipped, and no random key is used twice. Hyperparameters that were set, such as a
-    lowered learning rate, stay. `metrics["rollbacks"]` counts, so that each event is in the
-    history, beside the value that was not finite.
+    good, or of the start. The step and the position in the data stay where they are: the data
+    that caused it is skipped, and no random key is used twice. Hyperparameters that were set,
+    such as a lowered learning rate, stay. `metrics["rollbacks"]` counts, so that each event is in
+    the history, beside the value that was not finite.
 
     The good state is kept in the memory of the host, a copy for every checkpoint. A
-    `CheckpointFileWriter` beside it saves it as well, where the state itself is a later one.
+    `CheckpointFileWriter` beside it saves it as well, if it is not the present state.
 
     >>> import numpy as np, optax
     >>> from flaxfit import TrainLoop, TrainTask
@@ -47,6 +47,8 @@ class Rollback:
     """
 
     borrows = True
+    adds: ClassVar[dict[str, str | None]] = {"rollbacks": "min"}
+    """The metric that it adds to a checkpoint."""
 
     def __init__(self, monitor: str = "loss", *, n_times: int = 3) -> None:
         if n_times < 1:
@@ -59,30 +61,26 @@ class Rollback:
         self.n_rollbacks = 0
         """How often it has rolled back."""
 
-    adds: ClassVar[dict[str, str | None]] = {"rollbacks": "min"}
-    """The metric that it adds to a checkpoint."""
-
     def attach(self, loop: Loop) -> None:
-        """Starts afresh for a loop, whose present state is good if it is finite."""
+        """Resets it for a loop, whose present state is good if it is finite."""
         self._loop = loop
         self._monitor.attach(loop, self)
         state = _to_host(loop.state)
-        self._good = state if _is_finite((state.params, state.model_state)) else None
+        self._good = state if _is_finite(state) else None
         self.n_rollbacks = 0
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint, with the last good state where its own is not good."""
+        """Replaces a state that is not good by the last good one, also in the loop."""
         value = self._monitor.read(checkpoint)
         state = _to_host(checkpoint.state)
-        is_good = value is None or math.isfinite(value)
-        if is_good and _is_finite((state.params, state.model_state)):
+        if (value is None or math.isfinite(value)) and _is_finite(state):
             self._good = state
         else:
             checkpoint = checkpoint.replace(state=self._go_back(checkpoint.step, value))
         return checkpoint.with_metrics({"rollbacks": self.n_rollbacks})
 
     def _go_back(self, step: int, value: float | None) -> TrainState:
-        """Puts the last good state into the loop, or gives up."""
+        """Restores the last good state in the loop, or raises."""
         if self._loop is None:
             raise ValueError(
                 "Rollback has no loop to put a state back into: give it to callbacks= itself."
@@ -110,14 +108,14 @@ class Rollback:
         self._loop.restore(self._good.replace(step=jnp.int32(step), opt_state=opt_state))
         return self._loop.state
 
-    def get_state(self) -> dict[str, Json]:
-        """What a resumed run needs: JSON, and the good state where it is not the present one."""
+    def get_state(self) -> dict[str, PyTree]:
+        """Returns what a resumed run needs: JSON, and the good state if it is not the present."""
         state: dict[str, PyTree] = {"n_rollbacks": self.n_rollbacks}
         if self._good is None or self._loop is None or int(self._good.step) == self._loop.step:
             return state
         return state | {name: getattr(self._good, name) for name in _FIELDS}
 
-    def set_state(self, state: Mapping[str, Json]) -> None:
+    def set_state(self, state: Mapping[str, PyTree]) -> None:
         """Restores what `get_state` returned; call it after `attach`."""
         self.n_rollbacks = int(state["n_rollbacks"])
         fields = {name: state[name] for name in _FIELDS if name in state}
@@ -128,7 +126,7 @@ class Rollback:
 def _to_host(state: TrainState) -> TrainState:
     """A copy of the state in NumPy; random keys, which NumPy lacks, stay arrays of JAX."""
 
-    def copied(x: ArrayLike) -> PyTree:
+    def copied(x: Array) -> Array:
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return np.array(x)
         data = jnp.array(jax.random.key_data(x), copy=True)
@@ -137,9 +135,9 @@ def _to_host(state: TrainState) -> TrainState:
     return jax.tree.map(copied, state)
 
 
-def _is_finite(tree: PyTree) -> bool:
+def _is_finite(state: TrainState) -> bool:
     return all(
         bool(np.isfinite(x).all())
-        for x in jax.tree.leaves(tree)
+        for x in jax.tree.leaves((state.params, state.model_state))
         if jnp.issubdtype(x.dtype, jnp.inexact)
     )

@@ -12,25 +12,27 @@ from flaxfit.state._checkpoint import Checkpoint
 class Scheduled:
     """A callback that passes some checkpoints on to another one; see `every`, `at` and `when`."""
 
-    def __init__(self, is_due: Callable[[Checkpoint], Any], callback: Callback, owner: str) -> None:
+    def __init__(
+        self, is_due: Callable[[Checkpoint], object], callback: Callback, owner: str
+    ) -> None:
         if not callable(callback):
             raise TypeError(f"{owner} needs a callable of a checkpoint, got {callback!r}.")
         self._is_due = is_due
         self._callback = callback
-        # As of a function that is wrapped: what it remembers is saved by its own name.
+        # As of a wrapped function: the state of the callback is saved by its own name.
         self.__wrapped__ = callback
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """What the callback makes of the checkpoint, or the checkpoint itself."""
+        """Returns what the callback makes of the checkpoint, or the checkpoint itself."""
         if not self._is_due(checkpoint):
             return checkpoint
         changed = self._callback(checkpoint)
         return checkpoint if changed is None else changed
 
     def __getattr__(self, name: str) -> Any:
-        """What else the callback has (attach, close, get_state, ...) and only that.
+        """The other attributes of the callback (attach, close, get_state, ...).
 
-        Names with an underscore are its own business, and would recurse in a copy.
+        Private names are not passed on: they would recurse in a copy.
         """
         if name.startswith("_"):
             raise AttributeError(name)
@@ -46,10 +48,11 @@ def every(
 ) -> Any:
     """Runs a callback every `n` steps: at checkpoints whose step is divisible by `n`.
 
-    Where a multiple of `n` is no checkpoint, at the next one after it. With `seconds`, at the first
-    checkpoint and then when so many have passed since it last ran. Other checkpoints pass
-    unchanged. The loop decides where checkpoints are: `first_checkpoint=n_steps_per_checkpoint`
-    puts them at multiples. Without a callback it is a decorator: `every(10)(callback)`.
+    If there is no checkpoint at a multiple of `n`, it runs at the next one after it. With
+    `seconds`, it runs at the first checkpoint and then whenever so many have passed since it last
+    ran. Other checkpoints pass unchanged. The loop decides where checkpoints are:
+    `first_checkpoint=n_steps_per_checkpoint` puts them at multiples. Without a callback it is a
+    decorator: `every(10)(callback)`.
 
     >>> steps = []
     >>> callback = every(10, lambda checkpoint: steps.append(checkpoint.step))
@@ -63,18 +66,18 @@ def every(
     if seconds is not None:
         if seconds <= 0:
             raise ValueError(f"every needs a positive number of seconds, got {seconds}.")
-        return _scheduled(_Elapsed(seconds, clock), callback, "every")
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        decorate = _decorator(_have_passed(seconds, clock), "every")
+    elif isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"every needs a number of steps of at least 1, got {n!r}.")
-    return _scheduled(
-        lambda checkpoint: _n_before(checkpoint) // n < checkpoint.step // n, callback, "every"
-    )
+    else:
+        decorate = _decorator(lambda c: _n_before(c) // n < c.step // n, "every")
+    return decorate if callback is None else decorate(callback)
 
 
 def at(*steps: int) -> Callable[[Callback], Callback]:
     """Makes a decorator: its callback runs only at the checkpoints of these steps.
 
-    Where a step is none of a checkpoint, at the next checkpoint after it.
+    If there is no checkpoint at a step, it runs at the next one after it.
 
     >>> steps = []
     >>> callback = at(1, 12)(lambda checkpoint: steps.append(checkpoint.step))
@@ -86,14 +89,10 @@ def at(*steps: int) -> Callable[[Callback], Callback]:
     """
     if not steps or not all(isinstance(step, int) and step >= 0 for step in steps):
         raise ValueError(f"at needs one or more steps, such as at(1, 1000), got {steps}.")
-
-    def is_due(checkpoint: Checkpoint) -> bool:
-        return any(_n_before(checkpoint) < step <= checkpoint.step for step in steps)
-
-    return _scheduled(is_due, None, "at")
+    return _decorator(lambda c: any(_n_before(c) < step <= c.step for step in steps), "at")
 
 
-def when(predicate: Callable[[Checkpoint], Any]) -> Callable[[Callback], Callback]:
+def when(predicate: Callable[[Checkpoint], object]) -> Callable[[Callback], Callback]:
     """Makes a decorator: its callback runs only at the checkpoints that the predicate is true of.
 
     >>> steps = []
@@ -105,7 +104,7 @@ def when(predicate: Callable[[Checkpoint], Any]) -> Callable[[Callback], Callbac
     """
     if not callable(predicate):
         raise TypeError(f"when needs a function of a checkpoint, got {predicate!r}.")
-    return _scheduled(predicate, None, "when")
+    return _decorator(predicate, "when")
 
 
 def _n_before(checkpoint: Checkpoint) -> int:
@@ -113,27 +112,23 @@ def _n_before(checkpoint: Checkpoint) -> int:
     return checkpoint.step - max(1, checkpoint.n_completed_steps)
 
 
-class _Elapsed:
-    """Whether some seconds have passed since it was last true; true at first."""
+def _have_passed(seconds: float, clock: Callable[[], float]) -> Callable[[Checkpoint], bool]:
+    """Whether some seconds have passed since it last returned True; it does at first."""
+    last: float | None = None
 
-    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
-        self._seconds, self._clock = seconds, clock
-        self._last: float | None = None
-
-    def __call__(self, checkpoint: Checkpoint) -> bool:
-        # The clocks of several processes are not one, and what is due may need all of them.
-        return from_main("whether something is due", self._is_due)
-
-    def _is_due(self) -> bool:
-        now = self._clock()
-        if self._last is not None and now - self._last < self._seconds:
+    def is_due() -> bool:
+        nonlocal last
+        now = clock()
+        if last is not None and now - last < seconds:
             return False
-        self._last = now
+        last = now
         return True
 
+    # The clocks of several processes differ, and the callback may need all of them.
+    return lambda checkpoint: from_main("whether something is due", is_due)
 
-def _scheduled(is_due: Callable[[Checkpoint], Any], callback: Any, owner: str) -> Any:
-    def schedule(callback: Callback) -> Scheduled:
-        return Scheduled(is_due, callback, owner)
 
-    return schedule if callback is None else schedule(callback)
+def _decorator(
+    is_due: Callable[[Checkpoint], object], owner: str
+) -> Callable[[Callback], Scheduled]:
+    return lambda callback: Scheduled(is_due, callback, owner)

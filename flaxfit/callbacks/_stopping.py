@@ -1,8 +1,7 @@
-"""Callbacks that end training: when it no longer improves, when it broke."""
+"""Callbacks that end training: when it no longer improves, or no longer is finite."""
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +10,20 @@ from flaxfit.callbacks._callback import Loop
 from flaxfit.display import say
 from flaxfit.metrics._monitor import Monitor
 from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._types import Json
+from flaxfit.tree._types import Json, PyTree
 
 _WEIGHTS = ("params", "model_state")
 
 
 class EarlyStopping:
-    """Stops training when a metric no longer improves, and puts the best weights back.
+    """Stops training when a metric no longer improves, and restores the best weights.
 
     It stops at once when the metric is nan or inf.
 
-    The best parameters and model state (not the optimizer's) are put back when training ends,
+    The best parameters and model state (not the optimizer's) are restored when training ends,
     however it ends: stopped here, out of steps or data, interrupted, failed. For this it must
     be in the `callbacks` of the loop itself (`every` may wrap it). A `CheckpointFileWriter` beside
-    it saves them as well, so that a run that is started again puts back the same.
+    it saves them as well, so that a run that is started again restores the same.
 
     >>> stopping = EarlyStopping("val_loss", patience=2, restore_best=False)
     >>> for step, loss in enumerate([0.9, 0.5, 0.7, 0.6]):
@@ -32,6 +31,16 @@ class EarlyStopping:
     ...     checkpoint = stopping(checkpoint)
     >>> checkpoint.stop, stopping.best_value, stopping.best_step
     (True, 0.5, 1)
+
+    Args:
+      monitor: the metric to watch.
+      mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the
+        losses of Optax; other metrics need "min" or "max".
+      patience: the number of checkpoints without improvement that end training; 0 means 1.
+      min_delta: an improvement is larger than this; a tie is none.
+      restore_best: whether to restore the best weights when training ends.
+      check_finite: whether nan or inf, in either direction, stops training at once; else it
+        is no improvement.
     """
 
     borrows = True
@@ -46,18 +55,6 @@ class EarlyStopping:
         restore_best: bool = True,
         check_finite: bool = True,
     ) -> None:
-        """Describes when to stop.
-
-        Args:
-          monitor: the metric to watch.
-          mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the
-            losses of Optax; other metrics need "min" or "max".
-          patience: how many checkpoints without improvement end training; 0 is as 1.
-          min_delta: an improvement is larger than this; a tie is none.
-          restore_best: whether to put the best weights back when training ends.
-          check_finite: whether nan or inf, in whatever direction, stops training at once; else it
-            is no improvement.
-        """
         if patience < 0 or min_delta < 0:
             raise ValueError(
                 "patience and min_delta must not be negative, "
@@ -77,17 +74,17 @@ class EarlyStopping:
         self.best_step: int | None = None
         """The step that reached it."""
         self._n_waited = 0
-        self._best_weights: dict[str, Any] | None = None
+        self._best_weights: dict[str, PyTree] = {}
         self._is_closed = True
 
     def attach(self, loop: Loop) -> None:
-        """Starts afresh for a loop, which must report the metric."""
+        """Resets it for a loop, which must report the metric."""
         self._reset()
         self._loop = loop
         self._monitor.attach(loop, self)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint, with `stop` set when patience has run out."""
+        """Returns the checkpoint, with `stop` set when patience has run out."""
         self._is_closed = False
         value = self._monitor.read(checkpoint)
         if value is None:
@@ -95,8 +92,7 @@ class EarlyStopping:
         if self._monitor.is_better(value, self.best_value, self._min_delta):
             self.best_value, self.best_step, self._n_waited = value, checkpoint.step, 0
             if self._restore_best and checkpoint.state is not None:
-                state = checkpoint.state
-                weights = {name: getattr(state, name) for name in _WEIGHTS}
+                weights = {name: getattr(checkpoint.state, name) for name in _WEIGHTS}
                 is_borrowed = checkpoint.is_borrowed
                 self._best_weights = jax.tree.map(jnp.copy, weights) if is_borrowed else weights
             return checkpoint
@@ -113,28 +109,24 @@ class EarlyStopping:
         return checkpoint.replace(stop=True)
 
     def close(self) -> None:
-        """Puts the best weights back, once for each time that training ends."""
-        if self._is_closed:
+        """Restores the best weights, once for each time that training ends."""
+        loop, is_closed, self._is_closed = self._loop, self._is_closed, True
+        if is_closed or loop is None or not self._restore_best:
             return
-        self._is_closed = True
-        if (
-            self._loop is None
-            or not self._restore_best
-            or self.best_step in (None, self._loop.step)
-        ):
+        if self.best_step in (None, loop.step):
             return
-        if self._best_weights is None:
+        if not self._best_weights:
             say(
                 f"the best weights (step {self.best_step:,}) were reached before this run was "
                 "resumed, and were not saved with it: the last ones stay"
             )
             return
-        self._loop.restore(self._loop.state.replace(**self._best_weights))
+        loop.restore(loop.state.replace(**self._best_weights))
 
-    def get_state(self) -> dict[str, Json]:
-        """What a resumed run needs: JSON, and the best weights as fields of a training state."""
+    def get_state(self) -> dict[str, PyTree]:
+        """Returns what a resumed run needs: JSON, and the best weights as fields of a state."""
         return {
-            **(self._best_weights or {}),
+            **self._best_weights,
             "best_value": self.best_value,
             "best_step": self.best_step,
             "n_waited": self._n_waited,
@@ -148,9 +140,8 @@ class EarlyStopping:
         self._n_waited = state["n_waited"]
         self._monitor.was_seen |= self.best_step is not None
         self._is_closed = False
-        weights = {name: state[name] for name in _WEIGHTS if name in state}
-        if self._restore_best and weights:
-            self._best_weights = weights
+        if self._restore_best:
+            self._best_weights = {name: state[name] for name in _WEIGHTS if name in state}
 
 
 class StopOnNaN:
@@ -166,23 +157,21 @@ class StopOnNaN:
     borrows = True
 
     def __init__(self) -> None:
-        self._last: Checkpoint | None = None
+        self._last: dict[str, str] = {}
+        """The last finite values and their step, in words."""
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint, when its loss and gradient norm are finite."""
+        """Returns the checkpoint if its loss and gradient norm are finite."""
         for name in ("loss", "grad_norm"):
-            value = float(checkpoint.metrics.get(name, 0.0))
+            if name not in checkpoint.metrics:
+                continue
+            value = float(checkpoint.metrics[name])
             if not math.isfinite(value):
+                last = self._last.get(name, "no earlier checkpoint was seen")
                 raise FloatingPointError(
-                    f"{name} became {value} at step {checkpoint.step:,} ({self._history(name)}). "
+                    f"{name} became {value} at step {checkpoint.step:,} ({last}). "
                     "Lower the learning rate or clip: "
                     "optax.chain(optax.clip_by_global_norm(1.0), optimizer)."
                 )
-        # Only numbers are kept: the state would hold on to its arrays.
-        self._last = checkpoint.replace(state=None, last_grads=None)
+            self._last[name] = f"last finite {value:.4g} at step {checkpoint.step:,}"
         return checkpoint
-
-    def _history(self, name: str) -> str:
-        if self._last is None or name not in self._last.metrics:
-            return "no earlier checkpoint was seen"
-        return f"last finite {self._last.metrics[name]:.4g} at step {self._last.step:,}"

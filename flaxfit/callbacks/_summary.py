@@ -1,4 +1,4 @@
-"""SummaryLogger: one line about every checkpoint."""
+"""SummaryLogger: prints a line about each checkpoint."""
 
 from typing import TextIO
 
@@ -8,7 +8,7 @@ from flaxfit.state._checkpoint import Checkpoint
 
 
 class SummaryLogger:
-    """Prints the step, the metrics and the speed of every checkpoint, in aligned lines.
+    """Prints the step, the metrics and the speed of each checkpoint, in aligned lines.
 
     >>> import sys
     >>> log = SummaryLogger(file=sys.stdout)
@@ -18,21 +18,19 @@ class SummaryLogger:
     >>> log(checkpoint).loss
     step     90:  loss 0.5000  4,500 steps/s
     0.5
+
+    Args:
+      file: a text stream; None: standard error, in a notebook the cell's output.
     """
 
     borrows = True
 
     def __init__(self, *, file: TextIO | None = None) -> None:
-        """Says where to print.
-
-        Args:
-          file: a text stream; None: standard error, in a notebook the cell's output.
-        """
         self._file = file
         self._width = 6
 
     def attach(self, loop: Loop) -> None:
-        """Makes room for the last step of a loop."""
+        """Aligns the lines for the last step of a loop."""
         self._width = max(self._width, len(count(loop.n_steps or 0)))
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:

@@ -1,7 +1,6 @@
-"""SwapEMA: training ends with the moving average of the parameters in their place."""
+"""SwapEMA: swaps the parameters and their moving average when training ends."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from flaxfit.callbacks._callback import Loop
 from flaxfit.optim import swap_ema
@@ -10,7 +9,7 @@ from flaxfit.tree._types import Function, Json
 
 
 class SwapEMA:
-    """Puts the moving average of the parameters in their place when training ends.
+    """Swaps the parameters and their moving average when training ends.
 
     For a loop whose task keeps one, `TrainTask(ema=0.999)`: afterwards `loop.state.params` is the
     average, and the average is the parameters. Checkpoints that were yielded or saved before stay
@@ -32,7 +31,7 @@ class SwapEMA:
     borrows = True
 
     def __init__(self) -> None:
-        self._loop: Any = None
+        self._loop: Loop | None = None
         self._is_due = False
 
     def attach_apply(self, apply: Function) -> None:

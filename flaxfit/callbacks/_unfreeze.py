@@ -1,7 +1,7 @@
-"""Unfreeze: parameters that begin to be trained later than others."""
+"""Unfreeze: starts to train frozen parameters at later checkpoints."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flaxfit.callbacks._callback import Loop
@@ -14,9 +14,9 @@ from flaxfit.tree._types import Json
 class Unfreeze:
     """Trains frozen parameters from some checkpoint on: after so many epochs, in `fit`.
 
-    The task says what is frozen to begin with (`freeze=`). The update is compiled again each
-    time; what the optimizer knows of the other parameters is kept. To resume a run that was
-    interrupted after the second of several stages, build its model with what was frozen then.
+    The task says what is frozen at first (`freeze=`). The update is compiled again each time; the
+    optimizer keeps its state of the other parameters. To resume a run that was interrupted after
+    the second of several stages, build its model with what was frozen then.
 
     >>> unfreeze = Unfreeze({2: "encoder/layer_1/.*", 4: "encoder/.*"})
 
@@ -41,9 +41,10 @@ class Unfreeze:
         self._n_seen = 0
 
     def attach(self, loop: Loop) -> None:
-        """Begins to count, and checks that every pattern matches, and that something is frozen."""
+        """Starts to count, and checks that every pattern matches, and that something is frozen."""
         self._loop, self._n_seen = loop, 0
-        frozen, paths = _frozen(self._loop), list(flat(loop.state.params))
+        paths = list(flat(loop.state.params))
+        frozen = self._frozen()
         if not frozen:
             raise ValueError("Unfreeze has nothing to do: the task freezes no parameter (freeze=).")
         for pattern in [p for patterns in self._schedule.values() for p in patterns]:
@@ -53,7 +54,7 @@ class Unfreeze:
                 )
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint; the loop goes on with fewer parameters frozen when it is time."""
+        """Unfreezes the parameters that are due at this checkpoint, and returns it unchanged."""
         if self._loop is None:
             raise ValueError("Unfreeze must be in the callbacks of a loop, which it changes.")
         self._n_seen += 1
@@ -67,20 +68,21 @@ class Unfreeze:
         return {"n_seen": self._n_seen}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Puts back what `get_state` gave, and what was unfrozen by then; after `attach`."""
+        """Restores the count, and unfreezes what was trained by then; call it after `attach`."""
         self._n_seen = state["n_seen"]
         due = [p for n, patterns in self._schedule.items() if n <= self._n_seen for p in patterns]
         if due and self._loop is not None:
             self._unfreeze(due)
 
-    def _unfreeze(self, patterns: Sequence[str]) -> int:
-        frozen = _frozen(self._loop)
+    def _unfreeze(self, patterns: Iterable[str]) -> int:
+        """Trains the frozen parameters that match, and returns how many arrays they are."""
+        frozen = self._frozen()
         rest = [path for path in frozen if not any(re.fullmatch(p, path) for p in patterns)]
         self._loop.freeze = tuple(map(re.escape, rest))
         return len(frozen) - len(rest)
 
-
-def _frozen(loop: Any) -> list[str]:
-    """The paths of the parameters that a loop does not train."""
-    paths = flat(loop.state.params)
-    return [path for path in paths if any(re.fullmatch(p, path) for p in loop.freeze)]
+    def _frozen(self) -> list[str]:
+        """The paths of the parameters that the loop does not train."""
+        frozen = self._loop.freeze
+        paths = flat(self._loop.state.params)
+        return [path for path in paths if any(re.fullmatch(p, path) for p in frozen)]

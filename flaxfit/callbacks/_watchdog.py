@@ -1,9 +1,8 @@
-"""Watchdog: a run that hangs ends, and says where it hung."""
+"""Watchdog: ends a run that hangs, and shows where it hung."""
 
 import threading
 import time
 import weakref
-from typing import Any
 
 from flaxfit.callbacks._callback import Loop
 from flaxfit.callbacks._exit import ExitCode, end_with_stacks
@@ -13,26 +12,28 @@ _INTERVALS = 10
 
 
 class Watchdog:
-    """Ends the process when no step comes to its end for a time, showing where each thread is.
+    """Ends the process when no step completes for a time, and shows where each thread is.
 
-    Its thread looks at the loop a few times per allowance, and costs a step nothing. Counted is
-    the time in which the loop itself is at work: fetching batches, stepping, making a checkpoint.
-    Not the time in which your code holds a checkpoint, nor that of a stopped process.
+    Its thread checks the loop a few times per allowance, and costs a step nothing. It counts the
+    time in which the loop itself works: fetching batches, stepping, making a checkpoint. It does
+    not count the time in which your code holds a checkpoint, nor that of a stopped process.
     Compilation, the inspection of the first batch and the callbacks (evaluation, saving) have an
     allowance of their own. The exit code is `ExitCode.HUNG`.
 
     Given to a `TrainLoop` or to `fit`, it guards the very first batch as well, that of the
-    validation data included. Code that never lets go of Python's lock stops it, too.
+    validation data included. Code that never releases Python's lock stops the watchdog, too.
 
     >>> watchdog = Watchdog(300, slow_seconds=3600)
 
     Args:
-      seconds: how long a step may take; several times the longest to be expected.
-      slow_seconds: how long a compilation may take, and the callbacks of a checkpoint; None: as
-        long as they want.
+      seconds: how long a step may take; several times the longest expected.
+      slow_seconds: how long a compilation may take, and the callbacks of a checkpoint; None:
+        without limit.
     """
 
     borrows = True
+    order = "first"
+    """It also watches the first batch being fetched, and the other callbacks being closed."""
 
     def __init__(self, seconds: float, *, slow_seconds: float | None = None) -> None:
         if seconds <= 0 or (slow_seconds is not None and slow_seconds <= 0):
@@ -41,39 +42,38 @@ class Watchdog:
                 f"got seconds={seconds}, slow_seconds={slow_seconds}."
             )
         self._limits = {"training": seconds, "preparing": slow_seconds, "callbacks": slow_seconds}
-        self._loop: Any = None
+        self._loop: weakref.ref[Loop] | None = None
         self._ended: threading.Event | None = None
 
-    order = "first"
-    """It watches the first batch being fetched, too, and the other callbacks being closed."""
-
     def attach(self, loop: Loop) -> None:
-        """Begins to watch a loop."""
+        """Starts to watch a loop."""
         self.close()
         self._loop = weakref.ref(loop)
-        self._watch()
+        self._watch(self._loop)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint, as it is; a loop that goes on after its end is watched again."""
+        """Returns the checkpoint unchanged; watches a loop again that continues after `close`."""
         if self._ended is None and self._loop is not None:
-            self._watch()
+            self._watch(self._loop)
         return checkpoint
 
-    def _watch(self) -> None:
+    def _watch(self, loop: weakref.ref[Loop]) -> None:
         self._ended = threading.Event()
-        arguments = (self._loop, self._limits, self._ended)
+        arguments = (loop, self._limits, self._ended)
         threading.Thread(
             target=_guard, args=arguments, daemon=True, name="flaxfit-watchdog"
         ).start()
 
     def close(self) -> None:
-        """Ends the watch."""
+        """Stops watching."""
         if self._ended is not None:
             self._ended.set()
             self._ended = None
 
 
-def _guard(loop_ref: Any, limits: dict[str, float | None], ended: threading.Event) -> None:
+def _guard(
+    loop_ref: weakref.ref[Loop], limits: dict[str, float | None], ended: threading.Event
+) -> None:
     interval = min(limit for limit in limits.values() if limit is not None) / _INTERVALS
     seen, waited, before = None, 0.0, time.monotonic()
     while not ended.wait(interval):
