@@ -3,12 +3,14 @@
 import json
 import math
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from flaxfit.export._program import first_line
+from flaxfit.tree._types import Json
 
 FORMAT = "flaxfit-stablehlo"
 VERSION = 1
@@ -17,11 +19,11 @@ _DESCRIPTION, _WEIGHTS = "description.json", "weights"
 
 def write(
     path: Path,
-    description: Mapping[str, Any],
+    description: Mapping[str, Json],
     programs: Mapping[str, bytes],
     arrays: Mapping[str, np.ndarray],
 ) -> None:
-    """Writes programs and arrays by name; nothing is compressed, so that sizes tell the truth."""
+    """Writes programs and arrays by name, uncompressed, so that no part is larger than it says."""
     described = [
         {"name": name, "dtype": str(array.dtype), "shape": list(array.shape)}
         for name, array in arrays.items()
@@ -42,62 +44,54 @@ def write(
                 weights.write(array.tobytes())
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, bytes], dict[str, np.ndarray]]:
-    """The description, the programs and the arrays of a file, as far as its size is believable.
+def read(path: Path) -> tuple[dict[str, Json], dict[str, bytes], dict[str, np.ndarray]]:
+    """Reads the description, the programs and the arrays of a file, without trusting it.
 
     Raises:
       FileNotFoundError: there is no file.
-      ValueError: it is none of ours, of a later version, or damaged.
+      ValueError: `write` did not write it, it is of a later version, or damaged.
     """
     try:
-        return _read(path)
+        with zipfile.ZipFile(path) as archive:
+            record = _record(archive, path.stat().st_size)
+            is_known = record["version"] <= VERSION
+            names: list[str] = record["programs"] if is_known else []
+            programs = {name: archive.read(f"programs/{i}") for i, name in enumerate(names)}
+            arrays = _arrays(record["arrays"], archive.read(_WEIGHTS)) if is_known else {}
     except (OSError, MemoryError):
         raise
-    except _Later as error:
-        raise ValueError(str(error)) from None
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise ValueError(
             f"Cannot load {path}: it was not written by flaxfit.export.save, or it is damaged "
-            f"({reason})."
+            f"({first_line(error)})."
         ) from error
+    if not is_known:
+        raise ValueError(
+            f"Cannot load {path}: it has version {record['version']} of the format, this "
+            f"flaxfit reads up to {VERSION}. Install a newer flaxfit."
+        )
+    return record, programs, arrays
 
 
-class _Later(Exception):
-    """The file is of a version that this one does not know."""
+def _record(archive: zipfile.ZipFile, size: int) -> dict[str, Json]:
+    members = archive.infolist()
+    # What is stored as it is cannot grow when it is read.
+    if any(m.compress_type != zipfile.ZIP_STORED or m.flag_bits & 1 for m in members):
+        raise ValueError("a part of it is compressed or encrypted")
+    if sum(m.file_size for m in members) > size:
+        raise ValueError("its parts are larger than the file")
+    record = json.loads(archive.read(_DESCRIPTION))
+    if record["format"] != FORMAT:
+        raise ValueError(f"its format is {record['format']!r:.40}")
+    return record
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, bytes], dict[str, np.ndarray]]:
-    with zipfile.ZipFile(path) as archive:
-        members = archive.infolist()
-        # What is stored as it is cannot grow when it is read.
-        if any(m.compress_type != zipfile.ZIP_STORED or m.flag_bits & 1 for m in members):
-            raise ValueError("a part of it is compressed or encrypted")
-        if sum(m.file_size for m in members) > path.stat().st_size:
-            raise ValueError("its parts are larger than the file")
-        record = json.loads(archive.read(_DESCRIPTION))
-        if record["format"] != FORMAT:
-            raise ValueError(f"its format is {record['format']!r:.40}")
-        if record["version"] > VERSION:
-            raise _Later(
-                f"Cannot load {path}: it has version {record['version']} of the format, this "
-                f"flaxfit reads up to {VERSION}. Install a newer flaxfit."
-            )
-        names = record["programs"]
-        programs = {name: archive.read(f"programs/{i}") for i, name in enumerate(names)}
-        return record, programs, _arrays(record["arrays"], archive.read(_WEIGHTS))
-
-
-def _arrays(described: list[Any], weights: bytes) -> dict[str, np.ndarray]:
+def _arrays(described: Iterable[Json], weights: bytes) -> dict[str, np.ndarray]:
     arrays, start = {}, 0
     for entry in described:
         name, shape, dtype = entry["name"], tuple(entry["shape"]), jnp.dtype(entry["dtype"])
-        if (
-            str(dtype) != entry["dtype"]
-            or dtype.hasobject
-            or dtype.fields
-            or min(shape, default=1) < 0
-        ):
+        is_numeric = str(dtype) == entry["dtype"] and not dtype.hasobject and not dtype.fields
+        if not is_numeric or min(shape, default=1) < 0:
             raise ValueError(f"{name!r:.60} is no array of numbers")
         size = math.prod(shape)
         if start + size * dtype.itemsize > len(weights):

@@ -1,17 +1,21 @@
-"""Compares what was written with its source, on random inputs of two sizes."""
+"""Puts a written file in place if it equals its source on random inputs of two sizes."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.display import say
-from flaxfit.export._spec import random_inputs, two_sizes
+from flaxfit.display import say, size
+from flaxfit.export._files import replacing
+from flaxfit.export._module import JaxModule
+from flaxfit.export._spec import Specs, as_arguments, call_with, random_inputs, two_sizes
+from flaxfit.tree._checks import local_path
 from flaxfit.tree._paths import flat
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree._types import Array, Function, PyTree
 
 RTOL = 1e-4
 
@@ -21,7 +25,7 @@ class ExportReport:
     """What was written, and how far off its source it was when it was read again.
 
     >>> print(ExportReport(Path("digits.ff"), "StableHLO", 23_000, 1.2e-7, ("batch=1", "batch=5")))
-    digits.ff: StableHLO, 23 kB, at most 1.2e-07 off its source on batch=1; batch=5
+    digits.ff: StableHLO, 23.0 kB, at most 1.2e-07 off its source on batch=1; batch=5
     """
 
     path: Path
@@ -33,56 +37,76 @@ class ExportReport:
     max_error: float
     """The largest difference of an output, relative to the largest value of that output."""
     inputs: tuple[str, ...]
-    """The inputs that were compared on; none, where the file does not run on this machine."""
+    """The inputs that were compared on; none if the file does not run on this machine."""
 
     def __str__(self) -> str:
         off = f"at most {self.max_error:.1e} off" if self.max_error else "equal to"
         measured = (
             f"{off} its source on {'; '.join(self.inputs)}" if self.inputs else "not compared"
         )
-        return f"{self.path}: {self.format}, {_size(self.n_bytes)}, {measured}"
+        return f"{self.path}: {self.format}, {size(self.n_bytes)}, {measured}"
 
 
-def compare(
-    want: dict[str, Function],
-    got: dict[str, Function],
-    specs: dict[str, Any],
+def write_compared(
+    module: JaxModule,
+    path: str | os.PathLike[str],
+    form: str,
+    write: Callable[[Path], Mapping[str, Function] | None],
     *,
-    samples: Sequence[Any] | None,
+    samples: Sequence[PyTree] | None,
     rtol: float,
-) -> tuple[float, tuple[str, ...]]:
-    """The largest difference between functions of the same names, and what it was measured on.
+    folder: bool = False,
+) -> ExportReport:
+    """Writes a file or a folder, and puts it in place if its methods equal those of the module.
 
     Args:
-      want: the source.
-      got: what was read from the file.
-      specs: the inputs of each.
+      module: the source.
+      path: the place.
+      form: the name of the format.
+      write: writes to a path, reads that again and returns its methods by name; None if they do
+        not run on this machine.
       samples: inputs to use in place of random ones, each a tuple (or a dict of keywords).
-      rtol: how large a difference may be.
-
-    Raises:
-      ValueError: an output differs by more.
+      rtol: how far an output may be off, relative to its largest value.
+      folder: whether it is a folder.
     """
-    largest, seen = 0.0, {}
-    for name, function in got.items():
-        for described, inputs in _inputs(name, specs[name], samples):
-            seen[described] = None
-            expected = flat(_call(want[name], inputs))
-            found = flat(_call(function, inputs))
-            for path, value in expected.items():
-                error = difference(found.get(path), value)
-                where = f"output {path!r} of {name!r}" if path else f"the output of {name!r}"
-                if not error <= _tolerance(value, rtol):
-                    raise ValueError(
-                        f"Nothing was written: read again, {where} is {error:.1e} off its source "
-                        f"on {described}, more than rtol={rtol:g} allows."
-                    )
-                largest = max(largest, error)
-    return largest, tuple(seen)
+    path = local_path(path)
+    error, inputs = math.nan, {}
+    with replacing(path, folder=folder) as temporary:
+        methods = write(temporary)
+        if methods is not None:
+            error = 0.0
+        for name, method in (methods or {}).items():
+            source = module.jax_methods[name]
+            for words, given in _inputs(name, module.method_specs[name].input_spec, samples):
+                inputs[words] = None
+                want, got = flat(call_with(source, given)), flat(call_with(method, given))
+                error = max(error, _largest_difference(name, words, got, want, rtol))
+    files = path.rglob("*") if folder else [path]
+    n_bytes = sum(file.stat().st_size for file in files if file.is_file())
+    report = ExportReport(path, form, n_bytes, error, tuple(inputs))
+    say(f"exported {report}")
+    return report
 
 
-def difference(got: Any, want: Any) -> float:
-    """How far one array is off another: relative to its largest value; of integers, the share.
+def _largest_difference(
+    name: str, inputs: str, got: Mapping[str, Array], want: Mapping[str, Array], rtol: float
+) -> float:
+    """The largest difference between outputs by path; raises if one is above the tolerance."""
+    largest = 0.0
+    for path, value in want.items():
+        error = difference(got.get(path), value)
+        if not error <= _tolerance(value, rtol):
+            where = f"output {path!r} of {name!r}" if path else f"the output of {name!r}"
+            raise ValueError(
+                f"Nothing was written: read again, {where} is {error:.1e} off its source "
+                f"on {inputs}, more than rtol={rtol:g} allows."
+            )
+        largest = max(largest, error)
+    return largest
+
+
+def difference(got: Array | None, want: Array) -> float:
+    """How far an array is off another: relative to its largest value; of integers, the share.
 
     >>> difference(np.array([1.0, 2.5]), np.array([1.0, 2.0]))
     0.25
@@ -110,54 +134,28 @@ def difference(got: Any, want: Any) -> float:
     return float(error) if np.isfinite(error) else np.inf
 
 
-def report(path: Path, form: str, n_bytes: int, compared: tuple[float, Any]) -> ExportReport:
-    """The report of what was written; says it as well."""
-    made = ExportReport(path, form, n_bytes, *compared)
-    say(f"exported {made}")
-    return made
-
-
-def size_of(path: Path) -> int:
-    """The bytes of a file, or of the files of a folder."""
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
-
-
-def _inputs(name: str, specs: PyTree, samples: Sequence[Any] | None) -> list[tuple[str, Any]]:
+def _inputs(
+    name: str, specs: Specs, samples: Sequence[PyTree] | None
+) -> Iterator[tuple[str, PyTree]]:
+    """The inputs to compare a method on, and what they are called."""
     if samples is not None:
-        return [
-            (f"sample {i}", s if isinstance(s, tuple | dict) else (s,))
-            for i, s in enumerate(samples)
-        ]
+        for i, sample in enumerate(samples):
+            yield f"sample {i}", as_arguments(sample)
+        return
     sizes = two_sizes(specs)
     if not sizes:
         raise ValueError(
             f"Cannot find sizes that meet the constraints of {name!r} to compare what is written "
             "with its source: pass samples=, a list of tuples of inputs."
         )
-    return [
-        (
-            ", ".join(f"{symbol}={size}" for symbol, size in chosen.items()) or "random inputs",
-            random_inputs(specs, chosen),
-        )
-        for chosen in sizes
-    ]
+    for chosen in sizes:
+        words = ", ".join(f"{symbol}={n}" for symbol, n in chosen.items())
+        yield words or "random inputs", random_inputs(specs, chosen)
 
 
-def _call(function: Function, inputs: PyTree) -> Any:
-    return function(**inputs) if isinstance(inputs, dict) else function(*inputs)
-
-
-def _tolerance(value: Any, rtol: float) -> float:
-    """The tolerance for a value: two roundings, where its dtype is coarser than the tolerance."""
+def _tolerance(value: Array, rtol: float) -> float:
+    """The tolerance for a value: two roundings, if its dtype is coarser than the tolerance."""
     dtype = np.asarray(value).dtype
     if not jnp.issubdtype(dtype, jnp.inexact):
         return rtol
     return max(rtol, 2 * float(jnp.finfo(dtype).eps))
-
-
-def _size(n_bytes: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n_bytes >= size:
-            return f"{n_bytes / size:.3g} {unit}"
-    return f"{n_bytes} bytes"

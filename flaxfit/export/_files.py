@@ -6,27 +6,24 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from flaxfit.tree._checks import local_path
-
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator[Path]:
+def replacing(path: Path, *, folder: bool = False) -> Iterator[Path]:
     """A temporary path beside `path`, which it becomes unless the block raises.
 
     Raises:
-      ValueError: it is a URL.
-      FileExistsError: there is something else at `path`: a folder where a file is to be, or a
-        folder of anything but a SavedModel.
-      ValueError: it is a URL.
+      FileExistsError: `path` is a folder instead of a file, or a folder of anything but a
+        SavedModel.
     """
-    path = Path(os.path.abspath(local_path(path)))
+    path = Path(os.path.abspath(path))
     _check_replaceable(path, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.writing-{os.getpid()}")
     old = path.with_name(f".{path.name}.replaced-{os.getpid()}")
     try:
         yield temporary
-        _sync(temporary)
+        for file in temporary.rglob("*") if folder else [temporary]:
+            _sync(file)
         if folder and path.exists():
             path.rename(old)  # A folder cannot be renamed onto one that is not empty.
         os.replace(temporary, path)
@@ -38,21 +35,21 @@ def replacing(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator
 def _check_replaceable(path: Path, folder: bool) -> None:
     if not path.exists():
         return
-    if not folder and path.is_dir():
-        raise FileExistsError(f"Cannot write the file {path}: it is a folder. Name a file in it.")
-    if (
-        folder
-        and not (path / "saved_model.pb").is_file()
-        and (not path.is_dir() or any(path.iterdir()))
-    ):
+    if not folder:
+        if path.is_dir():
+            raise FileExistsError(
+                f"Cannot write the file {path}: it is a folder. Name a file in it."
+            )
+        return
+    is_empty = path.is_dir() and not any(path.iterdir())
+    if not is_empty and not (path / "saved_model.pb").is_file():
         raise FileExistsError(
             f"Cannot write a SavedModel to {path}: it holds something else. Name a new folder."
         )
 
 
-def _sync(path: Path) -> None:
-    """Waits until a file, or the files of a folder, are on disk."""
-    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
-    for file in files:
-        with open(file, "rb") as opened:
+def _sync(file: Path) -> None:
+    """Waits until a file is on the disk."""
+    if file.is_file():
+        with file.open("rb") as opened:
             os.fsync(opened.fileno())

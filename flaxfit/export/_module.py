@@ -1,30 +1,21 @@
 """JaxModule: parameters and named functions of them, as every format of export takes them."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from flax.core import FrozenDict
 
 from flaxfit.data._batch import call
-from flaxfit.export._spec import as_specs, shape_structs
+from flaxfit.export._program import Method
+from flaxfit.export._spec import Specs, as_arguments, as_specs, call_with, shape_structs
+from flaxfit.export._tensorflow import TensorFlowModule
 from flaxfit.tree._paths import flat
 from flaxfit.tree._single_replica import alone_in_any
 from flaxfit.tree._types import Function, Params, PyTree
 
 DEFAULT_METHOD_KEY = "jax_module_default_method"
-
-
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """One function of a module, and what it is given."""
-
-    function: Callable[[dict[str, Any], Any], Any]
-    """`(parameters by name, inputs) -> outputs`; inputs are a tuple, or a dict of keywords."""
-    input_spec: Any
-    jit_compile: bool
 
 
 class JaxModule:
@@ -42,11 +33,11 @@ class JaxModule:
     Args:
       params: a pytree of arrays, such as a model's variables.
       apply_fn: `(params, *inputs) -> outputs`, or several by name; in evaluation mode.
-      input_spec: of the inputs: one `InputSpec`, or a tuple of (nested) ones, or a dict of those
-        that are passed by keyword; by the name of the method where there are several.
-      trainable: whether the parameters are to be trained in TensorFlow; a bool, or a pytree of
-        bools like `params`.
-      jit_compile: whether TensorFlow compiles a method as a whole; by name where they differ.
+      input_spec: one `InputSpec`, or a tuple of (nested) ones, or a dict of those that are passed
+        by keyword; by the name of the method if there are several.
+      trainable: whether TensorFlow may train the parameters; a bool, or a pytree of bools like
+        `params`.
+      jit_compile: whether TensorFlow compiles a method as a whole; by name if they differ.
       preprocess: `(*inputs) -> inputs` before the function, exported with it; the specs describe
         what it takes.
       postprocess: `outputs -> outputs` after it.
@@ -57,15 +48,15 @@ class JaxModule:
     """
 
     DEFAULT_METHOD_KEY = DEFAULT_METHOD_KEY
-    """The name of the method where `apply_fn` is a single function."""
+    """The name of the method if `apply_fn` is a single function."""
 
     def __init__(
         self,
         params: Params,
         apply_fn: Function | Mapping[str, Function],
         *,
-        input_spec: Any,
-        trainable: Any = False,
+        input_spec: Specs | Mapping[str, Specs],
+        trainable: bool | PyTree = False,
         jit_compile: bool | Mapping[str, bool] = True,
         preprocess: Function | None = None,
         postprocess: Function | None = None,
@@ -78,27 +69,22 @@ class JaxModule:
         if not isinstance(functions, Mapping):
             functions = {DEFAULT_METHOD_KEY: functions}
             input_spec = {DEFAULT_METHOD_KEY: input_spec}
-        elif not isinstance(input_spec, Mapping):
-            input_spec = dict.fromkeys(functions, input_spec)
-        if not isinstance(jit_compile, Mapping):
-            jit_compile = dict.fromkeys(functions, jit_compile)
-        _check_keys("input_spec", input_spec, functions)
-        _check_keys("jit_compile", jit_compile, functions)
+        specs = _by_method("input_spec", input_spec, functions)
+        compiled = _by_method("jit_compile", jit_compile, functions)
         self.method_specs: dict[str, Method] = {}
-        """What the methods are, by name."""
+        """The methods by name, with their inputs."""
         for name, function in functions.items():
             if not callable(function):
                 raise TypeError(f"Method {name!r} must be a function, got {function!r:.60}.")
-            spec = as_specs(input_spec[name])
-            spec = spec if isinstance(spec, tuple | dict) else (spec,)
+            spec = as_arguments(as_specs(specs[name]))
             shape_structs(spec)  # Raises what JAX finds wrong, here rather than while exporting.
             run = self._method(function, preprocess, postprocess)
-            self.method_specs[name] = Method(run, spec, bool(jit_compile[name]))
+            self.method_specs[name] = Method(name, run, spec, bool(compiled[name]))
         self._compiled = {name: jax.jit(m.function) for name, m in self.method_specs.items()}
-        self._tensorflow: Any = None
+        self._tensorflow: TensorFlowModule | None = None
 
     @property
-    def params(self) -> Any:
+    def params(self) -> Params:
         """The present parameters."""
         return jax.tree.unflatten(self._structure, list(self._leaves.values()))
 
@@ -117,7 +103,7 @@ class JaxModule:
         """The methods as compiled functions of the inputs, in JAX."""
 
         def bind(name: str) -> Function:
-            def method(*inputs: PyTree, **named: Any) -> Any:
+            def method(*inputs: PyTree, **named: PyTree) -> PyTree:
                 return self._compiled[name](self._leaves, named or inputs)
 
             return method
@@ -130,16 +116,16 @@ class JaxModule:
         return self.tensorflow.methods
 
     @property
-    def tensorflow(self) -> Any:
+    def tensorflow(self) -> TensorFlowModule:
         """The module in TensorFlow: its `methods`, `variables` and `trainable_variables`.
 
         Raises:
           ImportError: TensorFlow is not installed.
         """
         if self._tensorflow is None:
-            from flaxfit.export._tensorflow import TensorFlowModule
-
-            self._tensorflow = TensorFlowModule(self)
+            self._tensorflow = TensorFlowModule(
+                self.method_specs.values(), self._leaves, self.trainable
+            )
         return self._tensorflow
 
     def update_variables(self, params: Params) -> None:
@@ -171,11 +157,12 @@ class JaxModule:
             self._tensorflow.assign(leaves)
         self._leaves = leaves
 
-    def _method(self, function: Any, preprocess: Any, postprocess: Any) -> Function:
-        def run(leaves: dict[str, PyTree], inputs: PyTree) -> Any:
+    def _method(
+        self, function: Function, preprocess: Function | None, postprocess: Function | None
+    ) -> Function:
+        def run(leaves: Mapping[str, PyTree], inputs: PyTree) -> PyTree:
             if preprocess is not None:
-                inputs = preprocess(**inputs) if isinstance(inputs, dict) else preprocess(*inputs)
-                inputs = inputs if isinstance(inputs, tuple | dict) else (inputs,)
+                inputs = as_arguments(call_with(preprocess, inputs))
             # By the order of the names, as a dict that went through `jit` is sorted.
             params = jax.tree.unflatten(self._structure, [leaves[name] for name in self._leaves])
             outputs = call(alone_in_any(function), params, inputs)
@@ -183,7 +170,7 @@ class JaxModule:
 
         return run
 
-    def _flags(self, trainable: Any) -> dict[str, bool]:
+    def _flags(self, trainable: bool | PyTree) -> dict[str, bool]:
         if isinstance(trainable, bool):
             return dict.fromkeys(self._leaves, trainable)
         if jax.tree.structure(trainable) != self._structure:
@@ -195,12 +182,7 @@ class JaxModule:
 
 
 def named_arrays(params: Params) -> dict[str, jax.Array]:
-    """Copies of the leaves by name, on the default device.
-
-    >>> import numpy as np
-    >>> list(named_arrays({"linear/~/b": np.zeros(2), "a": [np.ones(1)]}))
-    ['a.0', 'linear._.b']
-    """
+    """Copies of the leaves by name, on the default device."""
     arrays: dict[str, jax.Array] = {}
     for path, leaf in flat(params).items():
         name = path.replace("/", ".").replace("~", "_") or "params"
@@ -212,8 +194,8 @@ def named_arrays(params: Params) -> dict[str, jax.Array]:
     return arrays
 
 
-def plain(tree: PyTree) -> Any:
-    """A tree with the containers that every format knows: dicts, lists and tuples.
+def plain(tree: PyTree) -> PyTree:
+    """A tree of the containers that every format knows: dicts, lists and tuples.
 
     Named tuples and dataclasses become dicts of their fields.
     """
@@ -228,9 +210,15 @@ def plain(tree: PyTree) -> Any:
     return tree
 
 
-def _check_keys(argument: str, given: Mapping[str, Any], functions: Mapping[str, Any]) -> None:
+def _by_method(
+    argument: str, given: PyTree, functions: Mapping[str, Function]
+) -> Mapping[str, PyTree]:
+    """The value of an argument by method; a single one holds for all."""
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(functions, given)
     if given.keys() != functions.keys():
         raise ValueError(
             f"{argument} must have the same keys as apply_fn.\n"
             f"Received: {sorted(given)}\nExpected: {sorted(functions)}"
         )
+    return given

@@ -1,16 +1,16 @@
-"""Names of inputs and outputs, for formats that know flat ones only."""
+"""Names of inputs and outputs, for formats without nested ones."""
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 
+from flaxfit.export._spec import Specs
 from flaxfit.tree._paths import flat
 from flaxfit.tree._types import PyTree
 
 
-def input_names(specs: PyTree) -> list[str]:
+def input_names(specs: Specs) -> list[str]:
     """The names of a method's inputs, in the order of the leaves.
 
     >>> input_names((1,)), input_names((1, [2, 3])), input_names({"x": 1}), input_names(({"x": 1},))
@@ -29,7 +29,7 @@ def output_names(outputs: PyTree) -> list[str]:
     return _names(outputs, "outputs")
 
 
-def from_names(specs: PyTree, named: Mapping[str, Any]) -> Any:
+def from_names(specs: Specs, named: Mapping[str, PyTree]) -> PyTree:
     """The tree of inputs from inputs by name."""
     leaves = [named[name] for name in input_names(specs)]
     return jax.tree.unflatten(jax.tree.structure(specs), leaves)

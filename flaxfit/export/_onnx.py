@@ -3,16 +3,17 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
 import numpy as np
 
-from flaxfit.export._compare import RTOL, ExportReport, compare, report, size_of
-from flaxfit.export._files import replacing
+from flaxfit.export._compare import RTOL, ExportReport, write_compared
 from flaxfit.export._module import DEFAULT_METHOD_KEY, JaxModule
 from flaxfit.export._names import input_names, output_names
-from flaxfit.export._spec import shape_structs
+from flaxfit.export._program import first_line
+from flaxfit.export._spec import Specs, shape_structs
 from flaxfit.tree._types import Function, PyTree
 
 
@@ -22,7 +23,7 @@ def save_onnx(
     *,
     method: str | None = None,
     opset: int = 21,
-    samples: Sequence[Any] | None = None,
+    samples: Sequence[PyTree] | None = None,
     rtol: float = RTOL,
 ) -> ExportReport:
     """Writes a method of a module as ONNX; its weights become constants.
@@ -43,10 +44,10 @@ def save_onnx(
 
     Args:
       module: what to write.
-      path: the file; one that is there is replaced.
+      path: the file; an existing one is replaced.
       method: the method to write; None: the default or only one.
       opset: the version of ONNX's operators.
-      samples: inputs to compare on, each a tuple, where random ones make no sense.
+      samples: inputs to compare on, each a tuple, if random ones make no sense.
       rtol: how far an output may be off, relative to its largest value.
 
     Raises:
@@ -63,7 +64,7 @@ def save_onnx(
     function = module.method_specs[name].function
     outputs = jax.eval_shape(function, params, structs)
 
-    def flat(*leaves: PyTree) -> Any:
+    def flat(*leaves: PyTree) -> tuple[PyTree, ...]:
         return tuple(jax.tree.leaves(function(params, jax.tree.unflatten(structure, leaves))))
 
     try:
@@ -76,23 +77,21 @@ def save_onnx(
             output_names=output_names(outputs),
         )
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
         raise ValueError(
             f"Cannot write {name!r} as ONNX: jax2onnx has no counterpart for something in it "
-            f"({type(error).__name__}: {reason})."
+            f"({type(error).__name__}: {first_line(error)})."
         ) from error
-    with replacing(path) as temporary:
+
+    def write(temporary: Path) -> dict[str, Function]:
         temporary.write_bytes(made.SerializeToString())
         session = onnxruntime.InferenceSession(str(temporary), providers=["CPUExecutionProvider"])
-        run = _as_function(session, specs, jax.tree.structure(outputs))
-        with jax.default_device(jax.devices("cpu")[0]):
-            compared = compare(
-                module.jax_methods, {name: run}, {name: specs}, samples=samples, rtol=rtol
-            )
-    return report(Path(path), "ONNX", size_of(Path(path)), compared)
+        return {name: _as_function(session, specs, jax.tree.structure(outputs))}
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        return write_compared(module, path, "ONNX", write, samples=samples, rtol=rtol)
 
 
-def _import() -> tuple[Any, Any]:
+def _import() -> tuple[ModuleType, ModuleType]:
     try:
         import jax2onnx
         import onnxruntime
@@ -114,13 +113,13 @@ def _chosen(module: JaxModule, method: str | None) -> str:
     return method
 
 
-def _as_function(session: Any, specs: PyTree, structure: PyTree) -> Function:
-    """A session as a function of the method's inputs."""
+def _as_function(session: Any, specs: Specs, structure: PyTree) -> Function:
+    """A session as a function of the inputs of the method."""
 
-    def run(*inputs: PyTree, **named: Any) -> Any:
+    def run(*inputs: PyTree, **named: PyTree) -> PyTree:
         leaves = map(np.asarray, jax.tree.leaves(named or inputs))
         feed = dict(zip(input_names(specs), leaves, strict=True))
-        # An input that the method does not use is no part of the file.
+        # The file lacks inputs that the method does not use.
         used = {i.name for i in session.get_inputs()}
         found = session.run(None, {name: x for name, x in feed.items() if name in used})
         return jax.tree.unflatten(structure, found)

@@ -1,19 +1,18 @@
 """SavedModel: a module as TensorFlow serves it, and trains it, without JAX."""
 
-import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from flaxfit.export._compare import RTOL, ExportReport, compare, report, size_of
-from flaxfit.export._files import replacing
+from flaxfit.export._compare import RTOL, ExportReport, write_compared
 from flaxfit.export._module import DEFAULT_METHOD_KEY, JaxModule
 from flaxfit.export._names import from_names, input_names, output_names
 from flaxfit.export._program import PLATFORMS, PORTABLE
-from flaxfit.export._tensorflow import TensorFlowModule, import_tensorflow, tensor_specs
+from flaxfit.export._spec import Specs, call_with
+from flaxfit.export._tensorflow import Tensor, TensorFlowModule, import_tensorflow, tensor_specs
 from flaxfit.tree._types import Function, PyTree
 
 
@@ -24,7 +23,7 @@ def save_saved_model(
     platforms: Sequence[str] = PLATFORMS,
     gradients: bool = True,
     stablehlo_version: str = PORTABLE,
-    samples: Sequence[Any] | None = None,
+    samples: Sequence[PyTree] | None = None,
     rtol: float = RTOL,
 ) -> ExportReport:
     """Writes a module as a TensorFlow SavedModel: a folder that needs TensorFlow 2.20, not JAX.
@@ -48,11 +47,11 @@ def save_saved_model(
 
     Args:
       module: what to write; its `trainable` parameters can be trained in TensorFlow.
-      path: the folder; a SavedModel that is there is replaced.
-      platforms: where it is to run, of "cpu", "cuda", "rocm" and "tpu".
-      gradients: whether what is loaded can be differentiated.
+      path: the folder; an existing SavedModel is replaced.
+      platforms: those that can run it, of "cpu", "cuda", "rocm" and "tpu".
+      gradients: whether the loaded model can be differentiated.
       stablehlo_version: of the programs; TensorFlow must know it.
-      samples: inputs to compare on, each a tuple, where random ones make no sense.
+      samples: inputs to compare on, each a tuple, if random ones make no sense.
       rtol: how far an output may be off, relative to its largest value.
 
     Raises:
@@ -66,7 +65,14 @@ def save_saved_model(
             "Cannot write trainable parameters with gradients=False: nothing could train them. "
             "Make the module with trainable=False, or write the gradients."
         )
-    made = TensorFlowModule(module, platforms, stablehlo_version, gradients)
+    made = TensorFlowModule(
+        module.method_specs.values(),
+        module.named_params,
+        module.trainable,
+        platforms,
+        stablehlo_version,
+        gradients,
+    )
     if gradients:
         made.make_gradients()  # TensorFlow would hide why one cannot be made.
     saved, signatures = tf.train.Checkpoint(), {}
@@ -74,30 +80,32 @@ def save_saved_model(
     for name, function in made.methods.items():
         specs = module.method_specs[name].input_spec
         # Traced for the open shapes: this is what is saved.
-        _call(function.get_concrete_function, tensor_specs(specs))
+        call_with(function.get_concrete_function, tensor_specs(specs))
         is_default = name == DEFAULT_METHOD_KEY
         setattr(saved, "__call__" if is_default else name, function)
         key = "serving_default" if is_default or len(made.methods) == 1 else name
         signatures[key] = _signature(function, specs)
-    options = tf.saved_model.SaveOptions(experimental_custom_gradients=True)
-    specs = {name: method.input_spec for name, method in module.method_specs.items()}
-    with replacing(path, folder=True) as temporary:
+
+    def write(temporary: Path) -> Mapping[str, Function] | None:
+        options = tf.saved_model.SaveOptions(experimental_custom_gradients=True)
         tf.saved_model.save(saved, str(temporary), signatures=signatures, options=options)
-        compared = (math.nan, ())
-        if "cpu" in platforms:
-            loaded = tf.saved_model.load(str(temporary))
-            methods = {name: _as_numpy(loaded, name) for name in made.methods}
-            with jax.default_device(jax.devices("cpu")[0]):
-                compared = compare(module.jax_methods, methods, specs, samples=samples, rtol=rtol)
-    return report(Path(path), "SavedModel", size_of(Path(path)), compared)
+        if "cpu" not in platforms:
+            return None
+        loaded = tf.saved_model.load(str(temporary))
+        return {name: _as_numpy(loaded, name) for name in made.methods}
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        return write_compared(
+            module, path, "SavedModel", write, samples=samples, rtol=rtol, folder=True
+        )
 
 
-def _signature(function: Function, specs: PyTree) -> Any:
+def _signature(function: Function, specs: Specs) -> Function:
     """A method with flat, named inputs and outputs."""
     tf = import_tensorflow()
 
-    def signature(**named: Any) -> Any:
-        outputs = _call(function, from_names(specs, named))
+    def signature(**named: Tensor) -> dict[str, Tensor]:
+        outputs = call_with(function, from_names(specs, named))
         return dict(zip(output_names(outputs), jax.tree.leaves(outputs), strict=True))
 
     flat = zip(input_names(specs), jax.tree.leaves(specs), strict=True)
@@ -106,16 +114,13 @@ def _signature(function: Function, specs: PyTree) -> Any:
 
 
 def _as_numpy(loaded: Any, name: str) -> Function:
-    """A method of what was loaded, between NumPy arrays."""
+    """A method of a loaded SavedModel, between NumPy arrays."""
     tf = import_tensorflow()
-    function = loaded if name == DEFAULT_METHOD_KEY else getattr(loaded, name)
 
-    def method(*inputs: PyTree, **named: Any) -> Any:
-        outputs = _call(function, jax.tree.map(tf.constant, named or inputs))
+    def method(*inputs: PyTree, **named: PyTree) -> PyTree:
+        # Here, so that `loaded` stays alive: a function refers weakly to its variables.
+        function = loaded if name == DEFAULT_METHOD_KEY else getattr(loaded, name)
+        outputs = call_with(function, jax.tree.map(tf.constant, named or inputs))
         return jax.tree.map(lambda tensor: tensor.numpy(), outputs)
 
     return method
-
-
-def _call(function: Function, inputs: PyTree) -> Any:
-    return function(**inputs) if isinstance(inputs, dict) else function(*inputs)

@@ -1,17 +1,20 @@
-"""InputSpec: the shape and dtype of an input, with symbolic dimensions, and inputs that fit it."""
+"""InputSpec: the shape and dtype of an input, with symbolic dimensions, and inputs that fit."""
 
 import ast
 import dataclasses
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import ArrayLike, Function, PyTree
+
+Specs: TypeAlias = PyTree
+"""A tree of `InputSpec`s: the positional inputs in a tuple, or a dict of keywords."""
 
 _FUNCTIONS = {"mod": operator.mod, "floordiv": operator.floordiv, "max": max, "min": min}
 _OPERATORS = {
@@ -63,12 +66,8 @@ class InputSpec:
         object.__setattr__(self, "dtype", dtype)
 
 
-def as_specs(tree: PyTree) -> Any:
-    """A tree of InputSpecs; what has a shape and a dtype stands for an input of that fixed shape.
-
-    Raises:
-      TypeError: a leaf is neither.
-    """
+def as_specs(tree: PyTree) -> Specs:
+    """Makes InputSpecs of arrays, and of others with a shape and a dtype; InputSpecs stay."""
 
     def as_spec(leaf: ArrayLike) -> InputSpec:
         if isinstance(leaf, InputSpec):
@@ -83,8 +82,8 @@ def as_specs(tree: PyTree) -> Any:
     return jax.tree.map(as_spec, tree)
 
 
-def batch_specs(inputs: PyTree) -> Any:
-    """The specs of a batch of any size, from the shapes of one.
+def batch_specs(inputs: PyTree) -> Specs:
+    """Returns the specs of a batch of any size, from the shapes of one.
 
     >>> batch_specs((np.zeros((32, 8), np.float32),))
     (InputSpec(shape=('batch', 8), dtype=dtype('float32'), constraints=()),)
@@ -92,13 +91,9 @@ def batch_specs(inputs: PyTree) -> Any:
     return jax.tree.map(lambda x: InputSpec(("batch", *x.shape[1:]), x.dtype), inputs)
 
 
-def shape_structs(specs: PyTree) -> Any:
-    """The specs as `jax.ShapeDtypeStruct`s whose symbols share one scope.
-
-    Raises:
-      ValueError: JAX cannot read a dimension or a constraint.
-    """
-    scope = jax.export.SymbolicScope(constraints(specs))
+def shape_structs(specs: Specs) -> PyTree:
+    """The specs as `jax.ShapeDtypeStruct`s whose symbols share one scope."""
+    scope = jax.export.SymbolicScope(_constraints(specs))
 
     def struct(spec: InputSpec) -> jax.ShapeDtypeStruct:
         dims = ", ".join(map(str, spec.shape)) + ("," if len(spec.shape) == 1 else "")
@@ -107,13 +102,13 @@ def shape_structs(specs: PyTree) -> Any:
     return jax.tree.map(struct, specs)
 
 
-def constraints(specs: PyTree) -> tuple[str, ...]:
+def _constraints(specs: Specs) -> tuple[str, ...]:
     """The constraints of all specs, each once."""
     return tuple(dict.fromkeys(c for spec in jax.tree.leaves(specs) for c in spec.constraints))
 
 
-def two_sizes(specs: PyTree) -> list[dict[str, int]]:
-    """Two sizes for every symbol, as far as there are two that the constraints allow.
+def two_sizes(specs: Specs) -> list[dict[str, int]]:
+    """Two sizes for every symbol, or fewer if the constraints allow no two.
 
     >>> two_sizes((InputSpec(("b", "t")), InputSpec(("b", 3))))
     [{'b': 1, 't': 2}, {'b': 5, 't': 6}]
@@ -122,7 +117,7 @@ def two_sizes(specs: PyTree) -> list[dict[str, int]]:
     """
     dims = [d for spec in jax.tree.leaves(specs) for d in spec.shape if isinstance(d, str)]
     expressions = [_parse(text) for text in dims]
-    conditions = [_parse(text) for text in constraints(specs)]
+    conditions = [_parse(text) for text in _constraints(specs)]
     names = dict.fromkeys(
         node.id
         for tree in expressions
@@ -144,13 +139,9 @@ def two_sizes(specs: PyTree) -> list[dict[str, int]]:
     return found
 
 
-def random_inputs(specs: PyTree, sizes: Mapping[str, int], seed: int = 0) -> Any:
-    """Random arrays that fit the specs: normal floats, zeros and ones of other types.
-
-    >>> random_inputs((InputSpec(("b", 3)),), {"b": 2})[0].shape
-    (2, 3)
-    """
-    random = np.random.default_rng((seed, *sizes.values()))
+def random_inputs(specs: Specs, sizes: Mapping[str, int]) -> PyTree:
+    """Random arrays that fit the specs: normal floats, zeros and ones of other types."""
+    random = np.random.default_rng((0, *sizes.values()))
 
     def array(spec: InputSpec) -> np.ndarray:
         shape = [d if isinstance(d, int) else _value(_parse(d), sizes) for d in spec.shape]
@@ -161,36 +152,44 @@ def random_inputs(specs: PyTree, sizes: Mapping[str, int], seed: int = 0) -> Any
     return jax.tree.map(array, specs)
 
 
-def example(specs: PyTree) -> Any:
-    """Inputs that fit the specs, as a tuple (or a dict of keywords): the smallest that do.
+def example(specs: PyTree) -> PyTree:
+    """The smallest inputs that fit the specs, as a tuple (or a dict of keywords).
 
     >>> example(InputSpec(("batch", 3)))[0].shape
     (1, 3)
     """
-    specs = as_specs(specs)
-    specs = specs if isinstance(specs, tuple | dict) else (specs,)
+    specs = as_arguments(as_specs(specs))
     sizes = two_sizes(specs)
     return random_inputs(specs, sizes[0] if sizes else {})
 
 
+def as_arguments(inputs: PyTree) -> tuple[PyTree, ...] | dict[str, PyTree]:
+    """Positional inputs as a tuple, keyword inputs as a dict; anything else is the only input."""
+    return inputs if isinstance(inputs, tuple | dict) else (inputs,)
+
+
+def call_with(function: Function, inputs: tuple[PyTree, ...] | dict[str, PyTree]) -> PyTree:
+    """Calls a function with positional or keyword inputs."""
+    return function(**inputs) if isinstance(inputs, dict) else function(*inputs)
+
+
 def _candidates(names: list[str], smallest: int) -> Iterator[dict[str, int]]:
-    """Sizes to try: different ones first, that a confusion of two dimensions may show."""
+    """Sizes to try: different ones first, so that a mix-up of two dimensions shows."""
     for size in range(smallest, _LARGEST):
         yield {name: size + i for i, name in enumerate(names)}
     for size in range(smallest, _LARGEST):
         yield dict.fromkeys(names, size)
     random = np.random.default_rng(0)
     for _ in range(2000 if names else 0):
-        yield dict(
-            zip(names, random.integers(smallest, _LARGEST, len(names)).tolist(), strict=True)
-        )
+        sizes = random.integers(smallest, _LARGEST, len(names)).tolist()
+        yield dict(zip(names, sizes, strict=True))
 
 
 def _parse(text: str) -> ast.expr:
     return ast.parse(text.strip().replace("^", "**"), mode="eval").body
 
 
-def _value(node: ast.expr, sizes: Mapping[str, int]) -> Any:
+def _value(node: ast.expr, sizes: Mapping[str, int]) -> int:
     """The value of an expression in the grammar of JAX's symbolic dimensions."""
     match node:
         case ast.Constant(value=int(value)):

@@ -1,13 +1,11 @@
-"""StableHLO: a module as one file of programs and weights that JAX alone can run."""
+"""StableHLO: writes a module as one file of programs and weights that JAX alone can run."""
 
 import contextlib
-import math
 import os
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.export
@@ -15,108 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.export import _archive
-from flaxfit.export._compare import RTOL, ExportReport, compare, report, size_of
-from flaxfit.export._files import replacing
-from flaxfit.export._input import as_input
-from flaxfit.export._module import DEFAULT_METHOD_KEY, JaxModule
-from flaxfit.export._program import PLATFORMS, PORTABLE, export_method, in_version
+from flaxfit.export._compare import RTOL, ExportReport, write_compared
+from flaxfit.export._exported_model import ExportedModel
+from flaxfit.export._module import JaxModule
+from flaxfit.export._program import PLATFORMS, PORTABLE, export_method, first_line, in_version
+from flaxfit.export._spec import InputSpec, Specs
 from flaxfit.tree._checks import local_path
-from flaxfit.tree._types import Function, Params, PyTree
-
-
-class ExportedModel:
-    """What `load` gives: the methods of the module that was saved, and its weights.
-
-    Calling it calls its default or only method. Neither the model's code nor flax is needed.
-
-    >>> import tempfile
-    >>> from flaxfit import export
-    >>> module = export.JaxModule({"w": np.float32(2)}, lambda p, x: x * p["w"],
-    ...                           input_spec=export.InputSpec(("n",)))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     made = export.save(module, f"{folder}/double")
-    ...     double = export.load(f"{folder}/double")
-    >>> double(np.float32([1, 2])), list(double.params)
-    (Array([2., 4.], dtype=float32), ['w'])
-    """
-
-    def __init__(
-        self,
-        params: dict[str, jax.Array],
-        programs: Mapping[str, jax.export.Exported],
-        description: Mapping[str, Any],
-    ):
-        self.params = params
-        """The weights by name."""
-        self.input_spec: Mapping[str, str] = description["input_spec"]
-        """What the methods take, in words."""
-        self.platforms: tuple[str, ...] = tuple(description["platforms"])
-        """Where it runs."""
-        self.versions: Mapping[str, str] = description["versions"]
-        """The packages that wrote the file."""
-        self.methods: dict[str, Function] = {}
-        """The methods by name, as functions of the inputs."""
-        self._programs = dict(programs)
-        self._compiled = {name: jax.jit(program.call) for name, program in programs.items()}
-        for name in programs:
-            self.methods[name] = self._method(name)
-
-    def __call__(self, *inputs: PyTree, **named: Any) -> Any:
-        """The outputs of the default or only method."""
-        return self.apply(self.params, *inputs, **named)
-
-    def apply(
-        self, params: Params, *inputs: PyTree, method: str | None = None, **named: Any
-    ) -> Any:
-        """The outputs for other weights; can be differentiated if it was saved with gradients.
-
-        Inputs may be arrays or nested lists of numbers. They are cast to the dtypes that the
-        method takes: whole numbers to real ones, and whole numbers of any width that fit.
-
-        Args:
-          params: the weights by name.
-          *inputs: what the method takes.
-          method: its name; None: the default or only one.
-          **named: the inputs of a method that takes them by keyword.
-
-        Raises:
-          TypeError: real numbers where the method takes whole ones, or the like.
-          ValueError: there is no such method; the inputs are not what it takes.
-        """
-        name = self._default if method is None else method
-        if name not in self._compiled:
-            raise ValueError(f"There is no method {name!r}, only {', '.join(self._compiled)}.")
-        return self._compiled[name](params, self._inputs(name, named or inputs))
-
-    def __repr__(self) -> str:
-        methods = ", ".join(f"{name}({spec})" for name, spec in self.input_spec.items())
-        return f"ExportedModel({methods} on {', '.join(self.platforms)})"
-
-    @property
-    def _default(self) -> str:
-        if DEFAULT_METHOD_KEY in self._compiled:
-            return DEFAULT_METHOD_KEY
-        if len(self._compiled) == 1:
-            return next(iter(self._compiled))
-        raise ValueError(f"Name one of the methods: .methods has {', '.join(self._compiled)}.")
-
-    def _inputs(self, name: str, inputs: PyTree) -> Any:
-        """The inputs as arrays of the dtypes that a method takes."""
-        program = self._programs[name]
-        (_, wanted), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
-        try:
-            pairs = jax.tree.map(lambda aval, value: (aval, value), wanted, inputs)
-        except ValueError as error:
-            raise ValueError(
-                f"{name!r} takes {self.input_spec[name]}, got {_received(inputs)}."
-            ) from error
-        return jax.tree.map(lambda aval, pair: as_input(name, aval, pair[1]), wanted, pairs)
-
-    def _method(self, name: str) -> Function:
-        def method(*inputs: PyTree, **named: Any) -> Any:
-            return self.apply(self.params, *inputs, method=name, **named)
-
-        return method
+from flaxfit.tree._types import Function, PyTree
 
 
 def save(
@@ -126,7 +29,7 @@ def save(
     platforms: Sequence[str] = PLATFORMS,
     gradients: bool = True,
     stablehlo_version: str | None = PORTABLE,
-    samples: Sequence[Any] | None = None,
+    samples: Sequence[PyTree] | None = None,
     rtol: float = RTOL,
 ) -> ExportReport:
     """Writes a module as StableHLO: one file that `load` runs, on several platforms.
@@ -142,12 +45,12 @@ def save(
 
     Args:
       module: what to write.
-      path: the file; one that is there is replaced.
-      platforms: where it is to run, of "cpu", "cuda", "rocm" and "tpu".
-      gradients: whether what is loaded can be differentiated (once).
+      path: the file; an existing one is replaced.
+      platforms: those that can run it, of "cpu", "cuda", "rocm" and "tpu".
+      gradients: whether the loaded model can be differentiated (once).
       stablehlo_version: of the programs, an old one by default so that older JAX reads them too;
         None: JAX's own.
-      samples: inputs to compare on, each a tuple, where random ones make no sense.
+      samples: inputs to compare on, each a tuple, if random ones make no sense.
       rtol: how far an output may be off, relative to its largest value.
 
     Raises:
@@ -156,9 +59,10 @@ def save(
       ImportError: flatbuffers is not installed.
     """
     _check_flatbuffers()
+    params = module.named_params
     programs = {}
-    for name in module.method_specs:
-        program = in_version(export_method(module, name, platforms), stablehlo_version)
+    for name, method in module.method_specs.items():
+        program = in_version(export_method(method, params, platforms), stablehlo_version)
         programs[name] = _serialized(name, program, gradients)
     description = {
         "platforms": list(platforms),
@@ -167,15 +71,13 @@ def save(
         "versions": _versions(),
         "input_spec": {name: _words(m.input_spec) for name, m in module.method_specs.items()},
     }
-    arrays = {name: np.asarray(leaf) for name, leaf in module.named_params.items()}
-    specs = {name: method.input_spec for name, method in module.method_specs.items()}
-    with replacing(path) as temporary:
+    arrays = {name: np.asarray(param) for name, param in params.items()}
+
+    def write(temporary: Path) -> Mapping[str, Function] | None:
         _archive.write(temporary, description, programs, arrays)
-        compared = (math.nan, ())
-        if _platform() in platforms:
-            methods = load(temporary).methods
-            compared = compare(module.jax_methods, methods, specs, samples=samples, rtol=rtol)
-    return report(Path(path), "StableHLO", size_of(Path(path)), compared)
+        return load(temporary).methods if _platform() in platforms else None
+
+    return write_compared(module, path, "StableHLO", write, samples=samples, rtol=rtol)
 
 
 def load(path: str | os.PathLike[str]) -> ExportedModel:
@@ -203,11 +105,10 @@ def load(path: str | os.PathLike[str]) -> ExportedModel:
         params = {name: jnp.array(array) for name, array in arrays.items()}
         return ExportedModel(params, programs, description)
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise ValueError(
             f"Cannot load {path}: jax {jax.__version__} cannot read a program of it, which jax "
             f"{description.get('versions', {}).get('jax', '?')} wrote for StableHLO "
-            f"{description.get('stablehlo', '?')} ({reason})."
+            f"{description.get('stablehlo', '?')} ({first_line(error)})."
         ) from error
 
 
@@ -226,7 +127,7 @@ def _serialized(name: str, program: jax.export.Exported, gradients: bool) -> byt
             raise
         raise ValueError(
             f"Cannot export {name!r}: its inputs and outputs must be made of dicts, lists, tuples "
-            f"and arrays ({str(error).splitlines()[0][:200]})."
+            f"and arrays ({first_line(error)})."
         ) from error
 
 
@@ -238,15 +139,10 @@ def _platform() -> str:
     return "rocm" if "rocm" in jax.devices()[0].client.platform_version.lower() else "cuda"
 
 
-def _received(inputs: PyTree) -> str:
-    def word(value: Any) -> str:
-        return f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else repr(value)
+def _words(specs: Specs) -> str:
+    """The inputs of a method in words: "float32[batch, 3]"."""
 
-    return f"{jax.tree.map(word, inputs)!s:.200}"
-
-
-def _words(specs: PyTree) -> str:
-    def word(spec: PyTree) -> str:
+    def word(spec: InputSpec) -> str:
         return f"{spec.dtype}[{', '.join(map(str, spec.shape))}]"
 
     if isinstance(specs, dict):

@@ -1,82 +1,86 @@
 """TensorFlowModule: a JaxModule's methods and variables in TensorFlow, without jax2tf."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, TypeAlias
 
 import jax
 import jax.export
+import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.export._program import PLATFORMS, PORTABLE, export_method, in_version
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.export._program import PLATFORMS, PORTABLE, Method, export_method, in_version
+from flaxfit.export._spec import InputSpec, Specs
+from flaxfit.tree._types import Array, ArrayLike, Function, PyTree
+
+Tensor: TypeAlias = Any
+"""A `tf.Tensor` or a `tf.Variable`."""
+TensorFunction: TypeAlias = Any
+"""A `tf.function`."""
 
 
 class TensorFlowModule:
     """The methods and variables of a JaxModule in TensorFlow.
 
     A method holds its StableHLO program and, for training, the program of its gradient; both take
-    the variables, so that assigning to these is enough.
+    the variables, so assigning to these is enough.
     """
 
     def __init__(
         self,
-        module: Any,
+        methods: Iterable[Method],
+        params: Mapping[str, jax.Array],
+        trainable: Mapping[str, bool],
         platforms: Sequence[str] = PLATFORMS,
         version: str = PORTABLE,
         gradients: bool = True,
     ) -> None:
         tf = import_tensorflow()
-        self._platforms, self._version = platforms, version
         self._is_differentiable = gradients
-        self._gradients: dict[str, Callable[[], jax.export.Exported]] = {}
+        self._gradients: list[Callable[[], jax.export.Exported]] = []
         self._variables = {
-            name: tf.Variable(np.asarray(leaf), trainable=module.trainable[name], name=name)
-            for name, leaf in module.named_params.items()
+            name: tf.Variable(np.asarray(param), trainable=trainable[name], name=name)
+            for name, param in params.items()
         }
-        self.methods: dict[str, Any] = {
-            name: self._method(module, name) for name in module.method_specs
-        }
+        self.methods: dict[str, TensorFunction] = {}
         """The methods by name, as `tf.function`s of the inputs."""
+        for method in methods:
+            program = in_version(export_method(method, params, platforms), version)
+            self.methods[method.name] = self._method(method, program)
 
     @property
-    def variables(self) -> list[Any]:
+    def variables(self) -> list[Tensor]:
         """All parameters, as `tf.Variable`s named by their paths."""
         return list(self._variables.values())
 
     @property
-    def trainable_variables(self) -> list[Any]:
-        """The trainable ones."""
+    def trainable_variables(self) -> list[Tensor]:
+        """The trainable parameters."""
         return [variable for variable in self.variables if variable.trainable]
 
-    def assign(self, leaves: dict[str, PyTree]) -> None:
-        """Takes over other values, by name."""
-        values = {name: np.asarray(leaf) for name, leaf in leaves.items()}
+    def assign(self, params: Mapping[str, Array]) -> None:
+        """Replaces the values of the variables, by name."""
+        values = {name: np.asarray(param) for name, param in params.items()}
         for name, variable in self._variables.items():
             variable.assign(values[name])
 
     def make_gradients(self) -> None:
-        """Makes the gradients of all methods.
-
-        Raises:
-          ValueError: a method cannot be differentiated.
-        """
-        for make in self._gradients.values():
+        """Makes the gradients of all methods; raises if one cannot be differentiated."""
+        for make in self._gradients:
             make()
 
-    def _method(self, module: Any, name: str) -> Function:
+    def _method(self, method: Method, program: jax.export.Exported) -> TensorFunction:
         tf = import_tensorflow()
-        method = module.method_specs[name]
-        exported = export_method(module, name, self._platforms)
-        program = in_version(exported, self._version)
-        # Made when it is asked for: there are methods without one.
-        self._gradients[name] = functools.cache(program.vjp)
+        # Made on request: some methods have none.
+        gradient = functools.cache(program.vjp)
+        self._gradients.append(gradient)
         run = functools.partial(_call_module, program)
         if self._is_differentiable:
-            run = _with_gradient(program, self._gradients[name])
+            run = _with_gradient(program, gradient)
 
         # Not a lambda, and without defaults: TensorFlow saves the name and the signature.
-        def call(*inputs: PyTree, **named: Any) -> Any:
+        def call(*inputs: PyTree, **named: PyTree) -> PyTree:
             given = _as_tensors(method.input_spec, named or inputs)
             params = {key: tf.convert_to_tensor(v) for key, v in self._variables.items()}
             outputs = run(jax.tree.leaves(((params, given), {})))
@@ -85,8 +89,8 @@ class TensorFlowModule:
         return tf.function(call, jit_compile=method.jit_compile, autograph=False)
 
 
-def import_tensorflow() -> Any:
-    """TensorFlow, or an error that says how to install it."""
+def import_tensorflow() -> ModuleType:
+    """Imports TensorFlow, or raises an error that says how to install it."""
     try:
         import tensorflow
     except ImportError as error:
@@ -96,18 +100,20 @@ def import_tensorflow() -> Any:
     return tensorflow
 
 
-def tensor_specs(specs: PyTree, name: str | None = None) -> Any:
+def tensor_specs(specs: Specs, name: str | None = None) -> PyTree:
     """InputSpecs as `tf.TensorSpec`s, whose symbolic dimensions are open."""
     tf = import_tensorflow()
-
-    def tensor(spec: PyTree) -> Any:
-        shape = [d if isinstance(d, int) else None for d in spec.shape]
-        return tf.TensorSpec(shape, tf.as_dtype(spec.dtype), name=name)
-
-    return jax.tree.map(tensor, specs)
+    return jax.tree.map(
+        lambda spec: tf.TensorSpec(_open(spec.shape), tf.as_dtype(spec.dtype), name=name), specs
+    )
 
 
-def _as_tensors(specs: PyTree, inputs: PyTree) -> Any:
+def _open(shape: Iterable[object]) -> list[int | None]:
+    """A shape whose symbolic dimensions are open."""
+    return [d if isinstance(d, int) else None for d in shape]
+
+
+def _as_tensors(specs: Specs, inputs: PyTree) -> PyTree:
     """The inputs as tensors of the dtypes of their specs."""
     tf = import_tensorflow()
     if jax.tree.structure(inputs) != jax.tree.structure(specs):
@@ -116,7 +122,7 @@ def _as_tensors(specs: PyTree, inputs: PyTree) -> Any:
             f"Received: {jax.tree.structure(inputs)}\nExpected: {jax.tree.structure(specs)}"
         )
 
-    def tensor(spec: PyTree, value: Any) -> Any:
+    def tensor(spec: InputSpec, value: ArrayLike) -> Tensor:
         return tf.convert_to_tensor(value, tf.as_dtype(spec.dtype))
 
     return jax.tree.map(tensor, specs, inputs)
@@ -127,15 +133,15 @@ def _with_gradient(
 ) -> Function:
     """A program of flat inputs as an operation that can be differentiated."""
     tf = import_tensorflow()
-    differentiable = [_is_float(aval) for aval in exported.in_avals]
+    differentiable = [_is_float(aval.dtype) for aval in exported.in_avals]
 
     @tf.custom_gradient
-    def run(*flat: Any) -> Any:
+    def run(*flat: Tensor) -> tuple[tuple[Tensor, ...], Function]:
         outputs = _call_module(exported, flat)
 
-        def grad(*cotangents: Any) -> Any:
+        def grad(*cotangents: Tensor) -> list[Tensor | None]:
             given = [
-                cotangent if _is_float(aval) else tf.zeros(tf.shape(output), tf.bool)
+                cotangent if _is_float(aval.dtype) else tf.zeros(tf.shape(output), tf.bool)
                 for aval, output, cotangent in zip(
                     exported.out_avals, outputs, cotangents, strict=True
                 )
@@ -148,25 +154,21 @@ def _with_gradient(
     return lambda flat: run(*flat)
 
 
-def _call_module(exported: jax.export.Exported, flat: Sequence[Any]) -> Any:
-    """TensorFlow's operation that runs a program of StableHLO."""
+def _call_module(exported: jax.export.Exported, flat: Sequence[Tensor]) -> list[Tensor]:
+    """Runs a program of StableHLO by an operation of TensorFlow."""
     tf = import_tensorflow()
     from tensorflow.compiler.tf2xla.python import xla
 
-    return xla.call_module(
+    # The gradient of an integer is of a type without values, which StableHLO writes as bool.
+    dtypes = [bool if a.dtype == jax.dtypes.float0 else a.dtype for a in exported.out_avals]
+    call_module: Function = xla.call_module
+    return call_module(
         # Arguments that the program does not use are no part of it.
         [flat[i] for i in exported.module_kept_var_idx],
         version=exported.calling_convention_version,
         module=exported.mlir_module_serialized,
-        # The gradient of an integer is of a type without values, which StableHLO writes as bool.
-        Tout=[
-            tf.as_dtype(bool if aval.dtype == jax.dtypes.float0 else aval.dtype)
-            for aval in exported.out_avals
-        ],
-        Sout=[
-            tf.TensorShape([d if isinstance(d, int) else None for d in aval.shape])
-            for aval in exported.out_avals
-        ],
+        Tout=[tf.as_dtype(dtype) for dtype in dtypes],
+        Sout=[tf.TensorShape(_open(aval.shape)) for aval in exported.out_avals],
         platforms=tuple(platform.upper() for platform in exported.platforms),
         function_list=[],
         has_token_input_output=False,
@@ -175,5 +177,5 @@ def _call_module(exported: jax.export.Exported, flat: Sequence[Any]) -> Any:
     )
 
 
-def _is_float(aval: Any) -> bool:
-    return jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact)
+def _is_float(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)

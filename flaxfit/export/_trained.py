@@ -1,6 +1,5 @@
-"""From training to a file: a trained state as a JaxModule, and a format by its name."""
+"""A trained state as a JaxModule, and the writers of the formats by name."""
 
-import importlib
 import os
 from typing import Any
 
@@ -8,20 +7,20 @@ import jax
 
 from flaxfit.export._compare import ExportReport
 from flaxfit.export._module import JaxModule
+from flaxfit.export._onnx import save_onnx
+from flaxfit.export._saved_model import save_saved_model
+from flaxfit.export._spec import Specs
+from flaxfit.export._stablehlo import save
 from flaxfit.tree._checks import check_is_function
 from flaxfit.tree._types import Function, Params, PyTree
 
-_WRITERS = {
-    "stablehlo": ("flaxfit.export._stablehlo", "save"),
-    "saved_model": ("flaxfit.export._saved_model", "save_saved_model"),
-    "onnx": ("flaxfit.export._onnx", "save_onnx"),
-}
+_WRITERS = {"stablehlo": save, "saved_model": save_saved_model, "onnx": save_onnx}
 
 
 def from_state(
     state: PyTree,
     apply: Function,
-    input_spec: Any,
+    input_spec: Specs,
     *,
     params: Params = None,
     trainable: bool = False,
@@ -73,16 +72,11 @@ def write(
       **options: those of `save`, `save_saved_model` or `save_onnx`.
     """
     check_format(format)
-    home, name = _WRITERS[format]
-    return getattr(importlib.import_module(home), name)(module, path, **options)
+    return _WRITERS[format](module, path, **options)
 
 
 def check_format(format: str) -> None:
-    """Checks that there is a format of that name.
-
-    Raises:
-      ValueError: there is none.
-    """
+    """Checks that there is a format of that name."""
     if format not in _WRITERS:
         names = ", ".join(map(repr, _WRITERS))
         raise ValueError(f"format must be one of {names}, got {format!r}.")

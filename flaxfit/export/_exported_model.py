@@ -1,0 +1,143 @@
+"""ExportedModel: the methods and weights of a file of StableHLO."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit.export._module import DEFAULT_METHOD_KEY
+from flaxfit.tree._types import ArrayLike, Function, Json, Params, PyTree
+
+_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+"""Each holds the numbers of those before it."""
+
+
+class ExportedModel:
+    """The methods of a saved module and its weights, as `load` returns them.
+
+    Calling it calls its default or only method. Neither the model's code nor flax is needed.
+
+    >>> import tempfile
+    >>> from flaxfit import export
+    >>> module = export.JaxModule({"w": np.float32(2)}, lambda p, x: x * p["w"],
+    ...                           input_spec=export.InputSpec(("n",)))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     made = export.save(module, f"{folder}/double")
+    ...     double = export.load(f"{folder}/double")
+    >>> double(np.float32([1, 2])), list(double.params)
+    (Array([2., 4.], dtype=float32), ['w'])
+    """
+
+    def __init__(
+        self,
+        params: dict[str, jax.Array],
+        programs: Mapping[str, jax.export.Exported],
+        description: Mapping[str, Json],
+    ):
+        self.params = params
+        """The weights by name."""
+        self.input_spec: Mapping[str, str] = description["input_spec"]
+        """The inputs of the methods, in words."""
+        self.platforms: tuple[str, ...] = tuple(description["platforms"])
+        """The platforms that can run it."""
+        self.versions: Mapping[str, str] = description["versions"]
+        """The packages that wrote the file."""
+        self._programs = dict(programs)
+        self._compiled = {name: jax.jit(program.call) for name, program in programs.items()}
+        self.methods: dict[str, Function] = {name: self._method(name) for name in programs}
+        """The methods by name, as functions of the inputs."""
+
+    def __call__(self, *inputs: PyTree, **named: PyTree) -> PyTree:
+        """Returns the outputs of the default or only method."""
+        return self.apply(self.params, *inputs, **named)
+
+    def apply(
+        self, params: Params, *inputs: PyTree, method: str | None = None, **named: PyTree
+    ) -> PyTree:
+        """Returns the outputs for other weights; differentiable if it was saved with gradients.
+
+        Inputs may be arrays or nested lists of numbers. They are cast to the dtypes that the
+        method takes: whole numbers to real ones, and whole numbers of any width that fit.
+
+        Args:
+          params: the weights by name.
+          *inputs: those of the method.
+          method: its name; None: the default or only one.
+          **named: the inputs of a method that takes them by keyword.
+
+        Raises:
+          TypeError: real numbers where the method takes whole ones, or the like.
+          ValueError: there is no such method, or it takes other inputs.
+        """
+        name = self._default if method is None else method
+        if name not in self._compiled:
+            raise ValueError(f"There is no method {name!r}, only {', '.join(self._compiled)}.")
+        return self._compiled[name](params, self._inputs(name, named or inputs))
+
+    def __repr__(self) -> str:
+        methods = ", ".join(f"{name}({spec})" for name, spec in self.input_spec.items())
+        return f"ExportedModel({methods} on {', '.join(self.platforms)})"
+
+    @property
+    def _default(self) -> str:
+        if DEFAULT_METHOD_KEY in self._compiled:
+            return DEFAULT_METHOD_KEY
+        if len(self._compiled) == 1:
+            return next(iter(self._compiled))
+        raise ValueError(f"Name one of the methods: .methods has {', '.join(self._compiled)}.")
+
+    def _inputs(self, name: str, inputs: PyTree) -> PyTree:
+        """The inputs as arrays of the dtypes that a method takes."""
+        program = self._programs[name]
+        (_, wanted), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
+        try:
+            pairs = jax.tree.map(lambda aval, value: (aval, value), wanted, inputs)
+        except ValueError as error:
+            raise ValueError(
+                f"{name!r} takes {self.input_spec[name]}, got {_received(inputs)}."
+            ) from error
+        return jax.tree.map(lambda aval, pair: _as_input(name, aval, pair[1]), wanted, pairs)
+
+    def _method(self, name: str) -> Function:
+        def method(*inputs: PyTree, **named: PyTree) -> PyTree:
+            return self.apply(self.params, *inputs, method=name, **named)
+
+        return method
+
+
+def _as_input(method: str, wanted: jax.ShapeDtypeStruct, value: ArrayLike) -> jax.Array:
+    """An array, or nested lists of numbers, as an array of the wanted dtype."""
+    array = value if isinstance(value, jax.Array) else np.asarray(value)
+    if _kind(array.dtype) > _kind(wanted.dtype):
+        raise TypeError(
+            f"{method!r} takes {wanted.dtype}, got {array.dtype}, which does not become it without "
+            f"loss: pass x.astype({str(wanted.dtype)!r}) if that is meant."
+        )
+    if 0 in array.shape and 0 not in wanted.shape:
+        raise ValueError(
+            f"{method!r} takes dimensions of 1 or more, got the shape {array.shape}: there is "
+            "nothing to compute."
+        )
+    cast = array.astype(wanted.dtype)
+    are_whole = jnp.issubdtype(array.dtype, jnp.integer) and jnp.issubdtype(cast.dtype, jnp.integer)
+    if are_whole and isinstance(array, np.ndarray) and not np.array_equal(cast, array):
+        raise ValueError(
+            f"{method!r} takes {wanted.dtype}, which does not hold numbers from {array.min()} to "
+            f"{array.max()}."
+        )
+    return jnp.asarray(cast)
+
+
+def _kind(dtype: np.dtype) -> int:
+    """The place of a dtype among the kinds of numbers; after the last if it is none."""
+    places = [place for place, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)]
+    return places[0] if places else len(_KINDS)
+
+
+def _received(inputs: PyTree) -> str:
+    def word(value: ArrayLike) -> str:
+        return f"{value.dtype}{list(value.shape)}" if hasattr(value, "shape") else repr(value)
+
+    return f"{jax.tree.map(word, inputs)!s:.200}"
