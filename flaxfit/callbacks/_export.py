@@ -104,11 +104,9 @@ class Export:
         return checkpoint
 
     def get_state(self) -> dict[str, Json]:
-        """Returns what a resumed run needs, as plain JSON."""
         return {"best_value": self.best_value, "best_step": self.best_step}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Restores what `get_state` returned."""
         self.best_value, self.best_step = state["best_value"], state["best_step"]
         if self._monitor is not None:
             self._monitor.was_seen |= self.best_step is not None

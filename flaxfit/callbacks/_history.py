@@ -169,7 +169,6 @@ class History(Mapping[str, list[float]]):
         }
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Restores what `get_state` returned."""
         self.steps = [int(step) for step in state["steps"]]
         self._values = {
             name: [float(value) for value in values] for name, values in state["values"].items()

@@ -66,7 +66,6 @@ class LogTo:
         self._attempt = Attempt(type(logger).__name__)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Logs the numbers of a checkpoint."""
         self._attempt(self._logger.log, checkpoint.step, checkpoint.scalars)
         return checkpoint
 

@@ -39,7 +39,6 @@ class _RowLogger(ABC):
         return row["step"] > self._step
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Writes a row."""
         row = {"step": checkpoint.step, "elapsed_time": checkpoint.elapsed_time}
         row |= {name: float(value) for name, value in checkpoint.scalars.items()}
         self._attempt(self._write, row)

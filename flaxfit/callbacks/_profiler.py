@@ -46,7 +46,6 @@ class Profiler:
         self._watch(loop.step)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Returns the checkpoint unchanged."""
         return checkpoint
 
     def close(self) -> None:

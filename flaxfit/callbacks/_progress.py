@@ -154,7 +154,6 @@ class ProgressBar:
         return label, step - self._bar_start, length
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Writes a line."""
         now, metrics = self._clock(), checkpoint.scalars
         if self._began is None:
             self._began = now - checkpoint.elapsed_time - checkpoint.compile_time
@@ -196,7 +195,6 @@ class ProgressBar:
         return True
 
     def get_state(self) -> dict[str, Json]:
-        """Returns what a resumed run needs, as plain JSON."""
         name = None if self._monitor is None else self._monitor.name
         return {"monitor": name, "best": self._best}
 

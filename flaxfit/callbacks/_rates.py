@@ -76,7 +76,6 @@ class LearningRateScheduler:
         return {"is_due": self._is_due}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Restores what `get_state` returned; call it after `attach`."""
         self._is_due, self._n_set = state["is_due"], self._loop.revision[1]
 
     def _start(self, step: int) -> None:
@@ -192,7 +191,6 @@ class ReduceLROnPlateau:
         return {"best": self._best, "n_waited": self._n_waited, "n_cooling": self._n_cooling}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Restores what `get_state` returned; call it after `attach`."""
         self._best, self._n_waited = state["best"], state["n_waited"]
         self._n_cooling = state["n_cooling"]
         self._monitor.was_seen |= self._best is not None

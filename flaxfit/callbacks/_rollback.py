@@ -116,7 +116,6 @@ class Rollback:
         return state | {name: getattr(self._good, name) for name in _FIELDS}
 
     def set_state(self, state: Mapping[str, PyTree]) -> None:
-        """Restores what `get_state` returned; call it after `attach`."""
         self.n_rollbacks = int(state["n_rollbacks"])
         fields = {name: state[name] for name in _FIELDS if name in state}
         if self._loop is not None and fields:

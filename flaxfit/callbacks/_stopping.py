@@ -133,7 +133,6 @@ class EarlyStopping:
         }
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Restores what `get_state` returned; call it after `attach`."""
         self._reset()
         self.best_value = state["best_value"]
         self.best_step = state["best_step"]

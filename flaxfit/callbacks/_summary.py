@@ -34,7 +34,6 @@ class SummaryLogger:
         self._width = max(self._width, len(count(loop.n_steps or 0)))
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Prints a line."""
         parts = [f"step {count(checkpoint.step):>{self._width}}:", metric_line(checkpoint.scalars)]
         if checkpoint.n_completed_steps and checkpoint.elapsed_time:
             parts.append(rate(checkpoint.n_completed_steps / checkpoint.elapsed_time))

@@ -48,16 +48,13 @@ class SwapEMA:
         self._loop, self._is_due = loop, False
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Returns the checkpoint unchanged."""
         self._is_due = True
         return checkpoint
 
     def get_state(self) -> dict[str, Json]:
-        """Returns what a resumed run needs, as plain JSON."""
         return {"is_due": self._is_due}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Restores what `get_state` returned; call it after `attach`."""
         self._is_due = state["is_due"]
 
     def close(self) -> None:

@@ -56,7 +56,6 @@ class TensorBoardLogger:
         self._step = 0
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Writes the numbers of a checkpoint."""
         self._attempt(self._write, checkpoint)
         return checkpoint
 

@@ -61,11 +61,9 @@ class Timer:
         return checkpoint.replace(stop=True) if self._is_over(checkpoint.step) else checkpoint
 
     def get_state(self) -> dict[str, Json]:
-        """Returns what a resumed run needs, as plain JSON."""
         return self._used_at(self._first_step if self._loop is None else self._loop.step)
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Restores what `get_state` returned; call it after `attach`."""
         self._used = dict(state)
 
     def _watch(self, step: int) -> None:

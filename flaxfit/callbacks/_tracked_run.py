@@ -35,7 +35,6 @@ class TrackedRun(ABC):
     def _end(self, run: Run, /) -> None: ...
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Logs the numbers of a checkpoint."""
         self._attempt(self.log, checkpoint.step, checkpoint.scalars)
         return checkpoint
 
@@ -55,9 +54,7 @@ class TrackedRun(ABC):
             self._attempt(self._end, run)
 
     def get_state(self) -> dict[str, Json]:
-        """Returns what a resumed run needs, as plain JSON."""
         return {"run_id": self.run_id}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Restores what `get_state` returned."""
         self.run_id = state["run_id"]

@@ -64,7 +64,6 @@ class Unfreeze:
         return checkpoint
 
     def get_state(self) -> dict[str, Json]:
-        """Returns what a resumed run needs, as plain JSON."""
         return {"n_seen": self._n_seen}
 
     def set_state(self, state: Mapping[str, Json]) -> None:

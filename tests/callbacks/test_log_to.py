@@ -2,6 +2,7 @@
 
 import errno
 import io
+import sys
 
 import jax
 import numpy as np
@@ -9,7 +10,14 @@ import optax
 import pytest
 
 import flaxfit as ff
-from flaxfit.callbacks import CSVLogger, JSONLogger, LogTo
+from flaxfit.callbacks import (
+    CSVLogger,
+    JSONLogger,
+    LogTo,
+    MLflowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+)
 
 
 class Recorder:
@@ -104,3 +112,19 @@ def test_a_full_disk_is_reported_once_and_no_row_is_garbled(kind, checkpoint_at,
     assert capsys.readouterr().err.count("No space left") == 1
     text = (tmp_path / "log").read_text()
     assert len(text.splitlines()) == (3 if kind is CSVLogger else 2) and "0.25" in text
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "make"),
+    [
+        ("tensorboardX", "tensorboard", lambda: TensorBoardLogger("runs")),
+        ("wandb", "wandb", WandbLogger),
+        ("mlflow", "mlflow", MLflowLogger),
+    ],
+)
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    package, extra, make, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf'needs {package}: pip install "flaxfit\[{extra}\]"'):
+        make()

@@ -1,6 +1,4 @@
-"""Throughput and MemoryReport, against numbers by hand."""
-
-import mmap
+"""Throughput, against numbers by hand."""
 
 import flax.linen as nn
 import jax
@@ -10,8 +8,7 @@ import optax
 import pytest
 
 import flaxfit as ff
-from flaxfit.callbacks import MemoryReport, Throughput
-from flaxfit.callbacks._memory import resident_bytes
+from flaxfit.callbacks import Throughput
 from flaxfit.callbacks._throughput import _peak_flops
 
 tokens = np.zeros((48, 10), np.int32)
@@ -121,26 +118,3 @@ def test_the_longest_name_of_a_device_counts():
 def test_without_a_loop_there_is_nothing_to_measure(checkpoint_at):
     with pytest.raises(ValueError, match="must be in the callbacks of a loop"):
         Throughput()(checkpoint_at(1, loss=1.0))
-
-
-def test_memory_that_is_taken_is_reported(checkpoint_at):
-    report = MemoryReport()
-    n_bytes = 64 << 20
-    before = report(checkpoint_at(1, loss=1.0)).metrics["host_memory_gb"]
-    # From the system: an allocator may give again what the process holds already.
-    with mmap.mmap(-1, n_bytes) as taken:
-        taken.write(b"1" * n_bytes)
-        after = report(checkpoint_at(2, loss=1.0)).metrics["host_memory_gb"]
-    assert after - before > 0.9 * n_bytes / 1e9
-    assert resident_bytes() < 1e12
-
-
-def test_memory_of_devices_is_that_of_the_fullest(checkpoint_at, monkeypatch):
-    class Device:
-        def __init__(self, stats):
-            self.memory_stats = lambda: stats
-
-    stats = [{"bytes_in_use": 2e9, "peak_bytes_in_use": 5e9}, {"bytes_in_use": 3e9}, None]
-    monkeypatch.setattr(jax, "local_devices", lambda: [Device(each) for each in stats])
-    metrics = MemoryReport()(checkpoint_at(1, loss=1.0)).metrics
-    assert metrics["device_memory_gb"] == 3 and metrics["device_memory_peak_gb"] == 5

@@ -52,3 +52,8 @@ def module(net, variables):
 @pytest.fixture
 def x():
     return np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "net.stablehlo"

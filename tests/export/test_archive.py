@@ -1,0 +1,104 @@
+import json
+import random
+import zipfile
+from importlib.util import find_spec
+
+import jax
+import pytest
+
+from flaxfit import export
+from flaxfit.export import _archive
+
+pytestmark = pytest.mark.skipif(
+    find_spec("flatbuffers") is None, reason="flatbuffers is not installed"
+)
+
+
+def parts_of(path):
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def write_parts(path, parts):
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, part in parts.items():
+            archive.writestr(name, part)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", b"PK\x05\x06" + bytes(18)])
+def test_a_foreign_file_is_refused(path, content):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="Cannot load .*not written by flaxfit.export.save"):
+        export.load(path)
+
+
+def test_a_missing_file_is_named(path):
+    with pytest.raises(FileNotFoundError, match="net.stablehlo"):
+        export.load(path)
+
+
+def test_a_later_format_asks_for_a_later_flaxfit(module, path, monkeypatch):
+    monkeypatch.setattr(_archive, "VERSION", 2)
+    export.save(module, path)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="version 2.*newer flaxfit"):
+        export.load(path)
+
+
+def test_a_compressed_bomb_is_refused_before_it_is_read(path):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("description.json", "{}" + " " * 10_000_000)
+    with pytest.raises(ValueError, match="compressed"):
+        export.load(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": [1 << 40]},
+        {"shape": [-1]},
+        {"shape": [1 << 70, 0, 5]},
+        {"shape": "x"},
+        {"dtype": "O"},
+        {"dtype": "i4,i4"},
+        {"dtype": "nope"},
+        {"name": ["a"]},
+    ],
+)
+def test_a_lying_description_is_refused(module, path, change):
+    export.save(module, path)
+    parts = parts_of(path)
+    record = json.loads(parts["description.json"])
+    record["arrays"][0].update(change)
+    write_parts(path, {**parts, "description.json": json.dumps(record).encode()})
+    with pytest.raises(ValueError, match="Cannot load"):
+        export.load(path)
+
+
+def test_a_damaged_file_never_loads(module, path):
+    export.save(module, path, gradients=False)
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        contents = [
+            (m.header_offset + 30 + len(m.filename), m.file_size) for m in archive.infolist()
+        ]
+    chance = random.Random(0)
+    for start, size in contents * 10:
+        at = start + chance.randrange(size)
+        bad = bytearray(whole)
+        bad[at] ^= 1 << chance.randrange(8)
+        path.write_bytes(bad)
+        with pytest.raises(ValueError, match="Cannot load"):
+            export.load(path)
+    for size in (chance.randrange(len(whole)) for _ in range(30)):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match="Cannot load"):
+            export.load(path)
+
+
+@pytest.mark.parametrize("program", [b"", bytes(200), b"\xff" * 200, b"\x10\0\0\0" + bytes(40)])
+def test_a_program_that_is_none_is_refused(module, path, program):
+    export.save(module, path)
+    write_parts(path, {**parts_of(path), "programs/0": program})
+    with pytest.raises(ValueError, match=f"Cannot load .*which jax {jax.__version__} wrote"):
+        export.load(path)
