@@ -63,9 +63,8 @@ class Export:
         ema: bool | None = None,
         **options: Any,
     ) -> None:
-        from flaxfit.export._trained import (
-            check_format,
-        )  # Imported when used: `import flaxfit` stays quick.
+        # Imported when used: `import flaxfit` stays quick.
+        from flaxfit.export._trained import check_format
 
         check_is_function("Export", apply, "apply", train=False)
         check_format(format)
@@ -112,7 +111,7 @@ class Export:
             self._monitor.was_seen |= self.best_step is not None
 
     def _write(self, checkpoint: Checkpoint) -> None:
-        from flaxfit import export  # Imported when used, as above.
+        from flaxfit import export
 
         if self._apply is None:
             raise ValueError(

@@ -1,6 +1,7 @@
 """JaxModule: parameters and named functions of them, as every format of export takes them."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 import jax
@@ -101,14 +102,7 @@ class JaxModule:
     @property
     def jax_methods(self) -> dict[str, Function]:
         """The methods as compiled functions of the inputs, in JAX."""
-
-        def bind(name: str) -> Function:
-            def method(*inputs: PyTree, **named: PyTree) -> PyTree:
-                return self._compiled[name](self._leaves, named or inputs)
-
-            return method
-
-        return {name: bind(name) for name in self.method_specs}
+        return {name: functools.partial(self._call, name) for name in self.method_specs}
 
     @property
     def methods(self) -> dict[str, Function]:
@@ -156,6 +150,9 @@ class JaxModule:
         if self._tensorflow is not None:
             self._tensorflow.assign(leaves)
         self._leaves = leaves
+
+    def _call(self, method: str, /, *inputs: PyTree, **named: PyTree) -> PyTree:
+        return self._compiled[method](self._leaves, named or inputs)
 
     def _method(
         self, function: Function, preprocess: Function | None, postprocess: Function | None

@@ -6,10 +6,9 @@ import sys
 
 import jax
 import numpy as np
-import optax
 import pytest
+from loops import make_weight_loop
 
-import flaxfit as ff
 from flaxfit.callbacks import (
     CSVLogger,
     JSONLogger,
@@ -35,26 +34,16 @@ class Recorder:
             raise ConnectionError("no route")
 
 
-def make_loop(**options):
-    x = np.ones((8, 1), np.float32)
-    task = ff.TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", (x, 2 * x))
-
-    def init(rngs, x):
-        return {"params": np.zeros(1, np.float32)}
-
-    return ff.TrainLoop(init, task, 0, n_steps=3, stdout=False, **options)
-
-
 def test_a_logger_is_handed_what_the_user_sees():
     recorder = Recorder()
-    checkpoints = list(make_loop(callbacks=[LogTo(recorder)]))
+    checkpoints = list(make_weight_loop([LogTo(recorder)]))
     assert recorder.rows == [(c.step, c.scalars) for c in checkpoints]
     assert len(recorder.rows) == 3 and recorder.n_closed == 1
 
 
 def test_a_logger_that_fails_is_reported_once_and_tried_again(capsys):
     recorder = Recorder(fails_at=(1, 2, "close"))
-    assert len(list(make_loop(callbacks=[LogTo(recorder)]))) == 3
+    assert len(list(make_weight_loop([LogTo(recorder)]))) == 3
     assert [step for step, _ in recorder.rows] == [3]
     assert capsys.readouterr().err.count("Recorder failed") == 1
 

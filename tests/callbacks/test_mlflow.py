@@ -3,16 +3,13 @@
 import os
 from typing import Any
 
-import numpy as np
-import optax
 import pytest
+from loops import make_weight_loop
 
-import flaxfit as ff
 from flaxfit.callbacks import MLflowLogger
 
 mlflow: Any = None
 
-x = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -40,21 +37,9 @@ def run_of(uri, log):
     return mlflow.MlflowClient(tracking_uri=uri).get_run(log.run_id)
 
 
-def make_loop(callbacks):
-    task = ff.TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", (x, 2 * x))
-    return ff.TrainLoop(
-        lambda rngs, x: {"params": np.zeros(1, np.float32)},
-        task,
-        0,
-        n_steps=3,
-        callbacks=callbacks,
-        stdout=False,
-    )
-
-
 def test_the_metrics_of_the_run_are_those_of_the_checkpoints(uri):
     log = MLflowLogger("digits", run_name="first", params={"rate": 0.1}, tracking_uri=uri)
-    checkpoints = list(make_loop([log]))
+    checkpoints = list(make_weight_loop([log]))
     assert history(uri, log) == [(c.step, c.loss) for c in checkpoints]
     run = run_of(uri, log)
     assert (run.info.status, run.info.run_name) == ("FINISHED", "first")
@@ -67,7 +52,7 @@ def test_the_metrics_of_the_run_are_those_of_the_checkpoints(uri):
 def test_a_database_takes_the_same(tmp_path):
     uri = f"sqlite:///{tmp_path}/runs.db"
     log = MLflowLogger("digits", tracking_uri=uri)
-    checkpoints = list(make_loop([log]))
+    checkpoints = list(make_weight_loop([log]))
     assert history(uri, log) == [(c.step, c.loss) for c in checkpoints]
 
 
@@ -86,7 +71,7 @@ def test_a_resumed_run_goes_on_in_the_same_run(uri, checkpoint_at):
 def test_how_training_ended_is_the_status_of_the_run(uri):
     for error, status in ((ZeroDivisionError, "FAILED"), (KeyboardInterrupt, "KILLED")):
         log = MLflowLogger("digits", tracking_uri=uri)
-        with pytest.raises(error), make_loop([log]) as loop:
+        with pytest.raises(error), make_weight_loop([log]) as loop:
             next(loop)
             raise error
         assert run_of(uri, log).info.status == status
@@ -101,5 +86,5 @@ def test_a_name_that_mlflow_does_not_take_is_respelled(uri, checkpoint_at):
 
 def test_a_store_that_cannot_be_reached_does_not_stop_training(capsys):
     log = MLflowLogger("digits", tracking_uri="nowhere://at.all")
-    assert len(list(make_loop([log]))) == 3
+    assert len(list(make_weight_loop([log]))) == 3
     assert capsys.readouterr().err.count("MLflowLogger failed") == 1

@@ -4,14 +4,10 @@ import gzip
 import json
 
 import jax
-import numpy as np
-import optax
 import pytest
+from loops import make_weight_loop
 
-import flaxfit as ff
 from flaxfit.callbacks import Profiler
-
-x = np.ones((8, 1), np.float32)
 
 
 @pytest.fixture
@@ -31,13 +27,7 @@ def watched(profiler, traces, **options):
 
 
 def make_loop(profiler, **options):
-    task = ff.TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", (x, 2 * x))
-    options = {"n_steps": 12, "n_steps_per_checkpoint": 12, **options}
-
-    def init(rngs, x):
-        return {"params": np.zeros(1, np.float32)}
-
-    return ff.TrainLoop(init, task, 0, callbacks=[profiler], stdout=False, **options)
+    return make_weight_loop([profiler], **{"n_steps": 12, "n_steps_per_checkpoint": 12, **options})
 
 
 def test_a_trace_of_some_steps_is_written(tmp_path):

@@ -3,6 +3,7 @@
 import numpy as np
 import optax
 import pytest
+from loops import make_weight_loop
 
 import flaxfit as ff
 from flaxfit.callbacks import Timer
@@ -27,13 +28,7 @@ class Clock:
 
 
 def make_loop(callbacks=(), **options):
-    task = ff.TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", (x, 2 * x))
-    options = {"n_steps": 100, "n_steps_per_checkpoint": 50, **options}
-
-    def init(rngs, x):
-        return {"params": np.zeros(1, np.float32)}
-
-    return ff.TrainLoop(init, task, 0, callbacks=callbacks, stdout=False, **options)
+    return make_weight_loop(callbacks, **{"n_steps": 100, "n_steps_per_checkpoint": 50, **options})
 
 
 def timed(*, seconds=None, n_steps=None):

@@ -4,16 +4,13 @@ import json
 import struct
 from typing import Any
 
-import numpy as np
-import optax
 import pytest
+from loops import make_weight_loop
 
-import flaxfit as ff
 from flaxfit.callbacks import WandbLogger
 
 wandb: Any = None
 
-x = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -73,17 +70,8 @@ def rows(folder):
 
 
 def test_the_rows_of_the_run_are_the_metrics_of_the_checkpoints(tmp_path):
-    task = ff.TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", (x, 2 * x))
     log = make_log(tmp_path, config={"rate": 0.1})
-    loop = ff.TrainLoop(
-        lambda rngs, x: {"params": np.zeros(1, np.float32)},
-        task,
-        0,
-        n_steps=3,
-        callbacks=[log],
-        stdout=False,
-    )
-    checkpoints = list(loop)
+    checkpoints = list(make_weight_loop([log]))
     assert log.run is None  # It is finished.
     assert rows(tmp_path) == [{"step": c.step, **c.scalars} for c in checkpoints]
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")

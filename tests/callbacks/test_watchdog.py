@@ -4,11 +4,9 @@ import subprocess
 import sys
 import threading
 
-import numpy as np
-import optax
 import pytest
+from loops import make_weight_loop
 
-import flaxfit as ff
 from flaxfit.callbacks import ExitCode, Watchdog
 
 RUN = """
@@ -120,13 +118,7 @@ def test_what_is_said_of_a_signal(ended):
 
 def run(callback, hold):
     """Trains a few steps with code of one's own that takes its time at each checkpoint."""
-    x = np.ones((8, 1), np.float32)
-    task = ff.TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", (x, x))
-
-    def init(rngs, x):
-        return {"params": np.zeros(1, np.float32)}
-
-    with ff.TrainLoop(init, task, 0, n_steps=3, callbacks=[callback], stdout=False) as loop:
+    with make_weight_loop([callback]) as loop:
         for _ in loop:
             hold()
 

@@ -60,3 +60,18 @@ def assert_equal(a, b):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x, y = jax.random.key_data(x), jax.random.key_data(y)
         np.testing.assert_array_equal(x, y)
+
+
+def make_weight_loop(callbacks=(), data=None, **options):
+    """A loop that trains one weight, by which the inputs are multiplied; it compiles in no time."""
+    x = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
+
+    def init(rngs, x):
+        return {"params": np.zeros(1, np.float32)}
+
+    def apply(variables, x, **_):
+        return variables["params"] * x, {}
+
+    task = ff.TrainTask(apply, optax.sgd(0.1), "mse", (x, 2 * x) if data is None else data)
+    options = {"rnkey": 0, "n_steps": 3, "stdout": False, **options}
+    return ff.TrainLoop(init, task, callbacks=callbacks, **options)
