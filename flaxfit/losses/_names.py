@@ -7,7 +7,7 @@ import re
 import optax
 
 from flaxfit.losses import _functions as ours
-from flaxfit.tree._argument_order import check_order
+from flaxfit.tree._checks import check_order
 from flaxfit.tree._types import LossFn
 
 Loss = LossFn

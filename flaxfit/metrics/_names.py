@@ -16,7 +16,7 @@ from flaxfit.metrics._auc import auc
 from flaxfit.metrics._confusion import f1, precision, recall
 from flaxfit.metrics._metric import Metric, mean
 from flaxfit.metrics._regression import mae, mse, perplexity, r2, rmse
-from flaxfit.tree._argument_order import check_order
+from flaxfit.tree._checks import check_order
 from flaxfit.tree._types import Array, Function, PyTree, Sums
 
 _BUILT_IN = {

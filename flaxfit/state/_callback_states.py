@@ -1,26 +1,26 @@
-"""What the callbacks of a loop remember: collected for a checkpoint, put back from one."""
+"""The states of a loop's callbacks: collected for a checkpoint, and restored from one."""
 
 import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
 
 from flaxfit.state._train_state import TrainState
 from flaxfit.tree._functions import owner_of
-from flaxfit.tree._types import Json, PyTree
+from flaxfit.tree._types import Function, Json, PyTree
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(TrainState))
 _OLD_NAME = re.compile(r"(\d+)-(\w+)")
 
 
-def collect(callbacks: Iterable[Any]) -> tuple[dict[str, Json], dict[str, PyTree]]:
-    """What callbacks remember, by their names: as JSON, and in arrays.
+def collect(callbacks: Iterable[Function]) -> tuple[dict[str, Json], dict[str, PyTree]]:
+    """Collects the states of callbacks by name: their JSON, and their arrays.
 
-    Arrays are those entries of a `get_state()` that are fields of a training state, `"params"`.
+    Arrays are those entries of a `get_state()` that are named like a field of a training state,
+    such as "params".
     """
     states, arrays = {}, {}
     for name, each in _named(callbacks).items():
@@ -34,10 +34,10 @@ def collect(callbacks: Iterable[Any]) -> tuple[dict[str, Json], dict[str, PyTree
 
 
 def put_back(
-    callbacks: Iterable[Any], states: Mapping[str, Json], arrays: Mapping[str, PyTree]
+    callbacks: Iterable[Function], states: Mapping[str, Json], arrays: Mapping[str, PyTree]
 ) -> list[str]:
-    """Gives callbacks what `collect` has collected; tells what finds none, or is missing."""
-    found, states = _named(callbacks), _as_named_now(states)
+    """Restores what `collect` returned; lists states without a callback, and the reverse."""
+    found, states = _named(callbacks), _renamed(states)
     for name, each in found.items():
         if name in states:
             kept = arrays.get(name)
@@ -48,19 +48,19 @@ def put_back(
     ]
 
 
-def _is_field(value: Any) -> bool:
+def _is_field(value: PyTree) -> bool:
     """Whether a value holds arrays, or is an empty container that JSON does not know."""
     leaves = jax.tree.leaves(value)
     is_json = value is None or type(value) in (dict, list)
     return any(isinstance(x, jax.Array | np.ndarray) for x in leaves) or not (leaves or is_json)
 
 
-def _named(callbacks: Iterable[Any]) -> dict[str, Any]:
-    """Those that remember something, by type and occurrence: "Timer", "Timer-2".
+def _named(callbacks: Iterable[Function]) -> dict[str, PyTree]:
+    """Names the callbacks with a state by type and occurrence: "Timer", "Timer-2".
 
-    The place among the others is no part of the name: one that is added changes none.
+    The position in the list is not part of the name, so that adding a callback changes none.
     """
-    found: dict[str, list[Any]] = defaultdict(list)
+    found: dict[str, list[PyTree]] = defaultdict(list)
     for owner in map(owner_of, callbacks):
         same = found[type(owner).__name__]
         remembers = hasattr(owner, "get_state") and hasattr(owner, "set_state")
@@ -75,11 +75,11 @@ def _name(kind: str, i: int) -> str:
     return kind if i == 1 else f"{kind}-{i}"
 
 
-def _as_named_now(states: Mapping[str, Json]) -> dict[str, Any]:
-    """The states, where old files name them by their place ("3-Timer") as they are named now."""
+def _renamed(states: Mapping[str, Json]) -> dict[str, Json]:
+    """Renames the states of old files, which were named by position ("3-Timer")."""
     old = [(m, name) for name in states if (m := _OLD_NAME.fullmatch(name)) is not None]
     renamed = {name: state for name, state in states.items() if not _OLD_NAME.fullmatch(name)}
-    renamed.pop("stopped", None)  # In old files; no callback.
+    renamed.pop("stopped", None)  # In old files; not a callback.
     counts: dict[str, int] = defaultdict(int)
     for match, name in sorted(old, key=lambda each: int(each[0][1])):
         counts[match[2]] += 1

@@ -2,23 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from flaxfit.display import _html, count, duration, is_scalar, number, plural, rate
 from flaxfit.state._train_state import TrainState
-from flaxfit.tree._types import Json, PyTree
+from flaxfit.tree._types import Json, OptState, Params, PyTree
 
 
 class Borrowed:
-    """A value that belongs to a training loop, which uses it up with its next step.
-
-    >>> borrowed = Borrowed(lambda: {"w": 1.0})
-    >>> borrowed.value
-    {'w': 1.0}
-
-    Args:
-      make: makes the value when it is first read, as most are not.
-    """
+    """A value of a training loop, which donates it in its next step; made when it is first read."""
 
     def __init__(self, make: Callable[[], PyTree]):
         self._make: Callable[[], PyTree] | None = make
@@ -26,17 +17,13 @@ class Borrowed:
         self.is_over = False
 
     def end(self) -> None:
-        """Lets go of the value: from here on it cannot be read."""
+        """Releases the value: from now on reading it is an error."""
         self._make = self._value = None
         self.is_over = True
 
     @property
-    def value(self) -> Any:
-        """The value.
-
-        Raises:
-          RuntimeError: a later step has used it up.
-        """
+    def value(self) -> PyTree:
+        """The value, until a later step uses it up."""
         if self.is_over:
             raise RuntimeError(
                 "The arrays of this checkpoint were used up by a later training step, as it had "
@@ -50,10 +37,10 @@ class Borrowed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What happened up to a step, and everything needed to resume from it.
+    """Records what happened up to a step, and everything needed to resume from it.
 
-    Its arrays are unreplicated copies, which stay valid however far training goes on, unless they
-    are borrowed from the loop (see `TrainLoop(snapshot=...)`).
+    Its arrays are unreplicated copies, which stay valid during further training, unless they are
+    borrowed from the loop (see `TrainLoop(snapshot=...)`).
     A dataclass, not a tuple, so that `redex.combinator.serial` passes it on whole.
 
     >>> Checkpoint(step=3, state=None, metrics={"loss": 0.5}).loss
@@ -61,23 +48,23 @@ class Checkpoint:
     """
 
     step: int
-    """How many updates were done since the very first."""
+    """The number of updates since the start of training."""
     state: TrainState
     """The training state after that step."""
     metrics: Mapping[str, float]
-    """Means over the examples since the previous checkpoint, and what callbacks added."""
+    """Means over the examples since the previous checkpoint, and metrics that callbacks added."""
     modes: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
-    """"min" or "max" by metric: whether lower or higher values are better, where that is known."""
+    """"min" or "max" by metric: whether lower or higher values are better, if that is known."""
     n_completed_steps: int = 0
-    """How many updates were done since the previous checkpoint."""
+    """The number of updates since the previous checkpoint."""
     n_examples: int = 0
-    """How many examples were trained on since the previous checkpoint."""
+    """The number of examples trained on since the previous checkpoint."""
     elapsed_time: float = 0.0
     """Seconds of training since the previous checkpoint, compilation excluded."""
     compile_time: float = 0.0
     """Seconds of compilation since the previous checkpoint."""
     data_state: Json = None
-    """The position of the data stream, where it can tell; JSON-able."""
+    """The position of the data stream, if it has one; JSON-able."""
     stop: bool = False
     """Set by a callback to end the loop after this checkpoint."""
     running: Json = None
@@ -85,34 +72,31 @@ class Checkpoint:
     last_grads: PyTree = None
     """The gradients of the last step; see `grads`."""
 
-    def replace(self, **changes: Any) -> "Checkpoint":
-        """A copy with some fields changed."""
-        if type(self) is not Checkpoint or not changes.keys() <= self.__dict__.keys():
-            return dataclasses.replace(self, **changes)  # Which says what is unknown.
-        copy = object.__new__(Checkpoint)
-        copy.__dict__.update(self.__dict__, **changes)
-        return copy
+    def replace(self, **changes: PyTree) -> "Checkpoint":
+        """Returns a copy with some fields changed."""
+        # Not `dataclasses.replace`, which would read the values that are borrowed.
+        return type(self)(**{**self.__dict__, **changes})
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, PyTree]:
         return self.__dict__ | {name: getattr(self, name) for name in _BORROWABLE}
 
     @property
     def is_borrowed(self) -> bool:
-        """Whether its arrays are the loop's own, which the next step uses up."""
+        """Whether its arrays belong to the loop, whose next step uses them up."""
         return any(isinstance(self.__dict__[name], Borrowed) for name in _BORROWABLE)
 
     def with_metrics(self, metrics: Mapping[str, float], prefix: str = "") -> "Checkpoint":
-        """A copy with metrics added, their names prefixed."""
+        """Returns a copy with metrics added, their names prefixed."""
         added = {f"{prefix}{name}": value for name, value in metrics.items()}
         return self.replace(metrics={**self.metrics, **added})
 
-    def _state_if_readable(self) -> Any:
+    def _state_if_readable(self) -> TrainState | None:
         state = self.__dict__["state"]
         return None if isinstance(state, Borrowed) and state.is_over else self.state
 
     @property
     def scalars(self) -> dict[str, float]:
-        """The metrics that are single numbers, which confusion matrices are not."""
+        """The metrics that are single numbers, unlike confusion matrices."""
         return {name: value for name, value in self.metrics.items() if is_scalar(value)}
 
     @property
@@ -120,7 +104,7 @@ class Checkpoint:
         """The example-weighted mean loss since the previous checkpoint.
 
         Raises:
-          KeyError: there is none, as a step of the user's own reports what it likes.
+          KeyError: there is none, as a custom step may report other metrics.
         """
         if "loss" not in self.metrics:
             raise KeyError(
@@ -130,22 +114,22 @@ class Checkpoint:
         return self.metrics["loss"]
 
     @property
-    def model_params(self) -> Any:
+    def model_params(self) -> Params:
         """The model's parameters."""
         return self.state.params
 
     @property
-    def model_state(self) -> Any:
+    def model_state(self) -> PyTree:
         """The model's other collections, such as `batch_stats`."""
         return self.state.model_state
 
     @property
-    def optimizer_state(self) -> Any:
+    def optimizer_state(self) -> OptState:
         """The optimizer's state."""
         return self.state.opt_state
 
     @property
-    def grads(self) -> Any:
+    def grads(self) -> PyTree:
         """The averaged gradients of the last step, with `TrainLoop(keep_grads=True)`."""
         if self.last_grads is None:
             raise ValueError(
@@ -178,23 +162,20 @@ class Checkpoint:
         return _html.card(f"Checkpoint at step {count(self.step)}", facts, *parts)
 
 
-class _Borrowable:
+def _borrowable(name: str) -> property:
     """A field whose value may be `Borrowed`: reading the field reads that value."""
 
-    def __init__(self, name: str):
-        self._name = name
-
-    def __get__(self, checkpoint: Any, kind: Any) -> Any:
-        if checkpoint is None:
-            return self
-        value = checkpoint.__dict__[self._name]
+    def read(checkpoint: Checkpoint) -> PyTree:
+        value = checkpoint.__dict__[name]
         return value.value if isinstance(value, Borrowed) else value
 
-    def __set__(self, checkpoint: Any, value: Any) -> None:
-        checkpoint.__dict__[self._name] = value
+    def write(checkpoint: Checkpoint, value: PyTree) -> None:
+        checkpoint.__dict__[name] = value
+
+    return property(read, write)
 
 
 _BORROWABLE = ("state", "last_grads")
 for _name in _BORROWABLE:
     # Not in the class: a dataclass would take it for the default.
-    setattr(Checkpoint, _name, _Borrowable(_name))
+    setattr(Checkpoint, _name, _borrowable(_name))

@@ -1,7 +1,7 @@
 """InferenceState: what evaluation, prediction and export need of a trained model."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import NoReturn, Self
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,90 @@ from flax import struct
 from flaxfit.display import _html
 from flaxfit.state import _logical_axes
 from flaxfit.tree import _plain
-from flaxfit.tree._types import Json, Params, PyTree
+from flaxfit.tree._types import ArrayLike, Json, Params, PyTree
+
+# `self: PyTree`, as the subclasses add the fields `model_state` and `axes`: not here, since the
+# state of the optimizer comes before them.
 
 
-class InferenceState(struct.PyTreeNode):
-    """A trained model's parameters and state, without the optimizer.
+class State(struct.PyTreeNode):
+    """The protocol of T5X's train states, as far as it needs no optimizer."""
 
-    It has the protocol of `TrainState`, short of what needs an optimizer.
+    step: jax.Array
+    params: Params
+
+    @property
+    def variables(self: PyTree) -> dict[str, PyTree]:
+        """What the model's `apply` takes: parameters and every other collection."""
+        return {"params": self.params, **self.model_state}
+
+    @property
+    def flax_mutables(self: PyTree) -> PyTree:
+        """The model state, by its name in T5X."""
+        return self.model_state
+
+    @property
+    def params_axes(self: PyTree) -> PyTree:
+        """A tree like `params` of `PartitionSpec`s of logical names, or None."""
+        return _logical_axes.below("params", self.params, self.axes)
+
+    @property
+    def flax_mutables_axes(self: PyTree) -> PyTree:
+        """A tree like `model_state` of `PartitionSpec`s of logical names, or None."""
+        return _logical_axes.below("model_state", self.model_state, self.axes)
+
+    def as_logical_axes(self) -> Self:
+        """Replaces each array by a `PartitionSpec` of logical names.
+
+        Raises:
+          ValueError: some parameters have no names, and it lists them; or the optimizer's state
+            was replaced by another's.
+        """
+        return _logical_axes.as_logical_axes(self)
+
+    def state_dict(self) -> dict[str, Json]:
+        """Returns plain nested dicts in T5X's layout.
+
+        It is `{target, state: {step, param_states}, flax_mutables}`; an `InferenceState` has no
+        `param_states`, and models without such collections no `flax_mutables`. The key and the axes
+        are left out. Random keys elsewhere become their words.
+
+        >>> InferenceState.create({"params": {"w": 1.0}}).replace(step=3).state_dict()
+        {'target': {'w': 1.0}, 'state': {'step': 3}}
+        """
+        return _plain.state_dict(self)
+
+    def restore_state(self, state_dict: Mapping[str, Json]) -> Self:
+        """Replaces the arrays by those of a `state_dict`; the key and the axes stay.
+
+        An `InferenceState` ignores `param_states`.
+
+        Raises:
+          ValueError: every difference in structure, shape or dtype.
+        """
+        return _plain.restore_state(self, state_dict)
+
+    def replace_params(self, params: Params) -> Self:
+        """Returns a copy with other parameters."""
+        return self.replace(params=params)
+
+    def replace_step(self, step: ArrayLike) -> Self:
+        """Returns a copy at another step."""
+        return self.replace(step=jnp.asarray(step, jnp.int32))
+
+    def replace_flax_mutables(self, flax_mutables: PyTree) -> Self:
+        """Returns a copy with another model state."""
+        return self.replace(model_state=flax_mutables)
+
+    def _repr_html_(self) -> str:
+        """The step, the sizes and the arrays as a notebook shows them."""
+        return _html.of_state(self)
+
+
+class InferenceState(State):
+    """Holds a trained model's parameters and state, without the optimizer.
+
+    It has the protocol of `TrainState`, except for what needs an optimizer.
 
     >>> InferenceState(jnp.int32(7), {"w": 1.0}, {"batch_stats": {}}).variables
     {'params': {'w': 1.0}, 'batch_stats': {}}
@@ -28,14 +105,12 @@ class InferenceState(struct.PyTreeNode):
       axes: logical axis names by path, or None.
     """
 
-    step: jax.Array
-    params: Params
     model_state: PyTree
     axes: _logical_axes.Axes | None = struct.field(pytree_node=False, default=None)
 
     @classmethod
     def create(cls, variables: Mapping[str, PyTree]) -> "InferenceState":
-        """The state at step 0 of what a model's `init` returned; names of axes are split off.
+        """Makes a state at step 0 of what a model's `init` returned; splits off names of axes.
 
         >>> InferenceState.create({"params": {"w": 1.0}}).params
         {'w': 1.0}
@@ -48,72 +123,16 @@ class InferenceState(struct.PyTreeNode):
         return cls(step=jnp.zeros((), jnp.int32), axes=axes, **fields)
 
     @property
-    def variables(self) -> dict[str, PyTree]:
-        """What the model's `apply` takes."""
-        return {"params": self.params, **self.model_state}
-
-    @property
-    def param_states(self) -> Any:
-        """There is none, and an error says so."""
+    def param_states(self) -> NoReturn:
+        """Refuses: there is no optimizer state."""
         raise AttributeError(
             "An InferenceState has no optimizer state: read param_states of the TrainState that it "
             "was made of."
         )
 
-    @property
-    def flax_mutables(self) -> Any:
-        """The model state, by its name in T5X."""
-        return self.model_state
-
-    @property
-    def params_axes(self) -> Any:
-        """A tree like `params` of the names of their dimensions, or None."""
-        return _logical_axes.below("params", self.params, self.axes)
-
-    @property
-    def flax_mutables_axes(self) -> Any:
-        """A tree like `model_state` of the names of its dimensions, or None."""
-        return _logical_axes.below("model_state", self.model_state, self.axes)
-
-    def apply_gradient(self, *args: Any, **kwargs: Any) -> "InferenceState":
+    def apply_gradient(self, *args: PyTree, **kwargs: PyTree) -> NoReturn:
         """Refuses: there is no optimizer state to update with."""
         raise TypeError(
             "An InferenceState cannot apply a gradient, for it has no optimizer state: train a "
             "TrainState, such as TrainState.create(optimizer, state.variables)."
         )
-
-    def as_logical_axes(self) -> "InferenceState":
-        """The same state with a `PartitionSpec` of logical names in the place of each array.
-
-        Raises:
-          ValueError: parameters without names; they are listed.
-        """
-        return _logical_axes.as_logical_axes(self)
-
-    def state_dict(self) -> dict[str, Json]:
-        """Plain nested dicts in T5X's layout, `{target, state: {step}, flax_mutables}`."""
-        return _plain.state_dict(self)
-
-    def restore_state(self, state_dict: Mapping[str, Json]) -> "InferenceState":
-        """A copy with the arrays of such a dict; `param_states`, if it has them, are left out.
-
-        Raises:
-          ValueError: every difference in structure, shape or dtype.
-        """
-        return _plain.restore_state(self, state_dict)
-
-    def replace_params(self, params: Params) -> "InferenceState":
-        """A copy with other parameters."""
-        return self.replace(params=params)
-
-    def replace_step(self, step: Any) -> "InferenceState":
-        """A copy at another step."""
-        return self.replace(step=jnp.asarray(step, jnp.int32))
-
-    def replace_flax_mutables(self, flax_mutables: Any) -> "InferenceState":
-        """A copy with another model state."""
-        return self.replace(model_state=flax_mutables)
-
-    def _repr_html_(self) -> str:
-        """The step, the sizes and the arrays as a notebook shows them."""
-        return _html.of_state(self)

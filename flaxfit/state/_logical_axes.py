@@ -1,7 +1,6 @@
 """Logical axes: the names of the dimensions of arrays, by the paths of a state."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,27 +13,16 @@ from flaxfit.tree._types import ArrayLike, PyTree
 Axes = FrozenDict[str, PartitionSpec]
 """The names of the arrays of a state by path, as in "params/Dense_0/kernel". It is hashable."""
 
+
 _TRANSIENT = ("intermediates", "losses")
 _SUFFIX = "_axes"
 
 
-def take_apart(variables: Mapping[str, PyTree]) -> tuple[dict[str, Any], Axes | None]:
-    """Splits the variables of a model into arrays and the names of their dimensions.
+def take_apart(variables: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], Axes | None]:
+    """Splits variables into the fields `params` and `model_state`, and axes; None without names.
 
     Names come in boxes (`nn.with_logical_partitioning`, `nn.with_partitioning`) or in collections
     beside those of the arrays (`params_axes`, as `flax.linen.partitioning` makes them).
-
-    >>> spec = PartitionSpec("embed")
-    >>> variables = {"params": {"w": np.ones(2)}, "params_axes": {"w_axes": spec}}
-    >>> fields, axes = take_apart(variables)
-    >>> axes == {"params/w": spec} and fields.keys() == {"params", "model_state"}
-    True
-
-    Returns:
-      The fields `params` and `model_state` of a state, and the axes; None if nothing is named.
-
-    Raises:
-      ValueError: names that belong to no array, or that are more than it has dimensions.
     """
     arrays = {name: tree for name, tree in variables.items() if name not in _TRANSIENT}
     named = {
@@ -54,11 +42,7 @@ def take_apart(variables: Mapping[str, PyTree]) -> tuple[dict[str, Any], Axes | 
 
 
 def check_has_params(variables: PyTree) -> None:
-    """Refuses what is no `{"params": ..., ...}`, such as the parameters themselves.
-
-    Raises:
-      ValueError: it says what was received.
-    """
+    """Checks that variables are `{"params": ..., ...}`, and not the parameters themselves."""
     if not isinstance(variables, Mapping) or "params" not in variables:
         is_mapping = isinstance(variables, Mapping)
         received = f"the keys {list(variables)}" if is_mapping else type(variables).__name__
@@ -69,35 +53,20 @@ def check_has_params(variables: PyTree) -> None:
 
 
 def unnamed(array: ArrayLike) -> PartitionSpec:
-    """The spec of an array none of whose dimensions has a name.
-
-    >>> unnamed(np.ones((2, 3))) == PartitionSpec(None, None)
-    True
-    """
+    """Returns the spec of an array without names."""
     return PartitionSpec(*(None,) * np.ndim(array))
 
 
-def below(field: str, tree: PyTree, axes: Axes | None) -> Any:
-    """The names of the arrays of a field of the state, None for those without, or for all.
-
-    >>> spec = PartitionSpec("embed")
-    >>> below("params", {"w": np.ones(2)}, FrozenDict({"params/w": spec})) == {"w": spec}
-    True
-    """
+def below(field: str, tree: PyTree, axes: Axes | None) -> PyTree:
+    """Returns the specs of a field of the state, as a tree like it; None if it has no names."""
     if not any(path.split("/")[0] == field for path in axes or ()):
         return None
     at = jax.tree_util.tree_map_with_path
     return at(lambda path, _: (axes or {}).get(path_of(path)), {field: tree})[field]
 
 
-def as_logical_axes(state: PyTree) -> Any:
-    """The state with a spec of names in the place of every array.
-
-    Parameters and optimizer state must have theirs; model state that has none is unnamed.
-
-    Raises:
-      ValueError: it lists the parameters that have no names.
-    """
+def as_logical_axes(state: PyTree) -> PyTree:
+    """Replaces every array of a state by its spec; only the model state may lack names."""
     axes: Mapping[str, PartitionSpec] = state.axes or {}
     wrong = [
         path
@@ -135,21 +104,21 @@ def _of_collection(place: str, tree: PyTree) -> Iterator[tuple[str, PartitionSpe
 
 
 def _holds_names(tree: PyTree) -> bool:
-    """Whether a collection holds names alone; a real one may be called `..._axes` as well."""
+    """Whether a collection holds only names: one of arrays may be called `..._axes`, too."""
     return all(map(_is_names, jax.tree.leaves(tree, is_leaf=_is_names)))
 
 
-def _is_names(x: Any) -> bool:
+def _is_names(x: PyTree) -> bool:
     if isinstance(x, PartitionSpec):
         return True
     if hasattr(x, "names"):
         return not jax.tree.leaves(x)  # Else it is a box with an array in it.
-    # A `tuple` of names is not one of arrays; a named tuple is neither.
+    # Not a tuple of arrays, and not a named tuple.
     return type(x) is tuple and all(name is None or isinstance(name, str) for name in x)
 
 
-def _checked(found: Mapping[str, PartitionSpec], arrays: Mapping[str, PyTree]) -> dict[str, Any]:
-    """The names with None for each dimension after the last that has one."""
+def _checked(found: Mapping[str, PartitionSpec], arrays: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """Adds None for each dimension after the last that has a name."""
     wrong = [f"{path} has names but no array" for path in found if path not in arrays]
     wrong += [
         f"{path} has {len(found[path])} names, {tuple(found[path])}, for the shape {array.shape}"

@@ -1,23 +1,24 @@
-"""The logical axes of the state of any optimizer, found from those of the parameters."""
+"""The logical axes of the state of any optimizer, derived from those of the parameters."""
 
 from collections.abc import Iterator, Mapping
 from itertools import combinations
-from typing import Any
 
 import jax
 import numpy as np
 from flax.core import FrozenDict
 from jax.sharding import PartitionSpec
+from jax.tree_util import KeyPath
 
 from flaxfit.state._logical_axes import Axes, unnamed
 from flaxfit.tree._paths import path_of
 from flaxfit.tree._types import OptState, Params, PyTree
 
 Shape = tuple[int, ...]
+Names = tuple[str | tuple[str, ...] | None, ...]
 
 
 def with_optimizer(axes: Axes | None, params: Params, opt_state: OptState) -> Axes | None:
-    """The axes with those of this optimizer's state; any of another's are left out.
+    """Returns the axes with those of this optimizer's state, in place of another's.
 
     >>> params = {"w": np.ones(3)}
     >>> axes = FrozenDict({"params/w": PartitionSpec("embed")})
@@ -31,7 +32,7 @@ def with_optimizer(axes: Axes | None, params: Params, opt_state: OptState) -> Ax
 
 
 def without_optimizer(axes: Axes | None) -> Axes | None:
-    """The names of the parameters and the model state alone."""
+    """Returns the axes of the parameters and the model state alone."""
     kept = {p: spec for p, spec in (axes or {}).items() if p.split("/")[0] != "opt_state"}
     return FrozenDict(kept) or None
 
@@ -39,16 +40,16 @@ def without_optimizer(axes: Axes | None) -> Axes | None:
 def specs_by_parameter(
     state: PyTree, params: Params, specs: Mapping[str, PartitionSpec]
 ) -> dict[str, PartitionSpec]:
-    """A spec for each array of an optimizer's state, by path.
+    """Returns a spec for each array of an optimizer's state, by path.
 
     A state mirrors the parameters, as a whole or in parts, under names and indices of its own. An
-    array belongs to the parameter whose path is within its path: the longest such, the last if
-    there are several. This holds for states within states, and where parts are masked.
+    array belongs to the parameter whose path is contained in its path: the longest such, the last
+    of several. This holds for states within states, and where parts are masked.
 
     Args:
       state: `{"opt_state": ...}`.
-      params: `{"params": ...}`; the outer keys are part of no path that is looked for.
-      specs: of the parameters, by path. What belongs to one without a spec is left out.
+      params: `{"params": ...}`; the outer keys are not part of the paths that are compared.
+      specs: of the parameters, by path. Arrays of a parameter without a spec get none.
     """
     parameters = {p[1:]: (path_of(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)}
     found = {}
@@ -63,18 +64,18 @@ def specs_by_parameter(
     return found
 
 
-def _parts(path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """The stretches of a path, longer ones first, among equals later ones first."""
+def _parts(path: KeyPath) -> Iterator[KeyPath]:
+    """Yields the sections of a path, long ones first, among equals later ones first."""
     for length in range(len(path), -1, -1):
         for start in range(len(path) - length, -1, -1):
             yield path[start : start + length]
 
 
-def _derived(path: Any, shape: Shape, whole: Shape, spec: PartitionSpec) -> PartitionSpec:
-    """The spec of an array that an optimizer keeps for a parameter of shape `whole`."""
+def _derived(path: KeyPath, shape: Shape, whole: Shape, spec: PartitionSpec) -> PartitionSpec:
+    """Returns the spec of an array that an optimizer keeps for a parameter of shape `whole`."""
     names = tuple(spec) + (None,) * (len(whole) - len(spec))
     more = len(shape) - len(whole)
-    if more >= 0 and shape[more:] == whole:  # Like the parameter, or a stack of such.
+    if more >= 0 and shape[more:] == whole:  # Like the parameter, or a stack of them.
         return PartitionSpec(*(None,) * more, *names)
     if more == 0 and all(n in (1, size) for n, size in zip(shape, whole, strict=True)):
         # A mean that kept its dimensions, or a placeholder.
@@ -90,11 +91,10 @@ def _derived(path: Any, shape: Shape, whole: Shape, spec: PartitionSpec) -> Part
     return PartitionSpec(*(options.pop() if len(options) == 1 else (None,) * len(shape)))
 
 
-def _factor(path: Any, whole: Shape, names: tuple[Any, ...]) -> set[tuple[Any, ...]]:
-    """The names of a factor of Adafactor: rows lack the largest dimension, columns the next.
+def _factor(path: KeyPath, whole: Shape, names: Names) -> set[Names]:
+    """Names Adafactor's factors: `v_row` lacks the largest dimension, `v_col` the next.
 
-    Shapes do not tell the two apart where the dimensions are equal, and optax decides by this
-    very call of `argsort`.
+    Among equal dimensions optax decides by this very call of `argsort`.
     """
     words = path_of(path).split("/")
     ordered = np.argsort(whole)

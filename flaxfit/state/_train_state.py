@@ -1,7 +1,6 @@
 """TrainState: everything that a training step reads and writes, as data."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +8,15 @@ import numpy as np
 import optax
 from flax import struct
 
-from flaxfit.display import _html
 from flaxfit.optim._hyperparams import check_known, describe, names_of
 from flaxfit.state import _logical_axes
-from flaxfit.state._inference_state import InferenceState
+from flaxfit.state._inference_state import InferenceState, State
 from flaxfit.state._optimizer_axes import with_optimizer, without_optimizer
-from flaxfit.tree import _plain
-from flaxfit.tree._types import ArrayLike, Json, OptState, Params, PyTree
+from flaxfit.tree._types import ArrayLike, OptState, PyTree, Transformation
 
 
-class TrainState(struct.PyTreeNode):
-    """The state of a training run. Functions (apply, loss, optimizer) live in the task.
+class TrainState(State):
+    """Holds the state of a training run. Functions (apply, loss, optimizer) live in the task.
 
     >>> params, optimizer = jnp.ones(2), optax.sgd(0.5)
     >>> state = TrainState(jnp.int32(0), params, optimizer.init(params), {}, as_key(0))
@@ -35,8 +32,6 @@ class TrainState(struct.PyTreeNode):
       axes: logical axis names of the arrays by path ("params/Dense_0/kernel"), or None.
     """
 
-    step: jax.Array
-    params: Params
     opt_state: OptState
     model_state: PyTree
     key: jax.Array
@@ -44,9 +39,13 @@ class TrainState(struct.PyTreeNode):
 
     @classmethod
     def create(
-        cls, optimizer: Any, variables: Mapping[str, PyTree], *, key: ArrayLike = 0
+        cls,
+        optimizer: Transformation,
+        variables: Mapping[str, PyTree],
+        *,
+        key: ArrayLike = 0,
     ) -> "TrainState":
-        """The state at step 0 of what a model's `init` returned; names of axes are split off.
+        """Makes a state at step 0 of what a model's `init` returned; splits off names of axes.
 
         >>> TrainState.create(optax.sgd(0.1), {"params": {"w": 1.0}}).params
         {'w': 1.0}
@@ -63,9 +62,14 @@ class TrainState(struct.PyTreeNode):
         return at_start(optimizer, variables, as_key(key))
 
     def apply_gradient(
-        self, optimizer: Any, grads: PyTree, *, model_state: PyTree = None, **hyperparams: Any
+        self,
+        optimizer: Transformation,
+        grads: PyTree,
+        *,
+        model_state: PyTree = None,
+        **hyperparams: PyTree,
     ) -> "TrainState":
-        """The state after one update of the optimizer.
+        """Returns the state after one update of the optimizer.
 
         Args:
           optimizer: the optax transformation that made `opt_state`.
@@ -77,7 +81,7 @@ class TrainState(struct.PyTreeNode):
           ValueError: a learning rate for an optimizer that keeps none in its state.
         """
         if "learning_rate" in hyperparams:
-            # optax ignores in silence what none of its transformations takes.
+            # optax silently ignores what none of its transformations takes.
             check_known(["learning_rate"], names_of(self.opt_state), describe(self.opt_state))
         updates, opt_state = optimizer.update(grads, self.opt_state, self.params, **hyperparams)
         return self.replace(
@@ -88,78 +92,18 @@ class TrainState(struct.PyTreeNode):
         )
 
     @property
-    def variables(self) -> dict[str, PyTree]:
-        """What the model's `apply` takes: parameters and every other collection."""
-        return {"params": self.params, **self.model_state}
-
-    @property
-    def param_states(self) -> Any:
+    def param_states(self) -> OptState:
         """The optimizer's state, by its name in T5X."""
         return self.opt_state
 
-    @property
-    def flax_mutables(self) -> Any:
-        """The model state, by its name in T5X."""
-        return self.model_state
-
-    @property
-    def params_axes(self) -> Any:
-        """A tree like `params` of `PartitionSpec`s of logical names, or None."""
-        return _logical_axes.below("params", self.params, self.axes)
-
-    @property
-    def flax_mutables_axes(self) -> Any:
-        """A tree like `model_state` of `PartitionSpec`s of logical names, or None."""
-        return _logical_axes.below("model_state", self.model_state, self.axes)
-
-    def as_logical_axes(self) -> "TrainState":
-        """The same structure with a `PartitionSpec` of logical names in the place of each array.
-
-        Raises:
-          ValueError: some parameters have no names, and it lists them; or the optimizer's state
-            was replaced by another's.
-        """
-        return _logical_axes.as_logical_axes(self)
-
-    def state_dict(self) -> dict[str, Json]:
-        """Plain nested dicts in T5X's layout.
-
-        It is `{target, state: {step, param_states}, flax_mutables}`, the last where there are any.
-        Neither the key nor the axes are in it. Random keys elsewhere are their words.
-
-        >>> TrainState.create(optax.sgd(0.1), {"params": {"w": 1.0}}).state_dict()["target"]
-        {'w': 1.0}
-        """
-        return _plain.state_dict(self)
-
-    def restore_state(self, state_dict: Mapping[str, Json]) -> "TrainState":
-        """A copy with the arrays of such a dict; the key and the axes stay.
-
-        Raises:
-          ValueError: every difference in structure, shape or dtype.
-        """
-        return _plain.restore_state(self, state_dict)
-
-    def replace_params(self, params: Params) -> "TrainState":
-        """A copy with other parameters."""
-        return self.replace(params=params)
-
-    def replace_step(self, step: Any) -> "TrainState":
-        """A copy at another step."""
-        return self.replace(step=jnp.asarray(step, jnp.int32))
-
-    def replace_flax_mutables(self, flax_mutables: Any) -> "TrainState":
-        """A copy with another model state."""
-        return self.replace(model_state=flax_mutables)
-
-    def replace_optimizer(self, optimizer: Any) -> "TrainState":
-        """A copy with the state of another optimizer, as new, and the axes that belong to it."""
+    def replace_optimizer(self, optimizer: Transformation) -> "TrainState":
+        """Returns a copy with the initial state of another optimizer, and its axes."""
         opt_state = optimizer.init(self.params)
         axes = with_optimizer(self.axes, self.params, opt_state)
         return self.replace(opt_state=opt_state, axes=axes)
 
-    def for_inference(self) -> "InferenceState":
-        """The part that evaluation, prediction and export need."""
+    def for_inference(self) -> InferenceState:
+        """Returns the part that evaluation, prediction and export need."""
         return InferenceState(
             step=self.step,
             params=self.params,
@@ -167,13 +111,9 @@ class TrainState(struct.PyTreeNode):
             axes=without_optimizer(self.axes),
         )
 
-    def _repr_html_(self) -> str:
-        """The step, the sizes and the arrays as a notebook shows them."""
-        return _html.of_state(self)
-
 
 def as_key(key: ArrayLike) -> jax.Array:
-    """A typed random key from a typed key, an old-style uint32 key, or an integer seed."""
+    """Makes a typed random key of a typed key, an old-style uint32 key, or an integer seed."""
     if isinstance(key, int | np.integer):
         return jax.random.key(int(key))
     if not hasattr(key, "dtype"):
@@ -183,8 +123,10 @@ def as_key(key: ArrayLike) -> jax.Array:
     return jax.random.wrap_key_data(jnp.asarray(key, jnp.uint32))
 
 
-def at_start(optimizer: Any, variables: Mapping[str, PyTree], key: jax.Array) -> TrainState:
-    """The state at step 0, of variables that may lack parameters."""
+def at_start(
+    optimizer: Transformation, variables: Mapping[str, PyTree], key: jax.Array
+) -> TrainState:
+    """Makes a state at step 0, of variables that may lack parameters."""
     fields, axes = _logical_axes.take_apart(variables)
     opt_state = optimizer.init(fields["params"])
     return TrainState(

@@ -1,18 +1,27 @@
-"""Checks of arguments that several rooms take: counts, local paths, functions."""
+"""Checks of arguments that several rooms take: counts, local paths, functions and their order."""
 
+import functools
+import inspect
 import operator
 import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
+
+from flaxfit.tree._types import PyTree
 
 # "gs://bucket", and "gs:/bucket" as pathlib writes it.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_TARGETS = {"actual", "expected", "ground_truth", "label", "labels", "target", "targets"}
+_TARGETS |= {"true", "truth", "y", "y_true"}
+_OUTPUTS = {"logit", "logits", "output", "outputs", "pred", "predicted", "prediction"}
+_OUTPUTS |= {"predictions", "preds", "score", "scores", "y_hat", "y_pred", "y_score", "yhat"}
+_NOT_JAX = ("sklearn", "tensorflow", "torch", "torchmetrics")
+_KERAS = ("keras", "tf_keras")
 
 
-def whole_number(name: str, value: Any, *, least: int = 1, other: str = "") -> int:
-    """The value of an argument as an `int`.
+def whole_number(name: str, value: PyTree, *, least: int = 1, other: str = "") -> int:
+    """Checks that an argument is a whole number, not below `least`, and returns it as an `int`.
 
     >>> whole_number("n_steps", 3.0)
     Traceback (most recent call last):
@@ -20,13 +29,9 @@ def whole_number(name: str, value: Any, *, least: int = 1, other: str = "") -> i
 
     Args:
       name: of the argument, for messages.
-      value: what was given.
-      least: the smallest number that it may be.
+      value: the argument.
+      least: the smallest number allowed.
       other: what else the caller takes, for messages.
-
-    Raises:
-      TypeError: it is none.
-      ValueError: it is less than the least.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -41,14 +46,11 @@ def whole_number(name: str, value: Any, *, least: int = 1, other: str = "") -> i
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """The path with the user's home in the place of "~".
+    """Expands "~" in a path, and refuses URLs.
 
     >>> local_path("gs://bucket/run")
     Traceback (most recent call last):
     ValueError: Cannot use the URL 'gs://bucket/run': a path on this machine is needed. Mount ...
-
-    Raises:
-      ValueError: it is a URL.
     """
     text = os.fspath(path)
     if _URL.match(text):
@@ -59,19 +61,10 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     return Path(path).expanduser()
 
 
-def check_is_function(owner: str, given: Any, name: str, *, train: bool = True) -> None:
-    """Checks that no module was given in place of its `init` or `apply`.
+def check_is_function(owner: str, given: object, name: str, *, train: bool = True) -> None:
+    """Checks that `given` is not a module in place of its function `init` or `apply`.
 
-    >>> check_is_function("TrainTask", len, "apply")
-
-    Args:
-      owner: what takes the function.
-      given: the function.
-      name: "init" or "apply".
-      train: whether it is the function of training that is needed.
-
-    Raises:
-      TypeError: it says how to get the function.
+    `train` says whether the advice for an nnx module is about training.
     """
     kind = given.__name__ if isinstance(given, type) else type(given).__name__
     if _is_nnx(given):
@@ -87,11 +80,48 @@ def check_is_function(owner: str, given: Any, name: str, *, train: bool = True) 
     raise TypeError(f"{owner} needs {article} {name} function, got a module, {kind}: {advice}.")
 
 
-def _is_nnx(given: Any) -> bool:
+def _is_nnx(given: object) -> bool:
     # A user of nnx has imported it; nobody else should pay for its import.
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return False
-    return isinstance(given, nnx.Module) or (
-        isinstance(given, type) and issubclass(given, nnx.Module)
-    )
+    return issubclass(given if isinstance(given, type) else type(given), nnx.Module)
+
+
+def check_order(kind: str, function: PyTree) -> None:
+    """Checks that a loss or a metric takes outputs first, as other libraries do not.
+
+    Judges by the names of its arguments and by the library that it comes from.
+
+    >>> check_order("loss", lambda outputs, targets: outputs - targets)
+    >>> check_order("loss", lambda y_true, y_pred: y_pred - y_true)
+    Traceback (most recent call last):
+    TypeError: flaxfit calls loss(outputs, targets), and this one takes (y_true, y_pred). Wrap ...
+    """
+    origin = function
+    while isinstance(origin, functools.partial):
+        origin = origin.func
+    library = str(getattr(origin, "__module__", "")).partition(".")[0]
+    name = getattr(origin, "__name__", type(origin).__name__)
+    if library in _NOT_JAX or (library in _KERAS and hasattr(origin, "update_state")):
+        raise TypeError(
+            f"A {kind} is traced by JAX, which cannot look into {name} of {library}: use one of "
+            "flaxfit by name, or a function (outputs, targets) in jax.numpy."
+        )
+    names = ["y_true", "y_pred"] if library in _KERAS else _first_two(function)
+    if names and names[0] in _TARGETS and (names[0] == "y_true" or names[1] in _OUTPUTS):
+        raise TypeError(
+            f"flaxfit calls {kind}(outputs, targets), and this one takes ({', '.join(names)}). "
+            "Wrap it: lambda outputs, targets: f(targets, outputs)."
+        )
+
+
+def _first_two(function: PyTree) -> list[str]:
+    """Returns the names of the first two arguments, or [] if they are unknown or fewer."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [each.name for each in parameters if each.kind in kinds]
+    return names[:2] if len(names) > 1 else []

@@ -23,20 +23,12 @@ def is_array(leaf: ArrayLike) -> bool:
 
 
 def is_named(part: PyTree) -> bool:
-    """Whether a part of the data is a NamedTuple: one value with fields, not several values.
-
-    >>> is_named((1, 2))
-    False
-    """
+    """Whether a part of the data is a NamedTuple: one value with fields, not several values."""
     return isinstance(part, tuple) and hasattr(part, "_fields")
 
 
 def is_node(part: PyTree) -> bool:
-    """Whether an object is one that JAX takes apart into arrays, such as a dataclass of them.
-
-    >>> is_node(np.zeros(2)), is_node([np.zeros(2)])
-    (False, False)
-    """
+    """Whether JAX takes an object apart into arrays, such as a dataclass of them."""
     if isinstance(part, Iterable):
         return False
     leaves = jax.tree.leaves(part)
@@ -44,11 +36,7 @@ def is_node(part: PyTree) -> bool:
 
 
 def is_sparse(leaf: ArrayLike) -> bool:
-    """Whether a leaf is a sparse or ragged array, of SciPy, JAX, TensorFlow or torch.
-
-    >>> is_sparse(np.zeros(3))
-    False
-    """
+    """Whether a leaf is a sparse or ragged array, of SciPy, JAX, TensorFlow or torch."""
     if is_array(leaf):
         return getattr(leaf, "is_sparse", False) is True
     is_known = any(hasattr(leaf, name) for name in ("toarray", "todense", "to_tensor"))
@@ -56,11 +44,7 @@ def is_sparse(leaf: ArrayLike) -> bool:
 
 
 def check_dense(leaf: ArrayLike) -> None:
-    """Checks that a leaf is not sparse.
-
-    Raises:
-      TypeError: it is.
-    """
+    """Raises a TypeError for a sparse or ragged array."""
     if is_sparse(leaf):
         raise TypeError(
             f"Cannot train on a {type(leaf).__name__}, a sparse or ragged array: make it dense "
@@ -70,29 +54,21 @@ def check_dense(leaf: ArrayLike) -> None:
 
 
 def to_numpy(leaf: ArrayLike) -> np.ndarray:
-    """An array of NumPy; columns of a table that differ in their types get a common one.
-
-    >>> to_numpy([1, 2])
-    array([1, 2])
-    """
+    """Converts to NumPy; columns of a table that differ in their types get a common one."""
     array = np.asarray(leaf)
     if array.dtype != object or np.ndim(getattr(leaf, "dtypes", None)) != 1:
         return array
     try:
         common = np.result_type(*(getattr(t, "numpy_dtype", t) for t in leaf.dtypes))
         return array.astype(common)
-    except (TypeError, ValueError):  # Text, or values that are missing.
+    except (TypeError, ValueError):  # Text, or missing values.
         return array
 
 
 def narrow_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype that JAX gives to arrays of a NumPy dtype.
-
-    Raises:
-      TypeError: the dtype is not one of numbers.
-    """
+    """Returns the dtype that JAX gives to arrays of a NumPy dtype of numbers."""
     if dtype.itemsize < 8 and dtype.kind in "biuf" and dtype.isnative:
-        return dtype  # Each array of each batch comes by here.
+        return dtype  # A short cut for each array of each batch.
     if dtype.kind not in _KINDS:
         ragged = " Pad rows of different lengths." if dtype.kind == "O" else ""
         raise TypeError(
@@ -102,17 +78,13 @@ def narrow_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def widened(array: jax.Array) -> jax.Array:
-    """An array of JAX, in whole bytes where it holds integers of less.
-
-    >>> widened(jnp.zeros(3, jnp.int4)).dtype
-    dtype('int8')
-    """
+    """Converts integers of less than a byte to whole bytes."""
     dtype = _WIDENED.get(array.dtype)
     return array if dtype is None else array.astype(dtype)
 
 
 def narrow(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The array in a narrower dtype; the array itself where it has that dtype already.
+    """Converts an array to a narrower dtype, without a copy if it has that dtype already.
 
     Raises:
       ValueError: an integer does not fit.

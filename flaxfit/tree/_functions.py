@@ -1,27 +1,24 @@
-"""What callables tell of themselves: the object behind one, and how it runs."""
+"""Attributes that flaxfit reads of callables: the object of a callback, its order, and marks."""
 
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-F = TypeVar("F", bound=Callable[..., Any])
+from flaxfit.tree._types import Function, PyTree
+
+F = TypeVar("F", bound=Function)
 
 
-def owner_of(callback: Any) -> Any:
-    """The object of a callback: of a bound method its owner, of `every(...)` what it wraps."""
+def owner_of(callback: Function) -> PyTree:
+    """Returns the object of a callback: of a bound method its owner, in `every(...)` the callback.
+
+    Other callables are returned as they are.
+    """
     callback = inspect.unwrap(callback)
     return getattr(callback, "__self__", callback)
 
 
-def order_of(callback: Any) -> str:
-    """When a callback gets a checkpoint: "first", "normal" or "last".
-
-    >>> order_of(print)
-    'normal'
-
-    Raises:
-      ValueError: its attribute `order` is none of these.
-    """
+def order_of(callback: object) -> str:
+    """Returns when a callback gets a checkpoint: "first", "normal" or "last"."""
     order = getattr(callback, "order", "normal")
     if order not in ("first", "normal", "last"):
         raise ValueError(
@@ -31,24 +28,20 @@ def order_of(callback: Any) -> str:
     return order
 
 
-def runs_eagerly(runner: Any) -> bool:
-    """Whether a strategy, or a function that one has bound, runs operation by operation.
-
-    >>> runs_eagerly(abs)
-    False
-    """
+def runs_eagerly(runner: object) -> bool:
+    """Whether a strategy, or a function that one has bound, runs operation by operation."""
     return getattr(runner, "runs_eagerly", False)
 
 
 def by_row(function: F) -> F:
-    """Marks a function whose values depend on their own rows and that refuses to broadcast.
+    """Marks a loss or metric whose values depend on their own rows and that does not broadcast.
 
-    Losses and metrics with the mark are not traced to check that.
+    Functions with the mark are not traced to check that.
     """
     vars(function)["is_by_row"] = True
     return function
 
 
-def is_by_row(function: Any) -> bool:
-    """Whether `by_row` has marked a function itself: `functools.wraps` copies marks to others."""
+def is_by_row(function: object) -> bool:
+    """Whether a function itself has the mark: `functools.wraps` copies marks to others."""
     return getattr(function, "is_by_row", False) and not hasattr(function, "__wrapped__")

@@ -1,4 +1,4 @@
-"""JAX's own switches for debugging, where programs are compiled ahead: in words what to do."""
+"""Explains the errors of JAX's switches for debugging in programs that are compiled ahead."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,13 +13,7 @@ _DEBUG_MODE = (
 
 
 def check_jit() -> None:
-    """Checks that programs can be compiled.
-
-    >>> check_jit()
-
-    Raises:
-      RuntimeError: `jax.disable_jit` is in force.
-    """
+    """Checks that `jax.disable_jit` is off, so that programs can be compiled."""
     if jax.config.jax_disable_jit:
         raise RuntimeError(
             "Cannot compile a step under jax.disable_jit(): steps are compiled ahead. "
@@ -29,12 +23,7 @@ def check_jit() -> None:
 
 @contextlib.contextmanager
 def debugging_explained() -> Iterator[None]:
-    """Explains the errors that JAX's switches for debugging cause in compiled programs.
-
-    Raises:
-      RuntimeError: `jax.disable_jit` is in force.
-      FloatingPointError: `jax_debug_nans` or `jax_debug_infs` is on, and there is such a number.
-    """
+    """Explains errors in a `with` block by `explain_debugging`."""
     try:
         yield
     except Exception as error:
@@ -43,10 +32,7 @@ def debugging_explained() -> Iterator[None]:
 
 
 def explain_debugging(error: Exception) -> None:
-    """Raises an error in words in place of one that a switch for debugging caused.
-
-    >>> explain_debugging(ValueError("another error"))
-    """
+    """Raises a clearer error if `jax.disable_jit`, `jax_debug_nans` or `jax_debug_infs` is why."""
     if "Disable jit is not supported" in str(error):
         raise RuntimeError(
             f"Cannot run a compiled step under jax.disable_jit(). {_DEBUG_MODE}"

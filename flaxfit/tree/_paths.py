@@ -11,21 +11,21 @@ from flaxfit.tree._types import PyTree
 Rules = Sequence[tuple[str, Any]]
 
 
-def path_of(key_path: Any) -> str:
-    """The "/"-joined path of a leaf, from the key path that `jax.tree_util` gives."""
+def path_of(key_path: jax.tree_util.KeyPath) -> str:
+    """Joins the key path of a leaf with "/"."""
     return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
-def flat(tree: PyTree) -> dict[str, Any]:
-    """The leaves of a tree by path, in the tree's own order."""
+def flat(tree: PyTree) -> dict[str, PyTree]:
+    """Returns the leaves of a tree by path, in the tree's own order."""
     return {path_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def match(rules: Rules, path: str, default: Any = None) -> Any:
-    """The value of the first rule whose pattern matches the whole path."""
+    """Returns the value of the first rule whose pattern matches the whole path."""
     return next((value for pattern, value in rules if re.fullmatch(pattern, path)), default)
 
 
-def label(rules: Rules, tree: PyTree, default: Any = None) -> Any:
+def label(rules: Rules, tree: PyTree, default: Any = None) -> PyTree:
     """Maps every leaf of a tree to the value of the first rule that matches its path."""
     return jax.tree_util.tree_map_with_path(lambda p, _: match(rules, path_of(p), default), tree)

@@ -1,7 +1,7 @@
 """Trees as plain nested dicts, for interchange, and back into the shape of a tree."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +10,11 @@ import numpy as np
 from flaxfit.tree._types import ArrayLike, PyTree
 
 Path = tuple[str, ...]
+T = TypeVar("T")
 
 
-def state_dict(state: PyTree) -> dict[str, Any]:
-    """A state in T5X's layout; `flax_mutables` only where there are some.
-
-    >>> from flaxfit.state._inference_state import InferenceState
-    >>> state_dict(InferenceState.create({"params": {"w": 1.0}}).replace(step=3))
-    {'target': {'w': 1.0}, 'state': {'step': 3}}
-    """
+def state_dict(state: PyTree) -> dict[str, PyTree]:
+    """Returns a state in T5X's layout; with `flax_mutables` only if there are some."""
     layout = _layout(state)
     mutables = as_plain(layout["flax_mutables"])
     return {
@@ -28,8 +24,8 @@ def state_dict(state: PyTree) -> dict[str, Any]:
     }
 
 
-def restore_state(state: PyTree, plain: Mapping[str, Any]) -> Any:
-    """The state with its arrays taken from what `state_dict` gave, for it or for one alike."""
+def restore_state(state: PyTree, plain: Mapping[str, PyTree]) -> PyTree:
+    """Replaces the arrays of a state by those of a `state_dict`."""
     layout = _layout(state)
     given = dict(plain)
     if "param_states" not in layout["state"] and isinstance(given.get("state"), Mapping):
@@ -41,8 +37,8 @@ def restore_state(state: PyTree, plain: Mapping[str, Any]) -> Any:
     return state.replace(model_state=new["flax_mutables"], **fields)
 
 
-def as_plain(tree: PyTree) -> Any:
-    """The tree as nested dicts with text keys: field names, keys, and the indices of sequences.
+def as_plain(tree: PyTree) -> PyTree:
+    """Converts a tree to nested dicts whose keys are field names, keys and indices, as text.
 
     Random keys become their words (uint32). Nodes without arrays are left out.
 
@@ -52,7 +48,7 @@ def as_plain(tree: PyTree) -> Any:
     leaves = _leaves(tree)
     if leaves.keys() == {()}:
         return _plain(leaves[()])
-    plain: dict[str, Any] = {}
+    plain: dict[str, PyTree] = {}
     for (*parents, name), leaf in leaves.items():
         place = plain
         for parent in parents:
@@ -61,14 +57,14 @@ def as_plain(tree: PyTree) -> Any:
     return plain
 
 
-def restore(tree: PyTree, plain: Any) -> Any:
-    """The tree with its arrays taken from plain nested dicts.
+def restore(tree: T, plain: PyTree) -> T:
+    """Replaces the arrays of a tree by those of plain nested dicts.
 
     >>> restore(({"w": 1.0}, 2.0), {"0": {"w": 3.0}, "1": 4.0})
     ({'w': 3.0}, 4.0)
 
     Raises:
-      ValueError: the two differ in structure, shapes or dtypes; every difference, with its path.
+      ValueError: the two differ in structure, shapes or dtypes; lists every difference by path.
     """
     here, given = _leaves(tree), _leaves(plain)
     wrong = [f"{_name(path)} is missing" for path in here if path not in given]
@@ -87,14 +83,14 @@ def restore(tree: PyTree, plain: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), restored)
 
 
-def _layout(state: PyTree) -> dict[str, Any]:
+def _layout(state: PyTree) -> dict[str, PyTree]:
     counted = {"step": state.step}
     if hasattr(state, "opt_state"):
         counted["param_states"] = state.opt_state
     return {"target": state.params, "state": counted, "flax_mutables": state.model_state}
 
 
-def _leaves(tree: PyTree) -> dict[Path, Any]:
+def _leaves(tree: PyTree) -> dict[Path, ArrayLike]:
     leaves, twice = {}, []
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         path = tuple(jax.tree_util.keystr((key,), simple=True) for key in key_path)
@@ -105,12 +101,12 @@ def _leaves(tree: PyTree) -> dict[Path, Any]:
     return leaves
 
 
-def _plain(leaf: ArrayLike) -> Any:
+def _plain(leaf: ArrayLike) -> ArrayLike:
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
-def _read_as(value: Any, like: PyTree) -> Any:
-    """The value as the kind of leaf that it takes the place of; None if it does not fit."""
+def _read_as(value: ArrayLike, like: ArrayLike) -> ArrayLike | None:
+    """Converts a value to the kind of leaf that it replaces; None if it does not fit."""
     if _is_key(like):
         words = jnp.asarray(_plain(value))
         expected = jax.eval_shape(jax.random.key_data, like)

@@ -1,6 +1,4 @@
-"""put: an array that every process has whole, to where a sharding over all processes wants it."""
-
-from typing import Any
+"""put: places an array that every process holds whole by a sharding over all processes."""
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +7,10 @@ import numpy as np
 from flaxfit.tree._types import ArrayLike
 
 
-def put(array: ArrayLike, sharding: jax.sharding.Sharding, *, may_alias: bool | None = None) -> Any:
-    """As `jax.device_put`, also onto the devices of other processes, and of random keys.
-
-    >>> device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    >>> put(np.ones(2), device).sharding == device
-    True
-    """
+def put(
+    array: ArrayLike, sharding: jax.sharding.Sharding, *, may_alias: bool | None = None
+) -> jax.Array:
+    """As `jax.device_put`, also onto the devices of other processes, and of random keys."""
     if sharding.is_fully_addressable or getattr(array, "sharding", None) == sharding:
         return jax.device_put(array, sharding, may_alias=may_alias)
     if isinstance(array, jax.Array) and not array.is_fully_addressable:

@@ -1,7 +1,7 @@
 """Names for the types that pass through flaxfit."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
@@ -50,3 +50,17 @@ Data: TypeAlias = Any
 
 Rngs: TypeAlias = Any
 """Random keys by the names of their streams."""
+
+
+class Transformation(Protocol):
+    """An optax transformation, or another object with the same two functions."""
+
+    @property
+    def init(self) -> Function:
+        """`init(params) -> state`."""
+        ...
+
+    @property
+    def update(self) -> Function:
+        """`update(grads, state, params, **extra) -> (updates, state)`."""
+        ...

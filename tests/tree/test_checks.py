@@ -1,16 +1,83 @@
-"""Losses and metrics whose arguments are the other way round are refused in words."""
+"""Arguments are checked: whole numbers, paths of this machine, and outputs before targets."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 
 import flaxfit as ff
-from flaxfit import losses, metrics
-from flaxfit.tree._argument_order import check_order
+from flaxfit import callbacks, checkpoints, export, importers, losses, metrics
+from flaxfit.loop._compilation_cache import use_compilation_cache
+from flaxfit.tree._checks import check_order, local_path, whole_number
+
+URL = "gs://bucket/run.safetensors"
+MODEL = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse")
+X = np.ones((4, 2), np.float32)
+MODULE = export.JaxModule({}, lambda params, x: x, input_spec=export.InputSpec((2,)))
+
+
+@pytest.mark.parametrize("value", [3, np.int64(3), np.array(3)], ids=["int", "int64", "array"])
+def test_whole_numbers_of_any_kind_become_int(value):
+    number = whole_number("n", value)
+    assert type(number) is int and number == 3
+
+
+@pytest.mark.parametrize("value", ["3", 3.0, None, True, [3]])
+def test_what_is_no_whole_number_is_refused(value):
+    with pytest.raises(TypeError, match="epochs must be a whole number, got"):
+        whole_number("epochs", value)
+
+
+def test_a_number_below_the_least_is_refused():
+    assert whole_number("n", 0, least=0) == 0
+    with pytest.raises(ValueError, match="n_steps must be 1 or more, got 0"):
+        whole_number("n_steps", 0)
+
+
+@pytest.mark.parametrize("path", ["run", "~/run", "./a:b/run", "C:/run", Path("x/gs:")])
+def test_paths_of_this_machine_are_taken(path):
+    assert local_path(path) == Path(path).expanduser()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: local_path(Path("s3://bucket/run")),
+        lambda: MODEL.fit(X, X[:, :1], checkpoint_dir=URL, verbose=0),
+        lambda: MODEL.load(URL),
+        lambda: MODEL.load_weights(URL),
+        lambda: checkpoints.save_weights(URL, {"w": X}),
+        lambda: checkpoints.CheckpointFileWriter(URL),
+        lambda: checkpoints.CheckpointFileReader(URL, lambda: None),
+        lambda: checkpoints.latest(URL),
+        lambda: importers.load(URL),
+        lambda: export.save(MODULE, URL),
+        lambda: export.load(URL),
+        lambda: callbacks.CSVLogger(URL),
+        lambda: callbacks.JSONLogger(URL),
+        lambda: callbacks.Profiler(URL),
+        lambda: callbacks.TensorBoardLogger(URL),
+        lambda: callbacks.Export(URL),
+        lambda: use_compilation_cache(URL),
+        lambda: importers.load_msgpack(URL),
+        lambda: importers.load_npz(URL),
+        lambda: importers.load_orbax(URL),
+        lambda: importers.load_safetensors(URL),
+        lambda: importers.load_t5x(URL),
+        lambda: importers.load_tf_ckpt(URL),
+    ],
+)
+def test_a_url_is_refused_before_anything_is_made(use, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="Cannot use the URL '(gs|s3):.*Mount the store"):
+        use()
+    assert not list(tmp_path.iterdir())
 
 
 def quantile(q, y_true, y_pred):
