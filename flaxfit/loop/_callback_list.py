@@ -81,6 +81,8 @@ class Delivery:
         settle: Callable[[Checkpoint], Checkpoint],
     ):
         self._checkpoint, self._settle = checkpoint, settle
+        self.is_outdated = False
+        """Whether a callback has set hyperparameters, which the checkpoint does not have."""
         called = {order: [] for order in ("first", "normal", "last")}
         for callback in callbacks.given:
             called[order_of(callback)].append(callback)

@@ -1,19 +1,22 @@
 """CompiledSteps: the compiled updates of a run, by the signatures of their batches."""
 
-import time
-from collections.abc import Callable, Hashable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
 
 import jax
 
 from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._padding import Portion
+from flaxfit.loop._state_layout import StateLayout
+from flaxfit.loop._stopwatch import Stopwatch
 from flaxfit.step._error_messages import calls_explained
-from flaxfit.tree._types import Function
+from flaxfit.step._update import make_update
+from flaxfit.task._task import TrainTask
+from flaxfit.tree._types import Function, PyTree
 
 
 class CompiledSteps:
-    """Compiles updates, keeps them by key, and reports what it compiled and how long that took.
+    """Keeps compiled updates, and reports what was compiled and how long that took.
 
     Args:
       consistency: of the processes of the run.
@@ -22,47 +25,30 @@ class CompiledSteps:
 
     def __init__(self, consistency: Consistency, say: Callable[[str], None]):
         self.compiled: dict[Hashable, Function] = {}
-        self.seconds = 0.0
-        """How long compilation took."""
-        self.is_compiling = False
+        self.watch = Stopwatch()
+        """The time of compilation."""
         self._consistency, self._say = consistency, say
-        self._first: Any = None
+        self._first: tuple[list[tuple[int, ...]], list[str]] | None = None
         """Shapes and dtypes of the first batch that was compiled for."""
 
     def forget(self) -> None:
-        """Forgets the compiled programs."""
+        """Clears the compiled programs."""
         self.compiled = {}
 
-    def compile(
-        self,
-        key: Hashable,
-        build: Callable[[], Function],
-        portion: Portion,
-        *,
-        step: int,
-    ) -> Function:
-        """Compiles an update, and keeps it by its key.
+    @contextlib.contextmanager
+    def compiling(self, portion: Portion, step: int) -> Iterator[None]:
+        """A context in which the update for such batches is compiled, which it reports.
 
         Args:
-          key: the signature of its batches.
-          build: compiles it.
-          portion: the first batch that it gets.
-          step: the number of that step.
+          portion: the first of the batches.
+          step: the number of their first step.
         """
+        batch, before = portion.batch, self.watch.seconds
         self._say("compiling…")
-        began, self.is_compiling = time.perf_counter(), True
-        try:
-            batch = portion.batch
+        with self.watch, calls_explained(batch.inputs, batch.targets):
             self._consistency.program(step, batch, is_weighted=portion.is_weighted)
-            with calls_explained(batch.inputs, batch.targets):
-                update = build()
-        finally:
-            self.is_compiling = False
-        seconds = time.perf_counter() - began
-        self.seconds += seconds
-        self._announce(portion, seconds)
-        self.compiled[key] = update
-        return update
+            yield
+        self._announce(portion, self.watch.seconds - before)
 
     def _announce(self, portion: Portion, seconds: float) -> None:
         """Reports what was compiled, and what has changed since an earlier compilation."""
@@ -82,3 +68,36 @@ class CompiledSteps:
             f"compiled the training step {again}in {seconds:.1f}s, for batches of {now} on "
             f"{len(portion.strategy.devices)} device(s){after}"
         )
+
+
+def build_update(
+    task: TrainTask,
+    layout: StateLayout,
+    portion: Portion,
+    arguments: tuple[PyTree, ...],
+    n_steps: int,
+    *,
+    grad_norm: bool,
+    keep_grads: bool,
+) -> Function:
+    """Compiles `(leaves, totals, *batch) -> (leaves, totals, grads)` for batches like a portion.
+
+    The state crosses the call as the flat leaves of its layout, which are donated.
+    """
+    strategy = portion.strategy
+    update = make_update(
+        task,
+        axis_name=strategy.axis_name,
+        virtual_replicas=strategy.virtual_replicas,
+        n_steps=n_steps,
+        skip_empty=portion.is_weighted,
+        grad_norm=grad_norm,
+        keep_grads=keep_grads,
+    )
+
+    def update_leaves(leaves: PyTree, totals: PyTree, *batch: PyTree) -> tuple[PyTree, ...]:
+        state = layout.unflatten(leaves)
+        results = strategy.constrain(update(state, totals, *batch), state)
+        return layout.flatten(results[0]), *results[1:]
+
+    return strategy.compile(update_leaves, arguments, n_donated=1)

@@ -3,18 +3,31 @@
 from collections.abc import Sequence
 from typing import Any
 
-from flaxfit.strategies import DataParallel, Sharded, Strategy
+from flaxfit.strategies import DataParallel, Eager, Sharded, Strategy
+from flaxfit.task._task import TrainTask
 
 
-def strategy_for(task: Any, devices: Sequence[Any] | None = None) -> Strategy:
-    """The strategy of a task where none is given: one under which its step sees whole batches."""
-    strategy = DataParallel(devices)
-    if task.step is None or strategy.n_devices == 1:
+def strategy_for(
+    task: TrainTask,
+    devices: Sequence[Any] | None = None,
+    strategy: Strategy | None = None,
+    *,
+    is_eager: bool = False,
+) -> Strategy:
+    """The strategy that was given, or the default: one under which the step sees whole batches."""
+    if devices is not None and strategy is not None:
+        raise ValueError("Give either devices or a strategy, not both: strategies hold devices.")
+    if is_eager:
+        return Eager(strategy if devices is None else DataParallel(devices))
+    if strategy is not None:
         return strategy
-    return Sharded(devices=strategy.devices)
+    default = DataParallel(devices)
+    if task.step is None or default.n_devices == 1:
+        return default
+    return Sharded(devices=default.devices)
 
 
-def check_strategy(task: Any, strategy: Strategy) -> None:
+def check_strategy(task: TrainTask, strategy: Strategy) -> None:
     """Checks that a step of the user's own sees whole batches.
 
     Raises:

@@ -6,15 +6,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from flaxfit.optim._extended import wrap_state
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._optimizer_axes import with_optimizer
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._init_state import init_state
+from flaxfit.task._task import TrainTask
 from flaxfit.tree._checks import check_is_function
 from flaxfit.tree._paths import flat
-from flaxfit.tree._types import ArrayLike, Function
+from flaxfit.tree._types import ArrayLike, Function, PyTree
 
 
 class Start(NamedTuple):
@@ -27,26 +29,22 @@ class Start(NamedTuple):
 
 def start(
     init: Any,
-    task: Any,
+    task: TrainTask,
     key: ArrayLike,
-    sample: Callable[[], Any],
+    sample: Callable[[], PyTree],
     say: Callable[[str], None],
-    shardings: Callable[[Any], Any] | None = None,
+    shardings: Callable[[PyTree], PyTree] | None = None,
 ) -> Start:
     """Creates or restores the initial state.
 
     Args:
       init: a linen-style `init`, a `TrainState`, or a reader: an object with `target` (one of the
         two) and `read(template)`, which returns a checkpoint file or None.
-      task: the `TrainTask`.
+      task: the task to train.
       key: a random key or seed, or None if `init` holds a state.
       sample: returns the inputs of a batch.
       say: prints a line.
       shardings: maps an abstract state to the shardings of its arrays.
-
-    Raises:
-      ValueError: a fresh start without a key.
-      TypeError: `init` is none of the three.
     """
     check_is_function("TrainLoop", init, "init")
     check_is_function("The reader of a TrainLoop", getattr(init, "target", None), "init")
@@ -93,15 +91,7 @@ def start(
 
 
 def check_trains(state: TrainState, say: Callable[[str], None]) -> None:
-    """Checks that there are parameters to train, and names arrays that may be meant as such.
-
-    Args:
-      state: the initial state.
-      say: prints a line.
-
-    Raises:
-      ValueError: the model has no parameters.
-    """
+    """Checks that there are parameters to train, and names arrays that may be meant as such."""
     constants = flat(state.model_state.get("constants", {}))
     names = [
         f"self.{path.replace('/', '.')} {list(x.shape)}"
@@ -123,11 +113,7 @@ def check_trains(state: TrainState, say: Callable[[str], None]) -> None:
 
 
 def check_same_arrays(own: TrainState, given: TrainState) -> None:
-    """Checks that a state has the arrays of the present one.
-
-    Raises:
-      ValueError: it lists the arrays that differ.
-    """
+    """Checks that a state has the arrays of the present one."""
     here, there = ({path: _kind(x) for path, x in flat(tree).items()} for tree in (own, given))
     if here == there:
         return
@@ -146,7 +132,7 @@ def _kind(leaf: ArrayLike) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
-def _shapes(create: Function, key: ArrayLike) -> Any:
+def _shapes(create: Function, key: ArrayLike) -> PyTree:
     """The shapes and dtypes of a state; under `jax.disable_jit` it is made, not traced."""
     if not jax.config.jax_disable_jit:
         return jax.eval_shape(create, key)
@@ -154,7 +140,7 @@ def _shapes(create: Function, key: ArrayLike) -> Any:
     return jax.eval_shape(lambda: state)
 
 
-def _prepared(state: TrainState, task: Any) -> TrainState:
+def _prepared(state: TrainState, task: TrainTask) -> TrainState:
     """Prepares a state that the user gave."""
     state = jax.tree.map(_read, state)
     # It may have been made by hand, with a Python integer or an int64 as its step.
@@ -163,18 +149,14 @@ def _prepared(state: TrainState, task: Any) -> TrainState:
     return state if task.step is not None else _with_options(state, task.optimizer)
 
 
-def _read(leaf: ArrayLike) -> Any:
+def _read(leaf: ArrayLike) -> ArrayLike:
     """Reads a lazy array, as imports may leave them."""
     is_lazy = hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array | np.ndarray)
     return np.asarray(leaf) if is_lazy else leaf
 
 
-def _with_options(state: TrainState, optimizer: Any) -> TrainState:
-    """Adds what the options of the task keep beside the optimizer's own state.
-
-    Raises:
-      ValueError: the optimizer state does not match the optimizer.
-    """
+def _with_options(state: TrainState, optimizer: optax.GradientTransformation) -> TrainState:
+    """Adds what the options of the task keep beside the optimizer's own state, and checks both."""
     opt_state = wrap_state(state.opt_state, optimizer, state.params)
     own = {path: x.shape for path, x in flat(jax.eval_shape(optimizer.init, state.params)).items()}
     given = {path: jnp.shape(x) for path, x in flat(opt_state).items()}
@@ -185,8 +167,8 @@ def _with_options(state: TrainState, optimizer: Any) -> TrainState:
             for path in differ[:20]
         )
         raise ValueError(
-            "Cannot begin with this state, whose optimizer state is not one of the task's "
-            f"optimizer; {len(differ)} arrays differ:{lines}\n"
+            f"The optimizer state does not match task.optimizer; {len(differ)} arrays differ:"
+            f"{lines}\n"
             "Make it with init_state(init, task.optimizer, ...) or "
             "state.replace(opt_state=task.optimizer.init(state.params))."
         )
@@ -197,7 +179,7 @@ def _with_options(state: TrainState, optimizer: Any) -> TrainState:
     )
 
 
-def _in_place(array: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+def _in_place(array: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 

@@ -1,30 +1,29 @@
 """Inspection of a first batch: what a step counts, whether batches may be padded, and hints."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 
 from flaxfit.data._batch import Batch
 from flaxfit.loop._padding import Portion
+from flaxfit.state._train_state import TrainState
 from flaxfit.step._error_messages import calls_explained
 from flaxfit.step._train_step import more_sums
 from flaxfit.step._update import make_step
-from flaxfit.step._validate import inspect, inspect_step, shapes_of, trace
+from flaxfit.step._validate import Traced, inspect, inspect_step, shapes_of, trace
 from flaxfit.step._wide_products import why_wide
 from flaxfit.strategies import Strategy
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._functions import runs_eagerly
-from flaxfit.tree._types import PyTree
+from flaxfit.tree._types import Array, Sums
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What the inspection of a first batch has found."""
 
-    sums: PyTree
+    sums: Sums
     """The shapes and dtypes of the sums that a step returns."""
     why_not_pad: str
     """Why rows of weight 0 would change results; "" if they do not."""
@@ -34,6 +33,7 @@ class Inspection:
     """Validates first batches, and remembers what it has said and traced.
 
     Args:
+      task: the task to train.
       strategy: the strategy of the loop.
       say: prints a hint for the user.
     """
@@ -41,10 +41,8 @@ class Inspection:
     def __init__(self, task: TrainTask, strategy: Strategy, say: Callable[[str], None]):
         self._bind, self._say = strategy.bind, say
         self._n_devices = len(strategy.devices)
-        self._traced: dict[Any, Any] = {}
-        self._knows_products = False
-        self._not_added: set[str] = set()
-        self._has_said_slow = False
+        self._traced: dict[Hashable, Traced] = {}
+        self._said: set[str] = set()
         # XLA has its fast convolutions of a CPU outside of loops only. Virtual replicas and
         # microbatches are loops themselves.
         is_on_cpu = strategy.devices[0].platform == "cpu"
@@ -61,32 +59,29 @@ class Inspection:
         self._traced, self._is_slow = {}, {}
 
     def __call__(
-        self, task: TrainTask, state: PyTree, batch: Batch, data: Batch | None, **options: Any
+        self,
+        task: TrainTask,
+        state: TrainState,
+        batch: Batch,
+        data: Batch | None,
+        *,
+        grad_norm: bool,
+        is_resumed: bool,
     ) -> Found:
-        """Validates a first batch.
-
-        Args:
-          task: the task.
-          state: the training state.
-          batch: the batch.
-          data: all examples, if they are available.
-          **options: `is_resumed` as of `inspect`; `grad_norm` as of `more_sums`.
-        """
+        """Validates a first batch, or all data if it is available."""
         if task.step is not None:
             traced = inspect_step(make_step(task), state, batch, data, self._bind)
             found = Found(traced.shapes, "the task has a step of its own")
             self.work = traced.n_operations
         else:
-            is_resumed = options.pop("is_resumed")
             traced = inspect(
                 task, state, batch, data, self._bind, self._traced, is_resumed=is_resumed
             )
             result = traced.shapes
             self._say_not_added(result.not_added)
-            if not self._knows_products and (why := why_wide(task, state, batch, self._bind)):
-                self._say(why)
-            self._knows_products = True
-            sums = result.sums | more_sums(task, result, **options)
+            if "products" not in self._said:
+                self._say_once("products", why_wide(task, state, batch, self._bind))
+            sums = result.sums | more_sums(task, result, grad_norm=grad_norm)
             found = Found(sums, _why_not_pad(task, state, result.values))
             # The gradient takes twice as much again, and an optimizer some for each parameter.
             n_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
@@ -94,7 +89,7 @@ class Inspection:
         self.is_slow_in_loops = self._may_be_slow and traced.has_convolutions
         return found
 
-    def inspect_loops(self, task: TrainTask, state: PyTree, portion: Portion) -> None:
+    def inspect_loops(self, task: TrainTask, state: TrainState, portion: Portion) -> None:
         """Finds out whether steps of the user's own on such a batch are slow in a loop."""
         if not self._may_be_slow:
             return
@@ -108,17 +103,16 @@ class Inspection:
 
     def say_slow(self) -> None:
         """Says once that several steps are not taken in one program."""
-        if not self._has_said_slow:
-            self._say(
-                "steps_per_call has no effect: the model has convolutions, which XLA runs many "
-                "times slower within a loop on a CPU"
-            )
-        self._has_said_slow = True
+        self._say_once(
+            "slow",
+            "steps_per_call has no effect: the model has convolutions, which XLA runs many times "
+            "slower within a loop on a CPU",
+        )
 
     def _say_not_added(self, names: Iterable[str]) -> None:
         """Says once what the model returns that may be meant as a term of the loss."""
-        new = [name for name in names if name not in self._not_added]
-        self._not_added.update(new)
+        new = [name for name in names if f"collection {name}" not in self._said]
+        self._said.update(f"collection {name}" for name in new)
         if new:
             self._say(
                 f"the model leaves values in {', '.join(new)}, which are not added to the loss. "
@@ -126,8 +120,13 @@ class Inspection:
                 f"losses={new}), or sow them in 'losses'"
             )
 
+    def _say_once(self, topic: str, text: str | None) -> None:
+        if text and topic not in self._said:
+            self._say(text)
+        self._said.add(topic)
 
-def _why_not_pad(task: TrainTask, state: PyTree, values: PyTree) -> str:
+
+def _why_not_pad(task: TrainTask, state: TrainState, values: Array) -> str:
     if not task.pad:
         return "the task has pad=False"
     if values.ndim == 0:

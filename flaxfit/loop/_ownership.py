@@ -1,7 +1,7 @@
 """Copies of what the next step uses up, for checkpoints that own their arrays."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,13 @@ import numpy as np
 
 from flaxfit.state._checkpoint import Borrowed, Checkpoint
 from flaxfit.strategies import Strategy
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree._types import ArrayLike, PyTree
+
+Copier: TypeAlias = Callable[[PyTree], Any]
+"""A function that copies a tree of placed arrays."""
 
 
-def copier(where: str, strategy: Strategy) -> Callable[[Any], Any] | None:
+def copier(where: str, strategy: Strategy) -> Copier | None:
     """Returns the function that copies a tree of placed arrays; None: nothing is to be copied.
 
     >>> from flaxfit import DataParallel
@@ -46,7 +49,7 @@ def copier(where: str, strategy: Strategy) -> Callable[[Any], Any] | None:
     return strategy.collect if where == "device" else lambda tree: jax.tree.map(to_host, tree)
 
 
-def owned(checkpoint: Checkpoint, copy: Callable[[Any], Any]) -> Checkpoint:
+def owned(checkpoint: Checkpoint, copy: Copier) -> Checkpoint:
     """Returns a checkpoint with copies of what it has borrowed."""
     borrowed = {
         name: copy(value.value)

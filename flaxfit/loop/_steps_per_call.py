@@ -1,6 +1,10 @@
-"""`steps_per_call="auto"`: how many steps to take in one dispatch."""
+"""How many steps to take in one dispatch: a number that the user gave, or "auto"."""
 
 import functools
+import math
+from typing import Any
+
+from flaxfit.tree._checks import whole_number
 
 _MOST_STEPS = 32
 # As many operations as a slow device of the kind does in a tenth of a second.
@@ -9,9 +13,65 @@ _PAYS_FROM = 50_000
 """Steps in a run from which on the time of a second compilation is won back."""
 
 
+class StepsPerCall:
+    """Chooses the number of steps of each dispatch.
+
+    Args:
+      value: the number, as far as steps are left, or "auto".
+    """
+
+    def __init__(self, value: int | str = 1):
+        self._is_auto = value == "auto"
+        self.latest = 1 if self._is_auto else whole_number("steps_per_call", value, other="auto")
+        """The number that was given, with "auto" that of the latest dispatch."""
+
+    def next(self, stepper: Any, n_left: int, spacing: int, n_total: int | None) -> int:
+        """The number of steps of the next dispatch.
+
+        "auto" takes several steps of arrays only, whose batches are indices: batches that a user's
+        code makes may take much memory, or be made in one buffer.
+
+        Args:
+          stepper: the `Stepper` that takes them.
+          n_left: the steps up to the next checkpoint.
+          spacing: the steps between checkpoints.
+          n_total: the steps of the run; None: not known.
+        """
+        if self._is_auto:
+            can_take_several = stepper.cursor.takes_rows and not is_slow_in_loops(stepper)
+            devices = stepper.strategy.devices
+            work = stepper.inspection.work / len(devices)
+            args = work, spacing, n_total or math.inf, devices[0].platform
+            self.latest = steps_per_call(*args) if can_take_several else 1
+            return self.latest if self.latest <= n_left else 1
+        n = min(self.latest, n_left)
+        if n > 1 and is_slow_in_loops(stepper):
+            stepper.inspection.say_slow()
+            return 1
+        return n
+
+
+def is_slow_in_loops(stepper: Any) -> bool:
+    """Whether steps like the next one run slowly in a loop; depends on the next batch alone.
+
+    A resumed run therefore takes the same steps together.
+    """
+    cursor, loader, inspection = stepper.cursor, stepper.loader, stepper.inspection
+    is_mixed = stepper.task.step is not None and not cursor.gathers
+    if is_mixed or not loader.has_inspected:
+        items = cursor.peek()
+        if cursor is not stepper.cursor:  # Reading it has set other data.
+            return is_slow_in_loops(stepper)
+        if items:
+            portion = loader.portion(items[0], stepper.inspect)
+            if is_mixed:
+                inspection.inspect_loops(stepper.task, stepper.state, portion)
+    return inspection.is_slow_in_loops
+
+
 @functools.lru_cache
 def steps_per_call(work: float, spacing: int, n_total: float, platform: str) -> int:
-    """How many steps to take in one dispatch.
+    """The number of steps that "auto" takes in one dispatch.
 
     A dispatch costs some tens of microseconds, however little there is to compute. It lasts a tenth
     of a second at most, so that a signal or a watcher need not wait. The number divides the spacing

@@ -1,7 +1,6 @@
 """Tally: the sums, steps and examples since the latest checkpoint."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -9,7 +8,7 @@ import numpy as np
 from flaxfit.step import _metric_totals
 from flaxfit.step._train_step import compute
 from flaxfit.step._validate import structure_of
-from flaxfit.tree._types import Json, PyTree
+from flaxfit.tree._types import Array, Json, PyTree
 
 
 class Tally:
@@ -26,11 +25,11 @@ class Tally:
       share: puts a tree on the devices, see `Strategy`.
     """
 
-    def __init__(self, share: Callable[[Any], Any]):
+    def __init__(self, share: Callable[[PyTree], PyTree]):
         self._share = share
-        self._kind: Any = None
-        self.totals: PyTree = {}
-        """The totals that the next step adds its sums to."""
+        self._structure: object = None
+        self.totals: dict[str, Array] = {}
+        """The totals that the next step adds its sums to, by dtype."""
         self.n_steps = 0
         self.expect({})
         self.begin()
@@ -40,12 +39,13 @@ class Tally:
 
         Returns whether the present count does not fit them, so that `begin` must drop it.
         """
-        kind = structure_of(sums)
-        if kind != self._kind:
+        structure = structure_of(sums)
+        if structure != self._structure:
             # Placed once, and never donated: every count begins with the same zeros.
             zeros = self._share(_metric_totals.zero_totals(sums))
             self._read, self._zeros = _metric_totals.reader(sums), zeros
-            self._sums, self._kind = sums, kind  # Last: what fails before is done again.
+            # Last: after an error the next call tries again.
+            self._sums, self._structure = sums, structure
         if not self.n_steps:
             self.totals = self._zeros
         return jax.tree.map(np.shape, self._zeros) != jax.tree.map(np.shape, self.totals)
@@ -55,16 +55,16 @@ class Tally:
         self.totals = self._zeros
         self.n_steps = 0
         self.n_examples = 0
-        self._known_metrics: dict[str, Any] = {}
+        self._known_metrics: dict[str, PyTree] = {}
 
-    def add(self, totals: PyTree, n_steps: int, n_examples: int) -> None:
+    def add(self, totals: dict[str, Array], n_steps: int, n_examples: int) -> None:
         """Counts steps, and keeps the totals that they returned."""
         self.totals = totals
         self.n_steps += n_steps
         self.n_examples += n_examples
 
-    def metrics(self, of: dict[str, Any], step: int = 0) -> dict[str, Any]:
-        """The metrics over all counted steps, see `compute`; waits for the device.
+    def metrics(self, of: PyTree, step: int = 0) -> dict[str, PyTree]:
+        """The metrics over all counted steps, see `compute`; waits for the devices.
 
         Args:
           of: the metrics by name.
@@ -79,18 +79,18 @@ class Tally:
             where = f" in steps {step - self.n_steps + 1:,} to {step:,}"
         return compute(self._read(self.totals), of, where)
 
-    def as_json(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The count as JSON, with the present metrics, for `go_on_from`."""
+    def as_json(self, metrics: dict[str, PyTree]) -> dict[str, Json]:
+        """The count as JSON, with the present metrics, for `resume`."""
         host = {dtype: np.asarray(pair).tolist() for dtype, pair in self.totals.items()}
         totals = [{dtype: pair[i] for dtype, pair in host.items()} for i in (0, 1)]
         return {"n_steps": self.n_steps, "totals": totals, "metrics": metrics}
 
-    def go_on_from(self, told: dict[str, Json]) -> None:
+    def resume(self, count: dict[str, Json]) -> None:
         """Continues the count that `as_json` returned."""
-        self.n_steps = told["n_steps"]
-        sums, cut_off = told["totals"]
+        self.n_steps = count["n_steps"]
+        sums, cut_off = count["totals"]
         self.totals = {d: np.asarray([sums[d], cut_off[d]], d) for d in sums}
         self._known_metrics = {
             name: np.asarray(value) if isinstance(value, list) else value
-            for name, value in told["metrics"].items()
+            for name, value in count["metrics"].items()
         }

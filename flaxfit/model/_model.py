@@ -24,7 +24,7 @@ from flaxfit.model._tasks import make_tasks
 from flaxfit.model._trainer import Trainer
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._validate import shapes_of
-from flaxfit.strategies import Eager, Strategy
+from flaxfit.strategies import Strategy
 from flaxfit.tree._types import Data, Params, PyTree
 
 
@@ -87,7 +87,7 @@ class Model:
             use_compilation_cache(compilation_cache)
         self.module = module
         self.seed = seed
-        self.strategy = Eager(strategy) if run_eagerly else strategy or strategy_for(task)
+        self.strategy = strategy_for(task, strategy=strategy, is_eager=run_eagerly)
         # The class of the module, also where the module is a class or a factory of one.
         name = getattr(module, "__name__", type(module).__name__)
         self._trainer = Trainer(name, init, task, self.strategy, seed=seed, snapshot=snapshot)

@@ -123,7 +123,7 @@ def test_a_step_of_ones_own_may_change_the_key():
 def test_a_loop_whose_state_was_lost_says_so_and_continues_from_a_checkpoint():
     loop, other = loop_of(), loop_of()
     first, expected = next(loop), [next(other), next(other)][1]
-    for leaf in loop._stepper._leaves:  # As a step does that is ended half-way.
+    for leaf in loop._stepper.leaves:  # As a step does that is ended half-way.
         leaf.delete()
     with pytest.raises(RuntimeError, match=r"continue from a checkpoint, loop\.restore"):
         next(loop)

@@ -22,7 +22,7 @@ def tally_of(sums, **options):
     return tally
 
 
-def test_it_counts_what_steps_tell_until_it_begins_anew():
+def test_steps_and_examples_are_counted_until_a_new_count_begins():
     tally = tally_of(SUMS)
     assert tally.metrics({}) == {}
     tally.add(TOTALS, 1, 3)
@@ -34,7 +34,7 @@ def test_it_counts_what_steps_tell_until_it_begins_anew():
     assert all(not np.any(x) for x in tally.totals.values())
 
 
-def test_zeros_are_placed_but_once_for_sums_of_the_same_shapes():
+def test_zeros_are_placed_once_for_sums_of_the_same_shapes():
     placed = []
     tally = tally_of(SUMS, share=lambda tree: placed.append(tree) or tree)
     n = len(placed)
@@ -44,7 +44,7 @@ def test_zeros_are_placed_but_once_for_sums_of_the_same_shapes():
     assert len(placed) == n + 1
 
 
-def test_other_sums_in_the_middle_of_a_count_are_told_of():
+def test_other_sums_in_the_middle_of_a_count_are_reported():
     tally = tally_of(SUMS)
     tally.add(TOTALS, 1, 3)
     assert not tally.expect(SUMS)
@@ -69,10 +69,10 @@ def test_zeros_that_cannot_be_placed_are_tried_again():
     assert tally.metrics({}) == METRICS
 
 
-def test_another_tally_counts_on_from_what_is_told_as_json():
+def test_another_tally_resumes_a_count_from_json():
     tally, other = tally_of(SUMS), tally_of(SUMS)
     tally.add(TOTALS, 2, 6)
-    other.go_on_from(json.loads(json.dumps(tally.as_json(tally.metrics({})))))
+    other.resume(json.loads(json.dumps(tally.as_json(tally.metrics({})))))
     assert other.n_steps == 2 and other.metrics({}) == METRICS
     for dtype, total in TOTALS.items():
         np.testing.assert_array_equal(other.totals[dtype], total)
@@ -82,7 +82,7 @@ def test_another_tally_counts_on_from_what_is_told_as_json():
 def test_metrics_are_known_before_any_batch_has_shown_the_sums():
     tally, other = tally_of(SUMS), Tally(lambda tree: tree)
     tally.add(TOTALS, 2, 6)
-    other.go_on_from(json.loads(json.dumps(tally.as_json(tally.metrics({})))))
+    other.resume(json.loads(json.dumps(tally.as_json(tally.metrics({})))))
     assert other.metrics({}) == METRICS
     assert not other.expect(SUMS)
     assert other.metrics({}) == METRICS

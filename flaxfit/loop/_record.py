@@ -1,0 +1,107 @@
+"""The checkpoint of the present moment, and what a run needs beside it to resume exactly."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from flaxfit.loop._stepper import Stepper
+from flaxfit.metrics._monitor import modes_of
+from flaxfit.optim import hyperparams
+from flaxfit.optim._hyperparams import learning_rates
+from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._types import Json
+
+
+def make_checkpoint(stepper: Stepper, seconds: float, *, stop: bool, between: bool) -> Checkpoint:
+    """The checkpoint of the steps since the count began; it borrows its arrays.
+
+    Args:
+      stepper: what took the steps.
+      seconds: how long they took, with preparation.
+      stop: whether the run ends here.
+      between: whether the count continues after it, and so is recorded.
+    """
+    # Work that does not wait for the devices comes before the metrics.
+    state, grads = stepper.borrowed()
+    position, running = stepper.cursor.position(), get_running(stepper, counts=between)
+    return Checkpoint(
+        step=stepper.step,
+        state=state,
+        metrics=stepper.metrics() | _learning_rates(stepper),
+        modes=modes_of(stepper.task.metrics),
+        n_completed_steps=stepper.tally.n_steps,
+        n_examples=stepper.tally.n_examples,
+        elapsed_time=seconds - stepper.preparation_time,
+        compile_time=stepper.programs.watch.seconds,
+        stop=stop,
+        data_state=position,
+        running=running,
+        last_grads=grads,
+    )
+
+
+def present_hyperparams(stepper: Stepper) -> dict[str, Any]:
+    """The hyperparameters of the optimizer as numbers, in the order of its groups."""
+    return _on_host(hyperparams(stepper.state.opt_state))
+
+
+def _learning_rates(stepper: Stepper) -> dict[str, float]:
+    """The learning rates of the latest step, if the optimizer has them."""
+    rates = learning_rates(present_hyperparams(stepper)) if stepper.has_hyperparams else {}
+    return {
+        "learning_rate" if group is None else f"learning_rate/{group}": rate
+        for group, rate in rates.items()
+    }
+
+
+def _on_host(values: dict[str, Any]) -> dict[str, Any]:
+    fetched = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            fetched[name] = _on_host(value)
+        else:
+            fetched[name] = value.item() if value.ndim == 0 else jax.device_get(value)
+    return fetched
+
+
+def get_running(stepper: Stepper, *, counts: bool) -> dict[str, Json]:
+    """What a run needs beside state and position to continue exactly, as JSON.
+
+    That is the size of the batches, as the next one may be a remainder, and between two
+    checkpoints what was counted so far.
+    """
+    running: dict[str, Json] = {"batch_size": stepper.loader.batch_size}
+    if (n_virtual := stepper.strategy.virtual_replicas) is not None:
+        running["virtual_replicas"] = n_virtual
+    if counts and stepper.tally.n_steps:
+        running |= stepper.tally.as_json(stepper.metrics())
+    return running
+
+
+def set_running(stepper: Stepper, running: dict[str, Json], say: Callable[[str], None]) -> None:
+    """Continues from what `get_running` returned."""
+    stepper.loader.batch_size = running["batch_size"]
+    before, now = running.get("virtual_replicas"), stepper.strategy.virtual_replicas
+    if before != now:
+        say(f"results will differ in their last bits: virtual_replicas was {before}, now is {now}")
+    if "n_steps" in running:
+        stepper.tally.resume(running)
+
+
+class LossWarning:
+    """Warns when the loss is no longer finite: once, until it is finite again."""
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say, self._was_finite = say, True
+
+    def __call__(self, checkpoint: Checkpoint) -> None:
+        """Looks at the loss of a checkpoint."""
+        loss = checkpoint.scalars.get("loss", 0.0)
+        if self._was_finite and not math.isfinite(loss):
+            self._say(
+                f"warning: the loss is {loss} at step {checkpoint.step:,}. Lower the learning rate "
+                "or clip the gradients; callbacks.StopOnNaN() ends such a run."
+            )
+        self._was_finite = math.isfinite(loss)

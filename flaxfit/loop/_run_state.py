@@ -1,0 +1,202 @@
+"""RunState: what a training loop holds, and what can be read of it."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from flaxfit.display import quiet
+from flaxfit.loop._callback_list import Delivery
+from flaxfit.loop._initial_state import check_same_arrays
+from flaxfit.loop._ownership import Copier, owned
+from flaxfit.loop._record import make_checkpoint, set_running
+from flaxfit.loop._step_cost import step_cost, step_memory
+from flaxfit.loop._stepper import Stepper
+from flaxfit.loop._stopwatch import Stopwatch
+from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.state._train_state import TrainState
+from flaxfit.step._cost import StepCost
+from flaxfit.tree._types import PyTree
+
+
+class RunState:
+    """The part of `TrainLoop` that knows its state, and neither changes settings nor trains."""
+
+    say: Callable[[str], None]
+    """Prints a notice, unless the loop was made with `stdout=False`."""
+    _stepper: Stepper
+    _copy: Copier | None
+    """Copies what a checkpoint borrows; None with `snapshot="none"`."""
+    _due: Delivery | None
+    """A checkpoint that some callbacks have not seen yet."""
+    _last: Checkpoint | None
+    """The latest checkpoint, without its arrays."""
+    _watch: Stopwatch
+    """The time of the steps since the latest checkpoint."""
+    _phase: str
+    _is_talking: bool
+    _is_at_start: bool
+    """Whether no step was taken since the run began or was resumed."""
+
+    @property
+    def step(self) -> int:
+        """The number of completed updates."""
+        return self._stepper.step
+
+    @property
+    def n_completed_steps(self) -> int:
+        """The number of updates since the previous checkpoint."""
+        return self._stepper.tally.n_steps
+
+    @property
+    def state(self) -> TrainState:
+        """The training state: an unreplicated copy, which stays valid."""
+        copy = self._copy or self._stepper.strategy.collect
+        # A function that JAX traces may ask for it.
+        with self._stepper.interrupts.held(), jax.ensure_compile_time_eval():
+            return copy(self._stepper.state)
+
+    @property
+    def state_in_place(self) -> TrainState:
+        """The training state in place on the devices, not copied: the next step uses it up."""
+        return self._stepper.state
+
+    def owned(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint with copies of what it borrows; itself with `snapshot="none"`."""
+        if self._copy is None or not checkpoint.is_borrowed:
+            return checkpoint
+        with self._stepper.interrupts.held():
+            return owned(checkpoint, self._copy)
+
+    @property
+    def revision(self) -> tuple[int, ...]:
+        """Identifies the present state: its step, and how often something was set."""
+        return self._stepper.revision
+
+    def restore(self, state: TrainState | Checkpoint) -> None:
+        """Continues from another state, and from the data position of a checkpoint."""
+        checkpoint = None if isinstance(state, TrainState) else state
+        state = getattr(state, "state", state)
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"restore needs a TrainState or a Checkpoint, got {type(state).__name__}."
+            )
+        # Checked before anything changes.
+        check_same_arrays(self._stepper.state, state)
+        self._resume(state, checkpoint)
+
+    def snapshot(self) -> Checkpoint | None:
+        """Returns a checkpoint of this moment, which callbacks do not see.
+
+        The count continues. Resuming from it, by `restore` or from a file, reproduces this loop's
+        metrics exactly. Returns None if that is not possible: while callbacks run, or while a
+        fetched batch waits to be trained on.
+        """
+        stepper = self._stepper
+        if self._due is not None or not stepper.cursor.is_between_batches:
+            return None
+        if not self.n_completed_steps and self._last is not None:
+            return self._last.replace(state=self.state)
+        now = make_checkpoint(stepper, self._watch.seconds, stop=False, between=True)
+        return self.owned(now.replace(last_grads=None))
+
+    def _resume(self, state: TrainState, checkpoint: Any) -> None:
+        """Continues from a state, and from the position and counts of its checkpoint, if any."""
+        with quiet(not self._is_talking):
+            self._stepper.cursor.move_to(getattr(checkpoint, "data_state", None))
+        self._stepper.set_state(state)
+        self._forget_delivery()
+        self._last, self._is_at_start = None, False
+        self._reset()
+        if (running := getattr(checkpoint, "running", None)) is not None:
+            set_running(self._stepper, running, self.say)
+
+    def _forget_delivery(self) -> None:
+        """Forgets a checkpoint that callbacks are still to get, unless they are getting it now."""
+        if self._phase != "callbacks":
+            self._due = None
+
+    def _reset(self) -> None:
+        """Starts a new count."""
+        self._stepper.reset_totals()
+        self._watch.reset()
+
+    # What it is doing, and what a step costs.
+
+    def running_metrics(self) -> dict[str, Any]:
+        """The metrics since the previous checkpoint; waits for the device."""
+        return self._stepper.metrics()
+
+    @property
+    def input_shapes(self) -> PyTree:
+        """The shapes and dtypes of the inputs of the first batch trained on; None before."""
+        batch = self._stepper.loader.shapes
+        return None if batch is None else batch.inputs
+
+    @property
+    def phase(self) -> str:
+        """What the loop is doing: "training", "preparing" (inspection or compilation), "callbacks",
+        or "" while the user has a checkpoint.
+        """
+        is_preparing = self._phase == "training" and self._stepper.is_preparing
+        return "preparing" if is_preparing else self._phase
+
+    @contextlib.contextmanager
+    def in_phase(self, phase: str) -> Iterator[None]:
+        """Sets the phase for a while, so that work for the loop is watched as its own."""
+        before, self._phase = self._phase, phase
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def step_flops(self, batch_size: int | None = None) -> float:
+        """The floating-point operations of one step on all devices, as XLA counts them.
+
+        They are counted before compilation. The body of a `while` loop counts once, and a custom
+        kernel not at all, so the result may be too low or `nan` for such a model; it is `nan` with
+        `debug`. What `jax.checkpoint` recomputes counts again.
+
+        Args:
+          batch_size: examples in the step; None: those of a regular batch of the data.
+        """
+        return self.step_cost(batch_size).flops
+
+    def step_cost(self, batch_size: int | None = None) -> StepCost:
+        """The operations of one step, as `step_flops`, and whether some are recomputation.
+
+        Args:
+          batch_size: as of `step_flops`.
+        """
+        return step_cost(self._stepper, batch_size)
+
+    def step_memory(self, batch_size: int | None = None) -> int:
+        """The bytes that one step needs on each device, by XLA's plan for it.
+
+        The step is compiled, but not run, so no batch is too large to ask about. Resident data and
+        the next two batches are not counted.
+
+        >>> import numpy as np, optax
+        >>> from flaxfit import TrainLoop, TrainTask
+        >>> x = np.ones((8, 1), np.float32)
+        >>> task = TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", (x, x))
+        >>> init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
+        >>> loop = TrainLoop(init, task, 0, stdout=False)
+        >>> loop.step_memory(4096) > loop.step_memory(64)
+        True
+
+        Args:
+          batch_size: as of `step_flops`.
+
+        Raises:
+          ValueError: the backend does not report it, several processes share the step, or it runs
+            eagerly.
+        """
+        return step_memory(self._stepper, batch_size)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "Cannot copy or pickle a TrainLoop: it holds compiled programs. Begin another loop "
+            "with loop.state, which is a copy."
+        )

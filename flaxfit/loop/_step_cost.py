@@ -1,0 +1,28 @@
+"""What a training step of a run needs: operations, and memory of a device."""
+
+import math
+
+from flaxfit.loop._compiled_steps import build_update
+from flaxfit.loop._stepper import Stepper
+from flaxfit.step._cost import StepCost, cost_of, memory_of
+from flaxfit.step._update import make_step
+from flaxfit.step._validate import shapes_of
+from flaxfit.tree._functions import runs_eagerly
+
+
+def step_cost(stepper: Stepper, n: int | None) -> StepCost:
+    """The operations of a step on `n` examples, on all devices together; `nan` if eager."""
+    if runs_eagerly(stepper.strategy):
+        return StepCost(math.nan, recomputes=False)
+    step = stepper.strategy.bind(make_step(stepper.task))
+    example = stepper.loader.example(n, stepper.inspect)
+    return cost_of(step, shapes_of(stepper.state), shapes_of(example))
+
+
+def step_memory(stepper: Stepper, n: int | None) -> int:
+    """The bytes of a step on `n` examples, on each device; compiles it, and runs nothing."""
+    portion = stepper.loader.as_regular(stepper.loader.example(n, stepper.inspect))
+    batch = portion.strategy.split(portion.batch)
+    arguments = (stepper.leaves, stepper.tally.totals, batch)
+    options = stepper.options
+    return memory_of(build_update(stepper.task, stepper.layout, portion, arguments, 1, **options))
