@@ -1,7 +1,7 @@
 """A launcher for one machine: `python -m flaxfit.launch -n 2 script.py` starts two processes.
 
-All of them end when one fails, and start again, as often as they are allowed to. On many machines
-that is the work of SLURM, Kubernetes or Ray.
+All of them end when one fails, and start again up to `--restarts` times. On several machines, use
+SLURM, Kubernetes or Ray instead.
 """
 
 import argparse
@@ -13,13 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import IO
 
-_LOOK_EVERY = 0.05
+_POLL_SECONDS = 0.05
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a script in several processes and returns their exit code: 0, or that of a failure.
+    """Runs a script in several processes and returns their exit code, that of the first failure.
 
     >>> main(["-n", "1", "-c", "print('hello')"])
     [0] hello
@@ -35,15 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for attempt in range(options.restarts + 1):
         if attempt:
             _say(f"starting all processes again ({attempt} of {options.restarts})")
-        code, is_told = _run_once(command, options, attempt)
-        if code == 0 or is_told:
+        code, is_signaled = _run_once(command, options, attempt)
+        if code == 0 or is_signaled:
             return code
     return code
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m flaxfit.launch", description=__doc__)
-    parser.add_argument("-n", type=int, required=True, help="how many processes")
+    parser.add_argument("-n", type=int, required=True, help="the number of processes")
     parser.add_argument("--restarts", type=int, default=0, help="how often to start again")
     parser.add_argument("--cpu-devices", type=int, help="simulated CPU devices of each process")
     parser.add_argument(
@@ -52,18 +52,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--patience", type=float, default=90.0, help="seconds from a signal until all are killed"
     )
-    parser.add_argument("-c", action="store_true", help="the script is a text, not a file")
+    parser.add_argument("-c", action="store_true", help="run the script given as text, not a file")
     parser.add_argument("script", help="a Python script that calls flaxfit.initialize()")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser
 
 
 def _run_once(command: list[str], options: argparse.Namespace, attempt: int) -> tuple[int, bool]:
-    """The exit code of one attempt, and whether the launcher was told to end it."""
-    told: list[int] = []
+    """Returns the exit code of one attempt, and whether the launcher was signaled to end it."""
+    signals: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGTERM, signal.SIGINT) if is_main else ()
-    before = {number: signal.signal(number, lambda n, _: told.append(n)) for number in numbers}
+    before = {number: signal.signal(number, lambda n, _: signals.append(n)) for number in numbers}
     processes: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
     try:
@@ -88,7 +88,7 @@ def _run_once(command: list[str], options: argparse.Namespace, attempt: int) -> 
             processes.append(process)
             readers.append(threading.Thread(target=_show, args=(index, process.stdout)))
             readers[-1].start()
-        return _wait(processes, told, options), bool(told)
+        return _wait(processes, signals, options), bool(signals)
     finally:
         for process in processes:
             if process.poll() is None:
@@ -101,15 +101,15 @@ def _run_once(command: list[str], options: argparse.Namespace, attempt: int) -> 
 
 
 def _wait(
-    processes: list[subprocess.Popen[bytes]], told: list[int], options: argparse.Namespace
+    processes: list[subprocess.Popen[bytes]], signals: list[int], options: argparse.Namespace
 ) -> int:
-    """Waits until all have ended; the code of the first that failed."""
+    """Waits until all processes have ended; returns the exit code of the first that failed."""
     running = dict(enumerate(processes))
-    first, deadline, n_told = 0, float("inf"), 0
+    first, deadline, n_passed_on = 0, float("inf"), 0
     while running:
         for index, process in list(running.items()):
             try:
-                code = process.wait(_LOOK_EVERY / len(running))
+                code = process.wait(_POLL_SECONDS / len(running))
             except subprocess.TimeoutExpired:
                 continue
             del running[index]
@@ -117,19 +117,19 @@ def _wait(
                 _say(f"process {index} has ended with code {code}{_name(code)}")
                 first = first or (128 - code if code < 0 else code)
                 deadline = min(deadline, time.monotonic() + options.grace)
-        news = told[n_told:]
-        n_told += len(news)
-        for number in news:
-            # Ctrl-C in a terminal reaches them by itself.
+        new_signals = signals[n_passed_on:]
+        n_passed_on += len(new_signals)
+        for number in new_signals:
+            # Ctrl-C in a terminal also reaches the processes by itself.
             _say(f"received {signal.Signals(number).name}, as the processes do")
             for process in running.values():
                 process.send_signal(number)
             deadline = min(deadline, time.monotonic() + options.patience)
-        if news and n_told > 1:
+        if new_signals and n_passed_on > 1:
             deadline = 0.0
         if running and time.monotonic() > deadline:
             names = ", ".join(map(str, running))
-            seconds = options.patience if told else options.grace
+            seconds = options.patience if signals else options.grace
             why = "told twice" if deadline == 0 else f"which did not end within {seconds:g} s"
             _say(f"killing process {names}, {why}")
             for process in running.values():
@@ -137,8 +137,8 @@ def _wait(
     return first
 
 
-def _show(index: int, output: Any) -> None:
-    """Copies what a process prints, line by line, each behind the number of the process."""
+def _show(index: int, output: IO[bytes]) -> None:
+    """Prints the output of a process line by line, each with the number of the process."""
     with output:
         for line in output:
             sys.stdout.write(f"[{index}] {line.decode(errors='replace').rstrip()}\n")

@@ -1,4 +1,4 @@
-"""initialize: this process joins the others of a run, and none of them outlives the rest."""
+"""initialize: joins the processes of a run, which end together when one fails."""
 
 import atexit
 import os
@@ -7,11 +7,11 @@ import threading
 import traceback
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 
-# What JAX itself knows of SLURM, Open MPI and the rest; it has no public way to ask whether.
+# How JAX itself detects SLURM, Open MPI and others; it has no public way to ask.
 from jax._src.clusters import ClusterEnv
 
 from flaxfit.distributed import _processes
@@ -19,7 +19,10 @@ from flaxfit.distributed import _processes
 PEER_FAILED = 88
 """The exit code of a process that ends because another one has failed."""
 
-_LOOK_EVERY = 0.5
+Identity: TypeAlias = dict[str, Any]
+"""Arguments that identify a process, by name."""
+
+_POLL_SECONDS = 0.5
 
 _OUR_VARIABLES = {
     "coordinator_address": "FLAXFIT_COORDINATOR_ADDRESS",
@@ -41,20 +44,20 @@ def initialize(
     patience_seconds: float = 60.0,
     **options: Any,
 ) -> None:
-    """Joins the processes that train together; call it first of all, before any array is made.
+    """Joins the processes that train together; call it first, before any array is made.
 
     JAX then knows the devices of all of them: set options such as `jax_num_cpu_devices` before.
 
-    What is not given is taken from `FLAXFIT_COORDINATOR_ADDRESS`, `FLAXFIT_NUM_PROCESSES` and
+    Missing arguments are taken from `FLAXFIT_COORDINATOR_ADDRESS`, `FLAXFIT_NUM_PROCESSES` and
     `FLAXFIT_PROCESS_ID` (`python -m flaxfit.launch` sets them), else from torchrun's `MASTER_ADDR`,
-    `MASTER_PORT`, `WORLD_SIZE` and `RANK`, else JAX finds it out (SLURM, Open MPI, Kubernetes, TPU
-    pods). Where there is nothing to be found, the process is alone, and nothing is done. A second
-    call does nothing.
+    `MASTER_PORT`, `WORLD_SIZE` and `RANK`, else detected by JAX (SLURM, Open MPI, Kubernetes, TPU
+    pods). If nothing is found, the process is alone, and nothing is done. A second call does
+    nothing.
 
-    A process that raises ends at once, and so do the others, within seconds: with code
-    `ExitCode.PEER_FAILED`, saying which one failed and how. One that is killed or stopped is
-    missed after `heartbeat_seconds`. Anyone who reaches the coordinator's port can join: keep it
-    within the network of the job.
+    A process that raises ends at once, and the others end within seconds, with code
+    `ExitCode.PEER_FAILED` and a message about which one failed and how. A process that is killed
+    or stopped is missed after `heartbeat_seconds`. Anyone who reaches the coordinator's port can
+    join: keep it within the network of the job.
 
     >>> initialize(num_processes=1)
     >>> _processes.process_count()
@@ -62,21 +65,21 @@ def initialize(
 
     Args:
       coordinator_address: "host:port" of process 0, reached by all.
-      num_processes: how many there are.
-      process_id: the number of this one, from 0.
-      local_device_ids: which of the devices of this machine are its own; None: all of them.
-      coordinator_bind_address: what process 0 listens at; None: `coordinator_address` alone, or
-        every interface where JAX has found that out.
-      heartbeat_seconds: how long a process may give no sign of life.
+      num_processes: the number of processes.
+      process_id: the number of this process, from 0.
+      local_device_ids: the devices of this machine that belong to it; None: all of them.
+      coordinator_bind_address: where process 0 listens; None: at `coordinator_address` alone, or
+        at every interface if JAX detected that address.
+      heartbeat_seconds: after how long without a sign of life a process counts as lost.
       connect_seconds: how long to wait for the others to start.
       shutdown_seconds: how long to wait for the others to end.
-      patience_seconds: how long a process waits for the others where all must come, such as at
-        the end of their data.
-      **options: further ones of `jax.distributed.initialize`.
+      patience_seconds: how long to wait for the others where all must meet, such as at the end of
+        their data.
+      **options: more options of `jax.distributed.initialize`.
 
     Raises:
-      ValueError: some of what identifies a process is known, but not all.
-      RuntimeError: this process has joined already, as another one.
+      ValueError: only some of the arguments that identify a process are known.
+      RuntimeError: this process has already joined, as another one.
     """
     _processes.set_patience(patience_seconds)
     found = _find(
@@ -116,12 +119,12 @@ def initialize(
     )
     if _processes.process_count() > 1:
         _end_together(shutdown_seconds)
-        # All must come to this at once: it waits for everyone's devices.
+        # All processes must do this now: it waits for the devices of all.
         jax.devices()
 
 
-def _find(given: dict[str, Any]) -> dict[str, Any]:
-    """What identifies this process, as far as arguments and variables tell."""
+def _find(given: Identity) -> Identity:
+    """Adds the environment's variables to the arguments that identify this process."""
     found = {name: value for name, value in given.items() if value is not None}
     for name, variable in _OUR_VARIABLES.items():
         text = os.environ.get(variable)
@@ -130,14 +133,14 @@ def _find(given: dict[str, Any]) -> dict[str, Any]:
     return found or _from_torchrun()
 
 
-def _from_torchrun() -> dict[str, Any]:
+def _from_torchrun() -> Identity:
     text = os.environ
     if not all(text.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")):
         return {}
     port = _number("MASTER_PORT", text["MASTER_PORT"])
     # torchrun listens at its port itself.
     port += text.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    found: dict[str, Any] = {
+    found: Identity = {
         "coordinator_address": f"{text['MASTER_ADDR']}:{port}",
         "num_processes": _number("WORLD_SIZE", text["WORLD_SIZE"]),
         "process_id": _number("RANK", text["RANK"]),
@@ -147,8 +150,8 @@ def _from_torchrun() -> dict[str, Any]:
     return found
 
 
-def _is_in_cluster(options: dict[str, Any]) -> bool:
-    """Whether JAX can find out the rest by itself."""
+def _is_in_cluster(options: Identity) -> bool:
+    """Whether JAX detects the missing arguments by itself."""
     if "cluster_detection_method" in options or os.environ.get("JAX_COORDINATOR_ADDRESS"):
         return True
     kinds = [kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method]
@@ -162,7 +165,7 @@ def _number(variable: str, text: str) -> int:
         raise ValueError(f"{variable} must be a whole number, got {text!r}.") from None
 
 
-def _check_same(found: dict[str, Any]) -> None:
+def _check_same(found: Identity) -> None:
     here = {
         "num_processes": _processes.process_count(),
         "process_id": _processes.process_index(),
@@ -176,7 +179,7 @@ def _check_same(found: dict[str, Any]) -> None:
 
 
 def _end_together(shutdown_seconds: float) -> None:
-    """Has this process tell the others when it fails, and end when one of them does."""
+    """Makes this process report its failure to the others, and end when one of them fails."""
     ended = threading.Event()
     thread = threading.Thread(target=_watch, args=(ended,), daemon=True, name="flaxfit-peers")
     thread.start()
@@ -191,7 +194,7 @@ def _end_together(shutdown_seconds: float) -> None:
         except TimeoutError as error:
             _fail(str(error), 1)
 
-    # It runs before JAX's own end, which waits for the others without telling whom it misses.
+    # It runs before JAX's own shutdown, which waits without saying for which process.
     atexit.register(end_in_order)
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return  # At a prompt an exception ends nothing.
@@ -206,13 +209,13 @@ def _end_together(shutdown_seconds: float) -> None:
             reason = "".join(traceback.format_exception_only(kind, error)).strip()
             _fail(reason, 130 if is_interrupt else 1)
 
-    # Were it to end in the ordinary way, it would first wait for others that wait for it.
+    # An ordinary exit would first wait for the others, which wait for this process.
     sys.excepthook = end_at_once
 
 
 def _watch(ended: threading.Event) -> None:
     own = f"process {_processes.process_index()}:"
-    while not ended.wait(_LOOK_EVERY):
+    while not ended.wait(_POLL_SECONDS):
         reason = _processes.reported_failure()
         if reason is not None and not reason.startswith(own):
             _say(f"another process has failed, and this one ends, too: {reason}")
@@ -220,7 +223,7 @@ def _watch(ended: threading.Event) -> None:
 
 
 def _fail(reason: str, code: int) -> NoReturn:
-    """Ends this process and, by telling them, the others."""
+    """Ends this process, and the others by a report."""
     first = _processes.reported_failure()
     _processes.report_failure(reason)
     index, n = _processes.process_index(), _processes.process_count()

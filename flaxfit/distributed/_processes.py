@@ -1,14 +1,19 @@
-"""Processes: which one of a run this is, and what they tell each other without their devices."""
+"""The processes of a run: their numbers, and messages between them that need no devices."""
 
 import json
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 
-# JAX has no public door to the service that its processes meet at. Orbax goes through this one.
+# JAX has no public access to the service that connects its processes. Orbax uses this one, too.
 from jax._src.distributed import global_state
+
+Json: TypeAlias = Any
+"""A value that the `json` module writes and reads."""
+
+T = TypeVar("T")
 
 _FAILURE = "flaxfit/failure"
 _KINDS = {
@@ -27,7 +32,7 @@ _patience: dict[str, float] = {"seconds": 60.0}
 
 
 def process_index() -> int:
-    """The number of this process among those that train together, from 0.
+    """Returns the number of this process among those that train together, from 0.
 
     >>> process_index()
     0
@@ -36,7 +41,7 @@ def process_index() -> int:
 
 
 def process_count() -> int:
-    """How many processes train together.
+    """Returns how many processes train together.
 
     >>> process_count()
     1
@@ -46,7 +51,7 @@ def process_count() -> int:
 
 
 def is_main() -> bool:
-    """Whether this is the process that prints, logs and completes files: the one of number 0.
+    """Returns whether this is process 0, which prints, logs and completes files.
 
     >>> is_main()
     True
@@ -54,19 +59,15 @@ def is_main() -> bool:
     return process_index() == 0
 
 
-def exchange(topic: str, value: Any = None, *, seconds: float | None = None) -> list[Any]:
-    """What every process says on a topic, in the order of the processes; waits for all of them.
+def exchange(topic: str, value: Json = None, *, seconds: float | None = None) -> list[Json]:
+    """Waits for all processes and returns the values that they passed, in their order.
 
-    It goes over the network of the hosts, not over the devices, so that a background thread may
-    use it, and it can wait for a bounded time. All processes must come to the same topics equally
-    often.
-
-    >>> exchange("greeting", "hello")
-    ['hello']
+    Uses the network of the hosts, not the devices, so that a background thread may call it and the
+    wait is bounded. All processes must call it equally often for each topic.
 
     Args:
-      topic: what it is about; part of the message when a process does not come.
-      value: JSON.
+      topic: what the values are about; part of the message when a process does not come.
+      value: of this process.
       seconds: how long to wait; None: the patience given to `initialize`.
 
     Raises:
@@ -75,7 +76,7 @@ def exchange(topic: str, value: Any = None, *, seconds: float | None = None) -> 
     n = process_count()
     if n == 1:
         return [value]
-    client: Any = global_state.client
+    client = _client()
     seconds = _patience["seconds"] if seconds is None else seconds
     _rounds[topic] += 1
     number = _rounds[topic]
@@ -92,93 +93,73 @@ def exchange(topic: str, value: Any = None, *, seconds: float | None = None) -> 
             "Its own output says more."
         ) from error
     found = {int(k.rpartition("/")[2]): json.loads(v) for k, v in client.key_value_dir_get(place)}
-    # Whoever is here has read the round before.
+    # Every process has read the previous round before it came to this one.
     client.key_value_delete(f"flaxfit/{topic}/{number - 1}/{process_index()}")
     return [found[i] for i in range(n)]
 
 
 def is_preempted() -> bool:
-    """Whether one of several processes was told to end, as far as JAX's service knows.
-
-    >>> is_preempted()
-    False
-    """
-    client: Any = global_state.client
-    if client is None:
-        return False
-    try:
-        # Where the service keeps what it has been told; there is no public way to ask.
-        return bool(client.key_value_try_get("RECEIVED_PREEMPTION_NOTICE"))
-    except jax.errors.JaxRuntimeError:
-        return False
+    """Whether JAX's service has a preemption notice of one of several processes."""
+    # The key under which the service keeps it; there is no public way to ask.
+    return bool(_read("RECEIVED_PREEMPTION_NOTICE"))
 
 
-def from_main(topic: str, function: Callable[[], Any], *, seconds: float | None = None) -> Any:
-    """What a function returns on process 0, which alone calls it; its failure is everyone's.
+def from_main(topic: str, function: Callable[[], T], *, seconds: float | None = None) -> T:
+    """Calls a function on process 0, and returns its result, which must be JSON, on all.
 
-    >>> from_main("answer", lambda: 42)
-    42
-
-    Args:
-      topic: as of `exchange`.
-      function: returns JSON.
-      seconds: how long the others wait for it; None: an hour.
-
-    Raises:
-      RuntimeError: it failed on process 0, which raises its own error; a common built-in error
-        keeps its kind.
+    If it fails, all processes raise: process 0 its own error, the others one of the same built-in
+    kind, or a `RuntimeError`. They wait for an hour, or `seconds`.
     """
     if process_count() == 1:
         return function()
-    error, said = None, None
+    error, outcome = None, None
     if is_main():
         try:
-            said = {"value": function()}
+            outcome = {"value": function()}
         except Exception as failure:
-            error, said = failure, {"kind": type(failure).__name__, "error": str(failure)}
-    heard = exchange(topic, said, seconds=3600 if seconds is None else seconds)[0]
+            error, outcome = failure, {"kind": type(failure).__name__, "error": str(failure)}
+    received = exchange(topic, outcome, seconds=3600 if seconds is None else seconds)[0]
     if error is not None:
         raise error
-    if "error" in heard:
-        kind = _KINDS.get(heard["kind"], RuntimeError)
-        raise kind(f"On process 0: {heard['error']}")
-    return heard["value"]
+    if "error" in received:
+        kind = _KINDS.get(received["kind"], RuntimeError)
+        raise kind(f"On process 0: {received['error']}")
+    return received["value"]
 
 
-def agree(topic: str, value: Any, *, seconds: float | None = None) -> None:
-    """Has every process come to a topic with the same value, or fail.
-
-    >>> agree("batch", [8, 3])
-
-    Raises:
-      ValueError: their values differ; all processes raise it.
-    """
-    said = exchange(topic, value, seconds=seconds)
-    if any(other != said[0] for other in said):
-        lines = "\n".join(f"  process {i}: {other}" for i, other in enumerate(said))
+def agree(topic: str, value: Json, *, seconds: float | None = None) -> None:
+    """Waits for all processes, and raises a ValueError on all of them if their values differ."""
+    values = exchange(topic, value, seconds=seconds)
+    if any(other != values[0] for other in values):
+        lines = "\n".join(f"  process {i}: {other}" for i, other in enumerate(values))
         raise ValueError(f"The processes do not agree on {topic}:\n{lines}")
 
 
 def set_patience(seconds: float) -> None:
-    """How long `exchange` waits where nothing else is said."""
+    """Sets how long `exchange` waits by default."""
     _patience["seconds"] = seconds
 
 
 def report_failure(reason: str) -> None:
-    """Has the other processes end, and say why."""
-    client: Any = global_state.client
+    """Makes the other processes end, with this reason."""
     try:
-        client.key_value_set(_FAILURE, f"process {process_index()}: {reason}")
+        _client().key_value_set(_FAILURE, f"process {process_index()}: {reason}")
     except jax.errors.JaxRuntimeError:
-        return  # The first failure stands, or the service is gone, and with it everyone.
+        return  # Another failure came first, or the service is gone, and with it all processes.
 
 
 def reported_failure() -> str | None:
-    """The first failure that a process has reported, or None."""
-    client: Any = global_state.client
-    if client is None:
-        return None
+    """Returns the first failure that a process has reported, or None."""
+    return _read(_FAILURE)
+
+
+def _client() -> Any:
+    return global_state.client
+
+
+def _read(key: str) -> str | None:
+    """Returns a value of the service; None if there is no value, or no service."""
     try:
-        return client.key_value_try_get(_FAILURE)
+        return _client().key_value_try_get(key) if _client() is not None else None
     except jax.errors.JaxRuntimeError:
         return None
