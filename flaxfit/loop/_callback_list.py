@@ -1,4 +1,4 @@
-"""The callbacks of a loop: which it takes, in which order they run, and what they may return."""
+"""CallbackList: the callbacks of a loop, their order, and what they may return."""
 
 import contextlib
 import inspect
@@ -9,19 +9,20 @@ from flaxfit.state import _callback_states
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
 from flaxfit.tree._functions import order_of, owner_of
+from flaxfit.tree._types import Function
 
 
 def as_tuple(callbacks: Any) -> tuple[Any, ...]:
-    """Callbacks as they are given: none, a single one or several."""
+    """None, a single callback or several, as a tuple."""
     return (callbacks,) if callable(callbacks) else tuple(() if callbacks is None else callbacks)
 
 
-# The orders of callbacks, as they are closed.
+# Callbacks that save the state are closed before those that change it when they are closed.
 _CLOSED = ("last", "normal", "first")
 
 
 class CallbackList:
-    """Callbacks that a loop was given, each of them checked.
+    """The callbacks that a loop was given, each of them checked.
 
     >>> len(CallbackList(print).given), len(CallbackList(None).given)
     (1, 0)
@@ -34,19 +35,19 @@ class CallbackList:
             order_of(callback)  # Which checks it.
 
     def attach_first(self, loop: Any) -> None:
-        """Attaches those that are to know the loop before it fetches a batch."""
+        """Attaches the callbacks of order "first", before the loop fetches a batch."""
         for callback in self.given:
             if order_of(callback) == "first":
                 callback.attach(loop)
 
     def attach(self, loop: Any) -> None:
-        """Tells the callbacks which loop they belong to."""
+        """Attaches all callbacks to their loop."""
         for callback in self.given:
             if hasattr(callback, "attach"):
                 callback.attach(loop)
 
     def restore(self, found: Any) -> list[str]:
-        """Restores what they remember from a checkpoint file; returns what could not be."""
+        """Restores their states from a checkpoint file; returns what could not be restored."""
         states = dict(getattr(found, "callback_states", {}))
         if (history := getattr(found, "history", None)) is not None:
             states["History"] = history
@@ -55,7 +56,6 @@ class CallbackList:
 
     def close(self) -> None:
         """Closes all of them, even if one fails."""
-        # Those that save the state come before those that change it when they are closed.
         given = sorted(self.given, key=lambda each: _CLOSED.index(order_of(each)))
         with contextlib.ExitStack() as stack:
             for callback in reversed(given):
@@ -71,7 +71,7 @@ class Delivery:
     Args:
       checkpoint: the checkpoint.
       callbacks: the callbacks that get it, by their `order`.
-      settle: changes the checkpoint before those of the order "last" get it.
+      settle: completes the checkpoint before the callbacks of order "last" get it.
     """
 
     def __init__(
@@ -89,21 +89,18 @@ class Delivery:
         self._waiting = [*called["first"], *called["normal"], settle, *called["last"]]
 
     def keep(self, callbacks: CallbackList) -> None:
-        """Leaves out those that the loop has no longer."""
+        """Leaves out callbacks that the loop no longer has."""
         kept = (*callbacks.given, self._settle)
         self._waiting = [each for each in self._waiting if each in kept]
 
     def finish(
-        self, own: Callable[[Checkpoint], Checkpoint], revision: Callable[[], Any]
+        self, own: Callable[[Checkpoint], Checkpoint], revision: Callable[[], tuple[int, ...]]
     ) -> Checkpoint:
-        """Shows the checkpoint to the callbacks that wait for it.
+        """Calls the callbacks that are left; returns the checkpoint as they have changed it.
 
         Args:
           own: copies what a checkpoint borrows.
-          revision: of the loop: another one after a callback has set the state.
-
-        Returns:
-          The checkpoint as the callbacks have changed it.
+          revision: returns the revision of the loop, which changes when a callback sets the state.
         """
         while self._waiting:
             callback = self._waiting[0]
@@ -120,16 +117,8 @@ class Delivery:
         return self._checkpoint
 
 
-def check_callback(callback: Any) -> None:
-    """Checks that a callback can be called with a checkpoint.
-
-    >>> check_callback(lambda epoch, logs: None)
-    Traceback (most recent call last):
-    TypeError: A callback takes one argument, a Checkpoint, got <lambda>(epoch, logs)...
-
-    Raises:
-      TypeError: it is no function, or one of other arguments.
-    """
+def check_callback(callback: object) -> None:
+    """Checks that a callback can be called with a checkpoint."""
     if isinstance(callback, type):
         raise TypeError(
             f"A callback must be an object, got the class {callback.__name__}: make one, "
@@ -153,21 +142,13 @@ def check_callback(callback: Any) -> None:
         ) from None
 
 
-def borrows(callback: Any) -> bool:
-    """Whether a callback only reads a checkpoint, and so needs no copy of its arrays.
-
-    >>> borrows(print)
-    False
-    """
+def borrows(callback: Function) -> bool:
+    """Whether a callback only reads a checkpoint, and so needs no copy of its arrays."""
     return getattr(callback, "borrows", False) or getattr(owner_of(callback), "borrows", False)
 
 
-def returned_by(callback: Any, checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint as a callback returns it.
-
-    Raises:
-      TypeError: it returns something else than a checkpoint or None.
-    """
+def returned_by(callback: Function, checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint as a callback returns it, which is a checkpoint or None."""
     changed = callback(checkpoint)
     if changed is None:
         return checkpoint
@@ -182,13 +163,10 @@ def returned_by(callback: Any, checkpoint: Checkpoint) -> Checkpoint:
     )
 
 
-def check_unchanged(callback: Any, given: Checkpoint, returned: Checkpoint) -> None:
-    """Checks that a callback has changed nothing that the loop would not train on.
+def check_unchanged(callback: Function, given: Checkpoint, returned: Checkpoint) -> None:
+    """Refuses another training state, which the loop would not train on.
 
-    It may drop what is not to be saved, such as by `state.for_inference()`.
-
-    Raises:
-      RuntimeError: it has changed the training state.
+    A callback may drop what is not to be saved, such as by `state.for_inference()`.
     """
     is_same = vars(returned)["state"] is vars(given)["state"]  # Reads no state that is borrowed.
     if not is_same and isinstance(returned.state, TrainState) and returned.state is not given.state:
@@ -199,6 +177,6 @@ def check_unchanged(callback: Any, given: Checkpoint, returned: Checkpoint) -> N
         )
 
 
-def _name(callback: Any) -> str:
+def _name(callback: Function) -> str:
     callback = inspect.unwrap(callback)
     return getattr(callback, "__name__", type(callback).__name__)
