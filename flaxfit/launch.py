@@ -130,7 +130,11 @@ def _wait(
         if running and time.monotonic() > deadline:
             names = ", ".join(map(str, running))
             seconds = options.patience if signals else options.grace
-            why = "told twice" if deadline == 0 else f"which did not end within {seconds:g} s"
+            why = (
+                "after a second signal"
+                if deadline == 0
+                else f"which did not end within {seconds:g} s"
+            )
             _say(f"killing process {names}, {why}")
             for process in running.values():
                 process.kill()

@@ -161,4 +161,4 @@ def test_processes_that_do_not_listen_are_killed_after_a_while(tmp_path):
 def test_a_launcher_that_is_told_twice_kills_at_once(tmp_path):
     code, messages = told(launched(tmp_path, DEAF), signal.SIGINT, signal.SIGINT)
     assert code == 128 + signal.SIGKILL
-    assert "killing process 0, 1, told twice" in messages
+    assert "killing process 0, 1, after a second signal" in messages

@@ -13,7 +13,7 @@ from flaxfit.export._program import Method
 from flaxfit.export._spec import Specs, as_arguments, as_specs, call_with, shape_structs
 from flaxfit.export._tensorflow import TensorFlowModule
 from flaxfit.tree._paths import flat
-from flaxfit.tree._single_replica import alone_in_any
+from flaxfit.tree._single_replica import single_replica_of_any_axis
 from flaxfit.tree._types import Function, Params, PyTree
 
 DEFAULT_METHOD_KEY = "jax_module_default_method"
@@ -162,7 +162,7 @@ class JaxModule:
                 inputs = as_arguments(call_with(preprocess, inputs))
             # By the order of the names, as a dict that went through `jit` is sorted.
             params = jax.tree.unflatten(self._structure, [leaves[name] for name in self._leaves])
-            outputs = call(alone_in_any(function), params, inputs)
+            outputs = call(single_replica_of_any_axis(function), params, inputs)
             return plain(outputs if postprocess is None else postprocess(outputs))
 
         return run

@@ -10,7 +10,7 @@ from flaxfit.data._batch import call
 from flaxfit.modules._flags import call_flags, switches
 from flaxfit.modules._nnx import make
 from flaxfit.modules._switch import switched
-from flaxfit.tree._single_replica import alone_in_any
+from flaxfit.tree._single_replica import single_replica_of_any_axis
 from flaxfit.tree._types import PyTree, Rngs
 
 _WIDTH = 100
@@ -39,7 +39,7 @@ def summarize(module: Any, inputs: PyTree) -> str:
         def tabulate(rngs: Rngs, *inputs: PyTree, **named: PyTree) -> None:
             tables.append(module.tabulate(rngs, *inputs, **named, **options, **arguments))
 
-        call(alone_in_any(tabulate), rngs, inputs)
+        call(single_replica_of_any_axis(tabulate), rngs, inputs)
         return tables[0].strip("\n")
     if isinstance(module, tuple):
         raise TypeError("summary() shows the layers of a linen or nnx module, not of functions.")

@@ -151,8 +151,8 @@ class OptimizerDef(Adjustable):
     def _explained(self) -> Iterator[None]:
         """Adds advice to the error of a factory that needs a hyperparameter as a Python number."""
         advice = (
-            f"{list(self._live)} are adjustable while {self._name} runs. What it needs as a plain "
-            "number is to be named in static=, such as OptimizerDef(optax.adafactor, ..., "
+            f"{list(self._live)} are adjustable while {self._name} runs. Name what it needs as a "
+            "plain number in static=, such as OptimizerDef(optax.adafactor, ..., "
             "static=('min_dim_size_to_factor',))."
         )
         try:

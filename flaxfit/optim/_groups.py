@@ -1,7 +1,6 @@
 """MultiOptimizer: an optimizer for each of several groups of parameters."""
 
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 
 import optax
@@ -81,16 +80,13 @@ class MultiOptimizer(Adjustable):
           ValueError: no group has a hyperparameter of that name.
         """
         self.check(overrides)
-        sets = [
-            default if given is None else given
-            for default, given in zip(self.hyper_params, self._sets(hyper_params), strict=True)
-        ]
-        return [
-            optimizer.update_hyper_params(hyper_params=given, **_of(optimizer, overrides))
-            if isinstance(optimizer, Adjustable)
-            else given
-            for optimizer, given in zip(self._optimizers, sets, strict=True)
-        ]
+        replaced = []
+        for optimizer, given in zip(self._optimizers, self._sets(hyper_params), strict=True):
+            if isinstance(optimizer, Adjustable):
+                own = {name: value for name, value in overrides.items() if name in optimizer.known}
+                given = optimizer.update_hyper_params(hyper_params=given, **own)
+            replaced.append({} if given is None else given)
+        return replaced
 
     @property
     def known(self) -> tuple[str, ...]:
@@ -127,17 +123,13 @@ class MultiOptimizer(Adjustable):
                 "MultiOptimizer finds its groups in the parameters: pass them, as "
                 "optimizer.update(grads, state, params)."
             )
-        held = [names_of(of_group) for of_group in state.states]
-        known = {*self.known, *itertools.chain(*held)}
+        known = {*self.known, *names_of(state)}
         check_known(set(extra) - OPTAX_ARGUMENTS, known, self.describe())
         labels = assign(self._filters, self._names, params)
+        sets = self._sets(hyper_params)
         optimizers = [
-            _with_arguments(
-                optimizer, given, {n: extra[n] for n in extra if n in OPTAX_ARGUMENTS | own}
-            )
-            for optimizer, given, own in zip(
-                self._optimizers, self._sets(hyper_params), map(set, held), strict=True
-            )
+            _with_arguments(optimizer, of_group, given, extra)
+            for optimizer, of_group, given in zip(self._optimizers, state.states, sets, strict=True)
         ]
         states = optax.transforms.PartitionState(dict(enumerate([*state.states, _REST])))
         updates, new = _partition(optimizers, labels).update(updates, states, params)
@@ -171,24 +163,24 @@ def _check_pair(position: int, group: PyTree) -> None:
         )
 
 
-def _of(optimizer: Adjustable, overrides: Mapping[str, ArrayLike]) -> dict[str, ArrayLike]:
-    return {name: value for name, value in overrides.items() if name in optimizer.known}
-
-
 def _with_arguments(
-    optimizer: optax.GradientTransformation, hyper_params: PyTree, extra: Mapping[str, ArrayLike]
+    optimizer: optax.GradientTransformation,
+    state: OptState,
+    hyper_params: PyTree,
+    extra: Mapping[str, ArrayLike],
 ) -> optax.GradientTransformationExtraArgs:
     """Binds the arguments of an update that are for this optimizer."""
-    if isinstance(optimizer, Adjustable):
-        own = {name: v for name, v in extra.items() if name in OPTAX_ARGUMENTS}
-        arguments = {"hyper_params": hyper_params, **own, **_of(optimizer, extra)}
+    is_adjustable = isinstance(optimizer, Adjustable)
+    if hyper_params and not is_adjustable:
+        raise ValueError(
+            f"Cannot set {list(hyper_params)}: the optimizer of this group is not an OptimizerDef."
+        )
+    names = OPTAX_ARGUMENTS.union(optimizer.known if is_adjustable else names_of(state))
+    arguments = {name: value for name, value in extra.items() if name in names}
+    if is_adjustable:
+        arguments["hyper_params"] = hyper_params
     else:
-        optimizer, arguments = optax.with_extra_args_support(optimizer), extra
-        if hyper_params:
-            raise ValueError(
-                f"Cannot set {list(hyper_params)}: the optimizer of this group is not an "
-                "OptimizerDef."
-            )
+        optimizer = optax.with_extra_args_support(optimizer)
     update = functools.partial(optimizer.update, **arguments)
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 

@@ -13,7 +13,7 @@ from flaxfit.tree._plain import as_plain, restore
 from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
 
 OPTAX_ARGUMENTS = frozenset(("grad", "obj_fn", "value", "value_fn"))
-"""What transformations of optax take in an update beside hyperparameters."""
+"""Arguments of an update that transformations of optax take, and are not hyperparameters."""
 
 
 class Optimizer(struct.PyTreeNode):

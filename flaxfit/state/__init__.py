@@ -1,1 +1,1 @@
-"""What training knows, as data: states, checkpoints and their logical axes."""
+"""States of training and inference, checkpoints, and logical axes, as data."""

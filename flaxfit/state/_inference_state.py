@@ -1,4 +1,4 @@
-"""InferenceState: what evaluation, prediction and export need of a trained model."""
+"""InferenceState: a trained model for evaluation, prediction and export."""
 
 from collections.abc import Mapping
 from typing import NoReturn, Self
@@ -24,7 +24,7 @@ class State(struct.PyTreeNode):
 
     @property
     def variables(self: PyTree) -> dict[str, PyTree]:
-        """What the model's `apply` takes: parameters and every other collection."""
+        """The variables of the model's `apply`: parameters and every other collection."""
         return {"params": self.params, **self.model_state}
 
     @property
@@ -93,7 +93,7 @@ class State(struct.PyTreeNode):
 class InferenceState(State):
     """Holds a trained model's parameters and state, without the optimizer.
 
-    It has the protocol of `TrainState`, except for what needs an optimizer.
+    It has the protocol of `TrainState` without the methods that need an optimizer.
 
     >>> InferenceState(jnp.int32(7), {"w": 1.0}, {"batch_stats": {}}).variables
     {'params': {'w': 1.0}, 'batch_stats': {}}

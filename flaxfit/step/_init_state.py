@@ -13,7 +13,7 @@ from flaxfit.state._train_state import TrainState, as_key, at_start
 from flaxfit.step._error_messages import calls_explained
 from flaxfit.tree._checks import check_is_function
 from flaxfit.tree._put import put
-from flaxfit.tree._single_replica import alone_in_any
+from flaxfit.tree._single_replica import single_replica_of_any_axis
 from flaxfit.tree._types import ArrayLike, Function, PyTree
 
 
@@ -66,7 +66,7 @@ def init_state(
         rngs = dict(zip(collections, keys, strict=True))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         with calls_explained(zeros):
-            variables = call(alone_in_any(init), rngs, zeros)
+            variables = call(single_replica_of_any_axis(init), rngs, zeros)
         return at_start(optimizer, variables, train_key)
 
     if getattr(init, "gives_weights", False):

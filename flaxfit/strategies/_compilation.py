@@ -1,4 +1,4 @@
-"""Compiles programs ahead of their first call: the checks before, and what to clean up after."""
+"""Compiles programs: checks their arguments before, and returns the compiler's memory after."""
 
 import ctypes
 import functools
@@ -33,9 +33,9 @@ def compiled(lowered: jax.stages.Lowered, options: Mapping[str, str] | None = No
 def give_back_free_memory() -> None:
     """Makes glibc return the free memory of its heap; does nothing with other C libraries.
 
-    The compiler takes 100 MB and more in small pieces. glibc keeps them when they are free, as long
-    as pieces between them are in use, and what training allocates comes on top. Giving them back
-    takes some milliseconds; of a large heap in many parts, a tenth of a second.
+    The compiler takes 100 MB and more in small pieces. glibc keeps freed pieces as long as others
+    between them are in use, and training needs its memory on top. Giving them back takes some
+    milliseconds; of a large heap in many parts, a tenth of a second.
     """
     trim = _malloc_trim()
     if trim is not None:

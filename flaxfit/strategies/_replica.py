@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from flaxfit.tree._single_replica import alone, unbound_axis
+from flaxfit.tree._single_replica import single_replica, unbound_axis
 from flaxfit.tree._types import Function, PyTree
 
 REPLICA = "replica"
@@ -16,7 +16,7 @@ def only_replica(function: Function, strategy: object, axis: str) -> Function:
     3
     """
     return _explained(
-        alone(function, axis),
+        single_replica(function, axis),
         lambda name: (
             f'Cannot use the axis "{name}" in the model, the loss or a metric: '
             f'{strategy} calls its replicas "{axis}". Use that name, or make the strategy with '

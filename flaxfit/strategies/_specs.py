@@ -126,7 +126,7 @@ def _by_names(names: Names, sizes: Mapping[str, int], rules: Rules) -> tuple[lis
                 found[i] = value
                 used |= {*axes_of(value)}
     wrong = [
-        f"dimension {i} ({name}) is to be split over "
+        f"dimension {i} ({name}) should be split over "
         f"{_quoted(axis for key, value in rules if key == name for axis in axes_of(value))}, "
         "which another dimension is split over already; add a rule "
         f"({name!r}, None) after the others to leave it whole there"

@@ -1,4 +1,4 @@
-"""Strategy: what the loop asks of the devices. It sees functions and pytrees, never tasks."""
+"""Strategy: compiles and places for the loop. It sees functions and pytrees, never tasks."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol

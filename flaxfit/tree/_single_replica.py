@@ -1,5 +1,6 @@
 """Runs a function as the only replica of the axes that it names, although nothing is mapped."""
 
+import functools
 import re
 
 import jax
@@ -7,10 +8,10 @@ import jax
 from flaxfit.tree._types import Function, PyTree
 
 
-def alone(function: Function, axis: str) -> Function:
+def single_replica(function: Function, axis: str) -> Function:
     """Makes a function the only replica of an axis, with index 0 and size 1.
 
-    >>> int(alone(lambda x: jax.lax.psum(x, "rows") + jax.lax.axis_index("rows"), "rows")(3))
+    >>> int(single_replica(lambda x: jax.lax.psum(x, "rows"), "rows")(3))
     3
     """
     # Gathered results count as mapped over the axis, and JAX refuses to return them unmapped.
@@ -22,31 +23,26 @@ def alone(function: Function, axis: str) -> Function:
     return call
 
 
-def alone_in_any(function: Function) -> Function:
+def single_replica_of_any_axis(function: Function) -> Function:
     """Makes a function the only replica of every axis that it names.
 
     One replica initializes parameters and exports models, whatever the strategy calls its axis.
 
-    >>> int(alone_in_any(lambda x: jax.lax.psum(x, "batch"))(3))
+    >>> int(single_replica_of_any_axis(lambda x: jax.lax.psum(x, "batch"))(3))
     3
     """
 
     def call(*arguments: PyTree, **options: PyTree) -> PyTree:
-        def given(*arguments: PyTree) -> PyTree:
-            return function(*arguments, **options)
-
-        axes: list[str] = []
+        bound, axes = functools.partial(function, **options), set()
         while True:
-            bound = given
-            for axis in axes:
-                bound = alone(bound, axis)
             try:
                 return bound(*arguments)
             except NameError as error:
                 axis = unbound_axis(error)
                 if axis is None or axis in axes:
                     raise
-                axes.append(axis)
+                axes.add(axis)
+                bound = single_replica(bound, axis)
 
     return call
 

@@ -13,7 +13,7 @@ Array: TypeAlias = jax.Array | np.ndarray
 """An array of JAX or NumPy."""
 
 ArrayLike: TypeAlias = Any
-"""What `jnp.asarray` takes: an array, a number, or nested lists of numbers."""
+"""An argument of `jnp.asarray`: an array, a number, or nested lists of numbers."""
 
 Device: TypeAlias = Any
 """A device of JAX, which has no public class."""
@@ -31,7 +31,7 @@ OptState: TypeAlias = PyTree
 """The state of an optimizer."""
 
 Sums: TypeAlias = PyTree
-"""What a metric adds up over examples: a tuple of arrays."""
+"""The sums of a metric over examples: a tuple of arrays."""
 
 ApplyFn: TypeAlias = Callable[..., tuple[PyTree, PyTree]]
 """`apply(variables, inputs, *, rngs, train, mutable) -> (outputs, changed collections)`."""
@@ -46,7 +46,7 @@ Function: TypeAlias = Callable[..., Any]
 """A function of any arguments and result."""
 
 Data: TypeAlias = Any
-"""What `as_stream` takes: arrays, a loader of another library, or any iterable of batches."""
+"""An argument of `as_stream`: arrays, a loader of another library, or any iterable of batches."""
 
 Rngs: TypeAlias = Any
 """Random keys by the names of their streams."""

@@ -282,7 +282,7 @@ def test_an_array_of_the_optimizer_that_is_like_no_parameter_is_split_by_fsdp():
         (("a", "b"), [("a", "modle")], r"\('a', 'modle'\) names 'modle'.* params/w$"),
         (("c", "b"), [("b", "model")], r"params/w \(6, 9\): dimension 1 \(b\) of size 9 .* 2"),
         (("a", "b"), [("a", "data"), ("b", "data")], r"params/w .* dimension 1 \(b\) .*'data'"),
-        (("a", "a"), [("a", "data")], r"params/w .* \(a\) is to be split over 'data', which an"),
+        (("a", "a"), [("a", "data")], r"params/w .* \(a\) should be split over 'data', which an"),
         (("a", "b"), [("w", P("data", "data"))], r"params/w .* two dimensions over 'data'"),
         (("a", "b"), [("w", P(None, None, "data"))], r"params/w .* splits 3 dimensions"),
         (("a", "b"), [("w", P("pipe"))], r"'pipe', which the mesh does not have.* params/w"),
