@@ -1,6 +1,6 @@
-"""as_stream: a stream of batches from the kinds of data that people have."""
+"""as_stream: a stream of batches of arrays, loaders of other libraries, and iterables."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from flaxfit.data._batch import parts_of
 from flaxfit.data._grain import end_workers_with_parent, reads_own_shard
 from flaxfit.data._iterables import IterableStream
 from flaxfit.data._libraries import (
+    OpenPass,
     comes_from,
     describe,
     is_hugging_face,
@@ -20,7 +21,7 @@ from flaxfit.data._libraries import (
 )
 from flaxfit.data._stream import is_shared
 from flaxfit.tree._dtypes import check_dense, is_array, is_node, is_sparse
-from flaxfit.tree._types import Data
+from flaxfit.tree._types import Data, PyTree
 
 _ACCEPTED = (
     "Give arrays, a tuple (x, y) or mapping of arrays, a list or other iterable of batches, a "
@@ -38,15 +39,15 @@ def as_stream(
     drop_remainder: bool = False,
     shared: bool = True,
 ) -> Any:
-    """Makes a stream of batches of almost anything.
+    """Makes a stream of batches of arrays, loaders or iterables.
 
     Arrays, a tuple or mapping of arrays and a Hugging Face dataset are data sets, which are cut
-    into batches. A list or any other iterable is a sequence of batches, which are taken as they
-    are: `batch_size`, `shuffle` and `drop_remainder` are refused. A callable is called for each
-    pass. A stream that has `get_state` and `set_state` is returned as it is.
+    into batches. A list or any other iterable is a sequence of batches, which are used unchanged:
+    `batch_size`, `shuffle` and `drop_remainder` are refused. A callable is called for each pass. A
+    stream that has `get_state` and `set_state` is returned unchanged.
 
-    With several processes, each takes its own rows of arrays. Other data must be divided between
-    the processes before: a Grain loader by its shard options, anything else with `shared=False`.
+    With several processes, each takes its own rows of arrays. Divide other data between the
+    processes yourself: a Grain loader by its shard options, anything else with `shared=False`.
 
     >>> x, y = next(as_stream((np.zeros((10, 3)), np.arange(10)), batch_size=4))
     >>> x.shape, y.dtype
@@ -54,21 +55,20 @@ def as_stream(
 
     Args:
       data: arrays, an iterable or a loader.
-      batch_size: examples in a batch of a data set; None: 32.
+      batch_size: the number of examples in a batch of a data set; None: 32.
       shuffle: whether each pass over a data set has its own random order.
-      seed: of the random orders.
-      epochs: how many passes to make; None: a data set repeats for ever, batches end once.
+      seed: the seed of the random orders.
+      epochs: the number of passes; None: a data set repeats for ever, batches end once.
       drop_remainder: whether to leave out a smaller last batch of a data set.
       shared: whether every process is given the same data. False: you have divided the batches,
         so that each process brings its own share of every step. Several processes refuse to train
-        on batches that are shared, since all of them would train on the same rows.
+        on shared batches, since all of them would train on the same rows.
 
     Raises:
       TypeError: the data has none of these forms.
-      ValueError: batches are given, and they were to be cut or shuffled; or `shared=False` with
-        arrays.
+      ValueError: options for data sets were given with batches, or `shared=False` with arrays.
     """
-    regular_size(batch_size)  # Which checks it.
+    regular_size(batch_size)  # Checks it.
     options: dict[str, Any] = {
         "batch_size": batch_size,
         "shuffle": shuffle,
@@ -85,7 +85,8 @@ def as_stream(
     if _is_data_set(data):
         return _array_stream(data, epochs, options)
     shared = shared and not reads_own_shard(data)
-    is_stream = _keeps_position(data) and not comes_from(data, "grain")
+    has_position = all(hasattr(data, name) for name in ("__next__", "get_state", "set_state"))
+    is_stream = has_position and not comes_from(data, "grain")
     if is_stream and (shared or not is_shared(data)):
         _check_unused(data, options)
         return data
@@ -100,17 +101,17 @@ def as_stream(
     )
 
 
-def one_pass(data: Data, *, batch_size: int | None = None) -> Iterator[Any]:
+def one_pass(data: Data, *, batch_size: int | None = None) -> Iterator[PyTree]:
     """Iterates over data exactly once, from its beginning: an endless stream for one epoch.
 
-    A generator can be passed over only once; a second pass is a `ValueError`, not empty.
+    A second pass over a generator raises a `ValueError`.
 
     >>> len(list(one_pass(ArrayStream(np.zeros(100)))))
     4
 
     Args:
       data: anything that `as_stream` takes.
-      batch_size: examples in a batch of a data set; None: 32.
+      batch_size: the number of examples in a batch of a data set; None: 32.
     """
     stream = as_stream(data, batch_size=batch_size)
     if hasattr(stream, "one_epoch"):
@@ -131,11 +132,7 @@ def _array_stream(data: Data, epochs: int | None, options: dict[str, Any]) -> Ar
 
 
 def _check_unused(data: Data, options: dict[str, Any]) -> None:
-    """Refuses options that cut a data set into batches, where other batches are given.
-
-    Raises:
-      ValueError: with their names.
-    """
+    """Refuses options for data sets where the data is batches."""
     names = [name for name in ("batch_size", "shuffle", "drop_remainder") if options[name]]
     wrong = [
         f"{name}={options[name]}" for name in names if getattr(data, name, None) != options[name]
@@ -147,8 +144,8 @@ def _check_unused(data: Data, options: dict[str, Any]) -> None:
         )
 
 
-def _parts(data: Data) -> tuple[Any, ...]:
-    """The x, y and weights of a data set."""
+def _parts(data: Data) -> tuple[PyTree, ...]:
+    """The inputs, targets and weights of a data set."""
     parts = parts_of(data)
     if not 1 <= len(parts) <= 3:
         raise TypeError(
@@ -165,7 +162,7 @@ def _parts(data: Data) -> tuple[Any, ...]:
     return parts
 
 
-def _opener(data: Data, options: dict[str, Any]) -> Callable[[int], Iterator[Any]]:
+def _opener(data: Data, options: dict[str, Any]) -> OpenPass:
     """A function from the epoch to an iterator over the batches of one pass."""
     if isinstance(data, str | bytes | type):
         raise TypeError(f"Cannot read batches from {data!r:.60}. {_ACCEPTED}")
@@ -173,33 +170,35 @@ def _opener(data: Data, options: dict[str, Any]) -> Callable[[int], Iterator[Any
         _check_list(data)
     if comes_from(data, "grain"):
         end_workers_with_parent(data)
-    foreign = opener(data, **options)
-    if foreign is not None:
+    open_pass = opener(data, **options) or _pass_over(data)
+    if open_pass is not None:
         if not is_hugging_face(data):
             _check_unused(data, options)
-        return foreign
-    if hasattr(data, "__iter__"):
-        _check_unused(data, options)
-        return lambda epoch: iter(data)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        _check_unused(data, options)
-        return lambda epoch: (data[index] for index in range(len(data)))
+        return open_pass
     if callable(data):
         return lambda epoch: _called(data(), epoch, options)
     raise TypeError(f"Cannot read batches from {type(data).__name__}: {data!r:.60}. {_ACCEPTED}")
 
 
-def _called(data: Data, epoch: int, options: dict[str, Any]) -> Iterator[Any]:
-    """One pass over what a callable returned."""
+def _pass_over(data: Data) -> OpenPass | None:
+    if hasattr(data, "__iter__"):
+        return lambda epoch: iter(data)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return lambda epoch: (data[index] for index in range(len(data)))
+    return None
+
+
+def _called(data: Data, epoch: int, options: dict[str, Any]) -> Iterator[PyTree]:
+    """One pass over the data that a callable returned."""
     check_dense(data)
     if _is_data_set(data):
         stream = _array_stream(data, epoch + 1, options)
-        stream.epoch = epoch  # Which its order depends on.
+        stream.epoch = epoch  # Its order depends on the epoch.
         return stream
     return _opener(data, options)(epoch)
 
 
-def _check_list(data: list[Any]) -> None:
+def _check_list(data: list[object]) -> None:
     if not data:
         raise ValueError("The list of batches is empty.")
     if isinstance(data[0], str | bytes | int | float | complex | np.generic):
@@ -207,7 +206,3 @@ def _check_list(data: list[Any]) -> None:
             f"A list is a sequence of batches, got a list of {type(data[0]).__name__}: "
             "convert it with np.asarray to use it as a data set."
         )
-
-
-def _keeps_position(data: Data) -> bool:
-    return all(hasattr(data, name) for name in ("__next__", "get_state", "set_state"))

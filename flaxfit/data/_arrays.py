@@ -1,7 +1,7 @@
-"""ArrayStream: batches of arrays, in an order that depends on the seed and the epoch only."""
+"""ArrayStream: batches of arrays, in an order that depends only on the seed and the epoch."""
 
 import copy
-from typing import Any, Self
+from typing import Self
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from flaxfit.data._position import check_description
 from flaxfit.data._sample_weights import check_weights_shape
 from flaxfit.distributed._processes import process_count, process_index
 from flaxfit.tree._checks import whole_number
-from flaxfit.tree._types import Json, PyTree
+from flaxfit.tree._types import ArrayLike, Json, PyTree
 
 _RESIDENT_BYTES = 2**28
 
@@ -19,31 +19,31 @@ _RESIDENT_BYTES = 2**28
 class ArrayStream:
     """Streams batches `(x, y)` or `(x, y, w)` of arrays; `(x, ())` without targets.
 
-    The order of an epoch is `np.random.default_rng((seed, epoch)).permutation(n)`, so a position
-    is two integers and any of them is reached at once. The data is not copied: batches of
-    unshuffled data are views. 64-bit arrays are narrowed once, quietly, memory-mapped ones batch
-    by batch.
+    The order of an epoch is `np.random.default_rng((seed, epoch)).permutation(n)`, so that a
+    position is two integers and is reached at once. The data is not copied: batches of unshuffled
+    data are views. 64-bit arrays are narrowed once, memory-mapped ones batch by batch.
 
-    With several processes, give the same data to all of them. Each takes its own part of every
-    batch: process p of n takes the p-th of n slices. The order does not depend on their number.
+    With several processes, give the same data to all of them. Process p of n takes the p-th of n
+    slices of every batch. The order does not depend on the number of processes.
 
     >>> stream = ArrayStream(np.arange(5.0), batch_size=2, epochs=1)
     >>> [x.tolist() for x, _ in stream]
     [[0.0, 1.0], [2.0, 3.0], [4.0]]
 
     Attributes:
-      n_examples: how many examples the data holds.
-      batch_size: examples in a batch; the last of an epoch may be smaller.
-      epoch: how many passes are complete.
+      n_examples: the number of examples in the data.
+      batch_size: the number of examples in a batch; the last of an epoch may be smaller.
+      epoch: the number of complete passes.
+      resident: whether a training loop keeps the arrays on the devices and gathers batches there.
     """
 
     shared = False
 
     def __init__(
         self,
-        x: Any,
-        y: Any = None,
-        w: Any = None,
+        x: PyTree,
+        y: PyTree = None,
+        w: ArrayLike | None = None,
         *,
         batch_size: int = 32,
         shuffle: bool = False,
@@ -58,14 +58,13 @@ class ArrayStream:
           x: the inputs: an array, or a (nested) tuple or mapping of arrays.
           y: the targets, in the same forms; None for none.
           w: one weight per example.
-          batch_size: examples in a batch.
+          batch_size: the number of examples in a batch.
           shuffle: whether each epoch has its own random order.
-          seed: of the random orders.
-          epochs: how many passes to make; None repeats for ever.
+          seed: the seed of the random orders.
+          epochs: the number of passes; None repeats for ever.
           drop_remainder: whether to leave out a smaller last batch.
-          resident: whether `TrainLoop` puts the arrays on the devices once, each of which then
-            holds them all, and gathers batches there; None: if they take at most 256 MiB and are
-            not mapped from a file.
+          resident: whether `TrainLoop` puts all arrays on each device once and gathers batches
+            there; None: if they take at most 256 MiB and are not mapped from a file.
         """
         self.batch_size = whole_number("batch_size", batch_size)
         self.epochs = None if epochs is None else whole_number("epochs", epochs)
@@ -87,12 +86,10 @@ class ArrayStream:
         is_mapped = any(column.is_mapped for column in self._columns)
         is_small = n_bytes <= _RESIDENT_BYTES and not is_mapped
         self.resident = is_small if resident is None else resident
-        """Whether a training loop keeps the arrays on the devices and gathers batches there."""
-        self._stored: Any = None
         self._rewind()
 
     def __len__(self) -> int:
-        """The number of batches in an epoch."""
+        """Returns the number of batches in an epoch."""
         rows = self.n_examples if self.drop_remainder else self.n_examples + self.batch_size - 1
         return rows // self.batch_size
 
@@ -104,61 +101,41 @@ class ArrayStream:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Any:
-        order = self._ordered() if self.shuffle else None
-        rows = _own_slice(self._advance())
-        return self.pick(rows if order is None else order[rows])
-
-    def next_rows(self) -> np.ndarray:
-        """Moves on by a batch, and gives the indices of its examples instead of the examples.
-
-        They are those of all processes, and not to be written to.
-        """
-        # Not by `_advance`: each step on resident data takes this, and small ones notice a call.
-        order = self._order
-        if order is None:
-            order = self._ordered()
-        start = self._batch * self.batch_size
-        self._batch += 1
-        if self._batch == self._n_batches:
-            self._end_epoch()
-        return order[start : start + self.batch_size]
-
-    def pick(self, rows: Any) -> Any:
-        """The examples at a slice or at an array of indices, as a batch."""
-        return self._structure.unflatten([column.pick(rows) for column in self._columns])
-
-    def _advance(self) -> slice:
-        """Moves on by a batch; returns where its rows are in the order of the epoch."""
+    def __next__(self) -> tuple[PyTree, ...]:
         if self._is_over():
             raise StopIteration
         start = self._batch * self.batch_size
-        self._batch += 1
-        if self._batch == self._n_batches:
-            self._end_epoch()
-        return slice(start, min(start + self.batch_size, self.n_examples))
+        rows = _own_slice(slice(start, min(start + self.batch_size, self.n_examples)))
+        batch = self.pick(self._ordered()[rows] if self.shuffle else rows)
+        self._advance()
+        return batch
 
-    def _is_over(self) -> bool:
-        return self.epochs is not None and self.epoch >= self.epochs
+    def next_rows(self) -> np.ndarray:
+        """Advances by a batch, and returns its row numbers, those of all processes, read-only."""
+        order = self._ordered() if self._order is None else self._order
+        start = self._batch * self.batch_size
+        self._advance()
+        return order[start : start + self.batch_size]
 
-    def _end_epoch(self) -> None:
-        self.epoch, self._batch, self._order = self.epoch + 1, 0, None
+    def pick(self, rows: slice | np.ndarray) -> tuple[PyTree, ...]:
+        """Returns the examples at a slice or at an array of row numbers, as a batch."""
+        return self._structure.unflatten([column.pick(rows) for column in self._columns])
 
     def one_epoch(self) -> "ArrayStream":
-        """A fresh stream of one pass over the same arrays, in their stored order."""
+        """Returns a fresh stream of one pass over the same arrays, in their stored order."""
         fresh = copy.copy(self)
         fresh.shuffle, fresh.epochs = False, 1
         fresh._rewind()
         return fresh
 
-    def whole(self) -> PyTree:
-        """All examples as one batch; None if the data is mapped from a file."""
+    def whole(self) -> tuple[PyTree, ...] | None:
+        """Returns all examples as one batch, or None if the data is mapped from a file."""
         if any(column.is_mapped for column in self._columns):
             return None
         return self.pick(slice(None))
 
     def get_state(self) -> dict[str, Json]:
-        """The position after the last delivered batch, with a description of the data."""
+        """Returns the position after the last delivered batch, with a description of the data."""
         return {"epoch": self.epoch, "batch": self._batch, "data": self._description}
 
     def set_state(self, state: dict[str, Json]) -> None:
@@ -176,48 +153,35 @@ class ArrayStream:
 
     def _rewind(self) -> None:
         self.epoch, self._batch, self._n_batches = 0, 0, len(self)
-        self._order: Any = None
-        """The indices of all rows in the order of the epoch, once they are asked for."""
+        self._order: np.ndarray | None = None
         # Made once, as a loop may read the position at each step.
-        self._description = {
-            "length": self.n_examples,
-            "batch_size": self.batch_size,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-            "drop_remainder": self.drop_remainder,
-        }
+        settings = ("batch_size", "shuffle", "seed", "drop_remainder")
+        self._description = {name: getattr(self, name) for name in settings}
+        self._description = {"length": self.n_examples, **self._description}
 
-    def _ordered(self) -> Any:
-        """The indices of all rows in the order of this epoch."""
+    def _ordered(self) -> np.ndarray:
+        """The row numbers in the order of this epoch."""
         if self._is_over():
             raise StopIteration
         if self._order is None:
-            self._order = self._permutation() if self.shuffle else self._as_stored()
-            if isinstance(self._order, np.ndarray):
-                self._order.flags.writeable = False  # What is given out are views of it.
+            order = np.arange(self.n_examples, dtype=_row_dtype(self.n_examples))
+            if self.shuffle:  # The draws of `permutation(n)`, in half its memory.
+                np.random.default_rng((self.seed, self.epoch)).shuffle(order)
+            order.flags.writeable = False  # Callers get views of it.
+            self._order = order
         return self._order
 
-    def _permutation(self) -> np.ndarray:
-        # Shuffling 32-bit rows in place makes the same draws as `permutation(n)`, in half the
-        # memory.
-        order = np.arange(self.n_examples, dtype=_row_dtype(self.n_examples))
-        np.random.default_rng((self.seed, self.epoch)).shuffle(order)
-        return order
+    def _advance(self) -> None:
+        self._batch += 1
+        if self._batch == self._n_batches:
+            self.epoch, self._batch, self._order = self.epoch + 1, 0, None
 
-    def _as_stored(self) -> Any:
-        if self._stored is None:
-            stored = _AsStored(self.n_examples)
-            # Kept if each step takes some; for data that may be huge they take no memory.
-            self._stored = stored[:] if self.resident else stored
-        return self._stored
+    def _is_over(self) -> bool:
+        return self.epochs is not None and self.epoch >= self.epochs
 
 
 def _own_slice(rows: slice) -> slice:
-    """The part of a batch that this process takes.
-
-    Raises:
-      ValueError: the batch does not divide evenly among the processes.
-    """
+    """The part of a batch that this process takes."""
     n, size = process_count(), rows.stop - rows.start
     if size % n:
         raise ValueError(
@@ -229,15 +193,5 @@ def _own_slice(rows: slice) -> slice:
     return slice(start, start + size // n)
 
 
-def _row_dtype(n: int) -> Any:
+def _row_dtype(n: int) -> type[np.signedinteger]:
     return np.int32 if n <= np.iinfo(np.int32).max else np.int64
-
-
-class _AsStored:
-    """The indices of `n` rows in their stored order, of which only slices are made."""
-
-    def __init__(self, n: int):
-        self._n = n
-
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        return np.arange(*rows.indices(self._n), dtype=_row_dtype(self._n))

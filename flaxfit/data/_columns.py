@@ -1,26 +1,19 @@
-"""The arrays of a data set: how many rows they share, and how rows are picked."""
+"""The arrays of a data set: their common number of rows, and the selection of rows."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
 from flaxfit.data._mapped import MappedArray, mapping_of
 from flaxfit.tree._dtypes import is_array, narrow, narrow_dtype, to_numpy
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree._types import ArrayLike, PyTree
+
+Rows = slice | np.ndarray
 
 
 class Column:
-    """One array of a data set, memory-mapped (`is_mapped`) or not.
-
-    >>> Column(np.array([1.5, 2.5, 3.5])).pick(slice(1, 3))
-    array([2.5, 3.5], dtype=float32)
-
-    Raises:
-      TypeError: the array holds no numbers.
-      ValueError: an integer does not fit the width that JAX computes in.
-    """
+    """One array of a data set, in the width that JAX computes in."""
 
     def __init__(self, leaf: ArrayLike):
         array = to_numpy(leaf)
@@ -28,40 +21,29 @@ class Column:
         self.nbytes = array.size * self._dtype.itemsize
         self.is_mapped = mapping_of(array) is not None
         if self.is_mapped:
-            # Narrowing a memory-mapped file at once would read all of it.
+            # Narrowing a memory-mapped file here would read all of it.
             self._pick = MappedArray(array).pick
         else:
             self._pick = _picker(narrow(array, self._dtype))
 
-    def pick(self, rows: Any) -> np.ndarray:
-        """The rows at a slice (a view, where possible) or at an array of indices."""
+    def pick(self, rows: Rows) -> np.ndarray:
+        """The rows at a slice (a view, if possible) or at an array of row numbers."""
         picked = self._pick(rows)
         return picked if picked.dtype == self._dtype else narrow(picked, self._dtype)
 
 
-def _picker(array: np.ndarray) -> Callable[[Any], np.ndarray]:
-    # `take` is the fastest, but copies the whole array first if it is not contiguous.
+def _picker(array: np.ndarray) -> Callable[[Rows], np.ndarray]:
+    # `take` is fastest, but copies the whole array first if it is not contiguous.
     if array.flags.c_contiguous and array.flags.aligned:
         return lambda rows: array[rows] if isinstance(rows, slice) else array.take(rows, axis=0)
     return array.__getitem__
 
 
-def common_length(parts: tuple[Any, ...]) -> int:
-    """The number of rows that all arrays of a data set share.
-
-    >>> common_length((np.zeros((5, 2)), np.zeros(5)))
-    5
-
-    Args:
-      parts: x, y and w, trees of arrays.
-
-    Raises:
-      TypeError: a leaf is not an array of rows.
-      ValueError: there are no rows, or different numbers of them.
-    """
+def common_length(parts: Sequence[PyTree], names: Sequence[str] = ("x", "y", "w")) -> int:
+    """Checks that the parts of a data set are arrays of as many rows, and returns their number."""
     n, first = None, ""
     for path, leaf in jax.tree.leaves_with_path(parts):
-        name = "xyw"[path[0].idx] + jax.tree_util.keystr(path[1:])
+        name = names[int(path[0].idx)] + jax.tree_util.keystr(path[1:])
         if not is_array(leaf):
             raise TypeError(
                 f"{name} must be an array, got {type(leaf).__name__}: {leaf!r:.60}. "

@@ -12,9 +12,6 @@ def reads_own_shard(data: Data) -> bool:
     """Whether the shard options of a loader select the shard of this process.
 
     `grain.sharding.ShardByJaxProcess` makes such options. A slice of a data set is not recognized.
-
-    >>> reads_own_shard([1, 2])
-    False
     """
     options = getattr(data, "_shard_options", None)
     shard = (getattr(options, "shard_index", None), getattr(options, "shard_count", None))
@@ -22,11 +19,9 @@ def reads_own_shard(data: Data) -> bool:
 
 
 def end_workers_with_parent(data: Data) -> None:
-    """Has the worker processes of a pipeline end with this process, also where it is killed.
+    """Lets the worker processes of a pipeline end with this process, even if it is killed.
 
-    Grain tells them to end when this process ends by itself; else they would wait for ever.
-
-    >>> end_workers_with_parent([1, 2])
+    Grain ends them only when this process exits normally; else they would wait for ever.
     """
     for node in _nodes(data):
         if hasattr(node, "_worker_init_fn"):
@@ -36,7 +31,7 @@ def end_workers_with_parent(data: Data) -> None:
 
 
 def _watching_parent(init: Callable[[], None] | None) -> Callable[[], None]:
-    """What a worker is to begin with, in place of `init`."""
+    """The init function of a worker that also watches its parent."""
 
     def start() -> None:
         # Pickled by value, imports and all: else each worker would import flaxfit and JAX.
@@ -59,7 +54,7 @@ def _watching_parent(init: Callable[[], None] | None) -> Callable[[], None]:
 
 
 def _nodes(data: Data) -> Iterator[Any]:
-    """The parts of a pipeline, each once."""
+    """The parts of a pipeline, without repetition."""
     nodes, seen = [data], set()
     while nodes:
         node = nodes.pop()

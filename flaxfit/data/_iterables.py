@@ -1,93 +1,75 @@
 """IterableStream: batches of anything that Python can iterate over, with a position."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, Self
 
 from flaxfit.data._position import check_description, check_own, describe_batch
 from flaxfit.display import say
-from flaxfit.tree._types import Json
+from flaxfit.tree._types import Json, PyTree
 
 _FIRST = "first_batch"
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class IterableStream:
     """Streams the batches of an iterable, for one or several passes.
 
-    Its position is the iterator's own where that has `get_state` and `set_state` (Grain's have);
+    Its position is the iterator's own if that has `get_state` and `set_state`, as Grain's have;
     otherwise it counts the delivered batches and returns to a position by skipping.
     An iterator that raises and then stops is broken, not finished, and the stream says so.
-
-    >>> list(IterableStream(lambda epoch: iter("ab"), epochs=2))
-    ['a', 'b', 'a', 'b']
-
-    Attributes:
-      name: what messages call the data.
-      shared: whether the batches are the same in every process.
-      epoch: how many passes are complete: a pass is, once the batch after its last was asked for.
     """
 
-    def __init__(
-        self,
-        open_pass: Callable[[int], Iterator[Any]],
-        *,
-        name: str = "data",
-        once: bool = False,
-        epochs: int | None = 1,
-        start: int = 0,
-        is_apart: bool = False,
-        n_batches: int | None = None,
-        settings: Mapping[str, Any] = MappingProxyType({}),
-        shared: bool = True,
-    ):
-        """Opens nothing yet: the first pass opens with the first batch that is asked for.
+    open_pass: Callable[[int], Iterator[PyTree]]
+    """Returns the iterator over the batches of an epoch; called when its first batch is needed."""
+    _: dataclasses.KW_ONLY
+    name: str = "data"
+    """The data's name in messages."""
+    once: bool = False
+    """Whether all passes share one iterator, which ends only once."""
+    epochs: int | None = 1
+    """The number of passes; None repeats for ever."""
+    start: int = 0
+    """The epoch of the first pass."""
+    is_apart: bool = False
+    """Whether the stream stops after each pass, and the next call begins another."""
+    n_batches: int | None = None
+    """The number of batches in a pass, if known."""
+    settings: Mapping[str, Json] = dataclasses.field(default_factory=dict)
+    """Other settings that the batches depend on; saved with a position, and compared."""
+    shared: bool = True
+    """Whether the batches are the same in every process."""
 
-        Args:
-          open_pass: gives the iterator over the batches of an epoch.
-          name: what messages call the data.
-          once: whether all passes share one iterator, which ends but once.
-          epochs: how many passes to make; None repeats for ever.
-          start: the epoch of the first pass.
-          is_apart: whether the stream stops after each pass, and the next call begins another.
-          n_batches: batches in a pass, where known.
-          settings: what else the batches depend on; saved with a position, and compared.
-          shared: whether the batches are the same in every process.
-        """
-        self._open_pass = open_pass
-        self.name = name
-        self._once = once
-        self.is_repeatable = not once
-        """Whether the data can be passed over again, so that reading ahead loses nothing."""
-        self.epochs = epochs
-        self._start = start
-        self._is_apart = is_apart
-        self._n_batches = n_batches
-        self._settings = settings
-        self.shared = shared
-        known = {} if n_batches is None else {"n_batches": n_batches}
-        self._description: dict[str, Json] = {"type": name, **known, **settings}
+    def __post_init__(self):
+        known = {} if self.n_batches is None else {"n_batches": self.n_batches}
+        self._description: dict[str, Json] = {"type": self.name, **known, **self.settings}
         self._rewind()
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the data can be passed over again, so that reading ahead loses nothing."""
+        return not self.once
+
     def __len__(self) -> int:
-        """The number of batches in an epoch, where the data knows it."""
-        if self._n_batches is None:
+        """The number of batches in an epoch, if the data knows it."""
+        if self.n_batches is None:
             raise TypeError(f"A stream of {self.name} does not know its length.")
-        return self._n_batches
+        return self.n_batches
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         while not self._is_over():
             if self._iterator is None:
-                self._iterator = self._open_pass(self.epoch)
+                self._iterator = self.open_pass(self.epoch)
                 self._keeps = _keeps_position(self._iterator)
             try:
                 batch = next(self._iterator)
             except StopIteration:
                 self._end_pass()
-                if self._is_apart:
+                if self.is_apart:
                     raise
                 continue
             except BaseException as error:
@@ -101,9 +83,6 @@ class IterableStream:
             return batch
         raise StopIteration
 
-    def _is_over(self) -> bool:
-        return self.epochs is not None and self.epoch >= self._start + self.epochs
-
     def one_epoch(self) -> "IterableStream":
         """A fresh stream of one pass over the same data."""
         return self.passes(1)
@@ -111,28 +90,17 @@ class IterableStream:
     def passes(
         self, epochs: int | None, *, start: int = 0, is_apart: bool = False
     ) -> "IterableStream":
-        """A fresh stream over the same data; the arguments are those of the constructor."""
-        return IterableStream(
-            self._open_pass,
-            name=self.name,
-            once=self._once,
-            epochs=epochs,
-            start=start,
-            is_apart=is_apart,
-            n_batches=self._n_batches,
-            settings=self._settings,
-            shared=self.shared,
-        )
+        """A fresh stream of passes over the same data."""
+        return dataclasses.replace(self, epochs=epochs, start=start, is_apart=is_apart)
 
     def get_state(self) -> dict[str, Json]:
         """The position after the last delivered batch, with a description of the data."""
         state: dict[str, Json] = {"delivered": self._delivered, "data": dict(self._description)}
-        if self._start:
-            state["start"] = self._start
-        if self._is_apart or self._keeps:
+        if self.start:
+            state["start"] = self.start
+        if self.is_apart or self._keeps:
             state["epoch"] = self.epoch
-        if self._keeps:
-            # None: between two passes.
+        if self._keeps:  # The iterator is None between two passes.
             position = None if self._iterator is None else self._iterator.get_state()
             state["iterator"] = position.decode() if isinstance(position, bytes) else position
         return state
@@ -151,48 +119,48 @@ class IterableStream:
             )
         n, saved = state["delivered"], state.get("data")
         self._check(saved)
-        if self._start != state.get("start", 0):
-            self._start = state.get("start", 0)
+        if self.start != state.get("start", 0):
+            self.start = state.get("start", 0)
             self._rewind()
         if "iterator" in state:
             self._restore(state)
             return
         is_behind = n < self._delivered
-        if is_behind and self._once:
+        if is_behind and self.once:
             raise ValueError(
                 f"Cannot go back from batch {self._delivered:,} to {n:,} of a {self.name}, which "
                 "is passed over only once: pass a callable that makes a new one."
             )
         # Opening the data again may change its order: a generator of random numbers has moved.
-        if not self._once and (is_behind or self._error is not None):
+        if not self.once and (is_behind or self._error is not None):
             self._rewind()
         self._skip(n - self._delivered, saved)
         if self.epoch < state.get("epoch", 0):
             self._end_pass()
 
     def _restore(self, state: dict[str, Json]) -> None:
+        """Moves to a position that holds the iterator's own."""
         self._rewind()
         self.epoch, self._delivered = state["epoch"], state["delivered"]
         self._keeps = True
         if state["iterator"] is None:
             return
-        iterator: Any = self._open_pass(state["epoch"])
+        iterator: Any = self.open_pass(state["epoch"])
         if not _keeps_position(iterator):
             raise ValueError(
                 f"Cannot go on in a {self.name}, which keeps no position of its own, from {state}."
             )
         saved = state.get("data")
         if saved is not None and _FIRST in saved and _FIRST not in self._description:
-            for batch in itertools.islice(self._open_pass(0), 1):
+            for batch in itertools.islice(self.open_pass(0), 1):
                 self._description[_FIRST] = describe_batch(batch)
             self._check(saved)
         position = state["iterator"]
         # Grain's DataLoader keeps its position as encoded JSON.
-        as_bytes = isinstance(position, str)
-        iterator.set_state(position.encode() if as_bytes else position)
+        iterator.set_state(position.encode() if isinstance(position, str) else position)
         self._iterator, self._empty = iterator, False
 
-    def _skip(self, n: int, saved: Any) -> None:
+    def _skip(self, n: int, saved: Json) -> None:
         if n:
             say(f"skipping {n:,} batches of a {self.name} to where training was")
         before = self._delivered
@@ -209,9 +177,9 @@ class IterableStream:
             if self._delivered == before + 1:
                 self._check(saved)
 
-    def _check(self, saved: Any) -> None:
-        """Compares what is known of the data with what was known when a position was saved."""
-        if saved is not None:  # As it was by an older version.
+    def _check(self, saved: Json) -> None:
+        """Compares the descriptions of the data, as far as both are known."""
+        if saved is not None:  # Positions saved by older versions have none.
             is_known = _FIRST in self._description and _FIRST in saved
             check_description(saved, self._description, but_for=None if is_known else _FIRST)
 
@@ -222,7 +190,7 @@ class IterableStream:
                 f"{type(self._error).__name__}: {self._error}. Its data did not end: "
                 "mend what raised and start the stream again."
             ) from self._error
-        if self._empty and self._once and self._delivered:
+        if self._empty and self.once and self._delivered:
             raise ValueError(
                 f"A {self.name} ended after {self._delivered:,} batches and more are asked for, "
                 "but it can be passed over only once. For several passes give a list, a loader or "
@@ -236,8 +204,12 @@ class IterableStream:
         self._iterator, self._empty = None, True
         self.epoch += 1
 
+    def _is_over(self) -> bool:
+        return self.epochs is not None and self.epoch >= self.start + self.epochs
+
     def _rewind(self) -> None:
-        self.epoch = self._start
+        self.epoch = self.start
+        """How many passes are complete: a pass is, once the batch after its last was requested."""
         self._delivered = 0
         self._iterator: Any = None
         self._keeps = False
@@ -245,5 +217,5 @@ class IterableStream:
         self._error: BaseException | None = None
 
 
-def _keeps_position(iterator: Any) -> bool:
+def _keeps_position(iterator: object) -> bool:
     return hasattr(iterator, "get_state") and hasattr(iterator, "set_state")

@@ -1,4 +1,4 @@
-"""How to iterate over the batches of other libraries' data; none of them is imported for it."""
+"""Iteration over the batches of other libraries' data, without importing these libraries."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -8,41 +8,34 @@ import jax
 import numpy as np
 
 from flaxfit.tree._checks import whole_number
-from flaxfit.tree._types import ArrayLike, Data
+from flaxfit.tree._types import ArrayLike, Data, Json, PyTree
+
+OpenPass = Callable[[int], Iterator[PyTree]]
+"""Returns an iterator over the batches of an epoch."""
 
 
-def comes_from(data: Data, module: str) -> bool:
-    """Whether the type of an object, or one that it inherits from, is of a module.
-
-    >>> comes_from(np.zeros(3), "numpy")
-    True
-    """
+def comes_from(data: object, module: str) -> bool:
+    """Whether the type of an object, or one of its base types, is defined in a module."""
     names = (cls.__module__ + "." for cls in type(data).__mro__)
     return any(name.startswith(module + ".") for name in names)
 
 
 def regular_size(batch_size: int | None) -> int:
-    """The batch size that data sets are cut to.
-
-    >>> regular_size(None), regular_size(8)
-    (32, 8)
-    """
+    """The batch size of data sets: 32 unless given."""
     return 32 if batch_size is None else whole_number("batch_size", batch_size)
 
 
 def is_hugging_face(data: Data) -> bool:
-    """Whether data is a dataset of Hugging Face, which is cut into batches."""
+    """Whether data is a dataset of Hugging Face, which has no batches of its own."""
     return comes_from(data, "datasets") and hasattr(data, "with_format")
 
 
-def opener(data: Data, **options: Any) -> Callable[[int], Iterator[Any]] | None:
-    """A function from the epoch to an iterator over the batches of foreign data, or None.
+def opener(data: Data, **options: Any) -> OpenPass | None:
+    """Opens a pass over the data of a library that needs special treatment; None for other data.
 
-    Args:
-      data: any object.
-      **options: `batch_size`, `shuffle`, `seed` and `drop_remainder`, for data without batches.
+    The options `batch_size`, `shuffle`, `seed` and `drop_remainder` are for data without batches.
     """
-    # First of all: Hugging Face's iterable dataset inherits from torch's where torch is imported.
+    # First: Hugging Face's iterable dataset inherits from torch's where torch is imported.
     if is_hugging_face(data):
         return lambda epoch: _hugging_face_batches(data, epoch, **options)
     if comes_from(data, "torch.utils.data.dataset"):
@@ -58,8 +51,10 @@ def opener(data: Data, **options: Any) -> Callable[[int], Iterator[Any]] | None:
 
 
 def length(data: Data, batch_size: int | None, drop_remainder: bool) -> int | None:
-    """The number of batches in a pass, where the data knows it."""
-    if _is_endless(data):
+    """The number of batches in a pass, if the data knows it."""
+    # The length of an endless data set of TensorFlow is an error.
+    is_tensorflow = hasattr(data, "as_numpy_iterator") and hasattr(data, "cardinality")
+    if is_tensorflow and int(data.cardinality()) == -1:
         return sys.maxsize
     try:
         n = len(data)
@@ -71,21 +66,15 @@ def length(data: Data, batch_size: int | None, drop_remainder: bool) -> int | No
     return n
 
 
-def _is_endless(data: Data) -> bool:
-    """Whether data is a data set of TensorFlow that repeats for ever, whose length is an error."""
-    is_tensorflow = hasattr(data, "as_numpy_iterator") and hasattr(data, "cardinality")
-    return is_tensorflow and int(data.cardinality()) == -1
-
-
-def describe(data: Data, *, batch_size: int | None, **options: Any) -> dict[str, Any]:
-    """The options that the batches of foreign data, or those of a callable, depend on."""
+def describe(data: Data, *, batch_size: int | None, **options: Any) -> dict[str, Json]:
+    """The options that the batches depend on."""
     if is_hugging_face(data) or (options["shuffle"] and callable(data)):
         return {"batch_size": regular_size(batch_size), **options}
     return {}
 
 
-def _from_torch(leaf: ArrayLike) -> Any:
-    """A tensor as an array over the same memory, as far as it lies on the host."""
+def _from_torch(leaf: ArrayLike) -> ArrayLike:
+    """A tensor as an array, over the same memory if it lies on the host."""
     if not comes_from(leaf, "torch"):
         return leaf
     import torch
@@ -104,9 +93,9 @@ def _hugging_face_batches(
     shuffle: bool,
     seed: int,
     drop_remainder: bool,
-) -> Iterator[Any]:
+) -> Iterator[PyTree]:
     form = getattr(data, "format", None) or {"type": None, "columns": None}
-    # A transform set by the user makes the batches as they are wanted.
+    # A user's transform makes the batches.
     if form["type"] != "custom":
         columns = {"columns": form["columns"]} if form["columns"] else {}
         data = data.with_format("numpy", **columns)

@@ -1,35 +1,27 @@
-"""Memory-mapped arrays: read a few rows at a time without keeping what was read."""
+"""Memory-mapped arrays, whose pages are released after reading."""
 
 import mmap
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from flaxfit.tree._types import ArrayLike
 
 _KEEP = 64 * 2**20
-# Reading one page may map as much around it: what the system keeps in one piece.
+# Reading one page may map as much around it, the unit of the system's page cache.
 _AROUND = 2 * 2**20
 
 
 def mapping_of(array: np.ndarray) -> mmap.mmap | None:
-    """The memory-mapped file that an array lies in, or None.
-
-    >>> mapping_of(np.zeros(3)) is None
-    True
-    """
+    """The memory-mapped file that an array lies in, or None."""
     return next((base for base in _bases(array) if isinstance(base, mmap.mmap)), None)
 
 
 class MappedArray:
-    """An array in a memory-mapped file, which hands back the pages it has read.
+    """An array in a memory-mapped file, which releases the pages that it has read.
 
-    They count as memory of the process otherwise, until all of the file does. Views of the array
-    stay valid: a page that is needed again is read again.
-
-    >>> MappedArray(np.arange(4)).pick(np.array([2, 0]))
-    array([2, 0])
+    They would count as memory of the process, in the end as much as the file is large. Views of
+    the array stay valid: a page that is needed again is read again.
     """
 
     def __init__(self, array: np.ndarray):
@@ -40,11 +32,11 @@ class MappedArray:
         self._mapping = mapping_of(array) if safe else None
         self._read = 0
 
-    def pick(self, rows: Any) -> np.ndarray:
-        """The rows at a slice, as a view, or at an array of indices, a few at a time."""
+    def pick(self, rows: slice | np.ndarray) -> np.ndarray:
+        """The rows at a slice, as a view, or at an array of row numbers, a few at a time."""
         if isinstance(rows, slice):
             picked = self._array[rows]
-            self._hand_back(picked.nbytes)
+            self._release_after(picked.nbytes)
             return picked
         picked = np.empty((len(rows), *self._array.shape[1:]), self._array.dtype)
         read_per_row = picked.nbytes // len(rows) + _AROUND
@@ -52,19 +44,19 @@ class MappedArray:
         for start in range(0, len(rows), n):
             chunk = rows[start : start + n]
             picked[start : start + n] = self._array[chunk]
-            self._hand_back(len(chunk) * read_per_row)
+            self._release_after(len(chunk) * read_per_row)
         return picked
 
-    def _hand_back(self, n_bytes: int) -> None:
-        """Counts what was read; hands all pages back when it is much."""
+    def _release_after(self, n_bytes: int) -> None:
+        """Counts the bytes read, and releases all pages when they are many."""
         self._read += n_bytes
         if self._read >= _KEEP and self._mapping is not None:
             self._mapping.madvise(mmap.MADV_DONTNEED)
             self._read = 0
 
 
-def _bases(array: ArrayLike) -> Iterator[Any]:
-    """An array and what it views, down to the owner of the memory."""
+def _bases(array: ArrayLike) -> Iterator[object]:
+    """An array and the arrays that it is a view of, down to the owner of the memory."""
     while array is not None:
         yield array
         array = getattr(array, "base", None)

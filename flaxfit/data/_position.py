@@ -1,8 +1,7 @@
-"""Which data a position belongs to, and which process: told where saved, looked at on return."""
+"""Positions in data: the data and the processes that they belong to."""
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 
@@ -13,29 +12,26 @@ _EACH = "of_each_process"
 
 
 def describe_batch(batch: PyTree) -> list[str]:
-    """The dtypes, lengths and ranks of the arrays of a batch.
+    """The dtypes, lengths and ranks of the arrays of a batch, such as "float32[8, :, :]".
 
-    Not their other dimensions: a loader that pads each batch to its longest row has new ones with
-    each order.
-
-    >>> describe_batch((jax.numpy.zeros((8, 28, 28)), [3]))
-    ['float32[8, :, :]', 'int']
+    Other dimensions may change with the order, if a loader pads each batch to its longest row.
     """
-    return [_describe(leaf) for leaf in jax.tree.leaves(batch)]
+
+    def describe(leaf: ArrayLike) -> str:
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            return type(leaf).__name__
+        shape = [*map(str, leaf.shape[:1]), *[":"] * len(leaf.shape[1:])]
+        return f"{leaf.dtype}[{', '.join(shape)}]"
+
+    return [describe(leaf) for leaf in jax.tree.leaves(batch)]
 
 
 def check_description(
     saved: Mapping[str, Json], here: Mapping[str, Json], *, but_for: str | None = None
 ) -> None:
-    """Checks that a position belongs to the present data, as far as it is described.
+    """Checks the description saved with a position against that of the present data.
 
-    Args:
-      saved: the description that was saved with the position.
-      here: that of the present data.
-      but_for: what may differ.
-
-    Raises:
-      ValueError: with both descriptions, where they differ.
+    The item `but_for` may differ.
     """
     if {**saved, but_for: None} != {**here, but_for: None}:
         raise ValueError(
@@ -46,36 +42,23 @@ def check_description(
         )
 
 
-def joined_position(position: Json) -> Any:
-    """The positions of all processes as one: where they differ, it holds each of them.
-
-    All processes must call it.
-
-    >>> joined_position({"epoch": 1})
-    {'epoch': 1}
-    """
+def joined_position(position: Json) -> Json:
+    """Joins the positions of all processes, all of which must call it, to one if they are equal."""
     each = exchange("the position in the data", position, seconds=3600)
     is_one = len({*map(position_text, each)}) == 1
     return each[0] if is_one else {_EACH: each}
 
 
 def position_text(position: Json) -> str:
-    """A position as a text that is the same in all processes that are at it.
+    """A position as a text that is equal in all processes at that position.
 
-    Grain's name their source by its `repr`, which may hold an address.
-
-    >>> position_text({"source": "<Source object at 0x7f01>"})
-    "{'source': '<Source object>'}"
+    Grain's positions hold the `repr` of their source, which may contain an address.
     """
     return re.sub(" at 0x[0-9a-f]+", "", str(position))
 
 
-def own_position(position: Json) -> Any:
-    """The part of a joined position that is this process's; all of it, if it is of other ones.
-
-    >>> own_position({"epoch": 1})
-    {'epoch': 1}
-    """
+def own_position(position: Json) -> Json:
+    """This process's part of a joined position, or all of it if it has another number of parts."""
     is_joined = isinstance(position, Mapping) and _EACH in position
     if not is_joined or len(position[_EACH]) != process_count():
         return position
@@ -83,11 +66,7 @@ def own_position(position: Json) -> Any:
 
 
 def check_own(position: Mapping[str, Json]) -> None:
-    """Checks that a position is not one of several processes, and of another number than here.
-
-    Raises:
-      ValueError: it is.
-    """
+    """Checks that a position does not join those of another number of processes."""
     if _EACH in position:
         n, now = len(position[_EACH]), process_count()
         raise ValueError(
@@ -96,10 +75,3 @@ def check_own(position: Mapping[str, Json]) -> None:
             "its beginning: TrainLoop(checkpoints.restore(folder, state), ...). Arrays can be "
             "resumed with any number of processes."
         )
-
-
-def _describe(leaf: ArrayLike) -> str:
-    shape = getattr(leaf, "shape", None)
-    if shape is None or not hasattr(leaf, "dtype"):
-        return type(leaf).__name__
-    return f"{leaf.dtype}[{', '.join([*map(str, shape[:1]), *[':'] * len(shape[1:])])}]"

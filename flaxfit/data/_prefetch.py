@@ -10,22 +10,22 @@ from flaxfit.data._adapters import as_stream, one_pass
 from flaxfit.data._arrays import ArrayStream
 from flaxfit.data._batch import detached
 from flaxfit.data._stream import is_shared
-from flaxfit.tree._types import Json, PyTree
+from flaxfit.tree._types import Data, Json, PyTree
 
 
-def prefetch(stream: Any, n: int = 2) -> "PrefetchedStream":
+def prefetch(stream: Data, n: int = 2) -> "PrefetchedStream":
     """Assembles the batches of a stream ahead, in a background thread.
 
     The position is that of the last *delivered* batch. At most `n` batches wait in memory, none
-    before the second batch is asked for. What the stream raises is raised by `next`, with its own
-    traceback. The thread ends with the data, with `close()`, and with the prefetched stream itself.
+    before the second batch is requested. An exception of the stream is raised by `next`, with its
+    own traceback. The thread ends with the data, with `close()`, or with the prefetched stream.
 
     >>> list(prefetch(range(3)))
     [0, 1, 2]
 
     Args:
       stream: a stream, or anything else that `as_stream` takes.
-      n: how many batches may wait.
+      n: the number of batches that may wait.
     """
     if n < 1:
         raise ValueError(f"Cannot assemble {n} batches ahead: n must be 1 or more.")
@@ -33,13 +33,7 @@ def prefetch(stream: Any, n: int = 2) -> "PrefetchedStream":
 
 
 class PrefetchedStream:
-    """A stream whose batches a background thread assembles ahead; see `prefetch`.
-
-    Attributes:
-      epoch: how many passes were complete when the last batch was delivered.
-      name: what messages call the data.
-      shared: whether the batches are the same in every process.
-    """
+    """A stream whose batches a background thread assembles ahead; see `prefetch`."""
 
     def __init__(self, stream: Any, n: int):
         self._stream = stream
@@ -47,29 +41,29 @@ class PrefetchedStream:
         self.name = getattr(stream, "name", type(stream).__name__)
         self.shared = is_shared(stream)
         self._closed = False
-        self._batches: PyTree = None  # There is no thread before the second batch is asked for.
+        self._batches: queue.SimpleQueue | None = None  # No thread before the second batch.
         self._is_begun = False
-        self._halt: Callable[[], Any] = lambda: None
+        self._halt: Callable[[], object] = lambda: None
         self._state, self.epoch = _position(stream)
 
     def __len__(self) -> int:
-        """The number of batches in an epoch, where the stream knows it."""
+        """The number of batches in an epoch, if the stream knows it."""
         return len(self._stream)
 
     @property
     def batch_size(self) -> int:
-        """The size of its regular batches, where the stream knows it; else 0."""
+        """The size of its regular batches; 0 if the stream does not know it."""
         return getattr(self._stream, "batch_size", 0)
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         if self._closed:
             raise ValueError("This prefetched stream was closed: make a new one.")
         if not self._is_begun:
-            # Nothing is read ahead of a first batch: `set_state` may continue right after it,
-            # and need not open the data again, which may change its order.
+            # Nothing is read ahead of the first batch: `set_state` may then continue after it
+            # without opening the data again, which may change its order.
             try:
                 batch = next(self._stream)
             finally:
@@ -88,7 +82,7 @@ class PrefetchedStream:
         return batch
 
     def whole(self) -> PyTree:
-        """All examples as one batch, where the stream can give them; else None."""
+        """All examples as one batch; None if the stream cannot give them."""
         return self._stream.whole() if hasattr(self._stream, "whole") else None
 
     def one_epoch(self) -> "PrefetchedStream":
@@ -96,29 +90,29 @@ class PrefetchedStream:
         return PrefetchedStream(one_pass(self._stream), self._n)
 
     def passes(self, epochs: int | None, **options: Any) -> "PrefetchedStream":
-        """A fresh prefetched stream of passes over the same data, where the stream makes such."""
+        """A fresh prefetched stream of passes over the same data."""
         return PrefetchedStream(self._stream.passes(epochs, **options), self._n)
 
     def get_state(self) -> Json:
         """The position after the last delivered batch."""
         return self._state
 
-    def set_state(self, state: PyTree) -> None:
-        """Moves to a position that `get_state` gave; what was assembled ahead is dropped."""
+    def set_state(self, state: Json) -> None:
+        """Moves to a position that `get_state` gave; batches assembled ahead are dropped."""
         self._halt()
         self._batches, self._is_begun = None, False
         self._stream.set_state(state)
         self._state, self.epoch = _position(self._stream)
 
     def close(self) -> None:
-        """Ends the thread, after the batch that it is at; the stream gives no more batches."""
+        """Ends the thread after its present batch, and the stream."""
         self._halt()
         self._closed = True
 
     def _start(self) -> queue.SimpleQueue:
         batches, self._slots = queue.SimpleQueue(), threading.Semaphore(self._n)
         stopped = threading.Event()
-        # The thread knows nothing of this object, which can thus be collected and stop it.
+        # The thread does not refer to this object, whose collection can thus stop it.
         arguments = (self._stream, batches, self._slots, stopped)
         thread = threading.Thread(target=_assemble, args=arguments, daemon=True)
         self._halt = weakref.finalize(self, _stop, thread, self._slots, stopped)
@@ -129,12 +123,12 @@ class PrefetchedStream:
 def _assemble(
     stream: Any, batches: queue.SimpleQueue, slots: threading.Semaphore, stopped: threading.Event
 ) -> None:
-    # Of arrays each batch is made for itself.
+    # Batches of arrays do not share memory with later ones.
     keep = (lambda item: item) if isinstance(stream, ArrayStream) else detached
     while slots.acquire() and not stopped.is_set():
         try:
             batches.put((keep(next(stream)), None, _position(stream)))
-        except BaseException as error:  # Whatever it is, it is raised where the batch is wanted.
+        except BaseException as error:  # Raised by `next`.
             batches.put((None, error, _position(stream)))
             return
 
@@ -142,11 +136,11 @@ def _assemble(
 def _stop(thread: threading.Thread, slots: threading.Semaphore, stopped: threading.Event) -> None:
     stopped.set()
     slots.release()
-    # Bounded, because a stream may hang, or wait for the very thread that collects garbage here.
+    # With a time limit, because a stream may hang, or wait for the thread that collects garbage.
     if thread is not threading.current_thread():
         thread.join(timeout=5.0)
 
 
-def _position(stream: Any) -> tuple[Any, int]:
+def _position(stream: Any) -> tuple[Json, int]:
     state = stream.get_state() if hasattr(stream, "get_state") else None
     return state, getattr(stream, "epoch", 0)

@@ -1,10 +1,13 @@
-"""DataStream: what the loop reads batches from; `take`: the first few of them."""
+"""The protocol of streams, and functions of any stream."""
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Protocol, Self, TypeVar, runtime_checkable
 
-# Steps are int32: so many batches are more than a run can take.
+from flaxfit.tree._types import Data, PyTree
+
+T = TypeVar("T")
+# Steps are int32: no run can take as many batches.
 _ENDLESS = 2**31 - 1
 
 
@@ -14,39 +17,32 @@ class DataStream(Protocol):
 
     A stream may also have `get_state() -> state` and `set_state(state)`, where the state is
     JSON-able and stands for the batches delivered so far; `epoch`, the number of completed passes;
-    and `shared`, False where each process is given a share of its own of every batch (missing:
-    True). Streams made by `as_stream` have all four.
+    and `shared`, False if each process gets its own share of every batch (default: True). Streams
+    made by `as_stream` have all four.
 
     >>> isinstance(iter([1, 2]), DataStream)
     True
     """
 
     def __iter__(self) -> Self:
-        """The stream itself: iterating continues at the present position."""
+        """Returns the stream itself: iterating continues at the present position."""
         ...
 
-    def __next__(self) -> Any:
-        """The next batch."""
+    def __next__(self) -> PyTree:
+        """Returns the next batch."""
         ...
 
 
-def is_shared(stream: Any) -> bool:
-    """Whether a stream gives every process the same batches.
-
-    >>> is_shared(iter([1, 2]))
-    True
-    """
+def is_shared(stream: object) -> bool:
+    """Whether a stream gives every process the same batches."""
     return getattr(stream, "shared", True)
 
 
-def pass_length(stream: Any, advice: str) -> int | None:
-    """The number of batches in a pass over a stream, where it is known.
-
-    >>> pass_length([1, 2], "Give data that ends."), pass_length(iter([1]), "")
-    (2, None)
+def pass_length(stream: Data, advice: str) -> int | None:
+    """The number of batches in a pass over a stream, or None if it is unknown.
 
     Raises:
-      ValueError: it repeats for ever.
+      ValueError: the stream repeats for ever.
     """
     try:
         n_batches = len(stream)
@@ -57,7 +53,7 @@ def pass_length(stream: Any, advice: str) -> int | None:
     return n_batches
 
 
-def take(stream: Iterable[Any], n: int) -> Iterator[Any]:
+def take(stream: Iterable[T], n: int) -> Iterator[T]:
     """Takes the next `n` batches of a stream, which stays positioned after them.
 
     >>> list(take(iter("abc"), 2))
