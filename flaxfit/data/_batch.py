@@ -1,4 +1,4 @@
-"""The normal form of a batch: what came from a stream as `Batch(inputs, targets, weights)`."""
+"""The normal form of a batch: `Batch(inputs, targets, weights)`."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,10 +18,10 @@ from flaxfit.tree._dtypes import (
     to_numpy,
     widened,
 )
-from flaxfit.tree._types import ArrayLike, Data, PyTree
+from flaxfit.tree._types import Array, ArrayLike, Data, Function, PyTree
 
 _ROLES = (("x", "y", "w"), ("inputs", "targets", "weights"))
-# What the fields of a NamedTuple are called by the part that they hold.
+# Names of fields of a NamedTuple that hold inputs, targets and weights.
 _FIELDS = (
     {"x", "input", "inputs", "image", "images", "feature", "features"},
     {"y", "target", "targets", "label", "labels"},
@@ -38,7 +38,7 @@ class Batch(NamedTuple):
 
     Attributes:
       inputs: positional inputs of the model, or a dict of keyword inputs.
-      targets: what the loss and the metrics compare the outputs with; may be empty.
+      targets: the targets of the loss and the metrics; may be empty.
       weights: one weight per example, shape `(batch,)`, or a mapping of such by the names of
         outputs; None for equal weights.
     """
@@ -48,21 +48,14 @@ class Batch(NamedTuple):
     weights: PyTree = None
 
 
-def normalize(item: Any) -> Batch:
-    """Brings what a stream yielded into the form `Batch(inputs, targets, weights)`.
+def normalize(item: PyTree) -> Batch:
+    """Brings an item of a stream into the form `Batch(inputs, targets, weights)`.
 
-    Lists count as tuples (torch loaders yield lists). A mapping with the keys `x, y, w` or
+    Lists count as tuples, since torch loaders yield lists. A mapping with the keys `x, y, w` or
     `inputs, targets, weights` names the parts; any other mapping is keyword inputs without
-    targets. A mapping in the place of the inputs is passed to the model as keyword arguments. A
-    NamedTuple whose fields name the parts, such as `image, label`, holds these; any other, and a
+    targets. A mapping as the inputs is passed to the model as keyword arguments. A NamedTuple whose
+    fields name the parts, such as `image, label`, holds these; any other NamedTuple, and a
     dataclass that is a pytree, is one input.
-
-    >>> normalize((np.ones((2, 3)), np.zeros(2))).targets
-    (array([0., 0.], dtype=float32),)
-
-    Raises:
-      TypeError: the item is none of the accepted forms.
-      ValueError: the parts hold different numbers of examples.
     """
     if isinstance(item, Batch) and (item.weights is None or hasattr(item.weights, "dtype")):
         return item
@@ -81,29 +74,16 @@ def normalize(item: Any) -> Batch:
     return batch
 
 
-def detached(item: Any) -> Any:
-    """An item with copies of its NumPy arrays, for one that is kept while its source goes on.
-
-    A source may write each item into the memory of the one before.
-
-    >>> x = np.zeros(2)
-    >>> copy = detached({"x": x})
-    >>> x += 1
-    >>> copy
-    {'x': array([0., 0.])}
-    """
+def detached(item: PyTree) -> PyTree:
+    """An item with copies of its NumPy arrays, since its source may reuse their memory."""
     try:
         return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, item)
-    except ValueError:  # Names that cannot be sorted.
+    except ValueError:  # JAX cannot sort its keys.
         return {name: detached(part) for name, part in item.items()}
 
 
-def parts_of(data: Data) -> tuple[Any, ...]:
-    """The parts x, y and weights of a batch or of a data set, as far as they are given.
-
-    >>> parts_of({"y": 1, "x": 0}), parts_of([0, 1]), parts_of({"image": 2})
-    ((0, 1, None), (0, 1), ({'image': 2},))
-    """
+def parts_of(data: Data) -> tuple[PyTree, ...]:
+    """The inputs, targets and weights of a batch or of a data set, as far as they are given."""
     if is_named(data):
         names = _fields_by_part(data._fields)
         return tuple(name and getattr(data, name) for name in names) if names else (data,)
@@ -121,21 +101,17 @@ def _fields_by_part(fields: tuple[str, ...]) -> list[str | None] | None:
 
 
 def n_examples(batch: Batch) -> int:
-    """How many examples the batch holds."""
+    """The number of examples in a batch."""
     return jax.tree.leaves(batch)[0].shape[0]
 
 
 def describe(batch: Batch) -> str:
-    """The shapes of a batch by its parts.
-
-    >>> describe(Batch((np.ones((2, 3)),), ({"a": np.ones(2)},)))
-    "inputs ((2, 3),), targets ({'a': (2,)},), weights None"
-    """
+    """The shapes of a batch by its parts."""
     shapes = jax.tree.map(lambda leaf: leaf.shape, batch)
     return f"inputs {shapes.inputs}, targets {shapes.targets}, weights {shapes.weights}"
 
 
-def call(apply: Any, variables: PyTree, inputs: PyTree, **options: Any) -> Any:
+def call(apply: Function, variables: PyTree, inputs: PyTree, **options: Any) -> PyTree:
     """Calls an apply function with the inputs of a batch, positional or by keyword."""
     if isinstance(inputs, dict):
         return apply(variables, **inputs, **options)
@@ -148,25 +124,25 @@ def _inputs(part: PyTree) -> tuple[PyTree, ...] | dict[str, PyTree]:
     return _part(part)
 
 
-def _part(part: PyTree) -> tuple[Any, ...]:
+def _part(part: PyTree) -> tuple[PyTree, ...]:
     part = tuple(part) if isinstance(part, list) else part
     return _arrays((part,) if is_named(part) else expand_to_tuple(part))
 
 
-def _arrays(part: PyTree) -> Any:
+def _arrays(part: PyTree) -> PyTree:
     return jax.tree.map(_array, part, is_leaf=is_sparse)
 
 
-def _weights(weights: PyTree) -> Any:
-    """Weights in the precision that sums of many of them want: counts, a mask, or 16 bits, too."""
+def _weights(weights: PyTree) -> PyTree:
+    """Weights in float32, also counts, masks and 16 bits, since many of them are added up."""
     if isinstance(weights, Mapping):
         return {str(name): _weights(each) for name, each in weights.items()}
     array = _array(weights)
     return array if array.dtype == np.float32 else array.astype(np.float32)
 
 
-def _array(leaf: ArrayLike) -> Any:
-    """The leaf as an array in the width that JAX computes in: 64 bits become 32, quietly."""
+def _array(leaf: ArrayLike) -> Array:
+    """The leaf as an array in the width that JAX computes in: 64 bits become 32."""
     if isinstance(leaf, jax.Array):
         return widened(leaf)
     check_dense(leaf)

@@ -55,6 +55,8 @@ def common_length(parts: Sequence[PyTree], names: Sequence[str] = ("x", "y", "w"
         n, first = (shape[0], name) if n is None else (n, first)
         if shape[0] != n:
             raise ValueError(f"{first} has {n:,} rows but {name} has {shape[0]:,}.")
-    if not n:
-        raise ValueError("The data holds no examples: x has 0 rows." if n == 0 else "x is empty.")
+    if n is None:
+        raise ValueError(f"{names[0]} is empty.")
+    if n == 0:
+        raise ValueError(f"The data holds no examples: {first} has 0 rows.")
     return n

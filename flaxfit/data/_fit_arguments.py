@@ -1,40 +1,33 @@
-"""Arrays as users pass them to `fit`, `evaluate` and `predict`: together, weighted and split."""
+"""The data arguments of `fit`, `evaluate` and `predict`, brought into one form."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
 
 from flaxfit.data._batch import parts_of
+from flaxfit.data._columns import common_length
 from flaxfit.data._sample_weights import check_weights, check_weights_shape
 from flaxfit.tree._dtypes import check_dense, is_array, is_named, is_node, to_numpy
-from flaxfit.tree._types import ArrayLike, Data, PyTree
+from flaxfit.tree._types import Array, Data, PyTree
 
 _SCALARS = (bool, int, float, complex, str, bytes, np.generic)
 
 
 def prepare(
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
+    x: Data,
+    y: PyTree = None,
+    sample_weight: PyTree = None,
     class_weight: Mapping[int, float] | None = None,
     validation_split: float = 0.0,
-    validation_data: Any = None,
+    validation_data: Data = None,
     seed: int = 0,
-) -> tuple[Any, Any]:
-    """The data to train on and the data to validate on.
+) -> tuple[Data, Data]:
+    """The data to train on and to validate on: arrays as `(x, y, weights)`, other data unchanged.
 
     Without `y`, a tuple or a mapping of arrays is a data set, `(x, y)` or `(x, y, weights)`; a
-    list is a sequence of batches, unless it is made of numbers.
-
-    Returns:
-      Each as a tuple `(x, y, weights)` where it is arrays, else as it came. The weights are a
-      mapping where they were given by the names of outputs.
-
-    Raises:
-      ValueError: arguments that exclude each other, or parts of different lengths.
-      TypeError: a tuple or a mapping that holds something else than arrays.
+    list is a sequence of batches, unless it is made of numbers. Weights may be a mapping by the
+    names of outputs.
     """
     arrays = _arrays_of(x, y, sample_weight)
     if _is_pair(validation_data):
@@ -64,29 +57,24 @@ def prepare(
             (*arrays, by_class), validation_split, seed
         )
         validation_data = tuple(validation_data)
-    # Of the examples to train on only: others are measured as they come.
+    # Validation data is not weighted by class.
     x, y, w = arrays
     if by_class is not None:
         w = _times(by_class, w)
     return (x, y, w), validation_data
 
 
-def prepare_inputs(x: Any) -> Any:
-    """The data to predict: `(x, None, None)` of arrays, which all are inputs, else as it came.
+def prepare_inputs(x: Data) -> Data:
+    """The data to predict: arrays, all of them inputs, as `(x, None, None)`, other data unchanged.
 
-    A list of arrays is several inputs, as `fit` takes it beside `y`.
+    A list of arrays is several inputs, as for `fit` with a `y`.
     """
     is_inputs = not _is_list(x) or all(is_array(part) or _is_numbers(part) for part in x)
     return (as_arrays(x), None, None) if is_inputs and _holds_arrays(x) else x
 
 
-def weights_by_class(y: Any, class_weight: Any) -> np.ndarray:
-    """The weight of the class of each example, 1 where none is given.
-
-    Raises:
-      TypeError: the weights are not a mapping.
-      ValueError: the targets are not labels, or there are none of a class.
-    """
+def weights_by_class(y: PyTree, class_weight: Mapping[int, float]) -> np.ndarray:
+    """The weight of the class of each example, 1 unless given."""
     if not isinstance(class_weight, Mapping):
         raise TypeError(
             "class_weight must map labels to weights, such as {0: 1.0, 1: 2.5}, got "
@@ -118,8 +106,8 @@ def weights_by_class(y: Any, class_weight: Any) -> np.ndarray:
     return by_class
 
 
-def split(arrays: tuple[PyTree, ...], fraction: float, seed: int) -> tuple[Any, Any]:
-    """Parts a random fraction of the examples from the rest, for validation."""
+def split(arrays: tuple[PyTree, ...], fraction: float, seed: int) -> tuple[PyTree, ...]:
+    """Splits off a random fraction of the examples for validation: `(training, validation)`."""
     if not 0 < fraction < 1:
         raise ValueError(f"validation_split must lie between 0 and 1, got {fraction}.")
     n = len(jax.tree.leaves(arrays)[0])
@@ -133,12 +121,8 @@ def split(arrays: tuple[PyTree, ...], fraction: float, seed: int) -> tuple[Any, 
     )
 
 
-def as_arrays(part: Any) -> Any:
-    """The arrays of a part of the data: lists of numbers become arrays, tables their values.
-
-    >>> as_arrays([[1, 2], [3, 4]]).shape, len(as_arrays([np.zeros(2), np.zeros(2)]))
-    ((2, 2), 2)
-    """
+def as_arrays(part: PyTree) -> PyTree:
+    """Converts lists of numbers and tables in a part of the data to arrays."""
     if _is_numbers(part):
         try:
             return np.asarray(part)
@@ -158,8 +142,10 @@ def as_arrays(part: Any) -> Any:
     return jax.tree.map(as_arrays, part) if is_node(part) else to_numpy(part)
 
 
-def _arrays_of(data: Data, y: Any = None, weights: ArrayLike = None, owner: str = "x") -> Any:
-    """The inputs, targets and weights of a data set as arrays; None of what is batches."""
+def _arrays_of(
+    data: Data, y: PyTree = None, weights: PyTree = None, owner: str = "x"
+) -> tuple[PyTree, ...] | None:
+    """The inputs, targets and weights of a data set as arrays; None if the data is batches."""
     if y is not None:
         if not _holds_arrays(data) or _holds_batches(data):
             return None
@@ -192,18 +178,18 @@ def _arrays_of(data: Data, y: Any = None, weights: ArrayLike = None, owner: str 
     elif w is not None:
         w = _as_weights(w, name)
     names = ("x", "y", name) if owner == "x" else (f"{owner}[0]", f"{owner}[1]", name)
-    _check_lengths(dict(zip(names, (x, y, w), strict=True)))
+    common_length((x, y, w), names)
     return x, y, w
 
 
-def _as_weights(weights: ArrayLike, name: str) -> Any:
+def _as_weights(weights: Array, name: str) -> Array:
     check_weights_shape(weights, name)
     check_weights(weights, name)
     return weights.astype(np.float32)
 
 
-def _times(by_class: Any, weights: ArrayLike) -> Any:
-    """The weights of the classes times those of the examples, where there are such."""
+def _times(by_class: np.ndarray, weights: PyTree) -> Array:
+    """The weights of the classes times those of the examples, if any."""
     if isinstance(weights, Mapping):
         raise ValueError(
             "class_weight weighs whole examples, and sample_weight each output by its name: put "
@@ -213,18 +199,18 @@ def _times(by_class: Any, weights: ArrayLike) -> Any:
 
 
 def _is_pair(data: Data) -> bool:
-    """Whether a list is `[x, y]` or `[x, y, weights]`, as Keras takes it: batches are all alike."""
+    """Whether a list is `[x, y]` or `[x, y, weights]`, as in Keras, rather than batches."""
     if not _is_list(data) or not 2 <= len(data) <= 3 or not _holds_arrays(data):
         return False
     return any(is_array(part) or _is_numbers(part) for part in data[:2])
 
 
 def _is_list(data: Data) -> bool:
-    """Whether data is a list of arrays or of other objects: a sequence of batches."""
+    """Whether data is a list of arrays or of other objects, rather than of numbers."""
     return isinstance(data, list) and not _is_numbers(data)
 
 
-def _is_numbers(part: Any) -> bool:
+def _is_numbers(part: PyTree) -> bool:
     """Whether a part of the data is a (nested) list of numbers, or of text."""
     if not isinstance(part, list | tuple) or is_named(part):
         return False
@@ -233,7 +219,7 @@ def _is_numbers(part: Any) -> bool:
     return isinstance(part, _SCALARS) or (is_array(part) and np.ndim(part) == 0)
 
 
-def _holds_arrays(part: Any) -> bool:
+def _holds_arrays(part: PyTree) -> bool:
     if _is_numbers(part):
         return True
     if isinstance(part, list | tuple | Mapping):
@@ -244,28 +230,17 @@ def _holds_arrays(part: Any) -> bool:
 
 
 def _holds_batches(data: Data) -> bool:
-    """Whether a list has pairs in it, as of inputs and targets, in the place of inputs."""
+    """Whether a list contains tuples, such as pairs of inputs and targets."""
     return _is_list(data) and any(
         isinstance(part, list | tuple) and not _is_numbers(part) for part in data
     )
 
 
-def _is_none(part: Any) -> bool:
+def _is_none(part: PyTree) -> bool:
     return part is None or (isinstance(part, tuple) and not part)
 
 
-def _first_of(part: Any) -> str:
-    """The first thing in a part of the data that is no array."""
+def _first_of(part: PyTree) -> str:
+    """The type and value of the first leaf that is not an array."""
     wrong = next((leaf for leaf in jax.tree.leaves(part) if not is_array(leaf)), part)
     return f"{type(wrong).__name__}: {wrong!r:.60}"
-
-
-def _check_lengths(parts: Mapping[str, Any]) -> None:
-    n, first = None, ""
-    for path, array in jax.tree.leaves_with_path(list(parts.values())):
-        name = list(parts)[path[0].idx] + jax.tree_util.keystr(path[1:])
-        if not array.ndim:
-            raise TypeError(f"{name} must hold one row per example, got the scalar {array!r:.60}.")
-        n, first = (len(array), name) if n is None else (n, first)
-        if len(array) != n:
-            raise ValueError(f"{first} has {n:,} rows but {name} has {len(array):,}.")

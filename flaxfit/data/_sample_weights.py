@@ -1,7 +1,6 @@
 """Weights: one number per example, finite and not negative, or such a number for each output."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,28 +12,24 @@ OTHER_OUTPUTS = ""
 """The key of the weights of all outputs that weights by output do not name."""
 
 
-def of_output(weights: PyTree, name: str) -> Any:
-    """The weights of one output, from weights of the examples or by output.
-
-    >>> of_output({"a": 2.0, OTHER_OUTPUTS: 1.0}, "a"), of_output(3.0, "a")
-    (2.0, 3.0)
-    """
-    return (
-        weights.get(name, weights.get(OTHER_OUTPUTS)) if isinstance(weights, Mapping) else weights
-    )
+def of_output(weights: PyTree, name: str) -> PyTree:
+    """The weights of one output, from weights of the examples or by output."""
+    if isinstance(weights, Mapping):
+        return weights.get(name, weights.get(OTHER_OUTPUTS))
+    return weights
 
 
-def times(weights: PyTree, factor: ArrayLike) -> Any:
+def times(weights: PyTree, factor: ArrayLike) -> PyTree:
     """Multiplies weights, of the examples or by output, by a factor for each example."""
     if isinstance(weights, Mapping):
         return {name: each * factor for name, each in {OTHER_OUTPUTS: 1, **weights}.items()}
     return factor if weights is None else weights * factor
 
 
-def without_idle_rows(values: PyTree, weights: ArrayLike | None) -> Any:
-    """Values in whose rows of weight 0 stands the first row that counts.
+def without_idle_rows(values: PyTree, weights: ArrayLike | None) -> PyTree:
+    """Values whose rows of weight 0 are replaced by the first row that counts.
 
-    Anything may stand there, and 0 times the gradient of a loss that is no number is none either.
+    These rows may hold anything, and 0 times a gradient that is NaN is NaN.
 
     >>> without_idle_rows(jnp.array([jnp.nan, 3.0, 4.0]), jnp.array([0.0, 1.0, 1.0]))
     Array([3., 3., 4.], dtype=float32)
@@ -46,20 +41,14 @@ def without_idle_rows(values: PyTree, weights: ArrayLike | None) -> Any:
 
     def replaced(value: jax.Array) -> jax.Array:
         row = value[first]
-        row = jnp.where(jnp.isfinite(row), row, jnp.zeros_like(row))  # Where none of them counts.
+        row = jnp.where(jnp.isfinite(row), row, jnp.zeros_like(row))  # If no row counts.
         return jnp.where(counts.reshape(-1, *(1,) * row.ndim), value, row)
 
     return jax.tree.map(replaced, values)
 
 
 def check_weights_shape(weights: ArrayLike, name: str) -> None:
-    """Checks that weights are one number per example, or those of each output.
-
-    >>> check_weights_shape(np.ones(4), "sample_weight")
-
-    Raises:
-      ValueError: they have another number of dimensions.
-    """
+    """Checks that weights, or those of each output, are one number per example."""
     if isinstance(weights, Mapping):
         for output, each in weights.items():
             check_weights_shape(each, f"{name}[{output!r}]")
@@ -74,13 +63,7 @@ def check_weights_shape(weights: ArrayLike, name: str) -> None:
 
 
 def check_weights(weights: ArrayLike, name: str) -> None:
-    """Checks that weights are finite and not negative.
-
-    >>> check_weights(np.array([0.0, 2.0]), "sample_weight")
-
-    Raises:
-      ValueError: with how many are not, and the first of them.
-    """
+    """Checks that weights are finite and not negative."""
     weights = np.asarray(weights)
     bad = ~(np.isfinite(weights) & (weights >= 0))
     if bad.any():

@@ -3,11 +3,10 @@
 import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from flaxfit.display import count, plural, size
 from flaxfit.tree._paths import flat
-from flaxfit.tree._types import ArrayLike, Json, PyTree
+from flaxfit.tree._types import ArrayLike, Device, Json, PyTree
 
 _MOST_ROWS = 200  # Of a table of arrays.
 # Outside Jupyter, pages leave no space between cells, or center tables.
@@ -69,7 +68,7 @@ def of_model(
     *,
     step: int,
     metrics: Iterable[str],
-    devices: Sequence[Any],
+    devices: Sequence[Device],
     history: Json,
 ) -> str:
     """The facts of a model, its history, and the arrays of its state, if it has one."""
