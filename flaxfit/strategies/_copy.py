@@ -1,6 +1,7 @@
 """Copies of arrays: of placed ones that are donated, and of host memory that may be written to."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,14 @@ def copied(tree: PyTree, sharding: jax.sharding.Sharding | None = None) -> PyTre
 @functools.cache
 def _copy_to(sharding: jax.sharding.Sharding | None) -> Function:
     return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=sharding)
+
+
+def placed_copy(tree: PyTree, share: Callable[[PyTree], PyTree]) -> PyTree:
+    """Copies a tree to where `share` places it; its arrays may be changed or donated afterwards."""
+    placed = copied(share(tree))
+    if any(isinstance(x, np.ndarray) for x in jax.tree.leaves(tree)):
+        jax.block_until_ready(placed)  # Until then, programs on a CPU may read the NumPy arrays.
+    return placed
 
 
 def unaliased(x: np.ndarray) -> np.ndarray:

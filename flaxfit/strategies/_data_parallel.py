@@ -9,7 +9,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from flaxfit.strategies._compilation import check_can_compile, compiled
-from flaxfit.strategies._copy import copied, unaliased
+from flaxfit.strategies._copy import copied, placed_copy, unaliased
 from flaxfit.strategies._devices import given_devices, local_devices
 from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica, without_axis
 from flaxfit.tree._types import Array, Device, Function, PyTree
@@ -103,8 +103,7 @@ class DataParallel:
 
     def place(self, tree: PyTree) -> PyTree:
         """Replicates a copy of a tree: the original outlives the donation of the replicas."""
-        # device_put alone shares the buffer of a device that already holds the array.
-        return copied(self.share(tree))
+        return placed_copy(tree, self.share)
 
     def share(self, tree: PyTree) -> PyTree:
         """Replicates a tree; unlike `place`, without a copy of what a device already holds."""

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flaxfit.state._optimizer_axes import specs_by_parameter
 from flaxfit.strategies._compilation import check_can_compile, compiled
-from flaxfit.strategies._copy import copied, unaliased
+from flaxfit.strategies._copy import copied, placed_copy, unaliased
 from flaxfit.strategies._devices import given_devices
 from flaxfit.strategies._gather import gather
 from flaxfit.strategies._layout import Layout, layout
@@ -171,7 +171,7 @@ class Sharded:
 
     def place(self, tree: PyTree) -> PyTree:
         """Spreads a copy of a tree over the mesh; arrays outside of states are replicated."""
-        return copied(self.share(tree))
+        return placed_copy(tree, self.share)
 
     def share(self, tree: PyTree) -> PyTree:
         """As `place`, without a copy of arrays that are already placed."""

@@ -31,6 +31,16 @@ def test_a_split_batch_does_not_alias_the_memory_of_its_source(strategy):
             array[:] = 1
 
 
+@pytest.mark.parametrize("strategy", [DataParallel, ff.Sharded.fsdp])
+def test_a_large_array_may_be_changed_once_it_is_placed(strategy):
+    array = aligned((4_000_000,))
+    for _ in range(3):
+        array[:] = 1
+        placed = strategy(devices=jax.devices()[:4]).place({"x": array})
+        array[:] = 2
+        np.testing.assert_array_equal(placed["x"], 1)
+
+
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_a_source_may_write_each_batch_into_the_memory_of_the_one_before(steps_per_call):
     batches = np.random.default_rng(0).normal(size=(16, 512, 8)).astype(np.float32)
