@@ -11,9 +11,6 @@ from typing import Any, NoReturn, TypeAlias
 
 import jax
 
-# How JAX itself detects SLURM, Open MPI and others; it has no public way to ask.
-from jax._src.clusters import ClusterEnv
-
 from flaxfit.distributed import _processes
 
 PEER_FAILED = 88
@@ -152,10 +149,8 @@ def _from_torchrun() -> Identity:
 
 def _is_in_cluster(options: Identity) -> bool:
     """Whether JAX detects the missing arguments by itself."""
-    if "cluster_detection_method" in options or os.environ.get("JAX_COORDINATOR_ADDRESS"):
-        return True
-    kinds = [kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method]
-    return any(kind.is_env_present() for kind in kinds)
+    is_named = "cluster_detection_method" in options or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    return bool(is_named) or _processes.is_in_known_cluster()
 
 
 def _number(variable: str, text: str) -> int:

@@ -7,7 +7,9 @@ from typing import Any, TypeAlias, TypeVar
 
 import jax
 
-# JAX has no public access to the service that connects its processes. Orbax uses this one, too.
+# JAX has no public way to ask whether it detects SLURM, Open MPI or another cluster, and none to
+# the service that connects its processes. Orbax uses the latter, too.
+from jax._src.clusters import ClusterEnv
 from jax._src.distributed import global_state
 
 Json: TypeAlias = Any
@@ -151,6 +153,12 @@ def report_failure(reason: str) -> None:
 def reported_failure() -> str | None:
     """Returns the first failure that a process has reported, or None."""
     return _read(_FAILURE)
+
+
+def is_in_known_cluster() -> bool:
+    """Whether JAX detects a cluster that tells it about the processes."""
+    kinds = [kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method]
+    return any(kind.is_env_present() for kind in kinds)
 
 
 def _client() -> Any:

@@ -66,6 +66,7 @@ class DataParallel:
         # With virtual replicas there is no axis that a model could name.
         self._axis = check_axis_name(axis_name) if virtual_replicas is None else "device"
         self._local = local_devices(self.devices)
+        self.n_processes = len(self.devices) // len(self._local)
         mesh = Mesh(np.array(self._local), (self._axis,))
         self._whole = NamedSharding(mesh, PartitionSpec())
         self._parts = NamedSharding(mesh, PartitionSpec(self._axis))
@@ -89,11 +90,6 @@ class DataParallel:
     def n_devices(self) -> int:
         """The number of replicas."""
         return self.virtual_replicas or len(self.devices)
-
-    @property
-    def n_processes(self) -> int:
-        """The number of processes that the devices belong to."""
-        return len(self.devices) // len(self._local)
 
     def rows(self, n_examples: int) -> slice:
         """Returns the rows of a batch of all processes that this process computes."""

@@ -72,6 +72,7 @@ class Sharded:
         axis_name: str = REPLICA,
     ):
         self.devices = given_devices(devices)
+        self.n_processes = len({device.process_index for device in self.devices})
         self._replica = check_axis_name(axis_name)
         sizes = axis_sizes({"data": -1} if mesh_shape is None else mesh_shape, len(self.devices))
         self.mesh: Mesh = jax.make_mesh(
@@ -88,7 +89,6 @@ class Sharded:
         batch = batch[0] if batch else [name for name in ("data", "fsdp") if name in sizes]
         self._batch_axes = tuple(axis for axis in batch if axis in sizes)
         self._fsdp_axis = fsdp_axis(fsdp, sizes)
-        self._is_alone = jax.process_count() == 1
         self._narrowed: dict[tuple[str, ...], Sharded] = {self._batch_axes: self}
 
     @classmethod
@@ -129,11 +129,6 @@ class Sharded:
     def n_devices(self) -> int:
         """The number of parts that a batch is split into."""
         return math.prod(self._sizes[axis] for axis in self._batch_axes)
-
-    @property
-    def n_processes(self) -> int:
-        """The number of processes that the devices belong to."""
-        return len({device.process_index for device in self.devices})
 
     def rows(self, n_examples: int) -> slice:
         """Returns the rows of a batch of all processes that the devices of this process get."""
@@ -194,7 +189,7 @@ class Sharded:
         return jax.tree.map(lambda x: self._split_leaf(x, n_stacked), batch)
 
     def _split_leaf(self, x: Array, n_stacked: int) -> Array:
-        if not self._is_alone:
+        if self.n_processes > 1:
             return jax.make_array_from_process_local_data(self._batch_sharding(n_stacked), x)
         # `compile` takes an array on the host for a single batch.
         if n_stacked or isinstance(x, jax.Array):
