@@ -70,19 +70,17 @@ def binary_answers(
 
 
 def binary_scores(outputs: Array, targets: Array, *, name: str) -> Answers:
-    """One score per label, and whether the label is 1: from a single score or from two classes."""
+    """The labels, and one score each as the outputs: a single score or that of two classes."""
     outputs, targets = floating(outputs), jnp.asarray(targets)
-    if _is_single_score(outputs, targets):
-        scores = outputs.reshape(targets.shape)
-        return Answers((targets > 0.5).astype(int), scores, 2, is_share(targets), scores)
-    if outputs.shape[-1] == 2:
-        labels, is_label = labels_of(outputs, targets)
-        scores = _difference(outputs)
-        return Answers(labels, scores, 2, is_label, scores)
-    raise ValueError(
-        f"The metric {name!r} wants a single score per label, (batch,) or (batch, 1), or the "
-        f"scores of two classes; got outputs {outputs.shape} and labels {targets.shape}."
-    )
+    is_single = _is_single_score(outputs, targets)
+    if not is_single and outputs.shape[-1] != 2:
+        raise ValueError(
+            f"The metric {name!r} wants a single score per label, (batch,) or (batch, 1), or the "
+            f"scores of two classes; got outputs {outputs.shape} and labels {targets.shape}."
+        )
+    answers = class_answers(outputs, targets)
+    scores = answers.outputs if is_single else _difference(outputs)
+    return answers._replace(outputs=scores, is_probable=None)
 
 
 def labels_of(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -82,27 +82,24 @@ def mean(values: Function, *, name: str | None = None) -> Metric:
     name = name or getattr(values, "__name__", None)
 
     def measure(*arguments: ArrayLike, weights: Array | None = None) -> Sums:
-        return _sums_of(values(*arguments), weights, name)
+        found = values(*arguments)
+        if not hasattr(found, "shape") and not isinstance(found, list | int | float):
+            raise TypeError(
+                f"The metric {name!r} returned {type(found).__name__}; expected one value per "
+                "example, of shape (batch, ...). Return the array, or pass a "
+                "Metric(measure, compute)."
+            )
+        found = jnp.asarray(found)
+        if found.ndim == 0:
+            raise ValueError(
+                f"The metric {name!r} returned a scalar; expected one value per example, of shape "
+                "(batch, ...). Leave the mean to flaxfit (it weighs the examples), or pass a "
+                "Metric(measure, compute)."
+            )
+        weights = weights_of(found, weights)
+        return {"sum": weighted(found, weights).sum(), "weight": weights.sum()}
 
     return Metric(measure, lambda sums: ratio(sums["sum"], sums["weight"]), name, values=values)
-
-
-def _sums_of(values: ArrayLike, weights: Array | None, name: str | None) -> dict[str, jax.Array]:
-    """The weighted sum of all elements of per-example values, and the sum of their weights."""
-    if not hasattr(values, "shape") and not isinstance(values, list | int | float):
-        raise TypeError(
-            f"The metric {name!r} returned {type(values).__name__}; expected one value per "
-            "example, of shape (batch, ...). Return the array, or pass a Metric(measure, compute)."
-        )
-    values = jnp.asarray(values)
-    if values.ndim == 0:
-        raise ValueError(
-            f"The metric {name!r} returned a scalar; expected one value per example, of shape "
-            "(batch, ...). Leave the mean to flaxfit (it weighs the examples), or pass a "
-            "Metric(measure, compute)."
-        )
-    weights = weights_of(values, weights)
-    return {"sum": weighted(values, weights).sum(), "weight": weights.sum()}
 
 
 def weights_of(values: Array, weights: Array | None = None) -> jax.Array:
