@@ -1,11 +1,10 @@
 """FlaxClassifier and FlaxRegressor: models as estimators of scikit-learn.
 
-They are what scikit-learn's pipelines, searches and cross-validation take. This module needs
-scikit-learn; the rest of flaxfit does not.
+They work in its pipelines, searches and cross-validation. Only this module needs scikit-learn.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -15,6 +14,7 @@ from flax import linen as nn
 
 from flaxfit import losses, strategies
 from flaxfit.model import _model
+from flaxfit.tree._types import ArrayLike, LossFn
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -28,25 +28,25 @@ except ImportError as error:
 
 
 class _FlaxEstimator(BaseEstimator):
-    """The common part of classifier and regressor: a `Model`, which each `fit` makes again."""
+    """The base of classifier and regressor: a `Model`, which each `fit` makes again."""
 
     def __init__(
         self,
         module: Any = None,
-        optimizer: Any = "adam",
-        loss: Any = None,
+        optimizer: object = "adam",
+        loss: str | LossFn | None = None,
         *,
-        learning_rate: Any = 1e-3,
+        learning_rate: float | optax.Schedule = 1e-3,
         hidden_layer_sizes: Sequence[int] = (100,),
         batch_size: int = 32,
         epochs: int = 100,
-        random_state: Any = 0,
+        random_state: int | np.random.RandomState | None = 0,
         n_devices: int | None = None,
         verbose: int | str = 0,
         model_options: Mapping[str, Any] | None = None,
         fit_options: Mapping[str, Any] | None = None,
     ):
-        # As scikit-learn wants it: kept as they are, and looked at by `fit`.
+        # As scikit-learn requires: stored as they are, and validated by `fit`.
         self.module = module
         self.optimizer = optimizer
         self.loss = loss
@@ -61,7 +61,7 @@ class _FlaxEstimator(BaseEstimator):
         self.fit_options = fit_options
 
     def __getstate__(self) -> dict[str, Any]:
-        """The parameters and what was fitted, as NumPy arrays: compiled programs are left out."""
+        """Returns the parameters and the fitted state as NumPy arrays, without programs."""
         state: Any = super().__getstate__()
         if "model_" not in state:
             return state
@@ -89,10 +89,12 @@ class _FlaxEstimator(BaseEstimator):
             **(self.model_options or {}),
         )
 
-    def _loss(self) -> Any:
+    def _loss(self) -> str | LossFn:
         raise TypeError("Make a FlaxClassifier or a FlaxRegressor.")
 
-    def _fit(self, x: Any, targets: Any, sample_weight: Any, n_outputs: int) -> Self:
+    def _fit(
+        self, x: ArrayLike, targets: ArrayLike, sample_weight: ArrayLike, n_outputs: int
+    ) -> Self:
         if sample_weight is not None:
             sample_weight = _check_sample_weight(sample_weight, x, ensure_non_negative=True)
             if not np.any(sample_weight):
@@ -107,19 +109,19 @@ class _FlaxEstimator(BaseEstimator):
             epochs=self.epochs,
             sample_weight=sample_weight,
             verbose=self.verbose,
-            # Callbacks remember what they saw, and a parameter must stay as it is.
+            # Callbacks have a state, and a parameter must stay as it is.
             **copy.deepcopy(dict(self.fit_options or {})),
         )
         return self
 
-    def _outputs(self, x: Any) -> np.ndarray:
+    def _outputs(self, x: ArrayLike) -> np.ndarray:
         check_is_fitted(self)
         x = validate_data(self, x, reset=False, allow_nd=True)
         return self.model_.predict(x, batch_size=self.batch_size)
 
 
 class FlaxClassifier(ClassifierMixin, _FlaxEstimator):
-    """A classifier: `fit`, `predict`, `predict_proba` and `score` on labels of any kind.
+    """Classifies: `fit`, `predict`, `predict_proba` and `score` on labels of any kind.
 
     >>> from sklearn.datasets import load_iris
     >>> x, y = load_iris(return_X_y=True)
@@ -127,29 +129,29 @@ class FlaxClassifier(ClassifierMixin, _FlaxEstimator):
     True
 
     Args:
-      module: what `Model` takes, with one logit per class as output; None: a perceptron.
+      module: as of `Model`, with one logit per class as output; None: a perceptron.
       optimizer: the name of an optimizer of optax; a function of the learning rate, such as
-        `optax.adamw`; or a transformation, which brings its own learning rate.
-      loss: a name, or a function `(logits, labels) -> values`, of the labels 0, 1, ... that stand
-        for `classes_`; None: "crossentropy".
+        `optax.adamw`; or a transformation, which has its own learning rate.
+      loss: a name, or a function `(logits, labels) -> values` of the labels 0, 1, ..., which index
+        `classes_`; None: "crossentropy".
       learning_rate: a number or a schedule.
       hidden_layer_sizes: those of the perceptron.
       batch_size: examples per step, over all devices.
       epochs: passes over the data.
       random_state: of the initial parameters, of shuffling and of dropout.
-      n_devices: how many of the local devices to use; None: all.
+      n_devices: the number of local devices to use; None: all.
       verbose: as of `Model.fit`.
       model_options: more arguments of `Model`, such as `{"clip_norm": 1.0}`.
       fit_options: more arguments of `Model.fit`, such as `{"callbacks": [EarlyStopping("loss")]}`.
 
     Attributes:
       classes_: the labels, sorted.
-      model_: the `Model` that was trained.
-      history_: what its `fit` returned.
+      model_: the trained `Model`.
+      history_: the `History` of its `fit`.
       n_features_in_: the size of the second axis of the inputs.
     """
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+    def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike = None) -> Self:
         """Trains from the beginning."""
         X, y = validate_data(self, X, y, allow_nd=True)
         check_classification_targets(y)
@@ -161,46 +163,38 @@ class FlaxClassifier(ClassifierMixin, _FlaxEstimator):
             )
         return self._fit(X, labels.astype(np.int32), sample_weight, len(self.classes_))
 
-    def predict_proba(self, X: Any) -> np.ndarray:
-        """The probabilities of the classes, in the order of `classes_`."""
+    def predict_proba(self, X: ArrayLike) -> np.ndarray:
+        """Returns the probabilities of the classes, in the order of `classes_`."""
         logits = self._outputs(X).astype(np.float64)
         odds = np.exp(logits - logits.max(-1, keepdims=True))
         return odds / odds.sum(-1, keepdims=True)
 
-    def predict(self, X: Any) -> np.ndarray:
-        """The most probable classes."""
-        outputs = self._outputs(X)  # Before `classes_`, which there are once it is fitted.
+    def predict(self, X: ArrayLike) -> np.ndarray:
+        """Returns the most probable classes."""
+        outputs = self._outputs(X)  # Before `classes_`, which an unfitted estimator lacks.
         return self.classes_[outputs.argmax(-1)]
 
-    def _loss(self) -> Any:
+    def _loss(self) -> str | LossFn:
         return "crossentropy" if self.loss is None else self.loss
 
 
 class FlaxRegressor(RegressorMixin, _FlaxEstimator):
-    """A regressor: `fit`, `predict` and `score` on one or several numbers per example.
+    """Regresses: `fit`, `predict` and `score` on one or several numbers per example.
 
     >>> x = np.linspace(-1, 1, 64)[:, None]
     >>> FlaxRegressor(learning_rate=1e-2).fit(x, x[:, 0] ** 2).score(x, x[:, 0] ** 2) > 0.9
     True
 
     Args:
-      module: what `Model` takes, with outputs of the shape of `y`, or with one output per example;
+      module: as of `Model`, with outputs of the shape of `y`, or with one output per example;
         None: a perceptron.
-      optimizer: as of a `FlaxClassifier`, and so are the others.
       loss: a name, or a function `(outputs, targets) -> values`; None: "mse".
-      learning_rate: a number or a schedule.
-      hidden_layer_sizes: those of the perceptron.
-      batch_size: examples per step, over all devices.
-      epochs: passes over the data.
-      random_state: of the initial parameters, of shuffling and of dropout.
-      n_devices: how many of the local devices to use; None: all.
-      verbose: as of `Model.fit`.
-      model_options: more arguments of `Model`.
-      fit_options: more arguments of `Model.fit`.
+      optimizer, learning_rate, hidden_layer_sizes, batch_size, epochs, random_state, n_devices,
+        verbose, model_options, fit_options: as of a `FlaxClassifier`.
 
     Attributes:
-      model_: the `Model` that was trained.
-      history_: what its `fit` returned.
+      model_: the trained `Model`.
+      history_: the `History` of its `fit`.
       n_features_in_: the size of the second axis of the inputs.
     """
 
@@ -209,19 +203,19 @@ class FlaxRegressor(RegressorMixin, _FlaxEstimator):
         tags.target_tags.multi_output = True
         return tags
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+    def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike = None) -> Self:
         """Trains from the beginning."""
         X, y = validate_data(self, X, y, allow_nd=True, multi_output=True, y_numeric=True)
         self._shape = y.shape[1:]
         n_outputs = y.size // len(y)
         return self._fit(X, y.ravel() if n_outputs == 1 else y, sample_weight, n_outputs)
 
-    def predict(self, X: Any) -> np.ndarray:
-        """The numbers expected, of the shape of `y`."""
+    def predict(self, X: ArrayLike) -> np.ndarray:
+        """Returns the expected numbers, in the shape of `y`."""
         outputs = self._outputs(X).astype(np.float64)
         return outputs.reshape(len(outputs), *self._shape)
 
-    def _loss(self) -> Any:
+    def _loss(self) -> str | LossFn:
         loss = losses.resolve("mse" if self.loss is None else self.loss)
         return _squeezed(loss) if self._n_outputs == 1 else loss
 
@@ -232,15 +226,15 @@ class _MLP(nn.Module):
     features: tuple[int, ...]
 
     @nn.compact
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: jax.Array) -> jax.Array:
         x = x.reshape(len(x), -1)
         for n in self.features[:-1]:
             x = nn.relu(nn.Dense(n)(x))
         return nn.Dense(self.features[-1])(x)
 
 
-def _first_devices(n: int | None) -> list[Any] | None:
-    """So many of the local devices: a number can be cloned and pickled, devices cannot."""
+def _first_devices(n: int | None) -> Sequence[Any] | None:
+    """Returns the first local devices; unlike devices, a number can be cloned and pickled."""
     if n is None:
         return None
     devices = jax.local_devices()
@@ -249,22 +243,21 @@ def _first_devices(n: int | None) -> list[Any] | None:
     return devices[:n]
 
 
-def _squeezed(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss of outputs with an axis of length 1 for targets without one."""
+def _squeezed(loss: LossFn) -> LossFn:
+    """Removes an axis of length 1 from outputs if the targets have none."""
 
-    def values(outputs: Any, targets: Any) -> Any:
+    def values(outputs: jax.Array, targets: jax.Array) -> jax.Array:
         is_column = outputs.ndim == targets.ndim + 1 and outputs.shape[-1] == 1
         return loss(outputs[..., 0] if is_column else outputs, targets)
 
     return values
 
 
-def _optimizer_of(optimizer: Any, learning_rate: Any) -> Any:
-    if isinstance(optimizer, str):
-        if not callable(getattr(optax, optimizer, None)):
-            raise ValueError(
-                f"There is no optimizer {optimizer!r} in optax: give a name such as 'adam', a "
-                "function of the learning rate, or a transformation."
-            )
-        optimizer = getattr(optax, optimizer)
-    return optimizer(learning_rate) if callable(optimizer) else optimizer
+def _optimizer_of(optimizer: object, learning_rate: float | optax.Schedule) -> object:
+    make = getattr(optax, optimizer, None) if isinstance(optimizer, str) else optimizer
+    if isinstance(optimizer, str) and not callable(make):
+        raise ValueError(
+            f"There is no optimizer {optimizer!r} in optax: give a name such as 'adam', a "
+            "function of the learning rate, or a transformation."
+        )
+    return make(learning_rate) if callable(make) else make

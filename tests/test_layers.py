@@ -31,7 +31,7 @@ MAY_IMPORT = {
         "tree optim display data state strategies task modules export step checkpoints loop "
         "importers callbacks"
     ),
-    "sklearn": "losses strategies model",
+    "sklearn": "tree losses strategies model",
 }
 ROOMS = {room: set(names.split()) for room, names in MAY_IMPORT.items()}
 FILE_ROOMS = {"launch", "sklearn"}

@@ -2,8 +2,8 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -26,14 +26,14 @@ from flaxfit.strategies import DataParallel, Strategy
 from flaxfit.task._task import EvalTask
 from flaxfit.tree._checks import whole_number
 from flaxfit.tree._jax_debugging import debugging_explained
-from flaxfit.tree._types import Data, Function, PyTree
+from flaxfit.tree._types import Data, Function, PyTree, Sums
 
 
 class EvalLoop:
     """Measures the metrics of a task, exactly: sums over all examples, divided once.
 
-    Called with a checkpoint it returns that checkpoint with `val_<metric>` added, so that it
-    serves as a callback; several with different names can be chained.
+    As a callback it adds `val_<metric>` to a checkpoint; several with different names can be
+    chained.
 
     >>> import numpy as np
     >>> from flaxfit import InferenceState
@@ -44,8 +44,8 @@ class EvalLoop:
 
     Args:
       task: what to measure, on one pass over its data.
-      name: the prefix of the metrics that a checkpoint is given.
-      n_steps: how many batches to measure; None: all of one pass.
+      name: the prefix of the metrics that are added to a checkpoint.
+      n_steps: the number of batches to measure; None: all of one pass.
       ema: whether to measure the average of the parameters, that of `ema=` or of a schedule-free
         optimizer.
       strategy: where arrays live; None: that of the loop whose callback this is, else all local
@@ -53,7 +53,7 @@ class EvalLoop:
     """
 
     borrows = True
-    """It only reads what a checkpoint holds."""
+    """It only reads the checkpoint."""
 
     def __init__(
         self,
@@ -72,15 +72,14 @@ class EvalLoop:
         self.ema = ema
         self._strategy = strategy
         self._is_given = strategy is not None
-        # Made a stream once, so that wide arrays are narrowed once and not at each measurement.
+        # One stream, so that wide arrays are narrowed once and not at each measurement.
         self._data = None if task.data is None else as_stream(task.data)
-        self._checked: Any = None  # The data whose values were checked whole.
+        self._checked: Data = None  # The data whose values were checked whole.
         self._forget()
 
     def _forget(self) -> None:
-        """Begins without what was compiled and traced."""
-        self._executables: dict[Any, Function] = {}
-        self._traced: dict[Any, Any] = {}
+        self._programs: dict[Hashable, Function] = {}
+        self._traced: dict[Hashable, PyTree] = {}
 
     @property
     def strategy(self) -> Strategy:
@@ -89,71 +88,74 @@ class EvalLoop:
         return self._strategy
 
     def attach(self, loop: Any) -> None:
-        """Takes over the strategy of the loop, where none was given."""
+        """Uses the strategy of the loop, if none was given."""
         if not self._is_given and self._strategy is not loop.strategy:
             self._strategy = loop.strategy
             self._forget()
 
     @property
     def adds(self) -> dict[str, str | None]:
-        """The metrics that it adds to a checkpoint: name -> "min", "max" or None."""
+        """The metrics that are added to a checkpoint: name -> "min", "max" or None."""
         loss = {} if self.task.loss is None else {f"{self.name}_loss": "min"}
         return loss | modes_of(self.task.metrics, f"{self.name}_")
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint with the metrics of its state added."""
+        """Returns the checkpoint with the metrics of its state added."""
         measured = checkpoint.with_metrics(self.measure(checkpoint.state), f"{self.name}_")
         return measured.replace(modes={**checkpoint.modes, **self.adds})
 
     @debugging_explained()
     def measure(self, state: PyTree, data: Data = None) -> dict[str, Any]:
-        """The metrics of a state over the task's data, or over other data.
+        """Returns the metrics of a state over the task's data, or over other data.
 
         Raises:
           ValueError: the data holds no batches.
         """
         data = self._given(data)
         strategy, consistency = self.strategy, Consistency(self.strategy)
-        batches = self._pass(data)
+        batches, in_flight, n = self._pass(data), deque[PyTree](), 0
+        items = itertools.islice(batches, self.n_steps)
+        first = [*itertools.islice(items, 1)]
+        if not first:
+            consistency.end("evaluation", n, in_flight)
+            raise ValueError("There is nothing to evaluate: the data holds no batches.")
         state = strategy.share(self._measured(state))
-        shapes = structure_of(state)
-        feed, sums, totals, in_flight, n_batches = None, None, None, deque(), 0
-        for item in itertools.islice(batches, self.n_steps):
-            if feed is None:
-                feed, sums = self._look_at(batches.examples(item), state, batches, data)
-                totals = _metric_totals.zero_totals(sums)
+        feed, sums = self._inspect(batches.examples(first[0]), state, batches, data)
+        totals, shapes = _metric_totals.zero_totals(sums), structure_of(state)
+        for n, item in enumerate(itertools.chain(first, items), 1):
             portion, batch, *_ = batches.load(item, feed)
-            position = (np.uint32(n_batches),) if self.task.rngs else ()
-            n_batches += 1
             if portion.strategy is not strategy:
                 strategy = portion.strategy
                 state, totals = strategy.share((state, totals))
+            position = (np.uint32(n - 1),) if self.task.rngs else ()
             arguments = (state, totals, *position, batch)
             key = (portion.signature, shapes)
-            update = self._executables.get(key)
+            update = self._programs.get(key)
             if update is None:
-                consistency.program(n_batches, portion.batch)
+                consistency.program(n, portion.batch)
                 with calls_explained(portion.batch.inputs, portion.batch.targets):
-                    update = self._executables[key] = self._compile(strategy, arguments)
+                    update = self._programs[key] = self._compile(strategy, arguments)
             totals = update(*arguments)
             in_flight.append(totals)
             if len(in_flight) > 2:
                 jax.block_until_ready(in_flight.popleft())
-        consistency.end("evaluation", n_batches, in_flight)
-        if totals is None:
-            raise ValueError("There is nothing to evaluate: the data holds no batches.")
+        consistency.end("evaluation", n, in_flight)
         where = " in the data that was measured"
         return compute(_metric_totals.reader(sums)(totals), self.task.metrics, where)
 
     def check(
-        self, state: PyTree, data: Data = None, *, in_phase: Callable[[str], Any] = nullcontext
+        self,
+        state: PyTree,
+        data: Data = None,
+        *,
+        in_phase: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Looks at the first batch, as `measure` would, without measuring anything.
+        """Validates the first batch, as `measure` would, without measuring anything.
 
         Args:
           state: as of `measure`.
           data: as of `measure`.
-          in_phase: of the loop that this is done for.
+          in_phase: that of the loop to which this work belongs.
 
         Raises:
           ValueError: labels, weights or the shape of the loss do not fit.
@@ -164,10 +166,10 @@ class EvalLoop:
             item = next(iter(batches), None)
         if item is not None:
             with in_phase("preparing"):
-                self._look_at(batches.examples(item), self._measured(state), batches, data)
+                self._inspect(batches.examples(item), self._measured(state), batches, data)
 
-    def _given(self, data: Data) -> Any:
-        """The data to measure on: that of the task, where no other is given."""
+    def _given(self, data: Data) -> Data:
+        """Returns the data to measure on: that of the task, if no other is given."""
         if data is None and self._data is None:
             raise ValueError(
                 "There is nothing to evaluate: give data to the task, EvalTask(..., data=(x, y)), "
@@ -176,21 +178,21 @@ class EvalLoop:
         return self._data if data is None else data
 
     def _pass(self, data: Data) -> LocalBatches:
-        """The batches of one pass over the data."""
+        """Returns the batches of one pass over the data."""
         stream = one_pass(data)
         if self.n_steps is None:
             pass_length(stream, "Give EvalLoop(n_steps=...), or data that ends.")
         return LocalBatches(stream, self.strategy)
 
-    def _measured(self, state: PyTree) -> Any:
-        """The part of a state that is measured."""
+    def _measured(self, state: PyTree) -> PyTree:
+        """Returns the part of a state that is measured."""
         state = averaged(state) if self.ema else state
         return evaluated(state, self.task.rngs, f"EvalTask(rngs={self.task.rngs})")
 
-    def _look_at(
+    def _inspect(
         self, batch: Batch, state: PyTree, batches: LocalBatches, data: Data
-    ) -> tuple[Padder, Any]:
-        """Checks the first batch; whether batches can be padded, and the sums that they give."""
+    ) -> tuple[Padder, Sums]:
+        """Validates the first batch; returns the padder of all, and the shapes of their sums."""
         bind = self.strategy.bind
         is_known, self._checked = data is self._checked, data
         whole = None if is_known else batches.whole()
@@ -214,7 +216,7 @@ class EvalLoop:
             virtual_replicas=strategy.virtual_replicas,
         )
 
-        def update(state: PyTree, totals: PyTree, *positioned: PyTree) -> Any:
+        def update(state: PyTree, totals: PyTree, *positioned: PyTree) -> PyTree:
             *position, batch = positioned
             return strategy.constrain(
                 _metric_totals.add(totals, measure(state, batch, *position)), state

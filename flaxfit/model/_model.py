@@ -92,9 +92,7 @@ class Model:
         name = getattr(module, "__name__", type(module).__name__)
         self._trainer = Trainer(name, init, task, self.strategy, seed=seed, snapshot=snapshot)
         self._evaluator = EvalLoop(eval_task, strategy=self.strategy)
-        self._predictor = Predictor(
-            eval_task.apply, precision=eval_task.precision, rngs=eval_task.rngs
-        )
+        self._predictor = Predictor(eval_task)
 
     def fit(
         self,

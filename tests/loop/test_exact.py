@@ -174,7 +174,7 @@ def test_prediction_compiles_once_for_all_sizes():
     model.fit(X, Y, verbose=0)
     for n in SIZES:
         model.predict(X[:n], batch_size=BATCH)
-    assert len(model._predictor._executables) == 1
+    assert len(model._predictor._programs) == 1
 
 
 def test_an_epoch_with_a_remainder_compiles_once():

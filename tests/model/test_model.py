@@ -90,10 +90,10 @@ def test_fit_again_continues():
 def test_fit_again_with_the_same_shapes_compiles_nothing():
     model = make_model()
     fit(model, validation_data=(X_TEST, Y_TEST))
-    counts = len(model._trainer.loop._stepper.programs.compiled), len(model._evaluator._executables)
+    counts = len(model._trainer.loop._stepper.programs.compiled), len(model._evaluator._programs)
     history = fit(model, validation_data=(X_TEST, Y_TEST))
     assert (
-        (len(model._trainer.loop._stepper.programs.compiled), len(model._evaluator._executables))
+        (len(model._trainer.loop._stepper.programs.compiled), len(model._evaluator._programs))
         == counts
         == (1, 1)
     )
