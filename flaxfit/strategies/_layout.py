@@ -73,14 +73,8 @@ class Layout:
             for path, a in self.arrays.items()
         ]
         rows = [("array", "shape", "split over", "per device"), *rows]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = [
-            "  ".join(
-                cell.rjust(width) if i == 3 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
+        w, x, y, z = (max(map(len, column)) for column in zip(*rows, strict=True))
+        table = [f"{a:{w}}  {b:{x}}  {c:{y}}  {d:>{z}}" for a, b, c, d in rows]
         used = {axis for a in self.arrays.values() for entry in a.spec for axis in axes_of(entry)}
         used |= {*self.batch_axes}
         idle = [axis for axis, size in self.mesh.items() if size > 1 and axis not in used]

@@ -62,15 +62,16 @@ def state_specs(
         problems += [f"{path} {shape}: {problem}" for problem in wrong]
     if problems:
         raise ValueError(_message(sizes, problems))
-    if fsdp is not None:
-        specs |= {p: _spread(np.shape(arrays[p]), specs[p], fsdp, sizes[fsdp]) for p in specs}
-    of_optimizer = specs_by_parameter(
-        {"opt_state": getattr(state, "opt_state", ())}, {"params": state.params}, specs
-    )
-    specs |= of_optimizer
-    if fsdp is not None:  # Also arrays that resemble no parameter.
-        rest = [path for path, spec in of_optimizer.items() if not any(spec)]
-        specs |= {p: _spread(np.shape(arrays[p]), specs[p], fsdp, sizes[fsdp]) for p in rest}
+
+    def spread(path: str, spec: PartitionSpec) -> PartitionSpec:
+        shape = np.shape(arrays[path])
+        return spec if fsdp is None else _spread(shape, spec, fsdp, sizes[fsdp])
+
+    specs = {path: spread(path, spec) for path, spec in specs.items()}
+    opt_state = {"opt_state": getattr(state, "opt_state", ())}
+    for path, spec in specs_by_parameter(opt_state, {"params": state.params}, specs).items():
+        # FSDP also splits arrays that resemble no parameter.
+        specs[path] = spec if any(spec) else spread(path, spec)
     return specs
 
 
@@ -162,15 +163,13 @@ def _unknown_axes(
             )
 
 
-def _spread(shape: tuple[int, ...], spec: PyTree, axis: str, size: int) -> PartitionSpec:
-    """Splits the largest dimension that is whole and divides over the axis."""
+def _spread(shape: tuple[int, ...], spec: PartitionSpec, axis: str, size: int) -> PartitionSpec:
+    """Splits the largest dimension that is whole and divides over the axis, if any."""
     entries = tuple(spec) + (None,) * (len(shape) - len(spec))
-    if math.prod(shape) < SMALL or any(axis in axes_of(entry) for entry in entries):
-        return PartitionSpec(*entries)
     free = [i for i, entry in enumerate(entries) if entry is None and shape[i] % size == 0]
-    if not free:
-        return PartitionSpec(*entries)
-    chosen = max(free, key=lambda i: shape[i])
+    if math.prod(shape) < SMALL or any(axis in axes_of(entry) for entry in entries):
+        free = []
+    chosen = max(free, key=lambda i: shape[i], default=None)
     return PartitionSpec(*(axis if i == chosen else entry for i, entry in enumerate(entries)))
 
 
