@@ -1,31 +1,30 @@
-"""The differences between the arrays of a file and those of a model, in words."""
+"""Compares the arrays of a file with those of a model: all of them, or a chosen part."""
 
 import difflib
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
 
 from flaxfit.checkpoints._tree import Description, describe, leaves_of
+from flaxfit.display import say
+from flaxfit.tree._paths import match
+from flaxfit.tree._types import ArrayLike, Params
+
+_ADVICE = (
+    "Build the model and the optimizer that wrote it, with the same freeze, ema and clip_norm, or "
+    "start in another folder."
+)
 
 
 def check_fits(
     on_disk: Mapping[str, Description],
     here: Mapping[str, Description],
-    source: Any,
+    source: object,
     *,
-    advice: str = "Build the model and the optimizer that wrote it, with the same freeze, ema and "
-    "clip_norm, or start in another folder.",
+    advice: str = _ADVICE,
 ) -> None:
-    """Refuses a file whose arrays differ from a template in name, shape or dtype.
-
-    Args:
-      on_disk: descriptions of the file's arrays by path.
-      here: descriptions of the template's arrays by path.
-      source: the name of the file, for the message.
-      advice: what to do.
-
-    Raises:
-      ValueError: every difference, one a line, both sides.
-    """
+    """Checks names, shapes and dtypes of a file's arrays; the error lists every difference."""
     found = differences(on_disk, here)
     if found:
         lines = "".join(f"\n  {line}" for line in found)
@@ -36,12 +35,8 @@ def check_fits(
         )
 
 
-def check_params(loaded: Any, here: Any, source: Any) -> None:
-    """Checks that parameters that were loaded are those of a model.
-
-    Raises:
-      ValueError: every difference, one a line, both sides.
-    """
+def check_params(loaded: Params, here: Params, source: object) -> None:
+    """Checks that loaded parameters have the names, shapes and dtypes of a model's."""
     on_disk, expected = (
         {f"params/{name}": describe(leaf) for name, leaf in leaves_of(tree).items()}
         for tree in (loaded, here)
@@ -50,14 +45,7 @@ def check_params(loaded: Any, here: Any, source: Any) -> None:
 
 
 def differences(on_disk: Mapping[str, Description], here: Mapping[str, Description]) -> list[str]:
-    """What differs between two sets of described arrays, a line each.
-
-    >>> scale = {"shape": [4], "dtype": "float32"}
-    >>> differences({"a/scale": scale}, {"a/scale": {**scale, "shape": [8]}})
-    ['a/scale is float32 (4,) on disk, float32 (8,) here']
-    >>> differences({"a/scale": scale}, {})
-    ['a/scale is on disk, not here']
-    """
+    """Lists the differences between two sets of described arrays, one a line."""
     only_disk = [path for path in on_disk if path not in here]
     only_here = [path for path in here if path not in on_disk]
     lines = [
@@ -65,15 +53,93 @@ def differences(on_disk: Mapping[str, Description], here: Mapping[str, Descripti
         for path in on_disk
         if path in here and _words(on_disk[path]) != _words(here[path])
     ]
-    lines += [f"{path} is here, not on disk{_nearest(path, only_disk)}" for path in only_here]
-    lines += [f"{path} is on disk, not here{_nearest(path, only_here)}" for path in only_disk]
+    lines += [f"{path} is here, not on disk{nearest(path, only_disk)}" for path in only_here]
+    lines += [f"{path} is on disk, not here{nearest(path, only_here)}" for path in only_disk]
     return lines
+
+
+def nearest(name: str, others: Sequence[str]) -> str:
+    """Returns " (nearest: ...)" with the most similar of the other names, or ""."""
+    if len(others) >= 500:  # The search would take long.
+        return ""
+    close = difflib.get_close_matches(name, others, n=1, cutoff=0.8)
+    return f" (nearest: {close[0]})" if close else ""
+
+
+def choose(
+    on_disk: Mapping[str, Description],
+    here: Mapping[str, ArrayLike],
+    patterns: str | Sequence[str],
+    source: object,
+    path_in_model: Callable[[str], str | None],
+) -> list[str]:
+    """Returns the names of the weights to read, and prints how many are read and which are kept.
+
+    The patterns are regular expressions for whole paths within the model, which `path_in_model`
+    returns for a name, or None if it is not a weight.
+    """
+    rules = [(pattern, pattern) for pattern in _valid(patterns)]
+    all_names = {**on_disk, **here}
+    paths = {name: path for name in all_names if (path := path_in_model(name)) is not None}
+    matches = {name for name, path in paths.items() if match(rules, path)}
+    for pattern, _ in rules:
+        if not any(re.fullmatch(pattern, path) for path in paths.values()):
+            known = sorted({path.split("/")[0] for path in paths.values()})
+            raise ValueError(
+                f"partial={pattern!r} matches no weight of {source}, nor of the target. Paths "
+                f"within the model begin with {', '.join(known)}."
+            )
+    check_fits(
+        {name: description for name, description in on_disk.items() if name in matches},
+        {name: describe(leaf) for name, leaf in here.items() if name in matches},
+        source,
+        advice="Change partial=, which chose these, or the model.",
+    )
+    kept = [name for name in here if name not in matches]
+    absent = [name for name in kept if isinstance(here[name], jax.ShapeDtypeStruct)]
+    if absent:
+        raise ValueError(
+            f"partial= does not cover {', '.join(absent)}, and the target only describes them. "
+            "Pass a target that holds values, or more patterns."
+        )
+    taken = [name for name in here if name in matches]
+    weights = [paths[name] for name in kept if name in paths]
+    say(
+        f"took {len(taken)} of {len(taken) + len(weights)} weights from {source}; kept "
+        f"{_few(weights) or 'none'}"
+    )
+    return taken
+
+
+def path_in_state(name: str) -> str | None:
+    """Returns the path within the model of "params/<path>" or "model_state/<collection>/<path>"."""
+    found = re.fullmatch("(params|model_state/[^/]+)/(.*)", name, re.DOTALL)
+    return found and found[2]
+
+
+def path_in_variables(name: str) -> str | None:
+    """Returns the path within the model of "<collection>/<path>"."""
+    return name.partition("/")[2] or None
 
 
 def _words(description: Description) -> str:
     return f"{description['dtype']} {tuple(description['shape'])}"
 
 
-def _nearest(path: str, others: list[str]) -> str:
-    close = difflib.get_close_matches(path, others, n=1, cutoff=0.8)
-    return f" (nearest: {close[0]})" if close else ""
+def _valid(patterns: str | Sequence[str]) -> list[str]:
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    if not patterns:
+        raise ValueError("partial= names no pattern, so nothing would be read.")
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"partial={pattern!r} is not a regular expression: {error}."
+            ) from error
+    return patterns
+
+
+def _few(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return f"{shown}, ... ({len(names)} in all)" if len(names) > 5 else shown

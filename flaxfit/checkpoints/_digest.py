@@ -1,27 +1,25 @@
-"""The digest of an array: a number that its content decides, however the array is sharded."""
+"""The digest of an array: a checksum of its content that does not depend on its sharding."""
 
 import math
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.tree._types import ArrayLike
+from flaxfit.tree._types import Array, ArrayLike
+
+Source: TypeAlias = str | np.ndarray
+"""A digest, or the memory to compute it from later."""
 
 
 def digest(array: ArrayLike) -> str:
-    """Sixteen hexadecimal digits that change when any bit of an array changes or moves.
+    """Returns sixteen hexadecimal digits that change when any bit of an array changes or moves.
 
     Every element is mixed with its position, and the results are summed modulo 2**32. Sums of
     integers do not depend on their order, so the digest is the same for every sharding, mesh and
     number of processes, and nothing is gathered. It guards against damage, not against an
     adversary.
-
-    >>> digest(np.float32([1, 2])) == digest(jnp.array([1.0, 2.0]))
-    True
-    >>> digest(np.float32([1, 2])) == digest(np.float32([2, 1]))
-    False
     """
     if isinstance(array, jax.Array):
         # The copies of a replicated array are equal: one of them is enough.
@@ -32,12 +30,12 @@ def digest(array: ArrayLike) -> str:
     return "".join(f"{int(lane):08x}" for lane in np.asarray(_lanes(words)))
 
 
-def digest_or_source(array: ArrayLike) -> Any:
-    """The digest of an array, or its memory, where another thread may compute it later.
+def digest_or_source(array: Array) -> Source:
+    """Returns the digest of an array, or its memory if another thread may compute it later.
 
-    An array of NumPy's must be one that nobody changes. The digest is computed at once where it
-    takes several devices, whose programs must come in one order, and where the memory is a
-    device's own, in which it is quick and from which the array may go.
+    A NumPy array must not change until then. The digest is computed at once if that takes several
+    devices, whose programs must run in one order, or if the memory is an accelerator's: there it is
+    fast, and the array may be donated.
     """
     if isinstance(array, jax.Array) and array.is_fully_replicated and array.is_fully_addressable:
         array = array.addressable_data(0)
@@ -46,13 +44,13 @@ def digest_or_source(array: ArrayLike) -> Any:
     return array if isinstance(array, np.ndarray) else digest(array)
 
 
-def as_digest(source: Any) -> str:
-    """The digest of what `digest_or_source` gave."""
+def as_digest(source: Source) -> str:
+    """Returns the digest for a result of `digest_or_source`."""
     return source if isinstance(source, str) else digest(source)
 
 
 def _host_words(array: np.ndarray) -> np.ndarray:
-    """The array, its elements of 64 bits or more split in two: JAX would cut them to 32."""
+    """Splits elements of 64 bits or more into words of 32, as JAX would cut them."""
     return array.reshape(-1).view(np.uint32) if array.dtype.itemsize >= 8 else array
 
 
@@ -67,7 +65,7 @@ def _lanes(array: jax.Array) -> jax.Array:
 
 
 def _device_words(array: jax.Array) -> jax.Array:
-    """The bits of every element, as one uint32 (or several, along a last axis)."""
+    """Returns the bits of every element as one uint32, or several along a last axis."""
     if jnp.iscomplexobj(array):
         array = jnp.stack([array.real, array.imag], axis=-1)
     if array.dtype == jnp.bool_:
@@ -87,7 +85,7 @@ def _positions(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _mix(words: jax.Array) -> jax.Array:
-    """A bijection of 32-bit words in which every bit reaches every other (MurmurHash3's last)."""
+    """Mixes 32-bit words so that every bit reaches every other (MurmurHash3's finalizer)."""
     words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
     words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
     return words ^ (words >> 16)

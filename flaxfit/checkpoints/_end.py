@@ -1,4 +1,4 @@
-"""The end of a process: what was handed to writers is saved by then, or its code tells of it."""
+"""Closes open writers before the process ends; its exit code reports a save that failed."""
 
 import atexit
 import contextlib
@@ -6,58 +6,59 @@ import functools
 import os
 import sys
 import threading
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from flaxfit.display import say
 
 UNSAVED = 86
 """The exit code of a process whose last save failed; see `flaxfit.callbacks.ExitCode`."""
 
-unfinished: set[Any] = set()
-"""The writers that may have something to save, or hold threads: they are closed at the end."""
+
+class Writer(Protocol):
+    """A `CheckpointFileWriter`."""
+
+    output_dir: Path
+    _saving: Future[None] | None
+
+    def close(self) -> None:
+        """Finishes what it saves."""
 
 
-def close_at_end(writer: Any) -> None:
-    """Has a writer closed before the interpreter ends, unless it is finished by then."""
+open_writers: set[Writer] = set()
+"""Writers that may have something to save, or hold threads."""
+
+
+def close_at_end(writer: Writer) -> None:
+    """Registers a writer to be closed before the interpreter ends."""
     _register_end()
-    unfinished.add(writer)
+    open_writers.add(writer)
 
 
-def wait_for_others(folder: Path, writer: Any = None) -> None:
-    """Waits for the saves that writers of this process have begun in a folder.
+def wait_for_others(folder: Path, writer: Writer | None = None) -> None:
+    """Waits for all saves into a folder, links resolved, by other writers of this process.
 
-    Their failures are left to them.
-
-    Args:
-      folder: where; links to it count.
-      writer: the one that is not waited for.
+    Their failures are not raised here.
     """
     place = os.path.realpath(folder)
-    others = [each for each in list(unfinished) if each is not writer]
+    others = [each for each in list(open_writers) if each is not writer]
     saves = [each._saving for each in others if os.path.realpath(each.output_dir) == place]
     wait([save for save in saves if save is not None])
 
 
-def let_go(writer: Any) -> None:
-    """Notes that a writer has nothing left to be done at the end."""
-    unfinished.discard(writer)
-
-
 @functools.cache
 def _register_end() -> None:
-    """Has all writers closed before the interpreter ends, however that comes about."""
-    # By the time of `atexit` no thread can be given work, and Orbax would lose the save: this is
-    # where `concurrent.futures` registers its own end, and what comes later runs before that.
+    # At `atexit` threads accept no more work, and Orbax would lose the save. `concurrent.futures`
+    # registers its own end here, and functions that are registered later run before it.
     register = getattr(threading, "_register_atexit", atexit.register)
     register(_close_all)
-    if hasattr(os, "register_at_fork"):  # A child has no thread that would finish them.
-        os.register_at_fork(after_in_child=unfinished.clear)
+    if hasattr(os, "register_at_fork"):  # A child lacks the threads that would finish the saves.
+        os.register_at_fork(after_in_child=open_writers.clear)
 
 
 def _close_all() -> None:
-    for writer in list(unfinished):
+    for writer in list(open_writers):
         try:
             writer.close()
         except Exception as error:
@@ -66,7 +67,7 @@ def _close_all() -> None:
 
 
 def _end_unsaved() -> None:
-    """Ends the process with a code that tells of the loss, when all else is done at its end."""
+    """Ends the process with `UNSAVED`, after all other functions that run at exit."""
     atexit.unregister(_end_unsaved)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

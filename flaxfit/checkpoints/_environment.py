@@ -1,4 +1,4 @@
-"""What besides the program decides the bits of a run: the versions and the machine beneath it."""
+"""The versions and the machine, on which the bits of a run depend."""
 
 import functools
 import os
@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -20,7 +19,7 @@ _COUNT_OF_DEVICES = re.compile(r"--xla_force_host_platform_device_count=\d+\s*")
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """The installed versions of the packages that a run rests on."""
+    """Returns the installed versions of the packages that a run depends on."""
 
     def installed(name: str) -> str:
         try:
@@ -31,8 +30,8 @@ def versions() -> dict[str, str]:
     return {name: installed(name) for name in _PACKAGES}
 
 
-def environment() -> dict[str, Any]:
-    """The facts besides versions on which the bits of a result may depend.
+def environment() -> dict[str, Json]:
+    """Returns the facts besides versions on which the bits of a result may depend.
 
     On the CPU, XLA divides the work by the number of its threads, and so the order of sums.
     """
@@ -58,13 +57,9 @@ def environment() -> dict[str, Any]:
 
 
 def changes(record: Mapping[str, Json]) -> list[str]:
-    """What differs between the environment that a record tells of and the present one.
+    """Lists the differences between the environment in a record and the present one.
 
-    With virtual replicas the numbers of devices and processes are no difference: the bits do not
-    depend on them.
-
-    >>> changes({"versions": {"jax": "0.1"}, "environment": environment() | {"devices": 64}})
-    ['jax 0.1 -> ...', 'devices 64 -> ...']
+    With virtual replicas the bits do not depend on the numbers of devices and processes.
     """
     now = {**versions(), **environment()}
     then = {**record.get("versions", {}), **record.get("environment", {})}
@@ -81,15 +76,15 @@ def changes(record: Mapping[str, Json]) -> list[str]:
     ]
 
 
-def _option(name: str) -> Any:
+def _option(name: str) -> Json:
     value = getattr(jax.config, name, None)
     return value if value is None or isinstance(value, bool | int) else str(value)
 
 
 def _threads() -> int:
-    """The size of XLA's pool of threads on the CPU.
+    """Returns the size of XLA's thread pool: NPROC or the usable cores.
 
-    It is NPROC, or as many as may be used; but at least one for each simulated device.
+    On the CPU it has at least one thread for each simulated device.
     """
     given = os.environ.get("NPROC", "")
     if given.isdigit():
@@ -102,7 +97,7 @@ def _threads() -> int:
 
 @functools.cache
 def _cpu() -> str:
-    """The name of the processor: others have other vector instructions."""
+    """Returns the name of the processor, whose vector instructions matter."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The folder of a run: which steps it holds, and how a step leaves it without being half there."""
+"""The folder of a run: its steps, and how one is added, set aside or deleted, all or nothing."""
 
 import itertools
 import os
@@ -14,60 +14,56 @@ _LEFT_OVER = re.compile(r"(deleted|saving)-\d+-\d+")
 
 
 def absolute(folder: str | os.PathLike[str]) -> Path:
-    """The folder's absolute path: Orbax loses what is saved to a relative one.
-
-    Raises:
-      ValueError: it has no name, or is a URL.
-    """
+    """Returns the folder's absolute path: Orbax loses what is saved to a relative one."""
     if not os.fspath(folder):
         raise ValueError("A folder of checkpoints needs a name, got ''.")
     return Path(os.path.abspath(local_path(folder)))
 
 
 def make(folder: Path) -> None:
-    """Makes the folder of a run where it is missing.
-
-    Raises:
-      OSError: it cannot be made, or not be written to.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(f"{folder} cannot be written to")
+    """Makes the folder of a run if it is missing."""
+    if folder.is_file():
+        raise NotADirectoryError(
+            f"Checkpoints go into a folder, and {folder} is a file: name another path."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise type(error)(
+            error.errno,
+            f"Cannot make the folder of checkpoints ({error.strerror}): name another path",
+            str(folder),
+        ) from error
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps that a folder holds, in order; empty and foreign folders are none."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(entry.name) for entry in folder.iterdir() if _is_step(entry))
+    """Returns the steps that a folder holds, in order, without empty and foreign folders."""
+    return sorted(int(entry.name) for entry in _entries(folder) if _is_step(entry))
 
 
 def foreign(folder: Path) -> list[Path]:
-    """What has the name of a step and is none: emptied folders, and those of others."""
-    if not folder.is_dir():
-        return []
-    return sorted(e for e in folder.iterdir() if _is_number(e.name) and not _is_step(e))
+    """Returns entries named like steps that are not: emptied folders, or those of others."""
+    return sorted(e for e in _entries(folder) if _is_number(e.name) and not _is_step(e))
 
 
 def step_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """Returns the folder of a step."""
     return folder / str(int(step))
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Makes the place where a step is written before it is complete.
+    """Makes a temporary folder for a step that is being written.
 
-    It is a new one: what an interrupted save may still be writing cannot come between, even if
-    its place was removed.
+    Its name is new, as an interrupted save may still be writing to an old one.
     """
-    while (place := folder / f"saving-{int(step)}-{next(_numbers)}").exists():
+    while (written := folder / f"saving-{int(step)}-{next(_numbers)}").exists():
         pass
-    (place / _orbax.ARRAYS).mkdir(parents=True)
-    return place
+    (written / _orbax.ARRAYS).mkdir(parents=True)
+    return written
 
 
 def complete(folder: Path, step: int, written: Path) -> None:
-    """Seals what was written for a step and gives it its name.
+    """Seals a written step and renames it to its number.
 
     Orbax syncs its arrays only: syncing the rest, and then the rename, makes the step survive a
     power cut.
@@ -85,7 +81,7 @@ def complete(folder: Path, step: int, written: Path) -> None:
 
 
 def set_aside(folder: Path, step: int, reason: str) -> Path:
-    """Renames a step to `<reason>-<step>-<n>`; it is a step no longer, but nothing is lost."""
+    """Renames a step to `<reason>-<step>-<n>`, which is not read as a step."""
     n = 0
     while (target := folder / f"{reason}-{step}-{n}").exists():
         n += 1
@@ -93,23 +89,19 @@ def set_aside(folder: Path, step: int, reason: str) -> Path:
 
 
 def aside(folder: Path, reason: str) -> list[Path]:
-    """The steps that were set aside for a reason."""
-    if not folder.is_dir():
-        return []
+    """Returns the steps that were set aside for a reason."""
     name = re.compile(rf"{reason}-\d+-\d+")
-    return sorted(entry for entry in folder.iterdir() if name.fullmatch(entry.name))
+    return sorted(entry for entry in _entries(folder) if name.fullmatch(entry.name))
 
 
 def delete(folder: Path, step: int) -> None:
-    """Deletes a step; a kill in the middle leaves no half step behind."""
+    """Deletes a step, renamed first: a kill in the middle leaves no partial step."""
     shutil.rmtree(set_aside(folder, step, "deleted"), ignore_errors=True)
 
 
 def tidy(folder: Path) -> None:
-    """Ends what a killed process began: removes half saved steps, brings back replaced ones."""
-    if not folder.is_dir():
-        return
-    for entry in list(folder.iterdir()):
+    """Cleans up after a killed process: removes partial steps, restores replaced ones."""
+    for entry in _entries(folder):
         if entry.is_dir() and not entry.is_symlink() and _LEFT_OVER.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
     for entry in reversed(aside(folder, "replaced")):
@@ -118,6 +110,10 @@ def tidy(folder: Path) -> None:
             shutil.rmtree(entry, ignore_errors=True)
         else:
             entry.rename(step_path(folder, step))
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
 
 
 def _is_step(entry: Path) -> bool:
@@ -131,7 +127,7 @@ def _is_number(name: str) -> bool:
 
 
 def sync(path: str | Path) -> None:
-    """Has what is known of a file or folder written to the disk."""
+    """Flushes a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

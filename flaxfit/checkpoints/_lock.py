@@ -9,10 +9,9 @@ from flaxfit.distributed._processes import is_main
 
 
 class FolderLock:
-    """Holds a folder for this process for as long as the object is referred to.
+    """Holds a folder for this process until the object is collected or the process ends.
 
-    The system gives the lock back when the process ends, however that comes about. No file is
-    left. Where a file system has no locks, nothing is locked.
+    It leaves no file.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -25,16 +24,16 @@ _held: weakref.WeakValueDictionary[tuple[int, int], FolderLock] = weakref.WeakVa
 
 
 def hold(folder: Path) -> FolderLock | None:
-    """Locks a folder that exists; within a process the lock is shared.
+    """Locks a folder that exists; writers of one process share the lock.
 
-    Of several processes that train together, the first one holds it.
+    Only process 0 of a run locks it. Returns None if the file system has no locks.
 
     Raises:
       BlockingIOError: another process holds it.
     """
     try:
         import fcntl
-    except ImportError:  # There is none on Windows.
+    except ImportError:  # Windows.
         return None
     if not is_main():
         return None
@@ -42,7 +41,7 @@ def hold(folder: Path) -> FolderLock | None:
     identity = status.st_dev, status.st_ino
     if (lock := _held.get(identity)) is not None:
         return lock
-    _spare_children()
+    _release_in_children()
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,6 +67,6 @@ def _close(descriptor: int) -> None:
 
 
 @functools.cache
-def _spare_children() -> None:
-    """Has forked children, such as the workers of a data loader, not hold their parent's locks."""
+def _release_in_children() -> None:
+    """Keeps forked children, such as workers of a data loader, from holding the locks."""
     os.register_at_fork(after_in_child=lambda: [_close(each) for each in list(_descriptors)])

@@ -2,21 +2,29 @@
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
 
 from flaxfit.checkpoints._seal import Damaged
-from flaxfit.tree._types import ArrayLike, Json, PyTree
+from flaxfit.tree._types import Array, Json
 
 ARRAYS = "arrays"
 """The folder in a step for the arrays, a flat dict by path."""
 RECORD = "record"
 """The folder in a step for everything else, as JSON."""
+Result = TypeVar("Result")
+
+
+class _Commit(Protocol):
+    """A write that Orbax has started."""
+
+    def result(self) -> object:
+        """Waits for it, and raises its failure."""
 
 
 class StepWriter:
@@ -32,15 +40,10 @@ class StepWriter:
         self._save_args = ocp.args.PyTreeSave
         # Weights hardly compress.
         self._handler = ocp.PyTreeCheckpointHandler(use_compression=False)
-        self._commits: Any = ()
+        self._commits: Sequence[_Commit] = ()
 
-    def start(self, path: Path, arrays: Mapping[str, PyTree]) -> None:
-        """Starts writing into the folder of a step; the arrays may be donated once this returns.
-
-        Args:
-          path: the folder of the step.
-          arrays: the arrays by name, as `savable` returns them.
-        """
+    def start(self, path: Path, arrays: Mapping[str, Array]) -> None:
+        """Starts writing arrays that `savable` returned, which may be donated afterwards."""
         save = self._handler.async_save(_arrays_folder(path), args=self._save_args(dict(arrays)))
         self._commits = _run(save) or ()
 
@@ -72,7 +75,7 @@ def _arrays_folder(path: Path) -> Any:
     return epath.Path(path / ARRAYS)
 
 
-def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+def _run(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """Runs a coroutine, in a thread if this one already runs an event loop (as in notebooks)."""
     try:
         asyncio.get_running_loop()
@@ -88,17 +91,13 @@ def write_record(path: Path, record: Json) -> None:
     (path / RECORD / "metadata").write_text(json.dumps(record), encoding="utf-8")
 
 
-def read_record(path: Path) -> Any:
+def read_record(path: Path) -> Json:
     """Reads the record of a step, which may be any JSON value."""
     return json.loads((path / RECORD / "metadata").read_text(encoding="utf-8"))
 
 
-def read_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """Reads arrays of a step: sharded if a sharding is given, else as NumPy arrays.
-
-    Raises:
-      Damaged: the headers in the files describe other arrays; no array is allocated then.
-    """
+def read_arrays(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, object]:
+    """Reads arrays of a step: sharded if a sharding is given, else as NumPy arrays."""
     import orbax.checkpoint as ocp
 
     if not wanted:
@@ -150,11 +149,11 @@ def _zarr_name(dtype: np.dtype) -> str:
 class OwnCopy(np.ndarray):
     """A NumPy copy with no other owner: Orbax's deep copy of it is a no-op."""
 
-    def __deepcopy__(self, memo: Any) -> "OwnCopy":
+    def __deepcopy__(self, memo: object) -> "OwnCopy":
         return self
 
 
-def savable(array: ArrayLike) -> Any:
+def savable(array: Array) -> Array:
     """Converts an array to the form that Orbax writes."""
     if not isinstance(array, jax.Array) or not array.is_fully_addressable:
         return array

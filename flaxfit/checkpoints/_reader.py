@@ -1,14 +1,13 @@
-"""CheckpointFileReader: the newest, best or named checkpoint of a folder, never a damaged one."""
+"""CheckpointFileReader: reads the newest, the best or a chosen checkpoint, never a damaged one."""
 
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from flaxfit.checkpoints import _end, _file, _folder
-from flaxfit.checkpoints._best import ranking
-from flaxfit.checkpoints._record import read_record
+from flaxfit.checkpoints._record import Record, read_record
+from flaxfit.checkpoints._retention import intact_records, ranking
 from flaxfit.checkpoints._seal import Damaged
 from flaxfit.display import say
 from flaxfit.distributed._processes import exchange, from_main
@@ -17,19 +16,19 @@ from flaxfit.tree._types import PyTree
 
 
 class _Gone(Exception):
-    """A step is no longer there."""
+    """A step was deleted since the folder was listed."""
 
 
 class CheckpointFileReader:
-    """Reads one checkpoint of a folder; what `TrainLoop(init=...)` takes to resume from it.
+    """Reads one checkpoint of a folder; `TrainLoop(init=...)` takes a reader to resume from it.
 
-    Saves that writers of this process have begun in the folder are waited for.
+    It waits for the saves that writers of this process have started in the folder.
 
     Every array is compared with the digest that was saved beside it. A damaged checkpoint is
     reported, renamed to `corrupt-<step>-<n>`, and the next one is read: the one before it, or
-    the next best. When none is left that is an error: a run never restarts in silence. So it is
-    when all that is left are folders that have the name of a step, and hold none. A step that was
-    asked for by number has no substitute: its damage or absence is an error.
+    the next best. If none is intact, or if only folders named like steps are left that hold no
+    checkpoint, that is an error: a run never restarts silently. A step that is given by number has
+    no substitute: its damage or absence is an error.
 
     >>> import tempfile
     >>> CheckpointFileReader(tempfile.mkdtemp()).read() is None
@@ -37,10 +36,10 @@ class CheckpointFileReader:
 
     Args:
       folder: the folder of the run, as given to `CheckpointFileWriter`.
-      target: for the loop, the model's `init` or a `TrainState`: it tells what a state looks like,
-        and starts the run when the folder holds no checkpoint.
-      which: "latest", "best" (by what the writer monitored), or a step.
-      strict: whether a damaged checkpoint is an error at once, and stays where it is.
+      target: for the loop, the model's `init` or a `TrainState`: it describes the state, and starts
+        the run if the folder holds no checkpoint.
+      which: "latest", "best" (by the metric that the writer monitored), or a step.
+      strict: whether a damaged checkpoint is an error at once, and is not renamed.
     """
 
     def __init__(
@@ -59,19 +58,22 @@ class CheckpointFileReader:
         self.strict = strict
 
     def read(
-        self, template: PyTree = None, *, partial: str | Sequence[str] | None = None
+        self,
+        template: TrainState | InferenceState | None = None,
+        *,
+        partial: str | Sequence[str] | None = None,
     ) -> _file.CheckpointFile | None:
-        """Reads the checkpoint; None when the folder holds none or does not exist.
+        """Reads the checkpoint; returns None if the folder holds none or does not exist.
 
         Args:
           template: a state that says what to expect and where to put it; its leaves may be
             `jax.ShapeDtypeStruct`s, and dtypes are never changed. With an `InferenceState` only
             its fields are read. None: the reader's target, if it is a state; else optimizer states
-            come as nested dicts.
+            are returned as nested dicts.
           partial: as in `restore`.
 
         Raises:
-          TypeError: the template is no state.
+          TypeError: the template is not a state.
           ValueError: the checkpoint does not fit the template (every difference is listed);
             there is no such step; all checkpoints are damaged.
         """
@@ -88,11 +90,11 @@ class CheckpointFileReader:
         from_main("a look at the checkpoints", self._report_foreign)
         try:
             return self._read(template, partial)
-        except _Gone:  # A writer elsewhere has just removed it, and has saved a newer one before.
+        except _Gone:  # Another process has saved a newer one and deleted this one.
             return self.read(template, partial=partial)
 
     def _read(
-        self, template: PyTree, partial: str | Sequence[str] | None
+        self, template: TrainState | InferenceState | None, partial: str | Sequence[str] | None
     ) -> _file.CheckpointFile | None:
         steps, damaged = from_main("the checkpoints of a folder", self._candidates)
         for step in steps:
@@ -116,15 +118,15 @@ class CheckpointFileReader:
         return None
 
     def _report_foreign(self) -> None:
-        """Tells of folders that look like steps and are none: who made them, and what is lost?"""
+        """Reports folders named like steps that hold none, in which a checkpoint may be lost."""
         names = ", ".join(path.name for path in _folder.foreign(self.folder))
         if names and self.strict:
-            raise ValueError(f"{self.folder} holds what is no checkpoint, by the names {names}.")
+            raise ValueError(f"{self.folder} contains entries that are not checkpoints: {names}.")
         if names:
-            say(f"{self.folder} holds what is no checkpoint, by the names {names}: it is not used")
+            say(f"{self.folder} contains entries that are not checkpoints: {names}; not used")
 
     def _candidates(self) -> tuple[list[int], list[str]]:
-        """The steps in the order in which to try them, and what was found to be damaged so far."""
+        """Returns the steps in the order to try them, and names of those found damaged."""
         steps, damaged = _folder.steps(self.folder), []
         if isinstance(self.which, int):
             if self.which not in steps:
@@ -146,13 +148,14 @@ class CheckpointFileReader:
         return _ranked(self.folder, records), damaged
 
     def _reject(self, step: int, problem: str) -> str:
-        """Sets a damaged step aside; its new name."""
+        """Sets a damaged step aside and returns its new name."""
         name = from_main("a damaged checkpoint", lambda: self._set_corrupt_aside(step, problem))
         if name is None:
             raise _Gone
         return name
 
     def _set_corrupt_aside(self, step: int, problem: str) -> str | None:
+        """Renames and reports a damaged step; returns its name, or None if it was deleted."""
         path = _folder.step_path(self.folder, step)
         if not path.exists():
             return None
@@ -172,14 +175,14 @@ class CheckpointFileReader:
         return name
 
     def _no_steps(self) -> list[str]:
-        """What has been a checkpoint, or may have been one."""
+        """Returns the names of entries that were checkpoints, or may have been."""
         paths = _folder.aside(self.folder, "corrupt") + _folder.aside(self.folder, "replaced")
         return [path.name for path in (*paths, *_folder.foreign(self.folder))]
 
 
 def restore(
     folder: str | os.PathLike[str],
-    target: PyTree = None,
+    target: TrainState | InferenceState | None = None,
     *,
     which: str | int = "latest",
     partial: str | Sequence[str] | None = None,
@@ -199,17 +202,16 @@ def restore(
     Args:
       folder: the folder of the run.
       target: a state that says what to expect and where to put it, as in
-        `CheckpointFileReader.read`. Without one, optimizer states come as nested dicts.
+        `CheckpointFileReader.read`. Without one, optimizer states are returned as nested dicts.
       which: "latest", "best" or a step.
-      partial: patterns of the parameters (and of the model's other collections) to take from the
+      partial: patterns of the parameters (and of the model's other collections) to read from the
         file, for a warm start: they match whole "/"-joined paths within the model, such as
-        "encoder/.*". For the rest, step, optimizer state and key included, the target's are kept.
-      strict: whether a damaged checkpoint is an error at once, and stays where it is.
+        "encoder/.*". The rest, with step, optimizer state and key, are the target's.
+      strict: whether a damaged checkpoint is an error at once, and is not renamed.
 
     Raises:
       FileNotFoundError: the folder holds no checkpoint.
-      ValueError: the checkpoint does not fit the target, or `partial` what it chooses from; all
-        checkpoints are damaged.
+      ValueError: the checkpoint does not fit the target or `partial`; all checkpoints are damaged.
     """
     reader = CheckpointFileReader(folder, which=which, strict=strict)
     found = reader.read(target, partial=partial)
@@ -219,7 +221,7 @@ def restore(
 
 
 def list_steps(folder: str | os.PathLike[str]) -> list[int]:
-    """The steps that a folder holds, in order.
+    """Lists the steps that a folder holds, in order.
 
     >>> import tempfile
     >>> list_steps(tempfile.mkdtemp())
@@ -231,7 +233,7 @@ def list_steps(folder: str | os.PathLike[str]) -> list[int]:
 
 
 def latest(folder: str | os.PathLike[str]) -> int | None:
-    """The last step that a folder holds, or None.
+    """Returns the last step that a folder holds, or None.
 
     >>> import tempfile
     >>> latest(tempfile.mkdtemp()) is None
@@ -241,7 +243,7 @@ def latest(folder: str | os.PathLike[str]) -> int | None:
 
 
 def best(folder: str | os.PathLike[str]) -> int | None:
-    """The step that is best by what its writer monitored (among equals the last), or None.
+    """Returns the step with the best monitored metric (of equal ones the last), or None.
 
     >>> import tempfile
     >>> best(tempfile.mkdtemp()) is None
@@ -251,17 +253,12 @@ def best(folder: str | os.PathLike[str]) -> int | None:
       ValueError: there are checkpoints, but no metric was monitored.
     """
     path = _folder.absolute(folder)
-    records = {}
-    for step in list_steps(path):
-        try:
-            records[step] = read_record(_folder.step_path(path, step))
-        except Damaged:
-            continue
-    return next(iter(_ranked(path, records)), None)
+    ranked = _ranked(path, intact_records(path, list_steps(path)))
+    return next(iter(ranked), None)
 
 
-def _ranked(folder: Path, records: dict[int, Any]) -> list[int]:
-    """The steps from best to worst, by what the newest of the records says was monitored."""
+def _ranked(folder: Path, records: Mapping[int, Record]) -> list[int]:
+    """Ranks the steps, best first, by the metric that the newest of the records names."""
     if not records:
         return []
     monitor = records[max(records)]["monitor"]

@@ -1,8 +1,8 @@
-"""The record of a step: all that is not an array, as JSON, of which nothing is believed unseen."""
+"""The record of a step: everything except arrays, as JSON, validated when it is read."""
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,12 @@ from flaxfit.checkpoints._seal import Damaged
 from flaxfit.tree._types import Json
 
 FORMAT = 1
+Record: TypeAlias = dict[str, Json]
 _KINDS_OF_KEYS = frozenset({"threefry2x32", "rbg", "unsafe_rbg"})
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """The record of a step, compared with the seal.
-
-    Raises:
-      Damaged: it was changed, or it belongs to another step.
-      ValueError: a later version of the library wrote it.
-    """
+def read_record(path: Path) -> Record:
+    """Reads the record of a step, compares it with the seal, and validates it."""
     try:
         _seal.check(path, _orbax.RECORD)
         record = _orbax.read_record(path)
@@ -68,7 +64,7 @@ def _check_description(name: str, description: Json) -> None:
         raise Damaged(f"its record does not say what {name:.100} is")
 
 
-def _are_sizes(shape: Any) -> bool:
+def _are_sizes(shape: Json) -> bool:
     return isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**63 for n in shape)
 
 
@@ -81,11 +77,7 @@ def _is_dtype(name: str) -> bool:
 
 
 def as_plain_json(record: Json) -> Json:
-    """A copy of a record as it comes back from a file: later changes of its parts do not reach it.
-
-    Raises:
-      TypeError: part of it is no JSON.
-    """
+    """Returns a deep copy of a record, as it would be read from a file."""
     try:
         return json.loads(json.dumps(record, default=_number))
     except TypeError as error:
@@ -95,14 +87,14 @@ def as_plain_json(record: Json) -> Json:
         ) from error
 
 
-def _number(value: Any) -> Any:
-    """NumPy's and JAX's numbers and arrays as Python's."""
+def _number(value: object) -> Json:
+    """Converts numbers and arrays of NumPy and JAX to Python's."""
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         return value.tolist()
     raise TypeError(f"got {type(value).__name__}: {value!r:.60}")
 
 
 def first_line(error: Exception) -> str:
-    """What an error is called, and how it begins."""
+    """Returns the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]:.200}"

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,12 +42,13 @@ class Malformed(ValueError):
 
 
 def write(file: BinaryIO, arrays: Mapping[str, np.ndarray], facts: Mapping[str, str]) -> None:
-    """Writes arrays, string metadata and a checksum of both.
-
-    Raises:
-      ValueError: the format does not support the dtype of an array.
-    """
-    _check_dtypes(arrays)
+    """Writes arrays, string metadata and a checksum of both."""
+    others = [f"{name} ({a.dtype})" for name, a in arrays.items() if a.dtype.name not in _CODES]
+    if others:
+        raise ValueError(
+            f"Cannot write {', '.join(others)} to a safetensors file, which supports "
+            f"{', '.join(_CODES)}. Convert these arrays, or save a whole checkpoint."
+        )
     # Widest elements first: together with the padded header this aligns every array.
     names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     ends = list(itertools.accumulate((arrays[name].nbytes for name in names), initial=0))
@@ -71,9 +72,6 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Reads the arrays of a file into memory, and its metadata.
 
     Verifies the checksum that `write` adds; files of other libraries have none.
-
-    Raises:
-      Malformed: the file is inconsistent or was changed.
     """
     entries, facts, data = _split(np.fromfile(path, np.uint8))
     arrays = _views(entries, data)
@@ -88,9 +86,6 @@ def map_arrays(path: Path) -> dict[str, np.ndarray]:
     """Maps the arrays of a file, read-only; a page is read when it is first accessed.
 
     Verifies no checksum, since that would read everything.
-
-    Raises:
-      Malformed: the file is inconsistent.
     """
     if not path.stat().st_size:
         raise Malformed("it is empty")
@@ -98,12 +93,8 @@ def map_arrays(path: Path) -> dict[str, np.ndarray]:
     return _views(entries, data)
 
 
-def parse(text: bytes) -> dict[str, Any]:
-    """Parses a JSON object whose names are unique.
-
-    Raises:
-      Malformed: it is anything else, or longer than 100 MB.
-    """
+def parse(text: bytes) -> dict[str, Json]:
+    """Parses a JSON object of at most 100 MB whose names are unique."""
     if len(text) > _LONGEST_HEADER:
         raise Malformed(f"its JSON is longer than {_LONGEST_HEADER:,} bytes")
     try:
@@ -115,7 +106,7 @@ def parse(text: bytes) -> dict[str, Any]:
     return entries
 
 
-def _split(content: np.ndarray) -> tuple[dict[str, Any], dict[str, str], np.ndarray]:
+def _split(content: np.ndarray) -> tuple[dict[str, Json], dict[str, str], np.ndarray]:
     """Splits a file into entries by name, metadata, and the bytes of the arrays."""
     n_header = int.from_bytes(content[:8].tobytes(), "little")
     if content.size < 8 or n_header > content.size - 8:
@@ -140,23 +131,14 @@ def _views(entries: Mapping[str, Json], data: np.ndarray) -> dict[str, np.ndarra
     return {name: _view(entries[name], data[slice(*span)]) for name, span in spans.items()}
 
 
-def _check_dtypes(arrays: Mapping[str, np.ndarray]) -> None:
-    others = [f"{name} ({a.dtype})" for name, a in arrays.items() if a.dtype.name not in _CODES]
-    if others:
-        raise ValueError(
-            f"Cannot write {', '.join(others)} to a safetensors file, which supports "
-            f"{', '.join(_CODES)}. Convert these arrays, or save a whole checkpoint."
-        )
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
         raise ValueError("a name occurs twice")
     return entries
 
 
-def _span(name: str, entry: Any) -> tuple[int, int]:
+def _span(name: str, entry: Json) -> tuple[int, int]:
     """Returns the start and end of an array in the data, after checking its entry."""
     match entry:
         case {"dtype": str(code), "shape": [*shape], "data_offsets": [start, stop]} if (

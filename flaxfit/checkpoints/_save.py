@@ -3,16 +3,16 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from flaxfit.checkpoints._writer import CheckpointFileWriter
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.state._train_state import TrainState
 from flaxfit.tree._types import Json
 
 
 def save(
     folder: str | os.PathLike[str],
-    checkpoint: Any,
+    checkpoint: Checkpoint | TrainState,
     *,
     metrics: Mapping[str, float] | None = None,
     history: Json = None,
@@ -32,9 +32,9 @@ def save(
     Args:
       folder: the folder of the run.
       checkpoint: a `Checkpoint`, or a `TrainState`.
-      metrics: metrics to keep with a bare state.
+      metrics: metrics to save in addition to the checkpoint's own.
       history: the metrics of the run so far; JSON.
-      callback_states: what callbacks remember, by their names; JSON.
+      callback_states: the states of callbacks by their names; JSON.
 
     Returns:
       The folder of the step.
@@ -45,5 +45,5 @@ def save(
     elif metrics is not None:
         checkpoint = checkpoint.with_metrics(metrics)
     with CheckpointFileWriter(folder, keep=None, asynchronous=False) as writer:
-        writer._found = []  # It starts no run, so it supersedes nothing.
+        writer._found = []  # This starts no run, so it supersedes nothing.
         return writer.save(checkpoint, history=history, callback_states=callback_states)

@@ -9,7 +9,7 @@ SEAL = "seal.json"
 
 
 class Damaged(Exception):
-    """The files of a step are not what was written."""
+    """The files of a step are not those that were written."""
 
 
 def write(folder: Path) -> None:
@@ -19,7 +19,7 @@ def write(folder: Path) -> None:
 
 
 def problem(folder: Path) -> str | None:
-    """What `check` finds wrong with a folder, or None."""
+    """Returns why `check` refuses a folder, or None."""
     try:
         check(folder)
     except Damaged as error:
@@ -30,10 +30,7 @@ def problem(folder: Path) -> str | None:
 def check(folder: Path, item: str = "") -> None:
     """Compares the files of a folder, or of one folder in it, with its seal.
 
-    The digests of the arrays find damage that matters; this finds all, and tells the file.
-
-    Raises:
-      Damaged: a file was changed or is missing, or the seal is.
+    The digests of the arrays find damage that matters; this finds all, and names the file.
     """
     try:
         sealed = json.loads((folder / SEAL).read_text(encoding="utf-8"))
@@ -46,7 +43,7 @@ def check(folder: Path, item: str = "") -> None:
     try:
         found = _checksums(folder, item)
     except PermissionError:
-        raise  # No fault of the file.
+        raise  # The file is not at fault.
     except OSError as error:
         raise Damaged(f"its files cannot be read ({error.strerror}: {error.filename})") from error
     for name, checksum in expected.items():

@@ -9,15 +9,13 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.checkpoints import _folder, _safetensors
-from flaxfit.checkpoints._compare import check_fits
-from flaxfit.checkpoints._partial import chosen, path_in_variables
+from flaxfit.checkpoints._compare import check_fits, choose, path_in_variables
 from flaxfit.checkpoints._tree import (
     describe,
     is_key,
@@ -28,17 +26,17 @@ from flaxfit.checkpoints._tree import (
     unflatten,
 )
 from flaxfit.state._train_state import InferenceState, TrainState
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import PyTree
 
 _KEYS = "random_bits"
 _SECONDS_TO_WRITE = 3600
 
 
-def save_weights(path: str | os.PathLike[str], weights: ArrayLike) -> Path:
+def save_weights(path: str | os.PathLike[str], weights: PyTree) -> Path:
     """Saves weights in one file that many other programs can read.
 
-    The file is complete, or as it was before: it is written beside its place, synced, renamed.
-    It holds a checksum of its content.
+    The file is written under a temporary name, synced and renamed: it is complete, or as it was
+    before. It holds a checksum of its content.
 
     >>> import tempfile
     >>> path = save_weights(tempfile.mkdtemp() + "/w.safetensors", {"dense": {"bias": jnp.ones(2)}})
@@ -54,8 +52,8 @@ def save_weights(path: str | os.PathLike[str], weights: ArrayLike) -> Path:
       The absolute path of the file.
 
     Raises:
-      ValueError: the format does not know the dtype of an array, or two have the same name.
-      OSError: the file cannot be written; what was there before is as it was.
+      ValueError: the format lacks the dtype of an array, or two arrays have the same name.
+      OSError: the file cannot be written; an earlier file is unchanged.
     """
     target = _folder.absolute(path)
     arrays, keys = {}, {}
@@ -73,7 +71,7 @@ def load_weights(
     target: PyTree = None,
     *,
     partial: str | Sequence[str] | None = None,
-) -> Any:
+) -> PyTree:
     """Reads the weights of a `.safetensors` file.
 
     >>> import tempfile
@@ -86,9 +84,9 @@ def load_weights(
       path: the file.
       target: a tree, or a state, that says what to expect and where to put it; its leaves may be
         `jax.ShapeDtypeStruct`s, and dtypes are never changed. Of a state the parameters and the
-        model's other collections are replaced. Without one, nested dicts are returned.
-      partial: patterns of the weights to take from the file; the target's are kept for the rest.
-        They match whole "/"-joined paths within the model, without the name of the collection.
+        model's other collections are replaced. Without a target, nested dicts are returned.
+      partial: patterns of the weights to read from the file; the rest are the target's. They match
+        whole "/"-joined paths within the model, without the name of the collection.
 
     Returns:
       The weights, or the state with them.
@@ -117,7 +115,7 @@ def load_weights(
     else:
         # The paths of bare parameters are those within the model already.
         is_variables = isinstance(variables, Mapping) and "params" in variables
-        taken = chosen(on_disk, here, partial, source, path_in_variables if is_variables else str)
+        taken = choose(on_disk, here, partial, source, path_in_variables if is_variables else str)
         arrays = {name: arrays[name] for name in taken}
     found = unflatten(arrays, variables)
     if not isinstance(target, TrainState | InferenceState):
@@ -125,13 +123,13 @@ def load_weights(
     return target.replace(params=found.pop("params"), model_state=found)
 
 
-def _variables(weights: ArrayLike) -> Any:
+def _variables(weights: PyTree) -> PyTree:
     is_state = isinstance(weights, TrainState | InferenceState)
     return weights.variables if is_state else weights
 
 
-def _keys(arrays: Mapping[str, PyTree], facts: Mapping[str, str]) -> dict[str, Any]:
-    """The random keys among the arrays: the format knows only their words."""
+def _keys(arrays: Mapping[str, np.ndarray], facts: Mapping[str, str]) -> dict[str, jax.Array]:
+    """Returns the random keys among the arrays, of which the format stores only the words."""
     try:
         kinds = json.loads(facts.get(_KEYS, "{}"))
         return {
@@ -143,7 +141,7 @@ def _keys(arrays: Mapping[str, PyTree], facts: Mapping[str, str]) -> dict[str, A
 
 
 def _remove_left_over(target: Path) -> None:
-    """Removes what killed processes have left of this file, not what another one is writing."""
+    """Removes temporary files of killed processes, unless so young that one may still write."""
     for entry in target.parent.iterdir():
         if re.fullmatch(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}", entry.name):
             with contextlib.suppress(OSError):

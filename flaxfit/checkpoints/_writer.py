@@ -2,6 +2,7 @@
 
 import functools
 import os
+import shutil
 import sys
 import threading
 import weakref
@@ -11,40 +12,39 @@ from pathlib import Path
 from typing import Any
 
 from flaxfit.checkpoints import _end, _file, _folder, _lock
-from flaxfit.checkpoints._clear import delete_old, set_later_aside
-from flaxfit.checkpoints._failure import cannot_save, tell_all
 from flaxfit.checkpoints._file import with_digests
 from flaxfit.checkpoints._orbax import StepWriter, savable, write_record
-from flaxfit.checkpoints._record import read_record
+from flaxfit.checkpoints._record import Record, first_line, read_record
+from flaxfit.checkpoints._retention import delete_old, supersede
 from flaxfit.checkpoints._seal import Damaged
 from flaxfit.display import say
-from flaxfit.distributed._processes import from_main, is_main
+from flaxfit.distributed._processes import exchange, from_main, is_main
 from flaxfit.metrics._monitor import Monitor, check_mode
 from flaxfit.state._callback_states import collect
 from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._types import Json, PyTree
+from flaxfit.tree._types import Array, Json
 
 _turn = threading.Lock()
 
 
 class CheckpointFileWriter:
-    """Saves each checkpoint that it is called with, and returns it untouched.
+    """Saves each checkpoint that it is called with, and returns it unchanged.
 
     A save is complete or absent: a kill at any instant leaves every earlier step as it was.
-    Arrays are written in the background, as they are at the call, whatever is done to them
-    after it; `close` waits for that, and so does the end of the process. Whatever fails in the
-    background is raised by the next call or by `close`; at the end of the process it is printed,
-    and the exit code is `ExitCode.UNSAVED`. Writers of one process take turns at a folder; while
-    a process has one, no other process can make one for that folder.
+    Arrays are written in the background with the values that they have at the call; `close` and
+    the end of the process wait for that. A failure in the background is raised by the next call
+    or by `close`; at the end of the process it is printed, and the exit code is
+    `ExitCode.UNSAVED`. Writers of one process take turns at a folder; while a process has a writer
+    for a folder, no other process can make one.
 
-    In the `callbacks` of a loop it saves what all other callbacks have made of a checkpoint,
-    wherever it stands among them, and beside it what they remember (those with `get_state` and
-    `set_state`) and what `history.append` has gathered: a loop that resumes from it, with a
-    `CheckpointFileReader` and the same callbacks, ends as if it had never been interrupted.
+    In the `callbacks` of a loop, at any place, it saves the checkpoint that all other callbacks
+    return, the states of those with `get_state` and `set_state`, and the metrics of
+    `history.append`: a loop that resumes from it, with a `CheckpointFileReader` and the same
+    callbacks, ends as if it had never been interrupted.
 
-    Saving a step that the folder holds already does nothing if the content is the same, and
-    replaces it otherwise. A run that starts again at an earlier step sets the later steps of the
-    run before it aside (`superseded-<step>-<n>`) with its first save, and says so.
+    Saving a step that the folder already holds does nothing if the content is the same, and
+    replaces it otherwise. The first save of a run that starts again at an earlier step renames the
+    later steps of the run before it to `superseded-<step>-<n>`, and says so.
 
     >>> import tempfile, jax.numpy as jnp, optax
     >>> from flaxfit.step._init_state import init_state
@@ -58,15 +58,15 @@ class CheckpointFileWriter:
     [1, 3]
 
     Args:
-      output_dir: the folder of the run; made when it does not exist.
-      keep: how many of the last steps are kept; None keeps all. Must be at least 1.
-      monitor: a metric whose best step is kept as well; among equals, the last is the best.
+      output_dir: the folder of the run; made if it does not exist.
+      keep: how many of the last steps to keep, at least 1; None keeps all.
+      monitor: a metric whose best step is kept as well; of equal ones, the last is the best.
       mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the losses
         of Optax; other metrics need "min" or "max".
-      asynchronous: whether to write in the background. Python 3.12.0 and 3.12.1 cannot end
-        background work when a process ends, so there it is never done.
-      on_error: what a save that fails (a full disk) does: "raise" an error, or "warn" and let the
-        run go on without it. The next checkpoint is tried again.
+      asynchronous: whether to write in the background. Python 3.12.0 and 3.12.1 never do, as they
+        cannot finish background work when a process ends.
+      on_error: "raise" raises the error of a save that fails (a full disk); "warn" prints it, and
+        the run continues without that checkpoint.
 
     Raises:
       BlockingIOError: another process saves into the folder.
@@ -99,38 +99,27 @@ class CheckpointFileWriter:
         self._saving: Future[None] | None = None
         self._loop: Any = lambda: None
         self.last_saved: int | None = None
-        """The last step of which it is known that it is on disk."""
-        self.saved_revision: Any = None
-        """The `revision` of the loop whose checkpoint that was, where it was called with it."""
+        """The last step that is known to be on disk."""
+        self.saved_revision: tuple[int, ...] | None = None
+        """The `revision` of the loop at that step, if the loop called this writer."""
         self._found: list[int] = from_main("the folder of checkpoints", self._open)
 
     def _open(self) -> list[int]:
-        """Makes and locks the folder, and tells which steps it holds."""
-        if self.output_dir.is_file():
-            raise NotADirectoryError(
-                f"Checkpoints go into a folder, and {self.output_dir} is a file: name another path."
-            )
-        try:
-            self.output_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise type(error)(
-                error.errno,
-                f"Cannot make the folder of checkpoints ({error.strerror}): name another path",
-                str(self.output_dir),
-            ) from error
+        """Makes and locks the folder; returns its steps."""
+        _folder.make(self.output_dir)
         with _turn:
             self._take_turn()
             _folder.tidy(self.output_dir)
         return _folder.steps(self.output_dir)
 
     borrows = True
-    """It copies what it writes in the background."""
+    """It copies the arrays that it writes in the background."""
 
     order = "last"
-    """It saves what the other callbacks have made of a checkpoint."""
+    """It saves the checkpoint that the other callbacks return."""
 
     def attach(self, loop: Any) -> None:
-        """Saves, from here on, what the callbacks of a loop remember."""
+        """Saves the states of the callbacks of a loop from now on."""
         self._loop, self.last_saved, self.saved_revision = weakref.ref(loop), None, None
         if self._monitor is not None:
             self._monitor.attach(loop, self)
@@ -147,17 +136,17 @@ class CheckpointFileWriter:
         history: Json = None,
         callback_states: Mapping[str, Json] | None = None,
     ) -> Path:
-        """Saves a checkpoint and, beside it, what else a run needs to go on.
+        """Saves a checkpoint with a history and states of callbacks.
 
         Args:
           checkpoint: what to save.
-          history: the metrics of the run so far; JSON. None: what a `History` among the callbacks
-            of the loop has gathered.
-          callback_states: what callbacks remember, by their names; JSON. None: what those of the
-            loop do.
+          history: the metrics of the run so far; JSON. None: those of a `History` among the
+            callbacks of the loop.
+          callback_states: the states of callbacks by their names; JSON. None: those of the loop's
+            callbacks.
 
         Returns:
-          The folder of the step, which is there once the save is complete.
+          The folder of the step, which exists once the save is complete.
         """
         return self._save(checkpoint, history, callback_states)
 
@@ -167,7 +156,7 @@ class CheckpointFileWriter:
         history: Json = None,
         callback_states: Mapping[str, Json] | None = None,
         *,
-        revision: Any = None,
+        revision: tuple[int, ...] | None = None,
     ) -> Path:
         self.wait()
         loop = self._loop()
@@ -175,17 +164,17 @@ class CheckpointFileWriter:
             checkpoint = loop.owned(checkpoint)
         step = int(checkpoint.step)
         path = _folder.step_path(self.output_dir, step)
-        if self.last_saved == step:  # What is on disk may not be this.
+        if self.last_saved == step:  # The step on disk may differ from this one.
             self.last_saved = self.saved_revision = None
         self._check_monitor(checkpoint)
-        states, kept = collect(getattr(loop, "callbacks", ()))
-        gathered = states.pop("History", None)
+        states, state_arrays = collect(getattr(loop, "callbacks", ()))
+        metrics = states.pop("History", None)
         arrays, record = _file.contents(
             checkpoint,
-            gathered if history is None else history,
+            metrics if history is None else history,
             states if callback_states is None else callback_states,
+            state_arrays,
             self.monitor,
-            kept,
         )
         if from_main("a save", lambda: self._holds(step, record)):
             self.last_saved, self.saved_revision = step, revision
@@ -193,23 +182,23 @@ class CheckpointFileWriter:
         with _turn:
             self._begin(step, arrays, record, revision)
         if not self.asynchronous or checkpoint.is_borrowed:
-            self.wait()  # The next step uses up what is borrowed.
+            self.wait()  # The next step donates borrowed arrays.
         return path
 
     def wait(self) -> None:
         """Waits until the last save is on disk.
 
         Raises:
-          RuntimeError: it failed, and `on_error` is "raise"; the steps before it are as they were.
+          RuntimeError: it failed, and `on_error` is "raise"; earlier steps are unchanged.
         """
         if self._saving is not None:
-            wait([self._saving])  # If this is interrupted, the save is still known.
+            wait([self._saving])  # If this is interrupted, `_saving` stays set.
             saving, self._saving = self._saving, None
             if (error := saving.exception()) is not None:
                 self._fail(error)
 
     def close(self) -> None:
-        """Waits for the last save, as `wait`, and ends the background threads.
+        """Waits for the last save, as `wait` does, and ends the background threads.
 
         A closed writer may be used again.
         """
@@ -218,7 +207,7 @@ class CheckpointFileWriter:
         finally:
             writer, executor = self._writer, self._executor
             self._writer = self._executor = self._lock = None
-            _end.let_go(self)
+            _end.open_writers.discard(self)
             if writer is not None:
                 writer.close()
             if executor is not None:
@@ -231,47 +220,55 @@ class CheckpointFileWriter:
         self.close()
 
     def _take_turn(self) -> None:
-        """Waits for the other writers of the folder; their failures stay theirs."""
+        """Waits for the other writers of the folder, and locks it."""
         _end.wait_for_others(self.output_dir, self)
         self._lock = _lock.hold(self.output_dir)
 
     def _begin(
-        self, step: int, arrays: Mapping[str, PyTree], record: Mapping[str, Json], revision: Any
+        self,
+        step: int,
+        arrays: Mapping[str, Array],
+        record: Record,
+        revision: tuple[int, ...] | None,
     ) -> None:
-        """Has copied what may change, and the rest done in the background.
+        """Copies what may change, and submits the rest to the background thread.
 
-        Orbax's own beginning, too, where it can: else the caller waits for the threads that it
-        starts, which are at work at once.
+        If nothing may change, Orbax starts in that thread too: here, the caller would wait for the
+        threads that it starts, which are busy at once.
         """
-        writer, executor = self._start()
+        _end.close_at_end(self)
+        self._writer = writer = self._writer or StepWriter()
+        self._executor = self._executor or ThreadPoolExecutor(1, "flaxfit-save")
         try:
             place = Path(from_main("the start of a save", lambda: self._prepare(step)))
         except BlockingIOError:
             raise
         except Exception as error:
             self._tidy()
-            failure = cannot_save(self.output_dir, step, arrays, error)
+            failure = _cannot_save(self.output_dir, step, arrays, error)
             failure.__cause__ = error
             self._fail(failure)
             return
         arrays = {name: savable(array) for name, array in arrays.items()}
-        is_kept, failure = _file.is_kept(record), None
-        if not is_kept:
+        is_started, failure = not _file.holds_memory(record), None
+        if is_started:
             try:
                 writer.start(place, arrays)
             except Exception as error:
-                failure = error  # The other processes are to hear of it.
+                failure = error  # `_finish` reports it to the other processes.
         finish = functools.partial(
-            self._finish, writer, place, arrays, record, revision, is_kept, failure
+            self._finish, writer, place, arrays, record, revision, is_started, failure
         )
-        self._saving = executor.submit(finish)
+        self._saving = self._executor.submit(finish)
         if failure is not None:
             self.wait()
 
     def _prepare(self, step: int) -> str:
-        """Makes the place for a step, which another process may be told of."""
-        # Were it to find out by itself, Orbax would leave threads that wait for minutes.
+        """Makes the temporary folder of a step and returns its path, for all processes."""
         _folder.make(self.output_dir)
+        # If Orbax found this out, its threads would wait for minutes.
+        if not os.access(self.output_dir, os.W_OK | os.X_OK):
+            raise PermissionError(f"{self.output_dir} cannot be written to")
         self._take_turn()
         return str(_folder.begin(self.output_dir, step))
 
@@ -279,12 +276,6 @@ class CheckpointFileWriter:
         if self.on_error == "raise":
             raise error
         say(f"{error}\nThe run goes on without this checkpoint.")
-
-    def _start(self) -> tuple[StepWriter, ThreadPoolExecutor]:
-        _end.close_at_end(self)
-        self._writer = self._writer or StepWriter()
-        self._executor = self._executor or ThreadPoolExecutor(1, "flaxfit-save")
-        return self._writer, self._executor
 
     def _check_monitor(self, checkpoint: Checkpoint) -> None:
         if self._monitor is None:
@@ -297,8 +288,8 @@ class CheckpointFileWriter:
                 "it cannot be the best"
             )
 
-    def _holds(self, step: int, record: Mapping[str, Json]) -> bool:
-        """Whether a step on disk has this record, and by its digests the same arrays."""
+    def _holds(self, step: int, record: Record) -> bool:
+        """Whether the step on disk has the same record, and by its digests the same arrays."""
         path = _folder.step_path(self.output_dir, step)
         try:
             return path.exists() and read_record(path) == with_digests(record)
@@ -309,33 +300,38 @@ class CheckpointFileWriter:
         self,
         writer: StepWriter,
         place: Path,
-        arrays: Mapping[str, PyTree],
-        record: Mapping[str, Json],
-        revision: Any,
-        is_kept: bool,
+        arrays: Mapping[str, Array],
+        record: Record,
+        revision: tuple[int, ...] | None,
+        is_started: bool,
         failure: Exception | None,
     ) -> None:
+        """Writes and completes a step, in the background."""
         step = record["step"]
-        # With the folder, as each writer has a thread of its own, and these may change places.
+        # The folder tells the saves of several writers apart, whose threads may change order.
         topic = f"in {place.parent}"
         try:
             try:
-                if is_kept:
-                    writer.start(place, _file.kept(arrays, record))
-                writer.wait()  # First: this thread's own work would hold up the one that trains.
+                if not is_started:
+                    writer.start(place, _file.undeleted(arrays, record))
+                writer.wait()  # First: computing digests would slow the training thread.
                 record = with_digests(record)
             except Exception as error:
                 failure = failure or error
-            tell_all(topic, failure)
+            _raise_on_all(topic, failure)
             from_main(f"the end of a save {topic}", lambda: self._complete(writer, place, record))
         except Exception as error:
             self._tidy()
-            raise cannot_save(self.output_dir, step, arrays, error) from error
+            raise _cannot_save(self.output_dir, step, arrays, error) from error
         self.last_saved, self.saved_revision = step, revision
         if is_main():
-            self._clear(step)
+            _folder.tidy(self.output_dir)
+            found, self._found = self._found, []
+            supersede(self.output_dir, step, found)
+            if self.keep is not None:
+                delete_old(self.output_dir, step, self.keep, self.monitor)
 
-    def _complete(self, writer: StepWriter, place: Path, record: Mapping[str, Json]) -> None:
+    def _complete(self, writer: StepWriter, place: Path, record: Record) -> None:
         writer.finish(place)
         write_record(place, record)
         _folder.complete(self.output_dir, record["step"], place)
@@ -344,10 +340,26 @@ class CheckpointFileWriter:
         if is_main():
             _folder.tidy(self.output_dir)
 
-    def _clear(self, step: int) -> None:
-        """Removes what a completed save has made superfluous."""
-        _folder.tidy(self.output_dir)
-        found, self._found = self._found, []
-        set_later_aside(self.output_dir, step, found)
-        if self.keep is not None:
-            delete_old(self.output_dir, step, self.keep, self.monitor)
+
+def _cannot_save(
+    folder: Path, step: int, arrays: Mapping[str, Array], error: Exception
+) -> RuntimeError:
+    needed = sum(array.nbytes for array in arrays.values())
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    return RuntimeError(
+        f"Cannot save the checkpoint of step {step} in {folder}: "
+        f"{type(error).__name__}: {error}\n(It needs up to {needed:,} bytes, {free:,} are "
+        "free.) The steps saved before are as they were."
+    )
+
+
+def _raise_on_all(topic: str, failure: Exception | None) -> None:
+    """Waits until all processes have written their part; raises a failure of any of them."""
+    reported = exchange(
+        f"the arrays of a save {topic}", failure and first_line(failure), seconds=3600
+    )
+    if failure is not None:
+        raise failure
+    if others := [text for text in reported if text]:
+        raise RuntimeError(f"On another process: {others[0]}")

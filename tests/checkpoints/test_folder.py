@@ -1,0 +1,63 @@
+"""Steps in a folder: complete or absent, set aside rather than lost."""
+
+import os
+import shutil
+
+from flaxfit.checkpoints import CheckpointFileWriter, _folder, list_steps, restore, save
+
+
+def test_a_relative_folder_is_made_absolute(tmp_path, tools, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with CheckpointFileWriter("runs/first") as writer:
+        monkeypatch.chdir("/")
+        writer(tools.make_checkpoint(2))
+    assert list_steps(tmp_path / "runs" / "first") == [2]
+
+
+def test_an_interrupted_replacement_is_taken_back(tmp_path, tools):
+    state = tools.make_state(5)
+    save(tmp_path, state)
+    (tmp_path / "5").rename(tmp_path / "replaced-5-0")
+    CheckpointFileWriter(tmp_path)
+    tools.assert_same(restore(tmp_path, state), state)
+
+
+def test_left_over_folders_of_a_killed_save_are_removed_and_others_are_not(tmp_path):
+    for name in ("saving-7-0", "saving-8-1", "deleted-3-0"):
+        (tmp_path / name / "arrays").mkdir(parents=True)
+    (tmp_path / "saving-notes").mkdir()
+    (tmp_path / "9").mkdir()
+    CheckpointFileWriter(tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["9", "saving-notes"]
+
+
+def test_everything_of_a_step_is_synced_before_it_gets_its_name_and_the_name_after(
+    tmp_path, tools, monkeypatch
+):
+    fsync, synced = os.fsync, []
+
+    def record(descriptor):
+        synced.append(os.fstat(descriptor).st_ino)
+        assert (tmp_path / "3").exists() == (synced[-1] == tmp_path.stat().st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    save(tmp_path, tools.make_checkpoint(3))
+    paths = [tmp_path, tmp_path / "3", *(tmp_path / "3").rglob("*")]
+    assert set(synced) == {path.stat().st_ino for path in paths}
+
+
+def test_a_foreign_folder_of_the_name_of_a_step_is_moved_not_lost(tmp_path, tools):
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "thesis.txt").write_text("of the user")
+    save(tmp_path, tools.make_checkpoint(3))
+    CheckpointFileWriter(tmp_path)
+    assert list_steps(tmp_path) == [3]
+    assert (tmp_path / "foreign-3-0" / "thesis.txt").read_text() == "of the user"
+
+
+def test_a_place_that_was_removed_is_not_used_again(tmp_path):
+    first = _folder.begin(tmp_path, 5)
+    shutil.rmtree(first)
+    assert _folder.begin(tmp_path, 5) != first

@@ -1,0 +1,46 @@
+"""The record of a step: JSON, validated when it is read."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_files import fill, read
+
+from flaxfit.checkpoints import _seal, list_steps, restore, save
+
+
+def test_what_is_not_json_is_refused_by_name(tmp_path, tools):
+    checkpoint = tools.make_checkpoint(1).replace(data_state=b"opaque")
+    with pytest.raises(TypeError, match="data position .* as JSON.*bytes"):
+        save(tmp_path, checkpoint)
+    assert list_steps(tmp_path) == []
+
+
+def test_numpy_numbers_count_as_json(tmp_path, tools):
+    checkpoint = tools.make_checkpoint(1, loss=jnp.float32(0.5)).replace(
+        data_state={"next": np.int64(3), "order": np.arange(2)}
+    )
+    save(tmp_path, checkpoint)
+    found = read(tmp_path)
+    assert found.data_state == {"next": 3, "order": [0, 1]}
+    assert found.metrics == {"loss": 0.5}
+
+
+@pytest.mark.parametrize("name", ["step", "key"])
+def test_a_record_that_leaves_out_what_every_state_has_is_damaged(tmp_path, name):
+    fill(tmp_path, 1)
+    record = tmp_path / "1" / "record" / "metadata"
+    content = json.loads(record.read_text())
+    del content["arrays"][name]
+    record.write_text(json.dumps(content))
+    _seal.write(tmp_path / "1")
+    with pytest.raises(ValueError, match=f"1 is damaged: it does not hold {name}"):
+        restore(tmp_path, which=1)
+
+
+def test_a_renamed_step_is_damaged(tmp_path, capfd):
+    fill(tmp_path, 1, 3)
+    (tmp_path / "3").rename(tmp_path / "9")
+    assert int(restore(tmp_path).step) == 1
+    assert "its record is that of step 3" in capfd.readouterr().err
