@@ -1,15 +1,15 @@
-"""fill: puts the arrays of a checkpoint in the places of a tree."""
+"""fill: replaces the leaves of a tree by the arrays of a checkpoint."""
 
-import difflib
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import DTypeLike
 
+from flaxfit.checkpoints._compare import nearest
 from flaxfit.importers._lazy import _READERS, LazyArray
 from flaxfit.importers._translator import CheckpointTranslator, Translation, raise_problems
 from flaxfit.tree._paths import flat, path_of
@@ -19,18 +19,18 @@ from flaxfit.tree._types import ArrayLike, PyTree
 
 def fill(
     tree: PyTree,
-    checkpoint: Mapping[str, Any],
+    checkpoint: Mapping[str, ArrayLike],
     *,
     translator: CheckpointTranslator | None = None,
     strict: bool = True,
     partial: bool | str = False,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     lazy: bool = False,
-    **opts: Any,
-) -> Any:
-    """A copy of a tree whose leaves are the arrays of a checkpoint, by "/"-joined path.
+    **opts: object,
+) -> PyTree:
+    """Returns a copy of a tree whose leaves are the arrays of a checkpoint, by "/"-joined path.
 
-    All is compared before anything is read: names that are missing, extra or taken twice and
+    Compares everything before it reads anything: names that are missing, extra or taken twice and
     shapes and kinds of numbers that differ are listed in one error.
 
     >>> params = {"Dense_0": {"kernel": jnp.zeros((2, 3)), "bias": jnp.zeros(3)}}
@@ -39,16 +39,16 @@ def fill(
     Array([1., 1., 1.], dtype=float32)
 
     Args:
-      tree: says what is expected, and where it goes: arrays, or `jax.ShapeDtypeStruct`s.
-      checkpoint: arrays by name, as the readers of this package give them.
-      translator: the rules that make the tree's names of the checkpoint's.
-      strict: False leaves out arrays of the checkpoint that have no rule or no place in the
-        tree. It relaxes nothing else.
+      tree: describes the result and its placement: arrays, or `jax.ShapeDtypeStruct`s.
+      checkpoint: arrays by name, as the readers of this package return them.
+      translator: the rules that turn the checkpoint's names into the tree's.
+      strict: False skips arrays of the checkpoint that have no rule or no leaf in the tree. It
+        relaxes nothing else.
       partial: whether leaves that the checkpoint lacks keep their values: True, or a pattern that
         matches their whole paths, such as "head/.*".
-      dtype: what floating arrays are cast to; None is the dtype of the leaf.
+      dtype: the dtype to cast floating arrays to; None is that of the leaf.
       lazy: whether to leave `LazyArray`s in the tree instead of reading them.
-      **opts: handed to the rules.
+      **opts: passed to the rules.
 
     Raises:
       ValueError: the checkpoint and the tree do not fit.
@@ -66,19 +66,18 @@ def fill_from(
     *,
     strict: bool,
     partial: bool | str,
-    dtype: Any,
+    dtype: DTypeLike | None,
     lazy: bool,
-) -> Any:
-    """What `fill` does once the rules have been applied."""
+) -> PyTree:
+    """Fills a tree as `fill` does, from a checkpoint whose names are translated."""
     leaves = flat(tree)
     problems = translation.problems(strict) + _misfits(translation, leaves, strict, partial)
     raise_problems(problems, "fill the tree from the checkpoint")
 
-    def place(path: str) -> PyTree:
-        leaf = leaves[path]
+    def place(path: str) -> ArrayLike:
         if path not in translation.values:
-            return leaf
-        return _place(translation.values[path], leaf, dtype, lazy)
+            return leaves[path]
+        return _place(translation.values[path], leaves[path], dtype, lazy)
 
     with ThreadPoolExecutor(_READERS) as threads:
         placed = dict(zip(leaves, threads.map(place, leaves), strict=True))
@@ -86,15 +85,15 @@ def fill_from(
 
 
 def _misfits(
-    translation: Translation, leaves: Mapping[str, PyTree], strict: bool, partial: bool | str
+    translation: Translation, leaves: Mapping[str, ArrayLike], strict: bool, partial: bool | str
 ) -> list[str]:
-    """How the arrays of a checkpoint differ from the leaves of a tree, a line each."""
+    """Lists the differences between a checkpoint and a tree, one a line."""
     values = translation.values
     missing = [p for p, leaf in leaves.items() if p not in values and not _kept(p, leaf, partial)]
     extra = [name for name in values if name not in leaves] if strict else []
-    lines = [f"{path} is not in the checkpoint{_nearest(path, extra)}" for path in missing]
+    lines = [f"{path} is not in the checkpoint{nearest(path, extra)}" for path in missing]
     lines += [
-        f"{name}{_source(name, translation)} has no place here{_nearest(name, missing)}"
+        f"{name}{_source(name, translation)} has no place here{nearest(name, missing)}"
         for name in extra
     ]
     for path, leaf in leaves.items():
@@ -108,8 +107,8 @@ def _misfits(
     return lines
 
 
-def _place(value: Any, leaf: ArrayLike, dtype: Any, lazy: bool) -> Any:
-    """One array of the checkpoint as the kind of leaf that it takes the place of."""
+def _place(value: ArrayLike, leaf: ArrayLike, dtype: DTypeLike | None, lazy: bool) -> ArrayLike:
+    """Converts an array of the checkpoint to the kind of leaf that it replaces."""
     wanted = _described(leaf)[1]
     if dtype is not None and _kind(wanted) == "float":
         wanted = np.dtype(dtype)
@@ -128,19 +127,19 @@ def _place(value: Any, leaf: ArrayLike, dtype: Any, lazy: bool) -> Any:
     return array if sharding is None else put(array, sharding)
 
 
-def _described(value: Any) -> tuple[tuple[int, ...], np.dtype]:
+def _described(value: ArrayLike) -> tuple[tuple[int, ...], np.dtype]:
     value = value if hasattr(value, "shape") else np.asarray(value)
     return tuple(value.shape), value.dtype
 
 
-def _kind(dtype: Any) -> str:
-    """Which dtypes may be cast to one another: those of the same kind of numbers."""
+def _kind(dtype: np.dtype) -> str:
+    """Returns the kind of numbers, within which arrays may be cast."""
     kinds = {"float": jnp.floating, "integer": jnp.integer, "complex": jnp.complexfloating}
     return next((name for name, kind in kinds.items() if jnp.issubdtype(dtype, kind)), str(dtype))
 
 
 def _kept(path: str, leaf: ArrayLike, partial: bool | str) -> bool:
-    """Whether a leaf that the checkpoint lacks may, and can, keep its value."""
+    """Whether a leaf that the checkpoint lacks may keep its value, and has one."""
     allowed = re.fullmatch(partial, path) if isinstance(partial, str) else partial
     return bool(allowed) and not isinstance(leaf, jax.ShapeDtypeStruct)
 
@@ -148,8 +147,3 @@ def _kept(path: str, leaf: ArrayLike, partial: bool | str) -> bool:
 def _source(name: str, translation: Translation) -> str:
     old = translation.sources.get(name, name)
     return "" if old == name else f" (from {old})"
-
-
-def _nearest(name: str, others: list[str]) -> str:
-    close = difflib.get_close_matches(name, others, n=1, cutoff=0.8) if len(others) < 500 else []
-    return f" (nearest: {close[0]})" if close else ""

@@ -23,7 +23,7 @@ _BY_SUFFIX: dict[str, Callable[..., dict[str, LazyArray]]] = {
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
-    """Opens a checkpoint with the reader that its name, or what its folder holds, asks for.
+    """Opens a checkpoint with the reader for its suffix, or for the content of its folder.
 
     >>> import tempfile
     >>> import numpy as np
@@ -38,7 +38,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
-      UnreadableFile: it is damaged, or of a kind that is not supported.
+      UnreadableFile: it is damaged, or of an unsupported kind.
     """
     path = local_path(path)
     if path.suffix in _BY_SUFFIX and not path.is_dir():

@@ -3,14 +3,12 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from flax import serialization
 
-from flaxfit.importers._dtypes import as_dtype
 from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
-from flaxfit.importers._unreadable import reading, require
+from flaxfit.importers._unreadable import as_dtype, reading, require
 from flaxfit.tree._checks import local_path
 from flaxfit.tree._types import ArrayLike, PyTree
 
@@ -42,23 +40,19 @@ def load_msgpack(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
         return arrays
 
 
-def read_tree(path: Path) -> Any:
+def read_tree(path: Path) -> PyTree:
     """Reads dicts and lists of numbers, strings, None and NumPy arrays."""
     return serialization.msgpack_restore(path.read_bytes())
 
 
 def as_lazy(leaf: ArrayLike) -> LazyArray:
-    """Converts an array or a scalar to a lazy array.
-
-    Raises:
-      ValueError: it is not numeric.
-    """
+    """Converts a numeric array or scalar to a lazy array."""
     array = np.asarray(leaf)
     as_dtype(array.dtype.name)
     return LazyThreadPoolArray(array.shape, array.dtype, lambda: array)
 
 
-def _leaves(tree: PyTree, path: str) -> Iterator[tuple[str, Any]]:
+def _leaves(tree: PyTree, path: str) -> Iterator[tuple[str, ArrayLike]]:
     if isinstance(tree, dict | list):
         for name, branch in tree.items() if isinstance(tree, dict) else enumerate(tree):
             require(isinstance(name, str | int), f"it has the key {name!r:.100}")

@@ -1,4 +1,4 @@
-"""load_npz: NumPy's archives of arrays, without pickle."""
+"""load_npz: reads NumPy's archives of arrays, without pickle."""
 
 import math
 import os
@@ -8,21 +8,20 @@ from typing import IO
 
 import numpy as np
 
-from flaxfit.importers._dtypes import as_dtype
 from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
-from flaxfit.importers._unreadable import reading, require
+from flaxfit.importers._unreadable import as_dtype, reading, require
 from flaxfit.tree._checks import local_path
 
 _KIND = "an .npz file of numbers"
 _MOST_GROWTH = 1100
-"""Deflate makes at most 1032 bytes of one: what claims more is made up."""
+"""Deflate expands one byte to at most 1032: a larger stated size is false."""
 
 
 def load_npz(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     """Opens the arrays of an `.npz` file that `np.savez` or `np.savez_compressed` wrote.
 
-    Two bytes of which NumPy does not know the kind are bfloat16, which it saves as such. Arrays
-    of objects are refused: reading them would run code of the file.
+    A dtype of two bytes and unknown kind is bfloat16, which NumPy saves like that. Arrays of
+    objects are refused: reading them would run code in the file.
 
     >>> import tempfile
     >>> path = tempfile.mkdtemp() + "/weights.npz"
@@ -32,7 +31,7 @@ def load_npz(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
 
     Raises:
       FileNotFoundError: there is no such file.
-      UnreadableFile: it is damaged, or holds something else than numbers.
+      UnreadableFile: it is damaged, or holds more than numbers.
     """
     path = local_path(path)
     with reading(path, _KIND, NotImplementedError, RuntimeError), zipfile.ZipFile(path) as archive:
@@ -71,9 +70,9 @@ def _lazy(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Lazy
 
 
 def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Shape, order and dtype of an array in NumPy's format."""
+    """Reads shape, order and dtype of an array in NumPy's format."""
     version = np.lib.format.read_magic(file)
-    # The third version differs from the second by names of fields, which numbers do not have.
+    # Version 3 differs from 2 by names of fields, which numbers do not have.
     require(version in ((1, 0), (2, 0)), f"it has the unknown version {version}")
     read = np.lib.format.read_array_header_1_0
     if version == (2, 0):

@@ -3,12 +3,12 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from flaxfit.importers._lazy import LazyArray
 from flaxfit.importers._tensorstore import file_store, open_stores
 from flaxfit.importers._unreadable import reading, require
 from flaxfit.tree._checks import local_path
+from flaxfit.tree._types import Json
 
 _KIND = "an Orbax checkpoint"
 _TREE = "_METADATA"
@@ -54,7 +54,7 @@ def load_orbax(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
         in_one_store = description.get("use_ocdbt", (folder / "manifest.ocdbt").exists())
         # A missing chunk means zeros, unless the writer stores zeros too.
         is_whole = bool(description.get("store_array_data_equal_to_fill_value"))
-        specs: dict[str, dict[str, Any]] = {}
+        specs: dict[str, dict[str, Json]] = {}
         for entry in description["tree_metadata"].values():
             if entry["value_metadata"]["value_type"] not in _ARRAYS:
                 continue
@@ -70,7 +70,7 @@ def load_orbax(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     return open_stores(specs, folder, _KIND)
 
 
-def _inside(folder: Path, name: str) -> dict[str, Any]:
+def _inside(folder: Path, name: str) -> dict[str, Json]:
     """Returns the spec of an array inside the single OCDBT store of a checkpoint."""
     return {
         "driver": "ocdbt",

@@ -1,12 +1,13 @@
 """t5_translator: from the names that mesh-TensorFlow gave to T5's variables to T5X's.
 
-It serves T5 and T5 v1.1, models of a decoder alone, and Adafactor's statistics.
+It covers T5 and T5 v1.1, decoder-only models, and Adafactor's statistics.
 
 Parameters become `target/...`, statistics `state/param_states/.../v | v_row | v_col | m`, the
-step `state/step`; where there are statistics, those that Adafactor keeps as a single zero are
-added. The option `relative_bias` says whether the layers of a tower share their relative position
-bias: "shared", "per_layer", or a dict of these by tower ("encoder", "decoder"). Without it, a bias
-in the first layer alone is shared. `t5_translator.inverse` gives parameters their old names.
+step `state/step`; where a parameter has statistics, those that Adafactor keeps as a single zero
+are added. The option `relative_bias` says whether the layers of a tower share their relative
+position bias: "shared", "per_layer", or a dict of these by tower ("encoder", "decoder"). Without
+it, a bias in the first layer only is shared. `t5_translator.inverse` restores the old names of
+parameters.
 
 >>> t5_translator.dry_run({"shared/embedding": np.zeros((32, 8)), "global_step": np.array(10)})
 shared/embedding  -> target/token_embedder/embedding  (32, 8)  float64
@@ -15,13 +16,19 @@ global_step       -> state/step                       ()       int32
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
-from flaxfit.importers._t5_slots import SLOTS, add_dummies, turn_squares
 from flaxfit.importers._translator import CheckpointTranslator
-from flaxfit.tree._types import PyTree
+from flaxfit.tree._types import ArrayLike
+
+Arrays: TypeAlias = Mapping[str, ArrayLike]
+Naming: TypeAlias = Callable[..., str]
+
+SLOTS = {"_slot_v": "v", "_slot_vr": "v_row", "_slot_vc": "v_col", "_slot_m": "m"}
+"""T5X's names of statistics by the suffixes of mesh-TensorFlow's names."""
+PREFIX = "state/param_states/"
 
 t5_translator = CheckpointTranslator()
 _TOWERS = {"encoder": "encoder", "decoder": "decoder", "transformer": "decoder"}
@@ -40,25 +47,36 @@ _NORMS = {
 }
 
 
-def _add(pattern: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
-    """Adds a rule for a parameter, given how its new path is made, and for its statistics."""
+def _add(pattern: str) -> Callable[[Naming], Naming]:
+    """Adds a rule for a parameter and its statistics, given the function that names it."""
 
-    def register(path_of: Callable[..., str]) -> Callable[..., str]:
+    def register(path_of: Naming) -> Naming:
         @t5_translator.add(f"{pattern}({'|'.join(SLOTS)})?")
-        def rule(opts: Any, name: str, value: Any, *groups: str) -> tuple[str, Any]:
+        def rule(opts: object, name: str, value: ArrayLike, *groups: str) -> tuple[str, ArrayLike]:
             *rest, slot = groups
             path = path_of(*rest)
-            if slot:
-                return f"state/param_states/{path}/{SLOTS[slot]}", value
-            return f"target/{path}", value
+            return f"{PREFIX}{path}/{SLOTS[slot]}" if slot else f"target/{path}", value
 
         return path_of
 
     return register
 
 
+def _add_inverse(pattern: str) -> Callable[[Naming], Naming]:
+    """Adds a rule of the inverse, given the function that names the array."""
+
+    def register(old_name: Naming) -> Naming:
+        @t5_translator.inverse.add(pattern)
+        def rule(opts: object, name: str, value: ArrayLike, *groups: str) -> tuple[str, ArrayLike]:
+            return old_name(*groups), value
+
+        return old_name
+
+    return register
+
+
 @t5_translator.add("global_step")
-def _step(opts: Any, name: str, value: Any) -> tuple[str, Any]:
+def _step(opts: object, name: str, value: ArrayLike) -> tuple[str, ArrayLike]:
     return "state/step", np.asarray(value).astype(np.int32)
 
 
@@ -105,10 +123,8 @@ def _logits() -> str:
 
 
 @t5_translator.add_last_step
-def _share_relative_bias(
-    opts: Mapping[str, Any], values: Mapping[str, PyTree]
-) -> Mapping[str, Any]:
-    """Takes a bias that all layers share out of the first of them."""
+def _share_relative_bias(opts: Mapping[str, object], values: Arrays) -> Arrays:
+    """Moves a bias that all layers share from the first layer to the tower."""
     asked = opts.get("relative_bias")
     for tower in ("encoder", "decoder"):
         in_layer = rf"(.*/)?{tower}/layers_(\d+)/relpos_bias/(.*)"
@@ -130,74 +146,90 @@ def _share_relative_bias(
     return values
 
 
-t5_translator.add_last_step(turn_squares)
-t5_translator.add_last_step(add_dummies)
+@t5_translator.add_last_step
+def _swap_square_statistics(opts: object, values: Arrays) -> Arrays:
+    """Swaps the statistics of rows and columns of square matrices.
+
+    mesh-TensorFlow's `vr` lacks the largest dimension, of two equal ones the first; the `v_row` of
+    T5X and optax lacks the second. Their shapes are equal, so no other check would notice.
+    """
+    swapped = dict(values)
+    for name, value in values.items():
+        row, column = f"{_statistics_of(name)}/v_row", f"{_statistics_of(name)}/v_col"
+        is_square = len(value.shape) == 2 and value.shape[0] == value.shape[1]
+        if name.startswith("target/") and is_square and row in values and column in values:
+            swapped[row], swapped[column] = values[column], values[row]
+    return swapped
 
 
-_BACK = t5_translator.inverse
+@t5_translator.add_last_step
+def _add_unused_statistics(opts: object, values: Arrays) -> Arrays:
+    """Adds the single zeros that Adafactor keeps for statistics that it does not use."""
+    added = dict(values)
+    for name in values:
+        statistics = [f"{_statistics_of(name)}/{slot}" for slot in SLOTS.values()]
+        if name.startswith("target/") and any(each in values for each in statistics):
+            for each in statistics:
+                added.setdefault(each, np.zeros(1, np.float32))
+    return added
 
 
-@_BACK.add("state/step")
-def _step_back(opts: Any, name: str, value: Any) -> tuple[str, Any]:
-    return "global_step", value
+def _statistics_of(name: str) -> str:
+    return PREFIX + name.removeprefix("target/")
 
 
-@_BACK.add("target/token_embedder/embedding")
-def _embedding_back(opts: Any, name: str, value: Any) -> tuple[str, Any]:
-    return "shared/embedding", value
+@_add_inverse("state/step")
+def _old_step() -> str:
+    return "global_step"
 
 
-@_BACK.add("target/decoder/token_embedder/embedding")
-def _decoder_embedding_back(opts: Any, name: str, value: Any) -> tuple[str, Any]:
-    return "decoder/embedding", value
+@_add_inverse("target/token_embedder/embedding")
+def _old_shared_embedding() -> str:
+    return "shared/embedding"
 
 
-@_BACK.add(r"target/(encoder|decoder)/(?:layers_(\d+)/)?relpos_bias/rel_embedding")
-def _bias_back(opts: Any, name: str, value: Any, tower: str, layer: str | None) -> tuple[str, Any]:
-    block = f"{tower}/block_{int(layer or 0):03d}"
-    return f"{block}/layer_000/SelfAttention/relative_attention_bias", value
+@_add_inverse("target/decoder/token_embedder/embedding")
+def _old_embedding() -> str:
+    return "decoder/embedding"
 
 
-@_BACK.add(r"target/(encoder|decoder)/layers_(\d+)/(\w*attention)/(query|key|value|out)/kernel")
-def _attention_back(
-    opts: Any, name: str, value: Any, tower: str, layer: str, attention: str, matrix: str
-) -> tuple[str, Any]:
+@_add_inverse(r"target/(encoder|decoder)/(?:layers_(\d+)/)?relpos_bias/rel_embedding")
+def _old_relative_bias(tower: str, layer: str | None) -> str:
+    return f"{_block(tower, layer or 0)}/layer_000/SelfAttention/relative_attention_bias"
+
+
+@_add_inverse(r"target/(encoder|decoder)/layers_(\d+)/(\w*attention)/(query|key|value|out)/kernel")
+def _old_attention(tower: str, layer: str, attention: str, matrix: str) -> str:
     is_cross = attention == "encoder_decoder_attention"
     kind = "EncDecAttention" if is_cross else "SelfAttention"
     letter = "o" if matrix == "out" else matrix[0]
-    return f"{tower}/block_{int(layer):03d}/layer_{int(is_cross):03d}/{kind}/{letter}", value
+    return f"{_block(tower, layer)}/layer_{int(is_cross):03d}/{kind}/{letter}"
 
 
-@_BACK.add(r"target/(encoder|decoder)/layers_(\d+)/mlp/(\w+)/kernel")
-def _mlp_back(
-    opts: Any, name: str, value: Any, tower: str, layer: str, matrix: str
-) -> tuple[str, Any]:
+@_add_inverse(r"target/(encoder|decoder)/layers_(\d+)/mlp/(\w+)/kernel")
+def _old_mlp(tower: str, layer: str, matrix: str) -> str:
     number = len(_NORMS[tower]) - 1
-    block = f"{tower}/block_{int(layer):03d}/layer_{number:03d}"
-    return f"{block}/DenseReluDense/{matrix}/kernel", value
+    return f"{_block(tower, layer)}/layer_{number:03d}/DenseReluDense/{matrix}/kernel"
 
 
-@_BACK.add(r"target/(encoder|decoder)/layers_(\d+)/(pre_\w+_layer_norm)/scale")
-def _norm_back(
-    opts: Any, name: str, value: Any, tower: str, layer: str, norm: str
-) -> tuple[str, Any]:
-    number = _NORMS[tower].index(norm)
-    return f"{tower}/block_{int(layer):03d}/layer_{number:03d}/rms_norm/scale", value
+@_add_inverse(r"target/(encoder|decoder)/layers_(\d+)/(pre_\w+_layer_norm)/scale")
+def _old_norm(tower: str, layer: str, norm: str) -> str:
+    return f"{_block(tower, layer)}/layer_{_NORMS[tower].index(norm):03d}/rms_norm/scale"
 
 
-@_BACK.add(r"target/(encoder|decoder)/\w+_norm/scale")
-def _final_norm_back(opts: Any, name: str, value: Any, tower: str) -> tuple[str, Any]:
-    return f"{tower}/rms_norm/scale", value
+@_add_inverse(r"target/(encoder|decoder)/\w+_norm/scale")
+def _old_final_norm(tower: str) -> str:
+    return f"{tower}/rms_norm/scale"
 
 
-@_BACK.add("target/decoder/logits_dense/kernel")
-def _logits_back(opts: Any, name: str, value: Any) -> tuple[str, Any]:
-    return "decoder/logits/kernel", value
+@_add_inverse("target/decoder/logits_dense/kernel")
+def _old_logits() -> str:
+    return "decoder/logits/kernel"
 
 
-@_BACK.add_last_step
-def _decoder_alone(opts: Any, values: Mapping[str, PyTree]) -> Mapping[str, Any]:
-    """Names a decoder alone, which has embeddings of its own and no cross attention."""
+@t5_translator.inverse.add_last_step
+def _name_decoder_only(opts: object, values: Arrays) -> Arrays:
+    """Names a decoder-only model, which has its own embeddings and no cross attention."""
     if "decoder/embedding" not in values:
         return values
 
@@ -206,3 +238,7 @@ def _decoder_alone(opts: Any, values: Mapping[str, PyTree]) -> Mapping[str, Any]
         return re.sub("^decoder/", "transformer/", name)
 
     return {named(name): value for name, value in values.items()}
+
+
+def _block(tower: str, layer: str | int) -> str:
+    return f"{tower}/block_{int(layer):03d}"

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from flaxfit.importers._msgpack import as_lazy, read_tree
 from flaxfit.importers._tensorstore import file_store, open_stores
 from flaxfit.importers._unreadable import UnreadableFile, reading, require
 from flaxfit.tree._checks import local_path
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import ArrayLike, Json, PyTree
 
 _KIND = "a T5X checkpoint"
 _INDEX = "checkpoint"
@@ -55,7 +54,7 @@ def load_t5x(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     if not is_t5x(path):
         raise UnreadableFile(f"Cannot read {index}: it is not the index of {_KIND}.")
     arrays: dict[str, LazyArray] = {}
-    specs: dict[str, dict[str, Any]] = {}
+    specs: dict[str, dict[str, Json]] = {}
     with reading(index, _KIND):
         tree = read_tree(index)
         for old_name, leaf in _leaves(tree, ()):
@@ -73,7 +72,7 @@ def load_t5x(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     return arrays
 
 
-def _leaves(tree: PyTree, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def _leaves(tree: PyTree, keys: tuple[str, ...]) -> Iterator[tuple[str, PyTree]]:
     if isinstance(tree, list):
         tree = {str(number): branch for number, branch in enumerate(tree)}
     if isinstance(tree, dict) and not _is_spec(tree):
@@ -88,7 +87,7 @@ def _is_spec(tree: dict[str, PyTree]) -> bool:
     return isinstance(tree.get("driver"), str) and isinstance(tree.get("kvstore"), dict)
 
 
-def _folder_of(spec: dict[str, Any]) -> str:
+def _folder_of(spec: dict[str, Json]) -> str:
     """Returns the folder of an array: the last part of the path it was written to."""
     require(spec["driver"] == "zarr", f"an array has the unknown driver {spec['driver']:.100}")
     path = spec["kvstore"].get("path") or spec.get("path") or ""

@@ -1,35 +1,34 @@
-"""Lazy arrays over the Zarr stores in which T5X and Orbax keep theirs."""
+"""Lazy arrays in Zarr stores, which T5X and Orbax write."""
 
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flaxfit.importers._lazy import LazyArray, LazyAwaitableArray
 from flaxfit.importers._unreadable import reading, require
+from flaxfit.tree._types import Json
 
 _MOST_GROWTH = 1000
 _ALWAYS_FINE = 1 << 28
 _MOST_CHUNKS = 1 << 20
 
 
-def file_store(folder: Path, name: str) -> dict[str, Any]:
-    """Where an array lies that has a folder of its own."""
+def file_store(folder: Path, name: str) -> dict[str, Json]:
+    """Returns the spec of the store of an array that has a folder of its own."""
     place = (folder / name).resolve()
     require(place.is_relative_to(folder.resolve()), f"{name:.100} lies outside of the folder")
     return {"driver": "file", "path": f"{place}/"}
 
 
 def open_stores(
-    specs: Mapping[str, Mapping[str, Any]], folder: Path, kind: str, *, old_bfloat16: bool = False
+    specs: Mapping[str, Mapping[str, Json]], folder: Path, kind: str, *, old_bfloat16: bool = False
 ) -> dict[str, LazyArray]:
-    """Opens stores, all at the same time; their arrays are read when they are asked for.
+    """Opens TensorStore's specs by the names of their arrays, all at the same time.
 
-    Args:
-      specs: what TensorStore has to open, by the names of the arrays.
-      folder: the checkpoint that the stores are part of.
-      kind: what the folder should be, for messages.
-      old_bfloat16: whether uint16 means bfloat16.
+    `old_bfloat16` reads uint16 as bfloat16. `folder` and `kind` are for messages.
     """
     import tensorstore
 
@@ -38,7 +37,7 @@ def open_stores(
             name: tensorstore.open(dict(spec), open=True, read=True) for name, spec in specs.items()
         }
         stores = {name: store.result() for name, store in opening.items()}
-        # An array may state any shape: what was not written reads as zeros.
+        # An array may state any shape, as parts that were not written are read as zeros.
         limit = _ALWAYS_FINE + _MOST_GROWTH * _bytes_in(folder)
         for name, store in stores.items():
             item = store.dtype.numpy_dtype.itemsize
@@ -53,7 +52,7 @@ def open_stores(
 
 
 def _lazy(name: str, store: Any, folder: Path, kind: str, old_bfloat16: bool) -> LazyArray:
-    async def read() -> Any:
+    async def read() -> np.ndarray:
         with reading(f"{name} of {folder}", kind, NotImplementedError):
             return await store.read()
 

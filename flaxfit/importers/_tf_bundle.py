@@ -1,27 +1,24 @@
 """load_tf_ckpt: reads TensorFlow's checkpoints (tensor bundles) without TensorFlow."""
 
-import dataclasses
 import math
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from flaxfit.importers._bundle_entry import Entry, n_shards_in, place_of, read_entry, slice_key
 from flaxfit.importers._crc32c import crc32c, unmasked
 from flaxfit.importers._lazy import LazyArray, LazyThreadPoolArray
-from flaxfit.importers._slices import Extent, place_of, read_slice, slice_key
 from flaxfit.importers._table import read_table
 from flaxfit.importers._unreadable import UnreadableFile, reading, require
-from flaxfit.importers._varint import fields, integer, message
 from flaxfit.tree._checks import local_path
 
 _KIND = "a TensorFlow checkpoint (version 2)"
 _TEXT = 7
-_DTYPES: Mapping[int, Any] = {
+_DTYPES: Mapping[int, type[np.generic]] = {
     1: np.float32,
     2: np.float64,
     3: np.int32,
@@ -42,38 +39,24 @@ _DTYPES: Mapping[int, Any] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    """What the index says about one variable, or one part of one."""
-
-    dtype: int = 0
-    shape: tuple[int, ...] = ()
-    shard: int = 0
-    offset: int = 0
-    size: int = 0
-    checksum: int | None = None
-    slices: tuple[list[Extent], ...] = ()
-
-
 def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
-    """Opens a checkpoint that TensorFlow's savers wrote; needs no TensorFlow.
+    """Opens a checkpoint that TensorFlow's savers wrote, without TensorFlow.
 
-    The index is read at once, each array when it is asked for, and then compared with its
-    checksum. Partitioned variables are put together. Text (such as the object graph of newer
-    checkpoints) is left out.
+    Reads the index at once, and each array when it is accessed, verifying its checksum. Joins
+    partitioned variables. Leaves out text, such as the object graph of newer checkpoints.
 
     >>> load_tf_ckpt("no_such_folder/model.ckpt-1000")
     Traceback (most recent call last):
     FileNotFoundError: No TensorFlow checkpoint at no_such_folder/model.ckpt-1000: ...
 
     Args:
-      path: the prefix of its files ("folder/model.ckpt-1000"), any one of them, or a folder, whose
-        `checkpoint` file then names the newest. The files are always those of the given folder,
-        even where that text names the folder they were copied from.
+      path: the prefix of its files ("folder/model.ckpt-1000"), any one of them, or a folder whose
+        `checkpoint` file names the newest prefix. The files are always read from the given folder,
+        even if that file names another one, from which they were copied.
 
     Raises:
       FileNotFoundError: there is no such checkpoint.
-      UnreadableFile: it is damaged, or of a kind that is not supported.
+      UnreadableFile: it is damaged, or of an unsupported kind.
     """
     prefix = _prefix(local_path(path))
     index = Path(f"{prefix}.index")
@@ -84,19 +67,19 @@ def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
         )
     with reading(index, _KIND):
         table = dict(read_table(index.read_bytes()))
-        n_shards = _n_shards(table.get(b"", b""))
+        n_shards = n_shards_in(table.get(b"", b""))
         arrays: dict[str, LazyArray] = {}
         for key, value in table.items():
             if key[:1] in (b"", b"\0"):  # The header, and the parts of partitioned variables.
                 continue
-            name, entry = key.decode(), _entry(value)
+            name, entry = key.decode(), read_entry(value)
             if entry.dtype != _TEXT:
                 arrays[name] = _lazy(prefix, n_shards, name, entry, table)
         return arrays
 
 
 def _prefix(path: Path) -> Path:
-    """The common start of the paths of a checkpoint's files."""
+    """Returns the common prefix of the paths of a checkpoint's files."""
     if not path.is_dir():
         return path.with_name(re.sub(r"\.(index|meta|data-\d+-of-\d+)$", "", path.name))
     try:
@@ -116,39 +99,8 @@ def _prefix(path: Path) -> Path:
     )
 
 
-def _n_shards(header: bytes) -> int:
-    values = dict(fields(header))
-    require(values.get(2, 0) == 0, "it was written on a big-endian machine")
-    n_shards = integer(values.get(1, 1))
-    require(0 < n_shards < 100_000, f"it states {n_shards} data files")
-    return n_shards
-
-
-def _entry(entry: bytes) -> _Entry:
-    numbers: dict[int, int] = {}
-    shape: tuple[int, ...] = ()
-    slices = []
-    for number, value in fields(entry):
-        if number == 2:
-            dims = [message(dim) for n, dim in fields(message(value)) if n == 2]
-            shape = tuple(integer(dict(fields(dim)).get(1, 0)) for dim in dims)
-        elif number == 7:
-            slices.append(read_slice(message(value)))
-        else:
-            numbers[number] = integer(value)
-    return _Entry(
-        dtype=numbers.get(1, 0),
-        shape=shape,
-        shard=numbers.get(3, 0),
-        offset=numbers.get(4, 0),
-        size=numbers.get(5, 0),
-        checksum=numbers.get(6),
-        slices=tuple(slices),
-    )
-
-
 def _lazy(
-    prefix: Path, n_shards: int, name: str, entry: _Entry, table: Mapping[bytes, bytes]
+    prefix: Path, n_shards: int, name: str, entry: Entry, table: Mapping[bytes, bytes]
 ) -> LazyArray:
     if entry.dtype not in _DTYPES:
         raise UnreadableFile(
@@ -158,7 +110,7 @@ def _lazy(
     dtype = np.dtype(_DTYPES[entry.dtype])
     parts = [(entry, ())]
     if entry.slices:
-        found = [_entry(table[slice_key(name, extents)]) for extents in entry.slices]
+        found = [read_entry(table[slice_key(name, extents)]) for extents in entry.slices]
         places = [place_of(extents, entry.shape) for extents in entry.slices]
         parts = list(zip(found, places, strict=True))
     sizes = [part.size for part, _ in parts]
@@ -177,7 +129,7 @@ def _lazy(
     return LazyThreadPoolArray(entry.shape, dtype, read)
 
 
-def _read(prefix: Path, n_shards: int, entry: _Entry, dtype: np.dtype) -> np.ndarray:
+def _read(prefix: Path, n_shards: int, entry: Entry, dtype: np.dtype) -> np.ndarray:
     path = Path(f"{prefix}.data-{entry.shard:05d}-of-{n_shards:05d}")
     if not path.is_file():
         raise UnreadableFile(f"Cannot read {prefix}: its data file {path.name} is missing.")

@@ -3,40 +3,40 @@
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
-from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree._types import ArrayLike, Function
 
-Rule = Callable[..., tuple[str | None, Any] | None]
+Rule: TypeAlias = Callable[..., tuple[str | None, ArrayLike] | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """What rules make of a checkpoint: the new arrays, where each is from, what is wrong."""
+    """The result of applying rules: arrays by new name, their old names, and the problems."""
 
-    values: Mapping[str, PyTree]
+    values: Mapping[str, ArrayLike]
     sources: Mapping[str, str]
     dropped: list[str]
     unmatched: list[str]
     collisions: Mapping[str, list[str]]
 
     def problems(self, strict: bool = True) -> list[str]:
-        """What keeps the translation from being used, a line each."""
+        """Lists the problems that prevent the use of the translation, one a line."""
         lines = [f"{name}: no rule matches this name" for name in self.unmatched if strict]
         lines += [f"{' and '.join(olds)} all become {new}" for new, olds in self.collisions.items()]
         return lines
 
 
 class CheckpointTranslator:
-    r"""Translates the names, and where needed the values, of a checkpoint by rules.
+    r"""Translates the names, and if needed the values, of a checkpoint by rules.
 
-    A rule is a function of `(opts, name, value, *groups)` under a regular expression that has to
-    match a whole name; the groups are those of the expression. It returns the new name and value,
-    or None to drop the array. The first rule that matches wins; a name that none matches is an
-    error. Values may be lazy: what `T`, `reshape`, `transpose` and `astype` do is done when they
-    are read.
+    A rule is a function of `(opts, name, value, *groups)` with a regular expression that must match
+    a whole name; the groups are those of the expression. It returns the new name and value, or None
+    to drop the array. The first rule that matches wins; a name that no rule matches is an error.
+    Values may be lazy: `T`, `reshape`, `transpose` and `astype` are then applied when they are
+    read.
 
     >>> translator = CheckpointTranslator()
     >>> @translator.add(r"fc(\d+)\.weight")
@@ -59,7 +59,7 @@ class CheckpointTranslator:
         self._inverse: CheckpointTranslator | None = None
 
     def add(self, pattern: str) -> Callable[[Rule], Rule]:
-        """Decorates a function that becomes the rule for names that the pattern matches whole."""
+        """Decorates the rule for names that the pattern matches as a whole."""
 
         def register(rule: Rule) -> Rule:
             self.rules.append((re.compile(pattern), rule))
@@ -68,41 +68,41 @@ class CheckpointTranslator:
         return register
 
     def add_last_step(self, function: Function) -> Function:
-        """Decorates a function of `(opts, values)` that is given all that the rules made.
+        """Decorates a function of `(opts, values)` that is called with all results of the rules.
 
-        It returns the dict to go on with: the place for what takes more than one array to decide.
+        It returns the dict to continue with, for decisions that need more than one array.
         """
         self._last_steps.append(function)
         return function
 
     @property
     def inverse(self) -> "CheckpointTranslator":
-        """The translator for the way back, with rules of its own.
+        """The translator for the opposite direction, with rules of its own.
 
-        `@translator.inverse.add(...)` says how to undo a rule; `translator.inverse.apply(...)`
-        then writes names as they were, for export.
+        `@translator.inverse.add(...)` adds a rule that undoes one; `translator.inverse.apply(...)`
+        restores the old names, for export.
         """
         if self._inverse is None:
             self._inverse = CheckpointTranslator()
             self._inverse._inverse = self
         return self._inverse
 
-    def apply(self, checkpoint: Mapping[str, Any], **opts: Any) -> dict[str, Any]:
+    def apply(self, checkpoint: Mapping[str, ArrayLike], **opts: object) -> dict[str, ArrayLike]:
         """Translates a checkpoint.
 
         Args:
           checkpoint: arrays, lazy or not, by name.
-          **opts: handed to every rule, as one dict.
+          **opts: passed to every rule, as one dict.
 
         Raises:
-          ValueError: names that no rule matches, and names that become the same; all are listed.
+          ValueError: lists names that no rule matches, and names that become the same.
         """
         translation = self.translate(checkpoint, **opts)
         raise_problems(translation.problems(), "translate the checkpoint")
         return dict(translation.values)
 
-    def dry_run(self, checkpoint: Mapping[str, Any], **opts: Any) -> None:
-        """Prints a table: old name, new name, shape and dtype. Nothing is read."""
+    def dry_run(self, checkpoint: Mapping[str, ArrayLike], **opts: object) -> None:
+        """Prints a table of old name, new name, shape and dtype, without reading arrays."""
         translation = self.translate(checkpoint, **opts)
         sources = translation.sources
         rows = [(sources.get(n, "(added)"), n, v) for n, v in translation.values.items()]
@@ -119,8 +119,8 @@ class CheckpointTranslator:
             old, *rest = (c.ljust(width) for c, width in zip(cells, widths, strict=True))
             print(f"{old}  -> {'  '.join(rest)}".rstrip())
 
-    def translate(self, checkpoint: Mapping[str, Any], **opts: Any) -> Translation:
-        """Translates as far as the rules go, and keeps what is wrong instead of raising."""
+    def translate(self, checkpoint: Mapping[str, ArrayLike], **opts: object) -> Translation:
+        """Translates a checkpoint, and returns problems instead of raising them."""
         values, olds_of, dropped, unmatched = {}, {}, [], []
         options = _Options(opts)
         for name, value in checkpoint.items():
@@ -136,7 +136,7 @@ class CheckpointTranslator:
             olds_of.setdefault(new_name, []).append(name)
             values.setdefault(new_name, new_value)
         collisions = {new: olds for new, olds in olds_of.items() if len(olds) > 1}
-        # The last steps may rename: an array is then known by what it is.
+        # The last steps may rename arrays, which are then identified by their object.
         origins = {id(value): olds_of[new][0] for new, value in values.items()}
         result = dict(values)
         for step in self._last_steps:
@@ -145,10 +145,10 @@ class CheckpointTranslator:
         return Translation(result, sources, dropped, unmatched, collisions)
 
 
-class _Options(dict[str, Any]):
-    """The options of rules; one that is missing is named."""
+class _Options(dict[str, object]):
+    """The options of rules, with a worded error for a missing one."""
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> object:
         raise ValueError(
             f"The translator needs the option {name!r}, which was not given: pass {name}=... along "
             "with the translator."
@@ -156,9 +156,9 @@ class _Options(dict[str, Any]):
 
 
 def _renamed(
-    rule: Rule, options: Mapping[str, Any], name: str, value: Any, match: re.Match[str]
-) -> tuple[str | None, Any]:
-    """What a rule returned for a name."""
+    rule: Rule, options: Mapping[str, object], name: str, value: ArrayLike, match: re.Match[str]
+) -> tuple[str | None, ArrayLike]:
+    """Calls a rule and checks its result."""
     found = rule(options, name, value, *match.groups())
     if found is None:
         return None, None
@@ -182,9 +182,9 @@ def raise_problems(problems: list[str], task: str) -> None:
         )
 
 
-def _shape(value: Any) -> str:
+def _shape(value: ArrayLike) -> str:
     return str(tuple(np.shape(value) if not hasattr(value, "shape") else value.shape))
 
 
-def _dtype(value: Any) -> str:
+def _dtype(value: ArrayLike) -> str:
     return str(getattr(value, "dtype", type(value).__name__))

@@ -1,11 +1,15 @@
-"""The one error for files that are not what their format says."""
+"""The one error for files that contradict their format, and checks that lead to it."""
 
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from flaxfit.checkpoints._record import first_line
 
 _SIGNS_OF_DAMAGE = (
     ArithmeticError,
@@ -19,10 +23,14 @@ _SIGNS_OF_DAMAGE = (
     zipfile.BadZipFile,
     zlib.error,
 )
+_EXTENDED_DTYPES = {
+    name: np.dtype(getattr(ml_dtypes, name))
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "int4", "uint4")
+}
 
 
 class UnreadableFile(ValueError):
-    """A file is damaged, cut short, made to mislead, or of a kind that is not supported.
+    """A file is damaged, cut short, made to mislead, or of an unsupported kind.
 
     >>> raise UnreadableFile("Cannot read weights.npz: it is cut short.")
     Traceback (most recent call last):
@@ -31,30 +39,41 @@ class UnreadableFile(ValueError):
 
 
 @contextmanager
-def reading(path: Any, kind: str, *also: type[Exception]) -> Iterator[None]:
-    """Turns whatever parsing trips over into `UnreadableFile`.
+def reading(path: object, kind: str, *also: type[Exception]) -> Iterator[None]:
+    """Turns errors of parsing, and the further types given, into `UnreadableFile`.
 
-    Parsers may then index and unpack freely. What they must do themselves is to compare a size
-    that the file states with the bytes that are there, before anything of that size is made.
-
-    Args:
-      path: the file, for the message.
-      kind: what the file should be, such as "a safetensors file".
-      *also: further types of errors that mean damage.
+    Parsers may thus index and unpack freely, but must compare a size that the file states with
+    the bytes that exist before they allocate it.
     """
     try:
         yield
     except UnreadableFile:
         raise
     except (*_SIGNS_OF_DAMAGE, *also) as error:
-        first = (str(error).strip().splitlines() or [""])[0]
         raise UnreadableFile(
             f"Cannot read {path}: it is not {kind}, or it is damaged "
-            f"({type(error).__name__}: {first:.200}). Fetch or write it again."
+            f"({first_line(error)}). Fetch or write it again."
         ) from error
 
 
-def require(condition: bool, what: str) -> None:
-    """Raises a `ValueError` that says what is wrong, for `reading` to complete."""
+def require(condition: bool, message: str) -> None:
+    """Raises a `ValueError` with a message, which `reading` completes, unless a condition holds."""
     if not condition:
-        raise ValueError(what)
+        raise ValueError(message)
+
+
+def as_dtype(name: object) -> np.dtype:
+    """Returns the numeric dtype that a file names.
+
+    >>> as_dtype("bfloat16"), as_dtype("<f4")
+    (dtype(bfloat16), dtype('float32'))
+    """
+    if name in _EXTENDED_DTYPES:
+        return _EXTENDED_DTYPES[str(name)]
+    try:
+        dtype = np.dtype(name) if isinstance(name, str) else None
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.kind not in "biufc":
+        raise ValueError(f"it names the dtype {str(name)!r:.40}, which is not of numbers")
+    return dtype

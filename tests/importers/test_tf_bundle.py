@@ -8,24 +8,14 @@ import sys
 
 import numpy as np
 import pytest
+from weight_files import assert_holds
 
-from flaxfit.importers import LazyArray, UnreadableFile, load_tf_ckpt
+from flaxfit.importers import UnreadableFile, load_tf_ckpt
 from flaxfit.importers._crc32c import crc32c
 from flaxfit.importers._table import read_table
 
 INDEX = "model.ckpt-1000.index"
 DATA = "model.ckpt-1000.data-00000-of-00002"
-
-
-def assert_holds(arrays, expected):
-    assert set(arrays) == set(expected)
-    for name, value in expected.items():
-        found = arrays[name]
-        assert isinstance(found, LazyArray)
-        assert (found.shape, found.dtype) == (value.shape, value.dtype), name
-        got = found.get()
-        assert (got.shape, got.dtype) == (value.shape, value.dtype), name
-        np.testing.assert_array_equal(got, value)
 
 
 @pytest.mark.parametrize("name", ["small_t5", "partitioned", "dtypes"])
