@@ -126,6 +126,12 @@ def _is_number(name: str) -> bool:
     return re.fullmatch("0|[1-9][0-9]{,17}", name) is not None
 
 
+def space(folder: Path, needed: int) -> str:
+    """Returns "<n> bytes, <n> are free", of what is needed and what the disk of a folder has."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return f"{needed:,} bytes, {shutil.disk_usage(existing).free:,} are free"
+
+
 def sync(path: str | Path) -> None:
     """Flushes a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

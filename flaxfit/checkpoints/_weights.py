@@ -5,7 +5,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -161,12 +160,11 @@ def _replace(target: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str,
         written.replace(target)
         _folder.sync(target.parent)
     except OSError as error:
-        needed = sum(array.nbytes for array in arrays.values())
-        free = shutil.disk_usage(target.parent).free
+        space = _folder.space(target.parent, sum(array.nbytes for array in arrays.values()))
         raise OSError(
             error.errno,
-            f"Cannot save the weights: {error.strerror}. (It needs {needed:,} bytes, {free:,} are "
-            "free.) What was there before is as it was",
+            f"Cannot save the weights: {error.strerror}. (It needs {space}.) What was there before "
+            "is as it was",
             str(target),
         ) from error
     finally:

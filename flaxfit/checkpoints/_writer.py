@@ -1,8 +1,6 @@
 """CheckpointFileWriter: a callback that saves each checkpoint, in the background by default."""
 
-import functools
 import os
-import shutil
 import sys
 import threading
 import weakref
@@ -256,10 +254,9 @@ class CheckpointFileWriter:
                 writer.start(place, arrays)
             except Exception as error:
                 failure = error  # `_finish` reports it to the other processes.
-        finish = functools.partial(
+        self._saving = self._executor.submit(
             self._finish, writer, place, arrays, record, revision, is_started, failure
         )
-        self._saving = self._executor.submit(finish)
         if failure is not None:
             self.wait()
 
@@ -344,13 +341,10 @@ class CheckpointFileWriter:
 def _cannot_save(
     folder: Path, step: int, arrays: Mapping[str, Array], error: Exception
 ) -> RuntimeError:
-    needed = sum(array.nbytes for array in arrays.values())
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    space = _folder.space(folder, sum(array.nbytes for array in arrays.values()))
     return RuntimeError(
-        f"Cannot save the checkpoint of step {step} in {folder}: "
-        f"{type(error).__name__}: {error}\n(It needs up to {needed:,} bytes, {free:,} are "
-        "free.) The steps saved before are as they were."
+        f"Cannot save the checkpoint of step {step} in {folder}: {type(error).__name__}: {error}\n"
+        f"(It needs up to {space}.) The steps saved before are as they were."
     )
 
 

@@ -19,7 +19,7 @@ from flaxfit.importers._unreadable import UnreadableFile
 from flaxfit.optim._freeze import merge
 from flaxfit.state._train_state import InferenceState, TrainState
 from flaxfit.tree._paths import flat, path_of
-from flaxfit.tree._types import ArrayLike, OptState, PyTree
+from flaxfit.tree._types import ArrayLike, PyTree
 
 Target = TypeVar("Target", TrainState, InferenceState, dict[str, PyTree])
 _KEPT = "hyperparams|hyperparams_states|mini_step|skip_state|acc_grads|loss_scale"
@@ -88,7 +88,7 @@ def restore_from_t5(
             "optimizer_state=False."
         ) from error
     if "param_states" in filled["state"]:
-        whole = _optimizer_state(target)
+        whole = _layout(target, True)["state"]["param_states"]
         filled["state"]["param_states"] = merge(filled["state"]["param_states"], whole)
     if isinstance(target, dict):
         return {**target, **filled, "state": {**target.get("state", {}), **filled["state"]}}
@@ -117,10 +117,6 @@ def _layout(target: Target, optimizer_state: bool) -> dict[str, PyTree]:
             state["param_states"],
         )
     return parts
-
-
-def _optimizer_state(target: PyTree) -> OptState:
-    return target["state"]["param_states"] if isinstance(target, Mapping) else target.opt_state
 
 
 def _relative_bias(names: Iterable[str]) -> dict[str, str]:
