@@ -18,17 +18,7 @@ Json: TypeAlias = Any
 T = TypeVar("T")
 
 _FAILURE = "flaxfit/failure"
-_KINDS = {
-    kind.__name__: kind
-    for kind in (
-        BlockingIOError,
-        FileNotFoundError,
-        OSError,
-        PermissionError,
-        TypeError,
-        ValueError,
-    )
-}
+_KINDS = [BlockingIOError, FileNotFoundError, OSError, PermissionError, TypeError, ValueError]
 _rounds: Counter[str] = Counter()
 _patience: dict[str, float] = {"seconds": 60.0}
 
@@ -124,7 +114,8 @@ def from_main(topic: str, function: Callable[[], T], *, seconds: float | None = 
     if error is not None:
         raise error
     if "error" in received:
-        kind = _KINDS.get(received["kind"], RuntimeError)
+        same = [kind for kind in _KINDS if kind.__name__ == received["kind"]]
+        kind = same[0] if same else RuntimeError
         raise kind(f"On process 0: {received['error']}")
     return received["value"]
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 import jax
@@ -77,11 +77,11 @@ def _name(kind: str, i: int) -> str:
 
 def _renamed(states: Mapping[str, Json]) -> dict[str, Json]:
     """Renames the states of old files, which were named by position ("3-Timer")."""
-    old = [(m, name) for name in states if (m := _OLD_NAME.fullmatch(name)) is not None]
-    renamed = {name: state for name, state in states.items() if not _OLD_NAME.fullmatch(name)}
-    renamed.pop("stopped", None)  # In old files; not a callback.
-    counts: dict[str, int] = defaultdict(int)
-    for match, name in sorted(old, key=lambda each: int(each[0][1])):
-        counts[match[2]] += 1
-        renamed[_name(match[2], counts[match[2]])] = states[name]
+    old = [(int(m[1]), m[2], name) for name in states if (m := _OLD_NAME.fullmatch(name))]
+    left_out = {name for *_, name in old} | {"stopped"}  # An entry of old files, not a callback.
+    renamed = {name: state for name, state in states.items() if name not in left_out}
+    counts: Counter[str] = Counter()
+    for _, kind, name in sorted(old):
+        counts[kind] += 1
+        renamed[_name(kind, counts[kind])] = states[name]
     return renamed
