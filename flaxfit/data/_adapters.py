@@ -140,7 +140,7 @@ def _check_unused(data: Data, options: dict[str, Any]) -> None:
     if wrong:
         raise ValueError(
             f"{', '.join(wrong)} cannot be applied to a {type(data).__name__}, which gives batches "
-            "that are taken as they are: set this where the batches are made, or give arrays."
+            "that are used unchanged: set this where the batches are made, or give arrays."
         )
 
 

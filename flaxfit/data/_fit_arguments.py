@@ -9,7 +9,7 @@ from flaxfit.data._batch import parts_of
 from flaxfit.data._columns import common_length
 from flaxfit.data._sample_weights import check_weights, check_weights_shape
 from flaxfit.tree._dtypes import check_dense, is_array, is_named, is_node, to_numpy
-from flaxfit.tree._types import Array, Data, PyTree
+from flaxfit.tree._types import Data, PyTree
 
 _SCALARS = (bool, int, float, complex, str, bytes, np.generic)
 
@@ -36,12 +36,12 @@ def prepare(
     validation_data = validation_data if held_out is None else held_out
     if arrays is None:
         given = {
-            "y": y is not None,
-            "sample_weight": sample_weight is not None,
-            "class_weight": class_weight is not None,
-            "validation_split": bool(validation_split),
+            "y": y,
+            "sample_weight": sample_weight,
+            "class_weight": class_weight,
+            "validation_split": validation_split or None,
         }
-        wrong = [name for name, is_given in given.items() if is_given]
+        wrong = [name for name, value in given.items() if value is not None]
         if wrong:
             raise ValueError(
                 f"{', '.join(wrong)} can be used with arrays only, and x is a "
@@ -57,11 +57,16 @@ def prepare(
             (*arrays, by_class), validation_split, seed
         )
         validation_data = tuple(validation_data)
-    # Validation data is not weighted by class.
     x, y, w = arrays
-    if by_class is not None:
-        w = _times(by_class, w)
-    return (x, y, w), validation_data
+    if by_class is None:
+        return (x, y, w), validation_data
+    if isinstance(w, Mapping):
+        raise ValueError(
+            "class_weight weighs whole examples, and sample_weight each output by its name: put "
+            "the weights of the classes into those of their output."
+        )
+    # Validation data is not weighted by class.
+    return (x, y, by_class if w is None else w * by_class), validation_data
 
 
 def prepare_inputs(x: Data) -> Data:
@@ -173,29 +178,13 @@ def _arrays_of(
         return None
     x, y, w = (None if _is_none(part) else as_arrays(part) for part in parts)
     name = "sample_weight" if owner == "x" else f"the weights of {owner}"
-    if isinstance(w, Mapping):
-        w = {output: _as_weights(each, f"{name}[{output!r}]") for output, each in w.items()}
-    elif w is not None:
-        w = _as_weights(w, name)
+    if w is not None:
+        check_weights_shape(w, name)
+        check_weights(w, name)
+        w = jax.tree.map(lambda each: each.astype(np.float32), w)
     names = ("x", "y", name) if owner == "x" else (f"{owner}[0]", f"{owner}[1]", name)
     common_length((x, y, w), names)
     return x, y, w
-
-
-def _as_weights(weights: Array, name: str) -> Array:
-    check_weights_shape(weights, name)
-    check_weights(weights, name)
-    return weights.astype(np.float32)
-
-
-def _times(by_class: np.ndarray, weights: PyTree) -> Array:
-    """The weights of the classes times those of the examples, if any."""
-    if isinstance(weights, Mapping):
-        raise ValueError(
-            "class_weight weighs whole examples, and sample_weight each output by its name: put "
-            "the weights of the classes into those of their output."
-        )
-    return by_class if weights is None else weights * by_class
 
 
 def _is_pair(data: Data) -> bool:

@@ -115,7 +115,7 @@ class IterableStream:
         check_own(state)
         if "delivered" not in state:
             raise ValueError(
-                f"Cannot go on in a {self.name} from a position saved in other data, {state}."
+                f"Cannot resume in a {self.name} from a position saved in other data, {state}."
             )
         n, saved = state["delivered"], state.get("data")
         self._check(saved)
@@ -148,7 +148,7 @@ class IterableStream:
         iterator: Any = self.open_pass(state["epoch"])
         if not _keeps_position(iterator):
             raise ValueError(
-                f"Cannot go on in a {self.name}, which keeps no position of its own, from {state}."
+                f"Cannot resume in a {self.name}, which keeps no position of its own, from {state}."
             )
         saved = state.get("data")
         if saved is not None and _FIRST in saved and _FIRST not in self._description:
@@ -171,7 +171,7 @@ class IterableStream:
                 if not self._is_over():  # Only this pass is.
                     continue
                 raise ValueError(
-                    f"Cannot go on after batch {before + n:,} of a {self.name} that ends after "
+                    f"Cannot resume after batch {before + n:,} of a {self.name} that ends after "
                     f"{self._delivered:,}: the data is shorter than when the position was saved."
                 ) from None
             if self._delivered == before + 1:
@@ -188,7 +188,7 @@ class IterableStream:
             raise RuntimeError(
                 f"A {self.name} stopped after it raised "
                 f"{type(self._error).__name__}: {self._error}. Its data did not end: "
-                "mend what raised and start the stream again."
+                "fix what raised and start the stream again."
             ) from self._error
         if self._empty and self.once and self._delivered:
             raise ValueError(

@@ -35,7 +35,7 @@ def check_description(
     """
     if {**saved, but_for: None} != {**here, but_for: None}:
         raise ValueError(
-            "Cannot go on in other data than the position was saved in:\n"
+            "Cannot resume in other data than the position was saved in:\n"
             f"  saved: {dict(saved)}\n"
             f"  here:  {dict(here)}\n"
             "Use the same data and settings, or start without the saved position."

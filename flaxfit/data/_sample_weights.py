@@ -47,7 +47,7 @@ def without_idle_rows(values: PyTree, weights: ArrayLike | None) -> PyTree:
     return jax.tree.map(replaced, values)
 
 
-def check_weights_shape(weights: ArrayLike, name: str) -> None:
+def check_weights_shape(weights: PyTree, name: str) -> None:
     """Checks that weights, or those of each output, are one number per example."""
     if isinstance(weights, Mapping):
         for output, each in weights.items():
@@ -62,8 +62,12 @@ def check_weights_shape(weights: ArrayLike, name: str) -> None:
         )
 
 
-def check_weights(weights: ArrayLike, name: str) -> None:
-    """Checks that weights are finite and not negative."""
+def check_weights(weights: PyTree, name: str) -> None:
+    """Checks that weights, or those of each output, are finite and not negative."""
+    if isinstance(weights, Mapping):
+        for output, each in weights.items():
+            check_weights(each, f"{name}[{output!r}]")
+        return
     weights = np.asarray(weights)
     bad = ~(np.isfinite(weights) & (weights >= 0))
     if bad.any():

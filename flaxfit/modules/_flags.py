@@ -32,11 +32,8 @@ def flags(values: Mapping[str, object], train: bool) -> dict[str, bool]:
 
     A value that is neither a bool nor None is no switch, such as a `training` that holds settings.
     """
-    return {
-        name: value
-        for name, value in switches(train).items()
-        if name in values and isinstance(values[name], bool | None)
-    }
+    found = [name for name in values if isinstance(values[name], bool | None)]
+    return {name: value for name, value in switches(train).items() if name in found}
 
 
 def call_flags(function: Function, train: bool) -> dict[str, bool]:

@@ -127,7 +127,7 @@ def test_a_position_past_the_end_is_refused():
 @pytest.mark.parametrize("state", [{"epoch": 0, "batch": 3}, {"delivered": 1, "iterator": {}}])
 def test_a_position_of_other_data_is_refused(state):
     state = {"epoch": 0, **state}
-    with pytest.raises(ValueError, match="Cannot go on in a list"):
+    with pytest.raises(ValueError, match="Cannot resume in a list"):
         as_stream(BATCHES).set_state(state)
 
 

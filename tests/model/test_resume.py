@@ -169,7 +169,7 @@ def test_a_writer_in_the_place_of_the_folder_says_what_is_kept_and_what_ends_the
 
 def test_other_data_is_refused(tmp_path):
     train(tmp_path, epochs=1)
-    with pytest.raises(ValueError, match="Cannot go on in other data"):
+    with pytest.raises(ValueError, match="Cannot resume in other data"):
         train(tmp_path, batch_size=8)
 
 
