@@ -1,28 +1,31 @@
-"""Callback: the one hook of a training loop, and what a loop offers to a callback."""
+"""Callback: the one hook of a training loop; Loop: the part of a loop that callbacks use."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from flaxfit.checkpoints import CheckpointFile
 from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._types import PyTree
+from flaxfit.state._train_state import TrainState
+from flaxfit.strategies import Strategy
+from flaxfit.tree._types import ArrayLike, PyTree
 
 
 class Callback(Protocol):
     """Anything that takes a checkpoint and returns it, a changed copy, or None (unchanged).
 
-    Callbacks run in their order; what one returns is what the next one and the user get. Return
-    the checkpoint, as the built-in ones do, and `redex.combinator.serial` composes them too.
+    Callbacks run in their order; the next one and the user get what one returns. Return the
+    checkpoint, as the built-in ones do, and `redex.combinator.serial` composes them too.
 
-    A callback may have two more methods. `attach(loop)` is called once when a loop that has it
-    in its `callbacks` is built. `close()` is called when training ends, however it ends. One that
-    remembers something which changes what training does is a `StatefulCallback`.
+    A callback may have two more methods. `attach(loop)` is called once when a loop with it in its
+    `callbacks` is built. `close()` is called when training ends, however it ends. A callback
+    whose memory changes what training does is a `StatefulCallback`.
 
     A callback with the attribute `order = "last"` gets a checkpoint after the others, and is closed
     before them; one with `order = "first"` gets it before the others, is attached before the first
     batch is fetched, and is closed after them.
 
-    A callback that only reads the checkpoint, and keeps none of its arrays, says so by the
-    attribute `borrows = True`: the loop then makes no copy for it.
+    A callback that only reads the checkpoint, and keeps none of its arrays, declares
+    `borrows = True`: the loop then makes no copy for it.
 
     >>> def halve(checkpoint: Checkpoint) -> Checkpoint:
     ...     return checkpoint.with_metrics({"half": checkpoint.loss / 2})
@@ -57,7 +60,7 @@ class StatefulCallback(Callback, Protocol):
     """
 
     def get_state(self) -> dict[str, PyTree]:
-        """What it remembers: values of JSON by name, and arrays as fields of a training state.
+        """Returns its memory: values of JSON by name, and arrays as fields of a training state.
 
         Such fields are "params", "model_state" or "opt_state", with the structure that they have in
         the state of the loop.
@@ -69,83 +72,85 @@ class StatefulCallback(Callback, Protocol):
         ...
 
 
+class StepCost(Protocol):
+    """The operations of a training step."""
+
+    @property
+    def flops(self) -> float:
+        """The floating-point operations on all devices."""
+        ...
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether some of them are recomputation."""
+        ...
+
+
 class Loop(Protocol):
-    """What a callback that is attached to a training loop may use of it."""
+    """The part of `TrainLoop` that the callbacks of the library use."""
 
     watchers: list[Callable[[int], None]]
-    """Functions of the step, called after each dispatch; they must not read arrays."""
-
+    """Functions of the step, called after each step; they must not read arrays."""
     dispatch_watchers: list[Callable[[int], None]]
-    """As `watchers`, for functions that need not see each step."""
-
+    """Functions of the step, called after each dispatch of one or several steps."""
     starters: list[Callable[[int], None]]
     """Functions of the step, called before the first step after each checkpoint."""
+    callbacks: Iterable[Any]
+    freeze: Sequence[str]
+    norms: Sequence[str]
 
     @property
-    def step(self) -> int:
-        """How many updates were done."""
-        ...
+    def step(self) -> int: ...
 
     @property
-    def start(self) -> Any:
-        """The checkpoint file that the run was restored from, or None."""
-        ...
-
-    @property
-    def n_steps(self) -> int | None:
-        """Where training ends; None: with the data."""
+    def start(self) -> CheckpointFile | None:
+        """The checkpoint file that the run was restored from."""
         ...
 
     @property
-    def n_steps_per_checkpoint(self) -> int:
-        """How many steps lie between two checkpoints."""
-        ...
+    def n_steps(self) -> int | None: ...
 
     @property
-    def state(self) -> PyTree:
-        """A safe copy of the training state."""
-        ...
+    def n_steps_per_checkpoint(self) -> int: ...
 
     @property
-    def revision(self) -> tuple[int, ...]:
-        """What no other state of this loop shares."""
-        ...
+    def steps_per_call(self) -> int: ...
 
     @property
-    def hyperparams(self) -> dict[str, Any]:
-        """The optimizer's hyperparameters by name, or by group and name."""
-        ...
-
-    def set_hyperparams(self, *, group: str | int | None = None, **values: Any) -> None:
-        """Sets hyperparameters from the next step on."""
-        ...
-
-    def finish(self) -> None:
-        """Ends the run with the step that is being taken; see `TrainLoop.finish`."""
-        ...
-
-    def restore(self, state: PyTree, /) -> Any:
-        """Goes on from another state."""
-        ...
+    def strategy(self) -> Strategy: ...
 
     @property
-    def phase(self) -> str:
-        """What it is at: "training", "preparing", "callbacks" or ""; see `TrainLoop.phase`."""
-        ...
+    def state(self) -> TrainState: ...
 
     @property
-    def callbacks(self) -> Any:
-        """All callbacks of the loop."""
-        ...
+    def revision(self) -> tuple[int, ...]: ...
 
-    def owned(self, checkpoint: Checkpoint, /) -> Checkpoint:
-        """The checkpoint with copies of what it borrows."""
-        ...
+    @property
+    def hyperparams(self) -> dict[str, PyTree]: ...
 
-    def snapshot(self) -> Checkpoint | None:
-        """A checkpoint of this very moment, if one can be made; see `TrainLoop.snapshot`."""
-        ...
+    @property
+    def input_shapes(self) -> PyTree: ...
 
-    def running_metrics(self) -> dict[str, float]:
-        """The means since the last checkpoint; waits for the device."""
-        ...
+    @property
+    def phase(self) -> str: ...
+
+    def group_name(self, group: str | int, /) -> str: ...
+
+    def set_hyperparams(self, *, group: str | int | None = None, **values: ArrayLike) -> None: ...
+
+    def running_metrics(self) -> dict[str, float]: ...
+
+    def step_cost(self, batch_size: int, /) -> StepCost: ...
+
+    def snapshot(self) -> Checkpoint | None: ...
+
+    def restore(self, state: TrainState, /) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def attached(loop: Loop | None, owner: str, use: str) -> Loop:
+    """The loop of a callback; raises if it was not attached to one."""
+    if loop is None:
+        raise ValueError(f"{owner} must be in the callbacks of a loop, which it {use}.")
+    return loop

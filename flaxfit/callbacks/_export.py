@@ -75,7 +75,7 @@ class Export:
         self._input_spec = input_spec
         self._ema = ema
         self._options = options
-        self._loop: Any = None
+        self._loop: Loop | None = None
         self.best_value: float | None = None
         """The best value so far."""
         self.best_step: int | None = None
@@ -120,7 +120,7 @@ class Export:
             )
         spec = self._input_spec
         if spec is None:
-            shapes = getattr(self._loop, "input_shapes", None)
+            shapes = None if self._loop is None else self._loop.input_shapes
             if shapes is None:
                 raise ValueError(
                     "Export does not know the model's inputs: pass input_spec=, such as "

@@ -1,7 +1,6 @@
-"""Norms: watches the sizes of parameters and gradients, group by group."""
+"""Norms: reports the norms of parameters and gradients by group."""
 
-from typing import Any
-
+from flaxfit.callbacks._callback import Loop
 from flaxfit.state._checkpoint import Checkpoint
 
 
@@ -15,17 +14,16 @@ class Norms:
     ('encoder/.*', 'head/.*')
 
     Args:
-      *patterns: each matches the whole paths of the parameters of a group.
+      *patterns: of the whole paths of the parameters, one for each group.
     """
 
     borrows = True
-    """It only reads what a checkpoint holds."""
 
     def __init__(self, *patterns: str) -> None:
         self.patterns = patterns
 
-    def attach(self, loop: Any) -> None:
-        """Makes the loop measure them.
+    def attach(self, loop: Loop) -> None:
+        """Adds the patterns to those of the loop.
 
         Raises:
           ValueError: a pattern matches no parameter.
@@ -33,5 +31,4 @@ class Norms:
         loop.norms = tuple(dict.fromkeys((*loop.norms, *self.patterns)))
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint, which holds the norms already."""
         return checkpoint

@@ -1,11 +1,10 @@
 """Profiler: writes a trace of the devices and the host during some steps."""
 
 import os
-from typing import Any
 
 import jax
 
-from flaxfit.callbacks._callback import Loop
+from flaxfit.callbacks._callback import Loop, attached
 from flaxfit.callbacks._log_to import Attempt
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._checks import local_path
@@ -36,7 +35,7 @@ class Profiler:
         self._folder = os.fspath(local_path(folder))
         self._first, self._last = first, last
         self._attempt = Attempt("Profiler")
-        self._loop: Any = None
+        self._loop: Loop | None = None
         self._is_tracing = False
 
     def attach(self, loop: Loop) -> None:
@@ -55,12 +54,12 @@ class Profiler:
             self._attempt(jax.profiler.stop_trace)
 
     def _watch(self, step: int) -> None:
-        n_per_call = getattr(self._loop, "steps_per_call", 1)
+        loop = attached(self._loop, "Profiler", "traces")
         if self._is_tracing and step >= self._last:
-            self._loop.running_metrics()  # Waits until the devices have done the step.
+            loop.running_metrics()  # Waits until the devices have done the step.
             self.close()
-        elif not self._is_tracing and self._first - n_per_call <= step < self._last:
-            self._loop.running_metrics()
+        elif not self._is_tracing and self._first - loop.steps_per_call <= step < self._last:
+            loop.running_metrics()
             self._attempt(self._begin)
 
     def _begin(self) -> None:

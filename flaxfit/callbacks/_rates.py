@@ -2,14 +2,15 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from flaxfit.callbacks._callback import Loop
+from flaxfit.callbacks._callback import Loop, attached
 from flaxfit.display import say
 from flaxfit.metrics._monitor import Monitor
 from flaxfit.optim._hyperparams import in_group, learning_rates
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._types import Json
+
+_USE = "sets the rate of"
 
 
 class LearningRateScheduler:
@@ -39,7 +40,7 @@ class LearningRateScheduler:
         _check_schedule(schedule)
         self.schedule = schedule
         self.group = group
-        self._loop: Any = None
+        self._loop: Loop | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -58,16 +59,15 @@ class LearningRateScheduler:
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Returns the checkpoint unchanged; the rate is set before the next step."""
-        if self._loop is None:
-            raise ValueError(_needs_loop("LearningRateScheduler"))
+        attached(self._loop, "LearningRateScheduler", _USE)
         self._is_due = True
         return checkpoint
 
     def close(self) -> None:
         """Undoes a change of the rates after which no step was taken."""
-        if self._undo is not None and self._undo[0] == self._loop.revision:
-            for group, rate in self._undo[1].items():
-                self._loop.set_hyperparams(group=group, learning_rate=rate)
+        loop = self._loop
+        if loop is not None and self._undo is not None and self._undo[0] == loop.revision:
+            _set(loop, self._undo[1])
             self._is_due = True
         self._undo = None
 
@@ -76,19 +76,20 @@ class LearningRateScheduler:
         return {"is_due": self._is_due}
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        self._is_due, self._n_set = state["is_due"], self._loop.revision[1]
+        loop = attached(self._loop, "LearningRateScheduler", _USE)
+        self._is_due, self._n_set = state["is_due"], loop.revision[1]
 
     def _start(self, step: int) -> None:
+        loop = attached(self._loop, "LearningRateScheduler", _USE)
         # A state that was restored since has the rate that it was saved with.
-        if not self._is_due and self._n_set == self._loop.revision[1]:
+        if not self._is_due and self._n_set == loop.revision[1]:
             return
-        before = _rates(self._loop, self.group, "LearningRateScheduler")
+        before = _rates(loop, self.group, "LearningRateScheduler")
         new = {group: float(self.schedule(step, rate)) for group, rate in before.items()}
-        changed = {group: rate for group, rate in before.items() if new[group] != rate}
-        for group in changed:
-            self._loop.set_hyperparams(group=group, learning_rate=new[group])
-        self._is_due, self._n_set = False, self._loop.revision[1]
-        self._undo = self._loop.revision, changed
+        changed = {group: rate for group, rate in new.items() if before[group] != rate}
+        _set(loop, changed)
+        self._is_due, self._n_set = False, loop.revision[1]
+        self._undo = loop.revision, {group: before[group] for group in changed}
 
 
 def _check_schedule(schedule: Callable[[int, float], float]) -> None:
@@ -150,7 +151,7 @@ class ReduceLROnPlateau:
         self._cooldown, self._min_lr, self._group = cooldown, min_lr, group
         self._best: float | None = None
         self._n_waited = self._n_cooling = 0
-        self._loop: Any = None
+        self._loop: Loop | None = None
 
     def attach(self, loop: Loop) -> None:
         """Resets it for a loop, which must report the metric."""
@@ -175,10 +176,11 @@ class ReduceLROnPlateau:
         return checkpoint
 
     def _lower(self, checkpoint: Checkpoint) -> None:
-        for group, rate in _rates(self._loop, self._group, "ReduceLROnPlateau").items():
+        loop = attached(self._loop, "ReduceLROnPlateau", _USE)
+        for group, rate in _rates(loop, self._group, "ReduceLROnPlateau").items():
             new = max(rate * self._factor, self._min_lr)
             if new < rate:
-                self._loop.set_hyperparams(group=group, learning_rate=new)
+                _set(loop, {group: new})
                 where = "" if group is None else f" of {group!r}"
                 best = "never was finite" if self._best is None else f"stands at {self._best:.4g}"
                 say(
@@ -196,10 +198,8 @@ class ReduceLROnPlateau:
         self._monitor.was_seen |= self._best is not None
 
 
-def _rates(loop: Any, group: str | int | None, owner: str) -> dict[str | None, float]:
+def _rates(loop: Loop, group: str | int | None, owner: str) -> dict[str | None, float]:
     """The learning rates of a loop by group; under None that of an optimizer without groups."""
-    if loop is None:
-        raise ValueError(_needs_loop(owner))
     known = loop.hyperparams
     found = learning_rates(known) if group is None else in_group(known, loop.group_name(group))
     if not found:
@@ -212,5 +212,6 @@ def _rates(loop: Any, group: str | int | None, owner: str) -> dict[str | None, f
     return found
 
 
-def _needs_loop(owner: str) -> str:
-    return f"{owner} must be in the callbacks of a loop, which it sets the rate of."
+def _set(loop: Loop, rates: Mapping[str | None, float]) -> None:
+    for group, rate in rates.items():
+        loop.set_hyperparams(group=group, learning_rate=rate)

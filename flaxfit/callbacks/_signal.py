@@ -5,8 +5,8 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn, Protocol, TypeAlias
 
 import jax
 
@@ -15,21 +15,32 @@ from flaxfit.callbacks._exit import ExitCode, end_with_stacks
 from flaxfit.display import say
 from flaxfit.distributed._processes import is_preempted
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._types import Function
 
+_Handler: TypeAlias = Function | int | None
+"""A signal handler, as `signal.signal` takes and returns it."""
 _SECONDS_BETWEEN_LOOKS = 0.5
+
+
+class _Writer(Protocol):
+    """The part of a `CheckpointFileWriter` that is needed."""
+
+    def save(self, checkpoint: Checkpoint, /) -> object: ...
+
+    def close(self) -> object: ...
 
 
 class SaveOnSignal:
     """Saves at the end of the dispatch during which a signal arrives, and ends the process.
 
-    What is saved lies between two checkpoints: callbacks do not see it, and a run that resumes
-    from it reports the metrics that it would have reported. The process then ends by
-    `SystemExit` with `ExitCode.PREEMPTED`, or with `UNSAVED` where that save failed. In the main
-    thread only; the handlers that were there before are put back by `close`. With several
-    processes JAX's preemption service watches SIGTERM, and all save the same step; one that
-    hangs ends after the time of grace, too.
+    The saved state lies between two checkpoints: callbacks do not see it, and a run that resumes
+    from it reports the same metrics as without the interruption. The process then ends by
+    `SystemExit` with `ExitCode.PREEMPTED`, or with `UNSAVED` if that save failed. It works in the
+    main thread only; `close` restores the earlier handlers. With several processes JAX's
+    preemption service watches SIGTERM, and all save the same step; a process that hangs ends
+    after the time of grace, too.
 
-    `fit(checkpoint_dir=...)` adds it where nothing else handles SIGTERM.
+    `fit(checkpoint_dir=...)` adds it if nothing else handles SIGTERM.
 
     >>> import tempfile
     >>> from flaxfit.checkpoints import CheckpointFileWriter
@@ -37,21 +48,22 @@ class SaveOnSignal:
 
     Args:
       writer: a `CheckpointFileWriter`; None: those among the callbacks of the loop.
-      signals: what to listen to.
+      signals: the signals to listen to.
       grace_seconds: how long after the signal the process may live; it then ends with
-        `ExitCode.UNSAVED` (`PREEMPTED`, where every step that was done is on disk) and shows
-        where every thread is. None: as long as it takes.
+        `ExitCode.UNSAVED` (`PREEMPTED`, if every completed step is on disk) and shows where every
+        thread is. None: without limit.
       on_exception: whether to save as well when an exception ends training, Ctrl-C included
-        (with `fit`, or with `with loop:`). One that a callback raises leaves its checkpoint
+        (with `fit`, or with `with loop:`). An exception in a callback leaves its checkpoint
         unfinished: it is not saved.
     """
 
     borrows = True
-    """It only reads what a checkpoint holds."""
+    order = "last"
+    """It saves before the other callbacks are closed, which may change the state."""
 
     def __init__(
         self,
-        writer: Any = None,
+        writer: _Writer | None = None,
         *,
         signals: Sequence[int] = (signal.SIGTERM,),
         grace_seconds: float | None = 60.0,
@@ -63,27 +75,24 @@ class SaveOnSignal:
         self._signals = tuple(signals)
         self._grace_seconds = grace_seconds
         self._on_exception = on_exception
-        self._loop: Any = lambda: None
-        self._previous: dict[int, Any] = {}
-        self._arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._loop: Callable[[], Loop | None] = lambda: None
+        self._previous: dict[int, _Handler] = {}
+        self._arrived: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._received: int | None = None
         self._is_done = self._is_saved = False
 
-    order = "last"
-    """It saves before the other callbacks are closed, which may change the state."""
-
     def attach(self, loop: Loop) -> None:
-        """Begins to listen, and to look after each step whether a signal has arrived."""
+        """Starts to listen for signals, which are acted on after each dispatch."""
         self._stop_listening()  # Else a second loop would find its own handler as the earlier one.
         self._loop = weakref.ref(loop)
-        if not self._writers():
+        if not self._writers(loop):
             raise ValueError(
                 "SaveOnSignal has nothing to save with: add a CheckpointFileWriter to the "
                 "callbacks, or pass one as writer=."
             )
-        if self._writer is not None and hasattr(self._writer, "attach"):
-            self._writer.attach(loop)  # It saves what the callbacks remember.
+        if (attach := getattr(self._writer, "attach", None)) is not None:
+            attach(loop)  # It saves the states of the callbacks.
         self._received, self._is_done = None, False
         self._began = loop.revision
         loop.dispatch_watchers.append(self._watch)
@@ -102,12 +111,11 @@ class SaveOnSignal:
             ).start()
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint, as it is."""
         return checkpoint
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no loop to save: none was begun, or it was given up without `close`."""
+        """Whether it has no loop to save: it never had one, or that is gone without `close`."""
         return self._loop() is None
 
     def _listen(self) -> None:
@@ -119,7 +127,7 @@ class SaveOnSignal:
             self._previous[number] = signal.signal(number, self._on_signal)
 
     def _begin_deadline(self) -> None:
-        # A queue that a signal handler may use whatever the thread was at: it takes no lock.
+        # A signal handler may use this queue at any moment: it takes no lock.
         self._arrived = queue.SimpleQueue()
         self._ended = threading.Event()
         arguments = (
@@ -131,8 +139,8 @@ class SaveOnSignal:
             target=_limit, args=arguments, daemon=True, name="flaxfit-deadline"
         ).start()
 
-    def _on_signal(self, number: int, frame: Any) -> None:
-        if self._loop() is None:  # It was given up without being closed.
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self._loop() is None:  # It is gone without being closed.
             self._stop_listening()
             signal.raise_signal(number)
         elif self._received is None:
@@ -140,10 +148,11 @@ class SaveOnSignal:
             self._arrived.put(signal.Signals(number).name)
 
     def _watch(self, step: int) -> None:
-        if self._received is not None or self._all_are_told():
-            self._save_and_end()
+        loop = self._loop()
+        if loop is not None and (self._received is not None or self._have_agreed()):
+            self._save_and_end(loop)
 
-    def _all_are_told(self) -> bool:
+    def _have_agreed(self) -> bool:
         """Whether the processes of a run have agreed to end here."""
         if jax.process_count() == 1:
             return False
@@ -152,8 +161,8 @@ class SaveOnSignal:
         self._n_calls += 1
         return multihost_utils.reached_preemption_sync_point(self._n_calls)
 
-    def _save_and_end(self) -> None:
-        step = self._save()
+    def _save_and_end(self, loop: Loop) -> None:
+        step = self._save(loop)
         if step is None:
             return  # After the next step.
         if not self._is_saved:
@@ -166,55 +175,56 @@ class SaveOnSignal:
         say(f"received {name}: {what}; the process ends with code {code:d} ({code.name})")
         raise SystemExit(code)
 
-    def _save(self) -> int | None:
+    def _save(self, loop: Loop) -> int | None:
         """Saves, and waits until it is on disk; returns the step, or None if that is impossible.
 
-        What fails is said: an earlier save that has failed must not prevent this one.
+        Failures are printed: an earlier save that failed must not prevent this one.
         """
-        checkpoint = self._loop().snapshot()
+        checkpoint = loop.snapshot()
         if checkpoint is None:
             return None
-        for writer in self._writers():
+        writers = self._writers(loop)
+        for writer in writers:
             for attempt in (writer.close, lambda to=writer: to.save(checkpoint), writer.close):
                 try:
                     attempt()
                 except Exception as error:
                     say(str(error))
-        saved = {getattr(writer, "last_saved", checkpoint.step) for writer in self._writers()}
+        saved = {getattr(writer, "last_saved", checkpoint.step) for writer in writers}
         self._is_saved = saved == {checkpoint.step}
         self._is_done = True
         return checkpoint.step
 
     def _why_nothing_is_lost(self) -> str | None:
-        """The notice if all completed steps are on disk; None if some are not."""
+        """The reason why all completed steps are on disk; None if some are not."""
         loop = self._loop()
         if loop is None:
             return None
         is_where_it_began = loop.step == (0 if loop.start is None else loop.start.step)
         if is_where_it_began and loop.revision[:2] == self._began[:2]:
             return f"no step was done since step {loop.step:,}, from which it began"
-        # The step alone does not tell: after `restore` its numbers may be others.
-        saved = {getattr(writer, "saved_revision", None) for writer in self._writers()}
+        # The step alone is not enough: after `restore` it may number other steps.
+        saved = {getattr(writer, "saved_revision", None) for writer in self._writers(loop)}
         return f"step {loop.step:,} is saved" if saved == {loop.revision} else None
 
-    def _writers(self) -> list[Any]:
+    def _writers(self, loop: Loop) -> list[_Writer]:
         if self._writer is not None:
             return [self._writer]
-        return [each for each in self._loop().callbacks if hasattr(each, "save")]
+        return [each for each in loop.callbacks if hasattr(each, "save")]
 
     def close(self) -> None:
-        """Puts the earlier handlers back; acts on a signal that came after the last step."""
-        error = sys.exception()
+        """Restores the earlier handlers; acts on a signal that came after the last step."""
+        error, loop = sys.exception(), self._loop()
         try:
-            if self._is_done or self._loop() is None:
+            if self._is_done or loop is None:
                 pass
             elif error is None and self._received is not None:
                 if (why := self._why_nothing_is_lost()) is not None:
                     self._is_done = True
                     self._end(ExitCode.PREEMPTED, why)
-                self._save_and_end()
+                self._save_and_end(loop)
             elif error is not None and self._on_exception:
-                step = self._save()
+                step = self._save(loop)
                 if step is not None and self._is_saved:
                     say(f"{type(error).__name__}: step {step:,} is saved")
         finally:
@@ -222,7 +232,7 @@ class SaveOnSignal:
 
     def _stop_listening(self) -> None:
         for number, handler in self._previous.items():
-            # Not where somebody else has begun to listen since.
+            # Unless another handler was installed since.
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, handler)
         self._ended.set()
@@ -231,15 +241,19 @@ class SaveOnSignal:
         self._previous = {}
 
 
-def _hear_notice(arrived: queue.SimpleQueue, ended: threading.Event) -> None:
-    """Waits until JAX's preemption service tells that one of the processes is to end."""
+def _hear_notice(arrived: queue.SimpleQueue[str | None], ended: threading.Event) -> None:
+    """Waits until JAX's preemption service reports that a process must end."""
     while not ended.wait(_SECONDS_BETWEEN_LOOKS):
         if is_preempted():
             arrived.put("SIGTERM")
             return
 
 
-def _limit(arrived: queue.SimpleQueue, seconds: float | None, why_nothing_is_lost: Any) -> None:
+def _limit(
+    arrived: queue.SimpleQueue[str | None],
+    seconds: float | None,
+    why_nothing_is_lost: Callable[[], Callable[[], str | None] | None],
+) -> None:
     """Ends the process some time after a signal has arrived."""
     name = arrived.get()
     if name is None or seconds is None:

@@ -2,14 +2,15 @@
 
 import math
 import re
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import numpy as np
 
-from flaxfit.callbacks._callback import Loop
+from flaxfit.callbacks._callback import Loop, attached
 from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._types import PyTree
+from flaxfit.tree._types import Device, PyTree
 
 PEAK_FLOPS = {
     "TPU v4": 275e12,
@@ -47,28 +48,31 @@ PEAK_FLOPS = {
 class Throughput:
     """Adds to each checkpoint how fast its steps were.
 
-    `examples_per_second`; `tokens_per_second` where examples are sequences; `flops_per_second`,
-    the operations that the step asks for (`TrainLoop.step_flops`), of all devices; and `mfu`,
-    the model FLOPs utilisation: what part that is of the most that the devices could do, where
-    that is known. A step that computes parts of the forward pass again (`jax.checkpoint`) has
-    `hfu` instead, the hardware FLOPs utilisation, which counts that as well: give
-    `flops_per_example` for its `mfu`. Compilation, callbacks and your own code are not in the time.
-    Nothing is done per step; operations are counted once, on the host.
+    `examples_per_second`; `tokens_per_second` if examples are sequences; `flops_per_second`,
+    the operations of the step (`TrainLoop.step_flops`) on all devices; and `mfu`, the model FLOPs
+    utilisation: their share of the peak of the devices, if that is known. A step that recomputes
+    parts of the forward pass (`jax.checkpoint`) has `hfu` instead, the hardware FLOPs
+    utilisation, which counts that as well: give `flops_per_example` for its `mfu`. The time
+    includes neither compilation, callbacks nor your own code. Nothing is done per step; operations
+    are counted once, on the host.
 
     >>> throughput = Throughput(peak_flops=989e12)
 
     Args:
-      tokens_per_example: None: the length of the first input where that is integers
+      tokens_per_example: None: the length of the first input if that is integers
         `(batch, length)`, else tokens are not reported.
       flops_per_example: operations for an example, forward and backward; None: as XLA counts
         them. Give them for models with kernels or `while` loops that XLA cannot count.
-      peak_flops: the most operations per second of one device; None: the maker's figure for
-        16-bit numbers, where the kind of device is known; else there is neither `mfu` nor `hfu`.
+      peak_flops: the peak operations per second of one device; None: the maker's figure for
+        16-bit numbers, if the kind of device is known; else there is neither `mfu` nor `hfu`.
         Give that of float32 for a model that computes in float32.
     """
 
     borrows = True
-    """It only reads what a checkpoint holds."""
+    adds: ClassVar[dict[str, str | None]] = dict.fromkeys(
+        ("examples_per_second", "tokens_per_second", "flops_per_second", "mfu", "hfu"), "max"
+    )
+    """The metrics that it adds to a checkpoint."""
 
     def __init__(
         self,
@@ -80,36 +84,33 @@ class Throughput:
         self._tokens = tokens_per_example
         self._given_flops = flops_per_example
         self._peak = peak_flops
-        self._loop: Any = None
+        self._loop: Loop | None = None
         self._flops: float | None = None
+        """The operations for an example."""
         self._utilisation = "mfu"
 
-    adds: ClassVar[dict[str, str | None]] = dict.fromkeys(
-        ("examples_per_second", "tokens_per_second", "flops_per_second", "mfu", "hfu"), "max"
-    )
-    """The metrics that it adds to a checkpoint."""
-
     def attach(self, loop: Loop) -> None:
-        """Learns which loop it measures."""
+        """Resets it for a loop."""
         self._loop = loop
         self._flops, self._utilisation = self._given_flops, "mfu"
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint with its speed."""
-        if self._loop is None:
-            raise ValueError("Throughput must be in the callbacks of a loop, which it measures.")
+        """Adds the speed of the steps to the metrics."""
+        loop = attached(self._loop, "Throughput", "measures")
         if not checkpoint.n_examples or checkpoint.elapsed_time <= 0:
             return checkpoint
         speed = checkpoint.n_examples / checkpoint.elapsed_time
         found = {"examples_per_second": speed}
-        tokens = self._tokens or _length(self._loop.input_shapes)
+        tokens = self._tokens or _length(loop.input_shapes)
         if tokens:
             found["tokens_per_second"] = tokens * speed
         if self._flops is None:
-            self._flops, self._utilisation = _measured(self._loop)
+            n: int = jax.tree.leaves(loop.input_shapes)[0].shape[0]
+            cost = loop.step_cost(n)
+            self._flops, self._utilisation = cost.flops / n, "hfu" if cost.recomputes else "mfu"
         if math.isfinite(self._flops):
             found["flops_per_second"] = self._flops * speed
-            devices = self._loop.strategy.devices
+            devices = loop.strategy.devices
             peak = self._peak or _peak_flops(devices[0].device_kind)
             if peak:
                 used = found["flops_per_second"] / (peak * _n_devices(devices))
@@ -117,28 +118,21 @@ class Throughput:
         return checkpoint.with_metrics(found)
 
 
-def _measured(loop: Any) -> tuple[float, str]:
-    """The operations for each example, and the name of the share of the peak that they make."""
-    (n, *_), *_ = (x.shape for x in jax.tree.leaves(loop.input_shapes))
-    cost = loop.step_cost(n)
-    return cost.flops / n, "hfu" if cost.recomputes else "mfu"
-
-
-def _n_devices(devices: Any) -> int:
-    """How many take part: a strategy names those of all processes, or its own local ones."""
+def _n_devices(devices: Sequence[Device]) -> int:
+    """The devices of all processes: a strategy lists all of them, or the local ones."""
     is_local = {device.process_index for device in devices} == {jax.process_index()}
     return len(devices) * (jax.process_count() if is_local else 1)
 
 
 def _length(inputs: PyTree) -> int | None:
-    """The length of the sequences that a model is fed, if it is."""
+    """The length of the sequences of integers that are the first input, if they are."""
     first = next(iter(jax.tree.leaves(inputs)), None)
     is_tokens = first is not None and first.ndim == 2 and np.issubdtype(first.dtype, np.integer)
     return first.shape[1] if first is not None and is_tokens else None
 
 
 def _peak_flops(kind: str) -> float | None:
-    """The figure of the longest name whose words the kind begins with; None for part of a GPU."""
+    """The peak of the longest name that the kind starts with; None for a part of a GPU."""
     if " MIG " in kind:
         return None
     names = [name for name in PEAK_FLOPS if re.match(rf"{re.escape(name)}(?![0-9A-Za-z])", kind)]

@@ -2,9 +2,8 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-from flaxfit.callbacks._callback import Loop
+from flaxfit.callbacks._callback import Loop, attached
 from flaxfit.display import say
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._paths import flat
@@ -37,14 +36,14 @@ class Unfreeze:
             n: (patterns,) if isinstance(patterns, str) else tuple(patterns)
             for n, patterns in schedule.items()
         }
-        self._loop: Any = None
+        self._loop: Loop | None = None
         self._n_seen = 0
 
     def attach(self, loop: Loop) -> None:
         """Starts to count, and checks that every pattern matches, and that something is frozen."""
         self._loop, self._n_seen = loop, 0
         paths = list(flat(loop.state.params))
-        frozen = self._frozen()
+        frozen = _frozen(loop)
         if not frozen:
             raise ValueError("Unfreeze has nothing to do: the task freezes no parameter (freeze=).")
         for pattern in [p for patterns in self._schedule.values() for p in patterns]:
@@ -55,11 +54,10 @@ class Unfreeze:
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Unfreezes the parameters that are due at this checkpoint, and returns it unchanged."""
-        if self._loop is None:
-            raise ValueError("Unfreeze must be in the callbacks of a loop, which it changes.")
+        loop = attached(self._loop, "Unfreeze", "changes")
         self._n_seen += 1
         if self._n_seen in self._schedule:
-            n = self._unfreeze(self._schedule[self._n_seen])
+            n = _unfreeze(loop, self._schedule[self._n_seen])
             say(f"step {checkpoint.step:,}: {n} more parameter arrays are trained from here on")
         return checkpoint
 
@@ -71,17 +69,18 @@ class Unfreeze:
         self._n_seen = state["n_seen"]
         due = [p for n, patterns in self._schedule.items() if n <= self._n_seen for p in patterns]
         if due and self._loop is not None:
-            self._unfreeze(due)
+            _unfreeze(self._loop, due)
 
-    def _unfreeze(self, patterns: Iterable[str]) -> int:
-        """Trains the frozen parameters that match, and returns how many arrays they are."""
-        frozen = self._frozen()
-        rest = [path for path in frozen if not any(re.fullmatch(p, path) for p in patterns)]
-        self._loop.freeze = tuple(map(re.escape, rest))
-        return len(frozen) - len(rest)
 
-    def _frozen(self) -> list[str]:
-        """The paths of the parameters that the loop does not train."""
-        frozen = self._loop.freeze
-        paths = flat(self._loop.state.params)
-        return [path for path in paths if any(re.fullmatch(p, path) for p in frozen)]
+def _unfreeze(loop: Loop, patterns: Iterable[str]) -> int:
+    """Trains the frozen parameters that match, and returns how many arrays they are."""
+    frozen = _frozen(loop)
+    rest = [path for path in frozen if not any(re.fullmatch(p, path) for p in patterns)]
+    loop.freeze = tuple(map(re.escape, rest))
+    return len(frozen) - len(rest)
+
+
+def _frozen(loop: Loop) -> list[str]:
+    """The paths of the parameters that a loop does not train."""
+    patterns = loop.freeze
+    return [p for p in flat(loop.state.params) if any(re.fullmatch(each, p) for each in patterns)]
