@@ -49,7 +49,7 @@ def _watching_parent(init: Callable[[], None] | None) -> Callable[[], None]:
         if init is not None:
             init()
 
-    start.watches_parent = True  # pyright: ignore[reportFunctionMemberAccess]
+    vars(start)["watches_parent"] = True
     return start
 
 

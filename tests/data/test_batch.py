@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxfit.data._batch import Batch, call, n_examples, normalize, parts_of
+from flaxfit.data._batch import Batch, call, detached, n_examples, normalize, parts_of
 
 X, Y, W = np.zeros((4, 3), np.float32), np.zeros(4, np.int32), np.ones(4, np.float32)
 
@@ -140,3 +140,11 @@ def test_a_named_tuple_whose_fields_name_the_parts_is_a_batch(fields, parts):
 def test_any_other_named_tuple_is_one_input(fields):
     item = collections.namedtuple("Item", fields)(1, 2)
     assert parts_of(item) == (item,)
+
+
+def test_a_detached_item_does_not_change_with_its_source():
+    x = np.zeros(2)
+    for item in ({"x": x}, {"x": x, 1: x}):  # JAX cannot sort the keys of the second.
+        copy = detached(item)
+        x += 1
+        assert copy["x"].tolist() == (x - 1).tolist()

@@ -43,3 +43,9 @@ def test_positions_of_another_number_of_processes_are_refused_by_data_not_by_wei
     assert _position.own_position(saved) == saved  # Whoever reads weights does not care.
     with pytest.raises(ValueError, match="with 1 process, since each of 2 read its own share"):
         as_stream([np.zeros(3)]).set_state(saved)
+
+
+def test_an_address_in_a_position_does_not_tell_processes_apart():
+    first, second = ({"source": f"<Source object at 0x7f0{i}>"} for i in (1, 2))
+    assert _position.position_text(first) == _position.position_text(second)
+    assert _position.position_text({"next": 1}) != _position.position_text({"next": 2})

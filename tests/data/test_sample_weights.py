@@ -1,7 +1,12 @@
 import numpy as np
 import pytest
 
-from flaxfit.data._sample_weights import check_weights, check_weights_shape
+from flaxfit.data._sample_weights import (
+    OTHER_OUTPUTS,
+    check_weights,
+    check_weights_shape,
+    of_output,
+)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -1.0])
@@ -22,3 +27,14 @@ def test_other_weights_are_accepted(weights):
 def test_weights_of_another_shape_are_refused_with_what_to_do(weights):
     with pytest.raises(ValueError, match=r"w must hold one number.*mask a second target"):
         check_weights_shape(weights, "w")
+
+
+def test_an_output_has_its_own_weights_or_those_of_all_others():
+    assert of_output({"a": 2.0, OTHER_OUTPUTS: 1.0}, "a") == 2.0
+    assert of_output({"a": 2.0, OTHER_OUTPUTS: 1.0}, "b") == 1.0
+    assert of_output(3.0, "a") == 3.0
+
+
+def test_weights_by_output_are_named_in_errors():
+    with pytest.raises(ValueError, match=r"w\['a'\] must be finite and not negative: 1 of 2"):
+        check_weights({"a": [1.0, -1.0]}, "w")

@@ -114,3 +114,12 @@ def test_a_plain_process_and_a_terminal_of_ipython_are_no_notebooks(monkeypatch)
         monkeypatch.setitem(sys.modules, "IPython", module)
         assert not display.is_notebook()
         assert display.output() is sys.stderr
+
+
+def test_notices_are_suppressed_while_quiet(capsys):
+    with display.quiet():
+        with display.quiet(False):
+            display.say("compiling")
+        assert capsys.readouterr().err == ""
+    display.say("compiled")
+    assert capsys.readouterr().err == "flaxfit  compiled\n"
