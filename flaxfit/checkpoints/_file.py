@@ -169,7 +169,7 @@ def read(
         arrays[name] = arrays[_own_path(name)].copy()
     if partial is None and (changed := changes(record)):
         say(
-            f"from {path} the numbers may not go on bit for bit; since it was saved, this has "
+            f"a run resumed from {path} may not continue bit for bit; since it was saved, this has "
             f"changed: {', '.join(changed)}"
         )
     return CheckpointFile(
@@ -233,7 +233,7 @@ def _of_callbacks(named: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _own_path(name: str) -> str:
-    """Returns <path> of "callbacks/<name>/<path>": the state's own array of the same meaning."""
+    """Returns <path> of "callbacks/<name>/<path>", where the state has an array of its own."""
     return name.split("/", 2)[2]
 
 

@@ -87,7 +87,7 @@ class CheckpointFileReader:
         if partial is not None and template is None:
             raise ValueError("partial= needs a target, to keep the rest of.")
         _end.wait_for_others(self.folder)
-        from_main("a look at the checkpoints", self._report_foreign)
+        from_main("the entries of a folder of checkpoints", self._report_foreign)
         try:
             return self._read(template, partial)
         except _Gone:  # Another process has saved a newer one and deleted this one.
@@ -103,12 +103,12 @@ class CheckpointFileReader:
                 found = _file.read(_folder.step_path(self.folder, step), template, partial)
             except Damaged as error:
                 problem = str(error)
-            told = exchange("the reading of a checkpoint", problem, seconds=3600)
-            problem = next(filter(None, told), None)
+            problems = exchange("reading a checkpoint", problem, seconds=3600)
+            problem = next(filter(None, problems), None)
             if problem is None:
                 return found
             damaged.append(self._reject(step, problem))
-        set_aside = from_main("what was set aside", self._no_steps)
+        set_aside = from_main("the damaged checkpoints of a folder", self._no_steps)
         damaged += [name for name in set_aside if name not in damaged]
         if damaged:
             raise ValueError(
@@ -167,7 +167,7 @@ class CheckpointFileReader:
         except FileNotFoundError:
             return None
         except OSError as error:
-            name, what = path.name, f"cannot be put aside ({error.strerror})"
+            name, what = path.name, f"cannot be renamed ({error.strerror})"
         say(
             f"the checkpoint of step {step} in {self.folder} is damaged: {problem}; it is not "
             f"used, and {what}"

@@ -49,7 +49,7 @@ def read_record(path: Path) -> Record:
             for name, description in arrays.items():
                 _check_description(name, description)
             return record
-    raise Damaged("its record lacks some part")
+    raise Damaged("its record is incomplete")
 
 
 def _check_description(name: str, description: Json) -> None:
@@ -61,7 +61,7 @@ def _check_description(name: str, description: Json) -> None:
         case _:
             shape, is_whole = None, False
     if not is_whole or not _are_sizes(shape):
-        raise Damaged(f"its record does not say what {name:.100} is")
+        raise Damaged(f"its record does not describe {name:.100}")
 
 
 def _are_sizes(shape: Json) -> bool:

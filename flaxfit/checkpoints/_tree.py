@@ -64,8 +64,8 @@ def nested(arrays: Mapping[str, Array]) -> dict[str, PyTree]:
         ends = [at for at, letter in enumerate(path) if letter == "/"]
         if any(path[:end] in arrays for end in ends):
             raise ValueError(
-                f"Cannot make nested dicts of the names of these arrays: {path} goes on where "
-                "another one ends. Pass a target."
+                f"Cannot make nested dicts of the names of these arrays: {path} extends the name "
+                "of another one. Pass a target."
             )
     return traverse_util.unflatten_dict(dict(arrays), sep="/")
 

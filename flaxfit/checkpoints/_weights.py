@@ -136,7 +136,7 @@ def _keys(arrays: Mapping[str, np.ndarray], facts: Mapping[str, str]) -> dict[st
             for name, kind in kinds.items()
         }
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise _safetensors.Malformed(f"it holds no such random keys: {error!s:.100}") from error
+        raise _safetensors.Malformed(f"its random keys are invalid: {error!s:.100}") from error
 
 
 def _remove_left_over(target: Path) -> None:
@@ -163,8 +163,8 @@ def _replace(target: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str,
         space = _folder.space(target.parent, sum(array.nbytes for array in arrays.values()))
         raise OSError(
             error.errno,
-            f"Cannot save the weights: {error.strerror}. (It needs {space}.) What was there before "
-            "is as it was",
+            f"Cannot save the weights: {error.strerror}. (It needs {space}.) An earlier file is "
+            "unchanged",
             str(target),
         ) from error
     finally:

@@ -344,7 +344,7 @@ def _cannot_save(
     space = _folder.space(folder, sum(array.nbytes for array in arrays.values()))
     return RuntimeError(
         f"Cannot save the checkpoint of step {step} in {folder}: {type(error).__name__}: {error}\n"
-        f"(It needs up to {space}.) The steps saved before are as they were."
+        f"(It needs up to {space}.) Earlier steps are unchanged."
     )
 
 

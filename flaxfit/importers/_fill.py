@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from flaxfit.checkpoints._compare import nearest
-from flaxfit.importers._lazy import _READERS, LazyArray
+from flaxfit.importers._lazy import READERS, LazyArray
 from flaxfit.importers._translator import CheckpointTranslator, Translation, raise_problems
 from flaxfit.tree._paths import flat, path_of
 from flaxfit.tree._put import put
@@ -79,7 +79,7 @@ def fill_from(
             return leaves[path]
         return _place(translation.values[path], leaves[path], dtype, lazy)
 
-    with ThreadPoolExecutor(_READERS) as threads:
+    with ThreadPoolExecutor(READERS) as threads:
         placed = dict(zip(leaves, threads.map(place, leaves), strict=True))
     return jax.tree_util.tree_map_with_path(lambda path, _: placed[path_of(path)], tree)
 

@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike
 
 from flaxfit.tree._types import Array, ArrayLike, Function
 
-_READERS = 8
+READERS = 8
 """The number of arrays that are read at once: enough for disks, and a bound on the memory."""
 
 
@@ -128,7 +128,7 @@ class LazyThreadPoolArray(LazyArray):
     array([0, 1, 2], dtype=int32)
     """
 
-    executor = ThreadPoolExecutor(_READERS, thread_name_prefix="flaxfit-reader")
+    executor = ThreadPoolExecutor(READERS, thread_name_prefix="flaxfit-reader")
 
     def get(self) -> Array:
         """Reads the array in this thread."""

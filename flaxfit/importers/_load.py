@@ -48,7 +48,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     if path.is_file() and not Path(f"{path}.index").is_file():
         raise UnreadableFile(
             f"Cannot tell by its name what {path} holds: files are called {', '.join(_BY_SUFFIX)}, "
-            "and a TensorFlow checkpoint goes by its folder or prefix. Rename it, or call the "
+            "and a TensorFlow checkpoint is given by its folder or prefix. Rename it, or call the "
             "reader of its format, such as load_safetensors."
         )
     if not path.is_dir():

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 from flax import serialization
@@ -19,8 +18,8 @@ def load_msgpack(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     The whole file is read at once. Scalars become zero-dimensional arrays; strings and None are
     skipped.
 
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp(), "weights.msgpack")
+    >>> import pathlib, tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp(), "weights.msgpack")
     >>> _ = path.write_bytes(serialization.to_bytes({"dense": {"bias": np.ones(3)}}))
     >>> load_msgpack(path)
     {'dense/bias': LazyThreadPoolArray(shape=(3,), dtype=float64)}
@@ -31,18 +30,13 @@ def load_msgpack(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     """
     path = local_path(path)
     with reading(path, "a MessagePack file of Flax"):
-        tree = read_tree(path)
+        tree = serialization.msgpack_restore(path.read_bytes())
         require(isinstance(tree, dict), "it is not a dict")
         arrays: dict[str, LazyArray] = {}
         for name, leaf in _leaves(tree, ""):
             require(name not in arrays, f"the name {name:.100} occurs twice")
             arrays[name] = as_lazy(leaf)
         return arrays
-
-
-def read_tree(path: Path) -> PyTree:
-    """Reads dicts and lists of numbers, strings, None and NumPy arrays."""
-    return serialization.msgpack_restore(path.read_bytes())
 
 
 def as_lazy(leaf: ArrayLike) -> LazyArray:

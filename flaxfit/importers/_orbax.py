@@ -52,6 +52,7 @@ def load_orbax(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
         description = json.loads((folder / _TREE).read_bytes())
         zarr = "zarr3" if description.get("use_zarr3") else "zarr"
         in_one_store = description.get("use_ocdbt", (folder / "manifest.ocdbt").exists())
+        one_store = {"driver": "ocdbt", "base": file_store(folder, "")}
         # A missing chunk means zeros, unless the writer stores zeros too.
         is_whole = bool(description.get("store_array_data_equal_to_fill_value"))
         specs: dict[str, dict[str, Json]] = {}
@@ -61,22 +62,15 @@ def load_orbax(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
             keys = [str(key["key"]) for key in entry["key_metadata"]]
             name = "/".join(keys)
             require(name not in specs, f"the name {name:.100} occurs twice")
-            store = _inside(folder, ".".join(keys)) if in_one_store else None
+            place = ".".join(keys)
             specs[name] = {
                 "driver": zarr,
-                "kvstore": store or file_store(folder, ".".join(keys)),
+                "kvstore": one_store | {"path": f"{place}/"}
+                if in_one_store
+                else file_store(folder, place),
                 "fill_missing_data_reads": not is_whole,
             }
     return open_stores(specs, folder, _KIND)
-
-
-def _inside(folder: Path, name: str) -> dict[str, Json]:
-    """Returns the spec of an array inside the single OCDBT store of a checkpoint."""
-    return {
-        "driver": "ocdbt",
-        "base": {"driver": "file", "path": f"{folder.resolve()}/"},
-        "path": f"{name}/",
-    }
 
 
 def _items(path: Path) -> list[Path]:

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from flax import serialization
 
 from flaxfit.importers._lazy import LazyArray
-from flaxfit.importers._msgpack import as_lazy, read_tree
+from flaxfit.importers._msgpack import as_lazy
 from flaxfit.importers._tensorstore import file_store, open_stores
 from flaxfit.importers._unreadable import UnreadableFile, reading, require
 from flaxfit.tree._checks import local_path
@@ -56,7 +57,7 @@ def load_t5x(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     arrays: dict[str, LazyArray] = {}
     specs: dict[str, dict[str, Json]] = {}
     with reading(index, _KIND):
-        tree = read_tree(index)
+        tree = serialization.msgpack_restore(index.read_bytes())
         for old_name, leaf in _leaves(tree, ()):
             name = old_name.removeprefix("optimizer/")
             require(name not in arrays and name not in specs, f"{name:.100} occurs twice")

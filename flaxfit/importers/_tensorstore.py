@@ -38,7 +38,8 @@ def open_stores(
         }
         stores = {name: store.result() for name, store in opening.items()}
         # An array may state any shape, as parts that were not written are read as zeros.
-        limit = _ALWAYS_FINE + _MOST_GROWTH * _bytes_in(folder)
+        n_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        limit = _ALWAYS_FINE + _MOST_GROWTH * n_bytes
         for name, store in stores.items():
             item = store.dtype.numpy_dtype.itemsize
             chunk = [length or 1 for length in store.chunk_layout.read_chunk.shape or ()]
@@ -59,7 +60,3 @@ def _lazy(name: str, store: Any, folder: Path, kind: str, old_bfloat16: bool) ->
     if old_bfloat16:
         return LazyAwaitableArray.from_tensor_store_spec(store.spec(), read)
     return LazyAwaitableArray(store.shape, store.dtype.numpy_dtype, read)
-
-
-def _bytes_in(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -105,7 +105,7 @@ def _lazy(
     if entry.dtype not in _DTYPES:
         raise UnreadableFile(
             f"Cannot read {prefix}.index: {name} has TensorFlow's dtype number {entry.dtype}, "
-            "which NumPy has no match for. Leave this variable out when writing the checkpoint."
+            "which NumPy lacks. Leave this variable out when writing the checkpoint."
         )
     dtype = np.dtype(_DTYPES[entry.dtype])
     parts = [(entry, ())]

@@ -105,8 +105,10 @@ class CheckpointTranslator:
         """Prints a table of old name, new name, shape and dtype, without reading arrays."""
         translation = self.translate(checkpoint, **opts)
         sources = translation.sources
-        rows = [(sources.get(n, "(added)"), n, v) for n, v in translation.values.items()]
-        shown = [(old, new, _shape(value), _dtype(value)) for old, new, value in rows]
+        shown = [
+            (sources.get(new, "(added)"), new, str(np.shape(value)), _dtype(value))
+            for new, value in translation.values.items()
+        ]
         shown += [(name, "dropped", "", "") for name in translation.dropped]
         shown += [(name, "no rule matches", "", "") for name in translation.unmatched]
         shown += [
@@ -178,12 +180,8 @@ def raise_problems(problems: list[str], task: str) -> None:
         lines = "".join(f"\n  {line}" for line in problems)
         raise ValueError(
             f"Cannot {task} ({count}):{lines}\nAdd or correct rules of the translator (one that "
-            "returns None drops an array), or build the model that the checkpoint is of."
+            "returns None drops an array), or build the model of the checkpoint."
         )
-
-
-def _shape(value: ArrayLike) -> str:
-    return str(tuple(np.shape(value) if not hasattr(value, "shape") else value.shape))
 
 
 def _dtype(value: ArrayLike) -> str:

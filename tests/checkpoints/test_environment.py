@@ -43,7 +43,7 @@ def test_another_environment_is_named_in_one_line_and_the_values_are_restored(
     change(path, environment={"devices": 64}, versions={"jaxlib": "0.1"})
     tools.assert_same(restore(tmp_path, state), state)
     (line,) = capfd.readouterr().err.splitlines()
-    assert "may not go on bit for bit" in line
+    assert "may not continue bit for bit" in line
     assert f"devices 64 -> {jax.device_count()}" in line
     assert "jaxlib 0.1 -> " in line
 

@@ -88,7 +88,7 @@ def test_a_damaged_step_that_cannot_be_renamed_is_passed_over(tmp_path, monkeypa
 
     monkeypatch.setattr(_folder, "set_aside", fail)
     assert int(restore(tmp_path, SMALL).step) == 1
-    assert "not used, and cannot be put aside (Permission denied)" in capfd.readouterr().err
+    assert "not used, and cannot be renamed (Permission denied)" in capfd.readouterr().err
 
 
 def test_steps_are_chosen_by_number(tmp_path):

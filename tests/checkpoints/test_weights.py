@@ -140,7 +140,7 @@ def test_names_of_a_file_are_names_and_no_paths(tmp_path):
 def test_names_that_make_no_tree_need_a_target(tmp_path):
     tree = {"a": jnp.ones(1), "a/b": jnp.ones(2)}
     path = save_weights(tmp_path / "w.safetensors", tree)
-    with pytest.raises(ValueError, match="a/b goes on where another one ends. Pass a target"):
+    with pytest.raises(ValueError, match="a/b extends the name of another one. Pass a target"):
         load_weights(path)
     assert load_weights(path, tree)["a/b"].shape == (2,)
 
