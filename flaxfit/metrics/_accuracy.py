@@ -75,7 +75,7 @@ outputs are probabilities, and the threshold is 0.5 unless given.
 
 
 def top_k(k: int) -> Metric:
-    """Makes the share of examples whose class is among the `k` highest scores.
+    """Makes a metric: the share of examples whose class is among the `k` highest scores.
 
     >>> import numpy as np
     >>> outputs, labels = np.array([[0.1, 0.7, 0.2], [0.3, 0.5, 0.2]]), np.array([2, 2])

@@ -103,10 +103,10 @@ def _rate(name: str, fraction: Callable[[Counts], tuple[ArrayLike, ArrayLike]]) 
 
 
 precision = _rate("precision", lambda sums: (sums["right"], sums["predicted"]))
-"""The share of right ones among what was predicted; 0 where nothing was predicted."""
+"""The share of the predicted labels that are correct; 0 if none is predicted."""
 
 recall = _rate("recall", lambda sums: (sums["right"], sums["actual"]))
-"""The share of what there was that was predicted; 0 where there was nothing."""
+"""The share of the actual labels that are predicted; 0 if there are none."""
 
 f1 = _rate("f1", lambda sums: (2 * sums["right"], sums["actual"] + sums["predicted"]))
 """The harmonic mean of precision and recall."""
@@ -115,7 +115,7 @@ f1 = _rate("f1", lambda sums: (2 * sums["right"], sums["actual"] + sums["predict
 def confusion_matrix(
     n_classes: int, *, threshold: float | None = None, from_logits: bool = True
 ) -> Metric:
-    """Makes the weights of the examples by actual class (rows) and predicted class (columns).
+    """Makes a metric that adds up weights by actual class (rows) and predicted class (columns).
 
     Its value is an array of shape `(n_classes, n_classes)`.
 
@@ -125,7 +125,7 @@ def confusion_matrix(
            [0., 1.]], dtype=float32)
 
     Args:
-      n_classes: how many classes the outputs tell apart.
+      n_classes: the number of classes of the outputs.
       threshold: the logit above which class 1 of two is predicted.
       from_logits: whether the outputs are logits; if not, the threshold is 0.5 unless given.
     """
@@ -152,7 +152,7 @@ def confusion_matrix(
 def plot_confusion_matrix(matrix: ArrayLike, names: Sequence[str] | None = None) -> Any:
     """Draws the weights of the examples by actual class (rows) and predicted class (columns).
 
-    Colours are shares of the row, so that a class with few examples shows as well.
+    Colours show shares of the row, so that classes with few examples are visible.
 
     >>> import matplotlib
     >>> matplotlib.use("agg")
@@ -162,13 +162,13 @@ def plot_confusion_matrix(matrix: ArrayLike, names: Sequence[str] | None = None)
 
     Args:
       matrix: the value of `confusion_matrix`, or any other square array of counts.
-      names: those of the classes; None: their numbers.
+      names: the names of the classes; None: their numbers.
 
     Returns:
       The matplotlib axes (`axes.figure.savefig(...)`).
 
     Raises:
-      ValueError: it is not square, or there is another number of names.
+      ValueError: the matrix is not square, or there are fewer or more names than classes.
     """
     matrix = np.asarray(matrix)
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:

@@ -1,4 +1,4 @@
-"""What a metric is: sums measured on a device, and a value computed from them on the host."""
+"""Metric: sums measured on a device, and a value computed from them on the host."""
 
 import dataclasses
 import inspect
@@ -19,7 +19,7 @@ class Metric:
 
     `measure(*outputs, *targets, weights=None)` returns a pytree of arrays that add over batches,
     devices and hosts. It is traced. `weights` has the shape `(batch,)` or is None; an example of
-    weight 0 is padding and must leave no mark, not even when it holds NaN.
+    weight 0 is padding and must not affect the sums, even if it holds NaN.
 
     `compute(sums)` gets the added sums as NumPy arrays and returns a number or an array. It
     divides, so it runs once, at the end.
@@ -38,14 +38,14 @@ class Metric:
     compute: Callable[[Sums], ArrayLike]
     """`sums -> value`."""
     name: str | None = None
-    """What the metric is called where it is listed without a name."""
+    """The name of the metric in a list of metrics."""
     configure: Callable[..., "Metric"] | None = None
     """Makes the metric with other options."""
     values: Function | None = None
-    """The function whose mean it is, where it is one."""
+    """The function that the metric is the mean of, if it is one."""
     mode: str | None = None
-    """"min" or "max": whether a lower or a higher value is better, where that is known. By default
-    it follows from a loss of flaxfit or Optax in `values`, or from `name`."""
+    """"min" or "max" if lower or higher values are known to be better; by default as for a loss of
+    flaxfit or Optax in `values`, or for `name`."""
 
     def __post_init__(self) -> None:
         if self.mode not in (None, "min", "max"):

@@ -19,19 +19,8 @@ from flaxfit.metrics._regression import mae, mse, perplexity, r2, rmse
 from flaxfit.tree._checks import check_order
 from flaxfit.tree._types import Array, Function, PyTree, Sums
 
-_BUILT_IN = {
-    "accuracy": accuracy,
-    "binary_accuracy": binary_accuracy,
-    "precision": precision,
-    "recall": recall,
-    "f1": f1,
-    "auc": auc,
-    "mse": mse,
-    "mae": mae,
-    "rmse": rmse,
-    "r2": r2,
-    "perplexity": perplexity,
-}
+_METRICS = (accuracy, binary_accuracy, precision, recall, f1, auc, mse, mae, rmse, r2, perplexity)
+_BUILT_IN = {str(metric.name): metric for metric in _METRICS}
 _ALIASES = {
     "acc": "accuracy",
     "categorical_accuracy": "accuracy",
