@@ -9,7 +9,7 @@ from flaxfit.state import _callback_states
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
 from flaxfit.tree._functions import order_of, owner_of
-from flaxfit.tree._types import Function
+from flaxfit.tree._types import ArrayLike, Function
 
 
 def as_tuple(callbacks: Any) -> tuple[Any, ...]:
@@ -81,8 +81,8 @@ class Delivery:
         settle: Callable[[Checkpoint], Checkpoint],
     ):
         self._checkpoint, self._settle = checkpoint, settle
-        self.is_outdated = False
-        """Whether a callback has set hyperparameters, which the checkpoint does not have."""
+        self.tuned: list[tuple[str | int | None, dict[str, ArrayLike]]] = []
+        """Hyperparameters that callbacks have set, by group; the checkpoint does not have them."""
         called = {order: [] for order in ("first", "normal", "last")}
         for callback in callbacks.given:
             called[order_of(callback)].append(callback)

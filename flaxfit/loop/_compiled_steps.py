@@ -19,7 +19,7 @@ class CompiledSteps:
     """Keeps compiled updates, and reports what was compiled and how long that took.
 
     Args:
-      consistency: of the processes of the run.
+      consistency: compares the processes of the run.
       say: prints a notice for the user.
     """
 
@@ -37,7 +37,7 @@ class CompiledSteps:
 
     @contextlib.contextmanager
     def compiling(self, portion: Portion, step: int) -> Iterator[None]:
-        """A context in which the update for such batches is compiled, which it reports.
+        """Times and announces the compilation within its block.
 
         Args:
           portion: the first of the batches.

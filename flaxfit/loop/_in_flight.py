@@ -31,11 +31,14 @@ class InFlight:
         self._results: deque[PyTree] = deque()
         self._n_added = 0
 
-    def add(self, results: PyTree) -> None:
-        """Adds the results of a dispatch, which no later dispatch may use up."""
+    def add(self, results: PyTree, *, is_kept: bool = True) -> None:
+        """Adds the results of a dispatch; waits for them if a later one will use them up."""
         self._n_added += 1
         most, every = (_MOST_RESIDENT, _EVERY_RESIDENT) if self.is_resident else (_MOST, 1)
         if self._n_added % every:
+            return
+        if not is_kept:
+            jax.block_until_ready(results)
             return
         self._results.append(results)
         if len(self._results) > most:

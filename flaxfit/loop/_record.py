@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from flaxfit.loop._stepper import Stepper
+from flaxfit.loop._stopwatch import Stopwatch
 from flaxfit.metrics._monitor import modes_of
 from flaxfit.optim import hyperparams
 from flaxfit.optim._hyperparams import learning_rates
@@ -14,26 +15,29 @@ from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._types import Json
 
 
-def make_checkpoint(stepper: Stepper, seconds: float, *, stop: bool, between: bool) -> Checkpoint:
+def make_checkpoint(
+    stepper: Stepper, watch: Stopwatch, *, stop: bool = False, between: bool = False
+) -> Checkpoint:
     """The checkpoint of the steps since the count began; it borrows its arrays.
 
     Args:
-      stepper: what took the steps.
-      seconds: how long they took, with preparation.
+      stepper: the stepper.
+      watch: the time of these steps, with preparation.
       stop: whether the run ends here.
       between: whether the count continues after it, and so is recorded.
     """
     # Work that does not wait for the devices comes before the metrics.
     state, grads = stepper.borrowed()
     position, running = stepper.cursor.position(), get_running(stepper, counts=between)
+    metrics = stepper.metrics() | _learning_rates(stepper)
     return Checkpoint(
         step=stepper.step,
         state=state,
-        metrics=stepper.metrics() | _learning_rates(stepper),
+        metrics=metrics,
         modes=modes_of(stepper.task.metrics),
         n_completed_steps=stepper.tally.n_steps,
         n_examples=stepper.tally.n_examples,
-        elapsed_time=seconds - stepper.preparation_time,
+        elapsed_time=watch.seconds - stepper.preparation_time,  # After the devices are done.
         compile_time=stepper.programs.watch.seconds,
         stop=stop,
         data_state=position,
@@ -97,7 +101,7 @@ class LossWarning:
         self._say, self._was_finite = say, True
 
     def __call__(self, checkpoint: Checkpoint) -> None:
-        """Looks at the loss of a checkpoint."""
+        """Checks the loss of a checkpoint."""
         loss = checkpoint.scalars.get("loss", 0.0)
         if self._was_finite and not math.isfinite(loss):
             self._say(

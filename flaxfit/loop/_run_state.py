@@ -21,7 +21,7 @@ from flaxfit.tree._types import PyTree
 
 
 class RunState:
-    """The part of `TrainLoop` that knows its state, and neither changes settings nor trains."""
+    """The part of `TrainLoop` that holds its state: reading, copying and restoring it."""
 
     say: Callable[[str], None]
     """Prints a notice, unless the loop was made with `stdout=False`."""
@@ -37,7 +37,7 @@ class RunState:
     _phase: str
     _is_talking: bool
     _is_at_start: bool
-    """Whether no step was taken since the run began or was resumed."""
+    """Whether nothing has happened since construction: no training, `restore` or other data."""
 
     @property
     def step(self) -> int:
@@ -98,7 +98,7 @@ class RunState:
             return None
         if not self.n_completed_steps and self._last is not None:
             return self._last.replace(state=self.state)
-        now = make_checkpoint(stepper, self._watch.seconds, stop=False, between=True)
+        now = make_checkpoint(stepper, self._watch, between=True)
         return self.owned(now.replace(last_grads=None))
 
     def _resume(self, state: TrainState, checkpoint: Any) -> None:
@@ -116,6 +116,8 @@ class RunState:
         """Forgets a checkpoint that callbacks are still to get, unless they are getting it now."""
         if self._phase != "callbacks":
             self._due = None
+        if self._due is not None:
+            self._due.tuned.clear()
 
     def _reset(self) -> None:
         """Starts a new count."""

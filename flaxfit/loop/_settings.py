@@ -76,7 +76,7 @@ class Settings(RunState):
         """
         self._stepper.set_hyperparams(group, values)
         if self._due is not None:
-            self._due.is_outdated = True
+            self._due.tuned.append((group, values))
 
     @property
     def freeze(self) -> Sequence[str]:
@@ -133,8 +133,8 @@ class Settings(RunState):
 
     @property
     def steps_per_call(self) -> int:
-        """The steps per dispatch, with "auto" those of the latest one; can be set."""
-        return self._stepper.steps_per_call.latest
+        """The steps per dispatch, with "auto" the number that it has chosen; can be set."""
+        return self._stepper.steps_per_call.number
 
     @steps_per_call.setter
     def steps_per_call(self, value: int | str) -> None:

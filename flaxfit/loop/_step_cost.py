@@ -2,6 +2,7 @@
 
 import math
 
+from flaxfit.data._batch import Batch
 from flaxfit.loop._compiled_steps import build_update
 from flaxfit.loop._stepper import Stepper
 from flaxfit.step._cost import StepCost, cost_of, memory_of
@@ -15,14 +16,22 @@ def step_cost(stepper: Stepper, n: int | None) -> StepCost:
     if runs_eagerly(stepper.strategy):
         return StepCost(math.nan, recomputes=False)
     step = stepper.strategy.bind(make_step(stepper.task))
-    example = stepper.loader.example(n, stepper.inspect)
-    return cost_of(step, shapes_of(stepper.state), shapes_of(example))
+    return cost_of(step, shapes_of(stepper.state), shapes_of(_example(stepper, n)))
 
 
 def step_memory(stepper: Stepper, n: int | None) -> int:
     """The bytes of a step on `n` examples, on each device; compiles it, and runs nothing."""
-    portion = stepper.loader.as_regular(stepper.loader.example(n, stepper.inspect))
+    portion = stepper.loader.as_regular(_example(stepper, n))
     batch = portion.strategy.split(portion.batch)
     arguments = (stepper.leaves, stepper.tally.totals, batch)
     options = stepper.options
     return memory_of(build_update(stepper.task, stepper.layout, portion, arguments, 1, **options))
+
+
+def _example(stepper: Stepper, n: int | None) -> Batch:
+    """A batch of `n` examples; the time of an inspection of the data is no time of training."""
+    loader = stepper.loader
+    before = loader.seconds
+    example = loader.example(n, stepper.inspect)
+    loader.seconds = before
+    return example

@@ -209,18 +209,19 @@ class Stepper:
             self.interrupts.is_held = True
             try:
                 if batch is None:
-                    n = self.steps_per_call.next(self, n_left, spacing, n_total)
-                    has_stepped = self._step(self._load(n), is_given=False)
+                    loaded = self._load(n_left, spacing, n_total)
+                    has_stepped = self._step(loaded, is_given=False)
                 else:
                     has_stepped = self._step(
                         self.loader.load_given(batch, self.inspect), is_given=True
                     )
             finally:
                 self.interrupts.release()
-            if has_stepped and (totals := self.tally.totals):
-                self._in_flight.add(next(iter(totals.values())))
-            elif has_stepped:  # A step of the user's own that reports nothing.
-                jax.block_until_ready(self.leaves)
+            if has_stepped:
+                # A step of the user's own may report nothing; the next one uses the leaves up.
+                totals = next(iter(self.tally.totals.values()), None)
+                is_kept = totals is not None
+                self._in_flight.add(totals if is_kept else self.leaves, is_kept=is_kept)
         except Exception as error:
             explain(error, self)
             raise
@@ -262,12 +263,13 @@ class Stepper:
             self.cursor.stepped(n)  # Its batches may go, now that the new state is stored.
         return True
 
-    def _load(self, n: int) -> Loaded | None:
-        """The next `n` batches if they share a program, else one; None at the end of the data."""
+    def _load(self, n_left: int, spacing: int, n_total: int | None) -> Loaded | None:
+        """The next batches if they share a program, else one; None at the end of the data."""
+        n = self.steps_per_call.next(self, n_left, spacing, n_total)
         cursor = self.cursor
         items = cursor.fetch(n)
         if cursor is not self.cursor:  # Reading it has set other data.
-            return self._load(n)
+            return self._load(n_left, spacing, n_total)
         if len(items) < n:
             items = items[:1]
         return self.loader.load(items, self.inspect) if items else None

@@ -17,13 +17,13 @@ class StepsPerCall:
     """Chooses the number of steps of each dispatch.
 
     Args:
-      value: the number, as far as steps are left, or "auto".
+      value: the largest number, or "auto".
     """
 
     def __init__(self, value: int | str = 1):
         self._is_auto = value == "auto"
-        self.latest = 1 if self._is_auto else whole_number("steps_per_call", value, other="auto")
-        """The number that was given, with "auto" that of the latest dispatch."""
+        self.number = 1 if self._is_auto else whole_number("steps_per_call", value, other="auto")
+        """The number that was given, or that "auto" has chosen."""
 
     def next(self, stepper: Any, n_left: int, spacing: int, n_total: int | None) -> int:
         """The number of steps of the next dispatch.
@@ -38,20 +38,20 @@ class StepsPerCall:
           n_total: the steps of the run; None: not known.
         """
         if self._is_auto:
-            can_take_several = stepper.cursor.takes_rows and not is_slow_in_loops(stepper)
+            can_take_several = stepper.cursor.takes_rows and not next_is_slow(stepper)
             devices = stepper.strategy.devices
             work = stepper.inspection.work / len(devices)
             args = work, spacing, n_total or math.inf, devices[0].platform
-            self.latest = steps_per_call(*args) if can_take_several else 1
-            return self.latest if self.latest <= n_left else 1
-        n = min(self.latest, n_left)
-        if n > 1 and is_slow_in_loops(stepper):
+            self.number = automatic_number(*args) if can_take_several else 1
+            return self.number if self.number <= n_left else 1
+        n = min(self.number, n_left)
+        if n > 1 and next_is_slow(stepper):
             stepper.inspection.say_slow()
             return 1
         return n
 
 
-def is_slow_in_loops(stepper: Any) -> bool:
+def next_is_slow(stepper: Any) -> bool:
     """Whether steps like the next one run slowly in a loop; depends on the next batch alone.
 
     A resumed run therefore takes the same steps together.
@@ -61,7 +61,7 @@ def is_slow_in_loops(stepper: Any) -> bool:
     if is_mixed or not loader.has_inspected:
         items = cursor.peek()
         if cursor is not stepper.cursor:  # Reading it has set other data.
-            return is_slow_in_loops(stepper)
+            return next_is_slow(stepper)
         if items:
             portion = loader.portion(items[0], stepper.inspect)
             if is_mixed:
@@ -70,7 +70,7 @@ def is_slow_in_loops(stepper: Any) -> bool:
 
 
 @functools.lru_cache
-def steps_per_call(work: float, spacing: int, n_total: float, platform: str) -> int:
+def automatic_number(work: float, spacing: int, n_total: float, platform: str) -> int:
     """The number of steps that "auto" takes in one dispatch.
 
     A dispatch costs some tens of microseconds, however little there is to compute. It lasts a tenth
@@ -78,9 +78,9 @@ def steps_per_call(work: float, spacing: int, n_total: float, platform: str) -> 
     of checkpoints, as the steps of a remainder need a program of their own; only in long runs it
     need not. It depends on no clock, so that a run takes the same programs each time.
 
-    >>> steps_per_call(1e6, 45, 1000, "cpu"), steps_per_call(1e6, 47, 1000, "cpu")
+    >>> automatic_number(1e6, 45, 1000, "cpu"), automatic_number(1e6, 47, 1000, "cpu")
     (15, 1)
-    >>> steps_per_call(1e6, 47, 100_000, "cpu"), steps_per_call(1e9, 45, 1000, "cpu")
+    >>> automatic_number(1e6, 47, 100_000, "cpu"), automatic_number(1e9, 45, 1000, "cpu")
     (32, 1)
 
     Args:

@@ -5,7 +5,7 @@ from typing import Self
 
 
 class Stopwatch:
-    """Adds up the seconds of all `with` blocks over it, the present one included.
+    """Adds up the seconds of all `with` blocks over it, the present one included; blocks may nest.
 
     >>> watch = Stopwatch()
     >>> with watch:
@@ -16,15 +16,24 @@ class Stopwatch:
     """
 
     def __init__(self) -> None:
-        self.is_running = False
+        self._depth = 0
         self._seconds = self._began = 0.0
 
     def __enter__(self) -> Self:
-        self._began, self.is_running = time.perf_counter(), True
+        if not self._depth:
+            self._began = time.perf_counter()
+        self._depth += 1
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._seconds, self.is_running = self.seconds, False
+        self._depth -= 1
+        if not self._depth:
+            self._seconds += time.perf_counter() - self._began
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a block is being executed."""
+        return self._depth > 0
 
     @property
     def seconds(self) -> float:

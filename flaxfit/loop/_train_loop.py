@@ -17,6 +17,7 @@ from flaxfit.loop._schedule import Schedule
 from flaxfit.loop._settings import Settings
 from flaxfit.loop._stepper import Stepper
 from flaxfit.loop._stopwatch import Stopwatch
+from flaxfit.optim import set_hyperparams
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.strategies import Strategy
 from flaxfit.strategies._eager import eagerly
@@ -123,6 +124,8 @@ class TrainLoop(Settings):
         self._warn_of_loss = LossWarning(self.say)
         self._watch, self._phase, self._is_finishing = Stopwatch(), "", False
         self._due: Delivery | None = None
+        self._last, self.start, self.stopped = None, None, False
+        self._is_at_start, self._not_taken_over = True, []
 
         def sample() -> PyTree:
             with self.in_phase("training"):
@@ -138,8 +141,9 @@ class TrainLoop(Settings):
         self.start = beginning.checkpoint
         """The checkpoint file that the run was restored from, or None."""
         self._resume(beginning.state, self.start)
+        self._first_step = self.step
         self._last = as_checkpoint(self.start)
-        self._is_at_start, self._not_taken_over = True, []
+        self._is_at_start = True
         self.stopped = self._last is not None and self._last.stop
         """Whether a callback has ended the run; setting `data` restarts it."""
         self.callbacks = callbacks
@@ -152,7 +156,7 @@ class TrainLoop(Settings):
     def __next__(self) -> Checkpoint:
         is_done = self.n_steps is not None and self.step >= self.n_steps
         if is_done and self._due is None and not self.n_completed_steps:
-            if self._is_at_start:
+            if self._first_step == self.step:
                 self.say(f"step {self.n_steps:,} is already reached (at step {self.step:,})")
             self._end()
         if self.stopped:
@@ -248,7 +252,7 @@ class TrainLoop(Settings):
                         break
                     if self._is_finishing and stepper.tally.n_steps and is_alone:
                         break
-                    # A watcher sees each step: then one is taken at a time.
+                    # With "auto" a watcher sees each step.
                     spacing = 1 if self.watchers else self.n_steps_per_checkpoint
                     if stepper.advance(n_left, batch, spacing=spacing, n_total=end):
                         for watch in (*self.watchers, *self.dispatch_watchers):
@@ -263,9 +267,7 @@ class TrainLoop(Settings):
         """Makes the checkpoint of the steps since the previous one, and starts a new count."""
         stepper = self._stepper
         stepper.consistency.checkpoint(stepper.step)
-        checkpoint = make_checkpoint(
-            stepper, self._watch.seconds, stop=self._is_finishing, between=False
-        )
+        checkpoint = make_checkpoint(stepper, self._watch, stop=self._is_finishing)
         self._warn_of_loss(checkpoint)
         stepper.interrupts.hold()
         self._due = Delivery(checkpoint, self._callbacks, self._settle)
@@ -285,10 +287,16 @@ class TrainLoop(Settings):
 
     def _settle(self, checkpoint: Checkpoint) -> Checkpoint:
         """Adds what callbacks have set, and whether it is the last, before it is saved."""
-        due = self._due
-        if due is not None and due.is_outdated and hasattr(checkpoint.state, "opt_state"):
+        tuned = [] if self._due is None else self._due.tuned
+        if tuned and self.step == checkpoint.step and hasattr(checkpoint.state, "opt_state"):
             # The callbacks remember that they have set these: a resumed run needs both.
-            checkpoint = checkpoint.replace(state=self._stepper.borrowed()[0])
+            state = self._stepper.borrowed()[0] if checkpoint.is_borrowed else checkpoint.state
+            if not checkpoint.is_borrowed:
+                opt_state = state.opt_state
+                for group, values in tuned:
+                    opt_state = set_hyperparams(opt_state, group=group, **values)
+                state = state.replace(opt_state=opt_state)
+            checkpoint = checkpoint.replace(state=state)
         # A callback may have called `finish` just now.
         wanted, self._is_finishing = checkpoint.stop or self._is_finishing, False
         stop = self._stepper.consistency.stop(wanted)

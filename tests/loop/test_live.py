@@ -63,6 +63,35 @@ def test_a_rate_that_is_set_between_steps_acts_without_a_new_program(n_devices):
     )
 
 
+@pytest.mark.parametrize("borrows", [False, True])
+def test_a_rate_that_a_callback_sets_is_not_put_on_a_state_of_another_step(borrows):
+    seen = {}
+
+    class Tune:
+        borrows = False
+
+        def __call__(self, checkpoint):
+            if checkpoint.step == 1:
+                seen["first"] = loop.owned(checkpoint)
+            if checkpoint.step == 3:
+                loop.set_hyperparams(learning_rate=0.5)
+                loop.restore(seen["first"])
+
+    class Save:
+        order, borrows = "last", True
+
+        def __call__(self, checkpoint):
+            seen["saved"] = checkpoint.step, int(checkpoint.state.step)
+
+    Tune.borrows = borrows
+    loop = make_loop(optax.inject_hyperparams(optax.adam)(0.1), 1)
+    loop.callbacks = [Tune(), Save()]
+    for _ in range(3):
+        loop.next_step()
+    assert seen["saved"] == (3, 3)
+    assert loop.step == 1 and loop.hyperparams["learning_rate"] == pytest.approx(0.1)
+
+
 def test_an_override_beats_a_schedule_until_it_is_cleared():
     loop = make_loop(adam(optax.linear_schedule(0.6, 0.0, 6)))
     rates = []

@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 
 import flaxfit as ff
-from flaxfit.loop._steps_per_call import steps_per_call
+from flaxfit.loop._steps_per_call import automatic_number
 
 random = np.random.default_rng(0)
 X = random.normal(size=(24, 3)).astype(np.float32)
@@ -56,7 +56,7 @@ def dispatches(loop):
 def test_small_steps_go_together_in_numbers_that_divide_the_spacing(
     work, spacing, n_total, platform, expected
 ):
-    assert steps_per_call(work, spacing, n_total, platform) == expected
+    assert automatic_number(work, spacing, n_total, platform) == expected
 
 
 def test_a_loop_takes_what_divides_its_spacing_and_compiles_once(capsys):

@@ -65,6 +65,12 @@ def test_steps_that_are_reached_already_are_said_to_be(capsys):
     assert "step 3 is already reached (at step 3)" in capsys.readouterr().err
 
 
+def test_a_loop_at_its_end_says_so_with_other_data_too(capsys):
+    loop = make_loop(n_steps=0, stdout=True)
+    loop.data = ff.ArrayStream(X, Y, batch_size=16)
+    assert list(loop) == [] and "step 0 is already reached" in capsys.readouterr().err
+
+
 def test_silence_on_request(capsys):
     list(make_loop(n_steps=2))
     assert capsys.readouterr() == ("", "")
