@@ -117,9 +117,11 @@ class DataParallel:
 
         The devices are those of this process.
         """
-        if isinstance(batch, np.ndarray):  # At each step: `jax.tree.map` takes its time.
+        if isinstance(batch, np.ndarray):
             return self._split_leaf(batch, n_stacked)
-        return jax.tree.map(lambda x: self._split_leaf(x, n_stacked), batch)
+        # Not `jax.tree.map`, which takes twice as long at each step.
+        leaves, structure = jax.tree.flatten(batch)
+        return structure.unflatten([self._split_leaf(leaf, n_stacked) for leaf in leaves])
 
     def _split_leaf(self, x: Array, n_stacked: int) -> Array:
         n = len(self._local)
