@@ -92,8 +92,9 @@ class DeviceLoader:
         return self._assemble_given([batch], self._given_portion)
 
     def _given_portion(self, item: PyTree) -> Portion:
-        batch = normalize(item)
-        if _has_weights_by_output(batch) != _has_weights_by_output(self.shapes):
+        batch, shapes = normalize(item), self.shapes
+        is_by_output = shapes is not None and isinstance(shapes.weights, Mapping)
+        if isinstance(batch.weights, Mapping) != is_by_output:
             raise ValueError(
                 "Cannot train on this batch: it has weights by output, and those before have not, "
                 "or the other way round. Give weights of 1 where there are none."
@@ -118,7 +119,6 @@ class DeviceLoader:
             self._strategy,
             pad=self._feed is not None and self._feed.pad,
             why_not="the task or its loss does not allow it",
-            size=n_examples(batch),
             parts=self._parts,
         )
         return feed(batch)
@@ -185,7 +185,3 @@ class DeviceLoader:
         leaves, structure = jax.tree.flatten(self.resident)
         # A text, as a key of programs, since a text keeps its hash.
         self._resident_shapes = repr((structure, *((leaf.shape, leaf.dtype) for leaf in leaves)))
-
-
-def _has_weights_by_output(batch: Batch | None) -> bool:
-    return batch is not None and isinstance(batch.weights, Mapping)

@@ -1,5 +1,6 @@
-"""Padder: brings the batches of a stream into the few shapes that a step is compiled for."""
+"""Padder: brings batches into the few shapes that a step is compiled for."""
 
+import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
@@ -29,64 +30,62 @@ class Portion(NamedTuple):
     """The data on the devices that the step gathers the batch from; empty: it holds examples."""
 
 
+@dataclasses.dataclass
 class Padder:
     """Pads batches, or finds the devices that they divide over.
 
-    The regular size is `size`, or that of the first batch. If rows of weight 0 are harmless
-    (`pad`), every batch is padded to a multiple of the devices, and smaller ones to the regular
-    size, so that one program serves all. Otherwise a smaller batch (the remainder of an epoch) runs
-    at its own size on as many devices as divide it, and a regular batch must divide. The share of a
-    device must also divide into `parts`.
+    If rows of weight 0 are harmless (`pad`), every batch is padded to a multiple of the devices,
+    and smaller ones to the regular size, so that one program serves all. Otherwise a smaller batch
+    (the remainder of an epoch) runs at its own size on as many devices as divide it, and a regular
+    batch must divide.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        *,
-        pad: bool,
-        why_not: str = "",
-        size: int = 0,
-        parts: int = 1,
-        is_own: bool = False,
-        is_even: bool = False,
-        is_mixed: bool = False,
-        say: Callable[[str], None] = lambda text: None,
-    ):
-        self.strategy, self.pad, self._why_not, self._say = strategy, pad, why_not, say
-        # Whether batches may have different structures, each with a program of its own.
-        self._is_mixed = is_mixed
+    strategy: Strategy
+    _: dataclasses.KW_ONLY
+    pad: bool
+    why_not: str = ""
+    """Why batches cannot be padded, for errors."""
+    size: int = 0
+    """The regular size; 0: that of the first batch."""
+    parts: int = 1
+    """The number of parts into which the share of a device must divide."""
+    is_own: bool = False
+    """Whether each of several processes has batches of its own, for its own devices."""
+    is_even: bool = False
+    """Whether all batches have the regular size: programs without weights of 1 have less to do."""
+    is_mixed: bool = False
+    """Whether batches may have different structures, each with a program of its own."""
+    say: Callable[[str], None] = lambda text: None
+
+    def __post_init__(self) -> None:
+        n = self.strategy.n_devices
+        self._n_devices = len(range(n)[self.strategy.rows(n)]) if self.is_own else n
+        self._divisor = self._n_devices * self.parts
+        is_virtual = self.strategy.virtual_replicas is not None
+        self._unit = "virtual replicas" if is_virtual else "devices"
+        self._division = f"{self._n_devices} {self._unit}"
+        if self.parts > 1:
+            self._division += f" in {self.parts} parts each"
         self._structure: PyTree = None
         self._first = ""
-        self._size = size
-        self._parts = parts
-        # Whether all batches have this size: programs without weights of 1 have less to do.
-        self._is_even = is_even
-        # Each of several processes may have batches of its own, for its own devices.
-        n_devices = strategy.n_devices
-        self._is_own = is_own and strategy.n_processes > 1
-        self._n_devices = len(range(n_devices)[strategy.rows(n_devices)]) if is_own else n_devices
-        is_virtual = strategy.virtual_replicas is not None
-        self._divisor = self._n_devices * parts
-        self._unit = "virtual replicas" if is_virtual else "devices"
-        self._ones: dict[int, np.ndarray] = {}
-        self._announced = False
+        self._has_announced = False
 
     def __call__(self, item: PyTree) -> Portion:
         """Returns a batch in normal form, of a size that can be split."""
         given = batch = normalize(item)
         n = n_examples(batch)
-        self._size = self._size or n
+        self.size = self.size or n
         strategy, divisor = self.strategy, self._divisor
         has_weights = batch.weights is not None
-        needs_weights = has_weights or not self._is_even or n != self._size or n % divisor
+        needs_weights = has_weights or not self.is_even or n != self.size or n % divisor
         if self.pad and needs_weights:
-            batch = batch._replace(weights=self._weights(n, batch.weights))
-            size = -(-max(n, self._size) // divisor) * divisor
+            batch = batch._replace(weights=_weights(n, batch.weights))
+            size = -(-max(n, self.size) // divisor) * divisor
+            if n % divisor:
+                self._announce(n, size)
             if size != n:
-                if n % divisor:
-                    self._announce(n, size)
                 batch = pad_batch(batch, size)
-        elif (n >= self._size or self._is_own) and n % divisor:
+        elif (n >= self.size or self.is_own) and n % divisor:
             raise ValueError(self._cannot_split(n))
         elif n % self._n_devices:
             strategy = self.strategy.narrow(n)
@@ -94,46 +93,43 @@ class Padder:
         signature = signature_of(strategy, batch, has_weights)
         return Portion(strategy, batch, has_weights, n, signature)
 
-    def _weights(self, n: int, weights: PyTree) -> PyTree:
-        if weights is None or isinstance(weights, Mapping):
-            ones = self._ones.setdefault(n, np.ones(n, np.float32))
-            return ones if weights is None else {OTHER_OUTPUTS: ones, **weights}
-        return np.asarray(weights, np.float32)
-
     def _check_structure(self, batch: Batch, given: Batch) -> None:
         structure = jax.tree.structure(batch)
         if self._structure is None:
             self._structure, self._first = structure, describe(given)
-        elif structure != self._structure and not self._is_mixed:
+        elif structure != self._structure and not self.is_mixed:
             raise ValueError(
                 "A batch has another structure than the first one, and so cannot be trained on or "
                 f"measured with it. The shapes are:\n  first {self._first}\n  now   "
                 f"{describe(given)}\nHave the data give the same parts in each batch."
             )
 
-    def _division(self) -> str:
-        n_devices = f"{self._n_devices} {self._unit}"
-        return n_devices if self._parts == 1 else f"{n_devices} in {self._parts} parts each"
-
     def _cannot_split(self, n: int) -> str:
         divisor = self._divisor
         sizes = [size for size in (n - n % divisor, n + divisor - n % divisor) if size]
         fewer = f"fewer {self._unit}"
-        fewer = f"or {fewer}" if self._parts == 1 else f"{fewer}, or accumulate less"
+        fewer = f"or {fewer}" if self.parts == 1 else f"{fewer}, or accumulate less"
         return (
-            f"Cannot split a batch of {n} examples over {self._division()} "
-            f"({n} % {divisor} = {n % divisor}), nor pad it: {self._why_not}. Use a batch size of "
+            f"Cannot split a batch of {n} examples over {self._division} "
+            f"({n} % {divisor} = {n % divisor}), nor pad it: {self.why_not}. Use a batch size of "
             f"{' or '.join(map(str, sizes))}, {fewer}."
         )
 
     def _announce(self, n: int, size: int) -> None:
-        if self._announced:
-            return
-        self._announced = True
-        self._say(
-            f"a batch of {n} examples does not divide over {self._division()}: padded to {size} "
-            "with rows of weight 0 (loss, gradients and metrics stay exact)"
-        )
+        if not self._has_announced:
+            self.say(
+                f"a batch of {n} examples does not divide over {self._division}: padded to {size} "
+                "with rows of weight 0 (loss, gradients and metrics stay exact)"
+            )
+        self._has_announced = True
+
+
+def _weights(n: int, weights: PyTree) -> PyTree:
+    if weights is None:
+        return np.ones(n, np.float32)
+    if isinstance(weights, Mapping):
+        return {OTHER_OUTPUTS: np.ones(n, np.float32), **weights}
+    return np.asarray(weights, np.float32)
 
 
 def signature_of(strategy: Strategy, batch: Batch, is_weighted: bool) -> Hashable:
