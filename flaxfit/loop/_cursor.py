@@ -39,15 +39,34 @@ class Cursor:
             self._fetched.clear()
             self.ended, self.is_resumed, self._has_run_out = False, True, False
 
-    def fetch(self, n: int) -> list[PyTree]:
-        """Returns the next `n` items, fewer at the end of the data."""
-        return self._fetch(n, is_ahead=n > 1)
+    def fetch(self, n: int, *, is_ahead: bool = False) -> list[PyTree]:
+        """Returns the next `n` items, fewer at the end of the data.
+
+        Positions are read only if items may not be trained on at once: of several, or `is_ahead`.
+        """
+        if not self.has_data:
+            raise ValueError(
+                "The task has no data: give TrainTask(data=...), or train on batches of your own, "
+                "TrainLoop(..., input_sample=x) and loop.next_step(batch)."
+            )
+        while len(self._fetched) < n and not self._has_run_out:
+            if self._fetched and not (self.takes_rows or isinstance(self.stream, ArrayStream)):
+                item, position = self._fetched[-1]
+                self._fetched[-1] = detached(item), position
+            try:
+                item = self.stream.next_rows() if self.takes_rows else next(self.stream)
+            except StopIteration:
+                self._has_run_out = True
+                break
+            is_known = is_ahead or n > 1
+            self._fetched.append((item, self.stream_position() if is_known else None))
+        return [item for item, _ in self._fetched[:n]]
 
     def peek(self) -> list[PyTree]:
         """Returns the next item, which stays to be trained on; none at the end of the data."""
         if not self._fetched:
             self._position = self.stream_position()
-        return self._fetch(1, is_ahead=True)
+        return self.fetch(1, is_ahead=True)
 
     def stepped(self, n: int) -> None:
         """Commits the first `n` fetched items: they were trained on."""
@@ -70,22 +89,3 @@ class Cursor:
     def examples(self, item: PyTree) -> PyTree:
         """Returns the batch of a fetched item."""
         return self.stream.pick(item) if self.takes_rows else item
-
-    def _fetch(self, n: int, *, is_ahead: bool) -> list[PyTree]:
-        """Reads positions only if `is_ahead`: the items may not be trained on at once."""
-        if not self.has_data:
-            raise ValueError(
-                "The task has no data: give TrainTask(data=...), or train on batches of your own, "
-                "TrainLoop(..., input_sample=x) and loop.next_step(batch)."
-            )
-        while len(self._fetched) < n and not self._has_run_out:
-            if self._fetched and not (self.takes_rows or isinstance(self.stream, ArrayStream)):
-                item, position = self._fetched[-1]
-                self._fetched[-1] = detached(item), position
-            try:
-                item = self.stream.next_rows() if self.takes_rows else next(self.stream)
-            except StopIteration:
-                self._has_run_out = True
-                break
-            self._fetched.append((item, self.stream_position() if is_ahead else None))
-        return [item for item, _ in self._fetched[:n]]

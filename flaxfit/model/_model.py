@@ -338,10 +338,7 @@ class Model:
         The model and the position of the data stay as they are.
 
         Args:
-          x: inputs, or data that can be passed over repeatedly.
-          y: targets, if `x` is arrays.
-          batch_size: examples per step; None: 32.
-          sample_weight: one weight per example.
+          x, y, batch_size, sample_weight: as of `fit`; the data can be passed over repeatedly.
           lowest: the first rate.
           highest: the last rate.
           n_steps: the number of rates.
@@ -367,9 +364,7 @@ class Model:
         their memory. None is run, so nothing can run out of memory.
 
         Args:
-          x: inputs, or data that can be passed over repeatedly.
-          y: targets, if `x` is arrays.
-          sample_weight: one weight per example.
+          x, y, sample_weight: as of `fit`; the data can be passed over repeatedly.
           limit: bytes on each device; None: nine tenths of the smallest device's memory.
           largest: the largest size to try.
 

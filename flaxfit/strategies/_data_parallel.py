@@ -129,8 +129,9 @@ class DataParallel:
             x = x.reshape(n_stacked, n, x.shape[1] // n, *x.shape[2:]).swapaxes(0, 1)
         else:
             x = unaliased(x) if isinstance(x, np.ndarray) else x
-            x = x.reshape(n, x.shape[0] // n, *x.shape[1:])
-        return jax.device_put(x, self._parts) if isinstance(x, jax.Array) else x
+            x = x[None] if n == 1 else x.reshape(n, x.shape[0] // n, *x.shape[1:])
+        # To ask whether it is a `jax.Array` would take as long as all the rest.
+        return x if isinstance(x, np.ndarray) else jax.device_put(x, self._parts)
 
     def join(self, outputs: PyTree) -> PyTree:
         """Returns NumPy arrays of all examples in order, from outputs of a split batch."""
