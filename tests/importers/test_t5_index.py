@@ -1,28 +1,20 @@
 """The index of a checkpoint that mesh-TensorFlow itself wrote, where it lies beside the project."""
 
-import importlib.util
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import pytest
 from flax.traverse_util import flatten_dict
+from t5_models import T5, variables
 
 from flaxfit.importers import UnreadableFile, load_tf_ckpt, t5_translator
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT.parent / "shared" / "fixtures" / "mtf_tiny_t5"
+FOLDER = Path(__file__).parents[3] / "shared" / "fixtures" / "mtf_tiny_t5"
 
 
 def variables_of_model():
-    spec = importlib.util.spec_from_file_location("t5", ROOT / "examples" / "models" / "t5.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     sizes = {"vocab": 32128, "d_model": 32, "d_ff": 64, "n_heads": 2, "d_kv": 64, "n_layers": 2}
-    model = module.T5(module.Sizes(**sizes))
-    tokens = jnp.ones((1, 3), jnp.int32)
-    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), tokens, tokens))
-    return {path: leaf.shape for path, leaf in flatten_dict(shapes["params"], sep="/").items()}
+    params = variables(T5(**sizes))["params"]
+    return {path: leaf.shape for path, leaf in flatten_dict(params, sep="/").items()}
 
 
 # The folder is not part of the project, so that there is nothing to skip where it is absent.
