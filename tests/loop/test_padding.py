@@ -1,0 +1,69 @@
+"""The Padder brings batches to the regular size, or finds the devices that they divide over."""
+
+import jax
+import numpy as np
+import pytest
+
+from flaxfit import DataParallel
+from flaxfit.data._batch import Batch
+from flaxfit.loop._padding import Padder, pad_batch
+
+X, Y = np.arange(12, dtype=np.float32).reshape(6, 2), np.arange(6, dtype=np.float32)
+
+
+def make(n_devices=4, **options):
+    return Padder(DataParallel(jax.devices()[:n_devices]), **{"pad": True, **options})
+
+
+def test_batches_are_padded_to_a_multiple_of_the_devices_and_to_the_regular_size():
+    feed = make()
+    for n, weights in [(6, [1] * 6 + [0] * 2), (3, [1] * 3 + [0] * 5), (8, [1] * 8)]:
+        portion = feed((np.resize(X, (n, 2)), np.resize(Y, n)))
+        assert portion.n_examples == n and not portion.is_weighted
+        assert portion.batch.weights.tolist() == weights
+
+
+def test_batches_that_all_have_the_regular_size_need_no_weights():
+    assert make(2, is_even=True)((X, Y)).batch.weights is None
+    assert make(4, is_even=True)((X, Y)).batch.weights.sum() == 6
+
+
+def test_each_part_of_the_share_of_a_device_has_examples_of_its_own():
+    assert make(2, parts=2)((X, Y)).batch.weights.tolist() == [1] * 6 + [0] * 2
+    with pytest.raises(ValueError, match=r"over 2 devices in 2 parts each \(6 % 4 = 2\)"):
+        make(2, parts=2, pad=False)((X, Y))
+
+
+def test_without_padding_a_remainder_runs_on_fewer_devices_and_a_regular_batch_must_divide():
+    feed = make(2, pad=False, why_not="the task has pad=False")
+    assert feed((X, Y)).batch.weights is None
+    rest = feed((X[:3], Y[:3]))
+    assert rest.strategy.n_devices == 1 and rest.n_examples == 3
+    with pytest.raises(ValueError, match="nor pad it: the task has pad=False.*batch size of 4 or"):
+        make(4, pad=False, why_not="the task has pad=False")((X, Y))
+
+
+def test_a_padded_row_is_a_real_one_of_weight_zero_for_every_output():
+    batch = pad_batch(Batch((X,), (Y,), {"a": Y, "b": 2 * Y}), 8)
+    np.testing.assert_array_equal(batch.inputs[0][6:], X[[0, 0]])
+    np.testing.assert_array_equal(batch.weights["b"], [*(2 * Y), 0, 0])
+
+
+def test_padding_is_announced_once():
+    said = []
+    feed = make(say=said.append)
+    for _ in range(2):
+        feed((X, Y))
+    (text,) = said
+    assert "6 examples does not divide over 4 devices: padded to 8 with rows of weight 0" in text
+
+
+def test_batches_of_other_structures_are_refused_unless_each_has_a_program_of_its_own():
+    for is_mixed in (True, False):
+        feed = make(is_mixed=is_mixed)
+        feed((X, Y))
+        if is_mixed:
+            assert len(feed((X, (Y, Y))).batch.targets) == 2
+        else:
+            with pytest.raises(ValueError, match="another structure than the first one"):
+                feed((X, (Y, Y)))
