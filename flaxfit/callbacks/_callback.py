@@ -95,9 +95,21 @@ class Loop(Protocol):
     """Functions of the step, called after each dispatch of one or several steps."""
     starters: list[Callable[[int], None]]
     """Functions of the step, called before the first step after each checkpoint."""
-    callbacks: Iterable[Any]
-    freeze: Sequence[str]
-    norms: Sequence[str]
+
+    @property
+    def callbacks(self) -> Iterable[Any]: ...
+
+    @property
+    def freeze(self) -> Sequence[str]: ...
+
+    @freeze.setter
+    def freeze(self, patterns: Sequence[str], /) -> None: ...
+
+    @property
+    def norms(self) -> Sequence[str]: ...
+
+    @norms.setter
+    def norms(self, patterns: Sequence[str], /) -> None: ...
 
     @property
     def step(self) -> int: ...
@@ -114,7 +126,9 @@ class Loop(Protocol):
     def n_steps_per_checkpoint(self) -> int: ...
 
     @property
-    def steps_per_call(self) -> int: ...
+    def steps_per_call(self) -> Any:
+        """An int; pyright adds the types that `TrainLoop` can set it to."""
+        ...
 
     @property
     def strategy(self) -> Strategy: ...

@@ -40,8 +40,7 @@ class Export:
       path: the file, or the folder of a SavedModel.
       monitor: the metric that decides which checkpoint is best; None: write every one.
       format: "stablehlo", "saved_model" or "onnx".
-      mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the
-        losses of Optax; other metrics need "min" or "max".
+      mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
       apply: `apply(variables, *inputs)` in evaluation mode; None: that of the model in `fit`.
       input_spec: `flaxfit.export.InputSpec`s; None: those of the batches of the loop, of any size.
       ema: whether to write the average of the parameters; None: if there is one, of `ema=` or

@@ -84,8 +84,7 @@ class History(Mapping[str, list[float]]):
 
         Args:
           name: the metric.
-          mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the
-            losses of Optax; other metrics need "min" or "max".
+          mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
 
         Raises:
           KeyError: there is no such metric.

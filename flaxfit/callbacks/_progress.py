@@ -39,8 +39,7 @@ class ProgressBar:
       start: the number of units done before (a resumed run).
       monitor: the metric whose best values are marked "*"; None: the first validation
         metric, if there is one.
-      mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the
-        losses of Optax; other metrics need "min" or "max".
+      mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
       live: whether to draw a bar; None: on a terminal or in a notebook.
       file: a text stream; None: standard error, in a notebook the cell's output.
       clock: gives the time in seconds.

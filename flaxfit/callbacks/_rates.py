@@ -120,8 +120,7 @@ class ReduceLROnPlateau:
       min_delta: an improvement is larger than this.
       cooldown: the number of checkpoints after a reduction that are not counted.
       min_lr: the rate is not lowered below this.
-      mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the
-        losses of Optax; other metrics need "min" or "max".
+      mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
       group: the group of a `MultiOptimizer`; None: all of them.
     """
 

@@ -34,8 +34,7 @@ class EarlyStopping:
 
     Args:
       monitor: the metric to watch.
-      mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the
-        losses of Optax; other metrics need "min" or "max".
+      mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
       patience: the number of checkpoints without improvement that end training; 0 means 1.
       min_delta: an improvement is larger than this; a tie is none.
       restore_best: whether to restore the best weights when training ends.

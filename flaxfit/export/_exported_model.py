@@ -68,7 +68,7 @@ class ExportedModel:
           **named: the inputs of a method that takes them by keyword.
 
         Raises:
-          TypeError: real numbers where the method takes whole ones, or the like.
+          TypeError: an input cannot be cast without loss, such as real numbers to whole ones.
           ValueError: there is no such method, or it takes other inputs.
         """
         name = self._default if method is None else method

@@ -39,8 +39,8 @@ class JaxModule:
       trainable: whether TensorFlow may train the parameters; a bool, or a pytree of bools like
         `params`.
       jit_compile: whether TensorFlow compiles a method as a whole; by name if they differ.
-      preprocess: `(*inputs) -> inputs` before the function, exported with it; the specs describe
-        what it takes.
+      preprocess: `(*inputs) -> inputs` before the function, exported with it; the specs are those
+        of its inputs.
       postprocess: `outputs -> outputs` after it.
 
     Raises:

@@ -38,7 +38,7 @@ def export_method(
         exported = exporting(structs, shape_structs(method.input_spec))
         return dataclasses.replace(exported, _get_vjp=lambda _: _gradient(exported, method.name))
     except Exception as error:
-        # By its name, since JAX has moved this class; `len(x)` and the like raise a TypeError.
+        # By its name, since JAX has moved this class; `len(x)` raises a TypeError.
         is_inconclusive = type(error).__name__ == "InconclusiveDimensionOperation"
         if not is_inconclusive and "_DimExpr" not in str(error):
             raise

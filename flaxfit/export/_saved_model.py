@@ -28,10 +28,10 @@ def save_saved_model(
 ) -> ExportReport:
     """Writes a module as a TensorFlow SavedModel: a folder that needs TensorFlow 2.20, not JAX.
 
-    What `tf.saved_model.load` gives has a method of each name (a single function is the object's
-    own call), `variables` and `trainable_variables`. Each method is a signature as well, a single
-    one "serving_default": its inputs are named "inputs", or by keyword or path ("inputs_0"), its
-    outputs "outputs" or by path.
+    The object that `tf.saved_model.load` returns has a method of each name (a single function is
+    called as the object itself), `variables` and `trainable_variables`. Each method is a signature
+    as well, a single one "serving_default": its inputs are named "inputs", or by keyword or path
+    ("inputs_0"), its outputs "outputs" or by path.
 
     The folder is read again and compared with the module before it takes its place.
 

@@ -163,7 +163,7 @@ def _call_module(exported: jax.export.Exported, flat: Sequence[Tensor]) -> list[
     dtypes = [bool if a.dtype == jax.dtypes.float0 else a.dtype for a in exported.out_avals]
     call_module: Function = xla.call_module
     return call_module(
-        # Arguments that the program does not use are no part of it.
+        # The program lacks arguments that it does not use.
         [flat[i] for i in exported.module_kept_var_idx],
         version=exported.calling_convention_version,
         module=exported.mlir_module_serialized,

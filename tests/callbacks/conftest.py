@@ -1,4 +1,4 @@
-"""What the tests of callbacks share: checkpoints made by hand, a loop and a terminal."""
+"""Fixtures of the tests of callbacks: checkpoints made by hand, a loop and a terminal."""
 
 import io
 
@@ -8,7 +8,7 @@ from flaxfit.state._checkpoint import Checkpoint
 
 
 class FakeLoop:
-    """What a training loop offers to a callback, without training."""
+    """The part of a training loop that callbacks use, without training."""
 
     def __init__(self, n_steps=None, n_steps_per_checkpoint=1, step=0, state=None):
         self.n_steps, self.n_steps_per_checkpoint = n_steps, n_steps_per_checkpoint

@@ -157,7 +157,7 @@ def test_groups_within_groups_have_their_rates_set_and_reported():
 
 
 def test_a_checkpoint_file_holds_the_rate_that_was_set_at_it(tmp_path):
-    """A run that is killed right after it goes on as the whole one does."""
+    """A run that is killed right after it continues as the whole one does."""
 
     def make(folder, init=None):
         plateau = ReduceLROnPlateau("loss", factor=0.5, patience=2)
@@ -240,7 +240,7 @@ def test_a_relative_rule_is_called_once_at_each_position_however_often_training_
 
 
 class Failing:
-    """Batches, but for the first few times that one is fetched."""
+    """Batches; the first few times that one is fetched fail."""
 
     def __init__(self, n_failures):
         self.n_failures = n_failures

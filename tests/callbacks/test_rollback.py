@@ -1,4 +1,4 @@
-"""Rollback: a diverged run goes on from its last good state, with the data behind it."""
+"""Rollback: a diverged run continues from its last good state, with later data."""
 
 import flax.linen as nn
 import jax

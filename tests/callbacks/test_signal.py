@@ -1,4 +1,4 @@
-"""SaveOnSignal: told to end, a run saves within a step, and goes on as if nothing had been."""
+"""SaveOnSignal: a run that must end saves within a step, and resumes as if uninterrupted."""
 
 import gc
 import hashlib
@@ -240,7 +240,7 @@ def test_a_run_is_guarded_though_a_loop_was_given_up_without_being_closed(tmp_pa
     loop = make_loop(None, [guard(), CheckpointFileWriter(tmp_path / "first")])
     next(loop)
     run = RunFolder(tmp_path / "second")
-    assert run.guards([]) == []  # The loop may go on, and handles the signal.
+    assert run.guards([]) == []  # The loop may continue, and handles the signal.
     loop.callbacks[1].close()
     del loop
     gc.collect()

@@ -1,4 +1,4 @@
-"""What the tests of export share: a small trained-looking model and what it is given."""
+"""Fixtures of the tests of export: a small model that looks trained, and its inputs."""
 
 import os
 
