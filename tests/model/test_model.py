@@ -368,7 +368,7 @@ def test_a_saved_model_is_loaded_without_a_fit_and_goes_on(tmp_path):
     np.testing.assert_array_equal(fresh.predict(X_TEST), model.predict(X_TEST))
     assert fresh.evaluate(X_TEST, Y_TEST) == model.evaluate(X_TEST, Y_TEST)
     for each in (model, fresh):
-        each._n_epochs = 2  # The order of the third epoch, for both.
+        each._trainer.n_epochs = 2  # The order of the third epoch, for both.
         fit(each)
     assert fresh.step == 15
     assert_equal(model.state.params, fresh.state.params)
