@@ -92,8 +92,10 @@ def entry(module_name: str, name: str) -> str:
         same = f":py:obj:`{ff.__name__}.{name}`"
         return f".. py:{kind}:: {module_name}.{name}\n\n   The same as {same}.\n"
     if inspect.isclass(value):
-        has_base = any(base.__module__.startswith(ff.__name__) for base in value.__mro__[1:])
-        inherited = "   :inherited-members:\n" if has_base else ""
+        bases = {base.__module__.partition(".")[0] for base in value.__mro__[1:]}
+        # Methods of other libraries, such as scikit-learn, are documented there.
+        is_own = ff.__name__ in bases and bases <= {ff.__name__, "abc", "builtins", "typing"}
+        inherited = "   :inherited-members:\n" if is_own else ""
         return f".. autoclass:: {module_name}.{name}\n   :members:\n{inherited}"
     if inspect.isroutine(value):
         return f".. autofunction:: {module_name}.{name}\n"

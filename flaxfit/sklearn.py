@@ -189,8 +189,8 @@ class FlaxRegressor(RegressorMixin, _FlaxEstimator):
       module: as of `Model`, with outputs of the shape of `y`, or with one output per example;
         None: a perceptron.
       loss: a name, or a function `(outputs, targets) -> values`; None: "mse".
-      optimizer, learning_rate, hidden_layer_sizes, batch_size, epochs, random_state, n_devices,
-        verbose, model_options, fit_options: as of a `FlaxClassifier`.
+      optimizer, learning_rate, hidden_layer_sizes, batch_size, epochs: as of a `FlaxClassifier`.
+      random_state, n_devices, verbose, model_options, fit_options: as of a `FlaxClassifier`.
 
     Attributes:
       model_: the trained `Model`.
