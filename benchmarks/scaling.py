@@ -157,7 +157,7 @@ def overhead(name: str, rounds: int, n_steps: int, *, resident: bool) -> None:
     import flaxfit as ff
     from flaxfit.data._batch import Batch, normalize
     from flaxfit.step import _metric_totals
-    from flaxfit.step._update import make_update
+    from flaxfit.step._scan import make_update
 
     model, task, batches = parts(resident)
     strategy = ff.DataParallel() if name == "DataParallel" else ff.Sharded()

@@ -21,12 +21,12 @@ from flaxfit.model._model import Model as Model
 from flaxfit.state._checkpoint import Checkpoint as Checkpoint
 from flaxfit.state._train_state import InferenceState as InferenceState
 from flaxfit.state._train_state import TrainState as TrainState
+from flaxfit.step._eval_step import make_eval_step as make_eval_step
+from flaxfit.step._eval_step import make_predict_step as make_predict_step
 from flaxfit.step._init_state import init_state as init_state
 from flaxfit.step._multi_task import MultiTask as MultiTask
-from flaxfit.step._train_step import make_eval_step as make_eval_step
-from flaxfit.step._train_step import make_predict_step as make_predict_step
+from flaxfit.step._random import step_key as step_key
 from flaxfit.step._train_step import make_train_step as make_train_step
-from flaxfit.step._train_step import step_key as step_key
 from flaxfit.strategies import DataParallel as DataParallel
 from flaxfit.strategies import Sharded as Sharded
 from flaxfit.strategies import gather as gather

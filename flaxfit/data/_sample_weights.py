@@ -47,6 +47,13 @@ def without_idle_rows(values: PyTree, weights: ArrayLike | None) -> PyTree:
     return jax.tree.map(replaced, values)
 
 
+def without_idle_targets(batch: PyTree) -> PyTree:
+    """Replaces the targets of a batch in rows of weight 0, except where outputs have weights."""
+    if isinstance(batch.weights, Mapping):
+        return batch
+    return batch._replace(targets=without_idle_rows(batch.targets, batch.weights))
+
+
 def check_weights_shape(weights: PyTree, name: str) -> None:
     """Checks that weights, or those of each output, are one number per example."""
     if isinstance(weights, Mapping):

@@ -20,8 +20,9 @@ from flaxfit.optim import averaged
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.step import _metric_totals
 from flaxfit.step._error_messages import calls_explained
-from flaxfit.step._train_step import compute, evaluated, make_eval_step
-from flaxfit.step._validate import inspect_eval, structure_of
+from flaxfit.step._eval_step import evaluated, make_eval_step
+from flaxfit.step._metric_totals import compute
+from flaxfit.step._validate import inspect, structure_of
 from flaxfit.strategies import DataParallel, Strategy
 from flaxfit.task._task import EvalTask
 from flaxfit.tree._checks import whole_number
@@ -197,7 +198,7 @@ class EvalLoop:
         is_known, self._checked = data is self._checked, data
         whole = None if is_known else batches.whole()
         whole = None if whole is None else normalize(whole)
-        result = inspect_eval(self.task, state, batch, whole, bind, self._traced)
+        result = inspect(self.task, state, batch, whole, bind, self._traced).shapes
         why_not = "the loss returns a scalar, not one value per example"
         is_scalar = result.values is not None and result.values.ndim == 0
         feed = Padder(

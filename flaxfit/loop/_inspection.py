@@ -10,8 +10,8 @@ from flaxfit.data._batch import Batch
 from flaxfit.loop._padding import Portion
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._error_messages import calls_explained
+from flaxfit.step._scan import make_step
 from flaxfit.step._train_step import more_sums
-from flaxfit.step._update import make_step
 from flaxfit.step._validate import Traced, inspect, inspect_step, shapes_of, trace
 from flaxfit.step._wide_products import why_wide
 from flaxfit.strategies import Strategy

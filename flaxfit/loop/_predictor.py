@@ -13,7 +13,7 @@ from flaxfit.data._stream import pass_length
 from flaxfit.loop._local_rows import LocalBatches
 from flaxfit.loop._padding import Padder
 from flaxfit.step._error_messages import calls_explained
-from flaxfit.step._train_step import evaluated, make_predict_step
+from flaxfit.step._eval_step import evaluated, make_predict_step
 from flaxfit.step._validate import check_rows, streams_explained, structure_of, trace
 from flaxfit.strategies import Strategy
 from flaxfit.task._task import EvalTask

@@ -6,7 +6,7 @@ from flaxfit.data._batch import Batch
 from flaxfit.loop._compiled_steps import build_update
 from flaxfit.loop._stepper import Stepper
 from flaxfit.step._cost import StepCost, cost_of, memory_of
-from flaxfit.step._update import make_step
+from flaxfit.step._scan import make_step
 from flaxfit.step._validate import shapes_of
 from flaxfit.tree._functions import runs_eagerly
 

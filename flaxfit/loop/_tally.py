@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from flaxfit.step import _metric_totals
-from flaxfit.step._train_step import compute
+from flaxfit.step._metric_totals import compute
 from flaxfit.step._validate import structure_of
 from flaxfit.tree._types import Array, Json, PyTree
 

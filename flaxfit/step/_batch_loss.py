@@ -1,4 +1,4 @@
-"""The loss of a whole batch, from the parts that replicas hold; refused if no part can tell it."""
+"""The loss of a whole batch from the parts on its replicas, refused if no part determines it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,46 +8,40 @@ import jax.numpy as jnp
 
 from flaxfit import losses
 from flaxfit.data._batch import Batch, n_examples
+from flaxfit.data._sample_weights import without_idle_rows
 from flaxfit.losses._checks import in_range
-from flaxfit.step._by_row import couples_rows
+from flaxfit.step._broadcasting import couples_rows
 from flaxfit.step._jaxpr import names_axis
-from flaxfit.step._replicas import Replicas, VirtualReplicas
-from flaxfit.task._multi_output import LossByOutput, without_idle_targets
+from flaxfit.step._replicas import AnyReplicas, VirtualReplicas
+from flaxfit.task._multi_output import LossByOutput
 from flaxfit.task._precision import in_float32
+from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._functions import is_by_row
 from flaxfit.tree._types import Function, PyTree
 
-Outputs = tuple[Any, ...]
+Outputs = tuple[PyTree, ...]
 
 
 def loss_of(
-    task: Any,
+    task: TrainTask | EvalTask,
     outputs: Outputs,
     batch: Batch,
-    replicas: Replicas | VirtualReplicas,
+    replicas: AnyReplicas,
     *,
     n_parts: int = 1,
     is_training: bool = False,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, PyTree]:
     """The values of the loss for the examples of this replica, and its penalty or None.
 
     The mean over parts of a batch is the loss of the batch only if each example has a value of its
     own. Any other loss is given the outputs and targets of all replicas.
 
-    Args:
-      task: a `TrainTask` or an `EvalTask`.
-      outputs: those of the model for this part of the batch.
-      batch: this part of the batch.
-      replicas: what the batch is divided among.
-      n_parts: how many parts a replica computes one after the other.
-      is_training: whether the penalty counts, and the targets of rows of weight 0 are replaced.
-
     Raises:
       TypeError: the loss returned something other than an array, or a pair of two.
-      ValueError: its shape is not that of a loss, or no replica sees all that it looks at.
+      ValueError: its shape is not that of a loss, or no replica sees all that it depends on.
     """
     n = n_examples(batch)
-    values, penalty = evaluate_loss(task.loss, outputs, batch.targets, n)
+    values, penalty = _evaluate_loss(task.loss, outputs, batch.targets, n)
     divided = _how_divided(replicas, n_parts)
     counted = penalty if is_training else None
     reason = divided and _why_whole(task.loss, values, counted, outputs, batch.targets)
@@ -62,35 +56,30 @@ def loss_of(
             "batches whole: without accumulate and virtual_replicas, and several such losses by "
             "output with strategy=Sharded()."
         )
-    if _looks_around(task.loss, outputs, batch.targets):
+    if _sees_replicas(task.loss, outputs, batch.targets):
         return values, penalty
     weights = None if batch.weights is None else replicas.whole(batch.weights, n)
-    whole = batch._replace(targets=replicas.whole(batch.targets, n), weights=weights)
-    # In rows of weight 0, the targets that one device would put there.
-    whole = without_idle_targets(task.loss, whole) if is_training else whole
-    outputs = replicas.whole(outputs, n)
-    values, penalty = evaluate_loss(task.loss, outputs, whole.targets, n * replicas.n)
+    targets, outputs = replicas.whole(batch.targets, n), replicas.whole(outputs, n)
+    if is_training:  # In rows of weight 0, the targets that one device would put there.
+        targets = without_idle_rows(targets, weights)
+    values, penalty = _evaluate_loss(task.loss, outputs, targets, n * replicas.n)
     return (replicas.own(values, n) if values.ndim else values), penalty
 
 
 def check_metrics(
-    task: Any,
+    task: TrainTask | EvalTask,
     outputs: Outputs,
     targets: PyTree,
-    replicas: Replicas | VirtualReplicas,
+    replicas: AnyReplicas,
     *,
     n_parts: int = 1,
 ) -> None:
-    """Checks that no metric compares examples with others that are computed elsewhere.
-
-    Raises:
-      ValueError: with the metric that does.
-    """
+    """Checks that no metric compares examples with others that are computed elsewhere."""
     divided = _how_divided(replicas, n_parts)
     if task.pad or not divided:  # Where batches may be padded, such a metric was refused.
         return
     for name, metric in metrics_by_row(task):
-        if couples_rows(metric, outputs, targets) and not _looks_around(metric, outputs, targets):
+        if couples_rows(metric, outputs, targets) and not _sees_replicas(metric, outputs, targets):
             raise ValueError(
                 f"Cannot measure {name!r} with {divided}: the value of an example depends on the "
                 "other examples of the batch, and each part would be measured by itself. Use one "
@@ -101,7 +90,7 @@ def check_metrics(
 def losses_by_row(
     loss: Any, outputs: Outputs, targets: PyTree
 ) -> Iterator[tuple[str, Function, Outputs, Outputs]]:
-    """A loss, or each of several by output, with what it is called with; none marked `by_row`."""
+    """A loss, or each of several by output, with its arguments; none that is marked `by_row`."""
     if not isinstance(loss, LossByOutput):
         if not is_by_row(loss):
             yield "The loss", loss, outputs, targets
@@ -112,11 +101,8 @@ def losses_by_row(
             yield f"The loss of output {name!r}", each, (output,), (target,)
 
 
-def metrics_by_row(task: Any) -> Iterator[tuple[str, Function]]:
-    """The metrics that are means of values by example, except losses by output.
-
-    Those that are marked `by_row` are left out, too.
-    """
+def metrics_by_row(task: TrainTask | EvalTask) -> Iterator[tuple[str, Function]]:
+    """The metrics that are means of values by example, but losses and those marked `by_row`."""
     for name, metric in task.metrics.items():
         owner = getattr(getattr(metric.values, "func", None), "__self__", None)
         is_safe = is_by_row(metric.values) or isinstance(owner, LossByOutput)
@@ -124,7 +110,9 @@ def metrics_by_row(task: Any) -> Iterator[tuple[str, Function]]:
             yield name, metric.values
 
 
-def _why_whole(loss: Any, values: PyTree, penalty: Any, outputs: Outputs, targets: PyTree) -> str:
+def _why_whole(
+    loss: Any, values: jax.Array, penalty: PyTree, outputs: Outputs, targets: PyTree
+) -> str:
     """Why the loss of a batch cannot be computed from its parts; "" if it can."""
     if values.ndim == 0:
         return "it is a scalar"
@@ -136,12 +124,12 @@ def _why_whole(loss: Any, values: PyTree, penalty: Any, outputs: Outputs, target
     return ""
 
 
-def _looks_around(function: Function, outputs: Outputs, targets: PyTree) -> bool:
-    """Whether a loss or a metric looks at the other replicas by itself."""
+def _sees_replicas(function: Function, outputs: Outputs, targets: PyTree) -> bool:
+    """Whether a loss or a metric combines the replicas by itself."""
     return names_axis(jax.make_jaxpr(function)(*outputs, *targets))
 
 
-def _how_divided(replicas: Replicas | VirtualReplicas, n_parts: int) -> str:
+def _how_divided(replicas: AnyReplicas, n_parts: int) -> str:
     """What divides a batch into parts; "" if it is computed as a whole."""
     if n_parts > 1:
         return f"accumulate={n_parts}"
@@ -150,15 +138,10 @@ def _how_divided(replicas: Replicas | VirtualReplicas, n_parts: int) -> str:
     return f"{replicas.n} devices" if replicas.n > 1 else ""
 
 
-def evaluate_loss(
-    loss: Function, outputs: tuple[PyTree, ...], targets: tuple[PyTree, ...], n: int
-) -> tuple[jax.Array, Any]:
-    """The values of a loss for `n` examples and its penalty, or None.
-
-    Raises:
-      TypeError: the loss returned something else than an array, or a pair of two.
-      ValueError: the shape of the values or of the penalty is not that of a loss.
-    """
+def _evaluate_loss(
+    loss: Function, outputs: Outputs, targets: Outputs, n: int
+) -> tuple[jax.Array, PyTree]:
+    """The values of a loss for `n` examples, and its penalty or None."""
     result = in_range(loss, *outputs, *targets)
     parts = result if isinstance(result, tuple) else (result, None)
     is_array = [hasattr(part, "shape") or isinstance(part, int | float) for part in parts]

@@ -1,26 +1,25 @@
-"""A training step of the user's own: what it takes and gives, and where it can run."""
+"""A training step of the user's own, as `(state, batch) -> (state, sums)`."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Container, Mapping
 
 import jax.numpy as jnp
 
 from flaxfit.data._batch import Batch
 from flaxfit.state._train_state import TrainState
+from flaxfit.tree._types import Function, PyTree, Sums
 
 
-def make_own_step(task: Any) -> Callable[[TrainState, Batch], tuple[TrainState, Any]]:
-    """Makes the update of a task's own step: `(state, batch) -> (state, sums)`.
+def make_own_step(
+    step: Function, metrics: Container[str]
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Sums]]]:
+    """Makes the update of a user's own step: `(state, batch) -> (state, sums)`.
 
     The step is counted, whether the user's function counts it or not. A plain number among the
-    sums counts once for each step.
-
-    Raises:
-      TypeError: it does not return a state and a mapping of numbers.
+    sums that belongs to none of the metrics counts once for each step.
     """
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
-        result = task.step(state, batch)
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Sums]]:
+        result = step(state, batch)
         is_pair = isinstance(result, tuple) and len(result) == 2
         if not is_pair or not hasattr(result[0], "params") or not isinstance(result[1], Mapping):
             kinds = [type(part).__name__ for part in (result if is_pair else (result,))]
@@ -30,15 +29,14 @@ def make_own_step(task: Any) -> Callable[[TrainState, Batch], tuple[TrainState, 
             )
         updated, given = result
         sums = {
-            name: sums if name in task.metrics else _sum_of(name, sums)
-            for name, sums in given.items()
+            name: sums if name in metrics else _sum_of(name, sums) for name, sums in given.items()
         }
         return updated.replace(step=state.step + 1), sums
 
     return train_step
 
 
-def _sum_of(name: str, value: Any) -> tuple[Any, ...]:
+def _sum_of(name: str, value: PyTree) -> Sums:
     parts = tuple(value) if isinstance(value, list | tuple) else (value, 1.0)
     if not 1 <= len(parts) <= 2 or any(jnp.ndim(part) for part in parts):
         raise TypeError(

@@ -1,7 +1,7 @@
 """The forward passes of a task: the model applied to a batch, its loss, its metrics as sums."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,126 +12,84 @@ from redex.util import expand_to_tuple
 from flaxfit.data._batch import Batch, call, n_examples
 from flaxfit.data._sample_weights import OTHER_OUTPUTS, of_output
 from flaxfit.step._batch_loss import check_metrics, loss_of
-from flaxfit.step._replicas import Replicas, VirtualReplicas
+from flaxfit.step._random import rngs_of
+from flaxfit.step._replicas import AnyReplicas, Replicas
 from flaxfit.task._multi_output import MetricOfOutput, labels_out_of_range
 from flaxfit.task._precision import in_float32, in_precision, like
-from flaxfit.tree._types import Params, PyTree
+from flaxfit.task._task import EvalTask, TrainTask
+from flaxfit.tree._types import Function, Params, PyTree, Sums
 
-ALONE = Replicas(None)
-"""What forward passes run on that nothing is divided among."""
-
-Sums = dict[str, Any]
-"""By metric: sums that add up over batches, devices and hosts."""
+_ALONE = Replicas(None)
 
 
 class ForwardPass(NamedTuple):
-    """What one forward pass in training gives."""
-
-    values: jax.Array
-    """The loss: per example `(batch, ...)`, or a scalar."""
-    penalty: Any
-    """The sum of the penalty of the loss and the model's `losses`; None if there is neither."""
-    sums: Sums
-    """The sums of the loss and of the metrics, on this replica."""
-    outputs: tuple[PyTree, ...]
-    model_state: PyTree
-    not_added: dict[str, tuple[()]]
-    """The collections whose values may be terms of the loss, and are not added to it."""
-
-
-class EvalPass(NamedTuple):
-    """What one forward pass in evaluation gives."""
+    """The results of one forward pass, on one replica."""
 
     values: PyTree
     """The loss: per example `(batch, ...)`, or a scalar; None if there is none."""
-    sums: Sums
-    """The sums of the metrics and of the loss, on this replica."""
+    sums: dict[str, Sums]
+    """The sums of the loss and of the metrics."""
     outputs: tuple[PyTree, ...]
+    penalty: PyTree = None
+    """The sum of the penalty of the loss and the model's `losses`; None if there is neither."""
+    model_state: PyTree = ()
+    not_added: Mapping[str, tuple[()]] = {}
+    """The collections whose values may be terms of the loss, and are not added to it."""
 
 
 def forward(
-    task: Any,
+    task: TrainTask,
     params: Params,
     model_state: PyTree,
     batch: Batch,
     key: jax.Array,
-    replicas: Replicas | VirtualReplicas = ALONE,
+    replicas: AnyReplicas = _ALONE,
 ) -> ForwardPass:
-    """Applies the model in training, and the loss and the metrics to its outputs.
-
-    Args:
-      task: a `TrainTask`.
-      params: all parameters.
-      model_state: the other collections of the model.
-      batch: the examples of this replica.
-      key: the random key of this step and replica.
-      replicas: what the batch is divided among.
-    """
+    """Applies the model in training, and the loss and the metrics to its outputs."""
     outputs, updates = apply_model(task, params, model_state, batch, key)
-    outputs, batch = _compared(outputs, batch)
-    values, penalty = loss_of(
-        task, outputs, batch, replicas, n_parts=task.accumulate, is_training=True
-    )
-    check_metrics(task, outputs, batch.targets, replicas, n_parts=task.accumulate)
-    penalties = jax.tree.leaves(in_float32((penalty, updates.get("losses", ()))))
-    penalties = [jnp.sum(x) for x in penalties]
-    weights = weights_of(batch)
-    sums = {
-        "loss": loss_sums(task.loss, values, outputs, batch),
-        **labels_out_of_range(task.loss, weights, outputs, batch.targets),
-        # No gradient of the metrics is asked for: where nothing is compiled, they see plain arrays.
-        **measure(task.metrics, jax.lax.stop_gradient(outputs), batch.targets, weights),
-    }
+    result = _compared(task, outputs, batch, replicas, n_parts=task.accumulate, is_training=True)
+    penalties = jax.tree.leaves(in_float32((result.penalty, updates.get("losses", ()))))
     not_added = {name: () for name in updates if _may_be_loss(name, model_state)}
-    model_state = {
-        name: _updated(name, updates.get(name, old), old) for name, old in model_state.items()
-    }
-    penalty = sum(penalties) if penalties else None
-    return ForwardPass(values, penalty, sums, outputs, model_state, not_added)
-
-
-def apply_model(
-    task: Any, params: Params, model_state: PyTree, batch: Batch, key: jax.Array
-) -> tuple[Any, Any]:
-    """The outputs of the model in training, and the collections that it updates."""
-    return _outputs_and_updates(
-        call(
-            in_precision(task.apply, task.precision),
-            {"params": params, **model_state},
-            batch.inputs,
-            rngs=rngs_of(task.rngs, key),
-            mutable=DenyList(("params", "intermediates")) if task.mutable is None else task.mutable,
-        )
+    return result._replace(
+        penalty=sum(map(jnp.sum, penalties)) if penalties else None,
+        model_state={
+            name: _updated(name, updates.get(name, old), old) for name, old in model_state.items()
+        },
+        not_added=not_added,
     )
 
 
 def forward_eval(
-    task: Any,
+    task: EvalTask,
     state: PyTree,
     batch: Batch,
     key: jax.Array | None,
-    replicas: Replicas | VirtualReplicas = ALONE,
-) -> EvalPass:
+    replicas: AnyReplicas = _ALONE,
+) -> ForwardPass:
     """Applies the model in evaluation, and the loss and the metrics to its outputs."""
     options = {} if key is None else {"rngs": rngs_of(task.rngs, key)}
     apply = in_precision(task.apply, task.precision)
     outputs = call(apply, state.variables, batch.inputs, **options)
-    outputs, batch = _compared(outputs, batch)
-    check_metrics(task, outputs, batch.targets, replicas)
-    sums = measure(task.metrics, outputs, batch.targets, weights_of(batch))
-    if task.loss is None:
-        return EvalPass(None, sums, outputs)
-    values, _ = loss_of(task, outputs, batch, replicas)
-    sums["loss"] = loss_sums(task.loss, values, outputs, batch)
-    sums |= labels_out_of_range(task.loss, weights_of(batch), outputs, batch.targets)
-    return EvalPass(values, sums, outputs)
+    return _compared(task, outputs, batch, replicas)._replace(penalty=None)
 
 
-def as_outputs(result: PyTree) -> tuple[Any, ...]:
+def apply_model(
+    task: TrainTask, params: Params, model_state: PyTree, batch: Batch, key: jax.Array
+) -> tuple[PyTree, Mapping[str, PyTree]]:
+    """The outputs of the model in training, and the collections that it updates."""
+    result = call(
+        in_precision(task.apply, task.precision),
+        {"params": params, **model_state},
+        batch.inputs,
+        rngs=rngs_of(task.rngs, key),
+        mutable=DenyList(("params", "intermediates")) if task.mutable is None else task.mutable,
+    )
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
+    return result if is_pair else (result, {})
+
+
+def as_outputs(result: PyTree) -> tuple[PyTree, ...]:
     """The outputs of a model, one or several, as a tuple.
-
-    >>> as_outputs(1)
-    (1,)
 
     Raises:
       TypeError: there are none.
@@ -141,75 +99,7 @@ def as_outputs(result: PyTree) -> tuple[Any, ...]:
     return expand_to_tuple(result)
 
 
-def _compared(outputs: PyTree, batch: Batch) -> tuple[tuple[Any, ...], Batch]:
-    """The outputs as a tuple, and the batch, both as losses and metrics compare them."""
-    return in_float32(as_outputs(outputs)), batch._replace(targets=in_float32(batch.targets))
-
-
-def measure(metrics: Mapping[str, Any], outputs: PyTree, targets: PyTree, weights: PyTree) -> Sums:
-    """The sums of the metrics over a batch.
-
-    Raises:
-      TypeError: a metric takes another number of outputs and targets.
-    """
-    sums = {}
-    for name, metric in metrics.items():
-        try:
-            output = metric.output if isinstance(metric, MetricOfOutput) else OTHER_OUTPUTS
-            own = of_output(weights, output)
-            sums[name] = metric.measure(*outputs, *targets, weights=own)
-        except TypeError as error:
-            _check_arguments(name, metric, outputs, targets, error)
-            raise
-    return sums
-
-
-def _check_arguments(
-    name: str, metric: Any, outputs: PyTree, targets: PyTree, error: TypeError
-) -> None:
-    functions = [(metric.measure, {"weights": None})]
-    functions += [] if metric.values is None else [(metric.values, {})]
-    for function, options in functions:
-        try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):  # Of some callables it is not known.
-            continue
-        try:
-            signature.bind(*outputs, *targets, **options)
-        except TypeError as mismatch:
-            raise TypeError(
-                f"The metric {name!r} takes other arguments than it is given: {mismatch}. It takes "
-                f"{signature}, and is called with the outputs and the targets by position, "
-                f"{len(outputs)} and {len(targets)} of them"
-                f"{', and with weights=' if options else ''}."
-            ) from error
-
-
-def loss_sums(loss: Any, values: jax.Array, outputs: tuple[PyTree, ...], batch: Batch) -> Any:
-    """The weighted sum of a loss over all its elements, and the weight of that sum.
-
-    Where outputs have weights of their own, such a pair for each of them.
-    """
-    weights = weights_of(batch)
-    if isinstance(weights, Mapping):
-        return loss.sums(weights, *outputs, *batch.targets)
-    if values.ndim == 0:
-        return values * weights.size, jnp.asarray(weights.size, values.dtype)
-    w = weights.reshape(weights.shape + (1,) * (values.ndim - 1))
-    # Not merely a product: a row of weight 0 may hold a NaN.
-    total = jnp.sum(jnp.where(w != 0, values * w, 0))
-    return total, jnp.sum(weights) * (values.size // weights.size)
-
-
-def weight_sums(loss: Any, batch: Batch) -> Any:
-    """The weights that the sums of a loss are to be divided by: their sum, or that by output."""
-    weights = weights_of(batch)
-    if not isinstance(weights, Mapping):
-        return jnp.sum(weights)
-    return {name: jnp.sum(of_output(weights, name)) for name in loss.losses}
-
-
-def weights_of(batch: Batch) -> Any:
+def weights_of(batch: Batch) -> PyTree:
     """The weights of a batch, of the examples or by output; 1 where it has none."""
     if batch.weights is None:
         return jnp.ones(n_examples(batch))
@@ -220,13 +110,104 @@ def weights_of(batch: Batch) -> Any:
     return weights
 
 
-def _outputs_and_updates(result: PyTree) -> tuple[Any, Mapping[str, Any]]:
-    """What a model returned in training: a pair whose second part is a mapping has updates."""
-    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
-    return result if is_pair else (result, {})
+def weight_sums(loss: Any, batch: Batch) -> PyTree:
+    """The weights that the sums of a loss are divided by: their sum, or that by output."""
+    weights = weights_of(batch)
+    if isinstance(weights, Mapping):
+        return {name: jnp.sum(of_output(weights, name)) for name in loss.losses}
+    return jnp.sum(weights)
 
 
-def _updated(name: str, new: PyTree, old: PyTree) -> Any:
+def _compared(
+    task: TrainTask | EvalTask,
+    outputs: PyTree,
+    batch: Batch,
+    replicas: AnyReplicas,
+    *,
+    n_parts: int = 1,
+    is_training: bool = False,
+) -> ForwardPass:
+    """Applies the loss and the metrics to the outputs of a model and the targets, in float32."""
+    outputs = in_float32(as_outputs(outputs))
+    batch = batch._replace(targets=in_float32(batch.targets))
+    weights = weights_of(batch)
+    # For the losses and metrics of outputs with weights; other metrics see all targets.
+    has_own = isinstance(weights, Mapping) and task.loss is not None
+    replaced = task.loss.without_idle_targets(batch) if has_own else batch
+    values, penalty, sums = None, None, {}
+    if task.loss is not None:
+        values, penalty = loss_of(
+            task, outputs, replaced, replicas, n_parts=n_parts, is_training=is_training
+        )
+        sums["loss"] = _loss_sums(task.loss, values, weights, outputs, replaced)
+        sums |= labels_out_of_range(task.loss, weights, outputs, batch.targets)
+    check_metrics(task, outputs, batch.targets, replicas, n_parts=n_parts)
+    # No gradient of the metrics is asked for: where nothing is compiled, they see plain arrays.
+    measured = jax.lax.stop_gradient(outputs) if is_training else outputs
+    for name, metric in task.metrics.items():
+        if isinstance(metric, MetricOfOutput):
+            targets, own_weights = replaced.targets, of_output(weights, metric.output)
+        else:
+            targets, own_weights = batch.targets, of_output(weights, OTHER_OUTPUTS)
+        sums[name] = _measure(name, metric, measured, targets, own_weights)
+    return ForwardPass(values, sums, outputs, penalty)
+
+
+def _loss_sums(
+    loss: Any, values: jax.Array, weights: PyTree, outputs: tuple[PyTree, ...], batch: Batch
+) -> PyTree:
+    """The weighted sum of a loss over all its elements, and the weight of that sum.
+
+    With weights by output, such a pair for each of them.
+    """
+    if isinstance(weights, Mapping):
+        return loss.sums(weights, *outputs, *batch.targets)
+    if values.ndim == 0:
+        return values * weights.size, jnp.asarray(weights.size, values.dtype)
+    w = weights.reshape(weights.shape + (1,) * (values.ndim - 1))
+    # Not merely a product: a row of weight 0 may hold a NaN.
+    total = jnp.sum(jnp.where(w != 0, values * w, 0))
+    return total, jnp.sum(weights) * (values.size // weights.size)
+
+
+def _measure(name: str, metric: Any, outputs: PyTree, targets: PyTree, weights: jax.Array) -> Sums:
+    """The sums of a metric over a batch.
+
+    Raises:
+      TypeError: it takes another number of outputs and targets.
+    """
+    try:
+        return metric.measure(*outputs, *targets, weights=weights)
+    except TypeError as error:
+        _check_arguments(name, metric.measure, outputs, targets, error, weights=None)
+        if metric.values is not None:
+            _check_arguments(name, metric.values, outputs, targets, error)
+        raise
+
+
+def _check_arguments(
+    name: str,
+    function: Function,
+    outputs: PyTree,
+    targets: PyTree,
+    error: TypeError,
+    **options: None,
+) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # Some callables have none.
+        return
+    try:
+        signature.bind(*outputs, *targets, **options)
+    except TypeError as mismatch:
+        raise TypeError(
+            f"The metric {name!r} takes other arguments than it is given: {mismatch}. It takes "
+            f"{signature}, and is called with the outputs and the targets by position, "
+            f"{len(outputs)} and {len(targets)} of them{', and with weights=' if options else ''}."
+        ) from error
+
+
+def _updated(name: str, new: PyTree, old: PyTree) -> PyTree:
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise ValueError(
             f"The collection {name!r} does not keep its structure: each step would add to what "
@@ -236,13 +217,8 @@ def _updated(name: str, new: PyTree, old: PyTree) -> Any:
     return like(new, old)
 
 
-def _may_be_loss(collection: str, model_state: Mapping[str, Any]) -> bool:
+def _may_be_loss(collection: str, model_state: Mapping[str, PyTree]) -> bool:
     """Whether a collection that is not "losses" is dropped, or is a loss by its name."""
     if collection in ("params", "losses", "intermediates"):
         return False
     return collection not in model_state or "loss" in collection.lower()
-
-
-def rngs_of(names: Sequence[str], key: jax.Array) -> dict[str, jax.Array]:
-    """The keys of the random streams of a step."""
-    return {name: jax.random.fold_in(key, i) for i, name in enumerate(names)}

@@ -1,81 +1,121 @@
-"""The gradient of a batch on one replica: at once or in microbatches, of a scaled loss or not."""
+"""The gradient of the loss on one replica, of a whole batch or of parts one after the other."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from flaxfit.data._batch import Batch, n_examples
 from flaxfit.optim._freeze import mask, merge
-from flaxfit.step._forward import ForwardPass, Sums, forward
+from flaxfit.state._train_state import TrainState
+from flaxfit.step._forward import ForwardPass, forward
+from flaxfit.step._replicas import AnyReplicas
+from flaxfit.task._task import TrainTask
 from flaxfit.tree._paths import flat
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import Params, PyTree, Sums
 
 
 class Gradient(NamedTuple):
-    """The gradient of the mean loss, and what the forward pass gave beside it."""
+    """The gradient of the mean loss, and the other results of the forward pass."""
 
-    grads: PyTree
+    grads: Params
     """Of the trained parameters; frozen ones are left out."""
-    sums: Sums
-    penalty: Any
+    sums: dict[str, Sums]
+    penalty: jax.Array | None
     model_state: PyTree
-    scale: Any
+    scale: PyTree
     """The next `DynamicScale` of the loss; `()` where the loss is not scaled."""
 
 
 def gradient(
-    task: Any, state: PyTree, batch: Batch, key: jax.Array, weight: ArrayLike, replicas: Any
+    task: TrainTask,
+    state: TrainState,
+    batch: Batch,
+    key: jax.Array,
+    weight: PyTree,
+    replicas: AnyReplicas,
+    n_parts: int = 1,
 ) -> Gradient:
-    """The gradient of the weighted loss over this batch, divided by `weight`.
+    """Differentiates the weighted loss of one part of a batch, divided by `weight`.
 
-    With `task.accumulate` the batch is worked off in so many parts, one after the other, so that
-    the activations of one part are in memory at a time.
-
-    Args:
-      task: a `TrainTask`.
-      state: the training state.
-      batch: the examples of this replica.
-      key: the random key of this step and replica; that of part i is `fold_in(key, i)`.
-      weight: the weight of the whole batch, or that by output, divided by the number of replicas.
-      replicas: the `Replicas` that the whole batch is divided among.
+    `weight` is that of the whole batch, or by output, divided by the number of replicas.
     """
-    n_parts = count_parts(n_examples(batch), task.accumulate)
-    scale: Any = getattr(state.opt_state, "scale", ()) if task.precision == "float16" else ()
+    scale: PyTree = getattr(state.opt_state, "scale", ()) if task.precision == "float16" else ()
     trained = mask(state.params, task.freeze)
     _check_trainable(trained)
 
-    def of_part(model_state: PyTree, batch: Batch, key: jax.Array) -> Gradient:
-        def objective(trained: Any) -> tuple[jax.Array, ForwardPass]:
-            params = merge(trained, state.params)
-            result = forward(task, params, model_state, batch, key, replicas)
-            penalty = 0 if result.penalty is None else result.penalty
-            if result.values.ndim == 0:
-                return (result.values + penalty) / n_parts, result
-            loss, size = result.sums["loss"], result.values.size // n_examples(batch)
-            if isinstance(weight, Mapping):
-                means = [_divided(loss[name][0], weight[name]) for name in weight]
-                mean = jnp.sum(jnp.stack(means))
-            else:
-                mean = _divided(loss[0], weight * size)
-            return mean + penalty / n_parts, result
+    def objective(trained: Params) -> tuple[jax.Array, ForwardPass]:
+        params = merge(trained, state.params)
+        result = forward(task, params, state.model_state, batch, key, replicas)
+        penalty = 0 if result.penalty is None else result.penalty
+        if result.values.ndim == 0:
+            return (result.values + penalty) / n_parts, result
+        loss, size = result.sums["loss"], result.values.size // n_examples(batch)
+        if isinstance(weight, Mapping):
+            mean = jnp.sum(jnp.stack([_divided(loss[name][0], weight[name]) for name in weight]))
+        else:
+            mean = _divided(loss[0], weight * size)
+        return mean + penalty / n_parts, result
 
-        if scale == ():
-            grads, result = jax.grad(objective, has_aux=True)(trained)
-            return Gradient(grads, result.sums, result.penalty, result.model_state, ())
+    if scale == ():
+        grads, result = jax.grad(objective, has_aux=True)(trained)
+    else:
         found = scale.value_and_grad(objective, has_aux=True)(trained)
-        result = found.aux[1]
-        return Gradient(
-            found.grad, result.sums, result.penalty, result.model_state, found.dynamic_scale
-        )
-
-    if n_parts == 1:
-        return of_part(state.model_state, batch, key)
-    return _accumulate(of_part, state.model_state, batch, key, n_parts)
+        scale, grads, result = found.dynamic_scale, found.grad, found.aux[1]
+    return Gradient(grads, result.sums, result.penalty, result.model_state, scale)
 
 
-def _check_trainable(trained: Any) -> None:
+def accumulated_gradient(
+    task: TrainTask,
+    state: TrainState,
+    batch: Batch,
+    key: jax.Array,
+    weight: PyTree,
+    replicas: AnyReplicas,
+) -> Gradient:
+    """Adds up the gradients of `task.accumulate` parts, computed one after the other.
+
+    Only the activations of one part are in memory. Part i has the random key `fold_in(key, i)`,
+    and the model state that the part before it returned.
+    """
+    n = count_parts(n_examples(batch), task.accumulate)
+    if n == 1:
+        return gradient(task, state, batch, key, weight, replicas)
+    parts = jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]), batch)
+
+    def of_part(model_state: PyTree, part: Batch, key: jax.Array) -> Gradient:
+        at_part = state.replace(model_state=model_state)
+        return gradient(task, at_part, part, key, weight, replicas, n)
+
+    zeros: PyTree = None
+    if not jax.config.jax_disable_jit:  # There the scan is a loop of Python: nothing is traced.
+        first = jax.tree.map(lambda x: x[0], parts)
+        shapes = jax.eval_shape(of_part, state.model_state, first, key)
+        added = (shapes.grads, shapes.sums, shapes.penalty)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), added)
+
+    def add_part(carry: PyTree, numbered: tuple[jax.Array, Batch]) -> PyTree:
+        (model_state, total), (number, part) = carry, numbered
+        found = of_part(model_state, part, jax.random.fold_in(key, number))
+        new = (found.grads, found.sums, found.penalty)
+        total = new if total is None else jax.tree.map(jnp.add, total, new)
+        return (found.model_state, total), found.scale
+
+    start = (state.model_state, zeros)
+    (model_state, total), scales = jax.lax.scan(add_part, start, (jnp.arange(n), parts))
+    grads, sums, penalty = total
+    # Every part began with the same scale; one that overflowed has lowered it.
+    scale = jax.tree.map(lambda x: x.min(0), scales)
+    return Gradient(grads, sums, None if penalty is None else penalty / n, model_state, scale)
+
+
+def count_parts(n: int, wanted: int) -> int:
+    """The largest number of equal parts of `n` examples, up to the wanted one."""
+    return next(parts for parts in range(min(wanted, n), 0, -1) if n % parts == 0)
+
+
+def _check_trainable(trained: Params) -> None:
     whole = [
         f"{path} ({leaf.dtype})"
         for path, leaf in flat(trained).items()
@@ -88,41 +128,5 @@ def _check_trainable(trained: Any) -> None:
         )
 
 
-def count_parts(n: int, wanted: int) -> int:
-    """The largest number of equal parts of `n` examples, up to the wanted one.
-
-    >>> count_parts(12, 4), count_parts(6, 4), count_parts(7, 4)
-    (4, 3, 1)
-    """
-    return next(parts for parts in range(min(wanted, n), 0, -1) if n % parts == 0)
-
-
 def _divided(total: jax.Array, weight: jax.Array) -> jax.Array:
     return total / jnp.where(weight > 0, weight, 1)
-
-
-def _accumulate(
-    of_part: Any, model_state: PyTree, batch: Batch, key: jax.Array, n: int
-) -> Gradient:
-    """Adds up the gradients and the sums of `n` parts; each sees the model state of the last."""
-    parts = jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]), batch)
-    zeros: Any = None
-    if not jax.config.jax_disable_jit:  # There the scan is a loop of Python: nothing is traced.
-        first = jax.tree.map(lambda x: x[0], parts)
-        shapes = jax.eval_shape(of_part, model_state, first, key)
-        added = (shapes.grads, shapes.sums, shapes.penalty)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), added)
-
-    def body(carry: PyTree, part: PyTree) -> Any:
-        model_state, total = carry
-        found = of_part(model_state, part[1], jax.random.fold_in(key, part[0]))
-        new = (found.grads, found.sums, found.penalty)
-        total = new if total is None else jax.tree.map(jnp.add, total, new)
-        return (found.model_state, total), found.scale
-
-    (model_state, total), scales = jax.lax.scan(body, (model_state, zeros), (jnp.arange(n), parts))
-    grads, sums, penalty = total
-    # Every part began with the same scale; one that overflowed has lowered it.
-    scale = jax.tree.map(lambda x: x.min(0), scales)
-    penalty = None if penalty is None else penalty / n
-    return Gradient(grads, sums, penalty, model_state, scale)

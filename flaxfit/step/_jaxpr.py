@@ -1,40 +1,27 @@
-"""What a jaxpr holds: its inner programs, certain operations, and how many operations in all."""
+"""What a jaxpr holds: its inner programs, certain operations, and the number of operations."""
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import jax
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from flaxfit.tree._types import PyTree
+_OF_UNKNOWN_LENGTH = ("while", "pallas_call", "ffi_call", "pure_callback", "io_callback")
 
 
-def parts_of(equation: Any) -> list[Any]:
+def parts_of(equation: JaxprEqn) -> list[Jaxpr]:
     """The programs that an equation of a jaxpr holds, such as the body of a loop."""
     parameters = jax.tree.leaves(tuple(equation.params.values()), is_leaf=_is_program)
     return [each for each in parameters if _is_program(each)]
 
 
-def holds(program: Any, name: str) -> bool:
-    """Whether a jaxpr, or any program in it, holds an operation of this name; looks at each once.
-
-    >>> import jax.numpy as jnp
-    >>> program = jax.make_jaxpr(lambda x: jax.lax.map(jnp.sin, x))(jnp.ones(3))
-    >>> holds(program, "sin"), holds(program, "cos")
-    (True, False)
-    """
+def holds(program: Jaxpr, name: str) -> bool:
+    """Whether a jaxpr, or any program in it, holds an operation of this name."""
     return any(equation.primitive.name == name for equation in equations(program))
 
 
-def names_axis(program: Any) -> bool:
-    """Whether an operation in a jaxpr names a mapped axis, as `lax.psum` and `lax.all_gather` do.
-
-    >>> import jax.numpy as jnp
-    >>> total = lambda x: jax.lax.psum(x, "rows")
-    >>> program = jax.make_jaxpr(total, axis_env=[("rows", 2)])(jnp.ones(3))
-    >>> names_axis(program), names_axis(jax.make_jaxpr(jnp.sum)(jnp.ones(3)))
-    (True, False)
-    """
+def names_axis(program: Jaxpr) -> bool:
+    """Whether an operation in a jaxpr names a mapped axis, as `lax.psum` does."""
     for equation in equations(program):
         named = (equation.params.get(name, ()) for name in ("axes", "axis_name"))
         if any(isinstance(axis, str) for axis in jax.tree.leaves(tuple(named))):
@@ -42,7 +29,7 @@ def names_axis(program: Any) -> bool:
     return False
 
 
-def equations(program: Any) -> Iterator[Any]:
+def equations(program: Jaxpr) -> Iterator[JaxprEqn]:
     """The equations of a jaxpr and of all programs in it, those of each program once."""
     seen: set[int] = set()
     left = [program]
@@ -56,33 +43,30 @@ def equations(program: Any) -> Iterator[Any]:
             left += parts_of(equation)
 
 
-def n_operations(program: Any) -> float:
+def n_operations(program: Jaxpr) -> float:
     """Estimates the arithmetic operations of a jaxpr; infinity for loops of unknown length.
 
     Products and convolutions count their multiplications and additions, everything else counts
     one operation for each element of its results.
-
-    >>> import jax.numpy as jnp
-    >>> product = lambda x: jax.lax.map(lambda row: x @ row, x)
-    >>> n_operations(jax.make_jaxpr(product)(jnp.ones((3, 3))))
-    54.0
     """
     known: dict[int, float] = {}
 
-    def of_program(program: Any) -> float:
+    def of_program(program: Jaxpr) -> float:
         number = id(getattr(program, "jaxpr", program))
         if number not in known:
             known[number] = float(sum(map(of_equation, program.eqns)))
         return known[number]
 
-    def of_equation(equation: Any) -> float:
+    def of_equation(equation: JaxprEqn) -> float:
         name, parameters = equation.primitive.name, equation.params
         if name in _OF_UNKNOWN_LENGTH:
             return math.inf
         if parts := parts_of(equation):
             return sum(map(of_program, parts)) * (parameters["length"] if name == "scan" else 1)
         n = sum(math.prod(getattr(out.aval, "shape", ())) for out in equation.outvars)
-        shapes: list[Any] = [getattr(each.aval, "shape", ()) for each in equation.invars]
+        shapes: list[tuple[int, ...]] = [
+            getattr(each.aval, "shape", ()) for each in equation.invars
+        ]
         if name == "dot_general":
             (contracted, _), _ = parameters["dimension_numbers"]
             return 2 * n * math.prod(shapes[0][axis] for axis in contracted)
@@ -94,8 +78,5 @@ def n_operations(program: Any) -> float:
     return of_program(program)
 
 
-_OF_UNKNOWN_LENGTH = ("while", "pallas_call", "ffi_call", "pure_callback", "io_callback")
-
-
-def _is_program(part: PyTree) -> bool:
+def _is_program(part: object) -> bool:
     return hasattr(part, "eqns")  # A class or two, by the version of JAX.

@@ -1,25 +1,24 @@
-"""Totals: sums over many steps, added up on the device without losing the small ones."""
+"""Totals: sums over many steps, added on the device in twice their precision, and their values."""
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.tree._types import PyTree
+from flaxfit.task._label_counts import check_counts
+from flaxfit.tree._types import Array, ArrayLike, PyTree, Sums
 
-Totals = dict[str, Any]
-"""By dtype, an array `(2, n)`: all sums of it, and for each the part that rounding has cut off."""
+Totals: TypeAlias = dict[str, Array]
+"""By dtype, an array `(2, n)`: the sums of that dtype, and what rounding has cut off of each."""
+
+_Layout: TypeAlias = tuple[PyTree, list[tuple[str, slice, tuple[int, ...]]]]
+"""The structure of a packed tree, and the vector, place and shape of each leaf."""
 
 
 def zero_totals(sums: PyTree) -> Totals:
-    """Empty totals on the host, for sums of these shapes and dtypes.
-
-    >>> zero_totals({"loss": np.float32(1), "n": np.float32(2)})["float32"].shape
-    (2, 2)
-    """
+    """Makes empty totals on the host, for sums of these shapes and dtypes."""
     sizes: dict[str, int] = {}
     for leaf in jax.tree.leaves(sums):
         sizes[str(leaf.dtype)] = sizes.get(str(leaf.dtype), 0) + leaf.size
@@ -27,26 +26,23 @@ def zero_totals(sums: PyTree) -> Totals:
 
 
 def add(totals: Totals, sums: PyTree) -> Totals:
-    """Adds sums to totals, exactly to about twice the precision of their dtype.
+    """Adds sums to totals in about twice the precision of their dtype.
 
-    A plain float32 total stops growing at 2**24 examples. This is Knuth's two-sum: the rounding
-    error of each addition is kept (D. Knuth, The Art of Computer Programming 2, 4.2.2).
+    A plain float32 total stops growing at 2**24 examples. This is Knuth's two-sum, which keeps the
+    rounding error of each addition (D. Knuth, The Art of Computer Programming 2, 4.2.2).
     """
     vectors = pack(sums)
     return {d: jnp.stack(_two_sum(totals[d][0], totals[d][1], x)) for d, x in vectors.items()}
 
 
-def reader(like: PyTree) -> Callable[[Totals], Any]:
-    """Makes the function that reads totals: `totals -> sums`, in the structure of `like`.
+def reader(like: PyTree) -> Callable[[Totals], PyTree]:
+    """Makes `totals -> sums`, which reads totals in the structure of `like`.
 
     The sums are float64 (or integer) arrays on the host. Reading waits for the device.
-
-    >>> reader({"n": np.float32(1)})({"float32": np.array([[3], [0.5]], np.float32)})
-    {'n': array(3.5)}
     """
     structure, places = _layout(like)
 
-    def read(totals: Totals) -> Any:
+    def read(totals: Totals) -> PyTree:
         # `jax.device_get` would begin a copy in the background, which takes longer than a few
         # numbers.
         sums = {dtype: _whole(*np.asarray(x)) for dtype, x in totals.items()}
@@ -55,26 +51,53 @@ def reader(like: PyTree) -> Callable[[Totals], Any]:
     return read
 
 
-def pack(tree: PyTree) -> dict[str, jax.Array]:
-    """The leaves of a tree as one vector for each dtype: one operation then serves all.
+def compute(
+    sums: Mapping[str, Sums], metrics: Mapping[str, Any], where: str = ""
+) -> dict[str, PyTree]:
+    """Computes the values of metrics from their sums, on the host; scalars become floats.
 
-    >>> pack((jnp.ones(2), jnp.int32(3)))["int32"]
-    Array([3], dtype=int32)
+    Sums that no metric claims are `(sum, weight)`, whose value is the mean, or `(count,)`; or a
+    mapping of pairs, those of several outputs, whose value is the sum of their means. `where` the
+    sums were taken is a part of the error.
+
+    Raises:
+      ValueError: there were labels out of range.
     """
-    leaves: dict[str, list[Any]] = {}
+    values, sums = {}, check_counts(sums, where)
+    order = [name for name in ("loss", *metrics) if name in sums]
+    for name in dict.fromkeys([*order, *sums]):
+        parts = sums[name]
+        if name in metrics:
+            value = metrics[name].compute(parts)
+        elif isinstance(parts, Mapping):
+            means = [total / weight for total, weight in parts.values() if weight]
+            value = np.float64(sum(means) if means else np.nan)
+        elif len(parts) == 1:
+            value = np.float64(parts[0])
+        else:
+            value = _mean(*parts)
+        if type(value) is not float:
+            value = np.asarray(value)
+            value = float(value) if value.ndim == 0 else value
+        values[name] = value
+    return values
+
+
+def pack(tree: PyTree) -> dict[str, jax.Array]:
+    """Joins the leaves of a tree in one vector for each dtype: one operation then serves all."""
+    leaves: dict[str, list[jax.Array]] = {}
     for leaf in jax.tree.leaves(tree):
         leaves.setdefault(str(leaf.dtype), []).append(jnp.ravel(leaf))
     return {dtype: jnp.concatenate(parts) for dtype, parts in leaves.items()}
 
 
-def unpack(vectors: dict[str, Any], like: PyTree) -> Any:
-    """The tree whose leaves were packed; `like` tells its structure, shapes and dtypes."""
+def unpack(vectors: Mapping[str, Array], like: PyTree) -> PyTree:
+    """Restores a packed tree, in the structure and shapes of `like`."""
     structure, places = _layout(like)
     return structure.unflatten([vectors[d][place].reshape(shape) for d, place, shape in places])
 
 
-def _layout(like: PyTree) -> tuple[Any, list[tuple[str, slice, tuple[int, ...]]]]:
-    """The structure of a tree that was packed; and of each leaf its vector, place and shape."""
+def _layout(like: PyTree) -> _Layout:
     leaves, structure = jax.tree.flatten(like)
     ends: dict[str, int] = {}
     places = []
@@ -96,12 +119,13 @@ def _two_sum(high: jax.Array, low: jax.Array, x: jax.Array) -> tuple[jax.Array, 
     return total, low + jnp.where(jnp.isfinite(total), error, 0)
 
 
-@functools.cache
-def _is_floating(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating)
-
-
 def _whole(high: np.ndarray, low: np.ndarray) -> np.ndarray:
-    if not _is_floating(high.dtype):
-        return high
-    return np.add(high, low, dtype=np.float64)
+    is_floating = jnp.issubdtype(high.dtype, jnp.floating)
+    return np.add(high, low, dtype=np.float64) if is_floating else high
+
+
+def _mean(total: ArrayLike, weight: ArrayLike) -> ArrayLike:
+    if np.ndim(total) == np.ndim(weight) == 0 and weight:  # What follows takes much longer.
+        return float(total) / float(weight)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.float64(total) / np.float64(weight)

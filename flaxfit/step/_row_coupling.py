@@ -1,14 +1,16 @@
-"""Whether a program combines the rows of a batch, as its jaxpr tells."""
+"""Whether a program combines the rows of a batch, judged by its jaxpr."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from flaxfit.step._jaxpr import parts_of
 from flaxfit.tree._types import ArrayLike
+
+_Makers: TypeAlias = Mapping[Var, JaxprEqn | ArrayLike]
 
 # Primitives that combine or move the elements along an axis, and the parameter that names it.
 _ALONG_AXIS = {
@@ -31,19 +33,19 @@ _IN_PLACE = {"broadcast_in_dim": 0, "reshape": 0, "convert_element_type": 0, "se
 class _Needed(NamedTuple):
     """An equation of a jaxpr that the results depend on."""
 
-    equation: Any
-    results: list[Any]
+    equation: JaxprEqn
+    results: list[Var]
     """Those that are needed."""
-    makers: Mapping[Any, Any]
+    makers: _Makers
     """The equations of the same program by what they result in, and the values of constants."""
 
 
-def mixes_rows(program: Any, n: int) -> bool:
+def mixes_rows(program: Jaxpr, n: int) -> bool:
     """Whether what a closed jaxpr returns was made by combining rows along axes of size `n`."""
     return any(_mixes(each, n) for each in _needed(program, [True] * len(program.jaxpr.outvars)))
 
 
-def numbers(program: Any) -> list[str]:
+def numbers(program: Jaxpr) -> list[str]:
     """The floating-point numbers in a closed jaxpr that its results depend on, as texts."""
     literals = [
         v.val
@@ -54,7 +56,7 @@ def numbers(program: Any) -> list[str]:
     return [str(x) for x in literals if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
 
 
-def _needed(program: Any, wanted: list[bool]) -> Iterator[_Needed]:
+def _needed(program: Jaxpr, wanted: list[bool]) -> Iterator[_Needed]:
     """The equations that the wanted results depend on, those of inner programs included."""
     constants = {}
     if hasattr(program, "jaxpr"):
@@ -69,7 +71,10 @@ def _needed(program: Any, wanted: list[bool]) -> Iterator[_Needed]:
             continue
         needed |= {v for v in equation.invars if not isinstance(v, Literal)}
         yield _Needed(equation, [v for v in equation.outvars if v in needed], makers)
-        for inner in _inner_programs(equation):
+        condition = equation.params.get("cond_jaxpr")  # Of a loop, which it only ends.
+        for inner in parts_of(equation):
+            if inner is condition:
+                continue
             n_results = len(getattr(inner, "jaxpr", inner).outvars)
             is_call = equation.primitive.name in _CALLS and n_results == len(is_needed)
             yield from _needed(inner, is_needed if is_call else [True] * n_results)
@@ -97,7 +102,7 @@ def _picks_other_rows(needed: _Needed, n: int) -> bool:
     return not all(_counts_rows(indices, column, needed.makers, n) for column in by_index)
 
 
-def _counts_rows(indices: ArrayLike, column: int, makers: Mapping[Any, Any], n: int) -> bool:
+def _counts_rows(indices: Var | Literal, column: int, makers: _Makers, n: int) -> bool:
     """Whether a column of indices holds 0, 1, ... `n - 1`."""
     maker = None if isinstance(indices, Literal) else makers.get(indices)
     if maker is None or not hasattr(maker, "primitive"):
@@ -112,15 +117,7 @@ def _counts_rows(indices: ArrayLike, column: int, makers: Mapping[Any, Any], n: 
     return place is not None and _counts_rows(maker.invars[place], column, makers, n)
 
 
-def _inner_programs(equation: Any) -> Iterator[Any]:
-    """The programs in an equation, except the condition of a loop, which only ends it."""
-    condition = equation.params.get("cond_jaxpr")
-    for inner in parts_of(equation):
-        if inner is not condition:
-            yield inner
-
-
-def _axes(variable: Any, n: int) -> list[int]:
+def _axes(variable: Var | Literal, n: int) -> list[int]:
     """The axes of rows of a variable; several rows may be joined in one axis."""
     shape = getattr(variable.aval, "shape", ())
     return [axis for axis, size in enumerate(shape) if size and size % n == 0]

@@ -1,9 +1,9 @@
-"""Inspection of the first batch: what a task makes of it, or in words why it cannot be trained."""
+"""Validation of a task on its first batch: what it computes, or why it cannot be trained."""
 
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,19 +14,20 @@ from flax.errors import InvalidRngError
 from flaxfit.data._batch import Batch, n_examples
 from flaxfit.data._sample_weights import check_weights
 from flaxfit.step._batch_loss import losses_by_row, metrics_by_row
-from flaxfit.step._by_row import check_by_row, check_sums, couples_rows
+from flaxfit.step._broadcasting import check_by_row, check_sums, couples_rows
 from flaxfit.step._error_messages import calls_explained, tracers_explained
-from flaxfit.step._forward import EvalPass, ForwardPass, forward, forward_eval
+from flaxfit.step._forward import ForwardPass, forward, forward_eval
 from flaxfit.step._jaxpr import holds, n_operations
 from flaxfit.step._regression_targets import check_classes
 from flaxfit.task._multi_output import check_outputs, check_values, targets_with_weights
+from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._paths import flat
-from flaxfit.tree._types import ArrayLike, Function, PyTree
+from flaxfit.tree._types import Array, Function, PyTree, Sums
 
 
 class Traced(NamedTuple):
-    """What is known of a function that was traced."""
+    """What tracing has found out about a function."""
 
     shapes: PyTree
     """The shapes and dtypes of what it returns."""
@@ -36,29 +37,29 @@ class Traced(NamedTuple):
 
 
 def inspect(
-    task: Any,
+    task: TrainTask | EvalTask,
     state: PyTree,
     batch: Batch,
     data: Batch | None = None,
     bind: Function = lambda function: function,
-    known: dict[Any, Traced] | None = None,
+    known: dict[Hashable, Traced] | None = None,
     *,
     is_resumed: bool = False,
 ) -> Traced:
-    """Traces one forward pass of a task without running it, on a batch as the user passed it.
+    """Validates a task on its first batch by tracing one forward pass, which is not run.
 
     Args:
-      task: a `TrainTask`.
-      state: the training state.
-      batch: the first batch.
+      task: what to train or to measure.
+      state: the training state, or that to measure.
+      batch: the first batch, as the user passed it.
       data: all of the data, if available, whose values are checked; else the batch's are.
       bind: of the strategy, to trace as it does.
       known: what was traced before of this task, by shapes; it is added to.
-      is_resumed: whether the run began before this batch, whose values are not checked then: had
-        it not been interrupted, it would not have looked at them.
+      is_resumed: whether the run began before this batch. Its values are not checked then, as they
+        would not have been without the interruption.
 
     Returns:
-      What is known of the pass; its shapes are those of a `ForwardPass`.
+      What was traced of the pass; its shapes are those of a `ForwardPass`.
 
     Raises:
       ValueError: labels, weights, the shape of the loss or a random stream do not fit.
@@ -66,67 +67,28 @@ def inspect(
     """
     check_outputs(task.loss, batch.weights)
     if data is not None or not is_resumed:
-        name = "The first batch" if data is None else "The data"
-        check_finite(batch if data is None else data, name, task.loss)
+        _check_finite_data(batch, data, task.loss)
 
     def pass_forward(state: PyTree, batch: Batch) -> ForwardPass:
+        if isinstance(task, EvalTask):
+            return forward_eval(task, state, batch, state.key if task.rngs else None)
         return forward(task, state.params, state.model_state, batch, state.key)
 
     known, key = {} if known is None else known, structure_of((state, batch))
     bound = bind(pass_forward)
     traced = known.get(key)
     if traced is None:
-        explained = _explained(f"TrainTask(..., rngs={task.rngs})", task, batch)
-        with calls_explained(batch.inputs, batch.targets), explained:
+        with calls_explained(batch.inputs, batch.targets), _explained(task, batch):
             traced = trace(bound, state, batch)
     result = traced.shapes
-    check_loss(task.loss, result.values, result.outputs, batch, data)
+    if result.values is not None:
+        _check_loss(task.loss, result, batch, data)
     check_classes(task, batch)
     if key not in known:
         if not runs_eagerly(bound):  # The check traces, with sizes of no batch.
             _check_by_row(task, result, batch, bind)
         known[key] = traced
     return traced
-
-
-def inspect_eval(
-    task: Any,
-    state: PyTree,
-    batch: Batch,
-    data: Batch | None = None,
-    bind: Function = lambda function: function,
-    known: dict[Any, EvalPass] | None = None,
-) -> EvalPass:
-    """Traces one measurement without running it: the shapes and dtypes of an `EvalPass`.
-
-    The arguments are those of `inspect`.
-
-    Raises:
-      ValueError: labels, weights or the shape of the loss do not fit.
-      TypeError: the batch lacks the targets that the loss wants.
-    """
-    check_outputs(task.loss, batch.weights)
-    name = "The first batch" if data is None else "The data"
-    check_finite(batch if data is None else data, name, task.loss)
-
-    def pass_forward(state: PyTree, batch: Batch) -> EvalPass:
-        return forward_eval(task, state, batch, state.key if task.rngs else None)
-
-    known, key = {} if known is None else known, structure_of((state, batch))
-    bound = bind(pass_forward)
-    result = known.get(key)
-    if result is None:
-        explained = _explained("EvalTask(..., rngs=...) or Model(..., eval_rngs=...)", task, batch)
-        with calls_explained(batch.inputs, batch.targets), explained:
-            result = trace(bound, state, batch).shapes
-    if result.values is not None:
-        check_loss(task.loss, result.values, result.outputs, batch, data)
-    check_classes(task, batch)
-    if key not in known:
-        if not runs_eagerly(bound):
-            _check_by_row(task, result, batch, bind)
-        known[key] = result
-    return result
 
 
 def inspect_step(
@@ -136,13 +98,13 @@ def inspect_step(
     data: Batch | None = None,
     bind: Function = lambda function: function,
 ) -> Traced:
-    """Traces a step of the user's own without running it.
+    """Validates a step of the user's own on its first batch by tracing it.
 
     Returns:
-      What is known of the step; its shapes are those of its sums.
+      What was traced of the step; its shapes are those of its sums.
 
     Raises:
-      ValueError: the state that it returns is not like the one it was given, or the batch has
+      ValueError: it returns a state that is not like the one it was given, or the batch has
         weights by output.
     """
     if isinstance(batch.weights, Mapping):
@@ -151,7 +113,7 @@ def inspect_step(
             f"The batches have weights for the outputs {names}, and the task "
             "has a step of its own: give one weight per example, or put others among the targets."
         )
-    check_finite(batch if data is None else data, "The first batch" if data is None else "The data")
+    _check_finite_data(batch, data)
     with tracers_explained():
         traced = trace(bind(step), state, batch)
     updated, sums = traced.shapes
@@ -170,9 +132,9 @@ def inspect_step(
 
 
 def trace(function: Function, *arguments: PyTree) -> Traced:
-    """Traces a function of arrays or of their shapes and dtypes, without running it.
+    """Traces a function of arrays, or of their shapes and dtypes.
 
-    One that runs eagerly is run instead: the user's code is to see values.
+    One that runs eagerly is run instead, so that the user's code sees values.
     """
     if runs_eagerly(function):
         return Traced(shapes_of(function(*arguments)), False, math.inf)
@@ -183,7 +145,7 @@ def trace(function: Function, *arguments: PyTree) -> Traced:
 
 @contextlib.contextmanager
 def streams_explained(owner: str, rngs: Sequence[str]) -> Iterator[None]:
-    """Says where to name a random stream that a model asks for and is not given.
+    """Explains where to name a random stream that a model asks for and is not given.
 
     Raises:
       ValueError: in place of Flax's error, which is its cause.
@@ -198,8 +160,10 @@ def streams_explained(owner: str, rngs: Sequence[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained(owner: str, task: Any, batch: Batch) -> Iterator[None]:
-    """Says in words what it means when a model or a loss is not given what it asks for."""
+def _explained(task: TrainTask | EvalTask, batch: Batch) -> Iterator[None]:
+    """Explains the errors of a model or a loss that is not given what it asks for."""
+    owner = "EvalTask(..., rngs=...) or Model(..., eval_rngs=...)"
+    owner = owner if isinstance(task, EvalTask) else f"TrainTask(..., rngs={task.rngs})"
     try:
         with tracers_explained(), streams_explained(owner, task.rngs):
             yield
@@ -215,13 +179,14 @@ def _explained(owner: str, task: Any, batch: Batch) -> Iterator[None]:
         raise
 
 
-def _check_by_row(task: Any, result: PyTree, batch: Batch, bind: Function) -> None:
+def _check_by_row(
+    task: TrainTask | EvalTask, result: ForwardPass, batch: Batch, bind: Function
+) -> None:
     """Checks that the loss and the metrics compare each output with its own target, by row."""
     outputs, targets = result.outputs, batch.targets
     for name, metric in task.metrics.items():
         if any(leaf.ndim for leaf in jax.tree.leaves(result.sums[name])):
-            measure = functools.partial(_measured, metric)
-            check_sums(name, bind(measure), outputs, targets)
+            check_sums(name, bind(functools.partial(_measured, metric)), outputs, targets)
     if not task.pad:
         return
     advice = " If it is meant to look across the batch, set pad=False in the task."
@@ -242,26 +207,31 @@ def _check_by_row(task: Any, result: PyTree, batch: Batch, bind: Function) -> No
             )
 
 
-def _measured(metric: Any, weights: ArrayLike, *outputs_and_targets: PyTree) -> Any:
+def _measured(metric: Any, weights: Array, *outputs_and_targets: PyTree) -> Sums:
     return metric.measure(*outputs_and_targets, weights=weights)
 
 
-def check_loss(
-    loss: Any, values: PyTree, outputs: PyTree, batch: Batch, data: Batch | None = None
-) -> None:
-    """Checks the values of labels on the host, and that what is weighted can be."""
-    check_values(loss, outputs, data or batch)
-    if values.ndim == 0 and batch.weights is not None:
+def _check_loss(loss: Any, result: ForwardPass, batch: Batch, data: Batch | None) -> None:
+    """Checks the values of labels on the host, and that a loss with weights is not a scalar."""
+    check_values(loss, result.outputs, data or batch)
+    if result.values.ndim == 0 and batch.weights is not None:
         raise ValueError(
             "Weights cannot be applied to a loss that returns a scalar: return one value per "
             f"example, of shape ({n_examples(batch)},), without taking the mean."
         )
 
 
+def _check_finite_data(batch: Batch, data: Batch | None, loss: Any = None) -> None:
+    if data is None:
+        check_finite(batch, "The first batch", loss)
+    else:
+        check_finite(data, "The data", loss)
+
+
 def check_finite(batch: Batch, name: str, loss: Any = None) -> None:
     """Checks that no input, target or weight is NaN or infinite, and no weight negative.
 
-    Targets of weight 0 may be anything: they leave no mark.
+    Targets of weight 0 may be anything.
 
     Raises:
       ValueError: with the path of the array, how many of its rows are not finite, and the first.
@@ -285,8 +255,8 @@ def check_finite(batch: Batch, name: str, loss: Any = None) -> None:
                 )
 
 
-def _rows_not_finite(leaf: ArrayLike) -> Any:
-    """Which rows of an array hold NaN or infinite values; False where none does."""
+def _rows_not_finite(leaf: Array) -> np.ndarray | bool:
+    """Marks the rows of an array that hold NaN or infinite values; False if none does."""
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return False
     with np.errstate(over="ignore", invalid="ignore"):
@@ -296,11 +266,7 @@ def _rows_not_finite(leaf: ArrayLike) -> Any:
 
 
 def check_rows(outputs: PyTree, n: int) -> None:
-    """Checks that predictions have a row for each of `n` examples.
-
-    Raises:
-      ValueError: with the output that has not.
-    """
+    """Checks that predictions have a row for each of `n` examples."""
     for path, leaf in flat(outputs).items():
         if leaf.shape[:1] != (n,):
             raise ValueError(
@@ -310,12 +276,12 @@ def check_rows(outputs: PyTree, n: int) -> None:
             )
 
 
-def structure_of(tree: PyTree) -> Any:
-    """What a program is compiled for: the structure of a tree, its shapes and dtypes."""
+def structure_of(tree: PyTree) -> tuple[Hashable, ...]:
+    """The structure of a tree with the shapes and dtypes of its leaves, as a key."""
     leaves, structure = jax.tree.flatten(tree)
     return (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
 
 
-def shapes_of(tree: PyTree) -> Any:
-    """A tree of shapes and dtypes, without the arrays."""
+def shapes_of(tree: PyTree) -> PyTree:
+    """The shapes and dtypes of the arrays of a tree."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

@@ -14,7 +14,7 @@ from flaxfit.data._batch import Batch
 from flaxfit.data._sample_weights import of_output, without_idle_rows
 from flaxfit.losses._checks import in_range
 from flaxfit.task._label_counts import count_labels
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import Array, ArrayLike, PyTree, Sums
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,18 +31,12 @@ class LossByOutput:
     losses: Mapping[str, losses.Loss]
     weights: Mapping[str, float]
 
-    def __call__(self, *outputs_and_targets: PyTree) -> Any:
-        """The weighted sum over the outputs, whatever weights the examples have."""
-        values = (w * self.of(name, *outputs_and_targets) for name, w in self.weights.items())
-        return sum(values)
+    def __call__(self, *outputs_and_targets: PyTree) -> ArrayLike:
+        """The weighted sum over the outputs, without the weights of the examples."""
+        return sum(w * self.of(name, *outputs_and_targets) for name, w in self.weights.items())
 
-    def sums(self, weights: PyTree, *outputs_and_targets: PyTree) -> dict[str, tuple[Any, Any]]:
-        """By output, the weighted sum of its loss and the weight of that sum.
-
-        Args:
-          weights: of the examples, or by output.
-          *outputs_and_targets: as of a call.
-        """
+    def sums(self, weights: PyTree, *outputs_and_targets: PyTree) -> dict[str, Sums]:
+        """By output, the weighted sum of its loss and the weight of that sum."""
         found = {}
         for name in self.losses:
             each = of_output(weights, name)
@@ -50,15 +44,7 @@ class LossByOutput:
             found[name] = jnp.sum(jnp.where(each != 0, each * values, 0)), jnp.sum(each)
         return found
 
-    def count_labels(self, weights: PyTree, *outputs_and_targets: PyTree) -> dict[str, tuple[Any]]:
-        """The numbers of labels of the outputs that are out of range."""
-        found = {}
-        for name, loss in self.losses.items():
-            picked = self.pick(name, *outputs_and_targets)
-            found |= count_labels(loss, of_output(weights, name), picked, name)
-        return found
-
-    def of(self, name: str, *outputs_and_targets: PyTree) -> Any:
+    def of(self, name: str, *outputs_and_targets: PyTree) -> jax.Array:
         """The loss of one output: the mean over its elements, for each example."""
         output, target = self.pick(name, *outputs_and_targets)
         n = jax.tree.leaves(output)[0].shape[0]
@@ -74,8 +60,8 @@ class LossByOutput:
             )
         return values.reshape(n, -1).mean(1)
 
-    def pick(self, name: str, *outputs_and_targets: PyTree) -> tuple[Any, Any]:
-        """One output and its target, among all outputs and all targets."""
+    def pick(self, name: str, *outputs_and_targets: PyTree) -> tuple[PyTree, PyTree]:
+        """Picks one output and its target among all outputs and all targets."""
         outputs, rest = self.by_name(outputs_and_targets)
         targets, more = self.by_name(rest)
         if outputs is None or targets is None or more:
@@ -93,8 +79,22 @@ class LossByOutput:
                 )
         return outputs[name], targets[name]
 
-    def by_name(self, values: tuple[PyTree, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """The values by name, and what comes behind them."""
+    def without_idle_targets(self, batch: Batch) -> Batch:
+        """Replaces the targets of each output in its rows of weight 0, by a row that counts."""
+        by_name, more = self.by_name(batch.targets)
+        if by_name is None:  # The loss refuses them.
+            return batch
+        found = {
+            name: without_idle_rows(target, of_output(batch.weights, name))
+            for name, target in by_name.items()
+        }
+        is_mapping = isinstance(batch.targets[0], Mapping)
+        return batch._replace(targets=((found,) if is_mapping else tuple(found.values())) + more)
+
+    def by_name(
+        self, values: tuple[PyTree, ...]
+    ) -> tuple[Mapping[str, PyTree] | None, tuple[PyTree, ...]]:
+        """The values by name, None if there are too few; and the values after them."""
         if values and isinstance(values[0], Mapping):
             return values[0], values[1:]
         n = len(self.losses)
@@ -103,12 +103,8 @@ class LossByOutput:
         return dict(zip(self.losses, values, strict=False)), values[n:]
 
 
-def as_loss(loss: Any, weights: ArrayLike = None) -> Any:
-    """The loss that a user means: a name or a function, or several in a mapping or a sequence.
-
-    Raises:
-      ValueError: a name is unknown, or weights are given for other losses than there are.
-    """
+def as_loss(loss: Any, weights: Any = None) -> losses.Loss:
+    """The loss that a user means: a name or a function, or several in a mapping or a sequence."""
     if isinstance(loss, LossByOutput):
         return loss if weights is None else as_loss(loss.losses, weights)
     if not isinstance(loss, Mapping | list | tuple):
@@ -137,11 +133,11 @@ def as_loss(loss: Any, weights: ArrayLike = None) -> Any:
     )
 
 
-def as_metrics(given: Any, loss: Any) -> dict[str, metrics.Metric]:
-    """The metrics by name; of several outputs, the loss of each is one of them.
+def as_metrics(given: Any, loss: losses.Loss | None) -> dict[str, metrics.Metric]:
+    """The metrics by name; with several outputs, the loss of each is one of them.
 
-    Where a name of a mapping is that of an output, its metrics see that output and its target
-    alone, and are called "<output>_<metric>".
+    Metrics under the name of an output see that output and its target alone, and are called
+    "<output>_<metric>".
     """
     given = () if given is None else given
     if not isinstance(loss, LossByOutput):
@@ -169,7 +165,7 @@ class MetricOfOutput(metrics.Metric):
 
     @classmethod
     def of(cls, output: str, metric: metrics.Metric) -> Self:
-        """A metric as that of an output."""
+        """Makes a metric that of an output."""
         return cls(
             metric.measure,
             metric.compute,
@@ -181,20 +177,20 @@ class MetricOfOutput(metrics.Metric):
 
 
 def labels_out_of_range(
-    loss: Any, weights: PyTree, outputs: PyTree, targets: PyTree
-) -> dict[str, Any]:
-    """The numbers of labels that a loss, or each of several, does not take."""
-    if isinstance(loss, LossByOutput):
-        return loss.count_labels(weights, *outputs, *targets)
-    return count_labels(loss, weights, (*outputs, *targets))
+    loss: losses.Loss, weights: PyTree, outputs: PyTree, targets: PyTree
+) -> dict[str, Sums]:
+    """Counts the labels that a loss, or each of several, does not take."""
+    if not isinstance(loss, LossByOutput):
+        return count_labels(loss, weights, (*outputs, *targets))
+    found = {}
+    for name, each in loss.losses.items():
+        picked = loss.pick(name, *outputs, *targets)
+        found |= count_labels(each, of_output(weights, name), picked, name)
+    return found
 
 
-def check_outputs(loss: Any, weights: PyTree) -> None:
-    """Checks that the outputs that have weights of their own have losses of their own.
-
-    Raises:
-      ValueError: there is no loss by the name of an output that has weights.
-    """
+def check_outputs(loss: losses.Loss | None, weights: PyTree) -> None:
+    """Checks that the outputs that have weights of their own have losses of their own."""
     if not isinstance(weights, Mapping):
         return
     known = list(loss.losses) if isinstance(loss, LossByOutput) else []
@@ -206,11 +202,8 @@ def check_outputs(loss: Any, weights: PyTree) -> None:
         )
 
 
-def check_values(loss: Any, outputs: tuple[PyTree, ...], batch: Batch) -> None:
-    """Checks on the host that the values of labels suit a loss, or each of several.
-
-    Those of weight 0 may be anything.
-    """
+def check_values(loss: losses.Loss, outputs: tuple[PyTree, ...], batch: Batch) -> None:
+    """Checks on the host that a loss, or each of several, takes the labels of weight above 0."""
     if not isinstance(loss, LossByOutput):
         losses.check_values(loss, outputs, _counted(batch.targets, batch.weights))
         return
@@ -222,22 +215,7 @@ def check_values(loss: Any, outputs: tuple[PyTree, ...], batch: Batch) -> None:
             raise ValueError(f"output {name!r}: {error}") from error
 
 
-def without_idle_targets(loss: Any, batch: Batch) -> Batch:
-    """The batch with the targets of a row that counts in the rows of weight 0."""
-    if not isinstance(batch.weights, Mapping):
-        return batch._replace(targets=without_idle_rows(batch.targets, batch.weights))
-    by_name, more = loss.by_name(batch.targets)
-    if by_name is None:  # The loss refuses them.
-        return batch
-    found = {
-        name: without_idle_rows(target, of_output(batch.weights, name))
-        for name, target in by_name.items()
-    }
-    is_mapping = isinstance(batch.targets[0], Mapping)
-    return batch._replace(targets=((found,) if is_mapping else tuple(found.values())) + more)
-
-
-def targets_with_weights(loss: Any, batch: Batch) -> Iterator[tuple[Any, Any]]:
+def targets_with_weights(loss: Any, batch: Batch) -> Iterator[tuple[PyTree, PyTree]]:
     """The targets of a batch, by output where these have weights, each with its weights or None."""
     if not isinstance(batch.weights, Mapping):
         yield batch.targets, batch.weights
@@ -247,8 +225,8 @@ def targets_with_weights(loss: Any, batch: Batch) -> Iterator[tuple[Any, Any]]:
         yield {name: target}, of_output(batch.weights, name)
 
 
-def _counted(targets: PyTree, weights: ArrayLike) -> Any:
-    """The rows of targets that have no weight of 0."""
+def _counted(targets: PyTree, weights: Array | None) -> PyTree:
+    """The rows of targets whose weight is not 0."""
     if weights is None or np.all(counts := np.asarray(weights) != 0):
         return targets
     return jax.tree.map(lambda x: np.asarray(x)[counts], targets)

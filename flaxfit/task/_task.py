@@ -171,7 +171,7 @@ class EvalTask:
         object.__setattr__(self, "rngs", _names(self.rngs))
 
 
-def _kind_of_optimizer(given: Any) -> str:
+def _kind_of_optimizer(given: object) -> str:
     if hasattr(given, "tx"):  # As of an `nnx.Optimizer`, which shows itself in many lines.
         return f"{type(given).__name__}: pass the transformation in it, optimizer.tx"
     return f"{given!r:.80}"
@@ -181,7 +181,7 @@ def _names(names: Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _check_apply(owner: str, apply: Any, *, train: bool) -> None:
+def _check_apply(owner: str, apply: object, *, train: bool) -> None:
     check_is_function(owner, apply, "apply", train=train)
     if not callable(apply):
         raise TypeError(
@@ -203,13 +203,13 @@ def _patterns(name: str, patterns: Any) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float | np.generic) and not isinstance(value, bool)
 
 
 def with_collections(task: TrainTask, collections: PyTree, mutable: Any) -> TrainTask:
     """Returns a task with the `collections` and `mutable_collections` of a loop."""
-    changes: dict[str, Any] = {}
+    changes = {}
     if collections is not None:
         if tuple(task.rngs) != ("dropout",):
             raise ValueError(f"Give either collections or the task's rngs ({task.rngs}), not both.")

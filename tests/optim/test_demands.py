@@ -12,8 +12,8 @@ import pytest
 import flaxfit as ff
 from flaxfit.data._batch import Batch
 from flaxfit.optim import MultiOptimizer, OptimizerDef
+from flaxfit.step._scan import make_step
 from flaxfit.step._train_step import make_train_step
-from flaxfit.step._update import make_step
 
 # What is refused, and what it is said to need.
 REFUSED = {

@@ -9,7 +9,7 @@ import pytest
 
 import flaxfit as ff
 from flaxfit.step._forward import forward, forward_eval
-from flaxfit.step._train_step import compute
+from flaxfit.step._metric_totals import compute
 
 rng = np.random.default_rng(3)
 LOGITS = (20 * rng.normal(size=(8, 5))).astype(jnp.bfloat16)

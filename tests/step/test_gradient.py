@@ -9,7 +9,7 @@ import pytest
 
 import flaxfit as ff
 from flaxfit.step._gradient import count_parts
-from flaxfit.step._train_step import compute
+from flaxfit.step._metric_totals import compute
 
 rng = np.random.default_rng(2)
 X = rng.normal(size=(48, 5)).astype(np.float32)

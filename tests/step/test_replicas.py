@@ -61,7 +61,7 @@ def test_so_is_that_of_virtual_replicas(n, backend):
 
     def step(count, x):
         replicas = VirtualReplicas(4, strategy.axis_name, count)
-        states = replicas.each(lambda i, part: states_of(i), x)
+        states = replicas.each(lambda i, part: states_of(i))(x)
         return replicas.average_state(states)
 
     check_average(run(strategy, step, np.arange(8, dtype=np.int32)))
@@ -74,7 +74,7 @@ def test_virtual_replicas_have_their_rows_and_are_summed_in_pairs(n, backend):
 
     def step(count, x):
         replicas = VirtualReplicas(4, strategy.axis_name, count)
-        found = replicas.each(lambda i, part: {"i": i, "rows": part}, x)
+        found = replicas.each(lambda i, part: {"i": i, "rows": part})(x)
         return replicas.sum(found), replicas.mean(found["rows"]), replicas.least(found)
 
     total, mean, least = run(strategy, step, x)

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import flaxfit as ff
-from flaxfit.step._train_step import compute
+from flaxfit.step._metric_totals import compute
 
 rng = np.random.default_rng(1)
 X = rng.normal(size=(12, 3)).astype(np.float32)

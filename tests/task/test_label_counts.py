@@ -8,7 +8,7 @@ import pytest
 
 import flaxfit as ff
 from flaxfit.losses._checks import in_range, out_of_range
-from flaxfit.step._train_step import compute
+from flaxfit.step._metric_totals import compute
 
 rng = np.random.default_rng(5)
 X = rng.normal(size=(32, 4)).astype(np.float32)

@@ -11,7 +11,7 @@ import pytest
 import flaxfit as ff
 from flaxfit import losses
 from flaxfit.metrics import accuracy, binary_accuracy, top_k
-from flaxfit.step._by_row import check_by_row, couples_rows
+from flaxfit.step._broadcasting import check_by_row, couples_rows
 from flaxfit.tree._functions import is_by_row
 
 COLUMN, ROW = jax.ShapeDtypeStruct((8, 1), "float32"), jax.ShapeDtypeStruct((8,), "float32")
