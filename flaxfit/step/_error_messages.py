@@ -53,11 +53,7 @@ have more."""
 
 @contextlib.contextmanager
 def tracers_explained() -> Iterator[None]:
-    """Says what to return where a model, a loss or a metric uses traced values as if they were not.
-
-    Raises:
-      TypeError: in place of JAX's, which is its cause.
-    """
+    """Explains JAX's errors of a model, a loss or a metric that reads the value of a tracer."""
     try:
         yield
     except TypeError as error:
@@ -69,16 +65,14 @@ def tracers_explained() -> Iterator[None]:
 
 @contextlib.contextmanager
 def calls_explained(inputs: PyTree, targets: PyTree = ()) -> Iterator[None]:
-    """Says what a model, a loss and metrics are called with, where one of them does not take it.
+    """Explains what a model, a loss and metrics are called with, when one of them raises.
 
-    Args:
-      inputs: those of a batch, or their shapes and dtypes.
-      targets: those of the batch.
+    `inputs` and `targets` are those of a batch, or their shapes and dtypes.
 
     Raises:
       ValueError: the parameters of the model were made for inputs of another shape.
-      TypeError: a function takes other arguments. Flax's or Python's error is the cause. Whatever
-        else the user's code raises is raised as it is, with a note of the shapes.
+      TypeError: a function takes other arguments. Any other error of the user's code gets a note
+        of the shapes.
     """
     try:
         yield
@@ -112,12 +106,7 @@ def calls_explained(inputs: PyTree, targets: PyTree = ()) -> Iterator[None]:
 
 
 def explained(method: Function) -> Function:
-    """Wraps a method of a stepper: its errors of tracers and of memory are explained.
-
-    Raises:
-      TypeError: a traced value was kept, or asked for.
-      MemoryError: the devices have not enough; it says what would take less.
-    """
+    """Wraps a method of a stepper to explain its errors of tracers and of memory."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any) -> Any:
@@ -131,7 +120,12 @@ def explained(method: Function) -> Function:
 
 
 def explain(error: Exception, stepper: Any) -> None:
-    """Raises an error in words instead, if there is one, as `explained` does."""
+    """Raises an error that explains another one, if there is an explanation.
+
+    Raises:
+      TypeError: a traced value was kept, or its value was read.
+      MemoryError: the devices have not enough; it says what would take less.
+    """
     explain_debugging(error)
     if isinstance(error, TypeError):
         is_eager = runs_eagerly(stepper.strategy)
@@ -152,9 +146,9 @@ def explain(error: Exception, stepper: Any) -> None:
 
 
 def _of_tracers(error: TypeError, advice: str) -> str | None:
-    """The meaning of an error of tracing; None for other errors."""
+    """Explains an error of tracing; None for other errors."""
     who = f"The model, the loss or a metric{_place(error)}"
-    # The latter is what becomes of it where JAX takes the array that was kept for a constant.
+    # The latter is raised where JAX takes the array that was kept for a constant.
     if isinstance(error, jax.errors.UnexpectedTracerError) or re.match(
         r"Computation compiled for \d+ inputs but called with", str(error)
     ):
@@ -189,13 +183,13 @@ def _advice(stepper: Any) -> str:
 
 
 def _is_own(error: BaseException) -> bool:
-    """Whether flaxfit itself has raised it, and so has said what is wrong."""
+    """Whether flaxfit itself raised an error, which then explains itself."""
     *_, last = traceback.walk_tb(error.__traceback__)
     return Path(last[0].f_code.co_filename).is_relative_to(_PACKAGE)
 
 
 def _place(error: BaseException) -> str:
-    """Where in the user's own code it happened: the last place outside of installed packages."""
+    """Where in the user's own code an error was raised: outside of installed packages."""
     library = sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]
     own = str(_PACKAGE)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

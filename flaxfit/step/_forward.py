@@ -14,7 +14,7 @@ from flaxfit.data._sample_weights import OTHER_OUTPUTS, of_output
 from flaxfit.step._batch_loss import check_metrics, loss_of
 from flaxfit.step._random import rngs_of
 from flaxfit.step._replicas import AnyReplicas, Replicas
-from flaxfit.task._multi_output import MetricOfOutput, labels_out_of_range
+from flaxfit.task._multi_output import LossByOutput, MetricOfOutput, labels_out_of_range
 from flaxfit.task._precision import in_float32, in_precision, like
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._types import Function, Params, PyTree, Sums
@@ -132,8 +132,9 @@ def _compared(
     batch = batch._replace(targets=in_float32(batch.targets))
     weights = weights_of(batch)
     # For the losses and metrics of outputs with weights; other metrics see all targets.
-    has_own = isinstance(weights, Mapping) and task.loss is not None
-    replaced = task.loss.without_idle_targets(batch) if has_own else batch
+    replaced = batch
+    if isinstance(weights, Mapping) and isinstance(task.loss, LossByOutput):
+        replaced = task.loss.without_idle_targets(batch)
     values, penalty, sums = None, None, {}
     if task.loss is not None:
         values, penalty = loss_of(

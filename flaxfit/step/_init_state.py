@@ -80,14 +80,14 @@ def init_state(
     return jax.jit(create, out_shardings=shardings, compiler_options=_compiler_options())(key)
 
 
-def _put_part(sharding: Any, part: PyTree) -> Any:
+def _put_part(sharding: jax.sharding.Sharding, part: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: put(leaf, sharding, may_alias=False), part)
 
 
-def _compiler_options() -> dict[str, Any] | None:
-    """How to compile a program that runs once: on a CPU, most of the time goes into compiling it.
+def _compiler_options() -> dict[str, int] | None:
+    """Options for a program that runs once: on a CPU, compiling it takes most of the time.
 
-    With fewer passes of LLVM it takes a half to a third of the time, and draws the same numbers.
+    With fewer passes of LLVM it takes a half to a third, and draws the same numbers.
     """
     # A program within another one is compiled with that.
     is_traced = isinstance(jax.device_put(np.zeros(())), Tracer)

@@ -1,6 +1,6 @@
 """MultiTask: several training tasks that take turns on one state."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, Self
 
 import jax
@@ -12,11 +12,12 @@ from flaxfit.data import as_stream
 from flaxfit.data._batch import Batch, normalize
 from flaxfit.data._sample_weights import OTHER_OUTPUTS, of_output
 from flaxfit.data._stream import is_shared
+from flaxfit.state._train_state import TrainState
 from flaxfit.step._forward import weights_of
 from flaxfit.step._train_step import make_train_step, more_sums
-from flaxfit.step._validate import inspect, shapes_of
+from flaxfit.step._validate import Traced, inspect, shapes_of
 from flaxfit.task._task import TrainTask
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import ArrayLike, Json, PyTree, Sums
 
 
 def MultiTask(
@@ -53,16 +54,17 @@ def MultiTask(
     streams = {name: as_stream(task.data) for name, task in tasks.items()}
     stream = _Turns(streams, None if weights is None else dict(weights), seed)
     steps = {name: make_train_step(task) for name, task in tasks.items()}
-    looked_at: dict[str, dict[Any, Any]] = {name: {} for name in tasks}
+    known: dict[str, dict[Hashable, Traced]] = {name: {} for name in tasks}
 
-    def step(state: PyTree, batch: Batch) -> tuple[Any, Any]:
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Sums]]:
         (turn,) = batch.targets
-        sums: dict[str, Any] = {}
+        sums: dict[str, Sums] = {}
         for name, task in tasks.items():
-            shapes = _sums_of(task, state, stream.samples[name], looked_at[name])
+            shapes = _sums_of(task, state, stream.samples[name], known[name])
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             sums |= {f"{name}/{metric}": zero for metric, zero in zeros.items()}
-        batch = batch._replace(targets=turn.targets, weights=turn.weights)
+        weights = batch.weights if turn.weights is None else turn.weights
+        batch = batch._replace(targets=turn.targets, weights=weights)
         state, found = steps[turn.name](state, batch)
         found["loss"] = _pair(found["loss"], batch)
         sums |= {f"{turn.name}/{metric}": value for metric, value in found.items()}
@@ -83,17 +85,18 @@ def MultiTask(
 
 @struct.dataclass
 class _Turn:
-    """The targets and weights of a batch, and whose turn it is: a part of its structure."""
+    """The targets of a batch, and whose turn it is: a part of the structure of the batch."""
 
     name: str = struct.field(pytree_node=False)
     targets: tuple[PyTree, ...]
-    weights: PyTree
+    weights: Mapping[str, ArrayLike] | None
+    """Weights by output, which steps of the user's own may not have."""
 
 
 class _Turns:
-    """The batches of several streams, in turns; its position is the number of the turn, and theirs.
+    """The batches of several streams in turns; its position is the number of the turn, and theirs.
 
-    One batch of each stream is fetched when the first is asked for: a sample, to look at.
+    One batch of each stream is fetched with the first: a sample, to validate.
     """
 
     def __init__(self, streams: dict[str, Any], weights: dict[str, float] | None, seed: int):
@@ -102,7 +105,7 @@ class _Turns:
         self._names = list(streams)
         self._n = 0
         self.samples: dict[str, Batch] = {}
-        self._held: dict[str, tuple[Batch, Any]] = {}
+        self._held: dict[str, tuple[Batch, Json]] = {}
 
     def __iter__(self) -> Self:
         return self
@@ -119,17 +122,18 @@ class _Turns:
         else:
             batch = normalize(next(self._streams[name]))
         self._n += 1
-        turn = _Turn(name, batch.targets, batch.weights)
-        return Batch(batch.inputs, (turn,))
+        if isinstance(batch.weights, Mapping):
+            return Batch(batch.inputs, (_Turn(name, batch.targets, batch.weights),))
+        return batch._replace(targets=(_Turn(name, batch.targets, None),))
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> Json:
         """The number of the turn, and the position in each stream."""
         positions = {name: _position(stream) for name, stream in self._streams.items()}
         positions |= {name: position for name, (_, position) in self._held.items()}
         return {"turn": self._n, "weights": self._weights, "seed": self._seed, "data": positions}
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Moves to a position that `get_state` gave."""
+    def set_state(self, state: Json) -> None:
+        """Moves to a position that `get_state` returned."""
         own = (self._weights, self._seed, set(self._names))
         if (state["weights"], state["seed"], set(state["data"])) != own:
             raise ValueError(
@@ -151,15 +155,17 @@ class _Turns:
         return self._names[rng.choice(len(shares), p=shares / shares.sum())]
 
 
-def _sums_of(task: TrainTask, state: PyTree, sample: Batch, known: dict[Any, Any]) -> Any:
+def _sums_of(
+    task: TrainTask, state: TrainState, sample: Batch, known: dict[Hashable, Traced]
+) -> dict[str, Sums]:
     """Validates a task on a batch; returns the shapes of the sums of its step."""
     result = inspect(task, shapes_of(state), sample, known=known).shapes
     sums = result.sums | more_sums(task, result, grad_norm=True)
     return sums | {"loss": jax.eval_shape(_pair, sums["loss"], sample)}
 
 
-def _pair(loss: Any, batch: Batch) -> Any:
-    """The sum of a loss and its weight: of one by output its mean, for each of the examples."""
+def _pair(loss: Sums, batch: Batch) -> Sums:
+    """The sum of a loss and its weight; a loss by output counts with its mean for each example."""
     if not isinstance(loss, Mapping):
         return loss
     means = (total / jnp.where(weight > 0, weight, 1) for total, weight in loss.values())
@@ -167,11 +173,11 @@ def _pair(loss: Any, batch: Batch) -> Any:
     return n * sum(means), n
 
 
-def _position(stream: Any) -> Any:
+def _position(stream: Any) -> Json:
     return stream.get_state() if hasattr(stream, "get_state") else None
 
 
-def _check(tasks: dict[str, TrainTask], weights: ArrayLike) -> None:
+def _check(tasks: dict[str, TrainTask], weights: Mapping[str, float] | None) -> None:
     if not tasks:
         raise ValueError("MultiTask needs a task or more, by name: {'a': TrainTask(...), ...}.")
     first = next(iter(tasks))

@@ -1,6 +1,4 @@
-"""Refuses to count how often regression targets are hit, as if they were classes."""
-
-from typing import Any
+"""A check that classification metrics do not measure regression targets."""
 
 import jax
 import numpy as np
@@ -8,19 +6,17 @@ import optax
 
 from flaxfit import losses
 from flaxfit.data._batch import Batch
+from flaxfit.task._task import EvalTask, TrainTask
 
 _REGRESSIONS = (losses.mse, losses.mae, losses.huber, losses.log_cosh)
 _REGRESSIONS += (optax.l2_loss, optax.squared_error, optax.huber_loss, optax.log_cosh)
 _CLASSIFICATIONS = ("accuracy", "binary_accuracy", "precision", "recall", "f1", "auc")
 
 
-def check_classes(task: Any, batch: Batch) -> None:
+def check_classes(task: TrainTask | EvalTask, batch: Batch) -> None:
     """Checks that no metric takes the targets of a regression for the labels of two classes.
 
     Shares between 0 and 1 may be soft labels, but not where the loss is one of regression.
-
-    Raises:
-      ValueError: with the metric, and a target that is no class.
     """
     found = [n for n, m in task.metrics.items() if m.configure and m.name in _CLASSIFICATIONS]
     targets = jax.tree.leaves(batch.targets)

@@ -103,7 +103,7 @@ class LossByOutput:
         return dict(zip(self.losses, values, strict=False)), values[n:]
 
 
-def as_loss(loss: Any, weights: Any = None) -> losses.Loss:
+def as_loss(loss: Any, weights: Any = None) -> Any:
     """The loss that a user means: a name or a function, or several in a mapping or a sequence."""
     if isinstance(loss, LossByOutput):
         return loss if weights is None else as_loss(loss.losses, weights)

@@ -150,3 +150,13 @@ def test_tasks_that_cannot_share_a_state_are_refused(change, message):
     tasks = make_tasks()
     with pytest.raises(ValueError, match=message):
         change(tasks)
+
+
+def test_targets_of_weight_zero_may_be_anything():
+    sizes, weights = SIZES.copy(), np.arange(24) % 4
+    sizes[::4] = np.nan
+    task = ff.TrainTask(
+        functools.partial(MODULE.apply, method="size"), SGD, "mse", [(X, sizes, weights)]
+    )
+    loop = ff.TrainLoop(MODULE.init, ff.MultiTask({"size": task}), 0, stdout=False)
+    assert np.isfinite(loop.next_step().metrics["loss"])
