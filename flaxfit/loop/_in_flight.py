@@ -1,11 +1,11 @@
 """InFlight: bounds the dispatches that the devices have not finished."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
-from flaxfit.tree._types import PyTree
+from flaxfit.tree._types import Array
 
 # On a CPU with several devices, unbounded dispatch of collectives aborts the process; a single
 # device holds the batches of the steps that wait.
@@ -20,29 +20,32 @@ class InFlight:
 
     >>> in_flight = InFlight()
     >>> for i in range(4):
-    ...     in_flight.add(jax.numpy.ones(()))
+    ...     in_flight.add({"float32": jax.numpy.ones(2)}, [])
     >>> len([*in_flight])
     2
     """
 
     def __init__(self) -> None:
-        self.is_resident = False
-        """Whether dispatches hold no batch of their own."""
-        self._results: deque[PyTree] = deque()
+        self._results: deque[Array] = deque()
         self._n_added = 0
+        self.set_resident(False)
 
-    def add(self, results: PyTree, *, is_kept: bool = True) -> None:
-        """Adds the results of a dispatch; waits for them if a later one will use them up."""
+    def set_resident(self, is_resident: bool) -> None:
+        """Sets whether dispatches gather their batches from resident data."""
+        self._most, self._every = (_MOST_RESIDENT, _EVERY_RESIDENT) if is_resident else (_MOST, 1)
+
+    def add(self, totals: Mapping[str, Array], leaves: Sequence[Array]) -> None:
+        """Adds what a dispatch returned: totals, which stay, and leaves, which the next uses up."""
         self._n_added += 1
-        most, every = (_MOST_RESIDENT, _EVERY_RESIDENT) if self.is_resident else (_MOST, 1)
-        if self._n_added % every:
+        if self._n_added % self._every:
             return
-        if not is_kept:
-            jax.block_until_ready(results)
+        total = next(iter(totals.values()), None)
+        if total is None:  # A step of the user's own that reports nothing.
+            jax.block_until_ready(leaves)
             return
-        self._results.append(results)
-        if len(self._results) > most:
+        self._results.append(total)
+        if len(self._results) > self._most:
             jax.block_until_ready(self._results.popleft())
 
-    def __iter__(self) -> Iterator[PyTree]:
+    def __iter__(self) -> Iterator[Array]:
         return iter(self._results)

@@ -124,7 +124,7 @@ class Stepper:
         self._n_set += 1
         self.cursor = Cursor(data)
         self.loader.take_from(self.cursor)
-        self._in_flight.is_resident = self.cursor.gathers and len(self.strategy.devices) == 1
+        self._in_flight.set_resident(self.cursor.gathers and len(self.strategy.devices) == 1)
 
     def set_state(self, state: TrainState) -> None:
         """Continues from another state."""
@@ -218,10 +218,7 @@ class Stepper:
             finally:
                 self.interrupts.release()
             if has_stepped:
-                # A step of the user's own may report nothing; the next one uses the leaves up.
-                totals = next(iter(self.tally.totals.values()), None)
-                is_kept = totals is not None
-                self._in_flight.add(totals if is_kept else self.leaves, is_kept=is_kept)
+                self._in_flight.add(self.tally.totals, self.leaves)
         except Exception as error:
             explain(error, self)
             raise

@@ -44,7 +44,7 @@ class StepsPerCall:
             args = work, spacing, n_total or math.inf, devices[0].platform
             self.number = automatic_number(*args) if can_take_several else 1
             return self.number if self.number <= n_left else 1
-        n = min(self.number, n_left)
+        n = self.number if self.number <= n_left else n_left  # Faster than `min`, at each step.
         if n > 1 and next_is_slow(stepper):
             stepper.inspection.say_slow()
             return 1

@@ -14,10 +14,10 @@ class Result:
         return self
 
 
-def awaited(in_flight, n, **options):
+def awaited(in_flight, n, *, reports=True):
     results = [Result() for _ in range(n)]
     for result in results:
-        in_flight.add(result, **options)
+        in_flight.add({"float32": result} if reports else {}, [] if reports else [result])
     return [i for i, result in enumerate(results) if result.is_awaited]
 
 
@@ -27,12 +27,12 @@ def test_two_dispatches_may_be_unfinished():
 
 def test_with_resident_data_each_eighth_dispatch_waits():
     in_flight = InFlight()
-    in_flight.is_resident = True
+    in_flight.set_resident(True)
     assert awaited(in_flight, 40) == [7, 15]
 
 
-def test_results_that_the_next_dispatch_uses_up_are_waited_for_at_once():
+def test_steps_that_report_nothing_are_waited_for_themselves():
     in_flight = InFlight()
-    assert awaited(in_flight, 3, is_kept=False) == [0, 1, 2] and [*in_flight] == []
-    in_flight.is_resident = True
-    assert len(awaited(in_flight, 16, is_kept=False)) == 2
+    assert awaited(in_flight, 3, reports=False) == [0, 1, 2] and [*in_flight] == []
+    in_flight.set_resident(True)
+    assert len(awaited(in_flight, 16, reports=False)) == 2
