@@ -61,7 +61,7 @@ class RunFolder:
         is_other = n_steps is not None and n_done and history.n_steps != n_done * n_steps
         if is_other and not loop.stopped:
             raise ValueError(
-                f"Cannot go on in {os.fspath(self._folder)!r} with {n_steps} steps per epoch: its "
+                f"Cannot resume in {os.fspath(self._folder)!r} with {n_steps} steps per epoch: its "
                 f"{n_done} epochs took {history.n_steps} steps. Give the same steps_per_epoch, "
                 "data and batch_size, or another folder."
             )

@@ -137,7 +137,7 @@ class _Turns:
         own = (self._weights, self._seed, set(self._names))
         if (state["weights"], state["seed"], set(state["data"])) != own:
             raise ValueError(
-                "Cannot go on with other tasks, weights or another seed than the position was "
+                "Cannot resume with other tasks, weights or another seed than the position was "
                 f"saved with: {list(state['data'])}, {state['weights']}, {state['seed']}; here "
                 f"{self._names}, {self._weights}, {self._seed}."
             )
