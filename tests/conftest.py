@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import gc
+import mmap
 import os
 import resource
 import shutil
@@ -15,7 +16,28 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import jax
+import jaxlib
 import pytest
+
+# XLA spends most of its time on code that runs fast, which small programs do not need. With
+# FLAXFIT_TEST_COMPILATION=default it compiles as it does for users. It aborts on unknown flags.
+QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+
+
+def _xla_has_flags(flags):
+    for path in Path(jaxlib.__file__).parent.glob("libjax*.so"):
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code:
+            return all(code.find(flag[2:].split("=")[0].encode()) >= 0 for flag in flags.split())
+    return False
+
+
+xla_flags = os.environ.get("XLA_FLAGS", "")  # Those that come later win.
+if (
+    os.environ.get("FLAXFIT_TEST_COMPILATION") != "default"
+    and QUICK_COMPILATION not in xla_flags
+    and _xla_has_flags(QUICK_COMPILATION)
+):
+    os.environ["XLA_FLAGS"] = f"{QUICK_COMPILATION} {xla_flags}".strip()
 
 jax.config.update("jax_num_cpu_devices", int(os.environ.get("FLAXFIT_TEST_DEVICES", "4")))
 
@@ -37,6 +59,11 @@ sys.modules["triton"] = None
 
 # Tracing makes many objects that live on: to look for garbage among them costs a tenth of a run.
 gc.set_threshold(50_000, 20, 20)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # Modules and tests live to the end: no collection needs to visit them.
+
 
 # What a test may make the library listen to, and what pytest and Ctrl-C need.
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

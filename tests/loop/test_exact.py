@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from internals import n_programs_of, programs_of
 
 import flaxfit as ff
 from flaxfit import metrics
@@ -174,14 +175,14 @@ def test_prediction_compiles_once_for_all_sizes():
     model.fit(X, Y, verbose=0)
     for n in SIZES:
         model.predict(X[:n], batch_size=BATCH)
-    assert len(model._predictor._programs) == 1
+    assert n_programs_of(model)[2] == 1
 
 
 def test_an_epoch_with_a_remainder_compiles_once():
     task = ff.TrainTask(apply, optax.sgd(0.1), "mse", ff.ArrayStream(X, Y, batch_size=8, epochs=3))
     loop = ff.TrainLoop(init, task, 0, stdout=False)
     assert len(list(loop)) == 12
-    assert len(loop._stepper.programs.compiled) == 1
+    assert len(programs_of(loop)) == 1
 
 
 @pytest.mark.parametrize("resident", [True, False])

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from internals import programs_of
 
 import flaxfit as ff
 
@@ -52,7 +53,7 @@ def test_a_rate_that_is_set_between_steps_acts_without_a_new_program(n_devices):
         rates.append(round(checkpoint.metrics["learning_rate"], 6))
         loop.set_hyperparams(learning_rate=0.01 / (checkpoint.step + 1))
     assert rates == [round(0.01 / step, 6) for step in range(1, 7)]
-    assert len(loop._stepper.programs.compiled) == 1
+    assert len(programs_of(loop)) == 1
     schedule = optax.adam(lambda count: 0.01 / (count + 1))
     expected = make_loop(schedule, n_devices)
     list(expected)

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from internals import loop_of_model, programs_of
 
 import flaxfit as ff
 from flaxfit.callbacks import EarlyStopping
@@ -63,8 +64,8 @@ def test_an_interrupted_epoch_of_fit_is_not_counted_in_the_next():
 
     model = ff.Model((init, apply), optax.sgd(0.1), "mse")
     model.fit(X, Y, batch_size=4, verbose=0)
-    model._trainer.loop.watchers.append(lambda step: stop(None) if step == 14 else None)
-    watchers = model._trainer.loop.watchers
+    loop_of_model(model).watchers.append(lambda step: stop(None) if step == 14 else None)
+    watchers = loop_of_model(model).watchers
     seen = []
 
     class Interrupt:
@@ -332,7 +333,7 @@ def test_a_step_on_resident_data_that_fails_keeps_its_batch():
     loop, other = make_loop(), make_loop()
     expected = list(other.run(12))[-1]
     list(loop.run(6))
-    programs = loop._stepper.programs.compiled
+    programs = programs_of(loop)
     ((key, usual),) = programs.items()
 
     def fail(*arguments):
@@ -366,7 +367,7 @@ def test_data_that_was_replaced_is_free_while_an_interrupt_is_kept():
     loop = make_loop()
     list(loop.run(5))
     latest = weakref.ref(loop._stepper.loader.resident.inputs[0])
-    programs = loop._stepper.programs.compiled
+    programs = programs_of(loop)
     ((key, usual),) = programs.items()
 
     def interrupted(*arguments):

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from internals import programs_of
 
 import flaxfit as ff
 from flaxfit.optim import MultiOptimizer, OptimizerDef
@@ -74,7 +75,7 @@ def test_a_rate_that_is_set_counts_in_the_next_step():
     loop.set_hyperparams(learning_rate=0.0)
     held = loop.next_checkpoint().state.params
     jax.tree.map(np.testing.assert_array_equal, held, moved)
-    assert len(loop._stepper.programs.compiled) == 1
+    assert len(programs_of(loop)) == 1
 
 
 def test_a_state_of_plain_dicts_in_another_order_is_gone_on_from():
@@ -92,7 +93,7 @@ def test_a_state_of_plain_dicts_in_another_order_is_gone_on_from():
     loop.restore(state.replace(opt_state=plain))
     found = loop.next_checkpoint().state.params
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert len(loop._stepper.programs.compiled) == 1
+    assert len(programs_of(loop)) == 1
 
 
 def test_an_array_that_a_rate_is_set_to_stays_the_users():
@@ -123,7 +124,7 @@ def test_a_step_of_ones_own_may_change_the_key():
 def test_a_loop_whose_state_was_lost_says_so_and_continues_from_a_checkpoint():
     loop, other = loop_of(), loop_of()
     first, expected = next(loop), [next(other), next(other)][1]
-    for leaf in loop._stepper.leaves:  # As a step does that is ended half-way.
+    for leaf in jax.tree.leaves(loop.state_in_place):  # As a step does that is ended half-way.
         leaf.delete()
     with pytest.raises(RuntimeError, match=r"continue from a checkpoint, loop\.restore"):
         next(loop)

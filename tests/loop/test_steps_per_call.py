@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from internals import loop_of_model
 
 import flaxfit as ff
 from flaxfit.loop._steps_per_call import automatic_number
@@ -119,6 +120,6 @@ def test_fit_takes_several_steps_and_compiles_once(capsys):
     model = ff.Model(MODULE, OPTIMIZER, "mse")
     model.fit(X, Y, batch_size=2, epochs=3, verbose=2)
     assert capsys.readouterr().err.count("compiled the training step") == 1
-    assert model._trainer.loop.steps_per_call == 12
+    assert loop_of_model(model).steps_per_call == 12
     model.fit(X, Y, batch_size=2, verbose=0, steps_per_execution=1)
-    assert model._trainer.loop.steps_per_call == 1
+    assert loop_of_model(model).steps_per_call == 1

@@ -74,9 +74,8 @@ def test_one_and_four_devices_agree():
 def test_every_replica_holds_the_same_state():
     loop = make_loop(Normalized(dropout=0.3), devices=jax.devices(), n_steps=3)
     list(loop)
-    for leaf in jax.tree.leaves(
-        loop._stepper.state.replace(key=jax.random.key_data(loop._stepper.state.key))
-    ):
+    state = loop.state_in_place
+    for leaf in jax.tree.leaves(state.replace(key=jax.random.key_data(state.key))):
         shards = [np.asarray(shard.data) for shard in leaf.addressable_shards]
         assert len(shards) == 4
         for shard in shards:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from internals import programs_of
 from loops import OPTIMIZER, Normalized, Regressor, X, Y, assert_equal, make_loop
 
 import flaxfit as ff
@@ -167,7 +168,7 @@ def test_a_step_that_fails_loses_no_batch(data, n):
     *_, whole = make_loop(data=data(), steps_per_call=n, **options)
     loop = make_loop(data=data(), steps_per_call=n, **options)
     next(loop)
-    programs = loop._stepper.programs.compiled
+    programs = programs_of(loop)
     usual = dict(programs)
 
     def fail(*arguments):
@@ -230,7 +231,7 @@ def test_batches_are_alike_whose_structures_are_equal():
     task = ff.TrainTask(apply, OPTIMIZER, "mse", batches)
     loop = ff.TrainLoop(lambda rngs, x: {"params": jnp.ones(5)}, task, 0, stdout=False)
     assert [checkpoint.step for checkpoint in loop] == [1, 2, 3]
-    assert len(loop._stepper.programs.compiled) == 1
+    assert len(programs_of(loop)) == 1
 
 
 def test_data_that_has_ended_is_not_asked_again():

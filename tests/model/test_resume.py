@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from internals import loop_of_model, programs_of
 
 import flaxfit as ff
 from flaxfit.callbacks import EarlyStopping
@@ -91,7 +92,7 @@ def test_a_finished_call_returns_at_once(tmp_path):
     first = fingerprint(*train(tmp_path))
     model, history = train(tmp_path)
     assert fingerprint(model, history) == first
-    assert not model._trainer.loop._stepper.programs.compiled
+    assert not programs_of(loop_of_model(model))
 
 
 @pytest.mark.slow
@@ -112,7 +113,7 @@ def test_what_callbacks_remember_survives(tmp_path):
     _, history = train(tmp_path / "run", callbacks=[stop()], epochs=20)
     assert history.steps == whole.steps and len(whole.steps) < 20
     model, again = train(tmp_path / "run", callbacks=[stop()], epochs=20)
-    assert again.steps == whole.steps and not model._trainer.loop._stepper.programs.compiled
+    assert again.steps == whole.steps and not programs_of(loop_of_model(model))
 
 
 @pytest.mark.slow

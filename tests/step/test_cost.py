@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from internals import programs_of
 
 import flaxfit as ff
 from flaxfit.step._cost import cost_of, memory_of
@@ -78,7 +79,7 @@ def test_the_count_is_that_of_the_asked_batch_size():
 def test_memory_is_that_of_the_program_that_runs(strategy):
     loop = make_loop(nn.Dense(128), strategy=strategy, data=[(x, y)])
     next(loop)
-    (compiled,) = loop._stepper.programs.compiled.values()
+    (compiled,) = programs_of(loop).values()
     assert loop.step_memory() == memory_of(compiled)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from internals import programs_of
 
 import flaxfit as ff
 from flaxfit.step._replicas import Replicas, VirtualReplicas
@@ -125,5 +126,5 @@ def test_one_device_reduces_nothing():
             stdout=False,
         )
         next(loop)
-        programs: list[Any] = [*loop._stepper.programs.compiled.values()]
+        programs: list[Any] = [*programs_of(loop).values()]
         assert ["all-reduce" in program.as_text() for program in programs] == [has_any]
