@@ -19,8 +19,8 @@ import jax
 import jaxlib
 import pytest
 
-# XLA spends most of its time on code that runs fast, which small programs do not need. With
-# FLAXFIT_TEST_COMPILATION=default it compiles as it does for users. It aborts on unknown flags.
+# XLA spends most of its time on optimizing, which small programs do not need. With
+# FLAXFIT_TEST_COMPILATION=default it compiles as for users. It aborts on flags it does not know.
 QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 
 
