@@ -205,12 +205,12 @@ class Stepper:
           Whether there was a batch.
         """
         try:
-            # Until the release an interrupt waits, so that no batch and no state is lost.
+            # Until the release an interrupt waits, so that no batch and no state is lost. No batch has
+            # a name here: the traceback of the interrupt would keep it.
             self.interrupts.is_held = True
             try:
                 if batch is None:
-                    loaded = self._load(n_left, spacing, n_total)
-                    has_stepped = self._step(loaded, is_given=False)
+                    has_stepped = self._step(self._load(n_left, spacing, n_total), is_given=False)
                 else:
                     has_stepped = self._step(
                         self.loader.load_given(batch, self.inspect), is_given=True

@@ -196,7 +196,7 @@ def test_what_fails_beside_a_step_loses_no_batch_either(n, monkeypatch):
         raise MemoryError("beside a step")
 
     *_, whole = make(arrays())
-    for broken in "load", "_permutation":
+    for broken in "load", "_ordered":
         loop = make(data := arrays())
         if broken == "load":
             monkeypatch.setattr(loop._stepper.loader, broken, fail)
