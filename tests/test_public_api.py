@@ -264,6 +264,7 @@ def test_importing_brings_in_no_heavy_package(fresh):
     assert found == []
 
 
+@pytest.mark.slow
 def test_importing_costs_at_most_a_tenth_of_a_second_over_the_dependencies(fresh):
     script = (
         "import gc, json, time\n"

@@ -205,8 +205,8 @@ class Stepper:
           Whether there was a batch.
         """
         try:
-            # Until the release an interrupt waits, so that no batch and no state is lost. No batch has
-            # a name here: the traceback of the interrupt would keep it.
+            # Until the release an interrupt waits, so that no batch and no state is lost. Batches
+            # have no name here: the traceback of the interrupt would keep them.
             self.interrupts.is_held = True
             try:
                 if batch is None:

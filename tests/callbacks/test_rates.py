@@ -156,6 +156,7 @@ def test_groups_within_groups_have_their_rates_set_and_reported():
     assert next(loop).metrics["learning_rate/w"] == 0.25
 
 
+@pytest.mark.slow
 def test_a_checkpoint_file_holds_the_rate_that_was_set_at_it(tmp_path):
     """A run that is killed right after it continues as the whole one does."""
 

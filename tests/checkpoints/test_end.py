@@ -20,6 +20,7 @@ from flaxfit.checkpoints import (
 from flaxfit.model._resume import RunFolder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ending",
     [

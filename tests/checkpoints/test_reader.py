@@ -270,6 +270,7 @@ def test_a_run_goes_on_with_another_number_of_devices(tmp_path, n_before, n_afte
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_whose_writer_is_called_by_hand_is_resumed_from_its_last_step(tmp_path):
     def run(n_steps):
         data = ArrayStream(np.ones((8, 2), np.float32), np.ones((8, 1), np.float32), batch_size=8)

@@ -81,6 +81,7 @@ def test_safetensors_in_several_files_are_read_through_their_index(tmp_path):
             load_safetensors(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_mapped_file_takes_no_memory_until_it_is_read(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(safetensors_bytes({"large": np.zeros((1 << 22,), np.float32)}))

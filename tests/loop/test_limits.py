@@ -153,6 +153,7 @@ def test_training_holds_one_state_and_another_where_a_checkpoint_is_held(holds, 
     assert (n_states - 0.05) * size < max(kept) <= n_states * 1.05 * size
 
 
+@pytest.mark.slow
 def test_fit_lets_go_of_the_copy_that_a_callback_was_given():
     gc.collect()
     others = jax.live_arrays()

@@ -40,6 +40,7 @@ def plain(tree):
     return jax.tree.map(on_host, tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [

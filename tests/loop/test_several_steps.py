@@ -135,6 +135,7 @@ def test_convolutions_are_stepped_one_by_one_on_a_cpu(options):
         jax.tree.map(np.testing.assert_array_equal, a.state.params, b.state.params)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ON_CPU, reason="about XLA's loops on a CPU")
 def test_it_is_said_once_that_convolutions_are_stepped_one_by_one(capsys):
     loop = make_loop(Convolutions(), *images(), spacing=8, steps_per_call=8, stdout=True)

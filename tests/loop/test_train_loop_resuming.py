@@ -16,7 +16,7 @@ from loops import OPTIMIZER, Normalized, Regressor, X, Y, assert_equal, make_loo
 import flaxfit as ff
 
 
-@pytest.mark.parametrize("n_devices", [1, 4])
+@pytest.mark.parametrize("n_devices", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_run_in_two_parts_equals_the_whole_bit_for_bit(n_devices):
     def make(**options):
         return make_loop(
@@ -57,6 +57,7 @@ def test_several_steps_in_one_dispatch_change_nothing(steps_per_call):
     assert_equal([c.state.params for c in one], [c.state.params for c in many])
 
 
+@pytest.mark.slow
 def test_several_steps_in_one_dispatch_over_several_devices():
     options = {"n_steps": 9, "n_steps_per_checkpoint": 4, "devices": jax.devices()}
     *_, one = make_loop(**options)
@@ -68,7 +69,7 @@ def test_several_steps_in_one_dispatch_over_several_devices():
     )
 
 
-@pytest.mark.parametrize(("first", "spacing"), [(6, 6), (1, 7)])
+@pytest.mark.parametrize(("first", "spacing"), [pytest.param(6, 6, marks=pytest.mark.slow), (1, 7)])
 @pytest.mark.parametrize("n_examples", [pytest.param(64, marks=pytest.mark.slow), 50])
 @pytest.mark.parametrize("has_weights", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_several_steps_in_one_dispatch_reach_over_the_end_of_an_epoch(

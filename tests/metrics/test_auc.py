@@ -94,6 +94,7 @@ def test_infinite_scores_rank_first_and_last():
     assert auc.compute(auc.measure(scores, np.array([1, 0, 0, 0]))) == 0.0
 
 
+@pytest.mark.slow
 def test_a_nan_score_that_has_weight_is_not_hidden():
     assert np.isnan(auc.compute(auc.measure(np.array([np.nan, 1.0]), np.array([0, 1]))))
 

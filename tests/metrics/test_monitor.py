@@ -238,6 +238,7 @@ def test_a_metric_that_is_not_there_is_an_error_that_lists_what_is():
         read("loss")
 
 
+@pytest.mark.slow
 def test_fit_tells_before_the_first_step():
     model = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse", ["mae"])
     seen = []

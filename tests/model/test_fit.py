@@ -72,6 +72,7 @@ def test_what_a_callable_returns_is_cut_and_shuffled():
     assert fit(data, **shuffled) == fit(X, Y, **shuffled)
 
 
+@pytest.mark.slow
 def test_the_default_batch_size_and_order_may_be_given_as_none():
     assert fit(X, Y, batch_size=None, shuffle=None) == fit(X, Y) == fit(X, Y, batch_size=32)
     assert fit(BATCHES) == fit(BATCHES, batch_size=None) == fit(BATCHES, shuffle=False)

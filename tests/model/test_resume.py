@@ -141,6 +141,7 @@ def test_a_folder_that_holds_something_is_not_empty(tmp_path):
         train(tmp_path, resume=False)
 
 
+@pytest.mark.slow
 def test_epochs_of_another_length_are_refused(tmp_path):
     train(tmp_path, epochs=1)
     with pytest.raises(ValueError, match="with 3 steps per epoch: its 1 epochs took 4 steps"):

@@ -425,6 +425,7 @@ def test_a_file_that_did_not_fit_is_replaced_by_the_next(parts, tmp_path):
     np.testing.assert_array_equal(model.predict(ONE), EXPECTED)
 
 
+@pytest.mark.slow
 def test_weights_are_added_to_a_loaded_state_which_keeps_its_step(parts, tmp_path):
     model = ff.Model(Pair(), optax.adam(0.1), "mse")
     model.fit(ONE, TWO, epochs=3, verbose=0)

@@ -126,6 +126,7 @@ def test_a_step_of_the_users_own_sees_values():
     assert next(loop).metrics["error"] == pytest.approx(float((Y**2).mean()), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoints(tmp_path):
     def conditional(rngs, x):
         return init(rngs, x) if x.shape[0] and not x.any() else {}

@@ -102,6 +102,7 @@ def test_a_model_over_the_axis_can_be_looked_at_and_exported(expected, tmp_path,
     np.testing.assert_allclose(outputs, expected.predict(X[:8], batch_size=8), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_axis_is_called_replica_unless_it_is_named():
     assert np.isfinite(fitted(one(), "replica", "mse", accumulate=2)[1]["loss"][0])
     assert repr(DataParallel(axis_name="batch")) == "DataParallel(4 cpu devices, axis_name='batch')"

@@ -47,15 +47,21 @@ def kernel(loop):
 @pytest.mark.parametrize(
     ("label", "strategy", "options", "task"),
     [
-        (-1, one_device, {}, {}),
-        (3, one_device, {}, {}),
-        (2**31 - 1, one_device, {"steps_per_call": 2}, {}),
-        (3, one_device, {}, {"accumulate": 2}),
-        (-1, ff.DataParallel, {}, {}),
-        (-1, lambda: ff.DataParallel(virtual_replicas=8), {}, {}),
-        (3, ff.Sharded.fsdp, {}, {}),
+        pytest.param(-1, one_device, {}, {}, id="one", marks=pytest.mark.slow),
+        pytest.param(3, one_device, {}, {}, id="above", marks=pytest.mark.slow),
+        pytest.param(2**31 - 1, one_device, {"steps_per_call": 2}, {}, id="several steps"),
+        pytest.param(3, one_device, {}, {"accumulate": 2}, id="accumulate", marks=pytest.mark.slow),
+        pytest.param(-1, ff.DataParallel, {}, {}, id="four"),
+        pytest.param(
+            -1,
+            lambda: ff.DataParallel(virtual_replicas=8),
+            {},
+            {},
+            id="virtual",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(3, ff.Sharded.fsdp, {}, {}, id="fsdp", marks=pytest.mark.slow),
     ],
-    ids=["one", "above", "several steps", "accumulate", "four", "virtual", "fsdp"],
 )
 def test_a_later_batch_is_refused_at_the_next_checkpoint_and_its_labels_are_left_out(
     label, strategy, options, task
@@ -181,6 +187,7 @@ def test_tasks_that_take_turns_are_named():
         next(loop)
 
 
+@pytest.mark.slow
 def test_labels_by_token_are_left_out_by_token():
     logits, labels = rng.normal(size=(2, 3, 4)), np.array([[0, -1, 3], [4, 2, 1]])
     values = in_range(ff.losses.crossentropy, logits, labels)
@@ -190,6 +197,7 @@ def test_labels_by_token_are_left_out_by_token():
     assert np.isfinite(gradient).all()
 
 
+@pytest.mark.slow
 def test_a_step_of_ones_own_reports_them():
     task = ff.TrainTask(MODULE.apply, optax.sgd(0.1), "crossentropy")
     state = make_loop(batches(X, Y)).state

@@ -210,6 +210,7 @@ def test_targets_without_weight_leave_no_mark_whatever_they_are():
     assert found.metrics == expected.metrics and np.isfinite(found.metrics["val_loss"])
 
 
+@pytest.mark.slow
 def test_a_batch_without_any_weight_changes_nothing():
     idle = batches_of(11, weights={name: np.zeros(22) for name in LOSS})
     first, last = (trained_on(batches_of(11)[:1] + more) for more in ([], idle))

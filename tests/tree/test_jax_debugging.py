@@ -67,6 +67,7 @@ def test_evaluation_and_prediction_without_jit_name_it_too():
             loop_over()
 
 
+@pytest.mark.slow
 def test_the_debug_mode_works_without_jit():
     with jax.disable_jit():
         assert np.isfinite(next(loop_over(debug=True)).loss)
