@@ -111,9 +111,15 @@ class ArrayStream:
         return batch
 
     def next_rows(self) -> np.ndarray:
-        """Advances by a batch, and returns its row numbers, those of all processes, read-only."""
-        order = self._ordered() if self._order is None else self._order
+        """Advances by a batch, and returns its row numbers, those of all processes."""
         start = self._batch * self.batch_size
+        if not (self.shuffle or self.resident):  # Mapped data may have more rows than fit memory.
+            if self._is_over():
+                raise StopIteration
+            self._advance()
+            end = min(start + self.batch_size, self.n_examples)
+            return np.arange(start, end, dtype=_row_dtype(self.n_examples))
+        order = self._ordered() if self._order is None else self._order
         self._advance()
         return order[start : start + self.batch_size]
 

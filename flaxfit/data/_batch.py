@@ -66,6 +66,8 @@ def normalize(item: PyTree) -> Batch:
         raise TypeError(f"A batch has 1 to 3 parts, {_FORMS}; got {len(parts)} parts.")
     inputs, targets, weights = (*parts, None, None)[:3]
     targets = () if targets is None else _part(targets)
+    if isinstance(weights, Mapping) and not weights:
+        weights = None
     if weights is not None:
         weights = _weights(weights)
         check_weights_shape(weights, "weights")

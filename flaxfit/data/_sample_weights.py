@@ -58,6 +58,8 @@ def check_weights_shape(weights: PyTree, name: str) -> None:
     """Checks that weights, or those of each output, are one number per example."""
     if isinstance(weights, Mapping):
         for output, each in weights.items():
+            if isinstance(each, Mapping):
+                raise TypeError(f"{name}[{output!r}] must be an array of weights, got a mapping.")
             check_weights_shape(each, f"{name}[{output!r}]")
     elif np.ndim(weights) != 1:
         raise ValueError(

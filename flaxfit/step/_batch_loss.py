@@ -13,7 +13,7 @@ from flaxfit.losses._checks import in_range
 from flaxfit.step._broadcasting import couples_rows
 from flaxfit.step._jaxpr import names_axis
 from flaxfit.step._replicas import AnyReplicas, VirtualReplicas
-from flaxfit.task._multi_output import LossByOutput
+from flaxfit.task._multi_output import LossByOutput, is_loss_of_output
 from flaxfit.task._precision import in_float32
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._functions import is_by_row
@@ -104,8 +104,7 @@ def losses_by_row(
 def metrics_by_row(task: TrainTask | EvalTask) -> Iterator[tuple[str, Function]]:
     """The metrics that are means of values by example, but losses and those marked `by_row`."""
     for name, metric in task.metrics.items():
-        owner = getattr(getattr(metric.values, "func", None), "__self__", None)
-        is_safe = is_by_row(metric.values) or isinstance(owner, LossByOutput)
+        is_safe = is_by_row(metric.values) or is_loss_of_output(metric)
         if metric.values is not None and not is_safe:
             yield name, metric.values
 

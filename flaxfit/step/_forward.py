@@ -14,7 +14,12 @@ from flaxfit.data._sample_weights import OTHER_OUTPUTS, of_output
 from flaxfit.step._batch_loss import check_metrics, loss_of
 from flaxfit.step._random import rngs_of
 from flaxfit.step._replicas import AnyReplicas, Replicas
-from flaxfit.task._multi_output import LossByOutput, MetricOfOutput, labels_out_of_range
+from flaxfit.task._multi_output import (
+    LossByOutput,
+    MetricOfOutput,
+    is_loss_of_output,
+    labels_out_of_range,
+)
 from flaxfit.task._precision import in_float32, in_precision, like
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._types import Function, Params, PyTree, Sums
@@ -131,8 +136,7 @@ def _compared(
     outputs = in_float32(as_outputs(outputs))
     batch = batch._replace(targets=in_float32(batch.targets))
     weights = weights_of(batch)
-    # For the losses and metrics of outputs with weights; other metrics see all targets.
-    replaced = batch
+    replaced = batch  # For the losses of outputs with weights; metrics see all targets.
     if isinstance(weights, Mapping) and isinstance(task.loss, LossByOutput):
         replaced = task.loss.without_idle_targets(batch)
     values, penalty, sums = None, None, {}
@@ -146,11 +150,9 @@ def _compared(
     # No gradient of the metrics is asked for: where nothing is compiled, they see plain arrays.
     measured = jax.lax.stop_gradient(outputs) if is_training else outputs
     for name, metric in task.metrics.items():
-        if isinstance(metric, MetricOfOutput):
-            targets, own_weights = replaced.targets, of_output(weights, metric.output)
-        else:
-            targets, own_weights = batch.targets, of_output(weights, OTHER_OUTPUTS)
-        sums[name] = _measure(name, metric, measured, targets, own_weights)
+        output = metric.output if isinstance(metric, MetricOfOutput) else OTHER_OUTPUTS
+        targets = replaced.targets if is_loss_of_output(metric) else batch.targets
+        sums[name] = _measure(name, metric, measured, targets, of_output(weights, output))
     return ForwardPass(values, sums, outputs, penalty)
 
 

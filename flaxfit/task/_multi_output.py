@@ -176,6 +176,11 @@ class MetricOfOutput(metrics.Metric):
         )
 
 
+def is_loss_of_output(metric: metrics.Metric) -> bool:
+    """Whether a metric reports one of several losses."""
+    return isinstance(getattr(getattr(metric.values, "func", None), "__self__", None), LossByOutput)
+
+
 def labels_out_of_range(
     loss: losses.Loss, weights: PyTree, outputs: PyTree, targets: PyTree
 ) -> dict[str, Sums]:

@@ -230,3 +230,11 @@ def test_wrong_data_is_refused_at_construction(arguments, options, error, messag
 def test_weights_that_are_not_one_number_per_example_are_refused(shape):
     with pytest.raises(ValueError, match=r"weights must hold one number .* second target"):
         ArrayStream(np.zeros((6, 3)), np.zeros(6), np.ones(shape))
+
+
+def test_the_rows_of_stored_order_take_no_memory(memory_within):
+    n = 200_000_000  # Their numbers would take 800 MB.
+    stream = ArrayStream(np.broadcast_to(np.zeros((), np.int8), n), batch_size=3, resident=False)
+    with memory_within(100_000_000):
+        assert stream.next_rows().tolist() == [0, 1, 2]
+        assert stream.next_rows().tolist() == [3, 4, 5]

@@ -148,3 +148,9 @@ def test_a_detached_item_does_not_change_with_its_source():
         copy = detached(item)
         x += 1
         assert copy["x"].tolist() == (x - 1).tolist()
+
+
+def test_weights_by_output_are_one_level_deep_and_may_name_none():
+    with pytest.raises(TypeError, match=r"weights\['a'\] must be an array of weights"):
+        normalize((np.ones(2), np.ones(2), {"a": {"b": np.ones(2)}}))
+    assert normalize((np.ones(2), np.ones(2), {})).weights is None

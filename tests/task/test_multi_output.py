@@ -218,20 +218,26 @@ def test_a_batch_without_any_weight_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, first.state.params, last.state.params)
 
 
-def test_a_metric_of_all_outputs_sees_the_targets_that_have_no_weight():
+def test_metrics_see_the_targets_that_have_no_weight():
     def error(outputs, targets):
         return abs(outputs["size"] - targets["size"]).mean(-1)
+
+    def count(output, target, weights=None):
+        return (jnp.sum(target == 100),)
 
     numbers, weights = NUMBERS.copy(), {"size": (np.arange(22) % 4 > 0).astype("f4")}
     numbers[::4] = 100
     data = [(X, {"kind": CLASSES, "size": numbers}, weights)]
-    task = ff.TrainTask(TwoHeads().apply, optax.sgd(0.0), LOSS, data, {"error": error})
+    hundreds = ff.metrics.Metric(count, lambda sums: sums[0], "hundreds")
+    metrics = {"error": error, "size": [hundreds]}
+    task = ff.TrainTask(TwoHeads().apply, optax.sgd(0.0), LOSS, data, metrics)
     loop = ff.TrainLoop(TwoHeads().init, task, 0, strategy=one_device(), stdout=False)
     found = loop.next_step()
     outputs = TwoHeads().apply({"params": found.state.params}, X)
     expected = np.abs(np.asarray(outputs["size"]) - numbers).mean()
     assert found.metrics["error"] == pytest.approx(expected, 1e-5)
     assert found.metrics["size_loss"] < 100
+    assert found.metrics["size_hundreds"] == np.sum(numbers == 100)
 
 
 @pytest.mark.slow
