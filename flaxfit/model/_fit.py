@@ -28,6 +28,24 @@ from flaxfit.tree._functions import order_of
 from flaxfit.tree._types import Data
 
 
+def check_arguments(
+    verbose: int | str,
+    epochs: int,
+    batch_size: int | None,
+    steps_per_epoch: int | None,
+    steps_per_execution: int | str,
+) -> None:
+    """Checks the numbers among the arguments of `Model.fit`."""
+    if verbose not in ("auto", 0, 1, 2):
+        raise ValueError(f"verbose must be 'auto', 0, 1 or 2, got {verbose!r}.")
+    whole_number("epochs", epochs)
+    for name, n in {"batch_size": batch_size, "steps_per_epoch": steps_per_epoch}.items():
+        if n is not None:
+            whole_number(name, n)
+    if steps_per_execution != "auto":
+        whole_number("steps_per_execution", steps_per_execution, other="auto")
+
+
 def fit(
     trainer: Trainer,
     evaluator: EvalLoop,
@@ -45,14 +63,6 @@ def fit(
     resume: bool | str,
 ) -> History:
     """Trains for a number of epochs on what `prepare` returned; see `Model.fit`."""
-    if verbose not in ("auto", 0, 1, 2):
-        raise ValueError(f"verbose must be 'auto', 0, 1 or 2, got {verbose!r}.")
-    whole_number("epochs", epochs)
-    for name, n in {"batch_size": batch_size, "steps_per_epoch": steps_per_epoch}.items():
-        if n is not None:
-            whole_number(name, n)
-    if steps_per_execution != "auto":
-        whole_number("steps_per_execution", steps_per_execution, other="auto")
     stream = training_stream(
         data,
         batch_size=batch_size,

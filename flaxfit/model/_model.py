@@ -17,8 +17,8 @@ from flaxfit.loop._eval_loop import EvalLoop
 from flaxfit.loop._predictor import Predictor
 from flaxfit.model._export import export_model
 from flaxfit.model._find_batch_size import find_batch_size
-from flaxfit.model._find_lr import LearningRateRange, find_lr
-from flaxfit.model._fit import fit
+from flaxfit.model._find_lr import LearningRateRange, check_range, find_lr
+from flaxfit.model._fit import check_arguments, fit
 from flaxfit.model._streams import in_order
 from flaxfit.model._tasks import make_tasks
 from flaxfit.model._trainer import Trainer
@@ -86,12 +86,11 @@ class Model:
         if compilation_cache is not None:
             use_compilation_cache(compilation_cache)
         self.module = module
-        self.seed = seed
-        self.strategy = strategy_for(task, strategy=strategy, is_eager=run_eagerly)
+        strategy = strategy_for(task, strategy=strategy, is_eager=run_eagerly)
         # The class of the module, also where the module is a class or a factory of one.
         name = getattr(module, "__name__", type(module).__name__)
-        self._trainer = Trainer(name, init, task, self.strategy, seed=seed, snapshot=snapshot)
-        self._evaluator = EvalLoop(eval_task, strategy=self.strategy)
+        self._trainer = Trainer(name, init, task, strategy, seed=seed, snapshot=snapshot)
+        self._evaluator = EvalLoop(eval_task, strategy=strategy)
         self._predictor = Predictor(eval_task)
 
     def fit(
@@ -149,6 +148,7 @@ class Model:
           ValueError: the data does not fit together, the loss or a checkpoint; it ended too early;
             or a batch size or an order was given with batches.
         """
+        check_arguments(verbose, epochs, batch_size, steps_per_epoch, steps_per_execution)
         data, validation_data = prepare(
             x, y, sample_weight, class_weight, validation_split, validation_data, self.seed
         )
@@ -167,6 +167,20 @@ class Model:
             checkpoint_dir=checkpoint_dir,
             resume=resume,
         )
+
+    @property
+    def seed(self) -> int:
+        """The seed of initial parameters, shuffling and dropout; can be set before `fit`."""
+        return self._trainer.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._trainer.seed = seed
+
+    @property
+    def strategy(self) -> Strategy:
+        """Where arrays live."""
+        return self._trainer.strategy
 
     @property
     def history(self) -> History | None:
@@ -346,6 +360,7 @@ class Model:
         Raises:
           ValueError: the optimizer's learning rate cannot be set.
         """
+        check_range(lowest, highest, n_steps)
         with self._trainer.trial("find_lr", x, y, sample_weight, batch_size) as loop:
             return find_lr(loop, lowest=lowest, highest=highest, n_steps=n_steps)
 

@@ -74,8 +74,10 @@ class Checkpoint:
 
     def replace(self, **changes: PyTree) -> "Checkpoint":
         """Returns a copy with some fields changed."""
+        if type(self) is not Checkpoint:
+            return dataclasses.replace(self, **changes)
         # Not `dataclasses.replace`, which would read the values that are borrowed.
-        return type(self)(**{**self.__dict__, **changes})
+        return Checkpoint(**{**self.__dict__, **changes})
 
     def __getstate__(self) -> dict[str, PyTree]:
         return self.__dict__ | {name: getattr(self, name) for name in _BORROWABLE}

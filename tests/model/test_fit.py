@@ -264,3 +264,15 @@ def test_a_folder_for_checkpoints_needs_a_name(tmp_path, monkeypatch):
         model.fit(X, Y, verbose=0)
         model.save("")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_seed_that_is_set_before_fit_counts():
+    model, same, other = make_model(), make_model(seed=7), make_model()
+    model.seed = 7
+    losses = [each.fit(X, Y, verbose=0)["loss"] for each in (model, same, other)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_numbers_are_checked_before_the_data():
+    with pytest.raises(ValueError, match="epochs must be 1 or more"):
+        make_model().fit(X, Y[:3], epochs=0)
