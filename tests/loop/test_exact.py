@@ -122,7 +122,7 @@ def sums_by_row(name, is_weighted):
     "is_weighted",
     [pytest.param(False, id="equal", marks=pytest.mark.slow), pytest.param(True, id="weighted")],
 )
-@pytest.mark.parametrize("n_devices", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("n_devices", devices(3, mark=pytest.mark.slow))
 @pytest.mark.parametrize("name", TASKS)
 def test_every_metric_is_that_of_the_whole_data_set(name, n_devices, is_weighted):
     model, targets, chosen = TASKS[name]
