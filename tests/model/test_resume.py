@@ -1,9 +1,9 @@
 """fit with a folder: an interrupted call, run again, ends as if it had never been interrupted."""
 
 import hashlib
-import os
 import signal
 import sys
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -180,7 +180,7 @@ import os, signal, sys
 import jax
 for name, value in {options!r}.items():
     jax.config.update(name, value)
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {folders!r}
 import test_resume as t
 
 def kill(checkpoint):
@@ -214,7 +214,8 @@ def test_a_killed_process_loses_no_finished_epoch(tmp_path, run_child, data):
         "jax_persistent_cache_min_entry_size_bytes": -1,
         "jax_persistent_cache_enable_xla_caches": "none",
     }
-    run = RUN.format(tests=os.path.dirname(__file__), options=options)
+    own = Path(__file__).parent
+    run = RUN.format(folders=[str(own), str(own.parent / "support")], options=options)
     command = [sys.executable, "-c", run, str(tmp_path / "run"), data]
     killed = run_child(command)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
