@@ -59,7 +59,7 @@ class CheckpointFile:
     data_state: Json = None
     """The position of the data stream; JSON."""
     running: Json = None
-    """What else the loop needs to go on exactly, such as counts between two checkpoints; JSON."""
+    """What else the loop needs to resume exactly, such as counts between checkpoints; JSON."""
     callback_states: Mapping[str, Json] = dataclasses.field(default_factory=dict)
     """The states of callbacks by their names; JSON."""
     callback_arrays: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)

@@ -20,7 +20,7 @@ _LOWER = {"perplexity", "rmse", "root_mean_squared_error"}
 _MAY_BE_THERE = ("grad_norm", "learning_rate", "param_norm", "penalty", "skipped_steps")
 
 Modes = Mapping[str, str | None]
-"""By the names of metrics: "min" or "max", the better values; None where they are unknown."""
+"""The better values of each metric by name: "min", "max", or None if that is unknown."""
 
 
 def mode_of(values: Function | None, name: str | None) -> str | None:

@@ -68,7 +68,7 @@ class Checkpoint:
     stop: bool = False
     """Set by a callback to end the loop after this checkpoint."""
     running: Json = None
-    """What else the loop needs to go on exactly, such as counts between two checkpoints; JSON."""
+    """What else the loop needs to resume exactly, such as counts between checkpoints; JSON."""
     last_grads: PyTree = None
     """The gradients of the last step; see `grads`."""
 
