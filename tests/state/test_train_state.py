@@ -1,5 +1,7 @@
 """TrainState and how it is made."""
 
+import os
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -73,6 +75,16 @@ def test_a_state_may_be_made_within_another_program():
     inner = jax.jit(lambda: ff.init_state(init, optax.adam(0.1), key, (X,)))()
     outer = ff.init_state(init, optax.adam(0.1), key, (X,))
     jax.tree.map(np.testing.assert_array_equal, inner.params, outer.params)
+
+
+@pytest.mark.skipif(
+    "xla_backend_optimization_level=0" in os.environ.get("XLA_FLAGS", ""),
+    reason="two programs round alike only when compiled as for users",
+)
+def test_normal_numbers_and_statistics_may_be_made_within_another_program():
+    key = jax.random.key(0)  # Not made within it.
+    inner = jax.jit(lambda: ff.init_state(Net().init, optax.adam(0.1), key, (X,)))()
+    jax.tree.map(np.testing.assert_array_equal, inner.params, make_state().params)
 
 
 def test_apply_gradient_is_one_update_of_the_optimizer():
