@@ -34,14 +34,20 @@ jax.config.update("jax_num_cpu_devices", int(os.environ.get("FLAXFIT_TEST_DEVICE
 # Tests build the same small programs over and over: each is compiled once in a session. A folder
 # named by FLAXFIT_TEST_PROGRAMS hands them on to later sessions. It is not used directly: processes
 # that write and read one folder at once would read half a program.
-PROGRAMS = Path(tempfile.mkdtemp(prefix="flaxfit-tests-"))
+SCRATCH = Path(tempfile.mkdtemp(prefix="flaxfit-tests-"))
+atexit.register(shutil.rmtree, SCRATCH, ignore_errors=True)
+PROGRAMS = SCRATCH / "programs"
+PROGRAMS.mkdir()
 SHARED_PROGRAMS = os.environ.get("FLAXFIT_TEST_PROGRAMS")
-atexit.register(shutil.rmtree, PROGRAMS, ignore_errors=True)
 jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # Else the name of the folder is part of what programs are looked up by, even on a CPU.
 jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+
+# Keras chooses its backend when it is imported first, which other libraries do, too.
+os.environ["KERAS_BACKEND"] = "jax"
+os.environ["KERAS_HOME"] = str(SCRATCH)
 
 # torch imports Triton, which no test uses, for its first optimizer. That crashes a process that has
 # loaded TensorFlow.
@@ -198,14 +204,8 @@ def run_child():
 
 
 @pytest.fixture(scope="session")
-def keras(tmp_path_factory):
-    """Keras on JAX. What it is set up with must not reach other tests, nor a home folder."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KERAS_BACKEND", "jax")
-        patch.setenv("KERAS_HOME", str(tmp_path_factory.mktemp("keras")))
-        keras = pytest.importorskip("keras")
-    assert keras.backend.backend() == "jax"
-    return keras
+def keras():
+    return pytest.importorskip("keras")
 
 
 @pytest.fixture(scope="session")

@@ -160,9 +160,7 @@ def test_those_of_other_libraries_are_refused(function, message):
 
 
 @pytest.mark.slow
-def test_other_libraries_call_theirs_so(monkeypatch):
-    monkeypatch.setenv("KERAS_BACKEND", "jax")
-    keras, torch = pytest.importorskip("keras"), pytest.importorskip("torch")
+def test_other_libraries_call_theirs_so(keras, torch):
     sklearn = pytest.importorskip("sklearn.metrics")
     for function in (
         *(keras.losses.MeanSquaredError(), keras.losses.mean_squared_error),
