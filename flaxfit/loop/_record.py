@@ -27,7 +27,7 @@ def make_checkpoint(
       between: whether the count continues after it, and so is recorded.
     """
     # Work that does not wait for the devices comes before the metrics.
-    state, grads = stepper.borrowed()
+    state, grads = stepper.placed.lend()
     position, running = stepper.cursor.position(), get_running(stepper, counts=between)
     metrics = stepper.metrics() | _learning_rates(stepper)
     return Checkpoint(
@@ -53,7 +53,7 @@ def present_hyperparams(stepper: Stepper) -> dict[str, Any]:
 
 def _learning_rates(stepper: Stepper) -> dict[str, float]:
     """The learning rates of the latest step, if the optimizer has them."""
-    rates = learning_rates(present_hyperparams(stepper)) if stepper.has_hyperparams else {}
+    rates = learning_rates(present_hyperparams(stepper)) if stepper.placed.has_hyperparams else {}
     return {
         "learning_rate" if group is None else f"learning_rate/{group}": rate
         for group, rate in rates.items()

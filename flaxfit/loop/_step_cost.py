@@ -23,9 +23,11 @@ def step_memory(stepper: Stepper, n: int | None) -> int:
     """The bytes of a step on `n` examples, on each device; compiles it, and runs nothing."""
     portion = stepper.loader.as_regular(_example(stepper, n))
     batch = portion.strategy.split(portion.batch)
-    arguments = (stepper.leaves, stepper.tally.totals, batch)
+    arguments = (stepper.placed.leaves, stepper.tally.totals, batch)
     options = stepper.options
-    return memory_of(build_update(stepper.task, stepper.layout, portion, arguments, 1, **options))
+    return memory_of(
+        build_update(stepper.task, stepper.placed.layout, portion, arguments, 1, **options)
+    )
 
 
 def _example(stepper: Stepper, n: int | None) -> Batch:

@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from flaxfit.data._batch import Batch
 from flaxfit.loop._compiled_steps import CompiledSteps, build_update
 from flaxfit.loop._consistency import Consistency
@@ -15,15 +13,10 @@ from flaxfit.loop._device_loader import DeviceLoader, Loaded
 from flaxfit.loop._in_flight import InFlight
 from flaxfit.loop._inspection import Inspection
 from flaxfit.loop._interrupts import Interrupts
-from flaxfit.loop._state_layout import StateLayout
+from flaxfit.loop._placed_state import PlacedState
 from flaxfit.loop._steps_per_call import StepsPerCall
 from flaxfit.loop._tally import Tally
-from flaxfit.optim import set_hyperparams
-from flaxfit.optim._extended import carry_state
 from flaxfit.optim._freeze import check_matches
-from flaxfit.optim._hyperparams import names_of
-from flaxfit.state._checkpoint import Borrowed
-from flaxfit.state._optimizer_axes import with_optimizer
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._error_messages import explain, explained
 from flaxfit.step._validate import shapes_of
@@ -68,8 +61,7 @@ class Stepper:
         self.steps_per_call = StepsPerCall()
         self.tally = Tally(strategy.share)
         self._in_flight = InFlight()
-        self.layout, self.leaves, self._grads = StateLayout(()), [], None
-        self._borrowed: list[Borrowed] = []
+        self.placed = PlacedState(strategy)
         self._n_set = self._n_tuned = 0
         self.set_data(task.data)
 
@@ -78,20 +70,7 @@ class Stepper:
     @property
     def state(self) -> Any:
         """The training state, in its places on the devices; the next step uses it up."""
-        return self.layout.unflatten(self.leaves)
-
-    def _hold(self, state: TrainState) -> None:
-        self.layout = StateLayout(state)
-        self.leaves = self.layout.flatten(state)
-        self.has_hyperparams = bool(names_of(state.opt_state))
-
-    def borrowed(self) -> tuple[Any, Any]:
-        """The state and the kept gradients as `Borrowed`, to be read until the next step."""
-        unflatten, leaves, kept = self.layout.unflatten, self.leaves, self._grads
-        state = Borrowed(lambda: unflatten(leaves))
-        grads = None if kept is None else Borrowed(lambda: kept)
-        self._borrowed += [state] if grads is None else [state, grads]
-        return state, grads
+        return self.placed.value
 
     @property
     def revision(self) -> tuple[int, int, int]:
@@ -131,7 +110,7 @@ class Stepper:
         self.consistency.state(int(state.step), state)
         before = self.state
         check_norms(self.task, state.params)
-        self._hold(self.strategy.place(self.layout.restructured(state)))
+        self.placed.place(state)
         self.step = int(state.step)
         self._n_set += 1
         if shapes_of(before) != shapes_of(self.state):
@@ -141,23 +120,14 @@ class Stepper:
 
     def set_hyperparams(self, group: str | int | None, values: dict[str, ArrayLike]) -> None:
         """Continues with other hyperparameters; nothing is recompiled."""
-        old = self.state
-        new = set_hyperparams(old.opt_state, group=group, **values)
-
-        def placed(x: ArrayLike, before: ArrayLike) -> ArrayLike:
-            return before if x is before else self.strategy.place(x)  # A copy: steps use it up.
-
-        self._hold(old.replace(opt_state=jax.tree.map(placed, new, old.opt_state)))
+        self.placed.set_hyperparams(group, values)
         self._n_tuned += 1
 
     def freeze(self, patterns: str | Sequence[str]) -> None:
         """Continues with other parameters frozen, and keeps the optimizer state of the rest."""
         self._n_tuned += 1
         task = dataclasses.replace(self.task, freeze=patterns)
-        state = self.strategy.collect(self.state)
-        opt_state = carry_state(state.opt_state, task.optimizer, state.params)
-        axes = with_optimizer(state.axes, state.params, opt_state)
-        self._hold(self.strategy.place(state.replace(opt_state=opt_state, axes=axes)))
+        self.placed.set_optimizer(task.optimizer)
         self.task = task
         self.programs.forget()
         self.inspection.forget()
@@ -179,7 +149,7 @@ class Stepper:
     def reset_totals(self) -> None:
         """Starts a new count."""
         self.tally.begin()
-        self._grads = None
+        self.placed.grads = None
         self.programs.watch.reset()
         self.loader.seconds = 0.0
 
@@ -218,7 +188,7 @@ class Stepper:
             finally:
                 self.interrupts.release()
             if has_stepped:
-                self._in_flight.add(self.tally.totals, self.leaves)
+                self._in_flight.add(self.tally.totals, self.placed.leaves)
         except Exception as error:
             explain(error, self)
             raise
@@ -234,25 +204,24 @@ class Stepper:
             self.cursor.ended = True
             return False
         portion, arrays, n, n_examples = loaded
-        leaves, totals = self.leaves, self.tally.totals
-        is_whole = portion.strategy is self.strategy
+        placed, is_whole = self.placed, portion.strategy is self.strategy
+        leaves, totals = placed.leaves, self.tally.totals
         if not is_whole:
-            leaves, totals = self._moved(portion.strategy, leaves, totals)
+            leaves, totals = placed.moved(portion.strategy, leaves, totals)
         arguments = (leaves, totals, *portion.data, arrays)
         key = (n, portion.signature)
         update = self.programs.compiled.get(key)
         if update is None:
             with self.programs.compiling(portion, self.step + 1):
-                update = build_update(self.task, self.layout, portion, arguments, n, **self.options)
+                update = build_update(
+                    self.task, placed.layout, portion, arguments, n, **self.options
+                )
             self.programs.compiled[key] = update
-        if self._borrowed:
-            for each in self._borrowed:
-                each.end()
-            self._borrowed.clear()
-        leaves, totals, self._grads = update(*arguments)
+        placed.take_back()
+        leaves, totals, placed.grads = update(*arguments)
         if not is_whole:
-            leaves, totals = self._moved(self.strategy, leaves, totals)
-        self.leaves = leaves
+            leaves, totals = placed.moved(self.strategy, leaves, totals)
+        placed.leaves = leaves
         self.step += n
         self.tally.add(totals, n, n_examples)
         self.consistency.stepped(key)
@@ -270,11 +239,6 @@ class Stepper:
         if len(items) < n:
             items = items[:1]
         return self.loader.load(items, self.inspect) if items else None
-
-    def _moved(self, strategy: Strategy, leaves: PyTree, totals: PyTree) -> tuple[Any, Any]:
-        """State and totals in their places under a strategy; copied only where they move."""
-        state, totals = strategy.share((self.layout.unflatten(leaves), totals))
-        return self.layout.flatten(state), totals
 
     def inspect(self, batch: Batch, data: Batch | None) -> str:
         """Validates the first batch; returns why padding is unsafe, or ""."""

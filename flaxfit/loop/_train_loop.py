@@ -290,7 +290,7 @@ class TrainLoop(Settings):
         tuned = [] if self._due is None else self._due.tuned
         if tuned and self.step == checkpoint.step and hasattr(checkpoint.state, "opt_state"):
             # The callbacks remember that they have set these: a resumed run needs both.
-            state = self._stepper.borrowed()[0] if checkpoint.is_borrowed else checkpoint.state
+            state = self._stepper.placed.lend()[0] if checkpoint.is_borrowed else checkpoint.state
             if not checkpoint.is_borrowed:
                 opt_state = state.opt_state
                 for group, values in tuned:

@@ -87,53 +87,7 @@ class TrainTask:
     computes with. The optimizer, if any, is what new states are made for."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "freeze", _patterns("freeze", self.freeze))
-        object.__setattr__(self, "norms", _patterns("norms", self.norms))
-        if self.step is not None:
-            self._check_own_step()
-        else:
-            _check_apply("TrainTask", self.apply, train=True)
-        check_precision("TrainTask", self.precision)
-        whole_number("accumulate", self.accumulate)
-        if self.clip_norm is not None and not (_is_number(self.clip_norm) and self.clip_norm > 0):
-            raise ValueError(f"clip_norm must be more than 0, or None, got {self.clip_norm!r}.")
-        if self.ema is not None and not (_is_number(self.ema) and 0 < self.ema < 1):
-            raise ValueError(f"ema must lie between 0 and 1, such as 0.999, got {self.ema!r}.")
-        is_optimizer = hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")
-        if not is_optimizer and not isinstance(self.optimizer, Optimizer):
-            raise TypeError(
-                "TrainTask needs an optax transformation as optimizer, such as optax.adam(1e-3), "
-                f"got {_kind_of_optimizer(self.optimizer)}."
-            )
-        user = getattr(self.optimizer, "optimizer_def", self.optimizer)
-        if self.step is None:
-            check_demands("TrainTask", user)
-        optimizer = extend(
-            user,
-            clip_norm=self.clip_norm,
-            freeze=self.freeze,
-            ema=self.ema,
-            scales_loss=self.precision == "float16",
-        )
-        object.__setattr__(self, "optimizer", optimizer)
-        if self.loss is not None or self.step is None:
-            object.__setattr__(self, "loss", as_loss(self.loss, self.loss_weights))
-        object.__setattr__(self, "metrics", as_metrics(self.metrics, self.loss))
-        object.__setattr__(self, "rngs", _names(self.rngs))
-
-    def _check_own_step(self) -> None:
-        if not callable(self.step):
-            raise TypeError(f"step must be (state, batch) -> (state, sums), got {self.step!r:.80}.")
-        if self.optimizer is None:
-            object.__setattr__(self, "optimizer", optax.identity())
-        names = ("freeze", "accumulate", "precision", "clip_norm", "ema", "skip_nonfinite", "norms")
-        fields = [field for field in dataclasses.fields(self) if field.name in names]
-        wrong = [field.name for field in fields if getattr(self, field.name) != field.default]
-        if wrong:
-            raise ValueError(
-                f"{', '.join(wrong)} would have no effect: the task has a step of its own. Let the "
-                "step do it, or the optimizer that it uses."
-            )
+        self.__dict__.update(_resolved(self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,10 +119,72 @@ class EvalTask:
     def __post_init__(self) -> None:
         _check_apply("EvalTask", self.apply, train=False)
         check_precision("EvalTask", self.precision)
-        if self.loss is not None:
-            object.__setattr__(self, "loss", as_loss(self.loss, self.loss_weights))
-        object.__setattr__(self, "metrics", as_metrics(self.metrics, self.loss))
-        object.__setattr__(self, "rngs", _names(self.rngs))
+        loss = None if self.loss is None else as_loss(self.loss, self.loss_weights)
+        metrics = as_metrics(self.metrics, loss)
+        self.__dict__.update(loss=loss, metrics=metrics, rngs=_names(self.rngs))
+
+
+def _resolved(task: TrainTask) -> dict[str, Any]:
+    """Checks the fields of a task; returns those that were given by name or in a short form."""
+    has_own_step = task.step is not None
+    if has_own_step:
+        _check_own_step(task)
+    else:
+        _check_apply("TrainTask", task.apply, train=True)
+    freeze, norms = _patterns("freeze", task.freeze), _patterns("norms", task.norms)
+    check_precision("TrainTask", task.precision)
+    whole_number("accumulate", task.accumulate)
+    if task.clip_norm is not None and not (_is_number(task.clip_norm) and task.clip_norm > 0):
+        raise ValueError(f"clip_norm must be more than 0, or None, got {task.clip_norm!r}.")
+    if task.ema is not None and not (_is_number(task.ema) and 0 < task.ema < 1):
+        raise ValueError(f"ema must lie between 0 and 1, such as 0.999, got {task.ema!r}.")
+    loss = task.loss
+    if loss is not None or not has_own_step:
+        loss = as_loss(loss, task.loss_weights)
+    return {
+        "freeze": freeze,
+        "norms": norms,
+        "optimizer": _extended_optimizer(task, freeze),
+        "loss": loss,
+        "metrics": as_metrics(task.metrics, loss),
+        "rngs": _names(task.rngs),
+    }
+
+
+def _check_own_step(task: TrainTask) -> None:
+    if not callable(task.step):
+        raise TypeError(f"step must be (state, batch) -> (state, sums), got {task.step!r:.80}.")
+    names = ("freeze", "accumulate", "precision", "clip_norm", "ema", "skip_nonfinite", "norms")
+    fields = [field for field in dataclasses.fields(task) if field.name in names]
+    wrong = [field.name for field in fields if getattr(task, field.name) not in (field.default, [])]
+    if wrong:
+        raise ValueError(
+            f"{', '.join(wrong)} would have no effect: the task has a step of its own. Let the "
+            "step do it, or the optimizer that it uses."
+        )
+
+
+def _extended_optimizer(task: TrainTask, freeze: Sequence[str]) -> optax.GradientTransformation:
+    """The optimizer of a task with what the options of the task put around it."""
+    given = task.optimizer
+    if given is None and task.step is not None:
+        given = optax.identity()
+    is_optimizer = hasattr(given, "init") and hasattr(given, "update")
+    if not is_optimizer and not isinstance(given, Optimizer):
+        raise TypeError(
+            "TrainTask needs an optax transformation as optimizer, such as optax.adam(1e-3), "
+            f"got {_kind_of_optimizer(given)}."
+        )
+    user = getattr(given, "optimizer_def", given)
+    if task.step is None:
+        check_demands("TrainTask", user)
+    return extend(
+        user,
+        clip_norm=task.clip_norm,
+        freeze=freeze,
+        ema=task.ema,
+        scales_loss=task.precision == "float16",
+    )
 
 
 def _kind_of_optimizer(given: object) -> str:

@@ -1,0 +1,83 @@
+"""PlacedState: the training state in its places on the devices, as steps take it."""
+
+from typing import Any
+
+import jax
+
+from flaxfit.loop._state_layout import StateLayout
+from flaxfit.optim import set_hyperparams
+from flaxfit.optim._extended import carry_state
+from flaxfit.optim._hyperparams import names_of
+from flaxfit.state._checkpoint import Borrowed
+from flaxfit.state._optimizer_axes import with_optimizer
+from flaxfit.state._train_state import TrainState
+from flaxfit.strategies import Strategy
+from flaxfit.tree._types import ArrayLike, PyTree
+
+
+class PlacedState:
+    """Holds the arrays of a state, which the next step donates, and lends them until then."""
+
+    def __init__(self, strategy: Strategy):
+        self._strategy = strategy
+        self.layout = StateLayout(())
+        """The structure of the state."""
+        self.leaves: list[Any] = []
+        """Its arrays, which cross the call of a compiled step."""
+        self.grads: PyTree = None
+        """The gradients of the latest step, if they are kept."""
+        self.has_hyperparams = False
+        self._lent: list[Borrowed] = []
+
+    @property
+    def value(self) -> Any:
+        """The state; the next step uses it up."""
+        return self.layout.unflatten(self.leaves)
+
+    def hold(self, state: TrainState) -> None:
+        """Holds another state, which is in its places."""
+        self.layout = StateLayout(state)
+        self.leaves = self.layout.flatten(state)
+        self.has_hyperparams = bool(names_of(state.opt_state))
+
+    def lend(self) -> tuple[Any, Any]:
+        """The state and the kept gradients as `Borrowed`, to be read until the next step."""
+        unflatten, leaves, kept = self.layout.unflatten, self.leaves, self.grads
+        state = Borrowed(lambda: unflatten(leaves))
+        grads = None if kept is None else Borrowed(lambda: kept)
+        self._lent += [state] if grads is None else [state, grads]
+        return state, grads
+
+    def take_back(self) -> None:
+        """Ends what was lent: a step is about to use it up."""
+        for each in self._lent:
+            each.end()
+        self._lent.clear()
+
+    def moved(self, strategy: Strategy, leaves: PyTree, totals: PyTree) -> tuple[Any, Any]:
+        """Leaves and totals in their places under a strategy; copied only where they move."""
+        state, totals = strategy.share((self.layout.unflatten(leaves), totals))
+        return self.layout.flatten(state), totals
+
+    # What can be set.
+
+    def place(self, state: TrainState) -> None:
+        """Holds a copy of another state, in the present structure if its paths are the same."""
+        self.hold(self._strategy.place(self.layout.restructured(state)))
+
+    def set_hyperparams(self, group: str | int | None, values: dict[str, ArrayLike]) -> None:
+        """Sets hyperparameters; nothing is recompiled."""
+        old = self.value
+        new = set_hyperparams(old.opt_state, group=group, **values)
+
+        def placed(x: ArrayLike, before: ArrayLike) -> ArrayLike:
+            return before if x is before else self._strategy.place(x)  # A copy: steps use it up.
+
+        self.hold(old.replace(opt_state=jax.tree.map(placed, new, old.opt_state)))
+
+    def set_optimizer(self, optimizer: Any) -> None:
+        """Makes the optimizer state fit other frozen parameters, and keeps that of the rest."""
+        state = self._strategy.collect(self.value)
+        opt_state = carry_state(state.opt_state, optimizer, state.params)
+        axes = with_optimizer(state.axes, state.params, opt_state)
+        self.hold(self._strategy.place(state.replace(opt_state=opt_state, axes=axes)))
