@@ -178,21 +178,6 @@ def test_each_stream_replica_and_step_has_a_key_of_its_own():
     assert seen[3] == float(jax.random.uniform(expected))
 
 
-def test_evaluation_measures_without_touching_the_state():
-    task = ff.EvalTask(linear, ["mae"], loss="mse")
-    sums = ff.make_eval_step(task)(make_state(make_task()), ff.Batch((X,), (Y,), W))
-    metrics = compute(sums, task.metrics)
-    errors = X @ PARAMS - Y
-    assert metrics["loss"] == pytest.approx(np.average(errors**2, weights=W), rel=1e-5)
-    assert metrics["mae"] == pytest.approx(np.average(np.abs(errors), weights=W), rel=1e-5)
-
-
-def test_a_step_can_be_jitted_on_its_own():
-    predict = jax.jit(ff.make_predict_step(linear))
-    outputs = predict(make_state(make_task()).for_inference(), ff.Batch((X,)))
-    np.testing.assert_allclose(outputs, X @ PARAMS, rtol=1e-5)
-
-
 @pytest.mark.parametrize("n_devices", [1, 4])
 @pytest.mark.parametrize("anything", [np.nan, np.inf, 1e30])
 def test_targets_of_weight_zero_leave_no_mark_on_the_gradient(n_devices, anything):

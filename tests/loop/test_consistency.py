@@ -1,0 +1,81 @@
+"""What processes tell each other before they wait; between real ones in test_many_processes."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxfit.data._batch import Batch
+from flaxfit.loop import _consistency
+from flaxfit.loop._consistency import Consistency
+
+BATCH = Batch((np.zeros((8, 2), np.float32),), (np.zeros(8, np.int32),), np.ones(8, np.float32))
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What a process says to the others; they say the same."""
+    texts = []
+    monkeypatch.setattr(_consistency, "agree", lambda topic, text, seconds: texts.append(text))
+    monkeypatch.setattr(_consistency, "exchange", lambda topic, value: [value, True])
+    return texts
+
+
+def of_processes(n):
+    return Consistency(SimpleNamespace(n_processes=n))
+
+
+def say_everything(consistency):
+    consistency.state(3, {"w": jnp.ones(2)})
+    consistency.data({"epoch": 1})
+    consistency.program(3, BATCH)
+    consistency.stepped("a program")
+    consistency.checkpoint(4)
+    consistency.end("training", 9, [])
+
+
+def test_a_process_alone_says_nothing_and_stops_by_itself(said):
+    consistency = of_processes(1)
+    say_everything(consistency)
+    assert said == []
+    assert consistency.stop(True) and not consistency.stop(False)
+
+
+def test_each_kind_of_thing_is_said_with_its_step(said):
+    say_everything(of_processes(2))
+    state, data, program, checkpoint, end = said
+    assert state.startswith("step 3 of a state with the checksum ")
+    assert data.startswith("data at ")
+    assert program == "step 3 as the first with inputs/0 float32[8, 2], targets/0 int32[8]"
+    assert checkpoint.startswith("a checkpoint at step 4, by programs of the sum ")
+    assert end == "the end of the training data after 9"
+
+
+def test_weights_of_the_user_belong_to_a_program(said):
+    of_processes(2).program(0, BATCH, is_weighted=True)
+    assert said[0].endswith("weights float32[8]")
+
+
+def test_one_process_that_has_ended_ends_all(said):
+    assert of_processes(2).stop(False)
+
+
+@pytest.mark.parametrize(
+    "other", [{"w": jnp.ones(2).at[0].set(2)}, {"w": jnp.ones(2), "key": jax.random.key(1)}]
+)
+def test_states_of_other_numbers_have_other_checksums(said, other):
+    for state in ({"w": jnp.ones(2)}, {"w": np.ones(2, np.float32)}, other):
+        of_processes(2).state(0, state)
+    assert said[0] == said[1] != said[2]
+
+
+def test_the_order_of_programs_counts_since_the_state_was_set(said):
+    consistency = of_processes(2)
+    for programs in ("ab", "ba", "ab"):
+        consistency.state(0, {})
+        for program in programs:
+            consistency.stepped(program)
+        consistency.checkpoint(2)
+    assert said[1] == said[5] != said[3]

@@ -1,0 +1,57 @@
+"""The predictor: outputs in the order of the data, a row per example, as NumPy arrays."""
+
+import jax
+import numpy as np
+import pytest
+
+import flaxfit as ff
+from flaxfit.loop._predictor import Predictor
+
+X = np.arange(26, dtype=np.float32).reshape(13, 2)
+STATE = ff.InferenceState(np.int32(0), np.float32(3), {})
+STRATEGY = ff.DataParallel(jax.devices()[:2])
+
+
+def scaled(variables, x, **options):
+    return {"scaled": variables["params"] * x, "first": x[:, 0]}
+
+
+@pytest.fixture(scope="module")
+def predict():
+    return Predictor(ff.EvalTask(scaled, []))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda: ff.ArrayStream(X, batch_size=4),
+        lambda: [X[:4], X[4:8], X[8:12], X[12:]],
+        lambda: ff.ArrayStream(X, X, batch_size=4, shuffle=False, resident=False),
+    ],
+    ids=["arrays", "batches", "with targets"],
+)
+def test_outputs_come_in_order_and_without_padding(predict, data):
+    outputs = predict(STATE, data(), STRATEGY)
+    np.testing.assert_array_equal(outputs["scaled"], 3 * X)
+    np.testing.assert_array_equal(outputs["first"], X[:, 0])
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(outputs))
+
+
+def test_a_model_is_traced_once_for_batches_of_the_same_shape():
+    traces = []
+
+    def counted(variables, x):
+        traces.append(x.shape)
+        return variables["params"] * x
+
+    predict = Predictor(ff.EvalTask(counted, []))
+    predict(STATE, [X[:4], X[4:8]], STRATEGY)
+    n_traces = len(traces)
+    predict(STATE.replace(params=np.float32(5)), ff.ArrayStream(X, batch_size=4), STRATEGY)
+    assert len(traces) == n_traces
+
+
+def test_random_streams_need_a_training_state():
+    predict = Predictor(ff.EvalTask(scaled, [], rngs=("dropout",)))
+    with pytest.raises(ValueError, match=r"Predictor\(rngs=.*needs the random key of a TrainState"):
+        predict(STATE, [X], STRATEGY)
