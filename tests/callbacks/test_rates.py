@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from loops import given
 
 import flaxfit as ff
 from flaxfit.callbacks import LearningRateScheduler, ReduceLROnPlateau, every
@@ -20,7 +21,7 @@ def make_loop(callbacks, optimizer=None, n_steps=6, init=None):
         [(X, X)] * 20,
     )
     return ff.TrainLoop(
-        init or (lambda rngs, x: {"params": {"w": np.zeros(1), "b": np.zeros(1)}}),
+        init or given(lambda rngs, x: {"params": {"w": np.zeros(1), "b": np.zeros(1)}}),
         task,
         0,
         n_steps=n_steps,

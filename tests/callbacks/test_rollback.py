@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from loops import init_of
 
 import flaxfit as ff
 from flaxfit.callbacks import Rollback
@@ -30,7 +31,7 @@ def batches(bad, n=12):
 def make_loop(bad, callbacks, *, init=None, **options):
     task = ff.TrainTask(Net().apply, optax.adam(1e-2), "mse", batches(bad))
     options = {"n_steps_per_checkpoint": 2, "first_checkpoint": 2, "stdout": False, **options}
-    return ff.TrainLoop(init or Net().init, task, 0, callbacks=callbacks, **options)
+    return ff.TrainLoop(init or init_of(Net(), 3), task, 0, callbacks=callbacks, **options)
 
 
 def test_the_run_goes_on_from_the_last_good_state():

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 import optax
 import pytest
+from loops import init_of
+from marks import slow
 
 import flaxfit as ff
 from flaxfit.callbacks import EarlyStopping, ExitCode, Rollback, SaveOnSignal, every
@@ -116,7 +118,7 @@ def make_loop(init, callbacks):
     data = ff.ArrayStream(X, Y, batch_size=16, shuffle=True)
     task = ff.TrainTask(module.apply, optax.adam(1e-2), "mse", data, ["mae"])
     return ff.TrainLoop(
-        init or module.init,
+        init or init_of(module, X.shape[1]),
         task,
         0,
         n_steps_per_checkpoint=5,
@@ -180,7 +182,10 @@ def test_other_signals_and_a_writer_of_its_own(tmp_path):
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
-@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), SystemExit(3)])
+ERRORS = [slow(ValueError("mine")), KeyboardInterrupt(), slow(SystemExit(3))]
+
+
+@pytest.mark.parametrize("error", ERRORS)
 def test_an_exception_saves_where_that_is_asked_for(tmp_path, error):
     whole = results(make_loop(None, ()))
     callbacks = [guard(on_exception=True), CheckpointFileWriter(tmp_path)]
@@ -194,7 +199,7 @@ def test_an_exception_saves_where_that_is_asked_for(tmp_path, error):
     assert again == {step: whole[step] for step in (11, 12)}
 
 
-@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), SystemExit(3)])
+@pytest.mark.parametrize("error", ERRORS)
 def test_saves_in_the_background_are_finished_whatever_happens(tmp_path, error):
     writer = CheckpointFileWriter(tmp_path)
     with pytest.raises(type(error)), make_loop(None, [writer]) as loop:
@@ -288,23 +293,23 @@ def test_an_earlier_save_that_failed_does_not_prevent_the_last_one(tmp_path, mon
     assert "Cannot save the checkpoint of step 6" in capfd.readouterr().err
 
 
+def ask(writer, save):
+    """Why nothing would be lost if the run ended now, or None."""
+    writer.wait()
+    return save._why_nothing_is_lost()
+
+
 def test_what_is_on_disk_already_is_known_while_the_loop_is_held(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     save, writer = guard(), CheckpointFileWriter(tmp_path)
     loop = make_loop(None, [save, writer])
     next(loop)
-    writer.wait()
-    assert save._why_nothing_is_lost() == "step 1 is saved"
+    assert ask(writer, save) == "step 1 is saved"
     loop.callbacks = [save, lambda checkpoint: None, every(100, writer)]
     next(loop)
-    assert save._why_nothing_is_lost() is None
+    assert ask(writer, save) is None
     loop.close()
     assert signal.getsignal(signal.SIGTERM) == before  # Though it was attached twice.
-
-
-def ask(writer, save):
-    writer.wait()
-    return save._why_nothing_is_lost()
 
 
 def test_a_step_is_not_said_to_be_saved_whose_numbers_are_others(tmp_path):
@@ -355,9 +360,9 @@ def test_a_signal_after_a_change_of_the_saved_step_saves_it_anew(tmp_path):
 def test_the_first_step_is_not_where_it_began_once_another_state_was_put_there(tmp_path):
     save, writer = guard(), CheckpointFileWriter(tmp_path)
     loop = make_loop(None, [save, writer])
-    assert "no step was done since step 0" in str(save._why_nothing_is_lost())
+    assert "no step was done since step 0" in str(ask(writer, save))
     loop.restore(loop.state.replace(params=jax.tree.map(np.ones_like, loop.state.params)))
-    assert save._why_nothing_is_lost() is None
+    assert ask(writer, save) is None
     loop.close()
 
 

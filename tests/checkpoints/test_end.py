@@ -5,6 +5,7 @@ import textwrap
 import threading
 
 import pytest
+from marks import slow
 
 from flaxfit.checkpoints import (
     CheckpointFileReader,
@@ -103,7 +104,7 @@ def in_progress(tmp_path, tools, monkeypatch):
     writer.close()
 
 
-@pytest.mark.parametrize("through", ["its path", "a link"])
+@pytest.mark.parametrize("through", [slow("its path"), "a link"])
 @pytest.mark.parametrize(
     "look",
     [
@@ -112,8 +113,8 @@ def in_progress(tmp_path, tools, monkeypatch):
         lambda folder: list_steps(folder)[-1],
         latest,
         best,
-        lambda folder: CheckpointFileWriter(folder)._found[-1],
-        lambda folder: RunFolder(folder)._folder and _folder.steps(folder)[-1],
+        lambda folder: CheckpointFileWriter(folder) and _folder.steps(folder)[-1],
+        lambda folder: RunFolder(folder) and _folder.steps(folder)[-1],
     ],
     ids=["reader", "restore", "list_steps", "latest", "best", "writer", "run folder"],
 )

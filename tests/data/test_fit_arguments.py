@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import struct
+from marks import slow
 
 import flaxfit as ff
 from flaxfit.data._batch import normalize
@@ -187,7 +188,7 @@ def test_tables_with_columns_of_numbers_and_of_truth_values_are_arrays():
         ff.ArrayStream(words)
 
 
-@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+@pytest.mark.parametrize("dtype", [slow("int4"), "uint4"])
 def test_integers_of_less_than_a_byte_are_widened(dtype):
     small = np.abs(np.arange(20) % 4).astype(jnp.dtype(dtype))[:, None]
     wide = small.astype(np.int8)
@@ -227,7 +228,9 @@ def test_ragged_and_sparse_tensors_are_refused_in_words():
 
 
 @pytest.mark.parametrize(
-    "data", [((X, Y),), ({"x": X, "y": Y},), (X.tolist(), list(Y)), ([(X, Y)],)], ids=len
+    "data",
+    [slow(((X, Y),)), ({"x": X, "y": Y},), (X.tolist(), list(Y)), slow(([(X, Y)],))],
+    ids=["pair", "mapping", "lists", "batches"],
 )
 def test_a_model_is_fitted_and_evaluated_on_each_form_alike(data):
     model, expected = make_model(), make_model()

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax.traverse_util import flatten_dict
+from marks import slow
 from t5_models import FIRST, LARGE, MIDDLE, SMALL, T5, create, variables
 
 import flaxfit as ff
@@ -44,9 +45,9 @@ FACTORED = {"static_args": ("min_dim_size_to_factor",)}
 @pytest.mark.parametrize(
     "optimizer",
     [
-        ff.optim.OptimizerDef(optax.adafactor, learning_rate=1e-2),
-        optax.inject_hyperparams(optax.adafactor, **FACTORED)(learning_rate=1e-2),
-        optax.MultiSteps(optax.adafactor(1e-2), 2),
+        slow(ff.optim.OptimizerDef(optax.adafactor, learning_rate=1e-2)),
+        slow(optax.inject_hyperparams(optax.adafactor, **FACTORED)(learning_rate=1e-2)),
+        slow(optax.MultiSteps(optax.adafactor(1e-2), 2)),
         ff.TrainTask(lambda v, x: x, optax.adafactor(1e-2), "mse", None, ema=0.9).optimizer,
     ],
     ids=["definition", "injected", "several steps", "average"],

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from loops import X, Y, assert_equal, make_loop
+from marks import slow
 
 import flaxfit as ff
 
@@ -30,7 +31,9 @@ def test_other_data_can_be_trained_on_next():
     assert [c.step for c in loop] == [3, 4]
 
 
-@pytest.mark.parametrize(("at", "ends"), [(0, False), (1, False), (1, True), (3, False), (3, True)])
+@pytest.mark.parametrize(
+    ("at", "ends"), [(0, False), slow(1, False), slow(1, True), slow(3, False), (3, True)]
+)
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_data_that_is_set_while_a_batch_is_read_is_gone_on_with(at, ends, steps_per_call):
     other = [(X[16:32], Y[16:32])] * 2
@@ -86,7 +89,7 @@ def test_a_stream_that_broke_is_not_taken_for_its_end():
         next(loop)
 
 
-@pytest.mark.parametrize("form", ["list", "dict", "weights", "named", "jax"])
+@pytest.mark.parametrize("form", [slow("list"), "dict", "weights", slow("named"), "jax"])
 def test_batches_come_in_many_forms(form):
     x, y = X[:16], Y[:16]
     forms = {

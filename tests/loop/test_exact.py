@@ -8,6 +8,8 @@ import numpy as np
 import optax
 import pytest
 from internals import n_programs_of, programs_of
+from loops import given
+from marks import slow
 
 import flaxfit as ff
 from flaxfit import metrics
@@ -33,6 +35,7 @@ def apply(variables, x, **options):
     return (outputs, {}) if "mutable" in options else outputs
 
 
+@given
 def init(rngs, x):
     return {"params": jnp.asarray(PARAMS)}
 
@@ -57,8 +60,8 @@ def reference(n, weights):
     }
 
 
-@pytest.mark.parametrize("weights", [None, W], ids=["equal", "weighted"])
-@pytest.mark.parametrize("n_devices", DEVICES)
+@pytest.mark.parametrize("weights", [slow(None, id="equal"), pytest.param(W, id="weighted")])
+@pytest.mark.parametrize("n_devices", devices(1, 3, mark=pytest.mark.slow))
 def test_evaluation_is_that_of_the_whole_data_set(n_devices, weights):
     state = ff.InferenceState(np.int32(0), PARAMS, {})
     for n in SIZES:
@@ -120,10 +123,10 @@ def sums_by_row(name, is_weighted):
 
 @pytest.mark.parametrize(
     "is_weighted",
-    [pytest.param(False, id="equal", marks=pytest.mark.slow), pytest.param(True, id="weighted")],
+    [slow(False, id="equal"), pytest.param(True, id="weighted")],
 )
 @pytest.mark.parametrize("n_devices", devices(3, mark=pytest.mark.slow))
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", ["classes", slow("two classes"), "numbers"])
 def test_every_metric_is_that_of_the_whole_data_set(name, n_devices, is_weighted):
     model, targets, chosen = TASKS[name]
     task = ff.EvalTask(model, {key: value or key for key, value in chosen.items()})
@@ -164,7 +167,7 @@ def test_every_step_of_an_epoch_has_the_gradient_of_its_own_examples(n_devices, 
         assert len(checkpoints) == -(-n // BATCH)
 
 
-@pytest.mark.parametrize("n_devices", DEVICES)
+@pytest.mark.parametrize("n_devices", devices(3, mark=pytest.mark.slow))
 def test_predictions_come_in_order_and_without_padding(n_devices):
     model = ff.Model((init, apply), optax.sgd(0.0), "mse", strategy=strategy(n_devices))
     model.fit(X[:12], Y[:12], batch_size=12, verbose=0)
@@ -188,7 +191,7 @@ def test_an_epoch_with_a_remainder_compiles_once():
     assert len(programs_of(loop)) == 1
 
 
-@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("resident", [True, slow(False)])
 def test_whole_batches_are_trained_on_as_those_that_could_be_padded(resident):
     def losses(*data):
         stream = ff.ArrayStream(*data, batch_size=8, epochs=2, resident=resident)
@@ -234,23 +237,22 @@ def scalar_loss(outputs, targets):
     return jnp.mean((outputs - targets) ** 2)
 
 
-def test_a_scalar_loss_runs_the_remainder_at_its_own_size():
-    for n_devices in DEVICES:
-        batch = 12
-        data = ff.ArrayStream(X, Y, batch_size=batch, epochs=1)
-        task = ff.TrainTask(apply, optax.sgd(0.0), scalar_loss, data)
-        loop = ff.TrainLoop(
-            init,
-            task,
-            0,
-            n_steps_per_checkpoint=9,
-            first_checkpoint=9,
-            strategy=strategy(n_devices),
-            stdout=False,
-        )
-        (checkpoint,) = loop
-        assert checkpoint.step == 3
-        assert checkpoint.loss == pytest.approx(reference(25, None)["loss"], rel=1e-6)
+@pytest.mark.parametrize("n_devices", devices(3, mark=pytest.mark.slow))
+def test_a_scalar_loss_runs_the_remainder_at_its_own_size(n_devices):
+    data = ff.ArrayStream(X, Y, batch_size=12, epochs=1)
+    task = ff.TrainTask(apply, optax.sgd(0.0), scalar_loss, data)
+    loop = ff.TrainLoop(
+        init,
+        task,
+        0,
+        n_steps_per_checkpoint=9,
+        first_checkpoint=9,
+        strategy=strategy(n_devices),
+        stdout=False,
+    )
+    (checkpoint,) = loop
+    assert checkpoint.step == 3
+    assert checkpoint.loss == pytest.approx(reference(25, None)["loss"], rel=1e-6)
 
 
 def test_a_scalar_loss_is_evaluated_exactly_too():
@@ -286,8 +288,8 @@ def test_less_data_than_a_batch_is_a_remainder_where_it_cannot_be_padded(n):
 
 
 @pytest.mark.parametrize("resident", [True, False])
-@pytest.mark.parametrize("weights", [None, W], ids=["equal", "weighted"])
-@pytest.mark.parametrize("n_devices", [1, 3])
+@pytest.mark.parametrize("weights", [slow(None, id="equal"), pytest.param(W, id="weighted")])
+@pytest.mark.parametrize("n_devices", [slow(1), 3])
 def test_sixty_four_bits_are_kept_where_they_are_switched_on(n_devices, weights, resident):
     with jax.enable_x64(True):
         x, y, params = (each.astype(np.float64) for each in (X, Y, PARAMS))
@@ -348,7 +350,7 @@ def init_normalized(rngs, x):
     return {"params": jnp.asarray(PARAMS), "stats": {"sum": jnp.zeros(3)}}
 
 
-@pytest.mark.parametrize("n_devices", [1, 2, 4])
+@pytest.mark.parametrize("n_devices", [slow(1), slow(2), 4])
 def test_statistics_never_see_a_padded_row(n_devices):
     data = ff.ArrayStream(X[:13], Y[:13], batch_size=8, epochs=1)
     task = ff.TrainTask(normalized, optax.sgd(0.0), "mse", data)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from internals import totals_of
 
 import flaxfit as ff
 from flaxfit.step._cost import memory_of
@@ -89,7 +90,7 @@ def test_no_more_dispatches_wait_than_that(n_devices, resident, most):
     totals, in_flight = [], []
 
     def watch(loop, step):
-        totals.append(loop._stepper.tally.totals["float32"])
+        totals.append(totals_of(loop)["float32"])
         in_flight.append(sum(not each.is_ready() for each in totals))
 
     x = np.random.default_rng(0).normal(size=(512, 64)).astype(np.float32)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from internals import programs_of
+from loops import init_of
 
 import flaxfit as ff
 
@@ -37,7 +38,7 @@ def make_loop(optimizer, n_devices=1, n_steps=6, **options):
         MLP().apply, optimizer, "mse", ff.ArrayStream(X, Y, batch_size=8), **options
     )
     return ff.TrainLoop(
-        MLP().init, task, 0, n_steps=n_steps, devices=jax.devices()[:n_devices], stdout=False
+        init_of(MLP(), 4), task, 0, n_steps=n_steps, devices=jax.devices()[:n_devices], stdout=False
     )
 
 

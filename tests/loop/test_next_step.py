@@ -4,6 +4,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from loops import init_of
 
 import flaxfit as ff
 
@@ -20,7 +21,7 @@ FORMS = {
 
 def make_loop(data=None, **options):
     task = ff.TrainTask(MODULE.apply, optax.adam(0.1), "mse", data, ["mae"])
-    return ff.TrainLoop(MODULE.init, task, 0, stdout=False, **options)
+    return ff.TrainLoop(init_of(MODULE, 3), task, 0, stdout=False, **options)
 
 
 def weights(loop):

@@ -9,6 +9,8 @@ import optax
 import pytest
 from flax import linen as nn
 from jax.sharding import SingleDeviceSharding
+from loops import init_of
+from marks import slow
 
 import flaxfit as ff
 from flaxfit.callbacks import every
@@ -24,11 +26,14 @@ STRATEGIES = {
 }
 
 
+MODEL = nn.Sequential((nn.Dense(8), nn.relu, nn.Dropout(0.5, deterministic=False), nn.Dense(1)))
+
+
 def loop_with(strategy=None, **options):
-    model = nn.Sequential([nn.Dense(8), nn.relu, nn.Dropout(0.5, deterministic=False), nn.Dense(1)])
     data = ff.ArrayStream(X, Y, batch_size=8, shuffle=True)
-    task = ff.TrainTask(model.apply, optax.adam(0.1), "mse", data)
-    return ff.TrainLoop(model.init, task, 0, None, 3, 9, strategy=strategy, stdout=False, **options)
+    task = ff.TrainTask(MODEL.apply, optax.adam(0.1), "mse", data)
+    init = init_of(MODEL, 8)
+    return ff.TrainLoop(init, task, 0, None, 3, 9, strategy=strategy, stdout=False, **options)
 
 
 def plain(tree):
@@ -43,11 +48,7 @@ def plain(tree):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    [
-        "one device",
-        pytest.param("data parallel", marks=pytest.mark.slow),
-        pytest.param("fsdp", marks=pytest.mark.slow),
-    ],
+    STRATEGIES,
 )
 def test_they_hold_the_numbers_that_those_on_the_devices_hold(strategy):
     on_host = list(loop_with(STRATEGIES[strategy](), snapshot="host", keep_grads=True))
@@ -93,7 +94,7 @@ def test_a_checkpoint_is_copied_once_for_all_who_do_not_borrow(copies):
     assert len(copies) == 4
 
 
-@pytest.mark.parametrize("wrapped", [Reads(), every(1, Reads())])
+@pytest.mark.parametrize("wrapped", [slow(Reads()), every(1, Reads())])
 def test_a_checkpoint_that_is_only_borrowed_is_not_copied(wrapped, copies):
     loop = loop_with(callbacks=[wrapped])
     assert [c.is_borrowed for c in loop.run_until(9, copy=False)] == [True] * 4
@@ -122,7 +123,7 @@ def test_a_borrowed_checkpoint_can_be_copied_by_hand():
     jax.tree.map(np.testing.assert_array_equal, plain(checkpoint.state), expected)
 
 
-@pytest.mark.parametrize("snapshot", ["device", "none"])
+@pytest.mark.parametrize("snapshot", [slow("device"), "none"])
 def test_callbacks_of_the_library_that_keep_weights_copy_them(snapshot, tmp_path):
     worse = iter([0.5, 1.0, 2.0, 3.0])
     stopping = ff.callbacks.EarlyStopping("worse", mode="min", patience=9)
@@ -159,7 +160,11 @@ def test_a_rate_that_a_callback_sets_is_in_the_checkpoint_that_is_saved(tmp_path
         task = ff.TrainTask(model.apply, optimizer, "mse", [(X, Y)] * 3)
         writer = CheckpointFileWriter(tmp_path / str(len(callbacks)), keep=3)
         loop = ff.TrainLoop(
-            model.init, task, 0, callbacks=[*callbacks, Halve(), writer], stdout=False
+            init_of(model, 8),
+            task,
+            0,
+            callbacks=[*callbacks, Halve(), writer],
+            stdout=False,
         )
         list(loop)
         for step, rate in [(1, 0.5), (2, 0.25), (3, 0.125)]:
@@ -167,7 +172,7 @@ def test_a_rate_that_a_callback_sets_is_in_the_checkpoint_that_is_saved(tmp_path
             assert float(ff.optim.hyperparams(saved.opt_state)["learning_rate"]) == rate
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [slow(1), 4])
 def test_checkpoints_stay_those_of_their_steps(devices):
     at_once, late = (loop_with(devices=jax.devices()[:devices], keep_grads=True) for _ in range(2))
     states = [plain((c.state, c.grads)) for c in at_once]
@@ -197,7 +202,9 @@ def pickled(checkpoint):
     return copy.deepcopy(copy.copy(checkpoint)).replace(stop=False)
 
 
-@pytest.mark.parametrize("read", [read_in_a_trace, read_in_a_mesh, read_behind_a_guard, pickled])
+@pytest.mark.parametrize(
+    "read", [slow(read_in_a_trace), read_in_a_mesh, slow(read_behind_a_guard), slow(pickled)]
+)
 def test_a_state_is_whole_wherever_it_is_looked_at_first(read):
     first, second = (loop_with(devices=jax.devices()[:1], keep_grads=True) for _ in range(2))
     expected, checkpoint = first.next_checkpoint(), second.next_checkpoint()
@@ -206,7 +213,7 @@ def test_a_state_is_whole_wherever_it_is_looked_at_first(read):
     jax.tree.map(np.testing.assert_array_equal, *map(plain, parts))
 
 
-@pytest.mark.parametrize("where", ["device", "host"])
+@pytest.mark.parametrize("where", [slow("device"), "host"])
 def test_the_state_of_a_loop_is_whole_if_a_traced_function_asks_for_it(where):
     loop = loop_with(devices=jax.devices()[:1], snapshot=where)
     loop.next_checkpoint()
@@ -216,7 +223,7 @@ def test_the_state_of_a_loop_is_whole_if_a_traced_function_asks_for_it(where):
     jax.tree.map(np.testing.assert_array_equal, seen[0], expected)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [slow(1), 4])
 def test_a_step_in_a_mesh_copies_what_is_held(devices):
     loop = loop_with(devices=jax.devices()[:devices])
     checkpoint = loop.next_checkpoint()

@@ -5,19 +5,20 @@ from types import SimpleNamespace
 from loops import make_loop
 
 from flaxfit.loop import _stopwatch
+from flaxfit.loop._tally import Tally
 
 
 def test_waiting_for_the_devices_is_time_of_training(monkeypatch):
     now, loop = [0.0], make_loop(n_steps_per_checkpoint=2)
     first = next(loop)
     monkeypatch.setattr(_stopwatch, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    read = loop._stepper.tally.metrics
+    read = Tally.metrics
 
     def wait_and_read(*arguments):
         now[0] += 60
         return read(*arguments)
 
-    loop._stepper.tally.metrics = wait_and_read
+    monkeypatch.setattr(Tally, "metrics", wait_and_read)
     assert first.elapsed_time < 60 <= next(loop).elapsed_time
     assert 60 <= next(loop).elapsed_time < 120
 

@@ -7,7 +7,15 @@ import jax
 import numpy as np
 import optax
 import pytest
-from internals import loop_of_model, programs_of
+from internals import (
+    is_holding_interrupts,
+    loop_of_model,
+    programs_of,
+    resident_inputs_of,
+    step_a_batch,
+)
+from loops import given
+from marks import slow
 
 import flaxfit as ff
 from flaxfit.callbacks import EarlyStopping
@@ -21,6 +29,7 @@ def apply(variables, x, **options):
     return (outputs, {}) if "mutable" in options else outputs
 
 
+@given
 def init(rngs, x):
     return {"params": np.zeros((2, 1), np.float32)}
 
@@ -271,7 +280,7 @@ def _look_at_the_next_batch(loop):
 
 
 def _step_a_batch_between(loop):
-    loop._stepper.advance(1, (X[:4], Y[:4]))
+    step_a_batch(loop, (X[:4], Y[:4]))
 
 
 def _restore(loop):
@@ -286,16 +295,16 @@ def _set(name, value):
     "meddle",
     [
         pytest.param(_set_data, id="data"),
-        pytest.param(_look_at_the_next_batch, id="look"),
+        slow(_look_at_the_next_batch, id="look"),
         pytest.param(_step_a_batch_between, id="batch"),
         pytest.param(_set("steps_per_call", 3), id="steps_per_call"),
-        pytest.param(_set("n_steps", 8), id="n_steps"),
-        pytest.param(_set("n_steps_per_checkpoint", 5), id="spacing"),
-        pytest.param(_set("norms", [".*"]), id="norms"),
-        pytest.param(_set("freeze", ["bias"]), id="freeze"),
-        pytest.param(lambda loop: loop.set_hyperparams(learning_rate=0.5), id="hyperparams"),
+        slow(_set("n_steps", 8), id="n_steps"),
+        slow(_set("n_steps_per_checkpoint", 5), id="spacing"),
+        slow(_set("norms", [".*"]), id="norms"),
+        slow(_set("freeze", ["bias"]), id="freeze"),
+        slow(lambda loop: loop.set_hyperparams(learning_rate=0.5), id="hyperparams"),
         pytest.param(_restore, id="restore"),
-        pytest.param(lambda loop: loop.finish(), id="finish"),
+        slow(lambda loop: loop.finish(), id="finish"),
     ],
 )
 def test_whatever_is_done_between_steps_on_resident_data_comes_to_the_same_as_on_other(meddle):
@@ -342,7 +351,7 @@ def test_a_step_on_resident_data_that_fails_keeps_its_batch():
     programs[key] = fail
     with pytest.raises(TypeError, match="no memory"):
         list(loop.run(6))
-    assert loop.step == 6 and not loop._stepper.interrupts.is_held
+    assert loop.step == 6 and not is_holding_interrupts(loop)
     programs[key] = usual
     (checkpoint,) = loop.run(6)
     np.testing.assert_array_equal(checkpoint.state.params, expected.state.params)
@@ -355,7 +364,7 @@ def test_data_that_a_watcher_replaces_is_freed_at_once():
 
     def watch(step):
         if step == 5:
-            latest = weakref.ref(loop._stepper.loader.resident.inputs[0])
+            latest = weakref.ref(resident_inputs_of(loop))
             loop.data = ff.ArrayStream(X, -Y, batch_size=4, epochs=1)
             freed.append(latest() is None)
 
@@ -366,7 +375,7 @@ def test_data_that_a_watcher_replaces_is_freed_at_once():
 def test_data_that_was_replaced_is_free_while_an_interrupt_is_kept():
     loop = make_loop()
     list(loop.run(5))
-    latest = weakref.ref(loop._stepper.loader.resident.inputs[0])
+    latest = weakref.ref(resident_inputs_of(loop))
     programs = programs_of(loop)
     ((key, usual),) = programs.items()
 

@@ -7,6 +7,8 @@ import optax
 import pytest
 from flax import linen as nn
 from internals import programs_of
+from loops import init_of
+from marks import slow
 
 import flaxfit as ff
 from flaxfit.optim import MultiOptimizer, OptimizerDef
@@ -20,7 +22,7 @@ def waves(key, shape, dtype):
     return np.sin(np.arange(np.prod(shape)), dtype=dtype).reshape(shape)
 
 
-MODEL = nn.Sequential([nn.Dense(8, kernel_init=waves), nn.relu, nn.Dense(2, kernel_init=waves)])
+MODEL = nn.Sequential((nn.Dense(8, kernel_init=waves), nn.relu, nn.Dense(2, kernel_init=waves)))
 SGD = OptimizerDef(optax.sgd, learning_rate=0.1, momentum=0.9)
 
 
@@ -33,7 +35,7 @@ def loop_of(optimizer=SGD, strategy=None, **options):
     stream = ff.ArrayStream(X, Y, batch_size=8, shuffle=False)
     task = ff.TrainTask(MODEL.apply, optimizer, "crossentropy", stream, **options)
     where = {"devices": jax.devices()[:1]} if strategy is None else {"strategy": strategy}
-    return ff.TrainLoop(MODEL.init, task, 0, **where, **loop_options, stdout=False)
+    return ff.TrainLoop(init_of(MODEL, 4), task, 0, **where, **loop_options, stdout=False)
 
 
 def halving(learning_rate):
@@ -48,8 +50,8 @@ def halving(learning_rate):
     return optax.GradientTransformation(inner.init, update)
 
 
-@pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("make", [None, lambda: ff.Sharded(devices=jax.devices()[:2])])
+@pytest.mark.parametrize("k", [slow(1), 2])
+@pytest.mark.parametrize("make", [None, slow(lambda: ff.Sharded(devices=jax.devices()[:2]))])
 def test_a_hyperparameter_without_a_schedule_may_move(k, make):
     loop = loop_of(halving(0.1), None if make is None else make(), k=k)
     first, second = loop.next_checkpoint(), loop.next_checkpoint()

@@ -9,6 +9,8 @@ import optax
 import pytest
 from flax import linen as nn
 from internals import loop_of_model
+from loops import init_of
+from marks import slow
 
 import flaxfit as ff
 from flaxfit.loop._steps_per_call import automatic_number
@@ -20,12 +22,12 @@ MODULE = nn.Dense(1)
 OPTIMIZER = optax.adam(0.01)
 
 
-def make_loop(data=None, module=MODULE, **options):
+def make_loop(data=None, module=MODULE, init=None, **options):
     data = ff.ArrayStream(X, Y, batch_size=8, shuffle=True) if data is None else data
     task = ff.TrainTask(module.apply, OPTIMIZER, "mse", data, ["mae"])
     options = {"n_steps_per_checkpoint": 12, "first_checkpoint": 12, "stdout": False, **options}
     options = {"steps_per_call": "auto", "devices": jax.devices()[:1], **options}
-    return ff.TrainLoop(module.init, task, 0, **options)
+    return ff.TrainLoop(init or init_of(module, 3), task, 0, **options)
 
 
 def dispatches(loop):
@@ -71,7 +73,7 @@ def test_steps_that_are_left_over_are_taken_one_by_one():
     assert dispatches(make_loop(n_steps=14, first_checkpoint=2)) == [1, 1, 12]
 
 
-@pytest.mark.parametrize("n_devices", [1, 4])
+@pytest.mark.parametrize("n_devices", [slow(1), 4])
 def test_the_results_are_those_of_single_steps(n_devices):
     options = {"n_steps": 36, "devices": jax.devices()[:n_devices]}
     one = list(make_loop(steps_per_call=1, **options))
@@ -112,7 +114,7 @@ def test_models_with_loops_of_unknown_length_take_one_step_per_dispatch():
 def test_models_with_convolutions_take_one_step_per_dispatch_on_a_cpu():
     module = nn.Sequential([nn.Conv(2, (3, 3)), lambda x: x.mean((1, 2))])
     images, targets = np.ones((24, 4, 4, 1), np.float32), np.zeros((24, 2), np.float32)
-    loop = make_loop(ff.ArrayStream(images, targets, batch_size=8), module, n_steps=24)
+    loop = make_loop(ff.ArrayStream(images, targets, batch_size=8), module, module.init, n_steps=24)
     assert dispatches(loop) == [1] * 24 and loop.steps_per_call == 1
 
 

@@ -6,14 +6,16 @@ import numpy as np
 import optax
 import pytest
 from loops import OPTIMIZER, Normalized, Regressor, X, Y, make_loop
+from marks import slow
 
 import flaxfit as ff
+from flaxfit.loop._tally import Tally
 
 # Against a hand-written loop, and between devices.
 
 
-@pytest.mark.parametrize("n_devices", [pytest.param(1, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("module", [Regressor(), Regressor(0.5), Normalized()])
+@pytest.mark.parametrize("n_devices", [slow(1), 4])
+@pytest.mark.parametrize("module", [slow(Regressor()), slow(Regressor(0.5)), Normalized(0.5)])
 def test_training_equals_a_hand_written_optax_loop(module, n_devices):
     batches = [(X[i : i + 16], Y[i : i + 16]) for i in (0, 16, 32, 48)] * 2
     loop = make_loop(module, batches, devices=jax.devices()[:n_devices])
@@ -101,12 +103,12 @@ def test_nothing_is_read_back_between_checkpoints(monkeypatch):
         reads.append(self.shape)
         return original.fget(self)
 
-    def read(totals):
+    def read(*arguments):
         reads.append("totals")
-        return original_read(totals)
+        return original_read(*arguments)
 
-    original_read = loop._stepper.tally._read
-    monkeypatch.setattr(loop._stepper.tally, "_read", read)
+    original_read = Tally.metrics
+    monkeypatch.setattr(Tally, "metrics", read)
     monkeypatch.setattr(array_class, "_value", property(counted))
     loop.watchers.append(lambda step: at_step.append(len(reads)))
     at_step = []
@@ -119,7 +121,7 @@ def test_nothing_is_read_back_between_checkpoints(monkeypatch):
 
 @pytest.mark.parametrize(
     "resident, n_devices, expected",
-    [(True, 1, [32, 40, 48]), (False, 1, [*range(3, 49)]), (True, 2, [*range(3, 49)])],
+    [(True, 1, [32, 40, 48]), (False, 1, [*range(3, 49)]), slow(True, 2, [*range(3, 49)])],
 )
 def test_no_more_than_so_many_steps_are_under_way(resident, n_devices, expected, monkeypatch):
     array_class, waited = type(jnp.zeros(())), []

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from marks import slow
 from sklearn.metrics.pairwise import paired_cosine_distances
 
 from flaxfit import losses
@@ -187,7 +188,7 @@ def every_loss():
     yield "cosine_distance", LOGITS, LOGITS[::-1].copy()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
 @pytest.mark.parametrize(("name", "outputs", "targets"), list(every_loss()))
 def test_16_bits_are_computed_in_float32(name, outputs, targets, dtype):
     loss = losses.resolve(name)

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from marks import slow
 
 import flaxfit as ff
 from flaxfit.callbacks import Export
@@ -58,7 +59,9 @@ def fit(model, **options):
     return model.fit(X, Y, **{"batch_size": 16, "shuffle": False, "verbose": 0} | options)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=["1", "4", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy", [slow(STRATEGIES[0]), STRATEGIES[1], slow(STRATEGIES[2])], ids=["1", "4", "fsdp"]
+)
 @pytest.mark.parametrize(("module", "losses"), [(Nnx, Kl), (Linen(), "kl")], ids=["nnx", "linen"])
 def test_terms_of_the_loss_under_a_name_of_their_own_are_trained(module, losses, strategy):
     model = make_model(module, losses=losses, strategy=strategy)

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax.traverse_util import flatten_dict
+from marks import slow
 
 import flaxfit as ff
 
@@ -215,7 +216,7 @@ def test_statistics_that_are_missing_are_listed(trained, write):
         model.predict(X)
 
 
-@pytest.mark.parametrize("use", ["predict", "evaluate", "fit"])
+@pytest.mark.parametrize("use", ["predict", slow("evaluate"), "fit"])
 def test_the_first_inputs_complete_a_model_in_the_same_way(trained, tmp_path, use):
     trained.save_weights(tmp_path / "weights.safetensors")
     models = [ff.Model(MLP(), optax.sgd(0.0), "mse", seed=1, ema=0.9) for _ in range(2)]
@@ -377,7 +378,9 @@ def parts(tmp_path):
 EXPECTED = np.full((1, 2), 22.0)
 
 
-@pytest.mark.parametrize("between", ["nothing", "predict", "evaluate", "fit", "state"])
+@pytest.mark.parametrize(
+    "between", [slow("nothing"), "predict", slow("evaluate"), "fit", slow("state")]
+)
 def test_weights_of_a_second_file_are_added_to_those_of_the_first(parts, between, capfd):
     model = pair()
     model.load_weights(parts(1), partial="a/.*")
@@ -459,7 +462,7 @@ def test_a_fit_that_failed_keeps_the_loaded_weights(parts, tmp_path):
     np.testing.assert_array_equal(model.predict(ONE), EXPECTED)
 
 
-@pytest.mark.parametrize("strategy", ["one", "fsdp", "data_parallel", "virtual"])
+@pytest.mark.parametrize("strategy", [slow("one"), "fsdp", "data_parallel", slow("virtual")])
 def test_loaded_weights_are_trained_under_every_strategy(parts, strategy):
     strategy = {
         "one": lambda: ff.Sharded(devices=jax.devices()[:1]),

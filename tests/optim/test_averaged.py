@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from marks import quick, slow
 
 import flaxfit as ff
 from flaxfit.optim import MultiOptimizer, OptimizerDef, averaged
@@ -42,6 +43,11 @@ def fitted(optimizer, **options):
     return model
 
 
+@pytest.fixture(scope="module")
+def plainly_fitted():
+    return fitted(free(0.3))
+
+
 def expected_params(state):
     """By optax's function, for each of the states within."""
     params = dict(state.params)
@@ -69,12 +75,12 @@ def check(model, tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), saved, expected)
 
 
-@pytest.mark.parametrize("wrapped", WRAPPED)
+@pytest.mark.parametrize("wrapped", quick("bare", "groups", of=WRAPPED))
 def test_a_model_uses_the_average_of_a_schedule_free_optimizer(wrapped, tmp_path):
     check(fitted(WRAPPED[wrapped]()), tmp_path)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", quick("accumulate", of=OPTIONS))
 def test_options_leave_it_so(option, tmp_path):
     check(fitted(free(0.3), **OPTIONS[option]), tmp_path)
 
@@ -93,31 +99,31 @@ def test_it_is_so_under_every_strategy(strategy, tmp_path):
     check(fitted(free(0.3), strategy=strategy()), tmp_path)
 
 
-def test_a_saved_state_is_used_in_the_same_way_before_a_fit(tmp_path):
-    model = fitted(free(0.3))
+def test_a_saved_state_is_used_in_the_same_way_before_a_fit(plainly_fitted, tmp_path):
+    model = plainly_fitted
     model.save(tmp_path)
     other = model_of(free(0.3))
     other.load(tmp_path)
     np.testing.assert_array_equal(other.predict(X), model.predict(X))
 
 
-def test_weights_that_were_saved_are_used_to_the_bit(tmp_path):
-    model = fitted(free(0.3))
+def test_weights_that_were_saved_are_used_to_the_bit(plainly_fitted, tmp_path):
+    model = plainly_fitted
     model.save_weights(tmp_path / "w.safetensors")
     other = model_of(free(0.3))
     other.load_weights(tmp_path / "w.safetensors", partial=".*")
     np.testing.assert_array_equal(other.predict(X), model.predict(X))
 
 
-def test_an_eval_loop_measures_the_average_if_asked():
-    model = fitted(free(0.3))
+def test_an_eval_loop_measures_the_average_if_asked(plainly_fitted):
+    model = plainly_fitted
     task = ff.EvalTask(nn.Dense(1).apply, [], (X, Y), loss="mse")
     of_average, plain = (ff.EvalLoop(task, ema=ema).measure(model.state) for ema in (True, False))
     np.testing.assert_allclose(of_average["loss"], model.evaluate(X, Y)["loss"], rtol=1e-6)
     np.testing.assert_allclose(plain["loss"], loss_of(model.state.params), rtol=1e-5)
 
 
-@pytest.mark.parametrize("how", ["model", "callback"])
+@pytest.mark.parametrize("how", ["model", slow("callback")])
 def test_an_exported_model_is_that_of_the_average(how, tmp_path):
     pytest.importorskip("flatbuffers", reason="flatbuffers is not installed")
     path = tmp_path / "dense"
@@ -135,8 +141,8 @@ def test_a_moving_average_beside_it_is_refused():
         fitted(free(0.3), ema=0.9)
 
 
-def test_a_state_that_cannot_be_swapped_says_what_to_use():
-    state = fitted(free(0.3)).state
+def test_a_state_that_cannot_be_swapped_says_what_to_use(plainly_fitted):
+    state = plainly_fitted.state
     with pytest.raises(ValueError, match=r"use flaxfit\.optim\.averaged"):
         ff.optim.swap_ema(state)
     with pytest.raises(ValueError, match="holds no moving average"):

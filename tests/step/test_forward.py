@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from marks import slow
 
 import flaxfit as ff
 from flaxfit.step._forward import forward, forward_eval
@@ -41,7 +42,7 @@ def passes(loss, x, y, metrics=("mse",)):
     return [compute(sums, task.metrics) for sums in (trained, measured)]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16"), slow("float8_e4m3fn")])
 @pytest.mark.parametrize("loss", ["crossentropy", crossentropy])
 def test_losses_and_metrics_of_narrow_outputs_are_computed_in_float32(loss, dtype):
     x = LOGITS.astype(dtype)

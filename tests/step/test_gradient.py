@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from loops import init_of
 
 import flaxfit as ff
 from flaxfit.step._gradient import count_parts
@@ -41,7 +42,7 @@ def train(n_steps=4, n_devices=1, batch_size=12, data=None, init=None, norm=Fals
         data = ff.ArrayStream(X, Y, batch_size=batch_size)
     task = ff.TrainTask(module.apply, options.pop("optimizer"), data=data, **options)
     loop = ff.TrainLoop(
-        init or module.init, task, 0, n_steps=n_steps, devices=jax.devices()[:n_devices]
+        init or init_of(module, 5), task, 0, n_steps=n_steps, devices=jax.devices()[:n_devices]
     )
     return loop, list(loop)
 

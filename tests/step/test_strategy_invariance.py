@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from marks import quick, slow
 
 import flaxfit as ff
 
@@ -139,9 +140,7 @@ def reference(name, n):
 
 
 # Each needs programs of its own, which take a second to compile.
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-QUICK = ("weighted values", "masked mean", "penalty", "weighted contrastive", "several outputs")
-NAMES = [name if name in QUICK else slow(name) for name in CASES]
+NAMES = quick("weighted values", "masked mean", "weighted contrastive", of=CASES)
 
 
 @pytest.mark.parametrize("strategy", ["data-parallel", slow("FSDP")])
@@ -159,6 +158,7 @@ def test_the_uneven_rest_of_an_epoch_has_the_numbers_of_one_device(name, strateg
     assert_same(run(CASES[name], STRATEGIES[strategy](), n=n), reference(name, n))
 
 
+@pytest.mark.slow
 def test_masked_steps_have_the_mean_over_all_steps():
     _, params, measured = reference("masked steps", len(X))
     values = np.asarray(ce(token_logits(params, jnp.asarray(X)), STEPS))
@@ -177,7 +177,9 @@ def test_parts_in_turn_have_the_numbers_of_the_whole_batch(name, strategy, accum
     assert_same(run(CASES[name], STRATEGIES[strategy](), accumulate, n), reference(name, n))
 
 
-@pytest.mark.parametrize(("strategy", "accumulate"), IN_TURN)
+@pytest.mark.parametrize(
+    ("strategy", "accumulate"), [case if "FSDP" in case else slow(*case) for case in IN_TURN]
+)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in BY_EXAMPLE])
 def test_parts_in_turn_are_refused_where_they_do_not_tell_the_loss(name, strategy, accumulate):
     option = f"accumulate={accumulate}" if accumulate > 1 else f"virtual_replicas={N}"

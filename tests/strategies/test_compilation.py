@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from marks import quick, slow
 
 import flaxfit as ff
 from flaxfit.strategies import _compilation
@@ -80,7 +81,7 @@ def test_nothing_is_done_where_the_library_knows_no_way(find, monkeypatch, _look
     "strategy",
     [
         lambda: ff.DataParallel(jax.devices()[:1]),
-        lambda: ff.DataParallel(jax.devices()[:2], virtual_replicas=2),
+        slow(lambda: ff.DataParallel(jax.devices()[:2], virtual_replicas=2)),
         lambda: ff.Sharded(devices=jax.devices()[:2]),
     ],
 )
@@ -126,8 +127,8 @@ def result(module, strategy, **options):
     return model.predict(X), model.evaluate(X, Y)["loss"]
 
 
-@pytest.mark.parametrize("is_param", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("is_param", [True, slow(False)])
+@pytest.mark.parametrize("strategy", quick("fsdp", of=STRATEGIES))
 def test_four_bits_train_as_floats_do_or_are_refused(strategy, is_param):
     make = STRATEGIES[strategy]
     if not _compilation._takes_sub_byte("int4"):

@@ -6,6 +6,26 @@ def programs_of(loop):
     return loop._stepper.programs.compiled
 
 
+def totals_of(loop):
+    """The sums on the devices that the next step adds to, by dtype."""
+    return loop._stepper.tally.totals
+
+
+def resident_inputs_of(loop):
+    """The inputs of the data that a loop keeps on the devices."""
+    return loop._stepper.loader.resident.inputs[0]
+
+
+def is_holding_interrupts(loop):
+    """Whether an interrupt would wait."""
+    return loop._stepper.interrupts.is_held
+
+
+def step_a_batch(loop, batch):
+    """Takes a step on a batch as a loop does, without a checkpoint of it."""
+    loop._stepper.advance(1, batch)
+
+
 def loop_of_model(model):
     """The loop that the last `fit` drove."""
     return model._trainer.loop

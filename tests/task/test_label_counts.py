@@ -5,6 +5,8 @@ import jax
 import numpy as np
 import optax
 import pytest
+from loops import init_of
+from marks import slow
 
 import flaxfit as ff
 from flaxfit.losses._checks import in_range, out_of_range
@@ -37,7 +39,8 @@ def make_loop(data, strategy=None, *, n=4, n_steps=4, options=None, **task):
     task = {"loss": "crossentropy", "metrics": ["accuracy"]} | task
     task = ff.TrainTask(MODULE.apply, optax.sgd(0.1), data=data, **task)
     options = {"stdout": False, "strategy": strategy, **(options or {})}
-    return ff.TrainLoop(MODULE.init, task, 0, X[:1], n, n_steps, first_checkpoint=n, **options)
+    init = init_of(MODULE, 4)
+    return ff.TrainLoop(init, task, 0, X[:1], n, n_steps, first_checkpoint=n, **options)
 
 
 def kernel(loop):
@@ -47,20 +50,13 @@ def kernel(loop):
 @pytest.mark.parametrize(
     ("label", "strategy", "options", "task"),
     [
-        pytest.param(-1, one_device, {}, {}, id="one", marks=pytest.mark.slow),
-        pytest.param(3, one_device, {}, {}, id="above", marks=pytest.mark.slow),
-        pytest.param(2**31 - 1, one_device, {"steps_per_call": 2}, {}, id="several steps"),
-        pytest.param(3, one_device, {}, {"accumulate": 2}, id="accumulate", marks=pytest.mark.slow),
+        slow(-1, one_device, {}, {}, id="one"),
+        slow(3, one_device, {}, {}, id="above"),
+        slow(2**31 - 1, one_device, {"steps_per_call": 2}, {}, id="several steps"),
+        slow(3, one_device, {}, {"accumulate": 2}, id="accumulate"),
         pytest.param(-1, ff.DataParallel, {}, {}, id="four"),
-        pytest.param(
-            -1,
-            lambda: ff.DataParallel(virtual_replicas=8),
-            {},
-            {},
-            id="virtual",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(3, ff.Sharded.fsdp, {}, {}, id="fsdp", marks=pytest.mark.slow),
+        slow(-1, lambda: ff.DataParallel(virtual_replicas=8), {}, {}, id="virtual"),
+        slow(3, ff.Sharded.fsdp, {}, {}, id="fsdp"),
     ],
 )
 def test_a_later_batch_is_refused_at_the_next_checkpoint_and_its_labels_are_left_out(
@@ -117,8 +113,8 @@ def test_padding_is_not_counted():
 @pytest.mark.parametrize(
     ("loss", "labels", "message"),
     [
-        ("binary_crossentropy", (0.0, 2.0), "must be 0..1 for loss 'binary_crossentropy'"),
-        ("onehot_crossentropy", (0.0, -1.0), "must be 0..1 for loss 'onehot_crossentropy'"),
+        slow("binary_crossentropy", (0.0, 2.0), "must be 0..1 for loss 'binary_crossentropy'"),
+        slow("onehot_crossentropy", (0.0, -1.0), "must be 0..1 for loss 'onehot_crossentropy'"),
         ("hinge", (1.0, 0.0), "must be -1 or 1 for loss 'hinge'"),
     ],
 )
