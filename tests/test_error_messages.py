@@ -8,9 +8,6 @@ from flax import linen as nn
 from flax import nnx
 
 import flaxfit as ff
-from flaxfit.callbacks import Export
-from flaxfit.checkpoints import CheckpointFileReader
-from flaxfit.export import from_state
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(32, 4)).astype(np.float32)
@@ -35,14 +32,6 @@ def fit(*data, loss="crossentropy", n_out=3, n_devices=1, task=None, **options):
     strategy = ff.DataParallel(jax.devices()[:n_devices])
     model = ff.Model(nn.Dense(n_out), optax.sgd(0.1), loss, strategy=strategy, **(task or {}))
     return model.fit(*data, verbose=0, **options)
-
-
-def nnx_layer():
-    return nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-
-
-def nnx_optimizer():
-    return nnx.Optimizer(nnx_layer(), optax.sgd(0.1), wrt=nnx.Param)
 
 
 def test_a_batch_that_cannot_be_split_over_the_devices():
@@ -190,49 +179,19 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "were made for others", "(
         (lambda: loop_over((X, LABELS), rnkey="seed"), TypeError, ["jax.random.key(0)", "'seed'"]),
         (lambda: loop_over((X, LABELS), devices=2), TypeError, ["jax.devices()[:2], got 2"]),
         (
-            lambda: loop_over((X, LABELS), init=nn.Dense(3)),
+            lambda: loop_over((X, LABELS), init=nn.Dense),
             TypeError,
-            ["got a module, Dense: pass module.init"],
+            ["TrainLoop needs a module or its init, got Dense: pass Dense(...)"],
         ),
         (
-            lambda: ff.TrainTask(nnx_layer(), optax.sgd(0.1), "mse"),
+            lambda: ff.EvalTask(nn.Dense, ["mse"]),
             TypeError,
-            ["an apply function, got a module, Linear", "from_nnx(module, train=True)", "Model("],
+            ["EvalTask needs a module or its apply, got Dense"],
         ),
         (
-            lambda: ff.EvalTask(nnx.Linear, ["mse"]),
+            lambda: ff.TrainTask(nnx.Linear, optax.sgd(0.1), "mse"),
             TypeError,
-            ["an apply function, got a module, Linear", "from_nnx(module, train=False)"],
-        ),
-        (
-            lambda: loop_over((X, LABELS), init=nnx_layer()),
-            TypeError,
-            ["an init function, got a module, Linear", "from_nnx(module"],
-        ),
-        (
-            lambda: loop_over((X, LABELS), init=CheckpointFileReader("nowhere", nnx_layer())),
-            TypeError,
-            ["reader of a TrainLoop needs an init function, got a module, Linear"],
-        ),
-        (
-            lambda: ff.init_state(nnx_layer(), optax.sgd(0.1), 0, X),
-            TypeError,
-            ["init_state needs an init function, got a module, Linear"],
-        ),
-        (
-            lambda: Export("nowhere", apply=nnx_layer()),
-            TypeError,
-            ["Export needs an apply function", "from_nnx(module, train=False)"],
-        ),
-        (
-            lambda: from_state(None, nn.Dense(3), None),
-            TypeError,
-            ["from_state needs an apply function, got a module, Dense: pass module.apply"],
-        ),
-        (
-            lambda: ff.Model(nn.Dense(3), nnx_optimizer(), "crossentropy"),
-            TypeError,
-            ["got Optimizer", "optimizer.tx"],
+            ["a factory of one that takes rngs", "lambda rngs: Linear(..., rngs=rngs)"],
         ),
         (
             lambda: ff.EvalLoop(ff.EvalTask(nn.Dense(3).apply, ["mse"])).measure(None),
@@ -257,14 +216,8 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "were made for others", "(
         "a key",
         "devices",
         "a module for its init",
-        "a module of nnx",
+        "a class of linen to measure",
         "a class of nnx",
-        "a module of nnx for its init",
-        "a module of nnx for a reader",
-        "a module of nnx for a state",
-        "a module of nnx to export",
-        "a module of linen to export",
-        "an optimizer of nnx",
         "nothing to measure",
     ],
 )

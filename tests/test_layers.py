@@ -19,14 +19,16 @@ MAY_IMPORT = {
     "data": "tree distributed display",
     "state": "tree optim display",
     "strategies": "tree state",
-    "task": "tree losses optim display metrics data",
     "modules": "tree data",
-    "export": "tree display data",
-    "step": "tree losses optim display data state task",
+    "task": "tree losses optim display metrics data modules",
+    "export": "tree display data modules",
+    "step": "tree losses optim display data state modules task",
     "checkpoints": "tree distributed display metrics data state",
-    "loop": ("tree distributed optim display metrics data state strategies task step"),
+    "loop": ("tree distributed optim display metrics data state strategies modules task step"),
     "importers": "tree optim state checkpoints",
-    "callbacks": ("tree distributed optim display metrics state strategies checkpoints export"),
+    "callbacks": (
+        "tree distributed optim display metrics state strategies modules checkpoints export"
+    ),
     "model": (
         "tree optim display data state strategies task modules export step checkpoints loop "
         "importers callbacks"

@@ -7,11 +7,12 @@ from typing import Any
 from flaxfit.callbacks._callback import Loop
 from flaxfit.distributed._processes import from_main, process_count
 from flaxfit.metrics._monitor import Monitor
+from flaxfit.modules._switch import as_apply
 from flaxfit.optim import averaged
 from flaxfit.optim._averaged import has_average
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.strategies import gather
-from flaxfit.tree._checks import check_is_function, local_path
+from flaxfit.tree._checks import local_path
 from flaxfit.tree._types import Function, Json, PyTree
 
 
@@ -41,7 +42,7 @@ class Export:
       monitor: the metric that decides which checkpoint is best; None: write every one.
       format: "stablehlo", "saved_model" or "onnx".
       mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
-      apply: `apply(variables, *inputs)` in evaluation mode; None: that of the model in `fit`.
+      apply: a module, or `apply(variables, *inputs)` in evaluation mode; None: the model of `fit`.
       input_spec: `flaxfit.export.InputSpec`s; None: those of the batches of the loop, of any size.
       ema: whether to write the average of the parameters; None: if there is one, of `ema=` or
         of a schedule-free optimizer.
@@ -57,7 +58,7 @@ class Export:
         format: str = "stablehlo",
         *,
         mode: str = "auto",
-        apply: Function | None = None,
+        apply: Any = None,
         input_spec: PyTree = None,
         ema: bool | None = None,
         **options: Any,
@@ -65,12 +66,11 @@ class Export:
         # Imported when used: `import flaxfit` stays quick.
         from flaxfit.export._trained import check_format
 
-        check_is_function("Export", apply, "apply", train=False)
         check_format(format)
         self._path = local_path(path)
         self._monitor = None if monitor is None else Monitor(monitor, mode, "Export")
         self._format = format
-        self._apply = apply
+        self._apply = None if apply is None else as_apply("Export", apply, train=False)
         self._input_spec = input_spec
         self._ema = ema
         self._options = options

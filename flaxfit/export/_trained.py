@@ -11,15 +11,15 @@ from flaxfit.export._onnx import save_onnx
 from flaxfit.export._saved_model import save_saved_model
 from flaxfit.export._spec import Specs
 from flaxfit.export._stablehlo import save
-from flaxfit.tree._checks import check_is_function
-from flaxfit.tree._types import Function, Params, PyTree
+from flaxfit.modules._switch import as_apply
+from flaxfit.tree._types import Params, PyTree
 
 _WRITERS = {"stablehlo": save, "saved_model": save_saved_model, "onnx": save_onnx}
 
 
 def from_state(
     state: PyTree,
-    apply: Function,
+    apply: Any,
     input_spec: Specs,
     *,
     params: Params = None,
@@ -38,15 +38,13 @@ def from_state(
 
     Args:
       state: a `TrainState`, an `InferenceState` or a `Checkpoint`.
-      apply: `apply(variables, *inputs)` in evaluation mode: dropout off, statistics frozen.
+      apply: a module, or its `apply(variables, *inputs)` in evaluation mode: dropout off,
+        statistics frozen.
       input_spec: of the inputs, as `JaxModule` takes it.
       params: parameters to export in place of the state's, such as their moving average.
       trainable: whether TensorFlow may train the parameters (never the other collections).
-
-    Raises:
-      TypeError: `apply` is a module.
     """
-    check_is_function("from_state", apply, "apply", train=False)
+    apply = as_apply("from_state", apply, train=False)
     state = getattr(state, "state", state)
     variables = {"params": state.params if params is None else params, **state.model_state}
     flags = {

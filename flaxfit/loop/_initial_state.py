@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from flaxfit.modules._switch import as_init
 from flaxfit.optim._extended import wrap_state
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._optimizer_axes import with_optimizer
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._init_state import init_state
 from flaxfit.task._task import TrainTask
-from flaxfit.tree._checks import check_is_function
 from flaxfit.tree._paths import flat
 from flaxfit.tree._types import ArrayLike, Function, PyTree
 
@@ -38,20 +38,20 @@ def start(
     """Creates or restores the initial state.
 
     Args:
-      init: a linen-style `init`, a `TrainState`, or a reader: an object with `target` (one of the
-        two) and `read(template)`, which returns a checkpoint file or None.
+      init: a module, an `init` function, a `TrainState`, or a reader: an object with `target` (one
+        of the others) and `read(template)`, which returns a checkpoint file or None.
       task: the task to train.
       key: a random key or seed, or None if `init` holds a state.
       sample: returns the inputs of a batch.
       say: prints a line.
       shardings: maps an abstract state to the shardings of its arrays.
     """
-    check_is_function("TrainLoop", init, "init")
-    check_is_function("The reader of a TrainLoop", getattr(init, "target", None), "init")
+    init = as_init("TrainLoop", init, task.apply)
     streams = ("params", *task.rngs)
     if hasattr(init, "read"):
         # A warm start is asked for shapes only, not for its weights.
-        shapes = getattr(init.target, "fresh", init.target)
+        target = as_init("The reader of a TrainLoop", init.target, task.apply)
+        shapes = getattr(target, "fresh", target)
         if isinstance(shapes, TrainState):
             given = shapes
             template = jax.eval_shape(lambda: _prepared(given, task))
@@ -72,7 +72,7 @@ def start(
             say(f"restored step {int(found.state.step):,} from {found.path}")
             return Start(found.state, found)
         say("no checkpoint found, starting fresh")
-        init = init.target
+        init = target
     if isinstance(init, TrainState):
         return Start(_prepared(init, task))
     if not callable(init):

@@ -1,5 +1,6 @@
 """The checkpoint of the present moment, and what a run needs beside it to resume exactly."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from flaxfit.metrics._monitor import modes_of
 from flaxfit.optim import hyperparams
 from flaxfit.optim._hyperparams import learning_rates
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.task._task import module_of
 from flaxfit.tree._types import Json
 
 
@@ -43,6 +45,7 @@ def make_checkpoint(
         data_state=position,
         running=running,
         last_grads=grads,
+        module_of=functools.partial(module_of, stepper.task),
     )
 
 

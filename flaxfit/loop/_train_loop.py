@@ -51,7 +51,8 @@ class TrainLoop(Settings):
     [1, 6, 10]
 
     Args:
-      init: a linen `init`, a `TrainState`, or a `CheckpointFileReader`.
+      init: a linen or nnx module, an `init(rngs, *inputs) -> variables`, a `TrainState`, or a
+        `CheckpointFileReader`.
       task: what to train.
       rnkey: a random key or an integer seed; not needed if `init` holds a state.
       input_sample: the inputs of a batch, for their shapes; None: those of the first batch, which

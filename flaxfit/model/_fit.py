@@ -109,6 +109,7 @@ def fit(
         n_before = 0 if found is None or not found.history else len(found.history["steps"])
         every.append(ProgressBar(unit="epoch", total=epochs, start=n_before, live=is_live))
     with contextlib.ExitStack() as stack:
+        stack.callback(trainer.write_back)
         stack.callback(_close_data, loop)
         stack.enter_context(loop)
         loop.callbacks = every

@@ -25,6 +25,7 @@ from flaxfit.model._trainer import Trainer
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._validate import shapes_of
 from flaxfit.strategies import Strategy
+from flaxfit.task._task import module_of
 from flaxfit.tree._types import Data, Params, PyTree
 
 
@@ -40,9 +41,10 @@ class Model:
     (2, 1)
 
     Args:
-      module: a linen module, an nnx module or a factory of one, or an `(init, apply)` pair. Its
+      module: an nnx module or a factory of one, a linen module, or an `(init, apply)` pair. Its
         switch between training and evaluation (a field or an argument of the call, such as
-        `train`, `deterministic` or `use_running_average`) is set as needed.
+        `train`, `deterministic` or `use_running_average`) is set as needed. Into an nnx instance
+        the weights are written back when `fit` ends or is interrupted, not before.
       optimizer: an optax transformation.
       loss: a function `(*outputs, *targets) -> values` or a name, such as "crossentropy"; for
         several outputs one for each, by name or in their order.
@@ -248,7 +250,7 @@ class Model:
         self,
         path: str | os.PathLike[str],
         *,
-        partial: str | Sequence[str] | None = None,
+        partial: Any = None,
         translator: Any = None,
         prefix: str = "",
         **opts: Any,
@@ -263,7 +265,8 @@ class Model:
           path: a file of `save_weights`, or any that `flaxfit.importers.load` reads. Names with a
             collection ("params/...", "batch_stats/...") are of all variables of the model, others
             of the parameters alone.
-          partial: patterns of the paths to load ("encoder/.*"); the others stay as they are.
+          partial: patterns of the paths to load ("encoder/.*"), or NNX filters; the others stay as
+            they are.
           translator: a `CheckpointTranslator` from the names of the file to those of the model.
           prefix: the part of the model to load ("encoder"); the others stay as they are.
           **opts: options of the translator's rules.
@@ -273,6 +276,9 @@ class Model:
           ValueError: the file is damaged, or the rules do not fit it; or the weights do not fit
             this model: every difference is listed.
         """
+        if partial is not None:
+            apply = self._trainer.task.apply
+            partial = modules.as_patterns("partial", partial, apply, collection=None)
         self._trainer.load_weights(
             path, partial=partial, translator=translator, prefix=prefix, **opts
         )
@@ -327,13 +333,26 @@ class Model:
     def state(self, state: TrainState) -> None:
         self._trainer.state = state
 
+    def trained(self) -> Any:
+        """Returns the module with its present weights, in evaluation mode.
+
+        That is a new nnx module, or a bound linen module, whose calls give what `predict` gives. A
+        bound module whose switch is an argument of its call still takes that argument. An nnx
+        instance that the model was made of holds the same weights when `fit` has ended.
+
+        Raises:
+          ValueError: the model was made of functions.
+          RuntimeError: the model has no weights yet.
+        """
+        return module_of(self._trainer.task, self.state)
+
     @property
     def freeze(self) -> Sequence[str]:
         """Patterns of the parameters that are not trained; set it to freeze others from now on."""
         return self._trainer.task.freeze
 
     @freeze.setter
-    def freeze(self, patterns: str | Sequence[str]) -> None:
+    def freeze(self, patterns: Any) -> None:
         self._trainer.freeze(patterns)
 
     def find_lr(

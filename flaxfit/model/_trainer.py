@@ -23,13 +23,12 @@ from flaxfit.loop._callback_list import CallbackList
 from flaxfit.loop._ownership import copier
 from flaxfit.loop._train_loop import TrainLoop
 from flaxfit.model._weights import WarmStart, open_weights, state_alone
-from flaxfit.optim import averaged
-from flaxfit.optim._averaged import has_average, has_ema
+from flaxfit.modules._switch import handle_of
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._init_state import init_state
 from flaxfit.strategies import Strategy
 from flaxfit.strategies._eager import eagerly
-from flaxfit.task._task import TrainTask
+from flaxfit.task._task import TrainTask, averaged_by
 from flaxfit.tree._types import Data, InitFn, PyTree
 
 
@@ -95,7 +94,7 @@ class Trainer:
     @property
     def has_weights(self) -> bool:
         """Whether there is a state."""
-        return self.loop is not None or self._loaded is not None
+        return self.loop is not None or self._loaded is not None or _gives_weights(self.init)
 
     @property
     def step(self) -> int:
@@ -111,6 +110,11 @@ class Trainer:
             return self.loop.state
         if self._loaded is not None:
             return self._loaded
+        if _gives_weights(self.init):
+            init: Any = self.init
+            optimizer, streams = self.task.optimizer, ("params", *self.task.rngs)
+            with eagerly(self.strategy):
+                return init_state(init, optimizer, self.seed, (), collections=streams)
         raise RuntimeError(
             "This model has no weights yet: call fit (epochs=1 is enough) or load before "
             "evaluate, predict, save or state."
@@ -141,10 +145,15 @@ class Trainer:
 
         Weights loaded from a file have no average, and are used themselves.
         """
-        is_other = self.task.ema is None and has_ema(state)  # Of a run with other options.
-        return averaged(state) if has_average(state) and not is_other else state
+        return averaged_by(self.task, state)
 
-    def freeze(self, patterns: str | Sequence[str]) -> None:
+    def write_back(self) -> None:
+        """Writes the weights, or their average, into an nnx instance that was given."""
+        handle = handle_of(self.task.apply)
+        if self.loop is not None and handle is not None and handle.assign is not None:
+            handle.assign(self.averaged(self.loop.state).variables)
+
+    def freeze(self, patterns: Any) -> None:
         """Freezes the parameters that match these patterns, and trains all others."""
         self.task = dataclasses.replace(self.task, freeze=patterns)
         if self.loop is not None:
@@ -282,3 +291,8 @@ class Trainer:
             yield TrainLoop(
                 init, task, self.seed, strategy=self.strategy, grad_norm=False, stdout=False
             )
+
+
+def _gives_weights(init: object) -> bool:
+    """Whether an `init` needs no inputs to return the weights."""
+    return getattr(getattr(init, "fresh", init), "gives_weights", False)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax.core.scope import CollectionFilter, in_filter
 
+from flaxfit.modules._handle import attached, with_handle
 from flaxfit.tree._types import Function, Params, PyTree, Rngs, Variables
 
 Names = str | type | Iterable[str | type]
@@ -59,6 +60,9 @@ def with_losses(functions: ModelFunctions, losses: Names) -> ModelFunctions:
 
     functools.update_wrapper(apply, functions.apply, assigned=(), updated=())
     functools.update_wrapper(init, functions.init, assigned=(), updated=())
+    handle = attached(functions.apply)
+    if handle is not None:
+        with_handle(apply, handle._replace(init=init))
     return ModelFunctions(init, apply)
 
 

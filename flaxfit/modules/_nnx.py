@@ -6,10 +6,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax.core.scope import CollectionFilter, in_filter
 
 from flaxfit.modules._flags import call_defaults, call_flags, check_switches, parameters, switches
 from flaxfit.modules._functions import GivenInit, ModelFunctions, Names, check_losses
+from flaxfit.modules._handle import ModuleHandle, module_in, with_handle
 from flaxfit.tree._types import Function, PyTree, Rngs, Variables
 
 
@@ -26,8 +29,9 @@ def from_nnx(
     Its variables become `{"params": ..., "batch_stats": ..., ...}`, one collection per type of
     variable. A shared variable is held once; arrays that are not variables are "constants". Random
     states are not among them: every call gets its keys by `rngs`, and each stream of each layer
-    draws its own numbers. Names of axes (`nnx.with_partitioning`) become collections `params_axes`
-    and so on, which `init_state` splits off.
+    draws its own numbers. A call that has an argument `rngs` is given an `nnx.Rngs` of these keys,
+    and None where there are none, as in evaluation. Names of axes (`nnx.with_partitioning`) become
+    collections `params_axes` and so on, which `init_state` splits off.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -51,6 +55,8 @@ def from_nnx(
       TypeError: it is neither an nnx module nor a function that makes one of its rngs alone.
       ValueError: no part of the module has a mode. When `apply` is called: the model draws random
         numbers without a key, or leaves no values of a type in `losses`.
+      TypeError: the call takes `rngs` by position alone. When `apply` is called: it returns a
+        module.
     """
     from flax import nnx
 
@@ -63,6 +69,8 @@ def from_nnx(
             f"No layer of the model has {', '.join(unknown)}: a mode is an attribute that is a "
             "bool or None, or an argument of a layer's set_view."
         )
+    takes_rngs = _takes_rngs(abstract.__call__ if call is None else call)
+    evaluation = {**states.switches_of(abstract, train=False), **modes}
     arguments = {}
     if train is not None:
         given = call_defaults(abstract.__call__) if call is None else {}
@@ -90,7 +98,8 @@ def from_nnx(
         def run(streams: nnx.State) -> tuple[PyTree, nnx.Module]:
             module = nnx.merge(graph, streams, states.filled(template, variables, names))
             function = module if call is None else functools.partial(call, module)
-            return function(*inputs, **{**arguments, **named}), module
+            given = {"rngs": states.rngs_of_call(rngs)} if takes_rngs else {}
+            return function(*inputs, **{**given, **arguments, **named}), module
 
         streams = states.keyed(random, rngs)
         unused = states.counts(streams)
@@ -107,6 +116,11 @@ def from_nnx(
                 )
             # `nnx.scan` and `nnx.split_rngs` change the states without any effect on the outputs.
             _check_unused(states.streams_used(lambda each: run(each)[0], streams))
+        if module_in(outputs) is not None:
+            raise TypeError(
+                f"The call of {type(module).__name__} returned a module: return the outputs alone. "
+                "What the call changes in the module is kept."
+            )
         if mutable is False:
             return outputs
         updates = states.variables_of(module, names)
@@ -114,9 +128,20 @@ def from_nnx(
             check_losses(names, states.collections_of(module))
         return outputs, {name: tree for name, tree in updates.items() if in_filter(mutable, name)}
 
-    if is_instance:
-        return ModelFunctions(GivenInit(lambda: variables_of(model)), apply)
-    return ModelFunctions(init, apply)
+    def merged(variables: Variables) -> nnx.Module:
+        graph, random, template = states.split(abstract, evaluation, names)
+        streams = states.keyed(random, jax.random.key(0))
+        return nnx.merge(graph, streams, states.filled(template, variables, names))
+
+    starts = GivenInit(lambda: variables_of(model)) if is_instance else init
+    handle = ModuleHandle(
+        model,
+        starts,
+        merged,
+        functools.partial(states.assign, model, losses=names) if is_instance else None,
+        functools.partial(states.selected, abstract),
+    )
+    return ModelFunctions(starts, with_handle(apply, handle))
 
 
 def update_nnx(model: Any, variables: PyTree, *, losses: Names = ()) -> None:
@@ -144,7 +169,7 @@ def update_nnx(model: Any, variables: PyTree, *, losses: Names = ()) -> None:
 
     if not isinstance(model, nnx.Module):
         raise TypeError(f"update_nnx needs an instance of an nnx module, got {model!r:.60}.")
-    states.assign(model, variables, states.names_of(losses))
+    states.assign(model, jax.tree.map(jnp.copy, variables), states.names_of(losses))
 
 
 def is_nnx(model: object) -> bool:
@@ -196,6 +221,14 @@ def _maker(model: object) -> Function | None:
         initializer: Any = model.__init__
         return functools.partial(initializer, None) if issubclass(model, nnx.Module) else None
     return model if inspect.isroutine(model) else None
+
+
+def _takes_rngs(function: Function) -> bool:
+    """Whether a call has an argument `rngs`."""
+    found = parameters(function).get("rngs")
+    if found is not None and found.kind == found.POSITIONAL_ONLY:
+        raise TypeError("The call takes rngs by position alone: remove the '/' behind it.")
+    return found is not None
 
 
 def _rngs(rngs: Rngs) -> Rngs:

@@ -17,7 +17,7 @@ from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 from jax.interpreters import partial_eval
 
-from flaxfit.modules._flags import parameters
+from flaxfit.modules._flags import parameters, switches
 from flaxfit.modules._functions import Names
 from flaxfit.tree._types import Function, PyTree, Rngs, Variables
 
@@ -81,6 +81,21 @@ def mark_arrays(module: nnx.Module) -> None:
         for name, value in list(vars(part).items()) if isinstance(part, nnx.Pytree) else ():
             if isinstance(value, Tracer):
                 setattr(part, name, nnx.data(value))
+
+
+def selected(module: nnx.Module, filter: Any) -> dict[str, bool]:
+    """Whether an NNX filter selects a variable, by its path with its collection."""
+    is_selected = nnx.filterlib.to_predicate(filter)
+    return {
+        "/".join(place): is_selected(path, leaf) for path, place, leaf in _leaves(_state(module))
+    }
+
+
+def switches_of(module: nnx.Module, *, train: bool) -> dict[str, bool]:
+    """The switches that a part of a module has, set for training or for evaluation."""
+    found = switches(train)
+    unknown = unknown_modes(module, found)
+    return {name: value for name, value in found.items() if name not in unknown}
 
 
 def attributes_of(module: nnx.Module) -> dict[str, object]:
@@ -150,6 +165,20 @@ def keyed(random: nnx.State, rngs: Rngs) -> nnx.State:
     return nnx.from_flat_state(states)
 
 
+def rngs_of_call(rngs: Rngs) -> nnx.Rngs | None:
+    """The `nnx.Rngs` for a call that takes them, or None if there is no key.
+
+    Each named stream has its own key; the other names draw from one that belongs to none of them.
+    """
+    if rngs is None or (isinstance(rngs, Mapping) and not rngs):
+        return None
+    keys = rngs if isinstance(rngs, Mapping) else {"default": rngs}
+    keys = {name: _key({name: key}, name) for name, key in keys.items() if name != "params"}
+    if keys and "default" not in keys:
+        keys["default"] = jax.random.fold_in(next(iter(keys.values())), len(keys))
+    return nnx.Rngs(**keys) if keys else None
+
+
 def counts(states: nnx.Module | nnx.State) -> dict[str, jax.Array]:
     """The number of draws from each stream, by the stream's path in a module or state."""
     state = states if isinstance(states, nnx.State) else nnx.state(states, nnx.RngState)
@@ -198,7 +227,7 @@ def collection_of(kind: type) -> str:
 
 
 def assign(module: nnx.Module, variables: Variables, losses: Sequence[str] = ()) -> None:
-    """Sets the variables of a module to copies of these values; none of them if some do not fit."""
+    """Sets the variables of a module to these values; none of them if some do not fit."""
     state = _state(module)
     new = filled(state, variables, losses)
     old, now = (
@@ -213,7 +242,7 @@ def assign(module: nnx.Module, variables: Variables, losses: Sequence[str] = ())
     if wrong:
         raise ValueError(f"The variables do not fit the module: {'; '.join(wrong)}.")
     kept = [leaf for leaf in _leaves(new, losses) if leaf[1][0] not in _TRANSIENT]
-    nnx.update(module, jax.tree.map(jnp.copy, nnx.from_flat_state([(p, v) for p, _, v in kept])))
+    nnx.update(module, nnx.from_flat_state([(p, v) for p, _, v in kept]))
 
 
 def _state(module: nnx.Module) -> nnx.State:

@@ -7,7 +7,9 @@ from flax import linen as nn
 
 from flaxfit.modules._flags import call_defaults, call_flags, check_switches, flags, parameters
 from flaxfit.modules._functions import ModelFunctions, Names, with_losses
+from flaxfit.modules._handle import ModuleHandle, attached, is_module, with_handle
 from flaxfit.modules._nnx import from_nnx, is_nnx
+from flaxfit.tree._checks import check_is_function
 from flaxfit.tree._types import Function
 
 
@@ -30,22 +32,70 @@ def train_and_eval(module: Any, *, losses: Names = ()) -> tuple[ModelFunctions, 
     Raises:
       TypeError: it is none of these.
     """
+    return functions_of(module, train=True, losses=losses), functions_of(
+        module, train=False, losses=losses
+    )
+
+
+def functions_of(module: Any, *, train: bool, losses: Names = ()) -> ModelFunctions:
+    """Makes the functions of a model for training or for evaluation; see `train_and_eval`."""
     if isinstance(module, nn.Module):
-        return with_losses(_linen(module, True), losses), _linen(module, False)
+        functions = _linen(module, train)
+        return with_losses(functions, losses) if train else functions
     if isinstance(module, tuple) and len(module) == 2 and all(map(callable, module)):
-        return with_losses(_pair(module, True), losses), _pair(module, False)
+        functions = _pair(module, train)
+        return with_losses(functions, losses) if train else functions
     if is_nnx(module):
-        training, evaluation = (from_nnx(module, train=t, losses=losses) for t in (True, False))
-        return training, evaluation
+        return from_nnx(module, train=train, losses=losses)
     hint = ""
     if isinstance(module, type):
-        hint = f" Make an instance: {module.__name__}(...)."
+        name = module.__name__
+        hint = f" Make an instance: {name}(...)."
+        if is_module(module):
+            hint = (
+                f" Its class needs arguments: pass {name}(..., rngs=nnx.Rngs(0)), or the factory "
+            )
+            hint += f"`lambda rngs: {name}(..., rngs=rngs)`."
     elif callable(module):
         hint = " A function or another family's model: wrap it by flaxfit.modules.from_function."
     raise TypeError(
         "A model must be a linen module, an nnx module, a factory of one that takes rngs, or an "
         f"(init, apply) pair; got {module!r:.80}.{hint}"
     )
+
+
+def as_apply(owner: str, given: Any, *, train: bool) -> Function:
+    """Returns an `apply` function, of a module that was given in its place.
+
+    Raises:
+      TypeError: it is neither a function nor a module.
+    """
+    if is_module(given):
+        return functions_of(given, train=train).apply
+    check_is_function(owner, given, "apply")
+    if not callable(given):
+        raise TypeError(
+            f"{owner} needs a module or an apply function, got {given!r:.80}: pass apply("
+            "variables, *inputs, ...)."
+        )
+    return given
+
+
+def as_init(owner: str, given: Any, apply: object = None) -> Any:
+    """Returns the `init` function of a module; whatever else was given in its place as it is.
+
+    Args:
+      owner: who needs it, for messages.
+      given: a module, or anything else.
+      apply: the `apply` of the task, which may be of the same module.
+    """
+    if not is_module(given):
+        check_is_function(owner, given, "init")
+        return given
+    handle = handle_of(apply)
+    if handle is not None and handle.module is given:
+        return handle.init
+    return functions_of(given, train=True).init
 
 
 def switched(module: nn.Module, train: bool) -> tuple[nn.Module, dict[str, bool]]:
@@ -65,9 +115,21 @@ def switched(module: nn.Module, train: bool) -> tuple[nn.Module, dict[str, bool]
 
 
 def _linen(module: nn.Module, train: bool) -> ModelFunctions:
-    module, arguments = switched(module, train)
-    functions = (functools.partial(f, **arguments) for f in (module.init, module.apply))
-    return ModelFunctions(*functions)
+    own, arguments = switched(module, train)
+    init, apply = (functools.partial(f, **arguments) for f in (own.init, own.apply))
+    return ModelFunctions(init, with_handle(apply, _linen_handle(module, init)))
+
+
+def _linen_handle(module: nn.Module, init: Function) -> ModuleHandle:
+    return ModuleHandle(module, init, lambda variables: switched(module, False)[0].bind(variables))
+
+
+def handle_of(apply: object) -> ModuleHandle | None:
+    """Returns the handle of the module that an `apply` belongs to; None if that is not known."""
+    owner = getattr(apply, "__self__", None)
+    if isinstance(owner, nn.Module) and apply == owner.apply:
+        return _linen_handle(owner, owner.init)
+    return attached(apply)
 
 
 def _pair(pair: tuple[Function, Function], train: bool) -> ModelFunctions:

@@ -8,6 +8,7 @@ import jax
 
 from flaxfit.optim._freeze import is_masked, listing
 from flaxfit.tree._paths import path_of
+from flaxfit.tree._selection import is_nnx_filter
 from flaxfit.tree._types import ArrayLike, Params, PyTree
 
 
@@ -35,10 +36,12 @@ def group_name(position: int, filter: object) -> str:
             raise ValueError(
                 f"Group {position} has no valid pattern: {filter!r}: {error}."
             ) from None
+    if is_nnx_filter(filter):
+        return getattr(filter, "__name__", None) or repr(filter)
     if not (isinstance(filter, Traversal) or callable(filter)):
         raise TypeError(
-            "A group is chosen by a pattern of paths, a function (path, value) -> bool, or an "
-            f"object with iterate and update, got {filter!r} for group {position}."
+            "A group is chosen by a pattern of paths, an NNX filter, a function (path, value) -> "
+            f"bool, or an object with iterate and update, got {filter!r} for group {position}."
         )
     return str(position)
 
@@ -84,6 +87,12 @@ def _select(filter: Filter, params: Params) -> list[bool]:
     """Whether each leaf is selected."""
     if isinstance(filter, str | re.Pattern):
         return [re.fullmatch(filter, path) is not None for path, _ in _parameters(params)]
+    if is_nnx_filter(filter):
+        raise TypeError(
+            f"{filter!r} is a filter of NNX variables, which only a task with an nnx module can "
+            "resolve: give the MultiOptimizer to TrainTask or Model, and not within another "
+            "transformation. Or choose the group by a pattern of paths."
+        )
     if isinstance(filter, Traversal):
         marked = filter.update(lambda part: jax.tree.map(lambda _: _CHOSEN, part), params)
         return [leaf is _CHOSEN for leaf in jax.tree.leaves(marked)]

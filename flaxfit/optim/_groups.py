@@ -1,13 +1,16 @@
 """MultiOptimizer: an optimizer for each of several groups of parameters."""
 
+import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import optax
 
 from flaxfit.optim._filters import Filter, assign, group_name
 from flaxfit.optim._hyperparams import GroupsState, check_known, names_of
 from flaxfit.optim._optimizer import OPTAX_ARGUMENTS, Adjustable
+from flaxfit.tree._selection import is_nnx_filter
 from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
 
 
@@ -30,7 +33,8 @@ class MultiOptimizer(Adjustable):
 
     Args:
       *groups: pairs of a filter and an optimizer. A filter is a pattern that matches whole paths
-        ("encoder/.*"), a function `(path, value) -> bool`, or an object with `iterate` and
+        ("encoder/.*"), an NNX filter such as `nnx.LoRAParam` or `nnx.All(...)` if the task has
+        an nnx module, a function `(path, value) -> bool`, or an object with `iterate` and
         `update`, such as a `flax.traverse_util.ModelParamTraversal`. An optimizer is an
         `OptimizerDef` or any optax transformation.
 
@@ -55,6 +59,14 @@ class MultiOptimizer(Adjustable):
 
     def __repr__(self) -> str:
         return f"MultiOptimizer({self.describe() or list(self._names)})"
+
+    def with_patterns(self, select: Callable[[Any], str]) -> "MultiOptimizer":
+        """Returns an optimizer whose NNX filters are replaced by what `select` makes of them."""
+        if not any(map(is_nnx_filter, self._filters)):
+            return self
+        new = copy.copy(self)
+        new._filters = tuple(select(f) if is_nnx_filter(f) else f for f in self._filters)
+        return new
 
     @property
     def transformations(self) -> tuple[optax.GradientTransformation, ...]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from flaxfit.display import _html, count, duration, is_scalar, number, plural, rate
 from flaxfit.state._train_state import TrainState
@@ -71,6 +72,8 @@ class Checkpoint:
     """What else the loop needs to resume exactly, such as counts between checkpoints; JSON."""
     last_grads: PyTree = None
     """The gradients of the last step; see `grads`."""
+    module_of: Callable[[PyTree], PyTree] | None = None
+    """Makes the module of a state; see `module`."""
 
     def replace(self, **changes: PyTree) -> "Checkpoint":
         """Returns a copy with some fields changed."""
@@ -80,7 +83,8 @@ class Checkpoint:
         return Checkpoint(**{**self.__dict__, **changes})
 
     def __getstate__(self) -> dict[str, PyTree]:
-        return self.__dict__ | {name: getattr(self, name) for name in _BORROWABLE}
+        own = {name: getattr(self, name) for name in _BORROWABLE}
+        return self.__dict__ | own | {"module_of": None}  # It refers to the code of the model.
 
     @property
     def is_borrowed(self) -> bool:
@@ -139,6 +143,22 @@ class Checkpoint:
                 "(metrics['grad_norm'] holds their norm in any case)."
             )
         return self.last_grads
+
+    def module(self) -> Any:
+        """Returns the trained module, in evaluation mode: an nnx module, or a bound linen module.
+
+        Its weights are their average where one is kept, and copies in any case.
+
+        Raises:
+          ValueError: the task was made of functions, or the checkpoint does not come from a loop.
+        """
+        if self.module_of is None:
+            raise ValueError(
+                "This checkpoint does not come from a loop, so its module is not known: use "
+                "flaxfit.modules.update_nnx(module, checkpoint.state.variables), or "
+                "module.bind(checkpoint.state.variables) for linen."
+            )
+        return self.module_of(self.state)
 
     def __repr__(self) -> str:
         parts = [f"step={self.step}"]

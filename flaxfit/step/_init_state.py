@@ -9,9 +9,9 @@ import numpy as np
 from jax.core import Tracer
 
 from flaxfit.data._batch import call
+from flaxfit.modules._switch import as_init
 from flaxfit.state._train_state import TrainState, as_key, at_start
 from flaxfit.step._error_messages import calls_explained
-from flaxfit.tree._checks import check_is_function
 from flaxfit.tree._put import put
 from flaxfit.tree._single_replica import single_replica_of_any_axis
 from flaxfit.tree._types import ArrayLike, Function, PyTree
@@ -36,7 +36,7 @@ def init_state(
     (3,)
 
     Args:
-      init: a linen `init`: `init(rngs, *inputs) -> variables`.
+      init: a linen or nnx module, or a function `init(rngs, *inputs) -> variables`.
       optimizer: an optax transformation.
       key: a random key or an integer seed.
       inputs: the model's input, or a tuple (or a dict of keyword inputs) of such: arrays or
@@ -52,7 +52,7 @@ def init_state(
     Raises:
       TypeError: `init` is a module.
     """
-    check_is_function("init_state", init, "init")
+    init = as_init("init_state", init)
     key = as_key(key)
     inputs = (inputs,) if hasattr(inputs, "shape") else inputs
     # 64 bits become 32 in silence, as in every batch.

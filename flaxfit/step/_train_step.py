@@ -18,6 +18,7 @@ from flaxfit.step._random import step_key
 from flaxfit.step._replicas import replicas_of
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._paths import flat
+from flaxfit.tree._selection import label_of
 from flaxfit.tree._types import ArrayLike, Params, PyTree, Sums
 
 # Elements of an array that is joined with others to be summed in one operation.
@@ -100,8 +101,9 @@ def make_train_step(
 
         per_step = {"grad_norm": _norm(jax.tree.leaves(grads))} if grad_norm else {}
         for pattern in task.norms:
-            per_step[f"grad_norm/{pattern}"] = _norm_of(grads, pattern)
-            per_step[f"param_norm/{pattern}"] = _norm_of(updated.params, pattern)
+            label = label_of(pattern)
+            per_step[f"grad_norm/{label}"] = _norm_of(grads, pattern)
+            per_step[f"param_norm/{label}"] = _norm_of(updated.params, pattern)
         if found.penalty is not None:
             per_step["penalty"] = replicas.mean(found.penalty)
         sums |= {
@@ -117,7 +119,8 @@ def more_sums(task: TrainTask, result: ForwardPass, *, grad_norm: bool) -> dict[
     """The shapes of what a training step adds to the sums of its forward pass."""
     one = jax.ShapeDtypeStruct((), "float32")
     names = ["grad_norm"] * grad_norm + ["penalty"] * (result.penalty is not None)
-    names += [f"{kind}/{pattern}" for pattern in task.norms for kind in ("grad_norm", "param_norm")]
+    labels = map(label_of, task.norms)
+    names += [f"{kind}/{label}" for label in labels for kind in ("grad_norm", "param_norm")]
     return dict.fromkeys(names, (one, one)) | ({"skipped_steps": (one,)} if guards(task) else {})
 
 

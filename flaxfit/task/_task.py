@@ -1,19 +1,26 @@
 """TrainTask and EvalTask: what to train and what to measure, as plain descriptions."""
 
 import dataclasses
-import re
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
+from flaxfit.display import say
+from flaxfit.modules._patterns import as_patterns, select
+from flaxfit.modules._switch import as_apply, handle_of
+from flaxfit.optim._averaged import averaged, has_average, has_ema
 from flaxfit.optim._demands import check_demands
 from flaxfit.optim._extended import extend
+from flaxfit.optim._groups import MultiOptimizer
 from flaxfit.optim._optimizer import Optimizer
 from flaxfit.task._multi_output import as_loss, as_metrics
 from flaxfit.task._precision import check_precision
-from flaxfit.tree._checks import check_is_function, whole_number
+from flaxfit.tree._checks import whole_number
 from flaxfit.tree._types import Data, Function, PyTree
 
 
@@ -32,7 +39,8 @@ class TrainTask:
     """
 
     apply: Any = None
-    """`apply(variables, *inputs, rngs=, mutable=)`, such as a linen module's `apply`."""
+    """`apply(variables, *inputs, rngs=, mutable=)`, or a linen or nnx module, whose switches are
+    set for training."""
     optimizer: Any = None
     """An optax transformation, whose `update` is given the parameters, or an `Optimizer`, whose
     definition is taken. Clipping, freezing, averaging
@@ -58,9 +66,10 @@ class TrainTask:
     pad: bool = True
     """Whether a batch may be padded with rows of weight 0; False for a loss that compares the
     examples of a batch with one another, which is then given the batch of all devices."""
-    freeze: Sequence[str] = ()
-    """Patterns of the paths of parameters that are not trained: no gradient is computed for them,
-    and the optimizer never sees them."""
+    freeze: Any = ()
+    """Patterns of the paths of parameters that are not trained, or NNX filters, such as
+    `nnx.Not(nnx.LoRAParam)`. No gradient is computed for them, and the optimizer never sees
+    them."""
     accumulate: int = 1
     """The number of parts that each batch is computed in, one after the other. The result is
     that of the whole batch; the activations of only one part are in memory. The loss must be one
@@ -76,9 +85,9 @@ class TrainTask:
     skip_nonfinite: bool = False
     """Whether a step whose loss or gradients are not finite leaves the whole state as it was, and
     is counted in `metrics["skipped_steps"]`. Always so with float16."""
-    norms: Sequence[str] = ()
-    """Patterns of paths of parameters; the norms of their gradients and values in each step are
-    reported as "grad_norm/<pattern>" and "param_norm/<pattern>"."""
+    norms: Any = ()
+    """Patterns of paths of parameters, or NNX filters. The norms of their gradients and values in
+    each step are reported as "grad_norm/<pattern>" and "param_norm/<pattern>"."""
 
     step: Function | None = None
     """A pure function `(state, batch) -> (state, sums)` in the place of the step that is made of
@@ -98,8 +107,9 @@ class EvalTask:
     True
     """
 
-    apply: Function
-    """`apply(variables, *inputs)`, such as the `apply` of a module in evaluation mode."""
+    apply: Any
+    """`apply(variables, *inputs)`, or a linen or nnx module, whose switches are set for
+    evaluation."""
     metrics: Any
     """Metrics by name, or a sequence of names."""
     data: Data = None
@@ -117,21 +127,21 @@ class EvalTask:
     """Whether a batch may be padded with rows of weight 0, as of a `TrainTask`."""
 
     def __post_init__(self) -> None:
-        _check_apply("EvalTask", self.apply, train=False)
+        apply = as_apply("EvalTask", self.apply, train=False)
         check_precision("EvalTask", self.precision)
         loss = None if self.loss is None else as_loss(self.loss, self.loss_weights)
         metrics = as_metrics(self.metrics, loss)
-        self.__dict__.update(loss=loss, metrics=metrics, rngs=_names(self.rngs))
+        self.__dict__.update(apply=apply, loss=loss, metrics=metrics, rngs=_names(self.rngs))
 
 
 def _resolved(task: TrainTask) -> dict[str, Any]:
     """Checks the fields of a task; returns those that were given by name or in a short form."""
-    has_own_step = task.step is not None
+    has_own_step, apply = task.step is not None, task.apply
     if has_own_step:
         _check_own_step(task)
-    else:
-        _check_apply("TrainTask", task.apply, train=True)
-    freeze, norms = _patterns("freeze", task.freeze), _patterns("norms", task.norms)
+    if apply is not None or not has_own_step:
+        apply = as_apply("TrainTask", apply, train=True)
+    freeze, norms = (as_patterns(n, getattr(task, n), apply) for n in ("freeze", "norms"))
     check_precision("TrainTask", task.precision)
     whole_number("accumulate", task.accumulate)
     if task.clip_norm is not None and not (_is_number(task.clip_norm) and task.clip_norm > 0):
@@ -142,9 +152,10 @@ def _resolved(task: TrainTask) -> dict[str, Any]:
     if loss is not None or not has_own_step:
         loss = as_loss(loss, task.loss_weights)
     return {
+        "apply": apply,
         "freeze": freeze,
         "norms": norms,
-        "optimizer": _extended_optimizer(task, freeze),
+        "optimizer": _extended_optimizer(task, freeze, apply),
         "loss": loss,
         "metrics": as_metrics(task.metrics, loss),
         "rngs": _names(task.rngs),
@@ -164,18 +175,27 @@ def _check_own_step(task: TrainTask) -> None:
         )
 
 
-def _extended_optimizer(task: TrainTask, freeze: Sequence[str]) -> optax.GradientTransformation:
+def _extended_optimizer(
+    task: TrainTask, freeze: Sequence[str], apply: object
+) -> optax.GradientTransformation:
     """The optimizer of a task with what the options of the task put around it."""
     given = task.optimizer
     if given is None and task.step is not None:
         given = optax.identity()
+    if (transformation := getattr(given, "tx", None)) is not None:  # An `nnx.Optimizer`.
+        _say_tx()
+        given = transformation
     is_optimizer = hasattr(given, "init") and hasattr(given, "update")
     if not is_optimizer and not isinstance(given, Optimizer):
         raise TypeError(
             "TrainTask needs an optax transformation as optimizer, such as optax.adam(1e-3), "
-            f"got {_kind_of_optimizer(given)}."
+            f"got {given!r:.80}."
         )
     user = getattr(given, "optimizer_def", given)
+    if isinstance(user, MultiOptimizer):
+        user = user.with_patterns(
+            lambda filter: select("MultiOptimizer", filter, apply, collection="params")
+        )
     if task.step is None:
         check_demands("TrainTask", user)
     return extend(
@@ -187,40 +207,44 @@ def _extended_optimizer(task: TrainTask, freeze: Sequence[str]) -> optax.Gradien
     )
 
 
-def _kind_of_optimizer(given: object) -> str:
-    if hasattr(given, "tx"):  # As of an `nnx.Optimizer`, which shows itself in many lines.
-        return f"{type(given).__name__}: pass the transformation in it, optimizer.tx"
-    return f"{given!r:.80}"
+@functools.cache
+def _say_tx() -> None:
+    say(
+        "the optimizer is an nnx.Optimizer: its transformation, optimizer.tx, trains the model; "
+        "its own state and its wrt= have no effect"
+    )
 
 
 def _names(names: Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _check_apply(owner: str, apply: object, *, train: bool) -> None:
-    check_is_function(owner, apply, "apply", train=train)
-    if not callable(apply):
-        raise TypeError(
-            f"{owner} needs an apply function, got {repr(apply)[:80]}: pass apply(variables, "
-            "*inputs, ...)."
-        )
-
-
-def _patterns(name: str, patterns: Any) -> tuple[str, ...]:
-    given = (patterns,) if isinstance(patterns, str) else patterns
-    try:
-        for pattern in given:
-            re.compile(pattern)
-    except (TypeError, re.error) as error:
-        raise ValueError(
-            f"{name} takes patterns of the paths of parameters, such as 'encoder/.*', got "
-            f"{patterns!r}: {error}."
-        ) from None
-    return tuple(given)
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float | np.generic) and not isinstance(value, bool)
+
+
+def module_of(task: TrainTask, state: PyTree) -> Any:
+    """Returns the module of a task with the weights of a state, in evaluation mode.
+
+    The weights are their average where one is kept.
+
+    Raises:
+      ValueError: the task was made of functions, not of a module.
+    """
+    handle = handle_of(task.apply)
+    if handle is None:
+        raise ValueError(
+            "The task was made of functions, so there is no module to return: give it a linen or "
+            "nnx module, or use the weights in state.variables."
+        )
+    # Copies: the module outlives the state.
+    return handle.merged(jax.tree.map(jnp.copy, averaged_by(task, state).variables))
+
+
+def averaged_by(task: TrainTask, state: PyTree) -> PyTree:
+    """Returns a state with the average of its parameters, if the task keeps one."""
+    is_other = task.ema is None and has_ema(state)  # Of a run with other options.
+    return averaged(state) if has_average(state) and not is_other else state
 
 
 def with_collections(task: TrainTask, collections: PyTree, mutable: Any) -> TrainTask:

@@ -5,7 +5,6 @@ import inspect
 import operator
 import os
 import re
-import sys
 from pathlib import Path
 
 from flaxfit.tree._types import PyTree
@@ -61,31 +60,12 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     return Path(path).expanduser()
 
 
-def check_is_function(owner: str, given: object, name: str, *, train: bool = True) -> None:
-    """Checks that `given` is not a module in place of its function `init` or `apply`.
-
-    `train` says whether the advice for an nnx module is about training.
-    """
-    kind = given.__name__ if isinstance(given, type) else type(given).__name__
-    if _is_nnx(given):
-        advice = (
-            f"pass {name} of `init, apply = flaxfit.modules.from_nnx(module, train={train})`, "
-            "or give the module to Model(module, ...)"
-        )
-    elif hasattr(given, name):
-        advice = f"pass module.{name}"
-    else:
-        return
-    article = "an" if name[0] in "ai" else "a"
-    raise TypeError(f"{owner} needs {article} {name} function, got a module, {kind}: {advice}.")
-
-
-def _is_nnx(given: object) -> bool:
-    # A user of nnx has imported it; nobody else should pay for its import.
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return False
-    return issubclass(given if isinstance(given, type) else type(given), nnx.Module)
+def check_is_function(owner: str, given: object, name: str) -> None:
+    """Checks that `given` is not another library's module in place of its `init` or `apply`."""
+    if hasattr(given, name):
+        kind = given.__name__ if isinstance(given, type) else type(given).__name__
+        advice = f"{kind}(...)" if isinstance(given, type) else f"its {name}"
+        raise TypeError(f"{owner} needs a module or its {name}, got {kind}: pass {advice}.")
 
 
 def check_order(kind: str, function: PyTree) -> None:

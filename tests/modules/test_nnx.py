@@ -440,3 +440,53 @@ def test_a_class_may_keep_plain_arrays_as_its_instances_do():
         variables = jax.jit(init)(jax.random.key(0))
         assert shapes(variables)["constants"] == shape
         assert apply(variables, X).shape == (8, 2)
+
+
+class Streams(nnx.Module):
+    """Draws from the streams that its call is given."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x, rngs=None):
+        if rngs is None:
+            return []
+        return [rngs.dropout(), rngs.noise(), rngs.noise(), rngs()]
+
+
+def drawn(rngs):
+    """The numbers of the keys that a call draws."""
+    init, apply = from_nnx(Streams)
+    keys = apply(init(jax.random.key(0), X), X, rngs=rngs)
+    return [int(jax.random.bits(key)) for key in keys]
+
+
+KEYS = dict(zip(("dropout", "noise"), jax.random.split(jax.random.key(1)), strict=True))
+
+
+def test_a_call_that_takes_rngs_is_given_the_streams_of_the_step():
+    numbers = drawn(KEYS)
+    assert len(set(numbers)) == 4
+    assert numbers == drawn(KEYS)  # A function of the keys alone.
+    other = drawn({**KEYS, "noise": jax.random.key(7)})
+    assert other[0] == numbers[0] and not {*other[1:3]} & {*numbers[1:3]}
+
+
+def test_streams_without_a_key_of_their_own_draw_from_one_that_no_other_has():
+    alone = drawn({"dropout": KEYS["dropout"]})
+    assert len(set(alone)) == 4 and alone[0] == drawn(KEYS)[0]
+    assert len(set(drawn(KEYS["dropout"]))) == 4
+
+
+@pytest.mark.parametrize("rngs", [None, {}, {"params": jax.random.key(0)}])
+def test_it_is_given_none_where_there_is_no_key(rngs):
+    assert drawn(rngs) == []
+
+
+def test_a_function_in_the_place_of_the_call_may_take_rngs_too():
+    def call(module, x, *, rngs):
+        return rngs is not None
+
+    init, apply = from_nnx(Streams, call=call)
+    variables = init(jax.random.key(0), X)
+    assert apply(variables, X, rngs=KEYS) and not apply(variables, X)

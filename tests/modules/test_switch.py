@@ -177,7 +177,7 @@ class Mlp(nn.Module):
     ("model", "advice"),
     [
         (Mlp, r"Make an instance: Mlp\(\.\.\.\)"),
-        (nnx.Linear, r"Make an instance: Linear\(\.\.\.\)"),
+        (nnx.Linear, r"pass Linear\(\.\.\., rngs=nnx.Rngs\(0\)\), or the factory"),
         (lambda params, x: x, "from_function"),
         (jax.tree_util.Partial(jnp.add), "from_function"),
         (nn.Dense(1).apply, "from_function"),

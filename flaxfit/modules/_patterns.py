@@ -1,0 +1,68 @@
+"""as_patterns: patterns of paths and NNX filters, as patterns alone."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from flaxfit.modules._switch import handle_of
+from flaxfit.tree._selection import Selection
+
+
+def as_patterns(
+    name: str, given: Any, apply: object, *, collection: str | None = "params"
+) -> tuple[str, ...]:
+    """Replaces the NNX filters among patterns of paths by patterns of what they select.
+
+    >>> as_patterns("freeze", "encoder/.*", None)
+    ('encoder/.*',)
+
+    Args:
+      name: of the argument, for messages.
+      given: a pattern or an NNX filter (a type of variables, `nnx.All(...)` and the like, or a
+        predicate of the path and the variable), or several of them.
+      apply: the function whose module the filters are of.
+      collection: the collection whose paths are meant; None: those of all.
+
+    Raises:
+      ValueError: a pattern is no regular expression; a filter selects nothing.
+      TypeError: a filter was given for a model that is no nnx module.
+    """
+    is_one = isinstance(given, str) or not isinstance(given, Iterable)
+    several: Any = [given] if is_one else given
+    patterns: list[str] = []
+    for each in several:
+        if callable(each) or each is ...:
+            patterns.append(select(name, each, apply, collection=collection))
+            continue
+        try:
+            re.compile(each)
+        except (TypeError, re.error) as error:
+            raise ValueError(
+                f"{name} takes patterns of the paths of parameters, such as 'encoder/.*', or NNX "
+                f"filters, such as nnx.LoRAParam, got {given!r}: {error}."
+            ) from None
+        patterns.append(each)
+    return tuple(patterns)
+
+
+def select(name: str, filter: Any, apply: object, *, collection: str | None) -> Selection:
+    """Returns the pattern of the paths that an NNX filter selects; see `as_patterns`."""
+    label = getattr(filter, "__name__", None) or repr(filter)
+    handle = handle_of(apply)
+    if handle is None or handle.paths is None:
+        raise TypeError(
+            f"{name}: {label} is a filter of NNX variables, and the model is not an nnx module. "
+            "Give patterns of paths, such as 'encoder/.*'."
+        )
+    found = handle.paths(filter)
+    own = [path.partition("/") for path in found]
+    chosen = [
+        path
+        for (kind, _, path), is_selected in zip(own, found.values(), strict=True)
+        if is_selected and collection in (None, kind)
+    ]
+    if not chosen:
+        what = "variable" if collection is None else "parameter"
+        listed = "".join(f"\n  {path}" for path in [*found][:50])
+        raise ValueError(f"{name}: {label} selects no {what}. The variables are:{listed}")
+    return Selection(f"(?:{'|'.join(map(re.escape, chosen))})", label)

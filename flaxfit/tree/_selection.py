@@ -1,0 +1,34 @@
+"""Selection: the pattern of paths that a filter by type stands for, and the filter's name."""
+
+import sys
+
+
+class Selection(str):
+    """A pattern of the paths that an NNX filter selects; `label` is what to show of it."""
+
+    label: str
+
+    def __new__(cls, pattern: str, label: str) -> "Selection":
+        made = super().__new__(cls, pattern)
+        made.label = label
+        return made
+
+
+def label_of(pattern: object) -> str:
+    """What to show of a pattern: itself, or the name of the filter that it stands for.
+
+    >>> label_of("encoder/.*"), label_of(Selection("a|b", "LoRAParam"))
+    ('encoder/.*', 'LoRAParam')
+    """
+    return str(getattr(pattern, "label", pattern))
+
+
+def is_nnx_filter(given: object) -> bool:
+    """Whether this is a type of nnx variables, or a filter made of such, as `nnx.All(...)`."""
+    # A user of nnx has imported it; nobody else should pay for its import.
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return False
+    if isinstance(given, type):
+        return issubclass(given, nnx.Variable)
+    return given is ... or type(given).__module__ == "flax.nnx.filterlib"

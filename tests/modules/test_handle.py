@@ -1,0 +1,83 @@
+"""Modules where functions are expected, and the module of a trained state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from flaxfit.modules import from_nnx, train_and_eval
+from flaxfit.modules._handle import is_module
+from flaxfit.modules._switch import as_apply, as_init, handle_of
+
+X = np.ones((2, 3), np.float32)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(3, 2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.layer(x))
+
+
+class Linen(nn.Module):
+    train: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dropout(0.5, deterministic=not self.train)(nn.Dense(2)(x))
+
+
+def test_modules_and_classes_of_nnx_are_known_from_functions():
+    assert is_module(Linen()) and is_module(Net(nnx.Rngs(0))) and is_module(Net)
+    assert not any(map(is_module, (Linen, Linen().apply, lambda rngs: Net(rngs), None, 3)))
+
+
+@pytest.mark.parametrize("make", [Net, lambda rngs: Net(rngs), Net(nnx.Rngs(0))])
+def test_the_module_of_a_state_holds_its_weights_in_evaluation_mode(make):
+    (init, apply), (_, evaluate) = train_and_eval(make)
+    variables = init(jax.random.key(1), X)
+    module = handle_of(apply).merged(variables)
+    assert isinstance(module, Net) and module is not make
+    np.testing.assert_array_equal(module(X), evaluate(variables, X))
+    np.testing.assert_array_equal(module.layer.kernel[...], variables["params"]["layer"]["kernel"])
+
+
+def test_the_module_of_linen_is_bound():
+    (init, apply), (_, evaluate) = train_and_eval(Linen())
+    variables = init({"params": jax.random.key(1), "dropout": jax.random.key(2)}, X)
+    for function in (apply, Linen().apply):
+        module = handle_of(function).merged(variables)
+        np.testing.assert_array_equal(module(X), evaluate(variables, X))
+
+
+def test_functions_have_no_module():
+    assert handle_of(lambda v, x: x) is None and handle_of(None) is None
+
+
+def test_weights_are_written_into_an_instance_alone():
+    net = Net(nnx.Rngs(0))
+    assign = handle_of(from_nnx(net).apply).assign
+    assert assign is not None
+    assign(jax.tree.map(jnp.ones_like, from_nnx(net).init(None)))
+    np.testing.assert_array_equal(net.layer.kernel[...], 1)
+    assert handle_of(from_nnx(Net).apply).assign is None
+
+
+def test_a_module_given_to_a_task_and_a_loop_is_split_once():
+    net = Net(nnx.Rngs(0))
+    apply = as_apply("TrainTask", net, train=True)
+    assert as_init("TrainLoop", net, apply) is handle_of(apply).init
+    assert as_init("TrainLoop", Net(nnx.Rngs(1)), apply) is not handle_of(apply).init
+
+
+def test_what_is_neither_a_module_nor_a_function_is_refused():
+    with pytest.raises(TypeError, match="TrainTask needs a module or an apply function, got 3"):
+        as_apply("TrainTask", 3, train=True)
+    with pytest.raises(
+        TypeError, match=r"needs a module or its init, got Linen: pass Linen\(...\)"
+    ):
+        as_init("TrainLoop", Linen)

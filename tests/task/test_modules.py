@@ -1,0 +1,148 @@
+"""Tasks and loops of modules, where functions were."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import flaxfit as ff
+from flaxfit.callbacks import Norms
+from flaxfit.checkpoints import CheckpointFileReader
+from flaxfit.export import InputSpec, from_state
+from flaxfit.modules import from_nnx
+from flaxfit.optim import MultiOptimizer, OptimizerDef
+
+X = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
+Y = X.sum(1, keepdims=True)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.lora = nnx.LoRA(4, 2, 3, base_module=nnx.Linear(4, 3, rngs=rngs), rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.out = nnx.Linear(3, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.dropout(self.lora(x)))
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dense(1)(nn.Dropout(0.1, deterministic=not train)(nn.Dense(3)(x)))
+
+
+def make_task(module, optimizer=None, **options):
+    return ff.TrainTask(module, optimizer or optax.sgd(0.1), "mse", (X, Y), **options)
+
+
+def make_loop(init, task, **options):
+    options = {"devices": jax.devices()[:1], "n_steps": 2, "stdout": False, **options}
+    return ff.TrainLoop(init, task, 0, **options)
+
+
+def last(loop):
+    *_, checkpoint = loop
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    "module", [Net(nnx.Rngs(0)), Net, Linen()], ids=["instance", "class", "linen"]
+)
+def test_a_loop_of_a_module_equals_that_of_its_functions(module):
+    if isinstance(module, nn.Module):
+        both = ff.modules.train_and_eval(module)[0]
+    else:
+        both = from_nnx(module, train=True)
+    expected = last(make_loop(both.init, make_task(both.apply)))
+    checkpoint = last(make_loop(module, make_task(module)))
+    assert checkpoint.metrics == expected.metrics
+    jax.tree.map(np.testing.assert_array_equal, checkpoint.state.params, expected.state.params)
+
+
+def test_a_module_is_measured_in_evaluation_mode():
+    net = Net(nnx.Rngs(0))
+    checkpoint = last(make_loop(net, make_task(net)))
+    measured = ff.EvalLoop(ff.EvalTask(net, ["mse"], (X, Y))).measure(checkpoint.state)
+    error = np.mean((np.asarray(checkpoint.module()(X)) - Y) ** 2)
+    assert measured["mse"] == pytest.approx(float(error), rel=1e-5)
+
+
+def test_a_checkpoint_gives_the_module_of_its_step():
+    net = Net(nnx.Rngs(0))
+    modules = [c.module() for c in make_loop(net, make_task(net, ema=0.5))]
+    assert all(isinstance(each, Net) for each in modules)
+    first, second = (np.asarray(each.out.kernel[...]) for each in modules)
+    assert (first != second).any()  # It is a copy, which further steps do not use up.
+
+
+def test_a_checkpoint_of_linen_gives_a_bound_module():
+    checkpoint = last(make_loop(Linen(), make_task(Linen())))
+    assert checkpoint.module()(X, train=False).shape == (32, 1)
+
+
+def test_a_checkpoint_without_a_loop_has_no_module():
+    with pytest.raises(ValueError, match="does not come from a loop"):
+        ff.Checkpoint(step=0, state=None, metrics={}).module()
+    functions = from_nnx(Net, train=True)
+    apply = lambda *args, **named: functions.apply(*args, **named)  # noqa: E731
+    with pytest.raises(ValueError, match="made of functions"):
+        last(make_loop(functions.init, make_task(apply))).module()
+
+
+def test_readers_states_and_exports_take_modules(tmp_path):
+    net = Net(nnx.Rngs(0))
+    loop = make_loop(CheckpointFileReader(tmp_path, net), make_task(net))
+    assert last(loop).step == 2
+    state = ff.init_state(net, optax.sgd(0.1), 0, X)
+    np.testing.assert_array_equal(state.params["out"]["kernel"], net.out.kernel[...])
+    module = from_state(state, net, InputSpec(("batch", 4)))
+    (method,) = module.jax_methods.values()
+    net.eval()
+    np.testing.assert_allclose(method(X), net(X), atol=1e-6)
+
+
+def test_groups_and_norms_are_chosen_by_type():
+    rate = OptimizerDef(optax.sgd, learning_rate=0.1)
+    optimizer = MultiOptimizer((nnx.LoRAParam, rate), (nnx.PathContains("out"), rate))
+    task = make_task(Net(nnx.Rngs(0)), optimizer, norms=nnx.LoRAParam)
+    loop = make_loop(
+        task.apply and Net(nnx.Rngs(0)), task, callbacks=[Norms(nnx.PathContains("out"))]
+    )
+    before = jax.tree.map(np.asarray, loop.state.params)
+    checkpoint = last(loop)
+    assert "grad_norm/LoRAParam" in checkpoint.metrics
+    assert any(name.startswith("param_norm/PathContains") for name in checkpoint.metrics)
+    base = checkpoint.state.params["lora"]["base_module"]["kernel"]
+    np.testing.assert_array_equal(base, before["lora"]["base_module"]["kernel"])
+    assert (np.asarray(checkpoint.state.params["out"]["kernel"]) != before["out"]["kernel"]).any()
+    assert set(loop.hyperparams) >= {"LoRAParam"}
+
+
+def test_a_filter_within_another_transformation_is_refused():
+    optimizer = optax.chain(MultiOptimizer((nnx.LoRAParam, optax.sgd(0.1))))
+    with pytest.raises(TypeError, match="LoRAParam.*only a task with an nnx module can resolve"):
+        net = Net(nnx.Rngs(0))
+        last(make_loop(net, make_task(net, optimizer)))
+
+
+def test_frozen_types_can_be_changed_between_steps():
+    net = Net(nnx.Rngs(0))
+    loop = make_loop(net, make_task(net), n_steps=None)
+    loop.next_step()
+    loop.freeze = nnx.LoRAParam
+    before = np.asarray(loop.state.params["lora"]["lora_a"])
+    loop.next_step()
+    np.testing.assert_array_equal(loop.state.params["lora"]["lora_a"], before)
+
+
+def test_an_nnx_optimizer_is_taken_by_its_transformation(capsys):
+    net = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(net, optax.sgd(0.1), wrt=nnx.Param)
+    ff.task._task._say_tx.cache_clear()
+    task = make_task(net, optimizer)
+    assert last(make_loop(net, task)).step == 2
+    assert make_task(net, optimizer).optimizer is optimizer.tx
+    assert capsys.readouterr().err.count("its transformation, optimizer.tx") == 1

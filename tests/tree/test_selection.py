@@ -1,0 +1,14 @@
+from flax import nnx
+
+from flaxfit.tree._selection import Selection, is_nnx_filter, label_of
+
+
+def test_filters_are_known_from_patterns_and_predicates():
+    assert all(map(is_nnx_filter, (nnx.Param, nnx.All(nnx.Param), nnx.Not("lora"), ...)))
+    others = ("encoder/.*", lambda path, value: True, int, nnx.Linear, None)
+    assert not any(map(is_nnx_filter, others))
+
+
+def test_a_selection_is_a_pattern_with_another_label():
+    assert Selection("a|b", "LoRAParam") == "a|b"
+    assert label_of(Selection("a|b", "LoRAParam")) == "LoRAParam" and label_of("a|b") == "a|b"
