@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from loops import init_of
 
 import flaxfit as ff
 from flaxfit.callbacks import Norms
@@ -23,7 +24,7 @@ class MLP(nn.Module):
 def make_loop(callbacks=(), n_devices=1, *, stdout=False, **options):
     task = ff.TrainTask(MLP().apply, optax.sgd(0.1), "mse", [(X, X[:, :1])] * 6, **options)
     return ff.TrainLoop(
-        MLP().init,
+        init_of(MLP(), X.shape[1]),
         task,
         0,
         n_steps=5,

@@ -271,7 +271,7 @@ def fail_to_complete(monkeypatch, times):
     monkeypatch.setattr(_folder, "complete", failing)
 
 
-@pytest.mark.parametrize("on_error", ["raise", "warn"])
+@pytest.mark.parametrize("on_error", ["raise", slow("warn")])
 def test_a_save_that_fails_is_not_said_to_be_saved(tmp_path, monkeypatch, capfd, on_error):
     fail_to_complete(monkeypatch, {2})
     writer = CheckpointFileWriter(tmp_path, on_error=on_error)

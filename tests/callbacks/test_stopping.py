@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from loops import given
 
 from flaxfit import TrainLoop, TrainTask
 from flaxfit.callbacks import EarlyStopping, StopOnNaN, every
@@ -198,6 +199,7 @@ def test_a_real_loop_ends_with_its_best_weights_however_it_ends(end):
     x = np.ones((4, 1), np.float32)
     data = [(x, x * target) for target in (1, 1, 9, 9, 9, 9)]
 
+    @given
     def init(rngs, x):
         return {"params": {"w": np.zeros((1, 1), np.float32)}}
 

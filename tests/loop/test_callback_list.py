@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import optax
 import pytest
+from loops import given
 
 import flaxfit as ff
 from flaxfit.callbacks import every
@@ -23,7 +24,7 @@ def make_loop(*callbacks):
     task = ff.TrainTask(
         lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", [(X, 2 * X)] * 4
     )
-    init = lambda rngs, x: {"params": np.zeros(1, np.float32)}  # noqa: E731
+    init = given(lambda rngs, x: {"params": np.zeros(1, np.float32)})
     return ff.TrainLoop(init, task, 0, n_steps=2, callbacks=callbacks, stdout=False)
 
 

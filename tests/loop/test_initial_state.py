@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from loops import Normalized, Regressor, X, assert_equal, make_loop, make_task
+from marks import slow
 
 import flaxfit as ff
 from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
@@ -21,7 +22,7 @@ def test_a_given_state_needs_no_key():
     assert loop.next_step().step == 1
 
 
-@pytest.mark.parametrize("key", [jax.random.key(3), jax.random.PRNGKey(3), 3])
+@pytest.mark.parametrize("key", [slow(jax.random.key(3)), jax.random.PRNGKey(3), 3])
 def test_a_key_is_typed_or_raw_or_a_seed(key):
     expected = make_loop(rnkey=jax.random.key(3)).next_step()
     assert make_loop(rnkey=key).next_step().loss == expected.loss

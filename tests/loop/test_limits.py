@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import linen as nn
 from internals import totals_of
+from marks import slow
 
 import flaxfit as ff
 from flaxfit.step._cost import memory_of
@@ -37,7 +38,7 @@ def watched(watch, apply, init, data, optimizer, n_steps, **options):
     return loop
 
 
-@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("resident", [slow(True), False])
 def test_the_host_makes_no_more_calls_for_more_arrays(resident):
     def calls_of_a_step(n):
         calls = Counter()

@@ -9,6 +9,7 @@ import optax
 import pytest
 from internals import programs_of
 from loops import init_of
+from marks import slow
 
 import flaxfit as ff
 
@@ -46,7 +47,7 @@ def assert_equal(tree, other):
     jax.tree.map(np.testing.assert_array_equal, tree, other)
 
 
-@pytest.mark.parametrize("n_devices", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("n_devices", [slow(1), 2])
 def test_a_rate_that_is_set_between_steps_acts_without_a_new_program(n_devices):
     loop = make_loop(adam(), n_devices)
     rates = []
@@ -65,7 +66,7 @@ def test_a_rate_that_is_set_between_steps_acts_without_a_new_program(n_devices):
     )
 
 
-@pytest.mark.parametrize("borrows", [False, True])
+@pytest.mark.parametrize("borrows", [slow(False), True])
 def test_a_rate_that_a_callback_sets_is_not_put_on_a_state_of_another_step(borrows):
     seen = {}
 

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 from sklearn.metrics import accuracy_score, top_k_accuracy_score
 
 from flaxfit.metrics import accuracy, auc, binary_accuracy, perplexity, top_k
@@ -119,10 +120,10 @@ THREE_SCORES = np.eye(3, dtype=np.float32)[[0, 1, 2, 0]]
     ("metric", "outputs", "labels"),
     [
         *((metric, THREE_SCORES, [0, 1, 2, -1]) for metric in (accuracy, top_k(2), perplexity)),
-        *((metric, THREE_SCORES, [0, 1, 2, 3]) for metric in (accuracy, top_k(2), perplexity)),
-        *((metric, ONE_SCORE, [0, 1, 1, -1]) for metric in (accuracy, binary_accuracy, auc)),
+        *(slow(metric, THREE_SCORES, [0, 1, 2, 3]) for metric in (accuracy, top_k(2), perplexity)),
+        *(slow(metric, ONE_SCORE, [0, 1, 1, -1]) for metric in (accuracy, binary_accuracy, auc)),
         *((metric, ONE_SCORE, [0, 1, 1, 2]) for metric in (accuracy, binary_accuracy, auc)),
-        (auc, THREE_SCORES[:, :2], [0, 1, 1, 2]),
+        slow(auc, THREE_SCORES[:, :2], [0, 1, 1, 2]),
         (accuracy, THREE_SCORES, [[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 0]]),
         (top_k(1), THREE_SCORES, [[1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]]),
         (accuracy, THREE_SCORES, [[1, 0, 0], [0, 1, 0], [0, 0, 1], [2, -1, 0]]),

@@ -501,7 +501,7 @@ class Other(nn.Module):
         return nn.Dense(2, name="c")(nn.Dense(2, name="a")(x))
 
 
-@pytest.mark.parametrize("use", ["predict", "evaluate", "export", "fit"])
+@pytest.mark.parametrize("use", ["predict", slow("evaluate"), slow("export"), "fit"])
 def test_a_loaded_state_of_another_model_is_refused_at_the_first_use(tmp_path, use):
     model = pair()
     model.fit(ONE, TWO, verbose=0)

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from internals import programs_of
+from marks import slow
 
 import flaxfit as ff
 from flaxfit.step._cost import cost_of, memory_of
@@ -75,7 +76,9 @@ def test_the_count_is_that_of_the_asked_batch_size():
     np.testing.assert_allclose(loop.step_flops(320), 10 * loop.step_flops(32), rtol=0.1)
 
 
-@pytest.mark.parametrize("strategy", [ff.DataParallel(ONE), ff.DataParallel(), ff.Sharded()])
+@pytest.mark.parametrize(
+    "strategy", [slow(ff.DataParallel(ONE)), ff.DataParallel(), slow(ff.Sharded())]
+)
 def test_memory_is_that_of_the_program_that_runs(strategy):
     loop = make_loop(nn.Dense(128), strategy=strategy, data=[(x, y)])
     next(loop)

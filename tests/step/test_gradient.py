@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from loops import init_of
+from marks import slow
 
 import flaxfit as ff
 from flaxfit.step._gradient import count_parts
@@ -128,7 +129,7 @@ def test_microbatches_differ_in_their_dropout():
     assert next(loop).loss == pytest.approx(float(expected), rel=1e-6)
 
 
-@pytest.mark.parametrize("n_devices", [1, 2])
+@pytest.mark.parametrize("n_devices", [slow(1), 2])
 def test_frozen_parameters_are_not_touched_and_have_no_moments(n_devices):
     loop, checkpoints = train(
         4, n_devices, optimizer=optax.adamw(0.05, weight_decay=0.5), freeze="stem/.*"
@@ -269,7 +270,7 @@ def test_the_scale_of_a_loss_that_overflows_is_halved_and_the_step_skipped(n_dev
     assert np.all(np.isfinite(loop.state.params["head"]["kernel"]))
 
 
-@pytest.mark.parametrize("n_devices", [1, 2])
+@pytest.mark.parametrize("n_devices", [slow(1), 2])
 def test_the_average_follows_its_formula(n_devices):
     loop, checkpoints = train(n_devices=n_devices, ema=0.75, freeze="stem/bias")
     average = jax.device_get(train(0)[0].state.params)

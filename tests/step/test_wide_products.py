@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from marks import slow
 
 import flaxfit as ff
 
@@ -45,7 +46,12 @@ def test_products_in_float32_are_counted_and_said_once(strategy, capsys):
 
 @pytest.mark.parametrize(
     ("dtype", "precision"),
-    [(None, "bfloat16"), (jnp.bfloat16, "bfloat16"), (jnp.float32, None), (jnp.float32, "float32")],
+    [
+        (None, "bfloat16"),
+        slow(jnp.bfloat16, "bfloat16"),
+        (jnp.float32, None),
+        slow(jnp.float32, "float32"),
+    ],
 )
 def test_where_it_reaches_all_products_nothing_is_said(dtype, precision, capsys):
     next(make_loop(dtype, precision, ff.DataParallel(jax.devices()[:1])))

@@ -8,6 +8,8 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from loops import init_of
+from marks import slow
 
 import flaxfit as ff
 from flaxfit.task._multi_output import LossByOutput, as_loss
@@ -42,7 +44,7 @@ def losses_of(outputs):
     return np.mean(logs - logits[np.arange(22), CLASSES]), np.mean((numbers - NUMBERS) ** 2)
 
 
-@pytest.mark.parametrize("form", [dict, tuple])
+@pytest.mark.parametrize("form", [dict, slow(tuple)])
 def test_a_model_is_trained_on_the_weighted_sum_and_reports_each_loss(form):
     targets = {"kind": CLASSES, "size": NUMBERS} if form is dict else (CLASSES, NUMBERS)
     metrics = {"kind": "accuracy", "size": ["mae", "rmse"]}
@@ -166,7 +168,7 @@ def trained_on(data, strategy=None, held_out=None, **options):
     measure = ff.EvalLoop(ff.EvalTask(apply, metrics, held_out or batches_of(4), loss=task.loss))
     options = {"callbacks": [measure], "stdout": False, **options}
     options["strategy"] = strategy or one_device()
-    loop = ff.TrainLoop(TwoHeads().init, task, 0, n_steps=10, **options)
+    loop = ff.TrainLoop(init_of(TwoHeads(), 3), task, 0, n_steps=10, **options)
     return list(loop)[-1]
 
 
@@ -231,7 +233,7 @@ def test_metrics_see_the_targets_that_have_no_weight():
     hundreds = ff.metrics.Metric(count, lambda sums: sums[0], "hundreds")
     metrics = {"error": error, "size": [hundreds]}
     task = ff.TrainTask(TwoHeads().apply, optax.sgd(0.0), LOSS, data, metrics)
-    loop = ff.TrainLoop(TwoHeads().init, task, 0, strategy=one_device(), stdout=False)
+    loop = ff.TrainLoop(init_of(TwoHeads(), 3), task, 0, strategy=one_device(), stdout=False)
     found = loop.next_step()
     outputs = TwoHeads().apply({"params": found.state.params}, X)
     expected = np.abs(np.asarray(outputs["size"]) - numbers).mean()
@@ -247,8 +249,12 @@ def test_tasks_that_take_turns_may_have_weights_by_output():
     plain = ff.TrainTask(apply, sgd, LOSS, [(X, TARGETS)])
     task = ff.MultiTask({"weighted": weighted, "plain": plain})
     strategy = one_device()
-    both = ff.TrainLoop(TwoHeads().init, task, 0, strategy=strategy, stdout=False).next_step()
-    alone = ff.TrainLoop(TwoHeads().init, weighted, 0, strategy=strategy, stdout=False).next_step()
+    both = ff.TrainLoop(
+        init_of(TwoHeads(), 3), task, 0, strategy=strategy, stdout=False
+    ).next_step()
+    alone = ff.TrainLoop(
+        init_of(TwoHeads(), 3), weighted, 0, strategy=strategy, stdout=False
+    ).next_step()
     for name in "loss", "kind_loss", "size_loss":
         assert both.metrics[f"weighted/{name}"] == pytest.approx(alone.metrics[name], rel=1e-5)
 
@@ -275,7 +281,7 @@ def test_weights_by_output_of_batches_that_do_not_fit_are_refused(
     with pytest.raises(ValueError, match=message):
         data = (X, TARGETS, weights) if is_array else batches_of(22, weights=weights)
         task = ff.TrainTask(TwoHeads().apply, optax.sgd(0.1), loss, data, **options)
-        ff.TrainLoop(TwoHeads().init, task, 0, stdout=False).next_step()
+        ff.TrainLoop(init_of(TwoHeads(), 3), task, 0, stdout=False).next_step()
 
 
 def test_an_evaluation_without_losses_by_name_refuses_weights_by_output():
@@ -401,13 +407,13 @@ def test_the_loss_is_the_object_that_a_task_holds():
     assert isinstance(task.loss, LossByOutput)
 
 
-@pytest.mark.parametrize("is_first_weighted", [True, False])
+@pytest.mark.parametrize("is_first_weighted", [True, slow(False)])
 def test_a_given_batch_with_other_weights_than_those_before_is_refused(is_first_weighted):
     whole = (X, {"kind": CLASSES, "size": NUMBERS})
     weighted = (*whole, WEIGHTS)
     first, other = (weighted, whole) if is_first_weighted else (whole, weighted)
     task = ff.TrainTask(TwoHeads().apply, optax.sgd(0.1), LOSS, [first] * 2)
-    loop = ff.TrainLoop(TwoHeads().init, task, 0, strategy=one_device(), stdout=False)
+    loop = ff.TrainLoop(init_of(TwoHeads(), 3), task, 0, strategy=one_device(), stdout=False)
     loop.next_step()
     with pytest.raises(ValueError, match="it has weights by output, and those before have not"):
         loop.next_step(other)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from loops import given
+from marks import slow
 
 import flaxfit as ff
 
@@ -14,6 +16,7 @@ X = np.linspace(0.1, 1, 8, dtype=np.float32)[:, None]
 Y = X[:, 0]
 
 
+@given
 def init(rngs, x):
     return {"params": jnp.ones(x.shape[1])}
 
@@ -41,7 +44,7 @@ def logarithm(outputs, targets):
     return jnp.log(-1 - outputs**2) + targets
 
 
-@pytest.mark.parametrize("is_begun", [False, True])
+@pytest.mark.parametrize("is_begun", [slow(False), True])
 @pytest.mark.parametrize("make", [ff.DataParallel, ff.Sharded])
 def test_a_loop_without_jit_names_the_debug_mode(make, is_begun):
     loop = loop_over(strategy=make())
