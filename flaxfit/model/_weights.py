@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -93,24 +93,26 @@ def open_weights(
             return checkpoints.load_weights(path, target, partial=partial)
         within = _check_prefix(prefix, variables)
         patterns = _check_patterns(partial, variables)
+        if is_of_all:
+            places = {name: name.replace("/", f"/{within}", 1) for name in values}
+            collections = set(variables)
+        else:
+            places = _places(values, variables, within)
+            collections = {"params", *(place.partition("/")[0] for place in places.values())}
 
         def is_taken(name: str, leaf: ArrayLike) -> bool:
             collection, _, rest = name.partition("/")
-            is_of_file = (is_of_all or collection == "params") and rest.startswith(within)
+            is_of_file = collection in collections and rest.startswith(within)
             is_wanted = any(re.fullmatch(pattern, rest) for pattern in patterns)
             return is_of_file and is_wanted and not is_key(leaf)
-
-        def placed(name: str) -> str:
-            collection, _, rest = name.partition("/") if is_of_all else ("params", "/", name)
-            return f"{collection}/{within}{rest}"
 
         taken = jax.tree_util.tree_map_with_path(
             lambda at, leaf: leaf if is_taken(path_of(at), leaf) else optax.MaskedNode(), variables
         )
         new = dataclasses.replace(
             translation,
-            values={placed(name): value for name, value in values.items()},
-            sources={placed(name): translation.sources.get(name, name) for name in values},
+            values={place: values[name] for name, place in places.items()},
+            sources={p: translation.sources.get(name, name) for name, p in places.items()},
         )
         strict = partial is None
         filled = fill_from(new, taken, strict=strict, partial=False, dtype=None, lazy=False)
@@ -132,6 +134,26 @@ def state_alone(path: str | os.PathLike[str], seed: int) -> TrainState | None:
         return None
     step, key = jnp.int32(0), jax.random.key(seed)
     return TrainState(step, variables.pop("params"), (), variables, key)
+
+
+def _places(names: Collection[str], variables: Mapping[str, PyTree], within: str) -> dict[str, str]:
+    """Returns the paths in the variables that names without a collection stand for.
+
+    They are parameters, or as in `nnx.state` variables of all kinds. Orbax writes that as
+    "layer/kernel/value". Random streams, "dropout/rngs/key" and "dropout/rngs/count", are left out.
+    """
+    suffix = "/value" if all(name.endswith("/value") for name in names) else ""
+    own = [path.partition("/") for path in flat(variables)]
+    collections = {rest: collection for collection, _, rest in own if collection != "params"}
+    collections |= {rest: collection for collection, _, rest in own if collection == "params"}
+    places = {}
+    for name in names:
+        path = f"{within}{name.removesuffix(suffix)}"
+        stream, _, part = name.removesuffix(suffix).rpartition("/")
+        of_stream = {f"{stream}/{each}{suffix}" for each in ("key", "count")}
+        if path in collections or part not in ("key", "count") or not of_stream <= {*names}:
+            places[name] = f"{collections.get(path, 'params')}/{path}"
+    return places
 
 
 def _check_prefix(prefix: str, variables: Mapping[str, PyTree]) -> str:

@@ -160,7 +160,7 @@ def update_nnx(model: Any, variables: PyTree, *, losses: Names = ()) -> None:
       losses: as passed to `from_nnx`; such variables are not changed.
 
     Raises:
-      TypeError: the model is not an instance of an nnx module.
+      TypeError: the model is not an instance of an nnx module; the variables are no mapping.
       ValueError: the variables do not fit the model, which is not changed then.
     """
     from flax import nnx
@@ -169,6 +169,11 @@ def update_nnx(model: Any, variables: PyTree, *, losses: Names = ()) -> None:
 
     if not isinstance(model, nnx.Module):
         raise TypeError(f"update_nnx needs an instance of an nnx module, got {model!r:.60}.")
+    if not isinstance(variables, Mapping):
+        raise TypeError(
+            "update_nnx needs variables by collection, such as model.state.variables, got "
+            f"{type(variables).__name__}."
+        )
     states.assign(model, jax.tree.map(jnp.copy, variables), states.names_of(losses))
 
 

@@ -141,7 +141,8 @@ def filled(state: nnx.State, variables: Variables, losses: Sequence[str] = ()) -
     if missing:
         raise ValueError(
             f"The variables lack what the model holds at {', '.join(missing)}; they have the "
-            f"collections {', '.join(variables)}. Pass what its init returned."
+            f"collections {', '.join(variables)}. Pass variables by collection, as its init "
+            "returns them and state.variables holds them."
         )
     return nnx.from_flat_state(values)
 

@@ -1,4 +1,4 @@
-"""Compiles programs: checks their arguments before, and returns the compiler's memory after."""
+"""Compiles programs ahead of their first call, and gives back the memory of the compiler."""
 
 import ctypes
 import functools
@@ -11,21 +11,33 @@ from flaxfit.tree._jax_debugging import check_jit
 from flaxfit.tree._types import ArrayLike, Function, PyTree
 
 
-def check_can_compile(arguments: tuple[PyTree, ...]) -> None:
-    """Checks that `jax.disable_jit` is off, and that programs can take these arguments."""
+def compiled(
+    function: jax.stages.Wrapped,
+    arguments: tuple[PyTree, ...],
+    options: Mapping[str, str] | None = None,
+) -> Function:
+    """Compiles a function for arguments, then gives the compiler's memory back to the system.
+
+    Where this version of JAX cannot call compiled programs with the arguments, it returns the
+    function itself, which JAX compiles when it is first called.
+
+    Raises:
+      RuntimeError: `jax.disable_jit` is on.
+      NotImplementedError: JAX cannot call programs with the arguments, and there are options.
+    """
     check_jit()
     for leaf in jax.tree.leaves(arguments):
         if _bits(leaf) < 8 and not _takes_sub_byte(leaf.dtype.name):
+            if options is None:
+                return function
             raise NotImplementedError(
-                f"JAX {jax.__version__} cannot call a compiled program with arrays of "
-                f"{leaf.dtype}, such as one of the shape {leaf.shape} in the state or the batch: "
-                "keep them as int8, or upgrade JAX."
+                f"JAX {jax.__version__} cannot call a program that was compiled with options with "
+                f"arrays of {leaf.dtype}, such as one of the shape {leaf.shape} in the state or "
+                "the batch: keep them as int8, leave virtual_replicas out, or upgrade JAX."
             )
-
-
-def compiled(lowered: jax.stages.Lowered, options: Mapping[str, str] | None = None) -> Function:
-    """Compiles a lowered program, then gives the compiler's memory back to the system."""
-    program = lowered.compile(compiler_options=None if options is None else dict(options))
+    program = function.lower(*arguments).compile(
+        compiler_options=None if options is None else dict(options)
+    )
     give_back_free_memory()
     return program
 

@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from flaxfit.strategies._compilation import check_can_compile, compiled
+from flaxfit.strategies._compilation import compiled
 from flaxfit.strategies._copy import copied, placed_copy, unaliased
 from flaxfit.strategies._devices import given_devices, local_devices
 from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica, without_axis
@@ -184,19 +184,17 @@ class DataParallel:
         self, function: Function, arguments: tuple[PyTree, ...], *, n_donated: int = 0
     ) -> Function:
         """Compiles `function(state, ..., batch)`; every result must agree between replicas."""
-        check_can_compile(arguments)
         mapped = self._map(function, len(arguments), None, n_donated)
         if self.virtual_replicas is None:
             # The compiled object skips the conversion of host-local arrays that pmap does.
-            return compiled(mapped.lower(*arguments)) if self.n_processes == 1 else mapped
-        program = compiled(mapped.lower(*arguments), _AS_ON_ONE_DEVICE)
+            return compiled(mapped, arguments) if self.n_processes == 1 else mapped
+        program = compiled(mapped, arguments, _AS_ON_ONE_DEVICE)
         return program if self.n_processes == 1 else self._on_all(program)
 
     def compile_split(self, function: Function, arguments: tuple[PyTree, ...]) -> Function:
         """Compiles `function(state, ..., batch)` whose results keep the device axis."""
-        check_can_compile(arguments)
         mapped = self._map(function, len(arguments), 0, 0)
-        return compiled(mapped.lower(*arguments)) if self.n_processes == 1 else mapped
+        return compiled(mapped, arguments) if self.n_processes == 1 else mapped
 
     def _map(
         self, function: Function, n_arguments: int, out_axes: int | None, n_donated: int

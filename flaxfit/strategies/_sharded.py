@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flaxfit.state._optimizer_axes import specs_by_parameter
-from flaxfit.strategies._compilation import check_can_compile, compiled
+from flaxfit.strategies._compilation import compiled
 from flaxfit.strategies._copy import copied, placed_copy, unaliased
 from flaxfit.strategies._devices import given_devices
 from flaxfit.strategies._gather import gather
@@ -238,7 +238,7 @@ class Sharded:
         self, function: Function, arguments: tuple[PyTree, ...], *, n_donated: int = 0
     ) -> Function:
         """Compiles `function(state, ..., batch)`, whose results are where `constrain` puts them."""
-        return compiled(self._jit(self.bind(function), arguments, n_donated).lower(*arguments))
+        return compiled(self._jit(self.bind(function), arguments, n_donated), arguments)
 
     def compile_split(self, function: Function, arguments: tuple[PyTree, ...]) -> Function:
         """Compiles `function(state, ..., batch)` whose results are split as the batch is."""
@@ -250,12 +250,11 @@ class Sharded:
             parts = jax.tree.map(lambda x: self._batch_sharding() if x.ndim else whole, results)
             return jax.lax.with_sharding_constraint(results, parts)
 
-        return compiled(self._jit(split, arguments, 0).lower(*arguments))
+        return compiled(self._jit(split, arguments, 0), arguments)
 
     def _jit(
         self, function: Function, arguments: tuple[PyTree, ...], n_donated: int
     ) -> jax.stages.Wrapped:
-        check_can_compile(arguments)
         *states, batch = arguments
 
         def place_of(x: Array) -> jax.sharding.Sharding:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -222,3 +223,29 @@ def test_rngs_by_position_alone_are_refused():
 
     with pytest.raises(TypeError, match="takes rngs by position alone"):
         make_model(Positional)
+
+
+@pytest.mark.parametrize("form", ["state", pytest.param("pure dict", marks=pytest.mark.slow)])
+def test_weights_that_orbax_saved_of_an_nnx_state_are_loaded_without_rules(tmp_path, form):
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.BatchNorm(64, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+            self.out = nnx.Linear(64, 10, rngs=rngs)
+
+        def __call__(self, x):
+            return self.out(self.dropout(self.norm(x.reshape(x.shape[0], -1))))
+
+    net = Net(nnx.Rngs(3))
+    net(IMAGES)  # Statistics of its own.
+    state = nnx.state(net)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "net", state if form == "state" else nnx.to_pure_dict(state))
+    model = make_model(Net(nnx.Rngs(0)))
+    model.load_weights(tmp_path / "net")
+    net.eval()
+    assert_predicts(model, net)
+    other = make_model(CNN(rngs=nnx.Rngs(0)))
+    other.load_weights(tmp_path / "net")
+    with pytest.raises(ValueError, match=r"params/conv/kernel is not in the checkpoint"):
+        other.predict(IMAGES)

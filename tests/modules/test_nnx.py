@@ -490,3 +490,15 @@ def test_a_function_in_the_place_of_the_call_may_take_rngs_too():
     init, apply = from_nnx(Streams, call=call)
     variables = init(jax.random.key(0), X)
     assert apply(variables, X, rngs=KEYS) and not apply(variables, X)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (None, "needs variables by collection, such as model.state.variables, got NoneType"),
+        ({"layer": {}}, "lack what the model holds at params/layer/bias.*state.variables holds"),
+    ],
+)
+def test_variables_of_another_form_are_refused(variables, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        update_nnx(Streams(nnx.Rngs(0)), variables)
