@@ -139,7 +139,7 @@ def test_a_loop_of_ones_own_goes_on_from_between_two_checkpoints(tmp_path):
     whole = results(loop)
     assert list(whole) == [1, 6, 11, 12]
     for step in (3, 6, 12):
-        init = CheckpointFileReader(tmp_path, nn.Dense(1).init)
+        init = CheckpointFileReader(tmp_path, init_of(nn.Dense(1), X.shape[1]))
         # The writer is called rarely; the signal has it save all the same.
         writer = every(1000, CheckpointFileWriter(tmp_path))
         with pytest.raises(SystemExit):
