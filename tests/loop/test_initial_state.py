@@ -56,9 +56,10 @@ def test_the_ancestors_arguments_become_fields_of_the_task():
     assert loop.task.rngs == ("noise",) and loop.task.mutable is False
 
 
-def test_a_module_in_place_of_its_init_is_refused():
-    with pytest.raises(TypeError, match=r"pass module\.init"):
-        ff.TrainLoop(Regressor(), make_task(), 0)
+def test_a_module_stands_for_its_init():
+    module, task = Regressor(), make_task()
+    loops = [ff.TrainLoop(init, task, 0, stdout=False) for init in (module, module.init)]
+    assert_equal(*(loop.state.params for loop in loops))
 
 
 def test_a_reader_is_asked_for_a_checkpoint_and_a_fresh_start_said(capsys):
