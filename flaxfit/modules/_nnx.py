@@ -70,11 +70,10 @@ def from_nnx(
             "bool or None, or an argument of a layer's set_view."
         )
     takes_rngs = _takes_rngs(abstract.__call__ if call is None else call)
-    evaluation = {**states.switches_of(abstract, train=False), **modes}
-    arguments = {}
+    given, arguments = modes, {}
     if train is not None:
-        given = call_defaults(abstract.__call__) if call is None else {}
-        found = {**states.attributes_of(abstract), **given}
+        defaults = call_defaults(abstract.__call__) if call is None else {}
+        found = {**states.attributes_of(abstract), **defaults}
         check_switches({n: found[n] for n in found if n not in modes}, type(abstract).__name__)
         modes = {**switches(train), **modes}
         arguments = {} if call else call_flags(abstract.__call__, train)
@@ -98,8 +97,8 @@ def from_nnx(
         def run(streams: nnx.State) -> tuple[PyTree, nnx.Module]:
             module = nnx.merge(graph, streams, states.filled(template, variables, names))
             function = module if call is None else functools.partial(call, module)
-            given = {"rngs": states.rngs_of_call(rngs)} if takes_rngs else {}
-            return function(*inputs, **{**given, **arguments, **named}), module
+            keys = {"rngs": states.rngs_of_call(rngs)} if takes_rngs else {}
+            return function(*inputs, **{**keys, **arguments, **named}), module
 
         streams = states.keyed(random, rngs)
         unused = states.counts(streams)
@@ -129,6 +128,7 @@ def from_nnx(
         return outputs, {name: tree for name, tree in updates.items() if in_filter(mutable, name)}
 
     def merged(variables: Variables) -> nnx.Module:
+        evaluation = {**switches(train=False), **given}
         graph, random, template = states.split(abstract, evaluation, names)
         streams = states.keyed(random, jax.random.key(0))
         return nnx.merge(graph, streams, states.filled(template, variables, names))

@@ -6,7 +6,7 @@ This imports nnx, so it is imported only where a model is an nnx module.
 import functools
 import inspect
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 from jax.interpreters import partial_eval
 
-from flaxfit.modules._flags import parameters, switches
+from flaxfit.modules._flags import parameters
 from flaxfit.modules._functions import Names
 from flaxfit.tree._types import Function, PyTree, Rngs, Variables
 
@@ -91,21 +91,14 @@ def selected(module: nnx.Module, filter: Any) -> dict[str, bool]:
     }
 
 
-def switches_of(module: nnx.Module, *, train: bool) -> dict[str, bool]:
-    """The switches that a part of a module has, set for training or for evaluation."""
-    found = switches(train)
-    unknown = unknown_modes(module, found)
-    return {name: value for name, value in found.items() if name not in unknown}
-
-
 def attributes_of(module: nnx.Module) -> dict[str, object]:
     """The attributes of a module and of its parts, by name."""
     return {name: x for _, part in nnx.iter_modules(module) for name, x in vars(part).items()}
 
 
-def unknown_modes(module: nnx.Module, modes: Iterable[str]) -> list[str]:
+def unknown_modes(module: nnx.Module, modes: Collection[str]) -> list[str]:
     """The modes that no part of a module has."""
-    parts = [part for _, part in nnx.iter_modules(module)]
+    parts = [part for _, part in nnx.iter_modules(module)] if modes else []
     return [
         name
         for name in modes
@@ -117,10 +110,12 @@ def split(
     module: nnx.Module, modes: Mapping[str, Any], losses: Sequence[str] = ()
 ) -> tuple[nnx.GraphDef[nnx.Module], nnx.State, nnx.State]:
     """The graph of a module with modes set, and the shapes of its random and its other states."""
-    view = viewed(module, modes)
-    nnx.pop(view, functools.partial(_is_sown, losses))
+    view, is_sown = viewed(module, modes), functools.partial(_is_sown, losses)
     graph, random, state = nnx.split(view, nnx.RngState, ...)
-    return graph, *jax.eval_shape(lambda *states: states, random, state)
+    if any(is_sown(path, leaf) for path, leaf in nnx.to_flat_state(state)):
+        nnx.pop(view, is_sown)
+        graph, random, state = nnx.split(view, nnx.RngState, ...)
+    return graph, *jax.tree.map(_shape, (random, state))
 
 
 def filled(state: nnx.State, variables: Variables, losses: Sequence[str] = ()) -> nnx.State:
@@ -266,6 +261,10 @@ def _collection(leaf: Leaf, losses: Sequence[str] = ()) -> str:
         return "constants"
     name = collection_of(type(leaf))
     return "losses" if name in losses else name
+
+
+def _shape(x: PyTree) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
 def _is_module(_: object, node: object) -> bool:
