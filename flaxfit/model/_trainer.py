@@ -4,13 +4,14 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import optax
 
-from flaxfit import checkpoints
+from flaxfit import checkpoints, display
 from flaxfit.callbacks._callback import Callback
 from flaxfit.callbacks._history import History
 from flaxfit.callbacks._progress import ENDLESS
@@ -49,6 +50,9 @@ class StateReader:
         )
 
 
+_OF_INSTANCES: weakref.WeakValueDictionary[int, "Trainer"] = weakref.WeakValueDictionary()
+"""The latest trainer of each nnx instance, by its `id`."""
+
 Init = InitFn | TrainState | checkpoints.CheckpointFileReader | StateReader
 """What a `TrainLoop` begins with."""
 
@@ -83,8 +87,23 @@ class Trainer:
         self._fresh = init
         self._loaded: TrainState | None = None
         self._is_given = False
+        self._note_shared()
         self._unchecked: str | os.PathLike[str] | None = None
         """The folder of a loaded state whose shapes are not yet compared with the model."""
+
+    def _note_shared(self) -> None:
+        """Says that the weights of an nnx instance will be those of the model fitted last."""
+        handle = handle_of(self.task.apply)
+        if handle is None or handle.assign is None:
+            return
+        other = _OF_INSTANCES.get(id(handle.module))
+        before = None if other is None else handle_of(other.task.apply)
+        if before is not None and before.module is handle.module:
+            display.say(
+                f"this {self.name} is the module of another Model, too: each trains a copy of its "
+                "weights, and it holds those of the Model that was fitted last"
+            )
+        _OF_INSTANCES[id(handle.module)] = self
 
     @property
     def is_fresh(self) -> bool:

@@ -109,9 +109,20 @@ def unknown_modes(module: nnx.Module, modes: Collection[str]) -> list[str]:
 def split(
     module: nnx.Module, modes: Mapping[str, Any], losses: Sequence[str] = ()
 ) -> tuple[nnx.GraphDef[nnx.Module], nnx.State, nnx.State]:
-    """The graph of a module with modes set, and the shapes of its random and its other states."""
+    """The graph of a module with modes set, and the shapes of its random and its other states.
+
+    Raises:
+      TypeError: it has variables whose values are references.
+    """
     view, is_sown = viewed(module, modes), functools.partial(_is_sown, losses)
     graph, random, state = nnx.split(view, nnx.RngState, ...)
+    for path, leaf in nnx.to_flat_state(state):
+        kind = next((name for name in ("hijax", "ref") if getattr(leaf, name, False)), None)
+        if kind is not None:
+            raise TypeError(
+                f"{'/'.join(map(str, path))} is a variable with {kind}=True, a reference to an "
+                f"array: make the module with nnx.var_defaults({kind}=False)."
+            )
     if any(is_sown(path, leaf) for path, leaf in nnx.to_flat_state(state)):
         nnx.pop(view, is_sown)
         graph, random, state = nnx.split(view, nnx.RngState, ...)

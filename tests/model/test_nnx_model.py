@@ -249,3 +249,16 @@ def test_weights_that_orbax_saved_of_an_nnx_state_are_loaded_without_rules(tmp_p
     other.load_weights(tmp_path / "net")
     with pytest.raises(ValueError, match=r"params/conv/kernel is not in the checkpoint"):
         other.predict(IMAGES)
+
+
+def test_an_instance_of_two_models_is_told_of(capsys):
+    net = MLP(nnx.Rngs(0))
+    first = make_model(net)
+    assert "another Model" not in capsys.readouterr().err
+    second = make_model(net, seed=1)
+    assert "this MLP is the module of another Model, too" in capsys.readouterr().err
+    fit(first)
+    fit(second)
+    net.eval()
+    assert_predicts(second, net)
+    assert (first.predict(IMAGES) != second.predict(IMAGES)).any()

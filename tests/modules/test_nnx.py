@@ -502,3 +502,21 @@ def test_a_function_in_the_place_of_the_call_may_take_rngs_too():
 def test_variables_of_another_form_are_refused(variables, message):
     with pytest.raises((TypeError, ValueError), match=message):
         update_nnx(Streams(nnx.Rngs(0)), variables)
+
+
+@pytest.mark.parametrize("kind", ["hijax", "ref"])
+def test_variables_that_are_references_are_refused(kind):
+    with nnx.var_defaults(**{kind: True}):
+        layer = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=rf"(bias|kernel) is a variable with {kind}=True"):
+        from_nnx(layer)
+
+
+def test_modules_of_tree_mode_are_as_those_of_graph_mode():
+    def outputs():
+        init, apply = from_nnx(Net, train=False)
+        return apply(init(jax.random.key(0), X), X)
+
+    expected = outputs()
+    with nnx.set_graph_mode(False):
+        np.testing.assert_array_equal(outputs(), expected)
