@@ -22,6 +22,7 @@ from flaxfit.model._fit import check_arguments, fit
 from flaxfit.model._streams import in_order
 from flaxfit.model._tasks import make_tasks
 from flaxfit.model._trainer import Trainer
+from flaxfit.modules._patterns import as_patterns
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._validate import shapes_of
 from flaxfit.strategies import Strategy
@@ -278,7 +279,7 @@ class Model:
         """
         if partial is not None:
             apply = self._trainer.task.apply
-            partial = modules.as_patterns("partial", partial, apply, collection=None)
+            partial = as_patterns("partial", partial, apply, collection=None)
         self._trainer.load_weights(
             path, partial=partial, translator=translator, prefix=prefix, **opts
         )

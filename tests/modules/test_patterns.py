@@ -6,7 +6,8 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from flaxfit.modules import as_patterns, from_nnx
+from flaxfit.modules import from_nnx
+from flaxfit.modules._patterns import as_patterns
 from flaxfit.tree._selection import label_of
 
 
