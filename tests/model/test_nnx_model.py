@@ -8,6 +8,7 @@ import orbax.checkpoint
 import pytest
 from flax import linen as nn
 from flax import nnx
+from marks import slow
 from sklearn.datasets import load_digits
 
 import flaxfit as ff
@@ -63,7 +64,7 @@ def assert_predicts(model, module):
     np.testing.assert_allclose(outputs(module), model.predict(IMAGES), atol=1e-5)
 
 
-@pytest.mark.parametrize("n", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [1, slow(4)])
 def test_a_network_whose_call_takes_rngs_is_trained(n):
     model = make_model(CNN(rngs=nnx.Rngs(0)), strategy=ff.DataParallel(jax.devices()[:n]))
     history = fit(model, epochs=10)
@@ -86,7 +87,7 @@ def test_an_instance_holds_the_trained_weights_when_fit_has_ended():
     assert_predicts(model, net)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, slow(ValueError)])
 def test_it_holds_them_when_fit_is_interrupted(error):
     def stop(checkpoint):
         raise error
@@ -100,7 +101,7 @@ def test_it_holds_them_when_fit_is_interrupted(error):
     assert_predicts(model, net)
 
 
-@pytest.mark.parametrize("make", [MLP, lambda rngs: MLP(rngs)], ids=["class", "factory"])
+@pytest.mark.parametrize("make", [MLP, slow(lambda rngs: MLP(rngs))], ids=["class", "factory"])
 def test_the_trained_module_of_a_class_or_a_factory(make):
     model = make_model(make)
     fit(model)
@@ -132,19 +133,6 @@ def test_the_trained_module_of_linen_is_bound():
         model.trained()
     fit(model)
     assert_predicts(model, model.trained())
-
-
-def test_a_model_of_functions_has_no_module():
-    module = nn.Dense(10)
-    model = make_model(
-        (
-            lambda k, x: module.init(k, x.reshape(x.shape[0], -1)),
-            lambda v, x, **k: module.apply(v, x.reshape(x.shape[0], -1)),
-        )
-    )
-    fit(model)
-    with pytest.raises(ValueError, match="made of functions, so there is no module"):
-        model.trained()
 
 
 def test_an_instance_is_measured_and_saved_before_any_fit(tmp_path):
@@ -192,6 +180,7 @@ def test_a_type_of_variables_is_frozen():
     assert (np.asarray(after["lora_b"]) != before["out"]["lora_b"]).any()
 
 
+@pytest.mark.slow
 def test_the_best_weights_are_those_that_are_written_back():
     net = MLP(nnx.Rngs(0))
     model = make_model(net)
@@ -225,7 +214,7 @@ def test_rngs_by_position_alone_are_refused():
         make_model(Positional)
 
 
-@pytest.mark.parametrize("form", ["state", pytest.param("pure dict", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["state", slow("pure dict")])
 def test_weights_that_orbax_saved_of_an_nnx_state_are_loaded_without_rules(tmp_path, form):
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -255,10 +244,38 @@ def test_an_instance_of_two_models_is_told_of(capsys):
     net = MLP(nnx.Rngs(0))
     first = make_model(net)
     assert "another Model" not in capsys.readouterr().err
-    second = make_model(net, seed=1)
+    make_model(net)
     assert "this MLP is the module of another Model, too" in capsys.readouterr().err
-    fit(first)
-    fit(second)
-    net.eval()
-    assert_predicts(second, net)
-    assert (first.predict(IMAGES) != second.predict(IMAGES)).any()
+    assert first.module is net
+
+
+class Partitioned(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+        self.hidden = nnx.Linear(64, 8, kernel_init=init, rngs=rngs)
+        self.out = nnx.Linear(8, 10, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(nnx.relu(self.hidden(x.reshape(x.shape[0], -1))))
+
+
+def without_a_mesh():
+    with nnx.use_eager_sharding(False):
+        return Partitioned(nnx.Rngs(0))
+
+
+def on_a_mesh():
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"))):
+        return Partitioned(nnx.Rngs(0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [without_a_mesh, on_a_mesh])
+def test_an_instance_with_named_dimensions_is_taken_as_it_is(make):
+    sharded = ff.Sharded({"data": 2, "model": 2}, rules=[("model", "model")])
+    models = [make_model(make(), strategy=each) for each in (FIRST, sharded)]
+    histories = [fit(model) for model in models]
+    assert histories[1]["loss"] == pytest.approx(histories[0]["loss"], rel=1e-5)
+    kernel = models[1].state.params["hidden"]["kernel"]
+    assert kernel.sharding.spec == jax.sharding.PartitionSpec(None, "model")
+    assert_predicts(models[1], models[0].trained())

@@ -6,6 +6,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from marks import slow
 
 import flaxfit as ff
 from flaxfit.callbacks import Norms
@@ -49,7 +50,7 @@ def last(loop):
 
 
 @pytest.mark.parametrize(
-    "module", [Net(nnx.Rngs(0)), Net, Linen()], ids=["instance", "class", "linen"]
+    "module", [Net(nnx.Rngs(0)), slow(Net), Linen()], ids=["instance", "class", "linen"]
 )
 def test_a_loop_of_a_module_equals_that_of_its_functions(module):
     if isinstance(module, nn.Module):
