@@ -161,6 +161,7 @@ PUBLIC = {
         "ModelFunctions",
         "from_function",
         "from_nnx",
+        "nnx_step",
         "summarize",
         "train_and_eval",
         "update_nnx",

@@ -93,7 +93,8 @@ class TrainTask:
     """A pure function `(state, batch) -> (state, sums)` in the place of the step that is made of
     model, loss and optimizer. It sees the whole `Batch`, as on one device; sums are numbers by name
     (their mean over the steps is reported), pairs `(sum, weight)`, or what a metric of that name
-    computes with. The optimizer, if any, is what new states are made for."""
+    computes with. The optimizer, if any, is what new states are made for. In the idiom of NNX:
+    `flaxfit.modules.nnx_step`."""
 
     def __post_init__(self) -> None:
         self.__dict__.update(_resolved(self))
@@ -139,6 +140,7 @@ def _resolved(task: TrainTask) -> dict[str, Any]:
     has_own_step, apply = task.step is not None, task.apply
     if has_own_step:
         _check_own_step(task)
+        apply = getattr(task.step, "apply", None) if apply is None else apply
     if apply is not None or not has_own_step:
         apply = as_apply("TrainTask", apply, train=True)
     freeze, norms = (as_patterns(n, getattr(task, n), apply) for n in ("freeze", "norms"))
@@ -179,9 +181,13 @@ def _extended_optimizer(
     task: TrainTask, freeze: Sequence[str], apply: object
 ) -> optax.GradientTransformation:
     """The optimizer of a task with what the options of the task put around it."""
-    given = task.optimizer
+    given, own = task.optimizer, getattr(task.step, "optimizer", None)
     if given is None and task.step is not None:
-        given = optax.identity()
+        given = optax.identity() if own is None else own
+    if own is not None and given is not own:
+        raise ValueError(
+            "The step has optimizers of its own, those of nnx_step: leave the optimizer out."
+        )
     if (transformation := getattr(given, "tx", None)) is not None:  # An `nnx.Optimizer`.
         _say_tx()
         given = transformation
