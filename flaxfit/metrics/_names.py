@@ -15,6 +15,12 @@ from flaxfit.metrics._adapter import (
 from flaxfit.metrics._auc import auc
 from flaxfit.metrics._confusion import f1, precision, recall
 from flaxfit.metrics._metric import Metric, mean
+from flaxfit.metrics._nnx_metrics import (
+    from_nnx_metric,
+    is_multi_metric,
+    is_nnx_metric,
+    members_of_multi,
+)
 from flaxfit.metrics._regression import mae, mse, perplexity, r2, rmse
 from flaxfit.tree._checks import check_order
 from flaxfit.tree._types import Array, Function, PyTree, Sums
@@ -46,8 +52,9 @@ def as_metrics(
 
     Accepts a mapping of names to metrics, a sequence of metrics, one metric, or None. A metric is a
     `Metric`, a built-in name such as "accuracy" or "top_5", a function that returns per-example
-    values, or a metric class of clu or metrax. A `Collection` class of clu is a mapping; its
-    average of the model output "loss" is left out, as the loop reports the loss by that name.
+    values, a metric class of clu or metrax, or an `nnx.metrics.Accuracy`. A `Collection` class of
+    clu and an `nnx.MultiMetric` are mappings; their average of the loss is left out, as the loop
+    reports the loss by that name.
 
     >>> sorted(as_metrics(["accuracy", top_k(3)]))
     ['accuracy', 'top_3']
@@ -58,13 +65,15 @@ def as_metrics(
     """
     if is_collection_class(metrics):
         metrics = members_of(metrics)
+    elif is_multi_metric(metrics):
+        metrics = members_of_multi(metrics)
     if isinstance(metrics, Mapping):
         pairs = [(name, as_metric(metric)) for name, metric in metrics.items()]
     else:
         listed: Any = [] if metrics is None else metrics
         listed = listed if isinstance(listed, list | tuple) else [listed]
         made = [(metric, as_metric(metric)) for metric in listed]
-        pairs = [(_name_of(given), metric) for given, metric in made]
+        pairs = [(_name_of(m if is_nnx_metric(given) else given), m) for given, m in made]
     names = [name for name, _ in pairs]
     for name in names:
         if not isinstance(name, str):
@@ -95,6 +104,8 @@ def as_metric(metric: MetricLike) -> Metric:
         )
     if is_metric_class(metric):
         return from_metric_class(metric)
+    if is_nnx_metric(metric):
+        return from_nnx_metric(metric)
     if isinstance(metric, list | tuple):
         raise TypeError(
             f"Cannot take a list in a list of metrics: {metric!r:.60}. For the metrics of several "
@@ -158,7 +169,7 @@ def _by_name(name: str) -> Metric:
 
 
 def _is_stateful(metric: object) -> bool:
-    """Whether it is updated in place, like the metrics of Flax NNX, Keras and torchmetrics."""
+    """Whether it is updated in place, like the metrics of Keras and torchmetrics."""
     protocols = (("update", "compute"), ("update_state", "result"))
     return any(all(hasattr(metric, name) for name in protocol) for protocol in protocols)
 
