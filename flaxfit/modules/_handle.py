@@ -24,6 +24,8 @@ class ModuleHandle(NamedTuple):
     """Writes variables into an nnx instance; None for everything else."""
     paths: Callable[[Any], dict[str, bool]] | None = None
     """Maps the paths of all variables to whether an NNX filter selects them; None for linen."""
+    streams: frozenset[str] | None = None
+    """The names of its random streams; None where any name may be used."""
 
 
 def with_handle(apply: Function, handle: ModuleHandle) -> Function:

@@ -140,6 +140,7 @@ def from_nnx(
         merged,
         functools.partial(states.assign, model, losses=names) if is_instance else None,
         functools.partial(states.selected, abstract),
+        None if takes_rngs else states.names_of_streams(random),
     )
     return ModelFunctions(starts, with_handle(apply, handle))
 

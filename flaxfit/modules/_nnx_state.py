@@ -172,6 +172,13 @@ def keyed(random: nnx.State, rngs: Rngs) -> nnx.State:
     return nnx.from_flat_state(states)
 
 
+def names_of_streams(random: nnx.State) -> frozenset[str] | None:
+    """The names of the streams of a module; None if one takes the key of any name."""
+    leaves = [leaf for _, leaf in nnx.to_flat_state(random)]
+    names = frozenset(leaf.tag for leaf in leaves if isinstance(leaf, nnx.RngKey))
+    return None if "default" in names else names
+
+
 def rngs_of_call(rngs: Rngs) -> nnx.Rngs | None:
     """The `nnx.Rngs` for a call that takes them, or None if there is no key.
 

@@ -1,6 +1,7 @@
 """train_and_eval: the functions of a model, its switch set for training or for evaluation."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from flax import linen as nn
@@ -79,6 +80,21 @@ def as_apply(owner: str, given: Any, *, train: bool) -> Function:
             "variables, *inputs, ...)."
         )
     return given
+
+
+def check_streams(owner: str, names: Sequence[str], apply: object) -> None:
+    """Checks that an nnx module has the random streams of these names.
+
+    "dropout" and "params" may be named for every module, as they are by default.
+    """
+    handle = handle_of(apply)
+    if handle is None or handle.streams is None:
+        return
+    if unknown := [n for n in names if n not in handle.streams | {"dropout", "params"}]:
+        raise ValueError(
+            f"{owner}: rngs names {', '.join(unknown)}, and the module has the streams "
+            f"{', '.join(sorted(handle.streams)) or 'none'}."
+        )
 
 
 def as_init(owner: str, given: Any, apply: object = None) -> Any:

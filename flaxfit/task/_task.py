@@ -12,7 +12,7 @@ import optax
 
 from flaxfit.display import say
 from flaxfit.modules._patterns import as_patterns, select
-from flaxfit.modules._switch import as_apply, handle_of
+from flaxfit.modules._switch import as_apply, check_streams, handle_of
 from flaxfit.optim._averaged import averaged, has_average, has_ema
 from flaxfit.optim._demands import check_demands
 from flaxfit.optim._extended import extend
@@ -131,8 +131,9 @@ class EvalTask:
         apply = as_apply("EvalTask", self.apply, train=False)
         check_precision("EvalTask", self.precision)
         loss = None if self.loss is None else as_loss(self.loss, self.loss_weights)
-        metrics = as_metrics(self.metrics, loss)
-        self.__dict__.update(apply=apply, loss=loss, metrics=metrics, rngs=_names(self.rngs))
+        metrics, rngs = as_metrics(self.metrics, loss), _names(self.rngs)
+        check_streams("EvalTask", rngs, apply)
+        self.__dict__.update(apply=apply, loss=loss, metrics=metrics, rngs=rngs)
 
 
 def _resolved(task: TrainTask) -> dict[str, Any]:
@@ -153,6 +154,8 @@ def _resolved(task: TrainTask) -> dict[str, Any]:
     loss = task.loss
     if loss is not None or not has_own_step:
         loss = as_loss(loss, task.loss_weights)
+    rngs = _names(task.rngs)
+    check_streams("TrainTask", rngs, apply)
     return {
         "apply": apply,
         "freeze": freeze,
@@ -160,7 +163,7 @@ def _resolved(task: TrainTask) -> dict[str, Any]:
         "optimizer": _extended_optimizer(task, freeze, apply),
         "loss": loss,
         "metrics": as_metrics(task.metrics, loss),
-        "rngs": _names(task.rngs),
+        "rngs": rngs,
     }
 
 

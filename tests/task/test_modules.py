@@ -147,3 +147,24 @@ def test_an_nnx_optimizer_is_taken_by_its_transformation(capsys):
     assert last(make_loop(net, task)).step == 2
     assert make_task(net, optimizer).optimizer is optimizer.tx
     assert capsys.readouterr().err.count("its transformation, optimizer.tx") == 1
+
+
+def test_streams_that_a_module_does_not_have_are_named():
+    class Noisy(nnx.Module):
+        def __init__(self, rngs):
+            self.dropout = nnx.Dropout(0.5, rng_collection="noise", rngs=rngs)
+
+        def __call__(self, x):
+            return self.dropout(x)
+
+    net = Noisy(nnx.Rngs(params=0, noise=1))
+    assert make_task(net, rngs="noise").rngs == ("noise",)
+    for make in (
+        lambda: make_task(net, rngs="nose"),
+        lambda: ff.EvalTask(net, ["mse"], rngs="nose"),
+    ):
+        with pytest.raises(
+            ValueError, match="rngs names nose, and the module has the streams noise"
+        ):
+            make()
+    make_task(Noisy(nnx.Rngs(0)), rngs="any")  # Its only stream takes every key.
