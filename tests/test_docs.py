@@ -4,6 +4,7 @@ The blocks of a page share one namespace. `<!-- not run: reason -->` on the line
 leaves it out; `<!-- needs torch, grain -->` leaves it out where one of these is not installed.
 """
 
+import codeop
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,6 +103,28 @@ def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
     lacking = run(path.read_text(), path)
     if lacking:
         pytest.skip(f"some blocks need {', '.join(lacking)}")
+
+
+def statements_at_the_prompt(code: str) -> list[str]:
+    """The statements that Python's prompt makes of lines that are pasted there."""
+    statements, lines = [], []
+    for line in [*code.splitlines(), ""]:
+        lines.append(line)
+        if codeop.compile_command("\n".join(lines), symbol="single") is not None:
+            statements.append("\n".join(lines))
+            lines = []
+    assert not any(lines), lines
+    return statements
+
+
+def test_an_empty_line_ends_a_class_at_the_prompt():
+    with pytest.raises(SyntaxError):
+        statements_at_the_prompt("class A:\n    x = 1\n\n    y = 2\n")
+
+
+@pytest.mark.parametrize("block", blocks((ROOT / "README.md").read_text()), ids=lambda b: b.line)
+def test_a_block_of_the_readme_can_be_pasted_at_the_prompt(block):
+    assert statements_at_the_prompt(block.code)
 
 
 @pytest.mark.parametrize("name", ["example", "tests"])
