@@ -175,6 +175,22 @@ def test_it_runs_in_one_program_of_several_steps_and_over_several_devices(option
     assert_equal(last(loop).state.variables, expected.state.variables, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_states_of_its_optimizers_lie_where_their_parameters_do():
+    kernel_init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", None))
+    with nnx.use_eager_sharding(False):
+        objects = make(model=nnx.Linear(4, 1, kernel_init=kernel_init, rngs=nnx.Rngs(0)))
+    strategy = ff.Sharded({"data": 2, "model": 2}, rules=[("batch", "data"), ("embed", "model")])
+    step = nnx_step(train_step, **objects)
+    loop = make_loop(step, devices=None, strategy=strategy)
+    state = loop.state_in_place
+    adam = state.opt_state["optimizer"]["opt_state"][0]
+    for kernel in (state.params["kernel"], adam.mu["kernel"], adam.nu["kernel"]):
+        assert kernel.sharding.spec == jax.P("model")
+    expected = last(make_loop(step)).state
+    assert_equal(last(loop).state.params, expected.params, rtol=1e-5, atol=1e-6)
+
+
 def test_a_model_and_optimizer_in_one_is_split():
     def step(optimizer, batch):
         (x,), (y,) = batch.inputs, batch.targets
@@ -221,6 +237,7 @@ def test_of_several_modules_each_is_evaluated_by_its_name():
         nnx_step(gan_step, **make_gan()).apply(checkpoint.state.variables, z)
 
 
+@pytest.mark.slow
 def test_a_model_is_fitted_by_it_and_holds_the_weights_when_fit_ends():
     objects = make(optax.adam(0.05))
     model = ff.Model(objects["model"], None, "mse", step=nnx_step(train_step, **objects))
@@ -241,6 +258,7 @@ def test_hyperparameters_of_its_optimizers_are_read_and_set():
     assert_equal(loop.next_step().state.params, before)
 
 
+@pytest.mark.slow
 def test_masked_optimizers_and_those_of_a_part_are_split():
     model = Net(nnx.Rngs(0))
     tx = optax.masked(optax.adam(0.1), lambda p: jax.tree.map(lambda x: x.ndim > 1, p))
