@@ -2,39 +2,40 @@
 
     python examples/01_digits.py
 
-The 1,797 images come with scikit-learn: nothing is downloaded.
+The 1,797 images come with scikit-learn: nothing is downloaded. `09_linen.py` does it in linen.
 """
 
 import optax
-from flax import linen as nn
+from flax import nnx
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import flaxfit as ff
 
 
-class MLP(nn.Module):
-    """One hidden layer with dropout."""
+class MLP(nnx.Module):
+    """One hidden layer with dropout, which `fit` switches on, and `evaluate` and `predict` off."""
 
-    train: bool = False  # `fit` trains with True; `evaluate` and `predict` see False
+    def __init__(self, rngs):
+        self.hidden = nnx.Linear(64, 256, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.out = nnx.Linear(256, 10, rngs=rngs)
 
-    @nn.compact
     def __call__(self, x):
-        x = nn.relu(nn.Dense(256)(x))
-        x = nn.Dropout(0.2, deterministic=not self.train)(x)
-        return nn.Dense(10)(x)
+        return self.out(self.dropout(nnx.relu(self.hidden(x))))
 
 
 def main():
     images, labels = load_digits(return_X_y=True)
     x, x_test, y, y_test = train_test_split(images / 16, labels, test_size=0.2, random_state=0)
 
-    model = ff.Model(MLP(), optax.adam(3e-3), "crossentropy", metrics=["accuracy"])
+    net = MLP(nnx.Rngs(0))
+    model = ff.Model(net, optax.adam(3e-3), "crossentropy", metrics=["accuracy"])
     history = model.fit(x, y, epochs=10, validation_data=(x_test, y_test))
     print(history)
 
-    predicted = model.predict(x_test[:10]).argmax(-1)
-    print("predicted", *predicted)
+    net.eval()  # It holds the trained weights; its mode is yours.
+    print("predicted", *net(x_test[:10]).argmax(-1))
     print("labels   ", *y_test[:10])
     print(f"test accuracy {model.evaluate(x_test, y_test)['accuracy']:.4f}")
 
