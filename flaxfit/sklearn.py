@@ -77,7 +77,8 @@ class _FlaxEstimator(BaseEstimator):
             self.model_.state = trained.replace(key=jax.random.wrap_key_data(trained.key))
 
     def _make_model(self) -> _model.Model:
-        module = self.module
+        # Training writes into an instance of nnx, and a parameter must stay as it is.
+        module = copy.deepcopy(self.module)
         if module is None:
             module = _MLP((*self.hidden_layer_sizes, self._n_outputs))
         return _model.Model(

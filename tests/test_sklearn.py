@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import nnx
 from sklearn.base import clone
 from sklearn.datasets import load_diabetes, load_digits, load_iris
 from sklearn.model_selection import GridSearchCV, cross_val_score
@@ -152,6 +153,16 @@ def test_options_reach_the_model_and_its_fit():
     ).fit(x, y)
     assert len(seen) == 2
     assert "accuracy" in fitted.history_
+
+
+def test_an_nnx_instance_stays_as_it_is_and_each_fit_begins_with_its_weights():
+    x, y = load_iris(return_X_y=True)
+    layer = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    kernel = np.asarray(layer.kernel[...])
+    estimator = FlaxClassifier(layer, **{**QUICK, "epochs": 2})
+    first, second = (estimator.fit(x, y).predict_proba(x) for _ in range(2))
+    np.testing.assert_array_equal(layer.kernel[...], kernel)
+    np.testing.assert_array_equal(first, second)
 
 
 def test_a_callback_begins_anew_with_each_fit():
