@@ -35,7 +35,7 @@ class PlacedState:
         return self.layout.unflatten(self.leaves)
 
     def hold(self, state: TrainState) -> None:
-        """Holds another state, which is in its places."""
+        """Replaces the state by another one, whose arrays are already placed."""
         self.layout = StateLayout(state)
         self.leaves = self.layout.flatten(state)
         self.has_hyperparams = bool(names_of(state.opt_state))
@@ -49,20 +49,20 @@ class PlacedState:
         return state, grads
 
     def take_back(self) -> None:
-        """Ends what was lent: a step is about to use it up."""
+        """Invalidates what was lent: a step is about to use it up."""
         for each in self._lent:
             each.end()
         self._lent.clear()
 
     def moved(self, strategy: Strategy, leaves: PyTree, totals: PyTree) -> tuple[Any, Any]:
-        """Leaves and totals in their places under a strategy; copied only where they move."""
+        """Places leaves and totals under another strategy; copies only those that move."""
         state, totals = strategy.share((self.layout.unflatten(leaves), totals))
         return self.layout.flatten(state), totals
 
     # What can be set.
 
     def place(self, state: TrainState) -> None:
-        """Holds a copy of another state, in the present structure if its paths are the same."""
+        """Replaces the state by a copy of another one, keeping the structure if the paths agree."""
         self.hold(self._strategy.place(self.layout.restructured(state)))
 
     def set_hyperparams(self, group: str | int | None, values: dict[str, ArrayLike]) -> None:
@@ -76,7 +76,7 @@ class PlacedState:
         self.hold(old.replace(opt_state=jax.tree.map(placed, new, old.opt_state)))
 
     def set_optimizer(self, optimizer: Any) -> None:
-        """Makes the optimizer state fit other frozen parameters, and keeps that of the rest."""
+        """Rebuilds the optimizer state after a change of `freeze`; keeps what still applies."""
         state = self._strategy.collect(self.value)
         opt_state = carry_state(state.opt_state, optimizer, state.params)
         axes = with_optimizer(state.axes, state.params, opt_state)

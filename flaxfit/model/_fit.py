@@ -81,6 +81,7 @@ def fit(
     if checkpoint_dir is not None:
         folder = RunFolder(checkpoint_dir, resume if is_fresh else "auto")
         init = folder.reader(init) if is_fresh else init
+    trainer.note_changes()
     loop = trainer.loop_over(
         init,
         prefetched(stream),
@@ -109,7 +110,7 @@ def fit(
         n_before = 0 if found is None or not found.history else len(found.history["steps"])
         every.append(ProgressBar(unit="epoch", total=epochs, start=n_before, live=is_live))
     with contextlib.ExitStack() as stack:
-        stack.callback(trainer.write_back)
+        stack.push(lambda kind, error, traceback: trainer.write_back(error))
         stack.callback(_close_data, loop)
         stack.enter_context(loop)
         loop.callbacks = every

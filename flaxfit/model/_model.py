@@ -26,7 +26,7 @@ from flaxfit.modules._patterns import as_patterns
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._validate import shapes_of
 from flaxfit.strategies import Strategy
-from flaxfit.task._task import module_of
+from flaxfit.task._task import module_with
 from flaxfit.tree._types import Data, Params, PyTree
 
 
@@ -44,8 +44,9 @@ class Model:
     Args:
       module: an nnx module or a factory of one, a linen module, or an `(init, apply)` pair. Its
         switch between training and evaluation (a field or an argument of the call, such as
-        `train`, `deterministic` or `use_running_average`) is set as needed. Into an nnx instance
-        the weights are written back when `fit` ends or is interrupted, not before.
+        `train`, `deterministic` or `use_running_average`) is set as needed. The weights are written
+        into an nnx instance when `fit` ends or is interrupted, not before; what you change in it
+        after the first `fit` has no effect on the model.
       optimizer: an optax transformation.
       loss: a function `(*outputs, *targets) -> values` or a name, such as "crossentropy"; for
         several outputs one for each, by name or in their order.
@@ -337,15 +338,15 @@ class Model:
     def trained(self) -> Any:
         """Returns the module with its present weights, in evaluation mode.
 
-        That is a new nnx module, or a bound linen module, whose calls give what `predict` gives. A
-        bound module whose switch is an argument of its call still takes that argument. An nnx
-        instance that the model was made of holds the same weights when `fit` has ended.
+        That is a new nnx module, or a bound linen module. Its calls return what `predict` returns,
+        without `precision`; if the switch between training and evaluation is an argument of the
+        call, pass it. An nnx instance that the model was made of has these weights after `fit`.
 
         Raises:
           ValueError: the model was made of functions.
           RuntimeError: the model has no weights yet.
         """
-        return module_of(self._trainer.task, self.state)
+        return module_with(self._trainer.task, self._trainer.variables)
 
     @property
     def freeze(self) -> Sequence[str]:

@@ -30,7 +30,7 @@ from flaxfit.step._init_state import init_state
 from flaxfit.strategies import Strategy
 from flaxfit.strategies._eager import eagerly
 from flaxfit.task._task import TrainTask, averaged_by
-from flaxfit.tree._types import Data, InitFn, PyTree
+from flaxfit.tree._types import Data, InitFn, PyTree, Variables
 
 
 class StateReader:
@@ -87,6 +87,8 @@ class Trainer:
         self._fresh = init
         self._loaded: TrainState | None = None
         self._is_given = False
+        self._written: list[Any] | None = None
+        """The arrays that the last `fit` has written into the nnx instance."""
         self._note_shared()
         self._unchecked: str | os.PathLike[str] | None = None
         """The folder of a loaded state whose shapes are not yet compared with the model."""
@@ -96,14 +98,15 @@ class Trainer:
         handle = handle_of(self.task.apply)
         if handle is None or handle.assign is None:
             return
-        other = _OF_INSTANCES.get(id(handle.module))
+        module = handle.module()
+        other = _OF_INSTANCES.get(id(module))
         before = None if other is None else handle_of(other.task.apply)
-        if before is not None and before.module is handle.module:
+        if before is not None and before.module() is module:
             display.say(
-                f"this {self.name} is the module of another Model, too: each trains a copy of its "
-                "weights, and it holds those of the Model that was fitted last"
+                f"another Model has this {self.name} as its module: each trains a copy of its "
+                "weights, and the instance holds those of the Model that was fitted last"
             )
-        _OF_INSTANCES[id(handle.module)] = self
+        _OF_INSTANCES[id(module)] = self
 
     @property
     def is_fresh(self) -> bool:
@@ -166,11 +169,42 @@ class Trainer:
         """
         return averaged_by(self.task, state)
 
-    def write_back(self) -> None:
-        """Writes the weights, or their average, into an nnx instance that was given."""
+    @property
+    def variables(self) -> Variables:
+        """A copy of the variables, with the average of the parameters if one is kept."""
+        variables = self.averaged(self.state_in_place).variables
+        return variables if self.loop is None else self.strategy.collect(variables)
+
+    def write_back(self, error: BaseException | None) -> None:
+        """Writes the variables into an nnx instance that was given, after a `fit`.
+
+        Args:
+          error: what has ended the `fit`; another error does not replace it.
+        """
         handle = handle_of(self.task.apply)
-        if self.loop is not None and handle is not None and handle.assign is not None:
-            handle.assign(self.averaged(self.loop.state).variables)
+        if self.loop is None or handle is None or handle.assign is None:
+            return
+        try:
+            handle.assign(self.variables)
+        except Exception:
+            if error is None:
+                raise  # Else the step has failed with the arrays that it was given.
+        else:
+            self._written = _arrays_of(handle.module())
+
+    def note_changes(self) -> None:
+        """Says that changes of the nnx instance since the last `fit` have no effect."""
+        handle = handle_of(self.task.apply)
+        module = None if handle is None else handle.module()
+        if self._written is None or module is None:
+            return
+        before, now = self._written, _arrays_of(module)
+        if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+            display.say(
+                f"the weights of this {self.name} were changed since the last fit, which has no "
+                "effect: the model continues from its own. Make another Model of the instance to "
+                "train from these"
+            )
 
     def freeze(self, patterns: Any) -> None:
         """Freezes the parameters that match these patterns, and trains all others."""
@@ -315,3 +349,10 @@ class Trainer:
 def _gives_weights(init: object) -> bool:
     """Whether an `init` needs no inputs to return the weights."""
     return getattr(getattr(init, "fresh", init), "gives_weights", False)
+
+
+def _arrays_of(module: Any) -> list[Any]:
+    """The arrays of an nnx instance that training changes; those of random streams are its own."""
+    from flax import nnx
+
+    return jax.tree.leaves(nnx.state(module, nnx.Not(nnx.RngState)))

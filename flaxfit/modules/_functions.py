@@ -62,7 +62,7 @@ def with_losses(functions: ModelFunctions, losses: Names) -> ModelFunctions:
     functools.update_wrapper(init, functions.init, assigned=(), updated=())
     handle = attached(functions.apply)
     if handle is not None:
-        with_handle(apply, handle._replace(init=init))
+        with_handle(apply, handle._replace(init=lambda module: init))
     return ModelFunctions(init, apply)
 
 

@@ -1,4 +1,4 @@
-"""ModuleHandle: what other rooms may ask of the module behind an `apply` function."""
+"""ModuleHandle: the module behind an `apply` function."""
 
 import sys
 from collections.abc import Callable
@@ -6,22 +6,25 @@ from typing import Any, NamedTuple
 
 from flax import linen as nn
 
-from flaxfit.tree._types import Function, PyTree, Variables
+from flaxfit.tree._types import Function, Variables
 
 _NAME = "_flaxfit_module"
 
 
 class ModuleHandle(NamedTuple):
-    """A module, and how to get functions and a trained module of it."""
+    """What is known of the module that an `apply` belongs to.
 
-    module: Any
-    """What the user gave: an instance, a class or a factory."""
-    init: Function
-    """The function that makes its variables."""
+    JAX keeps the functions that it has traced, so this must not keep the arrays of an instance.
+    """
+
+    module: Callable[[], Any]
+    """Returns what the user gave, an instance, a class or a factory; None if it is gone."""
+    init: Callable[[Any], Function]
+    """Returns the `init` of that module."""
     merged: Callable[[Variables], Any]
     """Returns a module that holds these variables, in evaluation mode."""
     assign: Callable[[Variables], None] | None = None
-    """Writes variables into an nnx instance; None for everything else."""
+    """Writes variables into an nnx instance, if it still exists; None for other modules."""
     paths: Callable[[Any], dict[str, bool]] | None = None
     """Maps the paths of all variables to whether an NNX filter selects them; None for linen."""
     streams: frozenset[str] | None = None
@@ -48,10 +51,3 @@ def is_module(given: object) -> bool:
     if nnx is None:
         return False
     return issubclass(given if isinstance(given, type) else type(given), nnx.Module)
-
-
-def module_in(outputs: PyTree) -> object:
-    """Returns the nnx module among the outputs of a call, or None."""
-    nnx = sys.modules.get("flax.nnx")
-    found = outputs if isinstance(outputs, tuple | list) else (outputs,)
-    return next((x for x in found if nnx is not None and isinstance(x, nnx.Module)), None)

@@ -1,9 +1,11 @@
 """from_nnx: an nnx module as `(init, apply)`, its variables as plain dicts of arrays."""
 
+import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ from flax.core.scope import CollectionFilter, in_filter
 
 from flaxfit.modules._flags import call_defaults, call_flags, check_switches, parameters, switches
 from flaxfit.modules._functions import GivenInit, ModelFunctions, Names, check_losses
-from flaxfit.modules._handle import ModuleHandle, module_in, with_handle
+from flaxfit.modules._handle import ModuleHandle, with_handle
 from flaxfit.tree._types import Function, PyTree, Rngs, Variables
 
 
@@ -52,11 +54,12 @@ def from_nnx(
       **modes: further switches to set in the layers, such as `decode`.
 
     Raises:
-      TypeError: it is neither an nnx module nor a function that makes one of its rngs alone.
+      TypeError: it is neither an nnx module nor a function that makes one of its rngs alone; its
+        variables are references.
       ValueError: no part of the module has a mode. When `apply` is called: the model draws random
         numbers without a key, or leaves no values of a type in `losses`.
-      TypeError: the call takes `rngs` by position alone. When `apply` is called: it returns a
-        module.
+        The call takes `rngs` as its first or a positional-only argument. When `apply` is called: it
+        returns a module.
     """
     from flax import nnx
 
@@ -69,7 +72,13 @@ def from_nnx(
             f"No layer of the model has {', '.join(unknown)}: a mode is an attribute that is a "
             "bool or None, or an argument of a layer's set_view."
         )
-    takes_rngs = _takes_rngs(abstract.__call__ if call is None else call)
+    if call is None and not callable(abstract):
+        name = type(abstract).__name__
+        raise TypeError(
+            f"{name} has no __call__: name the method to call, as in from_nnx(module, "
+            f"call={name}.forward, train=True) for training and train=False for evaluation."
+        )
+    position = _position_of_rngs(abstract if call is None else call)
     given, arguments = modes, {}
     if train is not None:
         defaults = call_defaults(abstract.__call__) if call is None else {}
@@ -81,11 +90,14 @@ def from_nnx(
     graph, random, template = states.split(abstract, modes, names)
     axes = states.axes_of(abstract, names)
 
+    # The functions do not keep an instance: JAX keeps those that it has traced.
+    given_module = _weakly(model) if is_instance else lambda: model
+
     def variables_of(module: nnx.Module) -> Variables:
         return {**states.persistent(states.variables_of(module, names)), **axes}
 
     def init(rngs: Rngs, *inputs: PyTree, **named: PyTree) -> Variables:
-        return variables_of(make(model, _rngs(rngs)))
+        return variables_of(make(given_module(), _rngs(rngs)))
 
     def apply(
         variables: Variables,
@@ -97,15 +109,16 @@ def from_nnx(
         def run(streams: nnx.State) -> tuple[PyTree, nnx.Module]:
             module = nnx.merge(graph, streams, states.filled(template, variables, names))
             function = module if call is None else functools.partial(call, module)
-            keys = {"rngs": states.rngs_of_call(rngs)} if takes_rngs else {}
-            return function(*inputs, **{**keys, **arguments, **named}), module
+            keys = {} if position is None else {"rngs": states.rngs_of_call(rngs)}
+            with _explained(position, len(inputs), is_keyless):
+                return function(*inputs, **{**keys, **arguments, **named}), module
 
+        is_keyless = rngs is None or (isinstance(rngs, Mapping) and not rngs)
         streams = states.keyed(random, rngs)
         unused = states.counts(streams)
         outputs, module = run(streams)
         used = states.counts(module)
         drawn = [stream for stream in used if used[stream] is not unused.get(stream)]
-        is_keyless = rngs is None or (isinstance(rngs, Mapping) and not rngs)
         if is_keyless and drawn:
             if not modes.get("deterministic"):
                 raise ValueError(
@@ -115,11 +128,7 @@ def from_nnx(
                 )
             # `nnx.scan` and `nnx.split_rngs` change the states without any effect on the outputs.
             _check_unused(states.streams_used(lambda each: run(each)[0], streams))
-        if module_in(outputs) is not None:
-            raise TypeError(
-                f"The call of {type(module).__name__} returned a module: return the outputs alone. "
-                "What the call changes in the module is kept."
-            )
+        _check_outputs(outputs)
         if mutable is False:
             return outputs
         updates = states.variables_of(module, names)
@@ -129,20 +138,27 @@ def from_nnx(
 
     def merged(variables: Variables) -> nnx.Module:
         evaluation = {**switches(train=False), **given}
-        graph, random, template = states.split(abstract, evaluation, names)
-        streams = states.keyed(random, jax.random.key(0))
-        return nnx.merge(graph, streams, states.filled(template, variables, names))
+        shapes = nnx.merge(graph, random, template)
+        own_graph, own_random, own_template = states.split(shapes, evaluation, names)
+        streams = states.keyed(own_random, jax.random.key(0))
+        return nnx.merge(own_graph, streams, states.filled(own_template, variables, names))
 
-    starts = GivenInit(lambda: variables_of(model)) if is_instance else init
+    def init_of(module: Any) -> Function:
+        return GivenInit(lambda: variables_of(module)) if is_instance else init
+
+    def assign(variables: Variables) -> None:
+        if (module := given_module()) is not None:
+            states.assign(module, variables, names)
+
     handle = ModuleHandle(
-        model,
-        starts,
-        merged,
-        functools.partial(states.assign, model, losses=names) if is_instance else None,
-        functools.partial(states.selected, abstract),
-        None if takes_rngs else states.names_of_streams(random),
+        module=given_module,
+        init=init_of,
+        merged=merged,
+        assign=assign if is_instance else None,
+        paths=lambda filter: states.selected(nnx.merge(graph, random, template), filter),
+        streams=None if position is not None else states.names_of_streams(random),
     )
-    return ModelFunctions(starts, with_handle(apply, handle))
+    return ModelFunctions(init_of(model), with_handle(apply, handle))
 
 
 def update_nnx(model: Any, variables: PyTree, *, losses: Names = ()) -> None:
@@ -195,6 +211,18 @@ def is_nnx(model: object) -> bool:
     return maker is not None and takes_rngs_alone
 
 
+def is_factory(given: object) -> bool:
+    """Whether this makes an nnx module, and cannot be an `init` or an `apply`.
+
+    That is a `functools.partial` of a class, or a function with one argument, `rngs`.
+    """
+    if not is_nnx(given):
+        return False
+    if isinstance(given, functools.partial):
+        return isinstance(given.func, type)
+    return inspect.isfunction(given) and [*parameters(given)] == ["rngs"]
+
+
 def make(model: Any, rngs: Rngs) -> Any:
     """The module that a factory makes of these `nnx.Rngs`, or the instance itself."""
     from flax import nnx
@@ -229,12 +257,68 @@ def _maker(model: object) -> Function | None:
     return model if inspect.isroutine(model) else None
 
 
-def _takes_rngs(function: Function) -> bool:
-    """Whether a call has an argument `rngs`."""
-    found = parameters(function).get("rngs")
-    if found is not None and found.kind == found.POSITIONAL_ONLY:
-        raise TypeError("The call takes rngs by position alone: remove the '/' behind it.")
-    return found is not None
+def _weakly(model: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(model)
+    except TypeError:  # A class with slots.
+        return lambda: model
+
+
+def _position_of_rngs(function: Any) -> int | None:
+    """The position of the argument `rngs` of a call, after all others if it has none; or None.
+
+    Raises:
+      TypeError: it is the first argument, or positional-only.
+    """
+    from flax import nnx
+
+    names = [*parameters(function)]
+    if isinstance(function, nnx.Sequential):  # Hands it on to the layers that take it.
+        return len(names)
+    if "rngs" not in names:
+        return None
+    found, position = parameters(function)["rngs"], names.index("rngs")
+    if found.kind == found.POSITIONAL_ONLY:
+        raise TypeError("The call has rngs as a positional-only argument: remove the '/' after it.")
+    if found.kind == found.KEYWORD_ONLY:
+        return len(names)
+    if position == 0:
+        raise TypeError("The call has rngs as its first argument: put it after the inputs.")
+    return position
+
+
+@contextlib.contextmanager
+def _explained(position: int | None, n_inputs: int, is_keyless: bool) -> Iterator[None]:
+    """Explains errors of a call that concern its argument `rngs`."""
+    if position is not None and n_inputs > position:
+        raise TypeError(
+            f"The call has rngs as argument {position + 1}, and there are {n_inputs} inputs: write "
+            "(self, x, y, *, rngs=None), or give the inputs by name."
+        )
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        if position is None or not is_keyless or "NoneType" not in str(error):
+            raise
+        raise ValueError(
+            f"The call failed where it is given no rngs, as in evaluation: {error}. To draw random "
+            "numbers in evaluation, too, name the streams: Model(..., eval_rngs=('noise',)) or "
+            "EvalTask(..., rngs=('noise',)). Else test `rngs is None` in the call."
+        ) from error
+
+
+def _check_outputs(outputs: PyTree) -> None:
+    from flax import nnx
+
+    def is_module(x: object) -> bool:
+        return isinstance(x, nnx.Module)
+
+    for each in jax.tree.leaves(outputs, is_leaf=is_module):
+        if is_module(each):
+            raise TypeError(
+                f"The call returned a module, {type(each).__name__}: return only the outputs. What "
+                "the call changes in its module is kept."
+            )
 
 
 def _rngs(rngs: Rngs) -> Rngs:

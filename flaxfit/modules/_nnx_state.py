@@ -24,6 +24,9 @@ from flaxfit.tree._types import Function, PyTree, Rngs, Variables
 # Written by each call, hence not part of the model.
 _TRANSIENT = ("intermediates", "losses")
 
+_OF_CALL = 2**31
+"""What a key is folded with for a call that takes `rngs`."""
+
 Place = tuple[str, ...]
 """The path of a variable in a dict of variables: its collection, then its path in the module."""
 
@@ -186,11 +189,17 @@ def rngs_of_call(rngs: Rngs) -> nnx.Rngs | None:
     """
     if rngs is None or (isinstance(rngs, Mapping) and not rngs):
         return None
-    keys = rngs if isinstance(rngs, Mapping) else {"default": rngs}
-    keys = {name: _key({name: key}, name) for name, key in keys.items() if name != "params"}
-    if keys and "default" not in keys:
-        keys["default"] = jax.random.fold_in(next(iter(keys.values())), len(keys))
-    return nnx.Rngs(**keys) if keys else None
+    given = rngs if isinstance(rngs, Mapping) else {"default": rngs}
+    # Apart from the keys of the module's own streams, which are folded with small numbers.
+    keys = {
+        name: jax.random.split(jax.random.fold_in(as_key(key), _OF_CALL))
+        for name, key in given.items()
+        if name != "params"
+    }
+    if not keys:
+        return None
+    others = next(iter(keys.values()))[1]
+    return nnx.Rngs(**{"default": others} | {name: own for name, (own, _) in keys.items()})
 
 
 def counts(states: nnx.Module | nnx.State) -> dict[str, jax.Array]:
@@ -256,7 +265,19 @@ def assign(module: nnx.Module, variables: Variables, losses: Sequence[str] = ())
     if wrong:
         raise ValueError(f"The variables do not fit the module: {'; '.join(wrong)}.")
     kept = [leaf for leaf in _leaves(new, losses) if leaf[1][0] not in _TRANSIENT]
-    nnx.update(module, nnx.from_flat_state([(p, v) for p, _, v in kept]))
+    before = dict(nnx.to_flat_state(state))
+    nnx.update(module, nnx.from_flat_state([(p, _where(before[p], v)) for p, _, v in kept]))
+
+
+def _where(before: Leaf, now: Leaf) -> Leaf:
+    """A leaf with its arrays where those of another one are."""
+
+    def put(old: PyTree, new: PyTree) -> PyTree:
+        is_there = not isinstance(old, jax.Array) or old.sharding == new.sharding
+        return new if is_there else jax.device_put(new, old.sharding)
+
+    value = jax.tree.map(put, _value(before), _value(now))
+    return now.replace(value) if isinstance(now, nnx.Variable) else value
 
 
 def _state(module: nnx.Module) -> nnx.State:
@@ -308,6 +329,9 @@ def _key(rngs: Rngs, stream: str) -> jax.Array | None:
         others = [name for name in rngs if name != "params"]
         name = next((n for n in (stream, "default", *others, "params") if n in rngs), None)
         rngs = None if name is None else rngs[name]
-    if rngs is None or jnp.issubdtype(rngs.dtype, jax.dtypes.prng_key):
-        return rngs
-    return jax.random.wrap_key_data(rngs)
+    return None if rngs is None else as_key(rngs)
+
+
+def as_key(key: jax.Array) -> jax.Array:
+    """A typed random key, also of one that is an array of numbers."""
+    return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)

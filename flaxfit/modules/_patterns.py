@@ -1,4 +1,4 @@
-"""as_patterns: patterns of paths and NNX filters, as patterns alone."""
+"""as_patterns: converts NNX filters to patterns of paths."""
 
 import re
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ def as_patterns(
     Args:
       name: of the argument, for messages.
       given: a pattern or an NNX filter (a type of variables, `nnx.All(...)` and the like, or a
-        predicate of the path and the variable), or several of them.
+        predicate of the path, a tuple, and the variable), or several of them.
       apply: the function whose module the filters are of.
       collection: the collection whose paths are meant; None: those of all.
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from flaxfit.data._batch import call
-from flaxfit.modules._flags import call_flags, switches
+from flaxfit.modules._flags import call_flags, parameters, switches
 from flaxfit.modules._nnx import make
 from flaxfit.modules._switch import switched
 from flaxfit.tree._single_replica import single_replica_of_any_axis
@@ -53,6 +53,10 @@ def summarize(module: Any, inputs: PyTree) -> str:
         "console_kwargs": {"width": _WIDTH, "force_terminal": False, "no_color": True}
     }
     args, named = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    arguments = call_flags(module.__call__, train=False)
+    arguments: dict[str, Any] = call_flags(module.__call__, train=False)
+    if "rngs" in parameters(module.__call__):
+        arguments["rngs"] = None
     view = viewed(module, switches(train=False))
+    # `nnx.tabulate` leaves its changes of the module's class behind if the call fails.
+    nnx.eval_shape(lambda view: view(*args, **named, **arguments), view)
     return nnx.tabulate(view, *args, **named, **arguments, **options).strip("\n")

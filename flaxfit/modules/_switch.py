@@ -9,7 +9,7 @@ from flax import linen as nn
 from flaxfit.modules._flags import call_defaults, call_flags, check_switches, flags, parameters
 from flaxfit.modules._functions import ModelFunctions, Names, with_losses
 from flaxfit.modules._handle import ModuleHandle, attached, is_module, with_handle
-from flaxfit.modules._nnx import from_nnx, is_nnx
+from flaxfit.modules._nnx import from_nnx, is_factory, is_nnx
 from flaxfit.tree._checks import check_is_function
 from flaxfit.tree._types import Function
 
@@ -66,12 +66,12 @@ def functions_of(module: Any, *, train: bool, losses: Names = ()) -> ModelFuncti
 
 
 def as_apply(owner: str, given: Any, *, train: bool) -> Function:
-    """Returns an `apply` function, of a module that was given in its place.
+    """Returns the `apply` of a module; a function is returned unchanged.
 
     Raises:
       TypeError: it is neither a function nor a module.
     """
-    if is_module(given):
+    if is_module(given) or is_factory(given):
         return functions_of(given, train=train).apply
     check_is_function(owner, given, "apply")
     if not callable(given):
@@ -98,19 +98,19 @@ def check_streams(owner: str, names: Sequence[str], apply: object) -> None:
 
 
 def as_init(owner: str, given: Any, apply: object = None) -> Any:
-    """Returns the `init` function of a module; whatever else was given in its place as it is.
+    """Returns the `init` of a module; anything else is returned unchanged.
 
     Args:
       owner: who needs it, for messages.
       given: a module, or anything else.
       apply: the `apply` of the task, which may be of the same module.
     """
-    if not is_module(given):
+    if not (is_module(given) or is_factory(given)):
         check_is_function(owner, given, "init")
         return given
     handle = handle_of(apply)
-    if handle is not None and handle.module is given:
-        return handle.init
+    if handle is not None and handle.module() is given:
+        return handle.init(given)
     return functions_of(given, train=True).init
 
 
@@ -137,7 +137,11 @@ def _linen(module: nn.Module, train: bool) -> ModelFunctions:
 
 
 def _linen_handle(module: nn.Module, init: Function) -> ModuleHandle:
-    return ModuleHandle(module, init, lambda variables: switched(module, False)[0].bind(variables))
+    return ModuleHandle(
+        module=lambda: module,
+        init=lambda module: init,
+        merged=lambda variables: switched(module, False)[0].bind(variables),
+    )
 
 
 def handle_of(apply: object) -> ModuleHandle | None:

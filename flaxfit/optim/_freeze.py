@@ -6,6 +6,7 @@ import jax
 import optax
 
 from flaxfit.tree._paths import flat, label
+from flaxfit.tree._selection import label_of
 from flaxfit.tree._types import Params, PyTree
 
 
@@ -52,8 +53,8 @@ def check_patterns(patterns: Sequence[str], params: Params) -> None:
         check_matches("freeze", pattern, params)
     if patterns and not jax.tree.leaves(mask(params, patterns)):
         raise ValueError(
-            f"freeze={list(patterns)} freezes every parameter: there is nothing to train. The "
-            f"parameters are:{listing(list(flat(params)))}"
+            f"freeze={[*map(label_of, patterns)]} freezes every parameter: there is nothing to "
+            f"train. The parameters are:{listing(list(flat(params)))}"
         )
 
 
@@ -61,8 +62,8 @@ def check_matches(owner: str, pattern: str, params: Params) -> None:
     """Checks that a pattern matches the path of a parameter."""
     if not any(flat(label([(pattern, True)], params, False)).values()):
         raise ValueError(
-            f"{owner}: {pattern!r} matches no parameter (patterns match whole paths, so that "
-            f"'stem/.*' is all of stem). The parameters are:{listing(list(flat(params)))}"
+            f"{owner}: {label_of(pattern)!r} matches no parameter (patterns match whole paths, so "
+            f"that 'stem/.*' is all of stem). The parameters are:{listing(list(flat(params)))}"
         )
 
 

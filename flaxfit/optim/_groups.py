@@ -34,9 +34,10 @@ class MultiOptimizer(Adjustable):
     Args:
       *groups: pairs of a filter and an optimizer. A filter is a pattern that matches whole paths
         ("encoder/.*"), an NNX filter such as `nnx.LoRAParam` or `nnx.All(...)` if the task has
-        an nnx module, a function `(path, value) -> bool`, or an object with `iterate` and
-        `update`, such as a `flax.traverse_util.ModelParamTraversal`. An optimizer is an
-        `OptimizerDef` or any optax transformation.
+        an nnx module, a function `(path, value) -> bool` of the path as text ("encoder/kernel")
+        and the array, or an object with `iterate` and `update`, such as a
+        `flax.traverse_util.ModelParamTraversal`. An optimizer is an `OptimizerDef` or any optax
+        transformation.
 
     Raises:
       TypeError: a group is not such a pair.
@@ -61,7 +62,7 @@ class MultiOptimizer(Adjustable):
         return f"MultiOptimizer({self.describe() or list(self._names)})"
 
     def with_patterns(self, select: Callable[[Any], str]) -> "MultiOptimizer":
-        """Returns an optimizer whose NNX filters are replaced by what `select` makes of them."""
+        """Returns an optimizer with `select(filter)` in place of each NNX filter."""
         if not any(map(is_nnx_filter, self._filters)):
             return self
         new = copy.copy(self)

@@ -84,7 +84,7 @@ class Checkpoint:
 
     def __getstate__(self) -> dict[str, PyTree]:
         own = {name: getattr(self, name) for name in _BORROWABLE}
-        return self.__dict__ | own | {"module_of": None}  # It refers to the code of the model.
+        return self.__dict__ | own | {"module_of": None}  # The task cannot be pickled.
 
     @property
     def is_borrowed(self) -> bool:

@@ -21,7 +21,8 @@ from flaxfit.optim._optimizer import Optimizer
 from flaxfit.task._multi_output import as_loss, as_metrics
 from flaxfit.task._precision import check_precision
 from flaxfit.tree._checks import whole_number
-from flaxfit.tree._types import Data, Function, PyTree
+from flaxfit.tree._selection import label_of
+from flaxfit.tree._types import Data, Function, PyTree, Variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +138,7 @@ class EvalTask:
 
 
 def _resolved(task: TrainTask) -> dict[str, Any]:
-    """Checks the fields of a task; returns those that were given by name or in a short form."""
+    """Checks the fields of a task and returns the normalised ones."""
     has_own_step, apply = task.step is not None, task.apply
     if has_own_step:
         _check_own_step(task)
@@ -145,6 +146,11 @@ def _resolved(task: TrainTask) -> dict[str, Any]:
     if apply is not None or not has_own_step:
         apply = as_apply("TrainTask", apply, train=True)
     freeze, norms = (as_patterns(n, getattr(task, n), apply) for n in ("freeze", "norms"))
+    if len({*map(label_of, norms)}) < len({*norms}):
+        raise ValueError(
+            f"norms has several filters of one name, {', '.join(map(label_of, norms))}: their "
+            "norms would be reported under that name. Give functions names of their own (def)."
+        )
     check_precision("TrainTask", task.precision)
     whole_number("accumulate", task.accumulate)
     if task.clip_norm is not None and not (_is_number(task.clip_norm) and task.clip_norm > 0):
@@ -191,9 +197,8 @@ def _extended_optimizer(
         raise ValueError(
             "The step has optimizers of its own, those of nnx_step: leave the optimizer out."
         )
-    if (transformation := getattr(given, "tx", None)) is not None:  # An `nnx.Optimizer`.
-        _say_tx()
-        given = transformation
+    if hasattr(given, "tx") and hasattr(given, "wrt"):
+        given = _transformation_of(given)
     is_optimizer = hasattr(given, "init") and hasattr(given, "update")
     if not is_optimizer and not isinstance(given, Optimizer):
         raise TypeError(
@@ -216,11 +221,24 @@ def _extended_optimizer(
     )
 
 
+def _transformation_of(optimizer: Any) -> optax.GradientTransformation:
+    """The transformation of an `nnx.Optimizer`."""
+    from flax import nnx
+
+    if (wrt := optimizer.wrt) is not nnx.Param:
+        raise ValueError(
+            f"The nnx.Optimizer trains wrt={wrt!r}, and a task trains all parameters that it does "
+            "not freeze: pass optimizer.tx, and freeze=nnx.Not(...) of what is to be trained."
+        )
+    _say_tx()
+    return optimizer.tx
+
+
 @functools.cache
 def _say_tx() -> None:
     say(
         "the optimizer is an nnx.Optimizer: its transformation, optimizer.tx, trains the model; "
-        "its own state and its wrt= have no effect"
+        "its own state has no effect"
     )
 
 
@@ -233,25 +251,31 @@ def _is_number(value: object) -> bool:
 
 
 def module_of(task: TrainTask, state: PyTree) -> Any:
-    """Returns the module of a task with the weights of a state, in evaluation mode.
+    """Returns the module of a task with copies of the weights of a state, in evaluation mode.
 
     The weights are their average where one is kept.
 
     Raises:
       ValueError: the task was made of functions, not of a module.
     """
+    return module_with(task, jax.tree.map(jnp.copy, averaged_by(task, state).variables))
+
+
+def module_with(task: TrainTask, variables: Variables) -> Any:
+    """Returns the module of a task with these variables, in evaluation mode."""
     handle = handle_of(task.apply)
     if handle is None:
         raise ValueError(
             "The task was made of functions, so there is no module to return: give it a linen or "
             "nnx module, or use the weights in state.variables."
         )
-    # Copies: the module outlives the state.
-    return handle.merged(jax.tree.map(jnp.copy, averaged_by(task, state).variables))
+    return handle.merged(variables)
 
 
 def averaged_by(task: TrainTask, state: PyTree) -> PyTree:
     """Returns a state with the average of its parameters, if the task keeps one."""
+    if not hasattr(state, "opt_state"):  # A state for inference.
+        return state
     is_other = task.ema is None and has_ema(state)  # Of a run with other options.
     return averaged(state) if has_average(state) and not is_other else state
 

@@ -4,7 +4,7 @@ import sys
 
 
 class Selection(str):
-    """A pattern of the paths that an NNX filter selects; `label` is what to show of it."""
+    """A pattern of the paths that an NNX filter selects; `label` is the name of the filter."""
 
     label: str
 
@@ -13,9 +13,15 @@ class Selection(str):
         made.label = label
         return made
 
+    def __repr__(self) -> str:
+        return self.label
+
+    def __reduce__(self) -> tuple[type["Selection"], tuple[str, str]]:
+        return Selection, (str(self), self.label)
+
 
 def label_of(pattern: object) -> str:
-    """What to show of a pattern: itself, or the name of the filter that it stands for.
+    """The name of a pattern in messages: itself, or the name of its filter.
 
     >>> label_of("encoder/.*"), label_of(Selection("a|b", "LoRAParam"))
     ('encoder/.*', 'LoRAParam')

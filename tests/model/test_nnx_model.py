@@ -198,7 +198,7 @@ def test_a_call_that_returns_its_module_is_refused():
         def __call__(self, x):
             return self.layer(x.reshape(x.shape[0], -1)), self
 
-    with pytest.raises(TypeError, match="The call of Itself returned a module"):
+    with pytest.raises(TypeError, match="The call returned a module, Itself"):
         fit(make_model(Itself))
 
 
@@ -210,7 +210,7 @@ def test_rngs_by_position_alone_are_refused():
         def __call__(self, x, rngs, /):
             return self.layer(x)
 
-    with pytest.raises(TypeError, match="takes rngs by position alone"):
+    with pytest.raises(TypeError, match="rngs as a positional-only argument"):
         make_model(Positional)
 
 
@@ -245,7 +245,7 @@ def test_an_instance_of_two_models_is_told_of(capsys):
     first = make_model(net)
     assert "another Model" not in capsys.readouterr().err
     make_model(net)
-    assert "this MLP is the module of another Model, too" in capsys.readouterr().err
+    assert "another Model has this MLP as its module" in capsys.readouterr().err
     assert first.module is net
 
 
@@ -279,3 +279,54 @@ def test_an_instance_with_named_dimensions_is_taken_as_it_is(make):
     kernel = models[1].state.params["hidden"]["kernel"]
     assert kernel.sharding.spec == jax.sharding.PartitionSpec(None, "model")
     assert_predicts(models[1], models[0].trained())
+
+
+def test_an_error_of_a_step_is_not_hidden_by_writing_back():
+    class Failing(nnx.Module):
+        def __init__(self, rngs):
+            self.out = nnx.Linear(64, 10, rngs=rngs)
+
+        def __call__(self, x):
+            x = jax.pure_callback(fail, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+            return self.out(x.reshape(x.shape[0], -1))
+
+    def fail(x):
+        raise RuntimeError("an error of the host")
+
+    model = make_model(Failing(nnx.Rngs(0)))
+    with pytest.raises(Exception, match="an error of the host"):
+        fit(model)
+
+
+def test_changes_of_an_instance_between_fits_are_told_of(capsys):
+    net = MLP(nnx.Rngs(0))
+    model = make_model(net)
+    fit(model)
+    fit(model)
+    assert "were changed" not in capsys.readouterr().err
+    nnx.update(net, jax.tree.map(jnp.zeros_like, nnx.state(net, nnx.Param)))
+    fit(model)
+    assert "the weights of this MLP were changed since the last fit" in capsys.readouterr().err
+
+
+def test_weights_are_written_back_to_where_they_were():
+    device = jax.devices()[1]
+    net = MLP(nnx.Rngs(0))
+    nnx.update(net, jax.device_put(nnx.state(net, nnx.Param), device))
+    fit(make_model(net))
+    assert net.out.kernel[...].devices() == {device}
+
+
+def test_a_summary_of_a_call_that_needs_rngs(capsys):
+    class Needs(nnx.Module):
+        def __init__(self, rngs):
+            self.mlp = MLP(rngs)
+
+        def __call__(self, x, rngs):
+            return self.mlp(x)
+
+    make_model(Needs).summary(IMAGES)
+    assert "Needs" in capsys.readouterr().out
+    with pytest.raises(TypeError):
+        make_model(CNN).summary(IMAGES[:, :, 0])
+    make_model(Needs).summary(IMAGES)  # Nothing of the failed one is left.

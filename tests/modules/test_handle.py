@@ -1,5 +1,9 @@
 """Modules where functions are expected, and the module of a trained state."""
 
+import functools
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +11,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from flaxfit.modules import from_nnx, train_and_eval
+from flaxfit.modules import _switch, from_nnx, train_and_eval
 from flaxfit.modules._handle import is_module
 from flaxfit.modules._switch import as_apply, as_init, handle_of
 
@@ -67,11 +71,14 @@ def test_weights_are_written_into_an_instance_alone():
     assert handle_of(from_nnx(Net).apply).assign is None
 
 
-def test_a_module_given_to_a_task_and_a_loop_is_split_once():
+def test_a_module_given_to_a_task_and_a_loop_is_split_once(monkeypatch):
     net = Net(nnx.Rngs(0))
     apply = as_apply("TrainTask", net, train=True)
-    assert as_init("TrainLoop", net, apply) is handle_of(apply).init
-    assert as_init("TrainLoop", Net(nnx.Rngs(1)), apply) is not handle_of(apply).init
+    n_splits = []
+    monkeypatch.setattr(_switch, "functions_of", lambda *_, **__: n_splits.append(1))
+    init = as_init("TrainLoop", net, apply)
+    np.testing.assert_array_equal(init(None)["params"]["layer"]["kernel"], net.layer.kernel[...])
+    assert n_splits == []
 
 
 def test_what_is_neither_a_module_nor_a_function_is_refused():
@@ -81,3 +88,29 @@ def test_what_is_neither_a_module_nor_a_function_is_refused():
         TypeError, match=r"needs a module or its init, got Linen: pass Linen\(...\)"
     ):
         as_init("TrainLoop", Linen)
+
+
+def test_the_functions_of_an_instance_do_not_keep_it():
+    net = Net(nnx.Rngs(0))
+    apply, arrays = from_nnx(net, train=True).apply, weakref.ref(net)
+    handle = handle_of(apply)
+    assert handle.module() is net and handle.paths is not None
+    del net
+    gc.collect()
+    assert arrays() is None and handle.module() is None
+    assert handle.assign is not None
+    handle.assign({})  # There is nothing left to write into.
+    assert set(handle.paths(nnx.Param)) == {"params/layer/bias", "params/layer/kernel"}
+
+
+@pytest.mark.parametrize(
+    "factory", [lambda rngs: Net(rngs), functools.partial(nnx.Linear, 3, 2)], ids=["def", "partial"]
+)
+def test_factories_are_told_from_functions_of_variables(factory):
+    apply = as_apply("TrainTask", factory, train=True)
+    variables = as_init("TrainLoop", factory, apply)(jax.random.key(0), X)
+    assert apply(variables, X, rngs=jax.random.key(1)).shape == (2, 2)
+    for function in (lambda v, x: x, lambda v, *x, rngs=None: x, lambda rngs, x: {}):
+        assert as_apply("TrainTask", function, train=True) is function
+    init = Linen().init
+    assert as_init("TrainLoop", init) is init

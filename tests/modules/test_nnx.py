@@ -520,3 +520,60 @@ def test_modules_of_tree_mode_are_as_those_of_graph_mode():
     expected = outputs()
     with nnx.set_graph_mode(False):
         np.testing.assert_array_equal(outputs(), expected)
+
+
+class Own(nnx.Module):
+    """Draws from a stream of its own and from one of the call."""
+
+    def __init__(self, rngs):
+        self.own = nnx.Dropout(0.5, rngs=rngs)
+        self.free = nnx.Dropout(0.5)
+
+    def __call__(self, x, rngs=None):
+        return self.own(x), self.free(x, rngs=rngs), self.free(x, rngs=rngs)
+
+
+def test_streams_of_a_call_are_not_those_of_the_module():
+    init, apply = from_nnx(Own, train=True)
+    x = jnp.ones((1, 256))
+    masks = apply(init(jax.random.key(0), x), x, rngs={"dropout": jax.random.key(3)})
+    for i, mask in enumerate(masks):
+        assert not any((mask == other).all() for other in masks[:i])
+
+
+def test_a_sequence_of_layers_hands_the_streams_on():
+    net = nnx.Sequential(nnx.Linear(4, 64, rngs=nnx.Rngs(0)), nnx.Dropout(0.5))
+    init, apply = from_nnx(net, train=True)
+    assert (apply(init(None), X, rngs=jax.random.key(0)) == 0).any()
+    _, evaluate = from_nnx(net, train=False)
+    np.testing.assert_allclose(evaluate(init(None), X), net.layers[0](X), rtol=1e-6)
+
+
+def call_of(call):
+    return type("Called", (nnx.Module,), {"__call__": call})()
+
+
+@pytest.mark.parametrize(
+    ("call", "inputs", "message"),
+    [
+        (lambda self, rngs, x: x, 1, "rngs as its first argument: put it after the inputs"),
+        (lambda self, x, rngs, /: x, 1, "positional-only argument: remove the '/' after it"),
+        (lambda self, x, rngs=None, y=None: x, 2, "rngs as argument 2, and there are 2 inputs"),
+        (lambda self, x, rngs=None: rngs.noise(), 1, r"eval_rngs=\('noise',\)"),
+        (lambda self, x, rngs=None: {"a": (x, self)}, 1, "returned a module, Called"),
+    ],
+    ids=["first", "positional", "two inputs", "noise", "itself"],
+)
+def test_calls_that_cannot_be_made_are_explained(call, inputs, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        from_nnx(call_of(call)).apply({}, *[X] * inputs)
+
+
+def test_a_module_without_a_call_needs_the_name_of_a_method():
+    class Forward(nnx.Module):
+        def forward(self, x):
+            return x
+
+    with pytest.raises(TypeError, match="Forward has no __call__.*call=Forward.forward"):
+        from_nnx(Forward())
+    assert from_nnx(Forward(), call=Forward.forward).apply({}, X) is X

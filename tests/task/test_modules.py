@@ -168,3 +168,15 @@ def test_streams_that_a_module_does_not_have_are_named():
         ):
             make()
     make_task(Noisy(nnx.Rngs(0)), rngs="any")  # Its only stream takes every key.
+
+
+def test_an_nnx_optimizer_of_some_parameters_is_refused():
+    net = Net(nnx.Rngs(0))
+    with pytest.raises(ValueError, match="trains wrt=.*LoRAParam.*freeze=nnx.Not"):
+        make_task(net, nnx.Optimizer(net, optax.sgd(0.1), wrt=nnx.LoRAParam))
+
+
+def test_norms_of_one_name_are_refused():
+    filters = [lambda path, value: "out" in path, lambda path, value: "lora" in path]
+    with pytest.raises(ValueError, match="norms has several filters of one name, <lambda>"):
+        make_task(Net(nnx.Rngs(0)), norms=filters)
