@@ -195,15 +195,3 @@ def test_without_scikit_learn_the_error_names_the_extra(monkeypatch):
     monkeypatch.delattr(ff, "sklearn", raising=False)
     with pytest.raises(ImportError, match=r'pip install "flaxfit\[sklearn\]"'):
         _ = ff.sklearn
-
-
-def test_an_nnx_instance_stays_as_it_is():
-    from flax import nnx
-
-    x = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
-    net = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
-    before = np.asarray(net.kernel[...])
-    regressor = FlaxRegressor(net, epochs=1)
-    first = regressor.fit(x, x[:, 0]).predict(x)
-    np.testing.assert_array_equal(net.kernel[...], before)
-    np.testing.assert_array_equal(regressor.fit(x, x[:, 0]).predict(x), first)

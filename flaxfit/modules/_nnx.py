@@ -66,7 +66,7 @@ def from_nnx(
     from flaxfit.modules import _nnx_state as states
 
     is_instance = isinstance(model, nnx.Module)
-    abstract = model if is_instance else nnx.eval_shape(lambda: make(model, nnx.Rngs(0)))
+    abstract = _abstract(model)
     if unknown := states.unknown_modes(abstract, modes):
         raise ValueError(
             f"No layer of the model has {', '.join(unknown)}: a mode is an attribute that is a "
@@ -255,6 +255,14 @@ def _maker(model: object) -> Function | None:
         initializer: Any = model.__init__
         return functools.partial(initializer, None) if issubclass(model, nnx.Module) else None
     return model if inspect.isroutine(model) else None
+
+
+def _abstract(model: Any) -> Any:
+    """The instance itself, or the shapes of the module that a factory makes."""
+    from flax import nnx
+
+    is_instance = isinstance(model, nnx.Module)
+    return model if is_instance else nnx.eval_shape(lambda: make(model, nnx.Rngs(0)))
 
 
 def _weakly(model: Any) -> Callable[[], Any]:
