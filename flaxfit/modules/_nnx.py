@@ -5,7 +5,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -72,12 +72,8 @@ def from_nnx(
             f"No layer of the model has {', '.join(unknown)}: a mode is an attribute that is a "
             "bool or None, or an argument of a layer's set_view."
         )
-    if call is None and not callable(abstract):
-        name = type(abstract).__name__
-        raise TypeError(
-            f"{name} has no __call__: name the method to call, as in from_nnx(module, "
-            f"call={name}.forward, train=True) for training and train=False for evaluation."
-        )
+    if call is None:
+        _check_callable(abstract)
     position = _position_of_rngs(abstract if call is None else call)
     given, arguments = modes, {}
     if train is not None:
@@ -121,11 +117,7 @@ def from_nnx(
         drawn = [stream for stream in used if used[stream] is not unused.get(stream)]
         if is_keyless and drawn:
             if not modes.get("deterministic"):
-                raise ValueError(
-                    f"The model draws random numbers (from {', '.join(drawn)}), but the call was "
-                    "given no key: pass rngs={'dropout': key}, or make it by "
-                    "from_nnx(..., train=False)."
-                )
+                raise _without_key(drawn)
             # `nnx.scan` and `nnx.split_rngs` change the states without any effect on the outputs.
             _check_unused(states.streams_used(lambda each: run(each)[0], streams))
         _check_outputs(outputs)
@@ -263,6 +255,22 @@ def _abstract(model: Any) -> Any:
 
     is_instance = isinstance(model, nnx.Module)
     return model if is_instance else nnx.eval_shape(lambda: make(model, nnx.Rngs(0)))
+
+
+def _check_callable(module: object) -> None:
+    if not callable(module):
+        name = type(module).__name__
+        raise TypeError(
+            f"{name} has no __call__: name the method to call, as in from_nnx(module, "
+            f"call={name}.forward, train=True) for training and train=False for evaluation."
+        )
+
+
+def _without_key(drawn: Sequence[str]) -> ValueError:
+    return ValueError(
+        f"The model draws random numbers (from {', '.join(drawn)}), but the call was given no key: "
+        "pass rngs={'dropout': key}, or make it by from_nnx(..., train=False)."
+    )
 
 
 def _weakly(model: Any) -> Callable[[], Any]:
