@@ -270,7 +270,8 @@ def test_losses_and_gradients_are_those_of_torch(name, torch):
     assert_losses(name, peer, ["2-D", "3-D", *HALVES], kinks=kinks)
 
 
-@pytest.mark.parametrize("n_devices", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("n_devices", [1, 4])
 def test_a_step_takes_the_weighted_mean_of_losses_and_gradients(n_devices):
     """Each loss is that of an output whose parameter scales it; 27 rows do not divide."""
     rows = np.arange(27)

@@ -106,6 +106,7 @@ def test_it_works_in_pipelines_searches_and_cross_validation():
     assert cross_val_score(pipeline, x, y, cv=2).min() > 0.7
 
 
+@pytest.mark.slow
 def test_several_targets_are_fitted_at_once():
     x = load_diabetes(return_X_y=True)[0]
     y = np.stack([x[:, 0] + x[:, 1], x[:, 2]], 1) * 20
@@ -143,6 +144,7 @@ def test_a_fitted_estimator_is_copied_and_saved_without_its_programs():
     assert all(isinstance(leaf, np.ndarray | np.generic) for leaf in jax.tree.leaves(held))
 
 
+@pytest.mark.slow
 def test_options_reach_the_model_and_its_fit():
     x, y = load_iris(return_X_y=True)
     seen = []

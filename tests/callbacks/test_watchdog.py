@@ -127,6 +127,7 @@ def threads():
     return [thread for thread in threading.enumerate() if thread.name == "flaxfit-watchdog"]
 
 
+@pytest.mark.slow
 def test_code_of_ones_own_is_not_watched():
     # Had it been counted, this process would have ended.
     seconds = 0.2

@@ -188,7 +188,8 @@ def test_tables_with_columns_of_numbers_and_of_truth_values_are_arrays():
         ff.ArrayStream(words)
 
 
-@pytest.mark.parametrize("dtype", [slow("int4"), "uint4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int4", "uint4"])
 def test_integers_of_less_than_a_byte_are_widened(dtype):
     small = np.abs(np.arange(20) % 4).astype(jnp.dtype(dtype))[:, None]
     wide = small.astype(np.int8)

@@ -10,7 +10,6 @@ import optax
 import pytest
 from flax import linen as nn
 from internals import totals_of
-from marks import slow
 
 import flaxfit as ff
 from flaxfit.step._cost import memory_of
@@ -38,7 +37,8 @@ def watched(watch, apply, init, data, optimizer, n_steps, **options):
     return loop
 
 
-@pytest.mark.parametrize("resident", [slow(True), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("resident", [True, False])
 def test_the_host_makes_no_more_calls_for_more_arrays(resident):
     def calls_of_a_step(n):
         calls = Counter()

@@ -131,6 +131,7 @@ def test_it_equals_a_loop_of_nnx_jit_with_batch_norm_and_dropout():
     assert_equal(arrays(*step._objects.values()), arrays(*by_hand.values()), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_two_optimizers_of_a_gan_equal_those_by_hand():
     objects, by_hand = make_gan(), make_gan()
     step = nnx_step(gan_step, **objects)
@@ -155,6 +156,7 @@ def test_the_state_is_plain_and_has_the_names_of_several_modules():
     assert not any("nnx" in type(each).__module__ for each in jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(tmp_path):
     make_step = lambda: nnx_step(gan_step, **make_gan())  # noqa: E731
     whole = last(gan_loop(make_step()))
@@ -166,6 +168,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(tmp_path):
     assert_equal(resumed.state.opt_state, whole.state.opt_state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"steps_per_call": 3}, {"devices": None}], ids=["scan", "4"])
 def test_it_runs_in_one_program_of_several_steps_and_over_several_devices(options):
     expected = last(make_loop(nnx_step(train_step, **make())))

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from marks import quick, slow
+from marks import slow
 
 import flaxfit as ff
 from flaxfit.strategies import _compilation
@@ -127,8 +127,9 @@ def result(module, strategy, **options):
     return model.predict(X), model.evaluate(X, Y)["loss"]
 
 
-@pytest.mark.parametrize("is_param", [True, slow(False)])
-@pytest.mark.parametrize("strategy", quick("fsdp", of=STRATEGIES))
+@pytest.mark.slow
+@pytest.mark.parametrize("is_param", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_four_bits_train_as_floats_do(strategy, is_param):
     make = STRATEGIES[strategy]
     if strategy == "virtual" and not _compilation._takes_sub_byte("int4"):

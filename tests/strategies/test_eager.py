@@ -143,6 +143,7 @@ def test_a_run_goes_on_from_its_checkpoints(tmp_path):
     assert [each.step for each in loop(3)] == [2, 3]
 
 
+@pytest.mark.slow
 def test_the_value_of_what_the_gradient_is_taken_through_is_explained():
     def loss(outputs, targets):
         return (outputs - targets) ** 2 + float(outputs[0])
@@ -167,6 +168,7 @@ def test_several_given_devices_are_refused():
         ff.TrainLoop(init, task, 0, debug=True, devices=jax.devices()[:2])
 
 
+@pytest.mark.slow
 def test_it_is_said_once_and_that_nothing_was_compiled_is_not(capsys):
     task = ff.TrainTask(apply, optax.sgd(0.1), "mse", (X, Y))
     loop = ff.TrainLoop(init, task, 0, n_steps=2, debug=True)
