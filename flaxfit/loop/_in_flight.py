@@ -5,8 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
-from flaxfit.tree._types import Array
-
 # On a CPU with several devices, unbounded dispatch of collectives aborts the process; a single
 # device holds the batches of the steps that wait.
 _MOST = 2
@@ -26,7 +24,7 @@ class InFlight:
     """
 
     def __init__(self) -> None:
-        self._results: deque[Array] = deque()
+        self._results: deque[jax.Array] = deque()
         self._n_added = 0
         self.set_resident(False)
 
@@ -34,7 +32,7 @@ class InFlight:
         """Sets whether dispatches gather their batches from resident data."""
         self._most, self._every = (_MOST_RESIDENT, _EVERY_RESIDENT) if is_resident else (_MOST, 1)
 
-    def add(self, totals: Mapping[str, Array], leaves: Sequence[Array]) -> None:
+    def add(self, totals: Mapping[str, jax.Array], leaves: Sequence[jax.Array]) -> None:
         """Adds what a dispatch returned: totals, which stay, and leaves, which the next uses up."""
         self._n_added += 1
         if self._n_added % self._every:
@@ -45,7 +43,8 @@ class InFlight:
             return
         self._results.append(total)
         if len(self._results) > self._most:
-            jax.block_until_ready(self._results.popleft())
+            # Not `jax.block_until_ready`, which takes some microseconds of Python.
+            self._results.popleft().block_until_ready()
 
-    def __iter__(self) -> Iterator[Array]:
+    def __iter__(self) -> Iterator[jax.Array]:
         return iter(self._results)
