@@ -2,8 +2,11 @@
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
+
+from flaxfit.tree._types import Array
 
 # On a CPU with several devices, unbounded dispatch of collectives aborts the process; a single
 # device holds the batches of the steps that wait.
@@ -24,7 +27,7 @@ class InFlight:
     """
 
     def __init__(self) -> None:
-        self._results: deque[jax.Array] = deque()
+        self._results: deque[Any] = deque()
         self._n_added = 0
         self.set_resident(False)
 
@@ -32,7 +35,7 @@ class InFlight:
         """Sets whether dispatches gather their batches from resident data."""
         self._most, self._every = (_MOST_RESIDENT, _EVERY_RESIDENT) if is_resident else (_MOST, 1)
 
-    def add(self, totals: Mapping[str, jax.Array], leaves: Sequence[jax.Array]) -> None:
+    def add(self, totals: Mapping[str, Array], leaves: Sequence[Array]) -> None:
         """Adds what a dispatch returned: totals, which stay, and leaves, which the next uses up."""
         self._n_added += 1
         if self._n_added % self._every:
@@ -46,5 +49,5 @@ class InFlight:
             # Not `jax.block_until_ready`, which takes some microseconds of Python.
             self._results.popleft().block_until_ready()
 
-    def __iter__(self) -> Iterator[jax.Array]:
+    def __iter__(self) -> Iterator[Array]:
         return iter(self._results)
