@@ -84,7 +84,7 @@ def from_nnx(
         arguments = {} if call else call_flags(abstract.__call__, train)
     names = states.names_of(losses)
     graph, random, template = states.split(abstract, modes, names)
-    axes = states.axes_of(abstract, names)
+    axes = states.axes_of(template, names)
 
     # The functions do not keep an instance: JAX keeps those that it has traced.
     given_module = _weakly(model) if is_instance else lambda: model

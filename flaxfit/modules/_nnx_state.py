@@ -53,11 +53,11 @@ def persistent(variables: Variables) -> Variables:
     return {name: tree for name, tree in variables.items() if name not in _TRANSIENT}
 
 
-def axes_of(module: nnx.Module, losses: Sequence[str] = ()) -> Variables:
+def axes_of(state: nnx.State, losses: Sequence[str] = ()) -> Variables:
     """The names of axes given by `nnx.with_partitioning`, as in linen: collections `params_axes`,
     and so on."""
     named = {}
-    for _, (collection, *parents, name), leaf in _leaves(_state(module), losses):
+    for _, (collection, *parents, name), leaf in _leaves(state, losses):
         names = leaf.get_metadata().get("out_sharding") if isinstance(leaf, nnx.Variable) else None
         if names is not None and collection not in _TRANSIENT:
             named[f"{collection}_axes", *parents, f"{name}_axes"] = AxisMetadata(tuple(names))
