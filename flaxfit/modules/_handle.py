@@ -28,7 +28,7 @@ class ModuleHandle(NamedTuple):
     paths: Callable[[Any], dict[str, bool]] | None = None
     """Maps the paths of all variables to whether an NNX filter selects them; None for linen."""
     streams: frozenset[str] | None = None
-    """The names of its random streams; None where any name may be used."""
+    """The names of its random streams; None if it takes any name."""
 
 
 def with_handle(apply: Function, handle: ModuleHandle) -> Function:

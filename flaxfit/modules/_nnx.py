@@ -32,7 +32,7 @@ def from_nnx(
     variable. A shared variable is held once; arrays that are not variables are "constants". Random
     states are not among them: every call gets its keys by `rngs`, and each stream of each layer
     draws its own numbers. A call that has an argument `rngs` is given an `nnx.Rngs` of these keys,
-    and None where there are none, as in evaluation. Names of axes (`nnx.with_partitioning`) become
+    or None without keys, as in evaluation. Names of axes (`nnx.with_partitioning`) become
     collections `params_axes` and so on, which `init_state` splits off.
 
     >>> import jax
@@ -55,11 +55,10 @@ def from_nnx(
 
     Raises:
       TypeError: it is neither an nnx module nor a function that makes one of its rngs alone; its
-        variables are references.
+        variables are references; its call takes `rngs` as the first or a positional-only argument.
+        When `apply` is called: the call returns a module.
       ValueError: no part of the module has a mode. When `apply` is called: the model draws random
         numbers without a key, or leaves no values of a type in `losses`.
-        The call takes `rngs` as its first or a positional-only argument. When `apply` is called: it
-        returns a module.
     """
     from flax import nnx
 

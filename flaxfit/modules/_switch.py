@@ -33,9 +33,8 @@ def train_and_eval(module: Any, *, losses: Names = ()) -> tuple[ModelFunctions, 
     Raises:
       TypeError: it is none of these.
     """
-    return functions_of(module, train=True, losses=losses), functions_of(
-        module, train=False, losses=losses
-    )
+    training, evaluation = (functions_of(module, train=t, losses=losses) for t in (True, False))
+    return training, evaluation
 
 
 def functions_of(module: Any, *, train: bool, losses: Names = ()) -> ModelFunctions:
@@ -55,8 +54,8 @@ def functions_of(module: Any, *, train: bool, losses: Names = ()) -> ModelFuncti
         if is_module(module):
             hint = (
                 f" Its class needs arguments: pass {name}(..., rngs=nnx.Rngs(0)), or the factory "
+                f"`lambda rngs: {name}(..., rngs=rngs)`."
             )
-            hint += f"`lambda rngs: {name}(..., rngs=rngs)`."
     elif callable(module):
         hint = " A function or another family's model: wrap it by flaxfit.modules.from_function."
     raise TypeError(

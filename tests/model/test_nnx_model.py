@@ -82,7 +82,7 @@ def test_an_instance_holds_the_trained_weights_when_fit_has_ended():
     net.eval()
     assert_predicts(model, net)
     net.train()
-    fit(model)  # Its modes and weights are its own: training goes on from those of the model.
+    fit(model)  # Training continues from the weights of the model.
     net.eval()
     assert_predicts(model, net)
 
