@@ -59,7 +59,13 @@ class CheckpointFile:
     data_state: Json = None
     """The position of the data stream; JSON."""
     running: Json = None
-    """What else the loop needs to resume exactly, such as counts between checkpoints; JSON."""
+    """The size of the batches and the number of virtual replicas; JSON."""
+    n_completed_steps: int = 0
+    """The number of updates since the checkpoint before."""
+    n_examples: int = 0
+    """The number of examples trained on since the checkpoint before."""
+    sums: Mapping[str, np.ndarray] | None = None
+    """The sums of the metrics so far, if the count of steps continues after this checkpoint."""
     callback_states: Mapping[str, Json] = dataclasses.field(default_factory=dict)
     """The states of callbacks by their names; JSON."""
     callback_arrays: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
@@ -108,10 +114,16 @@ def contents(
     record = {
         "format": FORMAT,
         "step": int(checkpoint.step),
-        "metrics": {name: float(value) for name, value in checkpoint.metrics.items()},
+        "metrics": {
+            name: np.asarray(value).tolist() if np.ndim(value) else float(value)
+            for name, value in checkpoint.metrics.items()
+        },
         "history": history,
         "data_state": joined_position(as_plain_json(checkpoint.data_state)),
         "running": checkpoint.running,
+        "n_completed_steps": checkpoint.n_completed_steps,
+        "n_examples": checkpoint.n_examples,
+        "sums": checkpoint.sums,
         "callback_states": callback_states,
         "stop": bool(checkpoint.stop),
         "versions": versions(),
@@ -175,10 +187,11 @@ def read(
     return CheckpointFile(
         step=record["step"],
         state=_plain_state(arrays, described) if template is None else unflatten(arrays, template),
-        metrics=record["metrics"],
+        metrics=_metrics(record["metrics"]),
         history=record["history"],
         data_state=own_position(record["data_state"]),
         running=record.get("running"),
+        **_count(record),
         callback_states=record["callback_states"],
         callback_arrays=_callback_arrays(arrays, template),
         # Old files keep it among the states.
@@ -187,6 +200,27 @@ def read(
         environment=record["environment"],
         path=path,
     )
+
+
+def _metrics(found: Mapping[str, Json]) -> dict[str, PyTree]:
+    """The metrics of a record; those that are no single numbers are arrays again."""
+    return {
+        name: np.asarray(value) if isinstance(value, list) else value
+        for name, value in found.items()
+    }
+
+
+def _count(record: Record) -> dict[str, PyTree]:
+    """The steps and examples of a checkpoint, and its sums; old files keep them in `running`."""
+    old, sums = record.get("running") or {}, record.get("sums")
+    if "totals" in old:
+        high, low = old["totals"]
+        sums = {dtype: [high[dtype], low[dtype]] for dtype in high}
+    return {
+        "n_completed_steps": record.get("n_completed_steps", old.get("n_steps", 0)),
+        "n_examples": record.get("n_examples", 0),
+        "sums": sums and {dtype: np.asarray(pair, dtype) for dtype, pair in sums.items()},
+    }
 
 
 def _wanted(

@@ -43,7 +43,7 @@ def read_record(path: Path) -> Record:
             "environment": {},
             "monitor": None | {"name": str(), "mode": "min" | "max"},
             "arrays": {**arrays},
-        } if all(isinstance(value, int | float) for value in metrics.values()):
+        } if all(isinstance(value, int | float | list) for value in metrics.values()):
             if str(step) != path.name:
                 raise Damaged(f"its record is that of step {step}")
             for name, description in arrays.items():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from flaxfit.loop._stepper import Stepper
 from flaxfit.loop._stopwatch import Stopwatch
@@ -26,11 +27,11 @@ def make_checkpoint(
       stepper: the stepper.
       watch: the time of these steps, with preparation.
       stop: whether the run ends here.
-      between: whether the count continues after it, and so is recorded.
+      between: whether the count continues after it, so that its sums are recorded.
     """
     # Work that does not wait for the devices comes before the metrics.
     state, grads = stepper.placed.lend()
-    position, running = stepper.cursor.position(), get_running(stepper, counts=between)
+    position = stepper.cursor.position()
     metrics = stepper.metrics() | _learning_rates(stepper)
     return Checkpoint(
         step=stepper.step,
@@ -43,7 +44,8 @@ def make_checkpoint(
         compile_time=stepper.programs.watch.seconds,
         stop=stop,
         data_state=position,
-        running=running,
+        running=get_running(stepper),
+        sums=jax.tree.map(np.array, stepper.tally.totals) if between else None,
         last_grads=grads,
         module_of=functools.partial(module_of, stepper.task),
     )
@@ -73,17 +75,14 @@ def _on_host(values: dict[str, Any]) -> dict[str, Any]:
     return fetched
 
 
-def get_running(stepper: Stepper, *, counts: bool) -> dict[str, Json]:
-    """What a run needs beside state and position to continue exactly, as JSON.
+def get_running(stepper: Stepper) -> dict[str, Json]:
+    """What a run needs beside state, position and sums to continue exactly, as JSON.
 
-    That is the size of the batches, as the next one may be a remainder, and between two
-    checkpoints what was counted so far.
+    That is the size of the batches, as the next one may be a remainder.
     """
     running: dict[str, Json] = {"batch_size": stepper.loader.batch_size}
     if (n_virtual := stepper.strategy.virtual_replicas) is not None:
         running["virtual_replicas"] = n_virtual
-    if counts and stepper.tally.n_steps:
-        running |= stepper.tally.as_json(stepper.metrics())
     return running
 
 
@@ -93,8 +92,6 @@ def set_running(stepper: Stepper, running: dict[str, Json], say: Callable[[str],
     before, now = running.get("virtual_replicas"), stepper.strategy.virtual_replicas
     if before != now:
         say(f"results will differ in their last bits: virtual_replicas was {before}, now is {now}")
-    if "n_steps" in running:
-        stepper.tally.resume(running)
 
 
 class LossWarning:

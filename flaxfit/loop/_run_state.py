@@ -111,6 +111,8 @@ class RunState:
         self._reset()
         if (running := getattr(checkpoint, "running", None)) is not None:
             set_running(self._stepper, running, self.say)
+        if getattr(checkpoint, "sums", None) is not None:
+            self._stepper.tally.resume(checkpoint)
 
     def _forget_delivery(self) -> None:
         """Forgets a checkpoint that callbacks are still to get, unless they are getting it now."""

@@ -5,10 +5,11 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.step import _metric_totals
 from flaxfit.step._metric_totals import compute
 from flaxfit.step._validate import structure_of
-from flaxfit.tree._types import Array, Json, PyTree
+from flaxfit.tree._types import Array, PyTree
 
 
 class Tally:
@@ -18,8 +19,8 @@ class Tally:
     >>> tally.expect({"n": (np.float32(0),)})
     False
     >>> tally.add({"float32": np.array([[3], [0]], np.float32)}, n_steps=1, n_examples=3)
-    >>> tally.n_steps, tally.n_examples, tally.as_json({})["totals"]
-    (1, 3, [{'float32': [3.0]}, {'float32': [0.0]}])
+    >>> tally.n_steps, tally.n_examples
+    (1, 3)
 
     Args:
       share: puts a tree on the devices, see `Strategy`.
@@ -79,18 +80,8 @@ class Tally:
             where = f" in steps {step - self.n_steps + 1:,} to {step:,}"
         return compute(self._read(self.totals), of, where)
 
-    def as_json(self, metrics: dict[str, PyTree]) -> dict[str, Json]:
-        """The count as JSON, with the present metrics, for `resume`."""
-        host = {dtype: np.asarray(pair).tolist() for dtype, pair in self.totals.items()}
-        totals = [{dtype: pair[i] for dtype, pair in host.items()} for i in (0, 1)]
-        return {"n_steps": self.n_steps, "totals": totals, "metrics": metrics}
-
-    def resume(self, count: dict[str, Json]) -> None:
-        """Continues the count that `as_json` returned."""
-        self.n_steps = count["n_steps"]
-        sums, cut_off = count["totals"]
-        self.totals = {d: np.asarray([sums[d], cut_off[d]], d) for d in sums}
-        self._known_metrics = {
-            name: np.asarray(value) if isinstance(value, list) else value
-            for name, value in count["metrics"].items()
-        }
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Continues the count of a checkpoint with `sums`."""
+        self.n_steps, self.n_examples = checkpoint.n_completed_steps, checkpoint.n_examples
+        self.totals = dict(checkpoint.sums or {})
+        self._known_metrics = dict(checkpoint.metrics)

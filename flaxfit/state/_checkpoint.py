@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from flaxfit.display import _html, count, duration, is_scalar, number, plural, rate
 from flaxfit.state._train_state import TrainState
 from flaxfit.tree._types import Json, OptState, Params, PyTree
@@ -69,7 +71,9 @@ class Checkpoint:
     stop: bool = False
     """Set by a callback to end the loop after this checkpoint."""
     running: Json = None
-    """What else the loop needs to resume exactly, such as counts between checkpoints; JSON."""
+    """The size of the batches and the number of virtual replicas; JSON."""
+    sums: Mapping[str, np.ndarray] | None = None
+    """The sums of the metrics so far, if the count of steps continues after this checkpoint."""
     last_grads: PyTree = None
     """The gradients of the last step; see `grads`."""
     module_of: Callable[[PyTree], PyTree] | None = None
