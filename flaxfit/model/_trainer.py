@@ -185,12 +185,10 @@ class Trainer:
         if self.loop is None or handle is None or handle.assign is None:
             return
         try:
-            handle.assign(self.variables)
+            self._written = handle.assign(self.variables)
         except Exception:
             if error is None:
                 raise  # Else the step has failed with the arrays that it was given.
-        else:
-            self._written = _arrays_of(handle.module())
 
     def note_changes(self) -> None:
         """Says that changes of the nnx instance since the last `fit` have no effect."""
@@ -198,8 +196,7 @@ class Trainer:
         module = None if handle is None else handle.module()
         if self._written is None or module is None:
             return
-        before, now = self._written, _arrays_of(module)
-        if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+        if not {*map(id, self._written)} <= {*map(id, _arrays_of(module))}:
             display.say(
                 f"the weights of this {self.name} were changed since the last fit, which has no "
                 "effect: the model continues from its own. Make another Model of the instance to "

@@ -23,8 +23,9 @@ class ModuleHandle(NamedTuple):
     """Returns the `init` of that module."""
     merged: Callable[[Variables], Any]
     """Returns a module that holds these variables, in evaluation mode."""
-    assign: Callable[[Variables], None] | None = None
-    """Writes variables into an nnx instance, if it still exists; None for other modules."""
+    assign: Callable[[Variables], list[Any]] | None = None
+    """Writes variables into an nnx instance, if it still exists, and returns the arrays that it
+    now holds; None for other modules."""
     paths: Callable[[Any], dict[str, bool]] | None = None
     """Maps the paths of all variables to whether an NNX filter selects them; None for linen."""
     streams: frozenset[str] | None = None

@@ -62,11 +62,13 @@ def from_nnx(
     """
     from flax import nnx
 
+    from flaxfit.modules import _nnx_modes
     from flaxfit.modules import _nnx_state as states
 
     is_instance = isinstance(model, nnx.Module)
     abstract = _abstract(model)
-    if unknown := states.unknown_modes(abstract, modes):
+    parts = _nnx_modes.copied(abstract)
+    if unknown := _nnx_modes.unknown_modes(parts, modes):
         raise ValueError(
             f"No layer of the model has {', '.join(unknown)}: a mode is an attribute that is a "
             "bool or None, or an argument of a layer's set_view."
@@ -77,12 +79,13 @@ def from_nnx(
     given, arguments = modes, {}
     if train is not None:
         defaults = call_defaults(abstract.__call__) if call is None else {}
-        found = {**states.attributes_of(abstract), **defaults}
+        found = {**_nnx_modes.attributes_of(parts), **defaults}
         check_switches({n: found[n] for n in found if n not in modes}, type(abstract).__name__)
         modes = {**switches(train), **modes}
         arguments = {} if call else call_flags(abstract.__call__, train)
     names = states.names_of(losses)
-    graph, random, template = states.split(abstract, modes, names)
+    _nnx_modes.set_modes(parts, modes)
+    graph, random, template = states.split(parts[-1], names)
     axes = states.axes_of(template, names)
 
     # The functions do not keep an instance: JAX keeps those that it has traced.
@@ -129,17 +132,17 @@ def from_nnx(
 
     def merged(variables: Variables) -> nnx.Module:
         evaluation = {**switches(train=False), **given}
-        shapes = nnx.merge(graph, random, template)
-        own_graph, own_random, own_template = states.split(shapes, evaluation, names)
+        view = _nnx_modes.viewed(nnx.merge(graph, random, template), evaluation)
+        own_graph, own_random, own_template = states.split(view, names)
         streams = states.keyed(own_random, jax.random.key(0))
         return nnx.merge(own_graph, streams, states.filled(own_template, variables, names))
 
     def init_of(module: Any) -> Function:
         return GivenInit(lambda: variables_of(module)) if is_instance else init
 
-    def assign(variables: Variables) -> None:
-        if (module := given_module()) is not None:
-            states.assign(module, variables, names)
+    def assign(variables: Variables) -> list[jax.Array]:
+        module = given_module()
+        return [] if module is None else states.assign(module, variables, names)
 
     handle = ModuleHandle(
         module=given_module,

@@ -4,9 +4,8 @@ This imports nnx, so it is imported only where a model is an nnx module.
 """
 
 import functools
-import inspect
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ from flax.traverse_util import unflatten_dict
 from jax.core import Tracer
 from jax.interpreters import partial_eval
 
-from flaxfit.modules._flags import parameters
 from flaxfit.modules._functions import Names
 from flaxfit.tree._types import Function, PyTree, Rngs, Variables
 
@@ -64,20 +62,6 @@ def axes_of(state: nnx.State, losses: Sequence[str] = ()) -> Variables:
     return unflatten_dict(named)
 
 
-def viewed(module: nnx.Module, modes: Mapping[str, Any]) -> nnx.Module:
-    """A module with the arrays of another one, and with modes set in it and in its parts.
-
-    A mode is an argument of a part's `set_view`, or an attribute that is a bool or None.
-    """
-    # `only`: asking an `nnx.Rngs` for an attribute such as `set_view` draws a key.
-    view = nnx.view(module, only=_is_module, raise_if_not_found=False, **modes)
-    for _, part in nnx.iter_modules(view):
-        for name in modes:
-            if _has_switch(part, name):
-                setattr(part, name, modes[name])
-    return view
-
-
 def mark_arrays(module: nnx.Module) -> None:
     """Marks the plain arrays of a module made under a trace as data; nnx takes them for static."""
     for _, part in list(nnx.iter_graph(module)):
@@ -94,41 +78,29 @@ def selected(module: nnx.Module, filter: Any) -> dict[str, bool]:
     }
 
 
-def attributes_of(module: nnx.Module) -> dict[str, object]:
-    """The attributes of a module and of its parts, by name."""
-    return {name: x for _, part in nnx.iter_modules(module) for name, x in vars(part).items()}
-
-
-def unknown_modes(module: nnx.Module, modes: Collection[str]) -> list[str]:
-    """The modes that no part of a module has."""
-    parts = [part for _, part in nnx.iter_modules(module)] if modes else []
-    return [
-        name
-        for name in modes
-        if not any(_has_switch(part, name) or _takes_mode(part, name) for part in parts)
-    ]
-
-
 def split(
-    module: nnx.Module, modes: Mapping[str, Any], losses: Sequence[str] = ()
+    module: nnx.Module, losses: Sequence[str] = ()
 ) -> tuple[nnx.GraphDef[nnx.Module], nnx.State, nnx.State]:
-    """The graph of a module with modes set, and the shapes of its random and its other states.
+    """The graph of a module, and the shapes of its random and its other states.
+
+    Values that calls have left are removed from the module.
 
     Raises:
       TypeError: it has variables whose values are references.
     """
-    view, is_sown = viewed(module, modes), functools.partial(_is_sown, losses)
-    graph, random, state = nnx.split(view, nnx.RngState, ...)
-    for path, leaf in nnx.to_flat_state(state):
+    is_sown = functools.partial(_is_sown, losses)
+    graph, random, state = nnx.split(module, nnx.RngState, ...)
+    leaves = nnx.to_flat_state(state)
+    for path, leaf in leaves:
         kind = next((name for name in ("hijax", "ref") if getattr(leaf, name, False)), None)
         if kind is not None:
             raise TypeError(
                 f"{'/'.join(map(str, path))} is a variable with {kind}=True, a reference to an "
                 f"array: make the module with nnx.var_defaults({kind}=False)."
             )
-    if any(is_sown(path, leaf) for path, leaf in nnx.to_flat_state(state)):
-        nnx.pop(view, is_sown)
-        graph, random, state = nnx.split(view, nnx.RngState, ...)
+    if any(is_sown(path, leaf) for path, leaf in leaves):
+        nnx.pop(module, is_sown)
+        graph, random, state = nnx.split(module, nnx.RngState, ...)
     return graph, *jax.tree.map(_shape, (random, state))
 
 
@@ -138,22 +110,14 @@ def filled(state: nnx.State, variables: Variables, losses: Sequence[str] = ()) -
     Raises:
       ValueError: some of its variables are missing.
     """
-    values, missing = [], []
-    for path, place, leaf in _leaves(state, losses):
-        try:
-            value = functools.reduce(operator.getitem, place, variables)
-        except (KeyError, TypeError):
-            value = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), _value(leaf))
-            if place[0] not in _TRANSIENT:
-                missing.append("/".join(place))
-        values.append((path, leaf.replace(value) if isinstance(leaf, nnx.Variable) else value))
-    if missing:
-        raise ValueError(
-            f"The variables lack what the model holds at {', '.join(missing)}; they have the "
-            f"collections {', '.join(variables)}. Pass variables by collection, as its init "
-            "returns them and state.variables holds them."
-        )
-    return nnx.from_flat_state(values)
+    leaves = [*_leaves(state, losses)]
+    values = zip(leaves, _values(leaves, variables), strict=True)
+    return nnx.from_flat_state(
+        [
+            (path, leaf.replace(value) if isinstance(leaf, nnx.Variable) else value)
+            for (path, _, leaf), value in values
+        ]
+    )
 
 
 def keyed(random: nnx.State, rngs: Rngs) -> nnx.State:
@@ -249,35 +213,69 @@ def collection_of(kind: type) -> str:
         return kind.__name__
 
 
-def assign(module: nnx.Module, variables: Variables, losses: Sequence[str] = ()) -> None:
-    """Sets the variables of a module to these values; none of them if some do not fit."""
-    state = _state(module)
-    new = filled(state, variables, losses)
-    old, now = (
-        {place: jax.tree.map(jnp.shape, _value(leaf)) for _, place, leaf in _leaves(tree, losses)}
-        for tree in (state, new)
-    )
+def assign(module: nnx.Module, variables: Variables, losses: Sequence[str] = ()) -> list[jax.Array]:
+    """Sets the variables of a module to these values; none of them if some do not fit.
+
+    Returns:
+      the arrays that were set.
+    """
+    leaves = [each for each in _leaves(_state(module), losses) if each[1][0] not in _TRANSIENT]
+    values = _values(leaves, variables)
     wrong = [
-        f"{'/'.join(place)} is {old[place]} in the module and {now[place]} in the variables"
-        for place in old
-        if place[0] not in _TRANSIENT and old[place] != now[place]
+        f"{'/'.join(place)} is {old} in the module and {new} in the variables"
+        for (_, place, leaf), value in zip(leaves, values, strict=True)
+        if (old := _shapes(_value(leaf))) != (new := _shapes(value))
     ]
     if wrong:
         raise ValueError(f"The variables do not fit the module: {'; '.join(wrong)}.")
-    kept = [leaf for leaf in _leaves(new, losses) if leaf[1][0] not in _TRANSIENT]
-    before = dict(nnx.to_flat_state(state))
-    nnx.update(module, nnx.from_flat_state([(p, _where(before[p], v)) for p, _, v in kept]))
+    placed = [
+        jax.tree.map(_where, _value(leaf), value)
+        for (*_, leaf), value in zip(leaves, values, strict=True)
+    ]
+    constants = {}
+    for (path, _, leaf), value in zip(leaves, placed, strict=True):
+        if isinstance(leaf, nnx.Variable):  # The module's own, which a state holds.
+            leaf.set_raw_value(value)
+        else:
+            constants[path] = value
+    nnx.update(module, unflatten_dict(constants))
+    return jax.tree.leaves(placed)
 
 
-def _where(before: Leaf, now: Leaf) -> Leaf:
-    """A leaf with its arrays where those of another one are."""
+def _shapes(value: PyTree) -> PyTree:
+    return jax.tree.map(jnp.shape, value)
 
-    def put(old: PyTree, new: PyTree) -> PyTree:
-        is_there = not isinstance(old, jax.Array) or old.sharding == new.sharding
-        return new if is_there else jax.device_put(new, old.sharding)
 
-    value = jax.tree.map(put, _value(before), _value(now))
-    return now.replace(value) if isinstance(now, nnx.Variable) else value
+def _where(old: PyTree, new: PyTree) -> PyTree:
+    """An array where another one is."""
+    is_there = not isinstance(old, jax.Array) or old.sharding == new.sharding
+    return new if is_there else jax.device_put(new, old.sharding)
+
+
+def _values(
+    leaves: Sequence[tuple[tuple[PyTree, ...], Place, Leaf]], variables: Variables
+) -> list[PyTree]:
+    """The values of leaves in the variables; zeros of what a call writes.
+
+    Raises:
+      ValueError: some are missing.
+    """
+    values, missing = [], []
+    for _, place, leaf in leaves:
+        try:
+            value = functools.reduce(operator.getitem, place, variables)
+        except (KeyError, TypeError):
+            value = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), _value(leaf))
+            if place[0] not in _TRANSIENT:
+                missing.append("/".join(place))
+        values.append(value)
+    if missing:
+        raise ValueError(
+            f"The variables lack what the model holds at {', '.join(missing)}; they have the "
+            f"collections {', '.join(variables)}. Pass variables by collection, as its init "
+            "returns them and state.variables holds them."
+        )
+    return values
 
 
 def _state(module: nnx.Module) -> nnx.State:
@@ -303,20 +301,8 @@ def _collection(leaf: Leaf, losses: Sequence[str] = ()) -> str:
 
 
 def _shape(x: PyTree) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
-
-
-def _is_module(_: object, node: object) -> bool:
-    return isinstance(node, nnx.Module)
-
-
-def _has_switch(part: nnx.Module, name: str) -> bool:
-    return isinstance(inspect.getattr_static(part, name, ...), bool | None)
-
-
-def _takes_mode(part: nnx.Module, name: str) -> bool:
-    found = parameters(getattr(part, "set_view", None))
-    return name in found or any(p.kind == p.VAR_KEYWORD for p in found.values())
+    kind = jax.typeof(x)
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype)
 
 
 def _is_sown(losses: Sequence[str], _: object, leaf: Leaf) -> bool:

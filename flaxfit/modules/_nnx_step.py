@@ -72,7 +72,7 @@ class NNXStep:
     def __init__(self, function: Function, objects: Mapping[str, Any]):
         from flax import nnx
 
-        from flaxfit.modules import _nnx_optimizer, _nnx_state
+        from flaxfit.modules import _nnx_modes, _nnx_optimizer, _nnx_state
 
         _check_kinds(objects)
         self._takes_rngs = "rngs" in parameters(function)
@@ -89,7 +89,8 @@ class NNXStep:
             for name, optimizer in self._optimizers.items()
         }
         self._whole = whole
-        self._graph, self._random, self._template = _nnx_state.split(whole, {})
+        view = _nnx_modes.viewed(whole, {})
+        self._graph, self._random, self._template = _nnx_state.split(view)
         self.init, self.apply = from_nnx(whole, call=None if callable(whole) else _no_call)
         self.optimizer = optax.GradientTransformation(self._opt_states, _no_update)
 

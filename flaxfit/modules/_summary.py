@@ -45,7 +45,7 @@ def summarize(module: Any, inputs: PyTree) -> str:
         raise TypeError("summary() shows the layers of a linen or nnx module, not of functions.")
     from flax import nnx
 
-    from flaxfit.modules._nnx_state import viewed
+    from flaxfit.modules._nnx_modes import viewed
 
     if not isinstance(module, nnx.Module):
         module = make(module, nnx.Rngs(0))
