@@ -231,6 +231,26 @@ def assert_on_page_on_keras():
     return check
 
 
+# A file of the names of tests that passed, one a line: a session adds its own, and leaves out those
+# that it finds there. So a second environment runs just what the first skipped or did not select.
+PASSED = os.environ.get("FLAXFIT_TEST_PASSED")
+
+
+def pytest_runtest_logreport(report):
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if PASSED and report.when == "call" and report.passed and not is_worker:
+        with open(PASSED, "a", encoding="utf-8") as file:
+            file.write(f"{report.nodeid}\n")
+
+
+def _deselect_passed(config, items):
+    if PASSED and Path(PASSED).exists():
+        names = set(Path(PASSED).read_text(encoding="utf-8").splitlines())
+        passed = [item for item in items if item.nodeid in names]
+        items[:] = [item for item in items if item.nodeid not in names]
+        config.hook.pytest_deselected(items=passed)
+
+
 OPTIONAL = (
     "clu",
     "datasets",
@@ -247,8 +267,9 @@ OPTIONAL = (
 )
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Skips the doctests whose own lines import an optional package that is not installed."""
+    _deselect_passed(config, items)
     missing = {name for name in OPTIONAL if find_spec(name) is None}
     for item in items:
         if isinstance(item, pytest.DoctestItem):

@@ -140,7 +140,7 @@ def test_the_costs_of_scaling_are_measured_and_the_memory_is_within_its_bound(ru
     assert counts == 5 * ["2"]  # Those of both processes.
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_cost_of_the_bar_is_measured(environment, run_child):
     done = run_child(
         [sys.executable, "-m", "benchmarks.display", "--rounds", "1", "--steps", "28"],

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from loops import init_of
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.callbacks import Norms
@@ -36,7 +37,7 @@ def make_loop(callbacks=(), n_devices=1, *, stdout=False, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_devices", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("n_devices", [thorough(1), 2])
 def test_the_norms_of_groups_are_means_over_steps(n_devices):
     loop = make_loop(Norms("stem/.*", "head/kernel"), n_devices)
     norms = {"params": [], "grads": []}

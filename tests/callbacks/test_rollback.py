@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from loops import init_of
-from marks import slow
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.callbacks import Rollback
@@ -60,7 +60,7 @@ def definition(rate):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize("kind", [slow("constant"), slow("schedule"), "groups"])
+@pytest.mark.parametrize("kind", [thorough("constant"), thorough("schedule"), "groups"])
 def test_a_rate_that_was_set_stays_when_the_state_goes_back(kind, is_first):
     """Also one that was set at the very checkpoint that is gone back to."""
     optimizer = {

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from loops import init_of
-from marks import slow
+from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit.callbacks import EarlyStopping, ExitCode, Rollback, SaveOnSignal, every
@@ -94,9 +94,9 @@ def digest(state):
 @pytest.mark.parametrize(
     ("data", "options", "steps"),
     [
-        pytest.param(None, {}, (2, 4, 11, 16), marks=pytest.mark.slow),
-        pytest.param(None, {"steps_per_execution": 2}, (6,), marks=pytest.mark.thorough),
-        pytest.param(Loader(), {}, (4, 6), marks=pytest.mark.slow),
+        slow(None, {}, (2, 4, 11, 16)),
+        thorough(None, {"steps_per_execution": 2}, (6,)),
+        thorough(Loader(), {}, (4, 6)),
     ],
     ids=["arrays", "several steps", "loader"],
 )

@@ -5,7 +5,7 @@ import textwrap
 import threading
 
 import pytest
-from marks import slow
+from marks import slow, thorough
 
 from flaxfit.checkpoints import (
     CheckpointFileReader,
@@ -25,8 +25,8 @@ from flaxfit.model._resume import RunFolder
 @pytest.mark.parametrize(
     "ending",
     [
-        pytest.param("", marks=pytest.mark.slow),
-        pytest.param("raise KeyError('of the user')", marks=pytest.mark.slow),
+        "",
+        thorough("raise KeyError('of the user')"),
         "sys.exit(3)",
     ],
 )

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from checkpoint_files import SMALL, data_files, fill, read
-from marks import slow
+from marks import thorough
 
 from flaxfit.checkpoints import (
     CheckpointFileReader,
@@ -242,7 +242,7 @@ def test_damage_in_every_step_is_an_error_that_names_them_and_nothing_is_deleted
     assert len(list(tmp_path.iterdir())) == 3
 
 
-@pytest.mark.parametrize("n_before, n_after", [slow(1, 4), (4, 2)])
+@pytest.mark.parametrize("n_before, n_after", [thorough(1, 4), (4, 2)])
 def test_a_run_goes_on_with_another_number_of_devices(tmp_path, n_before, n_after):
     init = DENSE.init
     x = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)

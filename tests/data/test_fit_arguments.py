@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import struct
-from marks import slow
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.data._batch import normalize
@@ -230,7 +230,7 @@ def test_ragged_and_sparse_tensors_are_refused_in_words():
 
 @pytest.mark.parametrize(
     "data",
-    [slow(((X, Y),)), ({"x": X, "y": Y},), (X.tolist(), list(Y)), slow(([(X, Y)],))],
+    [thorough(((X, Y),)), ({"x": X, "y": Y},), (X.tolist(), list(Y)), thorough(([(X, Y)],))],
     ids=["pair", "mapping", "lists", "batches"],
 )
 def test_a_model_is_fitted_and_evaluated_on_each_form_alike(data):

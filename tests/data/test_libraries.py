@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import thorough
 from sklearn.datasets import load_digits
 
 from flaxfit.data import as_stream, one_pass, prefetch
@@ -113,9 +114,7 @@ def test_grain_data_gives_its_own_batches(grain, make):
     "make", [*GRAIN, repeated_dataset, shuffled_in_a_window], ids=lambda make: make.__name__
 )
 @pytest.mark.parametrize("wrap", [as_stream, lambda data: prefetch(data, 3)], ids=["", "ahead"])
-@pytest.mark.parametrize(
-    "n_delivered", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 4)), 1]
-)
+@pytest.mark.parametrize("n_delivered", [thorough(0), thorough(4), 1])
 def test_grain_keeps_its_own_position_without_skipping(grain, make, wrap, n_delivered, capsys):
     first, second = wrap(make(grain)), wrap(make(grain))
     list(itertools.islice(first, n_delivered))

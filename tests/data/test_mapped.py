@@ -3,6 +3,7 @@ import sys
 
 import numpy as np
 import pytest
+from marks import thorough
 
 from flaxfit.data import ArrayStream
 from flaxfit.data import _mapped as mapped
@@ -43,7 +44,7 @@ def test_mapped_arrays_are_narrowed_batch_by_batch(file, shuffle):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("shuffle", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("shuffle", [thorough(False), True])
 def test_pages_that_were_read_are_handed_back(file, shuffle, monkeypatch):
     def read(keep):
         monkeypatch.setattr(mapped, "_KEEP", keep)

@@ -80,7 +80,7 @@ np.save(file, SentenceTransformer(folder, device="cpu").encode(json.loads(senten
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # They are those that are kept.
 def test_embeddings_equal_those_that_the_package_gives(embeddings, folder, run_child, tmp_path):
     if importlib.util.find_spec("sentence_transformers") is None:
         pytest.skip("sentence-transformers is not installed")

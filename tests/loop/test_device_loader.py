@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from loops import X, Y, assert_equal, make_loop
-from marks import slow
+from marks import thorough
 
 import flaxfit as ff
 
@@ -32,7 +32,8 @@ def test_other_data_can_be_trained_on_next():
 
 
 @pytest.mark.parametrize(
-    ("at", "ends"), [(0, False), slow(1, False), slow(1, True), slow(3, False), (3, True)]
+    ("at", "ends"),
+    [(0, False), thorough(1, False), thorough(1, True), thorough(3, False), (3, True)],
 )
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_data_that_is_set_while_a_batch_is_read_is_gone_on_with(at, ends, steps_per_call):
@@ -89,7 +90,7 @@ def test_a_stream_that_broke_is_not_taken_for_its_end():
         next(loop)
 
 
-@pytest.mark.parametrize("form", [slow("list"), "dict", "weights", slow("named"), "jax"])
+@pytest.mark.parametrize("form", [thorough("list"), "dict", "weights", thorough("named"), "jax"])
 def test_batches_come_in_many_forms(form):
     x, y = X[:16], Y[:16]
     forms = {

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from marks import thorough
 from redex import combinator
 
 import flaxfit as ff
@@ -125,10 +126,10 @@ def fit_noisy(strategy, **options):
 @pytest.mark.parametrize(
     "strategy",
     [
-        ff.DataParallel(jax.devices()[:1]),
+        thorough(ff.DataParallel(jax.devices()[:1])),
         ff.DataParallel(jax.devices()[:4]),
-        ff.Sharded.fsdp(jax.devices()[:4]),
-        ff.DataParallel(jax.devices()[:2], virtual_replicas=4),
+        thorough(ff.Sharded.fsdp(jax.devices()[:4])),
+        thorough(ff.DataParallel(jax.devices()[:2], virtual_replicas=4)),
     ],
     ids=["1", "4", "fsdp", "virtual"],
 )

@@ -9,7 +9,7 @@ import optax
 import pytest
 from internals import n_programs_of, programs_of
 from loops import given
-from marks import slow
+from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit import metrics
@@ -25,9 +25,9 @@ DEVICES = [n for n in (1, 2, 3, 4, 8) if n <= len(jax.devices())]
 SIZES = range(1, 3 * BATCH + 2)
 
 
-def devices(*usual, mark):
-    """Numbers of devices to try; all but the usual ones in tests of that mark."""
-    return [n if n in usual else pytest.param(n, marks=mark) for n in DEVICES]
+def devices(*usual):
+    """Numbers of devices to try; all but the usual ones, and eight, are thorough."""
+    return [n if n in (*usual, 8) else thorough(n) for n in DEVICES]
 
 
 def apply(variables, x, **options):
@@ -61,7 +61,7 @@ def reference(n, weights):
 
 
 @pytest.mark.parametrize("weights", [slow(None, id="equal"), pytest.param(W, id="weighted")])
-@pytest.mark.parametrize("n_devices", devices(1, 3, mark=pytest.mark.slow))
+@pytest.mark.parametrize("n_devices", devices(1, 3))
 def test_evaluation_is_that_of_the_whole_data_set(n_devices, weights):
     state = ff.InferenceState(np.int32(0), PARAMS, {})
     for n in SIZES:
@@ -123,9 +123,9 @@ def sums_by_row(name, is_weighted):
 
 @pytest.mark.parametrize(
     "is_weighted",
-    [slow(False, id="equal"), pytest.param(True, id="weighted")],
+    [thorough(False, id="equal"), pytest.param(True, id="weighted")],
 )
-@pytest.mark.parametrize("n_devices", devices(3, mark=pytest.mark.slow))
+@pytest.mark.parametrize("n_devices", devices(3))
 @pytest.mark.parametrize("name", ["classes", slow("two classes"), slow("numbers")])
 def test_every_metric_is_that_of_the_whole_data_set(name, n_devices, is_weighted):
     model, targets, chosen = TASKS[name]
@@ -143,10 +143,8 @@ def test_every_metric_is_that_of_the_whole_data_set(name, n_devices, is_weighted
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "weights", [pytest.param(None, marks=pytest.mark.thorough), W], ids=["equal", "weighted"]
-)
-@pytest.mark.parametrize("n_devices", devices(1, 4, mark=pytest.mark.thorough))
+@pytest.mark.parametrize("weights", [thorough(None), W], ids=["equal", "weighted"])
+@pytest.mark.parametrize("n_devices", devices(4))
 def test_every_step_of_an_epoch_has_the_gradient_of_its_own_examples(n_devices, weights):
     task = ff.TrainTask(apply, optax.sgd(0.1), "mse", [(X, Y)])
     loop = ff.TrainLoop(init, task, 0, strategy=strategy(n_devices), stdout=False)
@@ -167,7 +165,7 @@ def test_every_step_of_an_epoch_has_the_gradient_of_its_own_examples(n_devices, 
         assert len(checkpoints) == -(-n // BATCH)
 
 
-@pytest.mark.parametrize("n_devices", devices(3, mark=pytest.mark.slow))
+@pytest.mark.parametrize("n_devices", devices(3))
 def test_predictions_come_in_order_and_without_padding(n_devices):
     model = ff.Model((init, apply), optax.sgd(0.0), "mse", strategy=strategy(n_devices))
     model.fit(X[:12], Y[:12], batch_size=12, verbose=0)
@@ -191,7 +189,7 @@ def test_an_epoch_with_a_remainder_compiles_once():
     assert len(programs_of(loop)) == 1
 
 
-@pytest.mark.parametrize("resident", [True, slow(False)])
+@pytest.mark.parametrize("resident", [True, thorough(False)])
 def test_whole_batches_are_trained_on_as_those_that_could_be_padded(resident):
     def losses(*data):
         stream = ff.ArrayStream(*data, batch_size=8, epochs=2, resident=resident)
@@ -237,7 +235,7 @@ def scalar_loss(outputs, targets):
     return jnp.mean((outputs - targets) ** 2)
 
 
-@pytest.mark.parametrize("n_devices", devices(3, mark=pytest.mark.slow))
+@pytest.mark.parametrize("n_devices", devices(3))
 def test_a_scalar_loss_runs_the_remainder_at_its_own_size(n_devices):
     data = ff.ArrayStream(X, Y, batch_size=12, epochs=1)
     task = ff.TrainTask(apply, optax.sgd(0.0), scalar_loss, data)
@@ -265,7 +263,7 @@ def test_a_scalar_loss_is_evaluated_exactly_too():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [1, 3, 6, 7])
+@pytest.mark.parametrize("n", [thorough(1), 3, 6, thorough(7)])
 def test_less_data_than_a_batch_is_a_remainder_where_it_cannot_be_padded(n):
     data = ff.ArrayStream(X[:n], Y[:n], batch_size=8, epochs=1)
     state = ff.InferenceState(np.int32(0), PARAMS, {})
@@ -288,8 +286,8 @@ def test_less_data_than_a_batch_is_a_remainder_where_it_cannot_be_padded(n):
 
 
 @pytest.mark.parametrize("resident", [True, False])
-@pytest.mark.parametrize("weights", [slow(None, id="equal"), pytest.param(W, id="weighted")])
-@pytest.mark.parametrize("n_devices", [slow(1), 3])
+@pytest.mark.parametrize("weights", [thorough(None, id="equal"), pytest.param(W, id="weighted")])
+@pytest.mark.parametrize("n_devices", [thorough(1), 3])
 def test_sixty_four_bits_are_kept_where_they_are_switched_on(n_devices, weights, resident):
     with jax.enable_x64(True):
         x, y, params = (each.astype(np.float64) for each in (X, Y, PARAMS))
@@ -350,7 +348,7 @@ def init_normalized(rngs, x):
     return {"params": jnp.asarray(PARAMS), "stats": {"sum": jnp.zeros(3)}}
 
 
-@pytest.mark.parametrize("n_devices", [slow(1), slow(2), 4])
+@pytest.mark.parametrize("n_devices", [thorough(1), thorough(2), 4])
 def test_statistics_never_see_a_padded_row(n_devices):
     data = ff.ArrayStream(X[:13], Y[:13], batch_size=8, epochs=1)
     task = ff.TrainTask(normalized, optax.sgd(0.0), "mse", data)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import slow, thorough
 
 ROOT = Path(__file__).parents[1]
 
@@ -12,8 +13,8 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("n_kills", "n_damages"),
     [
-        pytest.param(6, 1, marks=pytest.mark.slow),
-        pytest.param(40, 12, marks=pytest.mark.thorough),
+        slow(4, 1),
+        thorough(40, 12),
     ],
 )
 def test_no_run_is_lost(n_kills, n_damages, run_child):

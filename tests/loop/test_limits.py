@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import linen as nn
 from internals import totals_of
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.step._cost import memory_of
@@ -83,7 +84,8 @@ class Wide(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("n_devices", "resident", "most"), [(1, True, 31), (1, False, 2), (2, True, 2), (2, False, 2)]
+    ("n_devices", "resident", "most"),
+    [(1, True, 31), thorough(1, False, 2), thorough(2, True, 2), (2, False, 2)],
 )
 def test_no_more_dispatches_wait_than_that(n_devices, resident, most):
     if len(jax.devices()) < n_devices:

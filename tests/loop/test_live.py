@@ -9,7 +9,7 @@ import optax
 import pytest
 from internals import programs_of
 from loops import init_of
-from marks import slow
+from marks import thorough
 
 import flaxfit as ff
 
@@ -47,7 +47,7 @@ def assert_equal(tree, other):
     jax.tree.map(np.testing.assert_array_equal, tree, other)
 
 
-@pytest.mark.parametrize("n_devices", [slow(1), 2])
+@pytest.mark.parametrize("n_devices", [thorough(1), 2])
 def test_a_rate_that_is_set_between_steps_acts_without_a_new_program(n_devices):
     loop = make_loop(adam(), n_devices)
     rates = []
@@ -66,7 +66,7 @@ def test_a_rate_that_is_set_between_steps_acts_without_a_new_program(n_devices):
     )
 
 
-@pytest.mark.parametrize("borrows", [slow(False), True])
+@pytest.mark.parametrize("borrows", [thorough(False), True])
 def test_a_rate_that_a_callback_sets_is_not_put_on_a_state_of_another_step(borrows):
     seen = {}
 
@@ -124,7 +124,7 @@ def test_an_optimizer_without_hyperparameters_has_none_to_read_or_set():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0, "ema": 0.9}], ids=["plain", "more"])
-@pytest.mark.parametrize("n_devices", [1, 2])
+@pytest.mark.parametrize("n_devices", [thorough(1), 2])
 def test_thawing_keeps_the_moments_of_what_was_trained(options, n_devices):
     loop = make_loop(optax.adam(0.01), n_devices, freeze="stem/.*", **options)
     list(loop.run(2))

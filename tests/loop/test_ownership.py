@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import SingleDeviceSharding
 from loops import init_of
-from marks import slow
+from marks import slow, thorough, usual
 
 import flaxfit as ff
 from flaxfit.callbacks import every
@@ -46,10 +46,7 @@ def plain(tree):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy",
-    STRATEGIES,
-)
+@pytest.mark.parametrize("strategy", usual("data parallel", of=STRATEGIES))
 def test_they_hold_the_numbers_that_those_on_the_devices_hold(strategy):
     on_host = list(loop_with(STRATEGIES[strategy](), snapshot="host", keep_grads=True))
     on_device = list(loop_with(STRATEGIES[strategy](), keep_grads=True))
@@ -94,7 +91,7 @@ def test_a_checkpoint_is_copied_once_for_all_who_do_not_borrow(copies):
     assert len(copies) == 4
 
 
-@pytest.mark.parametrize("wrapped", [slow(Reads()), every(1, Reads())])
+@pytest.mark.parametrize("wrapped", [thorough(Reads()), every(1, Reads())])
 def test_a_checkpoint_that_is_only_borrowed_is_not_copied(wrapped, copies):
     loop = loop_with(callbacks=[wrapped])
     assert [c.is_borrowed for c in loop.run_until(9, copy=False)] == [True] * 4
@@ -123,7 +120,7 @@ def test_a_borrowed_checkpoint_can_be_copied_by_hand():
     jax.tree.map(np.testing.assert_array_equal, plain(checkpoint.state), expected)
 
 
-@pytest.mark.parametrize("snapshot", [slow("device"), "none"])
+@pytest.mark.parametrize("snapshot", [thorough("device"), "none"])
 def test_callbacks_of_the_library_that_keep_weights_copy_them(snapshot, tmp_path):
     worse = iter([0.5, 1.0, 2.0, 3.0])
     stopping = ff.callbacks.EarlyStopping("worse", mode="min", patience=9)
@@ -172,7 +169,7 @@ def test_a_rate_that_a_callback_sets_is_in_the_checkpoint_that_is_saved(tmp_path
             assert float(ff.optim.hyperparams(saved.opt_state)["learning_rate"]) == rate
 
 
-@pytest.mark.parametrize("devices", [slow(1), 4])
+@pytest.mark.parametrize("devices", [thorough(1), 4])
 def test_checkpoints_stay_those_of_their_steps(devices):
     at_once, late = (loop_with(devices=jax.devices()[:devices], keep_grads=True) for _ in range(2))
     states = [plain((c.state, c.grads)) for c in at_once]
@@ -203,7 +200,8 @@ def pickled(checkpoint):
 
 
 @pytest.mark.parametrize(
-    "read", [slow(read_in_a_trace), read_in_a_mesh, slow(read_behind_a_guard), slow(pickled)]
+    "read",
+    [slow(read_in_a_trace), read_in_a_mesh, slow(read_behind_a_guard), slow(pickled)],
 )
 def test_a_state_is_whole_wherever_it_is_looked_at_first(read):
     first, second = (loop_with(devices=jax.devices()[:1], keep_grads=True) for _ in range(2))
@@ -213,7 +211,7 @@ def test_a_state_is_whole_wherever_it_is_looked_at_first(read):
     jax.tree.map(np.testing.assert_array_equal, *map(plain, parts))
 
 
-@pytest.mark.parametrize("where", [slow("device"), "host"])
+@pytest.mark.parametrize("where", [thorough("device"), "host"])
 def test_the_state_of_a_loop_is_whole_if_a_traced_function_asks_for_it(where):
     loop = loop_with(devices=jax.devices()[:1], snapshot=where)
     loop.next_checkpoint()
@@ -223,7 +221,7 @@ def test_the_state_of_a_loop_is_whole_if_a_traced_function_asks_for_it(where):
     jax.tree.map(np.testing.assert_array_equal, seen[0], expected)
 
 
-@pytest.mark.parametrize("devices", [slow(1), 4])
+@pytest.mark.parametrize("devices", [thorough(1), 4])
 def test_a_step_in_a_mesh_copies_what_is_held(devices):
     loop = loop_with(devices=jax.devices()[:devices])
     checkpoint = loop.next_checkpoint()

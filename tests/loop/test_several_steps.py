@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import linen as nn
 from jax import lax
+from marks import thorough
 from sklearn.datasets import load_digits
 
 import flaxfit as ff
@@ -109,7 +110,7 @@ def make_loop(
     ("module", "data"),
     [
         pytest.param(nn.Sequential([nn.Dense(128), nn.relu, nn.Dense(10)]), digits, id="mlp"),
-        pytest.param(Transformer(16), text, id="transformer"),
+        thorough(Transformer(16), text, id="transformer"),
     ],
 )
 def test_they_are_the_same_to_the_bit(module, data):
@@ -125,7 +126,9 @@ def test_they_are_the_same_to_the_bit(module, data):
 @pytest.mark.slow
 @pytest.mark.skipif(not ON_CPU, reason="about XLA's loops on a CPU")
 @pytest.mark.parametrize(
-    "options", [{}, {"devices": 2}, {"strategy": ff.Sharded()}], ids=["one", "replicas", "sharded"]
+    "options",
+    [{}, thorough({"devices": 2}), thorough({"strategy": ff.Sharded()})],
+    ids=["one", "replicas", "sharded"],
 )
 def test_convolutions_are_stepped_one_by_one_on_a_cpu(options):
     single, _ = train(Convolutions(), *images(), spacing=8, **options)
@@ -147,7 +150,7 @@ def test_it_is_said_once_that_convolutions_are_stepped_one_by_one(capsys):
 @pytest.mark.skipif(not ON_CPU, reason="about XLA's loops on a CPU")
 @pytest.mark.parametrize(
     "options",
-    [{"accumulate": 2}, {"strategy": ff.DataParallel(ONE, virtual_replicas=2)}],
+    [{"accumulate": 2}, thorough({"strategy": ff.DataParallel(ONE, virtual_replicas=2)})],
     ids=["parts", "virtual"],
 )
 def test_what_is_in_a_loop_anyway_is_stepped_together(options):

@@ -8,7 +8,7 @@ import pytest
 from flax import linen as nn
 from internals import programs_of
 from loops import init_of
-from marks import slow
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.optim import MultiOptimizer, OptimizerDef
@@ -50,8 +50,8 @@ def halving(learning_rate):
     return optax.GradientTransformation(inner.init, update)
 
 
-@pytest.mark.parametrize("k", [slow(1), 2])
-@pytest.mark.parametrize("make", [None, slow(lambda: ff.Sharded(devices=jax.devices()[:2]))])
+@pytest.mark.parametrize("k", [thorough(1), 2])
+@pytest.mark.parametrize("make", [None, thorough(lambda: ff.Sharded(devices=jax.devices()[:2]))])
 def test_a_hyperparameter_without_a_schedule_may_move(k, make):
     loop = loop_of(halving(0.1), None if make is None else make(), k=k)
     first, second = loop.next_checkpoint(), loop.next_checkpoint()

@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 from internals import loop_of_model
 from loops import init_of
-from marks import slow
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.loop._steps_per_call import automatic_number
@@ -73,7 +73,7 @@ def test_steps_that_are_left_over_are_taken_one_by_one():
     assert dispatches(make_loop(n_steps=14, first_checkpoint=2)) == [1, 1, 12]
 
 
-@pytest.mark.parametrize("n_devices", [slow(1), 4])
+@pytest.mark.parametrize("n_devices", [thorough(1), 4])
 def test_the_results_are_those_of_single_steps(n_devices):
     options = {"n_steps": 36, "devices": jax.devices()[:n_devices]}
     one = list(make_loop(steps_per_call=1, **options))

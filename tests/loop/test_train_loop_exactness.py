@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from loops import OPTIMIZER, Normalized, Regressor, X, Y, make_loop
-from marks import slow
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.loop._tally import Tally
@@ -14,8 +14,10 @@ from flaxfit.loop._tally import Tally
 # Against a hand-written loop, and between devices.
 
 
-@pytest.mark.parametrize("n_devices", [slow(1), 4])
-@pytest.mark.parametrize("module", [slow(Regressor()), slow(Regressor(0.5)), Normalized(0.5)])
+@pytest.mark.parametrize("n_devices", [thorough(1), 4])
+@pytest.mark.parametrize(
+    "module", [thorough(Regressor()), thorough(Regressor(0.5)), Normalized(0.5)]
+)
 def test_training_equals_a_hand_written_optax_loop(module, n_devices):
     batches = [(X[i : i + 16], Y[i : i + 16]) for i in (0, 16, 32, 48)] * 2
     loop = make_loop(module, batches, devices=jax.devices()[:n_devices])
@@ -121,7 +123,7 @@ def test_nothing_is_read_back_between_checkpoints(monkeypatch):
 
 @pytest.mark.parametrize(
     "resident, n_devices, expected",
-    [(True, 1, [32, 40, 48]), (False, 1, [*range(3, 49)]), slow(True, 2, [*range(3, 49)])],
+    [(True, 1, [32, 40, 48]), (False, 1, [*range(3, 49)]), thorough(True, 2, [*range(3, 49)])],
 )
 def test_no_more_than_so_many_steps_are_under_way(resident, n_devices, expected, monkeypatch):
     array_class, waited = type(jnp.zeros(())), []

@@ -12,13 +12,13 @@ import optax
 import pytest
 from internals import programs_of
 from loops import OPTIMIZER, Normalized, Regressor, X, Y, assert_equal, make_loop
-from marks import slow
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.loop._device_loader import DeviceLoader
 
 
-@pytest.mark.parametrize("n_devices", [slow(1), 4])
+@pytest.mark.parametrize("n_devices", [thorough(1), 4])
 def test_a_run_in_two_parts_equals_the_whole_bit_for_bit(n_devices):
     def make(**options):
         return make_loop(
@@ -44,7 +44,7 @@ def test_a_run_in_two_parts_equals_the_whole_bit_for_bit(n_devices):
     assert resumed.metrics == whole.metrics
 
 
-@pytest.mark.parametrize("steps_per_call", [3, slow(4)])
+@pytest.mark.parametrize("steps_per_call", [3, thorough(4)])
 def test_several_steps_in_one_dispatch_change_nothing(steps_per_call):
     options = {"n_steps": 10, "n_steps_per_checkpoint": 4}
     one = list(make_loop(Regressor(0.2), **options))
@@ -65,9 +65,9 @@ def test_several_steps_in_one_dispatch_over_several_devices():
     )
 
 
-@pytest.mark.parametrize(("first", "spacing"), [slow(6, 6), (1, 7)])
-@pytest.mark.parametrize("n_examples", [slow(64), 50])
-@pytest.mark.parametrize("has_weights", [slow(False), True])
+@pytest.mark.parametrize(("first", "spacing"), [thorough(6, 6), (1, 7)])
+@pytest.mark.parametrize("n_examples", [thorough(64), 50])
+@pytest.mark.parametrize("has_weights", [thorough(False), True])
 def test_several_steps_in_one_dispatch_reach_over_the_end_of_an_epoch(
     n_examples, has_weights, first, spacing
 ):
@@ -86,7 +86,7 @@ def test_several_steps_in_one_dispatch_reach_over_the_end_of_an_epoch(
     assert_equal([c.state.params for c in one], [c.state.params for c in many])
 
 
-@pytest.mark.parametrize("resident", [slow(False), True])
+@pytest.mark.parametrize("resident", [thorough(False), True])
 def test_a_loop_that_is_dropped_frees_its_state_at_once(resident):
     loop = make_loop(data=ff.ArrayStream(X, Y, batch_size=16, resident=resident))
     next(loop)
@@ -155,7 +155,7 @@ def test_a_program_that_failed_to_compile_is_not_said_to_be_compiling(monkeypatc
 @pytest.mark.parametrize(
     ("data", "n"),
     [
-        slow(lambda: ff.ArrayStream(X, Y, batch_size=16), 1),
+        thorough(lambda: ff.ArrayStream(X, Y, batch_size=16), 1),
         (lambda: ff.ArrayStream(X, Y, batch_size=16), 2),
         (lambda: itertools.cycle([(X[:16], Y[:16]), (X[16:32], Y[16:32])]), 1),
     ],
@@ -181,7 +181,7 @@ def test_a_step_that_fails_loses_no_batch(data, n):
     assert_equal(last.state.params, whole.state.params)
 
 
-@pytest.mark.parametrize("n", [1, slow(2)])
+@pytest.mark.parametrize("n", [1, thorough(2)])
 def test_what_fails_beside_a_step_loses_no_batch_either(n, monkeypatch):
     def make(data):
         return make_loop(data=data, steps_per_call=n, n_steps=12, first_checkpoint=2)

@@ -4,6 +4,7 @@ import flax.linen as nn
 import numpy as np
 import optax
 import pytest
+from marks import thorough
 
 import flaxfit as ff
 
@@ -28,7 +29,7 @@ def needed(model, n):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    [ff.DataParallel(), pytest.param(ff.Sharded(), marks=pytest.mark.slow)],
+    [ff.DataParallel(), thorough(ff.Sharded())],
     ids=["replicas", "mesh"],
 )
 def test_the_size_fits_and_the_double_does_not(strategy):

@@ -4,7 +4,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from marks import slow
+from marks import thorough
 
 import flaxfit as ff
 
@@ -134,7 +134,9 @@ def test_evaluate_predict_and_find_lr_refuse_a_batch_size_of_batches():
 # The end of the data.
 
 
-@pytest.mark.parametrize("data", [slow(BATCHES), Unsized, slow(lambda: iter(BATCHES))], ids=type)
+@pytest.mark.parametrize(
+    "data", [thorough(BATCHES), Unsized, thorough(lambda: iter(BATCHES))], ids=type
+)
 def test_more_steps_per_epoch_than_a_pass_has_go_on_into_the_next(data):
     data = data() if isinstance(data, type) else data
     assert fit(data, steps_per_epoch=8, epochs=2)[1] == [8, 16]
@@ -202,8 +204,8 @@ def test_endless_data_is_refused_where_a_pass_is_needed():
 # A run is resumed on the same batches.
 
 
-@pytest.mark.parametrize("data", ["unsized", slow("sized")])
-@pytest.mark.parametrize("n_epochs", [slow(1), 2])
+@pytest.mark.parametrize("data", ["unsized", thorough("sized")])
+@pytest.mark.parametrize("n_epochs", [thorough(1), 2])
 def test_data_with_an_order_of_its_own_resumes_on_the_same_batches(tmp_path, data, n_epochs):
     class Sized(Unsized):
         def __len__(self):

@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from internals import n_programs_of
-from marks import slow
+from marks import thorough
 from sklearn.datasets import load_digits
 
 import flaxfit as ff
@@ -68,7 +68,7 @@ def test_fit_learns_and_reports_each_epoch():
     assert measured["loss"] == pytest.approx(history["val_loss"][-1], rel=1e-5)
 
 
-@pytest.mark.parametrize("n_devices", [slow(1), 3, slow(4)])
+@pytest.mark.parametrize("n_devices", [thorough(1), 3, thorough(4)])
 def test_evaluate_and_predict_agree_with_the_module_itself(n_devices):
     model = make_model(MLP(dropout=0.2), strategy=ff.DataParallel(jax.devices()[:n_devices]))
     fit(model)
@@ -227,7 +227,7 @@ def test_a_pair_of_functions_can_be_trained():
     assert fit(model, epochs=5)["accuracy"][-1] > 0.8
 
 
-@pytest.mark.parametrize("kind", [slow("list"), slow("known length"), "unknown length"])
+@pytest.mark.parametrize("kind", [thorough("list"), thorough("known length"), "unknown length"])
 def test_batches_of_any_kind_can_be_fitted(kind):
     batches = [(X[i : i + 64], Y[i : i + 64]) for i in range(0, 256, 64)]
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from marks import slow
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.callbacks import Export
@@ -60,7 +60,9 @@ def fit(model, **options):
 
 
 @pytest.mark.parametrize(
-    "strategy", [slow(STRATEGIES[0]), STRATEGIES[1], slow(STRATEGIES[2])], ids=["1", "4", "fsdp"]
+    "strategy",
+    [thorough(STRATEGIES[0]), STRATEGIES[1], thorough(STRATEGIES[2])],
+    ids=["1", "4", "fsdp"],
 )
 @pytest.mark.parametrize(("module", "losses"), [(Nnx, Kl), (Linen(), "kl")], ids=["nnx", "linen"])
 def test_terms_of_the_loss_under_a_name_of_their_own_are_trained(module, losses, strategy):

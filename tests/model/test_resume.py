@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from internals import loop_of_model, programs_of
+from marks import thorough, usual
 
 import flaxfit as ff
 from flaxfit.callbacks import EarlyStopping
@@ -69,11 +70,11 @@ class Loader:
     ("data", "options"),
     [
         ((X, Y), {}),
-        ((X, Y), {"steps_per_execution": 2}),
-        pytest.param(list(Loader()), {}, marks=pytest.mark.thorough),
-        pytest.param(list(Loader()), {"steps_per_execution": 2}, marks=pytest.mark.thorough),
+        thorough((X, Y), {"steps_per_execution": 2}),
+        thorough(list(Loader()), {}),
+        thorough(list(Loader()), {"steps_per_execution": 2}),
         (Loader(), {}),
-        pytest.param(Loader(), {"steps_per_execution": 2}, marks=pytest.mark.thorough),
+        thorough(Loader(), {"steps_per_execution": 2}),
     ],
     ids=["arrays", "arrays-several", "list", "list-several", "loader", "loader-several"],
 )
@@ -201,7 +202,7 @@ DATA = {"arrays": lambda: (X, Y), "grain": shuffled_by_grain}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("data", usual("arrays", of=DATA))
 def test_a_killed_process_loses_no_finished_epoch(tmp_path, run_child, data):
     """The process of the test goes on where the killed one was; `test_faults` uses new ones."""
     if data != "arrays":

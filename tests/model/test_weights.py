@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax.traverse_util import flatten_dict
-from marks import slow
+from marks import thorough
 
 import flaxfit as ff
 
@@ -216,7 +216,7 @@ def test_statistics_that_are_missing_are_listed(trained, write):
         model.predict(X)
 
 
-@pytest.mark.parametrize("use", ["predict", slow("evaluate"), "fit"])
+@pytest.mark.parametrize("use", ["predict", thorough("evaluate"), "fit"])
 def test_the_first_inputs_complete_a_model_in_the_same_way(trained, tmp_path, use):
     trained.save_weights(tmp_path / "weights.safetensors")
     models = [ff.Model(MLP(), optax.sgd(0.0), "mse", seed=1, ema=0.9) for _ in range(2)]
@@ -379,7 +379,7 @@ EXPECTED = np.full((1, 2), 22.0)
 
 
 @pytest.mark.parametrize(
-    "between", [slow("nothing"), "predict", slow("evaluate"), "fit", slow("state")]
+    "between", [thorough("nothing"), "predict", thorough("evaluate"), "fit", thorough("state")]
 )
 def test_weights_of_a_second_file_are_added_to_those_of_the_first(parts, between, capfd):
     model = pair()
@@ -462,7 +462,9 @@ def test_a_fit_that_failed_keeps_the_loaded_weights(parts, tmp_path):
     np.testing.assert_array_equal(model.predict(ONE), EXPECTED)
 
 
-@pytest.mark.parametrize("strategy", [slow("one"), "fsdp", "data_parallel", slow("virtual")])
+@pytest.mark.parametrize(
+    "strategy", [thorough("one"), "fsdp", "data_parallel", thorough("virtual")]
+)
 def test_loaded_weights_are_trained_under_every_strategy(parts, strategy):
     strategy = {
         "one": lambda: ff.Sharded(devices=jax.devices()[:1]),
@@ -501,7 +503,7 @@ class Other(nn.Module):
         return nn.Dense(2, name="c")(nn.Dense(2, name="a")(x))
 
 
-@pytest.mark.parametrize("use", ["predict", slow("evaluate"), slow("export"), "fit"])
+@pytest.mark.parametrize("use", ["predict", thorough("evaluate"), thorough("export"), "fit"])
 def test_a_loaded_state_of_another_model_is_refused_at_the_first_use(tmp_path, use):
     model = pair()
     model.fit(ONE, TWO, verbose=0)

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from marks import quick, slow
+from marks import quick, thorough, usual
 
 import flaxfit as ff
 from flaxfit.optim import MultiOptimizer, OptimizerDef, averaged
@@ -80,7 +80,7 @@ def test_a_model_uses_the_average_of_a_schedule_free_optimizer(wrapped, tmp_path
     check(fitted(WRAPPED[wrapped]()), tmp_path)
 
 
-@pytest.mark.parametrize("option", quick("accumulate", of=OPTIONS))
+@pytest.mark.parametrize("option", usual("accumulate", of=OPTIONS))
 def test_options_leave_it_so(option, tmp_path):
     check(fitted(free(0.3), **OPTIONS[option]), tmp_path)
 
@@ -89,8 +89,8 @@ def test_options_leave_it_so(option, tmp_path):
 @pytest.mark.parametrize(
     "strategy",
     [
-        lambda: ff.DataParallel(jax.devices()[:1]),
-        lambda: ff.Sharded.fsdp(jax.devices()[:4]),
+        thorough(lambda: ff.DataParallel(jax.devices()[:1])),
+        thorough(lambda: ff.Sharded.fsdp(jax.devices()[:4])),
         lambda: ff.DataParallel(virtual_replicas=4),
     ],
     ids=["one", "fsdp", "virtual"],
@@ -123,7 +123,7 @@ def test_an_eval_loop_measures_the_average_if_asked(plainly_fitted):
     np.testing.assert_allclose(plain["loss"], loss_of(model.state.params), rtol=1e-5)
 
 
-@pytest.mark.parametrize("how", ["model", slow("callback")])
+@pytest.mark.parametrize("how", ["model", thorough("callback")])
 def test_an_exported_model_is_that_of_the_average(how, tmp_path):
     pytest.importorskip("flatbuffers", reason="flatbuffers is not installed")
     path = tmp_path / "dense"

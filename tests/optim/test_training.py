@@ -6,6 +6,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from marks import thorough
 from sklearn.datasets import load_digits
 
 import flaxfit as ff
@@ -33,7 +34,7 @@ def loop_with(optimizer, init=MODEL.init, apply=MODEL.apply, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_devices", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("n_devices", [thorough(1), 4])
 def test_a_loop_trains_the_groups_as_one_device_by_hand_does(n_devices):
     loop = loop_with(two_groups(), devices=jax.devices()[:n_devices])
     start = loop.state

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from internals import programs_of
-from marks import slow
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.step._cost import cost_of, memory_of
@@ -77,7 +77,7 @@ def test_the_count_is_that_of_the_asked_batch_size():
 
 
 @pytest.mark.parametrize(
-    "strategy", [slow(ff.DataParallel(ONE)), ff.DataParallel(), slow(ff.Sharded())]
+    "strategy", [thorough(ff.DataParallel(ONE)), ff.DataParallel(), thorough(ff.Sharded())]
 )
 def test_memory_is_that_of_the_program_that_runs(strategy):
     loop = make_loop(nn.Dense(128), strategy=strategy, data=[(x, y)])

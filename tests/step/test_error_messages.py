@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from marks import quick, slow
+from marks import thorough, usual
 
 import flaxfit as ff
 
@@ -16,7 +16,7 @@ STRATEGIES = {
     "two devices": lambda: ff.DataParallel(jax.devices()[:2]),
     "sharded": lambda: ff.Sharded(devices=jax.devices()[:2]),
 }
-strategies = pytest.mark.parametrize("strategy", quick("two devices", of=STRATEGIES))
+strategies = pytest.mark.parametrize("strategy", usual("two devices", of=STRATEGIES))
 
 
 def error_of_fit(loss="mse", metrics=(), module=None, strategy="one device"):
@@ -100,7 +100,7 @@ def test_a_loss_may_read_what_the_model_has_left_in_the_same_pass(strategy):
     assert metrics["penalty_left"] == 2 and metrics["loss"] == 3
 
 
-@pytest.mark.parametrize("strategy", [slow("one device"), "two devices"])
+@pytest.mark.parametrize("strategy", [thorough("one device"), "two devices"])
 def test_a_loss_may_name_the_axis_of_replicas(strategy):
     def loss(outputs, targets):
         return squares(outputs, targets) + jax.lax.pmean(outputs.mean(), "replica")

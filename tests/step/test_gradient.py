@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from loops import init_of
-from marks import slow
+from marks import diagonal, thorough
 
 import flaxfit as ff
 from flaxfit.step._gradient import count_parts
@@ -57,9 +57,9 @@ def test_parts_are_as_many_as_divide():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_devices", [1, 2])
+@pytest.mark.parametrize("n_devices", [thorough(1), 2])
 @pytest.mark.parametrize("weights", [None, W], ids=["unweighted", "weighted"])
-@pytest.mark.parametrize("batch_size", [12, 10], ids=["even", "uneven"])
+@pytest.mark.parametrize("batch_size", [thorough(12), 10], ids=["even", "uneven"])
 def test_microbatches_give_what_the_whole_batch_gives(n_devices, weights, batch_size):
     def data():
         return ff.ArrayStream(X, Y, weights, batch_size=batch_size, epochs=2)
@@ -129,7 +129,7 @@ def test_microbatches_differ_in_their_dropout():
     assert next(loop).loss == pytest.approx(float(expected), rel=1e-6)
 
 
-@pytest.mark.parametrize("n_devices", [slow(1), 2])
+@pytest.mark.parametrize("n_devices", [thorough(1), 2])
 def test_frozen_parameters_are_not_touched_and_have_no_moments(n_devices):
     loop, checkpoints = train(
         4, n_devices, optimizer=optax.adamw(0.05, weight_decay=0.5), freeze="stem/.*"
@@ -193,8 +193,8 @@ def poisoned():
     return [(X[i : i + 12], y[i : i + 12]) for i in range(0, 48, 12)]
 
 
-@pytest.mark.parametrize("n_devices", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("norm", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("n_devices", [thorough(1), 2])
+@pytest.mark.parametrize("norm", [thorough(False), True])
 def test_a_step_that_is_not_finite_leaves_the_whole_state(n_devices, norm):
     options = {"norm": norm, "optimizer": optax.sgd(0.1)}
     loop, checkpoints = train(None, n_devices, data=poisoned(), skip_nonfinite=True, **options)
@@ -216,8 +216,7 @@ def test_without_the_guard_the_same_data_destroys_the_state():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("precision", "accumulate"), diagonal(["bfloat16", "float16"], [1, 2]))
 def test_sixteen_bits_train_about_as_thirty_two_do(precision, accumulate):
     def small_loss(outputs, targets):
         # So small that the first scale of float16 does not overflow: then no step is skipped.
@@ -248,8 +247,7 @@ def test_sixteen_bits_train_about_as_thirty_two_do(precision, accumulate):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_devices", [1, 2])
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("n_devices", "accumulate"), diagonal([1, 2], [1, 3]))
 def test_the_scale_of_a_loss_that_overflows_is_halved_and_the_step_skipped(n_devices, accumulate):
     large = [(X[:12], 60000 * Y[:12])] * 20
     loop, checkpoints = train(
@@ -270,7 +268,7 @@ def test_the_scale_of_a_loss_that_overflows_is_halved_and_the_step_skipped(n_dev
     assert np.all(np.isfinite(loop.state.params["head"]["kernel"]))
 
 
-@pytest.mark.parametrize("n_devices", [slow(1), 2])
+@pytest.mark.parametrize("n_devices", [thorough(1), 2])
 def test_the_average_follows_its_formula(n_devices):
     loop, checkpoints = train(n_devices=n_devices, ema=0.75, freeze="stem/bias")
     average = jax.device_get(train(0)[0].state.params)

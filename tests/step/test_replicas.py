@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from internals import programs_of
-from marks import slow
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.step._replicas import Replicas, VirtualReplicas
@@ -57,7 +57,7 @@ def test_float_state_is_averaged_and_everything_else_is_that_of_replica_0():
     check_average(run(ff.DataParallel(jax.devices()), step, np.arange(4, dtype=np.int32)))
 
 
-@pytest.mark.parametrize("n", [slow(1), 2, slow(4)])
+@pytest.mark.parametrize("n", [thorough(1), 2, thorough(4)])
 def test_so_is_that_of_virtual_replicas(n, backend):
     strategy = ff.DataParallel(jax.devices()[:n], virtual_replicas=4)
 
@@ -69,7 +69,7 @@ def test_so_is_that_of_virtual_replicas(n, backend):
     check_average(run(strategy, step, np.arange(8, dtype=np.int32)))
 
 
-@pytest.mark.parametrize("n", [slow(1), 2, slow(4)])
+@pytest.mark.parametrize("n", [thorough(1), 2, thorough(4)])
 def test_virtual_replicas_have_their_rows_and_are_summed_in_pairs(n, backend):
     strategy = ff.DataParallel(jax.devices()[:n], virtual_replicas=4)
     x = np.array([1e8, 1, 3, -1e8, 5, 7, -11, 13], np.float32)
@@ -89,7 +89,7 @@ def test_virtual_replicas_have_their_rows_and_are_summed_in_pairs(n, backend):
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
-@pytest.mark.parametrize("n", [slow(2), 4])
+@pytest.mark.parametrize("n", [thorough(2), 4])
 def test_a_tree_is_reduced_at_once_and_to_the_same_bits_as_leaf_by_leaf(reduce, n, backend):
     strategy = ff.DataParallel(jax.devices()[:n])
     random = np.random.default_rng(0)

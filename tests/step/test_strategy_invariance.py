@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from marks import quick, slow
+from marks import diagonal, thorough, usual
 
 import flaxfit as ff
 
@@ -140,10 +140,10 @@ def reference(name, n):
 
 
 # Each needs programs of its own, which take a second to compile.
-NAMES = quick("weighted values", "masked mean", "weighted contrastive", of=CASES)
+NAMES = usual("weighted values", "masked mean", "weighted contrastive", of=CASES)
 
 
-@pytest.mark.parametrize("strategy", ["data-parallel", slow("FSDP")])
+@pytest.mark.parametrize("strategy", ["data-parallel", thorough("FSDP")])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loss_has_the_numbers_of_one_device(name, strategy):
     n = 2 * BATCH
@@ -151,8 +151,7 @@ def test_a_loss_has_the_numbers_of_one_device(name, strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["data-parallel", "FSDP"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "strategy"), diagonal(CASES, ["data-parallel", "FSDP"]))
 def test_the_uneven_rest_of_an_epoch_has_the_numbers_of_one_device(name, strategy):
     n = len(X)
     assert_same(run(CASES[name], STRATEGIES[strategy](), n=n), reference(name, n))
@@ -165,23 +164,23 @@ def test_masked_steps_have_the_mean_over_all_steps():
     assert measured["loss"] == pytest.approx((values * STEP_MASK).sum() / STEP_MASK.sum(), rel=1e-6)
 
 
-IN_TURN = [(s, 4) for s in ("one device", "data-parallel", "FSDP")] + [("virtual replicas", 1)]
+# By strategy, into how many parts a batch is divided.
+IN_TURN = {"one device": 4, "data-parallel": 4, "FSDP": 4, "virtual replicas": 1}
 BY_EXAMPLE = [name for name, case in CASES.items() if case.divides]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "accumulate"), IN_TURN)
-@pytest.mark.parametrize("name", BY_EXAMPLE)
-def test_parts_in_turn_have_the_numbers_of_the_whole_batch(name, strategy, accumulate):
+@pytest.mark.parametrize(("name", "strategy"), diagonal(BY_EXAMPLE, IN_TURN))
+def test_parts_in_turn_have_the_numbers_of_the_whole_batch(name, strategy):
     n = len(X)
-    assert_same(run(CASES[name], STRATEGIES[strategy](), accumulate, n), reference(name, n))
+    found = run(CASES[name], STRATEGIES[strategy](), IN_TURN[strategy], n)
+    assert_same(found, reference(name, n))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "accumulate"), [case if "FSDP" in case else slow(*case) for case in IN_TURN]
-)
+@pytest.mark.parametrize("strategy", usual("FSDP", of=IN_TURN))
 @pytest.mark.parametrize("name", [name for name in CASES if name not in BY_EXAMPLE])
-def test_parts_in_turn_are_refused_where_they_do_not_tell_the_loss(name, strategy, accumulate):
+def test_parts_in_turn_are_refused_where_they_do_not_tell_the_loss(name, strategy):
+    accumulate = IN_TURN[strategy]
     option = f"accumulate={accumulate}" if accumulate > 1 else f"virtual_replicas={N}"
     with pytest.raises(ValueError, match=f"{option}.*not the loss of the batch"):
         run(CASES[name], STRATEGIES[strategy](), accumulate)

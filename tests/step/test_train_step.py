@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from marks import slow
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.step._metric_totals import compute
@@ -47,8 +47,8 @@ def run(task, batch, n_devices=1, state=None):
     return state, compute(sums, task.metrics)
 
 
-@pytest.mark.parametrize("n_devices", [1, slow(2), 3, slow(4)])
-@pytest.mark.parametrize("weights", [slow(None), W])
+@pytest.mark.parametrize("n_devices", [1, thorough(2), 3, thorough(4)])
+@pytest.mark.parametrize("weights", [thorough(None), W])
 def test_the_gradient_is_that_of_the_weighted_mean_over_the_whole_batch(n_devices, weights):
     state, metrics = run(make_task(), ff.Batch((X,), (Y,), weights), n_devices)
     w = np.ones(12) if weights is None else weights.astype(np.float64)
@@ -179,8 +179,8 @@ def test_each_stream_replica_and_step_has_a_key_of_its_own():
     assert seen[3] == float(jax.random.uniform(expected))
 
 
-@pytest.mark.parametrize("n_devices", [slow(1), 4])
-@pytest.mark.parametrize("anything", [np.nan, slow(np.inf), 1e30])
+@pytest.mark.parametrize("n_devices", [thorough(1), 4])
+@pytest.mark.parametrize("anything", [np.nan, thorough(np.inf), 1e30])
 def test_targets_of_weight_zero_leave_no_mark_on_the_gradient(n_devices, anything):
     """Not even where a device has no other rows, as the first of four here."""
     weights, idle = W.copy(), [0, 1, 2, 7]

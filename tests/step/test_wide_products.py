@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from marks import slow
+from marks import thorough
 
 import flaxfit as ff
 
@@ -33,7 +33,7 @@ def make_loop(dtype, precision, strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [ff.DataParallel, ff.Sharded.fsdp])
+@pytest.mark.parametrize("strategy", [thorough(ff.DataParallel), ff.Sharded.fsdp])
 def test_products_in_float32_are_counted_and_said_once(strategy, capsys):
     loop = make_loop(jnp.float32, "bfloat16", strategy(devices=jax.devices()[:2]))
     next(loop)
@@ -48,9 +48,9 @@ def test_products_in_float32_are_counted_and_said_once(strategy, capsys):
     ("dtype", "precision"),
     [
         (None, "bfloat16"),
-        slow(jnp.bfloat16, "bfloat16"),
+        thorough(jnp.bfloat16, "bfloat16"),
         (jnp.float32, None),
-        slow(jnp.float32, "float32"),
+        thorough(jnp.float32, "float32"),
     ],
 )
 def test_where_it_reaches_all_products_nothing_is_said(dtype, precision, capsys):

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from marks import slow
+from marks import diagonal, thorough
 
 import flaxfit as ff
 from flaxfit.strategies import _compilation
@@ -81,7 +81,7 @@ def test_nothing_is_done_where_the_library_knows_no_way(find, monkeypatch, _look
     "strategy",
     [
         lambda: ff.DataParallel(jax.devices()[:1]),
-        slow(lambda: ff.DataParallel(jax.devices()[:2], virtual_replicas=2)),
+        thorough(lambda: ff.DataParallel(jax.devices()[:2], virtual_replicas=2)),
         lambda: ff.Sharded(devices=jax.devices()[:2]),
     ],
 )
@@ -128,8 +128,7 @@ def result(module, strategy, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_param", [True, False])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "is_param"), diagonal(STRATEGIES, [True, False]))
 def test_four_bits_train_as_floats_do(strategy, is_param):
     make = STRATEGIES[strategy]
     if strategy == "virtual" and not _compilation._takes_sub_byte("int4"):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from marks import diagonal
 
 import flaxfit as ff
 
@@ -18,8 +19,7 @@ STRATEGIES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("n_steps", [1, 2])
+@pytest.mark.parametrize(("n_steps", "name"), diagonal([1, 2], STRATEGIES))
 def test_a_step_uses_up_the_state_of_the_loop_but_not_that_of_the_user(name, n_steps):
     given = ff.init_state(
         lambda rngs, x: {"params": jnp.ones((1024, 4))}, optax.sgd(0.1), 0, (X[:1],)

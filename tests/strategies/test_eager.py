@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
@@ -48,7 +49,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        thorough({}),
         {"accumulate": 2},
         {"data": (X, Y, WEIGHTS), "clip_norm": 0.1},
         {"loop": {"steps_per_call": 2, "n_steps_per_checkpoint": 3}},

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from marks import usual
 
 SECONDS = 60
 """Within which the last process has ended and the first of the next attempt trains."""
@@ -41,7 +42,7 @@ WORDS = {
 }
 
 # One that is killed stands in another test below, and one that hangs in `test_watchdog.py`.
-USUAL = ("raising", "stopped", "out of data", "told to end")
+USUAL = ("raising", "told to end")
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def expected(n_steps):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
-    [f if f in USUAL else pytest.param(f, marks=pytest.mark.thorough) for f in WORDS],
+    usual(*USUAL, of=WORDS),
 )
 def test_both_processes_end_say_why_and_go_on_where_they_were(fault, run, tmp_path):
     output = run(tmp_path, fault)

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax.linen.spmd import with_logical_constraint
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit import checkpoints
@@ -25,12 +26,8 @@ STRATEGIES = {
 
 
 def names(*left_out):
-    """Those to try; one is enough, as `test_sharded_on_eight.py` tries all on more devices."""
-    return [
-        name if name == "fsdp" else pytest.param(name, marks=pytest.mark.thorough)
-        for name in STRATEGIES
-        if name not in left_out
-    ]
+    """Those to try, which is thorough: `test_sharded_on_eight.py` tries all on more devices."""
+    return [thorough(name) for name in STRATEGIES if name not in left_out]
 
 
 def named(*names):

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from marks import thorough
 
 import flaxfit as ff
 
@@ -71,7 +72,7 @@ def four():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [1, thorough(2)])
 def test_batch_statistics_dropout_and_a_smaller_last_batch_are_the_same_to_the_bit(n, four):
     assert {"batch_stats"} == four[0].model_state.keys()
     assert_same(train(n), four)

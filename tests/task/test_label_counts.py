@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from loops import init_of
-from marks import slow
+from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit.losses._checks import in_range, out_of_range
@@ -50,13 +50,13 @@ def kernel(loop):
 @pytest.mark.parametrize(
     ("label", "strategy", "options", "task"),
     [
-        slow(-1, one_device, {}, {}, id="one"),
-        slow(3, one_device, {}, {}, id="above"),
+        thorough(-1, one_device, {}, {}, id="one"),
+        thorough(3, one_device, {}, {}, id="above"),
         slow(2**31 - 1, one_device, {"steps_per_call": 2}, {}, id="several steps"),
         slow(3, one_device, {}, {"accumulate": 2}, id="accumulate"),
         pytest.param(-1, ff.DataParallel, {}, {}, id="four"),
-        slow(-1, lambda: ff.DataParallel(virtual_replicas=8), {}, {}, id="virtual"),
-        slow(3, ff.Sharded.fsdp, {}, {}, id="fsdp"),
+        thorough(-1, lambda: ff.DataParallel(virtual_replicas=8), {}, {}, id="virtual"),
+        thorough(3, ff.Sharded.fsdp, {}, {}, id="fsdp"),
     ],
 )
 def test_a_later_batch_is_refused_at_the_next_checkpoint_and_its_labels_are_left_out(

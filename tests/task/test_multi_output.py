@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from loops import init_of
-from marks import slow
+from marks import diagonal, thorough
 
 import flaxfit as ff
 from flaxfit.task._multi_output import LossByOutput, as_loss
@@ -44,7 +44,7 @@ def losses_of(outputs):
     return np.mean(logs - logits[np.arange(22), CLASSES]), np.mean((numbers - NUMBERS) ** 2)
 
 
-@pytest.mark.parametrize("form", [dict, slow(tuple)])
+@pytest.mark.parametrize("form", [dict, thorough(tuple)])
 def test_a_model_is_trained_on_the_weighted_sum_and_reports_each_loss(form):
     targets = {"kind": CLASSES, "size": NUMBERS} if form is dict else (CLASSES, NUMBERS)
     metrics = {"kind": "accuracy", "size": ["mae", "rmse"]}
@@ -88,8 +88,7 @@ def weighted_sums(outputs, weights):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [dict, tuple])
-@pytest.mark.parametrize("n_devices", [1, 4])
+@pytest.mark.parametrize(("n_devices", "form"), diagonal([4, 1], [dict, tuple]))
 def test_each_output_may_have_weights_of_its_own(form, n_devices):
     targets = {"kind": CLASSES, "size": NUMBERS} if form is dict else (CLASSES, NUMBERS)
     weights = {"kind": RNG.uniform(0, 3, 22), "size": (np.arange(22) % 3).astype(float)}
@@ -182,10 +181,10 @@ def on_arrays():
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
-        (one_device, {}),
+        thorough(one_device, {}),
         (ff.DataParallel, {"steps_per_call": 4, "n_steps_per_checkpoint": 9}),
         (lambda: ff.DataParallel(virtual_replicas=4), {}),
-        pytest.param(ff.Sharded, {}, marks=pytest.mark.slow),
+        thorough(ff.Sharded, {}),
     ],
     ids=["one device", "four devices", "virtual replicas", "sharded"],
 )
@@ -407,7 +406,7 @@ def test_the_loss_is_the_object_that_a_task_holds():
     assert isinstance(task.loss, LossByOutput)
 
 
-@pytest.mark.parametrize("is_first_weighted", [True, slow(False)])
+@pytest.mark.parametrize("is_first_weighted", [True, thorough(False)])
 def test_a_given_batch_with_other_weights_than_those_before_is_refused(is_first_weighted):
     whole = (X, {"kind": CLASSES, "size": NUMBERS})
     weighted = (*whole, WEIGHTS)

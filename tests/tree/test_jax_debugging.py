@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from loops import given
-from marks import slow
+from marks import thorough
 
 import flaxfit as ff
 
@@ -44,7 +44,7 @@ def logarithm(outputs, targets):
     return jnp.log(-1 - outputs**2) + targets
 
 
-@pytest.mark.parametrize("is_begun", [slow(False), True])
+@pytest.mark.parametrize("is_begun", [thorough(False), True])
 @pytest.mark.parametrize("make", [ff.DataParallel, ff.Sharded])
 def test_a_loop_without_jit_names_the_debug_mode(make, is_begun):
     loop = loop_over(strategy=make())
