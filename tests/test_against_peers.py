@@ -16,7 +16,7 @@ import optax
 import pytest
 import scipy.special
 import sklearn.metrics
-from marks import diagonal, quick
+from marks import diagonal, quick, thorough
 
 import flaxfit as ff
 from flaxfit import losses, metrics
@@ -673,10 +673,10 @@ TYPES = [
 ]
 
 
-def assert_by_loop(named, outputs, targets, expected):
-    """Metrics of a loop on one device and on four are those of a peer that knows them."""
+def assert_by_loop(named, outputs, targets, expected, devices=(1, 4)):
+    """Metrics of a loop on these numbers of devices are those of a peer that knows them."""
     data = ff.ArrayStream(outputs, targets, SOME, batch_size=BATCH_SIZE)
-    for n_devices in (1, 4):
+    for n_devices in devices:
         values = evaluator(named, n_devices).measure(STATE, data)
         for name in named.keys() & expected.keys():
             np.testing.assert_allclose(
@@ -685,8 +685,9 @@ def assert_by_loop(named, outputs, targets, expected):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("n_devices", [thorough(1), 4])
 @pytest.mark.parametrize(("kind", "of_outputs", "of_targets"), TYPES)
-def test_metrics_of_any_type_are_those_of_scikit_learn(kind, of_outputs, of_targets):
+def test_metrics_of_any_type_are_those_of_scikit_learn(kind, of_outputs, of_targets, n_devices):
     outputs, targets = DATA[kind]
     targets = abs(3 * targets) if kind in IS_NUMBER else targets
     outputs, targets = outputs.astype(of_outputs), targets.astype(of_targets)
@@ -695,7 +696,7 @@ def test_metrics_of_any_type_are_those_of_scikit_learn(kind, of_outputs, of_targ
     if kind == "tokens":  # Of scores that 16 bits make equal, the first is the highest.
         scores -= 1e-9 * np.arange(scores.shape[-1])
     expected = of_sklearn(kind, scores, wide, SOME)
-    assert_by_loop(METRICS[kind], outputs, targets, expected)
+    assert_by_loop(METRICS[kind], outputs, targets, expected, [n_devices])
 
 
 def test_batches_without_examples_are_refused_where_keras_takes_them(keras):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import thorough
 
 ROOT = Path(__file__).parents[1]
 SELF_CONTAINED = ["hand-written", "hand-written, with a bar", "TrainLoop", "Model.fit"]
@@ -26,19 +27,26 @@ def run_benchmarks(run_child, folder, environment, *arguments):
 
 
 @pytest.mark.slow
-def test_every_contender_has_figures_and_the_same_loss(tmp_path, environment, run_child):
-    arguments = ["--models", "mlp", "--quantities", "step", "evaluate", "predict"]
-    arguments += ["--processes", "2"]
+@pytest.mark.parametrize(
+    ("wanted", "n_processes"),
+    [(["step"], 1), thorough(["step", "evaluate", "predict"], 2)],
+    ids=["step", "all"],
+)
+def test_every_contender_has_figures_and_the_same_loss(
+    wanted, n_processes, tmp_path, environment, run_child
+):
+    arguments = ["--models", "mlp", "--quantities", *wanted, "--processes", str(n_processes)]
     tables, content = run_benchmarks(run_child, tmp_path, environment, *arguments)
 
     assert content["environment"]["versions"]["jax"]
     quantities = [each["quantity"] for each in content["measurements"]]
-    assert quantities == ["step", "evaluate", "predict"]
+    assert quantities == wanted
     for measurement in content["measurements"]:
         losses = measurement["losses"]
         assert set(losses) == set(SELF_CONTAINED)
         assert max(losses.values()) == pytest.approx(min(losses.values()), rel=1e-5)
-        assert all(a > 0 and b > 0 for a, b in measurement["values"].values())  # Of both.
+        assert {len(each) for each in measurement["values"].values()} == {n_processes}
+        assert min(min(each) for each in measurement["values"].values()) > 0
         assert "hand-written" in measurement["values"]
         assert f"### mlp: {measurement['quantity']}" in tables
 

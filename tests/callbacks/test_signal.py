@@ -94,11 +94,12 @@ def digest(state):
 @pytest.mark.parametrize(
     ("data", "options", "steps"),
     [
-        slow(None, {}, (2, 4, 11, 16)),
+        slow(None, {}, (4, 11)),
+        thorough(None, {}, (2, 4, 11, 16)),
         thorough(None, {"steps_per_execution": 2}, (6,)),
         thorough(Loader(), {}, (4, 6)),
     ],
-    ids=["arrays", "several steps", "loader"],
+    ids=["arrays", "arrays, often", "several steps", "loader"],
 )
 def test_a_run_that_was_told_to_end_ends_as_the_whole_one(tmp_path, data, options, steps):
     model, history = train(tmp_path / "whole", data, [guard()], **options)

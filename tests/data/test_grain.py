@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from marks import thorough
 
 from flaxfit.data import _grain, as_stream
 
@@ -101,7 +102,7 @@ def is_alive(pid):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
-@pytest.mark.parametrize("kind", ["loader", "pipeline"])
+@pytest.mark.parametrize("kind", ["loader", thorough("pipeline")])
 def test_workers_end_with_a_parent_that_is_killed(kind, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(WITH_WORKERS)

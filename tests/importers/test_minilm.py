@@ -101,7 +101,7 @@ class Classifier(nn.Module):
         return nn.Dense(2, name="head")(self.body(tokens))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # The tutorial fine-tunes it, too.
 def test_the_imported_model_is_fine_tuned_with_fit(imported, folder, bert):
     body, params, _ = imported
     words = ["cats", "trains", "numbers", "trees", "songs", "rivers", "bread", "rain"]

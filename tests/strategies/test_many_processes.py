@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from marks import thorough
 
 import flaxfit as ff
 
@@ -183,9 +184,7 @@ def test_only_the_first_process_prints(two, alone):
     assert not [line for line in own if line.startswith("[1]")]
 
 
-@pytest.mark.parametrize(
-    "names", [["fsdp"], pytest.param([*NAMES, "virtual"], marks=pytest.mark.thorough)], ids=len
-)
+@pytest.mark.parametrize("names", [["fsdp"], thorough([*NAMES, "virtual"])], ids=len)
 def test_the_bits_do_not_depend_on_which_process_has_a_device(two, launch, tmp_path, names):
     launch(SCRIPT.name, tmp_path, *names, n=4, options=["--cpu-devices", 1])
     for name in names:

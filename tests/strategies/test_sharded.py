@@ -26,7 +26,7 @@ STRATEGIES = {
 
 
 def names(*left_out):
-    """Those to try, which is thorough: `test_sharded_on_eight.py` tries all on more devices."""
+    """Those to try, which is thorough: `test_sharded_on_eight.py` tries them on more devices."""
     return [thorough(name) for name in STRATEGIES if name not in left_out]
 
 

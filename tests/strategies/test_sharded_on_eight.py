@@ -5,12 +5,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import thorough
 
 
 @pytest.mark.slow
-def test_training_agrees_and_memory_is_divided_on_eight_devices(run_child):
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        "(fifty_steps or any_number or each_device) and tensor or born",
+        thorough("fifty_steps or any_number or each_device or born"),
+    ],
+    ids=["tensor", "all"],
+)
+def test_training_agrees_and_memory_is_divided_on_eight_devices(run_child, wanted):
     tests = Path(__file__).with_name("test_sharded.py")
-    wanted = "fifty_steps or any_number or each_device or born"
     command = [sys.executable, "-m", "pytest", "-q", str(tests), "-k", wanted, "-m", ""]
     done = run_child(
         command,
