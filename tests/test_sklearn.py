@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from marks import thorough
 from sklearn.base import clone
 from sklearn.datasets import load_diabetes, load_digits, load_iris
 from sklearn.model_selection import GridSearchCV, cross_val_score
@@ -63,7 +64,9 @@ def test_scikit_learn_accepts_the_estimator(estimator, check, environment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("estimator", [FlaxClassifier(**QUICK), FlaxRegressor(**QUICK)], ids=repr)
+@pytest.mark.parametrize(
+    "estimator", [FlaxClassifier(**QUICK), thorough(FlaxRegressor(**QUICK))], ids=repr
+)
 def test_a_weight_counts_like_so_many_copies(estimator):
     rng = np.random.default_rng(0)
     x, y, w = rng.random((15, 4)), rng.integers(0, 3, 15), rng.integers(0, 4, 15)

@@ -214,7 +214,7 @@ def reverse_task(model, optimizer, vocab):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # As is one that TensorFlow has just written, below.
 def test_an_imported_model_is_trained_on_from_its_step(state, kept):
     model, optimizer = T5(**SMALL), optax.adafactor(0.03)
     restored = restore_from_t5(state, kept / "small_t5")

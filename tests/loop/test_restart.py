@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.callbacks import EarlyStopping, Rollback, SaveOnSignal, every
@@ -108,11 +109,11 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize(
     "instants",
     [
-        [At(5), At(12)],
+        thorough([At(5), At(12)]),
         [At(9, signal.SIGTERM), At(13, signal.SIGTERM)],
-        pytest.param([At(3, signal.SIGTERM)], marks=pytest.mark.slow),
-        pytest.param([At(n, signal.SIGTERM) for n in range(4, 15)], marks=pytest.mark.thorough),
-        pytest.param([At(n) for n in range(1, 15)], marks=pytest.mark.thorough),
+        [At(3, signal.SIGTERM)],
+        thorough([At(n, signal.SIGTERM) for n in range(4, 15)]),
+        thorough([At(n) for n in range(1, 15)]),
     ],
     ids=["killed", "told to end", "in what is not finite", "always told to end", "always killed"],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from marks import thorough
+from marks import thorough, usual
 
 import flaxfit as ff
 
@@ -64,7 +64,7 @@ def test_every_process_comes_to_the_same(two, name):
     assert all(np.array_equal(first[key], second[key]) for key in first)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", usual("fsdp", of=NAMES))
 def test_two_processes_train_measure_and_predict_as_one_does(two, alone, name, tmp_path):
     strategy = alone.STRATEGIES[name]()
     loop, expected = alone.trained(strategy, tmp_path)
@@ -87,13 +87,13 @@ def test_rows_gathered_on_the_devices_and_rows_assembled_on_the_hosts_are_the_sa
     assert all(np.array_equal(on_devices[key], on_hosts[key]) for key in on_devices)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", usual("fsdp", of=NAMES))
 def test_batches_that_each_process_brings_are_parts_of_one(two, alone, name):
     whole, _ = alone.train(alone.STRATEGIES[name](), alone.own_parts(), None)
     assert_close(part(results(two, name, 0), "own"), named(ff.gather(whole.state.params)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", usual("fsdp", of=NAMES))
 def test_two_processes_begin_with_loaded_weights(two, alone, name):
     expected = alone.Net().init(jax.random.key(5), alone.X[:1])["params"]
     assert_close(part(results(two, name, 0), "warm"), named(expected))

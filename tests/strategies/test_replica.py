@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import linen as nn
 from jax import lax
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.strategies import DataParallel, Sharded
@@ -70,7 +71,7 @@ def expected():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "make", [DataParallel, Sharded, lambda **options: Sharded(fsdp=True, **options)]
+    "make", [DataParallel, thorough(Sharded), lambda **options: Sharded(fsdp=True, **options)]
 )
 def test_a_model_and_a_loss_over_the_axis_give_the_numbers_of_one_device(make, expected):
     model, history = fitted(make(axis_name="batch"), metrics={"mean": mean_output})
