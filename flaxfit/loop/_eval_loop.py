@@ -12,6 +12,7 @@ import numpy as np
 from flaxfit.data import as_stream, one_pass
 from flaxfit.data._batch import Batch, normalize
 from flaxfit.data._stream import pass_length
+from flaxfit.loop._collected_rows import CollectedRows, check_bounds, of_rows
 from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._local_rows import LocalBatches
 from flaxfit.loop._padding import Padder
@@ -32,6 +33,8 @@ from flaxfit.tree._types import Data, Function, PyTree, Sums
 
 class EvalLoop:
     """Measures the metrics of a task, exactly: sums over all examples, divided once.
+
+    The rows of collected metrics are kept on the host, by every process.
 
     As a callback it adds `val_<metric>` to a checkpoint; several with different names can be
     chained.
@@ -73,6 +76,7 @@ class EvalLoop:
         self.ema = ema
         self._strategy = strategy
         self._is_given = strategy is not None
+        self._collecting = of_rows(task.metrics)
         # One stream, so that wide arrays are narrowed once and not at each measurement.
         self._data = None if task.data is None else as_stream(task.data)
         self._checked: Data = None  # The data whose values were checked whole.
@@ -98,7 +102,19 @@ class EvalLoop:
     def adds(self) -> dict[str, str | None]:
         """The metrics that are added to a checkpoint: name -> "min", "max" or None."""
         loss = {} if self.task.loss is None else {f"{self.name}_loss": "min"}
-        return loss | modes_of(self.task.metrics, f"{self.name}_")
+        unnamed = self._unnamed
+        known = {name: each for name, each in self.task.metrics.items() if name not in unnamed}
+        return loss | modes_of(known, f"{self.name}_")
+
+    @property
+    def adds_more(self) -> bool:
+        """Whether it may add others, those that collected metrics return by name."""
+        return bool(self._unnamed)
+
+    @property
+    def _unnamed(self) -> list[str]:
+        """The metrics that may turn out to be several: their names come with their values."""
+        return [name for name, metric in self._collecting.items() if metric.mode is None]
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Returns the checkpoint with the metrics of its state added."""
@@ -114,11 +130,18 @@ class EvalLoop:
         """
         data = self._given(data)
         strategy, consistency = self.strategy, Consistency(self.strategy)
-        batches, in_flight, n = self._pass(data), deque[PyTree](), 0
+        batches, in_flight, n = self._pass(data), deque[tuple[Strategy, PyTree, PyTree]](), 0
+        collected = CollectedRows(self.task.metrics)
+
+        def fetch() -> None:
+            own, totals, rows = in_flight.popleft()
+            jax.block_until_ready(totals)
+            collected.add(own.join(rows) if rows else {})
+
         items = itertools.islice(batches, self.n_steps)
         first = [*itertools.islice(items, 1)]
         if not first:
-            consistency.end("evaluation", n, in_flight)
+            consistency.end("evaluation", n, ())
             raise ValueError("There is nothing to evaluate: the data holds no batches.")
         state = strategy.share(self._measured(state))
         feed, sums = self._inspect(batches.examples(first[0]), state, batches, data)
@@ -136,13 +159,16 @@ class EvalLoop:
                 consistency.program(n, portion.batch)
                 with calls_explained(portion.batch.inputs, portion.batch.targets):
                     update = self._programs[key] = self._compile(strategy, arguments)
-            totals = update(*arguments)
-            in_flight.append(totals)
+            totals, rows = update(*arguments)
+            in_flight.append((strategy, totals, rows))
             if len(in_flight) > 2:
-                jax.block_until_ready(in_flight.popleft())
-        consistency.end("evaluation", n, in_flight)
+                fetch()
+        consistency.end("evaluation", n, [results for _, *results in in_flight])
+        while in_flight:
+            fetch()
         where = " in the data that was measured"
-        return compute(_metric_totals.reader(sums)(totals), self.task.metrics, where)
+        values = compute(_metric_totals.reader(sums)(totals), self.task.metrics, where)
+        return values | collected.values(values)
 
     def check(
         self,
@@ -198,6 +224,8 @@ class EvalLoop:
         is_known, self._checked = data is self._checked, data
         whole = None if is_known else batches.whole()
         whole = None if whole is None else normalize(whole)
+        if whole is not None and self.n_steps is None:
+            check_bounds(self._collecting, whole)
         result = inspect(self.task, state, batch, whole, bind, self._traced).shapes
         why_not = "the loss returns a scalar, not one value per example"
         is_scalar = result.values is not None and result.values.ndim == 0
@@ -208,7 +236,7 @@ class EvalLoop:
             size=batches.batch_size,
             is_own=batches.is_own,
         )
-        return feed, result.sums
+        return feed, {k: each for k, each in result.sums.items() if k not in self._collecting}
 
     def _compile(self, strategy: Strategy, arguments: tuple[PyTree, ...]) -> Function:
         measure = make_eval_step(
@@ -217,10 +245,10 @@ class EvalLoop:
             virtual_replicas=strategy.virtual_replicas,
         )
 
-        def update(state: PyTree, totals: PyTree, *positioned: PyTree) -> PyTree:
+        def update(state: PyTree, totals: PyTree, *positioned: PyTree) -> tuple[PyTree, PyTree]:
             *position, batch = positioned
-            return strategy.constrain(
-                _metric_totals.add(totals, measure(state, batch, *position)), state
-            )
+            sums = measure(state, batch, *position)
+            rows = {name: sums.pop(name) for name in self._collecting}
+            return strategy.constrain(_metric_totals.add(totals, sums), state), rows
 
-        return strategy.compile(update, arguments)
+        return strategy.compile(update, arguments, has_rows=True)

@@ -13,6 +13,7 @@ from flaxfit.metrics._accuracy import accuracy as accuracy
 from flaxfit.metrics._accuracy import binary_accuracy as binary_accuracy
 from flaxfit.metrics._accuracy import top_k as top_k
 from flaxfit.metrics._auc import auc as auc
+from flaxfit.metrics._collected import collected as collected
 from flaxfit.metrics._confusion import confusion_matrix as confusion_matrix
 from flaxfit.metrics._confusion import f1 as f1
 from flaxfit.metrics._confusion import plot_confusion_matrix as plot_confusion_matrix

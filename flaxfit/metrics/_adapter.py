@@ -53,15 +53,15 @@ def from_metric_class(metric_class: type[Any]) -> Metric:
     name = metric_class.__name__
 
     def measure(*arguments: PyTree, weights: Array | None = None) -> Sums:
-        call = _caller(metric_class, arguments)
+        call = caller_of(metric_class, arguments)
         one_row_each = jax.tree.map(lambda array: jnp.asarray(array)[:, None], arguments)
         try:
             states = jax.vmap(call)(*one_row_each)
         except jax.errors.JAXTypeError as error:
-            raise _cannot_use(name, "it computes outside of JAX") from error
+            raise cannot_use(name, "it computes outside of JAX") from error
         except KeyError as error:
             why = f"it asks for the model output {error}, and flaxfit passes logits and labels"
-            raise _cannot_use(name, why) from error
+            raise cannot_use(name, why) from error
         first = jax.tree.map(lambda leaf: leaf[0], states)
         kept = _kept_leaves(first, name)
         n_examples = len(jax.tree.leaves(states)[0])
@@ -84,7 +84,7 @@ def from_metric_class(metric_class: type[Any]) -> Metric:
     return Metric(measure, compute, name)
 
 
-def _caller(metric_class: type[Any], arguments: tuple[PyTree, ...]) -> Function:
+def caller_of(metric_class: type[Any], arguments: tuple[PyTree, ...]) -> Function:
     """The class's `from_model_output`, as a function of positional arguments."""
     make = metric_class.from_model_output
     parameters = inspect.signature(make).parameters.values()
@@ -96,7 +96,7 @@ def _caller(metric_class: type[Any], arguments: tuple[PyTree, ...]) -> Function:
             return lambda logits, labels: make(logits=logits, labels=labels)
     elif len(required) == len(arguments):
         return make
-    raise _cannot_use(
+    raise cannot_use(
         metric_class.__name__,
         f"from_model_output{inspect.signature(make)} does not fit the {len(arguments)} outputs "
         "and targets",
@@ -118,7 +118,7 @@ def _kept_leaves(state: PyTree, name: str) -> PyTree:
             up = structure.unflatten(low).merge(structure.unflatten(high))
             down = structure.unflatten(high).merge(structure.unflatten(low))
         except (NotImplementedError, TypeError, ValueError) as error:
-            raise _cannot_use(name, f"its merge() failed ({error})") from error
+            raise cannot_use(name, f"its merge() failed ({error})") from error
     does_add = jax.tree.structure(up) == jax.tree.structure(down) == structure
     kept = []
     for a, b, ab, ba in zip(low, high, jax.tree.leaves(up), jax.tree.leaves(down), strict=False):
@@ -127,7 +127,7 @@ def _kept_leaves(state: PyTree, name: str) -> PyTree:
         does_add = does_add and (keeps or adds)
         kept.append(keeps)
     if not does_add:
-        raise _cannot_use(name, "its merge() does not add the two states")
+        raise cannot_use(name, "its merge() does not add the two states")
     return structure.unflatten(kept)
 
 
@@ -137,8 +137,11 @@ def _mean_of(leaf: ArrayLike, n_sums: ArrayLike) -> np.ndarray:
     return constant.astype(np.asarray(leaf).dtype)
 
 
-def _cannot_use(name: str, why: str) -> ValueError:
+def cannot_use(name: str, why: str) -> ValueError:
+    """The error of a metric class that has no exact form here."""
     return ValueError(
         f"Cannot use the metric class {name}: {why}. Pass a Metric(measure, compute), or bring the "
-        "arguments into its form with flaxfit.metrics.on(arguments, metric)."
+        "arguments into its form with flaxfit.metrics.on(arguments, metric). Or compute it on the "
+        "host, of all outputs at once: flaxfit.metrics.collected(lambda outputs, targets: "
+        f"{name}.from_model_output(...).compute())."
     )

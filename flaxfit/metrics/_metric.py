@@ -12,6 +12,9 @@ import numpy as np
 from flaxfit.metrics._monitor import mode_of
 from flaxfit.tree._types import Array, ArrayLike, Function, Sums
 
+RESERVED = ("loss", "grad_norm", "penalty", "skipped_steps", "learning_rate")
+"""The names under which a loop reports its own numbers."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
@@ -23,6 +26,9 @@ class Metric:
 
     `compute(sums)` gets the added sums as NumPy arrays and returns a number or an array. It
     divides, so it runs once, at the end.
+
+    With `max_rows`, `measure` returns rows instead, which are not added but joined on the host:
+    see `collected`.
 
     Calling a metric sets its options, for the built-in ones that have any:
     `precision(average="macro")`.
@@ -46,6 +52,9 @@ class Metric:
     mode: str | None = None
     """"min" or "max" if lower or higher values are known to be better; by default as for a loss of
     flaxfit or Optax in `values`, or for `name`."""
+    max_rows: int | None = None
+    """The most rows that are kept on the host of a metric of all outputs at once, which is measured
+    in evaluation only; None: the metric is computed from sums."""
 
     def __post_init__(self) -> None:
         if self.mode not in (None, "min", "max"):
@@ -94,7 +103,8 @@ def mean(values: Function, *, name: str | None = None) -> Metric:
             raise ValueError(
                 f"The metric {name!r} returned a scalar; expected one value per example, of shape "
                 "(batch, ...). Leave the mean to flaxfit (it weighs the examples), or pass a "
-                "Metric(measure, compute)."
+                "Metric(measure, compute), or metrics.collected(f) for a function of all outputs "
+                "at once."
             )
         weights = weights_of(found, weights)
         return {"sum": weighted(found, weights).sum(), "weight": weights.sum()}

@@ -177,8 +177,9 @@ class Monitor:
 def _metrics_before(loop: Any, callback: object) -> tuple[dict[str, str | None], bool]:
     """The metrics that a callback of a loop will find, and whether the list is complete.
 
-    Callbacks of the library that run before it declare in `adds` what they add. It is not known
-    what other callbacks add, nor what a user's own step reports.
+    Callbacks of the library that run before it declare in `adds` what they add, and in `adds_more`
+    that there may be more. It is not known what other callbacks add, nor what a user's own step
+    reports.
     """
     task = getattr(loop, "task", None)
     if task is None:  # Not a `TrainLoop`.
@@ -191,4 +192,5 @@ def _metrics_before(loop: Any, callback: object) -> tuple[dict[str, str | None],
             break
         known |= getattr(each, "adds", {})
         is_complete &= str(getattr(each, "__module__", "")).startswith("flaxfit.")
+        is_complete &= not getattr(each, "adds_more", False)
     return known, is_complete

@@ -13,8 +13,10 @@ from flaxfit.metrics._adapter import (
     members_of,
 )
 from flaxfit.metrics._auc import auc
+from flaxfit.metrics._collected import collected
+from flaxfit.metrics._collecting_classes import is_collecting_class
 from flaxfit.metrics._confusion import f1, precision, recall
-from flaxfit.metrics._metric import Metric, mean
+from flaxfit.metrics._metric import RESERVED, Metric, mean
 from flaxfit.metrics._nnx_metrics import (
     from_nnx_metric,
     is_multi_metric,
@@ -40,8 +42,6 @@ _ALIASES = {
     "root_mean_squared_error": "rmse",
     "r2_score": "r2",
 }
-_RESERVED = ("loss", "grad_norm", "penalty", "skipped_steps", "learning_rate")
-
 MetricLike = Metric | Function | str
 
 
@@ -80,7 +80,7 @@ def as_metrics(
             raise TypeError(
                 f"The name of a metric must be a string, got {type(name).__name__}: {name!r:.60}"
             )
-        if name in _RESERVED:
+        if name in RESERVED:
             raise ValueError(
                 f"A metric cannot be called {name!r}: the loop reports its own number under that "
                 "name. Pass a mapping with another name."
@@ -102,6 +102,8 @@ def as_metric(metric: MetricLike) -> Metric:
             f"{', '.join(members_of(metric))}: pass it alone, metrics=collection, or pass its "
             "metric classes by name."
         )
+    if is_collecting_class(metric):
+        return collected(metric)
     if is_metric_class(metric):
         return from_metric_class(metric)
     if is_nnx_metric(metric):
@@ -154,6 +156,7 @@ def on(arguments: Callable[..., tuple[PyTree, ...]], metric: MetricLike) -> Metr
         inner.name,
         values=None if values is None else lambda *given: values(*arguments(*given)),
         mode=inner.mode,
+        max_rows=inner.max_rows,
     )
 
 

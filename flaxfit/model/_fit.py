@@ -168,6 +168,7 @@ class Validation:
         self._evaluator, self._averaged, self._data = evaluator, averaged, data
         self.adds = evaluator.adds
         """The metrics that it adds; see `EvalLoop.adds`."""
+        self.adds_more = evaluator.adds_more
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Returns the checkpoint with the metrics of its state added."""

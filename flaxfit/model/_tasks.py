@@ -1,12 +1,15 @@
 """The tasks of a model: what it trains and what it evaluates."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax.core.scope import in_filter
 
 from flaxfit import modules
+from flaxfit.display import say
+from flaxfit.task._multi_output import as_loss, as_metrics
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._types import InitFn
 
@@ -36,13 +39,26 @@ def make_tasks(
             "in mutable, or leave mutable out."
         )
     training, evaluation = modules.train_and_eval(module, losses=losses)
-    task = TrainTask(training.apply, optimizer, loss, None, metrics, **options)
+    resolved = None if loss is None else as_loss(loss, options.get("loss_weights"))
+    every = as_metrics(metrics, resolved)
+    summed = {name: metric for name, metric in every.items() if metric.max_rows is None}
+    task = TrainTask(training.apply, optimizer, loss, None, summed, **options)
+    if collected := tuple(name for name in every if name not in summed):
+        _say_collected(collected)
     eval_task = EvalTask(
         evaluation.apply,
-        task.metrics,
+        every,
         loss=task.loss,
         rngs=eval_rngs,
         precision=task.precision,
         pad=task.pad,
     )
     return training.init, task, eval_task
+
+
+@functools.cache
+def _say_collected(names: tuple[str, ...]) -> None:
+    say(
+        f"{', '.join(names)}: measured on validation data and by evaluate(), not in training, as "
+        "it takes the outputs of one model for all examples"
+    )

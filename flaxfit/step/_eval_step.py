@@ -16,7 +16,8 @@ def make_eval_step(
 ) -> Callable[..., dict[str, Sums]]:
     """Makes the pure measurement of one batch: `(state, batch, position=0) -> sums`.
 
-    Where the task has `rngs`, their keys depend on the position of the batch in the data.
+    Where the task has `rngs`, their keys depend on the position of the batch in the data. Of a
+    metric that collects rows, those of the batch are in the place of the sums.
 
     >>> import numpy as np
     >>> from flaxfit import Batch, EvalTask, InferenceState
@@ -33,6 +34,8 @@ def make_eval_step(
       virtual_replicas: as of `make_train_step`.
     """
 
+    collecting = [name for name, metric in task.metrics.items() if metric.max_rows is not None]
+
     def eval_step(state: PyTree, batch: Batch, position: ArrayLike = 0) -> dict[str, Sums]:
         replicas = replicas_of(axis_name, virtual_replicas, state.step)
 
@@ -40,7 +43,9 @@ def make_eval_step(
             key = eval_key(state, position, replica) if task.rngs else None
             return forward_eval(task, state, part, key, replicas).sums
 
-        return replicas.sum(replicas.each(sums_of)(batch))
+        found = replicas.each(sums_of)(batch)
+        rows = {name: found.pop(name) for name in collecting}
+        return (replicas.sum(found) if found else {}) | replicas.joined(rows)
 
     return eval_step
 

@@ -181,15 +181,24 @@ class DataParallel:
         return results
 
     def compile(
-        self, function: Function, arguments: tuple[PyTree, ...], *, n_donated: int = 0
+        self,
+        function: Function,
+        arguments: tuple[PyTree, ...],
+        *,
+        n_donated: int = 0,
+        has_rows: bool = False,
     ) -> Function:
-        """Compiles `function(state, ..., batch)`; every result must agree between replicas."""
-        mapped = self._map(function, len(arguments), None, n_donated)
+        """Compiles `function(state, ..., batch)`; every result must agree between replicas.
+
+        With `has_rows` it returns a pair, of which the second part keeps the device axis.
+        """
+        out_axes = (None, 0) if has_rows else None
+        mapped = self._map(function, len(arguments), out_axes, n_donated)
         if self.virtual_replicas is None:
             # The compiled object skips the conversion of host-local arrays that pmap does.
             return compiled(mapped, arguments) if self.n_processes == 1 else mapped
         program = compiled(mapped, arguments, _AS_ON_ONE_DEVICE)
-        return program if self.n_processes == 1 else self._on_all(program)
+        return program if self.n_processes == 1 else self._on_all(program, has_rows)
 
     def compile_split(self, function: Function, arguments: tuple[PyTree, ...]) -> Function:
         """Compiles `function(state, ..., batch)` whose results keep the device axis."""
@@ -197,7 +206,7 @@ class DataParallel:
         return compiled(mapped, arguments) if self.n_processes == 1 else mapped
 
     def _map(
-        self, function: Function, n_arguments: int, out_axes: int | None, n_donated: int
+        self, function: Function, n_arguments: int, out_axes: PyTree, n_donated: int
     ) -> jax.stages.Wrapped:
         return jax.pmap(
             function,
@@ -208,7 +217,7 @@ class DataParallel:
             donate_argnums=tuple(range(n_donated)),
         )
 
-    def _on_all(self, program: Function) -> Function:
+    def _on_all(self, program: Function, has_rows: bool) -> Function:
         """Makes a program for the devices of all processes take the arrays of this one."""
         everywhere = Mesh(np.array(self.devices), (self._axis,))
 
@@ -220,11 +229,15 @@ class DataParallel:
 
             return jax.tree.map(share_leaf, jax.device_put(tree, here))
 
+        def own(x: jax.Array) -> jax.Array:
+            return _assemble((len(self._local), *x.shape[1:]), self._parts, x)
+
         def call(*arguments: PyTree) -> PyTree:
             *whole, batch = arguments
             whole, batch = share(whole, self._whole, 0), share(batch, self._parts, self.n_processes)
-            results = program(*whole, batch)
-            return jax.tree.map(lambda x: _assemble(x.shape, self._whole, x), results)
+            results, rows = program(*whole, batch) if has_rows else (program(*whole, batch), ())
+            results = jax.tree.map(lambda x: _assemble(x.shape, self._whole, x), results)
+            return (results, jax.tree.map(own, rows)) if has_rows else results
 
         return call
 

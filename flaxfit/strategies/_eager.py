@@ -77,7 +77,12 @@ class Eager:
         return results
 
     def compile(
-        self, function: Function, arguments: tuple[PyTree, ...], *, n_donated: int = 0
+        self,
+        function: Function,
+        arguments: tuple[PyTree, ...],
+        *,
+        n_donated: int = 0,
+        has_rows: bool = False,
     ) -> Function:
         """Makes the function run operation by operation; compiles and donates nothing."""
         return self.bind(function)

@@ -235,22 +235,39 @@ class Sharded:
         return jax.lax.with_sharding_constraint(results, self._placements(results, state))
 
     def compile(
-        self, function: Function, arguments: tuple[PyTree, ...], *, n_donated: int = 0
+        self,
+        function: Function,
+        arguments: tuple[PyTree, ...],
+        *,
+        n_donated: int = 0,
+        has_rows: bool = False,
     ) -> Function:
-        """Compiles `function(state, ..., batch)`, whose results are where `constrain` puts them."""
-        return compiled(self._jit(self.bind(function), arguments, n_donated), arguments)
+        """Compiles `function(state, ..., batch)`, whose results are where `constrain` puts them.
+
+        With `has_rows` it returns a pair, of which the second part is split as the batch is.
+        """
+        bound = self.bind(function)
+
+        def placed(*arguments: PyTree) -> PyTree:
+            results, rows = bound(*arguments)
+            return results, self._split_rows(rows)
+
+        function = placed if has_rows else bound
+        return compiled(self._jit(function, arguments, n_donated), arguments)
 
     def compile_split(self, function: Function, arguments: tuple[PyTree, ...]) -> Function:
         """Compiles `function(state, ..., batch)` whose results are split as the batch is."""
-
-        bound, whole = self.bind(function), NamedSharding(self.mesh, PartitionSpec())
+        bound = self.bind(function)
 
         def split(*arguments: PyTree) -> PyTree:
-            results = bound(*arguments)
-            parts = jax.tree.map(lambda x: self._batch_sharding() if x.ndim else whole, results)
-            return jax.lax.with_sharding_constraint(results, parts)
+            return self._split_rows(bound(*arguments))
 
         return compiled(self._jit(split, arguments, 0), arguments)
+
+    def _split_rows(self, results: PyTree) -> PyTree:
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        parts = jax.tree.map(lambda x: self._batch_sharding() if x.ndim else whole, results)
+        return jax.lax.with_sharding_constraint(results, parts)
 
     def _jit(
         self, function: Function, arguments: tuple[PyTree, ...], n_donated: int

@@ -96,11 +96,17 @@ class Strategy(Protocol):
         ...
 
     def compile(
-        self, function: Function, arguments: tuple[PyTree, ...], *, n_donated: int = 0
+        self,
+        function: Function,
+        arguments: tuple[PyTree, ...],
+        *,
+        n_donated: int = 0,
+        has_rows: bool = False,
     ) -> Function:
         """Compiles `function(state, ..., batch)` for these arguments; results are whole.
 
-        The function itself lays out its results, by `constrain`.
+        The function itself lays out its results, by `constrain`. With `has_rows` it returns a pair
+        `(results, rows)`, of which the rows are split like the batch.
         """
         ...
 

@@ -172,6 +172,7 @@ class MetricOfOutput(metrics.Metric):
             metric.name,
             values=metric.values,
             mode=metric.mode,
+            max_rows=metric.max_rows,
             output=output,
         )
 

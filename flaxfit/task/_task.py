@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from flaxfit.display import say
+from flaxfit.metrics import Metric
 from flaxfit.modules._patterns import as_patterns, select
 from flaxfit.modules._switch import as_apply, check_streams, handle_of
 from flaxfit.optim._averaged import averaged, has_average, has_ema
@@ -160,7 +161,8 @@ def _resolved(task: TrainTask) -> dict[str, Any]:
     loss = task.loss
     if loss is not None or not has_own_step:
         loss = as_loss(loss, task.loss_weights)
-    rngs = _names(task.rngs)
+    metrics, rngs = as_metrics(task.metrics, loss), _names(task.rngs)
+    _check_collected(metrics)
     check_streams("TrainTask", rngs, apply)
     return {
         "apply": apply,
@@ -168,9 +170,20 @@ def _resolved(task: TrainTask) -> dict[str, Any]:
         "norms": norms,
         "optimizer": _extended_optimizer(task, freeze, apply),
         "loss": loss,
-        "metrics": as_metrics(task.metrics, loss),
+        "metrics": metrics,
         "rngs": rngs,
     }
+
+
+def _check_collected(metrics: Mapping[str, Metric]) -> None:
+    if names := [name for name, metric in metrics.items() if metric.max_rows is not None]:
+        raise ValueError(
+            f"A TrainTask cannot measure {', '.join(map(repr, names))}: a collected metric needs "
+            "the outputs of one model for all examples, and the model changes with each step. "
+            "Measure it in evaluation: give it to Model(metrics=...), which measures it on "
+            "validation_data and in evaluate(), or put EvalLoop(EvalTask(apply, [metric], data)) "
+            "among the callbacks."
+        )
 
 
 def _check_own_step(task: TrainTask) -> None:

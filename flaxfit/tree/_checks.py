@@ -5,6 +5,7 @@ import inspect
 import operator
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from flaxfit.tree._types import PyTree
@@ -87,8 +88,18 @@ def check_order(kind: str, function: PyTree) -> None:
         raise TypeError(
             f"A {kind} is traced by JAX, which cannot look into {name} of {library}: use one of "
             "flaxfit by name, or a function (outputs, targets) in jax.numpy."
+            + (" On the host: flaxfit.metrics.collected." if kind == "metric" else "")
         )
     names = ["y_true", "y_pred"] if library in _KERAS else _first_two(function)
+    _check_names(kind, names)
+
+
+def check_argument_order(kind: str, function: PyTree) -> None:
+    """Checks that a function takes outputs first, by the names of its arguments alone."""
+    _check_names(kind, _first_two(function))
+
+
+def _check_names(kind: str, names: Sequence[str]) -> None:
     if names and names[0] in _TARGETS and (names[0] == "y_true" or names[1] in _OUTPUTS):
         raise TypeError(
             f"flaxfit calls {kind}(outputs, targets), and this one takes ({', '.join(names)}). "

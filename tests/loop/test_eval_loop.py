@@ -5,12 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scipy.stats
+import sklearn.metrics
 from flax import linen as nn
 from marks import thorough
 from redex import combinator
 
 import flaxfit as ff
 from flaxfit.export import InputSpec
+from flaxfit.strategies._eager import Eager
 
 X = np.arange(12, dtype=np.float32)[:, None]
 Y = 2 * X[:, 0]
@@ -105,6 +108,93 @@ def test_labels_are_checked_in_evaluation_too():
     task = ff.EvalTask(logits, [], (X, np.full(12, 3)), loss="crossentropy")
     with pytest.raises(ValueError, match="label 3 is out of range for 3 outputs"):
         ff.EvalLoop(task).measure(ff.InferenceState(np.int32(0), np.float32(1), {}))
+
+
+STRATEGIES = {
+    "1": ff.DataParallel(jax.devices()[:1]),
+    "4": ff.DataParallel(jax.devices()[:4]),
+    "fsdp": ff.Sharded.fsdp(jax.devices()[:4]),
+    "virtual": ff.DataParallel(jax.devices()[:2], virtual_replicas=8),
+    "eager": Eager(),
+}
+RNG = np.random.default_rng(0)
+SCORES = RNG.normal(size=(203, 1)).astype(np.float32)
+LABELS = (SCORES[:, 0] + RNG.normal(size=203) > 0).astype(np.int32)
+STATE = ff.InferenceState(np.int32(0), np.float32(1), {})
+
+
+def ranks(scores, labels):
+    """As a `compute_metrics` returns them; the last depends on the order of the rows."""
+    return {
+        "rho": scipy.stats.spearmanr(scores, labels).statistic,
+        "precision": sklearn.metrics.average_precision_score(labels, scores),
+        "area": sklearn.metrics.roc_auc_score(labels, scores),
+        "order": float(np.arange(len(scores)) @ scores),
+    }
+
+
+@pytest.mark.parametrize("pad", [True, False], ids=["padded", "narrowed"])
+@pytest.mark.parametrize("is_weighted", [False, True], ids=["all", "weighted"])
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+def test_a_collected_metric_is_that_of_all_rows_in_order(strategy, is_weighted, pad):
+    weights = (RNG.random(203) > 0.3).astype(np.float32) if is_weighted else np.ones(203)
+    data = ff.ArrayStream(SCORES, LABELS, weights if is_weighted else None, batch_size=64)
+    task = ff.EvalTask(apply, [ff.metrics.collected(ranks)], data, pad=pad)
+    kept = weights > 0
+    expected = ranks(SCORES[kept, 0], LABELS[kept])
+    assert ff.EvalLoop(task, strategy=strategy).measure(STATE) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_collected_metric_stands_beside_others_and_is_exact_where_auc_is_binned():
+    def area(scores, labels, weights):
+        return sklearn.metrics.roc_auc_score(labels, scores, sample_weight=weights)
+
+    weights = RNG.uniform(0, 2, 203).astype(np.float32)
+    listed = ["auc", ff.metrics.collected(area), "binary_accuracy"]
+    task = ff.EvalTask(apply, listed, ff.ArrayStream(SCORES, LABELS, weights, batch_size=50))
+    found = ff.EvalLoop(task, strategy=STRATEGIES["1"]).measure(STATE)
+    expected = area(SCORES[:, 0], LABELS, weights)
+    assert found["area"] == expected
+    assert found["auc"] == pytest.approx(expected, abs=1e-3) and "binary_accuracy" in found
+
+
+def test_a_collected_metric_sees_the_weights_of_its_output():
+    def shares(outputs, targets, weights):
+        return {"n": len(targets), "weight": weights.sum()}
+
+    def two(variables, x):
+        return {"a": x[:, 0], "b": -x[:, 0]}
+
+    weights = {"a": (LABELS * 2).astype(np.float32), "b": np.ones(203, np.float32)}
+    metric = ff.metrics.collected(shares)
+    task = ff.EvalTask(
+        two,
+        {"a": [metric], "b": {"all": metric}},
+        (SCORES, {"a": SCORES[:, 0], "b": SCORES[:, 0]}, weights),
+        loss={"a": "mse", "b": "mse"},
+    )
+    found = ff.EvalLoop(task).measure(STATE)
+    assert (found["a_n"], found["a_weight"]) == (LABELS.sum(), 2 * LABELS.sum())
+    assert (found["b_all_n"], found["b_all_weight"]) == (203, 203)
+
+
+def test_a_collected_metric_of_another_pass_begins_anew():
+    task = ff.EvalTask(apply, [ff.metrics.collected(ranks)], [(SCORES, LABELS)])
+    evaluate = ff.EvalLoop(task)
+    first = evaluate.measure(STATE)
+    assert evaluate.measure(STATE) == first
+    assert evaluate.measure(STATE, [(SCORES[:90], LABELS[:90])])["order"] != first["order"]
+
+
+def test_a_collected_metric_over_its_bound_is_refused_before_and_while_it_is_measured():
+    metric = ff.metrics.collected(ranks, max_rows=200)
+    evaluate = ff.EvalLoop(ff.EvalTask(apply, [metric], (SCORES, LABELS)))
+    with pytest.raises(ValueError, match="203 rows and more are over its bound of 200"):
+        evaluate.check(STATE)
+    batches = [(SCORES[:100], LABELS[:100])] * 3
+    with pytest.raises(ValueError, match=r"300 rows, .* over its bound of 200.*max_rows="):
+        evaluate.measure(STATE, batches)
+    assert ff.EvalLoop(evaluate.task, n_steps=2).measure(STATE, batches)
 
 
 class Noisy(nn.Module):

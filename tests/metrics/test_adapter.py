@@ -135,14 +135,10 @@ def test_a_state_adds_up_over_devices(clu, digits):
     assert value == pytest.approx(whole, rel=1e-6)
 
 
-def test_classes_that_do_not_add_are_refused(clu, metrax):
-    for metric_class in (
-        clu.LastValue.from_output("logits"),
-        clu.CollectingMetric.from_outputs(("logits", "labels")),
-        metrax.FBetaScore,
-    ):
-        with pytest.raises(ValueError, match="Cannot use the metric class .*its merge"):
-            metric_of(metric_class).measure(np.zeros(4, np.float32), np.zeros(4, np.int32))
+def test_a_class_that_does_not_add_is_refused(clu):
+    metric = metric_of(clu.LastValue.from_output("logits"))
+    with pytest.raises(ValueError, match="Cannot use the metric class .*its merge.*collected"):
+        metric.measure(np.zeros(4, np.float32), np.zeros(4, np.int32))
 
 
 @jax.tree_util.register_dataclass

@@ -51,6 +51,16 @@ def evaluation(measured=(), **options):
     return ff.EvalLoop(task, **options)
 
 
+def test_values_of_a_collected_metric_by_name_can_be_monitored():
+    both = metrics.collected(lambda o, t: {"f1": 0.5, "regret": 1.0}, name="both")
+    for monitor in ("val_f1", "val_regret"):
+        stop = callbacks.EarlyStopping(monitor, mode="max", patience=1)
+        assert "regret" in str([*make_loop([evaluation([both]), stop])][-1].metrics)
+    stop = callbacks.EarlyStopping("val_regrets", mode="max")
+    with pytest.raises(ValueError, match="cannot monitor 'val_regrets'.*val_f1, val_regret"):
+        list(make_loop([evaluation([both]), stop]))
+
+
 @pytest.mark.parametrize("prefix", ["", "val_"])
 def test_names_of_metrics_and_losses_of_flaxfit_and_optax_have_a_mode(prefix):
     lower = ["loss", "head_loss", "penalty", *_LOSSES, *LOSS_ALIASES, "huber_loss", "hinge_loss"]

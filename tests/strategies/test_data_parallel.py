@@ -48,6 +48,19 @@ def test_an_array_in_another_order_of_bytes_is_refused():
         strategy.place(np.arange(3, dtype=">f4"))
 
 
+def test_a_program_may_return_whole_results_and_rows():
+    strategy = DataParallel()
+    x = np.arange(8, dtype=np.float32)
+    arguments = strategy.place(np.float32(2)), strategy.split(x)
+
+    def run(state, batch):
+        return jax.lax.psum(batch.sum(), strategy.axis_name), state * batch
+
+    total, rows = strategy.compile(run, arguments, has_rows=True)(*arguments)
+    assert total == x.sum()
+    np.testing.assert_array_equal(strategy.join(rows), 2 * x)
+
+
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
 def test_a_batch_is_split_and_joined_in_order(make):
     strategy = DataParallel()

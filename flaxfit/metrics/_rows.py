@@ -1,0 +1,101 @@
+"""Rows of outputs and targets that a metric collects, and the values computed of them."""
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit.metrics._metric import RESERVED, Metric
+from flaxfit.tree._paths import flat
+from flaxfit.tree._types import Array, ArrayLike, Function, PyTree, Sums
+
+MAX_ROWS = 1_000_000
+"""The most rows that a metric collects by default."""
+
+
+def rows_of(name: str | None, arguments: PyTree, weights: Array | None) -> Sums:
+    """The rows of a batch that a metric collects, with the weights of its examples.
+
+    Raises:
+      ValueError: an array has no row for each example.
+    """
+    leaves = flat(arguments)
+    n = len(next(iter(leaves.values())) if weights is None else weights)
+    for path, leaf in leaves.items():
+        if jnp.shape(leaf)[:1] != (n,):
+            raise ValueError(
+                f"The metric {name!r} collects one row per example, and got an array of shape "
+                f"{jnp.shape(leaf)} ({path}) for {n} examples. Leave it out, by "
+                "flaxfit.metrics.on(arguments, metric)."
+            )
+    return {"arguments": arguments, "weights": jnp.ones(n) if weights is None else weights}
+
+
+def value_of(
+    name: str | None, f: Function, rows: Sums, *, takes_weights: bool = False
+) -> ArrayLike | dict[str, ArrayLike]:
+    """The value of a function of the collected rows, or its values by name; NaN without rows.
+
+    Raises:
+      TypeError: it returned anything else.
+    """
+    arguments, weights = jax.tree.map(np.asarray, (rows["arguments"], rows["weights"]))
+    if not len(weights):
+        return math.nan
+    if takes_weights:
+        return _as_values(name, f(*arguments, weights=weights))
+    if np.any(weights != 1):
+        warnings.warn(
+            f"The data has weights, and the metric {name!r} takes none: it leaves out examples of "
+            "weight 0 and counts all others the same. A function of collected(f) is given the "
+            "weights if it has a parameter of that name.",
+            stacklevel=3,
+        )
+    return _as_values(name, f(*arguments))
+
+
+def values_by_name(name: str, metric: Metric, value: Any) -> dict[str, Any]:
+    """The values of a metric by the names under which they are reported; see `collected`.
+
+    >>> metric = Metric(lambda: {}, lambda rows: {"f1": 0.5}, name="scores", max_rows=9)
+    >>> values_by_name("scores", metric, {"f1": 0.5}), values_by_name("ner", metric, {"f1": 0.5})
+    ({'f1': 0.5}, {'ner_f1': 0.5})
+    """
+    if not isinstance(value, Mapping):
+        return {name: value}
+    # The name of a metric in a list is that of its function; that of an output comes before it.
+    prefix = name.removesuffix(metric.name or "")
+    prefix += "_" if prefix and not prefix.endswith("_") else ""
+    return {f"{prefix}{key}": each for key, each in value.items()}
+
+
+def check_values(found: Mapping[str, Any], others: Mapping[str, Any], name: str) -> None:
+    """Checks that no value of a metric takes the name of another one, or of the loop."""
+    for key in found:
+        if key in others or key in RESERVED:
+            raise ValueError(
+                f"The metric {name!r} gives a value {key!r}, and there is another one by that "
+                "name. Return another key, or name the metric in a mapping, such as "
+                "metrics={'all': collected(f)}, for 'all_" + key + "'."
+            )
+
+
+def _as_values(name: str | None, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _as_number(f"{name}[{key!r}]", each) for key, each in value.items()}
+    return _as_number(str(name), value)
+
+
+def _as_number(name: str, value: Any) -> Any:
+    array = np.asarray(value) if hasattr(value, "dtype") or isinstance(value, int | float) else None
+    if array is None or array.dtype.kind not in "biuf":
+        raise TypeError(
+            f"The collected metric {name} returned {type(value).__name__}: {value!r:.60}; expected "
+            "a number, or a mapping of numbers by name. Pick one, such as "
+            "scipy.stats.spearmanr(outputs, targets).statistic."
+        )
+    return array if array.ndim else float(array)

@@ -1,0 +1,24 @@
+"""Tasks refuse what they cannot do, when they are made."""
+
+import optax
+import pytest
+
+import flaxfit as ff
+from flaxfit.metrics import collected
+
+
+def rho(outputs, targets):
+    return 0.0
+
+
+def test_a_training_task_refuses_a_collected_metric_and_says_where_it_belongs():
+    options = {"metrics": ["mse", collected(rho)]}
+    with pytest.raises(ValueError, match=r"cannot measure 'rho'.*validation_data.*EvalLoop\("):
+        ff.TrainTask(lambda v, x, **_: x, optax.sgd(0.1), "mse", **options)
+    with pytest.raises(ValueError, match="cannot measure 'rho'"):
+        ff.TrainTask(step=lambda state, batch: (state, {}), **options)
+    with pytest.raises(ValueError, match="cannot measure 'a_rho'"):
+        ff.TrainTask(
+            lambda v, x, **_: x, optax.sgd(0.1), {"a": "mse"}, metrics={"a": [collected(rho)]}
+        )
+    assert [*ff.EvalTask(lambda v, x: x, **options).metrics] == ["mse", "rho"]
