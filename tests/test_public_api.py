@@ -143,6 +143,7 @@ PUBLIC = {
         "as_metrics",
         "auc",
         "binary_accuracy",
+        "collected",
         "confusion_matrix",
         "f1",
         "mae",

@@ -25,6 +25,7 @@ def collected(
     To keep less of each example than all outputs and targets, pick it with `on`; that is computed
     on the device.
 
+    >>> import numpy as np
     >>> def largest_error(outputs, targets):
     ...     return np.abs(outputs - targets).max()
     >>> metric = collected(largest_error)

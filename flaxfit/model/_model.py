@@ -50,7 +50,8 @@ class Model:
       optimizer: an optax transformation.
       loss: a function `(*outputs, *targets) -> values` or a name, such as "crossentropy"; for
         several outputs one for each, by name or in their order.
-      metrics: names, functions or `Metric`s, in a sequence or by name in a mapping.
+      metrics: names, functions or `Metric`s, in a sequence or by name in a mapping. Those of
+        `metrics.collected` are measured on validation data and by `evaluate` only.
       strategy: where arrays live; None: data-parallel over all local devices.
       run_eagerly: whether to run operation by operation, on one device: prints and breakpoints in
         the model, the loss and the metrics see values. It is many times slower.
