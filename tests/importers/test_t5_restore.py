@@ -271,8 +271,8 @@ def test_what_tensorflow_wrote_is_trained_on(restored_from, name):
     assert sum(losses[-4:]) < sum(losses[:4])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", usual("factored", of=("factored", "bfloat16", "per_layer")))
+@pytest.mark.thorough  # `examples/07_import_t5.py` does the same.
+@pytest.mark.parametrize("name", ["factored", "bfloat16", "per_layer"])
 def test_what_tensorflow_wrote_is_tuned_and_exported(written, name, tmp_path):
     model, optimizer = model_of(name), optax.adam(0.01)
     state = create(optimizer, variables(model))

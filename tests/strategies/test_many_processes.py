@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from marks import thorough, usual
+from marks import usual
 
 import flaxfit as ff
 
@@ -184,7 +184,8 @@ def test_only_the_first_process_prints(two, alone):
     assert not [line for line in own if line.startswith("[1]")]
 
 
-@pytest.mark.parametrize("names", [["fsdp"], thorough([*NAMES, "virtual"])], ids=len)
+@pytest.mark.thorough  # Virtual replicas, which promise it, are compared with one process above.
+@pytest.mark.parametrize("names", [["fsdp"], [*NAMES, "virtual"]], ids=len)
 def test_the_bits_do_not_depend_on_which_process_has_a_device(two, launch, tmp_path, names):
     launch(SCRIPT.name, tmp_path, *names, n=4, options=["--cpu-devices", 1])
     for name in names:
