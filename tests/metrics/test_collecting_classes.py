@@ -81,7 +81,7 @@ def test_a_class_that_cannot_merge_is_computed_of_all_rows(metrax, tumours):
     assert measure([metric], scores, labels) == {"FBetaScore": pytest.approx(expected, rel=1e-5)}
 
 
-def test_the_bound_of_a_class_is_raised_by_collected(average_precision, metrax):
+def test_the_bound_of_a_class_is_raised_by_collected(average_precision):
     metric = collected(average_precision, max_rows=7, name="precision", mode="max")
     assert (metric.max_rows, metric.name, metric.mode) == (7, "precision", "max")
     assert as_metrics([average_precision])["AveragePrecision"].max_rows == 1_000_000
