@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit.tree._context_mesh import without_mesh
 from flaxfit.tree._types import Array, ArrayLike
 
 Source: TypeAlias = str | np.ndarray
 """A digest, or the memory to compute it from later."""
 
 
+@without_mesh()
 def digest(array: ArrayLike) -> str:
     """Returns sixteen hexadecimal digits that change when any bit of an array changes or moves.
 

@@ -27,6 +27,7 @@ from flaxfit.step._validate import inspect, structure_of
 from flaxfit.strategies import DataParallel, Strategy
 from flaxfit.task._task import EvalTask
 from flaxfit.tree._checks import whole_number
+from flaxfit.tree._context_mesh import without_mesh
 from flaxfit.tree._jax_debugging import debugging_explained
 from flaxfit.tree._types import Data, Function, PyTree, Sums
 
@@ -122,6 +123,7 @@ class EvalLoop:
         return measured.replace(modes={**checkpoint.modes, **self.adds})
 
     @debugging_explained()
+    @without_mesh()
     def measure(self, state: PyTree, data: Data = None) -> dict[str, Any]:
         """Returns the metrics of a state over the task's data, or over other data.
 
@@ -170,6 +172,7 @@ class EvalLoop:
         values = compute(_metric_totals.reader(sums)(totals), self.task.metrics, where)
         return values | collected.values(values)
 
+    @without_mesh()
     def check(
         self,
         state: PyTree,

@@ -17,6 +17,7 @@ from flaxfit.step._eval_step import evaluated, make_predict_step
 from flaxfit.step._validate import check_rows, streams_explained, structure_of, trace
 from flaxfit.strategies import Strategy
 from flaxfit.task._task import EvalTask
+from flaxfit.tree._context_mesh import without_mesh
 from flaxfit.tree._jax_debugging import debugging_explained
 from flaxfit.tree._types import Data, Function, PyTree
 
@@ -35,6 +36,7 @@ class Predictor:
         self._programs: dict[Hashable, Function] = {}
 
     @debugging_explained()
+    @without_mesh()
     def __call__(self, state: PyTree, data: Data, strategy: Strategy) -> PyTree:
         """Returns the outputs of the model as NumPy arrays, one row per example."""
         stream = one_pass(data)

@@ -22,6 +22,7 @@ from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.strategies import Strategy
 from flaxfit.strategies._eager import eagerly
 from flaxfit.task._task import TrainTask, with_collections
+from flaxfit.tree._context_mesh import without_mesh
 from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._jax_debugging import check_jit
 from flaxfit.tree._types import PyTree
@@ -135,7 +136,7 @@ class TrainLoop(Settings):
             return normalize(batch).inputs
 
         CallbackList(callbacks).attach_first(self)
-        with eagerly(strategy):
+        with eagerly(strategy), without_mesh():
             beginning = start(init, task, rnkey, sample, self.say, strategy.shardings)
         if task.step is None:
             check_trains(beginning.state, self.say)
@@ -242,7 +243,7 @@ class TrainLoop(Settings):
         stepper, before = self._stepper, self._phase
         self._phase = "training"
         try:
-            with self._watch, stepper.interrupts:
+            with self._watch, stepper.interrupts, without_mesh():
                 if self._due is None and not stepper.tally.n_steps and not stepper.cursor.ended:
                     for start in self.starters:
                         start(stepper.step)
