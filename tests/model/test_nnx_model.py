@@ -269,8 +269,14 @@ def on_a_mesh():
         return Partitioned(nnx.Rngs(0))
 
 
+def on_another_mesh():
+    kind, devices = (jax.sharding.AxisType.Explicit,), jax.devices()[2:4]
+    with jax.set_mesh(jax.make_mesh((2,), ("model",), kind, devices=devices)):
+        return Partitioned(nnx.Rngs(0))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [without_a_mesh, on_a_mesh])
+@pytest.mark.parametrize("make", [without_a_mesh, on_a_mesh, on_another_mesh])
 def test_an_instance_with_named_dimensions_is_taken_as_it_is(make):
     sharded = ff.Sharded({"data": 2, "model": 2}, rules=[("model", "model")])
     models = [make_model(make(), strategy=each) for each in (FIRST, sharded)]
