@@ -57,7 +57,7 @@ class ArrayStream:
         Args:
           x: the inputs: an array, or a (nested) tuple or mapping of arrays.
           y: the targets, in the same forms; None for none.
-          w: one weight per example.
+          w: weights of examples or tokens, or a mapping of such by output, see `Batch`.
           batch_size: the number of examples in a batch.
           shuffle: whether each epoch has its own random order.
           seed: the seed of the random orders.

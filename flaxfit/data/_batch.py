@@ -39,8 +39,9 @@ class Batch(NamedTuple):
     Attributes:
       inputs: positional inputs of the model, or a dict of keyword inputs.
       targets: the targets of the loss and the metrics; may be empty.
-      weights: one weight per example, shape `(batch,)`, or a mapping of such by the names of
-        outputs; None for equal weights.
+      weights: one weight per example, shape `(batch,)`, or per token or other value of the loss,
+        with the leading axes of these values; or a mapping of such by the names of outputs; None
+        for equal weights.
     """
 
     inputs: tuple[PyTree, ...] | dict[str, PyTree]

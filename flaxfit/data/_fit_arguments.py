@@ -10,6 +10,7 @@ from flaxfit.data._columns import common_length
 from flaxfit.data._sample_weights import check_weights, check_weights_shape
 from flaxfit.tree._dtypes import check_dense, is_array, is_named, is_node, to_numpy
 from flaxfit.tree._types import Data, PyTree
+from flaxfit.tree._weights import product
 
 _SCALARS = (bool, int, float, complex, str, bytes, np.generic)
 
@@ -66,7 +67,7 @@ def prepare(
             "the weights of the classes into those of their output."
         )
     # Validation data is not weighted by class.
-    return (x, y, by_class if w is None else w * by_class), validation_data
+    return (x, y, by_class if w is None else product(w, by_class)), validation_data
 
 
 def prepare_inputs(x: Data) -> Data:
@@ -79,7 +80,7 @@ def prepare_inputs(x: Data) -> Data:
 
 
 def weights_by_class(y: PyTree, class_weight: Mapping[int, float]) -> np.ndarray:
-    """The weight of the class of each example, 1 unless given."""
+    """The weight of the class of each example, or of each token; 1 unless given."""
     if not isinstance(class_weight, Mapping):
         raise TypeError(
             "class_weight must map labels to weights, such as {0: 1.0, 1: 2.5}, got "
@@ -88,9 +89,10 @@ def weights_by_class(y: PyTree, class_weight: Mapping[int, float]) -> np.ndarray
     if not isinstance(y, np.ndarray | jax.Array):
         raise ValueError("class_weight needs targets y that are one array of labels.")
     labels = np.asarray(y)
-    labels = labels.argmax(-1) if labels.ndim == 2 and labels.shape[1] > 1 else labels.reshape(-1)
-    if len(labels) != len(y):
-        raise ValueError(f"class_weight needs one label per example, got y of shape {y.shape}.")
+    if labels.ndim > 1 and labels.shape[-1] == 1:
+        labels = labels[..., 0]
+    elif labels.ndim > 1 and _is_one_hot(labels):
+        labels = labels.argmax(-1)
     if labels.dtype.kind == "f" and not np.array_equal(labels, np.round(labels)):
         raise ValueError("class_weight needs targets y that are labels, got other numbers.")
     there_are = np.unique(labels).tolist()
@@ -101,7 +103,7 @@ def weights_by_class(y: PyTree, class_weight: Mapping[int, float]) -> np.ndarray
             f"class_weight names labels that y does not hold, {absent!r:.60}. There are "
             f"{', '.join(map(str, there_are[:20]))}{more}."
         )
-    by_class = np.ones(len(labels), np.float32)
+    by_class = np.ones(labels.shape, np.float32)
     for label, weight in class_weight.items():
         if not isinstance(weight, int | float | np.number):
             raise TypeError(f"The class_weight of {label!r} must be a number, got {weight!r:.60}.")
@@ -109,6 +111,11 @@ def weights_by_class(y: PyTree, class_weight: Mapping[int, float]) -> np.ndarray
     if class_weight:
         check_weights(list(class_weight.values()), "class_weight")
     return by_class
+
+
+def _is_one_hot(labels: np.ndarray) -> bool:
+    """Whether each row of the last axis is 0 but for one 1, or adds up to 1 as soft labels do."""
+    return bool((labels >= 0).all() and np.allclose(labels.sum(-1), 1, atol=0.02))
 
 
 def split(arrays: tuple[PyTree, ...], fraction: float, seed: int) -> tuple[PyTree, ...]:

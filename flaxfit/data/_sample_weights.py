@@ -1,4 +1,4 @@
-"""Weights: one number per example, finite and not negative, or such a number for each output."""
+"""Weights of examples or tokens, finite and not negative, or such weights for each output."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import Array, PyTree
+from flaxfit.tree._weights import product, which_count
 
 OTHER_OUTPUTS = ""
 """The key of the weights of all outputs that weights by output do not name."""
@@ -19,30 +20,35 @@ def of_output(weights: PyTree, name: str) -> PyTree:
     return weights
 
 
-def times(weights: PyTree, factor: ArrayLike) -> PyTree:
-    """Multiplies weights, of the examples or by output, by a factor for each example."""
+def times(weights: PyTree, factor: Array) -> PyTree:
+    """Multiplies weights, also those by output, by a factor for each example."""
     if isinstance(weights, Mapping):
-        return {name: each * factor for name, each in {OTHER_OUTPUTS: 1, **weights}.items()}
-    return factor if weights is None else weights * factor
+        named = {name: product(each, factor) for name, each in weights.items()}
+        return {OTHER_OUTPUTS: factor, **named}
+    return factor if weights is None else product(weights, factor)
 
 
-def without_idle_rows(values: PyTree, weights: ArrayLike | None) -> PyTree:
+def without_idle_rows(values: PyTree, weights: Array | None) -> PyTree:
     """Values whose rows of weight 0 are replaced by the first row that counts.
 
-    These rows may hold anything, and 0 times a gradient that is NaN is NaN.
+    These rows may hold anything, and 0 times a gradient that is NaN is NaN. Where weights are by
+    token, so are numbers that are not finite in the other rows.
 
     >>> without_idle_rows(jnp.array([jnp.nan, 3.0, 4.0]), jnp.array([0.0, 1.0, 1.0]))
     Array([3., 3., 4.], dtype=float32)
     """
     if weights is None:
         return values
-    counts = weights != 0
-    first = jnp.argmax(counts)
+    rows = which_count(weights, weights.shape[:1])
+    first = jnp.argmax(rows)
 
     def replaced(value: jax.Array) -> jax.Array:
         row = value[first]
         row = jnp.where(jnp.isfinite(row), row, jnp.zeros_like(row))  # If no row counts.
-        return jnp.where(counts.reshape(-1, *(1,) * row.ndim), value, row)
+        value = jnp.where(rows.reshape(-1, *(1,) * row.ndim), value, row)
+        if weights.ndim == 1 or not jnp.issubdtype(value.dtype, jnp.inexact):
+            return value
+        return jnp.where(which_count(weights, value.shape) | jnp.isfinite(value), value, 0)
 
     return jax.tree.map(replaced, values)
 
@@ -55,19 +61,16 @@ def without_idle_targets(batch: PyTree) -> PyTree:
 
 
 def check_weights_shape(weights: PyTree, name: str) -> None:
-    """Checks that weights, or those of each output, are one number per example."""
+    """Checks that weights, or those of each output, have an axis of examples."""
     if isinstance(weights, Mapping):
         for output, each in weights.items():
             if isinstance(each, Mapping):
                 raise TypeError(f"{name}[{output!r}] must be an array of weights, got a mapping.")
             check_weights_shape(each, f"{name}[{output!r}]")
-    elif np.ndim(weights) != 1:
+    elif not np.ndim(weights):
         raise ValueError(
-            f"{name} must hold one number per example, of shape (batch,), got the shape "
-            f"{np.shape(weights)}. To mask the steps of sequences, make the mask a second target, "
-            "(x, (y, mask), mask.sum(-1)), and return the mean over the steps of each sequence: "
-            "jnp.where(mask, values, 0).sum(-1) / mask.sum(-1). Its weight is the number of its "
-            "steps."
+            f"{name} must hold one number per example, of shape (batch,), or the leading axes of "
+            f"the values of the loss, such as (batch, tokens); got the scalar {weights!r:.60}."
         )
 
 
@@ -80,8 +83,9 @@ def check_weights(weights: PyTree, name: str) -> None:
     weights = np.asarray(weights)
     bad = ~(np.isfinite(weights) & (weights >= 0))
     if bad.any():
-        row = bad.argmax()
+        first = np.unravel_index(bad.argmax(), bad.shape)
         raise ValueError(
-            f"{name} must be finite and not negative: {bad.sum():,} of {len(weights):,} are not, "
-            f"the first of them {weights[row]} in row {row:,}. A weight of 0 leaves an example out."
+            f"{name} must be finite and not negative: {bad.sum():,} of {bad.size:,} are not, "
+            f"the first of them {weights[first]} in row {first[0]:,}. A weight of 0 leaves an "
+            "example or a token out."
         )

@@ -77,6 +77,7 @@ def build_update(
     arguments: tuple[PyTree, ...],
     n_steps: int,
     *,
+    loss_has_weights: bool,
     grad_norm: bool,
     keep_grads: bool,
 ) -> Function:
@@ -91,6 +92,7 @@ def build_update(
         virtual_replicas=strategy.virtual_replicas,
         n_steps=n_steps,
         skip_empty=portion.is_weighted,
+        loss_has_weights=loss_has_weights,
         grad_norm=grad_norm,
         keep_grads=keep_grads,
     )

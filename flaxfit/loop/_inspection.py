@@ -53,6 +53,8 @@ class Inspection:
         """Whether several steps in one program would be much slower than one by one."""
         self.work = math.inf
         """An estimate of the arithmetic operations of a step, on all devices together."""
+        self.loss_has_weights = False
+        """Whether the loss returns weights with its values."""
 
     def forget(self) -> None:
         """Forgets what was traced."""
@@ -78,6 +80,7 @@ class Inspection:
                 task, state, batch, data, self._bind, self._traced, is_resumed=is_resumed
             )
             result = traced.shapes
+            self.loss_has_weights = result.weights is not None
             self._say_not_added(result.not_added)
             if "products" not in self._said:
                 self._say_once("products", why_wide(task, state, batch, self._bind))

@@ -151,7 +151,7 @@ def pad_batch(batch: Batch, size: int) -> Batch:
         return jnp.take(x, rows, axis=0) if isinstance(x, jax.Array) else x[rows]
 
     def zeros_after(weights: ArrayLike) -> np.ndarray:
-        padded = np.zeros(size, np.float32)
+        padded = np.zeros((size, *np.shape(weights)[1:]), np.float32)
         padded[:n] = weights
         return padded
 

@@ -15,8 +15,9 @@ def step_cost(stepper: Stepper, n: int | None) -> StepCost:
     """The operations of a step on `n` examples, on all devices together; `nan` if eager."""
     if runs_eagerly(stepper.strategy):
         return StepCost(math.nan, recomputes=False)
-    step = stepper.strategy.bind(make_step(stepper.task))
-    return cost_of(step, shapes_of(stepper.state), shapes_of(_example(stepper, n)))
+    batch = shapes_of(_example(stepper, n))  # First, as it inspects the task.
+    step = make_step(stepper.task, loss_has_weights=stepper.inspection.loss_has_weights)
+    return cost_of(stepper.strategy.bind(step), shapes_of(stepper.state), batch)
 
 
 def step_memory(stepper: Stepper, n: int | None) -> int:
@@ -24,7 +25,7 @@ def step_memory(stepper: Stepper, n: int | None) -> int:
     portion = stepper.loader.as_regular(_example(stepper, n))
     batch = portion.strategy.split(portion.batch)
     arguments = (stepper.placed.leaves, stepper.tally.totals, batch)
-    options = stepper.options
+    options = stepper.step_options
     return memory_of(
         build_update(stepper.task, stepper.placed.layout, portion, arguments, 1, **options)
     )

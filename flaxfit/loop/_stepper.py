@@ -96,6 +96,11 @@ class Stepper:
         """The metrics over all steps since the count began; waits for the devices."""
         return self.tally.metrics(self.task.metrics, self.step)
 
+    @property
+    def step_options(self) -> dict[str, bool]:
+        """Options of the step that its programs are compiled with."""
+        return {"loss_has_weights": self.inspection.loss_has_weights, **self.options}
+
     # What can be set between two steps.
 
     def set_data(self, data: Data) -> None:
@@ -214,7 +219,7 @@ class Stepper:
         if update is None:
             with self.programs.compiling(portion, self.step + 1):
                 update = build_update(
-                    self.task, placed.layout, portion, arguments, n, **self.options
+                    self.task, placed.layout, portion, arguments, n, **self.step_options
                 )
             self.programs.compiled[key] = update
         placed.take_back()

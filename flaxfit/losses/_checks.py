@@ -1,5 +1,6 @@
 """Checks of what a loss returns and of the labels that it takes."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -36,11 +37,20 @@ class Labels(NamedTuple):
 
 def labels_for(loss: Loss, outputs: ArrayLike) -> Labels | None:
     """The labels that a loss takes for outputs of this shape; None if it takes any."""
+    if isinstance(loss, functools.partial) and not loss.args and "ignore_label" in loss.keywords:
+        known, label = labels_for(loss.func, outputs), loss.keywords["ignore_label"]
+        if known is None:
+            return None
+        return known._replace(
+            allowed=f"{known.allowed} or {label}",
+            are_wrong=lambda y: known.are_wrong(y) & (y != label),
+        )
     if loss is crossentropy and np.ndim(outputs):
         n = np.shape(outputs)[-1]
         return Labels(f"0..{n - 1}", f"{n} outputs", lambda y: not_a_class(y, n), 0)
     if loss is binary_crossentropy or loss is onehot_crossentropy:
-        return Labels("0..1", f"loss {loss.__name__!r}", _not_a_share, 0)
+        name = "binary" if loss is binary_crossentropy else "onehot"
+        return Labels("0..1", f"loss '{name}_crossentropy'", _not_a_share, 0)
     if loss is hinge:
         return Labels("-1 or 1", "loss 'hinge'", lambda y: (y != 1) & (y != -1), 1)
     return None
@@ -61,8 +71,10 @@ def in_range(loss: Loss, *outputs_and_targets: PyTree) -> PyTree:
         return loss(*outputs_and_targets)
     outputs, targets = outputs_and_targets[0], jnp.asarray(outputs_and_targets[1])
     wrong, stand_in = labels.are_wrong(targets), jnp.asarray(labels.stand_in, targets.dtype)
-    values = loss(outputs, jnp.where(wrong, stand_in, targets))
-    return jnp.where(_by_value(loss, wrong), 0, values)
+    found = loss(outputs, jnp.where(wrong, stand_in, targets))
+    values, *weights = found if isinstance(found, tuple) else (found,)
+    values = jnp.where(_by_value(loss, wrong), 0, values)
+    return (values, *weights) if weights else values
 
 
 def check_values(loss: str | Loss, outputs: PyTree, targets: PyTree) -> None:
@@ -88,9 +100,11 @@ def check_values(loss: str | Loss, outputs: PyTree, targets: PyTree) -> None:
     known = labels_for(loss, outputs[0])
     if known is None or not (wrong := known.are_wrong(labels)).any():
         return
-    advice = " Make 2 * y - 1 of labels 0 and 1." if loss is hinge else ""
     lowest, highest = labels[wrong].min(), labels[wrong].max()
     label = lowest if lowest < 0 else highest
+    advice = " Make 2 * y - 1 of labels 0 and 1." if loss is hinge else ""
+    if label < 0 and lowest == highest and loss in (crossentropy, binary_crossentropy):
+        advice = f" To leave them out: flaxfit.losses.{loss.__name__}(ignore_label={label})."
     raise ValueError(
         f"label {label} is out of range for {known.owner} (labels must be {known.allowed}): "
         f"{wrong.sum():,} of {labels.size:,} are.{advice}"

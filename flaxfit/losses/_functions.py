@@ -1,25 +1,50 @@
 """The losses of single examples: Optax's, behind checks of shapes and dtypes."""
 
+import functools
+import inspect
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from flaxfit.tree._functions import by_row
-from flaxfit.tree._types import Array, ArrayLike
+from flaxfit.tree._types import Array, ArrayLike, LossFn
 
 
+def _configurable(loss: LossFn) -> LossFn:
+    """Makes a loss that is called with options alone return itself with these options."""
+
+    @functools.wraps(loss)
+    def configured(*arguments: ArrayLike, **options: Any) -> Any:
+        if not arguments:
+            return functools.partial(configured, **options)
+        return loss(*arguments, **options)
+
+    # It is the loss itself, not something around it.
+    attributes = vars(configured)
+    attributes["__signature__"] = inspect.signature(attributes.pop("__wrapped__"))
+    return configured
+
+
+@_configurable
 @by_row
-def crossentropy(logits: ArrayLike, labels: ArrayLike) -> jax.Array:
+def crossentropy(
+    logits: ArrayLike, labels: ArrayLike, *, ignore_label: int | None = None
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Gives the negative log-likelihood of integer labels under the softmax of the logits.
 
     Args:
       logits: `(batch, ..., classes)`.
-      labels: integers of shape `(batch, ...)`. A label outside `0..classes - 1` gives NaN: mask it
-        by `jnp.where(mask, values, 0)`, since NaN times 0 is NaN.
+      labels: integers of shape `(batch, ...)`. A label outside `0..classes - 1` gives NaN.
+      ignore_label: a label that does not count, such as -100. The loss is then `(values, weights)`,
+        with the weight 0 where it stands. `crossentropy(ignore_label=-100)` is the loss with it.
 
     >>> crossentropy(np.zeros((3, 4)), np.array([0, 1, 3])).shape
     (3,)
+    >>> crossentropy(ignore_label=-100)(np.zeros((2, 4)), np.array([0, -100]))[1]
+    Array([1., 0.], dtype=float32)
     """
     shape, wanted = np.shape(logits), np.shape(logits)[:-1]
     if len(shape) < 2 or shape[-1] == 1:
@@ -40,6 +65,8 @@ def crossentropy(logits: ArrayLike, labels: ArrayLike) -> jax.Array:
             + _label_advice(np.shape(labels), wanted, shape)
         )
     logits, labels = _floating(logits), jnp.asarray(labels)
+    if ignore_label is not None:
+        return _without_label(crossentropy, logits, labels, ignore_label)
     n_classes = shape[-1]
     # Unlike optax.softmax_cross_entropy_with_integer_labels, this does not count negative labels
     # from the end, and selects the label's logit instead of gathering it: the gradient of a gather
@@ -52,6 +79,16 @@ def crossentropy(logits: ArrayLike, labels: ArrayLike) -> jax.Array:
     ).sum(-1)
     values = jnp.log(jnp.exp(logits).sum(-1)) - of_label
     return jnp.where(not_a_class(labels, n_classes), jnp.nan, values)
+
+
+def _without_label(
+    loss: LossFn, logits: ArrayLike, labels: ArrayLike, label: float
+) -> tuple[jax.Array, jax.Array]:
+    """The values of a loss, and weights that are 0 where the label is the given one."""
+    labels = jnp.asarray(labels)
+    counts = labels != label
+    values = jnp.asarray(loss(logits, jnp.where(counts, labels, 0)))
+    return jnp.where(counts, values, 0), counts.astype(jnp.float32)
 
 
 def not_a_class(labels: Array, n_classes: int) -> Array:
@@ -78,14 +115,24 @@ def onehot_crossentropy(logits: ArrayLike, labels: ArrayLike) -> jax.Array:
     return optax.softmax_cross_entropy(_floating(logits), _floating(labels))
 
 
+@_configurable
 @by_row
-def binary_crossentropy(logits: ArrayLike, labels: ArrayLike) -> jax.Array:
+def binary_crossentropy(
+    logits: ArrayLike, labels: ArrayLike, *, ignore_label: float | None = None
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Gives the cross-entropy between labels in 0..1 and the sigmoid of the logits, by element.
+
+    Args:
+      logits: of any shape.
+      labels: of the same shape.
+      ignore_label: as of `crossentropy`.
 
     >>> binary_crossentropy(np.zeros(3), np.array([0, 1, 1])).shape
     (3,)
     """
     _check_same_shape("binary_crossentropy", logits, labels, "labels")
+    if ignore_label is not None:
+        return _without_label(binary_crossentropy, logits, labels, ignore_label)
     return optax.sigmoid_binary_cross_entropy(_floating(logits), _floating(labels))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from flaxfit.metrics._monitor import mode_of
 from flaxfit.tree._types import Array, ArrayLike, Function, Sums
+from flaxfit.tree._weights import broadcast_weights, joined_weights
 
 RESERVED = ("loss", "grad_norm", "penalty", "skipped_steps", "learning_rate")
 """The names under which a loop reports its own numbers."""
@@ -21,8 +22,9 @@ class Metric:
     """A pair of pure functions: `measure` gives sums that add up, `compute` their value.
 
     `measure(*outputs, *targets, weights=None)` returns a pytree of arrays that add over batches,
-    devices and hosts. It is traced. `weights` has the shape `(batch,)` or is None; an example of
-    weight 0 is padding and must not affect the sums, even if it holds NaN.
+    devices and hosts. It is traced. `weights` has the shape `(batch,)`, or that of the leading axes
+    of the values, such as `(batch, tokens)`, or is None; an example of weight 0 is padding and must
+    not affect the sums, even if it holds NaN.
 
     `compute(sums)` gets the added sums as NumPy arrays and returns a number or an array. It
     divides, so it runs once, at the end.
@@ -31,7 +33,8 @@ class Metric:
     see `collected`.
 
     Calling a metric sets its options, for the built-in ones that have any:
-    `precision(average="macro")`.
+    `precision(average="macro")`. Each has the option `ignore_label`: targets of that value, such as
+    the -100 of padded tokens, do not count.
 
     >>> largest_score = mean(lambda outputs, targets: outputs.max(-1), name="largest_score")
     >>> sums = largest_score.measure(np.eye(2), np.zeros(2), weights=np.array([1.0, 3.0]))
@@ -66,6 +69,8 @@ class Metric:
         """Makes the same metric with other options."""
         if not options:
             return self
+        if (label := options.pop("ignore_label", None)) is not None:
+            return _ignoring(self(**options), label)
         known = [] if self.configure is None else list(inspect.signature(self.configure).parameters)
         unknown = [name for name in options if name not in known]
         if self.configure is None or unknown:
@@ -81,7 +86,8 @@ def mean(values: Function, *, name: str | None = None) -> Metric:
 
     Args:
       values: `(*outputs, *targets) -> values` of shape `(batch, ...)`. All elements of an example
-        count with the weight of the example.
+        count with the weight of the example, or each with its own. Or `(values, weights)`: then
+        these weights count, too, such as a mask of the tokens.
       name: the name of the metric; by default that of the function.
 
     >>> bias = mean(lambda outputs, targets: outputs - targets)
@@ -92,6 +98,9 @@ def mean(values: Function, *, name: str | None = None) -> Metric:
 
     def measure(*arguments: ArrayLike, weights: Array | None = None) -> Sums:
         found = values(*arguments)
+        own = None
+        if isinstance(found, tuple) and len(found) == 2 and all(map(np.ndim, found)):
+            found, own = map(jnp.asarray, found)
         if not hasattr(found, "shape") and not isinstance(found, list | int | float):
             raise TypeError(
                 f"The metric {name!r} returned {type(found).__name__}; expected one value per "
@@ -106,6 +115,9 @@ def mean(values: Function, *, name: str | None = None) -> Metric:
                 "Metric(measure, compute), or metrics.collected(f) for a function of all outputs "
                 "at once."
             )
+        if own is not None:
+            own = own.astype(jnp.promote_types(found.dtype, jnp.float32))
+            weights = joined_weights(own, weights, found.shape, f"The metric {name!r}")
         weights = weights_of(found, weights)
         return {"sum": weighted(found, weights).sum(), "weight": weights.sum()}
 
@@ -113,17 +125,26 @@ def mean(values: Function, *, name: str | None = None) -> Metric:
 
 
 def weights_of(values: Array, weights: Array | None = None) -> jax.Array:
-    """One floating weight for every element, from the weights of the examples."""
+    """One floating weight for every element, from the weights of the examples or tokens."""
     dtype = jnp.promote_types(jnp.result_type(values), jnp.float32)
     if weights is None:
         return jnp.ones(values.shape, dtype)
-    if weights.ndim != 1 or weights.shape != values.shape[:1]:
-        raise ValueError(
-            f"A metric has values of shape {values.shape} but weights of shape {weights.shape}; "
-            f"expected weights of shape {values.shape[:1]}, one per example."
+    return broadcast_weights(weights.astype(dtype), values.shape, "A metric")
+
+
+def _ignoring(metric: Metric, label: int) -> Metric:
+    """A metric of one target, in which targets that equal a label do not count."""
+
+    def measure(*arguments: ArrayLike, weights: Array | None = None) -> Sums:
+        *outputs, targets = arguments
+        targets = jnp.asarray(targets)
+        counts = targets != label
+        own = joined_weights(
+            counts.astype(jnp.float32), weights, targets.shape, f"The metric {metric.name!r}"
         )
-    by_example = weights.astype(dtype).reshape(weights.shape + (1,) * (values.ndim - 1))
-    return jnp.broadcast_to(by_example, values.shape)
+        return metric.measure(*outputs, jnp.where(counts, targets, 0), weights=own)
+
+    return dataclasses.replace(metric, measure=measure, configure=None, values=None)
 
 
 def weighted(values: jax.Array, weights: jax.Array) -> jax.Array:

@@ -129,7 +129,8 @@ class Model:
             None: one pass over the data.
           validation_data: `(x, y)`, `(x, y, weights)` or batches to measure after each epoch.
           validation_split: the fraction of the arrays to validate on, chosen at random by the seed.
-          sample_weight: one weight per example; for several outputs also a mapping by name.
+          sample_weight: weights of examples or tokens, see `Batch`; of several outputs also a
+            mapping by name.
           class_weight: weights by integer label, in training only; 1 for labels not named.
           shuffle: whether each epoch has its own random order; None: data sets have (arrays, a
             Hugging Face dataset), batches and what a callable returns keep theirs.

@@ -1,10 +1,11 @@
 """The loss of a whole batch from the parts on its replicas, refused if no part determines it."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flaxfit import losses
 from flaxfit.data._batch import Batch, n_examples
@@ -18,8 +19,20 @@ from flaxfit.task._precision import in_float32
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._functions import is_by_row
 from flaxfit.tree._types import Function, PyTree
+from flaxfit.tree._weights import beside
 
 Outputs = tuple[PyTree, ...]
+
+
+class LossResult(NamedTuple):
+    """What a loss returned for the examples of a replica."""
+
+    values: Any = None
+    """`(batch, ...)`, or a scalar; None if there is no loss."""
+    weights: PyTree = None
+    """Weights of its own: an array beside the values, a mapping by output, or None."""
+    penalty: PyTree = None
+    """A scalar, or None."""
 
 
 def loss_of(
@@ -30,23 +43,23 @@ def loss_of(
     *,
     n_parts: int = 1,
     is_training: bool = False,
-) -> tuple[jax.Array, PyTree]:
-    """The values of the loss for the examples of this replica, and its penalty or None.
+) -> LossResult:
+    """The loss of the examples of this replica.
 
     The mean over parts of a batch is the loss of the batch only if each example has a value of its
     own. Any other loss is given the outputs and targets of all replicas.
 
     Raises:
-      TypeError: the loss returned something other than an array, or a pair of two.
+      TypeError: the loss returned something other than an array, or a tuple of them.
       ValueError: its shape is not that of a loss, or no replica sees all that it depends on.
     """
     n = n_examples(batch)
-    values, penalty = _evaluate_loss(task.loss, outputs, batch.targets, n)
+    result = _evaluate_loss(task.loss, outputs, batch.targets, n)
     divided = _how_divided(replicas, n_parts)
-    counted = penalty if is_training else None
-    reason = divided and _why_whole(task.loss, values, counted, outputs, batch.targets)
+    counted = result.penalty if is_training else None
+    reason = divided and _why_whole(task.loss, result.values, counted, outputs, batch.targets)
     if not reason:
-        return values, penalty
+        return result
     by_output = isinstance(task.loss, LossByOutput)
     if isinstance(replicas, VirtualReplicas) or n_parts > 1 or by_output:
         raise ValueError(
@@ -57,13 +70,16 @@ def loss_of(
             "output with strategy=Sharded()."
         )
     if _sees_replicas(task.loss, outputs, batch.targets):
-        return values, penalty
+        return result
     weights = None if batch.weights is None else replicas.whole(batch.weights, n)
     targets, outputs = replicas.whole(batch.targets, n), replicas.whole(outputs, n)
     if is_training:  # In rows of weight 0, the targets that one device would put there.
         targets = without_idle_rows(targets, weights)
-    values, penalty = _evaluate_loss(task.loss, outputs, targets, n * replicas.n)
-    return (replicas.own(values, n) if values.ndim else values), penalty
+    result = _evaluate_loss(task.loss, outputs, targets, n * replicas.n)
+    return result._replace(
+        values=replicas.own(result.values, n) if result.values.ndim else result.values,
+        weights=None if result.weights is None else replicas.own(result.weights, n),
+    )
 
 
 def check_metrics(
@@ -137,25 +153,32 @@ def _how_divided(replicas: AnyReplicas, n_parts: int) -> str:
     return f"{replicas.n} devices" if replicas.n > 1 else ""
 
 
-def _evaluate_loss(
-    loss: Function, outputs: Outputs, targets: Outputs, n: int
-) -> tuple[jax.Array, PyTree]:
-    """The values of a loss for `n` examples, and its penalty or None."""
+def _evaluate_loss(loss: Function, outputs: Outputs, targets: Outputs, n: int) -> LossResult:
+    """Calls a loss for `n` examples, and checks what it returns."""
     result = in_range(loss, *outputs, *targets)
-    parts = result if isinstance(result, tuple) else (result, None)
-    is_array = [hasattr(part, "shape") or isinstance(part, int | float) for part in parts]
-    if len(parts) != 2 or not is_array[0] or not (is_array[1] or parts[1] is None):
-        kinds = ", ".join(type(part).__name__ for part in parts[: len(is_array)])
+    parts = result if isinstance(result, tuple) else (result,)
+    is_by_output = isinstance(loss, LossByOutput)
+    if not 1 <= len(parts) <= 3 or not (is_by_output or _are_arrays(parts)):
+        kinds = ", ".join(type(part).__name__ for part in parts)
         received = f"a tuple of {len(parts)} ({kinds})" if isinstance(result, tuple) else kinds
         raise TypeError(
-            f"The loss returned {received.removesuffix(', NoneType')}; expected one value per "
-            f"example, of shape ({n},), or a pair (values, penalty)."
+            f"The loss returned {received}; expected one value per example, of shape ({n},), or a "
+            "tuple (values, weights), (values, penalty) or (values, weights, penalty)."
         )
-    values, penalty = in_float32(jnp.asarray(parts[0])), parts[1]
-    if penalty is not None and jnp.ndim(penalty):
-        raise ValueError(
-            f"The loss returned two arrays, of shapes {values.shape} and {jnp.shape(penalty)}; the "
-            "second would be a penalty, which is a scalar. Add the losses of several outputs."
-        )
+    values, *rest = in_float32((jnp.asarray(parts[0]), *parts[1:]))
+    penalty = None
+    if rest and not isinstance(rest[-1], Mapping) and not jnp.ndim(rest[-1]):
+        penalty = rest.pop()
+    weights = rest[0] if rest else None
     losses.check_loss_shape(values.shape, outputs, targets, n)
-    return values, penalty
+    if weights is not None and not is_by_output:
+        weights = beside(jnp.asarray(weights, float), values.shape, "The loss")
+    return LossResult(values, weights, penalty)
+
+
+def _are_arrays(parts: tuple[PyTree, ...]) -> bool:
+    """Whether a loss returned arrays or numbers; of three, weights and a scalar penalty."""
+    is_array = [hasattr(part, "shape") or isinstance(part, int | float) for part in parts]
+    is_optional = all(is_array[i] or part is None for i, part in enumerate(parts))
+    is_order = len(parts) < 3 or (np.ndim(parts[1]) > 0 and not np.ndim(parts[2]))
+    return is_array[0] and is_optional and is_order

@@ -11,7 +11,7 @@ from redex.util import expand_to_tuple
 
 from flaxfit.data._batch import Batch, call, n_examples
 from flaxfit.data._sample_weights import OTHER_OUTPUTS, of_output
-from flaxfit.step._batch_loss import check_metrics, loss_of
+from flaxfit.step._batch_loss import LossResult, check_metrics, loss_of
 from flaxfit.step._random import rngs_of
 from flaxfit.step._replicas import AnyReplicas, Replicas
 from flaxfit.task._multi_output import (
@@ -23,6 +23,7 @@ from flaxfit.task._multi_output import (
 from flaxfit.task._precision import in_float32, in_precision, like
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._types import Function, Params, PyTree, Sums
+from flaxfit.tree._weights import beside, joined_weights
 
 _ALONE = Replicas(None)
 
@@ -35,6 +36,8 @@ class ForwardPass(NamedTuple):
     sums: dict[str, Sums]
     """The sums of the loss and of the metrics."""
     outputs: tuple[PyTree, ...]
+    weights: PyTree = None
+    """The weights that the loss returned with its values; None if it does not."""
     penalty: PyTree = None
     """The sum of the penalty of the loss and the model's `losses`; None if there is neither."""
     model_state: PyTree = ()
@@ -104,12 +107,14 @@ def as_outputs(result: PyTree) -> tuple[PyTree, ...]:
     return expand_to_tuple(result)
 
 
-def weights_of(batch: Batch) -> PyTree:
-    """The weights of a batch, of the examples or by output; 1 where it has none."""
+def weights_of(batch: Batch, loss: Any = None) -> PyTree:
+    """The weights of a batch, of examples or tokens, or by output; 1 where it has none."""
     if batch.weights is None:
         return jnp.ones(n_examples(batch))
     # In the default dtype: with 64 bits enabled, their sum has 64 bits, too.
     weights = jax.tree.map(lambda each: jnp.asarray(each, float), batch.weights)
+    if isinstance(loss, LossByOutput) and not isinstance(weights, Mapping) and weights.ndim > 1:
+        return {OTHER_OUTPUTS: weights}  # The outputs may differ in the values for each weight.
     if isinstance(weights, Mapping) and OTHER_OUTPUTS not in weights:
         return {OTHER_OUTPUTS: jnp.ones(n_examples(batch)), **weights}
     return weights
@@ -117,7 +122,7 @@ def weights_of(batch: Batch) -> PyTree:
 
 def weight_sums(loss: Any, batch: Batch) -> PyTree:
     """The weights that the sums of a loss are divided by: their sum, or that by output."""
-    weights = weights_of(batch)
+    weights = weights_of(batch, loss)
     if isinstance(weights, Mapping):
         return {name: jnp.sum(of_output(weights, name)) for name in loss.losses}
     return jnp.sum(weights)
@@ -135,16 +140,16 @@ def _compared(
     """Applies the loss and the metrics to the outputs of a model and the targets, in float32."""
     outputs = in_float32(as_outputs(outputs))
     batch = batch._replace(targets=in_float32(batch.targets))
-    weights = weights_of(batch)
+    weights = weights_of(batch, task.loss)
     replaced = batch  # For the losses of outputs with weights; metrics see all targets.
     if isinstance(weights, Mapping) and isinstance(task.loss, LossByOutput):
         replaced = task.loss.without_idle_targets(batch)
-    values, penalty, sums = None, None, {}
+    result, sums = LossResult(), {}
     if task.loss is not None:
-        values, penalty = loss_of(
+        result = loss_of(
             task, outputs, replaced, replicas, n_parts=n_parts, is_training=is_training
         )
-        sums["loss"] = _loss_sums(task.loss, values, weights, outputs, replaced)
+        sums["loss"] = _loss_sums(task.loss, result, weights, outputs, replaced)
         sums |= labels_out_of_range(task.loss, weights, outputs, batch.targets)
     check_metrics(task, outputs, batch.targets, replicas, n_parts=n_parts)
     # No gradient of the metrics is asked for: where nothing is compiled, they see plain arrays.
@@ -153,21 +158,24 @@ def _compared(
         output = metric.output if isinstance(metric, MetricOfOutput) else OTHER_OUTPUTS
         targets = replaced.targets if is_loss_of_output(metric) else batch.targets
         sums[name] = _measure(name, metric, measured, targets, of_output(weights, output))
-    return ForwardPass(values, sums, outputs, penalty)
+    return ForwardPass(result.values, sums, outputs, result.weights, result.penalty)
 
 
 def _loss_sums(
-    loss: Any, values: jax.Array, weights: PyTree, outputs: tuple[PyTree, ...], batch: Batch
+    loss: Any, result: LossResult, weights: PyTree, outputs: tuple[PyTree, ...], batch: Batch
 ) -> PyTree:
     """The weighted sum of a loss over all its elements, and the weight of that sum.
 
     With weights by output, such a pair for each of them.
     """
-    if isinstance(weights, Mapping):
+    values, own = result.values, result.weights
+    if isinstance(weights, Mapping) or isinstance(own, Mapping):
         return loss.sums(weights, *outputs, *batch.targets)
     if values.ndim == 0:
         return values * weights.size, jnp.asarray(weights.size, values.dtype)
-    w = weights.reshape(weights.shape + (1,) * (values.ndim - 1))
+    if own is not None:
+        weights = joined_weights(own, weights, values.shape, "The loss")
+    w = beside(weights, values.shape, "The loss")
     # Not merely a product: a row of weight 0 may hold a NaN.
     total = jnp.sum(jnp.where(w != 0, values * w, 0))
     return total, jnp.sum(weights) * (values.size // weights.size)

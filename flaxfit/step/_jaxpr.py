@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 _OF_UNKNOWN_LENGTH = ("while", "pallas_call", "ffi_call", "pure_callback", "io_callback")
 
@@ -27,6 +27,15 @@ def names_axis(program: Jaxpr) -> bool:
         if any(isinstance(axis, str) for axis in jax.tree.leaves(tuple(named))):
             return True
     return False
+
+
+def depends_on(program: Jaxpr, first: int) -> bool:
+    """Whether the results of a closed jaxpr depend on its inputs from the number `first` on."""
+    needed = {v for v in program.jaxpr.outvars if not isinstance(v, Literal)}
+    for equation in reversed(program.eqns):
+        if needed & set(equation.outvars):
+            needed |= {v for v in equation.invars if not isinstance(v, Literal)}
+    return not needed.isdisjoint(program.jaxpr.invars[first:])
 
 
 def equations(program: Jaxpr) -> Iterator[JaxprEqn]:

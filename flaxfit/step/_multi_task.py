@@ -13,7 +13,7 @@ from flaxfit.data._batch import Batch, normalize
 from flaxfit.data._sample_weights import OTHER_OUTPUTS, of_output
 from flaxfit.data._stream import is_shared
 from flaxfit.state._train_state import TrainState
-from flaxfit.step._forward import weights_of
+from flaxfit.step._forward import ForwardPass, weights_of
 from flaxfit.step._train_step import make_train_step, more_sums
 from flaxfit.step._validate import Traced, inspect, shapes_of
 from flaxfit.task._task import TrainTask
@@ -53,19 +53,24 @@ def MultiTask(
     _check(tasks, weights)
     streams = {name: as_stream(task.data) for name, task in tasks.items()}
     stream = _Turns(streams, None if weights is None else dict(weights), seed)
-    steps = {name: make_train_step(task) for name, task in tasks.items()}
     known: dict[str, dict[Hashable, Traced]] = {name: {} for name in tasks}
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Sums]]:
         (turn,) = batch.targets
         sums: dict[str, Sums] = {}
+        results = {
+            name: inspect(task, shapes_of(state), stream.samples[name], known=known[name]).shapes
+            for name, task in tasks.items()
+        }
         for name, task in tasks.items():
-            shapes = _sums_of(task, state, stream.samples[name], known[name])
+            shapes = _sums_of(task, results[name], stream.samples[name])
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             sums |= {f"{name}/{metric}": zero for metric, zero in zeros.items()}
         weights = batch.weights if turn.weights is None else turn.weights
         batch = batch._replace(targets=turn.targets, weights=weights)
-        state, found = steps[turn.name](state, batch)
+        has_weights = results[turn.name].weights is not None
+        train = make_train_step(tasks[turn.name], loss_has_weights=has_weights)
+        state, found = train(state, batch)
         found["loss"] = _pair(found["loss"], batch)
         sums |= {f"{turn.name}/{metric}": value for metric, value in found.items()}
         return state, {"loss": found["loss"], **sums}
@@ -155,11 +160,8 @@ class _Turns:
         return self._names[rng.choice(len(shares), p=shares / shares.sum())]
 
 
-def _sums_of(
-    task: TrainTask, state: TrainState, sample: Batch, known: dict[Hashable, Traced]
-) -> dict[str, Sums]:
-    """Validates a task on a batch; returns the shapes of the sums of its step."""
-    result = inspect(task, shapes_of(state), sample, known=known).shapes
+def _sums_of(task: TrainTask, result: ForwardPass, sample: Batch) -> dict[str, Sums]:
+    """The shapes of the sums of the step of a task."""
     sums = result.sums | more_sums(task, result, grad_norm=True)
     return sums | {"loss": jax.eval_shape(_pair, sums["loss"], sample)}
 

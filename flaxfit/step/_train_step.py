@@ -13,7 +13,7 @@ from flaxfit.data._sample_weights import without_idle_targets
 from flaxfit.optim._freeze import mask, merge
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._forward import ForwardPass, weight_sums
-from flaxfit.step._gradient import Gradient, accumulated_gradient, gradient
+from flaxfit.step._gradient import Gradient, accumulated_gradient, gradient, weight_of_loss
 from flaxfit.step._random import step_key
 from flaxfit.step._replicas import replicas_of
 from flaxfit.task._task import TrainTask
@@ -33,6 +33,7 @@ def make_train_step(
     grad_norm: bool = True,
     keep_grads: bool = False,
     skip_empty: bool = True,
+    loss_has_weights: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, PyTree]]:
     """Makes the pure update of one training step: `(state, batch) -> (state, sums)`.
 
@@ -57,12 +58,20 @@ def make_train_step(
       grad_norm: whether to report the global norm of the gradients.
       keep_grads: whether to return `(state, (sums, grads))`.
       skip_empty: whether the weights of a batch may sum to zero; False saves the check.
+      loss_has_weights: whether the loss returns weights with its values.
     """
     gradient_of_part = gradient if task.accumulate == 1 else accumulated_gradient
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, PyTree]:
         replicas = replicas_of(axis_name, virtual_replicas, state.step)
-        weights = replicas.sum(replicas.each(lambda _, part: weight_sums(task.loss, part))(batch))
+
+        def weight_of(replica: ArrayLike, part: Batch) -> PyTree:
+            if not loss_has_weights:
+                return weight_sums(task.loss, part)
+            key = step_key(state.key, state.step, replica)
+            return weight_of_loss(task, state, part, key, replicas)
+
+        weights = replicas.sum(replicas.each(weight_of)(batch))
         # Divided by the weight of the whole batch, times the number of replicas: the mean over the
         # replicas is then the mean over the examples.
         weight = jax.tree.map(lambda total: total / replicas.n, weights)
@@ -87,7 +96,7 @@ def make_train_step(
             updated, unchanged = (_with_scale(each, scale) for each in (updated, unchanged))
 
         is_used = jnp.ones((), jnp.float32)
-        may_be_empty = skip_empty and batch.weights is not None
+        may_be_empty = loss_has_weights or skip_empty and batch.weights is not None
         if may_be_empty:
             is_used = jnp.asarray(sum(jax.tree.leaves(weights)) > 0, jnp.float32)
         if guards(task):

@@ -17,13 +17,15 @@ from flaxfit.step._batch_loss import losses_by_row, metrics_by_row
 from flaxfit.step._broadcasting import check_by_row, check_sums, couples_rows
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._forward import ForwardPass, forward, forward_eval
-from flaxfit.step._jaxpr import holds, n_operations
+from flaxfit.step._jaxpr import depends_on, holds, n_operations
 from flaxfit.step._regression_targets import check_classes
 from flaxfit.task._multi_output import check_outputs, check_values, targets_with_weights
+from flaxfit.task._precision import in_float32
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._paths import flat
 from flaxfit.tree._types import Array, Function, PyTree, Sums
+from flaxfit.tree._weights import which_count
 
 
 class Traced(NamedTuple):
@@ -87,6 +89,11 @@ def inspect(
     if key not in known:
         if not runs_eagerly(bound):  # The check traces, with sizes of no batch.
             _check_by_row(task, result, batch, bind)
+            if result.weights is not None:
+                _check_own_weights("the loss", task.loss, result.outputs, batch.targets, bind)
+            for name, values in metrics_by_row(task):
+                owner = f"the metric {name!r}"
+                _check_own_weights(owner, values, result.outputs, batch.targets, bind)
         known[key] = traced
     return traced
 
@@ -214,12 +221,45 @@ def _measured(metric: Any, weights: Array, *outputs_and_targets: PyTree) -> Sums
 
 
 def _check_loss(loss: Any, result: ForwardPass, batch: Batch, data: Batch | None) -> None:
-    """Checks the values of labels on the host, and that a loss with weights is not a scalar."""
+    """Checks the values of labels on the host, and that weights fit the loss."""
     check_values(loss, result.outputs, data or batch)
     if result.values.ndim == 0 and batch.weights is not None:
         raise ValueError(
             "Weights cannot be applied to a loss that returns a scalar: return one value per "
             f"example, of shape ({n_examples(batch)},), without taking the mean."
+        )
+
+
+def _check_own_weights(
+    owner: str, function: Function, outputs: PyTree, targets: PyTree, bind: Function
+) -> None:
+    """Checks that weights that a loss or metric returns have no slope over the outputs.
+
+    Two losses in a tuple look like values and weights, and the second of these has one.
+    """
+    leaves, structure = jax.tree.flatten(outputs)
+    is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+    floats = [leaf for leaf, f in zip(leaves, is_float, strict=True) if f]
+
+    def slope(leaves: list[Array], targets: PyTree, directions: list[Array]) -> PyTree:
+        def weights(*floats: Array) -> PyTree:
+            left = iter(floats)
+            outputs = [next(left) if f else x for x, f in zip(leaves, is_float, strict=True)]
+            found = function(*structure.unflatten(outputs), *targets)
+            own = found[1] if isinstance(found, tuple) and len(found) > 1 else ()
+            return jax.tree.map(lambda x: jnp.asarray(x, float), own)
+
+        floats = [x for x, f in zip(leaves, is_float, strict=True) if f]
+        return jax.jvp(weights, tuple(floats), tuple(directions))[1]
+
+    given = leaves, shapes_of(in_float32(targets)), floats
+    program = jax.make_jaxpr(bind(slope))(*given)
+    if depends_on(program, len(jax.tree.leaves(given[:2]))):
+        raise ValueError(
+            f"The second array that {owner} returned would be the weights of the first, and it "
+            "depends on the outputs of the model. Add the losses of several outputs, and pass "
+            "metrics one by one; weights that depend on the outputs are held fixed by "
+            "jax.lax.stop_gradient."
         )
 
 
@@ -246,9 +286,7 @@ def check_finite(batch: Batch, name: str, loss: Any = None) -> None:
     targets = (("target", *each) for each in targets_with_weights(loss, batch))
     for role, tree, weights in ("input", batch.inputs, None), *targets:
         for path, leaf in flat(tree).items():
-            bad = _rows_not_finite(leaf)
-            if weights is not None:
-                bad = bad & (np.asarray(weights) != 0)
+            bad = _rows_not_finite(leaf, weights)
             if np.any(bad):
                 raise ValueError(
                     f"{name} holds NaN or infinite values: {role} {path!r}, {np.sum(bad):,} of "
@@ -257,14 +295,17 @@ def check_finite(batch: Batch, name: str, loss: Any = None) -> None:
                 )
 
 
-def _rows_not_finite(leaf: Array) -> np.ndarray | bool:
-    """Marks the rows of an array that hold NaN or infinite values; False if none does."""
+def _rows_not_finite(leaf: Array, weights: Array | None) -> np.ndarray | bool:
+    """Marks the rows of an array that hold NaN or infinite values of a weight; False if none."""
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return False
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(np.sum(leaf)):
             return False
-    return ~np.isfinite(np.asarray(leaf)).reshape(len(leaf), -1).all(1)
+    bad = ~np.isfinite(np.asarray(leaf))
+    if weights is not None:
+        bad &= which_count(np.asarray(weights), leaf.shape)
+    return bad.reshape(len(leaf), -1).any(1)
 
 
 def check_rows(outputs: PyTree, n: int) -> None:

@@ -9,6 +9,7 @@ from flaxfit.display import plural
 from flaxfit.losses import Loss
 from flaxfit.losses._checks import labels_for, out_of_range
 from flaxfit.tree._types import PyTree, Sums
+from flaxfit.tree._weights import which_count
 
 _PREFIX = "labels out of range: "
 
@@ -24,7 +25,7 @@ def count_labels(
     labels = labels_for(loss, outputs_and_targets[0])
     if wrong is None or labels is None:
         return {}
-    counts = weights.reshape(-1, *(1,) * (wrong.ndim - 1)) != 0
+    counts = which_count(weights, wrong.shape)
     of = f" (output {of!r})" if of else ""
     name = f"{_PREFIX}they must be {labels.allowed} for {labels.owner}{of}"
     return {name: (jnp.sum(wrong & counts, dtype=float),)}

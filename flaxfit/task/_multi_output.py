@@ -13,15 +13,18 @@ from flaxfit import losses, metrics
 from flaxfit.data._batch import Batch
 from flaxfit.data._sample_weights import of_output, without_idle_rows
 from flaxfit.losses._checks import in_range
+from flaxfit.metrics._metric import ratio
 from flaxfit.task._label_counts import count_labels
 from flaxfit.tree._types import Array, ArrayLike, PyTree, Sums
+from flaxfit.tree._weights import beside, joined_weights, which_count
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LossByOutput:
     """The weighted sum of the losses of several outputs: one value per example.
 
-    The model gives a mapping with the names, or a tuple in their order; so do the targets.
+    The model gives a mapping with the names, or a tuple in their order; so do the targets. Where
+    some of the losses return weights of their own, these come with the values, by output.
 
     >>> loss = as_loss({"a": "mse", "b": "mae"}, {"b": 0.5})
     >>> loss(jnp.full(2, 3.0), jnp.full(2, 4.0), jnp.zeros(2), jnp.zeros(2))
@@ -31,25 +34,41 @@ class LossByOutput:
     losses: Mapping[str, losses.Loss]
     weights: Mapping[str, float]
 
-    def __call__(self, *outputs_and_targets: PyTree) -> ArrayLike:
+    def __call__(self, *outputs_and_targets: PyTree) -> Any:
         """The weighted sum over the outputs, without the weights of the examples."""
-        return sum(w * self.of(name, *outputs_and_targets) for name, w in self.weights.items())
+        found = {name: self.of(name, *outputs_and_targets) for name in self.losses}
+        values = sum(w * _by_example(found[name][0]) for name, w in self.weights.items())
+        own = {name: weights for name, (_, weights) in found.items() if weights is not None}
+        return (values, own) if own else values
 
     def sums(self, weights: PyTree, *outputs_and_targets: PyTree) -> dict[str, Sums]:
         """By output, the weighted sum of its loss and the weight of that sum."""
-        found = {}
-        for name in self.losses:
-            each = of_output(weights, name)
-            values = self.weights[name] * self.of(name, *outputs_and_targets)
-            found[name] = jnp.sum(jnp.where(each != 0, each * values, 0)), jnp.sum(each)
-        return found
+        return {
+            name: self.sum_of(name, of_output(weights, name), *outputs_and_targets, factor=factor)
+            for name, factor in self.weights.items()
+        }
 
-    def of(self, name: str, *outputs_and_targets: PyTree) -> jax.Array:
-        """The loss of one output: the mean over its elements, for each example."""
+    def sum_of(
+        self, name: str, weights: Array, *outputs_and_targets: PyTree, factor: float = 1.0
+    ) -> Sums:
+        """The weighted sum of the loss of one output, times a factor; and the weight of that sum.
+
+        What the weights do not tell apart, such as the elements of an example, is averaged.
+        """
+        values, own = self.of(name, *outputs_and_targets)
+        if own is not None:
+            weights = joined_weights(own, weights, values.shape, f"output {name!r}")
+        values = factor * _averaged_to(weights, values, f"output {name!r}")
+        return jnp.sum(jnp.where(weights != 0, weights * values, 0)), jnp.sum(weights)
+
+    def of(self, name: str, *outputs_and_targets: PyTree) -> tuple[jax.Array, jax.Array | None]:
+        """The values of the loss of one output, and the weights that it returned or None."""
         output, target = self.pick(name, *outputs_and_targets)
         n = jax.tree.leaves(output)[0].shape[0]
         try:
-            values = jnp.asarray(in_range(self.losses[name], output, target))
+            found = in_range(self.losses[name], output, target)
+            values, own = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+            values = jnp.asarray(values)
             losses.check_loss_shape(values.shape, output, target, n)
         except ValueError as error:
             raise ValueError(f"output {name!r}: {error}") from error
@@ -58,7 +77,7 @@ class LossByOutput:
                 f"output {name!r}: the loss returned a scalar; of several outputs each needs a "
                 f"loss with one value per example, of shape ({n},)."
             )
-        return values.reshape(n, -1).mean(1)
+        return values, None if own is None else jnp.asarray(own, float)
 
     def pick(self, name: str, *outputs_and_targets: PyTree) -> tuple[PyTree, PyTree]:
         """Picks one output and its target among all outputs and all targets."""
@@ -144,8 +163,7 @@ def as_metrics(given: Any, loss: losses.Loss | None) -> dict[str, metrics.Metric
         return metrics.as_metrics(given)
     found = {}
     for name in loss.losses:
-        each = metrics.mean(functools.partial(loss.of, name), name=f"{name}_loss")
-        found[f"{name}_loss"] = MetricOfOutput.of(name, each)
+        found[f"{name}_loss"] = _metric_of_loss(loss, name)
     if isinstance(given, Mapping):
         of_outputs = {name: each for name, each in given.items() if name in loss.losses}
         given = {name: each for name, each in given.items() if name not in of_outputs}
@@ -155,6 +173,24 @@ def as_metrics(given: Any, loss: losses.Loss | None) -> dict[str, metrics.Metric
                 picked = metrics.on(pick, metric)
                 found[f"{output}_{name}"] = MetricOfOutput.of(output, picked)
     return found | metrics.as_metrics(given)
+
+
+def _metric_of_loss(loss: LossByOutput, name: str) -> "MetricOfOutput":
+    """The metric that reports one of several losses."""
+
+    def measure(*outputs_and_targets: PyTree, weights: Array | None = None) -> Sums:
+        if weights is None:
+            weights = jnp.ones(len(jax.tree.leaves(outputs_and_targets)[0]))
+        total, weight = loss.sum_of(name, weights, *outputs_and_targets)
+        return {"sum": total, "weight": weight}
+
+    return MetricOfOutput(
+        measure,
+        lambda sums: ratio(sums["sum"], sums["weight"]),
+        f"{name}_loss",
+        values=functools.partial(loss.of, name),
+        output=name,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +268,26 @@ def targets_with_weights(loss: Any, batch: Batch) -> Iterator[tuple[PyTree, PyTr
 
 
 def _counted(targets: PyTree, weights: Array | None) -> PyTree:
-    """The rows of targets whose weight is not 0."""
-    if weights is None or np.all(counts := np.asarray(weights) != 0):
+    """The elements of targets whose weight is not 0."""
+    if weights is None or np.all(np.asarray(weights) != 0):
         return targets
-    return jax.tree.map(lambda x: np.asarray(x)[counts], targets)
+
+    def counted(target: ArrayLike) -> np.ndarray:
+        target = np.asarray(target)
+        return target[np.broadcast_to(which_count(np.asarray(weights), target.shape), target.shape)]
+
+    return jax.tree.map(counted, targets)
+
+
+def _averaged_to(weights: Array, values: jax.Array, owner: str) -> jax.Array:
+    """Averages values over the axes that weights do not tell apart."""
+    fitted = beside(weights, values.shape, owner).shape
+    axes = tuple(i for i, n in enumerate(values.shape) if fitted[i] != n)
+    lead = values.ndim - len(axes)
+    if axes == tuple(range(lead, values.ndim)):
+        values, axes = values.reshape(*values.shape[:lead], -1), (lead,)
+    return values.mean(axes).reshape(weights.shape)
+
+
+def _by_example(values: jax.Array) -> jax.Array:
+    return values.reshape(len(values), -1).mean(1)

@@ -49,10 +49,10 @@ class TrainTask:
     and loss scaling are put around it here: the states are those of `task.optimizer`."""
     loss: Any = None
     """`loss(*outputs, *targets)` or a name. It returns values `(batch, ...)` (preferred: weights
-    and padding are then exact), or `(values, penalty)` with an unweighted scalar penalty, or a
-    scalar. Scalars are computed over the batch of all devices. A model with several outputs has
-    one for each, by name or in their order: their weighted sum is trained, and each is reported
-    as "<name>_loss"."""
+    and padding are then exact), `(values, weights)`, or these with an unweighted scalar penalty
+    as the last, or a scalar. Scalars are computed over the batch of all devices. A model with
+    several outputs has one for each, by name or in their order: their weighted sum is trained, and
+    each is reported as "<name>_loss"."""
     data: Data = None
     """Anything that `flaxfit.data.as_stream` takes."""
     metrics: Any = dataclasses.field(default_factory=dict)

@@ -1,5 +1,6 @@
 """Attributes that flaxfit reads of callables: the object of a callback, its order, and marks."""
 
+import functools
 import inspect
 from typing import TypeVar
 
@@ -44,4 +45,6 @@ def by_row(function: F) -> F:
 
 def is_by_row(function: object) -> bool:
     """Whether a function itself has the mark: `functools.wraps` copies marks to others."""
+    if isinstance(function, functools.partial) and not function.args:
+        return is_by_row(function.func)
     return getattr(function, "is_by_row", False) and not hasattr(function, "__wrapped__")

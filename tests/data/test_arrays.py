@@ -226,12 +226,6 @@ def test_wrong_data_is_refused_at_construction(arguments, options, error, messag
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize("shape", [(6, 1), (6, 3)], ids=str)
-def test_weights_that_are_not_one_number_per_example_are_refused(shape):
-    with pytest.raises(ValueError, match=r"weights must hold one number .* second target"):
-        ArrayStream(np.zeros((6, 3)), np.zeros(6), np.ones(shape))
-
-
 def test_the_rows_of_stored_order_take_no_memory(memory_within):
     n = 200_000_000  # Their numbers would take 800 MB.
     stream = ArrayStream(np.broadcast_to(np.zeros((), np.int8), n), batch_size=3, resident=False)

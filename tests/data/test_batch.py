@@ -108,10 +108,15 @@ def test_targets_may_be_none():
     assert normalize((X, None)).targets == normalize((X, None, W)).targets == ()
 
 
-@pytest.mark.parametrize("shape", [(4, 1), (4, 6), (4, 4)], ids=str)
-def test_weights_that_are_not_one_number_per_example_are_refused(shape):
-    with pytest.raises(ValueError, match=r"weights must hold one number .* second target"):
-        normalize((X, Y, np.ones(shape)))
+@pytest.mark.parametrize("shape", [(4, 1), (4, 6), (4, 4, 2)], ids=str)
+def test_weights_may_be_masks_of_any_shape(shape):
+    weights = normalize((X, Y, np.ones(shape, bool))).weights
+    assert (weights.shape, weights.dtype) == (shape, np.float32)
+
+
+def test_a_scalar_is_no_weight():
+    with pytest.raises(TypeError, match="shape .batch, ...., got the scalar 1.0"):
+        normalize((X, Y, np.ones(())))
 
 
 def test_an_integer_that_does_not_fit_is_refused():

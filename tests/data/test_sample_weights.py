@@ -17,16 +17,24 @@ def test_weights_that_are_not_finite_or_negative_are_refused_with_the_first(bad)
         check_weights(weights, "w")
 
 
-@pytest.mark.parametrize("weights", [np.zeros(3), np.ones(3, bool), [1, 2], np.zeros(0)])
+@pytest.mark.parametrize(
+    "weights", [np.zeros(3), np.ones(3, bool), [1, 2], np.zeros(0), [[1.0], [2.0]]]
+)
 def test_other_weights_are_accepted(weights):
     check_weights_shape(weights, "w")
     check_weights(weights, "w")
 
 
-@pytest.mark.parametrize("weights", [2.0, np.ones((3, 1)), [[1.0], [2.0]]])
-def test_weights_of_another_shape_are_refused_with_what_to_do(weights):
-    with pytest.raises(ValueError, match=r"w must hold one number.*mask a second target"):
-        check_weights_shape(weights, "w")
+def test_a_scalar_is_refused_with_what_to_give():
+    with pytest.raises(ValueError, match=r"w must hold one number.*or .*\(batch, tokens\).* 2.0"):
+        check_weights_shape(2.0, "w")
+
+
+def test_the_first_bad_weight_of_a_token_is_named():
+    weights = np.ones((4, 3))
+    weights[2, 1] = -1
+    with pytest.raises(ValueError, match="1 of 12 are not, the first of them -1.0 in row 2"):
+        check_weights(weights, "w")
 
 
 def test_an_output_has_its_own_weights_or_those_of_all_others():

@@ -80,3 +80,15 @@ def test_losses_by_example_or_by_token_pass(values, outputs, targets):
 def test_values_that_are_not_by_example_are_refused(values):
     with pytest.raises(ValueError, match=r"expected \(\) or \(32,\). Return one value per example"):
         losses.check_loss_shape(values, (LOGITS,), (LABELS,), 32)
+
+
+def test_an_ignored_label_is_in_range_and_others_are_not():
+    loss = losses.crossentropy(ignore_label=-100)
+    losses.check_values(loss, LOGITS, np.where(LABELS > 4, -100, LABELS))
+    with pytest.raises(ValueError, match=r"label -1 is .*must be 0..9 or -100\): 1 of 33"):
+        losses.check_values(loss, LOGITS, np.append(LABELS, -1))
+
+
+def test_a_label_that_marks_padding_names_the_option_to_ignore_it():
+    with pytest.raises(ValueError, match=r"losses.crossentropy\(ignore_label=-100\)"):
+        losses.check_values("crossentropy", LOGITS, np.where(LABELS > 4, -100, LABELS))

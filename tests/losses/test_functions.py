@@ -1,5 +1,7 @@
 """Every loss against NumPy or Optax, and the shapes and dtypes that it refuses."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -220,3 +222,25 @@ def test_rows_of_zeros_have_a_cosine_distance_of_one_and_a_gradient():
     np.testing.assert_array_equal(losses.cosine_distance(zeros, zeros), [1, 1])
     gradient = jax.grad(lambda x: losses.cosine_distance(x, zeros + 1).sum())(zeros)
     assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize(
+    ("loss", "outputs", "labels", "label"),
+    [
+        (losses.crossentropy, LOGITS, LABELS, -100),
+        (losses.crossentropy, LOGITS, LABELS, 0),
+        (losses.binary_crossentropy, SCORES, (TARGETS > 0).astype(np.int32), -1),
+    ],
+    ids=["outside", "a class", "binary"],
+)
+def test_an_ignored_label_has_no_weight_no_value_and_no_gradient(loss, outputs, labels, label):
+    labels = labels.copy()
+    labels[::3] = label
+    ignoring, counts = loss(ignore_label=label), labels != label
+    values, weights = ignoring(outputs, labels)
+    np.testing.assert_array_equal(weights, counts)
+    np.testing.assert_array_equal(values, np.where(counts, loss(outputs, labels * counts), 0))
+    gradient = jax.grad(lambda x: ignoring(x, labels)[0].sum())(outputs)
+    assert not gradient[~counts].any() and gradient[counts].any()
+    repeated = pickle.loads(pickle.dumps(ignoring))(outputs, labels)
+    np.testing.assert_array_equal(repeated[0], values)

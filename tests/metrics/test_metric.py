@@ -54,7 +54,7 @@ def test_a_function_that_takes_the_mean_itself_is_refused():
 
 def test_values_that_are_not_per_example_do_not_take_weights():
     by_column = mean(lambda outputs, targets: outputs.mean(0))
-    with pytest.raises(ValueError, match=r"values of shape \(3,\) but weights of shape \(4,\)"):
+    with pytest.raises(ValueError, match=r"values of shape \(3,\) and weights of shape \(4,\)"):
         by_column.measure(OUTPUTS, TARGETS, weights=WEIGHTS)
 
 
@@ -82,3 +82,20 @@ def test_calling_a_metric_sets_its_options():
 def test_a_metric_of_ones_own_needs_two_functions():
     highest = Metric(lambda outputs, weights=None: {"count": jnp.ones(3)}, lambda s: s["count"][0])
     assert highest.compute(highest.measure(OUTPUTS)) == 1
+
+
+def test_an_ignored_label_of_any_metric_of_one_target_does_not_count():
+    outputs, targets = np.eye(3, dtype=np.float32), np.array([0, -100, 1])
+    ignoring = accuracy(ignore_label=-100)
+    assert ignoring.compute(ignoring.measure(outputs, targets)) == 0.5
+    weighted = ignoring.measure(outputs, targets, weights=np.array([3.0, 9.0, 1.0]))
+    assert ignoring.compute(weighted) == 0.75
+    assert accuracy(threshold=0.5, ignore_label=-100).name == "accuracy"
+
+
+def test_values_may_come_with_weights():
+    masked = mean(lambda outputs, targets: (outputs, targets), name="masked")
+    values, mask = np.array([[1.0, 5.0], [3.0, 7.0]]), np.array([[1, 0], [1, 1]])
+    assert masked.compute(masked.measure(values, mask)) == pytest.approx(11 / 3)
+    weighted = masked.measure(values, mask, weights=np.array([2.0, 0.0]))
+    assert masked.compute(weighted) == 1

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from flaxfit.step._jaxpr import holds, n_operations
+from flaxfit.step._jaxpr import depends_on, holds, n_operations
 
 
 def convolve(x):
@@ -61,3 +61,16 @@ def test_operations_are_counted(function, expected):
         assert 2 * 3 * 16 * 4 <= n_operations(program) <= 2 * 3 * 16 * 4 + 40
     else:
         assert n_operations(program) == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x, y: x + y, True),
+        (lambda x, y: (x + y, x)[1], False),
+        (lambda x, y: jax.jit(lambda a, b: (a, a * b))(x, y)[1], True),
+        (lambda x, y: jnp.ones(3), False),
+    ],
+)
+def test_results_depend_on_an_input_or_not(function, expected):
+    assert depends_on(jax.make_jaxpr(function)(1.0, 2.0), 1) is expected

@@ -2,6 +2,7 @@
 
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -88,3 +89,31 @@ def test_labels_of_weight_zero_may_be_anything_and_leave_no_mark():
     assert trained_on(missing) == trained_on(labels)
     with pytest.raises(ValueError, match="label -1 is out of range"):
         ff.Model(nn.Dense(3), optax.sgd(0.1), "crossentropy").fit(inputs, missing, verbose=0)
+
+
+def differences(outputs, targets):
+    return outputs - targets, 2 * (outputs - targets)
+
+
+def confident(outputs, targets):
+    return outputs - targets, jax.lax.stop_gradient(jnp.abs(outputs))
+
+
+@pytest.mark.parametrize("role", ["loss", "metrics"])
+def test_two_losses_in_a_tuple_are_no_values_with_weights(role):
+    def first_step(function):
+        given = {"loss": function} if role == "loss" else {"loss": "mse", "metrics": [function]}
+        task = ff.TrainTask(nn.Dense(1), optax.sgd(0.1), data=[(X, Y)], **given)
+        return ff.TrainLoop(nn.Dense(1), task, 0, stdout=False).next_step()
+
+    assert np.isfinite(first_step(confident).loss)
+    with pytest.raises(ValueError, match="weights of the first, and it depends on the outputs"):
+        first_step(differences)
+
+
+def test_a_target_without_weight_is_found_by_token():
+    targets, weights = np.ones((4, 3), np.float32), np.ones((4, 3), np.float32)
+    targets[2, 1], weights[2, 1] = np.nan, 0
+    check_finite(Batch((targets[:, :1] * 0 + 1,), (targets,), weights), "The data")
+    with pytest.raises(ValueError, match="target '0', 1 of 4 rows, the first of them row 2"):
+        check_finite(Batch((X[:4],), (targets,), weights[::-1]), "The data")

@@ -1,0 +1,80 @@
+"""Weights beside values: of examples, of tokens, or of any leading axes of the values."""
+
+import jax
+import jax.numpy as jnp
+
+from flaxfit.tree._types import Array
+
+Shape = tuple[int, ...]
+
+
+def beside(weights: Array, shape: Shape, owner: str = "An array") -> Array:
+    """Gives weights the number of axes of values, to which they then broadcast from the left.
+
+    >>> beside(jnp.ones((4, 3)), (4, 3, 2)).shape, beside(jnp.ones((4, 1)), (4,)).shape
+    ((4, 3, 1), (4,))
+
+    Raises:
+      ValueError: the weights have other leading axes than the values.
+    """
+    fitted = _fitted(weights.shape, shape)
+    if fitted is None:
+        raise ValueError(
+            f"{owner} has values of shape {shape} and weights of shape {weights.shape}, which do "
+            "not broadcast from the left: weights have the leading axes of the values, such as "
+            "(batch,) for one weight per example or (batch, tokens) for values of that shape. "
+            "Reshape the weights, or return one value for each of them."
+        )
+    return weights.reshape(fitted)
+
+
+def broadcast_weights(weights: Array, shape: Shape, owner: str = "An array") -> jax.Array:
+    """Broadcasts weights from the left to the shape of values; see `beside`."""
+    return jnp.broadcast_to(beside(weights, shape, owner), shape)
+
+
+def which_count(weights: Array, shape: Shape) -> Array:
+    """Marks the elements of an array whose weight is not 0, with axes to broadcast to it.
+
+    Where the weights are of other elements than those of the array, an example counts if any of
+    its weights does.
+    """
+    counts = weights != 0
+    fitted = _fitted(counts.shape, shape)
+    if fitted is None:
+        counts, fitted = (
+            counts.reshape(len(counts), -1).any(1),
+            (len(counts), *(1,) * len(shape[1:])),
+        )
+    return counts.reshape(fitted)
+
+
+def joined_weights(own: Array, weights: Array | None, shape: Shape, owner: str) -> jax.Array:
+    """The weights that a loss or a metric returned with its values, times those of the batch.
+
+    Values by example leave out the examples whose tokens all have the weight 0.
+    """
+    found = broadcast_weights(own, shape, owner)
+    if weights is None:
+        return found
+    if _fitted(weights.shape, shape) is None:
+        return found * which_count(weights, shape)
+    return found * beside(weights, shape)
+
+
+def product(one: Array, other: Array) -> Array:
+    """Multiplies weights of a batch by others, such as those of its examples."""
+    n = max(one.ndim, other.ndim)
+    one, other = (x.reshape(x.shape + (1,) * (n - x.ndim)) for x in (one, other))
+    return one * other
+
+
+def _fitted(weights: Shape, values: Shape) -> Shape | None:
+    """The shape in which weights broadcast to values from the left; None if they do not."""
+    while len(weights) > len(values) and weights[-1] == 1:
+        weights = weights[:-1]
+    if len(weights) > len(values) or weights[:1] != values[:1]:
+        return None
+    if any(w not in (1, n) for w, n in zip(weights, values, strict=False)):
+        return None
+    return weights + (1,) * (len(values) - len(weights))
