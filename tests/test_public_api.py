@@ -88,6 +88,7 @@ PUBLIC = {
         "DataStream",
         "as_stream",
         "one_pass",
+        "pack",
         "prefetch",
         "take",
     ),

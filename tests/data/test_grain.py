@@ -1,18 +1,23 @@
-"""Grain: which loaders are divided among processes; workers end with their parent."""
+"""Grain: which loaders are divided among processes; packed rows; workers end with their parent."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 
+import jax
+import numpy as np
 import pytest
 from marks import thorough
 
-from flaxfit.data import _grain, as_stream
+from flaxfit.data import _grain, as_stream, pack
+from flaxfit.data._batch import normalize
 
 pytest.importorskip("grain", reason="grain is not installed")
 import grain.python as grain
+from grain.experimental import FirstFitPackIterDataset
 
 ROWS = grain.MapDataset.range(40)
 OWN = grain.ShardOptions(shard_index=1, shard_count=2)
@@ -60,6 +65,47 @@ def test_a_loader_is_divided_by_the_shard_options_of_this_process():
 def test_other_data_of_grain_is_divided_only_where_that_is_said(data):
     assert as_stream(data).shared
     assert not as_stream(data, shared=False).shared
+
+
+SEQUENCES = [np.arange(1, n, dtype=np.int32) for n in (7, 4, 9, 3, 8, 5, 5, 8, 3, 4, 9, 6)]
+
+
+def packed(n_open, **options):
+    """Batches of two rows in the form of `pack`, of which Grain fills `n_open` at a time."""
+    sequences = grain.MapDataset.source(SEQUENCES).map(lambda s: {"x": s[:-1], "y": s[1:]})
+    rows = FirstFitPackIterDataset(
+        sequences.to_iter_dataset(),
+        length_struct={"x": 8, "y": 8},
+        num_packing_bins=n_open,
+        **options,
+    )
+
+    def as_batch(row):
+        ids = row["x_segment_ids"]
+        inputs = {"tokens": row["x"], "segment_ids": ids, "positions": row["x_positions"]}
+        return inputs, row["y"], (ids > 0).astype(np.float32)
+
+    return rows.map(as_batch).batch(2)
+
+
+def test_rows_that_grain_packs_are_those_of_pack():
+    fitting = as_stream(packed(len(SEQUENCES), shuffle_bins=False))
+    expected = pack(SEQUENCES, 8, batch_size=2, epochs=1)
+    for got, wanted in zip(fitting, expected, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, normalize(got), normalize(wanted))
+
+
+def test_rows_that_grain_packs_resume_after_any_batch():
+    expected = list(as_stream(packed(3, seed=1)))
+    assert len(expected) > 3
+    for n in range(len(expected)):
+        first, second = as_stream(packed(3, seed=1)), as_stream(packed(3, seed=1))
+        for _ in range(n):
+            next(first)
+        second.set_state(json.loads(json.dumps(first.get_state())))
+        rest = list(second)
+        assert len(rest) == len(expected) - n
+        jax.tree.map(np.testing.assert_array_equal, rest, expected[n:])
 
 
 WITH_WORKERS = """
