@@ -31,7 +31,7 @@ def as_patterns(
     several: Any = [given] if is_one else given
     patterns: list[str] = []
     for each in several:
-        if callable(each) or each is ...:
+        if callable(each) or each is ... or isinstance(each, Selection):
             patterns.append(select(name, each, apply, collection=collection))
             continue
         try:
@@ -46,7 +46,14 @@ def as_patterns(
 
 
 def select(name: str, filter: Any, apply: object, *, collection: str | None) -> Selection:
-    """Returns the pattern of the paths that an NNX filter selects; see `as_patterns`."""
+    """Returns the pattern of the paths that an NNX filter selects; see `as_patterns`.
+
+    One that was made for another module is made anew.
+    """
+    if isinstance(filter, Selection):
+        if filter.filter is None or filter.apply is apply:
+            return filter
+        filter = filter.filter
     label = getattr(filter, "__name__", None) or repr(filter)
     handle = handle_of(apply)
     if handle is None or handle.paths is None:
@@ -65,4 +72,4 @@ def select(name: str, filter: Any, apply: object, *, collection: str | None) -> 
         what = "variable" if collection is None else "parameter"
         listed = "".join(f"\n  {path}" for path in [*found][:50])
         raise ValueError(f"{name}: {label} selects no {what}. The variables are:{listed}")
-    return Selection(f"(?:{'|'.join(map(re.escape, chosen))})", label)
+    return Selection(f"(?:{'|'.join(map(re.escape, chosen))})", label, filter, apply)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import optax
 from flaxfit.optim._filters import Filter, assign, group_name
 from flaxfit.optim._hyperparams import GroupsState, check_known, names_of
 from flaxfit.optim._optimizer import OPTAX_ARGUMENTS, Adjustable
-from flaxfit.tree._selection import is_nnx_filter
+from flaxfit.tree._selection import Selection, is_nnx_filter
 from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
 
 
@@ -62,11 +63,12 @@ class MultiOptimizer(Adjustable):
         return f"MultiOptimizer({self.describe() or list(self._names)})"
 
     def with_patterns(self, select: Callable[[Any], str]) -> "MultiOptimizer":
-        """Returns an optimizer with `select(filter)` in place of each NNX filter."""
-        if not any(map(is_nnx_filter, self._filters)):
+        """Returns an optimizer with `select(filter)` in place of each NNX filter or `Selection`."""
+        filters = tuple(select(f) if _is_selected(f) else f for f in self._filters)
+        if all(map(operator.is_, filters, self._filters)):
             return self
         new = copy.copy(self)
-        new._filters = tuple(select(f) if is_nnx_filter(f) else f for f in self._filters)
+        new._filters = filters
         return new
 
     @property
@@ -196,6 +198,10 @@ def _with_arguments(
         optimizer = optax.with_extra_args_support(optimizer)
     update = functools.partial(optimizer.update, **arguments)
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def _is_selected(filter: Filter) -> bool:
+    return isinstance(filter, Selection) or is_nnx_filter(filter)
 
 
 # The state of the parameters that are in no group.

@@ -219,6 +219,7 @@ def _extended_optimizer(
             f"got {given!r:.80}."
         )
     user = getattr(given, "optimizer_def", given)
+    user = getattr(user, "user", user)  # That of a task whose other fields are replaced.
     if isinstance(user, MultiOptimizer):
         user = user.with_patterns(
             lambda filter: select("MultiOptimizer", filter, apply, collection="params")

@@ -1,16 +1,24 @@
 """Selection: the pattern of paths that a filter by type stands for, and the filter's name."""
 
 import sys
+from typing import Any
 
 
 class Selection(str):
-    """A pattern of the paths that an NNX filter selects; `label` is the name of the filter."""
+    """A pattern of the paths that an NNX filter selects; `label` is the name of the filter.
+
+    `filter` and `apply`, whose module it was asked of, are not pickled: they may be lambdas.
+    """
 
     label: str
+    filter: Any
+    apply: Any
 
-    def __new__(cls, pattern: str, label: str) -> "Selection":
+    def __new__(
+        cls, pattern: str, label: str, filter: Any = None, apply: Any = None
+    ) -> "Selection":
         made = super().__new__(cls, pattern)
-        made.label = label
+        made.label, made.filter, made.apply = label, filter, apply
         return made
 
     def __repr__(self) -> str:

@@ -1,5 +1,7 @@
 """Tasks and loops of modules, where functions were."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import optax
@@ -120,6 +122,38 @@ def test_groups_and_norms_are_chosen_by_type():
     np.testing.assert_array_equal(base, before["lora"]["base_module"]["kernel"])
     assert (np.asarray(checkpoint.state.params["out"]["kernel"]) != before["out"]["kernel"]).any()
     assert set(loop.hyperparams) >= {"LoRAParam"}
+
+
+class Other(nnx.Module):
+    """Holds types of variables where `Net` holds others."""
+
+    def __init__(self, rngs):
+        self.lora = nnx.Linear(4, 2, rngs=rngs)
+        self.out = nnx.LoRA(2, 2, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.lora(x))
+
+
+def test_filters_of_a_task_whose_module_is_replaced_select_in_the_new_one():
+    rate = OptimizerDef(optax.sgd, learning_rate=0.1)
+    optimizer = MultiOptimizer((nnx.LoRAParam, rate))
+    options = {"freeze": nnx.Not(nnx.LoRAParam), "norms": nnx.LoRAParam, "clip_norm": 1.0}
+    task = make_task(Net(nnx.Rngs(0)), optimizer, **options)
+    other = Other(nnx.Rngs(0))
+    replaced = dataclasses.replace(task, apply=other)
+    assert dataclasses.replace(task, rngs=()).freeze[0] is task.freeze[0]
+
+    checkpoint = last(make_loop(other, replaced))
+    expected = last(make_loop(other, make_task(other, optimizer, **options)))
+    assert checkpoint.metrics == expected.metrics
+    jax.tree.map(np.testing.assert_array_equal, checkpoint.state.params, expected.state.params)
+
+    plain = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="freeze: .*LoRAParam.* selects no parameter"):
+        dataclasses.replace(make_task(other, freeze=nnx.LoRAParam), apply=plain)
+    with pytest.raises(TypeError, match="freeze: .*LoRAParam.* and the model is not an nnx module"):
+        dataclasses.replace(task, apply=nn.Dense(1))
 
 
 def test_a_filter_within_another_transformation_is_refused():
