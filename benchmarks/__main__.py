@@ -25,7 +25,7 @@ from typing import Any
 import jax
 
 from benchmarks import fresh, report
-from benchmarks.contenders import RECIPES, installed
+from benchmarks.contenders import RECIPES, installed, trains
 from benchmarks.measure import QUANTITIES, Measurement, check_losses, measure, pooled
 from benchmarks.workloads import MODELS, make
 
@@ -106,7 +106,7 @@ def _taking_turns(
 
 
 def _from_start(model: str, settings: argparse.Namespace) -> Iterator[Measurement]:
-    names = [name for name in settings.rivals if not RECIPES[name].is_scan]
+    names = [n for n in settings.rivals if trains(n, model) and not RECIPES[n].is_scan]
     if not names:
         return
     rounds = min(settings.rounds, 5)

@@ -41,6 +41,8 @@ class Recipe(NamedTuple):
     """Whether it takes several steps in one call of the device."""
     spreads: bool = False
     """Whether it can use several devices."""
+    models: tuple[str, ...] = ()
+    """The workloads that it has a network for; none named: all."""
 
 
 RECIPES = {
@@ -51,6 +53,7 @@ RECIPES = {
     "TrainLoop, 32 a call": Recipe(
         "benchmarks.with_flaxfit:train_loop", {"steps_per_call": 32}, is_scan=True, spreads=True
     ),
+    "TrainLoop, nnx": Recipe("benchmarks.with_flaxfit:train_loop_of_nnx", models=("mlp",)),
     "Model.fit": Recipe("benchmarks.with_flaxfit:fit", spreads=True),
     "Model.fit, 32 a call": Recipe(
         "benchmarks.with_flaxfit:fit", {"steps_per_execution": 32}, is_scan=True, spreads=True
@@ -73,6 +76,11 @@ def make(name: str, workload: Workload, params: Any = None, **options: Any) -> C
     module, _, function = recipe.maker.partition(":")
     maker = getattr(importlib.import_module(module), function)
     return maker(workload, params, **recipe.options, **options)
+
+
+def trains(name: str, model: str) -> bool:
+    """Whether the contender has a network for a workload."""
+    return model in (RECIPES[name].models or (model,))
 
 
 def installed(name: str) -> bool:

@@ -146,7 +146,7 @@ def check_losses(losses: dict[str, float], tolerance: float) -> None:
 
 def _can_run(name: str, workload: Workload, n_devices: int) -> bool:
     recipe = RECIPES[name]
-    if n_devices > 1 and (not recipe.spreads):
+    if (n_devices > 1 and not recipe.spreads) or not contenders_.trains(name, workload.name):
         return False
     if workload.name == "leaves":
         return recipe.maker.endswith(("hand_written:make", "flaxfit:train_loop"))

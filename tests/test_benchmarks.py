@@ -12,13 +12,14 @@ from marks import thorough
 
 ROOT = Path(__file__).parents[1]
 SELF_CONTAINED = ["hand-written", "hand-written, with a bar", "TrainLoop", "Model.fit"]
+ALL = [*SELF_CONTAINED, "TrainLoop, nnx"]  # The last has one of the models alone.
 
 
 def run_benchmarks(run_child, folder, environment, *arguments):
     output = folder / "benchmarks.json"
     command = [sys.executable, "-m", "benchmarks", "--quick", "--rounds", "1"]
     done = run_child(
-        [*command, "--output", str(output), "--rivals", *SELF_CONTAINED, *arguments],
+        [*command, "--output", str(output), "--rivals", *ALL, *arguments],
         cwd=ROOT,
         env={**environment, "PYTHONPATH": str(ROOT)},
     )
@@ -43,7 +44,7 @@ def test_every_contender_has_figures_and_the_same_loss(
     assert quantities == wanted
     for measurement in content["measurements"]:
         losses = measurement["losses"]
-        assert set(losses) == set(SELF_CONTAINED)
+        assert set(losses) == set(ALL)
         assert max(losses.values()) == pytest.approx(min(losses.values()), rel=1e-5)
         assert {len(each) for each in measurement["values"].values()} == {n_processes}
         assert min(min(each) for each in measurement["values"].values()) > 0
