@@ -64,6 +64,7 @@ def from_nnx(
 
     from flaxfit.modules import _nnx_modes
     from flaxfit.modules import _nnx_state as states
+    from flaxfit.modules._nnx_errors import misfits_explained
 
     is_instance = isinstance(model, nnx.Module)
     abstract = _abstract(model)
@@ -108,7 +109,10 @@ def from_nnx(
             module = nnx.merge(graph, streams, states.filled(template, variables, names))
             function = module if call is None else functools.partial(call, module)
             keys = {} if position is None else {"rngs": states.rngs_of_call(rngs)}
-            with _explained(position, len(inputs), is_keyless):
+            with (
+                _explained(position, len(inputs), is_keyless),
+                misfits_explained(module, (inputs, named)),
+            ):
                 return function(*inputs, **{**keys, **arguments, **named}), module
 
         is_keyless = rngs is None or (isinstance(rngs, Mapping) and not rngs)

@@ -1,0 +1,57 @@
+"""Explains errors of a call of an nnx module by the layer that raised them.
+
+This imports nnx, so it is imported only where a model is an nnx module.
+"""
+
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+
+from flaxfit.tree._types import PyTree
+
+_MISFIT = (
+    "dot_general requires|conv_general_dilated|[Ii]ncompatible (shapes|input dim)"
+    "|cannot reshape array|Size of label"
+)
+
+
+@contextlib.contextmanager
+def misfits_explained(module: nnx.Module, inputs: PyTree) -> Iterator[None]:
+    """Explains that a layer of flax was made for arrays of other shapes.
+
+    Raises:
+      ValueError: such an error was raised, which is its cause.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        layer = _layer_of(error) if re.search(_MISFIT, str(error)) else None
+        if layer is None:
+            raise
+        given = ", ".join(str(tuple(x.shape)) for x in jax.tree.leaves(inputs))
+        raise ValueError(
+            f"The model cannot take inputs of shape {given}: its {_described(layer, module)} was "
+            f"made for others. Give inputs of other shapes, or make the layer for these. {error}"
+        ) from error
+
+
+def _layer_of(error: Exception) -> Any:
+    """The module whose method has raised an error, if it is one of flax's own."""
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module = next((x for x in reversed(owners) if isinstance(x, nnx.Module)), None)
+    return module if type(module).__module__.startswith("flax.") else None
+
+
+def _described(layer: nnx.Module, module: nnx.Module) -> str:
+    path = next((path for path, part in nnx.iter_modules(module) if part is layer), ())
+    where = f" at {'/'.join(map(str, path))}" if path else ""
+    shapes = [
+        f"{'/'.join(map(str, path))} {tuple(variable.shape)}"
+        for path, variable in nnx.to_flat_state(nnx.state(layer, nnx.Param))
+    ]
+    return f"{type(layer).__name__}{where} ({', '.join(shapes)})"
