@@ -130,6 +130,8 @@ class Inspection:
 
 
 def _why_not_pad(task: TrainTask, state: TrainState, values: Array) -> str:
+    if task.across is not None:
+        return "the loss sees the whole batch"
     if not task.pad:
         return "the task has pad=False"
     if values.ndim == 0:

@@ -65,9 +65,10 @@ def loss_of(
         raise ValueError(
             f"Cannot compute this loss with {divided}: {reason}, and the mean over the parts of a "
             "batch is not the loss of the batch. Return one value per example, which depends on "
-            "that example alone: leave out the mean, and give masks as weights. Or compute "
-            "batches whole: without accumulate and virtual_replicas, and several such losses by "
-            "output with strategy=Sharded()."
+            "that example alone: leave out the mean, and give masks as weights. Or set "
+            "across='batch' in the task, which computes such a loss from the outputs of all parts; "
+            "with virtual_replicas there is no such way, and several such losses by output need "
+            "strategy=Sharded()."
         )
     if _sees_replicas(task.loss, outputs, batch.targets):
         return result

@@ -55,15 +55,12 @@ def forward(
 ) -> ForwardPass:
     """Applies the model in training, and the loss and the metrics to its outputs."""
     outputs, updates = apply_model(task, params, model_state, batch, key)
-    result = _compared(task, outputs, batch, replicas, n_parts=task.accumulate, is_training=True)
-    penalties = jax.tree.leaves(in_float32((result.penalty, updates.get("losses", ()))))
-    not_added = {name: () for name in updates if _may_be_loss(name, model_state)}
+    n_parts = task.accumulate if task.across is None else 1
+    result = compare(task, outputs, batch, replicas, n_parts=n_parts, is_training=True)
     return result._replace(
-        penalty=sum(map(jnp.sum, penalties)) if penalties else None,
-        model_state={
-            name: _updated(name, updates.get(name, old), old) for name, old in model_state.items()
-        },
-        not_added=not_added,
+        penalty=sum_of_penalties(result.penalty, updates),
+        model_state=updated_state(model_state, updates),
+        not_added={name: () for name in updates if _may_be_loss(name, model_state)},
     )
 
 
@@ -78,7 +75,7 @@ def forward_eval(
     options = {} if key is None else {"rngs": rngs_of(task.rngs, key)}
     apply = in_precision(task.apply, task.precision)
     outputs = call(apply, state.variables, batch.inputs, **options)
-    return _compared(task, outputs, batch, replicas)._replace(penalty=None)
+    return compare(task, outputs, batch, replicas)._replace(penalty=None)
 
 
 def apply_model(
@@ -94,6 +91,17 @@ def apply_model(
     )
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
     return result if is_pair else (result, {})
+
+
+def sum_of_penalties(penalty: PyTree, updates: Mapping[str, PyTree]) -> PyTree:
+    """The penalty of the loss and the model's `losses`; None if there is neither."""
+    penalties = jax.tree.leaves(in_float32((penalty, updates.get("losses", ()))))
+    return sum(map(jnp.sum, penalties)) if penalties else None
+
+
+def updated_state(model_state: PyTree, updates: Mapping[str, PyTree]) -> PyTree:
+    """The collections of a model state, as a model has updated them."""
+    return {name: _updated(name, updates.get(name, old), old) for name, old in model_state.items()}
 
 
 def as_outputs(result: PyTree) -> tuple[PyTree, ...]:
@@ -128,7 +136,7 @@ def weight_sums(loss: Any, batch: Batch) -> PyTree:
     return jnp.sum(weights)
 
 
-def _compared(
+def compare(
     task: TrainTask | EvalTask,
     outputs: PyTree,
     batch: Batch,

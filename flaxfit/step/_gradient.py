@@ -41,31 +41,46 @@ def gradient(
 
     `weight` is that of the whole batch, or by output, divided by the number of replicas.
     """
-    scale: PyTree = getattr(state.opt_state, "scale", ()) if task.precision == "float16" else ()
-    trained = mask(state.params, task.freeze)
-    _check_trainable(trained)
+    trained, scale = trained_params(task, state)
 
     def objective(trained: Params) -> tuple[jax.Array, ForwardPass]:
         params = merge(trained, state.params)
         result = forward(task, params, state.model_state, batch, key, replicas)
         penalty = 0 if result.penalty is None else result.penalty
-        if result.values.ndim == 0:
-            return (result.values + penalty) / n_parts, result
-        loss = result.sums["loss"]
-        if isinstance(weight, Mapping):
-            mean = jnp.sum(jnp.stack([_divided(loss[name][0], weight[name]) for name in weight]))
-        elif result.weights is not None:
-            mean = _divided(loss[0], weight)
-        else:
-            mean = _divided(loss[0], weight * (result.values.size // weights_of(batch).size))
-        return mean + penalty / n_parts, result
+        return mean_loss(result, batch, weight, n_parts) + penalty / n_parts, result
 
-    if scale == ():
-        grads, result = jax.grad(objective, has_aux=True)(trained)
-    else:
-        found = scale.value_and_grad(objective, has_aux=True)(trained)
-        scale, grads, result = found.dynamic_scale, found.grad, found.aux[1]
+    grads, result, scale = differentiate(objective, trained, scale)
     return Gradient(grads, result.sums, result.penalty, result.model_state, scale)
+
+
+def trained_params(task: TrainTask, state: TrainState) -> tuple[Params, PyTree]:
+    """The parameters that are trained, and the `DynamicScale` of the loss or `()`."""
+    scale: PyTree = getattr(state.opt_state, "scale", ()) if task.precision == "float16" else ()
+    trained = mask(state.params, task.freeze)
+    _check_trainable(trained)
+    return trained, scale
+
+
+def differentiate(
+    objective: Function, trained: Params, scale: PyTree
+) -> tuple[Params, PyTree, PyTree]:
+    """The gradient of `objective(params) -> (value, result)`, its result, and the next scale."""
+    if scale == ():
+        return *jax.grad(objective, has_aux=True)(trained), scale
+    found = scale.value_and_grad(objective, has_aux=True)(trained)
+    return found.grad, found.aux[1], found.dynamic_scale
+
+
+def mean_loss(result: ForwardPass, batch: Batch, weight: PyTree, n_parts: int = 1) -> jax.Array:
+    """The loss of one of `n_parts` parts of a batch, divided by the weight of the whole batch."""
+    if result.values.ndim == 0:
+        return result.values / n_parts
+    loss = result.sums["loss"]
+    if isinstance(weight, Mapping):
+        return jnp.sum(jnp.stack([_divided(loss[name][0], weight[name]) for name in weight]))
+    if result.weights is not None:
+        return _divided(loss[0], weight)
+    return _divided(loss[0], weight * (result.values.size // weights_of(batch).size))
 
 
 def accumulated_gradient(
@@ -90,7 +105,8 @@ def accumulated_gradient(
         found = gradient(task, at_part, part, key, weight, replicas, n)
         return found.model_state, (found.grads, found.sums, found.penalty), found.scale
 
-    model_state, total, scales = _over_parts(of_part, n, state.model_state, batch, key)
+    parts = in_parts(batch, n)
+    model_state, total, scales = over_parts(of_part, state.model_state, parts, key)
     grads, sums, penalty = total
     # Every part began with the same scale; one that overflowed has lowered it.
     scale = jax.tree.map(lambda x: x.min(0), scales)
@@ -108,25 +124,34 @@ def weight_of_loss(
 
     def of_part(model_state: PyTree, part: Batch, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         result = forward(task, state.params, model_state, part, key, replicas)
-        loss = result.sums["loss"]
-        is_by_output = isinstance(loss, Mapping)
-        weight = {name: each[1] for name, each in loss.items()} if is_by_output else loss[1]
-        return result.model_state, weight, ()
+        return result.model_state, sums_of_weights(result), ()
 
     n = count_parts(n_examples(batch), task.accumulate)
     if n == 1:
         return of_part(state.model_state, batch, key)[1]
-    return _over_parts(of_part, n, state.model_state, batch, key)[1]
+    return over_parts(of_part, state.model_state, in_parts(batch, n), key)[1]
 
 
-def _over_parts(
-    of_part: Function, n: int, model_state: PyTree, batch: Batch, key: jax.Array
+def sums_of_weights(result: ForwardPass) -> PyTree:
+    """The weight that the sum of a loss has, or that by output."""
+    loss = result.sums["loss"]
+    is_by_output = isinstance(loss, Mapping)
+    return {name: each[1] for name, each in loss.items()} if is_by_output else loss[1]
+
+
+def in_parts(batch: PyTree, n: int) -> PyTree:
+    """Divides a batch into `n` parts, along a new first axis."""
+    return jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]), batch)
+
+
+def over_parts(
+    of_part: Function, model_state: PyTree, parts: PyTree, key: jax.Array
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Calls `of_part(model_state, part, key) -> (model_state, added, listed)` on `n` parts.
+    """Calls `of_part(model_state, part, key) -> (model_state, added, listed)` on each part.
 
     Returns the last model state, the sum of what is added, and what is listed, stacked.
     """
-    parts = jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]), batch)
+    n = len(jax.tree.leaves(parts)[0])
     zeros: PyTree = None
     if not jax.config.jax_disable_jit:  # There the scan is a loop of Python: nothing is traced.
         first = jax.tree.map(lambda x: x[0], parts)

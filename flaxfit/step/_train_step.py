@@ -16,6 +16,7 @@ from flaxfit.step._forward import ForwardPass, weight_sums
 from flaxfit.step._gradient import Gradient, accumulated_gradient, gradient, weight_of_loss
 from flaxfit.step._random import step_key
 from flaxfit.step._replicas import replicas_of
+from flaxfit.step._whole_batch import weight_of_whole_loss, whole_batch_gradient
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._paths import flat
 from flaxfit.tree._selection import label_of
@@ -61,6 +62,8 @@ def make_train_step(
       loss_has_weights: whether the loss returns weights with its values.
     """
     gradient_of_part = gradient if task.accumulate == 1 else accumulated_gradient
+    if task.accumulate > 1 and task.across == "batch":
+        gradient_of_part = whole_batch_gradient
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, PyTree]:
         replicas = replicas_of(axis_name, virtual_replicas, state.step)
@@ -69,7 +72,8 @@ def make_train_step(
             if not loss_has_weights:
                 return weight_sums(task.loss, part)
             key = step_key(state.key, state.step, replica)
-            return weight_of_loss(task, state, part, key, replicas)
+            find = weight_of_loss if task.across is None else weight_of_whole_loss
+            return find(task, state, part, key, replicas)
 
         weights = replicas.sum(replicas.each(weight_of)(batch))
         # Divided by the weight of the whole batch, times the number of replicas: the mean over the

@@ -198,7 +198,8 @@ def _check_by_row(
             check_sums(name, bind(functools.partial(_measured, metric)), outputs, targets)
     if not task.pad:
         return
-    advice = " If it is meant to look across the batch, set pad=False in the task."
+    option = "pad=False" if isinstance(task, EvalTask) else "across='batch'"
+    advice = f" If it is meant to look across the batch, set {option} in the task."
     checked = [
         (f"The metric {name!r}", values, outputs, targets) for name, values in metrics_by_row(task)
     ]

@@ -68,6 +68,10 @@ class TrainTask:
     pad: bool = True
     """Whether a batch may be padded with rows of weight 0; False for a loss that compares the
     examples of a batch with one another, which is then given the batch of all devices."""
+    across: str | None = None
+    """"batch" for a loss that compares the examples of a batch with one another, such as a
+    contrastive one: it sees the outputs and targets of all devices and of all `accumulate` parts
+    at once, with a gradient to each. Implies `pad=False`."""
     freeze: Any = ()
     """Patterns of the paths of parameters that are not trained, or NNX filters, such as
     `nnx.Not(nnx.LoRAParam)`. No gradient is computed for them, and the optimizer never sees
@@ -75,7 +79,8 @@ class TrainTask:
     accumulate: int = 1
     """The number of parts that each batch is computed in, one after the other. The result is
     that of the whole batch; the activations of only one part are in memory. The loss must be one
-    value per example, which depends on that example alone."""
+    value per example, which depends on that example alone; any other needs `across="batch"`, which
+    computes the outputs twice."""
     precision: str | None = None
     """What the model computes in: "bfloat16", or "float16" with dynamic loss scaling. Parameters,
     loss and metrics stay float32."""
@@ -153,6 +158,8 @@ def _resolved(task: TrainTask) -> dict[str, Any]:
             "norms would be reported under that name. Give functions names of their own (def)."
         )
     check_precision("TrainTask", task.precision)
+    if task.across not in (None, "batch"):
+        raise ValueError(f"across must be 'batch' or None, got {task.across!r:.60}.")
     whole_number("accumulate", task.accumulate)
     if task.clip_norm is not None and not (_is_number(task.clip_norm) and task.clip_norm > 0):
         raise ValueError(f"clip_norm must be more than 0, or None, got {task.clip_norm!r}.")
@@ -172,6 +179,7 @@ def _resolved(task: TrainTask) -> dict[str, Any]:
         "loss": loss,
         "metrics": metrics,
         "rngs": rngs,
+        "pad": task.pad and task.across is None,
     }
 
 
@@ -189,8 +197,8 @@ def _check_collected(metrics: Mapping[str, Metric]) -> None:
 def _check_own_step(task: TrainTask) -> None:
     if not callable(task.step):
         raise TypeError(f"step must be (state, batch) -> (state, sums), got {task.step!r:.80}.")
-    names = ("freeze", "accumulate", "precision", "clip_norm", "ema", "skip_nonfinite", "norms")
-    fields = [field for field in dataclasses.fields(task) if field.name in names]
+    names = {"across", "freeze", "accumulate", "precision", "clip_norm", "ema", "skip_nonfinite"}
+    fields = [field for field in dataclasses.fields(task) if field.name in names | {"norms"}]
     wrong = [field.name for field in fields if getattr(task, field.name) not in (field.default, [])]
     if wrong:
         raise ValueError(

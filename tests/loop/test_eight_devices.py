@@ -15,6 +15,7 @@ from marks import thorough
     [
         ("loop/test_exact.py", "-8"),
         ("step/test_strategy_invariance.py", "test_a_loss_has and data-parallel"),
+        ("step/test_whole_batch.py", "contrastive and values and (data or fsdp)"),
     ],
 )
 def test_a_file_of_tests_passes_on_eight_devices(run_child, file, pattern, which):

@@ -97,9 +97,9 @@ def test_a_loss_that_is_to_look_across_the_batch_says_so():
     def matching(outputs, targets):
         return (outputs.mean() - targets.mean()) ** 2
 
-    with pytest.raises(ValueError, match="pad=False"):
+    with pytest.raises(ValueError, match="across=.batch"):
         train(matching)
-    assert train(matching, pad=False).loss == pytest.approx(0)
+    assert train(matching, across="batch").loss == pytest.approx(0)
 
 
 def test_evaluation_refuses_it_too():
@@ -131,11 +131,13 @@ def test_a_loss_or_metric_that_couples_rows_must_say_so():
     def centred(outputs, targets):
         return (outputs[:, 0] - targets - (outputs[:, 0] - targets).mean()) ** 2
 
-    with pytest.raises(ValueError, match=r"The loss gives each example .* other examples.*pad=Fal"):
+    with pytest.raises(ValueError, match=r"The loss gives each example .* other examples.*across="):
         train(centred)
-    with pytest.raises(ValueError, match=r"The metric 'centred' gives each example .*pad=False"):
+    with pytest.raises(
+        ValueError, match=r"The metric 'centred' gives each example .*across=.batch"
+    ):
         train(lambda o, t: (o[:, 0] - t) ** 2, {"centred": centred})
-    assert train(centred, pad=False).loss == pytest.approx(0)
+    assert train(centred, across="batch").loss == pytest.approx(0)
 
 
 def test_a_loss_that_wraps_one_of_ours_is_not_taken_for_it():

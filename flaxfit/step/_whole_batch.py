@@ -1,0 +1,147 @@
+"""The gradient of a loss that sees the whole batch, while the model computes one part at a time.
+
+L. Gao, Y. Zhang, J. Han, J. Callan, "Scaling Deep Contrastive Learning Batch Size under Memory
+Limited Setup", 2021: the outputs of all parts are computed first, then the slope of the loss at
+these, and the model is run again on each part, for the gradient along that slope.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flaxfit.data._batch import Batch, n_examples
+from flaxfit.optim._freeze import merge
+from flaxfit.state._train_state import TrainState
+from flaxfit.step._forward import (
+    ForwardPass,
+    apply_model,
+    as_outputs,
+    compare,
+    sum_of_penalties,
+    updated_state,
+)
+from flaxfit.step._gradient import (
+    Gradient,
+    count_parts,
+    differentiate,
+    gradient,
+    in_parts,
+    mean_loss,
+    over_parts,
+    sums_of_weights,
+    trained_params,
+)
+from flaxfit.step._replicas import AnyReplicas
+from flaxfit.task._precision import in_float32
+from flaxfit.task._task import TrainTask
+from flaxfit.tree._types import Params, PyTree
+
+
+def whole_batch_gradient(
+    task: TrainTask,
+    state: TrainState,
+    batch: Batch,
+    key: jax.Array,
+    weight: PyTree,
+    replicas: AnyReplicas,
+) -> Gradient:
+    """The gradient of a loss over all outputs, as `accumulated_gradient` of one by example.
+
+    In memory are the activations of one part, and the outputs of all.
+    """
+    n = count_parts(n_examples(batch), task.accumulate)
+    if n == 1:
+        return gradient(task, state, batch, key, weight, replicas)
+    trained, scale = trained_params(task, state)
+    parts = in_parts(batch, n)
+    outputs, model_state = _outputs_of(task, state, parts, key)
+    slopes, result = _slopes(task, outputs, batch, weight, replicas)
+
+    def of_part(model_state: PyTree, given: Any, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
+        part, slope = given
+
+        def objective(trained: Params) -> tuple[jax.Array, PyTree]:
+            params = merge(trained, state.params)
+            found, updates = apply_model(task, params, model_state, part, key)
+            floats = _floats(in_float32(as_outputs(found)))
+            total = sum((jnp.vdot(x, s) for x, s in zip(floats, slope, strict=True)), jnp.zeros(()))
+            if (penalty := sum_of_penalties(None, updates)) is not None:
+                total += penalty / n
+            return total, (updated_state(model_state, updates), penalty)
+
+        grads, (model_state, penalty), next_scale = differentiate(objective, trained, scale)
+        return model_state, (grads, penalty), next_scale
+
+    _, (grads, sown), scales = over_parts(of_part, state.model_state, (parts, slopes), key)
+    penalty = result.penalty
+    if sown is not None:
+        penalty = sown / n if penalty is None else penalty + sown / n
+    scale = jax.tree.map(lambda x: x.min(0), scales)
+    return Gradient(grads, result.sums, penalty, model_state, scale)
+
+
+def weight_of_whole_loss(
+    task: TrainTask, state: TrainState, batch: Batch, key: jax.Array, replicas: AnyReplicas
+) -> PyTree:
+    """As `weight_of_loss`, of a loss over all outputs."""
+    n = n_examples(batch)
+    parts = in_parts(batch, count_parts(n, task.accumulate))
+    outputs = _joined(_outputs_of(task, state, parts, key)[0], n)
+    return sums_of_weights(compare(task, outputs, batch, replicas, is_training=True))
+
+
+def _outputs_of(
+    task: TrainTask, state: TrainState, parts: Batch, key: jax.Array
+) -> tuple[tuple[PyTree, ...], PyTree]:
+    """The outputs of all parts, stacked, and the last model state."""
+
+    def of_part(model_state: PyTree, part: Batch, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
+        outputs, updates = apply_model(task, state.params, model_state, part, key)
+        return updated_state(model_state, updates), (), in_float32(as_outputs(outputs))
+
+    model_state, _, outputs = over_parts(of_part, state.model_state, parts, key)
+    return outputs, model_state
+
+
+def _slopes(
+    task: TrainTask,
+    outputs: tuple[PyTree, ...],
+    batch: Batch,
+    weight: PyTree,
+    replicas: AnyReplicas,
+) -> tuple[list[jax.Array], ForwardPass]:
+    """The derivatives of the loss with respect to the stacked outputs; and the results."""
+    leaves, structure = jax.tree.flatten(outputs)
+
+    def loss(floats: list[jax.Array]) -> tuple[jax.Array, ForwardPass]:
+        left = iter(floats)
+        merged = structure.unflatten([next(left) if _is_float(x) else x for x in leaves])
+        whole = _joined(merged, n_examples(batch))
+        result = compare(task, whole, batch, replicas, is_training=True)
+        penalty = 0 if result.penalty is None else result.penalty
+        return mean_loss(result, batch, weight) + penalty, result
+
+    return jax.grad(loss, has_aux=True)(_floats(outputs))
+
+
+def _joined(stacked: PyTree, n: int) -> PyTree:
+    """Joins the outputs of all parts to those of `n` examples.
+
+    An array without an axis of examples, such as a learned scale, is averaged.
+    """
+
+    def joined(x: jax.Array) -> jax.Array:
+        if x.ndim > 1 and x.shape[0] * x.shape[1] == n:
+            return x.reshape(n, *x.shape[2:])
+        return x.mean(0)
+
+    return jax.tree.map(joined, stacked)
+
+
+def _floats(tree: PyTree) -> list[jax.Array]:
+    return [leaf for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
+
+
+def _is_float(leaf: jax.Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -1,0 +1,209 @@
+"""Losses that compare the examples of a batch: the same however it is divided."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from marks import slow
+
+import flaxfit as ff
+
+# test_eight_devices.py runs this file once more, on eight devices.
+DEVICES = jax.devices()
+# Two batches, and a rest of half of one.
+BATCH = 4 * len(DEVICES)
+N = 2 * BATCH + BATCH // 2
+RNG = np.random.default_rng(0)
+IMAGES = RNG.normal(size=(N, 6)).astype(np.float32)
+TEXTS = (IMAGES + 0.5 * RNG.normal(size=(N, 6))).astype(np.float32)
+WEIGHTS = RNG.uniform(0.5, 2, N).astype(np.float32)
+
+
+class Towers(nn.Module):
+    """Embeddings of images and texts, and a learned scale, as in CLIP."""
+
+    sows: bool = False
+
+    @nn.compact
+    def __call__(self, images, texts):
+        image, text = nn.Dense(4, name="image")(images), nn.Dense(4, name="text")(texts)
+        if self.sows:
+            self.sow("losses", "size", 0.01 * jnp.mean(image**2))
+        return image, text, self.param("scale", lambda key: jnp.float32(0.3))
+
+
+def info_nce(image, text, scale):
+    """The loss of CLIP: each image against all texts, and each text against all images."""
+    image, text = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (image, text))
+    logits = jnp.exp(scale) * image @ text.T
+    labels = jnp.arange(len(logits))
+    find = optax.softmax_cross_entropy_with_integer_labels
+    return (find(logits, labels) + find(logits.T, labels)) / 2
+
+
+def mean_of(image, text, scale):
+    return info_nce(image, text, scale).mean()
+
+
+def penalized(image, text, scale):
+    return info_nce(image, text, scale), 0.1 * jnp.mean(image**2)
+
+
+LOSSES = {"values": info_nce, "scalar": mean_of, "penalized": penalized}
+STRATEGIES = {
+    "one": {"devices": DEVICES[:1]},
+    "data parallel": {"devices": DEVICES},
+    "fsdp": {"strategy": ff.Sharded.fsdp(devices=DEVICES)},
+}
+
+
+@functools.cache
+def first_params(module):
+    return module.init(jax.random.key(0), IMAGES[:2], TEXTS[:2])["params"]
+
+
+def loop_of(name, strategy, accumulate, *, weights=None, sows=False, **options):
+    module = Towers(sows=sows)
+    data = ff.ArrayStream((IMAGES, TEXTS), (), weights, batch_size=BATCH, epochs=1)
+    task = ff.TrainTask(
+        module,
+        options.pop("optimizer", optax.sgd(0.5)),
+        LOSSES[name],
+        data,
+        across="batch",
+        accumulate=accumulate,
+        **options,
+    )
+    params = first_params(module)
+    return ff.TrainLoop(
+        lambda rngs, *x: {"params": params},
+        task,
+        0,
+        n_steps_per_checkpoint=1,
+        stdout=False,
+        keep_grads=True,
+        **STRATEGIES[strategy],
+    )
+
+
+@functools.cache
+def by_hand(name, is_weighted, sows):
+    """The losses of the steps, and the parameters after them."""
+    module = Towers(sows=sows)
+    params, found = first_params(module), []
+
+    def objective(params, rows):
+        (outputs, updates) = module.apply(
+            {"params": params}, IMAGES[rows], TEXTS[rows], mutable=["losses"]
+        )
+        result = LOSSES[name](*outputs)
+        values, penalty = result if isinstance(result, tuple) else (result, 0.0)
+        w = WEIGHTS[rows] if is_weighted else np.ones(len(IMAGES[rows]))
+        mean = jnp.sum(w * values) / jnp.sum(w) if values.ndim else values
+        penalty += sum(map(jnp.sum, jax.tree.leaves(updates)))
+        return mean + penalty, mean
+
+    for start in range(0, N, BATCH):
+        grads, mean = jax.grad(objective, has_aux=True)(params, slice(start, start + BATCH))
+        found.append(float(mean))
+        params = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+    return found, params
+
+
+def cases():
+    for name in LOSSES:
+        for strategy in STRATEGIES:
+            for accumulate in (1, 4):
+                case = (name, strategy, accumulate)
+                is_quick = case == ("values", "data parallel", 4)
+                yield case if is_quick else slow(*case)
+
+
+@pytest.mark.parametrize(("name", "strategy", "accumulate"), list(cases()))
+def test_a_contrastive_loss_is_that_of_the_whole_batch(name, strategy, accumulate):
+    check(name, strategy, accumulate)
+
+
+def check(name, strategy, accumulate, *, is_weighted=False, sows=False):
+    weights = WEIGHTS if is_weighted else None
+    loop = loop_of(name, strategy, accumulate, weights=weights, sows=sows)
+    checkpoints = list(loop)
+    losses, params = by_hand(name, is_weighted, sows)
+    np.testing.assert_allclose([c.loss for c in checkpoints], losses, rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        dict(checkpoints[-1].state.params),
+        params,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_and_sown_losses_count_as_in_a_whole_batch(strategy):
+    # A mean of squares over equal parts is that over the batch.
+    check("values", strategy, 4, is_weighted=True, sows=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{"freeze": "image/.*"}, {"precision": "float16"}, {"clip_norm": 0.1, "ema": 0.9}],
+    ids=str,
+)
+def test_options_of_a_task_give_the_same_in_parts(options):
+    def last(accumulate):
+        *_, checkpoint = loop_of("values", "data parallel", accumulate, **options)
+        return checkpoint.state
+
+    whole, parts = last(1), last(4)
+    is_low = "precision" in options
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-2 if is_low else 1e-5, atol=1e-5),
+        whole.params,
+        parts.params,
+    )
+
+
+def test_without_saying_so_it_is_refused_and_the_way_is_named():
+    data = ff.ArrayStream((IMAGES, TEXTS), (), batch_size=BATCH)
+    task = ff.TrainTask(Towers(), optax.sgd(0.1), info_nce, data)
+    with pytest.raises(ValueError, match="depends on the other examples .* across='batch'"):
+        ff.TrainLoop(Towers(), task, 0, stdout=False).next_step()
+    task = ff.TrainTask(Towers(), optax.sgd(0.1), info_nce, data, pad=False, accumulate=2)
+    with pytest.raises(ValueError, match="with accumulate=2: .* set across='batch'"):
+        ff.TrainLoop(Towers(), task, 0, stdout=False).next_step()
+
+
+def test_virtual_replicas_are_refused():
+    strategy = ff.DataParallel(DEVICES[:1], virtual_replicas=2)
+    data = ff.ArrayStream((IMAGES, TEXTS), (), batch_size=BATCH)
+    task = ff.TrainTask(Towers(), optax.sgd(0.1), info_nce, data, across="batch")
+    with pytest.raises(ValueError, match="with virtual_replicas=2: .* there is no such way"):
+        ff.TrainLoop(Towers(), task, 0, strategy=strategy, stdout=False).next_step()
+
+
+def test_another_word_is_refused():
+    with pytest.raises(ValueError, match="across must be 'batch' or None, got 'devices'"):
+        ff.TrainTask(Towers(), optax.sgd(0.1), info_nce, across="devices")
+
+
+def test_the_activations_of_one_part_are_in_memory():
+    class Wide(nn.Module):
+        @nn.compact
+        def __call__(self, images, texts):
+            deep = [nn.Dense(4)(nn.Dense(2048)(x)) for x in (images, texts)]
+            return *deep, jnp.float32(0)
+
+    rows = np.zeros((1024, 6), np.float32)
+    data = ff.ArrayStream((rows, rows), (), batch_size=1024)
+
+    def needed(accumulate):
+        options = {"across": "batch", "accumulate": accumulate}
+        task = ff.TrainTask(Wide(), optax.sgd(0.1), info_nce, data, **options)
+        return ff.TrainLoop(Wide(), task, 0, stdout=False, devices=DEVICES[:1]).step_memory()
+
+    assert needed(8) < needed(1) / 2
