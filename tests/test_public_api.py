@@ -173,6 +173,7 @@ PUBLIC = {
         "Optimizer",
         "OptimizerDef",
         "averaged",
+        "eval_params",
         "hyperparams",
         "set_hyperparams",
         "swap_ema",

@@ -1,6 +1,7 @@
 """Optimizers: optax transformations with adjustable hyperparameters, groups and options."""
 
 from flaxfit.optim._averaged import averaged as averaged
+from flaxfit.optim._averaged import eval_params as eval_params
 from flaxfit.optim._averaged import swap_ema as swap_ema
 from flaxfit.optim._definition import OptimizerDef as OptimizerDef
 from flaxfit.optim._groups import MultiOptimizer as MultiOptimizer

@@ -39,6 +39,16 @@ def averaged(state: PyTree) -> PyTree:
     return state.replace(params=carry_over(average, state.params))
 
 
+def eval_params(state: PyTree) -> Params:
+    """Returns the parameters to evaluate: their average where the state keeps one, as `averaged`.
+
+    >>> from flaxfit import TrainState
+    >>> eval_params(TrainState.create(optax.sgd(0.1), {"params": {"w": 1.0}}))
+    {'w': 1.0}
+    """
+    return averaged(state).params if has_average(state) else state.params
+
+
 def swap_ema(state: PyTree) -> PyTree:
     """Exchanges the parameters of a state and their moving average.
 

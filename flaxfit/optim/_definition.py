@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from flaxfit.optim._arguments import OPTAX_ARGUMENTS
 from flaxfit.optim._filters import Filter
 from flaxfit.optim._groups import MultiOptimizer
 from flaxfit.optim._hyperparams import check_known, check_number
@@ -65,6 +66,7 @@ class OptimizerDef(Adjustable):
         is_set = dataclasses.is_dataclass(optax_factory)
         self._given: PyTree = optax_factory if is_set else hyperparams
         given = _by_name(self._given)
+        _check_names(given)
         fixed = (static,) if isinstance(static, str) else tuple(static)
         is_own = hasattr(self, "apply_param_gradient")
         if not is_own:
@@ -260,6 +262,14 @@ def _is_live(value: PyTree) -> bool:
     is_number = isinstance(value, int | float | np.ndarray | np.generic | jax.Array)
     is_number = is_number and jnp.issubdtype(jnp.result_type(value), jnp.number)  # No random key.
     return callable(value) or (is_number and jnp.ndim(value) == 0)
+
+
+def _check_names(given: Mapping[str, PyTree]) -> None:
+    if taken := sorted(OPTAX_ARGUMENTS.intersection(given)):
+        raise ValueError(
+            f"No hyperparameter can be called {', '.join(taken)}: a step passes an argument of "
+            "that name to the optimizer. Give it another name."
+        )
 
 
 def _check_factory(factory: object, given: Mapping[str, PyTree], static: Iterable[str]) -> None:

@@ -1,57 +1,79 @@
-"""Refuses optimizers that need more of a step than mean gradients and parameters."""
+"""What an optimizer takes of a step, and the refusal of one that needs what no step has."""
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from types import CellType, FunctionType, MethodType
 
+import optax
+
+from flaxfit.optim._arguments import OPTAX_ARGUMENTS, named_arguments, takes_any
 from flaxfit.tree._types import Function, PyTree
 
 _BY_NAME = {
     "lookahead": "parameters as optax.LookaheadParams",
     "differentially_private_aggregate": "a gradient per example",
     "_deprecated_differentially_private_aggregate": "a gradient per example",
-    "hutchinson_estimator_diag_hessian": "obj_fn",
-    "sam.<locals>.opaque_update_fn": "grad_fn",
 }
 
 
 def check_demands(owner: str, optimizer: object) -> None:
-    """Checks that an optimizer needs no more than mean gradients and parameters.
+    """Checks that an optimizer needs no more than what a step passes to it.
 
     Inspects closures, where optax's chains, groups and wrappers keep their parts.
     """
     found = {}
-    for function in _functions(optimizer, set()):
+    for function in _updates(optimizer):
         name = function.__qualname__.split(".")[0]
-        demand = _BY_NAME.get(function.__qualname__, _BY_NAME.get(name)) or _required(function)
-        if demand and "update" in function.__name__:
+        if demand := _BY_NAME.get(name) or _required(function):
             found[name] = demand
     if found:
         needs = "; ".join(f"{name} needs {demand}" for name, demand in found.items())
         raise ValueError(
             f"{owner} cannot train with this optimizer: {needs}. A step calls "
-            "optimizer.update(gradients, state, params) with mean gradients, and hands on nothing "
-            "else. Use another optimizer, or a step of your own, TrainTask(step=...)."
+            "optimizer.update(gradients, state, params) with mean gradients, and passes what the "
+            f"optimizer takes of {', '.join(sorted(OPTAX_ARGUMENTS))}. Use another optimizer, or "
+            "a step of your own, TrainTask(step=...)."
         )
 
 
+def arguments_of(optimizer: object) -> frozenset[str]:
+    """The arguments that an optimizer takes of a step, as far as can be seen.
+
+    Only these are passed: `optax.contrib.sam` accepts no others.
+    """
+    found = frozenset[str]()
+    for function in _updates(optimizer):
+        is_known = function.__module__.split(".")[0] in ("optax", "flaxfit")
+        every = takes_any(function) and not is_known
+        found |= OPTAX_ARGUMENTS if every else named_arguments(function)
+    return found
+
+
 def _required(function: Function) -> str:
-    """Names the keyword arguments without which a function cannot be called."""
+    """Names the arguments without which an update cannot be called, and which no step has."""
     parameters = inspect.signature(function).parameters.values()
-    only = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    only = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in OPTAX_ARGUMENTS]
     return ", ".join(p.name for p in only if p.default is p.empty)
 
 
-def _functions(part: PyTree, seen: set[int]) -> Iterator[FunctionType]:
-    """Yields the functions in an optimizer, as far as closures and containers show them."""
+def _updates(optimizer: object) -> list[FunctionType]:
+    """The functions in an optimizer that update, by their name or their place."""
+    parts = list(_parts(optimizer, set()))
+    placed = [part.update for part in parts if isinstance(part, optax.GradientTransformation)]
+    named = [part for part in parts if "update" in getattr(part, "__name__", "")]
+    return [part for part in dict.fromkeys([*placed, *named]) if isinstance(part, FunctionType)]
+
+
+def _parts(part: PyTree, seen: set[int]) -> Iterator[PyTree]:
+    """Yields what an optimizer is made of, as far as closures and containers show it."""
     if id(part) in seen:
         return
     seen.add(id(part))
-    if isinstance(part, FunctionType):
-        yield part
+    yield part
     for each in _within(part):
-        yield from _functions(each, seen)
+        yield from _parts(each, seen)
 
 
 def _within(part: PyTree) -> list[PyTree]:
@@ -62,16 +84,26 @@ def _within(part: PyTree) -> list[PyTree]:
             cells = part.__closure__ or ()
             return [cell.cell_contents for cell in cells if _is_filled(cell)]
         case MethodType():
-            return [part.__func__]
+            return [part.__func__, part.__self__]
         case functools.partial():
             return [part.func, *part.args]
         case tuple() | list():
-            return list(part)
+            return [*part, *_injected(part)]
         case Mapping():
             return list(part.values())
         case _:
             is_optimizer = hasattr(part, "update") and hasattr(part, "__dict__")
             return list(vars(part).values()) if is_optimizer else []
+
+
+def _injected(part: PyTree) -> list[PyTree]:
+    """The optimizer that `optax.inject_hyperparams` makes anew in each update."""
+    with contextlib.suppress(Exception):
+        cells = inspect.getclosurevars(part.init).nonlocals
+        scheduled = {name: each(each.init()) for name, each in cells["sched_hps"].items()}
+        factory = cells["inner_factory"]
+        return [factory(**cells["other_hps"], **cells["numeric_hps"], **scheduled)]
+    return []
 
 
 def _is_filled(cell: CellType) -> bool:

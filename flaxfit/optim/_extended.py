@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from flaxfit.optim._arguments import of_selected, with_arguments
 from flaxfit.optim._averaged import schedule_free_states
 from flaxfit.optim._freeze import carry_over, check_patterns, mask, merge
 from flaxfit.tree._types import OptState, Params, PyTree
@@ -36,9 +37,10 @@ class ExtendedOptimizer:
 
     @property
     def _inner(self) -> optax.GradientTransformationExtraArgs:
+        user = with_arguments(self.user)
         if self.clip_norm is None:
-            return optax.with_extra_args_support(self.user)
-        return optax.chain(optax.clip_by_global_norm(self.clip_norm), self.user)
+            return user
+        return optax.chain(optax.clip_by_global_norm(self.clip_norm), user)
 
     def init(self, params: Params) -> ExtendedState:
         """Returns the state before the first step, after checks of `freeze` and `ema`."""
@@ -59,8 +61,12 @@ class ExtendedOptimizer:
         self, updates: PyTree, state: PyTree, params: Params = None, **extra: PyTree
     ) -> tuple[PyTree, ExtendedState]:
         """Takes one step; frozen parameters may be missing, and get updates of zero if not."""
-        trained = mask(params, self.freeze)
-        own, inner = self._inner.update(mask(updates, self.freeze), state.inner, trained, **extra)
+
+        def select(tree: PyTree) -> PyTree:
+            return mask(tree, self.freeze)
+
+        trained, extra = select(params), of_selected(extra, params, select)
+        own, inner = self._inner.update(select(updates), state.inner, trained, **extra)
         average = state.average
         if self.ema is not None:
             moved = optax.apply_updates(trained, own)

@@ -8,9 +8,11 @@ from typing import Any
 
 import optax
 
+from flaxfit.optim._arguments import OPTAX_ARGUMENTS, of_selected, selected, with_arguments
+from flaxfit.optim._demands import arguments_of
 from flaxfit.optim._filters import Filter, assign, group_name
 from flaxfit.optim._hyperparams import GroupsState, check_known, names_of
-from flaxfit.optim._optimizer import OPTAX_ARGUMENTS, Adjustable
+from flaxfit.optim._optimizer import Adjustable
 from flaxfit.tree._selection import Selection, is_nnx_filter
 from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
 
@@ -131,7 +133,7 @@ class MultiOptimizer(Adjustable):
         params: Params = None,
         *,
         hyper_params: PyTree = None,
-        **extra: ArrayLike,
+        **extra: PyTree,
     ) -> tuple[PyTree, GroupsState]:
         if params is None:
             raise ValueError(
@@ -143,8 +145,15 @@ class MultiOptimizer(Adjustable):
         labels = assign(self._filters, self._names, params)
         sets = self._sets(hyper_params)
         optimizers = [
-            _with_arguments(optimizer, of_group, given, extra)
-            for optimizer, of_group, given in zip(self._optimizers, state.states, sets, strict=True)
+            _bound(
+                optimizer,
+                of_group,
+                given,
+                of_selected(extra, params, functools.partial(selected, labels, group)),
+            )
+            for group, (optimizer, of_group, given) in enumerate(
+                zip(self._optimizers, state.states, sets, strict=True)
+            )
         ]
         states = optax.transforms.PartitionState(dict(enumerate([*state.states, _REST])))
         updates, new = _partition(optimizers, labels).update(updates, states, params)
@@ -178,11 +187,11 @@ def _check_pair(position: int, group: PyTree) -> None:
         )
 
 
-def _with_arguments(
+def _bound(
     optimizer: optax.GradientTransformation,
     state: OptState,
     hyper_params: PyTree,
-    extra: Mapping[str, ArrayLike],
+    extra: Mapping[str, PyTree],
 ) -> optax.GradientTransformationExtraArgs:
     """Binds the arguments of an update that are for this optimizer."""
     is_adjustable = isinstance(optimizer, Adjustable)
@@ -190,12 +199,12 @@ def _with_arguments(
         raise ValueError(
             f"Cannot set {list(hyper_params)}: the optimizer of this group is not an OptimizerDef."
         )
-    names = OPTAX_ARGUMENTS.union(optimizer.known if is_adjustable else names_of(state))
+    names = arguments_of(optimizer).union(optimizer.known if is_adjustable else names_of(state))
     arguments = {name: value for name, value in extra.items() if name in names}
     if is_adjustable:
         arguments["hyper_params"] = hyper_params
     else:
-        optimizer = optax.with_extra_args_support(optimizer)
+        optimizer = with_arguments(optimizer)
     update = functools.partial(optimizer.update, **arguments)
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 

@@ -8,12 +8,10 @@ import jax
 import optax
 from flax import struct
 
+from flaxfit.optim._arguments import OPTAX_ARGUMENTS
 from flaxfit.optim._hyperparams import check_known
 from flaxfit.tree._plain import as_plain, restore
 from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
-
-OPTAX_ARGUMENTS = frozenset(("grad", "obj_fn", "value", "value_fn"))
-"""Arguments of an update that transformations of optax take, and are not hyperparameters."""
 
 
 class Optimizer(struct.PyTreeNode):

@@ -122,11 +122,39 @@ def weight_of_loss(
     removes all that the weights do not depend on.
     """
 
+    def weight_of(result: ForwardPass, n_parts: int) -> PyTree:
+        return sums_of_weights(result)
+
+    return _forward_sums(weight_of, task, state, batch, key, replicas)
+
+
+def loss_sums(
+    task: TrainTask, state: TrainState, batch: Batch, key: jax.Array, replicas: AnyReplicas
+) -> tuple[PyTree, jax.Array | None]:
+    """The sums of the loss, and the penalty: those of `gradient`, by a forward pass alone."""
+
+    def loss_of(result: ForwardPass, n_parts: int) -> tuple[PyTree, jax.Array | None]:
+        penalty = None if result.penalty is None else result.penalty / n_parts
+        return result.sums["loss"], penalty
+
+    return _forward_sums(loss_of, task, state, batch, key, replicas)
+
+
+def _forward_sums(
+    added: Function,
+    task: TrainTask,
+    state: TrainState,
+    batch: Batch,
+    key: jax.Array,
+    replicas: AnyReplicas,
+) -> PyTree:
+    """Adds up what `added(result, n_parts)` takes of the forward pass of each part of a batch."""
+    n = count_parts(n_examples(batch), task.accumulate)
+
     def of_part(model_state: PyTree, part: Batch, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         result = forward(task, state.params, model_state, part, key, replicas)
-        return result.model_state, sums_of_weights(result), ()
+        return result.model_state, added(result, n), ()
 
-    n = count_parts(n_examples(batch), task.accumulate)
     if n == 1:
         return of_part(state.model_state, batch, key)[1]
     return over_parts(of_part, state.model_state, in_parts(batch, n), key)[1]

@@ -2,25 +2,24 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from flaxfit.data._batch import Batch
-from flaxfit.data._sample_weights import without_idle_targets
+from flaxfit.optim._arguments import with_arguments
+from flaxfit.optim._demands import arguments_of
 from flaxfit.optim._freeze import mask, merge
 from flaxfit.state._train_state import TrainState
-from flaxfit.step._forward import ForwardPass, weight_sums
-from flaxfit.step._gradient import Gradient, accumulated_gradient, gradient, weight_of_loss
-from flaxfit.step._random import step_key
+from flaxfit.step._divided_batch import DividedBatch, mean_of_sums
+from flaxfit.step._forward import ForwardPass
 from flaxfit.step._replicas import replicas_of
-from flaxfit.step._whole_batch import weight_of_whole_loss, whole_batch_gradient
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._paths import flat
 from flaxfit.tree._selection import label_of
-from flaxfit.tree._types import ArrayLike, Params, PyTree, Sums
+from flaxfit.tree._types import Function, Params, PyTree, Sums
 
 # Elements of an array that is joined with others to be summed in one operation.
 _SMALL = 2**16
@@ -61,38 +60,26 @@ def make_train_step(
       skip_empty: whether the weights of a batch may sum to zero; False saves the check.
       loss_has_weights: whether the loss returns weights with its values.
     """
-    gradient_of_part = gradient if task.accumulate == 1 else accumulated_gradient
-    if task.accumulate > 1 and task.across == "batch":
-        gradient_of_part = whole_batch_gradient
+    optimizer, taken = with_arguments(task.optimizer), arguments_of(task.optimizer)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, PyTree]:
         replicas = replicas_of(axis_name, virtual_replicas, state.step)
-
-        def weight_of(replica: ArrayLike, part: Batch) -> PyTree:
-            if not loss_has_weights:
-                return weight_sums(task.loss, part)
-            key = step_key(state.key, state.step, replica)
-            find = weight_of_loss if task.across is None else weight_of_whole_loss
-            return find(task, state, part, key, replicas)
-
-        weights = replicas.sum(replicas.each(weight_of)(batch))
-        # Divided by the weight of the whole batch, times the number of replicas: the mean over the
-        # replicas is then the mean over the examples.
-        weight = jax.tree.map(lambda total: total / replicas.n, weights)
-
-        def gradient_of(replica: ArrayLike, part: Batch) -> Gradient:
-            part = without_idle_targets(part) if skip_empty else part
-            key = step_key(state.key, state.step, replica)
-            return gradient_of_part(task, state, part, key, weight, replicas)
-
-        found = replicas.each(gradient_of)(batch)
+        whole = DividedBatch(task, batch, replicas, skip_empty, loss_has_weights)
+        weights = whole.weights(state)
+        found = whole.gradient(state, weights)
         grads = replicas.mean(found.grads)
         sums = replicas.sum(found.sums)
         model_state = replicas.average_state(found.model_state)
+        penalty = whole.mean(found.penalty)
 
         trained = state.replace(params=mask(state.params, task.freeze))
-        with _demands_explained():
-            updated = trained.apply_gradient(task.optimizer, grads, model_state=model_state)
+        passed = {}
+        if taken:
+            value, function = mean_of_sums(sums["loss"], penalty), whole.loss_function(state)
+            passed = _arguments(value, grads, function)
+        passed = {name: passed[name] for name in taken}
+        with _demands_explained(taken):
+            updated = trained.apply_gradient(optimizer, grads, model_state=model_state, **passed)
         updated = updated.replace(params=merge(updated.params, state.params))
         unchanged = state.replace(step=updated.step)
         if found.scale != ():
@@ -117,8 +104,8 @@ def make_train_step(
             label = label_of(pattern)
             per_step[f"grad_norm/{label}"] = _norm_of(grads, pattern)
             per_step[f"param_norm/{label}"] = _norm_of(updated.params, pattern)
-        if found.penalty is not None:
-            per_step["penalty"] = replicas.mean(found.penalty)
+        if penalty is not None:
+            per_step["penalty"] = penalty
         sums |= {
             name: (jnp.where(is_used > 0, value, 0).astype(jnp.float32), is_used)
             for name, value in per_step.items()
@@ -142,16 +129,27 @@ def guards(task: TrainTask) -> bool:
     return task.skip_nonfinite or task.precision == "float16"
 
 
+def _arguments(value: jax.Array, grads: Params, loss: Function) -> dict[str, PyTree]:
+    """What an optimizer may be passed, by the names of `OPTAX_ARGUMENTS`."""
+
+    def grad_fn(params: Params, *_: PyTree) -> Params:
+        return jax.grad(loss)(params)
+
+    return {"value": value, "grad": grads, "value_fn": loss, "obj_fn": loss, "grad_fn": grad_fn}
+
+
 @contextlib.contextmanager
-def _demands_explained() -> Iterator[None]:
+def _demands_explained(taken: Iterable[str]) -> Iterator[None]:
     """Adds what an optimizer is called with to the errors of one that needs more."""
     try:
         yield
     except (AttributeError, TypeError, ValueError) as error:
+        more = f", and with {', '.join(sorted(taken))}" if taken else ", and nothing else"
         error.add_note(
-            "A step calls optimizer.update(gradients, state, params) with mean gradients, and "
-            "hands on nothing else. What needs more belongs in a step of your own, "
-            "TrainTask(step=...)."
+            f"A step calls optimizer.update(gradients, state, params) with mean gradients{more}. "
+            "What needs more belongs in a step of your own, TrainTask(step=...). "
+            "optax.partition and optax.masked mask grad only with mask_compatible_extra_args=True; "
+            "groups of a MultiOptimizer mask it themselves."
         )
         raise
 

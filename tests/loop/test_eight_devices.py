@@ -15,6 +15,7 @@ from marks import thorough
     [
         ("loop/test_exact.py", "-8"),
         ("step/test_strategy_invariance.py", "test_a_loss_has and data-parallel"),
+        ("step/test_divided_batch.py", "data-parallel"),
         ("step/test_whole_batch.py", "contrastive and values and (data or fsdp)"),
     ],
 )

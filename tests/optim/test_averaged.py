@@ -8,7 +8,7 @@ import pytest
 from marks import quick, thorough, usual
 
 import flaxfit as ff
-from flaxfit.optim import MultiOptimizer, OptimizerDef, averaged
+from flaxfit.optim import MultiOptimizer, OptimizerDef, averaged, eval_params
 from flaxfit.optim._averaged import schedule_free_states
 
 free = optax.contrib.schedule_free_sgd
@@ -65,6 +65,7 @@ def loss_of(params):
 def check(model, tmp_path):
     state = model.state
     expected = expected_params(state)
+    np.testing.assert_array_equal(eval_params(state)["kernel"], averaged(state).params["kernel"])
     assert abs(loss_of(expected) - loss_of(state.params)) > 1e-3
     np.testing.assert_allclose(model.evaluate(X, Y)["loss"], loss_of(expected), rtol=1e-4)
     np.testing.assert_allclose(model.history["val_loss"][-1], loss_of(expected), rtol=1e-4)

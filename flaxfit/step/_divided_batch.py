@@ -1,0 +1,128 @@
+"""The batch of a step on all replicas: its weight, its gradient, and its loss as a function."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from flaxfit.data._batch import Batch
+from flaxfit.data._sample_weights import without_idle_targets
+from flaxfit.optim._freeze import mask, merge
+from flaxfit.state._train_state import TrainState
+from flaxfit.step._forward import weight_sums
+from flaxfit.step._gradient import (
+    Gradient,
+    accumulated_gradient,
+    gradient,
+    loss_sums,
+    weight_of_loss,
+)
+from flaxfit.step._random import step_key
+from flaxfit.step._replicas import AnyReplicas
+from flaxfit.step._whole_batch import weight_of_whole_loss, whole_batch_gradient
+from flaxfit.task._precision import like
+from flaxfit.task._task import TrainTask
+from flaxfit.tree._types import ArrayLike, Params, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class DividedBatch:
+    """A batch that is divided among replicas, each with the same random key at each call."""
+
+    task: TrainTask
+    batch: Batch
+    replicas: AnyReplicas
+    may_be_idle: bool
+    """Whether rows of weight 0 may hold targets that a loss must not see."""
+    loss_has_weights: bool
+
+    def weights(self, state: TrainState) -> PyTree:
+        """The weight of the batch, or that by output."""
+
+        def weight_of(replica: ArrayLike, part: Batch) -> PyTree:
+            if not self.loss_has_weights:
+                return weight_sums(self.task.loss, part)
+            key = step_key(state.key, state.step, replica)
+            find = weight_of_loss if self.task.across is None else weight_of_whole_loss
+            return find(self.task, state, part, key, self.replicas)
+
+        return self.replicas.sum(self.replicas.each(weight_of)(self.batch))
+
+    def gradient(self, state: TrainState, weights: PyTree) -> Gradient:
+        """The gradient and what comes with it, of each replica: to be reduced."""
+        gradient_of_part = gradient if self.task.accumulate == 1 else accumulated_gradient
+        if self._sees_all_parts:
+            gradient_of_part = whole_batch_gradient
+        # Divided by the weight of the whole batch, times the number of replicas: the mean over the
+        # replicas is then the mean over the examples.
+        weight = jax.tree.map(lambda total: total / self.replicas.n, weights)
+
+        def gradient_of(replica: ArrayLike, part: Batch) -> Gradient:
+            part = without_idle_targets(part) if self.may_be_idle else part
+            key = step_key(state.key, state.step, replica)
+            return gradient_of_part(self.task, state, part, key, weight, self.replicas)
+
+        return self.replicas.each(gradient_of)(self.batch)
+
+    def loss(self, state: TrainState) -> jax.Array:
+        """The mean loss with the penalty, as it is trained."""
+        if self._sees_all_parts:
+            return self._of_gradient(self.gradient(state, self.weights(state)))
+
+        def loss_of(replica: ArrayLike, part: Batch) -> tuple[PyTree, PyTree]:
+            part = without_idle_targets(part) if self.may_be_idle else part
+            key = step_key(state.key, state.step, replica)
+            return loss_sums(self.task, state, part, key, self.replicas)
+
+        sums, penalty = self.replicas.each(loss_of)(self.batch)
+        return mean_of_sums(self.replicas.sum(sums), self.mean(penalty))
+
+    @property
+    def _sees_all_parts(self) -> bool:
+        return self.task.accumulate > 1 and self.task.across == "batch"
+
+    def _of_gradient(self, found: Gradient) -> jax.Array:
+        """The loss whose gradient was found."""
+        return mean_of_sums(self.replicas.sum(found.sums["loss"]), self.mean(found.penalty))
+
+    def mean(self, penalty: jax.Array | None) -> jax.Array | None:
+        """The mean of the penalty over the replicas; None if there is none."""
+        return None if penalty is None else self.replicas.mean(penalty)
+
+    def loss_function(self, state: TrainState) -> Callable[[Params], jax.Array]:
+        """The loss as a function of the trained parameters, or of a selection of them.
+
+        Its gradient is computed as that of a step is, to the bit: part by part, then averaged. It
+        can be differentiated once more in forward mode.
+        """
+
+        trained = mask(state.params, self.task.freeze)
+        # An optimizer calls it in loops and branches, where plain arrays cannot be indexed.
+        traceable = dataclasses.replace(self, batch=jax.tree.map(jnp.asarray, self.batch))
+
+        def at(trained: Params) -> TrainState:
+            return state.replace(params=merge(trained, state.params))
+
+        @jax.custom_vjp
+        def loss(trained: Params) -> jax.Array:
+            return traceable.loss(at(trained))
+
+        def forward(trained: Params) -> tuple[jax.Array, Params]:
+            found = traceable.gradient(at(trained), traceable.weights(at(trained)))
+            return self._of_gradient(found), self.replicas.mean(found.grads)
+
+        def backward(grads: Params, cotangent: jax.Array) -> tuple[Params]:
+            return (jax.tree.map(lambda g: (cotangent * g).astype(g.dtype), grads),)
+
+        loss.defvjp(forward, backward)
+        return lambda params: loss(like(merge(params, trained), trained))
+
+
+def mean_of_sums(sums: PyTree, penalty: jax.Array | None) -> jax.Array:
+    """The loss that is trained: the mean of its sums, or their sum by output, and the penalty."""
+    pairs = list(sums.values()) if isinstance(sums, Mapping) else [sums]
+    means = [total / jnp.where(weight > 0, weight, 1) for total, weight in pairs]
+    terms = means if penalty is None else [*means, penalty]
+    return functools.reduce(jnp.add, terms)
