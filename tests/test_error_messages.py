@@ -106,8 +106,10 @@ def test_a_checkpoint_of_another_model(tmp_path):
     assert "params/kernel" in message and "(4, 3)" in message and "(4, 4)" in message
 
 
-def loop_over(data, **options):
-    task = ff.TrainTask(nn.Dense(3).apply, optax.sgd(0.1), "crossentropy", data)
+def loop_over(data, takes_any=False, **options):
+    apply = nn.Dense(3).apply
+    apply = (lambda *inputs, **named: nn.Dense(3).apply(*inputs, **named)) if takes_any else apply
+    task = ff.TrainTask(apply, optax.sgd(0.1), "crossentropy", data)
     options = {"stdout": False, "devices": jax.devices()[:1], **options}
     return list(ff.TrainLoop(options.pop("init", nn.Dense(3).init), task, **{"rnkey": 0} | options))
 
@@ -172,9 +174,14 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "were made for others", "(
             ],
         ),
         (
-            lambda: loop_over([{"image": X, "label": LABELS}]),
+            lambda: loop_over([{"image": X, "caption": LABELS}]),
+            ValueError,
+            ["unclear what the columns 'image', 'caption'", "takes 'inputs'", "inputs='image'"],
+        ),
+        (
+            lambda: loop_over([{"image": X, "label": LABELS}], takes_any=True),
             TypeError,
-            ["inputs by name, image, label", "batch {'x': .., 'y': ..} or (x, y)"],
+            ["inputs by name, image, label", "batch {'x': .., 'y': ..} or (x, y)", "inputs=.."],
         ),
         (lambda: loop_over((X, LABELS), rnkey="seed"), TypeError, ["jax.random.key(0)", "'seed'"]),
         (lambda: loop_over((X, LABELS), devices=2), TypeError, ["jax.devices()[:2], got 2"]),
@@ -213,6 +220,7 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "were made for others", "(
         "features in prediction",
         "targets to predict",
         "batches of other names",
+        "batches of other names for a call that takes any",
         "a key",
         "devices",
         "a module for its init",

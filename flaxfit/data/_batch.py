@@ -21,10 +21,11 @@ from flaxfit.tree._dtypes import (
 from flaxfit.tree._types import Array, ArrayLike, Data, Function, PyTree
 
 _ROLES = (("x", "y", "w"), ("inputs", "targets", "weights"))
+TARGET_NAMES = {"y", "target", "targets", "label", "labels"}
 # Names of fields of a NamedTuple that hold inputs, targets and weights.
 _FIELDS = (
     {"x", "input", "inputs", "image", "images", "feature", "features"},
-    {"y", "target", "targets", "label", "labels"},
+    TARGET_NAMES,
     {"w", "weight", "weights", "sample_weight", "sample_weights"},
 )
 _FORMS = "x, (x, y), ((x, ...), (y, ...)), (x, y, weights) or a mapping of these"
@@ -88,7 +89,7 @@ def detached(item: PyTree) -> PyTree:
 def parts_of(data: Data) -> tuple[PyTree, ...]:
     """The inputs, targets and weights of a batch or of a data set, as far as they are given."""
     if is_named(data):
-        names = _fields_by_part(data._fields)
+        names = fields_by_part(data._fields)
         return tuple(name and getattr(data, name) for name in names) if names else (data,)
     if isinstance(data, Mapping):
         roles = next((r for r in _ROLES if r[0] in data and data.keys() <= set(r)), None)
@@ -96,7 +97,7 @@ def parts_of(data: Data) -> tuple[PyTree, ...]:
     return tuple(data) if isinstance(data, list | tuple) else (data,)
 
 
-def _fields_by_part(fields: tuple[str, ...]) -> list[str | None] | None:
+def fields_by_part(fields: tuple[str, ...]) -> list[str | None] | None:
     """The fields that hold inputs, targets and weights; None if a field holds anything else."""
     found = [[name for name in fields if name.lower() in names] for names in _FIELDS]
     is_whole = sum(map(len, found)) == len(fields) and max(map(len, found)) == 1 and found[0]

@@ -4,6 +4,7 @@ from typing import Any
 
 from flaxfit.data import ArrayStream, as_stream
 from flaxfit.data._batch import detached
+from flaxfit.data._roles import NO_ROLES, Roles
 from flaxfit.loop._local_rows import knows_rows
 from flaxfit.tree._types import Data, Json, PyTree
 
@@ -12,12 +13,13 @@ class Cursor:
     """Fetches batches, and knows the position behind the last one that was trained on.
 
     A fetched item stays until `stepped` commits it, so a failure in between loses none. `data` is
-    what `as_stream` takes, or None.
+    what `as_stream` takes, or None. Items with columns are brought into form by their `roles`.
     """
 
-    def __init__(self, data: Data):
+    def __init__(self, data: Data, roles: Roles = NO_ROLES):
+        self._roles = roles
         self.has_data = data is not None
-        self.stream: Any = as_stream(data) if self.has_data else iter(())
+        self.stream: Any = as_stream(roles.of_data_set(data)) if self.has_data else iter(())
         self.gathers: bool = getattr(self.stream, "resident", False)
         """Whether the data is resident: placed on the devices, which gather batches there."""
         self.takes_rows = self.gathers or knows_rows(self.stream)
@@ -54,7 +56,7 @@ class Cursor:
                 item, position = self._fetched[-1]
                 self._fetched[-1] = detached(item), position
             try:
-                item = self.stream.next_rows() if self.takes_rows else next(self.stream)
+                item = self._next()
             except StopIteration:
                 self._has_run_out = True
                 break
@@ -88,4 +90,12 @@ class Cursor:
 
     def examples(self, item: PyTree) -> PyTree:
         """Returns the batch of a fetched item."""
-        return self.stream.pick(item) if self.takes_rows else item
+        return self._roles(self.stream.pick(item)) if self.takes_rows else item
+
+    def whole(self) -> PyTree:
+        """Returns all examples as one batch; None if the stream cannot give them."""
+        whole = self.stream.whole() if hasattr(self.stream, "whole") else None
+        return None if whole is None else self._roles(whole)
+
+    def _next(self) -> PyTree:
+        return self.stream.next_rows() if self.takes_rows else self._roles(next(self.stream))

@@ -134,7 +134,7 @@ class DeviceLoader:
             signature = (portion.signature, self._resident_shapes)
             return portion._replace(signature=signature, data=(self.resident,))
         if knows_rows(self.cursor.stream):
-            return local_examples(portion, self.cursor.stream.pick)
+            return local_examples(portion, self.cursor.examples)
         # On fewer devices than hold the data.
         return self._remainder_feed(self.cursor.examples(item))
 
@@ -156,7 +156,7 @@ class DeviceLoader:
         is_own = self._strategy.n_processes > 1 and not cursor.takes_rows
         if not is_own:
             self._consistency.data(cursor.stream_position())
-        whole = stream.whole() if hasattr(stream, "whole") else None
+        whole = cursor.whole()
         data = None if whole is None else normalize(whole)
         self._place(data if cursor.gathers else None)
         why_not = inspect(batch, data)

@@ -79,7 +79,9 @@ class EvalLoop:
         self._is_given = strategy is not None
         self._collecting = of_rows(task.metrics)
         # One stream, so that wide arrays are narrowed once and not at each measurement.
-        self._data = None if task.data is None else as_stream(task.data)
+        self._data = None
+        if task.data is not None:
+            self._data = as_stream(task.roles.of_data_set(task.data))
         self._checked: Data = None  # The data whose values were checked whole.
         self._forget()
 
@@ -209,10 +211,10 @@ class EvalLoop:
 
     def _pass(self, data: Data) -> LocalBatches:
         """Returns the batches of one pass over the data."""
-        stream = one_pass(data)
+        stream = one_pass(self.task.roles.of_data_set(data))
         if self.n_steps is None:
             pass_length(stream, "Give EvalLoop(n_steps=...), or data that ends.")
-        return LocalBatches(stream, self.strategy)
+        return LocalBatches(stream, self.strategy, self.task.roles)
 
     def _measured(self, state: PyTree) -> PyTree:
         """Returns the part of a state that is measured."""

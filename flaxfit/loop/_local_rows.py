@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from flaxfit.data._batch import Batch, n_examples, normalize
+from flaxfit.data._roles import NO_ROLES
 from flaxfit.data._sample_weights import times
 from flaxfit.data._stream import is_shared
 from flaxfit.distributed._processes import process_count
@@ -61,9 +62,15 @@ def local_examples(portion: Portion, pick: Callable[[PyTree], PyTree]) -> Portio
 
 
 class LocalBatches:
-    """The share of this process in each batch of one pass over a stream, for evaluation."""
+    """The share of this process in each batch of one pass over a stream, for evaluation.
 
-    def __init__(self, stream: Data, strategy: Strategy):
+    `form` brings an item with columns into the form of a batch.
+    """
+
+    def __init__(
+        self, stream: Data, strategy: Strategy, form: Callable[[PyTree], PyTree] = NO_ROLES
+    ):
+        self._form = form
         check_divided(stream, strategy)
         self._stream = stream
         self._strategy = strategy
@@ -77,7 +84,7 @@ class LocalBatches:
     def __iter__(self) -> Iterator[PyTree]:
         """Iterates over items: batches, or the row numbers of batches."""
         if not self._takes_rows:
-            yield from self._stream
+            yield from map(self._form, self._stream)
             return
         with contextlib.suppress(StopIteration):
             while True:
@@ -85,11 +92,12 @@ class LocalBatches:
 
     def examples(self, item: PyTree) -> Batch:
         """Returns the batch of an item; that of all processes, if they divide it."""
-        return normalize(self._stream.pick(item) if self._takes_rows else item)
+        return normalize(self._pick(item) if self._takes_rows else item)
 
     def whole(self) -> PyTree:
         """Returns all examples as one batch, or None if the stream cannot."""
-        return self._stream.whole() if hasattr(self._stream, "whole") else None
+        whole = self._stream.whole() if hasattr(self._stream, "whole") else None
+        return None if whole is None else self._form(whole)
 
     def load(self, item: PyTree, feed: Padder) -> Loaded:
         """Returns the batch of an item, padded by `feed` and split over the devices."""
@@ -98,7 +106,10 @@ class LocalBatches:
     def _portion(self, item: PyTree, feed: Padder) -> Portion:
         if not self._takes_rows:
             return feed(item)
-        return local_examples(feed(Batch((item,))), self._stream.pick)
+        return local_examples(feed(Batch((item,))), self._pick)
+
+    def _pick(self, rows: PyTree) -> PyTree:
+        return self._form(self._stream.pick(rows))
 
     def without_padding(self, outputs: PyTree, n: int) -> PyTree:
         """Returns `n` rows of the joined outputs, or `n` of each process if `is_own`."""

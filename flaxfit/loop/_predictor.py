@@ -30,6 +30,7 @@ class Predictor:
 
     def __init__(self, task: EvalTask):
         self._rngs = task.rngs
+        self._roles = task.roles
         self._make = functools.partial(
             make_predict_step, task.apply, precision=task.precision, rngs=task.rngs
         )
@@ -41,7 +42,7 @@ class Predictor:
         """Returns the outputs of the model as NumPy arrays, one row per example."""
         stream = one_pass(data)
         pass_length(stream, "Give data that ends.")
-        batches = LocalBatches(stream, strategy)
+        batches = LocalBatches(stream, strategy, self._roles.inputs_of)
         feed = Padder(strategy, pad=True, size=batches.batch_size, is_own=batches.is_own)
         state = strategy.share(evaluated(state, self._rngs, f"Predictor(rngs={self._rngs})"))
         shapes = structure_of(state)

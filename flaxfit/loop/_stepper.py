@@ -106,7 +106,7 @@ class Stepper:
     def set_data(self, data: Data) -> None:
         """Continues with other data."""
         self._n_set += 1
-        self.cursor = Cursor(data)
+        self.cursor = Cursor(data, self.task.roles)
         self.loader.take_from(self.cursor)
         self._in_flight.set_resident(self.cursor.gathers and len(self.strategy.devices) == 1)
 
@@ -188,7 +188,7 @@ class Stepper:
                     has_stepped = self._step(self._load(n_left, spacing, n_total), is_given=False)
                 else:
                     has_stepped = self._step(
-                        self.loader.load_given(batch, self.inspect), is_given=True
+                        self.loader.load_given(self.task.roles(batch), self.inspect), is_given=True
                     )
             finally:
                 self.interrupts.release()

@@ -63,10 +63,10 @@ class Model:
         the key and the step of the state and on the position of the batch in the data.
       losses: the collections, besides "losses", whose values the model adds to the loss; of nnx,
         types of variables or their names.
-      **options: fields of `TrainTask`: `loss_weights`, `rngs`, `mutable`, `pad`, `freeze`,
-        `accumulate`, `precision`, `clip_norm`, `ema`, `skip_nonfinite`, `step`. With `ema`
-        or a schedule-free optimizer, validation, `evaluate`, `predict`, `export` and `save_weights`
-        use the average of the parameters.
+      **options: fields of `TrainTask`: `loss_weights`, `inputs`, `targets`, `weights`, `rngs`,
+        `mutable`, `pad`, `freeze`, `accumulate`, `precision`, `clip_norm`, `ema`, `skip_nonfinite`,
+        `step`. With `ema` or a schedule-free optimizer, validation, `evaluate`, `predict`, `export`
+        and `save_weights` use the average of the parameters.
     """
 
     def __init__(
@@ -155,8 +155,9 @@ class Model:
             or a batch size or an order was given with batches.
         """
         check_arguments(verbose, epochs, batch_size, steps_per_epoch, steps_per_execution)
+        x, held_out = self._columns(x, y), self._columns(validation_data)
         data, validation_data = prepare(
-            x, y, sample_weight, class_weight, validation_split, validation_data, self.seed
+            x, y, sample_weight, class_weight, validation_split, held_out, self.seed
         )
         return fit(
             self._trainer,
@@ -202,11 +203,13 @@ class Model:
         sample_weight: PyTree = None,
     ) -> dict[str, float]:
         """Measures the loss and the metrics, exactly for any number of examples and devices."""
-        data = self._trainer.begin_with(in_order(prepare(x, y, sample_weight)[0], batch_size))
+        data = in_order(prepare(self._columns(x, y), y, sample_weight)[0], batch_size)
+        data = self._trainer.begin_with(data)
         return self._evaluator.measure(self._trainer.averaged(self._trainer.state_in_place), data)
 
     def predict(self, x: Data, *, batch_size: int | None = None) -> PyTree:
         """Returns the model's outputs as NumPy arrays, one row per example of `x`, in order."""
+        x = self._trainer.task.roles.inputs_of_data_set(x)
         data = self._trainer.begin_with(in_order(prepare_inputs(x), batch_size))
         state = self._trainer.averaged(self._trainer.state_in_place)
         return self._predictor(state, data, self.strategy)
@@ -219,7 +222,9 @@ class Model:
         """
         inputs = self._trainer.input_shapes
         if x is not None:
-            inputs = shapes_of(normalize(next(as_stream(prepare_inputs(x)))).inputs)
+            roles = self._trainer.task.roles
+            first = next(as_stream(prepare_inputs(roles.inputs_of_data_set(x))))
+            inputs = shapes_of(normalize(roles.inputs_of(first)).inputs)
         elif inputs is None:
             raise ValueError("summary() needs inputs before the first fit: model.summary(x).")
         print(modules.summarize(self.module, inputs))
@@ -412,6 +417,10 @@ class Model:
         n = self.strategy.n_devices
         with self._trainer.trial("find_batch_size", x, y, sample_weight, of_arrays=n) as loop:
             return find_batch_size(loop, limit=limit, largest=largest)
+
+    def _columns(self, data: Data, y: PyTree = None) -> Data:
+        """A mapping of arrays as a data set, its columns taken by name; other data unchanged."""
+        return data if y is not None else self._trainer.task.roles.of_data_set(data)
 
     @property
     def step(self) -> int:

@@ -274,7 +274,7 @@ class Trainer:
             first.extend(itertools.islice(batches, 1))
             if not first:
                 raise ValueError("There is nothing to begin with: the data holds no batches.")
-            return normalize(first[0]).inputs
+            return normalize(self.task.roles.inputs_of(first[0])).inputs
 
         self.begin(inputs)
         is_stream = hasattr(data, "one_epoch") and getattr(data, "is_repeatable", True)
@@ -335,6 +335,7 @@ class Trainer:
         The arguments are those of `borrowed`.
         """
         sizes = {"batch_size": batch_size, "of_arrays": of_arrays}
+        x = self.task.roles.of_data_set(x) if y is None else x
         with borrowed(x, y, sample_weight, **sizes, seed=self.seed, owner=owner) as stream:
             init = self.init if self.loop is None else self.loop.state
             task = dataclasses.replace(self.task, data=stream)

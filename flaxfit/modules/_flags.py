@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from typing import Any
 
 from flaxfit.tree._types import Function
 
@@ -13,6 +14,9 @@ _IN_TRAINING = {
     "use_running_average": False,
 }
 
+
+# Arguments of a call or an `apply` that are not inputs either.
+_OF_FLAX = frozenset(("rngs", "rng", "mutable"))
 
 # Other common names of such a switch: unset, it would be wrong in training or in evaluation.
 _UNKNOWN = frozenset(
@@ -46,6 +50,17 @@ def call_defaults(function: Function) -> dict[str, object]:
     found = parameters(function).values()
     by_keyword = (p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
     return {p.name: None if p.default is p.empty else p.default for p in by_keyword}
+
+
+def input_names(function: Any) -> tuple[str, ...] | None:
+    """The arguments of a function or module that are inputs; None if it takes any name."""
+    if type(function).__name__ == "Sequential" and getattr(function, "layers", None):
+        return input_names(function.layers[0])  # Which is given the arguments of the call.
+    found = parameters(function).values()
+    if not found or any(p.kind is p.VAR_KEYWORD for p in found):
+        return None
+    others = {*_IN_TRAINING, *_OF_FLAX}
+    return tuple(p.name for p in found if p.kind is not p.VAR_POSITIONAL and p.name not in others)
 
 
 def check_switches(values: Mapping[str, object], owner: str) -> None:

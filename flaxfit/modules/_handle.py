@@ -28,6 +28,8 @@ class ModuleHandle(NamedTuple):
     now holds; None for other modules."""
     paths: Callable[[Any], dict[str, bool]] | None = None
     """Maps the paths of all variables to whether an NNX filter selects them; None for linen."""
+    inputs: tuple[str, ...] | None = None
+    """The names of the inputs of its call; None if it takes any, or they are unknown."""
     streams: frozenset[str] | None = None
     """The names of its random streams; None if it takes any name."""
 

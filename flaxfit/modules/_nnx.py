@@ -12,7 +12,14 @@ import jax
 import jax.numpy as jnp
 from flax.core.scope import CollectionFilter, in_filter
 
-from flaxfit.modules._flags import call_defaults, call_flags, check_switches, parameters, switches
+from flaxfit.modules._flags import (
+    call_defaults,
+    call_flags,
+    check_switches,
+    input_names,
+    parameters,
+    switches,
+)
 from flaxfit.modules._functions import GivenInit, ModelFunctions, Names, check_losses
 from flaxfit.modules._handle import ModuleHandle, with_handle
 from flaxfit.tree._types import Function, PyTree, Rngs, Variables
@@ -154,6 +161,7 @@ def from_nnx(
         merged=merged,
         assign=assign if is_instance else None,
         paths=lambda filter: states.selected(nnx.merge(graph, random, template), filter),
+        inputs=input_names(abstract if call is None else functools.partial(call, None)),
         streams=None if position is not None else states.names_of_streams(random),
     )
     return ModelFunctions(init_of(model), with_handle(apply, handle))

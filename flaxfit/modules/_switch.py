@@ -6,7 +6,14 @@ from typing import Any
 
 from flax import linen as nn
 
-from flaxfit.modules._flags import call_defaults, call_flags, check_switches, flags, parameters
+from flaxfit.modules._flags import (
+    call_defaults,
+    call_flags,
+    check_switches,
+    flags,
+    input_names,
+    parameters,
+)
 from flaxfit.modules._functions import ModelFunctions, Names, with_losses
 from flaxfit.modules._handle import ModuleHandle, attached, is_module, with_handle
 from flaxfit.modules._nnx import from_nnx, is_factory, is_nnx
@@ -140,6 +147,7 @@ def _linen_handle(module: nn.Module, init: Function) -> ModuleHandle:
         module=lambda: module,
         init=lambda module: init,
         merged=lambda variables: switched(module, False)[0].bind(variables),
+        inputs=input_names(module) if callable(module) else None,
     )
 
 
@@ -149,6 +157,14 @@ def handle_of(apply: object) -> ModuleHandle | None:
     if isinstance(owner, nn.Module) and apply == owner.apply:
         return _linen_handle(owner, owner.init)
     return attached(apply)
+
+
+def inputs_of(apply: Function | None) -> tuple[str, ...] | None:
+    """Returns the names of the inputs of an `apply`; None if it takes any, or they are unknown."""
+    handle = handle_of(apply)
+    if handle is not None:
+        return handle.inputs
+    return None if apply is None else input_names(functools.partial(apply, None))
 
 
 def _pair(pair: tuple[Function, Function], train: bool) -> ModelFunctions:

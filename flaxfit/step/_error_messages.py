@@ -90,7 +90,8 @@ def calls_explained(inputs: PyTree, targets: PyTree = ()) -> Iterator[None]:
         if isinstance(inputs, Mapping):
             called = (
                 f"The model is called with the inputs by name, {', '.join(inputs)}, of "
-                f"{_shapes(inputs)} (targets are the y of a batch {{'x': .., 'y': ..}} or (x, y))"
+                f"{_shapes(inputs)} (targets are the y of a batch {{'x': .., 'y': ..}} or (x, y); "
+                "of other mappings name them, inputs=.., targets=.. of the task or Model)"
             )
         if targets:
             called += f"; the loss and metrics with outputs and targets, of {_shapes(targets)}"

@@ -10,6 +10,7 @@ from flax import struct
 
 from flaxfit.data import as_stream
 from flaxfit.data._batch import Batch, normalize
+from flaxfit.data._roles import Roles
 from flaxfit.data._sample_weights import OTHER_OUTPUTS, of_output
 from flaxfit.data._stream import is_shared
 from flaxfit.state._train_state import TrainState
@@ -51,8 +52,9 @@ def MultiTask(
     """
     tasks = dict(tasks)
     _check(tasks, weights)
-    streams = {name: as_stream(task.data) for name, task in tasks.items()}
-    stream = _Turns(streams, None if weights is None else dict(weights), seed)
+    streams = {name: as_stream(task.roles.of_data_set(task.data)) for name, task in tasks.items()}
+    roles = {name: task.roles for name, task in tasks.items()}
+    stream = _Turns(streams, roles, None if weights is None else dict(weights), seed)
     known: dict[str, dict[Hashable, Traced]] = {name: {} for name in tasks}
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Sums]]:
@@ -104,8 +106,15 @@ class _Turns:
     One batch of each stream is fetched with the first: a sample, to validate.
     """
 
-    def __init__(self, streams: dict[str, Any], weights: dict[str, float] | None, seed: int):
+    def __init__(
+        self,
+        streams: dict[str, Any],
+        roles: dict[str, Roles],
+        weights: dict[str, float] | None,
+        seed: int,
+    ):
         self._streams, self._weights, self._seed = streams, weights, seed
+        self._roles = roles
         self.shared = any(map(is_shared, streams.values()))
         self._names = list(streams)
         self._n = 0
@@ -119,17 +128,20 @@ class _Turns:
         if not self.samples:
             for name in self._names:
                 position = _position(self._streams[name])
-                batch = normalize(next(self._streams[name]))
+                batch = self._next(name)
                 self.samples[name], self._held[name] = batch, (batch, position)
         name = self._whose_turn()
         if name in self._held:
             batch, _ = self._held.pop(name)
         else:
-            batch = normalize(next(self._streams[name]))
+            batch = self._next(name)
         self._n += 1
         if isinstance(batch.weights, Mapping):
             return Batch(batch.inputs, (_Turn(name, batch.targets, batch.weights),))
         return batch._replace(targets=(_Turn(name, batch.targets, None),))
+
+    def _next(self, name: str) -> Batch:
+        return normalize(self._roles[name](next(self._streams[name])))
 
     def get_state(self) -> Json:
         """The number of the turn, and the position in each stream."""

@@ -181,7 +181,7 @@ def _explained(task: TrainTask | EvalTask, batch: Batch) -> Iterator[None]:
                 "A batch from 'data' must be (inputs, targets) or a mapping for a loss that wants "
                 f"targets, got only inputs of shape {shapes}: {error}. Give "
                 "targets too: batches that yield x, y, or fit(x, y), evaluate(x, y) and "
-                "validation_data=(x, y)."
+                "validation_data=(x, y); or name the columns of mappings, as targets='label'."
             ) from error
         raise
 

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from flaxfit.data._roles import Names, Roles
 from flaxfit.display import say
 from flaxfit.metrics import Metric
 from flaxfit.modules._patterns import as_patterns, select
-from flaxfit.modules._switch import as_apply, check_streams, handle_of
+from flaxfit.modules._switch import as_apply, check_streams, handle_of, inputs_of
 from flaxfit.optim._averaged import averaged, has_average, has_ema
 from flaxfit.optim._demands import check_demands
 from flaxfit.optim._extended import extend
@@ -61,6 +62,15 @@ class TrainTask:
     _: dataclasses.KW_ONLY
     loss_weights: Any = None
     """The weights of the losses of several outputs, by name or in their order; 1 where none is."""
+    inputs: Names = None
+    """The columns of a batch that the model is called with, for batches that are mappings: a name,
+    several in the order of the call, or `{name in the call: column}`. None: those that the call
+    takes. The columns without a role are passed by."""
+    targets: Names = None
+    """The columns that are targets, in order, or by the names of outputs; `()` for none. None: the
+    one with a usual name, such as "label"."""
+    weights: str | Mapping[str, str] | None = None
+    """The column that weighs examples or tokens, or such columns by the names of outputs."""
     rngs: Sequence[str] = ("dropout",)
     """The random streams that `apply` is given, each with a key of its own in every step."""
     mutable: Any = None
@@ -105,6 +115,14 @@ class TrainTask:
 
     def __post_init__(self) -> None:
         self.__dict__.update(_resolved(self))
+        self.roles.check("TrainTask")
+
+    @functools.cached_property
+    def roles(self) -> Roles:
+        """What the columns of a batch are, that is a mapping."""
+        # A step of the user's own calls the model in ways of its own.
+        call = None if self.step is not None else inputs_of(self.apply)
+        return Roles(self.inputs, self.targets, self.weights, call)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +145,12 @@ class EvalTask:
     """A loss to report as well, or its name; of several outputs one for each."""
     loss_weights: Any = None
     """The weights of the losses of several outputs, as of a `TrainTask`."""
+    inputs: Names = None
+    """The columns that the model is called with, as of a `TrainTask`."""
+    targets: Names = None
+    """The columns that are targets, as of a `TrainTask`."""
+    weights: str | Mapping[str, str] | None = None
+    """The column of weights, as of a `TrainTask`."""
     rngs: Sequence[str] = ()
     """The random streams of a stochastic evaluation; none by default."""
     precision: str | None = None
@@ -141,6 +165,12 @@ class EvalTask:
         metrics, rngs = as_metrics(self.metrics, loss), _names(self.rngs)
         check_streams("EvalTask", rngs, apply)
         self.__dict__.update(apply=apply, loss=loss, metrics=metrics, rngs=rngs)
+        self.roles.check("EvalTask")
+
+    @functools.cached_property
+    def roles(self) -> Roles:
+        """What the columns of a batch are, that is a mapping."""
+        return Roles(self.inputs, self.targets, self.weights, inputs_of(self.apply))
 
 
 def _resolved(task: TrainTask) -> dict[str, Any]:

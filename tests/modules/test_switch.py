@@ -9,7 +9,8 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from flaxfit.modules import from_nnx, train_and_eval
+from flaxfit.modules import from_function, from_nnx, train_and_eval
+from flaxfit.modules._switch import inputs_of
 
 X = np.ones((4, 3), np.float32)
 NAMES = {
@@ -291,3 +292,44 @@ def test_collections_that_are_named_are_terms_of_the_loss(model):
     )
     with pytest.raises(ValueError, match="losses names kll.* but in kl, losses"):
         train_and_eval(model, losses="kll")[0].apply(variables, X, mutable=["losses", "kl"])
+
+
+class TwoInputs(nn.Module):
+    def __call__(self, tokens, mask=None, *, train: bool = False):
+        return tokens
+
+
+class TwoOfNnx(nnx.Module):
+    def __call__(self, tokens, mask=None, *, deterministic=False, rngs=None):
+        return tokens
+
+
+class AnyInputs(nn.Module):
+    def __call__(self, *inputs, **named):
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (TwoInputs(), ("tokens", "mask")),
+        (nn.Sequential([TwoInputs(), nn.Dense(1)]), ("tokens", "mask")),
+        (nn.Sequential([nn.relu]), ("x",)),
+        (TwoOfNnx(), ("tokens", "mask")),
+        (lambda rngs: TwoOfNnx(), ("tokens", "mask")),
+        (nnx.Sequential(TwoOfNnx()), ("tokens", "mask")),
+        (from_nnx(TwoOfNnx(), call=lambda module, ids: module(ids)), ("ids",)),
+        (from_function(lambda params, x, train: x, {}), ("x",)),
+        ((TwoInputs().init, TwoInputs().apply), ("tokens", "mask")),
+        ((lambda rngs, x: {}, lambda variables, x, rngs, mutable: x), ("x",)),
+        ((lambda rngs, x: {}, lambda variables, x, **options: x), None),
+        (AnyInputs(), None),
+    ],
+)
+def test_the_names_of_the_inputs_are_those_of_the_call(model, names):
+    for functions in train_and_eval(model):
+        assert inputs_of(functions.apply) == names
+
+
+def test_there_are_no_names_of_inputs_without_a_model():
+    assert inputs_of(None) is None

@@ -1,0 +1,213 @@
+"""Roles: which columns of a mapping are the inputs, the targets and the weights of a batch."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flaxfit.data._batch import TARGET_NAMES, Batch, fields_by_part, parts_of
+from flaxfit.data._fit_arguments import as_arrays
+from flaxfit.tree._dtypes import is_array, is_named
+from flaxfit.tree._types import Data, PyTree
+
+Names = str | Sequence[str] | Mapping[str, str] | None
+"""A column, several in order, or columns by the names that they are given."""
+
+_NAME = "Name the columns, such as inputs='image', targets='label', in TrainTask, EvalTask or Model"
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """Takes the columns of a batch, or of a data set, by their names; the rest is passed by.
+
+    Items without names, such as `(x, y)`, are taken as they are.
+
+    >>> Roles(inputs="image", targets="label")({"image": [1.0], "label": [2], "id": ["a"]})
+    (([1.0],), ([2],), None)
+
+    Without names of columns, a mapping whose keys the call takes is keyword inputs. Where another
+    key would make that call fail, usual names tell the targets and weights, as of a NamedTuple.
+
+    >>> Roles(call=("x",))({"image": [1.0], "label": [2]})
+    (([1.0],), ([2],), None)
+    """
+
+    inputs: Names = None
+    """None: those that the call of the model takes; else the only one without another role."""
+    targets: Names = None
+    """None: the one with a usual name, such as "label"; none if there is none."""
+    weights: str | Mapping[str, str] | None = None
+    call: tuple[str, ...] | None = None
+    """The names of the inputs of the model's call; None: it takes any, or they are unknown."""
+
+    def check(self, owner: str) -> None:
+        """Raises if what was given are no names of columns."""
+        for role in ("inputs", "targets", "weights"):
+            given = getattr(self, role)
+            if not (given is None or _are_names(given)) or (
+                role == "weights" and isinstance(given, list | tuple)
+            ):
+                raise TypeError(
+                    f"{owner}: {role} names the columns of a batch that are its {role}: a name, "
+                    "several in order or a mapping {name in the call: column}; got "
+                    f"{type(given).__name__}: {given!r:.60}"
+                    + (". Data goes into data=, or into fit." if role != "weights" else "")
+                )
+
+    def __call__(self, item: PyTree) -> PyTree:
+        """Returns an item as `(inputs, targets, weights)`; unchanged if it has no columns.
+
+        Raises:
+          ValueError: a column is missing, or it is unclear which column is what.
+        """
+        columns = self._columns_of(item)
+        if columns is None:
+            return item
+        roles = self if self._has_names else self._by_usual_names(columns)
+        targets = roles._targets_of(columns)
+        return (
+            roles._inputs_of(columns, targets),
+            _taken("targets", targets, columns),
+            _one("weights", roles.weights, columns),
+        )
+
+    def inputs_of(self, item: PyTree) -> PyTree:
+        """Returns an item with the inputs alone, whose other columns may be missing."""
+        columns = self._columns_of(item)
+        if columns is None:
+            return item
+        roles = self if self._has_names else self._by_usual_names(columns)
+        return roles._inputs_of(columns, roles._targets_of(columns)), (), None
+
+    def of_data_set(self, data: Data) -> Data:
+        """Returns a mapping of arrays as `(inputs, targets, weights)`; other data is unchanged."""
+        if not isinstance(data, tuple | Mapping) or self._columns_of(data) is None:
+            return data
+        inputs, targets, weights = self(data)
+        return _as_arrays(inputs), _as_arrays(targets), _as_arrays(weights)
+
+    def inputs_of_data_set(self, data: Data) -> Data:
+        """Returns the inputs of a mapping of arrays; other data is unchanged."""
+        if not isinstance(data, Mapping) or self._columns_of(data) is None:
+            return data
+        return _as_arrays(self.inputs_of(data)[0])
+
+    @property
+    def _has_names(self) -> bool:
+        return not (self.inputs is self.targets is self.weights is None)
+
+    def _columns_of(self, item: PyTree) -> Mapping[str, PyTree] | None:
+        """The columns of an item that are to be told apart; None if there are none."""
+        if isinstance(item, Batch):
+            return None
+        is_sequence = isinstance(item, list | tuple) and not is_named(item)
+        # The items of an `ArrayStream` are pairs.
+        is_alone = is_sequence and item and not any(map(_is_given, item[1:]))
+        given: Any = item[0] if is_alone else item
+        if is_named(given) and self._has_names:
+            return given._asdict()
+        if not isinstance(given, Mapping) or self._has_names:
+            return given if isinstance(given, Mapping) else None
+        is_split = len(parts_of(given)) > 1
+        if self.call is None or is_split or not all(isinstance(name, str) for name in given):
+            return None
+        return given if given.keys() - {*self.call} else None
+
+    def _by_usual_names(self, columns: Mapping[str, PyTree]) -> "Roles":
+        """The roles of columns, of which the call of the model does not take all."""
+        call = self.call or ()
+        others = tuple(name for name in columns if name not in call)
+        has_inputs = len(others) < len(columns)
+        found = fields_by_part(("inputs", *others) if has_inputs else others)
+        if found is None:
+            raise ValueError(
+                f"It is unclear what the columns {_list(columns)} of a batch are: the call of the "
+                f"model takes {_list(call)}. {_NAME}; the columns without a role are passed by."
+            )
+        inputs, targets, weights = found
+        return dataclasses.replace(
+            self, inputs=None if has_inputs else inputs, targets=targets or (), weights=weights
+        )
+
+    def _targets_of(self, columns: Mapping[str, PyTree]) -> Names:
+        """The names of the targets."""
+        if self.targets is not None:
+            return self.targets
+        taken = (self.call or ()) if self.inputs is None else _columns_in(self.inputs)
+        taken = {*taken, *_columns_in(self.weights)}
+        found = [n for n in columns if str(n).lower() in TARGET_NAMES and n not in taken]
+        if len(found) > 1:
+            raise ValueError(
+                f"It is unclear which of the columns {_list(found)} are the targets. {_NAME}; "
+                "targets=() for none."
+            )
+        return tuple(found)
+
+    def _inputs_of(self, columns: Mapping[str, PyTree], targets: Names) -> PyTree:
+        """The inputs, by name where the names are those of the call."""
+        if self.inputs is not None:
+            return _taken("inputs", self.inputs, columns)
+        taken = {*_columns_in(targets), *_columns_in(self.weights)}
+        others = [name for name in columns if name not in taken]
+        named = {name: columns[name] for name in others if name in (self.call or ())}
+        if named:
+            return named
+        if len(others) != 1:
+            takes = "" if self.call is None else f"; the call of the model takes {_list(self.call)}"
+            raise ValueError(
+                f"It is unclear which of the columns {_list(others)} are inputs{takes}. {_NAME}."
+            )
+        return (columns[others[0]],)
+
+
+NO_ROLES = Roles()
+"""Takes every item as it is."""
+
+
+def _taken(role: str, names: Names, columns: Mapping[str, PyTree]) -> Any:
+    """The columns of a role, in order or, of inputs, by name."""
+    if isinstance(names, Mapping):
+        found = _one(role, names, columns)
+        return found if role == "inputs" else (found,)
+    return tuple(_one(role, name, columns) for name in _columns_in(names))
+
+
+def _one(role: str, name: Any, columns: Mapping[str, PyTree]) -> PyTree:
+    """One column, or columns by name."""
+    if isinstance(name, Mapping):
+        return {given: _one(role, each, columns) for given, each in name.items()}
+    if name is None or name in columns:
+        return None if name is None else columns[name]
+    raise ValueError(
+        f"A batch lacks the column {name!r}, which the task names in its {role}: it has "
+        f"{_list(columns)}."
+    )
+
+
+def _columns_in(names: Names) -> tuple[str, ...]:
+    if names is None or isinstance(names, str):
+        return () if names is None else (names,)
+    return tuple(names.values()) if isinstance(names, Mapping) else tuple(names)
+
+
+def _are_names(given: object) -> bool:
+    if isinstance(given, Mapping):
+        return all(isinstance(name, str) for pair in given.items() for name in pair)
+    return isinstance(given, str) or (
+        isinstance(given, list | tuple) and all(isinstance(name, str) for name in given)
+    )
+
+
+def _is_given(part: PyTree) -> bool:
+    return not (part is None or (isinstance(part, tuple) and not part))
+
+
+def _as_arrays(part: PyTree) -> PyTree:
+    """The columns of a part as arrays, each of which may be a list of numbers."""
+    if part is None or not isinstance(part, tuple):
+        return None if part is None else as_arrays(part)
+    found = tuple(map(as_arrays, part))
+    return found[0] if len(found) == 1 and is_array(found[0]) else found
+
+
+def _list(names: Any) -> str:
+    return ", ".join(map(repr, names)) or "none"

@@ -1,0 +1,217 @@
+"""Batches that are mappings train as the same batches in `(x, y)` form, bit for bit."""
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from loops import OPTIMIZER, Regressor, X, Y, assert_equal, init_of, make_loop
+from marks import slow
+
+import flaxfit as ff
+from flaxfit.data import prefetch
+from flaxfit.step._multi_task import MultiTask
+
+W = np.linspace(0.5, 1.5, len(X), dtype=np.float32)
+NAMES = [str(i) for i in range(len(X))]
+COLUMNS = {"image": X, "weight": W, "name": NAMES, "label": Y}
+OPTIONS = {"inputs": "image", "targets": "label", "weights": "weight"}
+
+
+def cut(data, size=16):
+    """The batches of a data set, given as a pair or a mapping."""
+    starts = range(0, len(X), size)
+    if isinstance(data, tuple):
+        return [tuple(part[i : i + size] for part in data) for i in starts]
+    return [{name: part[i : i + size] for name, part in data.items()} for i in starts]
+
+
+def make_task(data, **options):
+    module = Regressor(0.3)
+    return ff.TrainTask(module.apply, OPTIMIZER, "mse", data, ["mae"], **options)
+
+
+def states(task, n=6, **options):
+    loop = make_loop(Regressor(0.3), task=task, n_steps=n, **options)
+    return [(checkpoint.state, np.float64(checkpoint.loss)) for checkpoint in loop]
+
+
+def arrays(columns, **options):
+    return ff.ArrayStream({k: v for k, v in columns.items() if k != "name"}, **options)
+
+
+FORMS = {
+    "mapping": (lambda c: c, lambda x, y, w: (x, y, w)),
+    "batches": (cut, lambda *parts: cut(parts)),
+    "prefetched": (lambda c: prefetch(cut(c)), lambda *parts: cut(parts)),
+    "callable": (lambda c: lambda: iter(cut(c)), lambda *parts: cut(parts)),
+    "stream": (
+        lambda c: arrays(c, batch_size=16, shuffle=True),
+        lambda *parts: ff.ArrayStream(*parts, batch_size=16, shuffle=True),
+    ),
+    "not resident": (
+        lambda c: arrays(c, batch_size=16, resident=False),
+        lambda *parts: ff.ArrayStream(*parts, batch_size=16, resident=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_data_trains_as_in_pairs(form):
+    by_name, in_parts = FORMS[form]
+    n = 4 if form in ("batches", "prefetched", "callable") else 6
+    expected = states(make_task(in_parts(X, Y, W)), n)
+    assert_equal(states(make_task(by_name(COLUMNS), **OPTIONS), n), expected)
+
+
+STRATEGIES = {
+    "data-parallel": lambda: ff.DataParallel(jax.devices()[:4]),
+    "sharded": lambda: ff.Sharded.fsdp(devices=jax.devices()[:4]),
+}
+
+
+@pytest.mark.parametrize("strategy", [slow("sharded"), "data-parallel"])
+def test_every_strategy_takes_them(strategy):
+    loops = {"devices": None, "strategy": STRATEGIES[strategy](), "n": 4}
+    expected = states(make_task(cut((X, Y, W), 20)), **loops)
+    assert_equal(states(make_task(cut(COLUMNS, 20), **OPTIONS), **loops), expected)
+
+
+@pytest.mark.parametrize("form", ["mapping", "batches"])
+def test_several_steps_per_call_take_them(form):
+    task = make_task(FORMS[form][0](COLUMNS), **OPTIONS)
+    expected = states(task, 3)
+    several = {"steps_per_call": 2, "n_steps_per_checkpoint": 2}
+    assert_equal(states(task, 3, **several)[-1][0], expected[-1][0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_run_resumes_at_its_position(form):
+    data = FORMS[form][0]
+    first = make_loop(Regressor(0.3), task=make_task(data(COLUMNS), **OPTIONS))
+    saved = [first.next_checkpoint() for _ in range(3)][1]
+    again = make_loop(Regressor(0.3), task=make_task(data(COLUMNS), **OPTIONS))
+    again.restore(saved)
+    assert_equal(again.next_checkpoint().state, first.state)
+
+
+def test_a_given_batch_may_have_columns():
+    task = make_task(None, **OPTIONS)
+    loops = [make_loop(Regressor(0.3), task=task, input_sample=X) for _ in range(2)]
+    steps = [loop.next_step(item) for loop, item in zip(loops, (COLUMNS, (X, Y, W)), strict=True)]
+    assert_equal(steps[0].state, steps[1].state)
+
+
+def test_inputs_by_the_names_of_the_call():
+    class TwoInputs(nn.Module):
+        @nn.compact
+        def __call__(self, tokens, mask, train: bool):
+            return nn.Dense(1)(tokens * mask)[:, 0]
+
+    mask = (X > 0).astype(np.float32)
+    inputs = {"tokens": X, "mask": mask}
+    task = ff.TrainTask(TwoInputs(), optax.sgd(0.1), "mse", (inputs, Y))
+    expected = ff.TrainLoop(TwoInputs(), task, 0, n_steps=2, stdout=False)
+    expected = [checkpoint.state for checkpoint in expected]
+    renamed = {"ids": X, "ones": mask, "id": NAMES, "size": Y}
+    by_name = {"inputs": {"tokens": "ids", "mask": "ones"}, "targets": "size"}
+    for columns, names in (
+        ({**inputs, "labels": Y}, {}),
+        ({**inputs, "labels": Y, "id": NAMES}, {"targets": "labels"}),
+        (renamed, by_name),
+        (renamed, {**by_name, "inputs": ("ids", "ones")}),
+    ):
+        task = ff.TrainTask(TwoInputs(), optax.sgd(0.1), "mse", columns, **names)
+        loop = ff.TrainLoop(TwoInputs(), task, 0, n_steps=2, stdout=False)
+        assert_equal([checkpoint.state for checkpoint in loop], expected)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Dense(1),
+        lambda: nn.Sequential([nn.Dense(1)]),
+        lambda: nnx.Linear(5, 1, rngs=nnx.Rngs(0)),
+        lambda: nnx.Sequential(nnx.Linear(5, 1, rngs=nnx.Rngs(0))),
+        lambda: lambda rngs: nnx.Linear(5, 1, rngs=rngs),
+    ],
+)
+def test_usual_names_need_no_word(make):
+    module = make()
+    task = ff.TrainTask(module, optax.sgd(0.1), "mse", {"image": X, "label": Y[:, None]})
+    loop = ff.TrainLoop(module, task, 0, stdout=False)
+    outputs = loop.state.params, loop.next_step().loss
+    before, loss = outputs
+    kernel, bias = (
+        np.asarray(leaf) for leaf in sorted(jax.tree.leaves(before), key=np.ndim, reverse=True)
+    )
+    expected = np.mean((X[:32] @ kernel + bias - Y[:32, None]) ** 2)
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_evaluation_takes_them(form):
+    state = ff.InferenceState(np.int32(0), init_of(Regressor())(None, X)["params"], {})
+    by_name, in_parts = FORMS[form]
+    apply = Regressor().apply
+    expected = ff.EvalLoop(ff.EvalTask(apply, ["mae"], in_parts(X, Y, W), loss="mse"))
+    evaluate = ff.EvalLoop(ff.EvalTask(apply, ["mae"], by_name(COLUMNS), loss="mse", **OPTIONS))
+    assert evaluate.measure(state) == expected.measure(state)
+    if form != "prefetched":
+        assert evaluate.measure(state, by_name(COLUMNS)) == expected.measure(state)
+
+
+def test_tasks_that_take_turns_have_columns_of_their_own():
+    def apply(variables, x, **_):
+        return variables["params"] * x, {}
+
+    sgd, x = optax.sgd(0.1), X[:, :1]
+    own = {
+        "up": ff.TrainTask(apply, sgd, "mse", {"a": x, "b": x}, inputs="a", targets="b"),
+        "down": ff.TrainTask(apply, sgd, "mse", [{"c": x, "d": -x}], inputs="c", targets="d"),
+    }
+    pairs = {
+        "up": ff.TrainTask(apply, sgd, "mse", (x, x)),
+        "down": ff.TrainTask(apply, sgd, "mse", [(x, -x)]),
+    }
+
+    def losses(tasks):
+        init = lambda rngs, x: {"params": np.zeros(1, np.float32)}  # noqa: E731
+        loop = ff.TrainLoop(init, MultiTask(tasks), 0, n_steps=2, stdout=False)
+        return [checkpoint.loss for checkpoint in loop]
+
+    assert losses(own) == losses(pairs)
+
+
+def test_a_step_of_ones_own_gets_the_columns_as_before_or_by_name():
+    seen = []
+
+    def step(state, batch):
+        seen.append(batch)
+        return state, {"loss": 0.0}
+
+    data = [{"obs": X, "label": Y}]
+    for options in {}, {"inputs": "obs"}:
+        task = ff.TrainTask(nn.Dense(1), step=step, data=data, **options)
+        init = lambda rngs, *inputs, **named: {"params": np.zeros(1)}  # noqa: E731
+        ff.TrainLoop(init, task, 0, stdout=False).next_step()
+    assert seen[0].inputs.keys() == {"obs", "label"} and seen[0].targets == ()
+    assert len(seen[-1].inputs) == len(seen[-1].targets) == 1
+
+
+def test_a_missing_column_is_refused_at_its_batch():
+    data = [*cut(COLUMNS)[:2], {"image": X}]
+    loop = make_loop(task=make_task(data, **OPTIONS))
+    loop.next_step()
+    loop.next_step()
+    with pytest.raises(ValueError, match="lacks the column 'label'"):
+        loop.next_step()
+
+
+@pytest.mark.parametrize("make", [ff.TrainTask, ff.EvalTask])
+def test_a_task_refuses_what_is_no_name(make):
+    given = {"optimizer": optax.sgd(0.1), "loss": "mse"} if make is ff.TrainTask else {}
+    metrics = {"metrics": ["mae"]}
+    with pytest.raises(TypeError, match=f"{make.__name__}: targets names the columns"):
+        make(nn.Dense(1).apply, **given, **metrics, targets=Y)
