@@ -17,10 +17,13 @@ from pathlib import Path
 import jax
 import pytest
 
-# XLA spends most of its time on optimizing, which small programs do not need. It aborts on flags
-# that it does not know, and JAX 0.12 no longer has the second one. FLAXFIT_TEST_COMPILATION=default
-# compiles as for users.
-QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+# XLA spends most of its time on optimizing, which small programs do not need, and on the division
+# of them among threads. It aborts on flags that it does not know, and JAX 0.12 no longer has the
+# second one. FLAXFIT_TEST_COMPILATION=default compiles as for users.
+QUICK_COMPILATION = (
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_parallel_codegen_split_count=1"
+)
 xla_flags = os.environ.get("XLA_FLAGS", "")  # Those that come later win.
 if (
     os.environ.get("FLAXFIT_TEST_COMPILATION") != "default"
