@@ -42,7 +42,8 @@ def make_tasks(
     resolved = None if loss is None else as_loss(loss, options.get("loss_weights"))
     every = as_metrics(metrics, resolved)
     summed = {name: metric for name, metric in every.items() if metric.max_rows is None}
-    task = TrainTask(training.apply, optimizer, loss, None, summed, **options)
+    measured = {} if options.get("objective") else summed  # It calls the model by itself.
+    task = TrainTask(training.apply, optimizer, loss, None, measured, **options)
     if collected := tuple(name for name in every if name not in summed):
         _say_collected(collected)
     eval_task = EvalTask(
@@ -52,6 +53,7 @@ def make_tasks(
         inputs=task.inputs,
         targets=task.targets,
         weights=task.weights,
+        objective=task.objective,
         rngs=eval_rngs,
         precision=task.precision,
         pad=task.pad,

@@ -13,6 +13,7 @@ from flaxfit.data._sample_weights import without_idle_rows
 from flaxfit.losses._checks import in_range
 from flaxfit.step._broadcasting import couples_rows
 from flaxfit.step._jaxpr import names_axis
+from flaxfit.step._objective import combines_examples
 from flaxfit.step._replicas import AnyReplicas, VirtualReplicas
 from flaxfit.task._multi_output import LossByOutput, is_loss_of_output
 from flaxfit.task._precision import in_float32
@@ -102,6 +103,29 @@ def check_metrics(
                 "other examples of the batch, and each part would be measured by itself. Use one "
                 "device, or strategy=Sharded(), without accumulate and virtual_replicas."
             )
+
+
+def check_objective(
+    task: TrainTask | EvalTask,
+    outputs: Outputs,
+    batch: Batch,
+    rngs: PyTree,
+    replicas: AnyReplicas,
+    *,
+    n_parts: int = 1,
+) -> None:
+    """Checks that an objective combines no examples that are computed elsewhere, nor padding."""
+    divided = _how_divided(replicas, n_parts)
+    if not (task.pad or divided):
+        return
+    if combines_examples(task.objective, outputs, batch, rngs):
+        where = f"with {divided}" if divided else "with batches that may be padded"
+        raise ValueError(
+            f"Cannot compute this objective {where}: the value of an example depends on the other "
+            "examples of the batch, or on their number. Return one value per example, which "
+            "depends on that example alone. Or compute batches whole: pad=False, one device or "
+            "strategy=Sharded(), without accumulate and virtual_replicas."
+        )
 
 
 def losses_by_row(

@@ -11,7 +11,8 @@ from redex.util import expand_to_tuple
 
 from flaxfit.data._batch import Batch, call, n_examples
 from flaxfit.data._sample_weights import OTHER_OUTPUTS, of_output
-from flaxfit.step._batch_loss import LossResult, check_metrics, loss_of
+from flaxfit.step._batch_loss import LossResult, check_metrics, check_objective, loss_of
+from flaxfit.step._objective import Calls, call_objective, sums_of_aux
 from flaxfit.step._random import rngs_of
 from flaxfit.step._replicas import AnyReplicas, Replicas
 from flaxfit.task._multi_output import (
@@ -22,7 +23,7 @@ from flaxfit.task._multi_output import (
 )
 from flaxfit.task._precision import in_float32, in_precision, like
 from flaxfit.task._task import EvalTask, TrainTask
-from flaxfit.tree._types import Function, Params, PyTree, Sums
+from flaxfit.tree._types import Function, Params, PyTree, Rngs, Sums
 from flaxfit.tree._weights import beside, joined_weights
 
 _ALONE = Replicas(None)
@@ -54,8 +55,10 @@ def forward(
     replicas: AnyReplicas = _ALONE,
 ) -> ForwardPass:
     """Applies the model in training, and the loss and the metrics to its outputs."""
-    outputs, updates = apply_model(task, params, model_state, batch, key)
     n_parts = task.accumulate if task.across is None else 1
+    if task.objective is not None:
+        return _objective_pass(task, params, model_state, batch, key, replicas, n_parts)
+    outputs, updates = apply_model(task, params, model_state, batch, rngs_of(task.rngs, key))
     result = compare(task, outputs, batch, replicas, n_parts=n_parts, is_training=True)
     return result._replace(
         penalty=sum_of_penalties(result.penalty, updates),
@@ -74,19 +77,97 @@ def forward_eval(
     """Applies the model in evaluation, and the loss and the metrics to its outputs."""
     options = {} if key is None else {"rngs": rngs_of(task.rngs, key)}
     apply = in_precision(task.apply, task.precision)
+    if task.objective is not None:
+        return _objective_measured(task, apply, state, batch, options, replicas)
     outputs = call(apply, state.variables, batch.inputs, **options)
     return compare(task, outputs, batch, replicas)._replace(penalty=None)
 
 
+def _objective_pass(
+    task: TrainTask,
+    params: Params,
+    model_state: PyTree,
+    batch: Batch,
+    key: jax.Array,
+    replicas: AnyReplicas,
+    n_parts: int,
+) -> ForwardPass:
+    """Computes the objective of a task, which calls the model in training."""
+
+    def run(model_state: PyTree, inputs: PyTree, rngs: Rngs) -> tuple[PyTree, PyTree, PyTree]:
+        outputs, updates = apply_model(task, params, model_state, Batch(inputs), rngs)
+        return in_float32(outputs), updates, updated_state(model_state, updates)
+
+    def rngs_of_call(number: int) -> Rngs:
+        if not number:  # As with a loss, which sees one call.
+            return rngs_of(task.rngs, key)
+        return rngs_of(task.rngs, jax.random.fold_in(key, len(task.rngs) + number))
+
+    calls = Calls(run, model_state, rngs_of_call)
+    result = _objective_sums(task, calls, batch, rngs_of(task.rngs, key), replicas, n_parts)
+    penalties = [sum_of_penalties(None, updates) for updates in calls.updates]
+    penalties = [penalty for penalty in penalties if penalty is not None]
+    names = {name for updates in calls.updates for name in updates}
+    return result._replace(
+        penalty=sum(penalties) if penalties else None,
+        model_state=calls.model_state,
+        not_added={name: () for name in sorted(names) if _may_be_loss(name, model_state)},
+    )
+
+
+def _objective_measured(
+    task: EvalTask,
+    apply: Function,
+    state: PyTree,
+    batch: Batch,
+    options: Mapping[str, PyTree],
+    replicas: AnyReplicas,
+) -> ForwardPass:
+    """Computes the objective of a task in evaluation, and the metrics of the model's outputs."""
+
+    def run(model_state: PyTree, inputs: PyTree, rngs: Rngs) -> tuple[PyTree, PyTree, PyTree]:
+        given = {**options, "rngs": rngs} if rngs else options
+        return in_float32(call(apply, state.variables, inputs, **given)), {}, model_state
+
+    rngs = options.get("rngs", {})
+    calls = Calls(run, (), lambda _: rngs)
+    result = _objective_sums(task, calls, batch, rngs, replicas, 1)
+    if not task.metrics:
+        return result
+    outputs = call(apply, state.variables, batch.inputs, **options)
+    measured = compare(task, outputs, batch, replicas)
+    return result._replace(sums=result.sums | measured.sums)
+
+
+def _objective_sums(
+    task: TrainTask | EvalTask,
+    calls: Calls,
+    batch: Batch,
+    rngs: Rngs,
+    replicas: AnyReplicas,
+    n_parts: int,
+) -> ForwardPass:
+    """Calls the objective of a task; returns its values, and the sums of these and of its aux."""
+    batch = batch._replace(targets=in_float32(batch.targets))
+    weights = weights_of(batch)
+    found = call_objective(task.objective, calls, batch, rngs)
+    outputs = tuple(calls.outputs)
+    check_objective(task, outputs, batch, rngs, replicas, n_parts=n_parts)
+    result = LossResult(found.values, found.weights)
+    sums = {"loss": _loss_sums(None, result, weights, (), batch)}
+    sums |= sums_of_aux(found.aux, weights)
+    return ForwardPass(found.values, sums, outputs, found.weights)
+
+
 def apply_model(
-    task: TrainTask, params: Params, model_state: PyTree, batch: Batch, key: jax.Array
+    task: TrainTask, params: Params, model_state: PyTree, batch: Batch, rngs: Rngs
 ) -> tuple[PyTree, Mapping[str, PyTree]]:
     """The outputs of the model in training, and the collections that it updates."""
     result = call(
         in_precision(task.apply, task.precision),
         {"params": params, **model_state},
         batch.inputs,
-        rngs=rngs_of(task.rngs, key),
+        rngs=rngs,
         mutable=DenyList(("params", "intermediates")) if task.mutable is None else task.mutable,
     )
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)

@@ -18,6 +18,8 @@ from flaxfit.step._broadcasting import check_by_row, check_sums, couples_rows
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._forward import ForwardPass, forward, forward_eval
 from flaxfit.step._jaxpr import depends_on, holds, n_operations
+from flaxfit.step._objective import replayed
+from flaxfit.step._random import rngs_of
 from flaxfit.step._regression_targets import check_classes
 from flaxfit.task._multi_output import check_outputs, check_values, targets_with_weights
 from flaxfit.task._precision import in_float32
@@ -89,7 +91,11 @@ def inspect(
     if key not in known:
         if not runs_eagerly(bound):  # The check traces, with sizes of no batch.
             _check_by_row(task, result, batch, bind)
-            if result.weights is not None:
+            if result.weights is not None and task.objective is not None:
+                _check_own_weights(
+                    "the objective", *_objective_of(task, state, result, batch), bind
+                )
+            elif result.weights is not None:
                 _check_own_weights("the loss", task.loss, result.outputs, batch.targets, bind)
             for name, values in metrics_by_row(task):
                 owner = f"the metric {name!r}"
@@ -223,12 +229,21 @@ def _measured(metric: Any, weights: Array, *outputs_and_targets: PyTree) -> Sums
 
 def _check_loss(loss: Any, result: ForwardPass, batch: Batch, data: Batch | None) -> None:
     """Checks the values of labels on the host, and that weights fit the loss."""
-    check_values(loss, result.outputs, data or batch)
+    if loss is not None:
+        check_values(loss, result.outputs, data or batch)
     if result.values.ndim == 0 and batch.weights is not None:
         raise ValueError(
             "Weights cannot be applied to a loss that returns a scalar: return one value per "
             f"example, of shape ({n_examples(batch)},), without taking the mean."
         )
+
+
+def _objective_of(
+    task: TrainTask | EvalTask, state: PyTree, result: ForwardPass, batch: Batch
+) -> tuple[Function, PyTree, PyTree]:
+    """An objective as a function like a loss, its outputs, and its targets: the whole batch."""
+    function = replayed(task.objective, rngs_of(task.rngs, state.key) if task.rngs else {})
+    return lambda *given: function(*given)[0], result.outputs, (shapes_of(batch),)
 
 
 def _check_own_weights(

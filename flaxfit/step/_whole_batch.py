@@ -32,6 +32,7 @@ from flaxfit.step._gradient import (
     sums_of_weights,
     trained_params,
 )
+from flaxfit.step._random import rngs_of
 from flaxfit.step._replicas import AnyReplicas
 from flaxfit.task._precision import in_float32
 from flaxfit.task._task import TrainTask
@@ -63,7 +64,7 @@ def whole_batch_gradient(
 
         def objective(trained: Params) -> tuple[jax.Array, PyTree]:
             params = merge(trained, state.params)
-            found, updates = apply_model(task, params, model_state, part, key)
+            found, updates = apply_model(task, params, model_state, part, rngs_of(task.rngs, key))
             floats = _floats(in_float32(as_outputs(found)))
             total = sum((jnp.vdot(x, s) for x, s in zip(floats, slope, strict=True)), jnp.zeros(()))
             if (penalty := sum_of_penalties(None, updates)) is not None:
@@ -97,7 +98,8 @@ def _outputs_of(
     """The outputs of all parts, stacked, and the last model state."""
 
     def of_part(model_state: PyTree, part: Batch, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
-        outputs, updates = apply_model(task, state.params, model_state, part, key)
+        rngs = rngs_of(task.rngs, key)
+        outputs, updates = apply_model(task, state.params, model_state, part, rngs)
         return updated_state(model_state, updates), (), in_float32(as_outputs(outputs))
 
     model_state, _, outputs = over_parts(of_part, state.model_state, parts, key)

@@ -78,6 +78,12 @@ class TrainTask:
     pad: bool = True
     """Whether a batch may be padded with rows of weight 0; False for a loss that compares the
     examples of a batch with one another, which is then given the batch of all devices."""
+    objective: Function | None = None
+    """A loss that calls the model by itself, in place of `loss`: `f(apply, batch, rngs)`, where
+    `apply(*inputs)` is the model in training, to be called as often as needed, and `rngs` are the
+    keys of the first call. It returns values `(batch, ...)`, `(values, aux)`, `(values, weights)`
+    or `(values, weights, aux)`; aux has by name what is reported, too: values by example, or pairs
+    `(sum, weight)`. All options of a task apply."""
     across: str | None = None
     """"batch" for a loss that compares the examples of a batch with one another, such as a
     contrastive one: it sees the outputs and targets of all devices and of all `accumulate` parts
@@ -151,6 +157,8 @@ class EvalTask:
     """The columns that are targets, as of a `TrainTask`."""
     weights: str | Mapping[str, str] | None = None
     """The column of weights, as of a `TrainTask`."""
+    objective: Function | None = None
+    """An objective to report, as of a `TrainTask`; it calls the model in evaluation."""
     rngs: Sequence[str] = ()
     """The random streams of a stochastic evaluation; none by default."""
     precision: str | None = None
@@ -161,6 +169,8 @@ class EvalTask:
     def __post_init__(self) -> None:
         apply = as_apply("EvalTask", self.apply, train=False)
         check_precision("EvalTask", self.precision)
+        if self.objective is not None:
+            _check_objective(self)
         loss = None if self.loss is None else as_loss(self.loss, self.loss_weights)
         metrics, rngs = as_metrics(self.metrics, loss), _names(self.rngs)
         check_streams("EvalTask", rngs, apply)
@@ -196,7 +206,9 @@ def _resolved(task: TrainTask) -> dict[str, Any]:
     if task.ema is not None and not (_is_number(task.ema) and 0 < task.ema < 1):
         raise ValueError(f"ema must lie between 0 and 1, such as 0.999, got {task.ema!r}.")
     loss = task.loss
-    if loss is not None or not has_own_step:
+    if task.objective is not None:
+        _check_objective(task)
+    elif loss is not None or not has_own_step:
         loss = as_loss(loss, task.loss_weights)
     metrics, rngs = as_metrics(task.metrics, loss), _names(task.rngs)
     _check_collected(metrics)
@@ -224,11 +236,34 @@ def _check_collected(metrics: Mapping[str, Metric]) -> None:
         )
 
 
+def _check_objective(task: "TrainTask | EvalTask") -> None:
+    """Checks the options beside an objective."""
+    if not callable(task.objective):
+        raise TypeError(
+            f"objective must be (apply, batch, rngs) -> values, got {task.objective!r:.80}."
+        )
+    if task.loss is not None:
+        raise ValueError(
+            "Give either a loss or an objective: an objective computes the loss by itself."
+        )
+    if isinstance(task, TrainTask) and task.metrics:
+        raise ValueError(
+            "metrics would have no outputs to measure, as the objective calls the model itself: "
+            "return them as its aux. Model(..., metrics=...) measures them in evaluation."
+        )
+    if getattr(task, "across", None) is not None:
+        raise ValueError(
+            "across='batch' is for a loss of the outputs, and the objective calls the model "
+            "itself: give a loss, or pad=False with one device or strategy=Sharded()."
+        )
+
+
 def _check_own_step(task: TrainTask) -> None:
     if not callable(task.step):
         raise TypeError(f"step must be (state, batch) -> (state, sums), got {task.step!r:.80}.")
-    names = {"across", "freeze", "accumulate", "precision", "clip_norm", "ema", "skip_nonfinite"}
-    fields = [field for field in dataclasses.fields(task) if field.name in names | {"norms"}]
+    names = {"objective", "across", "freeze", "accumulate", "precision", "clip_norm", "ema"}
+    names |= {"skip_nonfinite", "norms"}
+    fields = [field for field in dataclasses.fields(task) if field.name in names]
     wrong = [field.name for field in fields if getattr(task, field.name) not in (field.default, [])]
     if wrong:
         raise ValueError(

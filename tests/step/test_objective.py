@@ -1,0 +1,277 @@
+"""Objectives that call the model by themselves, with all options of a task."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from marks import slow
+
+import flaxfit as ff
+from flaxfit import losses
+
+N, BATCH = 22, 8
+RNG = np.random.default_rng(0)
+CHOSEN = RNG.normal(size=(N, 5)).astype(np.float32)
+REJECTED = RNG.normal(size=(N, 5)).astype(np.float32)
+LABELS = RNG.integers(0, 3, N).astype(np.int32)
+WEIGHTS = RNG.uniform(0.5, 2, N).astype(np.float32)
+DEVICES = jax.devices()[:4]
+STRATEGIES = {
+    "one": {"devices": DEVICES[:1]},
+    "data parallel": {"devices": DEVICES},
+    "fsdp": {"strategy": ff.Sharded.fsdp(devices=DEVICES)},
+    "virtual": {"strategy": ff.DataParallel(DEVICES[:2], virtual_replicas=4)},
+}
+REWARD = nn.Dense(1)
+PARAMS = {"kernel": RNG.normal(size=(5, 1)).astype(np.float32), "bias": np.zeros(1, np.float32)}
+REFERENCE = {"kernel": RNG.normal(size=(5, 1)).astype(np.float32), "bias": np.ones(1, np.float32)}
+
+
+def margin(reward):
+    return reward(CHOSEN)[:, 0] - reward(REJECTED)[:, 0]
+
+
+def preference(apply, batch, rngs):
+    """The loss of DPO, with a frozen reference."""
+    (chosen, rejected) = batch.inputs
+    now = apply(chosen)[:, 0] - apply(rejected)[:, 0]
+    before = [x @ REFERENCE["kernel"][:, 0] + 1 for x in batch.inputs]
+    lead = now - (before[0] - before[1])
+    return -jax.nn.log_sigmoid(0.5 * lead), {"accuracy": lead > 0}
+
+
+def loop_of(objective, strategy="one", *, module=REWARD, params=PARAMS, data=None, **options):
+    if data is None:
+        data = ff.ArrayStream((CHOSEN, REJECTED), (), WEIGHTS, batch_size=BATCH, epochs=1)
+    optimizer = options.pop("optimizer", optax.sgd(0.5))
+    task = ff.TrainTask(module, optimizer, objective=objective, data=data, **options)
+    return ff.TrainLoop(
+        lambda rngs, *x: {"params": params},
+        task,
+        0,
+        n_steps_per_checkpoint=3,
+        first_checkpoint=3,
+        stdout=False,
+        **STRATEGIES[strategy],
+    )
+
+
+def preference_by_hand():
+    params, sums = PARAMS, np.zeros(3)
+
+    def mean(params, rows):
+        def lead(p):
+            return ((CHOSEN - REJECTED)[rows] @ p["kernel"])[:, 0]
+
+        ahead = lead(params) - lead(REFERENCE)
+        values, w = -jax.nn.log_sigmoid(0.5 * ahead), WEIGHTS[rows]
+        found = jnp.stack([jnp.sum(w * values), jnp.sum(w * (ahead > 0)), jnp.sum(w)])
+        return found[0] / found[2], found
+
+    for start in range(0, N, BATCH):
+        grads, found = jax.grad(mean, has_aux=True)(params, slice(start, start + BATCH))
+        sums += np.asarray(found)
+        params = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
+    return params, sums[0] / sums[2], sums[1] / sums[2]
+
+
+def cases():
+    for strategy in STRATEGIES:
+        for accumulate in (1, 2):
+            case = (strategy, accumulate)
+            yield case if case == ("data parallel", 2) else slow(*case)
+
+
+@pytest.mark.parametrize(("strategy", "accumulate"), list(cases()))
+def test_preferences_are_trained_as_by_hand_on_every_strategy(strategy, accumulate):
+    (checkpoint,) = loop_of(preference, strategy, accumulate=accumulate)
+    params, loss, accuracy = preference_by_hand()
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        dict(checkpoint.state.params),
+        params,
+    )
+    assert checkpoint.loss == pytest.approx(loss, rel=1e-6)
+    assert checkpoint.metrics["accuracy"] == pytest.approx(accuracy, rel=1e-6)
+
+
+class Net(nn.Module):
+    """A network with dropout, running statistics and a term of the loss."""
+
+    train: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=not self.train)(nn.Dense(8)(x))
+        self.sow("losses", "size", 1e-3 * jnp.mean(x**2))
+        return nn.Dense(3)(nn.Dropout(0.3, deterministic=not self.train)(x))
+
+
+def crossentropy(apply, batch, rngs):
+    return losses.crossentropy(apply(*batch.inputs), *batch.targets)
+
+
+OPTIONS = {
+    "plain": {},
+    "clip, ema and norms": {"clip_norm": 0.1, "ema": 0.9, "norms": ".*kernel"},
+    "freeze": {"freeze": "Dense_0/.*"},
+    "bfloat16": {"precision": "bfloat16"},
+    "float16": {"precision": "float16"},
+    "skip": {"skip_nonfinite": True},
+    "accumulate": {"accumulate": 2},
+}
+
+
+@pytest.mark.parametrize("name", [n if n == "plain" else slow(n) for n in OPTIONS])
+def test_one_call_is_a_loss_bit_for_bit(name):
+    def run(**given):
+        data = ff.ArrayStream(CHOSEN, LABELS, batch_size=BATCH, epochs=1, drop_remainder=True)
+        task = ff.TrainTask(Net(), optax.adam(0.1), data=data, **given, **OPTIONS[name])
+        loop = ff.TrainLoop(Net(), task, 0, stdout=False, devices=DEVICES[:1])
+        *_, last = loop
+        return last
+
+    one, other = run(loss="crossentropy"), run(objective=crossentropy)
+    jax.tree.map(np.testing.assert_array_equal, one.state.variables, other.state.variables)
+    left_out = {name for name in one.metrics if name.startswith("labels")}
+    assert one.metrics.keys() - left_out == other.metrics.keys()
+    assert one.loss == other.loss
+
+
+def consistency(apply, batch, rngs):
+    """Two passes with different dropout, as in R-Drop."""
+    first, second = apply(*batch.inputs), apply(*batch.inputs)
+    values = losses.crossentropy(first, *batch.targets)
+    return values, {"distance": jnp.abs(first - second).max(-1)}
+
+
+def test_each_call_has_its_own_dropout_and_the_state_that_the_one_before_left():
+    def first_step(objective):
+        data = ff.ArrayStream(CHOSEN, LABELS, batch_size=BATCH)
+        task = ff.TrainTask(Net(), optax.sgd(0.0), objective=objective, data=data)
+        checkpoint = ff.TrainLoop(Net(), task, 0, stdout=False, devices=DEVICES[:1]).next_step()
+        return checkpoint.metrics, checkpoint.model_state["batch_stats"]["BatchNorm_0"]["mean"]
+
+    _, after_one = first_step(crossentropy)
+    metrics, after_two = first_step(consistency)
+    assert metrics["distance"] > 0
+    # Of a momentum of 0.99, from 0.
+    np.testing.assert_allclose(after_two, after_one * (1 + 0.99), rtol=1e-5, atol=1e-7)
+
+
+def test_own_keys_make_two_calls_equal():
+    def same(apply, batch, rngs):
+        first, second = (apply(*batch.inputs, rngs=rngs) for _ in range(2))
+        return losses.crossentropy(first, *batch.targets), {"d": jnp.abs(first - second).max(-1)}
+
+    class Dropping(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dropout(0.5, deterministic=False)(nn.Dense(3)(x))
+
+    task = ff.TrainTask(Dropping(), optax.sgd(0.1), objective=same, data=(CHOSEN, LABELS))
+    assert ff.TrainLoop(Dropping(), task, 0, stdout=False).next_step().metrics["d"] == 0
+
+
+def test_weights_of_its_own_count_over_all_replicas():
+    def masked(apply, batch, rngs):
+        (labels,) = batch.targets
+        return losses.crossentropy(apply(*batch.inputs), labels), labels != 1
+
+    data = ff.ArrayStream(CHOSEN, LABELS, batch_size=N)
+    module = nn.Dense(3)
+
+    def first(strategy):
+        task = ff.TrainTask(module, optax.sgd(0.5), objective=masked, data=data)
+        return ff.TrainLoop(module, task, 0, stdout=False, **STRATEGIES[strategy]).next_step()
+
+    one, four = first("one"), first("data parallel")
+    assert one.loss == pytest.approx(four.loss, rel=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        one.state.params,
+        four.state.params,
+    )
+
+
+def test_fit_and_evaluate_report_the_objective():
+    module = nnx.Linear(5, 3, rngs=nnx.Rngs(0))
+
+    def objective(apply, batch, rngs):
+        outputs = apply(*batch.inputs)
+        values = losses.crossentropy(outputs, *batch.targets)
+        return values, {"right": outputs.argmax(-1) == batch.targets[0]}
+
+    model = ff.Model(module, optax.adam(0.1), None, metrics=["accuracy"], objective=objective)
+    data = (CHOSEN, LABELS)
+    history = model.fit(*data, epochs=2, verbose=0, validation_data=data)
+    assert {"loss", "right", "val_loss", "val_right", "val_accuracy"} <= history.keys()
+    found = model.evaluate(*data)
+    assert found["right"] == pytest.approx(found["accuracy"])
+    usual = ff.Model(module, optax.adam(0.1), "crossentropy")
+    assert found["loss"] == pytest.approx(usual.evaluate(*data)["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("objective", "error", "message"),
+    [
+        (lambda a, b, r: a(b.inputs[0]).mean(), ValueError, r"shape \(\); expected one value per"),
+        (
+            lambda a, b, r: None,
+            TypeError,
+            r"returned NoneType; expected values of shape \(8, ...\)",
+        ),
+        (
+            lambda a, b, r: (a(b.inputs[0])[:, 0], a(b.inputs[1])[:, 0]),
+            ValueError,
+            "the objective returned would be the weights of the first",
+        ),
+        (
+            lambda a, b, r: (a(b.inputs[0])[:, 0], {"x": 1.0}),
+            ValueError,
+            r"reports 'x' of shape \(\); expected one value per example",
+        ),
+        (
+            lambda a, b, r: a(b.inputs[0])[:, 0] - a(b.inputs[0])[:, 0].mean(),
+            ValueError,
+            "depends on the other examples of the batch",
+        ),
+        (lambda a, b, r: a(b.inputs[0], x=1)[:, 0], TypeError, "by position or by keyword"),
+    ],
+    ids=["scalar", "none", "two losses", "aux", "coupled", "inputs"],
+)
+def test_what_is_no_objective_is_refused_in_words(objective, error, message):
+    with pytest.raises(error, match=message):
+        loop_of(objective).next_step()
+
+
+def test_one_that_compares_examples_needs_a_whole_batch():
+    def centred(apply, batch, rngs):
+        values = apply(batch.inputs[0])[:, 0]
+        return (values - values.mean()) ** 2
+
+    def trained(strategy):
+        data = ff.ArrayStream((CHOSEN[:16], REJECTED[:16]), (), batch_size=BATCH)
+        (*_, last) = loop_of(centred, strategy, data=data, pad=False).run(3)
+        return last.loss
+
+    assert trained("fsdp") == pytest.approx(trained("one"), rel=1e-5)
+    with pytest.raises(ValueError, match="Cannot compute this objective with 4 devices"):
+        trained("data parallel")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "mse"}, "either a loss or an objective"),
+        ({"metrics": ["accuracy"]}, "return them as its aux"),
+        ({"across": "batch"}, "across='batch' is for a loss of the outputs"),
+        ({"step": lambda state, batch: (state, {})}, "objective would have no effect"),
+    ],
+)
+def test_options_that_exclude_it_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ff.TrainTask(REWARD, optax.sgd(0.1), objective=preference, **options)
