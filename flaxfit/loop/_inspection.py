@@ -72,7 +72,7 @@ class Inspection:
     ) -> Found:
         """Validates a first batch, or all data if it is available."""
         if task.step is not None:
-            traced = inspect_step(make_step(task), state, batch, data, self._bind)
+            traced = inspect_step(task, make_step(task), state, batch, data, self._bind)
             found = Found(traced.shapes, "the task has a step of its own")
             self.work = traced.n_operations
         else:

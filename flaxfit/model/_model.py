@@ -64,9 +64,9 @@ class Model:
       losses: the collections, besides "losses", whose values the model adds to the loss; of nnx,
         types of variables or their names.
       **options: fields of `TrainTask`: `loss_weights`, `inputs`, `targets`, `weights`, `rngs`,
-        `mutable`, `pad`, `freeze`, `accumulate`, `precision`, `clip_norm`, `ema`, `skip_nonfinite`,
-        `step`. With `ema` or a schedule-free optimizer, validation, `evaluate`, `predict`, `export`
-        and `save_weights` use the average of the parameters.
+        `mutable`, `pad`, `check_finite`, `freeze`, `accumulate`, `precision`, `clip_norm`, `ema`,
+        `skip_nonfinite`, `step`. With `ema` or a schedule-free optimizer, validation, `evaluate`,
+        `predict`, `export` and `save_weights` use the average of the parameters.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ def inspect(
     """
     check_outputs(task.loss, batch.weights)
     if data is not None or not is_resumed:
-        _check_finite_data(batch, data, task.loss)
+        _check_data(task, batch, data)
 
     def pass_forward(state: PyTree, batch: Batch) -> ForwardPass:
         if isinstance(task, EvalTask):
@@ -105,6 +105,7 @@ def inspect(
 
 
 def inspect_step(
+    task: TrainTask,
     step: Function,
     state: PyTree,
     batch: Batch,
@@ -126,7 +127,7 @@ def inspect_step(
             f"The batches have weights for the outputs {names}, and the task "
             "has a step of its own: give one weight per example, or put others among the targets."
         )
-    _check_finite_data(batch, data)
+    _check_data(task, batch, data)
     with tracers_explained():
         traced = trace(bind(step), state, batch)
     updated, sums = traced.shapes
@@ -279,26 +280,29 @@ def _check_own_weights(
         )
 
 
-def _check_finite_data(batch: Batch, data: Batch | None, loss: Any = None) -> None:
-    if data is None:
-        check_finite(batch, "The first batch", loss)
-    else:
-        check_finite(data, "The data", loss)
+def _check_data(task: TrainTask | EvalTask, batch: Batch, data: Batch | None) -> None:
+    """Checks the values of all data, or of the first batch if that is all there is."""
+    name = "The first batch" if data is None else "The data"
+    check_weights_of(data or batch, name)
+    if task.check_finite:
+        check_finite(data or batch, name, task.loss)
 
 
-def check_finite(batch: Batch, name: str, loss: Any = None) -> None:
-    """Checks that no input, target or weight is NaN or infinite, and no weight negative.
-
-    Targets of weight 0 may be anything.
-
-    Raises:
-      ValueError: with the path of the array, how many of its rows are not finite, and the first.
-    """
+def check_weights_of(batch: Batch, name: str) -> None:
+    """Checks that no weight is NaN, infinite or negative."""
     if isinstance(batch.weights, Mapping):
         for output, weights in batch.weights.items():
             check_weights(weights, f"{name} holds weights for {output!r}, which")
     elif batch.weights is not None:
         check_weights(batch.weights, f"{name} holds weights, which")
+
+
+def check_finite(batch: Batch, name: str, loss: Any = None) -> None:
+    """Checks that no input or target is NaN or infinite; targets of weight 0 may be anything.
+
+    Raises:
+      ValueError: with the path of the array, how many of its rows are not finite, and the first.
+    """
     targets = (("target", *each) for each in targets_with_weights(loss, batch))
     for role, tree, weights in ("input", batch.inputs, None), *targets:
         for path, leaf in flat(tree).items():
@@ -307,7 +311,8 @@ def check_finite(batch: Batch, name: str, loss: Any = None) -> None:
                 raise ValueError(
                     f"{name} holds NaN or infinite values: {role} {path!r}, {np.sum(bad):,} of "
                     f"{len(leaf):,} rows, the first of them row {np.argmax(bad):,}. Clean the "
-                    "data, or replace the values (np.nan_to_num)."
+                    "data, or replace the values (np.nan_to_num); check_finite=False of the task "
+                    "keeps what stands for something, such as a missing label."
                 )
 
 

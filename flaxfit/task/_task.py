@@ -88,6 +88,9 @@ class TrainTask:
     """"batch" for a loss that compares the examples of a batch with one another, such as a
     contrastive one: it sees the outputs and targets of all devices and of all `accumulate` parts
     at once, with a gradient to each. Implies `pad=False`."""
+    check_finite: bool = True
+    """Whether NaN and infinite values among inputs and targets are refused; False where they stand
+    for something, such as a missing label, and the model, the loss and metrics leave them out."""
     freeze: Any = ()
     """Patterns of the paths of parameters that are not trained, or NNX filters, such as
     `nnx.Not(nnx.LoRAParam)`. No gradient is computed for them, and the optimizer never sees
@@ -165,6 +168,8 @@ class EvalTask:
     """What the model computes in, as of a `TrainTask`."""
     pad: bool = True
     """Whether a batch may be padded with rows of weight 0, as of a `TrainTask`."""
+    check_finite: bool = True
+    """Whether NaN and infinite values are refused, as of a `TrainTask`."""
 
     def __post_init__(self) -> None:
         apply = as_apply("EvalTask", self.apply, train=False)

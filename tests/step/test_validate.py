@@ -11,7 +11,7 @@ from flax import linen as nn
 
 import flaxfit as ff
 from flaxfit.data._batch import Batch
-from flaxfit.step._validate import check_finite
+from flaxfit.step._validate import check_finite, check_weights_of
 
 X, Y = np.ones((20, 3), np.float32), np.zeros((20, 1), np.float32)
 
@@ -54,7 +54,7 @@ def test_targets_of_weight_zero_may_be_anything():
 @pytest.mark.parametrize("value", [np.nan, -1.0])
 def test_weights_that_are_no_weights_are_found(value):
     with pytest.raises(ValueError, match=rf"weights.*must be finite.*{value} in row 5"):
-        check_finite(Batch((X,), (Y,), spoilt(np.ones(20), value)), "The data")
+        check_weights_of(Batch((X,), (Y,), spoilt(np.ones(20), value)), "The data")
 
 
 @pytest.mark.parametrize("as_data", [lambda *parts: [parts], lambda *parts: ff.ArrayStream(*parts)])
@@ -117,3 +117,36 @@ def test_a_target_without_weight_is_found_by_token():
     check_finite(Batch((targets[:, :1] * 0 + 1,), (targets,), weights), "The data")
     with pytest.raises(ValueError, match="target '0', 1 of 4 rows, the first of them row 2"):
         check_finite(Batch((X[:4],), (targets,), weights[::-1]), "The data")
+
+
+def masked(outputs, targets):
+    """The squared error where there is a label, and the weights that say so."""
+    is_there = ~jnp.isnan(targets)
+    return (outputs - jnp.where(is_there, targets, 0)) ** 2, is_there
+
+
+@pytest.mark.parametrize("data", [lambda *parts: parts, lambda *parts: [parts]])
+def test_missing_labels_may_be_nan_where_the_task_says_so(data):
+    labels = np.where(np.arange(20)[:, None] % 3 == 0, np.nan, Y).astype(np.float32)
+
+    def losses(targets, loss, w=None, **options):
+        given = data(X, targets) if w is None else data(X, targets, w)
+        task = ff.TrainTask(nn.Dense(1), optax.sgd(0.1), loss, given, **options)
+        evaluate = ff.EvalLoop(ff.EvalTask(nn.Dense(1), [], given, loss=loss, **options))
+        loop = ff.TrainLoop(nn.Dense(1), task, 0, stdout=False)
+        measured = evaluate.measure(loop.state)["loss"]
+        return measured, loop.next_step().loss, jax.tree.leaves(loop.state.params)
+
+    with pytest.raises(ValueError, match="check_finite=False"):
+        losses(labels, masked)
+    weights = ~np.isnan(labels)[:, 0]
+    found = losses(labels, masked, check_finite=False)
+    expected = losses(np.nan_to_num(labels), "mse", weights)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+
+
+def test_weights_are_checked_all_the_same():
+    data = [(X, Y, spoilt(np.ones(20), np.nan))]
+    task = ff.TrainTask(nn.Dense(1), optax.sgd(0.1), "mse", data, check_finite=False)
+    with pytest.raises(ValueError, match="weights.*must be finite"):
+        ff.TrainLoop(nn.Dense(1), task, 0, stdout=False).next_step()
