@@ -129,9 +129,8 @@ class TrainTask:
     @functools.cached_property
     def roles(self) -> Roles:
         """What the columns of a batch are, that is a mapping."""
-        # A step of the user's own calls the model in ways of its own.
-        call = None if self.step is not None else inputs_of(self.apply)
-        return Roles(self.inputs, self.targets, self.weights, call)
+        is_called = self.step is None and self.objective is None
+        return Roles(self.inputs, self.targets, self.weights, _call(self.apply, is_called))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +184,13 @@ class EvalTask:
     @functools.cached_property
     def roles(self) -> Roles:
         """What the columns of a batch are, that is a mapping."""
-        return Roles(self.inputs, self.targets, self.weights, inputs_of(self.apply))
+        call = _call(self.apply, self.objective is None)
+        return Roles(self.inputs, self.targets, self.weights, call)
+
+
+def _call(apply: Function | None, is_called: bool) -> tuple[str, ...] | None:
+    """The inputs of the call of a model, unless a function of the user's own calls it."""
+    return inputs_of(apply) if is_called else None
 
 
 def _resolved(task: TrainTask) -> dict[str, Any]:

@@ -200,6 +200,26 @@ def test_a_step_of_ones_own_gets_the_columns_as_before_or_by_name():
     assert len(seen[-1].inputs) == len(seen[-1].targets) == 1
 
 
+def test_an_objective_gets_the_columns_as_before_or_by_name():
+    seen = []
+
+    def objective(apply, batch, rngs):
+        seen.append(batch)
+        chosen = batch.inputs["chosen"] if isinstance(batch.inputs, dict) else batch.inputs[0]
+        return apply(chosen)[:, 0]
+
+    data = [{"chosen": X, "rejected": -X}]
+    for options in {}, {"inputs": ("chosen", "rejected")}:
+        task = ff.TrainTask(nn.Dense(1), optax.sgd(0.1), data=data, objective=objective, **options)
+        init = lambda rngs, *inputs, **named: nn.Dense(1).init(rngs, X)  # noqa: E731
+        ff.TrainLoop(init, task, 0, stdout=False).next_step()
+        evaluate = ff.EvalTask(nn.Dense(1), [], data, objective=objective, **options)
+        state = ff.InferenceState(np.int32(0), nn.Dense(1).init(jax.random.key(0), X)["params"], {})
+        assert np.isfinite(ff.EvalLoop(evaluate).measure(state)["loss"])
+    assert seen[0].inputs.keys() == {"chosen", "rejected"}
+    assert len(seen[-1].inputs) == 2
+
+
 def test_a_missing_column_is_refused_at_its_batch():
     data = [*cut(COLUMNS)[:2], {"image": X}]
     loop = make_loop(task=make_task(data, **OPTIONS))
