@@ -12,8 +12,8 @@ from flaxfit.tree._paths import match
 from flaxfit.tree._types import ArrayLike, Params
 
 _ADVICE = (
-    "Build the model and the optimizer that wrote it, with the same freeze, ema and clip_norm, or "
-    "start in another folder."
+    "Build the model and the optimizer that wrote it, with the same freeze, ema, clip_norm and "
+    "skip_above, or start in another folder."
 )
 
 

@@ -10,6 +10,7 @@ import optax
 from flaxfit.optim._arguments import of_selected, with_arguments
 from flaxfit.optim._averaged import schedule_free_states
 from flaxfit.optim._freeze import carry_over, check_patterns, mask, merge
+from flaxfit.optim._spikes import Recent, no_recent
 from flaxfit.tree._types import OptState, Params, PyTree
 
 
@@ -22,6 +23,8 @@ class ExtendedState(NamedTuple):
     """The exponential moving average of the trained parameters."""
     scale: PyTree = ()
     """flax's `DynamicScale` of the loss, for float16."""
+    recent: Recent | tuple[()] = ()
+    """The loss and the norm of the gradient in recent steps, for `skip_above`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +37,7 @@ class ExtendedOptimizer:
     freeze: tuple[str, ...] = ()
     ema: float | None = None
     scales_loss: bool = False
+    keeps_recent: bool = False
 
     @property
     def _inner(self) -> optax.GradientTransformationExtraArgs:
@@ -55,7 +59,8 @@ class ExtendedOptimizer:
             )
         # A copy: a donated state must not hold one buffer twice.
         average = () if self.ema is None else jax.tree.map(jnp.array, trained)
-        return ExtendedState(inner, average, _new_scale() if self.scales_loss else ())
+        scale = _new_scale() if self.scales_loss else ()
+        return ExtendedState(inner, average, scale, no_recent() if self.keeps_recent else ())
 
     def update(
         self, updates: PyTree, state: PyTree, params: Params = None, **extra: PyTree

@@ -199,8 +199,9 @@ def _check(tasks: dict[str, TrainTask], weights: Mapping[str, float] | None) -> 
         if task.optimizer is not tasks[first].optimizer or hasattr(task.optimizer, "user"):
             raise ValueError(
                 f"The tasks {first!r} and {name!r} have different optimizers, and there is one "
-                "state: give them one object, without freeze, clip_norm, ema or float16, which "
-                "make another of it (optax.chain and MultiOptimizer clip and freeze for all)."
+                "state: give them one object, without freeze, clip_norm, ema, skip_above or "
+                "float16, which make another of it (optax.chain and MultiOptimizer clip and freeze "
+                "for all)."
             )
     owns = [name for name, task in tasks.items() if task.step is not None]
     if owns:

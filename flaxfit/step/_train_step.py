@@ -12,6 +12,7 @@ from flaxfit.data._batch import Batch
 from flaxfit.optim._arguments import with_arguments
 from flaxfit.optim._demands import arguments_of
 from flaxfit.optim._freeze import mask, merge
+from flaxfit.optim._spikes import stands_out
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._divided_batch import DividedBatch, mean_of_sums
 from flaxfit.step._forward import ForwardPass
@@ -72,34 +73,41 @@ def make_train_step(
         model_state = replicas.average_state(found.model_state)
         penalty = whole.mean(found.penalty)
 
+        value = mean_of_sums(sums["loss"], penalty)
+
         trained = state.replace(params=mask(state.params, task.freeze))
-        passed = {}
-        if taken:
-            value, function = mean_of_sums(sums["loss"], penalty), whole.loss_function(state)
-            passed = _arguments(value, grads, function)
+        passed = _arguments(value, grads, whole.loss_function(state)) if taken else {}
         passed = {name: passed[name] for name in taken}
         with _demands_explained(taken):
             updated = trained.apply_gradient(optimizer, grads, model_state=model_state, **passed)
         updated = updated.replace(params=merge(updated.params, state.params))
         unchanged = state.replace(step=updated.step)
+        kept: dict[str, PyTree] = {}  # What advances in a skipped step, too.
         if found.scale != ():
-            scale = replicas.least(found.scale)
-            updated, unchanged = (_with_scale(each, scale) for each in (updated, unchanged))
+            kept["scale"] = replicas.least(found.scale)
 
         is_used = jnp.ones((), jnp.float32)
         may_be_empty = loss_has_weights or skip_empty and batch.weights is not None
         if may_be_empty:
             is_used = jnp.asarray(sum(jax.tree.leaves(weights)) > 0, jnp.float32)
+        norm = _norm(jax.tree.leaves(grads))
         if guards(task):
-            is_finite = _is_finite((grads, sums["loss"]))
+            is_good = _is_finite((grads, sums["loss"]))
+            if task.skip_above is not None:
+                recent = state.opt_state.recent
+                is_spike, advanced = stands_out(recent, value, norm, task.skip_above)
+                kept["recent"] = _where(is_good & (is_used > 0), advanced, recent)
+                is_good &= ~is_spike
             # The sums of a skipped batch must not spoil the totals.
-            sums = _where(is_finite, sums, jax.tree.map(jnp.zeros_like, sums))
-            sums["skipped_steps"] = (1 - is_finite.astype(jnp.float32),)
-            is_used *= is_finite
+            sums = _where(is_good, sums, jax.tree.map(jnp.zeros_like, sums))
+            sums["skipped_steps"] = (1 - is_good.astype(jnp.float32),)
+            is_used *= is_good
+        if kept:
+            updated, unchanged = (_with(each, kept) for each in (updated, unchanged))
         if guards(task) or may_be_empty:
             updated = _where(is_used > 0, updated, unchanged)
 
-        per_step = {"grad_norm": _norm(jax.tree.leaves(grads))} if grad_norm else {}
+        per_step = {"grad_norm": norm} if grad_norm else {}
         for pattern in task.norms:
             label = label_of(pattern)
             per_step[f"grad_norm/{label}"] = _norm_of(grads, pattern)
@@ -125,8 +133,8 @@ def more_sums(task: TrainTask, result: ForwardPass, *, grad_norm: bool) -> dict[
 
 
 def guards(task: TrainTask) -> bool:
-    """Whether a step whose loss or gradients are not finite leaves the state unchanged."""
-    return task.skip_nonfinite or task.precision == "float16"
+    """Whether a step may leave the state unchanged: one that is not finite, or a spike."""
+    return task.skip_nonfinite or task.skip_above is not None or task.precision == "float16"
 
 
 def _arguments(value: jax.Array, grads: Params, loss: Function) -> dict[str, PyTree]:
@@ -169,8 +177,8 @@ def _norm(leaves: Sequence[jax.Array]) -> jax.Array:
     return optax.tree.norm([*large, *joined])
 
 
-def _with_scale(state: TrainState, scale: PyTree) -> TrainState:
-    return state.replace(opt_state=state.opt_state._replace(scale=scale))
+def _with(state: TrainState, options: dict[str, PyTree]) -> TrainState:
+    return state.replace(opt_state=state.opt_state._replace(**options))
 
 
 def _is_finite(tree: PyTree) -> jax.Array:

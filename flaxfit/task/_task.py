@@ -111,6 +111,10 @@ class TrainTask:
     skip_nonfinite: bool = False
     """Whether a step whose loss or gradients are not finite leaves the whole state as it was, and
     is counted in `metrics["skipped_steps"]`. Always so with float16."""
+    skip_above: float | None = None
+    """How many standard deviations the loss of a step, or the norm of its gradient, may lie above
+    the mean of the last 128 steps, such as 6.0. A step beyond leaves the state as it was, and so
+    does one that is not finite; both are counted in `metrics["skipped_steps"]`."""
     norms: Any = ()
     """Patterns of paths of parameters, or NNX filters. The norms of their gradients and values in
     each step are reported as "grad_norm/<pattern>" and "param_norm/<pattern>"."""
@@ -215,6 +219,11 @@ def _resolved(task: TrainTask) -> dict[str, Any]:
         raise ValueError(f"clip_norm must be more than 0, or None, got {task.clip_norm!r}.")
     if task.ema is not None and not (_is_number(task.ema) and 0 < task.ema < 1):
         raise ValueError(f"ema must lie between 0 and 1, such as 0.999, got {task.ema!r}.")
+    above = task.skip_above
+    if above is not None and not (_is_number(above) and above > 0):
+        raise ValueError(
+            f"skip_above must be a number of standard deviations, such as 6.0, got {above!r}."
+        )
     loss = task.loss
     if task.objective is not None:
         _check_objective(task)
@@ -272,7 +281,7 @@ def _check_own_step(task: TrainTask) -> None:
     if not callable(task.step):
         raise TypeError(f"step must be (state, batch) -> (state, sums), got {task.step!r:.80}.")
     names = {"objective", "across", "freeze", "accumulate", "precision", "clip_norm", "ema"}
-    names |= {"skip_nonfinite", "norms"}
+    names |= {"skip_nonfinite", "skip_above", "norms"}
     fields = [field for field in dataclasses.fields(task) if field.name in names]
     wrong = [field.name for field in fields if getattr(task, field.name) not in (field.default, [])]
     if wrong:
@@ -315,6 +324,7 @@ def _extended_optimizer(
         freeze=freeze,
         ema=task.ema,
         scales_loss=task.precision == "float16",
+        keeps_recent=task.skip_above is not None,
     )
 
 

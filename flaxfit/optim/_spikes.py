@@ -1,0 +1,47 @@
+"""What recent steps looked like, and whether a step stands out from them."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+LENGTH = 128
+"""The number of recent steps that are kept."""
+ENOUGH = LENGTH // 2
+"""The number of steps from which on one may stand out."""
+_LEAST_SPREAD = 1e-3
+"""The least standard deviation, in parts of the mean: a constant loss has none at all."""
+
+
+class Recent(NamedTuple):
+    """The loss and the norm of the gradient in recent steps: a ring."""
+
+    values: jax.Array
+    """`(2, LENGTH)`: losses and norms, each step in the place of one `LENGTH` steps before."""
+    n_steps: jax.Array
+    """The number of steps that were recorded."""
+
+
+def no_recent() -> Recent:
+    """Returns the ring before the first step."""
+    return Recent(jnp.zeros((2, LENGTH), jnp.float32), jnp.int32(0))
+
+
+def stands_out(
+    recent: Recent, loss: jax.Array, norm: jax.Array, n_deviations: float
+) -> tuple[jax.Array, Recent]:
+    """Returns whether a step is a spike, and the ring with that step.
+
+    A spike is a loss or a norm that lies more than `n_deviations` standard deviations above the
+    mean of the ring. It is recorded as if it lay right there: one spike does not hide the next, and
+    a level that stays is learned in time.
+    """
+    is_known = jnp.arange(LENGTH) < recent.n_steps
+    n = jnp.clip(recent.n_steps, 1, LENGTH)
+    mean = jnp.sum(jnp.where(is_known, recent.values, 0), -1) / n
+    squares = jnp.where(is_known, (recent.values - mean[:, None]) ** 2, 0)
+    spread = jnp.maximum(jnp.sqrt(jnp.sum(squares, -1) / n), _LEAST_SPREAD * jnp.abs(mean))
+    limit = jnp.where(recent.n_steps < ENOUGH, jnp.inf, mean + n_deviations * spread)
+    observed = jnp.stack([loss, norm]).astype(jnp.float32)
+    values = recent.values.at[:, recent.n_steps % LENGTH].set(jnp.minimum(observed, limit))
+    return jnp.any(observed > limit), Recent(values, recent.n_steps + 1)
