@@ -43,14 +43,15 @@ def gradient(
     """
     trained, scale = trained_params(task, state)
 
-    def objective(trained: Params) -> tuple[jax.Array, ForwardPass]:
+    def objective(trained: Params) -> tuple[jax.Array, tuple[ForwardPass, PyTree]]:
         params = merge(trained, state.params)
         result = forward(task, params, state.model_state, batch, key, replicas)
         penalty = 0 if result.penalty is None else result.penalty
-        return mean_loss(result, batch, weight, n_parts) + penalty / n_parts, result
+        mean = mean_loss(result, batch, weight, n_parts)
+        return mean + penalty / n_parts, (result, scale)
 
-    grads, result, scale = differentiate(objective, trained, scale)
-    return Gradient(grads, result.sums, result.penalty, result.model_state, scale)
+    grads, (result, next_scale) = grad_of(objective, scale)(trained)
+    return Gradient(grads, result.sums, result.penalty, result.model_state, next_scale)
 
 
 def trained_params(task: TrainTask, state: TrainState) -> tuple[Params, PyTree]:
@@ -61,14 +62,21 @@ def trained_params(task: TrainTask, state: TrainState) -> tuple[Params, PyTree]:
     return trained, scale
 
 
-def differentiate(
-    objective: Function, trained: Params, scale: PyTree
-) -> tuple[Params, PyTree, PyTree]:
-    """The gradient of `objective(params) -> (value, result)`, its result, and the next scale."""
+def grad_of(objective: Function, scale: PyTree) -> Function:
+    """The gradient of `objective(params) -> (value, (result, scale))`, with the next scale.
+
+    Returns `params -> (gradient, (result, scale))`. With a `DynamicScale` the value is scaled, so
+    that small gradients do not vanish in 16 bits.
+    """
     if scale == ():
-        return *jax.grad(objective, has_aux=True)(trained), scale
-    found = scale.value_and_grad(objective, has_aux=True)(trained)
-    return found.grad, found.aux[1], found.dynamic_scale
+        return jax.grad(objective, has_aux=True)
+
+    def scaled(params: Params) -> tuple[Params, tuple[PyTree, PyTree]]:
+        found = scale.value_and_grad(objective, has_aux=True)(params)
+        result, _ = found.aux[1]
+        return found.grad, (result, found.dynamic_scale)
+
+    return scaled
 
 
 def mean_loss(result: ForwardPass, batch: Batch, weight: PyTree, n_parts: int = 1) -> jax.Array:

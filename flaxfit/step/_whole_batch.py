@@ -24,7 +24,7 @@ from flaxfit.step._forward import (
 from flaxfit.step._gradient import (
     Gradient,
     count_parts,
-    differentiate,
+    grad_of,
     gradient,
     in_parts,
     mean_loss,
@@ -69,9 +69,9 @@ def whole_batch_gradient(
             total = sum((jnp.vdot(x, s) for x, s in zip(floats, slope, strict=True)), jnp.zeros(()))
             if (penalty := sum_of_penalties(None, updates)) is not None:
                 total += penalty / n
-            return total, (updated_state(model_state, updates), penalty)
+            return total, ((updated_state(model_state, updates), penalty), scale)
 
-        grads, (model_state, penalty), next_scale = differentiate(objective, trained, scale)
+        grads, ((model_state, penalty), next_scale) = grad_of(objective, scale)(trained)
         return model_state, (grads, penalty), next_scale
 
     _, (grads, sown), scales = over_parts(of_part, state.model_state, (parts, slopes), key)

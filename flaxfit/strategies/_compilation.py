@@ -11,35 +11,33 @@ from flaxfit.tree._jax_debugging import check_jit
 from flaxfit.tree._types import ArrayLike, Function, PyTree
 
 
-def compiled(
-    function: jax.stages.Wrapped,
-    arguments: tuple[PyTree, ...],
-    options: Mapping[str, str] | None = None,
-) -> Function:
-    """Compiles a function for arguments, then gives the compiler's memory back to the system.
+def compiled(lowered: jax.stages.Lowered, options: Mapping[str, str] | None = None) -> Function:
+    """Compiles a lowered function, then gives the compiler's memory back to the system."""
+    program = lowered.compile(compiler_options=None if options is None else dict(options))
+    give_back_free_memory()
+    return program
 
-    Where this version of JAX cannot call compiled programs with the arguments, it returns the
-    function itself, which JAX compiles when it is first called.
+
+def can_call(arguments: tuple[PyTree, ...], options: Mapping[str, str] | None = None) -> bool:
+    """Whether JAX can call a program that is compiled ahead for these arguments.
+
+    Otherwise a function is left to JAX, which compiles it when it is first called.
 
     Raises:
       RuntimeError: `jax.disable_jit` is on.
-      NotImplementedError: JAX cannot call programs with the arguments, and there are options.
+      NotImplementedError: it cannot, and there are options to compile with.
     """
     check_jit()
     for leaf in jax.tree.leaves(arguments):
         if _bits(leaf) < 8 and not _takes_sub_byte(leaf.dtype.name):
             if options is None:
-                return function
+                return False
             raise NotImplementedError(
                 f"JAX {jax.__version__} cannot call a program that was compiled with options with "
                 f"arrays of {leaf.dtype}, such as one of the shape {leaf.shape} in the state or "
                 "the batch: keep them as int8, leave virtual_replicas out, or upgrade JAX."
             )
-    program = function.lower(*arguments).compile(
-        compiler_options=None if options is None else dict(options)
-    )
-    give_back_free_memory()
-    return program
+    return True
 
 
 def give_back_free_memory() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from flaxfit.strategies._compilation import compiled
+from flaxfit.strategies._compilation import can_call, compiled
 from flaxfit.strategies._copy import copied, placed_copy, unaliased
 from flaxfit.strategies._devices import given_devices, local_devices
 from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica, without_axis
@@ -194,16 +194,21 @@ class DataParallel:
         """
         out_axes = (None, 0) if has_rows else None
         mapped = self._map(function, len(arguments), out_axes, n_donated)
-        if self.virtual_replicas is None:
-            # The compiled object skips the conversion of host-local arrays that pmap does.
-            return compiled(mapped, arguments) if self.n_processes == 1 else mapped
-        program = compiled(mapped, arguments, _AS_ON_ONE_DEVICE)
+        options = None if self.virtual_replicas is None else _AS_ON_ONE_DEVICE
+        # The compiled object skips the conversion of host-local arrays that pmap does.
+        if (options is None and self.n_processes > 1) or not can_call(arguments, options):
+            return mapped
+        program = compiled(mapped.lower(*arguments), options)
+        if options is None:
+            return program
         return program if self.n_processes == 1 else self._on_all(program, has_rows)
 
     def compile_split(self, function: Function, arguments: tuple[PyTree, ...]) -> Function:
         """Compiles `function(state, ..., batch)` whose results keep the device axis."""
         mapped = self._map(function, len(arguments), 0, 0)
-        return compiled(mapped, arguments) if self.n_processes == 1 else mapped
+        if self.n_processes > 1 or not can_call(arguments):
+            return mapped
+        return compiled(mapped.lower(*arguments))
 
     def _map(
         self, function: Function, n_arguments: int, out_axes: PyTree, n_donated: int

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flaxfit.state._optimizer_axes import specs_by_parameter
-from flaxfit.strategies._compilation import compiled
+from flaxfit.strategies._compilation import can_call, compiled
 from flaxfit.strategies._copy import copied, placed_copy, unaliased
 from flaxfit.strategies._devices import given_devices
 from flaxfit.strategies._gather import gather
@@ -253,7 +253,8 @@ class Sharded:
             return results, self._split_rows(rows)
 
         function = placed if has_rows else bound
-        return compiled(self._jit(function, arguments, n_donated), arguments)
+        jitted = self._jit(function, arguments, n_donated)
+        return compiled(jitted.lower(*arguments)) if can_call(arguments) else jitted
 
     def compile_split(self, function: Function, arguments: tuple[PyTree, ...]) -> Function:
         """Compiles `function(state, ..., batch)` whose results are split as the batch is."""
@@ -262,7 +263,8 @@ class Sharded:
         def split(*arguments: PyTree) -> PyTree:
             return self._split_rows(bound(*arguments))
 
-        return compiled(self._jit(split, arguments, 0), arguments)
+        jitted = self._jit(split, arguments, 0)
+        return compiled(jitted.lower(*arguments)) if can_call(arguments) else jitted
 
     def _split_rows(self, results: PyTree) -> PyTree:
         whole = NamedSharding(self.mesh, PartitionSpec())
