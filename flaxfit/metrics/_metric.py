@@ -13,7 +13,14 @@ from flaxfit.metrics._monitor import mode_of
 from flaxfit.tree._types import Array, ArrayLike, Function, Sums
 from flaxfit.tree._weights import broadcast_weights, joined_weights
 
-RESERVED = ("loss", "grad_norm", "penalty", "skipped_steps", "learning_rate")
+RESERVED = (
+    "loss",
+    "grad_norm",
+    "hooked_grad_norm",
+    "penalty",
+    "skipped_steps",
+    "learning_rate",
+)
 """The names under which a loop reports its own numbers."""
 
 

@@ -17,7 +17,14 @@ _HIGHER = re.compile(
 )
 _LOWER = {"perplexity", "rmse", "root_mean_squared_error"}
 # What a loop may report besides its loss and the metrics of the task.
-_MAY_BE_THERE = ("grad_norm", "learning_rate", "param_norm", "penalty", "skipped_steps")
+_MAY_BE_THERE = (
+    "grad_norm",
+    "hooked_grad_norm",
+    "learning_rate",
+    "param_norm",
+    "penalty",
+    "skipped_steps",
+)
 
 Modes = Mapping[str, str | None]
 """The better values of each metric by name: "min", "max", or None if that is unknown."""

@@ -17,6 +17,7 @@ from flaxfit.state._train_state import TrainState
 from flaxfit.step._divided_batch import DividedBatch, mean_of_sums
 from flaxfit.step._forward import ForwardPass
 from flaxfit.step._replicas import replicas_of
+from flaxfit.task._precision import like
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._paths import flat
 from flaxfit.tree._selection import label_of
@@ -72,14 +73,16 @@ def make_train_step(
         sums = replicas.sum(found.sums)
         model_state = replicas.average_state(found.model_state)
         penalty = whole.mean(found.penalty)
-
         value = mean_of_sums(sums["loss"], penalty)
 
         trained = state.replace(params=mask(state.params, task.freeze))
+        hooked = grads
+        if task.grads_hook is not None:
+            hooked = _hooked(task.grads_hook, grads, trained, sums)
         passed = _arguments(value, grads, whole.loss_function(state)) if taken else {}
         passed = {name: passed[name] for name in taken}
         with _demands_explained(taken):
-            updated = trained.apply_gradient(optimizer, grads, model_state=model_state, **passed)
+            updated = trained.apply_gradient(optimizer, hooked, model_state=model_state, **passed)
         updated = updated.replace(params=merge(updated.params, state.params))
         unchanged = state.replace(step=updated.step)
         kept: dict[str, PyTree] = {}  # What advances in a skipped step, too.
@@ -92,7 +95,7 @@ def make_train_step(
             is_used = jnp.asarray(sum(jax.tree.leaves(weights)) > 0, jnp.float32)
         norm = _norm(jax.tree.leaves(grads))
         if guards(task):
-            is_good = _is_finite((grads, sums["loss"]))
+            is_good = _is_finite((grads, hooked, sums["loss"]))
             if task.skip_above is not None:
                 recent = state.opt_state.recent
                 is_spike, advanced = stands_out(recent, value, norm, task.skip_above)
@@ -108,6 +111,8 @@ def make_train_step(
             updated = _where(is_used > 0, updated, unchanged)
 
         per_step = {"grad_norm": norm} if grad_norm else {}
+        if grad_norm and task.grads_hook is not None:
+            per_step["hooked_grad_norm"] = _norm(jax.tree.leaves(hooked))
         for pattern in task.norms:
             label = label_of(pattern)
             per_step[f"grad_norm/{label}"] = _norm_of(grads, pattern)
@@ -127,6 +132,7 @@ def more_sums(task: TrainTask, result: ForwardPass, *, grad_norm: bool) -> dict[
     """The shapes of what a training step adds to the sums of its forward pass."""
     one = jax.ShapeDtypeStruct((), "float32")
     names = ["grad_norm"] * grad_norm + ["penalty"] * (result.penalty is not None)
+    names += ["hooked_grad_norm"] * (grad_norm and task.grads_hook is not None)
     labels = map(label_of, task.norms)
     names += [f"{kind}/{label}" for label in labels for kind in ("grad_norm", "param_norm")]
     return dict.fromkeys(names, (one, one)) | ({"skipped_steps": (one,)} if guards(task) else {})
@@ -135,6 +141,18 @@ def more_sums(task: TrainTask, result: ForwardPass, *, grad_norm: bool) -> dict[
 def guards(task: TrainTask) -> bool:
     """Whether a step may leave the state unchanged: one that is not finite, or a spike."""
     return task.skip_nonfinite or task.skip_above is not None or task.precision == "float16"
+
+
+def _hooked(hook: Function, grads: Params, state: TrainState, sums: dict[str, Sums]) -> Params:
+    """The gradients that a hook returns, in the dtypes of those that it was given."""
+    found = jax.tree.map(jnp.asarray, hook(grads, state, dict(sums)))
+    shapes, expected = (jax.tree.map(jnp.shape, tree) for tree in (found, grads))
+    if jax.tree.structure(found) != jax.tree.structure(grads) or shapes != expected:
+        raise ValueError(
+            "grads_hook must return gradients of the structure and the shapes of those that it is "
+            f"given, {expected!r:.300}; it returned {shapes!r:.300}."
+        )
+    return like(found, grads)
 
 
 def _arguments(value: jax.Array, grads: Params, loss: Function) -> dict[str, PyTree]:

@@ -115,6 +115,11 @@ class TrainTask:
     """How many standard deviations the loss of a step, or the norm of its gradient, may lie above
     the mean of the last 128 steps, such as 6.0. A step beyond leaves the state as it was, and so
     does one that is not finite; both are counted in `metrics["skipped_steps"]`."""
+    grads_hook: Function | None = None
+    """A pure function `(grads, state, sums) -> grads` between the gradient of the whole batch and
+    the optimizer, for a clipping, noise or projection of your own. Frozen parameters are left out
+    of `grads` and of `state.params`; `sums` are those of the loss and the metrics. The norm of what
+    it returns is reported as "hooked_grad_norm"."""
     norms: Any = ()
     """Patterns of paths of parameters, or NNX filters. The norms of their gradients and values in
     each step are reported as "grad_norm/<pattern>" and "param_norm/<pattern>"."""
@@ -219,6 +224,10 @@ def _resolved(task: TrainTask) -> dict[str, Any]:
         raise ValueError(f"clip_norm must be more than 0, or None, got {task.clip_norm!r}.")
     if task.ema is not None and not (_is_number(task.ema) and 0 < task.ema < 1):
         raise ValueError(f"ema must lie between 0 and 1, such as 0.999, got {task.ema!r}.")
+    if task.grads_hook is not None and not callable(task.grads_hook):
+        raise TypeError(
+            f"grads_hook must be (grads, state, sums) -> grads, got {task.grads_hook!r:.80}."
+        )
     above = task.skip_above
     if above is not None and not (_is_number(above) and above > 0):
         raise ValueError(
@@ -281,7 +290,7 @@ def _check_own_step(task: TrainTask) -> None:
     if not callable(task.step):
         raise TypeError(f"step must be (state, batch) -> (state, sums), got {task.step!r:.80}.")
     names = {"objective", "across", "freeze", "accumulate", "precision", "clip_norm", "ema"}
-    names |= {"skip_nonfinite", "skip_above", "norms"}
+    names |= {"skip_nonfinite", "skip_above", "grads_hook", "norms"}
     fields = [field for field in dataclasses.fields(task) if field.name in names]
     wrong = [field.name for field in fields if getattr(task, field.name) not in (field.default, [])]
     if wrong:

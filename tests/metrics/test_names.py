@@ -65,7 +65,9 @@ def test_an_unknown_name_is_answered_with_the_nearest(name, nearest):
         as_metrics([name])
 
 
-@pytest.mark.parametrize("name", ["loss", "grad_norm", "penalty", "skipped_steps", "learning_rate"])
+@pytest.mark.parametrize(
+    "name", ["loss", "grad_norm", "hooked_grad_norm", "penalty", "skipped_steps", "learning_rate"]
+)
 def test_the_names_of_the_loops_own_numbers_are_refused(name):
     with pytest.raises(ValueError, match=f"cannot be called '{name}'"):
         as_metrics({name: "mse"})

@@ -1,0 +1,154 @@
+"""A function between the gradient of the whole batch and the optimizer, against a loop by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from marks import thorough
+
+import flaxfit as ff
+from flaxfit.step._metric_totals import compute
+from flaxfit.step._train_step import make_train_step
+
+N = min(len(jax.devices()), 8)
+BATCH = 16
+rng = np.random.default_rng(0)
+X = rng.normal(size=(2 * BATCH + 5, 3)).astype(np.float32)
+Y = rng.normal(size=(len(X), 2)).astype(np.float32)
+W = rng.uniform(0.5, 2, size=len(X)).astype(np.float32)
+PARAMS = {"w": rng.normal(size=(3, 2)).astype(np.float32), "b": np.zeros(2, np.float32)}
+ROWS = (X[:BATCH], Y[:BATCH], W[:BATCH])
+STRATEGIES = {
+    "one device": lambda: ff.DataParallel(jax.devices()[:1]),
+    "data-parallel": lambda: ff.DataParallel(jax.devices()[:N]),
+    "FSDP": lambda: ff.Sharded.fsdp(devices=jax.devices()[:N]),
+    "virtual replicas": lambda: ff.DataParallel(jax.devices()[:N], virtual_replicas=N),
+}
+
+
+def apply(variables, x, **options):
+    y = x @ variables["params"]["w"] + variables["params"]["b"]
+    return (y, {}) if "mutable" in options else y
+
+
+def loss(params, x, y, w):
+    return jnp.sum(jnp.mean((apply({"params": params}, x) - y) ** 2, -1) * w) / jnp.sum(w)
+
+
+def noisy(grads, state, sums):
+    """Clips each array by the norm of its parameters, and adds noise of the size of the loss."""
+    total, weight = sums["loss"]
+    key = jax.random.fold_in(state.key, state.step)
+
+    def changed(grad, param):
+        scale = jnp.minimum(1, 0.5 * jnp.linalg.norm(param) / jnp.linalg.norm(grad))
+        return scale * grad + 0.01 * total / weight * jax.random.normal(key, grad.shape)
+
+    return jax.tree.map(changed, grads, state.params)
+
+
+def state_of(task):
+    return ff.TrainState.create(task.optimizer, {"params": PARAMS})
+
+
+def step_of(hook, **options):
+    """The state after one step, and its metrics."""
+    task = ff.TrainTask(apply, optax.sgd(1.0), "mse", grads_hook=hook, **options)
+    state, sums = make_train_step(task)(
+        state_of(task), ff.Batch((X[:BATCH],), (Y[:BATCH],), W[:BATCH])
+    )
+    return state, compute(sums, task.metrics)
+
+
+def assert_same(found, expected, rtol=2e-5, atol=1e-6):
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulate"),
+    [
+        ("one device", 1),
+        ("data-parallel", 2),
+        thorough("FSDP", 1),
+        thorough("virtual replicas", 2),
+    ],
+)
+def test_the_hook_sees_the_gradient_of_the_whole_batch(strategy, accumulate):
+    data = ff.ArrayStream(X, Y, W, batch_size=BATCH, epochs=1)
+    optimizer = optax.adam(0.1)
+    task = ff.TrainTask(apply, optimizer, "mse", data, accumulate=accumulate, grads_hook=noisy)
+    loop = ff.TrainLoop(
+        lambda key, x: {"params": PARAMS},
+        task,
+        0,
+        strategy=STRATEGIES[strategy](),
+        n_steps_per_checkpoint=1,
+        stdout=False,
+    )
+    state = ff.TrainState.create(optimizer, {"params": PARAMS}, key=loop.state.key)
+    for checkpoint, first in zip(loop, range(0, len(X), BATCH), strict=True):
+        rows = slice(first, first + BATCH)
+        value, grads = jax.value_and_grad(loss)(state.params, X[rows], Y[rows], W[rows])
+        hooked = noisy(grads, state, {"loss": (value, 1.0)})
+        state = state.apply_gradient(optimizer, hooked)
+        norms = [float(optax.tree.norm(tree)) for tree in (grads, hooked)]
+        reported = [checkpoint.metrics[name] for name in ("grad_norm", "hooked_grad_norm")]
+        np.testing.assert_allclose(reported, norms, rtol=1e-5)
+        assert_same(checkpoint.state.params, state.params, rtol=1e-4, atol=1e-5)
+
+
+def test_a_frozen_parameter_is_left_out_of_gradients_and_state():
+    def halved(grads, state, sums):
+        return jax.tree.map(lambda grad, param: (grad + 0 * param) / 2, grads, state.params)
+
+    state, _ = step_of(halved, freeze="b")
+    expected = PARAMS["w"] - jax.grad(loss)(PARAMS, *ROWS)["w"] / 2
+    assert_same(state.params, {"b": PARAMS["b"], "w": expected})
+
+
+def test_the_hook_comes_before_clipping():
+    state, metrics = step_of(lambda grads, *_: jax.tree.map(lambda g: 100 * g, grads), clip_norm=1)
+    grads = jax.grad(loss)(PARAMS, *ROWS)
+    norm = float(optax.tree.norm(grads))
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert metrics["hooked_grad_norm"] == pytest.approx(100 * norm, rel=1e-5)
+    assert_same(state.params, jax.tree.map(lambda p, g: p - g / norm, PARAMS, grads))
+
+
+def test_a_step_is_skipped_for_what_the_hook_returns():
+    state, metrics = step_of(
+        lambda grads, *_: jax.tree.map(lambda g: g * jnp.nan, grads), skip_nonfinite=True
+    )
+    assert metrics["skipped_steps"] == 1
+    assert_same(state.params, PARAMS, rtol=0, atol=0)
+
+
+def test_the_dtypes_of_gradients_stay():
+    state, _ = step_of(lambda grads, *_: jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads))
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(state.params)} == {"float32"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda grads, state, sums: None,
+        lambda grads, state, sums: grads["w"],
+        lambda grads, state, sums: jax.tree.map(jnp.sum, grads),
+    ],
+    ids=["none", "part", "shape"],
+)
+def test_other_gradients_than_were_given_are_refused(wrong):
+    with pytest.raises(ValueError, match="grads_hook must return gradients of the structure"):
+        step_of(wrong)
+
+
+def test_what_cannot_be_called_is_refused():
+    with pytest.raises(TypeError, match="grads_hook must be"):
+        ff.TrainTask(apply, optax.sgd(0.1), "mse", grads_hook=1.0)
+
+
+def test_a_step_of_ones_own_has_no_hook():
+    with pytest.raises(ValueError, match="grads_hook would have no effect"):
+        ff.TrainTask(step=lambda state, batch: (state, {}), grads_hook=noisy)
