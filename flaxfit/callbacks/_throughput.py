@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -105,9 +105,7 @@ class Throughput:
         if tokens:
             found["tokens_per_second"] = tokens * speed
         if self._flops is None:
-            n: int = jax.tree.leaves(loop.input_shapes)[0].shape[0]
-            cost = loop.step_cost(n)
-            self._flops, self._utilisation = cost.flops / n, "hfu" if cost.recomputes else "mfu"
+            self._flops, self._utilisation = _flops_per_example(loop)
         if math.isfinite(self._flops):
             found["flops_per_second"] = self._flops * speed
             devices = loop.strategy.devices
@@ -137,3 +135,13 @@ def _peak_flops(kind: str) -> float | None:
         return None
     names = [name for name in PEAK_FLOPS if re.match(rf"{re.escape(name)}(?![0-9A-Za-z])", kind)]
     return PEAK_FLOPS[max(names, key=len)] if names else None
+
+
+def _flops_per_example(loop: Any) -> tuple[float, str]:
+    """The operations of a step for each example, and the name of the share of the peak."""
+    sizes = {x.shape[0] if x.shape else 0 for x in jax.tree.leaves(loop.input_shapes)}
+    if len(sizes) > 1 or not all(sizes):
+        return math.nan, "mfu"  # Graphs have no cost by example.
+    (n,) = sizes
+    cost = loop.step_cost(n)
+    return cost.flops / n, "hfu" if cost.recomputes else "mfu"

@@ -28,6 +28,12 @@ _FIELDS = (
     TARGET_NAMES,
     {"w", "weight", "weights", "sample_weight", "sample_weights"},
 )
+_WHOLE = (
+    "Arrays of different lengths, such as those of a graph, and numbers beside the arrays need a "
+    "task that neither pads nor divides its batches: TrainTask(pad=False) or step=, without "
+    "accumulate, on one device or with strategy=Sharded()."
+)
+_NUMBERS = (bool, int, float, np.generic)
 _FORMS = "x, (x, y), ((x, ...), (y, ...)), (x, y, weights) or a mapping of these"
 
 
@@ -50,14 +56,15 @@ class Batch(NamedTuple):
     weights: PyTree = None
 
 
-def normalize(item: PyTree) -> Batch:
+def normalize(item: PyTree, *, is_whole: bool = False) -> Batch:
     """Brings an item of a stream into the form `Batch(inputs, targets, weights)`.
 
     Lists count as tuples, since torch loaders yield lists. A mapping with the keys `x, y, w` or
     `inputs, targets, weights` names the parts; any other mapping is keyword inputs without
     targets. A mapping as the inputs is passed to the model as keyword arguments. A NamedTuple whose
     fields name the parts, such as `image, label`, holds these; any other NamedTuple, and a
-    dataclass that is a pytree, is one input.
+    dataclass that is a pytree, is one input. A batch that `is_whole` is neither padded nor divided:
+    its arrays may have any lengths, and numbers may be among them.
     """
     if isinstance(item, Batch) and (item.weights is None or hasattr(item.weights, "dtype")):
         return item
@@ -74,7 +81,8 @@ def normalize(item: PyTree) -> Batch:
         weights = _weights(weights)
         check_weights_shape(weights, "weights")
     batch = Batch(_inputs(inputs), targets, weights)
-    _check_lengths(batch)
+    if not is_whole or not jax.tree.leaves(batch):
+        _check_lengths(batch)
     return batch
 
 
@@ -105,8 +113,20 @@ def fields_by_part(fields: tuple[str, ...]) -> list[str | None] | None:
 
 
 def n_examples(batch: Batch) -> int:
-    """The number of examples in a batch."""
-    return jax.tree.leaves(batch)[0].shape[0]
+    """The number of examples in a batch; where arrays differ in length, that of its weights.
+
+    Without weights it is that of the targets. A batch without either is one example.
+    """
+    lengths = _lengths(batch)
+    if len(lengths) != 1:
+        by_role = (jax.tree.leaves(part) for part in (batch.weights, batch.targets))
+        lengths = [leaf.shape[0] for leaves in by_role for leaf in leaves if leaf.shape]
+    return next(iter(lengths), 1)
+
+
+def has_rows(batch: Batch) -> bool:
+    """Whether all arrays of a batch have as many rows; numbers among them have none."""
+    return len(_lengths(batch)) == 1
 
 
 def describe(batch: Batch) -> str:
@@ -150,20 +170,29 @@ def _array(leaf: ArrayLike) -> Array:
     if isinstance(leaf, jax.Array):
         return widened(leaf)
     check_dense(leaf)
-    if not is_array(leaf):
+    if not is_array(leaf) and not isinstance(leaf, _NUMBERS):
         raise TypeError(
             f"A batch must be made of arrays, {_FORMS}; got {type(leaf).__name__}: {leaf!r:.60}"
         )
     array = to_numpy(leaf)
-    if array.ndim == 0:
-        raise TypeError(f"A batch must hold arrays of shape (batch, ...), got the scalar {array}.")
     return narrow(array, narrow_dtype(array.dtype))
 
 
 def _check_lengths(batch: Batch) -> None:
-    lengths = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
+    for leaf in jax.tree.leaves(batch):
+        if not leaf.shape:
+            raise TypeError(
+                f"A batch must hold arrays of shape (batch, ...), got the scalar {leaf}. {_WHOLE}"
+            )
+    lengths = _lengths(batch)
     if len(lengths) == 1 and 0 not in lengths:
         return
     if not lengths or 0 in lengths:
         raise ValueError("A batch holds no examples: check that the data is not empty.")
-    raise ValueError(f"The parts of a batch hold different numbers of examples: {describe(batch)}.")
+    raise ValueError(
+        f"The parts of a batch hold different numbers of examples: {describe(batch)}. {_WHOLE}"
+    )
+
+
+def _lengths(batch: Batch) -> set[int]:
+    return {leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.shape}

@@ -43,6 +43,8 @@ def without_idle_rows(values: PyTree, weights: Array | None) -> PyTree:
     first = jnp.argmax(rows)
 
     def replaced(value: jax.Array) -> jax.Array:
+        if value.shape[:1] != rows.shape:  # Of a batch whose arrays differ in length.
+            return value
         row = value[first]
         row = jnp.where(jnp.isfinite(row), row, jnp.zeros_like(row))  # If no row counts.
         value = jnp.where(rows.reshape(-1, *(1,) * row.ndim), value, row)

@@ -4,12 +4,13 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from flaxfit.data import ArrayStream
-from flaxfit.data._batch import Batch, n_examples, normalize
+from flaxfit.data._batch import Batch, has_rows, n_examples, normalize
 from flaxfit.loop._assembly import Assembler, Loaded
 from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._cursor import Cursor
@@ -28,7 +29,7 @@ class DeviceLoader:
 
     The first batch is inspected, which decides how all are padded or split. Resident data is placed
     on the devices then. A device computes its share of a batch in `parts`. Batches may differ in
-    structure if `is_mixed`.
+    structure if `is_mixed`, and be any pytrees if `is_whole`.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class DeviceLoader:
         *,
         parts: int,
         is_mixed: bool,
+        is_whole: bool = False,
     ):
         self.shapes: Batch | None = None
         """Shapes and dtypes of the latest first batch; None before there is one."""
@@ -47,7 +49,7 @@ class DeviceLoader:
         self.is_inspecting = False
         """Whether an inspection is running, which may take long."""
         self._strategy, self._consistency, self._say = strategy, consistency, say
-        self._parts, self._is_mixed = parts, is_mixed
+        self._parts, self._is_mixed, self._is_whole = parts, is_mixed, is_whole
 
     def take_from(self, cursor: Cursor) -> None:
         """Continues with another cursor."""
@@ -92,7 +94,7 @@ class DeviceLoader:
         return self._assemble_given([batch], self._given_portion)
 
     def _given_portion(self, item: PyTree) -> Portion:
-        batch, shapes = normalize(item), self.shapes
+        batch, shapes = normalize(item, is_whole=self._is_whole), self.shapes
         is_by_output = shapes is not None and isinstance(shapes.weights, Mapping)
         if isinstance(batch.weights, Mapping) != is_by_output:
             raise ValueError(
@@ -111,7 +113,15 @@ class DeviceLoader:
             self.portion(self.cursor.peek()[0], inspect)
         size = n or self.batch_size
         size += -size % self._parts
-        return jax.tree.map(lambda x: np.zeros((size, *x.shape[1:]), x.dtype), self.shapes)
+        shapes: Any = self.shapes
+        if not has_rows(shapes):
+            if n is not None:
+                raise ValueError(
+                    "The arrays of a batch have different lengths: there is no batch of another "
+                    "size that resembles it."
+                )
+            return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        return jax.tree.map(lambda x: np.zeros((size, *x.shape[1:])[: x.ndim], x.dtype), shapes)
 
     def as_regular(self, batch: Batch) -> Portion:
         """Prepares a batch for the update as if it had the regular size."""
@@ -120,6 +130,7 @@ class DeviceLoader:
             pad=self._feed is not None and self._feed.pad,
             why_not="the task or its loss does not allow it",
             parts=self._parts,
+            is_whole=self._is_whole,
         )
         return feed(batch)
 
@@ -150,7 +161,7 @@ class DeviceLoader:
 
     def _feed_for(self, item: PyTree, inspect: Inspect) -> Padder:
         """Makes the padder for batches like this first one."""
-        batch = normalize(item)
+        batch = normalize(item, is_whole=self._is_whole)
         self.shapes = shapes_of(batch)
         cursor, stream = self.cursor, self.cursor.stream
         is_own = self._strategy.n_processes > 1 and not cursor.takes_rows
@@ -166,7 +177,12 @@ class DeviceLoader:
             size = max(size, getattr(stream, "batch_size", 0))
         n = self.batch_size = self.batch_size or size
         make = functools.partial(
-            Padder, self._strategy, why_not=why_not, parts=self._parts, is_mixed=self._is_mixed
+            Padder,
+            self._strategy,
+            why_not=why_not,
+            parts=self._parts,
+            is_mixed=self._is_mixed,
+            is_whole=self._is_whole,
         )
         self._remainder_feed = make(pad=False, size=n)
         # Given batches may have any size: they are padded no further than to divide, or narrowed.

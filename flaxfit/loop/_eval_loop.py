@@ -15,7 +15,7 @@ from flaxfit.data._stream import pass_length
 from flaxfit.loop._collected_rows import CollectedRows, check_bounds, of_rows
 from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._local_rows import LocalBatches
-from flaxfit.loop._padding import Padder
+from flaxfit.loop._padding import Padder, may_be_whole
 from flaxfit.metrics._monitor import modes_of
 from flaxfit.optim import averaged
 from flaxfit.state._checkpoint import Checkpoint
@@ -214,7 +214,12 @@ class EvalLoop:
         stream = one_pass(self.task.roles.of_data_set(data))
         if self.n_steps is None:
             pass_length(stream, "Give EvalLoop(n_steps=...), or data that ends.")
-        return LocalBatches(stream, self.strategy, self.task.roles)
+        return LocalBatches(
+            stream,
+            self.strategy,
+            self.task.roles,
+            is_whole=may_be_whole(self.task, self.strategy),
+        )
 
     def _measured(self, state: PyTree) -> PyTree:
         """Returns the part of a state that is measured."""
@@ -240,6 +245,7 @@ class EvalLoop:
             why_not=why_not if is_scalar else "the task has pad=False",
             size=batches.batch_size,
             is_own=batches.is_own,
+            is_whole=batches.is_whole,
         )
         return feed, {k: each for k, each in result.sums.items() if k not in self._collecting}
 

@@ -68,9 +68,16 @@ class LocalBatches:
     """
 
     def __init__(
-        self, stream: Data, strategy: Strategy, form: Callable[[PyTree], PyTree] = NO_ROLES
+        self,
+        stream: Data,
+        strategy: Strategy,
+        form: Callable[[PyTree], PyTree] = NO_ROLES,
+        *,
+        is_whole: bool = False,
     ):
         self._form = form
+        self.is_whole = is_whole
+        """Whether a batch may be any pytree."""
         check_divided(stream, strategy)
         self._stream = stream
         self._strategy = strategy
@@ -92,7 +99,8 @@ class LocalBatches:
 
     def examples(self, item: PyTree) -> Batch:
         """Returns the batch of an item; that of all processes, if they divide it."""
-        return normalize(self._pick(item) if self._takes_rows else item)
+        item = self._pick(item) if self._takes_rows else item
+        return normalize(item, is_whole=self.is_whole)
 
     def whole(self) -> PyTree:
         """Returns all examples as one batch, or None if the stream cannot."""

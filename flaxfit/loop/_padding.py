@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.data._batch import Batch, describe, n_examples, normalize
+from flaxfit.data._batch import Batch, describe, has_rows, n_examples, normalize
 from flaxfit.data._sample_weights import OTHER_OUTPUTS
 from flaxfit.strategies import Strategy
+from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._types import Array, ArrayLike, PyTree
 
 
@@ -55,6 +56,8 @@ class Padder:
     """Whether all batches have the regular size: programs without weights of 1 have less to do."""
     is_mixed: bool = False
     """Whether batches may have different structures, each with a program of its own."""
+    is_whole: bool = False
+    """Whether a batch may be any pytree; see `may_be_whole`."""
     say: Callable[[str], None] = lambda text: None
 
     def __post_init__(self) -> None:
@@ -68,17 +71,22 @@ class Padder:
             self._division += f" in {self.parts} parts each"
         self._structure: PyTree = None
         self._first = ""
-        self._has_announced = False
+        self._has_announced = self._has_differed = False
 
     def __call__(self, item: PyTree) -> Portion:
         """Returns a batch in normal form, of a size that can be split."""
-        given = batch = normalize(item)
+        given = batch = normalize(item, is_whole=self.is_whole)
         n = n_examples(batch)
         self.size = self.size or n
         strategy, divisor = self.strategy, self._divisor
         has_weights = batch.weights is not None
         needs_weights = has_weights or not self.is_even or n != self.size or n % divisor
-        if self.pad and needs_weights:
+        # A later batch may have as many nodes as edges.
+        self._has_differed = self._has_differed or self.is_whole and not has_rows(batch)
+        if self._has_differed:
+            # All devices then compute all of it.
+            strategy = strategy if strategy.n_devices == 1 else strategy.narrow(1)
+        elif self.pad and needs_weights:
             batch = batch._replace(weights=_weights(n, batch.weights))
             size = -(-max(n, self.size) // divisor) * divisor
             if n % divisor:
@@ -122,6 +130,12 @@ class Padder:
                 "with rows of weight 0 (loss, gradients and metrics stay exact)"
             )
         self._has_announced = True
+
+
+def may_be_whole(task: TrainTask | EvalTask, strategy: Strategy) -> bool:
+    """Whether neither task nor strategy pads a batch or divides its rows."""
+    is_undivided = strategy.axis_name is None and strategy.virtual_replicas is None
+    return task.keeps_whole and is_undivided and strategy.n_processes == 1
 
 
 def _weights(n: int, weights: PyTree) -> PyTree:

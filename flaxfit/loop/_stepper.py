@@ -13,6 +13,7 @@ from flaxfit.loop._device_loader import DeviceLoader, Loaded
 from flaxfit.loop._in_flight import InFlight
 from flaxfit.loop._inspection import Inspection
 from flaxfit.loop._interrupts import Interrupts
+from flaxfit.loop._padding import may_be_whole
 from flaxfit.loop._placed_state import PlacedState
 from flaxfit.loop._steps_per_call import StepsPerCall
 from flaxfit.loop._tally import Tally
@@ -53,7 +54,12 @@ class Stepper:
         self.consistency = Consistency(strategy)
         is_mixed = task.step is not None  # A step of the user's own checks batches by itself.
         self.loader = DeviceLoader(
-            strategy, self.consistency, say, parts=task.accumulate, is_mixed=is_mixed
+            strategy,
+            self.consistency,
+            say,
+            parts=task.accumulate,
+            is_mixed=is_mixed,
+            is_whole=may_be_whole(task, strategy),
         )
         is_eager = runs_eagerly(strategy)
         self.programs = CompiledSteps(self.consistency, (lambda text: None) if is_eager else say)

@@ -133,7 +133,7 @@ class TrainLoop(Settings):
             with self.in_phase("training"):
                 loader = self._stepper.loader
                 batch = loader.first_batch() if input_sample is None else (input_sample,)
-            return normalize(batch).inputs
+            return normalize(batch, is_whole=task.keeps_whole).inputs
 
         CallbackList(callbacks).attach_first(self)
         with eagerly(strategy), without_mesh():

@@ -274,7 +274,8 @@ class Trainer:
             first.extend(itertools.islice(batches, 1))
             if not first:
                 raise ValueError("There is nothing to begin with: the data holds no batches.")
-            return normalize(self.task.roles.inputs_of(first[0])).inputs
+            item = self.task.roles.inputs_of(first[0])
+            return normalize(item, is_whole=self.task.keeps_whole).inputs
 
         self.begin(inputs)
         is_stream = hasattr(data, "one_epoch") and getattr(data, "is_repeatable", True)

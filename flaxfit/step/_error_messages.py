@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from flax.errors import ScopeParamShapeError
 
+from flaxfit.data._batch import n_examples
 from flaxfit.display import count, plural, size
 from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._jax_debugging import explain_debugging
@@ -170,8 +171,8 @@ def _shapes(tree: PyTree) -> str:
 
 
 def _advice(stepper: Any) -> str:
-    leaves = jax.tree.leaves(stepper.loader.shapes)  # None before the first batch is there.
-    n = leaves[0].shape[0] if leaves else 0
+    shapes = stepper.loader.shapes  # None before the first batch is there.
+    n = 0 if shapes is None else n_examples(shapes)
     state = jax.tree.leaves((stepper.state.params, stepper.state.opt_state))
     n_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in state)
     devices = plural(len(stepper.strategy.devices), "device")

@@ -10,7 +10,6 @@ from flax import struct
 
 from flaxfit.data import as_stream
 from flaxfit.data._batch import Batch, normalize
-from flaxfit.data._roles import Roles
 from flaxfit.data._sample_weights import OTHER_OUTPUTS, of_output
 from flaxfit.data._stream import is_shared
 from flaxfit.state._train_state import TrainState
@@ -53,8 +52,7 @@ def MultiTask(
     tasks = dict(tasks)
     _check(tasks, weights)
     streams = {name: as_stream(task.roles.of_data_set(task.data)) for name, task in tasks.items()}
-    roles = {name: task.roles for name, task in tasks.items()}
-    stream = _Turns(streams, roles, None if weights is None else dict(weights), seed)
+    stream = _Turns(streams, tasks, None if weights is None else dict(weights), seed)
     known: dict[str, dict[Hashable, Traced]] = {name: {} for name in tasks}
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Sums]]:
@@ -109,12 +107,12 @@ class _Turns:
     def __init__(
         self,
         streams: dict[str, Any],
-        roles: dict[str, Roles],
+        tasks: dict[str, TrainTask],
         weights: dict[str, float] | None,
         seed: int,
     ):
         self._streams, self._weights, self._seed = streams, weights, seed
-        self._roles = roles
+        self._tasks = tasks
         self.shared = any(map(is_shared, streams.values()))
         self._names = list(streams)
         self._n = 0
@@ -141,7 +139,8 @@ class _Turns:
         return batch._replace(targets=(_Turn(name, batch.targets, None),))
 
     def _next(self, name: str) -> Batch:
-        return normalize(self._roles[name](next(self._streams[name])))
+        task = self._tasks[name]
+        return normalize(task.roles(next(self._streams[name])), is_whole=task.keeps_whole)
 
     def get_state(self) -> Json:
         """The number of the turn, and the position in each stream."""

@@ -23,7 +23,8 @@ def check_classes(task: TrainTask | EvalTask, batch: Batch) -> None:
     if not found or len(targets) != 1 or not any(task.loss is each for each in _REGRESSIONS):
         return
     # NaN, which an example of weight 0 may have, is no more than 0.
-    values = np.asarray(targets[0], np.float32).reshape(len(targets[0]), -1)
+    values = np.atleast_1d(np.asarray(targets[0], np.float32))
+    values = values.reshape(len(values), -1)
     if values.shape[1] > 1 or not (wrong := values % 1 > 0).any():
         return
     raise ValueError(

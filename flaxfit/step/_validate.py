@@ -310,7 +310,7 @@ def check_finite(batch: Batch, name: str, loss: Any = None) -> None:
             if np.any(bad):
                 raise ValueError(
                     f"{name} holds NaN or infinite values: {role} {path!r}, {np.sum(bad):,} of "
-                    f"{len(leaf):,} rows, the first of them row {np.argmax(bad):,}. Clean the "
+                    f"{np.size(bad):,} rows, the first of them row {np.argmax(bad):,}. Clean the "
                     "data, or replace the values (np.nan_to_num); check_finite=False of the task "
                     "keeps what stands for something, such as a missing label."
                 )
@@ -323,10 +323,10 @@ def _rows_not_finite(leaf: Array, weights: Array | None) -> np.ndarray | bool:
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(np.sum(leaf)):
             return False
-    bad = ~np.isfinite(np.asarray(leaf))
-    if weights is not None:
+    bad = np.atleast_1d(~np.isfinite(np.asarray(leaf)))
+    if weights is not None and weights.shape[:1] == bad.shape[:1]:
         bad &= which_count(np.asarray(weights), leaf.shape)
-    return bad.reshape(len(leaf), -1).any(1)
+    return bad.reshape(len(bad), -1).any(1)
 
 
 def check_rows(outputs: PyTree, n: int) -> None:

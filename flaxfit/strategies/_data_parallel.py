@@ -126,12 +126,16 @@ class DataParallel:
     def _split_leaf(self, x: Array, n_stacked: int) -> Array:
         n = len(self._local)
         if n_stacked:
-            x = x.reshape(n_stacked, n, x.shape[1] // n, *x.shape[2:]).swapaxes(0, 1)
+            parts = (n, x.shape[1] // n, *x.shape[2:]) if n > 1 else (1, *x.shape[1:])
+            x = x.reshape(n_stacked, *parts).swapaxes(0, 1)
         else:
             is_host = isinstance(x, np.ndarray)
             x = unaliased(x) if is_host else x
             # An index is faster in NumPy, and slower in JAX.
-            x = x[None] if n == 1 and is_host else x.reshape(n, x.shape[0] // n, *x.shape[1:])
+            if n == 1:
+                x = x[None] if is_host else x.reshape(1, *x.shape)
+            else:
+                x = x.reshape(n, x.shape[0] // n, *x.shape[1:])
         # To ask whether it is a `jax.Array` would take as long as all the rest.
         return x if isinstance(x, np.ndarray) else jax.device_put(x, self._parts)
 

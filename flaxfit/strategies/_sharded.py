@@ -192,10 +192,10 @@ class Sharded:
 
     def _split_leaf(self, x: Array, n_stacked: int) -> Array:
         if self.n_processes > 1:
-            return jax.make_array_from_process_local_data(self._batch_sharding(n_stacked), x)
+            return jax.make_array_from_process_local_data(self._split_as(x, n_stacked), x)
         # `compile` takes an array on the host for a single batch.
         if n_stacked or isinstance(x, jax.Array):
-            return jax.device_put(x, self._batch_sharding(n_stacked))
+            return jax.device_put(x, self._split_as(x, n_stacked))
         return unaliased(x) if isinstance(x, np.ndarray) else x
 
     def join(self, outputs: PyTree) -> PyTree:
@@ -267,9 +267,7 @@ class Sharded:
         return compiled(jitted.lower(*arguments)) if can_call(arguments) else jitted
 
     def _split_rows(self, results: PyTree) -> PyTree:
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        parts = jax.tree.map(lambda x: self._batch_sharding() if x.ndim else whole, results)
-        return jax.lax.with_sharding_constraint(results, parts)
+        return jax.lax.with_sharding_constraint(results, jax.tree.map(self._split_as, results))
 
     def _jit(
         self, function: Function, arguments: tuple[PyTree, ...], n_donated: int
@@ -277,7 +275,7 @@ class Sharded:
         *states, batch = arguments
 
         def place_of(x: Array) -> jax.sharding.Sharding:
-            return x.sharding if isinstance(x, jax.Array) else self._batch_sharding()
+            return x.sharding if isinstance(x, jax.Array) else self._split_as(x)
 
         # Lists of the arrays of a state do not tell where `place` has put them: the arrays do.
         def stay(x: PyTree, place: NamedSharding) -> jax.sharding.Sharding:
@@ -288,6 +286,12 @@ class Sharded:
         shardings = (*places, jax.tree.map(place_of, batch))
         donated = tuple(range(n_donated))
         return jax.jit(function, in_shardings=shardings, donate_argnums=donated)
+
+    def _split_as(self, x: Array, n_stacked: int = 0) -> NamedSharding:
+        """How an array of a batch is split: by its rows, and a number not at all."""
+        is_number = x.ndim == bool(n_stacked)
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        return whole if is_number else self._batch_sharding(n_stacked)
 
     def _batch_sharding(self, n_stacked: int = 0) -> NamedSharding:
         spec = (None, self._batch_axes) if n_stacked else (self._batch_axes,)

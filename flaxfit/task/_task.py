@@ -135,6 +135,12 @@ class TrainTask:
         self.__dict__.update(_resolved(self))
         self.roles.check("TrainTask")
 
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether a batch is neither padded nor divided into parts, and so may be any pytree."""
+        is_unpadded = self.step is not None or not self.pad
+        return is_unpadded and self.accumulate == 1 and self.across is None
+
     @functools.cached_property
     def roles(self) -> Roles:
         """What the columns of a batch are, that is a mapping."""
@@ -189,6 +195,11 @@ class EvalTask:
         check_streams("EvalTask", rngs, apply)
         self.__dict__.update(apply=apply, loss=loss, metrics=metrics, rngs=rngs)
         self.roles.check("EvalTask")
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether a batch is not padded, and so may be any pytree."""
+        return not self.pad
 
     @functools.cached_property
     def roles(self) -> Roles:

@@ -115,7 +115,7 @@ def test_weights_may_be_masks_of_any_shape(shape):
 
 
 def test_a_scalar_is_no_weight():
-    with pytest.raises(TypeError, match="shape .batch, ...., got the scalar 1.0"):
+    with pytest.raises(ValueError, match="weights must hold one number per example.* the scalar"):
         normalize((X, Y, np.ones(())))
 
 
@@ -159,3 +159,31 @@ def test_weights_by_output_are_one_level_deep_and_may_name_none():
     with pytest.raises(TypeError, match=r"weights\['a'\] must be an array of weights"):
         normalize((np.ones(2), np.ones(2), {"a": {"b": np.ones(2)}}))
     assert normalize((np.ones(2), np.ones(2), {})).weights is None
+
+
+def test_a_whole_batch_may_be_any_tree_of_arrays_and_numbers():
+    graph, values = {"nodes": np.zeros((5, 2)), "edges": np.zeros((9, 2), np.int64)}, np.zeros(7)
+    item = ((graph, 0.5, values), (Y,))
+    batch = normalize(item, is_whole=True)
+    assert jax.tree.map(np.shape, batch.inputs) == ({"nodes": (5, 2), "edges": (9, 2)}, (), (7,))
+    assert batch.inputs[1].dtype == np.float32 and batch.inputs[0]["edges"].dtype == np.int32
+    for wrong in (item, ((X, 2), (Y,))):
+        with pytest.raises((TypeError, ValueError), match="TrainTask.pad=False.*Sharded"):
+            normalize(wrong)
+    with pytest.raises(ValueError, match="holds no examples"):
+        normalize(((), ()), is_whole=True)
+
+
+@pytest.mark.parametrize(
+    ("batch", "n"),
+    [
+        (Batch((X, np.float32(2))), 4),
+        (Batch((X, Y[:2]), (Y[:3],)), 3),
+        (Batch((X,), (Y[:3], Y[:2])), 3),
+        (Batch((X, Y[:2]), (Y[:3],), W[:1]), 1),
+        (Batch((X, Y[:2])), 1),
+        (Batch((np.float32(2),)), 1),
+    ],
+)
+def test_the_examples_of_a_whole_batch_are_those_of_its_weights_or_targets(batch, n):
+    assert n_examples(batch) == n

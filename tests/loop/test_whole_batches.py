@@ -1,0 +1,230 @@
+"""Batches that are neither padded nor divided: graphs, ragged rows, numbers beside the arrays."""
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from loops import assert_equal
+from marks import slow
+
+import flaxfit as ff
+
+RNG = np.random.default_rng(0)
+
+
+class Graphs(NamedTuple):
+    """Several graphs in one, as jraph's GraphsTuple has them."""
+
+    nodes: Any
+    senders: Any
+    receivers: Any
+    n_node: Any
+    globals: Any = None
+
+
+def graphs(n_node):
+    n = sum(n_node)
+    edges = RNG.integers(0, n, (2, 2 * n)).astype(np.int32)
+    nodes = RNG.normal(size=(n, 4)).astype(np.float32)
+    return Graphs(nodes, *edges, np.array(n_node, np.int32))
+
+
+class GraphNet(nn.Module):
+    """One round of messages, and the sum over the nodes of each graph."""
+
+    @nn.compact
+    def __call__(self, graph):
+        sent = nn.Dense(8)(graph.nodes)[graph.senders]
+        n = graph.nodes.shape[0]
+        nodes = nn.relu(jax.ops.segment_sum(sent, graph.receivers, n)) + nn.Dense(8)(graph.nodes)
+        owner = jnp.repeat(jnp.arange(len(graph.n_node)), graph.n_node, total_repeat_length=n)
+        return nn.Dense(2)(jax.ops.segment_sum(nodes, owner, len(graph.n_node)))
+
+
+SIZES = [(3, 5, 2), (4, 4, 2), (1, 6, 6), (2, 2, 9)]
+BATCHES = [(graphs(sizes), RNG.normal(size=(3, 2)).astype(np.float32)) for sizes in SIZES]
+OPTIMIZER = optax.adam(1e-2)
+
+
+def make_task(data=BATCHES, **options):
+    options = {"pad": False, **options}
+    return ff.TrainTask(GraphNet(), OPTIMIZER, "mse", data, ["mae"], **options)
+
+
+def make_loop(task=None, **options):
+    options = {"n_steps": 4, "devices": jax.devices()[:1], "stdout": False, **options}
+    return ff.TrainLoop(GraphNet(), task or make_task(), 0, **options)
+
+
+def outputs_of(state, graph):
+    return np.asarray(GraphNet().apply(state.variables, graph))
+
+
+def by_hand(state):
+    """The losses and the parameters of the same training, in a loop of its own."""
+
+    @jax.jit
+    def step(params, opt_state, graph, targets):
+        def loss_of(params):
+            return jnp.mean((GraphNet().apply({"params": params}, graph) - targets) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params, losses = state.params, []
+    opt_state = OPTIMIZER.init(params)
+    for batch in BATCHES:
+        params, opt_state, loss = step(params, opt_state, *batch)
+        losses.append(float(loss))
+    return losses, params
+
+
+DEVICES = {
+    "one device": {},
+    "sharded": {"strategy": lambda: ff.Sharded.fsdp(devices=jax.devices()[:4]), "devices": None},
+    "debug": {"debug": True},
+}
+
+
+@pytest.mark.parametrize("case", ["one device", "sharded", slow("debug")])
+def test_graphs_train_as_in_a_loop_by_hand(case):
+    options = dict(DEVICES[case])
+    if "strategy" in options:
+        options["strategy"] = options["strategy"]()
+    loop = make_loop(**options)
+    losses, params = by_hand(loop.state)
+    assert [checkpoint.loss for checkpoint in loop] == pytest.approx(losses, rel=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        jax.device_get(loop.state.params),
+        jax.device_get(params),
+    )
+
+
+def test_graphs_have_weights_and_a_number_of_examples():
+    weights = np.array([1, 0, 2], np.float32)
+    loop = make_loop(make_task([(*BATCHES[0], weights)]))
+    graph, targets = BATCHES[0]
+    outputs = outputs_of(loop.state, graph)
+    checkpoint = loop.next_step()
+    values = np.mean((outputs - targets) ** 2, -1)
+    assert checkpoint.loss == pytest.approx(float(np.sum(weights * values) / 3), rel=1e-5)
+    assert checkpoint.n_examples == 3
+    measured = ff.callbacks.Throughput()
+    measured.attach(loop)
+    assert {"examples_per_second"} == set(measured(checkpoint).metrics) - set(checkpoint.metrics)
+    assert loop.step_cost().flops > 0
+    with pytest.raises(ValueError, match="no batch of another size"):
+        loop.step_cost(7)
+
+
+def test_graphs_are_measured():
+    state = make_loop().state
+    task = ff.EvalTask(GraphNet(), ["mae"], BATCHES, loss="mse", pad=False)
+    found = ff.EvalLoop(task, strategy=ff.Sharded()).measure(state)
+    errors = [outputs_of(state, graph) - targets for graph, targets in BATCHES]
+    errors = np.concatenate(errors)
+    assert found["loss"] == pytest.approx(np.mean(errors**2), rel=1e-5)
+    assert found["mae"] == pytest.approx(np.mean(np.abs(errors)), rel=1e-5)
+
+
+def test_a_model_trains_and_measures_graphs():
+    model = ff.Model(GraphNet(), OPTIMIZER, "mse", pad=False, strategy=ff.Sharded())
+    model.fit(BATCHES, verbose=0)
+    before = model.evaluate(BATCHES)["loss"]
+    history = model.fit(BATCHES, epochs=20, validation_data=BATCHES, verbose=0)
+    assert history["val_loss"][-1] == model.evaluate(BATCHES)["loss"] < before
+
+
+def test_a_graph_may_have_as_many_nodes_as_edges_and_targets():
+    even = Graphs(BATCHES[0][0].nodes[:3], *np.zeros((2, 3), np.int32), np.ones(3, np.int32))
+    data = [BATCHES[0], (even, BATCHES[0][1])]
+    sharded = {"devices": None, "strategy": ff.Sharded(devices=jax.devices()[:2])}
+    losses = [[c.loss for c in make_loop(make_task(data), **o)] for o in ({}, sharded)]
+    assert len(losses[0]) == 2 and losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_run_over_graphs_resumes_at_its_position():
+    first = make_loop()
+    saved = [first.next_checkpoint() for _ in range(3)][1]
+    again = make_loop()
+    again.restore(saved)
+    assert_equal(again.next_checkpoint().state, first.state)
+
+
+@pytest.mark.parametrize(
+    ("options", "loop"),
+    [
+        ({"pad": True}, {}),
+        ({"accumulate": 2}, {}),
+        ({}, {"devices": jax.devices()[:2]}),
+        ({}, {"devices": None, "strategy": ff.DataParallel(virtual_replicas=8)}),
+    ],
+    ids=["padding", "parts", "data-parallel", "virtual replicas"],
+)
+def test_what_pads_or_divides_refuses_them_in_words(options, loop):
+    with pytest.raises(ValueError, match="different numbers.*TrainTask.pad=False.*Sharded"):
+        make_loop(make_task(**options), **loop).next_step()
+    x, init = np.ones((4, 1), np.float32), lambda rngs, *inputs: {"params": np.ones(1)}
+    apply = lambda v, x, factor, **_: (v["params"] * factor * x, {})  # noqa: E731
+    task = ff.TrainTask(apply, OPTIMIZER, "mse", [((x, 2.0), x)], **{"pad": False, **options})
+    with pytest.raises(TypeError, match="got the scalar 2.*TrainTask.pad=False.*Sharded"):
+        ff.TrainLoop(init, task, 0, stdout=False, **loop).next_step()
+
+
+ROWS = np.arange(24, dtype=np.float32).reshape(8, 3)
+
+
+def clipped_step(state, batch):
+    """A step on a number that comes with the batch, and changes from one to the next."""
+    rows, clip = batch.inputs["rows"], batch.inputs["clip"]
+    assert jnp.shape(clip) == ()
+    grads = {"w": jnp.clip(rows.mean(0), -clip, clip)}
+    return state.apply_gradient(SGD, grads), {"clip": clip, "epoch": batch.inputs["epoch"]}
+
+
+SGD = optax.sgd(1.0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"devices": jax.devices()[:1]},
+        {"devices": jax.devices()[:1], "steps_per_call": 2, "n_steps_per_checkpoint": 2},
+        {},
+        {"steps_per_call": 2, "n_steps_per_checkpoint": 2},
+    ],
+    ids=["one device", "two steps at once", "sharded", "two steps at once, sharded"],
+)
+@pytest.mark.parametrize("kind", [float, np.float32, np.asarray, jnp.asarray])
+def test_a_step_takes_numbers_beside_the_rows(options, kind):
+    clips = [0.5, 2.0, 0.25, 1.0]
+    data = [{"rows": ROWS, "clip": kind(clip), "epoch": i} for i, clip in enumerate(clips)]
+    task = ff.TrainTask(step=clipped_step, optimizer=SGD, data=data)
+    init = lambda rngs, **inputs: {"params": {"w": np.zeros(3, np.float32)}}  # noqa: E731
+    options = {"first_checkpoint": 2, "n_steps_per_checkpoint": 2, **options}
+    loop = ff.TrainLoop(init, task, 0, n_steps=4, stdout=False, **options)
+    metrics = [checkpoint.metrics for checkpoint in loop]
+    np.testing.assert_allclose(loop.state.params["w"], np.full(3, -sum(clips)))
+    assert [each["clip"] for each in metrics] == [1.25, 0.625]
+    assert [each["epoch"] for each in metrics] == [0.5, 2.5]
+
+
+def test_a_step_takes_ragged_rows():
+    def step(state, batch):
+        (values, splits), _ = batch.inputs, batch.targets
+        n = values.shape[0]
+        owner = jnp.repeat(jnp.arange(len(splits) - 1), jnp.diff(splits), total_repeat_length=n)
+        sums = jax.ops.segment_sum(values, owner, len(splits) - 1)
+        return state, {"longest": sums.max()}
+
+    data = [((np.ones(7, np.float32), np.array([0, 2, 7])), ())]
+    task = ff.TrainTask(step=step, data=data)
+    init = lambda rngs, *inputs: {"params": np.zeros(1, np.float32)}  # noqa: E731
+    checkpoint = ff.TrainLoop(init, task, 0, stdout=False).next_step()
+    assert checkpoint.metrics["longest"] == 5 and checkpoint.n_examples == 1
