@@ -11,7 +11,7 @@ import optax
 from flaxfit.optim._arguments import OPTAX_ARGUMENTS, of_selected, selected, with_arguments
 from flaxfit.optim._demands import arguments_of
 from flaxfit.optim._filters import Filter, assign, group_name
-from flaxfit.optim._hyperparams import GroupsState, check_known, names_of
+from flaxfit.optim._hyperparams import GroupsState, check_known, group_named, names_of
 from flaxfit.optim._optimizer import Adjustable
 from flaxfit.tree._selection import Selection, is_nnx_filter
 from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
@@ -133,6 +133,7 @@ class MultiOptimizer(Adjustable):
         params: Params = None,
         *,
         hyper_params: PyTree = None,
+        group: str | int | None = None,
         **extra: PyTree,
     ) -> tuple[PyTree, GroupsState]:
         if params is None:
@@ -144,14 +145,17 @@ class MultiOptimizer(Adjustable):
         check_known(set(extra) - OPTAX_ARGUMENTS, known, self.describe())
         labels = assign(self._filters, self._names, params)
         sets = self._sets(hyper_params)
+        only = None if group is None else self._names.index(group_named(state, group))
         optimizers = [
             _bound(
                 optimizer,
                 of_group,
                 given,
-                of_selected(extra, params, functools.partial(selected, labels, group)),
+                of_selected(extra, params, functools.partial(selected, labels, number)),
             )
-            for group, (optimizer, of_group, given) in enumerate(
+            if only in (None, number)
+            else _STILL
+            for number, (optimizer, of_group, given) in enumerate(
                 zip(self._optimizers, state.states, sets, strict=True)
             )
         ]
@@ -213,6 +217,10 @@ def _is_selected(filter: Filter) -> bool:
     return isinstance(filter, Selection) or is_nnx_filter(filter)
 
 
+# Neither updates parameters nor changes its state.
+_STILL = optax.GradientTransformation(
+    lambda params: (), lambda updates, state, params=None: (optax.tree.zeros_like(updates), state)
+)
 # The state of the parameters that are in no group.
 _REST = optax.MaskedState(optax.EmptyState())
 

@@ -177,6 +177,27 @@ def group_name(state: OptState, group: str | int) -> str:
     raise ValueError(f"There is no group {group!r}. {known}")
 
 
+def group_named(state: OptState, group: str | int) -> str:
+    """Returns the name of a group of a `MultiOptimizer`, anywhere in a state.
+
+    Raises:
+      ValueError: there is no such group.
+    """
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, GroupsState))
+    found = next((node for node in nodes if isinstance(node, GroupsState)), None)
+    if found is None:
+        raise ValueError(
+            f"Cannot update the group {group!r} alone: the optimizer has no groups. Make it of "
+            "flaxfit.optim.MultiOptimizer((filter, optimizer), ...)."
+        )
+    names = list(_children(found))
+    if group in names:
+        return str(group)
+    if isinstance(group, int) and -len(names) <= group < len(names):
+        return names[group]
+    raise ValueError(f"There is no group {group!r}. The groups are {names}.")
+
+
 def _is_injected(node: PyTree) -> bool:
     return isinstance(node, optax.InjectStatefulHyperparamsState)
 

@@ -9,7 +9,7 @@ import optax
 from flax import struct
 
 from flaxfit.optim._arguments import OPTAX_ARGUMENTS
-from flaxfit.optim._hyperparams import check_known
+from flaxfit.optim._hyperparams import check_known, group_named
 from flaxfit.tree._plain import as_plain, restore
 from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
 
@@ -33,7 +33,12 @@ class Optimizer(struct.PyTreeNode):
     target: Params
 
     def apply_gradient(
-        self, grads: PyTree, *, hyper_params: PyTree = None, **overrides: ArrayLike
+        self,
+        grads: PyTree,
+        *,
+        hyper_params: PyTree = None,
+        group: str | int | None = None,
+        **overrides: ArrayLike,
     ) -> "Optimizer":
         """Returns the optimizer after one step.
 
@@ -41,9 +46,13 @@ class Optimizer(struct.PyTreeNode):
           grads: gradients, shaped like `target`.
           hyper_params: all hyperparameters of this step; for groups a sequence with a set for each
             of them, or a mapping from groups to sets.
+          group: the name or the position of a group, to update it alone: the parameters and the
+            states of the others stay.
           **overrides: hyperparameters of this step by name, for every group that has them.
         """
         sets = {} if hyper_params is None else {"hyper_params": hyper_params}
+        if group is not None:
+            sets["group"] = group_named(self.state, group)
         updates, state = self.optimizer_def.update(
             grads, self.state, self.target, **sets, **overrides
         )

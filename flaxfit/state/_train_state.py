@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from flax import struct
 
-from flaxfit.optim._hyperparams import check_known, describe, names_of
+from flaxfit.optim._hyperparams import check_known, describe, group_named, names_of
 from flaxfit.state import _logical_axes
 from flaxfit.state._inference_state import InferenceState, State
 from flaxfit.state._optimizer_axes import with_optimizer, without_optimizer
@@ -67,6 +67,7 @@ class TrainState(State):
         grads: PyTree,
         *,
         model_state: PyTree = None,
+        group: str | int | None = None,
         **hyperparams: PyTree,
     ) -> "TrainState":
         """Returns the state after one update of the optimizer.
@@ -75,14 +76,19 @@ class TrainState(State):
           optimizer: the optax transformation that made `opt_state`.
           grads: gradients, shaped like `params`.
           model_state: the model's new state; None keeps the present one.
+          group: the name or the position of a group of a `MultiOptimizer`, to update it alone: the
+            parameters and the optimizer states of the others stay.
           **hyperparams: passed on to `optimizer.update` (such as `value=loss`).
 
         Raises:
-          ValueError: a learning rate for an optimizer that keeps none in its state.
+          ValueError: a learning rate for an optimizer that keeps none in its state, or a group
+            that it does not have.
         """
         if "learning_rate" in hyperparams:
             # optax silently ignores what none of its transformations takes.
             check_known(["learning_rate"], names_of(self.opt_state), describe(self.opt_state))
+        if group is not None:
+            hyperparams["group"] = group_named(self.opt_state, group)
         updates, opt_state = optimizer.update(grads, self.opt_state, self.params, **hyperparams)
         return self.replace(
             step=self.step + 1,

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from flax.traverse_util import ModelParamTraversal
 
+from flaxfit import TrainState
 from flaxfit.optim import MultiOptimizer, OptimizerDef, hyperparams
 
 SGD = OptimizerDef(optax.sgd, learning_rate=0.5)
@@ -258,3 +259,42 @@ def test_a_filter_of_values_is_told_that_it_has_none_in_a_compiled_step():
     assert groups.init(params)
     with pytest.raises(TypeError, match="the path, the shape and the dtype"):
         jax.jit(groups.init)(params)
+
+
+def assert_equal(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("group", ["head/.*", 1, -1])
+def test_one_group_is_updated_alone(group):
+    start = BY_PATTERN.create(PARAMS).apply_gradient(GRADS)
+    found = jax.jit(lambda o, g: o.apply_gradient(g, group=group))(start, GRADS)
+    both = jax.jit(lambda o, g: o.apply_gradient(g))(start, GRADS)
+    assert_equal(found.target, {**start.target, "head": both.target["head"]})
+    assert_equal(found.state.states, (start.state.states[0], both.state.states[1]))
+    assert not np.array_equal(found.target["head"]["kernel"], start.target["head"]["kernel"])
+
+
+def test_one_group_of_a_state_is_updated_alone_within_a_chain():
+    optimizer = optax.chain(optax.clip(0.1), BY_PATTERN)
+    start = TrainState.create(optimizer, {"params": PARAMS})
+    found = start.apply_gradient(optimizer, GRADS, group="encoder/.*", learning_rate=1.0)
+    moved = jax.tree.map(lambda p: p - np.float32(0.1), PARAMS["encoder"])
+    assert_equal(found.params, {**PARAMS, "encoder": moved})
+    assert_equal(found.opt_state[1].states[1], start.opt_state[1].states[1])
+    assert int(found.step) == 1
+
+
+def test_a_group_that_is_not_there_cannot_be_updated_alone():
+    state = TrainState.create(BY_PATTERN, {"params": PARAMS})
+    with pytest.raises(ValueError, match="no group 'decoder'. The groups are .*encoder"):
+        state.apply_gradient(BY_PATTERN, GRADS, group="decoder")
+    with pytest.raises(ValueError, match="no group 2"):
+        BY_PATTERN.create(PARAMS).apply_gradient(GRADS, group=2)
+    sgd = optax.sgd(0.1)
+    plain = TrainState.create(sgd, {"params": PARAMS})
+    with pytest.raises(ValueError, match="'head' alone: the optimizer has no groups"):
+        plain.apply_gradient(sgd, GRADS, group="head")
+    with pytest.raises(ValueError, match="0 alone: the optimizer has no groups"):
+        SGD.create(PARAMS).apply_gradient(GRADS, group=0)
