@@ -1,8 +1,8 @@
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import slow
+from measuring import value_of
 from sklearn.metrics import accuracy_score, top_k_accuracy_score
 
 from flaxfit.metrics import accuracy, auc, binary_accuracy, perplexity, top_k
@@ -39,15 +39,14 @@ def test_accuracy_of_a_single_score_has_its_threshold_at_zero(
 @pytest.mark.parametrize("outputs_shape", [(1,), (1, 1)])
 @pytest.mark.parametrize("labels_shape", [(1,), (1, 1)])
 def test_a_single_score_of_a_single_example_is_still_one(outputs_shape, labels_shape):
-    sums = accuracy.measure(np.full(outputs_shape, -3.0), np.zeros(labels_shape, int))
-    assert accuracy.compute(sums) == 1.0
+    assert value_of(accuracy, np.full(outputs_shape, -3.0), np.zeros(labels_shape, int)) == 1.0
 
 
 def test_accuracy_by_token_weighs_whole_sequences():
     logits = np.eye(3)[np.array([[0, 1], [2, 2]])]
     labels = np.array([[0, 2], [2, 2]])
-    sums = accuracy.measure(logits, labels, weights=np.array([3.0, 1.0]))
-    assert accuracy.compute(sums) == pytest.approx((3 * 0.5 + 1) / 4)
+    value = value_of(accuracy, logits, labels, weights=np.array([3.0, 1.0]))
+    assert value == pytest.approx((3 * 0.5 + 1) / 4)
 
 
 @pytest.mark.parametrize(
@@ -103,13 +102,8 @@ def test_the_threshold_is_the_logit_above_which_class_1_is_predicted(threshold):
     two = np.stack([np.zeros(9), scores], 1)
     for metric, outputs in (accuracy, scores), (accuracy, two), (binary_accuracy, scores):
         metric = metric(threshold=threshold)
-        assert metric.compute(metric.measure(outputs, labels)) == pytest.approx(expected)
+        assert value_of(metric, outputs, labels) == pytest.approx(expected)
         assert metric.name in ("accuracy", "binary_accuracy")
-
-
-def value_of(metric, *arrays, weights=None):
-    """The value of sums that are compiled, as a loop compiles them."""
-    return metric.compute(jax.device_get(jax.jit(metric.measure)(*arrays, weights=weights)))
 
 
 ONE_SCORE = np.linspace(-2, 2, 4).astype(np.float32)

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from measuring import value_of
 from sklearn.metrics import roc_auc_score
 
 from flaxfit.metrics import auc
@@ -69,14 +70,14 @@ def test_float64_scores_are_ranked_by_all_their_digits():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_scores_of_two_classes_are_subtracted_in_single_precision(dtype):
     scores = jnp.stack([jnp.zeros(999), 100 + NORMAL[:999]], 1).astype(dtype)
-    value = auc.compute(auc.measure(scores, LABELS[:999]))
+    value = value_of(auc, scores, LABELS[:999])
     expected = roc_auc_score(LABELS[:999], np.asarray(scores, np.float32)[:, 1])
     assert value == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.slow
 def test_zero_has_no_sign():
-    assert auc.compute(auc.measure(np.array([0.0, -0.0]), np.array([0, 1]))) == pytest.approx(0.5)
+    assert value_of(auc, np.array([0.0, -0.0]), np.array([0, 1])) == pytest.approx(0.5)
 
 
 def test_two_classes_are_ranked_by_the_difference_of_their_scores(tumours, measured):
@@ -90,17 +91,17 @@ def test_two_classes_are_ranked_by_the_difference_of_their_scores(tumours, measu
 @pytest.mark.slow
 def test_infinite_scores_rank_first_and_last():
     scores = np.array([-np.inf, -5.0, 100.0, np.inf])
-    assert auc.compute(auc.measure(scores, np.array([0, 0, 0, 1]))) == 1.0
-    assert auc.compute(auc.measure(scores, np.array([1, 0, 0, 0]))) == 0.0
+    assert value_of(auc, scores, np.array([0, 0, 0, 1])) == 1.0
+    assert value_of(auc, scores, np.array([1, 0, 0, 0])) == 0.0
 
 
 @pytest.mark.slow
 def test_a_nan_score_that_has_weight_is_not_hidden():
-    assert np.isnan(auc.compute(auc.measure(np.array([np.nan, 1.0]), np.array([0, 1]))))
+    assert np.isnan(value_of(auc, np.array([np.nan, 1.0]), np.array([0, 1])))
 
 
 def test_one_class_alone_has_no_area():
-    assert np.isnan(auc.compute(auc.measure(np.array([0.3, 1.0]), np.array([1, 1]))))
+    assert np.isnan(value_of(auc, np.array([0.3, 1.0]), np.array([1, 1])))
 
 
 def test_what_cannot_be_ranked_is_refused():

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import sklearn.metrics
+from measuring import value_of
 
 from flaxfit.metrics import confusion_matrix, f1, plot_confusion_matrix, precision, recall
 
@@ -47,7 +48,7 @@ def test_rates_of_many_classes(digits, measured, metric, reference, average):
 @rates
 def test_classes_that_never_occur_do_not_lower_the_macro_average(metric, reference):
     logits, labels = np.eye(6)[[0, 0, 1, 2]], np.array([0, 1, 1, 4])
-    value = metric.compute(metric.measure(logits, labels))
+    value = value_of(metric, logits, labels)
     expected = reference(labels, logits.argmax(1), average="macro", zero_division=0.0)
     assert value == pytest.approx(expected, rel=1e-6)
 
@@ -55,10 +56,8 @@ def test_classes_that_never_occur_do_not_lower_the_macro_average(metric, referen
 @rates
 def test_rates_of_nothing(metric, reference):
     scores, labels = np.full(3, -1.0), np.zeros(3, np.int32)
-    assert metric.compute(metric.measure(scores, labels)) == reference(
-        labels, scores > 0, zero_division=0.0
-    )
-    assert np.isnan(metric.compute(metric.measure(scores, labels, weights=np.zeros(3))))
+    assert value_of(metric, scores, labels) == reference(labels, scores > 0, zero_division=0.0)
+    assert np.isnan(value_of(metric, scores, labels, weights=np.zeros(3)))
 
 
 @rates
@@ -94,7 +93,7 @@ def test_labels_of_several_classes_are_not_taken_for_one_hot_labels():
     logits, labels = np.ones((4, 3), np.float32), np.array([[1, 0, 1]] * 4)
     for metric in precision, recall, f1, f1(average=None), confusion_matrix(3):
         with pytest.warns(UserWarning, match=r"is NaN.*several labels.*f1 with multilabel=True"):
-            assert np.isnan(metric.compute(metric.measure(logits, labels))).all()
+            assert np.isnan(value_of(metric, logits, labels)).all()
 
 
 def test_an_average_that_cannot_be_taken_is_refused():
@@ -134,12 +133,10 @@ def test_the_confusion_matrix_has_actual_classes_in_rows(digits, measured):
 def test_labels_out_of_range_are_no_other_class(label):
     logits, labels = np.eye(3)[[0, 1, 2, 2]], np.array([0, 1, 2, label])
     matrix, weights = confusion_matrix(3), np.array([1.0, 1, 1, 0])
-    np.testing.assert_array_equal(
-        matrix.compute(matrix.measure(logits, labels, weights=weights)), np.eye(3)
-    )
+    np.testing.assert_array_equal(value_of(matrix, logits, labels, weights=weights), np.eye(3))
     for metric in matrix, precision, recall, f1(average="micro"), f1(average="weighted"):
         with pytest.warns(UserWarning, match="labels that name no class.*the weight 0"):
-            assert np.isnan(metric.compute(metric.measure(logits, labels))).all()
+            assert np.isnan(value_of(metric, logits, labels)).all()
 
 
 def test_a_confusion_matrix_of_another_size_is_refused():

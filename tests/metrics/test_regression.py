@@ -2,6 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sklearn.metrics
+from measuring import value_of
 
 from flaxfit.metrics import mae, mse, perplexity, r2, rmse
 
@@ -64,8 +65,8 @@ def test_r2_of_a_constant_target(measured, constant, error):
 @pytest.mark.slow
 def test_a_nan_target_that_has_weight_is_not_hidden():
     targets = np.array([1.0, np.nan, 3.0], np.float32)
-    assert np.isnan(r2.compute(r2.measure(np.zeros(3), targets)))
-    assert r2.compute(r2.measure(np.zeros(3), targets, weights=np.array([1.0, 0, 1]))) == -4.0
+    assert np.isnan(value_of(r2, np.zeros(3), targets))
+    assert value_of(r2, np.zeros(3), targets, weights=np.array([1.0, 0, 1])) == -4.0
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -73,13 +74,12 @@ def test_half_precision_outputs_are_computed_with_in_single_precision(dtype):
     outputs = jnp.arange(8).astype(dtype)
     targets = np.arange(8) + 0.01
     for metric, expected in (mse, 1e-4), (mae, 1e-2), (rmse, 1e-2), (r2, 1 - 1e-4 / 5.25):
-        value = metric.compute(metric.measure(outputs, targets.astype(np.float32)))
+        value = value_of(metric, outputs, targets.astype(np.float32))
         assert value == pytest.approx(expected, rel=1e-4)
 
 
 def test_errors_of_unsigned_integers_do_not_wrap_around():
-    sums = mse.measure(np.array([1], np.uint8), np.array([3], np.uint8))
-    assert mse.compute(sums) == 4.0
+    assert value_of(mse, np.array([1], np.uint8), np.array([3], np.uint8)) == 4.0
 
 
 def test_regression_refuses_shapes_that_would_broadcast():
@@ -99,13 +99,13 @@ def test_perplexity_is_the_exponential_of_the_mean_crossentropy(digits, measured
 
 
 def test_a_hopeless_perplexity_is_infinite_quietly():
-    assert perplexity.compute(perplexity.measure(np.array([[0.0, 1e4]]), np.array([0]))) == np.inf
+    assert value_of(perplexity, np.array([[0.0, 1e4]]), np.array([0])) == np.inf
 
 
 def test_no_weight_gives_nan_quietly(diabetes):
     outputs, targets, weights = diabetes
     for metric in (mse, mae, rmse, r2):
-        assert np.isnan(metric.compute(metric.measure(outputs, targets, weights=0 * weights)))
+        assert np.isnan(value_of(metric, outputs, targets, weights=0 * weights))
 
 
 def test_perplexity_of_probabilities_and_of_large_logits(digits, measured):
@@ -116,5 +116,5 @@ def test_perplexity_of_probabilities_and_of_large_logits(digits, measured):
     value = measured(perplexity(from_logits=False), probabilities, labels, weights=weights)
     assert value == pytest.approx(expected, rel=1e-5)
     large = np.array([[1e4, 1e4 + 1, 1e4 - 1]] * 2, np.float32)
-    value = perplexity.compute(perplexity.measure(large, np.array([1, 2])))
+    value = value_of(perplexity, large, np.array([1, 2]))
     assert value == pytest.approx(1 + np.e + 1 / np.e, rel=1e-5)

@@ -63,7 +63,7 @@ STRATEGIES = {
 
 @functools.cache
 def first_params(module):
-    return module.init(jax.random.key(0), IMAGES[:2], TEXTS[:2])["params"]
+    return jax.jit(module.init)(jax.random.key(0), IMAGES[:2], TEXTS[:2])["params"]
 
 
 def loop_of(name, strategy, accumulate, *, weights=None, sows=False, **options):
@@ -95,20 +95,21 @@ def by_hand(name, is_weighted, sows):
     """The losses of the steps, and the parameters after them."""
     module = Towers(sows=sows)
     params, found = first_params(module), []
+    weights = WEIGHTS if is_weighted else np.ones_like(WEIGHTS)
 
-    def objective(params, rows):
-        (outputs, updates) = module.apply(
-            {"params": params}, IMAGES[rows], TEXTS[rows], mutable=["losses"]
-        )
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def gradient(params, images, texts, w):
+        (outputs, updates) = module.apply({"params": params}, images, texts, mutable=["losses"])
         result = LOSSES[name](*outputs)
         values, penalty = result if isinstance(result, tuple) else (result, 0.0)
-        w = WEIGHTS[rows] if is_weighted else np.ones(len(IMAGES[rows]))
         mean = jnp.sum(w * values) / jnp.sum(w) if values.ndim else values
         penalty += sum(map(jnp.sum, jax.tree.leaves(updates)))
         return mean + penalty, mean
 
     for start in range(0, N, BATCH):
-        grads, mean = jax.grad(objective, has_aux=True)(params, slice(start, start + BATCH))
+        rows = slice(start, start + BATCH)
+        grads, mean = gradient(params, IMAGES[rows], TEXTS[rows], weights[rows])
         found.append(float(mean))
         params = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
     return found, params
