@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.data import pack
@@ -155,7 +156,7 @@ def unpacked():
     return params, *loss(params)
 
 
-@pytest.mark.parametrize("n_devices", [1, 4])
+@pytest.mark.parametrize("n_devices", [thorough(1), 4])
 def test_a_packed_transformer_has_the_loss_and_gradient_of_the_unpacked_one(unpacked, n_devices):
     params, loss, grads = unpacked
     stream = pack(SEQUENCES, LENGTH)

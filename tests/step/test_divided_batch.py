@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from marks import thorough
+from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit.optim import MultiOptimizer, OptimizerDef
@@ -29,11 +29,11 @@ STRATEGIES = {
 }
 CASES = [
     thorough("one device", 1),
-    ("one device", 2),
+    thorough("one device", 2),
     ("data-parallel", 1),
     thorough("data-parallel", 2),
     thorough("FSDP", 1),
-    ("FSDP", 2),
+    slow("FSDP", 2),
     thorough("virtual replicas", 1),
     ("virtual replicas", 2),
 ]
@@ -179,7 +179,7 @@ def state_of(task):
 def step_of(optimizer, n=BATCH, **options):
     """The state and the sums of one step."""
     task = ff.TrainTask(apply, optimizer, "mse", **options)
-    return make_train_step(task)(state_of(task), ff.Batch((X[:n],), (Y[:n],), W[:n]))
+    return jax.jit(make_train_step(task))(state_of(task), ff.Batch((X[:n],), (Y[:n],), W[:n]))
 
 
 ROWS = (X[:BATCH], Y[:BATCH], W[:BATCH])
@@ -187,11 +187,16 @@ ROWS = (X[:BATCH], Y[:BATCH], W[:BATCH])
 
 def whole_step(optimizer, params, loss_fn, names=("value", "grad", "value_fn")):
     """One step by hand of an optimizer that sees these parameters."""
-    value, grad = jax.value_and_grad(loss_fn)(params)
-    known = {"value": value, "grad": grad, "value_fn": loss_fn}
-    extra = {name: known[name] for name in names}
-    updates, _ = optimizer.update(grad, optimizer.init(params), params, **extra)
-    return optax.apply_updates(params, updates)
+
+    @jax.jit
+    def step(params):
+        value, grad = jax.value_and_grad(loss_fn)(params)
+        known = {"value": value, "grad": grad, "value_fn": loss_fn}
+        extra = {name: known[name] for name in names}
+        updates, _ = optimizer.update(grad, optimizer.init(params), params, **extra)
+        return optax.apply_updates(params, updates)
+
+    return step(params)
 
 
 def test_frozen_parameters_stay_out_of_a_line_search():
@@ -234,7 +239,7 @@ def test_a_partition_of_optax_says_how_its_gradient_is_masked():
 def test_float16_passes_what_is_not_scaled():
     state, _ = step_of(probe(), precision="float16")
     seen = state.opt_state.inner
-    value, grad = jax.value_and_grad(loss)(PARAMS, *ROWS)
+    value, grad = jax.jit(jax.value_and_grad(loss))(PARAMS, *ROWS)
     assert float(seen.value) == pytest.approx(float(value), rel=1e-2)
     assert float(seen.value_there) == float(seen.value)
     assert_same(seen.grad, grad, rtol=0.02, atol=0.01)
@@ -245,7 +250,7 @@ def test_a_step_that_is_not_finite_leaves_the_memory_of_a_line_search_alone():
     task = ff.TrainTask(apply, lbfgs(), "mse", skip_nonfinite=True)
     before = state_of(task)
     broken = ff.Batch((X[:BATCH] * np.nan,), (Y[:BATCH],))
-    after, sums = make_train_step(task)(before, broken)
+    after, sums = jax.jit(make_train_step(task))(before, broken)
     assert float(sums["skipped_steps"][0]) == 1
     assert int(after.step) == 1
     expected = (before.params, before.opt_state)
@@ -260,7 +265,7 @@ def test_several_outputs_pass_the_sum_of_their_losses():
     weights = {"one": W[:BATCH], "two": np.ones(BATCH, np.float32)}
     batch = ff.Batch((X[:BATCH],), ({"one": Y[:BATCH, 0], "two": Y[:BATCH, 1]},), weights)
     task = ff.TrainTask(two, probe(), {"one": "mse", "two": "mse"}, loss_weights={"two": 3.0})
-    state, _ = make_train_step(task)(state_of(task), batch)
+    state, _ = jax.jit(make_train_step(task))(state_of(task), batch)
     errors = np.asarray(predict(PARAMS, X[:BATCH]) - Y[:BATCH]) ** 2
     w = W[:BATCH]
     expected = (errors[:, 0] * w).sum() / w.sum() + 3 * errors[:, 1].mean()
