@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from flaxfit.data import one_pass
-from flaxfit.data._batch import Batch, n_examples
+from flaxfit.data._batch import Batch, has_rows, n_examples
 from flaxfit.data._stream import pass_length
 from flaxfit.loop._local_rows import LocalBatches
-from flaxfit.loop._padding import Padder
+from flaxfit.loop._padding import Padder, may_be_whole
 from flaxfit.step._error_messages import calls_explained
 from flaxfit.step._eval_step import evaluated, make_predict_step
 from flaxfit.step._validate import check_rows, streams_explained, structure_of, trace
@@ -30,7 +30,7 @@ class Predictor:
 
     def __init__(self, task: EvalTask):
         self._rngs = task.rngs
-        self._roles = task.roles
+        self._task = task
         self._make = functools.partial(
             make_predict_step, task.apply, precision=task.precision, rngs=task.rngs
         )
@@ -42,16 +42,25 @@ class Predictor:
         """Returns the outputs of the model as NumPy arrays, one row per example."""
         stream = one_pass(data)
         pass_length(stream, "Give data that ends.")
-        batches = LocalBatches(stream, strategy, self._roles.inputs_of)
-        feed = Padder(strategy, pad=True, size=batches.batch_size, is_own=batches.is_own)
+        is_whole = may_be_whole(self._task, strategy)
+        form = self._task.roles.inputs_of
+        batches = LocalBatches(stream, strategy, form, is_whole=is_whole)
+        feed = Padder(
+            strategy,
+            pad=True,
+            size=batches.batch_size,
+            is_own=batches.is_own,
+            is_whole=is_whole,
+        )
         state = strategy.share(evaluated(state, self._rngs, f"Predictor(rngs={self._rngs})"))
         shapes = structure_of(state)
         outputs: list[PyTree] = []
-        in_flight: deque[tuple[Strategy, PyTree, int]] = deque()
+        in_flight: deque[tuple[Strategy, PyTree, int | None]] = deque()
 
         def fetch() -> None:
             own, output, n = in_flight.popleft()
-            outputs.append(batches.without_padding(own.join(output), n))
+            rows = own.join(output)
+            outputs.append(rows if n is None else batches.without_padding(rows, n))
 
         for n, item in enumerate(batches):
             portion, batch, *_ = batches.load(item, feed)
@@ -60,7 +69,8 @@ class Predictor:
             own, key = portion.strategy, (portion.strategy, portion.signature, shapes)
             if key not in self._programs:
                 self._programs[key] = self._compile(own, portion.batch, arguments)
-            in_flight.append((own, self._programs[key](*arguments), portion.n_examples))
+            n_rows = portion.n_examples if has_rows(portion.batch) else None
+            in_flight.append((own, self._programs[key](*arguments), n_rows))
             if len(in_flight) > _BATCHES_IN_FLIGHT:
                 fetch()
         while in_flight:
@@ -75,7 +85,7 @@ class Predictor:
             streams_explained("Model(..., eval_rngs=...)", self._rngs),
         ):
             result = trace(strategy.bind(self._make()), arguments[0], batch).shapes
-        check_rows(result, n_examples(batch))
+        check_rows(result, n_examples(batch) if has_rows(batch) else None)
         step = self._make(axis_name=strategy.axis_name, virtual_replicas=strategy.virtual_replicas)
 
         def predict(state: PyTree, *positioned: PyTree) -> PyTree:

@@ -329,13 +329,14 @@ def _rows_not_finite(leaf: Array, weights: Array | None) -> np.ndarray | bool:
     return bad.reshape(len(bad), -1).any(1)
 
 
-def check_rows(outputs: PyTree, n: int) -> None:
-    """Checks that predictions have a row for each of `n` examples."""
+def check_rows(outputs: PyTree, n: int | None) -> None:
+    """Checks that predictions have a row for each of `n` examples; None: that they have rows."""
     for path, leaf in flat(outputs).items():
-        if leaf.shape[:1] != (n,):
+        if leaf.shape[:1] != (n,) and (n is not None or not leaf.shape):
+            size = "any number of" if n is None else n
             raise ValueError(
                 f"predict joins the rows of batches, and output {path or 0} has shape {leaf.shape} "
-                f"for a batch of {n} examples. Return one row per example, or apply the module "
+                f"for a batch of {size} examples. Return one row per example, or apply the module "
                 "itself: module.apply(model.state.variables, x)."
             )
 

@@ -139,6 +139,19 @@ def test_a_model_trains_and_measures_graphs():
     before = model.evaluate(BATCHES)["loss"]
     history = model.fit(BATCHES, epochs=20, validation_data=BATCHES, verbose=0)
     assert history["val_loss"][-1] == model.evaluate(BATCHES)["loss"] < before
+    outputs = model.predict([(graph,) for graph, _ in BATCHES])
+    state = jax.device_get(model.state)
+    expected = np.concatenate([outputs_of(state, graph) for graph, _ in BATCHES])
+    np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_outputs_without_rows_are_no_predictions():
+    apply = lambda v, graph, **_: jnp.sum(graph.nodes)  # noqa: E731
+    init = lambda rngs, graph: {"params": np.ones(1)}  # noqa: E731
+    model = ff.Model((init, apply), OPTIMIZER, None, pad=False, step=lambda s, b: (s, {}))
+    model.state = ff.init_state(init, model._trainer.task.optimizer, 0, (BATCHES[0][0],))
+    with pytest.raises(ValueError, match="output 0 has shape .. for a batch of any number"):
+        model.predict([BATCHES[0][:1]])
 
 
 def test_a_graph_may_have_as_many_nodes_as_edges_and_targets():
