@@ -45,7 +45,7 @@ def arguments_of(optimizer: object) -> frozenset[str]:
     """
     found = frozenset[str]()
     for function in _updates(optimizer):
-        is_known = function.__module__.split(".")[0] in ("optax", "flaxfit")
+        is_known = (function.__module__ or "").split(".")[0] in ("optax", "flaxfit")
         every = takes_any(function) and not is_known
         found |= OPTAX_ARGUMENTS if every else named_arguments(function)
     return found

@@ -12,7 +12,7 @@ from flaxfit.data._batch import Batch
 from flaxfit.optim._arguments import with_arguments
 from flaxfit.optim._demands import arguments_of
 from flaxfit.optim._freeze import mask, merge
-from flaxfit.optim._spikes import stands_out
+from flaxfit.optim._spikes import Recent, stands_out
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._divided_batch import DividedBatch, mean_of_sums
 from flaxfit.step._forward import ForwardPass
@@ -76,9 +76,7 @@ def make_train_step(
         value = mean_of_sums(sums["loss"], penalty)
 
         trained = state.replace(params=mask(state.params, task.freeze))
-        hooked = grads
-        if task.grads_hook is not None:
-            hooked = _hooked(task.grads_hook, grads, trained, sums)
+        hooked = _hooked(task.grads_hook, grads, trained, sums) if task.grads_hook else grads
         passed = _arguments(value, grads, whole.loss_function(state)) if taken else {}
         passed = {name: passed[name] for name in taken}
         with _demands_explained(taken):
@@ -97,9 +95,8 @@ def make_train_step(
         if guards(task):
             is_good = _is_finite((grads, hooked, sums["loss"]))
             if task.skip_above is not None:
-                recent = state.opt_state.recent
-                is_spike, advanced = stands_out(recent, value, norm, task.skip_above)
-                kept["recent"] = _where(is_good & (is_used > 0), advanced, recent)
+                is_counted = is_good & (is_used > 0)
+                is_spike, kept["recent"] = _judged(state, value, norm, task.skip_above, is_counted)
                 is_good &= ~is_spike
             # The sums of a skipped batch must not spoil the totals.
             sums = _where(is_good, sums, jax.tree.map(jnp.zeros_like, sums))
@@ -153,6 +150,19 @@ def _hooked(hook: Function, grads: Params, state: TrainState, sums: dict[str, Su
             f"given, {expected!r:.300}; it returned {shapes!r:.300}."
         )
     return like(found, grads)
+
+
+def _judged(
+    state: TrainState,
+    loss: jax.Array,
+    norm: jax.Array,
+    n_deviations: float,
+    is_counted: jax.Array,
+) -> tuple[jax.Array, Recent]:
+    """Whether a step is a spike, and the ring of recent steps, with this one if it counts."""
+    recent = state.opt_state.recent
+    is_spike, advanced = stands_out(recent, loss, norm, n_deviations)
+    return is_spike, _where(is_counted, advanced, recent)
 
 
 def _arguments(value: jax.Array, grads: Params, loss: Function) -> dict[str, PyTree]:

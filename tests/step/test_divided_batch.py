@@ -129,6 +129,24 @@ def test_a_loss_that_compares_examples_is_passed_with_all_of_them(strategy):
     assert_same((seen.value_there, seen.grad_there), (seen.value, seen.grad))
 
 
+@pytest.mark.parametrize(("strategy", "accumulate"), [("data-parallel", 2), thorough("FSDP", 1)])
+def test_an_objective_is_passed_as_a_loss_is(strategy, accumulate):
+    def objective(apply, batch, rngs):
+        (x,), (y,) = batch.inputs, batch.targets
+        return jnp.mean((apply(x) - y) ** 2, -1) + 0.1 * jnp.mean((apply(-x) + y) ** 2, -1)
+
+    data = ff.ArrayStream(X[:32], Y[:32], W[:32], batch_size=BATCH, epochs=1)
+    task = ff.TrainTask(apply, probe(), objective=objective, data=data, accumulate=accumulate)
+    init = lambda key, x: {"params": PARAMS}  # noqa: E731
+    loop = ff.TrainLoop(
+        init, task, 0, n_steps_per_checkpoint=1, strategy=STRATEGIES[strategy](), stdout=False
+    )
+    metrics = [checkpoint.metrics for checkpoint in loop]
+    seen = loop.state.opt_state
+    assert float(seen.value) == pytest.approx(metrics[-1]["loss"], rel=1e-6)
+    assert_same((seen.value_there, seen.grad_there), (seen.value, seen.grad))
+
+
 def by_hand(update, state):
     """The parameters after two epochs of `update(params, state, batch) -> (params, state)`."""
     params = jax.tree.map(jnp.asarray, PARAMS)
