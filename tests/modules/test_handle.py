@@ -40,8 +40,9 @@ def test_modules_and_classes_of_nnx_are_known_from_functions():
     assert not any(map(is_module, (Linen, Linen().apply, lambda rngs: Net(rngs), None, 3)))
 
 
-@pytest.mark.parametrize("make", [Net, lambda rngs: Net(rngs), Net(nnx.Rngs(0))])
-def test_the_module_of_a_state_holds_its_weights_in_evaluation_mode(make):
+@pytest.mark.parametrize("kind", ["class", "factory", "instance"])
+def test_the_module_of_a_state_holds_its_weights_in_evaluation_mode(kind):
+    make = {"class": Net, "factory": lambda rngs: Net(rngs)}.get(kind) or Net(nnx.Rngs(0))
     (init, apply), (_, evaluate) = train_and_eval(make)
     variables = init(jax.random.key(1), X)
     module = handle_of(apply).merged(variables)

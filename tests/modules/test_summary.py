@@ -28,10 +28,10 @@ class Nnx(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    "model", [Linen(), Nnx, Nnx(rngs=nnx.Rngs(0))], ids=["linen", "class", "nnx"]
+    "make", [Linen, lambda: Nnx, lambda: Nnx(rngs=nnx.Rngs(0))], ids=["linen", "class", "nnx"]
 )
-def test_a_summary_counts_the_parameters_of_each_layer(model):
-    table = summarize(model, INPUTS)
+def test_a_summary_counts_the_parameters_of_each_layer(make):
+    table = summarize(make(), INPUTS)
     assert "20 (80 B)" in table
     assert "float32[2,5]" in table
 

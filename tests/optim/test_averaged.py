@@ -76,7 +76,7 @@ def check(model, tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), saved, expected)
 
 
-@pytest.mark.parametrize("wrapped", quick("bare", "groups", of=WRAPPED))
+@pytest.mark.parametrize("wrapped", quick("groups", of=WRAPPED))
 def test_a_model_uses_the_average_of_a_schedule_free_optimizer(wrapped, tmp_path):
     check(fitted(WRAPPED[wrapped]()), tmp_path)
 

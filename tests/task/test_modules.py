@@ -52,9 +52,12 @@ def last(loop):
 
 
 @pytest.mark.parametrize(
-    "module", [Net(nnx.Rngs(0)), slow(Net), Linen()], ids=["instance", "class", "linen"]
+    "make",
+    [lambda: Net(nnx.Rngs(0)), slow(lambda: Net), Linen],
+    ids=["instance", "class", "linen"],
 )
-def test_a_loop_of_a_module_equals_that_of_its_functions(module):
+def test_a_loop_of_a_module_equals_that_of_its_functions(make):
+    module = make()
     if isinstance(module, nn.Module):
         both = ff.modules.train_and_eval(module)[0]
     else:
