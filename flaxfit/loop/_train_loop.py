@@ -131,8 +131,8 @@ class TrainLoop(Settings):
 
         def sample() -> PyTree:
             with self.in_phase("training"):
-                loader = self._stepper.loader
-                batch = loader.first_batch() if input_sample is None else (input_sample,)
+                loader, batch = self._stepper.loader, task.roles.inputs_of((input_sample,))
+                batch = loader.first_batch() if input_sample is None else batch
             return normalize(batch, is_whole=task.keeps_whole).inputs
 
         CallbackList(callbacks).attach_first(self)

@@ -103,6 +103,13 @@ def test_a_given_batch_may_have_columns():
     assert_equal(steps[0].state, steps[1].state)
 
 
+def test_a_sample_of_the_inputs_may_have_columns():
+    task = make_task(None, **OPTIONS)
+    samples = X, {"image": X}, COLUMNS
+    loops = [ff.TrainLoop(Regressor(), task, 0, input_sample=s, stdout=False) for s in samples]
+    assert_equal([loop.state for loop in loops[1:]], [loops[0].state] * 2)
+
+
 def test_inputs_by_the_names_of_the_call():
     class TwoInputs(nn.Module):
         @nn.compact

@@ -84,6 +84,11 @@ def by_hand(state):
     return losses, params
 
 
+def assert_close(params, others):
+    for a, b in zip(*map(jax.tree.leaves, jax.device_get((params, others))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
 DEVICES = {
     "one device": {},
     "sharded": {"strategy": lambda: ff.Sharded.fsdp(devices=jax.devices()[:4]), "devices": None},
@@ -99,11 +104,7 @@ def test_graphs_train_as_in_a_loop_by_hand(case):
     loop = make_loop(**options)
     losses, params = by_hand(loop.state)
     assert [checkpoint.loss for checkpoint in loop] == pytest.approx(losses, rel=1e-5)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-        jax.device_get(loop.state.params),
-        jax.device_get(params),
-    )
+    assert_close(loop.state.params, params)
 
 
 def test_graphs_have_weights_and_a_number_of_examples():
@@ -241,3 +242,49 @@ def test_a_step_takes_ragged_rows():
     init = lambda rngs, *inputs: {"params": np.zeros(1, np.float32)}  # noqa: E731
     checkpoint = ff.TrainLoop(init, task, 0, stdout=False).next_step()
     assert checkpoint.metrics["longest"] == 5 and checkpoint.n_examples == 1
+
+
+def masked_loss(logits, labels):
+    """The loss of the labels that are there, as in Flax's example of molecules (ogbg)."""
+    is_there = ~jnp.isnan(labels)
+    values = optax.sigmoid_binary_cross_entropy(logits, jnp.where(is_there, labels, 0))
+    return values, is_there
+
+
+def test_molecules_with_missing_labels_train_as_in_a_loop_by_hand():
+    labels = [(targets > 0).astype(np.float32) for _, targets in BATCHES]
+    for each in labels:
+        each[RNG.random(each.shape) < 0.4] = np.nan
+    data = [(graph, each) for (graph, _), each in zip(BATCHES, labels, strict=True)]
+    options = {"pad": False, "check_finite": False, "clip_norm": 0.5}
+    task = ff.TrainTask(GraphNet(), OPTIMIZER, masked_loss, data, **options)
+    loop = make_loop(task)
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), OPTIMIZER)
+
+    @jax.jit
+    def step(params, opt_state, graph, labels):
+        def loss_of(params):
+            values, is_there = masked_loss(GraphNet().apply({"params": params}, graph), labels)
+            return jnp.sum(jnp.where(is_there, values, 0)) / jnp.sum(is_there)
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params, losses = loop.state.params, []
+    opt_state = optimizer.init(params)
+    for batch in data:
+        params, opt_state, loss = step(params, opt_state, *batch)
+        losses.append(float(loss))
+    assert [checkpoint.loss for checkpoint in loop] == pytest.approx(losses, rel=1e-5)
+    assert_close(loop.state.params, params)
+
+
+def test_an_objective_takes_graphs():
+    def objective(apply, batch, rngs):
+        (graph,), (targets,) = batch.inputs, batch.targets
+        return jnp.mean((apply(graph) - targets) ** 2, -1), {"nodes": graph.n_node}
+
+    task = ff.TrainTask(GraphNet(), OPTIMIZER, data=BATCHES, objective=objective, pad=False)
+    found, expected = ([c.loss for c in make_loop(each)] for each in (task, make_task()))
+    assert found == pytest.approx(expected, rel=1e-5)
