@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from loops import assert_equal
-from marks import slow
+from marks import slow, thorough
 
 import flaxfit as ff
 
@@ -60,8 +60,11 @@ def make_loop(task=None, **options):
     return ff.TrainLoop(GraphNet(), task or make_task(), 0, **options)
 
 
+apply = jax.jit(GraphNet().apply)
+
+
 def outputs_of(state, graph):
-    return np.asarray(GraphNet().apply(state.variables, graph))
+    return np.asarray(apply(state.variables, graph))
 
 
 def by_hand(state):
@@ -96,7 +99,7 @@ DEVICES = {
 }
 
 
-@pytest.mark.parametrize("case", ["one device", "sharded", slow("debug")])
+@pytest.mark.parametrize("case", ["one device", thorough("sharded"), slow("debug")])
 def test_graphs_train_as_in_a_loop_by_hand(case):
     options = dict(DEVICES[case])
     if "strategy" in options:
