@@ -164,7 +164,8 @@ def test_an_inference_state_has_no_optimizer():
 
 
 def test_a_state_is_created_from_variables():
-    variables = Net().init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X)
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = jax.jit(Net().init)(keys, X)
     state = ff.TrainState.create(optax.adam(0.1), variables, key=7)
     assert state.key == jax.random.key(7) and int(state.step) == 0
     assert state.params is not variables and state.model_state.keys() == {"batch_stats"}
