@@ -35,7 +35,7 @@ DIFFERENCES = {  # What: in Keras, in flaxfit.
 WITHOUT_PEER = {
     "plot_confusion_matrix": "A picture.",
     "Metric": "A type.",
-    **dict.fromkeys(["as_metrics", "mean", "on"], "Makes a metric of others."),
+    **dict.fromkeys(["as_metrics", "collected", "mean", "on"], "Makes a metric of others."),
 }
 
 
