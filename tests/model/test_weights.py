@@ -168,7 +168,7 @@ def trained():
     return fitted()
 
 
-@pytest.fixture(params=["npz", "safetensors"])
+@pytest.fixture(params=[thorough("npz"), "safetensors"])
 def write(request, tmp_path):
     """Writes arrays under their names in a file of either format."""
 
