@@ -110,12 +110,9 @@ def make_train_step(
         per_step = {"grad_norm": norm} if grad_norm else {}
         if grad_norm and task.grads_hook is not None:
             per_step["hooked_grad_norm"] = _norm(jax.tree.leaves(hooked))
-        for pattern in task.norms:
-            label = label_of(pattern)
-            per_step[f"grad_norm/{label}"] = _norm_of(grads, pattern)
-            per_step[f"param_norm/{label}"] = _norm_of(updated.params, pattern)
         if penalty is not None:
             per_step["penalty"] = penalty
+        per_step |= _norms_by_pattern(task.norms, grads, updated.params)
         sums |= {
             name: (jnp.where(is_used > 0, value, 0).astype(jnp.float32), is_used)
             for name, value in per_step.items()
@@ -190,8 +187,16 @@ def _demands_explained(taken: Iterable[str]) -> Iterator[None]:
         raise
 
 
-def _norm_of(tree: Params, pattern: str) -> jax.Array:
-    return _norm([x for path, x in flat(tree).items() if re.fullmatch(pattern, path)])
+def _norms_by_pattern(
+    patterns: Sequence[str], grads: Params, params: Params
+) -> dict[str, jax.Array]:
+    """The norms of the gradients and of the parameters whose paths match each pattern."""
+    found = {}
+    for pattern in patterns:
+        for name, tree in ("grad_norm", grads), ("param_norm", params):
+            matching = [x for path, x in flat(tree).items() if re.fullmatch(pattern, path)]
+            found[f"{name}/{label_of(pattern)}"] = _norm(matching)
+    return found
 
 
 def _norm(leaves: Sequence[jax.Array]) -> jax.Array:

@@ -7,23 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 
 from flaxfit.data._roles import Names, Roles
-from flaxfit.display import say
-from flaxfit.metrics import Metric
-from flaxfit.modules._patterns import as_patterns, select
 from flaxfit.modules._switch import as_apply, check_streams, handle_of, inputs_of
 from flaxfit.optim._averaged import averaged, has_average, has_ema
-from flaxfit.optim._demands import check_demands
-from flaxfit.optim._extended import extend
-from flaxfit.optim._groups import MultiOptimizer
-from flaxfit.optim._optimizer import Optimizer
 from flaxfit.task._multi_output import as_loss, as_metrics
+from flaxfit.task._options import check_objective, names_of, resolved
 from flaxfit.task._precision import check_precision
-from flaxfit.tree._checks import whole_number
-from flaxfit.tree._selection import label_of
 from flaxfit.tree._types import Data, Function, PyTree, Variables
 
 
@@ -132,7 +122,7 @@ class TrainTask:
     `flaxfit.modules.nnx_step`."""
 
     def __post_init__(self) -> None:
-        self.__dict__.update(_resolved(self))
+        self.__dict__.update(resolved(self))
         self.roles.check("TrainTask")
 
     @property
@@ -189,9 +179,9 @@ class EvalTask:
         apply = as_apply("EvalTask", self.apply, train=False)
         check_precision("EvalTask", self.precision)
         if self.objective is not None:
-            _check_objective(self)
+            check_objective(self)
         loss = None if self.loss is None else as_loss(self.loss, self.loss_weights)
-        metrics, rngs = as_metrics(self.metrics, loss), _names(self.rngs)
+        metrics, rngs = as_metrics(self.metrics, loss), names_of(self.rngs)
         check_streams("EvalTask", rngs, apply)
         self.__dict__.update(apply=apply, loss=loss, metrics=metrics, rngs=rngs)
         self.roles.check("EvalTask")
@@ -211,170 +201,6 @@ class EvalTask:
 def _call(apply: Function | None, is_called: bool) -> tuple[str, ...] | None:
     """The inputs of the call of a model, unless a function of the user's own calls it."""
     return inputs_of(apply) if is_called else None
-
-
-def _resolved(task: TrainTask) -> dict[str, Any]:
-    """Checks the fields of a task and returns the normalised ones."""
-    has_own_step, apply = task.step is not None, task.apply
-    if has_own_step:
-        _check_own_step(task)
-        apply = getattr(task.step, "apply", None) if apply is None else apply
-    if apply is not None or not has_own_step:
-        apply = as_apply("TrainTask", apply, train=True)
-    freeze, norms = (as_patterns(n, getattr(task, n), apply) for n in ("freeze", "norms"))
-    if len({*map(label_of, norms)}) < len({*norms}):
-        raise ValueError(
-            f"norms has several filters of one name, {', '.join(map(label_of, norms))}: their "
-            "norms would be reported under that name. Give functions names of their own (def)."
-        )
-    check_precision("TrainTask", task.precision)
-    if task.across not in (None, "batch"):
-        raise ValueError(f"across must be 'batch' or None, got {task.across!r:.60}.")
-    whole_number("accumulate", task.accumulate)
-    if task.clip_norm is not None and not (_is_number(task.clip_norm) and task.clip_norm > 0):
-        raise ValueError(f"clip_norm must be more than 0, or None, got {task.clip_norm!r}.")
-    if task.ema is not None and not (_is_number(task.ema) and 0 < task.ema < 1):
-        raise ValueError(f"ema must lie between 0 and 1, such as 0.999, got {task.ema!r}.")
-    if task.grads_hook is not None and not callable(task.grads_hook):
-        raise TypeError(
-            f"grads_hook must be (grads, state, sums) -> grads, got {task.grads_hook!r:.80}."
-        )
-    above = task.skip_above
-    if above is not None and not (_is_number(above) and above > 0):
-        raise ValueError(
-            f"skip_above must be a number of standard deviations, such as 6.0, got {above!r}."
-        )
-    loss = task.loss
-    if task.objective is not None:
-        _check_objective(task)
-    elif loss is not None or not has_own_step:
-        loss = as_loss(loss, task.loss_weights)
-    metrics, rngs = as_metrics(task.metrics, loss), _names(task.rngs)
-    _check_collected(metrics)
-    check_streams("TrainTask", rngs, apply)
-    return {
-        "apply": apply,
-        "freeze": freeze,
-        "norms": norms,
-        "optimizer": _extended_optimizer(task, freeze, apply),
-        "loss": loss,
-        "metrics": metrics,
-        "rngs": rngs,
-        "pad": task.pad and task.across is None,
-    }
-
-
-def _check_collected(metrics: Mapping[str, Metric]) -> None:
-    if names := [name for name, metric in metrics.items() if metric.max_rows is not None]:
-        raise ValueError(
-            f"A TrainTask cannot measure {', '.join(map(repr, names))}: a collected metric needs "
-            "the outputs of one model for all examples, and the model changes with each step. "
-            "Measure it in evaluation: give it to Model(metrics=...), which measures it on "
-            "validation_data and in evaluate(), or put EvalLoop(EvalTask(apply, [metric], data)) "
-            "among the callbacks."
-        )
-
-
-def _check_objective(task: "TrainTask | EvalTask") -> None:
-    """Checks the options beside an objective."""
-    if not callable(task.objective):
-        raise TypeError(
-            f"objective must be (apply, batch, rngs) -> values, got {task.objective!r:.80}."
-        )
-    if task.loss is not None:
-        raise ValueError(
-            "Give either a loss or an objective: an objective computes the loss by itself."
-        )
-    if isinstance(task, TrainTask) and task.metrics:
-        raise ValueError(
-            "metrics would have no outputs to measure, as the objective calls the model itself: "
-            "return them as its aux. Model(..., metrics=...) measures them in evaluation."
-        )
-    if getattr(task, "across", None) is not None:
-        raise ValueError(
-            "across='batch' is for a loss of the outputs, and the objective calls the model "
-            "itself: give a loss, or pad=False with one device or strategy=Sharded()."
-        )
-
-
-def _check_own_step(task: TrainTask) -> None:
-    if not callable(task.step):
-        raise TypeError(f"step must be (state, batch) -> (state, sums), got {task.step!r:.80}.")
-    names = {"objective", "across", "freeze", "accumulate", "precision", "clip_norm", "ema"}
-    names |= {"skip_nonfinite", "skip_above", "grads_hook", "norms"}
-    fields = [field for field in dataclasses.fields(task) if field.name in names]
-    wrong = [field.name for field in fields if getattr(task, field.name) not in (field.default, [])]
-    if wrong:
-        raise ValueError(
-            f"{', '.join(wrong)} would have no effect: the task has a step of its own. Let the "
-            "step do it, or the optimizer that it uses."
-        )
-
-
-def _extended_optimizer(
-    task: TrainTask, freeze: Sequence[str], apply: object
-) -> optax.GradientTransformation:
-    """The optimizer of a task with what the options of the task put around it."""
-    given, own = task.optimizer, getattr(task.step, "optimizer", None)
-    if given is None and task.step is not None:
-        given = optax.identity() if own is None else own
-    if own is not None and given is not own:
-        raise ValueError(
-            "The step has optimizers of its own, those of nnx_step: leave the optimizer out."
-        )
-    if hasattr(given, "tx") and hasattr(given, "wrt"):
-        given = _transformation_of(given)
-    is_optimizer = hasattr(given, "init") and hasattr(given, "update")
-    if not is_optimizer and not isinstance(given, Optimizer):
-        raise TypeError(
-            "TrainTask needs an optax transformation as optimizer, such as optax.adam(1e-3), "
-            f"got {given!r:.80}."
-        )
-    user = getattr(given, "optimizer_def", given)
-    user = getattr(user, "user", user)  # That of a task whose other fields are replaced.
-    if isinstance(user, MultiOptimizer):
-        user = user.with_patterns(
-            lambda filter: select("MultiOptimizer", filter, apply, collection="params")
-        )
-    if task.step is None:
-        check_demands("TrainTask", user)
-    return extend(
-        user,
-        clip_norm=task.clip_norm,
-        freeze=freeze,
-        ema=task.ema,
-        scales_loss=task.precision == "float16",
-        keeps_recent=task.skip_above is not None,
-    )
-
-
-def _transformation_of(optimizer: Any) -> optax.GradientTransformation:
-    """The transformation of an `nnx.Optimizer`."""
-    from flax import nnx
-
-    if (wrt := optimizer.wrt) is not nnx.Param:
-        raise ValueError(
-            f"The nnx.Optimizer trains wrt={wrt!r}, and a task trains all parameters that it does "
-            "not freeze: pass optimizer.tx, and freeze=nnx.Not(...) of what is to be trained."
-        )
-    _say_tx()
-    return optimizer.tx
-
-
-@functools.cache
-def _say_tx() -> None:
-    say(
-        "the optimizer is an nnx.Optimizer: its transformation, optimizer.tx, trains the model; "
-        "its own state has no effect"
-    )
-
-
-def _names(names: Sequence[str]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | np.generic) and not isinstance(value, bool)
 
 
 def module_of(task: TrainTask, state: PyTree) -> Any:

@@ -179,7 +179,7 @@ def test_frozen_types_can_be_changed_between_steps():
 def test_an_nnx_optimizer_is_taken_by_its_transformation(capsys):
     net = Net(nnx.Rngs(0))
     optimizer = nnx.Optimizer(net, optax.sgd(0.1), wrt=nnx.Param)
-    ff.task._task._say_tx.cache_clear()
+    ff.task._options._say_tx.cache_clear()
     task = make_task(net, optimizer)
     assert last(make_loop(net, task)).step == 2
     assert make_task(net, optimizer).optimizer is optimizer.tx
