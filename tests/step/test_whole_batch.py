@@ -196,11 +196,11 @@ def test_the_activations_of_one_part_are_in_memory():
     class Wide(nn.Module):
         @nn.compact
         def __call__(self, images, texts):
-            deep = [nn.Dense(4)(nn.Dense(2048)(x)) for x in (images, texts)]
+            deep = [nn.Dense(4)(nn.Dense(4096)(x)) for x in (images, texts)]
             return *deep, jnp.float32(0)
 
-    rows = np.zeros((1024, 6), np.float32)
-    data = ff.ArrayStream((rows, rows), (), batch_size=1024)
+    rows = np.zeros((512, 6), np.float32)
+    data = ff.ArrayStream((rows, rows), (), batch_size=512)
 
     def needed(accumulate):
         options = {"across": "batch", "accumulate": accumulate}
