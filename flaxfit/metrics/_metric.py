@@ -1,6 +1,7 @@
 """Metric: sums measured on a device, and a value computed from them on the host."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -141,6 +142,11 @@ def weights_of(values: Array, weights: Array | None = None) -> jax.Array:
 
 def _ignoring(metric: Metric, label: int) -> Metric:
     """A metric of one target, in which targets that equal a label do not count."""
+    if metric.max_rows is not None:
+        raise TypeError(
+            f"The metric {metric.name!r} has no option ignore_label: leave such targets out in the "
+            "function that it calls."
+        )
 
     def measure(*arguments: ArrayLike, weights: Array | None = None) -> Sums:
         *outputs, targets = arguments
@@ -151,7 +157,18 @@ def _ignoring(metric: Metric, label: int) -> Metric:
         )
         return metric.measure(*outputs, jnp.where(counts, targets, 0), weights=own)
 
-    return dataclasses.replace(metric, measure=measure, configure=None, values=None)
+    configure = None if metric.configure is None else _ignoring_too(metric.configure, label)
+    return dataclasses.replace(metric, measure=measure, configure=configure, values=None)
+
+
+def _ignoring_too(configure: Callable[..., Metric], label: int) -> Callable[..., Metric]:
+    """Makes the metric with other options, in which the label does not count either."""
+
+    @functools.wraps(configure)
+    def configured(**options: Any) -> Metric:
+        return _ignoring(configure(**options), label)
+
+    return configured
 
 
 def weighted(values: jax.Array, weights: jax.Array) -> jax.Array:

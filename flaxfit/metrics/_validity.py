@@ -46,7 +46,8 @@ def warn_of(doubts: dict[str, ArrayLike], name: str) -> None:
         _warn(
             f"The metric {name!r} is NaN: it got labels that name no class. Integer labels count "
             "the classes from 0, the labels of a single score lie between 0 and 1, and one-hot "
-            "labels add up to 1 for each example. Give an example that has no label the weight 0. "
+            "labels add up to 1 for each example. Give an example that has no label the weight 0, "
+            f"or leave out the label that marks it: {name}(ignore_label=-100). "
             "Where an example may have several labels, use binary_accuracy, or precision, recall "
             "or f1 with multilabel=True."
         )

@@ -57,6 +57,7 @@ def make_tasks(
         rngs=eval_rngs,
         precision=task.precision,
         pad=task.pad,
+        across=task.across,
         check_finite=task.check_finite,
     )
     return training.init, task, eval_task

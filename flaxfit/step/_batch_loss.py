@@ -1,6 +1,6 @@
 """The loss of a whole batch from the parts on its replicas, refused if no part determines it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -44,11 +44,13 @@ def loss_of(
     *,
     n_parts: int = 1,
     is_training: bool = False,
+    rows_of: Callable[[], PyTree] | None = None,
 ) -> LossResult:
     """The loss of the examples of this replica.
 
     The mean over parts of a batch is the loss of the batch only if each example has a value of its
-    own. Any other loss is given the outputs and targets of all replicas.
+    own. Any other loss is given the outputs and targets of all replicas; `rows_of()` tells which
+    outputs have an axis of examples, which else is told by its size.
 
     Raises:
       TypeError: the loss returned something other than an array, or a tuple of them.
@@ -59,6 +61,8 @@ def loss_of(
     divided = _how_divided(replicas, n_parts)
     counted = result.penalty if is_training else None
     reason = divided and _why_whole(task.loss, result.values, counted, outputs, batch.targets)
+    if divided and not reason and task.across is not None:
+        reason = "it is declared to compare the examples of a batch"
     if not reason:
         return result
     by_output = isinstance(task.loss, LossByOutput)
@@ -66,21 +70,30 @@ def loss_of(
         raise ValueError(
             f"Cannot compute this loss with {divided}: {reason}, and the mean over the parts of a "
             "batch is not the loss of the batch. Return one value per example, which depends on "
-            "that example alone: leave out the mean, and give masks as weights. Or set "
-            "across='batch' in the task, which computes such a loss from the outputs of all parts; "
-            "with virtual_replicas there is no such way, and several such losses by output need "
+            f"that example alone: leave out the mean, and give masks as weights.{_way_out(task)} "
+            "With virtual_replicas there is no such way, and several such losses by output need "
             "strategy=Sharded()."
         )
     if _sees_replicas(task.loss, outputs, batch.targets):
         return result
     weights = None if batch.weights is None else replicas.whole(batch.weights, n)
-    targets, outputs = replicas.whole(batch.targets, n), replicas.whole(outputs, n)
+    has_rows = None if rows_of is None else rows_of()
+    targets, outputs = replicas.whole(batch.targets, n), replicas.whole(outputs, n, has_rows)
     if is_training:  # In rows of weight 0, the targets that one device would put there.
         targets = without_idle_rows(targets, weights)
     result = _evaluate_loss(task.loss, outputs, targets, n * replicas.n)
     return result._replace(
         values=replicas.own(result.values, n) if result.values.ndim else result.values,
         weights=None if result.weights is None else replicas.own(result.weights, n),
+    )
+
+
+def _way_out(task: TrainTask | EvalTask) -> str:
+    if task.across is not None:
+        return ""
+    return (
+        " Or set across='batch' in the task, which computes such a loss from the outputs of all "
+        "parts."
     )
 
 

@@ -39,9 +39,12 @@ def couples_rows(function: Function, outputs: PyTree, targets: PyTree) -> bool:
     """
     if jax.config.jax_disable_jit:  # In the debug mode the user's code is not traced.
         return False
-    sizes = {size for leaf in jax.tree.leaves((outputs, targets)) for size in leaf.shape}
+    shapes = [leaf.shape for leaf in jax.tree.leaves((outputs, targets)) if leaf.shape]
+    sizes = {size for shape in shapes for size in shape}
     fit = [n for n in _N_ROWS if not any(size and size % n == 0 for size in sizes)]
-    n, another = (*fit, *_N_ROWS)[:2]
+    primes = (*fit, *_N_ROWS)[:2]
+    # One that divides its rows, into pairs perhaps, takes multiples of the batch that is at hand.
+    multiples = [n * shapes[0][0] for n in primes] if shapes else primes
 
     def values(*arguments: PyTree) -> PyTree:
         result = function(*arguments)
@@ -50,11 +53,13 @@ def couples_rows(function: Function, outputs: PyTree, targets: PyTree) -> bool:
     def program(n: int) -> Jaxpr:
         return jax.make_jaxpr(values)(*_resized(outputs, n), *_resized(targets, n))
 
-    try:
-        one, other = program(n), program(another)
-    except Exception:  # It takes one batch size only; dividing a batch then fails by itself.
-        return False
-    return mixes_rows(one, n) or numbers(one) != numbers(other)
+    for n, another in primes, multiples:
+        try:
+            one, other = program(n), program(another)
+        except Exception:  # It takes other batch sizes only.
+            continue
+        return mixes_rows(one, n) or numbers(one) != numbers(other)
+    return False  # It takes one batch size only; dividing a batch then fails by itself.
 
 
 def check_sums(name: str, measure: Function, outputs: PyTree, targets: PyTree) -> None:

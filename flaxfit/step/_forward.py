@@ -1,7 +1,8 @@
 """The forward passes of a task: the model applied to a batch, its loss, its metrics as sums."""
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,10 +12,13 @@ from redex.util import expand_to_tuple
 
 from flaxfit.data._batch import Batch, call, n_examples
 from flaxfit.data._sample_weights import OTHER_OUTPUTS, of_output
+from flaxfit.state._train_state import TrainState
 from flaxfit.step._batch_loss import LossResult, check_metrics, check_objective, loss_of
-from flaxfit.step._objective import Calls, call_objective, sums_of_aux
+from flaxfit.step._objective import Calls, call_objective, replayed, sums_of_aux
+from flaxfit.step._own_weights import check_own_weights
 from flaxfit.step._random import rngs_of
 from flaxfit.step._replicas import AnyReplicas, Replicas
+from flaxfit.task._label_counts import count_weights, valid_weights
 from flaxfit.task._multi_output import (
     LossByOutput,
     MetricOfOutput,
@@ -59,12 +63,33 @@ def forward(
     if task.objective is not None:
         return _objective_pass(task, params, model_state, batch, key, replicas, n_parts)
     outputs, updates = apply_model(task, params, model_state, batch, rngs_of(task.rngs, key))
-    result = compare(task, outputs, batch, replicas, n_parts=n_parts, is_training=True)
+
+    def outputs_of(batch: Batch) -> PyTree:
+        return apply_model(task, params, model_state, batch, rngs_of(task.rngs, key))[0]
+
+    result = compare(
+        task,
+        outputs,
+        batch,
+        replicas,
+        n_parts=n_parts,
+        is_training=True,
+        rows_of=lambda: which_have_rows(outputs_of, batch),
+    )
     return result._replace(
         penalty=sum_of_penalties(result.penalty, updates),
         model_state=updated_state(model_state, updates),
         not_added={name: () for name in updates if _may_be_loss(name, model_state)},
     )
+
+
+def returns_weights(task: TrainTask, state: TrainState, batch: Batch) -> bool:
+    """Whether the loss or the objective of a task returns weights with its values."""
+
+    def weights(state: TrainState, batch: Batch) -> PyTree:
+        return forward(task, state.params, state.model_state, batch, state.key).weights
+
+    return jax.eval_shape(weights, state, batch) is not None
 
 
 def forward_eval(
@@ -78,9 +103,19 @@ def forward_eval(
     options = {} if key is None else {"rngs": rngs_of(task.rngs, key)}
     apply = in_precision(task.apply, task.precision)
     if task.objective is not None:
-        return _objective_measured(task, apply, state, batch, options, replicas)
-    outputs = call(apply, state.variables, batch.inputs, **options)
-    return compare(task, outputs, batch, replicas)._replace(penalty=None)
+        return _objective_measured(task, apply, state, batch, key, options, replicas)
+
+    def outputs_of(batch: Batch) -> PyTree:
+        return call(apply, state.variables, batch.inputs, **options)
+
+    result = compare(
+        task,
+        outputs_of(batch),
+        batch,
+        replicas,
+        rows_of=lambda: which_have_rows(outputs_of, batch),
+    )
+    return result._replace(penalty=None)
 
 
 def _objective_pass(
@@ -98,12 +133,7 @@ def _objective_pass(
         outputs, updates = apply_model(task, params, model_state, Batch(inputs), rngs)
         return in_float32(outputs), updates, updated_state(model_state, updates)
 
-    def rngs_of_call(number: int) -> Rngs:
-        if not number:  # As with a loss, which sees one call.
-            return rngs_of(task.rngs, key)
-        return rngs_of(task.rngs, jax.random.fold_in(key, len(task.rngs) + number))
-
-    calls = Calls(run, model_state, rngs_of_call)
+    calls = Calls(run, model_state, functools.partial(_rngs_of_call, task.rngs, key))
     result = _objective_sums(task, calls, batch, rngs_of(task.rngs, key), replicas, n_parts)
     penalties = [sum_of_penalties(None, updates) for updates in calls.updates]
     penalties = [penalty for penalty in penalties if penalty is not None]
@@ -120,6 +150,7 @@ def _objective_measured(
     apply: Function,
     state: PyTree,
     batch: Batch,
+    key: jax.Array | None,
     options: Mapping[str, PyTree],
     replicas: AnyReplicas,
 ) -> ForwardPass:
@@ -129,14 +160,28 @@ def _objective_measured(
         given = {**options, "rngs": rngs} if rngs else options
         return in_float32(call(apply, state.variables, inputs, **given)), {}, model_state
 
-    rngs = options.get("rngs", {})
-    calls = Calls(run, (), lambda _: rngs)
-    result = _objective_sums(task, calls, batch, rngs, replicas, 1)
+    calls = Calls(run, (), functools.partial(_rngs_of_call, task.rngs, key))
+    try:
+        result = _objective_sums(task, calls, batch, options.get("rngs", {}), replicas, 1)
+    except KeyError as error:
+        if not task.rngs:
+            error.add_note(
+                "Evaluation has no random keys unless their streams are named: "
+                "Model(..., eval_rngs=('dropout',)), or EvalTask(..., rngs=('dropout',))."
+            )
+        raise
     if not task.metrics:
         return result
     outputs = call(apply, state.variables, batch.inputs, **options)
     measured = compare(task, outputs, batch, replicas)
     return result._replace(sums=result.sums | measured.sums)
+
+
+def _rngs_of_call(names: Sequence[str], key: jax.Array | None, number: int) -> Rngs:
+    """The keys of one call of a model by an objective; of the first, as with a loss."""
+    if key is None:
+        return {}
+    return rngs_of(names, jax.random.fold_in(key, len(names) + number) if number else key)
 
 
 def _objective_sums(
@@ -152,11 +197,18 @@ def _objective_sums(
     weights = weights_of(batch)
     found = call_objective(task.objective, calls, batch, rngs)
     outputs = tuple(calls.outputs)
+    if not outputs:
+        raise ValueError(
+            "The objective did not call the model: compute its values from apply(*batch.inputs)."
+        )
     check_objective(task, outputs, batch, rngs, replicas, n_parts=n_parts)
-    result = LossResult(found.values, found.weights)
-    sums = {"loss": _loss_sums(None, result, weights, (), batch)}
-    sums |= sums_of_aux(found.aux, weights)
-    return ForwardPass(found.values, sums, outputs, found.weights)
+    if found.weights is not None:
+        function = replayed(task.objective, rngs)
+        check_own_weights("the objective", lambda *given: function(*given)[0], outputs, (batch,))
+    result = LossResult(found.values, valid_weights(found.weights))
+    sums = {"loss": _loss_sums(None, result, weights, (), batch), **count_weights(found.weights)}
+    sums |= sums_of_aux(found.aux, weights, result.weights)
+    return ForwardPass(result.values, sums, (), result.weights)
 
 
 def apply_model(
@@ -196,6 +248,18 @@ def as_outputs(result: PyTree) -> tuple[PyTree, ...]:
     return expand_to_tuple(result)
 
 
+def which_have_rows(outputs_of: Function, batch: Batch) -> PyTree:
+    """Which outputs of a model have an axis of examples: those that grow with the batch."""
+
+    def shapes(factor: int) -> PyTree:
+        resized = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((factor * x.shape[0], *x.shape[1:]), x.dtype), batch
+        )
+        return jax.eval_shape(lambda batch: as_outputs(outputs_of(batch)), resized)
+
+    return jax.tree.map(lambda one, two: one.shape[:1] != two.shape[:1], shapes(1), shapes(2))
+
+
 def weights_of(batch: Batch, loss: Any = None) -> PyTree:
     """The weights of a batch, of examples or tokens, or by output; 1 where it has none."""
     if batch.weights is None:
@@ -225,6 +289,7 @@ def compare(
     *,
     n_parts: int = 1,
     is_training: bool = False,
+    rows_of: Callable[[], PyTree] | None = None,
 ) -> ForwardPass:
     """Applies the loss and the metrics to the outputs of a model and the targets, in float32."""
     outputs = in_float32(as_outputs(outputs))
@@ -236,8 +301,16 @@ def compare(
     result, sums = LossResult(), {}
     if task.loss is not None:
         result = loss_of(
-            task, outputs, replaced, replicas, n_parts=n_parts, is_training=is_training
+            task,
+            outputs,
+            replaced,
+            replicas,
+            n_parts=n_parts,
+            is_training=is_training,
+            rows_of=rows_of,
         )
+        sums |= count_weights(result.weights)
+        result = result._replace(weights=valid_weights(result.weights))
         sums["loss"] = _loss_sums(task.loss, result, weights, outputs, replaced)
         sums |= labels_out_of_range(task.loss, weights, outputs, batch.targets)
     check_metrics(task, outputs, batch.targets, replicas, n_parts=n_parts)

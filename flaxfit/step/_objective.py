@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit.data._batch import Batch, n_examples
+from flaxfit.metrics._metric import RESERVED
 from flaxfit.step._broadcasting import couples_rows
 from flaxfit.task._precision import in_float32
 from flaxfit.tree._types import Function, PyTree, Rngs, Sums
@@ -28,7 +29,8 @@ class Calls:
     """The model as an objective calls it: `apply(*inputs, rngs=None, **named) -> outputs`.
 
     Each call starts from the collections that the one before it left, and has random keys of its
-    own, unless `rngs` is given.
+    own, unless `rngs` is given. Calls in Python count: a `lax.scan` around one repeats its keys. A
+    model that updates collections cannot be called within `jax.grad` and the like.
 
     Args:
       run: `(model_state, inputs, rngs) -> (outputs, updates, model_state)`.
@@ -44,6 +46,7 @@ class Calls:
     ):
         self._run, self._rngs_of_call = run, rngs_of_call
         self.model_state = model_state
+        # Shapes and dtypes alone: arrays could not leave a `jax.grad` around the call.
         self.outputs: list[PyTree] = []
         self.updates: list[Mapping[str, PyTree]] = []
 
@@ -57,8 +60,9 @@ class Calls:
         rngs = self._rngs_of_call(len(self.outputs)) if rngs is None else rngs
         found = self._run(self.model_state, inputs or named, rngs)
         outputs, updates, self.model_state = found
-        self.outputs.append(outputs)
-        self.updates.append(updates)
+        self.outputs.append(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs))
+        if updates:
+            self.updates.append(updates)
         return outputs
 
 
@@ -70,13 +74,16 @@ def call_objective(objective: Any, apply: Function, batch: Batch, rngs: Rngs) ->
       ValueError: the values are not by example, or the weights do not fit them.
     """
     n, found = n_examples(batch), objective(apply, batch, rngs)
-    parts = list(found) if isinstance(found, tuple) else [found]
+    parts: list[Any] = list(found) if isinstance(found, tuple) else [found]
     kinds = ", ".join(type(part).__name__ for part in parts)
+    parts = [part for i, part in enumerate(parts) if part is not None or not i]
     aux = parts.pop() if len(parts) > 1 and isinstance(parts[-1], Mapping) else {}
-    if not 1 <= len(parts) <= 2 or not all(hasattr(part, "shape") for part in parts):
+    is_array = all(hasattr(part, "shape") for part in parts)
+    if not 1 <= len(parts) <= 2 or not is_array or not all(part.ndim for part in parts[1:]):
         raise TypeError(
             f"The objective returned {kinds}; expected values of shape ({n}, ...), or a tuple "
-            "(values, aux), (values, weights) or (values, weights, aux), where aux is a mapping."
+            "(values, aux), (values, weights) or (values, weights, aux), where aux is a mapping. "
+            "It takes no penalty: add that to the values."
         )
     values, *weights = in_float32(tuple(map(jnp.asarray, parts)))
     if values.shape[:1] != (n,):
@@ -91,16 +98,29 @@ def call_objective(objective: Any, apply: Function, batch: Batch, rngs: Rngs) ->
     return ObjectiveResult(values, own, in_float32(dict(aux)))
 
 
-def sums_of_aux(aux: Mapping[str, PyTree], weights: jax.Array) -> dict[str, Sums]:
-    """The sums of what an objective reports beside its values: `(sum, weight)` by name."""
+def sums_of_aux(
+    aux: Mapping[str, PyTree], weights: jax.Array, own: jax.Array | None
+) -> dict[str, Sums]:
+    """The sums of what an objective reports beside its values: `(sum, weight)` by name.
+
+    Values are weighted as those of the objective, by its `own` weights where these fit, too.
+    """
     found = {}
+    if names := [name for name in aux if name in RESERVED]:
+        raise ValueError(
+            f"The objective cannot report {', '.join(names)}: the loop reports its own number "
+            "under that name. Use another name."
+        )
     for name, value in jax.lax.stop_gradient(dict(aux)).items():
         parts: tuple[Any, ...] = value if isinstance(value, tuple) else (value,)
         if len(parts) == 2 and not any(map(jnp.ndim, parts)):
             found[name] = tuple(jnp.asarray(part, jnp.float32) for part in parts)
         elif len(parts) == 1 and jnp.shape(parts[0])[:1] == weights.shape[:1]:
             values = jnp.asarray(parts[0], jnp.float32)
-            w = joined_weights(jnp.ones(len(values)), weights, values.shape, f"aux[{name!r}]")
+            factor = jnp.ones(len(values))
+            if own is not None and own.shape == values.shape[: own.ndim]:
+                factor = own
+            w = joined_weights(factor, weights, values.shape, f"aux[{name!r}]")
             found[name] = jnp.sum(jnp.where(w != 0, w * values, 0)), jnp.sum(w)
         else:
             raise ValueError(

@@ -66,20 +66,25 @@ class Replicas:
 
         return jax.tree.map(average, states)
 
-    def whole(self, part: PyTree, n: int) -> PyTree:
+    def whole(self, part: PyTree, n: int, has_rows: PyTree = None) -> PyTree:
         """Joins the parts of all replicas along the axis of the `n` examples of this one.
 
         An array without that axis, such as a learned scale, is averaged. Gradients flow back to
-        every replica, summed over all.
+        every replica, summed over all. `has_rows` tells which arrays have the axis; None: those
+        whose first axis has `n` elements.
         """
         axis_name = self._axis
+        if has_rows is None:
+            has_rows = jax.tree.map(lambda x: jnp.shape(x)[:1] == (n,), part)
 
-        def joined(x: jax.Array) -> jax.Array:
-            if jnp.shape(x)[:1] == (n,):
+        def joined(x: jax.Array, has_axis: bool) -> jax.Array:
+            if has_axis:
                 return jax.lax.all_gather(x, axis_name, tiled=True)
-            return jax.lax.pmean(x, axis_name)
+            if jnp.issubdtype(x.dtype, jnp.inexact):
+                return jax.lax.pmean(x, axis_name)
+            return jax.lax.all_gather(x, axis_name)[0]
 
-        return part if self.n == 1 else jax.tree.map(joined, part)
+        return part if self.n == 1 else jax.tree.map(joined, part, has_rows)
 
     def own(self, values: jax.Array, n: int) -> jax.Array:
         """Picks the `n` rows of this replica from values `(batch, ...)` of the whole batch."""

@@ -15,7 +15,7 @@ from flaxfit.optim._freeze import mask, merge
 from flaxfit.optim._spikes import Recent, stands_out
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._divided_batch import DividedBatch, mean_of_sums
-from flaxfit.step._forward import ForwardPass
+from flaxfit.step._forward import ForwardPass, returns_weights
 from flaxfit.step._replicas import replicas_of
 from flaxfit.task._precision import like
 from flaxfit.task._task import TrainTask
@@ -35,7 +35,7 @@ def make_train_step(
     grad_norm: bool = True,
     keep_grads: bool = False,
     skip_empty: bool = True,
-    loss_has_weights: bool = False,
+    loss_has_weights: bool | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, PyTree]]:
     """Makes the pure update of one training step: `(state, batch) -> (state, sums)`.
 
@@ -60,13 +60,17 @@ def make_train_step(
       grad_norm: whether to report the global norm of the gradients.
       keep_grads: whether to return `(state, (sums, grads))`.
       skip_empty: whether the weights of a batch may sum to zero; False saves the check.
-      loss_has_weights: whether the loss returns weights with its values.
+      loss_has_weights: whether the loss returns weights with its values; None: it is traced once
+        more to find out.
     """
     optimizer, taken = with_arguments(task.optimizer), arguments_of(task.optimizer)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, PyTree]:
         replicas = replicas_of(axis_name, virtual_replicas, state.step)
-        whole = DividedBatch(task, batch, replicas, skip_empty, loss_has_weights)
+        has_weights = loss_has_weights
+        if has_weights is None:
+            has_weights = returns_weights(task, state, batch)
+        whole = DividedBatch(task, batch, replicas, skip_empty, has_weights)
         weights = whole.weights(state)
         found = whole.gradient(state, weights)
         grads = replicas.mean(found.grads)
@@ -88,7 +92,7 @@ def make_train_step(
             kept["scale"] = replicas.least(found.scale)
 
         is_used = jnp.ones((), jnp.float32)
-        may_be_empty = loss_has_weights or skip_empty and batch.weights is not None
+        may_be_empty = whole.loss_has_weights or skip_empty and batch.weights is not None
         if may_be_empty:
             is_used = jnp.asarray(sum(jax.tree.leaves(weights)) > 0, jnp.float32)
         norm = _norm(jax.tree.leaves(grads))

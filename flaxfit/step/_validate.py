@@ -17,9 +17,8 @@ from flaxfit.step._batch_loss import losses_by_row, metrics_by_row
 from flaxfit.step._broadcasting import check_by_row, check_sums, couples_rows
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._forward import ForwardPass, forward, forward_eval
-from flaxfit.step._jaxpr import depends_on, holds, n_operations
-from flaxfit.step._objective import replayed
-from flaxfit.step._random import rngs_of
+from flaxfit.step._jaxpr import holds, n_operations
+from flaxfit.step._own_weights import check_own_weights
 from flaxfit.step._regression_targets import check_classes
 from flaxfit.task._multi_output import check_outputs, check_values, targets_with_weights
 from flaxfit.task._precision import in_float32
@@ -91,15 +90,11 @@ def inspect(
     if key not in known:
         if not runs_eagerly(bound):  # The check traces, with sizes of no batch.
             _check_by_row(task, result, batch, bind)
-            if result.weights is not None and task.objective is not None:
-                _check_own_weights(
-                    "the objective", *_objective_of(task, state, result, batch), bind
-                )
-            elif result.weights is not None:
-                _check_own_weights("the loss", task.loss, result.outputs, batch.targets, bind)
+            given = result.outputs, shapes_of(in_float32(batch.targets))
+            if result.weights is not None and task.loss is not None:
+                check_own_weights("the loss", bind(task.loss), *given)
             for name, values in metrics_by_row(task):
-                owner = f"the metric {name!r}"
-                _check_own_weights(owner, values, result.outputs, batch.targets, bind)
+                check_own_weights(f"the metric {name!r}", bind(values), *given)
         known[key] = traced
     return traced
 
@@ -205,8 +200,7 @@ def _check_by_row(
             check_sums(name, bind(functools.partial(_measured, metric)), outputs, targets)
     if not task.pad:
         return
-    option = "pad=False" if isinstance(task, EvalTask) else "across='batch'"
-    advice = f" If it is meant to look across the batch, set {option} in the task."
+    advice = " If it is meant to look across the batch, set across='batch' in the task."
     checked = [
         (f"The metric {name!r}", values, outputs, targets) for name, values in metrics_by_row(task)
     ]
@@ -236,47 +230,6 @@ def _check_loss(loss: Any, result: ForwardPass, batch: Batch, data: Batch | None
         raise ValueError(
             "Weights cannot be applied to a loss that returns a scalar: return one value per "
             f"example, of shape ({n_examples(batch)},), without taking the mean."
-        )
-
-
-def _objective_of(
-    task: TrainTask | EvalTask, state: PyTree, result: ForwardPass, batch: Batch
-) -> tuple[Function, PyTree, PyTree]:
-    """An objective as a function like a loss, its outputs, and its targets: the whole batch."""
-    function = replayed(task.objective, rngs_of(task.rngs, state.key) if task.rngs else {})
-    return lambda *given: function(*given)[0], result.outputs, (shapes_of(batch),)
-
-
-def _check_own_weights(
-    owner: str, function: Function, outputs: PyTree, targets: PyTree, bind: Function
-) -> None:
-    """Checks that weights that a loss or metric returns have no slope over the outputs.
-
-    Two losses in a tuple look like values and weights, and the second of these has one.
-    """
-    leaves, structure = jax.tree.flatten(outputs)
-    is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
-    floats = [leaf for leaf, f in zip(leaves, is_float, strict=True) if f]
-
-    def slope(leaves: list[Array], targets: PyTree, directions: list[Array]) -> PyTree:
-        def weights(*floats: Array) -> PyTree:
-            left = iter(floats)
-            outputs = [next(left) if f else x for x, f in zip(leaves, is_float, strict=True)]
-            found = function(*structure.unflatten(outputs), *targets)
-            own = found[1] if isinstance(found, tuple) and len(found) > 1 else ()
-            return jax.tree.map(lambda x: jnp.asarray(x, float), own)
-
-        floats = [x for x, f in zip(leaves, is_float, strict=True) if f]
-        return jax.jvp(weights, tuple(floats), tuple(directions))[1]
-
-    given = leaves, shapes_of(in_float32(targets)), floats
-    program = jax.make_jaxpr(bind(slope))(*given)
-    if depends_on(program, len(jax.tree.leaves(given[:2]))):
-        raise ValueError(
-            f"The second array that {owner} returned would be the weights of the first, and it "
-            "depends on the outputs of the model. Add the losses of several outputs, and pass "
-            "metrics one by one; weights that depend on the outputs are held fixed by "
-            "jax.lax.stop_gradient."
         )
 
 

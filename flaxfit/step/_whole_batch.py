@@ -20,6 +20,7 @@ from flaxfit.step._forward import (
     compare,
     sum_of_penalties,
     updated_state,
+    which_have_rows,
 )
 from flaxfit.step._gradient import (
     Gradient,
@@ -31,6 +32,7 @@ from flaxfit.step._gradient import (
     over_parts,
     sums_of_weights,
     trained_params,
+    weight_of_loss,
 )
 from flaxfit.step._random import rngs_of
 from flaxfit.step._replicas import AnyReplicas
@@ -57,7 +59,8 @@ def whole_batch_gradient(
     trained, scale = trained_params(task, state)
     parts = in_parts(batch, n)
     outputs, model_state = _outputs_of(task, state, parts, key)
-    slopes, result = _slopes(task, outputs, batch, weight, replicas)
+    has_rows = _which_have_rows(task, state, batch, key)
+    slopes, result = _slopes(task, outputs, batch, weight, replicas, has_rows)
 
     def of_part(model_state: PyTree, given: Any, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         part, slope = given
@@ -86,10 +89,14 @@ def weight_of_whole_loss(
     task: TrainTask, state: TrainState, batch: Batch, key: jax.Array, replicas: AnyReplicas
 ) -> PyTree:
     """As `weight_of_loss`, of a loss over all outputs."""
-    n = n_examples(batch)
-    parts = in_parts(batch, count_parts(n, task.accumulate))
-    outputs = _joined(_outputs_of(task, state, parts, key)[0], n)
-    return sums_of_weights(compare(task, outputs, batch, replicas, is_training=True))
+    n = count_parts(n_examples(batch), task.accumulate)
+    if n == 1:
+        return weight_of_loss(task, state, batch, key, replicas)
+    has_rows = _which_have_rows(task, state, batch, key)
+    outputs = _joined(_outputs_of(task, state, in_parts(batch, n), key)[0], has_rows)
+    return sums_of_weights(
+        compare(task, outputs, batch, replicas, is_training=True, rows_of=lambda: has_rows)
+    )
 
 
 def _outputs_of(
@@ -112,6 +119,7 @@ def _slopes(
     batch: Batch,
     weight: PyTree,
     replicas: AnyReplicas,
+    has_rows: PyTree,
 ) -> tuple[list[jax.Array], ForwardPass]:
     """The derivatives of the loss with respect to the stacked outputs; and the results."""
     leaves, structure = jax.tree.flatten(outputs)
@@ -119,26 +127,39 @@ def _slopes(
     def loss(floats: list[jax.Array]) -> tuple[jax.Array, ForwardPass]:
         left = iter(floats)
         merged = structure.unflatten([next(left) if _is_float(x) else x for x in leaves])
-        whole = _joined(merged, n_examples(batch))
-        result = compare(task, whole, batch, replicas, is_training=True)
+        whole = _joined(merged, has_rows)
+        result = compare(task, whole, batch, replicas, is_training=True, rows_of=lambda: has_rows)
         penalty = 0 if result.penalty is None else result.penalty
         return mean_loss(result, batch, weight) + penalty, result
 
     return jax.grad(loss, has_aux=True)(_floats(outputs))
 
 
-def _joined(stacked: PyTree, n: int) -> PyTree:
-    """Joins the outputs of all parts to those of `n` examples.
+def _which_have_rows(
+    task: TrainTask, state: TrainState, batch: Batch, key: jax.Array
+) -> tuple[PyTree, ...]:
+    """Which outputs of the model have an axis of examples."""
 
-    An array without an axis of examples, such as a learned scale, is averaged.
+    def outputs_of(batch: Batch) -> PyTree:
+        rngs = rngs_of(task.rngs, key)
+        return apply_model(task, state.params, state.model_state, batch, rngs)[0]
+
+    return which_have_rows(outputs_of, batch)
+
+
+def _joined(stacked: PyTree, has_rows: PyTree) -> PyTree:
+    """Joins the outputs of all parts.
+
+    A float array without an axis of examples, such as a learned scale, is averaged, and of others
+    the first is taken.
     """
 
-    def joined(x: jax.Array) -> jax.Array:
-        if x.ndim > 1 and x.shape[0] * x.shape[1] == n:
-            return x.reshape(n, *x.shape[2:])
-        return x.mean(0)
+    def joined(x: jax.Array, has_axis: bool) -> jax.Array:
+        if has_axis:
+            return x.reshape(-1, *x.shape[2:])
+        return x.mean(0) if _is_float(x) else x[0]
 
-    return jax.tree.map(joined, stacked)
+    return jax.tree.map(joined, stacked, has_rows)
 
 
 def _floats(tree: PyTree) -> list[jax.Array]:

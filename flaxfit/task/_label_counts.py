@@ -12,6 +12,7 @@ from flaxfit.tree._types import PyTree, Sums
 from flaxfit.tree._weights import which_count
 
 _PREFIX = "labels out of range: "
+_WEIGHTS = "weights that are none"
 
 
 def count_labels(
@@ -31,6 +32,17 @@ def count_labels(
     return {name: (jnp.sum(wrong & counts, dtype=float),)}
 
 
+def count_weights(weights: PyTree) -> dict[str, Sums]:
+    """Counts the weights that a loss returned and that are negative or not finite."""
+    bad = [jnp.sum(~_is_weight(each), dtype=float) for each in jax.tree.leaves(weights)]
+    return {_WEIGHTS: (sum(bad, jnp.zeros(())),)} if bad else {}
+
+
+def valid_weights(weights: PyTree) -> PyTree:
+    """The weights that a loss returned, 0 in place of those that are none."""
+    return jax.tree.map(lambda each: jnp.where(_is_weight(each), each, 0), weights)
+
+
 def check_counts(sums: Mapping[str, Sums], where: str = "") -> dict[str, Sums]:
     """Removes the counts of labels from sums, and checks that they are 0.
 
@@ -41,7 +53,13 @@ def check_counts(sums: Mapping[str, Sums], where: str = "") -> dict[str, Sums]:
     rest = {}
     for name, value in sums.items():
         task, found, allowed = name.partition(_PREFIX)
-        if not found:
+        if name.endswith(_WEIGHTS):
+            if n := int(value[0]):
+                raise ValueError(
+                    f"The loss returned {plural(n, 'weight')} that are negative, NaN or infinite"
+                    f"{where}. They were left out: the state is as if they were 0."
+                )
+        elif not found:
             rest[name] = value
         elif n := int(value[0]):
             of_task = f" of task {task.removesuffix('/')!r}" if task else ""
@@ -51,3 +69,7 @@ def check_counts(sums: Mapping[str, Sums], where: str = "") -> dict[str, Sums]:
                 "if their loss were 0."
             )
     return rest
+
+
+def _is_weight(weights: jax.Array) -> jax.Array:
+    return (weights >= 0) & jnp.isfinite(weights)

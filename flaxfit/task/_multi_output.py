@@ -14,7 +14,7 @@ from flaxfit.data._batch import Batch
 from flaxfit.data._sample_weights import of_output, without_idle_rows
 from flaxfit.losses._checks import in_range
 from flaxfit.metrics._metric import ratio
-from flaxfit.task._label_counts import count_labels
+from flaxfit.task._label_counts import count_labels, valid_weights
 from flaxfit.tree._types import Array, ArrayLike, PyTree, Sums
 from flaxfit.tree._weights import beside, joined_weights, which_count
 
@@ -57,6 +57,7 @@ class LossByOutput:
         """
         values, own = self.of(name, *outputs_and_targets)
         if own is not None:
+            own = valid_weights(own)
             weights = joined_weights(own, weights, values.shape, f"output {name!r}")
         values = factor * _averaged_to(weights, values, f"output {name!r}")
         return jnp.sum(jnp.where(weights != 0, weights * values, 0)), jnp.sum(weights)

@@ -60,8 +60,7 @@ def resolved(task: Any) -> dict[str, Any]:
 def _check_values(task: Any) -> None:
     """Checks the options that are numbers, words or functions."""
     check_precision("TrainTask", task.precision)
-    if task.across not in (None, "batch"):
-        raise ValueError(f"across must be 'batch' or None, got {task.across!r:.60}.")
+    check_across(task.across)
     whole_number("accumulate", task.accumulate)
     if task.clip_norm is not None and not (_is_number(task.clip_norm) and task.clip_norm > 0):
         raise ValueError(f"clip_norm must be more than 0, or None, got {task.clip_norm!r}.")
@@ -76,6 +75,12 @@ def _check_values(task: Any) -> None:
         raise ValueError(
             f"skip_above must be a number of standard deviations, such as 6.0, got {above!r}."
         )
+
+
+def check_across(across: str | None) -> None:
+    """Checks the name of what a loss sees."""
+    if across not in (None, "batch"):
+        raise ValueError(f"across must be 'batch' or None, got {across!r:.60}.")
 
 
 def _check_collected(metrics: Mapping[str, Metric]) -> None:

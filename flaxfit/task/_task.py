@@ -12,7 +12,7 @@ from flaxfit.data._roles import Names, Roles
 from flaxfit.modules._switch import as_apply, check_streams, handle_of, inputs_of
 from flaxfit.optim._averaged import averaged, has_average, has_ema
 from flaxfit.task._multi_output import as_loss, as_metrics
-from flaxfit.task._options import check_objective, names_of, resolved
+from flaxfit.task._options import check_across, check_objective, names_of, resolved
 from flaxfit.task._precision import check_precision
 from flaxfit.tree._types import Data, Function, PyTree, Variables
 
@@ -71,9 +71,10 @@ class TrainTask:
     objective: Function | None = None
     """A loss that calls the model by itself, in place of `loss`: `f(apply, batch, rngs)`, where
     `apply(*inputs)` is the model in training, to be called as often as needed, and `rngs` are the
-    keys of the first call. It returns values `(batch, ...)`, `(values, aux)`, `(values, weights)`
-    or `(values, weights, aux)`; aux has by name what is reported, too: values by example, or pairs
-    `(sum, weight)`. All options of a task apply."""
+    keys of the first call, which `apply(*inputs, rngs=rngs)` repeats. It returns values `(batch,
+    ...)`, `(values, aux)`, `(values, weights)` or `(values, weights, aux)`; aux has by name what is
+    reported, too: values by example, with the weights of the objective's, or pairs `(sum,
+    weight)`. It takes the place of `loss`, `metrics` and `across`; all other options apply."""
     across: str | None = None
     """"batch" for a loss that compares the examples of a batch with one another, such as a
     contrastive one: it sees the outputs and targets of all devices and of all `accumulate` parts
@@ -89,7 +90,7 @@ class TrainTask:
     """The number of parts that each batch is computed in, one after the other. The result is
     that of the whole batch; the activations of only one part are in memory. The loss must be one
     value per example, which depends on that example alone; any other needs `across="batch"`, which
-    computes the outputs twice."""
+    then computes the outputs twice."""
     precision: str | None = None
     """What the model computes in: "bfloat16", or "float16" with dynamic loss scaling. Parameters,
     loss and metrics stay float32."""
@@ -172,6 +173,8 @@ class EvalTask:
     """What the model computes in, as of a `TrainTask`."""
     pad: bool = True
     """Whether a batch may be padded with rows of weight 0, as of a `TrainTask`."""
+    across: str | None = None
+    """"batch" for a loss that compares the examples of a batch, as of a `TrainTask`."""
     check_finite: bool = True
     """Whether NaN and infinite values are refused, as of a `TrainTask`."""
 
@@ -183,7 +186,9 @@ class EvalTask:
         loss = None if self.loss is None else as_loss(self.loss, self.loss_weights)
         metrics, rngs = as_metrics(self.metrics, loss), names_of(self.rngs)
         check_streams("EvalTask", rngs, apply)
-        self.__dict__.update(apply=apply, loss=loss, metrics=metrics, rngs=rngs)
+        check_across(self.across)
+        pad = self.pad and self.across is None
+        self.__dict__.update(apply=apply, loss=loss, metrics=metrics, rngs=rngs, pad=pad)
         self.roles.check("EvalTask")
 
     @property

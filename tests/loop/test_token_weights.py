@@ -221,3 +221,30 @@ def test_a_batch_without_any_label_changes_nothing_but_the_step():
     (checkpoint,) = ff.TrainLoop(init, task, 0, stdout=False, **ONE)
     assert checkpoint.step == 1 and np.isnan(checkpoint.loss)
     jax.tree.map(np.testing.assert_array_equal, dict(checkpoint.state.params), PARAMS)
+
+
+def test_weights_of_a_loss_that_are_negative_are_refused_when_they_are_read():
+    def odd(outputs, labels):
+        values = optax.softmax_cross_entropy_with_integer_labels(outputs, labels)
+        return values, jnp.where(labels == 1, -1.0, 1.0)
+
+    task = ff.TrainTask(MODULE, optax.sgd(LR), odd, (X, Y))
+    loop = ff.TrainLoop(init, task, 0, stdout=False, **ONE)
+    with pytest.raises(ValueError, match="weights that are negative, NaN or infinite in step 1"):
+        loop.next_step()
+
+
+def test_a_step_of_ones_own_loop_divides_by_the_weights_of_the_loss():
+    task = ff.TrainTask(MODULE, optax.sgd(LR), IGNORING)
+    state = ff.TrainState.create(task.optimizer, {"params": PARAMS})
+    batch = ff.Batch((X[:BATCH],), (IGNORED[:BATCH],))
+    updated, sums = ff.make_train_step(task)(state, batch)
+
+    def mean(params):
+        logits = X[:BATCH] @ params["kernel"] + params["bias"]
+        values = optax.softmax_cross_entropy_with_integer_labels(logits, Y[:BATCH])
+        return jnp.sum(MASK[:BATCH] * values) / MASK[:BATCH].sum()
+
+    expected = KERNEL - LR * jax.grad(mean)(PARAMS)["kernel"]
+    np.testing.assert_allclose(updated.params["kernel"], expected, rtol=1e-5, atol=1e-6)
+    assert sums["loss"][1] == MASK[:BATCH].sum()

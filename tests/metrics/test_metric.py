@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxfit.metrics import Metric, accuracy, f1, mean, mse
+from flaxfit.metrics import Metric, accuracy, collected, f1, mean, mse
 
 OUTPUTS = np.arange(12, dtype=np.float32).reshape(4, 3)
 TARGETS = np.ones((4, 3), np.float32)
@@ -99,3 +99,11 @@ def test_values_may_come_with_weights():
     assert masked.compute(masked.measure(values, mask)) == pytest.approx(11 / 3)
     weighted = masked.measure(values, mask, weights=np.array([2.0, 0.0]))
     assert masked.compute(weighted) == 1
+
+
+def test_an_ignored_label_goes_with_other_options_and_not_with_collected_rows():
+    ignoring = f1(ignore_label=-100)(average="macro")
+    targets, outputs = np.array([0, -100, 1]), np.eye(3, dtype=np.float32)
+    assert ignoring.compute(ignoring.measure(outputs, targets)) < 1
+    with pytest.raises(TypeError, match="no option ignore_label: leave such targets out"):
+        collected(lambda outputs, targets: 0.0, name="rows")(ignore_label=-100)

@@ -275,3 +275,88 @@ def test_one_that_compares_examples_needs_a_whole_batch():
 def test_options_that_exclude_it_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         ff.TrainTask(REWARD, optax.sgd(0.1), objective=preference, **options)
+
+
+def first_of(objective, data=(CHOSEN, LABELS), module=None, **options):
+    module = nn.Dense(3) if module is None else module
+    task = ff.TrainTask(module, optax.sgd(0.5), objective=objective, data=data, **options)
+    return ff.TrainLoop(module, task, 0, stdout=False, devices=DEVICES[:1]).next_step()
+
+
+def test_its_results_have_names_of_their_own():
+    def taken(apply, batch, rngs):
+        values = crossentropy(apply, batch, rngs)
+        return values, {"loss": values}
+
+    with pytest.raises(ValueError, match="cannot report loss: the loop reports its own number"):
+        first_of(taken)
+
+
+def test_one_that_never_calls_the_model_is_refused():
+    with pytest.raises(ValueError, match="did not call the model: compute its values from apply"):
+        first_of(lambda apply, batch, rngs: batch.inputs[0].sum(-1))
+
+
+def test_results_are_weighted_as_its_values():
+    def masked(apply, batch, rngs):
+        (labels,) = batch.targets
+        values = losses.crossentropy(apply(*batch.inputs), labels)
+        return values, labels != 1, {"is_counted": labels != 1}
+
+    assert first_of(masked).metrics["is_counted"] == 1
+
+
+def test_a_slope_over_the_inputs_may_be_a_term():
+    def smooth(apply, batch, rngs):
+        (x,) = batch.inputs
+        slope = jax.grad(lambda x: apply(x).sum())(x)
+        return crossentropy(apply, batch, rngs) + jnp.square(slope).sum(-1)
+
+    checkpoint = first_of(smooth)
+    kernel = nn.Dense(3).init(jax.random.key(0), CHOSEN)["params"]["kernel"]
+    assert kernel.shape == checkpoint.model_params["kernel"].shape
+    assert checkpoint.loss > first_of(crossentropy).loss
+
+
+class Dropping(nn.Module):
+    train: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(nn.Dropout(0.5, deterministic=not self.train)(x))
+
+
+def test_two_calls_in_evaluation_have_two_dropouts_and_keys_are_asked_for():
+    class Always(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(nn.Dropout(0.5, deterministic=False)(x))
+
+    def uses_keys(apply, batch, rngs):
+        noise = jax.random.normal(rngs["dropout"], batch.inputs[0].shape)
+        return losses.crossentropy(apply(batch.inputs[0] + noise), *batch.targets)
+
+    options = {"objective": consistency, "eval_rngs": ("dropout",)}
+    model = ff.Model(Always(), optax.sgd(0.1), None, **options)
+    model.fit(CHOSEN, LABELS, verbose=0)
+    assert model.evaluate(CHOSEN, LABELS)["distance"] > 0
+    model = ff.Model(Dropping(), optax.sgd(0.1), None, objective=uses_keys)
+    model.fit(CHOSEN, LABELS, verbose=0)
+    with pytest.raises(KeyError) as raised:
+        model.evaluate(CHOSEN, LABELS)
+    assert any("eval_rngs=('dropout',)" in note for note in raised.value.__notes__)
+
+
+@pytest.mark.slow
+def test_it_takes_turns_with_a_loss():
+    def masked(apply, batch, rngs):
+        (labels,) = batch.targets
+        return losses.crossentropy(apply(*batch.inputs), labels), labels != 1
+
+    optimizer, module, data = optax.sgd(0.1), nn.Dense(3), (CHOSEN, LABELS)
+    tasks = {
+        "a": ff.TrainTask(module, optimizer, objective=masked, data=data),
+        "b": ff.TrainTask(module, optimizer, "crossentropy", data),
+    }
+    loop = ff.TrainLoop(module, ff.MultiTask(tasks), 0, stdout=False, devices=DEVICES[:1])
+    assert np.isfinite(loop.next_step().metrics["a/loss"])

@@ -208,3 +208,80 @@ def test_the_activations_of_one_part_are_in_memory():
         return ff.TrainLoop(Wide(), task, 0, stdout=False, devices=DEVICES[:1]).step_memory()
 
     assert needed(8) < needed(1) / 2
+
+
+class Views(nn.Module):
+    """Embeddings of two views, one after the other in a batch, and prototypes for none of them."""
+
+    n_prototypes: int = 4
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dropout(self.rate, deterministic=False)(nn.Dense(4)(x))
+        return x, self.param("prototypes", nn.initializers.normal(), (self.n_prototypes, 4))
+
+
+def paired(z, prototypes):
+    """Each first half against all second halves, as SimCLR's loss."""
+    a, b = jnp.split(z, 2)
+    logits = a @ b.T + (a @ prototypes.T).sum(-1, keepdims=True)
+    values = jax.nn.logsumexp(logits, -1) - jnp.diagonal(logits)
+    return jnp.concatenate([values, values]), jnp.ones(len(z))
+
+
+def first_step(strategy, accumulate, *, across="batch", loss=paired, pad=True, **fields):
+    module = Views(**fields)
+    params = Views(**{**fields, "rate": 0.0}).init(jax.random.key(0), IMAGES[:4])["params"]
+    data = ff.ArrayStream(IMAGES[:BATCH], (), batch_size=BATCH)
+    options = {"across": across, "accumulate": accumulate, "pad": pad}
+    task = ff.TrainTask(module, optax.sgd(0.5), loss, data, **options)
+    return ff.TrainLoop(
+        lambda rngs, x: {"params": params}, task, 0, stdout=False, **STRATEGIES[strategy]
+    ).next_step()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulate"), [slow("one", 4), slow("fsdp", 1), ("data parallel", 4)]
+)
+def test_pairs_within_a_batch_are_found_and_prototypes_are_no_examples(strategy, accumulate):
+    # As many prototypes as examples in a part, on a replica, or in both together.
+    for n_prototypes in (BATCH // 4, BATCH // len(DEVICES), BATCH // len(DEVICES) // accumulate):
+        whole = first_step("one", 1, n_prototypes=n_prototypes)
+        parts = first_step(strategy, accumulate, n_prototypes=n_prototypes)
+        assert parts.loss == pytest.approx(whole.loss, rel=1e-5)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+            whole.state.params,
+            parts.state.params,
+        )
+
+
+@pytest.mark.parametrize("strategy", ["one", "data parallel"])
+def test_undeclared_pairs_are_refused(strategy):
+    with pytest.raises(ValueError, match="depends on the other examples of its batch"):
+        first_step(strategy, 1, across=None)
+
+
+@pytest.mark.slow
+def test_weights_that_depend_on_the_outputs_see_the_dropout_of_the_step():
+    def confident(z, prototypes):
+        values, _ = paired(z, prototypes)
+        return values, jax.lax.stop_gradient(jnp.abs(z).sum(-1))
+
+    def norm(**options):
+        return first_step("one", 1, loss=confident, rate=0.5, **options).metrics["grad_norm"]
+
+    assert norm() == pytest.approx(norm(across=None, pad=False), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_evaluation_sees_the_whole_batch_too():
+    def measured(n_devices):
+        task = ff.EvalTask(Views(), {}, (IMAGES[:BATCH], ()), loss=paired, across="batch")
+        params = Views().init(jax.random.key(0), IMAGES[:4])["params"]
+        strategy = ff.DataParallel(DEVICES[:n_devices])
+        state = ff.InferenceState(np.int32(0), params, {})
+        return ff.EvalLoop(task, strategy=strategy).measure(state)["loss"]
+
+    assert measured(len(DEVICES)) == pytest.approx(measured(1), rel=1e-5)

@@ -1,0 +1,45 @@
+"""The check that what a loss, a metric or an objective returns as weights are weights."""
+
+import jax
+import jax.numpy as jnp
+
+from flaxfit.step._jaxpr import depends_on
+from flaxfit.tree._types import Array, Function, PyTree
+
+
+def check_own_weights(owner: str, function: Function, outputs: PyTree, targets: PyTree) -> None:
+    """Checks that the weights that a function returns have no slope over the outputs.
+
+    Two losses in a tuple look like values and weights, and the second of these has one.
+
+    Args:
+      owner: what returns them, for the message.
+      function: `(*outputs, *targets) -> values`, or a tuple of values and weights.
+      outputs: arrays, or their shapes and dtypes.
+      targets: as `outputs`.
+    """
+    if jax.config.jax_disable_jit:  # In the debug mode the user's code is not traced.
+        return
+    leaves, structure = jax.tree.flatten(outputs)
+    is_float = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+    floats = [leaf for leaf, f in zip(leaves, is_float, strict=True) if f]
+
+    def slope(leaves: list[Array], targets: PyTree, directions: list[Array]) -> PyTree:
+        def weights(*floats: Array) -> PyTree:
+            left = iter(floats)
+            outputs = [next(left) if f else x for x, f in zip(leaves, is_float, strict=True)]
+            found = function(*structure.unflatten(outputs), *targets)
+            own = found[1] if isinstance(found, tuple) and len(found) > 1 else ()
+            return jax.tree.map(lambda x: jnp.asarray(x, float), own)
+
+        floats = [x for x, f in zip(leaves, is_float, strict=True) if f]
+        return jax.jvp(weights, tuple(floats), tuple(directions))[1]
+
+    program = jax.make_jaxpr(slope)(leaves, targets, floats)
+    if depends_on(program, len(jax.tree.leaves((leaves, targets)))):
+        raise ValueError(
+            f"The second array that {owner} returned would be the weights of the first, and it "
+            "depends on the outputs of the model. Add the losses of several outputs, and pass "
+            "metrics one by one; weights that depend on the outputs are held fixed by "
+            "jax.lax.stop_gradient."
+        )
