@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit.data._batch import Batch, n_examples
-from flaxfit.metrics._metric import RESERVED
 from flaxfit.step._broadcasting import couples_rows
+from flaxfit.task._options import check_names
 from flaxfit.task._precision import in_float32
 from flaxfit.tree._types import Function, PyTree, Rngs, Sums
 from flaxfit.tree._weights import beside, joined_weights
@@ -106,11 +106,7 @@ def sums_of_aux(
     Values are weighted as those of the objective, by its `own` weights where these fit, too.
     """
     found = {}
-    if names := [name for name in aux if name in RESERVED]:
-        raise ValueError(
-            f"The objective cannot report {', '.join(names)}: the loop reports its own number "
-            "under that name. Use another name."
-        )
+    check_names(aux)
     for name, value in jax.lax.stop_gradient(dict(aux)).items():
         parts: tuple[Any, ...] = value if isinstance(value, tuple) else (value,)
         if len(parts) == 2 and not any(map(jnp.ndim, parts)):

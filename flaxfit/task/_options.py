@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import optax
 
 from flaxfit.display import say
 from flaxfit.metrics import Metric
+from flaxfit.metrics._metric import RESERVED
 from flaxfit.modules._patterns import as_patterns, select
 from flaxfit.modules._switch import as_apply, check_streams
 from flaxfit.optim._demands import check_demands
@@ -74,6 +75,15 @@ def _check_values(task: Any) -> None:
     if above is not None and not (_is_number(above) and above > 0):
         raise ValueError(
             f"skip_above must be a number of standard deviations, such as 6.0, got {above!r}."
+        )
+
+
+def check_names(reported: Iterable[str]) -> None:
+    """Checks the names of what an objective reports."""
+    if names := [name for name in reported if name in RESERVED]:
+        raise ValueError(
+            f"The objective cannot report {', '.join(names)}: the loop reports its own number "
+            "under that name. Use another name."
         )
 
 
