@@ -1,6 +1,7 @@
 """Weights by token: `sum(w v) / sum(w)` over all tokens, however a batch is divided."""
 
 import functools
+import itertools
 
 import flax.linen as nn
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from marks import slow
+from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit import losses, metrics
@@ -100,13 +101,13 @@ def by_hand(name):
 
 
 def cases():
-    for name in CASES:
-        for strategy in STRATEGIES:
-            for accumulate in (1, 2):
-                case = (name, strategy, accumulate)
-                is_quick = strategy == "data parallel" and accumulate == 2
-                is_quick = is_quick and name in ("weights", "returned", "by output")
-                yield case if is_quick else slow(*case)
+    """Three quick cases; each loss and weights on one strategy in turn; and all of them."""
+    in_turn = list(itertools.product(STRATEGIES, (1, 2)))
+    for i, name in enumerate(CASES):
+        for case in in_turn:
+            is_quick = case == ("data parallel", 2) and name in ("weights", "returned", "by output")
+            mark = slow if case == in_turn[i % len(in_turn)] else thorough
+            yield (name, *case) if is_quick else mark(name, *case)
 
 
 @pytest.mark.parametrize(("name", "strategy", "accumulate"), list(cases()))

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from marks import slow
+from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit import losses
@@ -82,7 +82,8 @@ def cases():
     for strategy in STRATEGIES:
         for accumulate in (1, 2):
             case = (strategy, accumulate)
-            yield case if case == ("data parallel", 2) else slow(*case)
+            mark = slow if accumulate == 2 else thorough
+            yield case if case == ("data parallel", 2) else mark(*case)
 
 
 @pytest.mark.parametrize(("strategy", "accumulate"), list(cases()))
@@ -125,7 +126,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", [n if n == "plain" else slow(n) for n in OPTIONS])
+@pytest.mark.parametrize("name", [n if n == "plain" else thorough(n) for n in OPTIONS])
 def test_one_call_is_a_loss_bit_for_bit(name):
     def run(**given):
         data = ff.ArrayStream(CHOSEN, LABELS, batch_size=BATCH, epochs=1, drop_remainder=True)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from marks import slow
+from marks import slow, thorough
 
 import flaxfit as ff
 
@@ -121,7 +121,8 @@ def cases():
             for accumulate in (1, 4):
                 case = (name, strategy, accumulate)
                 is_quick = case == ("values", "data parallel", 4)
-                yield case if is_quick else slow(*case)
+                mark = slow if accumulate == 4 and strategy != "one" else thorough
+                yield case if is_quick else mark(*case)
 
 
 @pytest.mark.parametrize(("name", "strategy", "accumulate"), list(cases()))
@@ -143,7 +144,7 @@ def check(name, strategy, accumulate, *, is_weighted=False, sows=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [thorough("one"), "data parallel", thorough("fsdp")])
 def test_weights_and_sown_losses_count_as_in_a_whole_batch(strategy):
     # A mean of squares over equal parts is that over the batch.
     check("values", strategy, 4, is_weighted=True, sows=True)
@@ -152,7 +153,7 @@ def test_weights_and_sown_losses_count_as_in_a_whole_batch(strategy):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"freeze": "image/.*"}, {"precision": "float16"}, {"clip_norm": 0.1, "ema": 0.9}],
+    [{"freeze": "image/.*", "clip_norm": 0.1, "ema": 0.9}, {"precision": "float16"}],
     ids=str,
 )
 def test_options_of_a_task_give_the_same_in_parts(options):
