@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from flaxfit.data._batch import TARGET_NAMES, Batch, fields_by_part, parts_of
 from flaxfit.data._fit_arguments import as_arrays
 from flaxfit.tree._dtypes import is_array, is_named
@@ -59,6 +61,8 @@ class Roles:
         Raises:
           ValueError: a column is missing, or it is unclear which column is what.
         """
+        if type(item) is tuple and item and type(item[0]) is np.ndarray:
+            return item  # As most items are: looking for columns takes a tenth of a small step.
         columns = self._columns_of(item)
         if columns is None:
             return item
