@@ -114,7 +114,7 @@ def weights_by_class(y: PyTree, class_weight: Mapping[int, float]) -> np.ndarray
 
 
 def _is_one_hot(labels: np.ndarray) -> bool:
-    """Whether each row of the last axis is 0 but for one 1, or adds up to 1 as soft labels do."""
+    """Whether each row along the last axis is one-hot, or soft labels that add up to 1."""
     return bool((labels >= 0).all() and np.allclose(labels.sum(-1), 1, atol=0.02))
 
 

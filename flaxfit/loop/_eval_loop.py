@@ -15,7 +15,7 @@ from flaxfit.data._stream import pass_length
 from flaxfit.loop._collected_rows import CollectedRows, check_bounds, of_rows
 from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._local_rows import LocalBatches
-from flaxfit.loop._padding import Padder, may_be_whole
+from flaxfit.loop._padding import Padder, may_be_whole, why_not_pad
 from flaxfit.metrics._monitor import modes_of
 from flaxfit.optim import averaged
 from flaxfit.state._checkpoint import Checkpoint
@@ -104,15 +104,16 @@ class EvalLoop:
     @property
     def adds(self) -> dict[str, str | None]:
         """The metrics that are added to a checkpoint: name -> "min", "max" or None."""
-        loss = {} if self.task.loss is None else {f"{self.name}_loss": "min"}
+        has_loss = self.task.loss is not None or self.task.objective is not None
+        loss = {f"{self.name}_loss": "min"} if has_loss else {}
         unnamed = self._unnamed
         known = {name: each for name, each in self.task.metrics.items() if name not in unnamed}
         return loss | modes_of(known, f"{self.name}_")
 
     @property
     def adds_more(self) -> bool:
-        """Whether it may add others, those that collected metrics return by name."""
-        return bool(self._unnamed)
+        """Whether it may add others: what an objective or a collected metric returns by name."""
+        return bool(self._unnamed) or self.task.objective is not None
 
     @property
     def _unnamed(self) -> list[str]:
@@ -237,12 +238,11 @@ class EvalLoop:
         if whole is not None and self.n_steps is None:
             check_bounds(self._collecting, whole)
         result = inspect(self.task, state, batch, whole, bind, self._traced).shapes
-        why_not = "the loss returns a scalar, not one value per example"
-        is_scalar = result.values is not None and result.values.ndim == 0
+        why_not = why_not_pad(self.task, result.values)
         feed = Padder(
             self.strategy,
-            pad=self.task.pad and not is_scalar,
-            why_not=why_not if is_scalar else "the task has pad=False",
+            pad=not why_not,
+            why_not=why_not,
             size=batches.batch_size,
             is_own=batches.is_own,
             is_whole=batches.is_whole,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 
 from flaxfit.data._batch import Batch
-from flaxfit.loop._padding import Portion
+from flaxfit.loop._padding import Portion, why_not_pad
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._error_messages import calls_explained
 from flaxfit.step._scan import make_step
@@ -130,12 +130,8 @@ class Inspection:
 
 
 def _why_not_pad(task: TrainTask, state: TrainState, values: Array) -> str:
-    if task.across is not None:
-        return "the loss sees the whole batch"
-    if not task.pad:
-        return "the task has pad=False"
-    if values.ndim == 0:
-        return "the loss returns a scalar, not one value per example"
+    if reason := why_not_pad(task, values):
+        return reason
     if jax.tree.leaves(state.model_state) and task.mutable not in (False, (), []):
         return "the model keeps statistics of what it sees, such as BatchNorm's"
     return ""

@@ -132,6 +132,17 @@ class Padder:
         self._has_announced = True
 
 
+def why_not_pad(task: TrainTask | EvalTask, values: Array | None) -> str:
+    """Why rows of weight 0 would change the loss of these values; "" if they would not."""
+    if task.across is not None:
+        return "the loss sees the whole batch"
+    if not task.pad:
+        return "the task has pad=False"
+    if values is not None and not values.ndim:
+        return "the loss returns a scalar, not one value per example"
+    return ""
+
+
 def may_be_whole(task: TrainTask | EvalTask, strategy: Strategy) -> bool:
     """Whether neither task nor strategy pads a batch or divides its rows."""
     is_undivided = strategy.axis_name is None and strategy.virtual_replicas is None

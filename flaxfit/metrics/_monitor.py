@@ -185,15 +185,15 @@ def _metrics_before(loop: Any, callback: object) -> tuple[dict[str, str | None],
     """The metrics that a callback of a loop will find, and whether the list is complete.
 
     Callbacks of the library that run before it declare in `adds` what they add, and in `adds_more`
-    that there may be more. It is not known what other callbacks add, nor what a user's own step
-    reports.
+    that there may be more. It is not known what other callbacks add, nor what a user's own step or
+    objective reports.
     """
     task = getattr(loop, "task", None)
     if task is None:  # Not a `TrainLoop`.
         return {}, False
     is_own_step = task.step is not None
     known = modes_of(task.metrics) if is_own_step else {"loss": "min", **modes_of(task.metrics)}
-    is_complete = not is_own_step
+    is_complete = not is_own_step and task.objective is None
     for each in map(owner_of, loop.callbacks):
         if each is callback and order_of(callback) != "last":
             break

@@ -48,7 +48,7 @@ def as_patterns(
 def select(name: str, filter: Any, apply: object, *, collection: str | None) -> Selection:
     """Returns the pattern of the paths that an NNX filter selects; see `as_patterns`.
 
-    One that was made for another module is made anew.
+    A pattern that was made for another module is made again for this one.
     """
     if isinstance(filter, Selection):
         if filter.filter is None or filter.apply is apply:

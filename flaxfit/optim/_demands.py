@@ -97,7 +97,7 @@ def _within(part: PyTree) -> list[PyTree]:
 
 
 def _injected(part: PyTree) -> list[PyTree]:
-    """The optimizer that `optax.inject_hyperparams` makes anew in each update."""
+    """The optimizer that `optax.inject_hyperparams` rebuilds in each update."""
     with contextlib.suppress(Exception):
         cells = inspect.getclosurevars(part.init).nonlocals
         scheduled = {name: each(each.init()) for name, each in cells["sched_hps"].items()}

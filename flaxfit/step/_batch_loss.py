@@ -13,7 +13,6 @@ from flaxfit.data._sample_weights import without_idle_rows
 from flaxfit.losses._checks import in_range
 from flaxfit.step._broadcasting import couples_rows
 from flaxfit.step._jaxpr import names_axis
-from flaxfit.step._objective import combines_examples
 from flaxfit.step._replicas import AnyReplicas, VirtualReplicas
 from flaxfit.task._multi_output import LossByOutput, is_loss_of_output
 from flaxfit.task._precision import in_float32
@@ -49,8 +48,8 @@ def loss_of(
     """The loss of the examples of this replica.
 
     The mean over parts of a batch is the loss of the batch only if each example has a value of its
-    own. Any other loss is given the outputs and targets of all replicas; `rows_of()` tells which
-    outputs have an axis of examples, which else is told by its size.
+    own. Any other loss is given the outputs and targets of all replicas. `rows_of()` returns which
+    outputs have an axis of examples; without it, the size of the first axis decides.
 
     Raises:
       TypeError: the loss returned something other than an array, or a tuple of them.
@@ -58,7 +57,7 @@ def loss_of(
     """
     n = n_examples(batch)
     result = _evaluate_loss(task.loss, outputs, batch.targets, n)
-    divided = _how_divided(replicas, n_parts)
+    divided = how_divided(replicas, n_parts)
     counted = result.penalty if is_training else None
     reason = divided and _why_whole(task.loss, result.values, counted, outputs, batch.targets)
     if divided and not reason and task.across is not None:
@@ -106,7 +105,7 @@ def check_metrics(
     n_parts: int = 1,
 ) -> None:
     """Checks that no metric compares examples with others that are computed elsewhere."""
-    divided = _how_divided(replicas, n_parts)
+    divided = how_divided(replicas, n_parts)
     if task.pad or not divided:  # Where batches may be padded, such a metric was refused.
         return
     for name, metric in metrics_by_row(task):
@@ -116,29 +115,6 @@ def check_metrics(
                 "other examples of the batch, and each part would be measured by itself. Use one "
                 "device, or strategy=Sharded(), without accumulate and virtual_replicas."
             )
-
-
-def check_objective(
-    task: TrainTask | EvalTask,
-    outputs: Outputs,
-    batch: Batch,
-    rngs: PyTree,
-    replicas: AnyReplicas,
-    *,
-    n_parts: int = 1,
-) -> None:
-    """Checks that an objective combines no examples that are computed elsewhere, nor padding."""
-    divided = _how_divided(replicas, n_parts)
-    if not (task.pad or divided):
-        return
-    if combines_examples(task.objective, outputs, batch, rngs):
-        where = f"with {divided}" if divided else "with batches that may be padded"
-        raise ValueError(
-            f"Cannot compute this objective {where}: the value of an example depends on the other "
-            "examples of the batch, or on their number. Return one value per example, which "
-            "depends on that example alone. Or compute batches whole: pad=False, one device or "
-            "strategy=Sharded(), without accumulate and virtual_replicas."
-        )
 
 
 def losses_by_row(
@@ -182,7 +158,7 @@ def _sees_replicas(function: Function, outputs: Outputs, targets: PyTree) -> boo
     return names_axis(jax.make_jaxpr(function)(*outputs, *targets))
 
 
-def _how_divided(replicas: AnyReplicas, n_parts: int) -> str:
+def how_divided(replicas: AnyReplicas, n_parts: int) -> str:
     """What divides a batch into parts; "" if it is computed as a whole."""
     if n_parts > 1:
         return f"accumulate={n_parts}"

@@ -11,7 +11,7 @@ from flaxfit.data._batch import Batch
 from flaxfit.data._sample_weights import without_idle_targets
 from flaxfit.optim._freeze import mask, merge
 from flaxfit.state._train_state import TrainState
-from flaxfit.step._forward import weight_sums
+from flaxfit.step._compare import weight_sums
 from flaxfit.step._gradient import (
     Gradient,
     accumulated_gradient,

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from flaxfit.data._batch import Batch, call
-from flaxfit.step._forward import as_outputs, forward_eval
+from flaxfit.step._forward import forward_eval
+from flaxfit.step._model_call import as_outputs
 from flaxfit.step._random import eval_key, rngs_of
 from flaxfit.step._replicas import replicas_of
 from flaxfit.task._precision import in_precision

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flaxfit.data._batch import Batch, n_examples
 from flaxfit.optim._freeze import mask, merge
 from flaxfit.state._train_state import TrainState
-from flaxfit.step._forward import ForwardPass, forward, weights_of
+from flaxfit.step._compare import ForwardPass, weights_of
+from flaxfit.step._forward import forward
 from flaxfit.step._replicas import AnyReplicas
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._paths import flat

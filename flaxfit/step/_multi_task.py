@@ -13,7 +13,7 @@ from flaxfit.data._batch import Batch, normalize
 from flaxfit.data._sample_weights import OTHER_OUTPUTS, of_output
 from flaxfit.data._stream import is_shared
 from flaxfit.state._train_state import TrainState
-from flaxfit.step._forward import ForwardPass, weights_of
+from flaxfit.step._compare import ForwardPass, weights_of
 from flaxfit.step._train_step import make_train_step, more_sums
 from flaxfit.step._validate import Traced, inspect, shapes_of
 from flaxfit.task._task import TrainTask

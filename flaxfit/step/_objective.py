@@ -1,17 +1,26 @@
 """Objectives: losses that call the model by themselves, `f(apply, batch, rngs) -> values`."""
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from flaxfit.data._batch import Batch, n_examples
+from flaxfit.data._batch import Batch, call, n_examples
+from flaxfit.step._batch_loss import LossResult, how_divided
 from flaxfit.step._broadcasting import couples_rows
+from flaxfit.step._compare import ForwardPass, compare, sums_of_loss, weights_of
+from flaxfit.step._model_call import apply_model, not_added, sum_of_penalties, updated_state
+from flaxfit.step._own_weights import check_own_weights
+from flaxfit.step._random import rngs_of
+from flaxfit.step._replicas import AnyReplicas
+from flaxfit.task._label_counts import count_weights, valid_weights
 from flaxfit.task._options import check_names
 from flaxfit.task._precision import in_float32
-from flaxfit.tree._types import Function, PyTree, Rngs, Sums
-from flaxfit.tree._weights import beside, joined_weights
+from flaxfit.task._task import EvalTask, TrainTask
+from flaxfit.tree._types import Function, Params, PyTree, Rngs, Sums
+from flaxfit.tree._weights import beside, fits, joined_weights
 
 
 class ObjectiveResult(NamedTuple):
@@ -66,7 +75,100 @@ class Calls:
         return outputs
 
 
-def call_objective(objective: Any, apply: Function, batch: Batch, rngs: Rngs) -> Any:
+def objective_pass(
+    task: TrainTask,
+    params: Params,
+    model_state: PyTree,
+    batch: Batch,
+    key: jax.Array,
+    replicas: AnyReplicas,
+    n_parts: int,
+) -> ForwardPass:
+    """Computes the objective of a task, which calls the model in training."""
+
+    def run(model_state: PyTree, inputs: PyTree, rngs: Rngs) -> tuple[PyTree, PyTree, PyTree]:
+        outputs, updates = apply_model(task, params, model_state, Batch(inputs), rngs)
+        return in_float32(outputs), updates, updated_state(model_state, updates)
+
+    calls = Calls(run, model_state, functools.partial(_rngs_of_call, task.rngs, key))
+    result = _objective_sums(task, calls, batch, rngs_of(task.rngs, key), replicas, n_parts)
+    penalties = [sum_of_penalties(None, updates) for updates in calls.updates]
+    penalties = [penalty for penalty in penalties if penalty is not None]
+    names = {name for updates in calls.updates for name in updates}
+    return result._replace(
+        penalty=sum(penalties) if penalties else None,
+        model_state=calls.model_state,
+        not_added=not_added(names, model_state),
+    )
+
+
+def objective_measured(
+    task: EvalTask,
+    apply: Function,
+    state: PyTree,
+    batch: Batch,
+    key: jax.Array | None,
+    options: Mapping[str, PyTree],
+    replicas: AnyReplicas,
+) -> ForwardPass:
+    """Computes the objective of a task in evaluation, and the metrics of the model's outputs."""
+
+    def run(model_state: PyTree, inputs: PyTree, rngs: Rngs) -> tuple[PyTree, PyTree, PyTree]:
+        given = {**options, "rngs": rngs} if rngs else options
+        return in_float32(call(apply, state.variables, inputs, **given)), {}, model_state
+
+    calls = Calls(run, (), functools.partial(_rngs_of_call, task.rngs, key))
+    try:
+        result = _objective_sums(task, calls, batch, options.get("rngs", {}), replicas, 1)
+    except KeyError as error:
+        if not task.rngs:
+            error.add_note(
+                "Evaluation has no random keys unless their streams are named: "
+                "Model(..., eval_rngs=('dropout',)), or EvalTask(..., rngs=('dropout',))."
+            )
+        raise
+    if not task.metrics:
+        return result
+    outputs = call(apply, state.variables, batch.inputs, **options)
+    measured = compare(task, outputs, batch, replicas)
+    return result._replace(sums=result.sums | measured.sums)
+
+
+def _objective_sums(
+    task: TrainTask | EvalTask,
+    calls: Calls,
+    batch: Batch,
+    rngs: Rngs,
+    replicas: AnyReplicas,
+    n_parts: int,
+) -> ForwardPass:
+    """Calls the objective of a task; returns its values, and the sums of these and of its aux."""
+    batch = batch._replace(targets=in_float32(batch.targets))
+    weights = weights_of(batch)
+    found = _called(task.objective, calls, batch, rngs)
+    outputs = tuple(calls.outputs)
+    if not outputs:
+        raise ValueError(
+            "The objective did not call the model: compute its values from apply(*batch.inputs)."
+        )
+    _check_by_example(task, outputs, batch, rngs, replicas, n_parts=n_parts)
+    if found.weights is not None:
+        function = _replayed(task.objective, rngs)
+        check_own_weights("the objective", lambda *given: function(*given)[0], outputs, (batch,))
+    result = LossResult(found.values, valid_weights(found.weights))
+    sums = {"loss": sums_of_loss(None, result, weights, (), batch), **count_weights(found.weights)}
+    sums |= _sums_of_aux(found.aux, weights, result.weights)
+    return ForwardPass(result.values, sums, (), result.weights)
+
+
+def _rngs_of_call(names: Sequence[str], key: jax.Array | None, number: int) -> Rngs:
+    """The keys of one call of a model by an objective; of the first, as with a loss."""
+    if key is None:
+        return {}
+    return rngs_of(names, jax.random.fold_in(key, len(names) + number) if number else key)
+
+
+def _called(objective: Any, apply: Function, batch: Batch, rngs: Rngs) -> ObjectiveResult:
     """Calls an objective, and checks what it returns.
 
     Raises:
@@ -98,7 +200,7 @@ def call_objective(objective: Any, apply: Function, batch: Batch, rngs: Rngs) ->
     return ObjectiveResult(values, own, in_float32(dict(aux)))
 
 
-def sums_of_aux(
+def _sums_of_aux(
     aux: Mapping[str, PyTree], weights: jax.Array, own: jax.Array | None
 ) -> dict[str, Sums]:
     """The sums of what an objective reports beside its values: `(sum, weight)` by name.
@@ -114,7 +216,7 @@ def sums_of_aux(
         elif len(parts) == 1 and jnp.shape(parts[0])[:1] == weights.shape[:1]:
             values = jnp.asarray(parts[0], jnp.float32)
             factor = jnp.ones(len(values))
-            if own is not None and own.shape == values.shape[: own.ndim]:
+            if own is not None and fits(own.shape, values.shape):
                 factor = own
             w = joined_weights(factor, weights, values.shape, f"aux[{name!r}]")
             found[name] = jnp.sum(jnp.where(w != 0, w * values, 0)), jnp.sum(w)
@@ -127,7 +229,7 @@ def sums_of_aux(
     return found
 
 
-def replayed(objective: Any, rngs: Rngs) -> Function:
+def _replayed(objective: Any, rngs: Rngs) -> Function:
     """An objective as a function of the outputs of its calls and the batch.
 
     It returns what the objective does, and the inputs of the calls.
@@ -146,14 +248,37 @@ def replayed(objective: Any, rngs: Rngs) -> Function:
     return function
 
 
-def combines_examples(
+def _combines_examples(
     objective: Any, outputs: tuple[PyTree, ...], batch: Batch, rngs: Rngs
 ) -> bool:
     """Whether an objective combines the examples of a batch, apart from what the model does."""
-    function = replayed(objective, rngs)
+    function = _replayed(objective, rngs)
 
     def values_and_inputs(*outputs_and_batch: PyTree) -> PyTree:
         found, inputs = function(*outputs_and_batch)
         return [found[0] if isinstance(found, tuple) else found, inputs]
 
     return couples_rows(values_and_inputs, outputs, (batch,))
+
+
+def _check_by_example(
+    task: TrainTask | EvalTask,
+    outputs: tuple[PyTree, ...],
+    batch: Batch,
+    rngs: PyTree,
+    replicas: AnyReplicas,
+    *,
+    n_parts: int = 1,
+) -> None:
+    """Checks that an objective combines no examples that are computed elsewhere, nor padding."""
+    divided = how_divided(replicas, n_parts)
+    if not (task.pad or divided):
+        return
+    if _combines_examples(task.objective, outputs, batch, rngs):
+        where = f"with {divided}" if divided else "with batches that may be padded"
+        raise ValueError(
+            f"Cannot compute this objective {where}: the value of an example depends on the other "
+            "examples of the batch, or on their number. Return one value per example, which "
+            "depends on that example alone. Or compute batches whole: pad=False, one device or "
+            "strategy=Sharded(), without accumulate and virtual_replicas."
+        )

@@ -14,8 +14,9 @@ from flaxfit.optim._demands import arguments_of
 from flaxfit.optim._freeze import mask, merge
 from flaxfit.optim._spikes import Recent, stands_out
 from flaxfit.state._train_state import TrainState
+from flaxfit.step._compare import ForwardPass
 from flaxfit.step._divided_batch import DividedBatch, mean_of_sums
-from flaxfit.step._forward import ForwardPass, returns_weights
+from flaxfit.step._forward import returns_weights
 from flaxfit.step._replicas import replicas_of
 from flaxfit.task._precision import like
 from flaxfit.task._task import TrainTask

@@ -15,8 +15,9 @@ from flaxfit.data._batch import Batch, n_examples
 from flaxfit.data._sample_weights import check_weights
 from flaxfit.step._batch_loss import losses_by_row, metrics_by_row
 from flaxfit.step._broadcasting import check_by_row, check_sums, couples_rows
+from flaxfit.step._compare import ForwardPass
 from flaxfit.step._error_messages import calls_explained, tracers_explained
-from flaxfit.step._forward import ForwardPass, forward, forward_eval
+from flaxfit.step._forward import forward, forward_eval
 from flaxfit.step._jaxpr import holds, n_operations
 from flaxfit.step._own_weights import check_own_weights
 from flaxfit.step._regression_targets import check_classes

@@ -13,15 +13,7 @@ import jax.numpy as jnp
 from flaxfit.data._batch import Batch, n_examples
 from flaxfit.optim._freeze import merge
 from flaxfit.state._train_state import TrainState
-from flaxfit.step._forward import (
-    ForwardPass,
-    apply_model,
-    as_outputs,
-    compare,
-    sum_of_penalties,
-    updated_state,
-    which_have_rows,
-)
+from flaxfit.step._compare import ForwardPass, compare
 from flaxfit.step._gradient import (
     Gradient,
     count_parts,
@@ -33,6 +25,13 @@ from flaxfit.step._gradient import (
     sums_of_weights,
     trained_params,
     weight_of_loss,
+)
+from flaxfit.step._model_call import (
+    apply_model,
+    as_outputs,
+    sum_of_penalties,
+    updated_state,
+    which_have_rows,
 )
 from flaxfit.step._random import rngs_of
 from flaxfit.step._replicas import AnyReplicas

@@ -8,8 +8,9 @@ import numpy as np
 from jax.extend.core import Jaxpr
 
 from flaxfit.data._batch import Batch
-from flaxfit.step._forward import apply_model
 from flaxfit.step._jaxpr import equations
+from flaxfit.step._model_call import apply_model
+from flaxfit.step._random import rngs_of
 from flaxfit.step._validate import shapes_of
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._functions import runs_eagerly
@@ -20,11 +21,12 @@ _PRODUCTS = ("conv_general_dilated", "dot_general")
 
 def why_wide(task: TrainTask, state: PyTree, batch: Batch, bind: Function) -> str:
     """Explains which products of a model the precision of its task does not reach; "" if none."""
-    if task.precision not in ("bfloat16", "float16"):
-        return ""
+    if task.precision not in ("bfloat16", "float16") or task.objective is not None:
+        return ""  # An objective calls the model with inputs of its own.
 
     def outputs(state: PyTree, batch: Batch) -> PyTree:
-        return apply_model(task, state.params, state.model_state, batch, state.key)[0]
+        rngs = rngs_of(task.rngs, state.key)
+        return apply_model(task, state.params, state.model_state, batch, rngs)[0]
 
     bound = bind(outputs)
     if runs_eagerly(bound):

@@ -40,13 +40,9 @@ def which_count(weights: Array, shape: Shape) -> Array:
     its weights does.
     """
     counts = weights != 0
-    fitted = _fitted(counts.shape, shape)
-    if fitted is None:
-        counts, fitted = (
-            counts.reshape(len(counts), -1).any(1),
-            (len(counts), *(1,) * len(shape[1:])),
-        )
-    return counts.reshape(fitted)
+    if fits(counts.shape, shape):
+        return beside(counts, shape)
+    return counts.reshape(len(counts), -1).any(1).reshape(-1, *(1,) * len(shape[1:]))
 
 
 def joined_weights(own: Array, weights: Array | None, shape: Shape, owner: str) -> jax.Array:
@@ -57,9 +53,8 @@ def joined_weights(own: Array, weights: Array | None, shape: Shape, owner: str) 
     found = broadcast_weights(own, shape, owner)
     if weights is None:
         return found
-    if _fitted(weights.shape, shape) is None:
-        return found * which_count(weights, shape)
-    return found * beside(weights, shape)
+    is_beside = fits(weights.shape, shape)
+    return found * (beside(weights, shape) if is_beside else which_count(weights, shape))
 
 
 def product(one: Array, other: Array) -> Array:
@@ -67,6 +62,11 @@ def product(one: Array, other: Array) -> Array:
     n = max(one.ndim, other.ndim)
     one, other = (x.reshape(x.shape + (1,) * (n - x.ndim)) for x in (one, other))
     return one * other
+
+
+def fits(weights: Shape, values: Shape) -> bool:
+    """Whether weights of a shape broadcast to values from the left."""
+    return _fitted(weights, values) is not None
 
 
 def _fitted(weights: Shape, values: Shape) -> Shape | None:

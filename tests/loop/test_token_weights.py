@@ -239,7 +239,7 @@ def test_a_step_of_ones_own_loop_divides_by_the_weights_of_the_loss():
     task = ff.TrainTask(MODULE, optax.sgd(LR), IGNORING)
     state = ff.TrainState.create(task.optimizer, {"params": PARAMS})
     batch = ff.Batch((X[:BATCH],), (IGNORED[:BATCH],))
-    updated, sums = ff.make_train_step(task)(state, batch)
+    updated, sums = jax.jit(ff.make_train_step(task))(state, batch)
 
     def mean(params):
         logits = X[:BATCH] @ params["kernel"] + params["bias"]

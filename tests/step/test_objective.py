@@ -11,6 +11,7 @@ from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit import losses
+from flaxfit.callbacks import EarlyStopping
 
 N, BATCH = 22, 8
 RNG = np.random.default_rng(0)
@@ -84,6 +85,13 @@ def cases():
             case = (strategy, accumulate)
             mark = slow if accumulate == 2 else thorough
             yield case if case == ("data parallel", 2) else mark(*case)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_it_calls_a_model_of_low_precision_with_inputs_of_its_own(precision):
+    low = loop_of(preference, precision=precision).next_step()
+    assert low.loss == pytest.approx(loop_of(preference).next_step().loss, rel=1e-2)
+    assert low.state.params["kernel"].dtype == np.float32
 
 
 @pytest.mark.parametrize(("strategy", "accumulate"), list(cases()))
@@ -278,6 +286,10 @@ def test_options_that_exclude_it_are_refused(options, message):
         ff.TrainTask(REWARD, optax.sgd(0.1), objective=preference, **options)
 
 
+CLASSIFIER = nn.Dense(3)
+THREE = {"kernel": RNG.normal(size=(5, 3)).astype(np.float32), "bias": np.zeros(3, np.float32)}
+
+
 def first_of(objective, data=(CHOSEN, LABELS), module=None, **options):
     module = nn.Dense(3) if module is None else module
     task = ff.TrainTask(module, optax.sgd(0.5), objective=objective, data=data, **options)
@@ -313,10 +325,15 @@ def test_a_slope_over_the_inputs_may_be_a_term():
         slope = jax.grad(lambda x: apply(x).sum())(x)
         return crossentropy(apply, batch, rngs) + jnp.square(slope).sum(-1)
 
-    checkpoint = first_of(smooth)
-    kernel = nn.Dense(3).init(jax.random.key(0), CHOSEN)["params"]["kernel"]
-    assert kernel.shape == checkpoint.model_params["kernel"].shape
-    assert checkpoint.loss > first_of(crossentropy).loss
+    def loss_of(objective):
+        task = ff.TrainTask(CLASSIFIER, optax.sgd(0.5), objective=objective)
+        state = ff.TrainState.create(task.optimizer, {"params": THREE})
+        batch = ff.Batch((CHOSEN,), (LABELS,))
+        _, sums = jax.jit(ff.make_train_step(task))(state, batch)
+        return sums["loss"][0] / sums["loss"][1]
+
+    slope = THREE["kernel"].sum(1)
+    assert loss_of(smooth) - loss_of(crossentropy) == pytest.approx((slope**2).sum(), rel=1e-5)
 
 
 class Dropping(nn.Module):
@@ -361,3 +378,17 @@ def test_it_takes_turns_with_a_loss():
     }
     loop = ff.TrainLoop(module, ff.MultiTask(tasks), 0, stdout=False, devices=DEVICES[:1])
     assert np.isfinite(loop.next_step().metrics["a/loss"])
+
+
+@pytest.mark.parametrize("monitor", ["loss", slow("val_loss"), slow("right"), "val_right"])
+def test_what_it_reports_can_be_monitored(monitor):
+    def objective(apply, batch, rngs):
+        outputs = apply(*batch.inputs)
+        values = losses.crossentropy(outputs, *batch.targets)
+        return values, {"right": outputs.argmax(-1) == batch.targets[0]}
+
+    stopping = EarlyStopping(monitor, mode="auto" if "loss" in monitor else "max", patience=5)
+    model = ff.Model(nn.Dense(3), optax.sgd(0.1), None, objective=objective)
+    data = (CHOSEN, LABELS)
+    history = model.fit(*data, verbose=0, validation_data=data, callbacks=[stopping])
+    assert stopping.best_value == history[monitor][-1]

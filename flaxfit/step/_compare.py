@@ -1,0 +1,162 @@
+"""The loss and the metrics of a task, of the outputs of its model: as sums."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from flaxfit.data._batch import Batch, n_examples
+from flaxfit.data._sample_weights import OTHER_OUTPUTS, of_output
+from flaxfit.step._batch_loss import LossResult, check_metrics, loss_of
+from flaxfit.step._model_call import as_outputs
+from flaxfit.step._replicas import AnyReplicas
+from flaxfit.task._label_counts import count_weights, valid_weights
+from flaxfit.task._multi_output import (
+    LossByOutput,
+    MetricOfOutput,
+    is_loss_of_output,
+    labels_out_of_range,
+)
+from flaxfit.task._precision import in_float32
+from flaxfit.task._task import EvalTask, TrainTask
+from flaxfit.tree._types import Function, PyTree, Sums
+from flaxfit.tree._weights import beside, joined_weights
+
+
+class ForwardPass(NamedTuple):
+    """The results of one forward pass, on one replica."""
+
+    values: PyTree
+    """The loss: per example `(batch, ...)`, or a scalar; None if there is none."""
+    sums: dict[str, Sums]
+    """The sums of the loss and of the metrics."""
+    outputs: tuple[PyTree, ...]
+    weights: PyTree = None
+    """The weights that the loss returned with its values; None if it does not."""
+    penalty: PyTree = None
+    """The sum of the penalty of the loss and the model's `losses`; None if there is neither."""
+    model_state: PyTree = ()
+    not_added: Mapping[str, tuple[()]] = {}
+    """The collections whose values may be terms of the loss, and are not added to it."""
+
+
+def compare(
+    task: TrainTask | EvalTask,
+    outputs: PyTree,
+    batch: Batch,
+    replicas: AnyReplicas,
+    *,
+    n_parts: int = 1,
+    is_training: bool = False,
+    rows_of: Callable[[], PyTree] | None = None,
+) -> ForwardPass:
+    """Applies the loss and the metrics to the outputs of a model and the targets, in float32."""
+    outputs = in_float32(as_outputs(outputs))
+    batch = batch._replace(targets=in_float32(batch.targets))
+    weights = weights_of(batch, task.loss)
+    replaced = batch  # For the losses of outputs with weights; metrics see all targets.
+    if isinstance(weights, Mapping) and isinstance(task.loss, LossByOutput):
+        replaced = task.loss.without_idle_targets(batch)
+    result, sums = LossResult(), {}
+    if task.loss is not None:
+        result = loss_of(
+            task,
+            outputs,
+            replaced,
+            replicas,
+            n_parts=n_parts,
+            is_training=is_training,
+            rows_of=rows_of,
+        )
+        sums |= count_weights(result.weights)
+        result = result._replace(weights=valid_weights(result.weights))
+        sums["loss"] = sums_of_loss(task.loss, result, weights, outputs, replaced)
+        sums |= labels_out_of_range(task.loss, weights, outputs, batch.targets)
+    check_metrics(task, outputs, batch.targets, replicas, n_parts=n_parts)
+    # No gradient of the metrics is asked for: where nothing is compiled, they see plain arrays.
+    measured = jax.lax.stop_gradient(outputs) if is_training else outputs
+    for name, metric in task.metrics.items():
+        output = metric.output if isinstance(metric, MetricOfOutput) else OTHER_OUTPUTS
+        targets = replaced.targets if is_loss_of_output(metric) else batch.targets
+        sums[name] = _measure(name, metric, measured, targets, of_output(weights, output))
+    return ForwardPass(result.values, sums, outputs, result.weights, result.penalty)
+
+
+def weights_of(batch: Batch, loss: Any = None) -> PyTree:
+    """The weights of a batch, of examples or tokens, or by output; 1 where it has none."""
+    if batch.weights is None:
+        return jnp.ones(n_examples(batch))
+    # In the default dtype: with 64 bits enabled, their sum has 64 bits, too.
+    weights = jax.tree.map(lambda each: jnp.asarray(each, float), batch.weights)
+    if isinstance(loss, LossByOutput) and not isinstance(weights, Mapping) and weights.ndim > 1:
+        return {OTHER_OUTPUTS: weights}  # The outputs may differ in the values for each weight.
+    if isinstance(weights, Mapping) and OTHER_OUTPUTS not in weights:
+        return {OTHER_OUTPUTS: jnp.ones(n_examples(batch)), **weights}
+    return weights
+
+
+def weight_sums(loss: Any, batch: Batch) -> PyTree:
+    """The weights that the sums of a loss are divided by: their sum, or that by output."""
+    weights = weights_of(batch, loss)
+    if isinstance(weights, Mapping):
+        return {name: jnp.sum(of_output(weights, name)) for name in loss.losses}
+    return jnp.sum(weights)
+
+
+def sums_of_loss(
+    loss: Any, result: LossResult, weights: PyTree, outputs: tuple[PyTree, ...], batch: Batch
+) -> PyTree:
+    """The weighted sum of a loss over all its elements, and the weight of that sum.
+
+    With weights by output, such a pair for each of them.
+    """
+    values, own = result.values, result.weights
+    if isinstance(weights, Mapping) or isinstance(own, Mapping):
+        return loss.sums(weights, *outputs, *batch.targets)
+    if values.ndim == 0:
+        return values * weights.size, jnp.asarray(weights.size, values.dtype)
+    if own is not None:
+        weights = joined_weights(own, weights, values.shape, "The loss")
+    w = beside(weights, values.shape, "The loss")
+    # Not merely a product: a row of weight 0 may hold a NaN.
+    total = jnp.sum(jnp.where(w != 0, values * w, 0))
+    return total, jnp.sum(weights) * (values.size // weights.size)
+
+
+def _measure(name: str, metric: Any, outputs: PyTree, targets: PyTree, weights: jax.Array) -> Sums:
+    """The sums of a metric over a batch.
+
+    Raises:
+      TypeError: it takes another number of outputs and targets.
+    """
+    try:
+        return metric.measure(*outputs, *targets, weights=weights)
+    except TypeError as error:
+        _check_arguments(name, metric.measure, outputs, targets, error, weights=None)
+        if metric.values is not None:
+            _check_arguments(name, metric.values, outputs, targets, error)
+        raise
+
+
+def _check_arguments(
+    name: str,
+    function: Function,
+    outputs: PyTree,
+    targets: PyTree,
+    error: TypeError,
+    **options: None,
+) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # Some callables have none.
+        return
+    try:
+        signature.bind(*outputs, *targets, **options)
+    except TypeError as mismatch:
+        raise TypeError(
+            f"The metric {name!r} takes other arguments than it is given: {mismatch}. It takes "
+            f"{signature}, and is called with the outputs and the targets by position, "
+            f"{len(outputs)} and {len(targets)} of them{', and with weights=' if options else ''}."
+        ) from error
