@@ -1,0 +1,129 @@
+"""The training step of Flax's language model (lm1b): as in a loop by hand."""
+
+import functools
+import pydoc_data.topics
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from by_hand import assert_agree, drawn, n_lines
+from loops import assert_equal
+from marks import slow
+
+import flaxfit as ff
+
+LENGTH, VOCABULARY, N_STEPS, SMOOTHING = 24, 128, 4, 0.1
+COLUMNS = ("inputs", "inputs_position", "inputs_segmentation")
+
+
+def packed_rows(n):
+    """Rows of two lines of text each, as characters, with padding after the second."""
+    text = "\n".join(pydoc_data.topics.topics.values())
+    lines = [line.strip().encode("ascii", "ignore") for line in text.splitlines()]
+    lines = [list(line) for line in lines if 4 < len(line) < LENGTH // 2][: 2 * n]
+    rows = np.zeros((3, n, LENGTH), np.int32)
+    for i, pair in enumerate(zip(lines[::2], lines[1::2], strict=True)):
+        parts = [np.concatenate(pair), np.concatenate([np.arange(len(each)) for each in pair])]
+        parts.append(np.repeat([1, 2], [len(each) for each in pair]))
+        rows[:, i, : len(parts[0])] = parts
+    return dict(zip(COLUMNS, rows, strict=True))
+
+
+ROWS = packed_rows(8 * N_STEPS)
+BATCHES = [{name: x[i::N_STEPS] for name, x in ROWS.items()} for i in range(N_STEPS)]
+
+
+class Decoder(nn.Module):
+    """One layer of a causal transformer that predicts each token from those before it."""
+
+    train: bool = False
+
+    @nn.compact
+    def __call__(self, inputs, inputs_position, inputs_segmentation):
+        dropped = nn.Dropout(0.1, deterministic=not self.train)
+        starts = inputs_position == 0
+        x = jnp.where(starts, 0, jnp.pad(inputs, ((0, 0), (1, 0)))[:, :-1])
+        x = nn.Embed(VOCABULARY, 16)(x) + nn.Embed(LENGTH, 16)(inputs_position)
+        same = nn.make_attention_mask(inputs_segmentation, inputs_segmentation, jnp.equal)
+        mask = nn.combine_masks(same, nn.make_causal_mask(inputs))
+        attention = nn.MultiHeadDotProductAttention(2, use_bias=False)
+        x += dropped(attention(nn.LayerNorm()(x), mask=mask))
+        x += dropped(nn.Dense(16)(nn.relu(nn.Dense(32)(nn.LayerNorm()(x)))))
+        return nn.Dense(VOCABULARY)(nn.LayerNorm()(x))
+
+
+def rate(step):
+    """A warm-up, then a decay by the root of the step."""
+    return 0.01 * jnp.minimum(1.0, step / 2) / jnp.sqrt(jnp.maximum(step, 2))
+
+
+OPTIMIZER = optax.adamw(rate, b1=0.9, b2=0.98, eps=1e-9, weight_decay=0.1)
+
+
+def cross_entropy(logits, labels):
+    """Of labels that are smoothed, less its least value."""
+    high, low = 1 - SMOOTHING, SMOOTHING / (VOCABULARY - 1)
+    least = -(high * np.log(high) + (VOCABULARY - 1) * low * np.log(low + 1e-20))
+    soft = jax.nn.one_hot(labels, VOCABULARY) * (high - low) + low
+    return optax.softmax_cross_entropy(logits, soft) - least
+
+
+def by_hand(state, n=1):
+    """The loss and accuracy of each step, and the last parameters; dropout as on n devices."""
+
+    def forward(params, batch, number):
+        parts = [{name: x.reshape(n, -1, LENGTH)[i] for name, x in batch.items()} for i in range(n)]
+        keys = [jax.random.fold_in(ff.step_key(state.key, number, i), 0) for i in range(n)]
+        apply = functools.partial(Decoder(train=True).apply, {"params": params})
+        pairs = zip(parts, keys, strict=True)
+        return jnp.concatenate([apply(**part, rngs={"dropout": key}) for part, key in pairs])
+
+    @jax.jit
+    def step(params, opt_state, number, batch):
+        inputs, weights = batch["inputs"], jnp.float32(batch["inputs"] > 0)
+
+        def loss_of(params):
+            logits = forward(params, batch, number)
+            return jnp.sum(cross_entropy(logits, inputs) * weights) / jnp.sum(weights), logits
+
+        (loss, logits), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+        accuracy = jnp.sum((logits.argmax(-1) == inputs) * weights) / jnp.sum(weights)
+        return optax.apply_updates(params, updates), opt_state, (loss, accuracy)
+
+    params, measured = state.params, []
+    opt_state = OPTIMIZER.init(params)
+    for number, batch in enumerate(BATCHES):
+        params, opt_state, found = step(params, opt_state, number, batch)
+        measured.append([float(each) for each in found])
+    return measured, params
+
+
+def port(init, **options):
+    """The same training by flaxfit."""
+
+    def loss(logits, inputs):
+        return cross_entropy(logits, inputs), inputs > 0
+
+    def accuracy(logits, inputs):
+        return logits.argmax(-1) == inputs, inputs > 0
+
+    columns = {"inputs": COLUMNS, "targets": "inputs"}
+    task = ff.TrainTask(Decoder(), OPTIMIZER, loss, BATCHES, {"accuracy": accuracy}, **columns)
+    return ff.TrainLoop(init, task, 0, n_steps=N_STEPS, stdout=False, **options)
+
+
+@pytest.mark.parametrize("n", [1, slow(4)])
+def test_the_language_model_trains_as_in_a_loop_by_hand(n):
+    loop = port(drawn(Decoder(), **BATCHES[0]), devices=jax.devices()[:n])
+    expected, params = by_hand(loop.state, n)
+    found = [[checkpoint.loss, checkpoint.metrics["accuracy"]] for checkpoint in loop]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    (assert_equal if n == 1 else assert_agree)(loop.state.params, params)
+
+
+def test_the_port_is_short():
+    assert n_lines(port) <= 30
