@@ -65,9 +65,9 @@ class Model:
         types of variables or their names.
       **options: fields of `TrainTask`: `loss_weights`, `inputs`, `targets`, `weights`, `rngs`,
         `mutable`, `pad`, `check_finite`, `freeze`, `accumulate`, `precision`, `clip_norm`, `ema`,
-        `skip_nonfinite`, `skip_above`, `grads_hook`, `step`. With `ema` or a schedule-free
-        optimizer, validation, `evaluate`, `predict`, `export` and `save_weights` use the average of
-        the parameters.
+        `skip_nonfinite`, `skip_above`, `grads_hook`, `example_grads_hook`, `step`. With `ema` or a
+        schedule-free optimizer, validation, `evaluate`, `predict`, `export` and `save_weights` use
+        the average of the parameters.
     """
 
     def __init__(

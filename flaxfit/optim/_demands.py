@@ -11,10 +11,12 @@ import optax
 from flaxfit.optim._arguments import OPTAX_ARGUMENTS, named_arguments, takes_any
 from flaxfit.tree._types import Function, PyTree
 
+_BY_EXAMPLE = "a gradient per example (clip each by TrainTask(example_grads_hook=...), add noise "
+_BY_EXAMPLE += "by grads_hook=)"
 _BY_NAME = {
     "lookahead": "parameters as optax.LookaheadParams",
-    "differentially_private_aggregate": "a gradient per example",
-    "_deprecated_differentially_private_aggregate": "a gradient per example",
+    "differentially_private_aggregate": _BY_EXAMPLE,
+    "_deprecated_differentially_private_aggregate": _BY_EXAMPLE,
 }
 
 

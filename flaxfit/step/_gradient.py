@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from flaxfit.data._batch import Batch, n_examples
 from flaxfit.optim._freeze import mask, merge
 from flaxfit.state._train_state import TrainState
-from flaxfit.step._compare import ForwardPass, weights_of
+from flaxfit.step._compare import ForwardPass, weight_sums, weights_of
 from flaxfit.step._forward import forward
 from flaxfit.step._replicas import AnyReplicas
+from flaxfit.task._precision import like
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._paths import flat
 from flaxfit.tree._types import Function, Params, PyTree, Sums
@@ -42,6 +43,8 @@ def gradient(
 
     `weight` is that of the whole batch, or by output, divided by the number of replicas.
     """
+    if task.example_grads_hook is not None:
+        return _gradient_by_example(task.example_grads_hook, task, state, batch, key, weight)
     trained, scale = trained_params(task, state)
 
     def objective(trained: Params) -> tuple[jax.Array, tuple[ForwardPass, PyTree]]:
@@ -53,6 +56,87 @@ def gradient(
 
     grads, (result, next_scale) = grad_of(objective, scale)(trained)
     return Gradient(grads, result.sums, result.penalty, result.model_state, next_scale)
+
+
+def _gradient_by_example(
+    hook: Function,
+    task: TrainTask,
+    state: TrainState,
+    batch: Batch,
+    key: jax.Array,
+    weight: PyTree,
+) -> Gradient:
+    """Adds up what a hook makes of the gradient of each example.
+
+    Example i has the random key `fold_in(key, i)`.
+    """
+    trained, _ = trained_params(task, state)
+
+    def of_example(row: Batch, key: jax.Array) -> Gradient:
+        alone = jax.tree.map(lambda x: x[None], row)
+
+        def loss(trained: Params) -> tuple[jax.Array, tuple[ForwardPass, jax.Array]]:
+            params = merge(trained, state.params)
+            result = forward(task, params, state.model_state, alone, key)
+            _check_alone(result, state.model_state)
+            own = weight_sums(task.loss, alone)
+            own = own if result.weights is None else sums_of_weights(result)
+            if isinstance(own, Mapping):
+                raise ValueError(
+                    "example_grads_hook needs one weight for each example, and the batch has "
+                    "weights by output."
+                )
+            return mean_loss(result, alone, own), (result, own)
+
+        grads, (result, own) = jax.grad(loss, has_aux=True)(trained)
+        share = own / jnp.where(weight > 0, weight, 1)
+        # Not merely a product: a hook may divide by the norm of a gradient that is zero.
+        grads = jax.tree.map(
+            lambda g: jnp.where(own > 0, share * g, 0).astype(g.dtype),
+            hooked("example_grads_hook", hook, grads),
+        )
+        return Gradient(grads, result.sums, None, result.model_state, ())
+
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n_examples(batch)))
+    found = jax.vmap(of_example)(batch, keys)
+    grads, sums = (jax.tree.map(lambda x: x.sum(0), each) for each in (found.grads, found.sums))
+    model_state = jax.tree.map(lambda x: x[0], found.model_state)
+    return Gradient(grads, sums, None, model_state, ())
+
+
+def _check_alone(result: ForwardPass, model_state: PyTree) -> None:
+    """Checks that the gradient of an example is that of its value alone."""
+    if result.values.ndim == 0 or result.penalty is not None:
+        what = "is one number" if result.values.ndim == 0 else "has a penalty"
+        raise ValueError(
+            f"example_grads_hook needs a loss with one value per example, and the loss {what} for "
+            "the whole batch: return values of shape (batch,), and add penalties in grads_hook."
+        )
+    before, after = flat(model_state), flat(result.model_state)
+    changed = [
+        path
+        for path, leaf in after.items()
+        if leaf is not before.get(path) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    if changed:
+        raise ValueError(
+            f"The model changes {', '.join(changed[:3])} in training, which are statistics of a "
+            "batch, and example_grads_hook is given the gradient of each example alone: use "
+            "layers without such statistics, such as LayerNorm or GroupNorm, or keep them fixed "
+            "(mutable=())."
+        )
+
+
+def hooked(name: str, hook: Function, grads: Params, *more: PyTree) -> Params:
+    """The gradients that a hook returns, in the dtypes of those that it was given."""
+    found = jax.tree.map(jnp.asarray, hook(grads, *more))
+    shapes, expected = (jax.tree.map(jnp.shape, tree) for tree in (found, grads))
+    if jax.tree.structure(found) != jax.tree.structure(grads) or shapes != expected:
+        raise ValueError(
+            f"{name} must return gradients of the structure and the shapes of those that it is "
+            f"given, {expected!r:.300}; it returned {shapes!r:.300}."
+        )
+    return like(found, grads)
 
 
 def trained_params(task: TrainTask, state: TrainState) -> tuple[Params, PyTree]:

@@ -17,8 +17,8 @@ from flaxfit.state._train_state import TrainState
 from flaxfit.step._compare import ForwardPass
 from flaxfit.step._divided_batch import DividedBatch, mean_of_sums
 from flaxfit.step._forward import returns_weights
+from flaxfit.step._gradient import hooked
 from flaxfit.step._replicas import replicas_of
-from flaxfit.task._precision import like
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._paths import flat
 from flaxfit.tree._selection import label_of
@@ -81,11 +81,13 @@ def make_train_step(
         value = mean_of_sums(sums["loss"], penalty)
 
         trained = state.replace(params=mask(state.params, task.freeze))
-        hooked = _hooked(task.grads_hook, grads, trained, sums) if task.grads_hook else grads
+        changed = grads
+        if task.grads_hook is not None:
+            changed = hooked("grads_hook", task.grads_hook, grads, trained, dict(sums))
         passed = _arguments(value, grads, whole.loss_function(state)) if taken else {}
         passed = {name: passed[name] for name in taken}
         with _demands_explained(taken):
-            updated = trained.apply_gradient(optimizer, hooked, model_state=model_state, **passed)
+            updated = trained.apply_gradient(optimizer, changed, model_state=model_state, **passed)
         updated = updated.replace(params=merge(updated.params, state.params))
         unchanged = state.replace(step=updated.step)
         kept: dict[str, PyTree] = {}  # What advances in a skipped step, too.
@@ -98,7 +100,7 @@ def make_train_step(
             is_used = jnp.asarray(sum(jax.tree.leaves(weights)) > 0, jnp.float32)
         norm = _norm(jax.tree.leaves(grads))
         if guards(task):
-            is_good = _is_finite((grads, hooked, sums["loss"]))
+            is_good = _is_finite((grads, changed, sums["loss"]))
             if task.skip_above is not None:
                 is_counted = is_good & (is_used > 0)
                 is_spike, kept["recent"] = _judged(state, value, norm, task.skip_above, is_counted)
@@ -114,7 +116,7 @@ def make_train_step(
 
         per_step = {"grad_norm": norm} if grad_norm else {}
         if grad_norm and task.grads_hook is not None:
-            per_step["hooked_grad_norm"] = _norm(jax.tree.leaves(hooked))
+            per_step["hooked_grad_norm"] = _norm(jax.tree.leaves(changed))
         if penalty is not None:
             per_step["penalty"] = penalty
         per_step |= _norms_by_pattern(task.norms, grads, updated.params)
@@ -140,18 +142,6 @@ def more_sums(task: TrainTask, result: ForwardPass, *, grad_norm: bool) -> dict[
 def guards(task: TrainTask) -> bool:
     """Whether a step may leave the state unchanged: one that is not finite, or a spike."""
     return task.skip_nonfinite or task.skip_above is not None or task.precision == "float16"
-
-
-def _hooked(hook: Function, grads: Params, state: TrainState, sums: dict[str, Sums]) -> Params:
-    """The gradients that a hook returns, in the dtypes of those that it was given."""
-    found = jax.tree.map(jnp.asarray, hook(grads, state, dict(sums)))
-    shapes, expected = (jax.tree.map(jnp.shape, tree) for tree in (found, grads))
-    if jax.tree.structure(found) != jax.tree.structure(grads) or shapes != expected:
-        raise ValueError(
-            "grads_hook must return gradients of the structure and the shapes of those that it is "
-            f"given, {expected!r:.300}; it returned {shapes!r:.300}."
-        )
-    return like(found, grads)
 
 
 def _judged(
@@ -209,6 +199,8 @@ def _norm(leaves: Sequence[jax.Array]) -> jax.Array:
 
     One sum over the joined arrays takes less time than one of each.
     """
+    # Else XLA may compute the gradients a second time, within the sums.
+    leaves = jax.lax.optimization_barrier(list(leaves))
     small = [leaf for leaf in leaves if leaf.size <= _SMALL and leaf.dtype == jnp.float32]
     large = [leaf for leaf in leaves if leaf.size > _SMALL or leaf.dtype != jnp.float32]
     joined = [jnp.concatenate([jnp.ravel(leaf) for leaf in small])] if small else []

@@ -71,10 +71,31 @@ def _check_values(task: Any) -> None:
         raise TypeError(
             f"grads_hook must be (grads, state, sums) -> grads, got {task.grads_hook!r:.80}."
         )
+    _check_example_grads_hook(task)
     above = task.skip_above
     if above is not None and not (_is_number(above) and above > 0):
         raise ValueError(
             f"skip_above must be a number of standard deviations, such as 6.0, got {above!r}."
+        )
+
+
+def _check_example_grads_hook(task: Any) -> None:
+    if task.example_grads_hook is None:
+        return
+    if not callable(task.example_grads_hook):
+        raise TypeError(
+            f"example_grads_hook must be grads -> grads, got {task.example_grads_hook!r:.80}."
+        )
+    if task.across is not None or not task.pad:
+        option = "pad=False" if task.across is None else f"across={task.across!r}"
+        raise ValueError(
+            f"{option} is for batches that are computed as a whole, and example_grads_hook for "
+            "losses of which each example has a gradient of its own: leave one of them out."
+        )
+    if task.precision == "float16":
+        raise ValueError(
+            "example_grads_hook would be given gradients of the scaled loss of float16: use "
+            "precision='bfloat16', which needs no scale."
         )
 
 
@@ -130,7 +151,7 @@ def _check_own_step(task: Any) -> None:
     if not callable(task.step):
         raise TypeError(f"step must be (state, batch) -> (state, sums), got {task.step!r:.80}.")
     names = {"objective", "across", "freeze", "accumulate", "precision", "clip_norm", "ema"}
-    names |= {"skip_nonfinite", "skip_above", "grads_hook", "norms"}
+    names |= {"skip_nonfinite", "skip_above", "grads_hook", "example_grads_hook", "norms"}
     fields = [field for field in dataclasses.fields(task) if field.name in names]
     wrong = [field.name for field in fields if getattr(task, field.name) not in (field.default, [])]
     if wrong:

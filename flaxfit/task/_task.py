@@ -111,6 +111,10 @@ class TrainTask:
     the optimizer, for a clipping, noise or projection of your own. Frozen parameters are left out
     of `grads` and of `state.params`; `sums` are those of the loss and the metrics. The norm of what
     it returns is reported as "hooked_grad_norm"."""
+    example_grads_hook: Function | None = None
+    """A pure function `grads -> grads` on the gradient of each example, before their weighted mean
+    is taken, such as the clipping of DP-SGD. It is that of the mean of the example's values; the
+    gradients of as many examples as one part of a batch on one device has are in memory."""
     norms: Any = ()
     """Patterns of paths of parameters, or NNX filters. The norms of their gradients and values in
     each step are reported as "grad_norm/<pattern>" and "param_norm/<pattern>"."""
