@@ -163,3 +163,16 @@ def test_the_cost_of_the_bar_is_measured(environment, run_child):
     pattern = r"^share of the time in the bar -?0\.\d{4} \((0\.\d{4}) less (0\.\d{4})\)$"
     share = re.search(pattern, done.stdout, re.MULTILINE)
     assert share and float(share[1]) > 0 and float(share[2]) > 0
+
+
+@pytest.mark.thorough
+def test_the_costs_of_objectives_are_measured(run_child):
+    done = run_child(
+        [sys.executable, "-m", "benchmarks.objectives", "--rounds", "1", "--small"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r" ms/step, x \d+\.\d{3} \(at most ", done.stdout)) == 8, done.stdout
+    memory = re.search(r"^collected: (\d+) MiB", done.stdout, re.MULTILINE)
+    assert memory and int(memory[1]) <= 100
