@@ -49,7 +49,7 @@ class Model:
         after the first `fit` has no effect on the model.
       optimizer: an optax transformation.
       loss: a function `(*outputs, *targets) -> values` or a name, such as "crossentropy"; for
-        several outputs one for each, by name or in their order.
+        several outputs one for each, by name or in their order; None with `objective` or `step`.
       metrics: names, functions or `Metric`s, in a sequence or by name in a mapping. Those of
         `metrics.collected` are measured on validation data and by `evaluate` only.
       strategy: where arrays live; None: data-parallel over all local devices.
@@ -64,17 +64,17 @@ class Model:
       losses: the collections, besides "losses", whose values the model adds to the loss; of nnx,
         types of variables or their names.
       **options: fields of `TrainTask`: `loss_weights`, `inputs`, `targets`, `weights`, `rngs`,
-        `mutable`, `pad`, `check_finite`, `freeze`, `accumulate`, `precision`, `clip_norm`, `ema`,
-        `skip_nonfinite`, `skip_above`, `grads_hook`, `example_grads_hook`, `step`. With `ema` or a
-        schedule-free optimizer, validation, `evaluate`, `predict`, `export` and `save_weights` use
-        the average of the parameters.
+        `mutable`, `pad`, `objective`, `across`, `check_finite`, `freeze`, `accumulate`,
+        `precision`, `clip_norm`, `ema`, `skip_nonfinite`, `skip_above`, `grads_hook`,
+        `example_grads_hook`, `norms`, `step`. With `ema` or a schedule-free optimizer, validation,
+        `evaluate`, `predict`, `export` and `save_weights` use the average of the parameters.
     """
 
     def __init__(
         self,
         module: Any,
         optimizer: Any,
-        loss: Any,
+        loss: Any = None,
         metrics: Any = (),
         *,
         strategy: Strategy | None = None,

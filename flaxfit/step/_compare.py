@@ -138,6 +138,10 @@ def _measure(name: str, metric: Any, outputs: PyTree, targets: PyTree, weights: 
         if metric.values is not None:
             _check_arguments(name, metric.values, outputs, targets, error)
         raise
+    except ValueError as error:
+        shapes = [jax.tree.map(jnp.shape, tree) for tree in (outputs, targets)]
+        error.add_note(f"The metric is {name!r}, of outputs {shapes[0]} and targets {shapes[1]}.")
+        raise
 
 
 def _check_arguments(

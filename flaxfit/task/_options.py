@@ -42,6 +42,11 @@ def resolved(task: Any) -> dict[str, Any]:
     if task.objective is not None:
         check_objective(task)
     elif loss is not None or not has_own_step:
+        if loss is None:
+            raise TypeError(
+                "A task needs a loss, such as 'crossentropy' or a function (*outputs, *targets) -> "
+                "values; or objective=, which calls the model by itself; or step=."
+            )
         loss = as_loss(loss, task.loss_weights)
     metrics, rngs = as_metrics(task.metrics, loss), names_of(task.rngs)
     _check_collected(metrics)

@@ -2,6 +2,7 @@
 
 import optax
 import pytest
+from flax import linen as nn
 
 import flaxfit as ff
 from flaxfit.metrics import collected
@@ -22,3 +23,14 @@ def test_a_training_task_refuses_a_collected_metric_and_says_where_it_belongs():
             lambda v, x, **_: x, optax.sgd(0.1), {"a": "mse"}, metrics={"a": [collected(rho)]}
         )
     assert [*ff.EvalTask(lambda v, x: x, **options).metrics] == ["mse", "rho"]
+
+
+def test_a_task_or_model_without_a_loss_is_told_what_takes_its_place():
+    def objective(apply, batch, rngs):
+        return apply(*batch.inputs)[..., 0]
+
+    apply = nn.Dense(1)
+    for make in (ff.TrainTask, ff.Model):
+        with pytest.raises(TypeError, match="needs a loss, such as 'crossentropy'.*objective="):
+            make(apply, optax.sgd(0.1))
+        make(apply, optax.sgd(0.1), objective=objective)
