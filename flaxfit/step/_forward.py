@@ -17,15 +17,14 @@ from flaxfit.step._random import rngs_of
 from flaxfit.step._replicas import AnyReplicas, Replicas
 from flaxfit.task._precision import in_precision
 from flaxfit.task._task import EvalTask, TrainTask
-from flaxfit.tree._types import Params, PyTree
+from flaxfit.tree._types import PyTree
 
 _ALONE = Replicas(None)
 
 
 def forward(
     task: TrainTask,
-    params: Params,
-    model_state: PyTree,
+    state: TrainState,
     batch: Batch,
     key: jax.Array,
     replicas: AnyReplicas = _ALONE,
@@ -33,7 +32,8 @@ def forward(
     """Applies the model in training, and the loss and the metrics to its outputs."""
     n_parts = task.accumulate if task.across is None else 1
     if task.objective is not None:
-        return objective_pass(task, params, model_state, batch, key, replicas, n_parts)
+        return objective_pass(task, state, batch, key, replicas, n_parts)
+    params, model_state = state.params, state.model_state
     outputs, updates = apply_model(task, params, model_state, batch, rngs_of(task.rngs, key))
 
     def outputs_of(batch: Batch) -> PyTree:
@@ -59,7 +59,7 @@ def returns_weights(task: TrainTask, state: TrainState, batch: Batch) -> bool:
     """Whether the loss or the objective of a task returns weights with its values."""
 
     def weights(state: TrainState, batch: Batch) -> PyTree:
-        return forward(task, state.params, state.model_state, batch, state.key).weights
+        return forward(task, state, batch, state.key).weights
 
     return jax.eval_shape(weights, state, batch) is not None
 

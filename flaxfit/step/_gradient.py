@@ -48,8 +48,8 @@ def gradient(
     trained, scale = trained_params(task, state)
 
     def objective(trained: Params) -> tuple[jax.Array, tuple[ForwardPass, PyTree]]:
-        params = merge(trained, state.params)
-        result = forward(task, params, state.model_state, batch, key, replicas)
+        at_params = state.replace(params=merge(trained, state.params))
+        result = forward(task, at_params, batch, key, replicas)
         penalty = 0 if result.penalty is None else result.penalty
         mean = mean_loss(result, batch, weight, n_parts)
         return mean + penalty / n_parts, (result, scale)
@@ -245,7 +245,8 @@ def _forward_sums(
     n = count_parts(n_examples(batch), task.accumulate)
 
     def of_part(model_state: PyTree, part: Batch, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
-        result = forward(task, state.params, model_state, part, key, replicas)
+        at_part = state.replace(model_state=model_state)
+        result = forward(task, at_part, part, key, replicas)
         return result.model_state, added(result, n), ()
 
     if n == 1:

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit.data._batch import Batch, call, n_examples
+from flaxfit.optim._freeze import merge
+from flaxfit.state._train_state import TrainState
 from flaxfit.step._batch_loss import LossResult, how_divided
 from flaxfit.step._broadcasting import couples_rows
 from flaxfit.step._compare import ForwardPass, compare, sums_of_loss, weights_of
@@ -16,11 +18,14 @@ from flaxfit.step._own_weights import check_own_weights
 from flaxfit.step._random import rngs_of
 from flaxfit.step._replicas import AnyReplicas
 from flaxfit.task._label_counts import count_weights, valid_weights
-from flaxfit.task._options import check_names
+from flaxfit.task._options import check_names, takes_ema
 from flaxfit.task._precision import in_float32
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._types import Function, Params, PyTree, Rngs, Sums
 from flaxfit.tree._weights import beside, fits, joined_weights
+
+_Found = tuple[PyTree, Mapping[str, PyTree], PyTree]
+"""Outputs, updates of collections, and the collections with these."""
 
 
 class ObjectiveResult(NamedTuple):
@@ -42,43 +47,59 @@ class Calls:
     model that updates collections cannot be called within `jax.grad` and the like.
 
     Args:
-      run: `(model_state, inputs, rngs) -> (outputs, updates, model_state)`.
+      run: `(params, model_state, inputs, rngs) -> (outputs, updates, model_state)`.
+      params: the parameters, and those that `ema` applies the model with.
       model_state: the collections beside the parameters.
       rngs_of_call: `number of the call -> keys by stream`.
     """
 
     def __init__(
         self,
-        run: Callable[[PyTree, PyTree, Rngs], tuple[PyTree, Mapping[str, PyTree], PyTree]],
+        run: Callable[[Params, PyTree, PyTree, Rngs], _Found],
+        params: tuple[Params, Params],
         model_state: PyTree,
         rngs_of_call: Callable[[int], Rngs],
     ):
         self._run, self._rngs_of_call = run, rngs_of_call
+        self._params, self._average = params
         self.model_state = model_state
+        self.is_called = False
         # Shapes and dtypes alone: arrays could not leave a `jax.grad` around the call.
         self.outputs: list[PyTree] = []
         self.updates: list[Mapping[str, PyTree]] = []
 
     def __call__(self, *inputs: PyTree, rngs: Rngs | None = None, **named: PyTree) -> PyTree:
         """Applies the model; named inputs are keyword arguments of its call."""
+        found = self._applied(self._params, inputs, named, rngs)
+        outputs, updates, self.model_state = found
+        if updates:
+            self.updates.append(updates)
+        self.is_called = True
+        return outputs
+
+    def ema(self, *inputs: PyTree, rngs: Rngs | None = None, **named: PyTree) -> PyTree:
+        """Applies the model with the average of its parameters: no gradient, and no updates."""
+        outputs, *_ = self._applied(self._average, inputs, named, rngs)
+        return jax.lax.stop_gradient(outputs)
+
+    def _applied(
+        self, params: Params, inputs: PyTree, named: dict[str, PyTree], rngs: Rngs | None
+    ) -> _Found:
         if inputs and named:
             raise TypeError(
                 "apply takes the inputs of the model by position or by keyword, got both: "
                 f"{len(inputs)} and {', '.join(named)}."
             )
         rngs = self._rngs_of_call(len(self.outputs)) if rngs is None else rngs
-        found = self._run(self.model_state, inputs or named, rngs)
-        outputs, updates, self.model_state = found
-        self.outputs.append(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs))
-        if updates:
-            self.updates.append(updates)
-        return outputs
+        found = self._run(params, self.model_state, inputs or named, rngs)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found[0])
+        self.outputs.append(shapes)
+        return found
 
 
 def objective_pass(
     task: TrainTask,
-    params: Params,
-    model_state: PyTree,
+    state: TrainState,
     batch: Batch,
     key: jax.Array,
     replicas: AnyReplicas,
@@ -86,11 +107,14 @@ def objective_pass(
 ) -> ForwardPass:
     """Computes the objective of a task, which calls the model in training."""
 
-    def run(model_state: PyTree, inputs: PyTree, rngs: Rngs) -> tuple[PyTree, PyTree, PyTree]:
+    def run(params: Params, model_state: PyTree, inputs: PyTree, rngs: Rngs) -> _Found:
         outputs, updates = apply_model(task, params, model_state, Batch(inputs), rngs)
         return in_float32(outputs), updates, updated_state(model_state, updates)
 
-    calls = Calls(run, model_state, functools.partial(_rngs_of_call, task.rngs, key))
+    params, model_state = state.params, state.model_state
+    average = merge(state.opt_state.average, params) if takes_ema(task.objective) else params
+    keys = functools.partial(_rngs_of_call, task.rngs, key)
+    calls = Calls(run, (params, average), model_state, keys)
     result = _objective_sums(task, calls, batch, rngs_of(task.rngs, key), replicas, n_parts)
     penalties = [sum_of_penalties(None, updates) for updates in calls.updates]
     penalties = [penalty for penalty in penalties if penalty is not None]
@@ -113,11 +137,12 @@ def objective_measured(
 ) -> ForwardPass:
     """Computes the objective of a task in evaluation, and the metrics of the model's outputs."""
 
-    def run(model_state: PyTree, inputs: PyTree, rngs: Rngs) -> tuple[PyTree, PyTree, PyTree]:
+    def run(params: Params, model_state: PyTree, inputs: PyTree, rngs: Rngs) -> _Found:
         given = {**options, "rngs": rngs} if rngs else options
         return in_float32(call(apply, state.variables, inputs, **given)), {}, model_state
 
-    calls = Calls(run, (), functools.partial(_rngs_of_call, task.rngs, key))
+    # The weights that are measured are one set: here they are the average as well.
+    calls = Calls(run, ((), ()), (), functools.partial(_rngs_of_call, task.rngs, key))
     try:
         result = _objective_sums(task, calls, batch, options.get("rngs", {}), replicas, 1)
     except KeyError as error:
@@ -147,7 +172,7 @@ def _objective_sums(
     weights = weights_of(batch)
     found = _called(task.objective, calls, batch, rngs)
     outputs = tuple(calls.outputs)
-    if not outputs:
+    if not calls.is_called:
         raise ValueError(
             "The objective did not call the model: compute its values from apply(*batch.inputs)."
         )
@@ -168,14 +193,14 @@ def _rngs_of_call(names: Sequence[str], key: jax.Array | None, number: int) -> R
     return rngs_of(names, jax.random.fold_in(key, len(names) + number) if number else key)
 
 
-def _called(objective: Any, apply: Function, batch: Batch, rngs: Rngs) -> ObjectiveResult:
+def _called(objective: Any, calls: Calls, batch: Batch, rngs: Rngs) -> ObjectiveResult:
     """Calls an objective, and checks what it returns.
 
     Raises:
       TypeError: it returned something other than values, weights and named results.
       ValueError: the values are not by example, or the weights do not fit them.
     """
-    n, found = n_examples(batch), objective(apply, batch, rngs)
+    n, found = n_examples(batch), _with_ema(objective, calls.ema)(calls, batch, rngs)
     parts: list[Any] = list(found) if isinstance(found, tuple) else [found]
     kinds = ", ".join(type(part).__name__ for part in parts)
     parts = [part for i, part in enumerate(parts) if part is not None or not i]
@@ -229,6 +254,11 @@ def _sums_of_aux(
     return found
 
 
+def _with_ema(objective: Any, ema: Function) -> Function:
+    """An objective with the keyword that it may ask for, as a function of the other arguments."""
+    return functools.partial(objective, ema=ema) if takes_ema(objective) else objective
+
+
 def _replayed(objective: Any, rngs: Rngs) -> Function:
     """An objective as a function of the outputs of its calls and the batch.
 
@@ -243,7 +273,10 @@ def _replayed(objective: Any, rngs: Rngs) -> Function:
             seen.append((inputs, named))
             return outputs[len(seen) - 1]
 
-        return objective(apply, batch, rngs), seen
+        def ema(*inputs: PyTree, **options: PyTree) -> PyTree:
+            return jax.lax.stop_gradient(apply(*inputs, **options))
+
+        return _with_ema(objective, ema)(apply, batch, rngs), seen
 
     return function
 

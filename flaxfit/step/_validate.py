@@ -76,7 +76,7 @@ def inspect(
     def pass_forward(state: PyTree, batch: Batch) -> ForwardPass:
         if isinstance(task, EvalTask):
             return forward_eval(task, state, batch, state.key if task.rngs else None)
-        return forward(task, state.params, state.model_state, batch, state.key)
+        return forward(task, state, batch, state.key)
 
     known, key = {} if known is None else known, structure_of((state, batch))
     bound = bind(pass_forward)

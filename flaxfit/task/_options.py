@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -130,11 +131,25 @@ def _check_collected(metrics: Mapping[str, Metric]) -> None:
         )
 
 
+def takes_ema(objective: Any) -> bool:
+    """Whether an objective asks for the model with the moving average of its parameters."""
+    try:
+        asked = inspect.signature(objective).parameters.get("ema")
+    except (TypeError, ValueError):  # Some callables have none.
+        return False
+    return asked is not None and asked.default is asked.empty
+
+
 def check_objective(task: Any) -> None:
     """Checks the options beside an objective."""
     if not callable(task.objective):
         raise TypeError(
             f"objective must be (apply, batch, rngs) -> values, got {task.objective!r:.80}."
+        )
+    if getattr(task, "ema", 1) is None and takes_ema(task.objective):
+        raise ValueError(
+            "The objective asks for ema, the model with the moving average of its parameters, and "
+            "the task keeps none: set ema to the decay of the average, such as ema=0.99."
         )
     if task.loss is not None:
         raise ValueError(

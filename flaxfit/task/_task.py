@@ -74,7 +74,10 @@ class TrainTask:
     keys of the first call, which `apply(*inputs, rngs=rngs)` repeats. It returns values `(batch,
     ...)`, `(values, aux)`, `(values, weights)` or `(values, weights, aux)`; aux has by name what is
     reported, too: values by example, with the weights of the objective's, or pairs `(sum,
-    weight)`. It takes the place of `loss`, `metrics` and `across`; all other options apply."""
+    weight)`. It takes the place of `loss`, `metrics` and `across`; all other options apply. An
+    objective with a parameter `ema` is given the model with the average that the option `ema`
+    keeps: it is called like `apply`, and gives no gradient. In evaluation, where one set of weights
+    is measured, it is the model with these."""
     across: str | None = None
     """"batch" for a loss that compares the examples of a batch with one another, such as a
     contrastive one: it sees the outputs and targets of all devices and of all `accumulate` parts

@@ -36,7 +36,7 @@ def passes(loss, x, y, metrics=("mse",)):
     """The metrics of a forward pass in training and in evaluation."""
     batch = ff.Batch((x,), (y,))
     task = ff.TrainTask(apply, optax.sgd(0.1), loss, metrics=metrics)
-    trained = forward(task, STATE.params, {}, batch, STATE.key).sums
+    trained = forward(task, STATE, batch, STATE.key).sums
     task = ff.EvalTask(lambda v, x: apply(v, x), metrics, loss=loss)
     measured = forward_eval(task, STATE, batch, None).sums
     return [compute(sums, task.metrics) for sums in (trained, measured)]
@@ -75,7 +75,7 @@ def test_losses_by_output_are_computed_in_float32():
 
     task = ff.TrainTask(two, optax.sgd(0.1), {"a": "crossentropy", "b": "mse"})
     batch = ff.Batch((x,), ({"a": np.array([1]), "b": x},))
-    sums = jax.jit(lambda batch: forward(task, (), {}, batch, STATE.key).sums)(batch)
+    sums = jax.jit(lambda batch: forward(task, STATE, batch, STATE.key).sums)(batch)
     found = compute(sums, task.metrics)
     assert found["a_loss"] == pytest.approx(np.log(2))
     assert found["loss"] == pytest.approx(np.log(2))
@@ -92,7 +92,8 @@ def test_sown_losses_of_16_bits_are_added_up_in_float32():
 
     task = ff.TrainTask(Sowing().apply, optax.sgd(0.1), "mse")
     batch = ff.Batch((np.ones(1, np.float32),), (np.ones(1, np.float32),))
-    assert forward(task, {}, {}, batch, STATE.key).penalty == 142_051
+    state = STATE.replace(params={})
+    assert forward(task, state, batch, state.key).penalty == 142_051
 
 
 def test_float64_stays_float64():

@@ -1,5 +1,7 @@
 """Objectives that call the model by themselves, with all options of a task."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -392,3 +394,54 @@ def test_what_it_reports_can_be_monitored(monitor):
     data = (CHOSEN, LABELS)
     history = model.fit(*data, verbose=0, validation_data=data, callbacks=[stopping])
     assert stopping.best_value == history[monitor][-1]
+
+
+def follows_average(apply, batch, rngs, ema):
+    """Its weights come from the average, which has no slope."""
+    guesses, goals = apply(*batch.inputs), ema(*batch.inputs)
+    return jnp.square(guesses - goals).sum(-1), jax.nn.softmax(goals).max(-1), {"goal": goals}
+
+
+@pytest.mark.parametrize(("strategy", "accumulate"), [("data parallel", 2), thorough("fsdp", 1)])
+def test_the_average_is_a_fixed_target_on_every_strategy(strategy, accumulate):
+    def run(strategy, **options):
+        options = {"params": THREE, "ema": 0.5, "freeze": "bias", **options}
+        data = ff.ArrayStream(CHOSEN, (), batch_size=BATCH, epochs=1)
+        (last,) = loop_of(follows_average, strategy, module=CLASSIFIER, data=data, **options)
+        return last
+
+    found, one = run(strategy, accumulate=accumulate), run("one")
+    assert found.metrics == pytest.approx(one.metrics, rel=1e-5)
+
+
+def test_the_first_average_is_the_model_itself_and_gives_no_gradient():
+    def drift(apply, batch, rngs, ema):
+        return apply(*batch.inputs)[:, 0] - ema(*batch.inputs)[:, 0]
+
+    first = first_of(drift, ema=0.5)
+    assert first.loss == 0
+    assert (
+        first.metrics["grad_norm"]
+        == first_of(lambda apply, batch, rngs: apply(*batch.inputs)[:, 0]).metrics["grad_norm"]
+    )
+
+
+def test_in_evaluation_the_average_is_the_model_that_is_measured():
+    def drift(apply, batch, rngs, ema):
+        goals = ema(*batch.inputs)
+        return jnp.square(apply(*batch.inputs) - 1 - goals), {"goal": goals}
+
+    model = ff.Model(nn.Dense(3), optax.sgd(0.1), None, objective=drift, ema=0.5)
+    model.fit(CHOSEN, (), epochs=2, verbose=0)
+    found = model.evaluate(CHOSEN, ())
+    assert found["loss"] == 1
+    assert found["goal"] == pytest.approx(model.predict(CHOSEN).mean(), rel=1e-5)
+
+
+def test_one_that_asks_for_an_average_needs_one_and_calls_the_model_itself():
+    with pytest.raises(ValueError, match="asks for ema.*such as ema=0.99"):
+        first_of(follows_average)
+    with pytest.raises(ValueError, match="did not call the model"):
+        first_of(lambda apply, batch, rngs, ema: ema(*batch.inputs)[:, 0], ema=0.5)
+    bound = functools.partial(lambda apply, batch, rngs, ema: apply(*batch.inputs) * ema, ema=0)
+    assert first_of(bound).loss == 0

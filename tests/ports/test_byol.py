@@ -1,0 +1,89 @@
+"""An encoder that predicts its own moving average (BYOL): as in a loop by hand."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from by_hand import assert_agree, drawn
+from marks import slow
+from sklearn.datasets import load_digits
+
+import flaxfit as ff
+
+N_STEPS, BATCH, DECAY = 4, 16, 0.9
+DIGITS = load_digits().data[: N_STEPS * BATCH].astype(np.float32) / 16
+VIEWS = [np.clip(DIGITS + np.float32(d), 0, 1) for d in np.random.default_rng(0).normal(0, 0.2, 2)]
+
+
+class Network(nn.Module):
+    """What an image is projected to, and what that says of another view of it."""
+
+    train: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        hidden = nn.BatchNorm(use_running_average=not self.train)(nn.Dense(16)(x))
+        projection = nn.Dense(8)(nn.relu(hidden))
+        return projection, nn.Dense(8)(nn.relu(nn.Dense(16)(projection)))
+
+
+OPTIMIZER = optax.sgd(0.1, momentum=0.9)
+
+
+def distance(guess, target):
+    return 2 - 2 * optax.cosine_similarity(guess, target)
+
+
+def by_hand(state):
+    """The loss of each step, the last parameters and their average."""
+
+    @jax.jit
+    def step(params, target, opt_state, stats, views):
+        def loss_of(params):
+            def call(params, view):
+                variables, options = {"params": params, "batch_stats": stats}, {"mutable": True}
+                return Network(train=True).apply(variables, view, **options)[0]
+
+            guesses = [call(params, view)[1] for view in views]
+            goals = [call(target, view)[0] for view in reversed(views)]
+            return jnp.mean(sum(map(distance, guesses, goals)))
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        target = jax.tree.map(lambda t, p: DECAY * t + (1 - DECAY) * p, target, params)
+        return params, target, opt_state, loss
+
+    params, target, losses = state.params, state.params, []
+    opt_state = OPTIMIZER.init(params)
+    for start in range(0, len(DIGITS), BATCH):
+        views = [view[start : start + BATCH] for view in VIEWS]
+        stats = state.model_state["batch_stats"]
+        params, target, opt_state, loss = step(params, target, opt_state, stats, views)
+        losses.append(float(loss))
+    return losses, params, target
+
+
+def byol(apply, batch, rngs, ema):
+    one, other = batch.inputs
+    goals = [ema(view)[0] for view in (other, one)]
+    guesses = [apply(view)[1] for view in (one, other)]
+    return sum(map(distance, guesses, goals))
+
+
+ONE = {"devices": jax.devices()[:1]}
+SHARDED = {"strategy": ff.Sharded.fsdp(devices=jax.devices()[:4])}
+
+
+@pytest.mark.parametrize("options", [ONE, slow(SHARDED)], ids=["one", "sharded"])
+def test_a_network_learns_from_its_average_as_in_a_loop_by_hand(options):
+    data = ff.ArrayStream(tuple(VIEWS), (), batch_size=BATCH)
+    task = ff.TrainTask(Network(), OPTIMIZER, objective=byol, data=data, ema=DECAY, pad=False)
+    init = drawn(Network(), DIGITS[:1])
+    loop = ff.TrainLoop(init, task, 0, n_steps=N_STEPS, stdout=False, **options)
+    losses, params, target = by_hand(loop.state)
+    assert [checkpoint.loss for checkpoint in loop] == pytest.approx(losses, rel=1e-6)
+    assert_agree(loop.state.params, params)
+    assert_agree(ff.optim.swap_ema(loop.state).params, target)
