@@ -663,10 +663,12 @@ def test_metrics_of_an_output_that_is_nan_are_not_numbers(n_devices):
 
 
 # The types of outputs and of targets, which are a program each.
+SAME_TYPE = ("onehot", "number", "deep")
 TYPES = [
     *diagonal(("score", "two", "classes", "labels"), HALVES, ["uint8"]),
     *diagonal(("column", "tokens"), HALVES, ["int8"]),
-    *((kind, half, half) for kind in ("onehot", "number", "deep") for half in HALVES),
+    *((kind, half, half) for kind, half in zip(SAME_TYPE, 2 * HALVES, strict=False)),
+    *(thorough(kind, half, half) for kind, half in zip(SAME_TYPE, HALVES[::-1] * 2, strict=False)),
     *diagonal(("score", "classes", "number"), ["float32"], INTEGERS),
     *((kind, "float32", "bool") for kind in ("score", "onehot", "labels", "number")),
     ("score", "float32", "float32"),

@@ -7,25 +7,26 @@ from pathlib import Path
 import pytest
 from marks import thorough
 
+TESTS = Path(__file__).parents[1]
+PATTERNS = {
+    "loop/test_exact.py": "-8",
+    "step/test_strategy_invariance.py": "test_a_loss_has and data-parallel",
+    "step/test_divided_batch.py": "data-parallel",
+    "step/test_whole_batch.py": "contrastive and values and (data or fsdp)",
+}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["not thorough", thorough("")], ids=["usual", "all"])
-@pytest.mark.parametrize(
-    ("file", "pattern"),
-    [
-        ("loop/test_exact.py", "-8"),
-        ("step/test_strategy_invariance.py", "test_a_loss_has and data-parallel"),
-        ("step/test_divided_batch.py", "data-parallel"),
-        ("step/test_whole_batch.py", "contrastive and values and (data or fsdp)"),
-    ],
-)
-def test_a_file_of_tests_passes_on_eight_devices(run_child, file, pattern, which):
-    tests = Path(__file__).parents[1] / file
-    command = [sys.executable, "-m", "pytest", "-q", str(tests), "-k", pattern, "-m", which]
+def test_files_of_tests_pass_on_eight_devices(run_child, which):
+    of_files = [f"({Path(file).name} and ({pattern}))" for file, pattern in PATTERNS.items()]
+    command = [sys.executable, "-m", "pytest", "-v", "-k", " or ".join(of_files), "-m", which]
     done = run_child(
-        command,
+        [*command, *(str(TESTS / file) for file in PATTERNS)],
         env={**os.environ, "FLAXFIT_TEST_DEVICES": "8", "FLAXFIT_TEST_PASSED": ""},
-        cwd=Path(__file__).parents[2],
+        cwd=TESTS.parent,
     )
     assert done.returncode == 0, done.stdout
-    assert " passed" in done.stdout and "skipped" not in done.stdout
+    assert "skipped" not in done.stdout
+    passed = [line for line in done.stdout.splitlines() if " PASSED " in line]
+    assert not [file for file in PATTERNS if not any(file in line for line in passed)]

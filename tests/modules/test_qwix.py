@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from marks import diagonal
 
 import flaxfit as ff
 
@@ -56,9 +57,8 @@ def by_hand(net, n_steps):
     return nnx.to_pure_dict(adapters)
 
 
-@pytest.mark.parametrize("kind", ["int4", "nf4"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_adapters_are_trained_as_in_a_plain_loop(kind, strategy):
+@pytest.mark.parametrize(("strategy", "kind"), diagonal(STRATEGIES, ["int4", "nf4"]))
+def test_adapters_are_trained_as_in_a_plain_loop(strategy, kind):
     expected = by_hand(adapted(kind), n_steps=3)
     net = adapted(kind)
     before = nnx.to_pure_dict(nnx.state(net, nnx.Not(nnx.Any(nnx.LoRAParam, nnx.RngState))))

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from marks import quick, thorough, usual
+from marks import slow, thorough, usual
 
 import flaxfit as ff
 from flaxfit.optim import MultiOptimizer, OptimizerDef, averaged, eval_params
@@ -62,6 +62,13 @@ def loss_of(params):
     return float(np.mean((X @ params["kernel"] + params["bias"] - Y) ** 2))
 
 
+def cases():
+    """Each kind of wrapping; further optimizers, and those without one, are thorough."""
+    for name in WRAPPED:
+        mark = thorough if name in ("bare", "adamw", "injected") else slow
+        yield name if name == "groups" else mark(name)
+
+
 def check(model, tmp_path):
     state = model.state
     expected = expected_params(state)
@@ -76,7 +83,7 @@ def check(model, tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), saved, expected)
 
 
-@pytest.mark.parametrize("wrapped", quick("groups", of=WRAPPED))
+@pytest.mark.parametrize("wrapped", list(cases()))
 def test_a_model_uses_the_average_of_a_schedule_free_optimizer(wrapped, tmp_path):
     check(fitted(WRAPPED[wrapped]()), tmp_path)
 

@@ -172,21 +172,27 @@ def predict(strategy, state=None):
     return model.predict(X, batch_size=8)
 
 
+def weights():
+    """Parameters that no seed leads to."""
+    return {
+        "Dense_0": {"bias": X[0, :3], "kernel": np.tile(X[:32, :3], (16, 1))},
+        "Dense_1": {"bias": np.tile(X[1], 32), "kernel": np.tile(X[:16], 32)},
+    }
+
+
 def warm(strategy, folder):
-    """The parameters after a fit, at rate 0, that begins with two files of weights."""
+    """A model after a fit, at rate 0, that begins with two files of weights."""
     path = f"{folder}-{ff.process_index()}.safetensors"
-    leaves = jax.tree.leaves(Net().init(jax.random.key(5), X[:1])["params"])
-    names = [f"Dense_{i}/{name}" for i in (0, 1) for name in ("bias", "kernel")]
-    ff.checkpoints.save_weights(path, dict(zip(names, leaves, strict=True)))
+    ff.checkpoints.save_weights(path, weights())
     model = ff.Model(Net(), optax.adam(0.0), "crossentropy", strategy=strategy)
     model.load_weights(path, partial="Dense_0/.*")
     model.load_weights(path, partial="Dense_1/.*")
     model.fit(X, Y, batch_size=16, verbose=0)
-    return ff.gather(model.state.params)
+    return model
 
 
 def everything(strategy, folder):
-    """All results of one strategy, by name."""
+    """All results of one strategy, by name, and a model that is fitted."""
     loop, results = trained(strategy, folder)
     results["predictions"] = predict(strategy, loop.state)
     mapped, _ = train(strategy, arrays(resident=False), 6)
@@ -194,8 +200,9 @@ def everything(strategy, folder):
     own, _ = train(strategy, own_parts(), None, steps_per_call=2)
     results["own"] = ff.gather(own.state.params)
     results["stopped"] = stop_one(strategy)
-    results["warm"] = warm(strategy, folder)
-    return results
+    model = warm(strategy, folder)
+    results["warm"] = ff.gather(model.state.params)
+    return results, model
 
 
 def disagreements(strategy):
@@ -225,11 +232,9 @@ def shared_batches():
     return data | ({"grain": grain_shards(is_whole=True)} if HAS_GRAIN else {})
 
 
-def undivided(strategy):
+def undivided(strategy, model):
     """What is said of such data in training, evaluation and prediction, in this process."""
     state = ff.InferenceState(np.int32(0), np.zeros(16, np.float32), {})
-    model = ff.Model(Net(), OPTIMIZER, "crossentropy", strategy=strategy)
-    model.fit(X[:16], Y[:16], verbose=0)
     task = ff.EvalTask(lambda v, x: x * v["params"], ["mse"])
     uses = {
         "train": lambda data: train_line(strategy, data, 3),
@@ -255,8 +260,9 @@ def main(folder):
     """Leaves all results of this process in the folder."""
     for name, make in STRATEGIES.items():
         strategy, path = make(), f"{folder}/{name}"
-        leave(path, everything(strategy, path))
-        said = disagreements(strategy) | {"undivided": undivided(strategy)}
+        results, model = everything(strategy, path)
+        leave(path, results)
+        said = disagreements(strategy) | {"undivided": undivided(strategy, model)}
         Path(f"{path}-{ff.process_index()}.json").write_text(json.dumps(said))
     leave(f"{folder}/virtual", virtual(f"{folder}/virtual"))
     leave(f"{folder}/fitted", {"predictions": predict(ff.DataParallel())})

@@ -128,7 +128,14 @@ def result(module, strategy, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "is_param"), diagonal(STRATEGIES, [True, False]))
+@pytest.mark.parametrize(
+    ("strategy", "is_param"),
+    [
+        *diagonal(("data", "virtual", "fsdp"), [False, True]),
+        thorough("one", False),
+        thorough("one", True),
+    ],
+)
 def test_four_bits_train_as_floats_do(strategy, is_param):
     make = STRATEGIES[strategy]
     if strategy == "virtual" and not _compilation._takes_sub_byte("int4"):
