@@ -9,6 +9,7 @@ import pytest
 from by_hand import assert_agree, drawn, n_lines
 from loops import assert_equal
 from marks import slow
+from poles import drawn_poles, pushed
 
 import flaxfit as ff
 
@@ -29,27 +30,17 @@ OPTIMIZER = optax.adam(optax.linear_schedule(0.01, 0, 16))
 policy = jax.jit(ActorCritic().apply)
 
 
-def pushed(positions, actions):
-    """A pole on a cart, roughly: what stands is (place, speed, angle, turn)."""
-    place, speed, angle, turn = positions.T
-    force = 2 * actions - 1.0
-    speeds = np.stack([speed, force, turn, 9.8 * np.sin(angle) - force * np.cos(angle)], 1)
-    moved = positions + 0.1 * speeds
-    return moved.astype(np.float32), (np.abs(moved[:, 2]) > 0.3) | (np.abs(moved[:, 0]) > 2)
-
-
 def experience(params, number):
     """What the actors meet in a round, and how it turned out, one row for each action."""
     rng, rows, values = np.random.default_rng(number), [], []
-    positions = rng.uniform(-0.2, 0.2, (N_ACTORS, 4)).astype(np.float32)
+    positions = drawn_poles(rng, N_ACTORS)
     for _ in range(N_STEPS):
         log_probs, value = jax.device_get(policy({"params": params}, positions))
         actions = (rng.random(N_ACTORS) < np.exp(log_probs[:, 1])).astype(np.int32)
         moved, fell = pushed(positions, actions)
         rows.append((positions, actions, log_probs[np.arange(N_ACTORS), actions], fell))
         values.append(value)
-        positions = np.where(fell[:, None], rng.uniform(-0.2, 0.2, moved.shape), moved)
-        positions = positions.astype(np.float32)
+        positions = np.where(fell[:, None], drawn_poles(rng, N_ACTORS), moved)
     values.append(jax.device_get(policy({"params": params}, positions))[1])
     lead, leads = 0.0, []
     for t in reversed(range(N_STEPS)):
