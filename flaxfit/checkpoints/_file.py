@@ -36,7 +36,7 @@ from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import InferenceState, TrainState
 from flaxfit.tree._types import Array, ArrayLike, Json, PyTree
 
-_CALLBACKS = "callbacks"
+_CALLBACKS, _COMPANIONS = "callbacks", "companions"
 Value = TypeVar("Value")
 
 
@@ -70,6 +70,8 @@ class CheckpointFile:
     """The states of callbacks by their names; JSON."""
     callback_arrays: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
     """Arrays in the states of callbacks, by their names: fields such as the best `params`."""
+    companions: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
+    """The variables of companions by name, as nested dicts; empty if none were saved."""
     stop: bool = False
     """Whether a callback ended the run with this checkpoint."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -96,7 +98,8 @@ def contents(
     names = checkpoint.state.axes or {}
     own = leaves_of(checkpoint.state)
     of_callbacks = leaves_of({_CALLBACKS: callback_arrays})
-    for path, leaf in (own | of_callbacks).items():
+    companions = leaves_of({_COMPANIONS: checkpoint.companions or {}})
+    for path, leaf in (own | of_callbacks | companions).items():
         if path in of_callbacks and leaf is own.get(_own_path(path)):
             described[path] = {**described[_own_path(path)], "is_own": True}
             continue  # The state's own array, such as the best so far, is written once.
@@ -194,6 +197,7 @@ def read(
         **_count(record),
         callback_states=record["callback_states"],
         callback_arrays=_callback_arrays(arrays, template),
+        companions=nested(_below(_COMPANIONS, arrays)).get(_COMPANIONS, {}),
         # Old files keep it among the states.
         stop=record.get("stop", record["callback_states"].get("stopped", False)),
         versions=record["versions"],
@@ -238,11 +242,13 @@ def _wanted(
         return {name: found[name] for name in taken}, templates
     if isinstance(template, TrainState):
         # Arrays of callbacks are placed like the state's own of the same path.
-        own = {name: _own_path(name) for name in _of_callbacks(described)}
+        own = {name: _own_path(name) for name in _below(_CALLBACKS, described)}
         own = {name: path for name, path in own.items() if path in templates}
         found |= {name: described[name] for name in own}
         templates |= {name: templates[path] for name, path in own.items()}
     check_fits(found, {name: describe(leaf) for name, leaf in templates.items()}, path)
+    if isinstance(template, TrainState):
+        found |= _below(_COMPANIONS, described)  # A loop compares them with its task's.
     return found, templates
 
 
@@ -262,8 +268,8 @@ def _plain_state(arrays: Mapping[str, Array], described: Mapping[str, Descriptio
     return state.replace(axes=FrozenDict(axes) or None)
 
 
-def _of_callbacks(named: Mapping[str, Value]) -> dict[str, Value]:
-    return {name: each for name, each in named.items() if name.startswith(f"{_CALLBACKS}/")}
+def _below(place: str, named: Mapping[str, Value]) -> dict[str, Value]:
+    return {name: each for name, each in named.items() if name.startswith(f"{place}/")}
 
 
 def _own_path(name: str) -> str:
@@ -276,7 +282,7 @@ def _callback_arrays(
 ) -> dict[str, PyTree]:
     """Returns fields of a state by the names of the callbacks that keep them."""
     found: dict[str, dict[str, Array]] = {}
-    for name, array in _of_callbacks(arrays).items():
+    for name, array in _below(_CALLBACKS, arrays).items():
         found.setdefault(name.split("/")[1], {})[_own_path(name)] = array
     return {
         callback: nested(own)

@@ -7,6 +7,7 @@ import jax
 
 from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._padding import Portion
+from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.loop._state_layout import StateLayout
 from flaxfit.loop._stopwatch import Stopwatch
 from flaxfit.step._error_messages import calls_explained
@@ -73,6 +74,7 @@ class CompiledSteps:
 def build_update(
     task: TrainTask,
     layout: StateLayout,
+    companions: PlacedCompanions,
     portion: Portion,
     arguments: tuple[PyTree, ...],
     n_steps: int,
@@ -83,21 +85,23 @@ def build_update(
 ) -> Function:
     """Compiles `(leaves, totals, *batch) -> (leaves, totals, grads)` for batches like a portion.
 
-    The state crosses the call as the flat leaves of its layout, which are donated.
+    The state crosses the call as the flat leaves of its layout, which are donated. Companions come
+    before the batch.
     """
     strategy = portion.strategy
-    update = make_update(
-        task,
-        axis_name=strategy.axis_name,
-        virtual_replicas=strategy.virtual_replicas,
-        n_steps=n_steps,
-        skip_empty=portion.is_weighted,
-        loss_has_weights=loss_has_weights,
-        grad_norm=grad_norm,
-        keep_grads=keep_grads,
-    )
 
-    def update_leaves(leaves: PyTree, totals: PyTree, *batch: PyTree) -> tuple[PyTree, ...]:
+    def update_leaves(leaves: PyTree, totals: PyTree, *others: PyTree) -> tuple[PyTree, ...]:
+        bound, batch = companions.bound(task, others)
+        update = make_update(
+            bound,
+            axis_name=strategy.axis_name,
+            virtual_replicas=strategy.virtual_replicas,
+            n_steps=n_steps,
+            skip_empty=portion.is_weighted,
+            loss_has_weights=loss_has_weights,
+            grad_norm=grad_norm,
+            keep_grads=keep_grads,
+        )
         state = layout.unflatten(leaves)
         results = strategy.constrain(update(state, totals, *batch), state)
         return layout.flatten(results[0]), *results[1:]

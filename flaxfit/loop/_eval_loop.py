@@ -16,6 +16,7 @@ from flaxfit.loop._collected_rows import CollectedRows, check_bounds, of_rows
 from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._local_rows import LocalBatches
 from flaxfit.loop._padding import Padder, may_be_whole, why_not_pad
+from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.metrics._monitor import modes_of
 from flaxfit.optim import averaged
 from flaxfit.state._checkpoint import Checkpoint
@@ -88,6 +89,12 @@ class EvalLoop:
     def _forget(self) -> None:
         self._programs: dict[Hashable, Function] = {}
         self._traced: dict[Hashable, PyTree] = {}
+        self._placed: PlacedCompanions | None = None
+
+    @property
+    def _companions(self) -> PlacedCompanions:
+        self._placed = self._placed or PlacedCompanions(self.task, self.strategy)
+        return self._placed
 
     @property
     def strategy(self) -> Strategy:
@@ -96,10 +103,13 @@ class EvalLoop:
         return self._strategy
 
     def attach(self, loop: Any) -> None:
-        """Uses the strategy of the loop, if none was given."""
+        """Uses the strategy of the loop, if none was given, and companions that it shares."""
         if not self._is_given and self._strategy is not loop.strategy:
             self._strategy = loop.strategy
             self._forget()
+        own = self.task.companions
+        if own and own is loop.task.companions and self._strategy is loop.strategy:
+            self._placed = loop.companions
 
     @property
     def adds(self) -> dict[str, str | None]:
@@ -151,13 +161,15 @@ class EvalLoop:
         state = strategy.share(self._measured(state))
         feed, sums = self._inspect(batches.examples(first[0]), state, batches, data)
         totals, shapes = _metric_totals.zero_totals(sums), structure_of(state)
+        companions = self._companions.arguments
         for n, item in enumerate(itertools.chain(first, items), 1):
             portion, batch, *_ = batches.load(item, feed)
             if portion.strategy is not strategy:
                 strategy = portion.strategy
                 state, totals = strategy.share((state, totals))
+                companions = self._companions.moved(strategy)
             position = (np.uint32(n - 1),) if self.task.rngs else ()
-            arguments = (state, totals, *position, batch)
+            arguments = (state, totals, *companions, *position, batch)
             key = (portion.signature, shapes)
             update = self._programs.get(key)
             if update is None:
@@ -250,14 +262,13 @@ class EvalLoop:
         return feed, {k: each for k, each in result.sums.items() if k not in self._collecting}
 
     def _compile(self, strategy: Strategy, arguments: tuple[PyTree, ...]) -> Function:
-        measure = make_eval_step(
-            self.task,
-            axis_name=strategy.axis_name,
-            virtual_replicas=strategy.virtual_replicas,
-        )
-
-        def update(state: PyTree, totals: PyTree, *positioned: PyTree) -> tuple[PyTree, PyTree]:
-            *position, batch = positioned
+        def update(state: PyTree, totals: PyTree, *others: PyTree) -> tuple[PyTree, PyTree]:
+            bound, (*position, batch) = self._companions.bound(self.task, others)
+            measure = make_eval_step(
+                bound,
+                axis_name=strategy.axis_name,
+                virtual_replicas=strategy.virtual_replicas,
+            )
             sums = measure(state, batch, *position)
             rows = {name: sums.pop(name) for name in self._collecting}
             return strategy.constrain(_metric_totals.add(totals, sums), state), rows

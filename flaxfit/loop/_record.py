@@ -47,6 +47,7 @@ def make_checkpoint(
         running=get_running(stepper),
         sums=jax.tree.map(np.array, stepper.tally.totals) if between else None,
         last_grads=grads,
+        companions=stepper.companions.saved,
         module_of=functools.partial(module_of, stepper.task),
     )
 

@@ -10,6 +10,7 @@ from flaxfit.display import quiet
 from flaxfit.loop._callback_list import Delivery
 from flaxfit.loop._initial_state import check_same_arrays
 from flaxfit.loop._ownership import Copier, owned
+from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.loop._record import make_checkpoint, set_running
 from flaxfit.loop._step_cost import step_cost, step_memory
 from flaxfit.loop._stepper import Stepper
@@ -62,6 +63,11 @@ class RunState:
         """The training state in place on the devices, not copied: the next step uses it up."""
         return self._stepper.state
 
+    @property
+    def companions(self) -> PlacedCompanions:
+        """The companions of the task, in place on the devices."""
+        return self._stepper.companions
+
     def owned(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint with copies of what it borrows; itself with `snapshot="none"`."""
         if self._copy is None or not checkpoint.is_borrowed:
@@ -97,12 +103,14 @@ class RunState:
         if self._due is not None or not stepper.cursor.is_between_batches:
             return None
         if not self.n_completed_steps and self._last is not None:
-            return self._last.replace(state=self.state)
+            return self._last.replace(state=self.state, companions=self.companions.saved)
         now = make_checkpoint(stepper, self._watch, between=True)
         return self.owned(now.replace(last_grads=None))
 
     def _resume(self, state: TrainState, checkpoint: Any) -> None:
         """Continues from a state, and from the position and counts of its checkpoint, if any."""
+        if saved := getattr(checkpoint, "companions", None):
+            self.companions.restore(saved)
         with quiet(not self._is_talking):
             self._stepper.cursor.move_to(getattr(checkpoint, "data_state", None))
         self._stepper.set_state(state)

@@ -5,6 +5,7 @@ import math
 from flaxfit.data._batch import Batch
 from flaxfit.loop._compiled_steps import build_update
 from flaxfit.loop._stepper import Stepper
+from flaxfit.step._companions import taking_states
 from flaxfit.step._cost import StepCost, cost_of, memory_of
 from flaxfit.step._scan import make_step
 from flaxfit.step._validate import shapes_of
@@ -16,18 +17,21 @@ def step_cost(stepper: Stepper, n: int | None) -> StepCost:
     if runs_eagerly(stepper.strategy):
         return StepCost(math.nan, recomputes=False)
     batch = shapes_of(_example(stepper, n))  # First, as it inspects the task.
-    step = make_step(stepper.task, loss_has_weights=stepper.inspection.loss_has_weights)
-    return cost_of(stepper.strategy.bind(step), shapes_of(stepper.state), batch)
+    has_weights = stepper.inspection.loss_has_weights
+    step = taking_states(stepper.task, lambda task: make_step(task, loss_has_weights=has_weights))
+    arguments = shapes_of(stepper.state), batch, shapes_of(stepper.companions.states)
+    return cost_of(stepper.strategy.bind(step), *arguments)
 
 
 def step_memory(stepper: Stepper, n: int | None) -> int:
     """The bytes of a step on `n` examples, on each device; compiles it, and runs nothing."""
     portion = stepper.loader.as_regular(_example(stepper, n))
     batch = portion.strategy.split(portion.batch)
-    arguments = (stepper.placed.leaves, stepper.tally.totals, batch)
+    placed, companions = stepper.placed, stepper.companions
+    arguments = (placed.leaves, stepper.tally.totals, *companions.arguments, batch)
     options = stepper.step_options
     return memory_of(
-        build_update(stepper.task, stepper.placed.layout, portion, arguments, 1, **options)
+        build_update(stepper.task, placed.layout, companions, portion, arguments, 1, **options)
     )
 
 

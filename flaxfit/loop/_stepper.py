@@ -14,6 +14,7 @@ from flaxfit.loop._in_flight import InFlight
 from flaxfit.loop._inspection import Inspection
 from flaxfit.loop._interrupts import Interrupts
 from flaxfit.loop._padding import may_be_whole
+from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.loop._placed_state import PlacedState
 from flaxfit.loop._steps_per_call import StepsPerCall
 from flaxfit.loop._tally import Tally
@@ -68,6 +69,7 @@ class Stepper:
         self.tally = Tally(strategy.share)
         self._in_flight = InFlight()
         self.placed = PlacedState(strategy)
+        self.companions = PlacedCompanions(task, strategy)
         self._n_set = self._n_tuned = 0
         self.set_data(task.data)
 
@@ -118,7 +120,7 @@ class Stepper:
 
     def set_state(self, state: TrainState) -> None:
         """Continues from another state."""
-        self.consistency.state(int(state.step), state)
+        self.consistency.state(int(state.step), (state, self.companions.states))
         before = self.state
         check_norms(self.task, state.params)
         self.placed.place(state)
@@ -216,16 +218,23 @@ class Stepper:
             return False
         portion, arrays, n, n_examples = loaded
         placed, is_whole = self.placed, portion.strategy is self.strategy
-        leaves, totals = placed.leaves, self.tally.totals
+        leaves, totals, companions = placed.leaves, self.tally.totals, self.companions.arguments
         if not is_whole:
             leaves, totals = placed.moved(portion.strategy, leaves, totals)
-        arguments = (leaves, totals, *portion.data, arrays)
+            companions = self.companions.moved(portion.strategy)
+        arguments = (leaves, totals, *companions, *portion.data, arrays)
         key = (n, portion.signature)
         update = self.programs.compiled.get(key)
         if update is None:
             with self.programs.compiling(portion, self.step + 1):
                 update = build_update(
-                    self.task, placed.layout, portion, arguments, n, **self.step_options
+                    self.task,
+                    placed.layout,
+                    self.companions,
+                    portion,
+                    arguments,
+                    n,
+                    **self.step_options,
                 )
             self.programs.compiled[key] = update
         placed.take_back()

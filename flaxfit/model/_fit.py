@@ -91,6 +91,7 @@ def fit(
         stdout=bool(verbose),
     )
     found = loop.start if is_fresh else None
+    evaluator.attach(loop)
     if hasattr(validation_data, "one_epoch") or not isinstance(validation_data, Iterator | None):
         # Before an epoch is spent on it.
         evaluator.check(loop.state_in_place, validation_data, in_phase=loop.in_phase)

@@ -54,6 +54,7 @@ def make_tasks(
         targets=task.targets,
         weights=task.weights,
         objective=task.objective,
+        companions=task.companions,
         rngs=eval_rngs,
         precision=task.precision,
         pad=task.pad,

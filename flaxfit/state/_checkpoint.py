@@ -76,6 +76,8 @@ class Checkpoint:
     """The sums of the metrics so far, if the count of steps continues after this checkpoint."""
     last_grads: PyTree = None
     """The gradients of the last step; see `grads`."""
+    companions: Mapping[str, PyTree] | None = None
+    """The variables of the task's companions by name, with `TrainTask(save_companions=True)`."""
     module_of: Callable[[PyTree], PyTree] | None = None
     """Makes the module of a state; see `module`."""
 

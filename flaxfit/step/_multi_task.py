@@ -205,6 +205,11 @@ def _check(tasks: dict[str, TrainTask], weights: Mapping[str, float] | None) -> 
     owns = [name for name, task in tasks.items() if task.step is not None]
     if owns:
         raise ValueError(f"The tasks {', '.join(map(repr, owns))} have steps of their own.")
+    if given := [name for name, task in tasks.items() if task.companions]:
+        raise ValueError(
+            f"The tasks {', '.join(map(repr, given))} have companions, which would be constants of "
+            "the step: train such a task in a loop of its own."
+        )
     if unknown := [name for name in weights or () if name not in tasks]:
         raise ValueError(
             f"weights name {', '.join(map(repr, unknown))}, and there are the tasks "

@@ -12,6 +12,7 @@ from flaxfit.optim._freeze import merge
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._batch_loss import LossResult, how_divided
 from flaxfit.step._broadcasting import couples_rows
+from flaxfit.step._companions import functions_of
 from flaxfit.step._compare import ForwardPass, compare, sums_of_loss, weights_of
 from flaxfit.step._model_call import apply_model, not_added, sum_of_penalties, updated_state
 from flaxfit.step._own_weights import check_own_weights
@@ -63,9 +64,10 @@ class Calls:
         self._run, self._rngs_of_call = run, rngs_of_call
         self._params, self._average = params
         self.model_state = model_state
-        self.is_called = False
+        self.is_called, self._number = False, 0
         # Shapes and dtypes alone: arrays could not leave a `jax.grad` around the call.
         self.outputs: list[PyTree] = []
+        """Those of the model and of companions, in the order of the calls."""
         self.updates: list[Mapping[str, PyTree]] = []
 
     def __call__(self, *inputs: PyTree, rngs: Rngs | None = None, **named: PyTree) -> PyTree:
@@ -90,11 +92,24 @@ class Calls:
                 "apply takes the inputs of the model by position or by keyword, got both: "
                 f"{len(inputs)} and {', '.join(named)}."
             )
-        rngs = self._rngs_of_call(len(self.outputs)) if rngs is None else rngs
+        rngs = self._rngs_of_call(self._number) if rngs is None else rngs
+        self._number += 1
         found = self._run(params, self.model_state, inputs or named, rngs)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found[0])
-        self.outputs.append(shapes)
+        self._note(found[0])
         return found
+
+    def beside(self, companion: Function) -> Function:
+        """A companion whose outputs are noted among those of the model."""
+
+        def call(*inputs: PyTree, **named: PyTree) -> PyTree:
+            outputs = companion(*inputs, **named)
+            self._note(outputs)
+            return outputs
+
+        return call
+
+    def _note(self, outputs: PyTree) -> None:
+        self.outputs.append(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs))
 
 
 def objective_pass(
@@ -170,7 +185,9 @@ def _objective_sums(
     """Calls the objective of a task; returns its values, and the sums of these and of its aux."""
     batch = batch._replace(targets=in_float32(batch.targets))
     weights = weights_of(batch)
-    found = _called(task.objective, calls, batch, rngs)
+    companions = {name: calls.beside(each) for name, each in functions_of(task).items()}
+    objective: Any = task.objective
+    found = _called(functools.partial(objective, **companions), calls, batch, rngs)
     outputs = tuple(calls.outputs)
     if not calls.is_called:
         raise ValueError(
@@ -178,7 +195,7 @@ def _objective_sums(
         )
     _check_by_example(task, outputs, batch, rngs, replicas, n_parts=n_parts)
     if found.weights is not None:
-        function = _replayed(task.objective, rngs)
+        function = _replayed(task, rngs)
         check_own_weights("the objective", lambda *given: function(*given)[0], outputs, (batch,))
     result = LossResult(found.values, valid_weights(found.weights))
     sums = {"loss": sums_of_loss(None, result, weights, (), batch), **count_weights(found.weights)}
@@ -259,11 +276,13 @@ def _with_ema(objective: Any, ema: Function) -> Function:
     return functools.partial(objective, ema=ema) if takes_ema(objective) else objective
 
 
-def _replayed(objective: Any, rngs: Rngs) -> Function:
-    """An objective as a function of the outputs of its calls and the batch.
+def _replayed(task: TrainTask | EvalTask, rngs: Rngs) -> Function:
+    """An objective as a function of the outputs of its calls, and those of companions, and a batch.
 
     It returns what the objective does, and the inputs of the calls.
     """
+
+    objective: Any = task.objective
 
     def function(*outputs_and_batch: PyTree) -> tuple[Any, list[PyTree]]:
         *outputs, batch = outputs_and_batch
@@ -276,16 +295,17 @@ def _replayed(objective: Any, rngs: Rngs) -> Function:
         def ema(*inputs: PyTree, **options: PyTree) -> PyTree:
             return jax.lax.stop_gradient(apply(*inputs, **options))
 
-        return _with_ema(objective, ema)(apply, batch, rngs), seen
+        given = functools.partial(objective, **dict.fromkeys(task.companions, apply))
+        return _with_ema(given, ema)(apply, batch, rngs), seen
 
     return function
 
 
 def _combines_examples(
-    objective: Any, outputs: tuple[PyTree, ...], batch: Batch, rngs: Rngs
+    task: TrainTask | EvalTask, outputs: tuple[PyTree, ...], batch: Batch, rngs: Rngs
 ) -> bool:
-    """Whether an objective combines the examples of a batch, apart from what the model does."""
-    function = _replayed(objective, rngs)
+    """Whether an objective combines the examples of a batch, apart from what models do."""
+    function = _replayed(task, rngs)
 
     def values_and_inputs(*outputs_and_batch: PyTree) -> PyTree:
         found, inputs = function(*outputs_and_batch)
@@ -307,7 +327,7 @@ def _check_by_example(
     divided = how_divided(replicas, n_parts)
     if not (task.pad or divided):
         return
-    if _combines_examples(task.objective, outputs, batch, rngs):
+    if _combines_examples(task, outputs, batch, rngs):
         where = f"with {divided}" if divided else "with batches that may be padded"
         raise ValueError(
             f"Cannot compute this objective {where}: the value of an example depends on the other "

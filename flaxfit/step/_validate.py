@@ -15,6 +15,7 @@ from flaxfit.data._batch import Batch, n_examples
 from flaxfit.data._sample_weights import check_weights
 from flaxfit.step._batch_loss import losses_by_row, metrics_by_row
 from flaxfit.step._broadcasting import check_by_row, check_sums, couples_rows
+from flaxfit.step._companions import states_of, taking_states
 from flaxfit.step._compare import ForwardPass
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._forward import forward, forward_eval
@@ -73,17 +74,20 @@ def inspect(
     if data is not None or not is_resumed:
         _check_data(task, batch, data)
 
-    def pass_forward(state: PyTree, batch: Batch) -> ForwardPass:
-        if isinstance(task, EvalTask):
-            return forward_eval(task, state, batch, state.key if task.rngs else None)
-        return forward(task, state, batch, state.key)
+    def pass_of(task: TrainTask | EvalTask) -> Function:
+        def pass_forward(state: PyTree, batch: Batch) -> ForwardPass:
+            if isinstance(task, EvalTask):
+                return forward_eval(task, state, batch, state.key if task.rngs else None)
+            return forward(task, state, batch, state.key)
+
+        return pass_forward
 
     known, key = {} if known is None else known, structure_of((state, batch))
-    bound = bind(pass_forward)
+    bound = bind(taking_states(task, pass_of))
     traced = known.get(key)
     if traced is None:
         with calls_explained(batch.inputs, batch.targets), _explained(task, batch):
-            traced = trace(bound, state, batch)
+            traced = trace(bound, state, batch, states_of(task))
     result = traced.shapes
     if result.values is not None:
         _check_loss(task.loss, result, batch, data)

@@ -18,6 +18,7 @@ from flaxfit.optim._demands import check_demands
 from flaxfit.optim._extended import extend
 from flaxfit.optim._groups import MultiOptimizer
 from flaxfit.optim._optimizer import Optimizer
+from flaxfit.task._companions import as_companions
 from flaxfit.task._multi_output import as_loss, as_metrics
 from flaxfit.task._precision import check_precision
 from flaxfit.tree._checks import whole_number
@@ -61,6 +62,7 @@ def resolved(task: Any) -> dict[str, Any]:
         "metrics": metrics,
         "rngs": rngs,
         "pad": task.pad and task.across is None,
+        "companions": as_companions("TrainTask", task),
     }
 
 
@@ -172,8 +174,11 @@ def _check_own_step(task: Any) -> None:
         raise TypeError(f"step must be (state, batch) -> (state, sums), got {task.step!r:.80}.")
     names = {"objective", "across", "freeze", "accumulate", "precision", "clip_norm", "ema"}
     names |= {"skip_nonfinite", "skip_above", "grads_hook", "example_grads_hook", "norms"}
+    names |= {"companions"}
     fields = [field for field in dataclasses.fields(task) if field.name in names]
-    wrong = [field.name for field in fields if getattr(task, field.name) not in (field.default, [])]
+    wrong = [
+        field.name for field in fields if getattr(task, field.name) not in (field.default, [], {})
+    ]
     if wrong:
         raise ValueError(
             f"{', '.join(wrong)} would have no effect: the task has a step of its own. Let the "

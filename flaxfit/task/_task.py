@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flaxfit.data._roles import Names, Roles
 from flaxfit.modules._switch import as_apply, check_streams, handle_of, inputs_of
 from flaxfit.optim._averaged import averaged, has_average, has_ema
+from flaxfit.task._companions import as_companions
 from flaxfit.task._multi_output import as_loss, as_metrics
 from flaxfit.task._options import check_across, check_objective, names_of, resolved
 from flaxfit.task._precision import check_precision
@@ -78,6 +79,15 @@ class TrainTask:
     objective with a parameter `ema` is given the model with the average that the option `ema`
     keeps: it is called like `apply`, and gives no gradient. In evaluation, where one set of weights
     is measured, it is the model with these."""
+    companions: Any = None
+    """Frozen models that the objective is given by keyword, as functions `(*inputs) -> outputs` in
+    evaluation mode: `{"teacher": (apply, variables)}`, `(linen module, variables)` or an nnx
+    module. The strategy places their variables like parameters, once; they are no constants of the
+    compiled step, and nothing trains, averages or counts them. Gradients pass through their inputs
+    only."""
+    save_companions: bool = False
+    """Whether checkpoints hold the variables of the companions. A loop that resumes from one takes
+    these; from any other, those of the task."""
     across: str | None = None
     """"batch" for a loss that compares the examples of a batch with one another, such as a
     contrastive one: it sees the outputs and targets of all devices and of all `accumulate` parts
@@ -174,6 +184,8 @@ class EvalTask:
     """The column of weights, as of a `TrainTask`."""
     objective: Function | None = None
     """An objective to report, as of a `TrainTask`; it calls the model in evaluation."""
+    companions: Any = None
+    """The frozen models that the objective calls, as of a `TrainTask`."""
     rngs: Sequence[str] = ()
     """The random streams of a stochastic evaluation; none by default."""
     precision: str | None = None
@@ -190,12 +202,14 @@ class EvalTask:
         check_precision("EvalTask", self.precision)
         if self.objective is not None:
             check_objective(self)
+        companions = as_companions("EvalTask", self)
         loss = None if self.loss is None else as_loss(self.loss, self.loss_weights)
         metrics, rngs = as_metrics(self.metrics, loss), names_of(self.rngs)
         check_streams("EvalTask", rngs, apply)
         check_across(self.across)
         pad = self.pad and self.across is None
         self.__dict__.update(apply=apply, loss=loss, metrics=metrics, rngs=rngs, pad=pad)
+        self.__dict__["companions"] = companions
         self.roles.check("EvalTask")
 
     @property

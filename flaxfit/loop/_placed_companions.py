@@ -1,0 +1,107 @@
+"""PlacedCompanions: the variables of companions in their places on the devices."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from flaxfit.loop._state_layout import StateLayout
+from flaxfit.state._inference_state import InferenceState
+from flaxfit.step._companions import Task, states_of, with_states
+from flaxfit.strategies import Strategy
+from flaxfit.task._task import EvalTask, TrainTask
+from flaxfit.tree._paths import flat, path_of
+from flaxfit.tree._types import ArrayLike, PyTree, Variables
+
+
+class PlacedCompanions:
+    """Holds the variables of a task's companions; places them when they are first needed.
+
+    No step donates them, and each passes them to its compiled program: values may change without a
+    compilation.
+    """
+
+    def __init__(self, task: TrainTask | EvalTask, strategy: Strategy):
+        self._strategy = strategy
+        self._keeps = getattr(task, "save_companions", False)
+        self._hold(states_of(task))
+
+    def _hold(self, states: dict[str, InferenceState]) -> None:
+        self.states = states = jax.tree.map(_owned, states)
+        """The variables by name, as states."""
+        self.saved = {n: s.variables for n, s in states.items()} if self._keeps else None
+        """The variables by name, if checkpoints hold them; else None."""
+        self._layout = StateLayout(states)
+        self._placed: tuple[list[Any], ...] | None = None if states else ()
+
+    @property
+    def arguments(self) -> tuple[list[Any], ...]:
+        """The argument of compiled programs that holds all variables; none without companions."""
+        if self._placed is None:
+            self.states = {name: self._share(name, s) for name, s in self.states.items()}
+            self._placed = (self._layout.flatten(self.states),)
+        return self._placed
+
+    def _share(self, name: str, state: InferenceState) -> InferenceState:
+        try:
+            return self._strategy.share(state)
+        except ValueError as error:
+            raise ValueError(f"Cannot place the companion {name!r}. {error}") from error
+
+    def moved(self, strategy: Strategy) -> tuple[list[Any], ...]:
+        """The argument of a program of another strategy; copies only arrays that move."""
+        layout = self._layout
+        return tuple(layout.flatten(strategy.share(layout.unflatten(a))) for a in self.arguments)
+
+    def bound(self, task: Task, arguments: Sequence[PyTree]) -> tuple[Task, Sequence[PyTree]]:
+        """Takes the variables off the arguments of a program, for the companions of a task."""
+        if not self.states:
+            return task, arguments
+        leaves, *others = arguments
+        return with_states(task, self._layout.unflatten(leaves)), others
+
+    def restore(self, saved: Mapping[str, Variables]) -> None:
+        """Continues with the variables of a checkpoint.
+
+        Raises:
+          ValueError: they differ in names, shapes or dtypes from those of the task.
+        """
+        if not self.states or saved is self.saved:
+            return
+        own = {name: state.variables for name, state in self.states.items()}
+        here, there = ({p: _kind(x) for p, x in flat(tree).items()} for tree in (own, saved))
+        if here != there:
+            _refuse(here, there)
+        arrays = flat(saved)
+        same = jax.tree_util.tree_map_with_path(lambda path, _: arrays[path_of(path)], own)
+        states = {}
+        for name, state in self.states.items():
+            params, others = same[name]["params"], {**same[name]}
+            del others["params"]
+            states[name] = state.replace(params=params, model_state=others)
+        self._hold(states)
+
+
+def _owned(x: ArrayLike) -> ArrayLike:
+    """Copies a NumPy array, which its owner may write to."""
+    is_array = isinstance(x, jax.Array)
+    return x if is_array else np.array(x, jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+def _kind(x: ArrayLike) -> str:
+    return f"{x.dtype}{list(x.shape)}"
+
+
+def _refuse(here: Mapping[str, str], there: Mapping[str, str]) -> None:
+    paths = [path for path in {**here, **there} if here.get(path) != there.get(path)]
+    lines = "".join(
+        f"\n  companion {name!r}, {path}: {here.get(full, '-')} in the task, "
+        f"{there.get(full, '-')} in the checkpoint"
+        for full in paths[:20]
+        for name, _, path in [full.partition("/")]
+    )
+    raise ValueError(
+        f"The companions of the checkpoint are not those of the task; {len(paths)} arrays differ:"
+        f"{lines}\nGive the task the companions that were saved."
+    )

@@ -1,0 +1,74 @@
+"""The companions of a task in a program: arguments of it, and functions of an objective."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import jax
+import numpy as np
+from flax.errors import FlaxError, InvalidRngError
+
+from flaxfit.state._inference_state import InferenceState
+from flaxfit.task._companions import Companion
+from flaxfit.task._precision import in_float32, in_precision
+from flaxfit.task._task import EvalTask, TrainTask
+from flaxfit.tree._types import ArrayLike, Function, PyTree
+
+Task = TypeVar("Task", bound=TrainTask | EvalTask)
+States = Mapping[str, InferenceState]
+"""The variables of companions by name, as states: strategies lay them out like parameters."""
+
+
+def states_of(task: TrainTask | EvalTask) -> dict[str, InferenceState]:
+    """The variables of the companions of a task."""
+    return {
+        name: jax.tree.map(_as_array, InferenceState.create(each.variables))
+        for name, each in task.companions.items()
+    }
+
+
+def with_states(task: Task, states: States) -> Task:
+    """A task whose companions have these variables, such as the arguments of a program."""
+    bound = copy.copy(task)  # `dataclasses.replace` would resolve all fields again.
+    bound.__dict__["companions"] = {
+        name: Companion(task.companions[name].apply, state.variables)
+        for name, state in states.items()
+    }
+    return bound
+
+
+def taking_states(task: Task, make: Callable[[Task], Function]) -> Function:
+    """Makes a function `(*arguments, states)` of `make(task)(*arguments)`."""
+
+    def function(*arguments: PyTree) -> PyTree:
+        *others, states = arguments
+        return make(with_states(task, states))(*others)
+
+    return function
+
+
+def functions_of(task: TrainTask | EvalTask) -> dict[str, Function]:
+    """The companions of a task as functions `(*inputs, **named) -> outputs`, by name."""
+    return {name: _bound(name, each, task.precision) for name, each in task.companions.items()}
+
+
+def _as_array(x: ArrayLike) -> ArrayLike:
+    return x if hasattr(x, "dtype") else np.asarray(x)
+
+
+def _bound(name: str, companion: Companion, precision: str | None) -> Function:
+    apply = in_precision(companion.apply, precision)
+
+    def call(*inputs: PyTree, **named: PyTree) -> PyTree:
+        try:
+            return in_float32(apply(companion.variables, *inputs, **named))
+        except InvalidRngError:
+            raise
+        except (FlaxError, AttributeError, LookupError, TypeError, ValueError) as error:
+            shapes = jax.tree.map(lambda x: getattr(x, "shape", x), (inputs, named))
+            raise ValueError(
+                f"The companion {name!r} cannot be called with its variables and inputs of shapes "
+                f"{shapes!r:.200}: {error}"
+            ) from error
+
+    return call

@@ -1,0 +1,104 @@
+"""Companions: frozen models that an objective calls, such as a teacher."""
+
+import inspect
+import keyword
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from flax import linen as nn
+
+from flaxfit.modules._flags import parameters
+from flaxfit.modules._handle import is_module
+from flaxfit.modules._switch import as_apply, functions_of
+from flaxfit.tree._types import Function, Variables
+
+_POSITIONAL = ("apply", "batch", "rngs")
+_RESERVED = (*_POSITIONAL, "ema")
+"""What an objective is called with beside companions."""
+
+
+class Companion(NamedTuple):
+    """A frozen model beside the one that is trained."""
+
+    apply: Function
+    """`apply(variables, *inputs)`, in evaluation mode."""
+    variables: Variables
+
+
+def as_companions(owner: str, task: Any) -> Mapping[str, Companion]:
+    """Checks the companions of a task against its objective; returns them in one form.
+
+    Raises:
+      TypeError: one is neither `(apply, variables)` nor an nnx module.
+      ValueError: a name does not fit, there is no objective, or it takes other keywords.
+    """
+    given = {} if task.companions is None else task.companions
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            "companions must be a mapping by name, such as {'teacher': (module, variables)}, got "
+            f"{given!r:.80}."
+        )
+    if task.objective is None:
+        if given:
+            raise ValueError(
+                "companions need an objective, which is called with them: "
+                f"{owner}(objective=f, companions=...), f(apply, batch, rngs, {next(iter(given))})."
+            )
+        return {}
+    for name in given:
+        if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+            raise ValueError(
+                f"The name of a companion must be that of a keyword argument, got {name!r:.60}."
+            )
+        if name in _RESERVED:
+            raise ValueError(
+                f"No companion can be called {name!r}: the objective is called with "
+                f"{', '.join(_RESERVED)} already."
+            )
+    _check_keywords(task.objective, given)
+    if all(isinstance(each, Companion) for each in given.values()):
+        return given  # Tasks that share the companions of another one share their places, too.
+    return {name: _as_companion(f"The companion {name!r}", each) for name, each in given.items()}
+
+
+def _as_companion(owner: str, given: Any) -> Companion:
+    if is_module(given) and not isinstance(given, nn.Module | type):
+        functions = functions_of(given, train=False)
+        return Companion(functions.apply, functions.init(None))
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise TypeError(
+            f"{owner} must be (apply, variables), (linen module, variables) or an nnx module, got "
+            f"{given!r:.80}."
+        )
+    apply, variables = given
+    if not isinstance(variables, Mapping) or "params" not in variables:
+        raise TypeError(
+            f"{owner} needs variables such as {{'params': ...}}, with the model's other "
+            f"collections, got {variables!r:.80}."
+        )
+    return Companion(as_apply(owner, apply, train=False), variables)
+
+
+def _check_keywords(objective: Function, names: Mapping[str, Any]) -> None:
+    """Checks that an objective takes the companions of these names, and asks for no others."""
+    found = list(parameters(objective).values())
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    rest = [each for each in found if each.kind not in positional]
+    rest = [each for each in found if each.kind in positional][len(_POSITIONAL) :] + rest
+    by_name = [
+        each for each in rest if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    ]
+    taken = [each.name for each in by_name]
+    takes_any = not found or any(each.kind is each.VAR_KEYWORD for each in found)
+    if unknown := [name for name in names if name not in taken and not takes_any]:
+        raise ValueError(
+            f"The objective takes no {', '.join(unknown)}, and there are companions of that name: "
+            f"define it as f(apply, batch, rngs, {', '.join(names)})."
+        )
+    required = [each.name for each in by_name if each.default is each.empty]
+    if missing := [name for name in required if name not in (*names, "ema")]:
+        raise ValueError(
+            f"The objective asks for {', '.join(missing)}, and there are the companions "
+            f"{', '.join(names) or 'of no name'}: "
+            f"companions={{{missing[0]!r}: (module, variables)}}."
+        )

@@ -1,0 +1,197 @@
+"""Companions in their places: arguments of compiled programs, placed once, saved by choice."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from internals import n_programs_of, programs_of
+from marks import thorough
+
+import flaxfit as ff
+from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
+
+WIDTH = 64
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(16, WIDTH)).astype(np.float32)
+MODULE = nn.Dense(WIDTH, use_bias=False)
+DEVICES = jax.devices()[:4]
+ONE = {"devices": DEVICES[:1]}
+
+
+def variables(factor=1.0, shape=(WIDTH, WIDTH)):
+    return {"params": {"kernel": np.full(shape, factor, np.float32)}}
+
+
+def imitate(apply, batch, rngs, teacher):
+    (x,) = batch.inputs
+    return ((apply(x) - teacher(x)) ** 2).mean(-1)
+
+
+def task_of(factor=1.0, x=X, **options):
+    options.setdefault("companions", {"teacher": (MODULE, variables(factor))})
+    data = ff.ArrayStream(x, (), batch_size=8)
+    return ff.TrainTask(MODULE, optax.sgd(0.0), objective=imitate, data=data, **options)
+
+
+def loop_of(task, init=None, **options):
+    init = init or (lambda rngs, *x: variables(0.0))
+    return ff.TrainLoop(init, task, 0, stdout=False, **(options or ONE))
+
+
+def loss_of(factor, x=X[:8]):
+    """The loss of a model of zeros."""
+    return pytest.approx(float(((x @ variables(factor)["params"]["kernel"]) ** 2).mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["one", thorough("fsdp")])
+def test_other_values_take_effect_without_a_compilation(strategy):
+    strategies = {"one": ONE, "fsdp": {"strategy": ff.Sharded.fsdp(devices=DEVICES)}}
+    loop = loop_of(task_of(1.0, save_companions=True), **strategies[strategy])
+    first = loop.next_step()
+    assert first.loss == loss_of(1.0)
+    programs = dict(programs_of(loop))
+    other = {"teacher": variables(2.0)}
+    loop.restore(first.replace(companions=other))
+    assert loop.next_step().loss == loss_of(2.0, X[8:])
+    assert programs_of(loop) == programs
+
+
+def test_they_are_placed_once_and_outlive_what_their_owner_writes():
+    given = variables(1.0)
+    loop = loop_of(task_of(companions={"teacher": (MODULE, given)}))
+    given["params"]["kernel"][:] = 5
+    assert loop.next_step().loss == loss_of(1.0)
+    ((placed,),) = [leaves[1:] for leaves in loop.companions.arguments]
+    loop.next_step()
+    assert loop.companions.arguments[0][1] is placed
+
+
+def test_arrays_of_a_single_device_are_not_copied():
+    given = jax.device_put(variables(1.0), DEVICES[0])
+    loop = loop_of(task_of(companions={"teacher": (MODULE, given)}))
+    kernel = loop.companions.arguments[0][1]
+    assert kernel.unsafe_buffer_pointer() == given["params"]["kernel"].unsafe_buffer_pointer()
+
+
+def test_fsdp_divides_them_like_parameters():
+    strategy = ff.Sharded.fsdp(devices=DEVICES)
+    loop = loop_of(task_of(), strategy=strategy)
+    kernel = loop.companions.arguments[0][1]
+    own = loop.state_in_place.params["kernel"]
+    assert kernel.sharding.is_equivalent_to(own.sharding, own.ndim)
+    assert {shard.data.size for shard in kernel.addressable_shards} == {WIDTH * WIDTH // 4}
+
+
+def test_a_rule_that_does_not_fit_names_the_companion():
+    rules = [("kernel", jax.sharding.PartitionSpec("data"))]
+    strategy = ff.Sharded(rules=rules, devices=DEVICES)
+    odd = {"params": {"kernel": np.ones((WIDTH + 1, WIDTH), np.float32)}}
+    with pytest.raises(ValueError, match="Cannot place the companion 'teacher'"):
+        _ = loop_of(
+            task_of(companions={"teacher": (MODULE, odd)}), strategy=strategy
+        ).companions.arguments
+
+
+def test_the_rest_of_the_data_is_computed_on_fewer_devices():
+    task = task_of(x=X[:10], pad=False)
+    data = ff.ArrayStream(X[:10], (), batch_size=8, epochs=1)
+    loop = loop_of(dataclasses.replace(task, data=data), devices=DEVICES)
+    first, last = loop
+    assert (first.loss, last.loss) == (loss_of(1.0), loss_of(1.0, X[8:10]))
+    task = ff.EvalTask(
+        MODULE, (), [(X[:8],), (X[8:10],)], objective=imitate, companions=task.companions, pad=False
+    )
+    found = ff.EvalLoop(task, strategy=loop.strategy).measure(last.state)
+    assert found["loss"] == loss_of(1.0, X[:10])
+
+
+def test_they_are_not_saved_unless_asked_for(tmp_path):
+    with loop_of(task_of(1.0), callbacks=[CheckpointFileWriter(tmp_path)], **ONE) as loop:
+        assert loop.next_step().companions is None
+    reader = CheckpointFileReader(tmp_path, loop.state)
+    assert reader.read().companions == {}
+    resumed = loop_of(task_of(2.0, save_companions=True), reader)
+    assert resumed.next_step().loss == loss_of(2.0, X[8:])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The reader of a run that has saved its companions at step 1."""
+    folder = tmp_path_factory.mktemp("saved")
+    task = task_of(1.0, save_companions=True)
+    with loop_of(task, callbacks=[CheckpointFileWriter(folder)], **ONE) as loop:
+        loop.next_step()
+    return CheckpointFileReader(folder, loop.state)
+
+
+def test_a_loop_resumes_with_those_of_its_file(saved):
+    kernel = saved.read().companions["teacher"]["params"]["kernel"]
+    np.testing.assert_array_equal(kernel, variables(1.0)["params"]["kernel"])
+    loop = loop_of(task_of(2.0, save_companions=True), saved)
+    for checkpoint in loop.snapshot(), loop.next_step():
+        held = checkpoint.companions or {}
+        np.testing.assert_array_equal(held["teacher"]["params"]["kernel"], kernel)
+    assert checkpoint.loss == loss_of(1.0, X[8:])
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "path"),
+    [
+        ("teacher", variables(1.0, (WIDTH, 3)), "params/kernel: float32.64, 3. in the task"),
+        ("teacher", jax.tree.map(np.float16, variables()), "params/kernel: float16.64, 64."),
+        (
+            "teacher",
+            {**variables(), "batch_stats": {"mean": np.ones(3)}},
+            "batch_stats/mean: float",
+        ),
+        ("judge", variables(), "params/kernel: float32.64, 64. in the task, - in the checkpoint"),
+    ],
+)
+def test_a_file_of_other_companions_is_refused_with_the_path(saved, name, wrong, path):
+    def takes_any(apply, batch, rngs, **companions):
+        return apply(*batch.inputs)[:, 0]
+
+    task = ff.TrainTask(
+        MODULE, optax.sgd(0.0), objective=takes_any, companions={name: (MODULE, wrong)}, data=X
+    )
+    with pytest.raises(ValueError, match=f"companion '{name}', {path}"):
+        loop_of(task, saved)
+
+
+def test_a_task_without_companions_resumes_from_a_file_that_holds_some(saved):
+    task = ff.TrainTask(MODULE, optax.sgd(0.0), "mse", ff.ArrayStream(X, X, batch_size=8))
+    assert loop_of(task, saved).step == 1
+
+
+def test_a_model_measures_with_those_that_it_trains_with(tmp_path):
+    module = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(0))
+
+    def made(teacher):
+        return ff.Model(
+            MODULE,
+            optax.sgd(0.0),
+            None,
+            objective=imitate,
+            companions={"teacher": teacher},
+            save_companions=True,
+            strategy=ff.DataParallel(DEVICES[:1]),
+        )
+
+    options = {"verbose": 0, "checkpoint_dir": tmp_path, "validation_data": (X, ())}
+    model = made(module)
+    before = model.fit(X, (), **options)["val_loss"]
+    assert model.evaluate(X, ())["loss"] == before[0]
+    resumed = made((MODULE, variables(2.0)))
+    history = resumed.fit(X, (), epochs=2, **options)
+    assert resumed.evaluate(X, ())["loss"] == history["val_loss"][1] == before[0]
+    assert n_programs_of(resumed)[:2] == (1, 1)
+
+
+def test_the_cost_of_a_step_counts_the_call_of_a_companion():
+    alone = ff.TrainTask(MODULE, optax.sgd(0.0), "mse", ff.ArrayStream(X, X, batch_size=8))
+    more = loop_of(task_of()).step_flops() - loop_of(alone).step_flops()
+    assert more == pytest.approx(2 * 8 * WIDTH**2, rel=0.05)
