@@ -76,8 +76,8 @@ def _gradient_by_example(
         alone = jax.tree.map(lambda x: x[None], row)
 
         def loss(trained: Params) -> tuple[jax.Array, tuple[ForwardPass, jax.Array]]:
-            params = merge(trained, state.params)
-            result = forward(task, params, state.model_state, alone, key)
+            at_params = state.replace(params=merge(trained, state.params))
+            result = forward(task, at_params, alone, key)
             _check_alone(result, state.model_state)
             own = weight_sums(task.loss, alone)
             own = own if result.weights is None else sums_of_weights(result)
