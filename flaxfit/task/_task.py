@@ -185,7 +185,8 @@ class EvalTask:
     objective: Function | None = None
     """An objective to report, as of a `TrainTask`; it calls the model in evaluation."""
     companions: Any = None
-    """The frozen models that the objective calls, as of a `TrainTask`."""
+    """The frozen models that the objective calls, as of a `TrainTask`. An `EvalLoop` among the
+    callbacks of a loop shares the arrays of that loop if this is the `companions` of its task."""
     rngs: Sequence[str] = ()
     """The random streams of a stochastic evaluation; none by default."""
     precision: str | None = None

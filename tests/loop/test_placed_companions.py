@@ -195,3 +195,10 @@ def test_the_cost_of_a_step_counts_the_call_of_a_companion():
     alone = ff.TrainTask(MODULE, optax.sgd(0.0), "mse", ff.ArrayStream(X, X, batch_size=8))
     more = loop_of(task_of()).step_flops() - loop_of(alone).step_flops()
     assert more == pytest.approx(2 * 8 * WIDTH**2, rel=0.05)
+
+
+def test_an_eval_loop_shares_those_of_the_loop_that_it_is_a_callback_of(saved):
+    task = task_of(2.0)
+    measured = ff.EvalTask(MODULE, (), (X, ()), objective=imitate, companions=task.companions)
+    loop = loop_of(task, saved, callbacks=[ff.EvalLoop(measured)], **ONE)
+    assert loop.next_step().metrics["val_loss"] == loss_of(1.0, X)

@@ -182,6 +182,17 @@ def first_step(objective, companions, **options):
     return ff.TrainLoop(state, task, stdout=False, devices=DEVICES[:1]).next_step()
 
 
+def test_it_stands_beside_the_average_of_the_model():
+    def objective(apply, batch, rngs, teacher, ema):
+        (x,) = batch.inputs
+        values = ((apply(x) - ema(x) - teacher(x)) ** 2).mean(-1)
+        return values, {"average": ema(x).mean(-1)}
+
+    found = first_step(objective, {"teacher": (Teacher(), VARIABLES)}, ema=0.9)
+    expected = np.square(Teacher(train=False).apply(VARIABLES, X[:8])).mean()
+    assert (found.loss, found.metrics["average"]) == (pytest.approx(expected, rel=1e-5), 0)
+
+
 def test_variables_that_do_not_fit_the_model_are_refused_by_name():
     narrow = {"params": {"kernel": np.ones((5, 3), np.float32), "bias": np.zeros(3, np.float32)}}
     with pytest.raises(ValueError, match="companion 'teacher' cannot be called with its variables"):

@@ -191,6 +191,20 @@ def warm(strategy, folder):
     return model
 
 
+def distilled(strategy, folder=None):
+    """The losses of a model that imitates a frozen one, which its checkpoints hold."""
+
+    def imitate(apply, batch, rngs, teacher):
+        return ((apply(*batch.inputs) - teacher(*batch.inputs)) ** 2).mean(-1)
+
+    companions = {"teacher": (Net(), {"params": weights()})}
+    options = {"objective": imitate, "companions": companions, "save_companions": True}
+    model = ff.Model(Net(), OPTIMIZER, strategy=strategy, **options)
+    data = {"validation_data": (X[:21], ()), "checkpoint_dir": folder}
+    history = model.fit(X, (), batch_size=16, verbose=0, **data)
+    return {name: np.array(history[name]) for name in ("loss", "val_loss")}
+
+
 def everything(strategy, folder):
     """All results of one strategy, by name, and a model that is fitted."""
     loop, results = trained(strategy, folder)
@@ -199,6 +213,7 @@ def everything(strategy, folder):
     results["assembled"] = ff.gather(mapped.state.params)
     own, _ = train(strategy, own_parts(), None, steps_per_call=2)
     results["own"] = ff.gather(own.state.params)
+    results["distilled"] = distilled(strategy, f"{folder}-distilled")
     results["stopped"] = stop_one(strategy)
     model = warm(strategy, folder)
     results["warm"] = ff.gather(model.state.params)

@@ -98,6 +98,14 @@ def test_two_processes_begin_with_loaded_weights(two, alone, name):
     assert_close(part(results(two, name, 0), "warm"), named(alone.weights()))
 
 
+@pytest.mark.parametrize("name", usual("fsdp", of=NAMES))
+def test_two_processes_place_and_save_companions_as_one_does(two, alone, name):
+    found, strategy = part(results(two, name, 0), "distilled"), alone.STRATEGIES[name]()
+    assert_close(found, named(alone.distilled(strategy)))
+    again = named(alone.distilled(strategy, two / f"{name}-distilled"))  # It was complete.
+    assert all(np.array_equal(found[key], again[key]) for key in found)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_two_processes_saved_is_restored_by_one(two, alone, name):
     assert ff.checkpoints.list_steps(two / name) == [1, 6]

@@ -33,6 +33,7 @@ def task_of(companions, objective=objective, **options):
         ({"the teacher": PAIR}, ValueError, "name of a companion .* got 'the teacher'"),
         ({"class": PAIR}, ValueError, "name of a companion .* got 'class'"),
         ({"batch": PAIR}, ValueError, "No companion can be called 'batch'"),
+        ({"ema": PAIR}, ValueError, "No companion can be called 'ema'"),
         ({"teacher": PAIR, "judge": PAIR}, ValueError, "takes no judge"),
         ({}, ValueError, "asks for teacher, and there are the companions of no name"),
         ({"teacher": MODULE}, TypeError, "'teacher' must be .apply, variables., .linen module"),
