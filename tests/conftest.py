@@ -48,6 +48,41 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # Else the name of the folder is part of what programs are looked up by, even on a CPU.
 jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
+# To load a program from its file takes half as long as to compile it, so those of this process are
+# kept. No setting does this: it replaces two functions of JAX 0.10.
+LOADED = {}
+
+
+def _keep_loaded_programs():
+    from jax._src import compilation_cache
+
+    read = compilation_cache.get_executable_and_time
+    write = compilation_cache.put_executable_and_time
+
+    def is_ours():  # Not the folder of a test.
+        return jax.config.jax_compilation_cache_dir == str(PROGRAMS)
+
+    def get_executable_and_time(key, *args):
+        if not is_ours():
+            return read(key, *args)
+        if key not in LOADED:
+            LOADED[key] = read(key, *args)
+            if LOADED[key][0] is None:
+                return LOADED.pop(key)
+        return LOADED[key]
+
+    def put_executable_and_time(key, name, executable, backend, seconds):
+        write(key, name, executable, backend, seconds)
+        if is_ours():
+            LOADED[key] = executable, seconds
+
+    compilation_cache.get_executable_and_time = get_executable_and_time
+    compilation_cache.put_executable_and_time = put_executable_and_time
+
+
+if jax.__version_info__[:2] == (0, 10):
+    _keep_loaded_programs()
+
 # Keras chooses its backend when it is imported first, which other libraries do, too.
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["KERAS_HOME"] = str(SCRATCH)
@@ -123,6 +158,7 @@ ENOUGH_MAPS = 15_000
 def _forget_programs():
     yield
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > ENOUGH_MAPS:
+        LOADED.clear()
         jax.clear_caches()
         gc.collect()
 
