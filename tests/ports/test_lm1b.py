@@ -63,12 +63,8 @@ def rate(step):
 OPTIMIZER = optax.adamw(rate, b1=0.9, b2=0.98, eps=1e-9, weight_decay=0.1)
 
 
-def cross_entropy(logits, labels):
-    """Of labels that are smoothed, less its least value."""
-    high, low = 1 - SMOOTHING, SMOOTHING / (VOCABULARY - 1)
-    least = -(high * np.log(high) + (VOCABULARY - 1) * low * np.log(low + 1e-20))
-    soft = jax.nn.one_hot(labels, VOCABULARY) * (high - low) + low
-    return optax.softmax_cross_entropy(logits, soft) - least
+HIGH, LOW = 1 - SMOOTHING, SMOOTHING / (VOCABULARY - 1)
+LEAST = -(HIGH * np.log(HIGH) + (VOCABULARY - 1) * LOW * np.log(LOW + 1e-20))
 
 
 def by_hand(state, n=1):
@@ -87,7 +83,9 @@ def by_hand(state, n=1):
 
         def loss_of(params):
             logits = forward(params, batch, number)
-            return jnp.sum(cross_entropy(logits, inputs) * weights) / jnp.sum(weights), logits
+            soft = jnp.where(jax.nn.one_hot(inputs, VOCABULARY) > 0, HIGH, LOW)
+            entropies = -jnp.sum(soft * nn.log_softmax(logits), -1) - LEAST
+            return jnp.sum(entropies * weights) / jnp.sum(weights), logits
 
         (loss, logits), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
         updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
@@ -106,7 +104,8 @@ def port(init, **options):
     """The same training by flaxfit."""
 
     def loss(logits, inputs):
-        return cross_entropy(logits, inputs), inputs > 0
+        soft = jax.nn.one_hot(inputs, VOCABULARY) * (HIGH - LOW) + LOW
+        return optax.softmax_cross_entropy(logits, soft) - LEAST, inputs > 0
 
     def accuracy(logits, inputs):
         return logits.argmax(-1) == inputs, inputs > 0
