@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from marks import usual
 
 import flaxfit as ff
 from flaxfit.data._batch import Batch
@@ -159,7 +160,17 @@ def task_of(optimizer):
     return ff.TrainTask(apply, optimizer, "mse")
 
 
-@pytest.mark.parametrize("name", FACTORIES)
+def test_no_other_optimizer_is_refused():
+    for name in FACTORIES:
+        if name not in REFUSED:
+            task_of(made(name))
+
+
+# The usual ones, and those that have an argument or a form of parameters or state of their own.
+TYPICAL = (*REFUSED, *PASSED, "adamw", "chain", "contrib.muon", "inject_hyperparams", "partition")
+
+
+@pytest.mark.parametrize("name", usual(*TYPICAL, of=FACTORIES))
 def test_an_optimizer_trains_or_is_refused(name):
     optimizer = made(name)
     if name in REFUSED:
