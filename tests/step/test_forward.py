@@ -36,9 +36,9 @@ def passes(loss, x, y, metrics=("mse",)):
     """The metrics of a forward pass in training and in evaluation."""
     batch = ff.Batch((x,), (y,))
     task = ff.TrainTask(apply, optax.sgd(0.1), loss, metrics=metrics)
-    trained = forward(task, STATE, batch, STATE.key).sums
+    trained = jax.jit(lambda batch: forward(task, STATE, batch, STATE.key).sums)(batch)
     task = ff.EvalTask(lambda v, x: apply(v, x), metrics, loss=loss)
-    measured = forward_eval(task, STATE, batch, None).sums
+    measured = jax.jit(lambda batch: forward_eval(task, STATE, batch, None).sums)(batch)
     return [compute(sums, task.metrics) for sums in (trained, measured)]
 
 
