@@ -66,7 +66,7 @@ def test_every_loss_gives_its_values_by_example(name, outputs, targets, expected
 
 
 def test_a_prediction_that_is_right_has_an_absolute_error_without_a_slope():
-    gradient = jax.grad(lambda outputs: losses.mae(outputs, np.zeros(3)).sum())
+    gradient = jax.jit(jax.grad(lambda outputs: losses.mae(outputs, np.zeros(3)).sum()))
     np.testing.assert_array_equal(gradient(np.array([-0.5, 0.0, 0.5])), [-1, 0, 1])
 
 
@@ -92,7 +92,7 @@ def test_crossentropy_and_its_gradient_are_those_of_optax(shape):
 
     theirs = optax.softmax_cross_entropy_with_integer_labels
     with jax.enable_x64(True):
-        exact = theirs(logits.astype(np.float64), labels)
+        exact = jax.jit(theirs)(logits.astype(np.float64), labels)
     np.testing.assert_allclose(jax.jit(losses.crossentropy)(logits, labels), exact, 1e-6, 1e-7)
     expected = gradient(theirs)
     assert np.isfinite(expected).all()
@@ -214,8 +214,9 @@ def test_16_bits_are_computed_in_float32(name, outputs, targets, dtype):
 @pytest.mark.parametrize("large", [np.float16(3e4), np.float32(1e4), np.float32(-1e30)])
 def test_large_logits_leave_all_digits_of_the_loss(large):
     logits = np.full((1, 2), large)
-    np.testing.assert_allclose(losses.crossentropy(logits, np.array([1])), np.log(2), rtol=1e-6)
-    np.testing.assert_allclose(losses.onehot_crossentropy(logits, np.eye(2)[:1]), np.log(2))
+    by_label, by_row = jax.jit(losses.crossentropy), jax.jit(losses.onehot_crossentropy)
+    np.testing.assert_allclose(by_label(logits, np.array([1])), np.log(2), rtol=1e-6)
+    np.testing.assert_allclose(by_row(logits, np.eye(2)[:1]), np.log(2))
 
 
 def test_rows_of_zeros_have_a_cosine_distance_of_one_and_a_gradient():
@@ -239,10 +240,12 @@ def test_an_ignored_label_has_no_weight_no_value_and_no_gradient(loss, outputs, 
     labels = labels.copy()
     labels[::3] = label
     ignoring, counts = loss(ignore_label=label), labels != label
-    values, weights = ignoring(outputs, labels)
+    values, weights = jax.jit(ignoring)(outputs, labels)
     np.testing.assert_array_equal(weights, counts)
-    np.testing.assert_array_equal(values, np.where(counts, loss(outputs, labels * counts), 0))
+    np.testing.assert_array_equal(
+        values, np.where(counts, jax.jit(loss)(outputs, labels * counts), 0)
+    )
     gradient = jax.jit(jax.grad(lambda x: ignoring(x, labels)[0].sum()))(outputs)
     assert not gradient[~counts].any() and gradient[counts].any()
-    repeated = pickle.loads(pickle.dumps(ignoring))(outputs, labels)
+    repeated = jax.jit(pickle.loads(pickle.dumps(ignoring)))(outputs, labels)
     np.testing.assert_array_equal(repeated[0], values)

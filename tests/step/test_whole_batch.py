@@ -233,7 +233,8 @@ def paired(z, prototypes):
 
 def first_step(strategy, accumulate, *, across="batch", loss=paired, pad=True, **fields):
     module = Views(**fields)
-    params = Views(**{**fields, "rate": 0.0}).init(jax.random.key(0), IMAGES[:4])["params"]
+    init = jax.jit(Views(**{**fields, "rate": 0.0}).init)
+    params = init(jax.random.key(0), IMAGES[:4])["params"]
     data = ff.ArrayStream(IMAGES[:BATCH], (), batch_size=BATCH)
     options = {"across": across, "accumulate": accumulate, "pad": pad}
     task = ff.TrainTask(module, optax.sgd(0.5), loss, data, **options)
