@@ -193,15 +193,18 @@ def _position(stream: Any) -> Json:
 def _check(tasks: dict[str, TrainTask], weights: Mapping[str, float] | None) -> None:
     if not tasks:
         raise ValueError("MultiTask needs a task or more, by name: {'a': TrainTask(...), ...}.")
-    first = next(iter(tasks))
-    for name, task in tasks.items():
-        if task.optimizer is not tasks[first].optimizer or hasattr(task.optimizer, "user"):
-            raise ValueError(
-                f"The tasks {first!r} and {name!r} have different optimizers, and there is one "
-                "state: give them one object, without freeze, clip_norm, ema, skip_above or "
-                "float16, which make another of it (optax.chain and MultiOptimizer clip and freeze "
-                "for all)."
-            )
+    optimizer = next(iter(tasks.values())).optimizer
+    wrapped = [name for name, task in tasks.items() if hasattr(task.optimizer, "user")]
+    if wrapped or any(task.optimizer is not optimizer for task in tasks.values()):
+        if wrapped:
+            what = f"Options of the task {wrapped[0]!r} make another optimizer of the given one"
+        else:
+            what = "The tasks have different optimizers"
+        raise ValueError(
+            f"{what}, and there is one state: give all tasks one optimizer, without freeze, "
+            "clip_norm, ema, skip_above or float16 (optax.chain and MultiOptimizer clip and freeze "
+            "for all)."
+        )
     owns = [name for name, task in tasks.items() if task.step is not None]
     if owns:
         raise ValueError(f"The tasks {', '.join(map(repr, owns))} have steps of their own.")

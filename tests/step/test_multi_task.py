@@ -138,13 +138,22 @@ def test_what_is_wrong_with_any_task_is_found_at_the_first_step():
         (lambda tasks: ff.MultiTask(tasks, weights={"weight": 1}), "weights name 'weight'"),
         (lambda tasks: ff.MultiTask(tasks, weights={"kind": 0}), "must be more than 0"),
         (lambda tasks: ff.MultiTask({}), "a task or more"),
-        (lambda tasks: ff.MultiTask(make_tasks(ema=0.9)), "different optimizers"),
+        (
+            lambda tasks: ff.MultiTask(make_tasks(ema=0.9)),
+            "Options of the task 'kind' make another",
+        ),
+        (
+            lambda tasks: ff.MultiTask(
+                {**tasks, "other": ff.TrainTask(MODULE.apply, optax.sgd(0.2), "mse")}
+            ),
+            "different optimizers",
+        ),
         (
             lambda tasks: ff.MultiTask({**tasks, "own": ff.TrainTask(step=print, optimizer=SGD)}),
             "'own' have steps of their own",
         ),
     ],
-    ids=["unknown", "zero", "none", "optimizers", "own step"],
+    ids=["unknown", "zero", "none", "options", "optimizers", "own step"],
 )
 def test_tasks_that_cannot_share_a_state_are_refused(change, message):
     tasks = make_tasks()
