@@ -88,7 +88,8 @@ def build_update(
     The state crosses the call as the flat leaves of its layout, which are donated. Companions come
     before the batch.
     """
-    strategy = portion.strategy
+    # Not the portion: the compiled update would keep its data.
+    strategy, skip_empty = portion.strategy, portion.is_weighted
 
     def update_leaves(leaves: PyTree, totals: PyTree, *others: PyTree) -> tuple[PyTree, ...]:
         bound, batch = companions.bound(task, others)
@@ -97,7 +98,7 @@ def build_update(
             axis_name=strategy.axis_name,
             virtual_replicas=strategy.virtual_replicas,
             n_steps=n_steps,
-            skip_empty=portion.is_weighted,
+            skip_empty=skip_empty,
             loss_has_weights=loss_has_weights,
             grad_norm=grad_norm,
             keep_grads=keep_grads,
