@@ -1,5 +1,6 @@
 """The examples: each is short, runs without a warning and reaches what it promises."""
 
+import functools
 import re
 import signal
 import sys
@@ -38,27 +39,68 @@ def test_an_example_is_under_a_hundred_lines(name):
     assert len((EXAMPLES / name).read_text().splitlines()) < 100
 
 
-def assert_accuracy(name, done):
-    assert done.returncode == 0, done.stderr
-    accuracy = re.search(r"test accuracy (\d\.\d{4})$", done.stdout.strip())
-    assert accuracy, f"no result line in:\n{done.stdout}"
+def assert_accuracy(name, output):
+    accuracy = re.search(r"test accuracy (\d\.\d{4})$", output.strip())
+    assert accuracy, f"no result line in:\n{output}"
     assert float(accuracy[1]) >= LEAST_ACCURACY[name]
 
 
 RESUMED = "04_resume.py"
 """It is run by a test of its own."""
 
+SHARDED = "06_sharded.py"
+"""It chooses its number of devices, which is settled once in a process."""
+
+RUN = """
+import runpy, sys, traceback
+folder, *names = sys.argv[1:]
+sys.argv[1:] = []
+sys.path[0] = folder
+for name in names:
+    print("example", name, flush=True)
+    try:
+        runpy.run_path(f"{folder}/{name}", run_name="__main__")
+    except BaseException:
+        traceback.print_exc(file=sys.stdout)
+"""
+
+
+def missing_for(name):
+    """The packages that an example needs and that are not installed."""
+    return [package for package in NEEDS.get(name, ()) if find_spec(package) is None]
+
+
+def run_together(name):
+    """The examples that run in the process of this one: to start another takes seconds."""
+    if name == SHARDED:
+        return (name,)
+    others = (n for n in LEAST_ACCURACY if n not in (RESUMED, SHARDED) and not missing_for(n))
+    return tuple(n for n in others if (n in NEEDS) == (name in NEEDS))
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory, environment, run_child):
+    """What some examples print, by name."""
+
+    @functools.cache
+    def run(names):
+        # What other packages warn of when they are imported is not for this test to judge.
+        strict = [] if names[0] in NEEDS else ["-W", "error"]
+        command = [sys.executable, *strict, "-c", RUN, str(EXAMPLES), *names]
+        done = run_child(command, cwd=tmp_path_factory.mktemp("examples"), env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        _, *parts = re.split(r"^example (\w+\.py)$", done.stdout, flags=re.MULTILINE)
+        return dict(zip(parts[::2], parts[1::2], strict=True))
+
+    return run
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in LEAST_ACCURACY if n != RESUMED])
-def test_an_example_reaches_its_accuracy(name, tmp_path, environment, run_child):
-    for package in NEEDS.get(name, ()):
-        if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
-    # What other packages warn of when they are imported is not for this test to judge.
-    strict = [] if name in NEEDS else ["-W", "error"]
-    command = [sys.executable, *strict, str(EXAMPLES / name)]
-    assert_accuracy(name, run_child(command, cwd=tmp_path, env=environment))
+def test_an_example_reaches_its_accuracy(name, outputs):
+    if missing := missing_for(name):
+        pytest.skip(f"{missing[0]} is not installed")
+    assert_accuracy(name, outputs(run_together(name))[name])
 
 
 @pytest.mark.slow
@@ -71,7 +113,8 @@ def test_a_killed_example_ends_with_the_weights_of_the_whole_run(
         return run_child(command, cwd=tmp_path, env=own_environment)
 
     whole = run("whole")
-    assert_accuracy(RESUMED, whole)
+    assert whole.returncode == 0, whole.stderr
+    assert_accuracy(RESUMED, whole.stdout)
     for _ in range(n_kills):
         killed = run("killed", "--kill")
         assert killed.returncode == -signal.SIGKILL, killed.stderr
