@@ -94,7 +94,7 @@ def test_a_model_and_metrics_see_values_in_training_evaluation_and_prediction():
         return (outputs - targets) ** 2 if (outputs > -1e6).all() else outputs
 
     model = ff.Model(Net(), optax.sgd(0.01), loss, {"mae": absolute}, run_eagerly=True)
-    history = model.fit(X, Y, batch_size=8, validation_data=(X, Y), verbose=0)
+    history = model.fit(X, Y, batch_size=12, validation_data=(X, Y), verbose=0)
     assert np.isfinite([*history["loss"], *history["mae"], *history["val_mae"]]).all()
     assert model.evaluate(X, Y)["mae"] == pytest.approx(history["val_mae"][0], rel=1e-6)
     assert model.predict(X).shape == (12,)
