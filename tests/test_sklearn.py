@@ -171,6 +171,7 @@ def test_an_nnx_instance_stays_as_it_is_and_each_fit_begins_with_its_weights():
     np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.slow
 def test_a_callback_begins_anew_with_each_fit():
     x, y = load_iris(return_X_y=True)
     stopping = EarlyStopping("loss", mode="max", patience=1)  # The loss falls: it stops soon.

@@ -30,6 +30,7 @@ def make_loop(profiler, **options):
     return make_weight_loop([profiler], **{"n_steps": 12, "n_steps_per_checkpoint": 12, **options})
 
 
+@pytest.mark.slow
 def test_a_trace_of_some_steps_is_written(tmp_path):
     list(make_loop(Profiler(tmp_path, 3, 5)))
     (path,) = tmp_path.glob("**/*.trace.json.gz")
@@ -56,6 +57,7 @@ def test_steps_that_are_taken_together_are_traced_together(traces):
     assert traces == ["start", 4, "stop", 8, 12]  # Steps 5 to 8.
 
 
+@pytest.mark.slow
 def test_another_trace_does_not_stop_training(tmp_path, capsys):
     jax.profiler.start_trace(tmp_path / "other")
     try:

@@ -241,6 +241,7 @@ def test_a_handler_of_the_program_stays(tmp_path):
     assert received == [signal.SIGTERM] and list_steps(tmp_path)[-1] == 16
 
 
+@pytest.mark.slow
 def test_a_run_is_guarded_though_a_loop_was_given_up_without_being_closed(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     loop = make_loop(None, [guard(), CheckpointFileWriter(tmp_path / "first")])

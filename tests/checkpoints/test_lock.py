@@ -63,6 +63,7 @@ def test_the_folder_of_another_process_is_left_alone(tmp_path, tools):
     assert [path.name for path in tmp_path.iterdir()] == ["saving-7-0"]
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_forgotten_locks_nothing(tmp_path):
     CheckpointFileWriter(tmp_path)
     gc.collect()

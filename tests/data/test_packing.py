@@ -156,6 +156,7 @@ def unpacked():
     return params, *loss(params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_devices", [thorough(1), 4])
 def test_a_packed_transformer_has_the_loss_and_gradient_of_the_unpacked_one(unpacked, n_devices):
     params, loss, grads = unpacked

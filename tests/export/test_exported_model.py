@@ -23,6 +23,7 @@ def mixed(tmp_path_factory):
     return export.load(path)
 
 
+@pytest.mark.slow
 def test_inputs_are_cast_to_the_dtypes_of_the_method(mixed):
     assert mixed([[1, 2], [3, 4]], [7, 9], [5, np.float64(3)]).tolist() == [12, 18]
     assert mixed(np.ones((1, 2), bool), jnp.int32([255]), [True, jnp.bfloat16(1)])[0] == 257

@@ -72,6 +72,7 @@ def test_the_file_stands_alone(module, path, x, run_child):
     np.testing.assert_allclose(json.loads(done.stdout), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_it_runs_on_several_platforms_and_says_who_wrote_it(module, path):
     export.save(module, path)
     loaded = export.load(path)
@@ -97,6 +98,7 @@ def test_gradients_are_those_of_the_source(module, path, net, variables, x):
         np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_gradients_may_be_left_out(module, path, x):
     with_gradients = export.save(module, path).n_bytes
     assert export.save(module, path, gradients=False).n_bytes < with_gradients
@@ -152,6 +154,7 @@ def test_a_failed_export_leaves_the_old_file(module, path, monkeypatch):
     assert list(path.parent.iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_samples_take_the_place_of_random_inputs(module, path, x):
     report = export.save(module, path, samples=[x[:2], (x,)])
     assert report.inputs == ("sample 0", "sample 1")
@@ -162,6 +165,7 @@ def test_a_folder_is_not_overwritten_by_a_file(module, tmp_path):
         export.save(module, tmp_path)
 
 
+@pytest.mark.slow
 def test_old_versions_of_stablehlo_are_written(module, path):
     export.save(module, path)
     with zipfile.ZipFile(path) as archive:

@@ -99,6 +99,7 @@ def test_statistics_that_the_checkpoint_lacks_are_named_with_a_way_out(
         restore_from_t5(state, tmp_path / "t5.npz")
 
 
+@pytest.mark.slow
 def test_factored_statistics_and_momentum_find_their_places(tmp_path, truth):
     np.savez(tmp_path / "t5.npz", **truth["factored"]())
     params = variables(T5(**LARGE))
@@ -151,6 +152,7 @@ def test_states_without_statistics_take_the_weights_alone(state, kept):
         assert isinstance(restored, type(target))
 
 
+@pytest.mark.slow
 def test_another_optimizer_needs_to_be_left_as_it_is(state, kept):
     adam = create(optax.adam(0.1), {"params": state.params})
     with pytest.raises(ValueError, match="state/param_states/0/mu/.* is not in the checkpoint"):

@@ -57,6 +57,7 @@ def test_they_hold_the_numbers_that_those_on_the_devices_hold(strategy):
         jax.tree.map(np.testing.assert_array_equal, host.grads, jax.device_get(device.grads))
 
 
+@pytest.mark.slow
 def test_a_loop_goes_on_from_one_and_from_its_file(tmp_path):
     loop = loop_with(snapshot="host")
     first = loop.next_checkpoint()
@@ -141,6 +142,7 @@ def test_callbacks_of_the_library_that_keep_weights_copy_them(snapshot, tmp_path
     jax.tree.map(np.testing.assert_array_equal, plain(loop.state.params), states[1].params)
 
 
+@pytest.mark.slow
 def test_a_rate_that_a_callback_sets_is_in_the_checkpoint_that_is_saved(tmp_path):
     class Halve:
         borrows = True

@@ -96,6 +96,7 @@ def test_a_rule_that_does_not_fit_names_the_companion():
         ).companions.arguments
 
 
+@pytest.mark.slow
 def test_the_rest_of_the_data_is_computed_on_fewer_devices():
     task = task_of(x=X[:10], pad=False)
     data = ff.ArrayStream(X[:10], (), batch_size=8, epochs=1)

@@ -158,6 +158,7 @@ def test_what_is_in_a_loop_anyway_is_stepped_together(options):
     assert dispatched == [1, 9, 17, 25]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ON_CPU, reason="about XLA's loops on a CPU")
 def test_no_batch_is_fetched_ahead_of_steps_that_are_taken_one_by_one():
     loop = make_loop(Convolutions(), *images(), spacing=4, first=4, steps_per_call=4)

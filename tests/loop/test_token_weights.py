@@ -235,6 +235,7 @@ def test_weights_of_a_loss_that_are_negative_are_refused_when_they_are_read():
         loop.next_step()
 
 
+@pytest.mark.slow
 def test_a_step_of_ones_own_loop_divides_by_the_weights_of_the_loss():
     task = ff.TrainTask(MODULE, optax.sgd(LR), IGNORING)
     state = ff.TrainState.create(task.optimizer, {"params": PARAMS})

@@ -117,6 +117,7 @@ def test_finish_is_honoured_by_run_until_and_may_be_gone_on_from():
     assert [c.step for c in loop.run_until(20)] == [20]
 
 
+@pytest.mark.slow
 def test_finish_in_a_fit_ends_the_fit():
     class Finish:
         def attach(self, loop):

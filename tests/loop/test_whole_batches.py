@@ -111,6 +111,7 @@ def test_graphs_train_as_in_a_loop_by_hand(case):
     assert_close(loop.state.params, params)
 
 
+@pytest.mark.slow
 def test_graphs_have_weights_and_a_number_of_examples():
     weights = np.array([1, 0, 2], np.float32)
     loop = make_loop(make_task([(*BATCHES[0], weights)]))
@@ -138,6 +139,7 @@ def test_graphs_are_measured():
     assert found["mae"] == pytest.approx(np.mean(np.abs(errors)), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_trains_and_measures_graphs():
     model = ff.Model(GraphNet(), OPTIMIZER, "mse", pad=False, strategy=ff.Sharded())
     model.fit(BATCHES, verbose=0)
@@ -159,6 +161,7 @@ def test_outputs_without_rows_are_no_predictions():
         model.predict([BATCHES[0][:1]])
 
 
+@pytest.mark.slow
 def test_a_graph_may_have_as_many_nodes_as_edges_and_targets():
     even = Graphs(BATCHES[0][0].nodes[:3], *np.zeros((2, 3), np.int32), np.ones(3, np.int32))
     data = [BATCHES[0], (even, BATCHES[0][1])]

@@ -99,6 +99,7 @@ def test_pairs_of_arrays_still_need_no_names(expected):
     np.testing.assert_array_equal(model.predict(X, batch_size=8), expected[2])
 
 
+@pytest.mark.slow
 def test_options_of_arrays_apply_to_a_mapping_of_them(expected):
     weights = np.where(np.arange(len(X)) % 3, 1.0, 2.0).astype(np.float32)
     options = {"epochs": 2, "validation_split": 0.25, "class_weight": {1: 3.0}, "verbose": 0}
@@ -108,6 +109,7 @@ def test_options_of_arrays_apply_to_a_mapping_of_them(expected):
     assert named["loss"] == plain["loss"] and named["val_loss"] == plain["val_loss"]
 
 
+@pytest.mark.slow
 def test_a_resumed_fit_continues_at_its_position(tmp_path):
     def fit(epochs, folder):
         model = make_model(**NAMED)

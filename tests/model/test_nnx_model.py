@@ -108,6 +108,7 @@ def test_the_trained_module_of_a_class_or_a_factory(make):
     assert_predicts(model, model.trained())
 
 
+@pytest.mark.slow
 def test_the_trained_module_has_the_average_of_the_weights():
     net = MLP(nnx.Rngs(0))
     model = make_model(net, ema=0.5)
@@ -119,6 +120,7 @@ def test_the_trained_module_has_the_average_of_the_weights():
     assert (model.trained().hidden.kernel[...] != raw).any()
 
 
+@pytest.mark.slow
 def test_the_trained_module_of_linen_is_bound():
     class Linen(nn.Module):
         train: bool = True
@@ -135,6 +137,7 @@ def test_the_trained_module_of_linen_is_bound():
     assert_predicts(model, model.trained())
 
 
+@pytest.mark.slow
 def test_an_instance_is_measured_and_saved_before_any_fit(tmp_path):
     net = MLP(nnx.Rngs(0))
     model = make_model(net)
@@ -214,6 +217,7 @@ def test_rngs_by_position_alone_are_refused():
         make_model(Positional)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["state", slow("pure dict")])
 def test_weights_that_orbax_saved_of_an_nnx_state_are_loaded_without_rules(tmp_path, form):
     class Net(nnx.Module):

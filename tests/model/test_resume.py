@@ -150,6 +150,7 @@ def test_epochs_of_another_length_are_refused(tmp_path):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.slow
 def test_a_writer_in_the_place_of_the_folder_says_what_is_kept_and_what_ends_the_run(
     tmp_path, monkeypatch, capfd
 ):

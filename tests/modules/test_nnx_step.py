@@ -145,6 +145,7 @@ def test_two_optimizers_of_a_gan_equal_those_by_hand():
     assert int(objects["g_optimizer"].step[...]) == 6
 
 
+@pytest.mark.slow
 def test_the_state_is_plain_and_has_the_names_of_several_modules():
     state = gan_loop(nnx_step(gan_step, **make_gan())).next_step().state
     assert {*state.params} == {"generator", "discriminator"}

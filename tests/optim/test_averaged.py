@@ -88,6 +88,7 @@ def test_a_model_uses_the_average_of_a_schedule_free_optimizer(wrapped, tmp_path
     check(fitted(WRAPPED[wrapped]()), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", usual("accumulate", of=OPTIONS))
 def test_options_leave_it_so(option, tmp_path):
     check(fitted(free(0.3), **OPTIONS[option]), tmp_path)
@@ -131,6 +132,7 @@ def test_an_eval_loop_measures_the_average_if_asked(plainly_fitted):
     np.testing.assert_allclose(plain["loss"], loss_of(model.state.params), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["model", thorough("callback")])
 def test_an_exported_model_is_that_of_the_average(how, tmp_path):
     pytest.importorskip("flatbuffers", reason="flatbuffers is not installed")

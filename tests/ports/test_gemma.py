@@ -90,6 +90,7 @@ def model():
     return nnx.merge(definition, jax.tree.map(draw, shapes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, slow(4)])
 def test_packed_text_trains_as_in_a_loop_by_hand(model, n):
     losses, params = by_hand(model)

@@ -115,6 +115,7 @@ def port(init, **options):
     return ff.TrainLoop(init, task, 0, n_steps=N_STEPS, stdout=False, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, slow(4)])
 def test_the_language_model_trains_as_in_a_loop_by_hand(n):
     loop = port(drawn(Decoder(), **BATCHES[0]), devices=jax.devices()[:n])

@@ -95,6 +95,7 @@ def port(init, **options):
     return ff.TrainLoop(init, task, 0, n_steps=N_STEPS, stdout=False, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, slow(4)])
 def test_additions_are_learned_as_in_a_loop_by_hand(n):
     loop = port(drawn(Seq2seq(), **next(sums())), devices=jax.devices()[:n])

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from marks import thorough
+from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit.step._companions import functions_of
@@ -120,12 +120,13 @@ def assert_close(found, expected):
     assert found.metrics == pytest.approx(dict(expected.metrics), rel=1e-5)
 
 
-QUICK = [("data parallel", "accumulate"), ("fsdp", "several steps")]
+QUICK, SLOW = ("data parallel", "accumulate"), ("fsdp", "several steps")
 ALL = [(strategy, name) for strategy in STRATEGIES for name in OPTIONS]
 
 
 @pytest.mark.parametrize(
-    ("strategy", "name"), [each if each in QUICK else thorough(*each) for each in ALL]
+    ("strategy", "name"),
+    [each if each == QUICK else slow(*each) if each == SLOW else thorough(*each) for each in ALL],
 )
 def test_one_trains_as_a_teacher_that_is_closed_over(strategy, name):
     found = trained(distilled, strategy, name, companions={"teacher": (Teacher(), VARIABLES)})

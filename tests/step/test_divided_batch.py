@@ -30,7 +30,7 @@ STRATEGIES = {
 CASES = [
     thorough("one device", 1),
     thorough("one device", 2),
-    ("data-parallel", 1),
+    slow("data-parallel", 1),
     thorough("data-parallel", 2),
     thorough("FSDP", 1),
     slow("FSDP", 2),
@@ -99,6 +99,7 @@ def assert_same(found, expected, rtol=2e-5, atol=2e-6):
         np.testing.assert_allclose(mine, theirs, rtol=rtol, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "accumulate"), CASES)
 def test_the_functions_give_value_and_gradient_with_the_same_random_keys(strategy, accumulate):
     metrics, state = trained(probe(), strategy, model=noisy, accumulate=accumulate)
@@ -217,12 +218,14 @@ def whole_step(optimizer, params, loss_fn, names=("value", "grad", "value_fn")):
     return step(params)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_stay_out_of_a_line_search():
     state, _ = step_of(lbfgs(), freeze="b")
     of_w = whole_step(lbfgs(), PARAMS["w"], lambda w: loss({**PARAMS, "w": w}, *ROWS))
     assert_same(state.params, {"b": PARAMS["b"], "w": of_w})
 
 
+@pytest.mark.slow
 def test_clipping_leaves_the_gradient_that_a_line_search_compares_with():
     clipped = optax.chain(optax.clip_by_global_norm(0.1), lbfgs())
     state, _ = step_of(lbfgs(), clip_norm=0.1, ema=0.5)
@@ -232,6 +235,7 @@ def test_clipping_leaves_the_gradient_that_a_line_search_compares_with():
     assert_same(state.opt_state.average, average)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("freeze", ["", "b"])
 def test_each_group_searches_along_its_own_line(freeze):
     groups = MultiOptimizer(("w", lbfgs()), ("b", OptimizerDef(optax.polyak_sgd, scaling=0.5)))
@@ -243,6 +247,7 @@ def test_each_group_searches_along_its_own_line(freeze):
     assert_same(state.params, {"w": of_w, "b": of_b})
 
 
+@pytest.mark.slow
 def test_a_partition_of_optax_says_how_its_gradient_is_masked():
     labels = {"w": "a", "b": "b"}
     parts = {"a": lbfgs(), "b": optax.sgd(0.1)}
@@ -264,6 +269,7 @@ def test_float16_passes_what_is_not_scaled():
     assert_same(seen.grad_there, seen.grad, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_leaves_the_memory_of_a_line_search_alone():
     task = ff.TrainTask(apply, lbfgs(), "mse", skip_nonfinite=True)
     before = state_of(task)

@@ -343,6 +343,7 @@ class Dropping(nn.Module):
         return nn.Dense(3)(nn.Dropout(0.5, deterministic=not self.train)(x))
 
 
+@pytest.mark.slow
 def test_two_calls_in_evaluation_have_two_dropouts_and_keys_are_asked_for():
     class Always(nn.Module):
         @nn.compact

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from marks import thorough
+from marks import quick, thorough
 
 import flaxfit as ff
 from flaxfit.optim._spikes import ENOUGH
@@ -75,7 +75,7 @@ def expected():
 
 
 @pytest.mark.parametrize("accumulate", [1, thorough(2)])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", quick("data-parallel", of=STRATEGIES))
 def test_a_spike_leaves_all_but_the_step_and_the_ring(strategy, accumulate):
     loop = loop_of(batches(), strategy, task_options={"accumulate": accumulate})
     checkpoints = list(loop)
@@ -91,6 +91,7 @@ def test_a_spike_leaves_all_but_the_step_and_the_ring(strategy, accumulate):
     np.testing.assert_allclose(found, losses, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_several_steps_in_a_call_skip_the_same_step():
     loop = loop_of(batches(), every=N_STEPS, steps_per_call=N_STEPS // 2)
     (checkpoint,) = loop
@@ -102,6 +103,7 @@ def test_several_steps_in_a_call_skip_the_same_step():
     assert checkpoint.loss == pytest.approx(np.mean(expected()[1]), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_before_the_spike_skips_it(tmp_path):
     with ff.checkpoints.CheckpointFileWriter(tmp_path) as writer:
         list(loop_of(batches(), every=SPIKE, callbacks=[writer]).run_until(SPIKE))

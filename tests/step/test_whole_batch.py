@@ -193,6 +193,7 @@ def test_another_word_is_refused():
         ff.TrainTask(Towers(), optax.sgd(0.1), info_nce, across="devices")
 
 
+@pytest.mark.slow
 def test_the_activations_of_one_part_are_in_memory():
     class Wide(nn.Module):
         @nn.compact

@@ -116,6 +116,7 @@ def test_what_an_eager_model_has_trained_is_used_by_a_compiled_one():
     assert eager.evaluate(X, Y) == pytest.approx(compiled.evaluate(X, Y), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_step_of_the_users_own_sees_values():
     def step(state, batch):
         (x,), (y,) = batch.inputs, batch.targets

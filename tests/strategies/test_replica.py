@@ -146,6 +146,7 @@ def test_a_loss_over_the_axis_that_broadcasts_is_refused_as_others_are():
         model.fit(X, Y, verbose=0)
 
 
+@pytest.mark.slow
 def test_a_batch_size_is_found_for_a_model_that_keeps_statistics():
     class Normed(nn.Module):
         @nn.compact

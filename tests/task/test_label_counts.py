@@ -158,6 +158,7 @@ class TwoHeads(nn.Module):
         return {"kind": nn.Dense(3)(x), "is_large": nn.Dense(1)(x)[:, 0]}
 
 
+@pytest.mark.slow
 def test_outputs_are_counted_each_with_its_weights():
     module, large = TwoHeads(), (Y > 1).astype(np.float32)
     large[[9, 10]] = 5
@@ -172,6 +173,7 @@ def test_outputs_are_counted_each_with_its_weights():
         next(loop)
 
 
+@pytest.mark.slow
 def test_tasks_that_take_turns_are_named():
     sgd = optax.sgd(0.1)
     good, wrong = (

@@ -68,6 +68,7 @@ def test_a_loop_of_a_module_equals_that_of_its_functions(make):
     jax.tree.map(np.testing.assert_array_equal, checkpoint.state.params, expected.state.params)
 
 
+@pytest.mark.slow
 def test_a_module_is_measured_in_evaluation_mode():
     net = Net(nnx.Rngs(0))
     checkpoint = last(make_loop(net, make_task(net)))
@@ -98,6 +99,7 @@ def test_a_checkpoint_without_a_loop_has_no_module():
         last(make_loop(functions.init, make_task(apply))).module()
 
 
+@pytest.mark.slow
 def test_readers_states_and_exports_take_modules(tmp_path):
     net = Net(nnx.Rngs(0))
     loop = make_loop(CheckpointFileReader(tmp_path, net), make_task(net))
@@ -110,6 +112,7 @@ def test_readers_states_and_exports_take_modules(tmp_path):
     np.testing.assert_allclose(method(X), net(X), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_groups_and_norms_are_chosen_by_type():
     rate = OptimizerDef(optax.sgd, learning_rate=0.1)
     optimizer = MultiOptimizer((nnx.LoRAParam, rate), (nnx.PathContains("out"), rate))
@@ -138,6 +141,7 @@ class Other(nnx.Module):
         return self.out(self.lora(x))
 
 
+@pytest.mark.slow
 def test_filters_of_a_task_whose_module_is_replaced_select_in_the_new_one():
     rate = OptimizerDef(optax.sgd, learning_rate=0.1)
     optimizer = MultiOptimizer((nnx.LoRAParam, rate))
