@@ -168,6 +168,7 @@ def test_a_task_without_companions_resumes_from_a_file_that_holds_some(saved):
     assert loop_of(task, saved).step == 1
 
 
+@pytest.mark.slow
 def test_a_model_measures_with_those_that_it_trains_with(tmp_path):
     module = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(0))
 

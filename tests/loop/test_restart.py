@@ -141,6 +141,7 @@ def test_a_loop_that_was_stopped_stays_stopped_with_the_best_weights(whole):
     assert list(loop.run_until(20)) == []
 
 
+@pytest.mark.slow
 def test_what_is_best_right_now_is_not_written_twice(tmp_path):
     run(tmp_path / "at the best", At(7))
     run(tmp_path / "after it", At(9))

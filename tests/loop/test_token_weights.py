@@ -101,11 +101,11 @@ def by_hand(name):
 
 
 def cases():
-    """Three quick cases; each loss and weights on one strategy in turn; and all of them."""
+    """Two quick cases; each loss and weights on one strategy in turn; and all of them."""
     in_turn = list(itertools.product(STRATEGIES, (1, 2)))
     for i, name in enumerate(CASES):
         for case in in_turn:
-            is_quick = case == ("data parallel", 2) and name in ("weights", "returned", "by output")
+            is_quick = case == ("data parallel", 2) and name in ("returned", "by output")
             mark = slow if case == in_turn[i % len(in_turn)] else thorough
             yield (name, *case) if is_quick else mark(name, *case)
 

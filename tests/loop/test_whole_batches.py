@@ -258,6 +258,7 @@ def masked_loss(logits, labels):
     return values, is_there
 
 
+@pytest.mark.slow
 def test_molecules_with_missing_labels_train_as_in_a_loop_by_hand():
     labels = [(targets > 0).astype(np.float32) for _, targets in BATCHES]
     for each in labels:

@@ -116,6 +116,7 @@ def keys_of(loop, i):
     return jax.random.split(jax.random.fold_in(loop.state.key, i))
 
 
+@pytest.mark.slow
 def test_it_equals_a_loop_of_nnx_jit_with_batch_norm_and_dropout():
     step = nnx_step(train_step, **make())
     loop = make_loop(step)
@@ -229,6 +230,7 @@ def test_one_module_is_evaluated_and_returned_as_ever():
     assert checkpoint.metrics["val_mse"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_of_several_modules_each_is_evaluated_by_its_name():
     checkpoint = gan_loop(nnx_step(gan_step, **make_gan())).next_step()
     found = checkpoint.module()

@@ -83,6 +83,7 @@ def check(model, tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), saved, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", list(cases()))
 def test_a_model_uses_the_average_of_a_schedule_free_optimizer(wrapped, tmp_path):
     check(fitted(WRAPPED[wrapped]()), tmp_path)

@@ -77,6 +77,7 @@ ONE = {"devices": jax.devices()[:1]}
 SHARDED = {"strategy": ff.Sharded.fsdp(devices=jax.devices()[:4])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [ONE, slow(SHARDED)], ids=["one", "sharded"])
 def test_a_network_learns_from_its_average_as_in_a_loop_by_hand(options):
     data = ff.ArrayStream(tuple(VIEWS), (), batch_size=BATCH)

@@ -72,6 +72,7 @@ def distillation(apply, batch, rngs, teacher):
     return ff.losses.crossentropy(logits, labels) + WARMTH**2 * followed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, slow(4)])
 def test_a_student_learns_from_a_teacher_as_in_a_loop_by_hand(n):
     data = ff.ArrayStream(DIGITS, LABELS, batch_size=BATCH)

@@ -68,6 +68,7 @@ def reinforce(logits, actions, gains):
     return gains * ff.losses.crossentropy(logits, actions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, slow(4)])
 def test_a_policy_trains_on_its_own_samples_as_in_a_loop_by_hand(n):
     sample = np.zeros((1, 4), np.float32)

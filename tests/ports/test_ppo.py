@@ -123,6 +123,7 @@ def port(init, **options):
 SHARDED = {"strategy": ff.Sharded(devices=jax.devices()[:4])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"devices": jax.devices()[:1]}, slow(SHARDED)], ids=[1, 4])
 def test_a_policy_trains_on_what_it_meets_as_in_a_loop_by_hand(options):
     init = drawn(ActorCritic(), np.zeros((1, 4), np.float32))

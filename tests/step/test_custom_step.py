@@ -197,6 +197,7 @@ def test_a_contrastive_loss_sees_the_whole_batch():
     assert loop.next_step().loss == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_reinforce_learns_from_batches_that_it_made_itself():
     policy, optimizer = nn.Dense(3, kernel_init=nn.initializers.zeros), optax.adam(0.1)
 

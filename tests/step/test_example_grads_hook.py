@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from marks import thorough
+from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit.step._train_step import make_train_step
@@ -74,10 +74,10 @@ def assert_same(found, expected):
 @pytest.mark.parametrize(
     ("strategy", "accumulate"),
     [
-        ("one device", 2),
+        slow("one device", 2),
         ("data-parallel", 1),
         thorough("FSDP", 1),
-        thorough("FSDP", 2),
+        slow("FSDP", 2),
         thorough("virtual replicas", 1),
     ],
 )

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from marks import thorough
+from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit.step._metric_totals import compute
@@ -69,7 +69,7 @@ def assert_same(found, expected, rtol=2e-5, atol=1e-6):
 @pytest.mark.parametrize(
     ("strategy", "accumulate"),
     [
-        ("one device", 1),
+        slow("one device", 1),
         ("data-parallel", 2),
         thorough("FSDP", 1),
         thorough("virtual replicas", 2),

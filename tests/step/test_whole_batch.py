@@ -245,7 +245,7 @@ def first_step(strategy, accumulate, *, across="batch", loss=paired, pad=True, *
 
 
 @pytest.mark.parametrize(
-    ("strategy", "accumulate"), [slow("one", 4), slow("fsdp", 1), ("data parallel", 4)]
+    ("strategy", "accumulate"), [slow("one", 4), slow("fsdp", 1), slow("data parallel", 4)]
 )
 def test_pairs_within_a_batch_are_found_and_prototypes_are_no_examples(strategy, accumulate):
     # As many prototypes as examples in a part, on a replica, or in both together.

@@ -42,7 +42,7 @@ def trained(module, strategy, folder):
     "module, strategy, kind, n",
     [
         (linen, FOUR, AxisType.Auto, 4),
-        (factory, ONE, AxisType.Explicit, 2),
+        slow(factory, ONE, AxisType.Explicit, 2),
         slow(linen, sharded, AxisType.Auto, 2),
         slow(factory, sharded, AxisType.Explicit, 4),
         slow(linen, ONE, AxisType.Explicit, 4),
