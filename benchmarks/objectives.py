@@ -41,7 +41,8 @@ def main() -> None:
     report("language model", token_weights(32 // size), arguments.rounds, "at most 1.03")
     report("contrastive, 2 devices", contrastive(512 // size), arguments.rounds, "at most 1.10")
     report("convolutions", gradient_norm(64 // size), arguments.rounds, "at most 1.05")
-    print(f"collected: {collected(1_000_000 // size):.0f} MiB for a million rows (at most 100)")
+    n_rows = 1_000_000 // size
+    print(f"collected: {collected(n_rows):.0f} MiB for {n_rows:,} rows (at most {100 // size})")
 
 
 def report(name: str, contenders: dict[str, Callable[[], float]], rounds: int, limit: str) -> None:

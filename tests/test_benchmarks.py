@@ -174,5 +174,5 @@ def test_the_costs_of_objectives_are_measured(run_child):
     )
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r" ms/step, x \d+\.\d{3} \(at most ", done.stdout)) == 8, done.stdout
-    memory = re.search(r"^collected: (\d+) MiB", done.stdout, re.MULTILINE)
-    assert memory and int(memory[1]) <= 100
+    memory = re.search(r"^collected: (\d+) MiB for 125,000 rows \(at most 12\)", done.stdout, re.M)
+    assert memory and int(memory[1]) <= 12

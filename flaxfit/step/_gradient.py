@@ -116,13 +116,15 @@ def _check_alone(result: ForwardPass, model_state: PyTree) -> None:
     changed = [
         path
         for path, leaf in after.items()
-        if leaf is not before.get(path) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        # What counts the numbers that NNX has drawn is the same for all examples.
+        if leaf is not before.get(path) and leaf.dtype != jnp.uint32
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     ]
     if changed:
         raise ValueError(
-            f"The model changes {', '.join(changed[:3])} in training, which are statistics of a "
-            "batch, and example_grads_hook is given the gradient of each example alone: use "
-            "layers without such statistics, such as LayerNorm or GroupNorm, or keep them fixed "
+            f"The model changes {', '.join(changed[:3])} in training, as statistics of a batch, "
+            "and example_grads_hook is given the gradient of each example alone: use layers "
+            "without such statistics, such as LayerNorm or GroupNorm, or keep them fixed "
             "(mutable=())."
         )
 
