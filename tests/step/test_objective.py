@@ -424,6 +424,24 @@ def test_the_first_average_is_the_model_itself_and_gives_no_gradient():
     )
 
 
+def test_the_average_gives_no_gradient_through_its_inputs_either():
+    """Other than a companion."""
+
+    def seen_by(average):
+        def objective(apply, batch, rngs, ema, companion):
+            outputs = apply(*batch.inputs)
+            return (outputs + (ema if average else companion)(outputs))[:, 0]
+
+        variables = {"params": {"kernel": 2 * np.eye(5, dtype="f4"), "bias": np.zeros(5, "f4")}}
+        module = nn.Dense(5)
+        options = {"companions": {"companion": (module, variables)}, "ema": 0.5}
+        return first_of(objective, (CHOSEN, LABELS), module, **options).metrics["grad_norm"]
+
+    alone = first_of(lambda apply, batch, rngs: apply(*batch.inputs)[:, 0], module=nn.Dense(5))
+    assert seen_by(average=True) == pytest.approx(alone.metrics["grad_norm"], rel=1e-6)
+    assert seen_by(average=False) == pytest.approx(3 * alone.metrics["grad_norm"], rel=1e-6)
+
+
 def test_in_evaluation_the_average_is_the_model_that_is_measured():
     def drift(apply, batch, rngs, ema):
         goals = ema(*batch.inputs)
