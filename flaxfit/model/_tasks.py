@@ -10,6 +10,7 @@ from flax.core.scope import in_filter
 from flaxfit import modules
 from flaxfit.display import say
 from flaxfit.task._multi_output import as_loss, as_metrics
+from flaxfit.task._signatures import objective_in_evaluation
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._types import InitFn
 
@@ -53,7 +54,7 @@ def make_tasks(
         inputs=task.inputs,
         targets=task.targets,
         weights=task.weights,
-        objective=task.objective,
+        objective=objective_in_evaluation(task),
         companions=task.companions,
         rngs=eval_rngs,
         precision=task.precision,

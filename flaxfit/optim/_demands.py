@@ -19,6 +19,9 @@ _BY_NAME = {
     "_deprecated_differentially_private_aggregate": _BY_EXAMPLE,
 }
 
+# It names grad_fn to be called like the opaque form, and makes no use of it.
+_IGNORES = "sam.<locals>.transparent_update_fn"
+
 
 def check_demands(owner: str, optimizer: object) -> None:
     """Checks that an optimizer needs no more than what a step passes to it.
@@ -37,6 +40,21 @@ def check_demands(owner: str, optimizer: object) -> None:
             "optimizer.update(gradients, state, params) with mean gradients, and passes what the "
             f"optimizer takes of {', '.join(sorted(OPTAX_ARGUMENTS))}. Use another optimizer, or "
             "a step of your own, TrainTask(step=...)."
+        )
+
+
+def check_hook(optimizer: object) -> None:
+    """Checks that all that an optimizer takes of the gradient passes a `grads_hook`."""
+    taken = frozenset[str]()
+    for function in _updates(optimizer):
+        if function.__qualname__ != _IGNORES:
+            taken |= named_arguments(function) - {"value"}
+    if taken:
+        raise ValueError(
+            "grads_hook would change only a part of what this optimizer uses: it also takes "
+            f"{', '.join(sorted(taken))}, which are of the loss as it is. Leave the hook out: "
+            "example_grads_hook changes grad, too, and a transformation that is chained before "
+            "the optimizer, optax.chain(optax.stateless(f), ...), its gradients alone."
         )
 
 

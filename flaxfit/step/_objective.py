@@ -19,8 +19,9 @@ from flaxfit.step._own_weights import check_own_weights
 from flaxfit.step._random import rngs_of
 from flaxfit.step._replicas import AnyReplicas
 from flaxfit.task._label_counts import count_weights, valid_weights
-from flaxfit.task._options import check_names, takes_ema
+from flaxfit.task._options import check_names
 from flaxfit.task._precision import in_float32
+from flaxfit.task._signatures import takes_ema
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._types import Function, Params, PyTree, Rngs, Sums
 from flaxfit.tree._weights import beside, fits, joined_weights
@@ -127,7 +128,7 @@ def objective_pass(
         return in_float32(outputs), updates, updated_state(model_state, updates)
 
     params, model_state = state.params, state.model_state
-    average = merge(state.opt_state.average, params) if takes_ema(task.objective) else params
+    average = merge(state.opt_state.average, params) if takes_ema(task) else params
     keys = functools.partial(_rngs_of_call, task.rngs, key)
     calls = Calls(run, (params, average), model_state, keys)
     result = _objective_sums(task, calls, batch, rngs_of(task.rngs, key), replicas, n_parts)
@@ -185,9 +186,11 @@ def _objective_sums(
     """Calls the objective of a task; returns its values, and the sums of these and of its aux."""
     batch = batch._replace(targets=in_float32(batch.targets))
     weights = weights_of(batch)
-    companions = {name: calls.beside(each) for name, each in functions_of(task).items()}
+    named = {name: calls.beside(each) for name, each in functions_of(task).items()}
+    if takes_ema(task):
+        named["ema"] = calls.ema
     objective: Any = task.objective
-    found = _called(functools.partial(objective, **companions), calls, batch, rngs)
+    found = _called(functools.partial(objective, **named), calls, batch, rngs)
     outputs = tuple(calls.outputs)
     if not calls.is_called:
         raise ValueError(
@@ -217,7 +220,7 @@ def _called(objective: Any, calls: Calls, batch: Batch, rngs: Rngs) -> Objective
       TypeError: it returned something other than values, weights and named results.
       ValueError: the values are not by example, or the weights do not fit them.
     """
-    n, found = n_examples(batch), _with_ema(objective, calls.ema)(calls, batch, rngs)
+    n, found = n_examples(batch), objective(calls, batch, rngs)
     parts: list[Any] = list(found) if isinstance(found, tuple) else [found]
     kinds = ", ".join(type(part).__name__ for part in parts)
     parts = [part for i, part in enumerate(parts) if part is not None or not i]
@@ -271,11 +274,6 @@ def _sums_of_aux(
     return found
 
 
-def _with_ema(objective: Any, ema: Function) -> Function:
-    """An objective with the keyword that it may ask for, as a function of the other arguments."""
-    return functools.partial(objective, ema=ema) if takes_ema(objective) else objective
-
-
 def _replayed(task: TrainTask | EvalTask, rngs: Rngs) -> Function:
     """An objective as a function of the outputs of its calls, and those of companions, and a batch.
 
@@ -295,8 +293,8 @@ def _replayed(task: TrainTask | EvalTask, rngs: Rngs) -> Function:
         def ema(*inputs: PyTree, **options: PyTree) -> PyTree:
             return jax.lax.stop_gradient(apply(*inputs, **options))
 
-        given = functools.partial(objective, **dict.fromkeys(task.companions, apply))
-        return _with_ema(given, ema)(apply, batch, rngs), seen
+        named = dict.fromkeys(task.companions, apply) | ({"ema": ema} if takes_ema(task) else {})
+        return objective(apply, batch, rngs, **named), seen
 
     return function
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +13,14 @@ from flaxfit.metrics import Metric
 from flaxfit.metrics._metric import RESERVED
 from flaxfit.modules._patterns import as_patterns, select
 from flaxfit.modules._switch import as_apply, check_streams
-from flaxfit.optim._demands import check_demands
+from flaxfit.optim._demands import check_demands, check_hook
 from flaxfit.optim._extended import extend
 from flaxfit.optim._groups import MultiOptimizer
 from flaxfit.optim._optimizer import Optimizer
 from flaxfit.task._companions import as_companions
 from flaxfit.task._multi_output import as_loss, as_metrics
 from flaxfit.task._precision import check_precision
+from flaxfit.task._signatures import check_hooks, check_objective_call, takes_ema
 from flaxfit.tree._checks import whole_number
 from flaxfit.tree._selection import label_of
 
@@ -80,6 +80,7 @@ def _check_values(task: Any) -> None:
             f"grads_hook must be (grads, state, sums) -> grads, got {task.grads_hook!r:.80}."
         )
     _check_example_grads_hook(task)
+    check_hooks(task)
     above = task.skip_above
     if above is not None and not (_is_number(above) and above > 0):
         raise ValueError(
@@ -133,22 +134,14 @@ def _check_collected(metrics: Mapping[str, Metric]) -> None:
         )
 
 
-def takes_ema(objective: Any) -> bool:
-    """Whether an objective asks for the model with the moving average of its parameters."""
-    try:
-        asked = inspect.signature(objective).parameters.get("ema")
-    except (TypeError, ValueError):  # Some callables have none.
-        return False
-    return asked is not None and asked.default is asked.empty
-
-
 def check_objective(task: Any) -> None:
     """Checks the options beside an objective."""
     if not callable(task.objective):
         raise TypeError(
             f"objective must be (apply, batch, rngs) -> values, got {task.objective!r:.80}."
         )
-    if getattr(task, "ema", 1) is None and takes_ema(task.objective):
+    check_objective_call(task)
+    if getattr(task, "ema", 1) is None and takes_ema(task):
         raise ValueError(
             "The objective asks for ema, the model with the moving average of its parameters, and "
             "the task keeps none: set ema to the decay of the average, such as ema=0.99."
@@ -213,6 +206,8 @@ def _extended_optimizer(
         )
     if task.step is None:
         check_demands("TrainTask", user)
+    if task.grads_hook is not None:
+        check_hook(user)
     return extend(
         user,
         clip_norm=task.clip_norm,

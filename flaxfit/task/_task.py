@@ -77,8 +77,8 @@ class TrainTask:
     reported, too: values by example, with the weights of the objective's, or pairs `(sum,
     weight)`. It takes the place of `loss`, `metrics` and `across`; all other options apply. An
     objective with a parameter `ema` is given the model with the average that the option `ema`
-    keeps: it is called like `apply`, and gives no gradient. In evaluation, where one set of weights
-    is measured, it is the model with these."""
+    keeps: it is called like `apply`, and gives no gradient, of its inputs neither. In evaluation,
+    where one set of weights is measured, it is the model with these."""
     companions: Any = None
     """Frozen models that the objective is given by keyword, as functions `(*inputs) -> outputs` in
     evaluation mode: `{"teacher": (apply, variables)}`, `(linen module, variables)` or an nnx

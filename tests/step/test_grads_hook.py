@@ -157,3 +157,27 @@ def test_what_cannot_be_called_is_refused():
 def test_a_step_of_ones_own_has_no_hook():
     with pytest.raises(ValueError, match="grads_hook would have no effect"):
         ff.TrainTask(step=lambda state, batch: (state, {}), grads_hook=noisy)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "named"),
+    [
+        (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True), "grad_fn"),
+        (optax.chain(optax.clip(1.0), optax.lbfgs()), "grad, value_fn"),
+        (optax.contrib.sophia(0.1), "obj_fn"),
+    ],
+    ids=["sam", "lbfgs", "sophia"],
+)
+def test_an_optimizer_that_takes_more_of_the_gradient_has_no_hook(optimizer, named):
+    ff.TrainTask(apply, optimizer, "mse")
+    with pytest.raises(ValueError, match=f"grads_hook would .* it also takes {named}, which are"):
+        ff.TrainTask(apply, optimizer, "mse", grads_hook=noisy)
+
+
+def test_an_optimizer_that_uses_no_more_of_the_gradient_has_one():
+    anything = optax.GradientTransformationExtraArgs(
+        lambda params: (), lambda grads, state, params=None, **more: (grads, state)
+    )
+    transparent = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))
+    for optimizer in (anything, transparent, optax.polyak_sgd(), optax.adam(0.1)):
+        ff.TrainTask(apply, optimizer, "mse", grads_hook=noisy)
