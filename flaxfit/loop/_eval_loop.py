@@ -26,6 +26,7 @@ from flaxfit.step._eval_step import evaluated, make_eval_step
 from flaxfit.step._metric_totals import compute
 from flaxfit.step._validate import inspect, structure_of
 from flaxfit.strategies import DataParallel, Strategy
+from flaxfit.task._companions import are_same
 from flaxfit.task._task import EvalTask
 from flaxfit.tree._checks import whole_number
 from flaxfit.tree._context_mesh import without_mesh
@@ -107,9 +108,9 @@ class EvalLoop:
         if not self._is_given and self._strategy is not loop.strategy:
             self._strategy = loop.strategy
             self._forget()
-        own = self.task.companions
-        if own and own is loop.task.companions and self._strategy is loop.strategy:
-            self._placed = loop.companions
+        own, is_in_place = self.task.companions, self._strategy is loop.strategy
+        if own and is_in_place and are_same(own, loop.task.companions):
+            self._placed = loop._companions
 
     @property
     def adds(self) -> dict[str, str | None]:

@@ -30,7 +30,7 @@ class PlacedCompanions:
     def _hold(self, states: dict[str, InferenceState]) -> None:
         self.states = states = jax.tree.map(_owned, states)
         """The variables by name, as states."""
-        self.saved = {n: s.variables for n, s in states.items()} if self._keeps else None
+        self.saved = self.variables if self._keeps else None
         """The variables by name, if checkpoints hold them; else None."""
         self._layout = StateLayout(states)
         self._placed: tuple[list[Any], ...] | None = None if states else ()
@@ -61,15 +61,20 @@ class PlacedCompanions:
         leaves, *others = arguments
         return with_states(task, self._layout.unflatten(leaves)), others
 
-    def restore(self, saved: Mapping[str, Variables]) -> None:
-        """Continues with the variables of a checkpoint.
+    @property
+    def variables(self) -> dict[str, Variables]:
+        """The variables by name."""
+        return {name: state.variables for name, state in self.states.items()}
+
+    def restore(self, saved: Mapping[str, Variables] | None) -> None:
+        """Continues with the variables of a checkpoint, if it holds any.
 
         Raises:
           ValueError: they differ in names, shapes or dtypes from those of the task.
         """
-        if not self.states or saved is self.saved:
+        if not self.states or not saved or saved is self.saved:
             return
-        own = {name: state.variables for name, state in self.states.items()}
+        own = self.variables
         here, there = ({p: _kind(x) for p, x in flat(tree).items()} for tree in (own, saved))
         if here != there:
             _refuse(here, there)

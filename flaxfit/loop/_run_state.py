@@ -64,7 +64,7 @@ class RunState:
         return self._stepper.state
 
     @property
-    def companions(self) -> PlacedCompanions:
+    def _companions(self) -> PlacedCompanions:
         """The companions of the task, in place on the devices."""
         return self._stepper.companions
 
@@ -103,14 +103,13 @@ class RunState:
         if self._due is not None or not stepper.cursor.is_between_batches:
             return None
         if not self.n_completed_steps and self._last is not None:
-            return self._last.replace(state=self.state, companions=self.companions.saved)
+            return self._last.replace(state=self.state, companions=self._companions.saved)
         now = make_checkpoint(stepper, self._watch, between=True)
         return self.owned(now.replace(last_grads=None))
 
     def _resume(self, state: TrainState, checkpoint: Any) -> None:
         """Continues from a state, and from the position and counts of its checkpoint, if any."""
-        if saved := getattr(checkpoint, "companions", None):
-            self.companions.restore(saved)
+        self._companions.restore(getattr(checkpoint, "companions", None))
         with quiet(not self._is_talking):
             self._stepper.cursor.move_to(getattr(checkpoint, "data_state", None))
         self._stepper.set_state(state)

@@ -207,6 +207,7 @@ class Model:
         """Measures the loss and the metrics, exactly for any number of examples and devices."""
         data = in_order(prepare(self._columns(x, y), y, sample_weight)[0], batch_size)
         data = self._trainer.begin_with(data)
+        self._evaluator.attach(self._trainer)  # A checkpoint may have brought its companions.
         return self._evaluator.measure(self._trainer.averaged(self._trainer.state_in_place), data)
 
     def predict(self, x: Data, *, batch_size: int | None = None) -> PyTree:
@@ -234,7 +235,7 @@ class Model:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Saves the training state and the history as the checkpoint of the present step."""
         history = None if self.history is None else self.history.get_state()
-        checkpoints.save(folder, self.state, history=history)
+        checkpoints.save(folder, self._trainer.checkpoint(), history=history)
 
     def load(self, folder: str | os.PathLike[str], *, which: str | int = "latest") -> None:
         """Loads the training state of a checkpoint; a later `fit` continues from it.

@@ -22,9 +22,11 @@ from flaxfit.data._rewind import borrowed
 from flaxfit.data._stream import is_shared
 from flaxfit.loop._callback_list import CallbackList
 from flaxfit.loop._ownership import copier
+from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.loop._train_loop import TrainLoop
 from flaxfit.model._weights import WarmStart, open_weights, state_alone
 from flaxfit.modules._switch import handle_of
+from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._init_state import init_state
 from flaxfit.strategies import Strategy
@@ -89,6 +91,8 @@ class Trainer:
         self._is_given = False
         self._written: list[Any] | None = None
         """The arrays that the last `fit` has written into the nnx instance."""
+        self._placed: PlacedCompanions | None = None
+        """The companions of the task, or of a loaded checkpoint, while there is no loop."""
         self._note_shared()
         self._unchecked: str | os.PathLike[str] | None = None
         """The folder of a loaded state whose shapes are not yet compared with the model."""
@@ -158,6 +162,18 @@ class Trainer:
         return self.state if self.loop is None else self.loop.state_in_place
 
     @property
+    def _companions(self) -> PlacedCompanions:
+        if self.loop is not None:
+            return self.loop._companions
+        self._placed = self._placed or PlacedCompanions(self.task, self.strategy)
+        return self._placed
+
+    def checkpoint(self) -> Checkpoint:
+        """The present state with its companions, if checkpoints hold them."""
+        state, saved = self.state, self._companions.saved
+        return Checkpoint(step=int(state.step), state=state, metrics={}, companions=saved)
+
+    @property
     def input_shapes(self) -> PyTree:
         """The shapes and dtypes of the inputs of the first batch trained on; None before."""
         return None if self.loop is None else self.loop.input_shapes
@@ -211,10 +227,17 @@ class Trainer:
 
     def load(self, folder: str | os.PathLike[str], which: str | int) -> None:
         """Loads the state of a checkpoint; see `Model.load`."""
+        reader = checkpoints.CheckpointFileReader(folder, which=which)
+        found = reader.read(None if self.loop is None else self.loop.state)
+        if found is None:
+            raise FileNotFoundError(f"There is no checkpoint in {reader.folder}.")
+        fields = {"step": found.step, "metrics": found.metrics, "companions": found.companions}
         if self.loop is not None:
-            self.loop.restore(checkpoints.restore(folder, self.loop.state, which=which))
+            self.loop.restore(Checkpoint(state=found.state, **fields))
             return
-        self._loaded, self._is_given = checkpoints.restore(folder, which=which), True
+        placed = PlacedCompanions(self.task, self.strategy)
+        placed.restore(found.companions)
+        self._loaded, self._placed, self._is_given = found.state, placed, True
         self._unchecked = folder
         # Read again by the first `fit`, which knows what the optimizer's state looks like.
         reader = checkpoints.CheckpointFileReader(folder, self._fresh, which=int(self._loaded.step))
@@ -300,17 +323,11 @@ class Trainer:
         """
         n_done = 0
         if self.loop is None:
-            self.loop = TrainLoop(
-                init,
-                dataclasses.replace(self.task, data=data),
-                self.seed,
-                strategy=self.strategy,
-                callbacks=callbacks,
-                grad_norm=False,
-                snapshot=self._snapshot,
-                stdout=stdout,
+            self.loop = self._make_loop(
+                init, data, callbacks=callbacks, snapshot=self._snapshot, stdout=stdout
             )
-            self.init, self._loaded = self._fresh, None  # The loop has its own copy.
+            # The loop has its own copy.
+            self.init, self._loaded, self._placed = self._fresh, None, None
             n_done = self.loop.n_completed_steps  # Of an epoch that was not finished.
         else:
             self.loop.data = data
@@ -319,6 +336,14 @@ class Trainer:
         self.loop.n_steps_per_checkpoint = n_steps or ENDLESS
         self.loop.first_checkpoint = self.loop.step - n_done + (n_steps or ENDLESS)
         return self.loop
+
+    def _make_loop(self, init: Init, data: Data, **options: Any) -> TrainLoop:
+        """Returns a loop with the companions of the model, which a checkpoint may have brought."""
+        task = dataclasses.replace(self.task, data=data)
+        loop = TrainLoop(init, task, self.seed, strategy=self.strategy, grad_norm=False, **options)
+        if not self.is_fresh:  # Else `init` may be a checkpoint, which has its own.
+            loop._companions.restore(self._companions.variables)
+        return loop
 
     @contextlib.contextmanager
     def trial(
@@ -339,10 +364,7 @@ class Trainer:
         x = self.task.roles.of_data_set(x) if y is None else x
         with borrowed(x, y, sample_weight, **sizes, seed=self.seed, owner=owner) as stream:
             init = self.init if self.loop is None else self.loop.state
-            task = dataclasses.replace(self.task, data=stream)
-            yield TrainLoop(
-                init, task, self.seed, strategy=self.strategy, grad_norm=False, stdout=False
-            )
+            yield self._make_loop(init, stream, stdout=False)
 
 
 def _gives_weights(init: object) -> bool:

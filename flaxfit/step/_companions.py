@@ -31,7 +31,7 @@ def with_states(task: Task, states: States) -> Task:
     """A task whose companions have these variables, such as the arguments of a program."""
     bound = copy.copy(task)  # `dataclasses.replace` would resolve all fields again.
     bound.__dict__["companions"] = {
-        name: Companion(task.companions[name].apply, state.variables)
+        name: task.companions[name]._replace(variables=state.variables)
         for name, state in states.items()
     }
     return bound

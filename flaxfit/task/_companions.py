@@ -23,6 +23,15 @@ class Companion(NamedTuple):
     apply: Function
     """`apply(variables, *inputs)`, in evaluation mode."""
     variables: Variables
+    given: tuple[Any, ...]
+    """The objects that it was made of."""
+
+
+def are_same(some: Mapping[str, Companion], others: Mapping[str, Companion]) -> bool:
+    """Whether the companions of two tasks were made of the same objects."""
+    return some.keys() == others.keys() and all(
+        a is b for name in some for a, b in zip(some[name].given, others[name].given, strict=False)
+    )
 
 
 def as_companions(owner: str, task: Any) -> Mapping[str, Companion]:
@@ -62,9 +71,11 @@ def as_companions(owner: str, task: Any) -> Mapping[str, Companion]:
 
 
 def _as_companion(owner: str, given: Any) -> Companion:
+    if isinstance(given, Companion):
+        return given
     if is_module(given) and not isinstance(given, nn.Module | type):
         functions = functions_of(given, train=False)
-        return Companion(functions.apply, functions.init(None))
+        return Companion(functions.apply, functions.init(None), (given,))
     if not isinstance(given, tuple) or len(given) != 2:
         raise TypeError(
             f"{owner} must be (apply, variables), (linen module, variables) or an nnx module, got "
@@ -76,7 +87,7 @@ def _as_companion(owner: str, given: Any) -> Companion:
             f"{owner} needs variables such as {{'params': ...}}, with the model's other "
             f"collections, got {variables!r:.80}."
         )
-    return Companion(as_apply(owner, apply, train=False), variables)
+    return Companion(as_apply(owner, apply, train=False), variables, given)
 
 
 def _check_keywords(objective: Function, names: Mapping[str, Any]) -> None:

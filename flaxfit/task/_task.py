@@ -186,7 +186,7 @@ class EvalTask:
     """An objective to report, as of a `TrainTask`; it calls the model in evaluation."""
     companions: Any = None
     """The frozen models that the objective calls, as of a `TrainTask`. An `EvalLoop` among the
-    callbacks of a loop shares the arrays of that loop if this is the `companions` of its task."""
+    callbacks of a loop shares the arrays of that loop if its task was given the same ones."""
     rngs: Sequence[str] = ()
     """The random streams of a stochastic evaluation; none by default."""
     precision: str | None = None

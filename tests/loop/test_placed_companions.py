@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from internals import n_programs_of, programs_of
+from internals import companions_of, n_programs_of, programs_of
 from marks import thorough
 
 import flaxfit as ff
@@ -65,22 +65,22 @@ def test_they_are_placed_once_and_outlive_what_their_owner_writes():
     loop = loop_of(task_of(companions={"teacher": (MODULE, given)}))
     given["params"]["kernel"][:] = 5
     assert loop.next_step().loss == loss_of(1.0)
-    ((placed,),) = [leaves[1:] for leaves in loop.companions.arguments]
+    ((placed,),) = [leaves[1:] for leaves in companions_of(loop).arguments]
     loop.next_step()
-    assert loop.companions.arguments[0][1] is placed
+    assert companions_of(loop).arguments[0][1] is placed
 
 
 def test_arrays_of_a_single_device_are_not_copied():
     given = jax.device_put(variables(1.0), DEVICES[0])
     loop = loop_of(task_of(companions={"teacher": (MODULE, given)}))
-    kernel = loop.companions.arguments[0][1]
+    kernel = companions_of(loop).arguments[0][1]
     assert kernel.unsafe_buffer_pointer() == given["params"]["kernel"].unsafe_buffer_pointer()
 
 
 def test_fsdp_divides_them_like_parameters():
     strategy = ff.Sharded.fsdp(devices=DEVICES)
     loop = loop_of(task_of(), strategy=strategy)
-    kernel = loop.companions.arguments[0][1]
+    kernel = companions_of(loop).arguments[0][1]
     own = loop.state_in_place.params["kernel"]
     assert kernel.sharding.is_equivalent_to(own.sharding, own.ndim)
     assert {shard.data.size for shard in kernel.addressable_shards} == {WIDTH * WIDTH // 4}
@@ -91,9 +91,8 @@ def test_a_rule_that_does_not_fit_names_the_companion():
     strategy = ff.Sharded(rules=rules, devices=DEVICES)
     odd = {"params": {"kernel": np.ones((WIDTH + 1, WIDTH), np.float32)}}
     with pytest.raises(ValueError, match="Cannot place the companion 'teacher'"):
-        _ = loop_of(
-            task_of(companions={"teacher": (MODULE, odd)}), strategy=strategy
-        ).companions.arguments
+        task = task_of(companions={"teacher": (MODULE, odd)})
+        _ = companions_of(loop_of(task, strategy=strategy)).arguments
 
 
 @pytest.mark.slow
@@ -168,26 +167,44 @@ def test_a_task_without_companions_resumes_from_a_file_that_holds_some(saved):
     assert loop_of(task, saved).step == 1
 
 
+def model_of(teacher):
+    return ff.Model(
+        MODULE,
+        optax.sgd(0.0),
+        objective=imitate,
+        companions={"teacher": teacher},
+        save_companions=True,
+        strategy=ff.DataParallel(DEVICES[:1]),
+    )
+
+
+def test_a_model_loads_those_that_it_has_saved(tmp_path):
+    model, other = model_of((MODULE, variables(1.0))), model_of((MODULE, variables(2.0)))
+    model.fit(X, (), verbose=0, checkpoint_dir=tmp_path / "fit")
+    expected = model.evaluate(X, ())
+    model.save(tmp_path / "saved")
+    other.load(tmp_path / "fit")
+    other.save(tmp_path / "again")
+    assert other.evaluate(X, ()) == expected
+    model.save_weights(weights := tmp_path / "weights.safetensors")
+    other.load_weights(weights)
+    assert other.fit(X, (), verbose=0)["loss"] == [pytest.approx(expected["loss"])]
+    for folder in "saved", "again":
+        other = model_of((MODULE, variables(2.0)))
+        other.fit(X, (), verbose=0)
+        other.load(tmp_path / folder)
+        assert other.evaluate(X, ()) == expected
+
+
 @pytest.mark.slow
 def test_a_model_measures_with_those_that_it_trains_with(tmp_path):
     module = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(0))
 
-    def made(teacher):
-        return ff.Model(
-            MODULE,
-            optax.sgd(0.0),
-            None,
-            objective=imitate,
-            companions={"teacher": teacher},
-            save_companions=True,
-            strategy=ff.DataParallel(DEVICES[:1]),
-        )
-
     options = {"verbose": 0, "checkpoint_dir": tmp_path, "validation_data": (X, ())}
-    model = made(module)
+    model = model_of(module)
     before = model.fit(X, (), **options)["val_loss"]
     assert model.evaluate(X, ())["loss"] == before[0]
-    resumed = made((MODULE, variables(2.0)))
+    resumed = model_of((MODULE, variables(2.0)))
     history = resumed.fit(X, (), epochs=2, **options)
     assert resumed.evaluate(X, ())["loss"] == history["val_loss"][1] == before[0]
     assert n_programs_of(resumed)[:2] == (1, 1)
@@ -200,7 +217,8 @@ def test_the_cost_of_a_step_counts_the_call_of_a_companion():
 
 
 def test_an_eval_loop_shares_those_of_the_loop_that_it_is_a_callback_of(saved):
-    task = task_of(2.0)
-    measured = ff.EvalTask(MODULE, (), (X, ()), objective=imitate, companions=task.companions)
+    given = {"teacher": (MODULE, variables(2.0))}
+    task = task_of(companions=given)
+    measured = ff.EvalTask(MODULE, (), (X, ()), objective=imitate, companions=given)
     loop = loop_of(task, saved, callbacks=[ff.EvalLoop(measured)], **ONE)
     assert loop.next_step().metrics["val_loss"] == loss_of(1.0, X)

@@ -6,6 +6,11 @@ def programs_of(loop):
     return loop._stepper.programs.compiled
 
 
+def companions_of(loop):
+    """The companions of a loop in their places."""
+    return loop._companions
+
+
 def totals_of(loop):
     """The sums on the devices that the next step adds to, by dtype."""
     return loop._stepper.tally.totals
