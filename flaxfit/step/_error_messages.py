@@ -38,6 +38,12 @@ _IN_THE_GRADIENT = (
     "jax.lax.stop_gradient(array): float and np.asarray take that; print(array) shows it."
 )
 
+_OF_AN_EXAMPLE = (
+    "asks for the value of an array of one example, and example_grads_hook has the gradients of "
+    "all examples computed at once, where no array holds that of one: jax.debug.print shows it. "
+    "Use jax.numpy in place of numpy, and jnp.where in place of `if`."
+)
+
 _OTHER_ARGUMENTS = "positional argument|unexpected keyword argument"
 
 _OUT_OF_MEMORY = """\
@@ -130,8 +136,7 @@ def explain(error: Exception, stepper: Any) -> None:
     """
     explain_debugging(error)
     if isinstance(error, TypeError):
-        is_eager = runs_eagerly(stepper.strategy)
-        explanation = _of_tracers(error, _IN_THE_GRADIENT if is_eager else _TRACED)
+        explanation = _of_tracers(error, _advice_on_values(stepper))
         if explanation is not None:
             raise TypeError(explanation) from error
     elif isinstance(error, jax.errors.JaxRuntimeError) and re.search(
@@ -145,6 +150,13 @@ def explain(error: Exception, stepper: Any) -> None:
             "continue from a checkpoint, loop.restore(checkpoint). Otherwise your own code has "
             "deleted or donated an array of the data."
         ) from error
+
+
+def _advice_on_values(stepper: Any) -> str:
+    """What to do about an array that has no value where a step asks for it."""
+    if not runs_eagerly(stepper.strategy):
+        return _TRACED
+    return _IN_THE_GRADIENT if stepper.task.example_grads_hook is None else _OF_AN_EXAMPLE
 
 
 def _of_tracers(error: TypeError, advice: str) -> str | None:

@@ -327,9 +327,25 @@ def _check_by_example(
         return
     if _combines_examples(task, outputs, batch, rngs):
         where = f"with {divided}" if divided else "with batches that may be padded"
+        _check_rows(outputs, n_examples(batch), where)
         raise ValueError(
             f"Cannot compute this objective {where}: the value of an example depends on the other "
             "examples of the batch, or on their number. Return one value per example, which "
             "depends on that example alone. Or compute batches whole: pad=False, one device or "
             "strategy=Sharded(), without accumulate and virtual_replicas."
         )
+
+
+def _check_rows(outputs: tuple[PyTree, ...], n: int, where: str) -> None:
+    """Checks that each call was of the whole batch, before examples are said to be combined."""
+    for each in outputs:
+        shapes = [leaf.shape for leaf in jax.tree.leaves(each)]
+        if shapes and all(shape[:1] != (n,) for shape in shapes):
+            raise ValueError(
+                f"Cannot compute this objective {where}: a call in it returned outputs of shape "
+                f"{shapes[0]} for a batch of {n} examples, so that nothing shows which example a "
+                "value depends on. Call apply on the whole batch, apply(*batch.inputs), not on one "
+                "example at a time, as by jax.vmap or jax.lax.map. Or compute batches whole: "
+                "pad=False, one device or strategy=Sharded(), without accumulate and "
+                "virtual_replicas."
+            )

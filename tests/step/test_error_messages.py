@@ -131,6 +131,16 @@ def test_a_loss_or_metric_that_asks_for_values_is_told_what_to_do_and_where(name
     assert "jnp.where" in str(error) and "jax.debug.print" in str(error)
 
 
+def test_a_hook_of_examples_that_asks_for_values_in_eager_steps_is_told_what_shows_them():
+    def hook(grads):
+        return {name: grad / float(jnp.abs(grad).sum()) for name, grad in grads.items()}
+
+    model = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse", run_eagerly=True, example_grads_hook=hook)
+    with pytest.raises(TypeError, match="value of an array of one example.*jax.debug.print") as its:
+        model.fit(X, Y, verbose=0)
+    assert "stop_gradient" not in str(its.value)
+
+
 @pytest.mark.parametrize(
     ("returned", "kind"), [(None, "NoneType"), ("x", "str"), ({"a": 1}, "dict"), ((1, 2), "tuple")]
 )
