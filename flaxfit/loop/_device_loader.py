@@ -16,7 +16,7 @@ from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._cursor import Cursor
 from flaxfit.loop._local_rows import check_divided, knows_rows, local_examples, local_rows
 from flaxfit.loop._padding import Padder, Portion
-from flaxfit.step._validate import shapes_of
+from flaxfit.step._validate import check_weights_of, shapes_of
 from flaxfit.strategies import Strategy
 from flaxfit.tree._types import PyTree
 
@@ -101,6 +101,8 @@ class DeviceLoader:
                 "Cannot train on this batch: it has weights by output, and those before have not, "
                 "or the other way round. Give weights of 1 where there are none."
             )
+        if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(batch.weights)):
+            check_weights_of(batch, "This batch")  # To read others would wait for the devices.
         return self._given_feed(batch)
 
     def example(self, n: int | None, inspect: Inspect) -> Batch:

@@ -92,6 +92,14 @@ def test_a_batch_that_cannot_be_padded_runs_on_the_devices_that_divide_it():
         assert loop.next_step((X[:n], Y[:n])).loss == pytest.approx(expected, rel=1e-5)
 
 
+def test_weights_of_each_batch_are_checked():
+    loop = make_loop(input_sample=X[:1])
+    loop.next_step((X[:8], Y[:8], np.ones(8)))
+    with pytest.raises(ValueError, match="This batch holds weights, which .* -1.0 in row 2"):
+        loop.next_step((X[:8], Y[:8], np.array([1, 1, -1, 1, 1, 1, 1, 1])))
+    assert loop.step == 1
+
+
 def test_a_loop_without_data_says_how_to_give_it():
     with pytest.raises(ValueError, match=r"no data: give TrainTask\(data=...\), or train on"):
         make_loop()
