@@ -53,7 +53,8 @@ def functions_of(task: TrainTask | EvalTask) -> dict[str, Function]:
 
 
 def _as_array(x: ArrayLike) -> ArrayLike:
-    return x if hasattr(x, "dtype") else np.asarray(x)
+    is_array = isinstance(x, jax.Array)
+    return x if is_array else np.asarray(x, jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
 
 
 def _bound(name: str, companion: Companion, precision: str | None) -> Function:
@@ -66,9 +67,10 @@ def _bound(name: str, companion: Companion, precision: str | None) -> Function:
             raise
         except (FlaxError, AttributeError, LookupError, TypeError, ValueError) as error:
             shapes = jax.tree.map(lambda x: getattr(x, "shape", x), (inputs, named))
+            told = repr(error) if isinstance(error, LookupError) else error
             raise ValueError(
                 f"The companion {name!r} cannot be called with its variables and inputs of shapes "
-                f"{shapes!r:.200}: {error}"
+                f"{shapes!r:.200}: {told}"
             ) from error
 
     return call

@@ -5,11 +5,14 @@ import keyword
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 from flax import linen as nn
 
 from flaxfit.modules._flags import parameters
 from flaxfit.modules._handle import is_module
 from flaxfit.modules._switch import as_apply, functions_of
+from flaxfit.tree._paths import flat
 from flaxfit.tree._types import Function, Variables
 
 _POSITIONAL = ("apply", "batch", "rngs")
@@ -77,17 +80,29 @@ def _as_companion(owner: str, given: Any) -> Companion:
         functions = functions_of(given, train=False)
         return Companion(functions.apply, functions.init(None), (given,))
     if not isinstance(given, tuple) or len(given) != 2:
+        hint = ""
+        if hasattr(given, "module") and hasattr(type(given), "state"):
+            hint = " Give the module of a Model: (model.module, model.state.variables)."
         raise TypeError(
-            f"{owner} must be (apply, variables), (linen module, variables) or an nnx module, got "
-            f"{given!r:.80}."
+            f"{owner} must be (apply, variables), (linen module, variables), (nnx class, "
+            f"variables) or an nnx module, got {given!r:.80}.{hint}"
         )
     apply, variables = given
     if not isinstance(variables, Mapping) or "params" not in variables:
+        hint = " Give state.variables." if hasattr(variables, "model_state") else ""
         raise TypeError(
             f"{owner} needs variables such as {{'params': ...}}, with the model's other "
-            f"collections, got {variables!r:.80}."
+            f"collections, got {variables!r:.80}.{hint}"
         )
+    _check_arrays(owner, variables)
     return Companion(as_apply(owner, apply, train=False), variables, given)
+
+
+def _check_arrays(owner: str, variables: Variables) -> None:
+    for path, leaf in flat(variables).items():
+        is_number = isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex)
+        if not is_number or isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "OSU":
+            raise TypeError(f"{owner} needs arrays of numbers, and {path} is {leaf!r:.80}.")
 
 
 def _check_keywords(objective: Function, names: Mapping[str, Any]) -> None:

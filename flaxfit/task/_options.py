@@ -53,6 +53,8 @@ def resolved(task: Any) -> dict[str, Any]:
     metrics, rngs = as_metrics(task.metrics, loss), names_of(task.rngs)
     _check_collected(metrics)
     check_streams("TrainTask", rngs, apply)
+    companions = as_companions("TrainTask", task)
+    _check_saved(task.save_companions, companions)
     return {
         "apply": apply,
         "freeze": freeze,
@@ -62,7 +64,7 @@ def resolved(task: Any) -> dict[str, Any]:
         "metrics": metrics,
         "rngs": rngs,
         "pad": task.pad and task.across is None,
-        "companions": as_companions("TrainTask", task),
+        "companions": companions,
     }
 
 
@@ -106,6 +108,13 @@ def _check_example_grads_hook(task: Any) -> None:
             "example_grads_hook would be given gradients of the scaled loss of float16: use "
             "precision='bfloat16', which needs no scale."
         )
+
+
+def _check_saved(save_companions: object, companions: Mapping[str, Any]) -> None:
+    if not isinstance(save_companions, bool):
+        raise TypeError(f"save_companions must be True or False, got {save_companions!r:.60}.")
+    if save_companions and not companions:
+        raise ValueError("save_companions=True would have no effect: the task has no companions.")
 
 
 def check_names(reported: Iterable[str]) -> None:
@@ -167,7 +176,7 @@ def _check_own_step(task: Any) -> None:
         raise TypeError(f"step must be (state, batch) -> (state, sums), got {task.step!r:.80}.")
     names = {"objective", "across", "freeze", "accumulate", "precision", "clip_norm", "ema"}
     names |= {"skip_nonfinite", "skip_above", "grads_hook", "example_grads_hook", "norms"}
-    names |= {"companions"}
+    names |= {"companions", "save_companions"}
     fields = [field for field in dataclasses.fields(task) if field.name in names]
     wrong = [
         field.name for field in fields if getattr(task, field.name) not in (field.default, [], {})

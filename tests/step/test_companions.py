@@ -200,6 +200,16 @@ def test_variables_that_do_not_fit_the_model_are_refused_by_name():
         first_step(distilled, {"teacher": (STUDENT, narrow)})
     with pytest.raises(ValueError, match="companion 'teacher' cannot be called with its variables"):
         first_step(distilled, {"teacher": (STUDENT, {"params": {}})})
+    with pytest.raises(ValueError, match=r"KeyError\('kernels'\)"):
+        first_step(distilled, {"teacher": (lambda v, x: x @ v["kernels"], {"params": PARAMS})})
+
+
+def test_wide_variables_are_narrowed_without_a_warning():
+    wide = jax.tree.map(np.float64, VARIABLES)
+    found, expected = (
+        first_step(distilled, {"teacher": (Teacher(), each)}).loss for each in (wide, VARIABLES)
+    )
+    assert found == expected
 
 
 def test_an_objective_that_compares_the_outputs_of_a_companion_is_refused():

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import flax.linen as nn
+import jax
 import numpy as np
 import optax
 import pytest
@@ -44,6 +45,31 @@ def task_of(companions, objective=objective, **options):
             TypeError,
             "'teacher' needs variables such as {'params': ...}",
         ),
+        (
+            {"teacher": (MODULE, ff.InferenceState(np.int32(0), VARIABLES["params"], {}))},
+            TypeError,
+            "'teacher' needs variables (?s:.*) Give state.variables",
+        ),
+        (
+            {"teacher": (MODULE, jax.eval_shape(lambda: VARIABLES))},
+            TypeError,
+            "'teacher' needs arrays of numbers, and params/bias is ShapeDtypeStruct",
+        ),
+        (
+            {"teacher": (MODULE, {**VARIABLES, "stats": {"a": "text"}})},
+            TypeError,
+            "'teacher' needs arrays of numbers, and stats/a is 'text'",
+        ),
+        (
+            {"teacher": (MODULE, {**VARIABLES, "stats": np.array(["text"])})},
+            TypeError,
+            "'teacher' needs arrays of numbers, and stats is array",
+        ),
+        (
+            {"teacher": ff.Model(MODULE, optax.sgd(0.1), "mse")},
+            TypeError,
+            "'teacher' must be .*nnx class, variables.*model.module, model.state.variables",
+        ),
     ],
 )
 def test_what_is_no_companion_is_refused_in_words(companions, error, message):
@@ -56,6 +82,11 @@ def test_what_is_no_companion_is_refused_in_words(companions, error, message):
 def test_they_need_an_objective():
     with pytest.raises(ValueError, match=r"need an objective.* TrainTask\(objective=f"):
         ff.TrainTask(MODULE, optax.sgd(0.1), "mse", companions={"teacher": PAIR})
+    for options in {}, {"step": lambda state, batch: (state, {})}:
+        with pytest.raises(ValueError, match="save_companions.* would have no effect"):
+            ff.TrainTask(MODULE, optax.sgd(0.1), "mse", save_companions=True, **options)
+    with pytest.raises(TypeError, match="save_companions must be True or False, got 'teacher'"):
+        task_of({"teacher": PAIR}, save_companions="teacher")
     with pytest.raises(ValueError, match="companions would have no effect"):
         ff.TrainTask(step=lambda state, batch: (state, {}), companions={"teacher": PAIR})
 
@@ -73,9 +104,19 @@ def test_an_objective_takes_them_in_any_way_that_python_has():
         assert [*task_of({"teacher": PAIR}, each).companions] == ["teacher"]
 
 
-def test_a_module_of_nnx_brings_its_variables():
-    (companion,) = task_of({"teacher": nnx.Linear(2, 1, rngs=nnx.Rngs(0))}).companions.values()
-    assert companion.variables["params"]["kernel"].shape == (2, 1)
+class Dropping(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.dropout = nnx.Linear(2, 1, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.linear(x))
+
+
+def test_a_module_of_nnx_brings_its_variables_and_is_called_in_evaluation_mode():
+    module, x = Dropping(nnx.Rngs(0)), np.ones((16, 2), np.float32)
+    (companion,) = task_of({"teacher": module}).companions.values()
+    assert companion.variables["params"]["linear"]["kernel"].shape == (2, 1)
+    np.testing.assert_allclose(companion.apply(companion.variables, x), module.linear(x), rtol=1e-6)
 
 
 def test_a_task_with_other_fields_has_the_same_ones():
