@@ -81,13 +81,15 @@ class _FlaxEstimator(BaseEstimator):
         module = copy.deepcopy(self.module)
         if module is None:
             module = _MLP((*self.hidden_layer_sizes, self._n_outputs))
+        options = self.model_options or {}
+        computes_loss = self.loss is None and options.get("objective") is not None
         return _model.Model(
             module,
             _optimizer_of(self.optimizer, self.learning_rate),
-            self._loss(),
+            None if computes_loss else self._loss(),
             strategy=strategies.DataParallel(_first_devices(self.n_devices)),
             seed=self._seed,
-            **(self.model_options or {}),
+            **options,
         )
 
     def _loss(self) -> str | LossFn:
@@ -134,7 +136,7 @@ class FlaxClassifier(ClassifierMixin, _FlaxEstimator):
       optimizer: the name of an optimizer of optax; a function of the learning rate, such as
         `optax.adamw`; or a transformation, which has its own learning rate.
       loss: a name, or a function `(logits, labels) -> values` of the labels 0, 1, ..., which index
-        `classes_`; None: "crossentropy".
+        `classes_`; None: "crossentropy", unless `model_options` has an objective.
       learning_rate: a number or a schedule.
       hidden_layer_sizes: those of the perceptron.
       batch_size: examples per step, over all devices.
@@ -189,7 +191,8 @@ class FlaxRegressor(RegressorMixin, _FlaxEstimator):
     Args:
       module: as of `Model`, with outputs of the shape of `y`, or with one output per example;
         None: a perceptron.
-      loss: a name, or a function `(outputs, targets) -> values`; None: "mse".
+      loss: a name, or a function `(outputs, targets) -> values`; None: "mse", unless
+        `model_options` has an objective.
       optimizer, learning_rate, hidden_layer_sizes, batch_size, epochs: as of a `FlaxClassifier`.
       random_state, n_devices, verbose, model_options, fit_options: as of a `FlaxClassifier`.
 

@@ -131,6 +131,18 @@ def test_a_module_may_give_a_number_or_a_column_for_one_target(squeezes):
     np.testing.assert_allclose(fitted.predict(x), 2 * x[:, 0], atol=1e-2)
 
 
+@pytest.mark.parametrize("kind", [FlaxClassifier, FlaxRegressor])
+def test_an_objective_takes_the_place_of_the_loss(kind):
+    def objective(apply, batch, rngs):
+        return 7.0 + 0.0 * apply(*batch.inputs)[:, 0]
+
+    x, y = np.ones((8, 2)), np.arange(8) % 2
+    options = {**QUICK, "epochs": 1, "model_options": {"objective": objective}}
+    assert kind(**options).fit(x, y).history_["loss"] == [7.0]
+    with pytest.raises(ValueError, match="either a loss or an objective"):
+        kind(**options, loss="mae").fit(x, y)
+
+
 @pytest.mark.slow
 def test_a_fitted_estimator_is_copied_and_saved_without_its_programs():
     x, y = load_iris(return_X_y=True)
