@@ -233,12 +233,17 @@ class Model:
         print(modules.summarize(self.module, inputs))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Saves the training state and the history as the checkpoint of the present step."""
+        """Saves the training state and the history as the checkpoint of the present step.
+
+        With `save_companions` it saves the companions, too.
+        """
         history = None if self.history is None else self.history.get_state()
         checkpoints.save(folder, self._trainer.checkpoint(), history=history)
 
     def load(self, folder: str | os.PathLike[str], *, which: str | int = "latest") -> None:
         """Loads the training state of a checkpoint; a later `fit` continues from it.
+
+        Companions that the checkpoint holds take the place of those of the model.
 
         Args:
           folder: where `save` or a `CheckpointFileWriter` put it.
