@@ -151,6 +151,7 @@ def test_a_loop_of_ones_own_goes_on_from_between_two_checkpoints(tmp_path):
     assert digest(again.state) == digest(loop.state)
 
 
+@pytest.mark.slow
 def test_a_signal_that_comes_after_the_last_step_is_not_lost(tmp_path):
     loop = make_loop(None, [guard(), CheckpointFileWriter(tmp_path)])
     with pytest.raises(SystemExit):
@@ -231,6 +232,7 @@ def test_what_cannot_work_is_refused(tmp_path):
         SaveOnSignal(grace_seconds=0)
 
 
+@pytest.mark.slow
 def test_a_handler_of_the_program_stays(tmp_path):
     received = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))

@@ -73,6 +73,7 @@ def test_arrays_take_the_room_on_disk_that_they_take_in_memory(tmp_path):
     assert 400_000 <= sum(file.stat().st_size for file in files if file.is_file()) < 410_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [slow(100), slow(128), 256, slow(300)])
 @pytest.mark.parametrize("strategy", [None, Sharded.fsdp], ids=["whole", "in parts"])
 def test_many_small_arrays_of_zeros_take_less_room_and_are_not_damaged(tmp_path, width, strategy):

@@ -71,6 +71,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [slow("sharded"), "data-parallel"])
 def test_every_strategy_takes_them(strategy):
     loops = {"devices": None, "strategy": STRATEGIES[strategy](), "n": 4}
@@ -78,6 +79,7 @@ def test_every_strategy_takes_them(strategy):
     assert_equal(states(make_task(cut(COLUMNS, 20), **OPTIONS), **loops), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["mapping", "batches"])
 def test_several_steps_per_call_take_them(form):
     task = make_task(FORMS[form][0](COLUMNS), **OPTIONS)
@@ -86,6 +88,7 @@ def test_several_steps_per_call_take_them(form):
     assert_equal(states(task, 3, **several)[-1][0], expected[-1][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_run_resumes_at_its_position(form):
     data = FORMS[form][0]
@@ -96,6 +99,7 @@ def test_a_run_resumes_at_its_position(form):
     assert_equal(again.next_checkpoint().state, first.state)
 
 
+@pytest.mark.slow
 def test_a_given_batch_may_have_columns():
     task = make_task(None, **OPTIONS)
     loops = [make_loop(Regressor(0.3), task=task, input_sample=X) for _ in range(2)]
@@ -103,6 +107,7 @@ def test_a_given_batch_may_have_columns():
     assert_equal(steps[0].state, steps[1].state)
 
 
+@pytest.mark.slow
 def test_a_sample_of_the_inputs_may_have_columns():
     task = make_task(None, **OPTIONS)
     samples = X, {"image": X}, COLUMNS

@@ -273,6 +273,7 @@ def test_a_range_that_is_none_is_refused(options, message):
         model.find_lr(X, Y, **options)
 
 
+@pytest.mark.slow
 def test_a_loss_that_never_falls_suggests_no_rate():
     model = ff.Model(MLP(), adam(), lambda outputs, targets: 0 * outputs)
     with pytest.raises(ValueError, match="has not fallen at any rate"):
@@ -336,6 +337,7 @@ def test_the_options_of_a_task_are_put_around_a_state_of_the_users_optimizer(opt
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_arrays_that_are_read_when_asked_for_are_read_at_the_start():
     state = ff.init_state(MLP().init, optax.sgd(0.1), 0, (X[:1],))
     lazy = jax.tree.map(

@@ -121,6 +121,7 @@ def test_a_borrowed_checkpoint_can_be_copied_by_hand():
     jax.tree.map(np.testing.assert_array_equal, plain(checkpoint.state), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("snapshot", [thorough("device"), "none"])
 def test_callbacks_of_the_library_that_keep_weights_copy_them(snapshot, tmp_path):
     worse = iter([0.5, 1.0, 2.0, 3.0])

@@ -68,6 +68,7 @@ def test_a_loop_takes_what_divides_its_spacing_and_compiles_once(capsys):
     assert capsys.readouterr().err.count("compiled") == 1
 
 
+@pytest.mark.slow
 def test_steps_that_are_left_over_are_taken_one_by_one():
     assert dispatches(make_loop(n_steps=15)) == [12, 1, 1, 1]
     assert dispatches(make_loop(n_steps=14, first_checkpoint=2)) == [1, 1, 12]
@@ -101,6 +102,7 @@ def test_watchers_see_each_step_also_those_that_come_later():
     assert seen == [*range(13, 37)]
 
 
+@pytest.mark.slow
 def test_models_with_loops_of_unknown_length_take_one_step_per_dispatch():
     class Halving(nn.Module):
         @nn.compact
@@ -110,6 +112,7 @@ def test_models_with_loops_of_unknown_length_take_one_step_per_dispatch():
     assert dispatches(make_loop(module=Halving(), n_steps=12)) == [1] * 12
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="about XLA's loops on a CPU")
 def test_models_with_convolutions_take_one_step_per_dispatch_on_a_cpu():
     module = nn.Sequential([nn.Conv(2, (3, 3)), lambda x: x.mean((1, 2))])

@@ -129,6 +129,7 @@ def test_graphs_have_weights_and_a_number_of_examples():
         loop.step_cost(7)
 
 
+@pytest.mark.slow
 def test_graphs_are_measured():
     state = make_loop().state
     task = ff.EvalTask(GraphNet(), ["mae"], BATCHES, loss="mse", pad=False)
@@ -170,6 +171,7 @@ def test_a_graph_may_have_as_many_nodes_as_edges_and_targets():
     assert len(losses[0]) == 2 and losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_over_graphs_resumes_at_its_position():
     first = make_loop()
     saved = [first.next_checkpoint() for _ in range(3)][1]
@@ -288,6 +290,7 @@ def test_molecules_with_missing_labels_train_as_in_a_loop_by_hand():
     assert_agree(loop.state.params, params)
 
 
+@pytest.mark.slow
 def test_an_objective_takes_graphs():
     def objective(apply, batch, rngs):
         (graph,), (targets,) = batch.inputs, batch.targets

@@ -63,6 +63,7 @@ def test_the_order_of_an_epoch_does_not_depend_on_the_calls_of_fit(hugging_face,
     np.testing.assert_array_equal(one.predict(X), two.predict(X))
 
 
+@pytest.mark.slow
 def test_what_a_callable_returns_is_cut_and_shuffled():
     def data():
         return X, Y
@@ -134,6 +135,7 @@ def test_evaluate_predict_and_find_lr_refuse_a_batch_size_of_batches():
 # The end of the data.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data", [thorough(BATCHES), Unsized, thorough(lambda: iter(BATCHES))], ids=type
 )

@@ -216,6 +216,7 @@ def test_statistics_that_are_missing_are_listed(trained, write):
         model.predict(X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["predict", thorough("evaluate"), "fit"])
 def test_the_first_inputs_complete_a_model_in_the_same_way(trained, tmp_path, use):
     trained.save_weights(tmp_path / "weights.safetensors")
@@ -232,6 +233,7 @@ def test_the_first_inputs_complete_a_model_in_the_same_way(trained, tmp_path, us
     assert models[1].step == (1 if use == "fit" else 0)
 
 
+@pytest.mark.slow
 def test_batches_that_come_once_are_all_used(trained, tmp_path):
     trained.save_weights(tmp_path / "weights.safetensors")
 
@@ -328,6 +330,7 @@ def test_parameters_with_named_dimensions_are_loaded_too(write):
     assert (model.state.axes or {})["params/dense/kernel"] == jax.sharding.PartitionSpec("a", "b")
 
 
+@pytest.mark.slow
 def test_a_model_with_loaded_weights_is_exported_without_a_fit(trained, tmp_path):
     pytest.importorskip("flatbuffers", reason="flatbuffers is not installed")
     trained.save_weights(tmp_path / "weights.safetensors")
@@ -378,6 +381,7 @@ def parts(tmp_path):
 EXPECTED = np.full((1, 2), 22.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "between", [thorough("nothing"), "predict", thorough("evaluate"), "fit", thorough("state")]
 )
@@ -462,6 +466,7 @@ def test_a_fit_that_failed_keeps_the_loaded_weights(parts, tmp_path):
     np.testing.assert_array_equal(model.predict(ONE), EXPECTED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [thorough("one"), "fsdp", "data_parallel", thorough("virtual")]
 )
@@ -479,6 +484,7 @@ def test_loaded_weights_are_trained_under_every_strategy(parts, strategy):
     np.testing.assert_array_equal(model.predict(ONE), EXPECTED)
 
 
+@pytest.mark.slow
 def test_a_loop_begins_with_given_weights_under_a_sharded_strategy(parts):
     class Given:
         gives_weights = True

@@ -91,6 +91,7 @@ def test_what_is_neither_a_module_nor_a_function_is_refused():
         as_init("TrainLoop", Linen)
 
 
+@pytest.mark.slow
 def test_the_functions_of_an_instance_do_not_keep_it():
     net = Net(nnx.Rngs(0))
     apply, arrays = from_nnx(net, train=True).apply, weakref.ref(net)

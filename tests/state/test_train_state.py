@@ -68,6 +68,7 @@ def test_numbers_are_drawn_as_by_the_module_alone():
     jax.tree.map(np.testing.assert_array_equal, state.params, alone)
 
 
+@pytest.mark.slow
 def test_a_state_may_be_made_within_another_program():
     key = jax.random.key(0)  # Not made within it.
     # Normal numbers would differ in the last bit between programs that XLA optimizes differently.
@@ -176,6 +177,7 @@ def test_a_state_is_created_from_variables():
             create(np.ones(2))
 
 
+@pytest.mark.slow
 def test_a_state_is_born_where_the_shardings_say():
     mesh = jax.make_mesh((4,), ("data",))
     rows = NamedSharding(mesh, P("data"))

@@ -111,6 +111,7 @@ def test_the_functions_give_value_and_gradient_with_the_same_random_keys(strateg
     assert_same(seen.grad_there, seen.grad, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["data-parallel", thorough("FSDP")])
 def test_a_loss_that_compares_examples_is_passed_with_all_of_them(strategy):
     def distinct(outputs, targets):

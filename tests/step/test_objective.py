@@ -86,6 +86,7 @@ def cases():
             yield case if case == ("data parallel", 2) else mark(*case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_it_calls_a_model_of_low_precision_with_inputs_of_its_own(precision):
     low = loop_of(preference, precision=precision, **FROZEN).next_step()
@@ -170,6 +171,7 @@ def test_each_call_has_its_own_dropout_and_the_state_that_the_one_before_left():
     np.testing.assert_allclose(after_two, after_one * (1 + 0.99), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_own_keys_make_two_calls_equal():
     def same(apply, batch, rngs):
         first, second = (apply(*batch.inputs, rngs=rngs) for _ in range(2))
@@ -447,6 +449,7 @@ def test_the_average_gives_no_gradient_through_its_inputs_either():
     assert seen_by(average=False) == pytest.approx(3 * alone.metrics["grad_norm"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_in_evaluation_the_average_is_the_model_that_is_measured():
     def drift(apply, batch, rngs, ema):
         goals = ema(*batch.inputs)

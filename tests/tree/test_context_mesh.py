@@ -57,6 +57,7 @@ def test_a_model_is_trained_as_it_is_without_a_mesh(tmp_path, module, strategy, 
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.slow
 def test_a_step_goes_on_in_a_mesh_that_is_set_between_steps():
     def loop():
         task = ff.TrainTask(nn.Dense(1).apply, optax.sgd(0.1), "mse", [(X, Y)] * 4)

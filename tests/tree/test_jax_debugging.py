@@ -76,6 +76,7 @@ def test_the_debug_mode_works_without_jit():
         assert np.isfinite(next(loop_over(debug=True)).loss)
 
 
+@pytest.mark.slow
 def test_a_nan_is_raised_at_its_operation_in_the_debug_mode(debug_nans):
     loop = loop_over(logarithm, debug=True)
     with pytest.raises(FloatingPointError, match="encountered in log") as raised:
