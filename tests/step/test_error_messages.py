@@ -131,6 +131,7 @@ def test_a_loss_or_metric_that_asks_for_values_is_told_what_to_do_and_where(name
     assert "jnp.where" in str(error) and "jax.debug.print" in str(error)
 
 
+@pytest.mark.slow
 def test_a_hook_of_examples_that_asks_for_values_in_eager_steps_is_told_what_shows_them():
     def hook(grads):
         return {name: grad / float(jnp.abs(grad).sum()) for name, grad in grads.items()}
