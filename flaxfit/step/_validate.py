@@ -30,6 +30,12 @@ from flaxfit.tree._paths import flat
 from flaxfit.tree._types import Array, Function, PyTree, Sums
 from flaxfit.tree._weights import which_count
 
+_ACROSS = " If it is meant to look across the batch, set across='batch' in the task."
+_COUPLES = (
+    "gives each example a value that depends on the other examples of its batch, or on their "
+    "number. Padding, and batches of another size, would change it."
+)
+
 
 class Traced(NamedTuple):
     """What tracing has found out about a function."""
@@ -39,6 +45,8 @@ class Traced(NamedTuple):
     has_convolutions: bool
     n_operations: float
     """An estimate, see `n_operations`."""
+    values: PyTree = None
+    """What it returned, where it was run instead of traced."""
 
 
 def inspect(
@@ -100,7 +108,9 @@ def inspect(
                 check_own_weights("the loss", bind(task.loss), *given)
             for name, values in metrics_by_row(task):
                 check_own_weights(f"the metric {name!r}", bind(values), *given)
-        known[key] = traced
+        elif task.pad and traced.values is not None:
+            _check_alone(task, traced.values.outputs, in_float32(batch.targets), bind)
+        known[key] = traced = traced._replace(values=None)
     return traced
 
 
@@ -151,7 +161,8 @@ def trace(function: Function, *arguments: PyTree) -> Traced:
     One that runs eagerly is run instead, so that the user's code sees values.
     """
     if runs_eagerly(function):
-        return Traced(shapes_of(function(*arguments)), False, math.inf)
+        values = function(*arguments)
+        return Traced(shapes_of(values), False, math.inf, values)
     # Over the shapes, since the arrays of a state are spread over the devices of a strategy.
     program, results = jax.make_jaxpr(function, return_shape=True)(*map(shapes_of, arguments))
     return Traced(results, holds(program, "conv_general_dilated"), n_operations(program))
@@ -205,7 +216,6 @@ def _check_by_row(
             check_sums(name, bind(functools.partial(_measured, metric)), outputs, targets)
     if not task.pad:
         return
-    advice = " If it is meant to look across the batch, set across='batch' in the task."
     checked = [
         (f"The metric {name!r}", values, outputs, targets) for name, values in metrics_by_row(task)
     ]
@@ -214,13 +224,32 @@ def _check_by_row(
     for owner, function, *arguments in checked:
         is_scalar = function is task.loss and not result.values.ndim
         function = bind(function)
-        check_by_row(owner, function, *arguments, advice=advice)
+        check_by_row(owner, function, *arguments, advice=_ACROSS)
         if not is_scalar and couples_rows(function, *arguments):
-            raise ValueError(
-                f"{owner} gives each example a value that depends on the other examples of its "
-                "batch, or on their number. Padding, and batches of another size, would change "
-                f"it.{advice}"
-            )
+            raise ValueError(f"{owner} {_COUPLES}{_ACROSS}")
+
+
+def _check_alone(
+    task: TrainTask | EvalTask, outputs: PyTree, targets: PyTree, bind: Function
+) -> None:
+    """Checks, where nothing is traced, that values stay what they are without the last example."""
+    checked = [(f"The metric {name!r}", v, outputs, targets) for name, v in metrics_by_row(task)]
+    if task.loss is not None:
+        checked += losses_by_row(task.loss, outputs, targets)
+    for owner, function, *arguments in checked:
+        fewer = jax.tree.map(lambda x: x[:-1] if jnp.ndim(x) else x, arguments)
+        try:
+            values, rest = (_values(bind(function), *each) for each in (arguments, fewer))
+        except Exception:  # It takes one batch size only; dividing a batch then fails by itself.
+            continue
+        is_by_row = values.ndim and len(rest) and values[:-1].shape == rest.shape
+        if is_by_row and not np.allclose(values[:-1], rest, 1e-3, 1e-6, equal_nan=True):
+            raise ValueError(f"{owner} {_COUPLES}{_ACROSS}")
+
+
+def _values(function: Function, outputs: PyTree, targets: PyTree) -> np.ndarray:
+    found = function(*outputs, *targets)
+    return np.asarray(found[0] if isinstance(found, tuple) else found, np.float64)
 
 
 def _measured(metric: Any, weights: Array, *outputs_and_targets: PyTree) -> Sums:

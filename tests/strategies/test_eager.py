@@ -179,3 +179,15 @@ def test_it_is_said_once_and_that_nothing_was_compiled_is_not(capsys):
         loop.step_memory()
     said = capsys.readouterr().err
     assert said.count("debug mode: nothing is compiled") == 1 and "compiled the" not in said
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["whole", "parts"])
+def test_a_loss_that_looks_across_the_batch_is_refused_as_in_a_compiled_run(options):
+    def centered(outputs, targets):
+        return jnp.mean((outputs - outputs.mean(0) - targets) ** 2, -1)
+
+    x, y = np.eye(4, dtype=np.float32), np.ones((4, 1), np.float32)
+    for is_eager in (True, False):
+        model = ff.Model(nn.Dense(1), optax.sgd(0.1), centered, run_eagerly=is_eager, **options)
+        with pytest.raises(ValueError, match="depends on the other examples"):
+            model.fit(x, y, batch_size=4, verbose=0)
