@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from marks import slow, thorough
+from strategies import options_of_loops
 
 import flaxfit as ff
 from flaxfit.step._companions import functions_of
@@ -20,12 +21,7 @@ X = RNG.normal(size=(N, WIDTH)).astype(np.float32)
 LABELS = RNG.integers(0, 3, N).astype(np.int32)
 WEIGHTS = RNG.uniform(0.5, 2, N).astype(np.float32)
 DEVICES = jax.devices()[:4]
-STRATEGIES = {
-    "one": {"devices": DEVICES[:1]},
-    "data parallel": {"devices": DEVICES},
-    "fsdp": {"strategy": ff.Sharded.fsdp(devices=DEVICES)},
-    "virtual": {"strategy": ff.DataParallel(DEVICES[:2], virtual_replicas=4)},
-}
+STRATEGIES = options_of_loops()
 
 
 class Teacher(nn.Module):

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from marks import slow, thorough
+from strategies import strategies
 
 import flaxfit as ff
 from flaxfit.optim import MultiOptimizer, OptimizerDef
@@ -21,12 +22,7 @@ X = rng.normal(size=(2 * BATCH + 5, 3)).astype(np.float32)
 Y = (np.tanh(X[:, :2]) + 0.1 * rng.normal(size=(len(X), 2))).astype(np.float32)
 W = rng.uniform(0.5, 2, size=len(X)).astype(np.float32)
 PARAMS = {"w": rng.normal(size=(3, 2)).astype(np.float32), "b": np.zeros(2, np.float32)}
-STRATEGIES = {
-    "one device": lambda: ff.DataParallel(jax.devices()[:1]),
-    "data-parallel": lambda: ff.DataParallel(jax.devices()[:N]),
-    "FSDP": lambda: ff.Sharded.fsdp(devices=jax.devices()[:N]),
-    "virtual replicas": lambda: ff.DataParallel(jax.devices()[:N], virtual_replicas=N),
-}
+STRATEGIES = strategies(N)
 CASES = [
     thorough("one device", 1),
     thorough("one device", 2),

@@ -8,6 +8,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from marks import slow, thorough
+from strategies import strategies
 
 import flaxfit as ff
 from flaxfit.step._train_step import make_train_step
@@ -20,12 +21,7 @@ Y = rng.normal(size=(len(X), 5, 2)).astype(np.float32)
 TOKENS = rng.uniform(0.5, 2, size=(len(X), 5)).astype(np.float32) * (rng.random((len(X), 5)) > 0.4)
 TOKENS[3] = 0  # An example without weight.
 PARAMS = {"w": rng.normal(size=(3, 2)).astype(np.float32), "b": np.zeros(2, np.float32)}
-STRATEGIES = {
-    "one device": lambda: ff.DataParallel(jax.devices()[:1]),
-    "data-parallel": lambda: ff.DataParallel(jax.devices()[:N]),
-    "FSDP": lambda: ff.Sharded.fsdp(devices=jax.devices()[:N]),
-    "virtual replicas": lambda: ff.DataParallel(jax.devices()[:N], virtual_replicas=N),
-}
+STRATEGIES = strategies(N)
 
 
 def apply(variables, x, **options):

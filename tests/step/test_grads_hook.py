@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from marks import slow, thorough
+from strategies import strategies
 
 import flaxfit as ff
 from flaxfit.step._metric_totals import compute
@@ -19,12 +20,7 @@ Y = rng.normal(size=(len(X), 2)).astype(np.float32)
 W = rng.uniform(0.5, 2, size=len(X)).astype(np.float32)
 PARAMS = {"w": rng.normal(size=(3, 2)).astype(np.float32), "b": np.zeros(2, np.float32)}
 ROWS = (X[:BATCH], Y[:BATCH], W[:BATCH])
-STRATEGIES = {
-    "one device": lambda: ff.DataParallel(jax.devices()[:1]),
-    "data-parallel": lambda: ff.DataParallel(jax.devices()[:N]),
-    "FSDP": lambda: ff.Sharded.fsdp(devices=jax.devices()[:N]),
-    "virtual replicas": lambda: ff.DataParallel(jax.devices()[:N], virtual_replicas=N),
-}
+STRATEGIES = strategies(N)
 
 
 def apply(variables, x, **options):

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from marks import slow, thorough
+from strategies import options_of_loops
 
 import flaxfit as ff
 from flaxfit import losses
@@ -22,12 +23,7 @@ REJECTED = RNG.normal(size=(N, 5)).astype(np.float32)
 LABELS = RNG.integers(0, 3, N).astype(np.int32)
 WEIGHTS = RNG.uniform(0.5, 2, N).astype(np.float32)
 DEVICES = jax.devices()[:4]
-STRATEGIES = {
-    "one": {"devices": DEVICES[:1]},
-    "data parallel": {"devices": DEVICES},
-    "fsdp": {"strategy": ff.Sharded.fsdp(devices=DEVICES)},
-    "virtual": {"strategy": ff.DataParallel(DEVICES[:2], virtual_replicas=4)},
-}
+STRATEGIES = options_of_loops()
 REWARD = nn.Dense(1)
 PARAMS = {"kernel": RNG.normal(size=(5, 1)).astype(np.float32), "bias": np.zeros(1, np.float32)}
 REFERENCE = {"kernel": RNG.normal(size=(5, 1)).astype(np.float32), "bias": np.ones(1, np.float32)}

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from marks import quick, thorough
+from strategies import strategies
 
 import flaxfit as ff
 from flaxfit.optim._spikes import ENOUGH
@@ -19,12 +20,7 @@ rng = np.random.default_rng(0)
 X = rng.normal(size=(N_STEPS, BATCH, 3)).astype(np.float32)
 Y = (X.sum(-1) + rng.normal(size=(N_STEPS, BATCH))).astype(np.float32)
 PARAMS = {"w": np.ones(3, np.float32)}
-STRATEGIES = {
-    "one device": lambda: ff.DataParallel(jax.devices()[:1]),
-    "data-parallel": lambda: ff.DataParallel(jax.devices()[:N]),
-    "FSDP": lambda: ff.Sharded.fsdp(devices=jax.devices()[:N]),
-    "virtual replicas": lambda: ff.DataParallel(jax.devices()[:N], virtual_replicas=N),
-}
+STRATEGIES = strategies(N)
 
 
 def apply(variables, x, **options):
