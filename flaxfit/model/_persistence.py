@@ -1,0 +1,175 @@
+"""Persistence: the state of a model, and how it goes to files and comes from them."""
+
+import os
+from typing import Any
+
+from flaxfit import checkpoints
+from flaxfit.callbacks._history import History
+from flaxfit.loop._eval_loop import EvalLoop
+from flaxfit.model._export import export_model
+from flaxfit.model._trainer import Trainer
+from flaxfit.modules._patterns import as_patterns
+from flaxfit.state._train_state import TrainState
+from flaxfit.strategies import Strategy
+from flaxfit.task._task import module_with
+from flaxfit.tree._types import Params, PyTree
+
+
+class Persistence:
+    """The part of `Model` that reads, saves, loads and exports its state."""
+
+    _trainer: Trainer
+    _evaluator: EvalLoop
+
+    @property
+    def step(self) -> int:
+        """The number of completed updates."""
+        return self._trainer.step
+
+    @property
+    def strategy(self) -> Strategy:
+        """Where arrays live."""
+        return self._trainer.strategy
+
+    @property
+    def history(self) -> History | None:
+        """The history of the latest `fit`, also when it was interrupted."""
+        return self._trainer.history
+
+    @property
+    def state(self) -> TrainState:
+        """The training state: a copy that stays valid. Set it to continue from another one.
+
+        Raises:
+          RuntimeError: the model has not been trained.
+        """
+        return self._trainer.state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._trainer.state = state
+
+    def trained(self) -> Any:
+        """Returns the module with its present weights, in evaluation mode.
+
+        That is a new nnx module, or a bound linen module. Its calls return what `predict` returns,
+        without `precision`; if the switch between training and evaluation is an argument of the
+        call, pass it. An nnx instance that the model was made of has these weights after `fit`.
+
+        Raises:
+          ValueError: the model was made of functions.
+          RuntimeError: the model has no weights yet.
+        """
+        return module_with(self._trainer.task, self._trainer.variables)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Saves the training state and the history as the checkpoint of the present step.
+
+        With `save_companions` it saves the companions, too.
+        """
+        history = None if self.history is None else self.history.get_state()
+        checkpoints.save(folder, self._trainer.checkpoint(), history=history)
+
+    def load(self, folder: str | os.PathLike[str], *, which: str | int = "latest") -> None:
+        """Loads the training state of a checkpoint; a later `fit` continues from it.
+
+        Companions that the checkpoint holds take the place of those of the model.
+
+        Args:
+          folder: where `save` or a `CheckpointFileWriter` put it.
+          which: "latest", "best" or a step.
+
+        Raises:
+          FileNotFoundError: the folder holds no checkpoint.
+          ValueError: the checkpoint does not fit this model.
+        """
+        self._trainer.load(folder, which)
+
+    def save_weights(self, path: str | os.PathLike[str]) -> None:
+        """Saves the parameters and the model's other collections in one `.safetensors` file.
+
+        With `ema` or a schedule-free optimizer it saves the average, as `evaluate` and `predict`
+        use it. `save` keeps both, to continue training.
+        """
+        checkpoints.save_weights(path, self._trainer.averaged(self.state))
+
+    def load_weights(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        partial: Any = None,
+        translator: Any = None,
+        prefix: str = "",
+        **opts: Any,
+    ) -> None:
+        """Loads weights from a file; the optimizer state is initialized again.
+
+        Weights that are not in the file stay as they were trained or loaded before. The file is
+        opened at once. If the model has no state, it is compared with the model by the first `fit`,
+        `predict` or `evaluate`, whose inputs determine the shapes.
+
+        Args:
+          path: a file of `save_weights`, or any that `flaxfit.importers.load` reads. Names with a
+            collection ("params/...", "batch_stats/...") are of all variables of the model, others
+            of the parameters alone.
+          partial: patterns of the paths to load ("encoder/.*"), or NNX filters; the others stay as
+            they are.
+          translator: a `CheckpointTranslator` from the names of the file to those of the model.
+          prefix: the part of the model to load ("encoder"); the others stay as they are.
+          **opts: options of the translator's rules.
+
+        Raises:
+          FileNotFoundError: there is no such file.
+          ValueError: the file is damaged, or the rules do not fit it; or the weights do not fit
+            this model: every difference is listed.
+        """
+        if partial is not None:
+            apply = self._trainer.task.apply
+            partial = as_patterns("partial", partial, apply, collection=None)
+        self._trainer.load_weights(
+            path, partial=partial, translator=translator, prefix=prefix, **opts
+        )
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        format: str = "stablehlo",
+        input_spec: PyTree = None,
+        *,
+        params: Params = None,
+        trainable: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Writes the model, in evaluation mode, as a file that runs without its code.
+
+        The file is read again and compared with the model.
+
+        Args:
+          path: the file, or the folder of a SavedModel.
+          format: "stablehlo", "saved_model" or "onnx".
+          input_spec: `flaxfit.export.InputSpec`s of the inputs; None: those of `fit`, in batches
+            of any size.
+          params: parameters to write instead of the present ones.
+          trainable: whether TensorFlow may train the parameters of a SavedModel.
+          **options: those of `flaxfit.export.save`, `save_saved_model` or `save_onnx`.
+
+        Returns:
+          The size of the file, and its largest difference from the model.
+        """
+        return export_model(
+            self._trainer,
+            self._evaluator.task,
+            path,
+            format,
+            input_spec,
+            params=params,
+            trainable=trainable,
+            **options,
+        )
+
+    def __reduce__(self) -> str:
+        raise TypeError(
+            "Cannot copy or pickle a Model: it holds compiled programs and a loop. Use "
+            "save(folder) and load(folder) of a new Model, or save_weights and load_weights; "
+            "model.state is a copy of the training state."
+        )
