@@ -13,7 +13,7 @@ from flaxfit.tree._functions import by_row
 from flaxfit.tree._types import Array, ArrayLike, LossFn
 
 
-def _configurable(loss: LossFn) -> LossFn:
+def configurable(loss: LossFn) -> LossFn:
     """Makes a loss that is called with options alone return itself with these options."""
 
     @functools.wraps(loss)
@@ -28,7 +28,7 @@ def _configurable(loss: LossFn) -> LossFn:
     return configured
 
 
-@_configurable
+@configurable
 @by_row
 def crossentropy(
     logits: ArrayLike, labels: ArrayLike, *, ignore_label: int | None = None
@@ -64,7 +64,7 @@ def crossentropy(
             f"{shape}, got labels {np.shape(labels)} {dtype}. "
             + _label_advice(np.shape(labels), wanted, shape)
         )
-    logits, labels = _floating(logits), jnp.asarray(labels)
+    logits, labels = floating(logits), jnp.asarray(labels)
     if ignore_label is not None:
         return _without_label(crossentropy, logits, labels, ignore_label)
     n_classes = shape[-1]
@@ -112,10 +112,10 @@ def onehot_crossentropy(logits: ArrayLike, labels: ArrayLike) -> jax.Array:
             f"(batch, ..., classes), got outputs {shape} and labels {np.shape(labels)}. "
             "Use loss='crossentropy' for integer labels, 'binary_crossentropy' for single scores."
         )
-    return optax.softmax_cross_entropy(_floating(logits), _floating(labels))
+    return optax.softmax_cross_entropy(floating(logits), floating(labels))
 
 
-@_configurable
+@configurable
 @by_row
 def binary_crossentropy(
     logits: ArrayLike, labels: ArrayLike, *, ignore_label: float | None = None
@@ -133,7 +133,7 @@ def binary_crossentropy(
     _check_same_shape("binary_crossentropy", logits, labels, "labels")
     if ignore_label is not None:
         return _without_label(binary_crossentropy, logits, labels, ignore_label)
-    return optax.sigmoid_binary_cross_entropy(_floating(logits), _floating(labels))
+    return optax.sigmoid_binary_cross_entropy(floating(logits), floating(labels))
 
 
 @by_row
@@ -144,7 +144,7 @@ def mse(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     Array([0., 4.], dtype=float32)
     """
     _check_same_shape("mse", outputs, targets)
-    return jnp.square(_floating(outputs) - _floating(targets))
+    return jnp.square(floating(outputs) - floating(targets))
 
 
 @by_row
@@ -155,7 +155,7 @@ def mae(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     Array([0., 2.], dtype=float32)
     """
     _check_same_shape("mae", outputs, targets)
-    errors = _floating(outputs) - _floating(targets)
+    errors = floating(outputs) - floating(targets)
     return jnp.where(errors == 0, 0, jnp.abs(errors))  # The slope of JAX's abs at 0 is 1.
 
 
@@ -167,7 +167,7 @@ def huber(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     Array([0. , 1.5], dtype=float32)
     """
     _check_same_shape("huber", outputs, targets)
-    return optax.huber_loss(_floating(outputs), _floating(targets))
+    return optax.huber_loss(floating(outputs), floating(targets))
 
 
 @by_row
@@ -178,7 +178,7 @@ def log_cosh(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     Array([0.   , 1.325], dtype=float32)
     """
     _check_same_shape("log_cosh", outputs, targets)
-    return optax.log_cosh(_floating(outputs), _floating(targets))
+    return optax.log_cosh(floating(outputs), floating(targets))
 
 
 @by_row
@@ -189,7 +189,7 @@ def hinge(scores: ArrayLike, labels: ArrayLike) -> jax.Array:
     Array([1.5, 0. ], dtype=float32)
     """
     _check_same_shape("hinge", scores, labels, "labels")
-    return optax.hinge_loss(_floating(scores), _floating(labels))
+    return optax.hinge_loss(floating(scores), floating(labels))
 
 
 def kl_divergence(logits: ArrayLike, probabilities: ArrayLike) -> jax.Array:
@@ -199,7 +199,7 @@ def kl_divergence(logits: ArrayLike, probabilities: ArrayLike) -> jax.Array:
     Array([0., 0.], dtype=float32)
     """
     _check_same_shape("kl_divergence", logits, probabilities)
-    return optax.kl_divergence(jax.nn.log_softmax(_floating(logits)), _floating(probabilities))
+    return optax.kl_divergence(jax.nn.log_softmax(floating(logits)), floating(probabilities))
 
 
 def cosine_distance(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
@@ -209,7 +209,7 @@ def cosine_distance(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     Array([1.], dtype=float32)
     """
     _check_same_shape("cosine_distance", outputs, targets)
-    return optax.cosine_distance(_floating(outputs), _floating(targets), epsilon=1e-8)
+    return optax.cosine_distance(floating(outputs), floating(targets), epsilon=1e-8)
 
 
 def _check_same_shape(
@@ -240,7 +240,7 @@ def _label_advice(labels: tuple[int, ...], wanted: tuple[int, ...], shape: tuple
     return "Each example needs one label per row of outputs."
 
 
-def _floating(array: ArrayLike) -> jax.Array:
+def floating(array: ArrayLike) -> jax.Array:
     """Casts to float32 or wider: integers (uint8!) wrap around, 16 bits hold too few digits."""
     array = jnp.asarray(array)
     is_wide = jnp.issubdtype(array.dtype, jnp.inexact) and array.dtype.itemsize >= 4
