@@ -33,6 +33,11 @@ from flaxfit.tree._context_mesh import without_mesh
 from flaxfit.tree._jax_debugging import debugging_explained
 from flaxfit.tree._types import Data, Function, PyTree, Sums
 
+_ENDLESS = (
+    "Give the number of batches (EvalLoop(n_steps=...), evaluate(steps=...), "
+    "fit(validation_steps=...)), or data that ends."
+)
+
 
 class EvalLoop:
     """Measures the metrics of a task, exactly: sums over all examples, divided once.
@@ -138,15 +143,32 @@ class EvalLoop:
 
     @debugging_explained()
     @without_mesh()
-    def measure(self, state: PyTree, data: Data = None) -> dict[str, Any]:
+    def measure(
+        self,
+        state: PyTree,
+        data: Data = None,
+        *,
+        n_steps: int | None = None,
+        watch: Callable[[int], None] | None = None,
+    ) -> dict[str, Any]:
         """Returns the metrics of a state over the task's data, or over other data.
+
+        Args:
+          state: a state with the parameters to measure.
+          data: anything that `as_stream` takes, instead of the data of the task.
+          n_steps: the number of batches to measure; None: that of the loop.
+          watch: a function of the number of measured batches, called after each of them.
 
         Raises:
           ValueError: the data holds no batches.
         """
-        data = self._given(data)
+        data, n_steps = self._given(data), self.n_steps if n_steps is None else n_steps
         strategy, consistency = self.strategy, Consistency(self.strategy)
-        batches, in_flight, n = self._pass(data), deque[tuple[Strategy, PyTree, PyTree]](), 0
+        batches, in_flight, n = (
+            self._pass(data, n_steps),
+            deque[tuple[Strategy, PyTree, PyTree]](),
+            0,
+        )
         collected = CollectedRows(self.task.metrics)
 
         def fetch() -> None:
@@ -154,13 +176,14 @@ class EvalLoop:
             jax.block_until_ready(totals)
             collected.add(own.join(rows) if rows else {})
 
-        items = itertools.islice(batches, self.n_steps)
+        items = itertools.islice(batches, n_steps)
         first = [*itertools.islice(items, 1)]
         if not first:
             consistency.end("evaluation", n, ())
             raise ValueError("There is nothing to evaluate: the data holds no batches.")
         state = strategy.share(self._measured(state))
-        feed, sums = self._inspect(batches.examples(first[0]), state, batches, data)
+        is_cut = n_steps is not None
+        feed, sums = self._inspect(batches.examples(first[0]), state, batches, data, is_cut)
         totals, shapes = _metric_totals.zero_totals(sums), structure_of(state)
         companions = self._companions.arguments
         for n, item in enumerate(itertools.chain(first, items), 1):
@@ -181,6 +204,8 @@ class EvalLoop:
             in_flight.append((strategy, totals, rows))
             if len(in_flight) > 2:
                 fetch()
+            if watch is not None:
+                watch(n)
         consistency.end("evaluation", n, [results for _, *results in in_flight])
         while in_flight:
             fetch()
@@ -194,6 +219,7 @@ class EvalLoop:
         state: PyTree,
         data: Data = None,
         *,
+        n_steps: int | None = None,
         in_phase: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Validates the first batch, as `measure` would, without measuring anything.
@@ -201,18 +227,19 @@ class EvalLoop:
         Args:
           state: as of `measure`.
           data: as of `measure`.
+          n_steps: as of `measure`.
           in_phase: that of the loop to which this work belongs.
 
         Raises:
           ValueError: labels, weights or the shape of the loss do not fit.
         """
-        data = self._given(data)
-        batches = self._pass(data)
+        data, n_steps = self._given(data), self.n_steps if n_steps is None else n_steps
+        batches, is_cut = self._pass(data, n_steps), n_steps is not None
         with in_phase("training"):
             item = next(iter(batches), None)
         if item is not None:
             with in_phase("preparing"):
-                self._inspect(batches.examples(item), self._measured(state), batches, data)
+                self._inspect(batches.examples(item), self._measured(state), batches, data, is_cut)
 
     def _given(self, data: Data) -> Data:
         """Returns the data to measure on: that of the task, if no other is given."""
@@ -223,11 +250,11 @@ class EvalLoop:
             )
         return self._data if data is None else data
 
-    def _pass(self, data: Data) -> LocalBatches:
-        """Returns the batches of one pass over the data."""
+    def _pass(self, data: Data, n_steps: int | None) -> LocalBatches:
+        """Returns the batches of one pass over the data, of which `n_steps` are measured."""
         stream = one_pass(self.task.roles.of_data_set(data))
-        if self.n_steps is None:
-            pass_length(stream, "Give EvalLoop(n_steps=...), or data that ends.")
+        if n_steps is None:
+            pass_length(stream, _ENDLESS)
         return LocalBatches(
             stream,
             self.strategy,
@@ -241,14 +268,14 @@ class EvalLoop:
         return evaluated(state, self.task.rngs, f"EvalTask(rngs={self.task.rngs})")
 
     def _inspect(
-        self, batch: Batch, state: PyTree, batches: LocalBatches, data: Data
+        self, batch: Batch, state: PyTree, batches: LocalBatches, data: Data, is_cut: bool
     ) -> tuple[Padder, Sums]:
         """Validates the first batch; returns the padder of all, and the shapes of their sums."""
         bind = self.strategy.bind
         is_known, self._checked = data is self._checked, data
         whole = None if is_known else batches.whole()
         whole = None if whole is None else normalize(whole)
-        if whole is not None and self.n_steps is None:
+        if whole is not None and not is_cut:
             check_bounds(self._collecting, whole)
         result = inspect(self.task, state, batch, whole, bind, self._traced).shapes
         why_not = why_not_pad(self.task, result.values)

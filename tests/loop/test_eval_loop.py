@@ -66,6 +66,14 @@ def test_n_steps_limits_it_to_so_many_batches():
         make_eval(n_steps=0)
 
 
+def test_one_measurement_may_be_limited_and_watched():
+    evaluate, state, seen = make_eval([(X[:5], Y[:5]), (X[5:], Y[5:])]), make_loop().state, []
+    cut = evaluate.measure(state, n_steps=1, watch=seen.append)
+    assert cut == make_eval((X[:5], Y[:5])).measure(state)
+    assert evaluate.measure(state, watch=seen.append) == make_eval().measure(state)
+    assert seen == [1, 1, 2]
+
+
 def test_an_endless_stream_is_measured_for_one_epoch():
     state = ff.InferenceState(np.int32(0), np.float32(1), {})
     stream = ff.ArrayStream(X, Y, batch_size=5, shuffle=True)
