@@ -81,7 +81,7 @@ def fit(
     if checkpoint_dir is not None:
         folder = RunFolder(checkpoint_dir, resume if is_fresh else "auto")
         init = folder.reader(init) if is_fresh else init
-    trainer.note_changes()
+    trainer.instance.note_changes()
     loop = trainer.loop_over(
         init,
         prefetched(stream),

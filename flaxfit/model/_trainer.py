@@ -4,14 +4,13 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import optax
 
-from flaxfit import checkpoints, display
+from flaxfit import checkpoints
 from flaxfit.callbacks._callback import Callback
 from flaxfit.callbacks._history import History
 from flaxfit.callbacks._progress import ENDLESS
@@ -24,8 +23,8 @@ from flaxfit.loop._callback_list import CallbackList
 from flaxfit.loop._ownership import copier
 from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.loop._train_loop import TrainLoop
+from flaxfit.model._instance import Instance
 from flaxfit.model._weights import WarmStart, open_weights, state_alone
-from flaxfit.modules._switch import handle_of
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._init_state import init_state
@@ -51,9 +50,6 @@ class StateReader:
             step=found.step, state=found.state, metrics=found.metrics, path=found.path
         )
 
-
-_OF_INSTANCES: weakref.WeakValueDictionary[int, "Trainer"] = weakref.WeakValueDictionary()
-"""The latest trainer of each nnx instance, by its `id`."""
 
 Init = InitFn | TrainState | checkpoints.CheckpointFileReader | StateReader
 """What a `TrainLoop` begins with."""
@@ -89,28 +85,11 @@ class Trainer:
         self._fresh = init
         self._loaded: TrainState | None = None
         self._is_given = False
-        self._written: list[Any] | None = None
-        """The arrays that the last `fit` has written into the nnx instance."""
         self._placed: PlacedCompanions | None = None
         """The companions of the task, or of a loaded checkpoint, while there is no loop."""
-        self._note_shared()
+        self.instance = Instance(task.apply, name)
         self._unchecked: str | os.PathLike[str] | None = None
         """The folder of a loaded state whose shapes are not yet compared with the model."""
-
-    def _note_shared(self) -> None:
-        """Says that the weights of an nnx instance will be those of the model fitted last."""
-        handle = handle_of(self.task.apply)
-        if handle is None or handle.assign is None:
-            return
-        module = handle.module()
-        other = _OF_INSTANCES.get(id(module))
-        before = None if other is None else handle_of(other.task.apply)
-        if before is not None and before.module() is module:
-            display.say(
-                f"another Model has this {self.name} as its module: each trains a copy of its "
-                "weights, and the instance holds those of the Model that was fitted last"
-            )
-        _OF_INSTANCES[id(module)] = self
 
     @property
     def is_fresh(self) -> bool:
@@ -192,32 +171,8 @@ class Trainer:
         return variables if self.loop is None else self.strategy.collect(variables)
 
     def write_back(self, error: BaseException | None) -> None:
-        """Writes the variables into an nnx instance that was given, after a `fit`.
-
-        Args:
-          error: what has ended the `fit`; another error does not replace it.
-        """
-        handle = handle_of(self.task.apply)
-        if self.loop is None or handle is None or handle.assign is None:
-            return
-        try:
-            self._written = handle.assign(self.variables)
-        except Exception:
-            if error is None:
-                raise  # Else the step has failed with the arrays that it was given.
-
-    def note_changes(self) -> None:
-        """Says that changes of the nnx instance since the last `fit` have no effect."""
-        handle = handle_of(self.task.apply)
-        module = None if handle is None else handle.module()
-        if self._written is None or module is None:
-            return
-        if not {*map(id, self._written)} <= {*map(id, _arrays_of(module))}:
-            display.say(
-                f"the weights of this {self.name} were changed since the last fit, which has no "
-                "effect: the model continues from its own. Make another Model of the instance to "
-                "train from these"
-            )
+        """Writes the weights into an nnx instance that was given; `error` has ended the `fit`."""
+        self.instance.write(lambda: self.variables, error)
 
     def freeze(self, patterns: Any) -> None:
         """Freezes the parameters that match these patterns, and trains all others."""
@@ -370,10 +325,3 @@ class Trainer:
 def _gives_weights(init: object) -> bool:
     """Whether an `init` needs no inputs to return the weights."""
     return getattr(getattr(init, "fresh", init), "gives_weights", False)
-
-
-def _arrays_of(module: Any) -> list[Any]:
-    """The arrays of an nnx instance that training changes; those of random streams are its own."""
-    from flax import nnx
-
-    return jax.tree.leaves(nnx.state(module, nnx.Not(nnx.RngState)))
