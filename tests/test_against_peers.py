@@ -8,6 +8,7 @@ are in `test_callbacks_against_peers.py`.
 import functools
 import itertools
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ DIFFERENCES = {  # What: in Keras, in flaxfit.
 WITHOUT_PEER = {
     "plot_confusion_matrix": "A picture.",
     "Metric": "A type.",
-    **dict.fromkeys(["as_metrics", "collected", "mean", "on"], "Makes a metric of others."),
+    **dict.fromkeys(["as_metrics", "collected", "mean", "on", "sum"], "Makes a metric of others."),
 }
 
 
@@ -328,7 +329,7 @@ AVERAGES = {how: how for how in ("macro", "micro", "weighted", "samples")} | {"c
 
 def rates(*names, **options):
     """Metrics by name, such as "f1_macro"; "f1_classes" has a value for each class."""
-    parts = {name: name.split("_") for name in names}
+    parts = {name: name.rsplit("_", 1) for name in names}
     return {
         name: getattr(metrics, kind)(average=AVERAGES[how], **options)
         for name, (kind, how) in parts.items()
@@ -336,18 +337,32 @@ def rates(*names, **options):
 
 
 # Together every metric, with every average; each is tried on some kinds, as programs take time.
+OF_COUNTS = ["balanced_accuracy", "mcc", "cohen_kappa", "mean_iou"]
+OF_BINARY = [
+    *("specificity", "negative_predictive_value", "false_positive_rate", "false_negative_rate"),
+    *("true_negatives", "false_positives", "false_negatives", "true_positives"),
+    *("iou", "dice", "binary_iou"),
+]
 METRICS = {
     "score": metrics.as_metrics(["accuracy", "binary_accuracy", "precision", "recall", "f1", "auc"])
-    | {"confusion_matrix": metrics.confusion_matrix(2)},
+    | metrics.as_metrics(OF_COUNTS + OF_BINARY)
+    | {"fbeta": metrics.fbeta(beta=2.0), "confusion_matrix": metrics.confusion_matrix(2)},
     "column": metrics.as_metrics(["accuracy", "binary_accuracy"]) | rates("f1_micro"),
     "two": metrics.as_metrics(["precision"]) | rates("recall_macro"),
     "classes": metrics.as_metrics(["accuracy", "top_2", "perplexity"])
     | rates("precision_macro", "recall_weighted", "f1_macro", "precision_micro")
+    | rates("fbeta_weighted", beta=0.5)
+    | rates("iou_macro", "dice_weighted", "specificity_micro", "true_positives_classes")
+    | metrics.as_metrics(OF_COUNTS)
     | {"confusion_matrix": metrics.confusion_matrix(5)},
     "onehot": metrics.as_metrics(["accuracy", "top_4", "perplexity"]),
     "labels": metrics.as_metrics(["binary_accuracy"])
-    | rates("precision_samples", "recall_classes", "f1_weighted", multilabel=True),
-    "tokens": metrics.as_metrics(["accuracy", "top_2", "perplexity"]) | rates("recall_macro"),
+    | rates("precision_samples", "recall_classes", "f1_weighted", multilabel=True)
+    | rates("iou_samples", "specificity_classes", "true_negatives_classes", multilabel=True)
+    | {name: getattr(metrics, name)(multilabel=True) for name in ("mcc", "balanced_accuracy")},
+    "tokens": metrics.as_metrics(["accuracy", "top_2", "perplexity"])
+    | rates("recall_macro")
+    | metrics.as_metrics(["mean_iou", "mcc"]),
     "number": metrics.as_metrics(["mse", "mae", "rmse", "r2"]),
     "numbers": metrics.as_metrics(["mse"]),
     "deep": metrics.as_metrics(["mae", "rmse", "r2"]),
@@ -448,12 +463,18 @@ def of_sklearn(kind, outputs, targets, weights):
         return numbers_of_sklearn(outputs, targets, weights)
     if kind in ("score", "column"):
         scores, labels = outputs.ravel(), targets.ravel()
-        return binary_of_sklearn(scores, labels, weights) | rates_of_sklearn(
-            labels, scores > 0, weights
+        return (
+            binary_of_sklearn(scores, labels, weights)
+            | rates_of_sklearn(labels, scores > 0, weights)
+            | counted_of_sklearn(labels, scores > 0, weights, "binary")
         )
     if kind == "labels":
         is_right = (targets == (outputs > 0)).mean(-1)
         rates = rates_of_sklearn(targets, (outputs > 0).astype(int), weights, *AVERAGES)
+        rates |= counted_of_sklearn(targets, outputs > 0, weights, "samples")
+        each = targets.ravel(), outputs.ravel() > 0, np.repeat(weights, targets.shape[-1])
+        agreement = counted_of_sklearn(*each, "binary")
+        rates |= {name: agreement[name] for name in ("mcc", "balanced_accuracy")}
         return rates | {"binary_accuracy": np.average(is_right, weights=weights)}
     logits = outputs.reshape(-1, outputs.shape[-1])
     labels = targets.argmax(-1) if kind == "onehot" else targets.ravel()
@@ -471,6 +492,7 @@ def of_sklearn(kind, outputs, targets, weights):
         perplexity = np.exp(np.average(surprise[:, 0], weights=weights))
     return (
         rates
+        | counted_of_sklearn(labels, logits.argmax(-1), weights, "macro", logits.shape[-1])
         | {"confusion_matrix": matrix, "perplexity": perplexity}
         | {
             f"top_{k}": sklearn.metrics.top_k_accuracy_score(
@@ -480,6 +502,45 @@ def of_sklearn(kind, outputs, targets, weights):
             if k < logits.shape[-1]
         }
     )
+
+
+def counted_of_sklearn(labels, predicted, weights, average, n_classes=2):
+    """What is computed from counts by class; "iou" and such of class 1 of two."""
+    of, options = sklearn.metrics, {"sample_weight": weights}
+    several = {"labels": range(n_classes)} if labels.ndim == 1 else {}
+    matrices = of.multilabel_confusion_matrix(labels, predicted, **options, **several)
+    tn, fp, fn, tp = matrices.reshape(-1, 4).T
+    with np.errstate(all="ignore"):
+        rates = {
+            "specificity": tn / (tn + fp),
+            "negative_predictive_value": tn / (tn + fn),
+            "false_positive_rate": fp / (tn + fp),
+            "false_negative_rate": fn / (tp + fn),
+        }
+        rates = {name: np.nan_to_num(values) for name, values in rates.items()}
+    rates |= dict(zip(OF_BINARY[4:8], (tn, fp, fn, tp), strict=True))
+    found = {f"{name}_classes": values for name, values in rates.items()}
+    found["specificity_micro"] = tn.sum() / (tn + fp).sum()
+    f_scores = functools.partial(of.fbeta_score, labels, predicted, zero_division=0, **options)
+    jaccard = functools.partial(of.jaccard_score, labels, predicted, zero_division=0, **options)
+    if average == "samples":
+        return found | {"iou_samples": jaccard(average="samples")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of classes that do not occur.
+        found |= {
+            "balanced_accuracy": of.balanced_accuracy_score(labels, predicted, **options),
+            "mcc": of.matthews_corrcoef(labels, predicted, **options),
+            "cohen_kappa": of.cohen_kappa_score(labels, predicted, **options),
+        }
+    found["mean_iou"] = found["binary_iou"] = jaccard(average="macro")
+    if average == "binary":
+        found |= {name: values[1] for name, values in rates.items()}
+        return found | {"iou": jaccard(), "fbeta": f_scores(beta=2), "dice": f_scores(beta=1)}
+    return found | {
+        "iou_macro": found["mean_iou"],
+        "dice_weighted": f_scores(beta=1, average="weighted"),
+        "fbeta_weighted": f_scores(beta=0.5, average="weighted"),
+    }
 
 
 def rates_of_sklearn(labels, predicted, weights, *averages):

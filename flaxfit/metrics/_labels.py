@@ -69,6 +69,52 @@ def binary_answers(
     return Answers(targets > 0.5, predicted, n_classes, is_share(targets), outputs, is_probable)
 
 
+def one_class_answers(
+    outputs: Array, targets: Array, *, threshold: float | None = None, from_logits: bool = True
+) -> Answers:
+    """For each of many classes, whether it is actual and its own score lies above the threshold."""
+    outputs = floating(outputs)
+    labels, is_label = labels_of(outputs, jnp.asarray(targets))
+    scores = one_class_scores(outputs) if from_logits else outputs
+    predicted = scores > _limit(threshold, from_logits)
+    actual = jax.nn.one_hot(labels, outputs.shape[-1], dtype=bool)
+    return Answers(actual, predicted, outputs.shape[-1], is_label, outputs)
+
+
+def top_k_answers(
+    outputs: Array,
+    targets: Array,
+    k: int,
+    *,
+    threshold: float | None = None,
+    from_logits: bool = True,
+) -> Answers:
+    """For each class, whether it is actual and among the `k` highest scores above the threshold.
+
+    Targets are integer labels, or marks of the shape of the outputs: of one class or of several.
+    """
+    outputs, targets = floating(outputs), jnp.asarray(targets)
+    n_classes = outputs.shape[-1]
+    if k > n_classes:
+        raise ValueError(f"Cannot look at the top {k} of {n_classes} classes: use a smaller k.")
+    if outputs.shape == targets.shape:
+        actual, is_label = targets > 0.5, is_share(targets).all(-1)
+    else:
+        labels, is_label = labels_of(outputs, targets)
+        actual = jax.nn.one_hot(labels, n_classes, dtype=bool)
+    highest = jax.lax.top_k(outputs, k)[1]
+    predicted = jax.nn.one_hot(highest, n_classes, dtype=bool).any(-2)
+    if threshold is not None:
+        predicted &= outputs > threshold
+    return Answers(actual, predicted, n_classes, is_label, outputs)
+
+
+def one_class_scores(logits: jax.Array) -> jax.Array:
+    """The logit of each class against all others together; of two, their difference."""
+    log = jax.nn.log_softmax(logits)
+    return log - jnp.log(-jnp.expm1(jnp.minimum(log, 0)))
+
+
 def binary_scores(outputs: Array, targets: Array, *, name: str) -> Answers:
     """The labels, and one score each as the outputs: a single score or that of two classes."""
     outputs, targets = floating(outputs), jnp.asarray(targets)

@@ -41,8 +41,8 @@ class Metric:
     see `collected`.
 
     Calling a metric sets its options, for the built-in ones that have any:
-    `precision(average="macro")`. Each has the option `ignore_label`: targets of that value, such as
-    the -100 of padded tokens, do not count.
+    `precision(average="macro")`. Each has the options `name`, for a list of metrics, and
+    `ignore_label`: targets of that value, such as the -100 of padded tokens, do not count.
 
     >>> largest_score = mean(lambda outputs, targets: outputs.max(-1), name="largest_score")
     >>> sums = largest_score.measure(np.eye(2), np.zeros(2), weights=np.array([1.0, 3.0]))
@@ -75,11 +75,14 @@ class Metric:
 
     def __call__(self, **options: Any) -> "Metric":
         """Makes the same metric with other options."""
+        options = _in_our_words(options)
         if not options:
             return self
-        if (label := options.pop("ignore_label", None)) is not None:
-            return _ignoring(self(**options), label)
+        if (name := options.pop("name", None)) is not None:
+            return dataclasses.replace(self(**options), name=name)
         known = [] if self.configure is None else list(inspect.signature(self.configure).parameters)
+        if "ignore_label" not in known and (label := options.pop("ignore_label", None)) is not None:
+            return _ignoring(self(**options), label)
         unknown = [name for name in options if name not in known]
         if self.configure is None or unknown:
             raise TypeError(
@@ -87,6 +90,26 @@ class Metric:
                 f"it has {', '.join(known) or 'none'}."
             )
         return self.configure(**options)
+
+
+# Options of Keras that have another name here.
+_WORDS = {
+    "thresholds": "threshold",
+    "ignore_class": "ignore_label",
+    "target_class_ids": "class_id",
+    "class_aggregation": "average",
+}
+
+
+def _in_our_words(options: dict[str, Any]) -> dict[str, Any]:
+    """Options by their names here; None, where it stands for the default of Keras, is left out."""
+    for name, ours in _WORDS.items():
+        if name in options and ours in options:
+            raise TypeError(f"The options {ours} and {name} are the same one: give one of them.")
+    found = {_WORDS.get(name, name): value for name, value in options.items()}
+    if found.get("dtype", 0) is None:
+        del found["dtype"]
+    return found
 
 
 def mean(values: Function, *, name: str | None = None) -> Metric:
@@ -103,6 +126,28 @@ def mean(values: Function, *, name: str | None = None) -> Metric:
     2.5
     """
     name = name or getattr(values, "__name__", None)
+    measure = _summed(values, name)
+    return Metric(measure, lambda sums: ratio(sums["sum"], sums["weight"]), name, values=values)
+
+
+def sum(values: Function, *, name: str | None = None, mode: str | None = None) -> Metric:
+    """Makes a metric of a function: the weighted sum of the values it returns, not their mean.
+
+    >>> clicks = sum(lambda outputs, targets: targets, name="clicks")
+    >>> clicks.compute(clicks.measure(np.zeros(2), np.array([3.0, 5.0])))
+    8.0
+
+    Args:
+      values: as of `mean`.
+      name: the name of the metric; by default that of the function.
+      mode: "min" or "max" if lower or higher values are better.
+    """
+    name = name or getattr(values, "__name__", None)
+    return Metric(_summed(values, name), lambda sums: float(sums["sum"]), name, mode=mode)
+
+
+def _summed(values: Function, name: str | None) -> Function:
+    """Measures the weighted sum of the values that a function returns, and their weight."""
 
     def measure(*arguments: ArrayLike, weights: Array | None = None) -> Sums:
         found = values(*arguments)
@@ -129,7 +174,7 @@ def mean(values: Function, *, name: str | None = None) -> Metric:
         weights = weights_of(found, weights)
         return {"sum": weighted(found, weights).sum(), "weight": weights.sum()}
 
-    return Metric(measure, lambda sums: ratio(sums["sum"], sums["weight"]), name, values=values)
+    return measure
 
 
 def weights_of(values: Array, weights: Array | None = None) -> jax.Array:

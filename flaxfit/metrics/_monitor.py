@@ -8,14 +8,23 @@ from typing import Any
 import optax
 
 from flaxfit.losses._names import is_loss
+from flaxfit.metrics._aliases import known_as
 from flaxfit.tree._functions import order_of, owner_of
 from flaxfit.tree._types import Function
 
+# The metrics whose name tells which values are better; that of a loss does, too.
 _HIGHER = re.compile(
-    r"acc|((sparse_)?(categorical|top_k_categorical)_|binary_)?accuracy|top_\d+|(roc_)?auc"
-    r"|precision|recall|(f1|r2)(_score)?|cosine_similarity"
+    r"(binary_|balanced_)?accuracy|exact_match|precision|recall|specificity|negative_predictive_value"
+    r"|f1|fbeta|dice|(mean_|binary_)?iou|mcc|cohen_kappa|true_(positives|negatives)|(pr_)?auc"
+    r"|average_precision|(precision|recall|sensitivity|specificity)_at_[a-z]+"
+    r"|r2|explained_variance|pearson|concordance|spearman|kendall|cosine_similarity"
+    r"|ndcg|dcg|mrr|map|hit_rate|top_?\d+(_accuracy)?|bleu|rouge_[12l]|psnr|ssim"
 )
-_LOWER = {"perplexity", "rmse", "root_mean_squared_error"}
+_LOWER = re.compile(
+    r"hamming_loss|false_(positive|negative)(s|_rate)|perplexity|log_loss|brier|calibration_error"
+    r"|mse|r?msle|mae|rmse|s?mape|max_error|median_absolute_error|quantile_loss|wer|cer"
+)
+_AVERAGED = re.compile(r"(.+)_(binary|macro|micro|weighted|samples|at_\d+)")
 # What a loop may report besides its loss and the metrics of the task.
 _MAY_BE_THERE = (
     "grad_norm",
@@ -42,10 +51,12 @@ def mode_of(values: Function | None, name: str | None) -> str | None:
         return "min"
     if values is optax.cosine_similarity:
         return "max"
-    name = (name or "").lower()
-    if _HIGHER.fullmatch(name):
+    known = known_as(name or "")
+    if averaged := _AVERAGED.fullmatch(known):
+        known = averaged[1]
+    if _HIGHER.fullmatch(known):
         return "max"
-    return "min" if name in _LOWER or is_loss(name) else None
+    return "min" if _LOWER.fullmatch(known) or is_loss(known) else None
 
 
 def known_mode(name: str, modes: Modes | None = None) -> str | None:

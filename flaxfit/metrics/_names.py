@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from flaxfit.losses._names import is_loss, resolve
 from flaxfit.metrics._accuracy import accuracy, binary_accuracy, top_k
 from flaxfit.metrics._adapter import (
     from_metric_class,
@@ -12,10 +13,21 @@ from flaxfit.metrics._adapter import (
     is_metric_class,
     members_of,
 )
+from flaxfit.metrics._agreement import (
+    balanced_accuracy,
+    binary_iou,
+    cohen_kappa,
+    false_negatives,
+    false_positives,
+    mcc,
+    true_negatives,
+    true_positives,
+)
+from flaxfit.metrics._aliases import aliases, known_as
 from flaxfit.metrics._auc import auc
 from flaxfit.metrics._collected import collected
 from flaxfit.metrics._collecting_classes import is_collecting_class
-from flaxfit.metrics._confusion import f1, precision, recall
+from flaxfit.metrics._confusion import confusion_matrix
 from flaxfit.metrics._metric import RESERVED, Metric, mean
 from flaxfit.metrics._nnx_metrics import (
     from_nnx_metric,
@@ -23,25 +35,33 @@ from flaxfit.metrics._nnx_metrics import (
     is_nnx_metric,
     members_of_multi,
 )
+from flaxfit.metrics._rates import (
+    dice,
+    f1,
+    false_negative_rate,
+    false_positive_rate,
+    fbeta,
+    iou,
+    mean_iou,
+    negative_predictive_value,
+    precision,
+    recall,
+    specificity,
+)
 from flaxfit.metrics._regression import mae, mse, perplexity, r2, rmse
 from flaxfit.tree._checks import check_order
 from flaxfit.tree._types import Array, Function, PyTree, Sums
 
-_METRICS = (accuracy, binary_accuracy, precision, recall, f1, auc, mse, mae, rmse, r2, perplexity)
+_METRICS = (
+    *(accuracy, binary_accuracy, balanced_accuracy),
+    *(precision, recall, f1, fbeta, specificity, negative_predictive_value),
+    *(false_positive_rate, false_negative_rate, iou, mean_iou, binary_iou, dice, mcc, cohen_kappa),
+    *(true_positives, false_positives, true_negatives, false_negatives),
+    *(auc, mse, mae, rmse, r2, perplexity),
+)
 _BUILT_IN = {str(metric.name): metric for metric in _METRICS}
-_ALIASES = {
-    "acc": "accuracy",
-    "categorical_accuracy": "accuracy",
-    "sparse_categorical_accuracy": "accuracy",
-    "top_k_categorical_accuracy": "top_5",
-    "sparse_top_k_categorical_accuracy": "top_5",
-    "f1_score": "f1",
-    "roc_auc": "auc",
-    "mean_squared_error": "mse",
-    "mean_absolute_error": "mae",
-    "root_mean_squared_error": "rmse",
-    "r2_score": "r2",
-}
+_AVERAGE = re.compile(r"(.+)_(binary|macro|micro|weighted|samples)")
+_TOP = re.compile(r"top_?(\d+)(_accuracy)?")
 MetricLike = Metric | Function | str
 
 
@@ -160,15 +180,27 @@ def on(arguments: Callable[..., tuple[PyTree, ...]], metric: MetricLike) -> Metr
     )
 
 
-def _by_name(name: str) -> Metric:
-    name = _ALIASES.get(name, name)
-    if match := re.fullmatch(r"top_(\d+)", name):
+def _by_name(given: str) -> Metric:
+    name = known_as(given)
+    if match := _TOP.fullmatch(name):
         return top_k(int(match[1]))
+    if name == "confusion_matrix":
+        return confusion_matrix()
     if name in _BUILT_IN:
         return _BUILT_IN[name]
-    known = [*_BUILT_IN, *_ALIASES, "top_5"]
+    if (match := _AVERAGE.fullmatch(name)) and match[1] in _BUILT_IN:
+        return _BUILT_IN[match[1]](average=match[2], name=name)
+    for loss in (given, name):
+        if is_loss(loss):
+            return mean(resolve(loss), name=given)
+    if name in ("mean", "sum"):
+        raise ValueError(
+            f"There is no metric {given!r} of outputs and targets: say of what, by a function "
+            f"(outputs, targets) -> values: flaxfit.metrics.{name}(f)."
+        )
+    known = [*_BUILT_IN, *aliases(), "top_5", "confusion_matrix"]
     nearest = difflib.get_close_matches(name.lower(), known, cutoff=0.5) or sorted(_BUILT_IN)
-    raise ValueError(f"There is no metric {name!r}. Did you mean {', '.join(nearest)}?")
+    raise ValueError(f"There is no metric {given!r}. Did you mean {', '.join(nearest)}?")
 
 
 def _is_stateful(metric: object) -> bool:

@@ -157,12 +157,12 @@ def as_metrics(given: Any, loss: losses.Loss | None) -> dict[str, metrics.Metric
     """The metrics by name; with several outputs, the loss of each is one of them.
 
     Metrics under the name of an output see that output and its target alone, and are called
-    "<output>_<metric>".
+    "<output>_<metric>". So do those of a list that has a list, a name or None for each output.
     """
     given = () if given is None else given
     if not isinstance(loss, LossByOutput):
         return metrics.as_metrics(given)
-    found = {}
+    found, given = {}, _by_output(given, list(loss.losses))
     for name in loss.losses:
         found[f"{name}_loss"] = _metric_of_loss(loss, name)
     if isinstance(given, Mapping):
@@ -174,6 +174,23 @@ def as_metrics(given: Any, loss: losses.Loss | None) -> dict[str, metrics.Metric
                 picked = metrics.on(pick, metric)
                 found[f"{output}_{name}"] = MetricOfOutput.of(output, picked)
     return found | metrics.as_metrics(given)
+
+
+def _by_output(given: Any, names: list[str]) -> Any:
+    """Lists of metrics in the order of the outputs, as Keras takes them, by the names of these."""
+    if isinstance(given, str):
+        given = [given]
+    if not isinstance(given, list | tuple) or not given:
+        return given
+    is_nested = any(each is None or isinstance(each, list | tuple) for each in given)
+    if not is_nested and not all(isinstance(each, str) for each in given):
+        return given  # Functions and metrics of all outputs together.
+    if len(given) != len(names):
+        raise ValueError(
+            f"There are {len(names)} outputs ({', '.join(names)}), and metrics for {len(given)}: "
+            f"{given!r:.60}. Give a list for each, or a mapping: metrics={{{names[0]!r}: ...}}."
+        )
+    return dict(zip(names, given, strict=True))
 
 
 def _metric_of_loss(loss: LossByOutput, name: str) -> "MetricOfOutput":

@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxfit.metrics import Metric, accuracy, collected, f1, mean, mse
+from flaxfit.metrics import Metric, accuracy, collected, f1, mean, mse, precision
+from flaxfit.metrics import sum as metrics_sum
 
 OUTPUTS = np.arange(12, dtype=np.float32).reshape(4, 3)
 TARGETS = np.ones((4, 3), np.float32)
@@ -108,3 +109,27 @@ def test_an_ignored_label_goes_with_other_options_and_not_with_collected_rows():
     assert ignoring.compute(ignoring.measure(outputs, targets)) == pytest.approx(1 / 3)
     with pytest.raises(TypeError, match="no option ignore_label: leave such targets out"):
         collected(lambda outputs, targets: 0.0, name="rows")(ignore_label=-100)
+
+
+def test_a_sum_is_not_divided():
+    def cost(outputs, targets):
+        return outputs * targets
+
+    metric = metrics_sum(cost, mode="min")
+    sums = metric.measure(np.ones(2), np.array([1.0, 2.0]), weights=np.array([1.0, 3.0]))
+    assert (metric.compute(sums), metric.name, metric.mode) == (7.0, "cost", "min")
+
+
+def test_a_metric_may_be_given_a_name():
+    assert precision(class_id=1, name="of_cats").name == "of_cats"
+    assert mse(name="error").name == "error"
+
+
+def test_words_of_keras_are_taken_for_options_that_have_another_name():
+    metric = precision(thresholds=1.0, name=None, dtype=None)
+    scores = np.array([0.5, 2.0])
+    assert metric.compute(metric.measure(scores, np.array([0, 1]))) == 1.0
+    with pytest.raises(TypeError, match="threshold and thresholds are the same"):
+        precision(thresholds=1.0, threshold=0.5)
+    with pytest.raises(TypeError, match="has no option dtype"):
+        precision(dtype="float16")

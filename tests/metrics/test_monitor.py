@@ -13,8 +13,9 @@ import flaxfit as ff
 from flaxfit import callbacks, checkpoints, losses, metrics
 from flaxfit.losses._names import _ALIASES as LOSS_ALIASES
 from flaxfit.losses._names import _LOSSES
+from flaxfit.metrics._aliases import aliases, known_as
 from flaxfit.metrics._monitor import Monitor, default_monitor, is_better, known_mode, resolve_mode
-from flaxfit.metrics._names import _ALIASES, _BUILT_IN
+from flaxfit.metrics._names import _BUILT_IN, as_metric
 from flaxfit.state._checkpoint import Checkpoint
 
 HIGHER = ["accuracy", "binary_accuracy", "precision", "recall", "f1", "auc", "r2"]
@@ -64,7 +65,8 @@ def test_values_of_a_collected_metric_by_name_can_be_monitored():
 @pytest.mark.parametrize("prefix", ["", "val_"])
 def test_names_of_metrics_and_losses_of_flaxfit_and_optax_have_a_mode(prefix):
     lower = ["loss", "head_loss", "penalty", *_LOSSES, *LOSS_ALIASES, "huber_loss", "hinge_loss"]
-    names = [*_BUILT_IN, *_ALIASES, *HIGHER, *lower, "RMSE", "cosine_similarity"]
+    lower = [name for name in lower if known_as(name) not in _BUILT_IN]  # "dice" is the metric.
+    names = [*_BUILT_IN, *aliases(), *HIGHER, *lower, "RMSE", "cosine_similarity"]
     known = {name: known_mode(prefix + name) for name in names}
     higher = {*HIGHER, "cosine_similarity"}
     assert {name for name, mode in known.items() if mode == "min"} >= {*lower, "RMSE", "mse"}
@@ -72,7 +74,14 @@ def test_names_of_metrics_and_losses_of_flaxfit_and_optax_have_a_mode(prefix):
     assert None not in known.values()
 
 
-@pytest.mark.parametrize("name", ["nll", "wer", "brier", "grad_norm", "lossless", "one_minus_auc"])
+def test_every_metric_by_name_knows_its_mode_as_its_name_does():
+    names = [name for name in (*_BUILT_IN, *aliases()) if name != "confusion_matrix"]
+    modes = {name: as_metric(name).mode for name in names}
+    assert None not in modes.values()
+    assert modes == {name: known_mode(name) for name in names}
+
+
+@pytest.mark.parametrize("name", ["nll", "grad_norm", "lossless", "one_minus_auc"])
 def test_another_name_needs_a_mode(name):
     assert known_mode(name) is None
     with pytest.raises(ValueError, match=f"'val_{name}' are better: pass mode='min' or mode='max'"):

@@ -58,7 +58,7 @@ def test_every_usual_name_is_known(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"), [("acuracy", "accuracy"), ("F1", "f1"), ("precison", "precision")]
+    ("name", "nearest"), [("acuracy", "accuracy"), ("f_1", "f1"), ("precison", "precision")]
 )
 def test_an_unknown_name_is_answered_with_the_nearest(name, nearest):
     with pytest.raises(ValueError, match=f"no metric {name!r}. Did you mean .*{nearest}"):

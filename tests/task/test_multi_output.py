@@ -12,7 +12,8 @@ from loops import init_of
 from marks import diagonal, thorough
 
 import flaxfit as ff
-from flaxfit.task._multi_output import LossByOutput, as_loss
+from flaxfit import metrics
+from flaxfit.task._multi_output import LossByOutput, as_loss, as_metrics
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(22, 3)).astype("f4")
@@ -328,6 +329,27 @@ def test_a_task_that_is_replaced_keeps_losses_weights_and_metrics():
     again = dataclasses.replace(task, data=[])
     assert again.loss.weights == {"a": 1, "b": 3}
     assert list(again.metrics) == list(task.metrics) == ["a_loss", "b_loss", "b_mae"]
+
+
+@pytest.mark.parametrize(
+    "given", [[["accuracy"], ["mae", "rmse"]], ("accuracy", ["mae", "rmse"]), [None, ["mae"]]]
+)
+def test_metrics_may_be_lists_in_the_order_of_the_outputs(given):
+    by_name = dict(zip(LOSS, given, strict=True))
+    expected = as_metrics(by_name, as_loss(LOSS))
+    found = as_metrics(given, as_loss(LOSS))
+    assert list(found) == list(expected)
+    assert [each.output for each in found.values()] == [each.output for each in expected.values()]
+
+
+def test_metrics_by_name_that_are_of_no_output_are_refused():
+    for given in ["mae"], "mae", [["mae"], ["mse"], ["rmse"]]:
+        with pytest.raises(
+            ValueError, match=r"There are 2 outputs \(kind, size\), and metrics for"
+        ):
+            as_metrics(given, as_loss(LOSS))
+    together = as_metrics([total := metrics.mean(lambda a, b, c, d: a, name="all")], as_loss(LOSS))
+    assert together["all"] is total
 
 
 def test_outputs_without_a_loss_are_left_alone():

@@ -1,0 +1,193 @@
+"""Single numbers of how well predicted classes agree with actual ones, from counts by class."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from flaxfit.metrics._counts import Counts, add_by_class, count_answers, counts_of, micro
+from flaxfit.metrics._labels import class_answers
+from flaxfit.metrics._metric import Metric, ratio
+from flaxfit.metrics._rates import Threshold, by_thresholds
+from flaxfit.metrics._validity import counted_weights, warn_of
+from flaxfit.tree._types import Array, ArrayLike, Sums
+
+
+def _of_counts(
+    name: str, value: Callable[[Counts], ArrayLike], mode: str | None = "max", **options: Any
+) -> Metric:
+    """Makes a metric of the counts by class."""
+    count = count_answers(name, **options)
+
+    def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
+        return count(outputs, targets, weights)[2]
+
+    return Metric(measure, lambda sums: value(counts_of(sums, name)), name, mode=mode)
+
+
+def _agreement(name: str, value: Callable[[Counts], ArrayLike]) -> Metric:
+    """Makes a metric of all classes; of several labels, of "yes" and "no" as two classes.
+
+    Its options are `threshold`, `from_logits` and `multilabel`, as of `precision`.
+    """
+
+    def configure(
+        *, threshold: float | None = None, from_logits: bool = True, multilabel: bool = False
+    ) -> Metric:
+        def of(counts: Counts) -> ArrayLike:
+            if multilabel:
+                tp, fp, fn, tn = micro(counts)
+                yes_and_no = [tp, tn], [fp, fn], [fn, fp], [tn, tp]
+                counts = Counts(*map(np.array, yes_and_no))
+            return value(counts)
+
+        options = {"threshold": threshold, "from_logits": from_logits, "multilabel": multilabel}
+        return dataclasses.replace(_of_counts(name, of, **options), configure=configure)
+
+    return configure()
+
+
+def _mean_recall(counts: Counts) -> ArrayLike:
+    actual = np.add(counts.tp, counts.fn)
+    return np.asarray(ratio(counts.tp, actual))[actual != 0].mean().item()
+
+
+balanced_accuracy = _agreement("balanced_accuracy", _mean_recall)
+"""The mean over the classes that occur of the share of their examples that are predicted right."""
+
+
+def _correlation(counts: Counts) -> ArrayLike:
+    actual, predicted = np.add(counts.tp, counts.fn), np.add(counts.tp, counts.fp)
+    n = actual.sum()
+    shared = n * np.sum(counts.tp) - actual @ predicted
+    spreads = (n**2 - actual @ actual) * (n**2 - predicted @ predicted)
+    return ratio(shared, np.sqrt(np.maximum(spreads, 0)), 0.0 * n)
+
+
+mcc = _agreement("mcc", _correlation)
+"""Matthews' correlation of actual and predicted classes (Gorodkin 2004); 0 if either is constant.
+
+1 if all are right, 0 as by chance, and below 0 if worse than that.
+"""
+
+
+def _kappa(
+    *,
+    kappa_weights: str | None = None,
+    threshold: float | None = None,
+    from_logits: bool = True,
+) -> Metric:
+    if kappa_weights not in (None, "linear", "quadratic"):
+        raise ValueError(
+            "The kappa_weights of 'cohen_kappa' must be 'linear', 'quadratic' or None, got "
+            f"{kappa_weights!r}."
+        )
+    name, options = "cohen_kappa", {"threshold": threshold, "from_logits": from_logits}
+    if kappa_weights is None:
+        metric = _of_counts(name, _unweighted_kappa, **options)
+        return dataclasses.replace(metric, configure=_kappa)
+    power = {"linear": 1, "quadratic": 2}[kappa_weights]
+
+    def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
+        found = class_answers(outputs, targets, **options)
+        counted, doubts = counted_weights(found, weights, from_logits=from_logits)
+        matrix = add_by_class(found.n_classes, counted, found.actual, found.predicted)
+        return {"matrix": matrix, "doubts": doubts}
+
+    def compute(sums: Sums) -> ArrayLike:
+        warn_of(sums["doubts"], name)
+        matrix = np.asarray(sums["matrix"], np.float64)
+        places = np.arange(len(matrix))
+        costs = np.abs(places[:, None] - places) ** power
+        by_chance = np.outer(matrix.sum(1), matrix.sum(0)) / (matrix.sum() or np.nan)
+        return 1 - ratio((costs * matrix).sum(), (costs * by_chance).sum())
+
+    return Metric(measure, compute, name, _kappa, mode="max")
+
+
+def _unweighted_kappa(counts: Counts) -> ArrayLike:
+    actual, predicted = np.add(counts.tp, counts.fn), np.add(counts.tp, counts.fp)
+    n = actual.sum()
+    by_chance = actual @ predicted / n
+    return ratio(np.sum(counts.tp) - by_chance, n - by_chance)
+
+
+cohen_kappa = _kappa()
+"""How far actual and predicted classes agree beyond chance: 1 at most; NaN of a single class.
+
+With `kappa_weights="linear"` or `"quadratic"` classes that lie further apart disagree more, as for
+grades and stages.
+"""
+
+
+def _binary_iou(
+    *,
+    class_id: Sequence[int] = (0, 1),
+    threshold: float | None = None,
+    from_logits: bool = True,
+) -> Metric:
+    def value(counts: Counts) -> ArrayLike:
+        union = np.add(np.add(counts.tp, counts.fp), counts.fn)
+        chosen = [i for i in class_id if union[i] != 0]
+        return (counts.tp[chosen] / union[chosen]).mean().item() if chosen else 0.0
+
+    options = {"average": "binary", "threshold": threshold, "from_logits": from_logits}
+    return dataclasses.replace(_of_counts("binary_iou", value, **options), configure=_binary_iou)
+
+
+binary_iou = _binary_iou()
+"""The mean of `iou` over "no" and "yes", of masks: outputs and targets of one shape.
+
+With `class_id=[1]` it is that of "yes" alone.
+"""
+
+
+def _number_of(part: str, mode: str) -> Metric:
+    """Makes a metric that counts, by weight: see `precision` for its options.
+
+    Of two classes it counts class 1; of more, or of several labels, all of them together. With
+    `average=None` it is an array, by class.
+    """
+    names = {"tp": "true_positives", "fp": "false_positives"}
+    name = (names | {"tn": "true_negatives", "fn": "false_negatives"})[part]
+
+    def configure(
+        *,
+        average: str | None = "micro",
+        threshold: Threshold = None,
+        from_logits: bool = True,
+        multilabel: bool = False,
+        class_id: int | None = None,
+    ) -> Metric:
+        if average not in ("micro", None):
+            raise ValueError(f"The average of {name!r} must be 'micro' or None, got {average!r}.")
+
+        def value(counts: Counts) -> ArrayLike:
+            by_class = np.asarray(getattr(counts, part))
+            if class_id is not None:
+                return by_class[class_id].item()
+            if average is None:
+                return by_class
+            is_binary = len(by_class) == 2 and not multilabel
+            return by_class[1].item() if is_binary else by_class.sum().item()
+
+        options = {"from_logits": from_logits, "multilabel": multilabel, "class_id": class_id}
+        make = functools.partial(_of_counts, name, value, mode, **options)
+        return by_thresholds(lambda one: make(threshold=one), threshold, configure)
+
+    return configure()
+
+
+true_positives = _number_of("tp", "max")
+"""The weight of what has the label and was predicted to have it."""
+
+false_positives = _number_of("fp", "min")
+"""The weight of what was predicted to have the label and does not."""
+
+true_negatives = _number_of("tn", "max")
+"""The weight of what does not have the label and was not predicted to have it."""
+
+false_negatives = _number_of("fn", "min")
+"""The weight of what has the label and was not predicted to have it."""

@@ -1,0 +1,54 @@
+"""Other names of metrics: those of Keras, scikit-learn, torchmetrics and metrax."""
+
+import re
+
+_BY_METRIC = {
+    "accuracy": "acc categorical_accuracy sparse_categorical_accuracy accuracy_score",
+    "top_5": "top_k_categorical_accuracy sparse_top_k_categorical_accuracy top_k_accuracy top_k",
+    "balanced_accuracy": "balanced_accuracy_score",
+    "precision": "ppv positive_predictive_value precision_score",
+    "recall": "sensitivity true_positive_rate tpr recall_score",
+    "specificity": "true_negative_rate tnr",
+    "negative_predictive_value": "npv",
+    "false_positive_rate": "fpr",
+    "false_negative_rate": "fnr",
+    "f1": "f1_score",
+    "fbeta": "fbeta_score f_beta_score",
+    "dice": "dice_score dice_coefficient",
+    "iou": "io_u one_hot_io_u jaccard jaccard_score jaccard_index",
+    "mean_iou": "mean_io_u one_hot_mean_io_u",
+    "binary_iou": "binary_io_u",
+    "mcc": "matthews_corrcoef matthews_corr_coef",
+    "cohen_kappa": "kappa cohen_kappa_score",
+    "auc": "roc_auc auc_roc auroc roc_auc_score",
+    "mse": "mean_squared_error",
+    "mae": "mean_absolute_error",
+    "rmse": "root_mean_squared_error",
+    "r2": "r2_score rsquared",
+}
+_METRICS = {alias: name for name, aliases in _BY_METRIC.items() for alias in aliases.split()}
+
+
+def aliases() -> dict[str, str]:
+    """The name of each metric by its other names."""
+    return dict(_METRICS)
+
+
+def known_as(name: str) -> str:
+    """The name here of what a user calls a metric; classes of Keras by their names, too.
+
+    >>> known_as("SparseCategoricalAccuracy"), known_as("MeanIoU"), known_as("jaccard_macro")
+    ('accuracy', 'mean_iou', 'iou_macro')
+    """
+    if name != name.lower():
+        name = _as_function(name)
+    if name in _METRICS:
+        return _METRICS[name]
+    stem, _, last = name.rpartition("_")
+    return f"{_METRICS[stem]}_{last}" if stem in _METRICS else name
+
+
+def _as_function(name: str) -> str:
+    """The name of a function from that of a class, as Keras makes it."""
+    name = re.sub("(.)([A-Z][a-z0-9]+)", r"\1_\2", name)
+    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()

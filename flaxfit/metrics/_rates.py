@@ -1,0 +1,216 @@
+"""Metrics computed from counts by class: precision, recall and their relatives."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit.metrics._counts import Counts, by_example, count_answers, counts_of, micro
+from flaxfit.metrics._metric import Metric, ratio
+from flaxfit.metrics._validity import warn_of
+from flaxfit.tree._types import Array, ArrayLike, Function, Sums
+
+Fraction: TypeAlias = Callable[[Counts], tuple[ArrayLike, ArrayLike]]
+"""The numerator and the denominator of a rate, by class."""
+Threshold: TypeAlias = float | Sequence[float] | None
+
+_AVERAGES = ("auto", "binary", "macro", "micro", "weighted", "samples", None)
+
+
+def _rate(name: str, fraction: Fraction, *, mode: str = "max", default: str = "auto") -> Metric:
+    """Makes a metric that is a ratio of counts, by class and then averaged.
+
+    The options, which mean what they mean in scikit-learn or Keras:
+      average: "binary" (class 1 only), "macro" (the mean over the classes that occur or are
+        predicted), "weighted" (their mean weighted by how often they occur), "micro" (the ratio of
+        the counts of all classes), "samples" (the mean over the examples, with `multilabel`), or
+        None (an array, by class). By default "binary" for two classes, "micro" with `top_k`, and
+        "macro" for more.
+      threshold: the logit above which class 1 of two is predicted, or one of several labels, or
+        the one class of `class_id`. Several of them give an array.
+      from_logits: whether the outputs are logits; if not, the threshold is 0.5 unless given.
+      multilabel: whether an example may have several labels, or none: outputs and labels have the
+        shape `(batch, ..., classes)`, and each class is predicted by its own output.
+      top_k: predicts the classes of the k highest scores, instead of one.
+      class_id: the class that alone is reported, or several: the mean of those that occur or are
+        predicted.
+      zero_division: the value where nothing was predicted, or nothing is there.
+    """
+
+    def configure(
+        *,
+        average: str | None = default,
+        threshold: Threshold = None,
+        from_logits: bool = True,
+        multilabel: bool = False,
+        top_k: int | None = None,
+        class_id: int | Sequence[int] | None = None,
+        zero_division: float = 0.0,
+    ) -> Metric:
+        options = {"average": average, "from_logits": from_logits, "multilabel": multilabel}
+        options |= {"top_k": top_k, "class_id": class_id}
+        _check_options(name, average, multilabel, top_k, class_id, default)
+
+        def make(threshold: float | None) -> Metric:
+            return Metric(
+                *_sums_and_value(name, fraction, zero_division, threshold=threshold, **options),
+                name,
+                mode=mode,
+            )
+
+        return by_thresholds(make, threshold, configure)
+
+    return configure()
+
+
+def _sums_and_value(
+    name: str, fraction: Fraction, zero_division: float, **options: Any
+) -> tuple[Function, Function]:
+    """The two functions of a rate."""
+    count = count_answers(name, **options)
+    average, class_id, top_k = (options[each] for each in ("average", "class_id", "top_k"))
+    multilabel = options["multilabel"]
+    is_several = multilabel or top_k is not None
+
+    def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
+        found, weight, sums = count(outputs, targets, weights)
+        if average != "samples":
+            return sums
+        numerator, n = fraction(by_example(found, weight))
+        values = jnp.where(n > 0, numerator / jnp.where(n > 0, n, 1), zero_division)
+        weight = weight.sum(-1)
+        return {"sum": (weight * values).sum(), "n": weight.sum(), "doubts": sums["doubts"]}
+
+    def compute(sums: Sums) -> ArrayLike:
+        if average == "samples":
+            warn_of(sums["doubts"], name)
+            return ratio(sums["sum"], sums["n"])
+        counts = counts_of(sums, name)
+        by_class = np.asarray(_ratio(fraction(counts), zero_division))
+        occurs = counts.tp + counts.fp + counts.fn != 0
+        if isinstance(class_id, Sequence):
+            chosen = [i for i in class_id if occurs[_checked(i, by_class, name)]]
+            return by_class[chosen].mean().item() if chosen else zero_division
+        if class_id is not None:
+            return by_class[_checked(class_id, by_class, name)].item()
+        if average is None:
+            return by_class
+        if average == "micro" or average == "auto" and top_k is not None:
+            return _ratio(fraction(micro(counts)), zero_division)
+        if average == "weighted":
+            actual = counts.tp + counts.fn
+            return ratio((by_class * actual).sum(), actual.sum(), by_class.sum() * 0)
+        if average == "binary" or average == "auto" and len(by_class) == 2 and not is_several:
+            return by_class[1].item()
+        return by_class[occurs | multilabel].mean().item()
+
+    return measure, compute
+
+
+def _ratio(fraction: tuple[ArrayLike, ArrayLike], otherwise: float) -> ArrayLike:
+    return ratio(*fraction, otherwise)
+
+
+def _checked(class_id: int, by_class: np.ndarray, name: str) -> int:
+    if not 0 <= class_id < len(by_class):
+        raise ValueError(
+            f"The metric {name!r} has no class {class_id}: there are {len(by_class)}, from 0."
+        )
+    return class_id
+
+
+def _check_options(
+    name: str, average: str | None, multilabel: bool, top_k: object, class_id: object, default: str
+) -> None:
+    if average not in _AVERAGES:
+        raise ValueError(
+            f"The average of {name!r} must be 'binary', 'macro', 'micro', 'weighted', "
+            f"'samples' or None, got {average!r}."
+        )
+    several = multilabel or top_k is not None
+    if average == "samples" and not several or average == "binary" and several:
+        raise ValueError(
+            f"The average {average!r} of {name!r} is for {'one label' if several else ''}"
+            f"{'' if several else 'several labels'} per example: use another average, or "
+            f"multilabel={not several}."
+        )
+    if class_id is not None and average != default:
+        raise ValueError(
+            f"The metric {name!r} of class_id={class_id!r} is that of this class: "
+            f"it has no average={average!r}. Give one of the two."
+        )
+
+
+def by_thresholds(
+    make: Callable[[float | None], Metric], threshold: Threshold, configure: Callable[..., Metric]
+) -> Metric:
+    """The metric of a threshold; of several, a metric whose value is an array."""
+    if not isinstance(threshold, Sequence):
+        return dataclasses.replace(make(threshold), configure=configure)
+    each = [make(one) for one in threshold]
+
+    def measure(*arguments: Array, weights: Array | None = None) -> Sums:
+        return {str(i): m.measure(*arguments, weights=weights) for i, m in enumerate(each)}
+
+    def compute(sums: Sums) -> np.ndarray:
+        return np.asarray([metric.compute(sums[str(i)]) for i, metric in enumerate(each)])
+
+    return Metric(measure, compute, each[0].name, configure, mode=each[0].mode)
+
+
+precision = _rate("precision", lambda of: (of.tp, of.tp + of.fp))
+"""The share of the predicted labels that are correct; 0 if none is predicted."""
+
+recall = _rate("recall", lambda of: (of.tp, of.tp + of.fn))
+"""The share of the actual labels that are predicted; 0 if there are none. Also: sensitivity."""
+
+specificity = _rate("specificity", lambda of: (of.tn, of.tn + of.fp))
+"""The share of those without a label for which it is not predicted: the recall of "no"."""
+
+negative_predictive_value = _rate("negative_predictive_value", lambda of: (of.tn, of.tn + of.fn))
+"""The share of those without a predicted label that do not have it: the precision of "no"."""
+
+false_positive_rate = _rate("false_positive_rate", lambda of: (of.fp, of.tn + of.fp), mode="min")
+"""The share of those without a label for which it is predicted: 1 - specificity."""
+
+false_negative_rate = _rate("false_negative_rate", lambda of: (of.fn, of.tp + of.fn), mode="min")
+"""The share of the actual labels that are not predicted: 1 - recall."""
+
+f1 = _rate("f1", lambda of: (2 * of.tp, 2 * of.tp + of.fp + of.fn))
+"""The harmonic mean of precision and recall."""
+
+
+def _fbeta() -> Metric:
+    def configure(*, beta: float = 1.0, **options: Any) -> Metric:
+        square = beta * beta
+
+        def fraction(of: Counts) -> tuple[ArrayLike, ArrayLike]:
+            return (1 + square) * of.tp, (1 + square) * of.tp + of.fp + square * of.fn
+
+        return dataclasses.replace(_rate("fbeta", fraction)(**options), configure=configure)
+
+    # Its options are those of the others, and beta.
+    common = inspect.signature(f1.configure or configure).parameters.values()
+    beta = inspect.signature(configure).parameters["beta"]
+    vars(configure)["__signature__"] = inspect.Signature([beta, *common])
+    return configure()
+
+
+fbeta = _fbeta()
+"""The weighted harmonic mean of precision and recall, in which recall counts `beta` times."""
+
+dice = _rate("dice", lambda of: (2 * of.tp, 2 * of.tp + of.fp + of.fn))
+"""Twice the overlap of the actual and the predicted elements of a class, by the sum of both: F1."""
+
+iou = _rate("iou", lambda of: (of.tp, of.tp + of.fp + of.fn))
+"""The intersection of the actual and the predicted elements of a class over their union: Jaccard's.
+
+Over all data, as in Keras: not the mean over examples. Of a mask with a single score for each
+element, `average="binary"` takes outputs and targets of one shape.
+"""
+
+mean_iou = _rate("mean_iou", lambda of: (of.tp, of.tp + of.fp + of.fn), default="macro")
+"""The mean of `iou` over the classes that occur or are predicted, of two classes as well."""
