@@ -834,6 +834,143 @@ def test_metrics_of_probabilities_are_those_of_keras(kind, keras):
     assert_by_loop(OF_PROBABILITIES[kind], outputs, targets, expected)
 
 
+# The other metrics, each with what a peer says of the same weighted rows.
+PEER = sklearn.metrics
+OTHERS = {
+    "average_precision": ("score", lambda o, t, w: PEER.average_precision_score(t, o, **w)),
+    "pr_auc": ("score", lambda o, t, w: PEER.auc(*curve_of_sklearn(o, t, w))),
+    "precision_at_recall": ("score", lambda o, t, w: best_of_sklearn(o, t, w, 0, 1)),
+    "recall_at_precision": ("score", lambda o, t, w: best_of_sklearn(o, t, w, 1, 0)),
+    "sensitivity_at_specificity": ("score", lambda o, t, w: best_by_roc(o, t, w, 1, 0)),
+    "specificity_at_sensitivity": ("score", lambda o, t, w: best_by_roc(o, t, w, 0, 1)),
+    "log_loss": ("classes", lambda o, t, w: PEER.log_loss(t, softmax(o), labels=range(5), **w)),
+    "brier": ("score", lambda o, t, w: PEER.brier_score_loss(t, scipy.special.expit(o), **w)),
+    "calibration_error": ("classes", lambda o, t, w: calibration_by_hand(o, t, w)),
+    "median_absolute_error": ("number", lambda o, t, w: PEER.median_absolute_error(t, o, **w)),
+    "max_error": ("number", lambda o, t, w: PEER.max_error(t, o)),
+    "explained_variance": ("deep", lambda o, t, w: of_flat(PEER.explained_variance_score, o, t, w)),
+    "quantile_loss": ("number", lambda o, t, w: PEER.mean_pinball_loss(t, o, **w)),
+    "pearson": ("number", lambda o, t, w: correlation(o, t, w)),
+    "spearman": ("number", lambda o, t, w: correlation(ranks(o, w), ranks(t, w), w)),
+    "ndcg": ("labels", lambda o, t, w: PEER.ndcg_score(t, o, **w)),
+    "mrr": ("classes", lambda o, t, w: np.average(1 / ranks_of_labels(o, t), weights=SOME)),
+}
+
+
+def softmax(outputs):
+    return scipy.special.softmax(outputs.astype(float), -1)
+
+
+def of_flat(metric, outputs, targets, weights):
+    return metric(targets.reshape(N, -1), outputs.reshape(N, -1), **weights)
+
+
+def curve_of_sklearn(outputs, targets, weights):
+    curve = PEER.precision_recall_curve(targets, outputs, drop_intermediate=False, **weights)
+    return curve[1], curve[0]
+
+
+def best_of_sklearn(outputs, targets, weights, best, bounded):
+    curve = PEER.precision_recall_curve(targets, outputs, drop_intermediate=False, **weights)
+    return curve[best][:-1][curve[bounded][:-1] >= 0.5].max()
+
+
+def best_by_roc(outputs, targets, weights, best, bounded):
+    fpr, tpr, _ = PEER.roc_curve(targets, outputs, drop_intermediate=False, **weights)
+    rates = (1 - fpr, tpr)
+    return rates[best][rates[bounded] >= 0.5].max()
+
+
+def calibration_by_hand(outputs, targets, weights):
+    shares, weights = softmax(outputs).max(1), SOME / SOME.sum()
+    gaps = weights * (shares - (outputs.argmax(1) == targets))
+    bins = np.digitize(shares, np.linspace(0, 1, 16)[1:-1])
+    return np.abs(np.bincount(bins, gaps, 15)).sum()
+
+
+def correlation(outputs, targets, weights):
+    spreads = np.cov(outputs.astype(float), targets.astype(float), aweights=SOME, ddof=0)
+    return spreads[0, 1] / np.sqrt(spreads[0, 0] * spreads[1, 1])
+
+
+def ranks(values, weights):
+    below = values[:, None] > values
+    return (SOME * below).sum(1) + (SOME * (values[:, None] == values)).sum(1) / 2
+
+
+def ranks_of_labels(outputs, targets):
+    own = np.take_along_axis(outputs, targets[:, None], 1)
+    return (outputs >= own).sum(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_devices", [1, 4])
+def test_other_metrics_are_those_of_scikit_learn(n_devices):
+    for kind in {kind for kind, _ in OTHERS.values()}:
+        outputs, targets = DATA[kind]
+        named = {name: name for name, (of, _) in OTHERS.items() if of == kind}
+        weights = {"sample_weight": SOME}
+        expected = {name: OTHERS[name][1](outputs, targets, weights) for name in named}
+        assert_by_loop(metrics.as_metrics(named), outputs, targets, expected, [n_devices])
+
+
+TEXTS = {
+    "bleu": lambda of, a, b: of.bleu_score(a, [[each] for each in b]),
+    "wer": lambda of, a, b: of.word_error_rate(a, b),
+    "cer": lambda of, a, b: of.char_error_rate(a, b),
+    "rouge_1": lambda of, a, b: rouge_of_metrax("RougeN", a, b, order=1),
+    "rouge_2": lambda of, a, b: rouge_of_metrax("RougeN", a, b, order=2),
+    "rouge_l": lambda of, a, b: rouge_of_metrax("RougeL", a, b),
+}
+
+
+def rouge_of_metrax(name, predicted, expected, **options):
+    metrax = pytest.importorskip("metrax", reason="metrax is not installed")
+    score = getattr(metrax, name).from_model_output(predicted, expected, **options)
+    return float(score.compute()[-1])
+
+
+def decode(tokens):
+    return " ".join("abcdefgh"[: token + 1] for token in tokens)
+
+
+@pytest.mark.slow
+def test_metrics_of_text_are_those_of_torchmetrics_and_metrax(torch, torchmetrics):
+    targets = np.random.default_rng(0).integers(0, 5, (N, 9))
+    outputs = np.where(np.arange(9) % 4 == 0, 5, targets)
+    outputs[::2] = np.roll(outputs[::2], 1, 1)
+    texts = [[decode(row) for row in rows] for rows in (outputs, targets)]
+    peers = {
+        name: float(peer(torchmetrics.functional.text, *texts)) for name, peer in TEXTS.items()
+    }
+    named = {name: getattr(metrics, name)(decode=decode) for name in TEXTS}
+    logits = np.eye(6, dtype=np.float32)[outputs]
+    assert_by_loop(named, logits, targets, peers)
+
+
+IMAGES = ("psnr", "ssim")
+
+
+@pytest.mark.slow
+def test_metrics_of_images_are_those_of_metrax():
+    metrax = pytest.importorskip("metrax", reason="metrax is not installed")
+    generator = np.random.default_rng(0)
+    targets = generator.uniform(size=(N, 14, 16, 2)).astype(np.float32)
+    outputs = np.clip(targets + generator.normal(0, 0.1, targets.shape), 0, 1).astype(np.float32)
+    peers = {"psnr": metrax.PSNR, "ssim": metrax.SSIM}
+    each = {
+        name: np.array(
+            [
+                float(peer.from_model_output(a[None], b[None], max_val=1.0).compute())
+                for a, b in zip(outputs, targets, strict=True)
+            ]
+        )
+        for name, peer in peers.items()
+    }
+    expected = {name: np.average(values, weights=SOME) for name, values in each.items()}
+    assert_by_loop(metrics.as_metrics(list(IMAGES)), outputs, targets, expected)
+
+
 def test_differences_are_in_the_page_on_keras(assert_on_page_on_keras):
     assert_on_page_on_keras(DIFFERENCES)
 
@@ -862,6 +999,7 @@ def test_nothing_lacks_a_peer_without_a_reason():
     compared = {re.sub(r"_\d$", "_k", name) for names in METRICS.values() for name in names}
     compared = {re.sub("_(macro|micro|weighted|samples|classes)$", "", name) for name in compared}
     public = {name for name in vars(metrics) if not name.startswith("_")}
+    compared |= {*OTHERS, *TEXTS, *IMAGES}
     assert public - compared <= WITHOUT_PEER.keys()
     known = {"Loss", "check_loss_shape", "check_values", "resolve", *TARGETS}
     assert {name for name in vars(losses) if not name.startswith("_")} == known

@@ -21,11 +21,27 @@ _BY_METRIC = {
     "mcc": "matthews_corrcoef matthews_corr_coef",
     "cohen_kappa": "kappa cohen_kappa_score",
     "auc": "roc_auc auc_roc auroc roc_auc_score",
+    "average_precision": "average_precision_score ap",
+    "pr_auc": "auc_pr aucpr prc_auc",
+    "brier": "brier_score brier_score_loss",
+    "calibration_error": "ece expected_calibration_error",
     "mse": "mean_squared_error",
     "mae": "mean_absolute_error",
     "rmse": "root_mean_squared_error",
     "r2": "r2_score rsquared",
+    "explained_variance": "explained_variance_score",
+    "median_absolute_error": "median_ae",
+    "quantile_loss": "pinball pinball_loss mean_pinball_loss quantile",
+    "pearson": "pearson_correlation pearsonr pearson_corr_coef",
+    "spearman": "spearmanr spearman_corr_coef",
+    "mrr": "mean_reciprocal_rank",
+    "wer": "word_error_rate",
+    "cer": "char_error_rate character_error_rate",
+    "rouge_l": "rougel rouge",
+    "psnr": "peak_signal_noise_ratio",
+    "ssim": "structural_similarity",
 }
+_AVERAGES = ("binary", "macro", "micro", "weighted", "samples")
 _METRICS = {alias: name for name, aliases in _BY_METRIC.items() for alias in aliases.split()}
 
 
@@ -45,7 +61,7 @@ def known_as(name: str) -> str:
     if name in _METRICS:
         return _METRICS[name]
     stem, _, last = name.rpartition("_")
-    return f"{_METRICS[stem]}_{last}" if stem in _METRICS else name
+    return f"{_METRICS[stem]}_{last}" if stem in _METRICS and last in _AVERAGES else name
 
 
 def _as_function(name: str) -> str:

@@ -28,13 +28,28 @@ from flaxfit.metrics._auc import auc
 from flaxfit.metrics._collected import collected
 from flaxfit.metrics._collecting_classes import is_collecting_class
 from flaxfit.metrics._confusion import confusion_matrix
+from flaxfit.metrics._images import psnr, ssim
 from flaxfit.metrics._metric import RESERVED, Metric, mean
+from flaxfit.metrics._more_regression import explained_variance, pearson, quantile_loss
 from flaxfit.metrics._nnx_metrics import (
     from_nnx_metric,
     is_multi_metric,
     is_nnx_metric,
     members_of_multi,
 )
+from flaxfit.metrics._of_rows import (
+    average_precision,
+    max_error,
+    median_absolute_error,
+    pr_auc,
+    precision_at_recall,
+    recall_at_precision,
+    sensitivity_at_specificity,
+    spearman,
+    specificity_at_sensitivity,
+)
+from flaxfit.metrics._probabilities import brier, calibration_error, log_loss
+from flaxfit.metrics._ranking import mrr, ndcg
 from flaxfit.metrics._rates import (
     dice,
     f1,
@@ -49,6 +64,7 @@ from flaxfit.metrics._rates import (
     specificity,
 )
 from flaxfit.metrics._regression import mae, mse, perplexity, r2, rmse
+from flaxfit.metrics._text import bleu, cer, rouge_1, rouge_2, rouge_l, wer
 from flaxfit.tree._checks import check_order
 from flaxfit.tree._types import Array, Function, PyTree, Sums
 
@@ -57,6 +73,10 @@ _METRICS = (
     *(precision, recall, f1, fbeta, specificity, negative_predictive_value),
     *(false_positive_rate, false_negative_rate, iou, mean_iou, binary_iou, dice, mcc, cohen_kappa),
     *(true_positives, false_positives, true_negatives, false_negatives),
+    *(average_precision, pr_auc, precision_at_recall, recall_at_precision),
+    *(sensitivity_at_specificity, specificity_at_sensitivity, log_loss, brier, calibration_error),
+    *(median_absolute_error, max_error, spearman, explained_variance, pearson, quantile_loss),
+    *(ndcg, mrr, bleu, rouge_1, rouge_2, rouge_l, wer, cer, psnr, ssim),
     *(auc, mse, mae, rmse, r2, perplexity),
 )
 _BUILT_IN = {str(metric.name): metric for metric in _METRICS}
@@ -188,6 +208,8 @@ def _by_name(given: str) -> Metric:
         return confusion_matrix()
     if name in _BUILT_IN:
         return _BUILT_IN[name]
+    if (match := re.fullmatch(r"(ndcg|mrr)(?:_at_|@|_)(\d+)", name)) and match[1] in _BUILT_IN:
+        return _BUILT_IN[match[1]](k=int(match[2]), name=name)
     if (match := _AVERAGE.fullmatch(name)) and match[1] in _BUILT_IN:
         return _BUILT_IN[match[1]](average=match[2], name=name)
     for loss in (given, name):

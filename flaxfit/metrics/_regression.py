@@ -13,7 +13,8 @@ from flaxfit.metrics._moments import moments, spread
 from flaxfit.tree._types import Array, ArrayLike, Sums
 
 
-def _errors(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
+def check_numbers(outputs: ArrayLike, targets: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """Outputs and targets of one shape, in single precision or more."""
     outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
     if outputs.shape != targets.shape:
         raise ValueError(
@@ -21,7 +22,12 @@ def _errors(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
             f"{outputs.shape} and targets {targets.shape}: reshape one of them."
         )
     dtype = jnp.promote_types(jnp.result_type(outputs, targets), jnp.float32)
-    return outputs.astype(dtype) - targets.astype(dtype)
+    return outputs.astype(dtype), targets.astype(dtype)
+
+
+def _errors(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
+    outputs, targets = check_numbers(outputs, targets)
+    return outputs - targets
 
 
 mse = mean(lambda outputs, targets: jnp.square(_errors(outputs, targets)), name="mse")

@@ -1,0 +1,163 @@
+"""Built-in metrics of all rows at once: curves of scores, ranks, medians and extremes."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit.metrics._labels import binary_scores
+from flaxfit.metrics._metric import Metric, weights_of
+from flaxfit.metrics._regression import check_numbers
+from flaxfit.metrics._rows import MAX_ROWS, rows_of, value_of
+from flaxfit.metrics._validity import counted_weights
+from flaxfit.tree._types import Array, ArrayLike, Function, Sums
+
+Rows = Callable[[np.ndarray, np.ndarray, np.ndarray], ArrayLike]
+"""`(outputs, targets, weights) -> value`, of all elements of weight above 0, flat."""
+
+
+def _pair(
+    name: str, prepare: Function, value: Rows, mode: str, configure: Function | None = None
+) -> Metric:
+    """Makes a collected metric of `prepare(outputs, targets, weights)`, by element."""
+
+    def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
+        outputs, targets, weights = prepare(outputs, targets, weights)
+        return rows_of(name, (outputs, targets), weights)
+
+    def of(outputs: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> ArrayLike:
+        chosen = weights != 0
+        found = outputs[chosen], targets[chosen], weights[chosen]
+        is_invalid = any(np.isnan(each).any() for each in found)
+        return (
+            np.nan if is_invalid or not chosen.any() else value(*(x.astype(float) for x in found))
+        )
+
+    compute = functools.partial(value_of, name, of, takes_weights=True)
+    return Metric(measure, compute, name, configure, mode=mode, max_rows=MAX_ROWS)
+
+
+def _numbers(outputs: Array, targets: Array, weights: Array | None) -> tuple[Any, Any, Any]:
+    outputs, targets = check_numbers(outputs, targets)
+    return outputs, targets, weights_of(outputs, weights)
+
+
+def _scores(name: str, outputs: Array, targets: Array, weights: Array | None) -> tuple[Any, ...]:
+    found = binary_scores(outputs, targets, name=name)
+    counted, _ = counted_weights(found, weights)
+    return found.outputs, jnp.asarray(found.actual, jnp.float32), counted
+
+
+def _of_scores(name: str, value: Rows, configure: Function | None = None) -> Metric:
+    return _pair(name, functools.partial(_scores, name), value, "max", configure)
+
+
+def _curve(scores: ArrayLike, labels: ArrayLike, weights: ArrayLike) -> tuple[np.ndarray, ...]:
+    """The weights of true and of false positives at each score as the threshold, from the top."""
+    order = np.argsort(-scores, kind="stable")
+    scores, labels, weights = scores[order], labels[order], weights[order]
+    last = np.append(np.flatnonzero(np.diff(scores)), len(scores) - 1)
+    return np.cumsum(weights * labels)[last], np.cumsum(weights * (1 - labels))[last]
+
+
+def _average_precision(scores: Any, labels: Any, weights: Any) -> ArrayLike:
+    tp, fp = _curve(scores, labels, weights)
+    if not tp[-1]:
+        return np.nan
+    return float(np.sum(np.diff(tp, prepend=0) * tp / (tp + fp)) / tp[-1])
+
+
+average_precision = _of_scores("average_precision", _average_precision)
+"""The mean of the precision at each step of the recall, as in scikit-learn: binary labels."""
+
+
+def _pr_area(scores: Any, labels: Any, weights: Any) -> ArrayLike:
+    tp, fp = _curve(scores, labels, weights)
+    if not tp[-1]:
+        return np.nan
+    precision, recall = tp / (tp + fp), tp / tp[-1]
+    return float(np.trapezoid(np.append(1.0, precision), np.append(0.0, recall)))
+
+
+pr_auc = _of_scores("pr_auc", _pr_area)
+"""The area under the precision-recall curve by trapezoids: binary labels."""
+
+
+def _best_at(name: str, best: Function, bounded: Function) -> Metric:
+    """Makes the best of one rate over all thresholds at which another reaches a bound."""
+
+    def configure(*, least: float = 0.5) -> Metric:
+        def value(scores: Any, labels: Any, weights: Any) -> ArrayLike:
+            tp, fp = (np.append(0.0, each) for each in _curve(scores, labels, weights))
+            rates = tp, fp, tp[-1] - tp, fp[-1] - fp
+            with np.errstate(all="ignore"):
+                reached = bounded(*rates) >= least - 1e-12
+                found = best(*rates)[reached]
+            return float(np.nanmax(found, initial=0.0))
+
+        return _of_scores(name, value, configure)
+
+    return configure()
+
+
+def _precision(tp: Any, fp: Any, fn: Any, tn: Any) -> Any:
+    return tp / (tp + fp)
+
+
+def _recall(tp: Any, fp: Any, fn: Any, tn: Any) -> Any:
+    return tp / (tp + fn)
+
+
+def _specificity(tp: Any, fp: Any, fn: Any, tn: Any) -> Any:
+    return tn / (tn + fp)
+
+
+precision_at_recall = _best_at("precision_at_recall", _precision, _recall)
+"""The best precision at any threshold with a recall of at least `least`, 0.5 unless given."""
+
+recall_at_precision = _best_at("recall_at_precision", _recall, _precision)
+"""The best recall at any threshold with a precision of at least `least`, 0.5 unless given."""
+
+sensitivity_at_specificity = _best_at("sensitivity_at_specificity", _recall, _specificity)
+"""The best recall at any threshold with a specificity of at least `least`, 0.5 unless given."""
+
+specificity_at_sensitivity = _best_at("specificity_at_sensitivity", _specificity, _recall)
+"""The best specificity at any threshold with a recall of at least `least`, 0.5 unless given."""
+
+
+def _median(outputs: Any, targets: Any, weights: Any) -> ArrayLike:
+    errors = np.abs(outputs - targets)
+    order = np.argsort(errors)
+    errors, sums = errors[order], np.cumsum(weights[order])
+    half = sums[-1] / 2
+    low, high = np.searchsorted(sums, half), np.searchsorted(sums, half, side="right")
+    return float((errors[low] + errors[min(high, len(errors) - 1)]) / 2)
+
+
+median_absolute_error = _pair("median_absolute_error", _numbers, _median, "min")
+"""The weighted median of the absolute errors; between two, their mean."""
+
+max_error = _pair("max_error", _numbers, lambda o, t, w: float(np.abs(o - t).max()), "min")
+"""The largest absolute error."""
+
+
+def _ranks(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The mean place of each value among all, by weight."""
+    _, places = np.unique(values, return_inverse=True)
+    at = np.bincount(places, weights)
+    return (np.cumsum(at) - at / 2)[places]
+
+
+def _spearman(outputs: Any, targets: Any, weights: Any) -> ArrayLike:
+    ranks = np.stack([_ranks(outputs, weights), _ranks(targets, weights)])
+    away = ranks - np.average(ranks, axis=1, weights=weights)[:, None]
+    squares = (weights * away * away).sum(1)
+    if not squares.prod():
+        return np.nan
+    return float((weights * away.prod(0)).sum() / np.sqrt(squares.prod()))
+
+
+spearman = _pair("spearman", _numbers, _spearman, "max")
+"""The correlation of the ranks of outputs and targets; of equal values, their mean rank."""

@@ -1,0 +1,159 @@
+"""Metrics of text: BLEU, ROUGE and error rates, of sequences of tokens or of decoded text."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit.metrics._metric import Metric
+from flaxfit.metrics._rows import MAX_ROWS, rows_of, value_of
+from flaxfit.tree._types import Array, ArrayLike, Sums
+
+Pairs: TypeAlias = list[tuple[Sequence[Any], Sequence[Any]]]
+"""Predicted and expected sequences of tokens, words or characters."""
+
+
+def _text(
+    name: str, value: Callable[[Pairs], float], mode: str, *, by_letter: bool = False
+) -> Metric:
+    """Makes a metric of texts.
+
+    Outputs are logits `(batch, tokens, vocabulary)` or integer tokens `(batch, tokens)`; targets
+    are integer tokens. Tokens of weight 0 are left out, of logits in both. The options:
+      decode: turns an array of tokens into a string, whose words (of `cer`: letters) are compared;
+        None: the tokens are.
+      ignore_label: the token of padding in the targets, which is left out.
+      end: the token that ends a sequence: it and what follows is left out.
+    """
+
+    def configure(
+        *,
+        decode: Callable[[np.ndarray], str] | None = None,
+        ignore_label: int | None = None,
+        end: int | None = None,
+    ) -> Metric:
+        def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
+            outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
+            tokens = outputs.argmax(-1) if outputs.ndim == targets.ndim + 1 else outputs
+            if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+                raise ValueError(
+                    f"The metric {name!r} wants logits (batch, tokens, vocabulary) or integer "
+                    f"tokens (batch, tokens), got outputs {outputs.shape} "
+                    f"and targets {targets.shape}."
+                )
+            counts = jnp.ones(targets.shape, bool)
+            if weights is not None:
+                counts &= weights.reshape(len(targets), -1) != 0
+            if ignore_label is not None:
+                counts &= targets != ignore_label
+            known = counts if outputs.ndim == 3 else jnp.ones(tokens.shape, bool)
+            return rows_of(name, (tokens, known, targets, counts), weights)
+
+        def units(tokens: np.ndarray, known: np.ndarray) -> Sequence[Any]:
+            tokens = tokens[known]
+            if end is not None and (tokens == end).any():
+                tokens = tokens[: (tokens == end).argmax()]
+            if decode is None:
+                return tokens.tolist()
+            return decode(tokens) if by_letter else decode(tokens).split()
+
+        def of(
+            tokens: np.ndarray,
+            known: np.ndarray,
+            targets: np.ndarray,
+            counts: np.ndarray,
+            weights: np.ndarray,
+        ) -> float:
+            rows = zip(tokens, known, targets, counts, strict=True)
+            return value([(units(a, b), units(c, d)) for a, b, c, d in rows])
+
+        def compute(rows: Sums) -> ArrayLike | dict[str, ArrayLike]:
+            return value_of(name, of, rows, takes_weights=True)
+
+        return Metric(measure, compute, name, configure, mode=mode, max_rows=MAX_ROWS)
+
+    return configure()
+
+
+def _grams(units: Sequence[Any], n: int) -> Counter[Any]:
+    return Counter(zip(*(units[i:] for i in range(n)), strict=False))
+
+
+def _bleu(pairs: Pairs) -> float:
+    logs = []
+    for n in range(1, 5):
+        found = [(_grams(a, n), _grams(b, n)) for a, b in pairs]
+        right = sum((a & b).total() for a, b in found)
+        total = sum(a.total() for a, _ in found)
+        if not right:
+            return 0.0
+        logs.append(math.log(right / total))
+    lengths = [sum(map(len, side)) for side in zip(*pairs, strict=True)]
+    return math.exp(sum(logs) / 4 + min(0.0, 1 - lengths[1] / lengths[0]))
+
+
+def _f1(shared: int, a: int, b: int) -> float:
+    return 2 * shared / (a + b) if a + b else 0.0
+
+
+def _rouge(n: int) -> Callable[[Pairs], float]:
+    def value(pairs: Pairs) -> float:
+        found = [(_grams(a, n), _grams(b, n)) for a, b in pairs]
+        each = [_f1((a & b).total(), a.total(), b.total()) for a, b in found]
+        return sum(each) / len(each)
+
+    return value
+
+
+def _longest(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """The length of the longest common subsequence."""
+    row = [0] * (len(b) + 1)
+    for x in a:
+        before = row
+        row = [0]
+        for j, y in enumerate(b):
+            row.append(before[j] + 1 if x == y else max(before[j + 1], row[j]))
+    return row[-1]
+
+
+def _rouge_longest(pairs: Pairs) -> float:
+    each = [_f1(_longest(a, b), len(a), len(b)) for a, b in pairs]
+    return sum(each) / len(each)
+
+
+def _edits(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """The fewest insertions, deletions and replacements between sequences (Levenshtein)."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        before = row
+        row = [i]
+        for j, y in enumerate(b):
+            row.append(min(before[j + 1] + 1, row[j] + 1, before[j] + (x != y)))
+    return row[-1]
+
+
+def _error_rate(pairs: Pairs) -> float:
+    n = sum(len(b) for _, b in pairs)
+    return sum(_edits(a, b) for a, b in pairs) / n if n else math.nan
+
+
+bleu = _text("bleu", _bleu, "max")
+"""BLEU of the corpus, of 1 to 4 units, with the brevity penalty (Papineni et al. 2002); 0 to 1."""
+
+rouge_1 = _text("rouge_1", _rouge(1), "max")
+"""The mean over the examples of the F1 of shared units (Lin 2004)."""
+
+rouge_2 = _text("rouge_2", _rouge(2), "max")
+"""The mean over the examples of the F1 of shared pairs of units (Lin 2004)."""
+
+rouge_l = _text("rouge_l", _rouge_longest, "max")
+"""The mean over the examples of the F1 of the longest common subsequence (Lin 2004)."""
+
+wer = _text("wer", _error_rate, "min")
+"""The word error rate: edits over the number of expected words, or tokens without `decode`."""
+
+cer = _text("cer", _error_rate, "min", by_letter=True)
+"""The character error rate of decoded texts; without `decode` that of tokens."""
