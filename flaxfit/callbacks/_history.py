@@ -38,12 +38,20 @@ class History(Mapping[str, list[float]]):
       name: of the model; the title of what is shown.
       unit: the word for one entry ("epoch").
       facts: a line about the run, shown in notebooks.
+      initial_epoch: the number of epochs before the first entry.
     """
 
     borrows = True
 
-    def __init__(self, name: str = "", *, unit: str = "checkpoint", facts: str = "") -> None:
-        self.name, self.unit, self.facts = name, unit, facts
+    def __init__(
+        self,
+        name: str = "",
+        *,
+        unit: str = "checkpoint",
+        facts: str = "",
+        initial_epoch: int = 0,
+    ) -> None:
+        self.name, self.unit, self.facts, self.initial_epoch = name, unit, facts, initial_epoch
         self.steps: list[int] = []
         """The step of each checkpoint."""
         self.n_steps = 0
@@ -78,6 +86,16 @@ class History(Mapping[str, list[float]]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+    @property
+    def n_epochs(self) -> int:
+        """The number of epochs, those before the first entry included."""
+        return self.initial_epoch + len(self.steps)
+
+    @property
+    def epoch(self) -> list[int]:
+        """The number of each epoch, from 0 as in Keras, or from `initial_epoch`."""
+        return list(range(self.initial_epoch, self.n_epochs))
 
     def best(self, name: str, mode: str = "auto") -> Best:
         """Returns the best finite value of a metric, the earliest among equals.
@@ -165,6 +183,7 @@ class History(Mapping[str, list[float]]):
             "elapsed_time": self.elapsed_time,
             "compile_time": self.compile_time,
             "modes": dict(self._modes),
+            "initial_epoch": self.initial_epoch,
         }
 
     def set_state(self, state: Mapping[str, Json]) -> None:
@@ -176,6 +195,7 @@ class History(Mapping[str, list[float]]):
         self.elapsed_time = float(state["elapsed_time"])
         self.compile_time = float(state["compile_time"])
         self._modes = dict(state.get("modes", {}))
+        self.initial_epoch = int(state.get("initial_epoch", 0))
 
     def _held(self) -> str:
         return ", ".join(self._values) or "nothing yet"

@@ -1,13 +1,14 @@
 """The data arguments of `fit`, `evaluate` and `predict`, brought into one form."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 
 from flaxfit.data._batch import parts_of
+from flaxfit.data._class_weights import WEIGHTS_BY_OUTPUT, weights_by_class
 from flaxfit.data._columns import common_length
-from flaxfit.data._sample_weights import check_weights, check_weights_shape
+from flaxfit.data._sample_weights import by_output, check_weights, check_weights_shape
 from flaxfit.tree._dtypes import check_dense, is_array, is_named, is_node, to_numpy
 from flaxfit.tree._types import Data, PyTree
 from flaxfit.tree._weights import product
@@ -19,27 +20,28 @@ def prepare(
     x: Data,
     y: PyTree = None,
     sample_weight: PyTree = None,
-    class_weight: Mapping[int, float] | None = None,
+    class_weight: Mapping[int, float] | str | None = None,
     validation_split: float = 0.0,
     validation_data: Data = None,
     seed: int = 0,
+    outputs: Sequence[str] = (),
 ) -> tuple[Data, Data]:
     """The data to train on and to validate on: arrays as `(x, y, weights)`, other data unchanged.
 
     Without `y`, a tuple or a mapping of arrays is a data set, `(x, y)` or `(x, y, weights)`; a
     list is a sequence of batches, unless it is made of numbers. Weights may be a mapping by the
-    names of outputs.
+    names of outputs, or a sequence in the order of `outputs`. The `class_weight` of batches is left
+    to a `ClassWeightedStream`.
     """
-    arrays = _arrays_of(x, y, sample_weight)
+    arrays = _arrays_of(x, y, sample_weight, outputs=outputs)
     if _is_pair(validation_data):
         validation_data = tuple(validation_data)
-    held_out = _arrays_of(validation_data, owner="validation_data")
+    held_out = _arrays_of(validation_data, owner="validation_data", outputs=outputs)
     validation_data = validation_data if held_out is None else held_out
     if arrays is None:
         given = {
             "y": y,
             "sample_weight": sample_weight,
-            "class_weight": class_weight,
             "validation_split": validation_split or None,
         }
         wrong = [name for name, value in given.items() if value is not None]
@@ -50,23 +52,18 @@ def prepare(
                 "validation_data."
             )
         return x, validation_data
-    by_class = None if class_weight is None else weights_by_class(arrays[1], class_weight)
+    all_y = arrays[1]
     if validation_split:
         if validation_data is not None:
             raise ValueError("Give either validation_data or validation_split, not both.")
-        (*arrays, by_class), (*validation_data, _) = split(
-            (*arrays, by_class), validation_split, seed
-        )
-        validation_data = tuple(validation_data)
+        arrays, validation_data = split(arrays, validation_split, seed)
+    if class_weight is None:
+        return arrays, validation_data
     x, y, w = arrays
-    if by_class is None:
-        return (x, y, w), validation_data
     if isinstance(w, Mapping):
-        raise ValueError(
-            "class_weight weighs whole examples, and sample_weight each output by its name: put "
-            "the weights of the classes into those of their output."
-        )
+        raise ValueError(WEIGHTS_BY_OUTPUT)
     # Validation data is not weighted by class.
+    by_class = weights_by_class(y, class_weight, w, all_of=all_y)
     return (x, y, by_class if w is None else product(w, by_class)), validation_data
 
 
@@ -77,45 +74,6 @@ def prepare_inputs(x: Data) -> Data:
     """
     is_inputs = not _is_list(x) or all(is_array(part) or _is_numbers(part) for part in x)
     return (as_arrays(x), None, None) if is_inputs and _holds_arrays(x) else x
-
-
-def weights_by_class(y: PyTree, class_weight: Mapping[int, float]) -> np.ndarray:
-    """The weight of the class of each example, or of each token; 1 unless given."""
-    if not isinstance(class_weight, Mapping):
-        raise TypeError(
-            "class_weight must map labels to weights, such as {0: 1.0, 1: 2.5}, got "
-            f"{type(class_weight).__name__}: {class_weight!r:.60}"
-        )
-    if not isinstance(y, np.ndarray | jax.Array):
-        raise ValueError("class_weight needs targets y that are one array of labels.")
-    labels = np.asarray(y)
-    if labels.ndim > 1 and labels.shape[-1] == 1:
-        labels = labels[..., 0]
-    elif labels.ndim > 1 and _is_one_hot(labels):
-        labels = labels.argmax(-1)
-    if labels.dtype.kind == "f" and not np.array_equal(labels, np.round(labels)):
-        raise ValueError("class_weight needs targets y that are labels, got other numbers.")
-    there_are = np.unique(labels).tolist()
-    absent = [label for label in class_weight if label not in there_are]
-    if absent:
-        more = ", ..." if len(there_are) > 20 else ""
-        raise ValueError(
-            f"class_weight names labels that y does not hold, {absent!r:.60}. There are "
-            f"{', '.join(map(str, there_are[:20]))}{more}."
-        )
-    by_class = np.ones(labels.shape, np.float32)
-    for label, weight in class_weight.items():
-        if not isinstance(weight, int | float | np.number):
-            raise TypeError(f"The class_weight of {label!r} must be a number, got {weight!r:.60}.")
-        by_class[labels == label] = weight
-    if class_weight:
-        check_weights(list(class_weight.values()), "class_weight")
-    return by_class
-
-
-def _is_one_hot(labels: np.ndarray) -> bool:
-    """Whether each row along the last axis is one-hot, or soft labels that add up to 1."""
-    return bool((labels >= 0).all() and np.allclose(labels.sum(-1), 1, atol=0.02))
 
 
 def split(arrays: tuple[PyTree, ...], fraction: float, seed: int) -> tuple[PyTree, ...]:
@@ -155,7 +113,12 @@ def as_arrays(part: PyTree) -> PyTree:
 
 
 def _arrays_of(
-    data: Data, y: PyTree = None, weights: PyTree = None, owner: str = "x"
+    data: Data,
+    y: PyTree = None,
+    weights: PyTree = None,
+    *,
+    owner: str = "x",
+    outputs: Sequence[str] = (),
 ) -> tuple[PyTree, ...] | None:
     """The inputs, targets and weights of a data set as arrays; None if the data is batches."""
     if y is not None:
@@ -183,7 +146,10 @@ def _arrays_of(
         parts = (data, None, weights)
     else:
         return None
-    x, y, w = (None if _is_none(part) else as_arrays(part) for part in parts)
+    *parts, weights = parts
+    if not (_is_none(weights) or _is_numbers(weights)):
+        weights = by_output(weights, outputs)
+    x, y, w = (None if _is_none(part) else as_arrays(part) for part in (*parts, weights))
     name = "sample_weight" if owner == "x" else f"the weights of {owner}"
     if w is not None:
         check_weights_shape(w, name)

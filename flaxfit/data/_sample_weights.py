@@ -1,6 +1,6 @@
 """Weights of examples or tokens, finite and not negative, or such weights for each output."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,29 @@ def of_output(weights: PyTree, name: str) -> PyTree:
     if isinstance(weights, Mapping):
         return weights.get(name, weights.get(OTHER_OUTPUTS))
     return weights
+
+
+def by_output(weights: PyTree, names: Sequence[str] = ()) -> PyTree:
+    """Weights in a list or a tuple, in the order of the outputs, as a mapping by their names.
+
+    None stands for equal weights. Without names these are "output_0", "output_1" and so on, as
+    those of a list of losses. Other weights are unchanged.
+
+    >>> by_output([np.ones(2), None])
+    {'output_0': array([1., 1.])}
+    """
+    if not isinstance(weights, list | tuple):
+        return weights
+    if len(weights) == 1 and not names:
+        return weights[0]
+    names = names or [f"output_{i}" for i in range(len(weights))]
+    if len(weights) != len(names):
+        raise ValueError(
+            f"There are weights for {len(weights)} outputs, and the model has losses for "
+            f"{len(names)}: {', '.join(names)}."
+        )
+    found = {n: each for n, each in zip(names, weights, strict=True) if each is not None}
+    return found or None
 
 
 def times(weights: PyTree, factor: Array) -> PyTree:

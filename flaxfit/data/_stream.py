@@ -38,6 +38,17 @@ def is_shared(stream: object) -> bool:
     return getattr(stream, "shared", True)
 
 
+def is_read_once(data: Data) -> bool:
+    """Whether data is a generator or another iterator of Python, which ends but once.
+
+    An iterator of a class of one's own may begin again.
+
+    >>> is_read_once(iter([1])), is_read_once([1])
+    (True, False)
+    """
+    return isinstance(data, Iterator) and type(data).__module__ in ("builtins", "itertools")
+
+
 def pass_length(stream: Data, advice: str) -> int | None:
     """The number of batches in a pass over a stream, or None if it is unknown.
 

@@ -3,7 +3,8 @@
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 
@@ -13,16 +14,14 @@ from flaxfit.callbacks._callback import Callback
 from flaxfit.callbacks._history import History
 from flaxfit.callbacks._progress import ENDLESS
 from flaxfit.data import DataStream
-from flaxfit.data._libraries import is_hugging_face
 from flaxfit.loop._callback_list import as_tuple
 from flaxfit.loop._eval_loop import EvalLoop
 from flaxfit.loop._train_loop import EndOfData, TrainLoop
 from flaxfit.model._export import apply_to_export
 from flaxfit.model._resume import RunFolder
-from flaxfit.model._streams import in_order, length_of, prefetched, training_stream
+from flaxfit.model._streams import known_length, length_of, prefetched, training_stream
 from flaxfit.model._trainer import Trainer
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.state._train_state import TrainState
+from flaxfit.model._validation import Validation, epochs_of, validation_of
 from flaxfit.tree._checks import whole_number
 from flaxfit.tree._functions import order_of
 from flaxfit.tree._types import Data
@@ -31,15 +30,16 @@ from flaxfit.tree._types import Data
 def check_arguments(
     verbose: int | str,
     epochs: int,
-    batch_size: int | None,
-    steps_per_epoch: int | None,
+    initial_epoch: int,
     steps_per_execution: int | str,
+    **numbers: int | None,
 ) -> None:
     """Checks the numbers among the arguments of `Model.fit`."""
     if verbose not in ("auto", 0, 1, 2):
         raise ValueError(f"verbose must be 'auto', 0, 1 or 2, got {verbose!r}.")
     whole_number("epochs", epochs)
-    for name, n in {"batch_size": batch_size, "steps_per_epoch": steps_per_epoch}.items():
+    whole_number("initial_epoch", initial_epoch, least=0)
+    for name, n in numbers.items():
         if n is not None:
             whole_number(name, n)
     if steps_per_execution != "auto":
@@ -54,7 +54,12 @@ def fit(
     *,
     batch_size: int | None,
     epochs: int,
+    initial_epoch: int,
     steps_per_epoch: int | None,
+    validation_steps: int | None,
+    validation_batch_size: int | None,
+    validation_freq: Any,
+    class_weight: Mapping[int, float] | str | None,
     shuffle: bool | None,
     callbacks: Callback | Iterable[Callback] | None,
     verbose: int | str,
@@ -63,17 +68,38 @@ def fit(
     resume: bool | str,
 ) -> History:
     """Trains for a number of epochs on what `prepare` returned; see `Model.fit`."""
+    is_validated = epochs_of(validation_freq)
+    history = History(trainer.name, unit="epoch", initial_epoch=initial_epoch)
+    if initial_epoch:
+        trainer.n_epochs = initial_epoch
+    n_left = epochs - initial_epoch
+    if n_left < 1:
+        display.say(f"nothing to train: initial_epoch={initial_epoch} and epochs={epochs}")
+        trainer.history = history
+        return history
     stream = training_stream(
         data,
         batch_size=batch_size,
         shuffle=shuffle,
         seed=trainer.seed,
-        epochs=epochs,
+        epochs=n_left,
         steps_per_epoch=steps_per_epoch,
         n_before=trainer.n_epochs,
+        class_weight=class_weight,
+        form=trainer.task.roles,
     )
-    if isinstance(validation_data, tuple) or is_hugging_face(validation_data):
-        validation_data = in_order(validation_data, batch_size)
+    validation = None
+    if validation_data is not None:
+        validation = validation_of(
+            validation_data,
+            evaluator=evaluator,
+            averaged=trainer.averaged,
+            batch_size=validation_batch_size or batch_size,
+            is_given=validation_batch_size is not None,
+            n_steps=validation_steps,
+            n_times=sum(map(is_validated, range(initial_epoch + 1, epochs + 1))),
+            is_due=lambda: is_validated(history.n_epochs + 1),
+        )
     n_steps = steps_per_epoch or length_of(stream)
     users = as_tuple(callbacks)
     # What `load` has read is the start of this model, not of an interrupted call.
@@ -92,23 +118,25 @@ def fit(
     )
     found = loop.start if is_fresh else None
     evaluator.attach(loop)
-    if hasattr(validation_data, "one_epoch") or not isinstance(validation_data, Iterator | None):
-        # Before an epoch is spent on it.
-        evaluator.check(loop.state_in_place, validation_data, in_phase=loop.in_phase)
-    line = _first_line(trainer.name, loop, stream, validation_data, n_steps)
-    trainer.history = history = History(trainer.name, unit="epoch", facts=line)
+    if validation is not None:
+        validation.attach_to(loop)
+    history.facts = line = _first_line(trainer.name, loop, stream, validation, n_steps)
+    trainer.history = history
     for callback in users:
         if hasattr(callback, "attach_apply"):
             callback.attach_apply(apply_to_export(evaluator.task))
     every = [*users, history.append]
-    if validation_data is not None:
-        every.insert(0, Validation(evaluator, trainer.averaged, validation_data))
+    if validation is not None:
+        every.insert(0, validation)
     if folder is not None:
         every = [*folder.guards(users), *every, folder.writer]
     if verbose:
         display.say(line)
+        _say_if_longer(stream, steps_per_epoch)
         is_live = False if verbose == 2 else None
-        n_before = 0 if found is None or not found.history else len(found.history["steps"])
+        n_before = initial_epoch
+        if found is not None and found.history:
+            n_before = found.history.get("initial_epoch", 0) + len(found.history["steps"])
         every.append(ProgressBar(unit="epoch", total=epochs, start=n_before, live=is_live))
     with contextlib.ExitStack() as stack:
         stack.push(lambda kind, error, traceback: trainer.write_back(error))
@@ -116,22 +144,32 @@ def fit(
         stack.enter_context(loop)
         loop.callbacks = every
         if folder is not None and found is not None:
-            trainer.n_epochs = len(history.steps)
-            epochs = folder.epochs_left(loop, history, epochs, n_steps)
+            trainer.n_epochs = history.n_epochs
+            n_left = folder.epochs_left(loop, history, epochs, initial_epoch, n_steps)
         if n_steps is None:
-            _train_passes(trainer, loop, epochs)
+            _train_passes(trainer, loop, n_left)
             return history
-        end = loop.first_checkpoint + (epochs - 1) * n_steps
+        end = loop.first_checkpoint + (n_left - 1) * n_steps
         for checkpoint in loop.run_until(end, copy=False):
             del checkpoint  # A copy that a callback was given is not to be held while training.
             trainer.n_epochs += 1
         if loop.step < end and not loop.stopped:
             raise ValueError(
-                f"The data ended after step {loop.step:,}, and {epochs} epochs of {n_steps:,} "
+                f"The data ended after step {loop.step:,}, and {n_left} epochs of {n_steps:,} "
                 f"steps end at step {end:,}. Give fewer steps_per_epoch or epochs, or data that "
                 "lasts."
             )
     return history
+
+
+def _say_if_longer(stream: DataStream, steps_per_epoch: int | None) -> None:
+    """Says that an epoch is longer than a pass over the data, which begins again."""
+    n = None if steps_per_epoch is None else known_length(stream)
+    if steps_per_epoch and n is not None and n < steps_per_epoch:
+        display.say(
+            f"a pass over the data has {n:,} batches: an epoch of steps_per_epoch="
+            f"{steps_per_epoch:,} goes on into the next"
+        )
 
 
 def _train_passes(trainer: Trainer, loop: TrainLoop, epochs: int) -> None:
@@ -157,30 +195,12 @@ def _train_passes(trainer: Trainer, loop: TrainLoop, epochs: int) -> None:
             loop.data = loop.data  # Which starts another pass.
 
 
-class Validation:
-    """The callback that adds the metrics of validation data, with "val_" before their names."""
-
-    borrows = True
-    """It only reads the checkpoint."""
-
-    def __init__(
-        self, evaluator: EvalLoop, averaged: Callable[[TrainState], TrainState], data: Data
-    ):
-        self._evaluator, self._averaged, self._data = evaluator, averaged, data
-        self.adds = evaluator.adds
-        """The metrics that it adds; see `EvalLoop.adds`."""
-        self.adds_more = evaluator.adds_more
-
-    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Returns the checkpoint with the metrics of its state added."""
-        metrics = self._evaluator.measure(self._averaged(checkpoint.state), self._data)
-        return checkpoint.with_metrics(metrics, "val_").replace(
-            modes={**checkpoint.modes, **self.adds}
-        )
-
-
 def _first_line(
-    name: str, loop: TrainLoop, stream: DataStream, validation_data: Data, n_steps: int | None
+    name: str,
+    loop: TrainLoop,
+    stream: DataStream,
+    validation: Validation | None,
+    n_steps: int | None,
 ) -> str:
     params = loop.state_in_place.params
     return display.start_line(
@@ -190,7 +210,7 @@ def _first_line(
         platform=jax.default_backend(),
         batch_size=getattr(stream, "batch_size", None),
         n_train=getattr(stream, "n_examples", None),
-        n_validation=getattr(validation_data, "n_examples", None),
+        n_validation=getattr(validation and validation.data, "n_examples", None),
         steps_per_epoch=n_steps,
     )
 

@@ -1,7 +1,7 @@
 """Model: fit, evaluate and predict. It forwards to the loop and decides nothing."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from flaxfit import checkpoints, modules
@@ -100,17 +100,21 @@ class Model(Evaluation):
         self,
         x: Data,
         y: PyTree = None,
-        *,
         batch_size: int | None = None,
         epochs: int = 1,
-        steps_per_epoch: int | None = None,
-        validation_data: Data = None,
-        validation_split: float = 0.0,
-        sample_weight: PyTree = None,
-        class_weight: Mapping[int, float] | None = None,
-        shuffle: bool | None = None,
-        callbacks: Callback | Iterable[Callback] | None = (),
         verbose: int | str = "auto",
+        callbacks: Callback | Iterable[Callback] | None = (),
+        validation_split: float = 0.0,
+        validation_data: Data = None,
+        shuffle: bool | None = None,
+        class_weight: Mapping[int, float] | str | None = None,
+        sample_weight: PyTree = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int | Collection[int] = 1,
+        *,
         steps_per_execution: int | str = "auto",
         checkpoint_dir: str | os.PathLike[str] | checkpoints.CheckpointFileWriter | None = None,
         resume: bool | str = "auto",
@@ -122,19 +126,27 @@ class Model(Evaluation):
             or anything that yields batches.
           y: targets, if `x` is arrays; a list or a tuple of several.
           batch_size: examples per step, over all devices; None: 32. Given batches are not cut.
-          epochs: the number of passes.
-          steps_per_epoch: the steps of a pass, for which the data is repeated as often as needed;
-            None: one pass over the data.
-          validation_data: `(x, y)`, `(x, y, weights)` or batches to measure after each epoch.
-          validation_split: the fraction of the arrays to validate on, chosen at random by the seed.
-          sample_weight: weights of examples or tokens, see `Batch`; of several outputs also a
-            mapping by name.
-          class_weight: weights by integer label, in training only; 1 for labels not named.
-          shuffle: whether each epoch has its own random order; None: data sets have (arrays, a
-            Hugging Face dataset), batches and what a callable returns keep theirs.
-          callbacks: functions `Checkpoint -> Checkpoint | None`, called after each epoch.
+          epochs: the number of passes, those before `initial_epoch` included.
           verbose: "auto" or 1: a bar on a terminal or in a notebook, else a line per epoch;
             2: lines; 0: nothing.
+          callbacks: functions `Checkpoint -> Checkpoint | None`, called after each epoch.
+          validation_split: the fraction of the arrays to validate on, chosen at random by the seed.
+          validation_data: `(x, y)`, `(x, y, weights)` or batches to measure after each epoch.
+          shuffle: whether each epoch has its own random order; None: data sets have (arrays, a
+            Hugging Face dataset), batches and what a callable returns keep theirs.
+          class_weight: weights by integer label, in training only; 1 for labels not named. Or
+            "balanced", for arrays: `n / (classes * count)`, as in scikit-learn.
+          sample_weight: weights of examples or tokens, see `Batch`; of several outputs also a
+            list in their order, or a mapping by name.
+          initial_epoch: the number of the first epoch, from 0: `epochs - initial_epoch` are
+            trained, in the order of the data of these epochs.
+          steps_per_epoch: the steps of a pass, for which the data is repeated as often as needed;
+            None: one pass over the data.
+          validation_steps: the number of batches to validate on; None: all. Those of a generator
+            are the next ones each time.
+          validation_batch_size: of `validation_data`; None: `batch_size`.
+          validation_freq: validates every n-th epoch, or the epochs in a collection, from 1. The
+            history has nan for the others.
           steps_per_execution: steps per dispatch to the device. "auto" takes up to 32 where steps
             are small and the data is arrays. Models with convolutions take one step per dispatch
             on a CPU.
@@ -152,10 +164,26 @@ class Model(Evaluation):
           ValueError: the data does not fit together, the loss or a checkpoint; it ended too early;
             or a batch size or an order was given with batches.
         """
-        check_arguments(verbose, epochs, batch_size, steps_per_epoch, steps_per_execution)
+        check_arguments(
+            verbose,
+            epochs,
+            initial_epoch,
+            steps_per_execution,
+            batch_size=batch_size,
+            steps_per_epoch=steps_per_epoch,
+            validation_steps=validation_steps,
+            validation_batch_size=validation_batch_size,
+        )
         x, held_out = self._columns(x, y), self._columns(validation_data)
         data, validation_data = prepare(
-            x, y, sample_weight, class_weight, validation_split, held_out, self.seed
+            x,
+            y,
+            sample_weight,
+            class_weight,
+            validation_split,
+            held_out,
+            self.seed,
+            outputs=self._trainer.task.outputs,
         )
         return fit(
             self._trainer,
@@ -164,7 +192,12 @@ class Model(Evaluation):
             validation_data,
             batch_size=batch_size,
             epochs=epochs,
+            initial_epoch=initial_epoch,
             steps_per_epoch=steps_per_epoch,
+            validation_steps=validation_steps,
+            validation_batch_size=validation_batch_size,
+            validation_freq=validation_freq,
+            class_weight=class_weight,
             shuffle=shuffle,
             callbacks=callbacks,
             verbose=verbose,

@@ -50,13 +50,26 @@ class RunFolder:
         return CheckpointFileReader(self._folder, init)
 
     def epochs_left(
-        self, loop: TrainLoop, history: History, epochs: int, n_steps: int | None
+        self,
+        loop: TrainLoop,
+        history: History,
+        epochs: int,
+        initial_epoch: int,
+        n_steps: int | None,
     ) -> int:
         """Returns how many epochs a resumed call has left.
 
         Raises:
-          ValueError: the saved epochs had another number of steps; it names both numbers.
+          ValueError: the saved epochs had another number of steps, or began at another epoch; it
+            names both numbers.
         """
+        if history.initial_epoch != initial_epoch:
+            raise ValueError(
+                f"Cannot resume in {os.fspath(self._folder)!r} with initial_epoch="
+                f"{initial_epoch}: the run began with {history.initial_epoch}, and knows by itself "
+                "which epochs it has done. Give the same initial_epoch and epochs, or another "
+                "folder."
+            )
         n_done = len(history.steps)
         is_other = n_steps is not None and n_done and history.n_steps != n_done * n_steps
         if is_other and not loop.stopped:
@@ -65,10 +78,10 @@ class RunFolder:
                 f"{n_done} epochs took {history.n_steps} steps. Give the same steps_per_epoch, "
                 "data and batch_size, or another folder."
             )
-        if loop.stopped or n_done >= epochs:
-            loop.say(f"this run is complete: {n_done} epochs are done")
+        if loop.stopped or history.n_epochs >= epochs:
+            loop.say(f"this run is complete: {history.n_epochs} epochs are done")
             return 0
-        return epochs - n_done
+        return epochs - history.n_epochs
 
     def guards(self, callbacks: Sequence[Callback]) -> list[Callback]:
         """Returns a `SaveOnSignal`, unless a callback or the program handles SIGTERM itself."""

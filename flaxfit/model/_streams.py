@@ -1,10 +1,17 @@
 """The streams of batches that `fit`, `evaluate` and `predict` read."""
 
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flaxfit.callbacks._progress import ENDLESS
 from flaxfit.data import ArrayStream, DataStream, as_stream, prefetch
+from flaxfit.data._class_weights import ClassWeightedStream
 from flaxfit.data._libraries import is_hugging_face, regular_size
-from flaxfit.data._stream import pass_length
+from flaxfit.data._roles import NO_ROLES
+from flaxfit.data._stream import is_read_once, pass_length
 from flaxfit.loop._local_rows import knows_rows
-from flaxfit.tree._types import Data
+from flaxfit.tree._types import Data, PyTree
 
 
 def training_stream(
@@ -16,11 +23,40 @@ def training_stream(
     epochs: int,
     steps_per_epoch: int | None,
     n_before: int,
+    class_weight: Mapping[int, float] | str | None = None,
+    form: Callable[[PyTree], PyTree] = NO_ROLES,
 ) -> DataStream:
     """Returns the stream of `fit` over what `prepare` returned, after `n_before` epochs.
 
-    With `steps_per_epoch` the data is repeated as often as needed.
+    With `steps_per_epoch` the data is repeated as often as needed. The `class_weight` is applied to
+    batches, which `form` brings into form; arrays have it already.
+
+    Raises:
+      ValueError: a generator is to be passed over several times; or an option is not for this data.
     """
+    if steps_per_epoch is None and epochs > 1 and is_read_once(data):
+        raise ValueError(
+            f"A {type(data).__name__} can be passed over only once, and epochs={epochs} pass over "
+            "it as many times: give a list of batches, a loader, or a callable that returns a new "
+            "one (lambda: batches()). Or give steps_per_epoch, and one that lasts so long."
+        )
+    options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed}
+    stream = _passes(data, epochs, steps_per_epoch, n_before, **options)
+    if class_weight is None or isinstance(data, tuple):
+        return stream
+    return ClassWeightedStream(stream, class_weight, form)
+
+
+def _passes(
+    data: Data,
+    epochs: int,
+    steps_per_epoch: int | None,
+    n_before: int,
+    *,
+    batch_size: int | None,
+    shuffle: bool | None,
+    seed: int,
+) -> DataStream:
     if isinstance(data, tuple):
         size, shuffle = regular_size(batch_size), shuffle is not False
         stream = ArrayStream(*data, batch_size=size, shuffle=shuffle, seed=seed)
@@ -45,6 +81,13 @@ def in_order(data: Data, batch_size: int | None) -> Data:
     if isinstance(data, tuple):
         return ArrayStream(*data, batch_size=regular_size(batch_size), epochs=1)
     return data if batch_size is None else as_stream(data, batch_size=batch_size)
+
+
+def known_length(data: Data) -> int | None:
+    """Returns the number of batches in a pass; None if there is no end, or it is not known."""
+    with contextlib.suppress(TypeError):
+        return n if (n := len(as_stream(data))) < ENDLESS else None
+    return None
 
 
 def length_of(stream: DataStream) -> int | None:

@@ -149,6 +149,11 @@ class TrainTask:
         is_unpadded = self.step is not None or not self.pad
         return is_unpadded and self.accumulate == 1 and self.across is None
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the outputs that have losses of their own."""
+        return tuple(getattr(self.loss, "losses", ()))
+
     @functools.cached_property
     def roles(self) -> Roles:
         """What the columns of a batch are, that is a mapping."""

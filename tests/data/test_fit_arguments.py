@@ -344,3 +344,24 @@ def test_parts_of_the_validation_data_are_named():
         prepare(X, Y, validation_data=(X, Y, -W))
     with pytest.raises(ValueError, match="validation_data must be .* got 4 parts"):
         prepare(X, Y, validation_data=(X, Y, W, W))
+
+
+def test_weights_in_the_order_of_the_outputs_are_by_name():
+    for given in ([W, None], (W, None)):
+        assert prepare(X, [Y, Y], given)[0][2].keys() == {"output_0"}
+    weights = prepare(X, [Y, Y], [W, 2 * W], outputs=("a", "b"))[0][2]
+    np.testing.assert_array_equal(weights["b"], 2 * W)
+    assert normalize((X, (Y, Y), [W, W])).weights.keys() == {"output_0", "output_1"}
+    np.testing.assert_array_equal(prepare(X, Y, [W])[0][2], W)
+    with pytest.raises(ValueError, match="weights for 3 outputs, and the model has losses for 2"):
+        prepare(X, [Y, Y], [W, W, W], outputs=("a", "b"))
+
+
+@pytest.mark.slow
+def test_batches_are_weighted_by_class_as_arrays_are():
+    options = {"class_weight": {0: 3.0}, "shuffle": False, "verbose": 0}
+    wanted = make_model().fit(X, Y, 10, 2, **options)["loss"]
+    batches = [(X[:10], Y[:10]), (X[10:], Y[10:])]
+    stream = ff.ArrayStream(X, Y, batch_size=10)
+    for data in (batches, lambda: iter(batches), stream):
+        assert make_model().fit(data, epochs=2, **options)["loss"] == pytest.approx(wanted)

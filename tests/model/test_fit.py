@@ -281,3 +281,50 @@ def test_a_seed_that_is_set_before_fit_counts():
 def test_numbers_are_checked_before_the_data():
     with pytest.raises(ValueError, match="epochs must be 1 or more"):
         make_model().fit(X, Y[:3], epochs=0)
+
+
+def test_batch_size_epochs_and_verbose_go_by_position():
+    assert fit(X, Y, batch_size=8, epochs=3)[1] == [3, 6, 9]
+    assert make_model().fit(X, Y, 8, 3, 0).steps == [3, 6, 9]
+
+
+def test_epochs_count_from_the_initial_one_in_the_order_of_their_data():
+    one, two = make_model(), make_model()
+    assert one.fit(X, Y, 8, 4, 0).epoch == [0, 1, 2, 3]
+    two.fit(X, Y, 8, 2, 0)
+    history = two.fit(X, Y, 8, 4, 0, initial_epoch=2)
+    assert history.epoch == [2, 3] and history.steps == [9, 12]
+    np.testing.assert_array_equal(one.predict(X), two.predict(X))
+    assert not two.fit(X, Y, 8, 4, 0, initial_epoch=4)
+
+
+@pytest.mark.slow
+def test_a_run_that_began_at_an_epoch_resumes_to_the_same_end(tmp_path):
+    whole, options = make_model(), {"batch_size": 8, "initial_epoch": 1, "verbose": 0}
+    whole.fit(X, Y, epochs=4, **options)
+    make_model().fit(X, Y, epochs=2, checkpoint_dir=tmp_path, **options)
+    resumed = make_model()
+    assert resumed.fit(X, Y, epochs=4, checkpoint_dir=tmp_path, **options).epoch == [1, 2, 3]
+    np.testing.assert_array_equal(resumed.predict(X), whole.predict(X))
+    with pytest.raises(ValueError, match="initial_epoch=3: the run began with 1"):
+        make_model().fit(X, Y, 8, 5, 0, initial_epoch=3, checkpoint_dir=tmp_path)
+
+
+def test_a_generator_of_several_epochs_is_refused_and_an_iterator_that_begins_again_is_read():
+    class Again:
+        def __iter__(self):
+            self.batches = iter(BATCHES)
+            return self
+
+        def __next__(self):
+            return next(self.batches)
+
+    with pytest.raises(ValueError, match="list_iterator can be passed over only once, and epochs"):
+        fit(iter(BATCHES), epochs=2)
+    assert fit(Again(), epochs=2) == fit(BATCHES, epochs=2)
+
+
+@pytest.mark.slow
+def test_an_epoch_that_is_longer_than_a_pass_is_said(capsys):
+    fit(BATCHES, steps_per_epoch=8, verbose=2)
+    assert "a pass over the data has 5 batches: an epoch of steps_per" in capsys.readouterr().err

@@ -1,0 +1,167 @@
+"""Weights of examples or tokens by their labels, of arrays and of the batches of a stream."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from flaxfit.data._batch import parts_of
+from flaxfit.data._sample_weights import check_weights
+from flaxfit.tree._dtypes import is_array
+from flaxfit.tree._types import Array, ArrayLike, PyTree
+from flaxfit.tree._weights import product, which_count
+
+BALANCED = "balanced"
+
+
+def weights_by_class(
+    y: PyTree,
+    class_weight: Mapping[int, float] | str,
+    sample_weight: ArrayLike | None = None,
+    all_of: PyTree = None,
+) -> np.ndarray:
+    """The weight of the class of each example, or of each token; 1 unless given.
+
+    Args:
+      y: the targets, an array of labels or of one-hot rows.
+      class_weight: weights by label, or "balanced": `n / (classes * count)`, where the counts are
+        those of the labels whose `sample_weight` is not 0. That is what scikit-learn's
+        `compute_class_weight` returns.
+      sample_weight: the weights of the examples or tokens.
+      all_of: the targets of which `y` is a part, in which the labels of `class_weight` must occur.
+    """
+    labels = _labels(y)
+    if isinstance(class_weight, str) and class_weight == BALANCED:
+        return _looked_up(labels, _balanced(labels, sample_weight))
+    class_weight = _checked(class_weight)
+    there_are = np.unique(labels if all_of is None else _labels(all_of)).tolist()
+    absent = [label for label in class_weight if label not in there_are]
+    if absent:
+        more = ", ..." if len(there_are) > 20 else ""
+        raise ValueError(
+            f"class_weight names labels that y does not hold, {absent!r:.60}. There are "
+            f"{', '.join(map(str, there_are[:20]))}{more}."
+        )
+    return _looked_up(labels, class_weight)
+
+
+class ClassWeightedStream:
+    """The batches of a stream, weighted by class; its position is that of the stream.
+
+    >>> stream = ClassWeightedStream(iter([(np.zeros(2), np.array([0, 1]))]), {1: 3.0})
+    >>> next(stream)[2].tolist()
+    [1.0, 3.0]
+
+    Args:
+      stream: the stream.
+      class_weight: weights by integer label; 1 for labels not named.
+      form: brings an item with columns into the form `(inputs, targets, weights)`.
+    """
+
+    def __init__(
+        self,
+        stream: Any,
+        class_weight: Mapping[int, float] | str,
+        form: Callable[[PyTree], PyTree] = lambda item: item,
+    ):
+        if isinstance(class_weight, str) and class_weight == BALANCED:
+            raise ValueError(
+                "class_weight='balanced' counts the labels of arrays, and this data gives batches: "
+                "count them yourself and give {label: n / (classes * count)}."
+            )
+        self._class_weight = _checked(class_weight)
+        if wrong := [label for label in class_weight if not isinstance(label, int | np.integer)]:
+            raise TypeError(f"The labels of class_weight must be integers, got {wrong[0]!r:.60}.")
+        self._stream, self._form = stream, form
+
+    def __len__(self) -> int:
+        return len(self._stream)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> PyTree:
+        return self._weighted(next(self._stream))
+
+    def whole(self) -> PyTree:
+        """All examples as one batch; None if the stream cannot give them."""
+        whole = self._stream.whole() if hasattr(self._stream, "whole") else None
+        return None if whole is None else self._weighted(whole)
+
+    def __getattr__(self, name: str) -> Any:
+        """What a loop reads of a stream, such as its position; not its rows, without weights."""
+        if name not in ("get_state", "set_state", "epoch", "shared", "is_repeatable", "close"):
+            raise AttributeError(name)
+        return getattr(self._stream, name)
+
+    def _weighted(self, item: PyTree) -> PyTree:
+        inputs, targets, weights = (*parts_of(self._form(item)), None, None)[:3]
+        if isinstance(weights, Mapping):
+            raise ValueError(WEIGHTS_BY_OUTPUT)
+        by_class = _looked_up(_labels(targets), self._class_weight)
+        return inputs, targets, by_class if weights is None else product(_array(weights), by_class)
+
+
+WEIGHTS_BY_OUTPUT = (
+    "class_weight weighs whole examples, and sample_weight each output by its name: put the "
+    "weights of the classes into those of their output."
+)
+
+
+def _checked(class_weight: Any) -> Mapping[int, float]:
+    """Class weights, a mapping of labels to weights."""
+    if not isinstance(class_weight, Mapping):
+        raise TypeError(
+            "class_weight must map labels to weights, such as {0: 1.0, 1: 2.5}, or be 'balanced', "
+            f"got {type(class_weight).__name__}: {class_weight!r:.60}"
+        )
+    for label, weight in class_weight.items():
+        if not isinstance(weight, int | float | np.number):
+            raise TypeError(f"The class_weight of {label!r} must be a number, got {weight!r:.60}.")
+    if class_weight:
+        check_weights(list(class_weight.values()), "class_weight")
+    return class_weight
+
+
+def _labels(y: PyTree) -> np.ndarray:
+    """Labels as integers or floats, of an array of labels or of one-hot or soft rows."""
+    while isinstance(y, list | tuple) and len(y) == 1:
+        (y,) = y
+    if not is_array(y):
+        raise ValueError("class_weight needs targets y that are one array of labels.")
+    labels = np.asarray(y)
+    if labels.ndim > 1 and labels.shape[-1] == 1:
+        labels = labels[..., 0]
+    elif labels.ndim > 1 and _is_one_hot(labels):
+        labels = labels.argmax(-1)
+    if labels.dtype.kind == "f" and not np.array_equal(labels, np.round(labels)):
+        raise ValueError("class_weight needs targets y that are labels, got other numbers.")
+    return labels
+
+
+def _is_one_hot(labels: np.ndarray) -> bool:
+    """Whether each row along the last axis is one-hot, or soft labels that add up to 1."""
+    return bool((labels >= 0).all() and np.allclose(labels.sum(-1), 1, atol=0.02))
+
+
+def _balanced(labels: np.ndarray, weights: ArrayLike | None) -> dict[int, float]:
+    if weights is not None:
+        counts = which_count(_array(weights), labels.shape)
+        labels = labels[np.broadcast_to(counts, labels.shape)]
+    there_are, n = np.unique(labels, return_counts=True)
+    return dict(zip(there_are.tolist(), labels.size / (len(n) * n), strict=True))
+
+
+def _looked_up(labels: np.ndarray, class_weight: Mapping[int, float]) -> np.ndarray:
+    """The weights of labels; a label that is not named has the weight 1."""
+    if not class_weight:
+        return np.ones(labels.shape, np.float32)
+    names = np.array(sorted(class_weight))
+    weights = np.array([class_weight[name] for name in names.tolist()], np.float32)
+    places = np.minimum(np.searchsorted(names, labels), len(names) - 1)
+    return np.where(names[places] == labels, weights[places], np.float32(1))
+
+
+def _array(weights: ArrayLike) -> Array:
+    return weights if isinstance(weights, jax.Array) else np.asarray(weights)

@@ -1,0 +1,137 @@
+"""Validation: the metrics of validation data, measured after some or all epochs of `fit`."""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from flaxfit.data._libraries import is_hugging_face
+from flaxfit.data._stream import is_read_once
+from flaxfit.loop._eval_loop import EvalLoop
+from flaxfit.loop._train_loop import TrainLoop
+from flaxfit.model._streams import in_order, known_length
+from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.state._train_state import TrainState
+from flaxfit.tree._checks import whole_number
+from flaxfit.tree._types import Data, Json, PyTree
+
+Epochs = Callable[[int], bool]
+"""Whether an epoch, counted from 1, is among some."""
+
+
+def epochs_of(validation_freq: Any) -> Epochs:
+    """Which epochs are validated: every n-th, or those in a collection, counted from 1.
+
+    >>> [epoch for epoch in range(1, 7) if epochs_of(3)(epoch)]
+    [3, 6]
+    """
+    is_text = isinstance(validation_freq, str | bytes | Mapping)
+    if is_text or not isinstance(validation_freq, Iterable):
+        every = whole_number("validation_freq", validation_freq, other="a collection of epochs")
+        return lambda epoch: epoch % every == 0
+    among = {whole_number("an epoch in validation_freq", epoch) for epoch in validation_freq}
+    return among.__contains__
+
+
+class Validation:
+    """The callback that adds the metrics of validation data, with "val_" before their names.
+
+    Args:
+      evaluator: measures.
+      averaged: returns the state with the weights to measure.
+      data: what `prepare` returned.
+      batch_size: of arrays and data sets.
+      is_given: whether the batch size was given for this data, and so is to be refused for batches.
+      n_steps: how many batches to measure; None: all of them.
+      is_due: whether the present epoch is validated.
+    """
+
+    borrows = True
+    """It only reads the checkpoint."""
+
+    def __init__(
+        self,
+        evaluator: EvalLoop,
+        averaged: Callable[[TrainState], TrainState],
+        data: Data,
+        *,
+        batch_size: int | None,
+        is_given: bool,
+        n_steps: int | None,
+        is_due: Callable[[], bool],
+    ):
+        if isinstance(data, tuple) or is_hugging_face(data) or is_given:
+            data = in_order(data, batch_size)
+        # The compiled programs of both are the same.
+        self._evaluator = copy.copy(evaluator)
+        self._evaluator.n_steps = n_steps
+        self._averaged, self.data, self._n_steps, self._is_due = averaged, data, n_steps, is_due
+        self.adds = evaluator.adds
+        """The metrics that it adds; see `EvalLoop.adds`."""
+        self.adds_more = evaluator.adds_more
+
+    def attach_to(self, loop: TrainLoop) -> None:
+        """Validates the first batch, before an epoch is spent on it; not that of a generator."""
+        self._evaluator.attach(loop)
+        n = None if is_read_once(self.data) else known_length(self.data)
+        if self._n_steps is not None and n is not None and n < self._n_steps:
+            loop.say(f"validation_steps={self._n_steps:,}: all {n:,} batches are measured")
+        if hasattr(self.data, "one_epoch") or not isinstance(self.data, Iterator):
+            self._evaluator.check(loop.state_in_place, self.data, in_phase=loop.in_phase)
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Returns the checkpoint with the metrics of its state added."""
+        if not self._is_due():
+            return checkpoint
+        metrics = self._evaluator.measure(self._averaged(checkpoint.state), self._batches())
+        return checkpoint.with_metrics(metrics, "val_").replace(
+            modes={**checkpoint.modes, **self.adds}
+        )
+
+    def _batches(self) -> Data:
+        return self.data
+
+
+class GeneratorValidation(Validation):
+    """As `Validation`, on the next `n_steps` batches of a generator each time."""
+
+    _n_read = 0
+
+    def get_state(self) -> dict[str, Json]:
+        """Returns how many batches were read."""
+        return {"n_read": self._n_read}
+
+    def set_state(self, state: Mapping[str, Json]) -> None:
+        """Skips the batches that were read before."""
+        n = state["n_read"] - self._n_read
+        for _ in itertools.islice(self.data, n):
+            self._n_read += 1
+
+    def _batches(self) -> Iterator[PyTree]:
+        n = 0
+        for batch in itertools.islice(self.data, self._n_steps):
+            n, self._n_read = n + 1, self._n_read + 1
+            yield batch
+        if self._n_steps is not None and n < self._n_steps:
+            raise ValueError(
+                f"validation_data ended after {self._n_read:,} batches, {n} of the "
+                f"validation_steps={self._n_steps} of this epoch: give data that can be passed "
+                "over again, such as arrays, a list or a loader, or fewer validation_steps."
+            )
+
+
+def validation_of(data: Data, *, n_times: int, n_steps: int | None, **options: Any) -> Validation:
+    """Returns the validation on data that is measured a number of times.
+
+    Raises:
+      ValueError: the data is a generator, which ends before.
+    """
+    is_generator = is_read_once(data)
+    if is_generator and n_steps is None and n_times > 1:
+        raise ValueError(
+            f"validation_data is a {type(data).__name__}, which can be passed over only once, and "
+            f"is to be measured after {n_times} epochs: give arrays, a list of batches, a loader "
+            "or a callable that returns a new one; or validation_steps, to read on in each epoch."
+        )
+    kind = GeneratorValidation if is_generator else Validation
+    return kind(data=data, n_steps=n_steps, **options)

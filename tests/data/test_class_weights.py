@@ -1,0 +1,67 @@
+"""Weights by class, of arrays and of batches."""
+
+import numpy as np
+import pytest
+
+import flaxfit as ff
+from flaxfit.data._class_weights import ClassWeightedStream, weights_by_class
+
+Y = np.array([0, 0, 0, 1, 2, 2])
+
+
+def test_balanced_weights_are_those_of_scikit_learn():
+    found = weights_by_class(Y, "balanced")
+    np.testing.assert_allclose(found, (6 / (3 * np.bincount(Y)))[Y], rtol=1e-6)
+    class_weight = pytest.importorskip("sklearn.utils.class_weight")
+    np.testing.assert_allclose(found, class_weight.compute_sample_weight("balanced", Y), rtol=1e-6)
+
+
+def test_balanced_weights_do_not_count_what_has_no_weight():
+    found = weights_by_class(Y, "balanced", np.array([1, 0, 0, 1, 1, 1]))
+    np.testing.assert_allclose(found, (4 / (3 * np.array([1, 1, 2])))[Y], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (Y, Y),
+        (Y, np.eye(3)[Y]),
+        ((Y,), [Y[:, None]]),
+        {"x": Y, "y": Y},
+        (Y, Y, np.full(6, 2.0)),
+        (Y, Y.astype(float), np.full((6, 1), 2.0)),
+    ],
+    ids=["labels", "one-hot", "lists", "mapping", "weights", "column"],
+)
+def test_the_batches_of_a_stream_are_weighted_by_label(batch):
+    *_, weights = next(ClassWeightedStream(iter([batch]), {2: 3.0, 1: 0.5}))
+    factor = 2 if isinstance(batch, tuple) and len(batch) == 3 else 1
+    np.testing.assert_allclose(weights.ravel(), factor * np.array([1, 1, 1, 0.5, 3, 3]))
+
+
+def test_a_weighted_stream_has_the_position_of_its_stream():
+    stream = ClassWeightedStream(ff.ArrayStream(Y, Y, batch_size=2), {2: 3.0})
+    assert len(stream) == 3 and not hasattr(stream, "next_rows")
+    next(stream)
+    assert stream.get_state()["batch"] == 1
+    np.testing.assert_array_equal(stream.whole()[2], [1, 1, 1, 1, 3, 3])
+
+
+@pytest.mark.parametrize(
+    ("class_weight", "error", "message"),
+    [
+        ("balanced", ValueError, "counts the labels of arrays, and this data gives batches"),
+        ([1.0], TypeError, "must map labels to weights"),
+        ({"a": 1.0}, TypeError, "labels of class_weight must be integers, got 'a'"),
+    ],
+)
+def test_class_weights_of_batches_are_by_integer(class_weight, error, message):
+    with pytest.raises(error, match=message):
+        ClassWeightedStream(iter([]), class_weight)
+
+
+def test_targets_of_several_outputs_are_refused():
+    with pytest.raises(ValueError, match="targets y that are one array"):
+        next(ClassWeightedStream(iter([(Y, (Y, Y))]), {0: 2.0}))
+    with pytest.raises(ValueError, match="weighs whole examples"):
+        next(ClassWeightedStream(iter([(Y, Y, {"a": Y})]), {0: 2.0}))
