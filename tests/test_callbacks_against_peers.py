@@ -21,7 +21,6 @@ from flaxfit.checkpoints import CheckpointFileWriter, best
 from flaxfit.optim import MultiOptimizer, OptimizerDef
 
 DIFFERENCES = {  # What: in Keras, in flaxfit.
-    "`ReduceLROnPlateau(cooldown=n)`": ("skips n - 1 epochs", "skips n epochs, as torch"),
     "`EarlyStopping` on `nan`": ("counts as no improvement", "stops at once"),
     "the best of equal checkpoints": ("the first", "the last"),
     "the moving average begins": ("after the first step", "with the initial parameters"),
@@ -71,8 +70,14 @@ class Trained:
     def hyperparams(self):
         return {"learning_rate": self.optimizer.learning_rate}
 
+    def follows_schedule(self, name, group):
+        return False
+
     def set_hyperparams(self, group, learning_rate):
         self.optimizer.learning_rate = learning_rate
+
+    def get_weights(self):
+        return []
 
 
 def after_each(callback, values, read):
@@ -94,14 +99,18 @@ def checkpoints_of(values, state=None):
 @pytest.mark.parametrize("values", SEQUENCES.values(), ids=list(SEQUENCES))
 @pytest.mark.parametrize("mode", ["auto", "min", "max"])
 def test_early_stopping_stops_where_keras_does(values, mode, keras):
-    for patience, min_delta in itertools.product(range(4), (0.0, 0.01)):
+    for patience, min_delta, baseline, first in itertools.product(
+        range(4), (0.0, 0.01), (None, 2.6), (0, 3)
+    ):
         options = {"mode": mode, "patience": patience, "min_delta": min_delta}
+        options |= {"baseline": baseline, "start_from_epoch": first}
         theirs = keras.callbacks.EarlyStopping("val_loss", **options)
         ours = callbacks.EarlyStopping("val_loss", restore_best=False, **options)
         expected = after_each(theirs, values, lambda model: model.stop_training)
         for checkpoint, stops in zip(checkpoints_of(values), expected, strict=True):
             assert ours(checkpoint).stop == stops, (options, checkpoint.step)
-            assert ours.best_value == theirs.best and ours.best_step == theirs.best_epoch + 1
+            assert ours.best_value == theirs.best, (options, checkpoint.step)
+            assert ours.best_step == (None if theirs.best is None else theirs.best_epoch + 1)
             if stops:
                 break
 
@@ -117,7 +126,7 @@ def rates_of_plateau(values, **options):
 OF_PLATEAUS = [
     {"patience": patience, "min_delta": min_delta, "cooldown": cooldown, "min_lr": min_lr}
     for patience, min_delta, cooldown, min_lr in itertools.product(
-        (1, 3), (0.0, 0.01), (0, 1, 2), (0.0, 0.2)
+        (0, 1, 3), (0.0, 0.01), (0, 1, 2, 3), (0.0, 0.2)
     )
 ]
 
@@ -126,11 +135,7 @@ OF_PLATEAUS = [
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_a_plateau_lowers_the_rate_where_keras_does(values, mode, keras):
     for options in OF_PLATEAUS:
-        # The cooldown of Keras counts the epoch of the reduction itself.
-        cooldown = options["cooldown"] + 1 if options["cooldown"] else 0
-        theirs = keras.callbacks.ReduceLROnPlateau(
-            "val_loss", factor=0.5, mode=mode, **(options | {"cooldown": cooldown})
-        )
+        theirs = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, mode=mode, **options)
         expected = after_each(theirs, values, lambda model: float(model.optimizer.learning_rate))
         rates = rates_of_plateau(values, mode=mode, **options)
         np.testing.assert_allclose(list(rates), list(expected), rtol=1e-6, err_msg=str(options))
@@ -145,10 +150,11 @@ def test_a_plateau_lowers_the_rate_where_torch_does(values, mode, torch):
             optimizer,
             mode,
             factor=0.5,
-            patience=options["patience"] - 1,
+            patience=max(0, options["patience"] - 1),
             threshold=options["min_delta"],
             threshold_mode="abs",
-            cooldown=options["cooldown"],
+            # That of Keras counts the epoch of the reduction itself.
+            cooldown=max(0, options["cooldown"] - 1),
             min_lr=options["min_lr"],
             eps=0,
         )
@@ -184,13 +190,10 @@ def make_loop(optimizer, params, n_steps, **options):
     ids=["absolute", "relative"],
 )
 def test_a_scheduler_sets_the_rates_that_keras_sets(rule, keras):
-    """Keras asks with the number of the epoch, flaxfit with that of the step: here, the same."""
     theirs = keras.callbacks.LearningRateScheduler(rule)
     expected = list(after_each(theirs, [0.0] * 4, lambda model: model.optimizer.learning_rate))
-    optimizer = OptimizerDef(optax.sgd, learning_rate=0.5)
-    loop = make_loop(
-        optimizer, {"w": np.zeros(1)}, 4, callbacks=[callbacks.LearningRateScheduler(rule)]
-    )
+    scheduler = callbacks.LearningRateScheduler(rule)
+    loop = make_loop(optax.sgd(0.5), {"w": np.zeros(1)}, 4, callbacks=[scheduler])
     moved = np.diff([0.0] + [float(checkpoint.state.params["w"][0]) for checkpoint in loop])
     np.testing.assert_allclose(-moved, expected, rtol=1e-5)
 

@@ -11,10 +11,10 @@ from flaxfit.callbacks._loggers import JSONLogger as JSONLogger
 from flaxfit.callbacks._memory import MemoryReport as MemoryReport
 from flaxfit.callbacks._mlflow import MLflowLogger as MLflowLogger
 from flaxfit.callbacks._norms import Norms as Norms
+from flaxfit.callbacks._plateau import ReduceLROnPlateau as ReduceLROnPlateau
 from flaxfit.callbacks._profiler import Profiler as Profiler
 from flaxfit.callbacks._progress import ProgressBar as ProgressBar
-from flaxfit.callbacks._rates import LearningRateScheduler as LearningRateScheduler
-from flaxfit.callbacks._rates import ReduceLROnPlateau as ReduceLROnPlateau
+from flaxfit.callbacks._rate_scheduler import LearningRateScheduler as LearningRateScheduler
 from flaxfit.callbacks._rollback import Rollback as Rollback
 from flaxfit.callbacks._schedules import at as at
 from flaxfit.callbacks._schedules import every as every

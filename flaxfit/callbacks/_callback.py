@@ -95,6 +95,10 @@ class Loop(Protocol):
     """Functions of the step, called after each dispatch of one or several steps."""
     starters: list[Callable[[int], None]]
     """Functions of the step, called before the first step after each checkpoint."""
+    step_starters: list[Callable[[int], None]]
+    """Functions of the step, called before each dispatch."""
+    first_epoch: int | None
+    """The number of the first epoch of `fit`, from 0; None in a loop of its own."""
 
     @property
     def callbacks(self) -> Iterable[Any]: ...
@@ -149,6 +153,8 @@ class Loop(Protocol):
     def phase(self) -> str: ...
 
     def group_name(self, group: str | int, /) -> str: ...
+
+    def follows_schedule(self, name: str, *, group: str | int | None = None) -> bool: ...
 
     def set_hyperparams(self, *, group: str | int | None = None, **values: ArrayLike) -> None: ...
 

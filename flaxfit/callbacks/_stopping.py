@@ -37,7 +37,13 @@ class EarlyStopping:
       mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
       patience: the number of checkpoints without improvement that end training; 0 means 1.
       min_delta: an improvement is larger than this; a tie is none.
-      restore_best: whether to restore the best weights when training ends.
+      baseline: a value that the metric has to be better than; the wait for `patience` begins again
+        only with an improvement that is.
+      start_from_epoch: the number of checkpoints (epochs, in `fit`) at the beginning that are left
+        out: they neither end training nor are the best.
+      restore_best: whether to restore the best weights when training ends; None: yes.
+      restore_best_weights: Keras's name of `restore_best`.
+      verbose: 1 prints when it stops and what it restores.
       check_finite: whether nan or inf, in either direction, stops training at once; else it
         is no improvement.
     """
@@ -51,19 +57,31 @@ class EarlyStopping:
         mode: str = "auto",
         patience: int = 0,
         min_delta: float = 0.0,
-        restore_best: bool = True,
+        baseline: float | None = None,
+        start_from_epoch: int = 0,
+        restore_best: bool | None = None,
+        restore_best_weights: bool | None = None,
         check_finite: bool = True,
+        verbose: int = 0,
     ) -> None:
-        if patience < 0 or min_delta < 0:
+        if patience < 0 or min_delta < 0 or start_from_epoch < 0:
             raise ValueError(
-                "patience and min_delta must not be negative, "
-                f"got patience={patience}, min_delta={min_delta}."
+                "patience, min_delta and start_from_epoch must not be negative, got "
+                f"patience={patience}, min_delta={min_delta}, start_from_epoch={start_from_epoch}."
             )
+        if restore_best is not None and restore_best_weights is not None:
+            raise ValueError(
+                "EarlyStopping got restore_best and restore_best_weights, which are two names of "
+                "one option: give one of them."
+            )
+        given = restore_best_weights if restore_best is None else restore_best
         self._monitor = Monitor(monitor, mode, "EarlyStopping")
         self._patience = patience
         self._min_delta = min_delta
-        self._restore_best = restore_best
+        self._baseline, self._start_from = baseline, start_from_epoch
+        self._restore_best = given is None or bool(given)
         self._check_finite = check_finite
+        self._verbose = verbose
         self._loop: Loop | None = None
         self._reset()
 
@@ -72,7 +90,7 @@ class EarlyStopping:
         """The best value so far."""
         self.best_step: int | None = None
         """The step that reached it."""
-        self._n_waited = 0
+        self._n_waited = self._n_seen = 0
         self._best_weights: dict[str, PyTree] = {}
         self._is_closed = True
 
@@ -86,16 +104,19 @@ class EarlyStopping:
         """Returns the checkpoint, with `stop` set when patience has run out."""
         self._is_closed = False
         value = self._monitor.read(checkpoint)
-        if value is None:
+        self._n_seen += 1
+        if value is None or self._n_seen <= self._start_from - self._first_epoch:
             return checkpoint
-        if self._monitor.is_better(value, self.best_value, self._min_delta):
-            self.best_value, self.best_step, self._n_waited = value, checkpoint.step, 0
+        self._n_waited += 1
+        if self._is_better(value, self.best_value):
+            self.best_value, self.best_step = value, checkpoint.step
+            if self._baseline is None or self._is_better(value, self._baseline):
+                self._n_waited = 0
             if self._restore_best and checkpoint.state is not None:
                 weights = {name: getattr(checkpoint.state, name) for name in _WEIGHTS}
                 is_borrowed = checkpoint.is_borrowed
                 self._best_weights = jax.tree.map(jnp.copy, weights) if is_borrowed else weights
             return checkpoint
-        self._n_waited += 1
         if self._check_finite and not math.isfinite(value):
             say(f"step {checkpoint.step:,}: {self._monitor.name} is {value}, training stops")
         elif self._n_waited < self._patience:
@@ -105,7 +126,18 @@ class EarlyStopping:
                 "EarlyStopping stops, but no loop knows it that could take the best weights: "
                 "put it into callbacks= itself, or pass restore_best=False"
             )
+        if self._verbose:
+            best = "" if self.best_value is None else f", best {self.best_value:.4g}"
+            say(f"step {checkpoint.step:,}: {self._monitor.name} is {value:.4g}{best}: stopping")
         return checkpoint.replace(stop=True)
+
+    @property
+    def _first_epoch(self) -> int:
+        """The number of the first epoch that it sees."""
+        return getattr(self._loop, "first_epoch", 0) or 0
+
+    def _is_better(self, value: float, best: float | None) -> bool:
+        return self._monitor.is_better(value, best, self._min_delta)
 
     def close(self) -> None:
         """Restores the best weights, once for each time that training ends."""
@@ -121,6 +153,8 @@ class EarlyStopping:
             )
             return
         loop.restore(loop.state.replace(**self._best_weights))
+        if self._verbose:
+            say(f"the weights of step {self.best_step:,} are restored")
 
     def get_state(self) -> dict[str, PyTree]:
         """Returns what a resumed run needs: JSON, and the best weights as fields of a state."""
@@ -129,13 +163,14 @@ class EarlyStopping:
             "best_value": self.best_value,
             "best_step": self.best_step,
             "n_waited": self._n_waited,
+            "n_seen": self._n_seen,
         }
 
     def set_state(self, state: Mapping[str, Json]) -> None:
         self._reset()
         self.best_value = state["best_value"]
         self.best_step = state["best_step"]
-        self._n_waited = state["n_waited"]
+        self._n_waited, self._n_seen = state["n_waited"], state.get("n_seen", self._start_from)
         self._monitor.was_seen |= self.best_step is not None
         self._is_closed = False
         if self._restore_best:

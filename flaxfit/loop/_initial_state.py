@@ -1,5 +1,6 @@
 """The initial state of a run: a fresh one, a given one, or one that a reader restores."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import optax
 
 from flaxfit.modules._switch import as_init
 from flaxfit.optim._extended import wrap_state
+from flaxfit.optim._plain_rate import live_rate, matched
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._optimizer_axes import with_optimizer
 from flaxfit.state._train_state import TrainState
@@ -52,22 +54,12 @@ def start(
         # A warm start is asked for shapes only, not for its weights.
         target = as_init("The reader of a TrainLoop", init.target, task.apply)
         shapes = getattr(target, "fresh", target)
-        if isinstance(shapes, TrainState):
-            given = shapes
-            template = jax.eval_shape(lambda: _prepared(given, task))
-        elif callable(shapes):
-            template = _shapes(
-                lambda k: init_state(shapes, task.optimizer, k, sample(), collections=streams),
-                jax.random.key(0),
-            )
-        else:
-            raise TypeError(
-                "TrainLoop needs a reader that knows the model, got one with the target "
-                f"{shapes!r:.60}: pass its init, CheckpointFileReader(folder, module.init)."
-            )
-        if shardings is not None:
-            template = jax.tree.map(_in_place, template, shardings(template))
-        found = init.read(template)
+
+        def template(optimizer: optax.GradientTransformation) -> PyTree:
+            made = _template(shapes, optimizer, task, sample, streams)
+            return made if shardings is None else jax.tree.map(_in_place, made, shardings(made))
+
+        found = _read_file(init.read, template, task)
         if found is not None:
             say(f"restored step {int(found.state.step):,} from {found.path}")
             return Start(found.state, found)
@@ -88,6 +80,40 @@ def start(
         init, task.optimizer, key, sample(), collections=streams, shardings=shardings
     )
     return Start(state)
+
+
+def _template(
+    shapes: Any,
+    optimizer: optax.GradientTransformation,
+    task: TrainTask,
+    sample: Callable[[], PyTree],
+    streams: tuple[str, ...],
+) -> PyTree:
+    """The state that a reader is asked for, as shapes and dtypes."""
+    if isinstance(shapes, TrainState):
+        return jax.eval_shape(lambda: _prepared(shapes, task, optimizer))
+    if callable(shapes):
+        return _shapes(
+            lambda k: init_state(shapes, optimizer, k, sample(), collections=streams),
+            jax.random.key(0),
+        )
+    raise TypeError(
+        "TrainLoop needs a reader that knows the model, got one with the target "
+        f"{shapes!r:.60}: pass its init, CheckpointFileReader(folder, module.init)."
+    )
+
+
+def _read_file(read: Function, template: Function, task: TrainTask) -> Any:
+    """Reads a checkpoint, in which the rate of a plain optimizer may have been set."""
+    live = None if task.step is not None else live_rate(task.optimizer)
+    try:
+        return read(template(task.optimizer))
+    except ValueError as error:
+        if live is None:
+            raise
+        with contextlib.suppress(ValueError):
+            return read(template(live))
+        raise error from None
 
 
 def check_trains(state: TrainState, say: Callable[[str], None]) -> None:
@@ -140,13 +166,15 @@ def _shapes(create: Function, key: ArrayLike) -> PyTree:
     return jax.eval_shape(lambda: state)
 
 
-def _prepared(state: TrainState, task: TrainTask) -> TrainState:
-    """Prepares a state that the user gave."""
+def _prepared(state: TrainState, task: TrainTask, optimizer: Any = None) -> TrainState:
+    """Prepares a state that the user gave, for the optimizer of the task or a variant of it."""
     state = jax.tree.map(_read, state)
     # It may have been made by hand, with a Python integer or an int64 as its step.
     state = state.replace(step=jnp.asarray(state.step, jnp.int32))
     # The optimizer state of a custom step is not checked.
-    return state if task.step is not None else _with_options(state, task.optimizer)
+    if task.step is not None:
+        return state
+    return _with_options(state, task.optimizer if optimizer is None else optimizer)
 
 
 def _read(leaf: ArrayLike) -> ArrayLike:
@@ -157,7 +185,8 @@ def _read(leaf: ArrayLike) -> ArrayLike:
 
 def _with_options(state: TrainState, optimizer: optax.GradientTransformation) -> TrainState:
     """Adds what the options of the task keep beside the optimizer's own state, and checks both."""
-    opt_state = wrap_state(state.opt_state, optimizer, state.params)
+    optimizer, opt_state = matched(optimizer, state.opt_state)
+    opt_state = wrap_state(opt_state, optimizer, state.params)
     own = {path: x.shape for path, x in flat(jax.eval_shape(optimizer.init, state.params)).items()}
     given = {path: jnp.shape(x) for path, x in flat(opt_state).items()}
     if own != given:

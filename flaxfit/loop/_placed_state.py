@@ -8,6 +8,7 @@ from flaxfit.loop._state_layout import StateLayout
 from flaxfit.optim import set_hyperparams
 from flaxfit.optim._extended import carry_state
 from flaxfit.optim._hyperparams import names_of
+from flaxfit.optim._plain_rate import matched
 from flaxfit.state._checkpoint import Borrowed
 from flaxfit.state._optimizer_axes import with_optimizer
 from flaxfit.state._train_state import TrainState
@@ -74,6 +75,18 @@ class PlacedState:
             return before if x is before else self._strategy.place(x)  # A copy: steps use it up.
 
         self.hold(old.replace(opt_state=jax.tree.map(placed, new, old.opt_state)))
+
+    def match(self, optimizer: Any) -> None:
+        """Adds the rate of an optimizer to the state, if only the optimizer has it."""
+        old = self.value
+        kept = {id(x) for x in jax.tree.leaves(old.opt_state)}
+
+        def placed(x: ArrayLike) -> ArrayLike:
+            return x if id(x) in kept else self._strategy.place(x)
+
+        opt_state = jax.tree.map(placed, matched(optimizer, old.opt_state)[1])
+        axes = with_optimizer(old.axes, old.params, opt_state)
+        self.hold(old.replace(opt_state=opt_state, axes=axes))
 
     def set_optimizer(self, optimizer: Any) -> None:
         """Rebuilds the optimizer state after a change of `freeze`; keeps what still applies."""

@@ -88,6 +88,7 @@ class RunState:
             raise TypeError(
                 f"restore needs a TrainState or a Checkpoint, got {type(state).__name__}."
             )
+        state = self._stepper.match(state)
         # Checked before anything changes.
         check_same_arrays(self._stepper.state, state)
         self._resume(state, checkpoint)
@@ -112,7 +113,7 @@ class RunState:
         self._companions.restore(getattr(checkpoint, "companions", None))
         with quiet(not self._is_talking):
             self._stepper.cursor.move_to(getattr(checkpoint, "data_state", None))
-        self._stepper.set_state(state)
+        self._stepper.set_state(self._stepper.match(state))
         self._forget_delivery()
         self._last, self._is_at_start = None, False
         self._reset()

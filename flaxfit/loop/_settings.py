@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from flaxfit.loop._callback_list import CallbackList
-from flaxfit.loop._record import present_hyperparams
+from flaxfit.loop._record import follows_schedule, present_hyperparams
 from flaxfit.loop._run_state import RunState
 from flaxfit.loop._schedule import Schedule
 from flaxfit.loop._steps_per_call import StepsPerCall
@@ -20,6 +20,8 @@ class Settings(RunState):
     schedule: Schedule
     stopped: bool
     start: Any
+    first_epoch: int | None = None
+    """The number of the first epoch of `fit`, from 0; None: there are no epochs."""
     _callbacks: CallbackList
     _is_finishing: bool
     _not_taken_over: list[str]
@@ -36,7 +38,8 @@ class Settings(RunState):
         """The optimizer's hyperparameters by name, those of groups by group and name.
 
         An `OptimizerDef`, a `MultiOptimizer` and `optax.inject_hyperparams` have them. A scheduled
-        one has the value of the latest step.
+        one has the value of the latest step. Of a plain optimizer, such as `optax.adam(1e-3)`,
+        it is the learning rate, if that can be told.
         """
         return present_hyperparams(self._stepper)
 
@@ -48,10 +51,15 @@ class Settings(RunState):
         """
         return group_name(self._stepper.state.opt_state, group)
 
+    def follows_schedule(self, name: str, *, group: str | int | None = None) -> bool:
+        """Whether a hyperparameter follows a schedule, in a group or anywhere."""
+        return follows_schedule(self._stepper, name, group)
+
     def set_hyperparams(self, *, group: str | int | None = None, **values: ArrayLike) -> None:
         """Sets hyperparameters from the next step on, without recompilation.
 
-        A value overrides a schedule until None clears it.
+        A value overrides a schedule until None clears it. Setting the learning rate of a plain
+        optimizer for the first time moves it into the state, and compiles the step again.
 
         >>> import numpy as np, optax
         >>> from flaxfit import TrainLoop, TrainTask
@@ -173,6 +181,9 @@ class Settings(RunState):
         """As `watchers`, for functions that need not see each step."""
         self.starters: list[Callable[[int], None]] = []
         """Functions of the step, called before the first step after each checkpoint."""
+        self.step_starters: list[Callable[[int], None]] = []
+        """Functions of the step, called before each dispatch, which then is of one step if
+        `steps_per_call` is "auto"."""
         self._callbacks.attach(self)
         if self._is_at_start and self.start is not None:
             self._not_taken_over = self._callbacks.restore(self.start)

@@ -19,6 +19,8 @@ from flaxfit.loop._placed_state import PlacedState
 from flaxfit.loop._steps_per_call import StepsPerCall
 from flaxfit.loop._tally import Tally
 from flaxfit.optim._freeze import check_matches
+from flaxfit.optim._plain_rate import live_rate, matched
+from flaxfit.state._optimizer_axes import with_optimizer
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._error_messages import explain, explained
 from flaxfit.step._validate import shapes_of
@@ -132,9 +134,38 @@ class Stepper:
         self.reset_totals()
 
     def set_hyperparams(self, group: str | int | None, values: dict[str, ArrayLike]) -> None:
-        """Continues with other hyperparameters; nothing is recompiled."""
+        """Continues with other hyperparameters; nothing is recompiled, but for a plain rate.
+
+        The learning rate of an optimizer like `optax.adam(1e-3)` moves into the state at first.
+        """
+        if not self.placed.has_hyperparams and values.keys() == {"learning_rate"}:
+            self._free_rate()
         self.placed.set_hyperparams(group, values)
         self._n_tuned += 1
+
+    def _free_rate(self) -> None:
+        live = None if self.task.step is not None else live_rate(self.task.optimizer)
+        if live is not None:
+            self._set_optimizer(live)
+
+    def _set_optimizer(self, optimizer: object) -> None:
+        if self.placed.leaves:
+            self.placed.match(optimizer)
+        self.task = dataclasses.replace(self.task, optimizer=optimizer)
+        self.programs.forget()
+        self.inspection.forget()
+
+    def match(self, state: TrainState) -> TrainState:
+        """Returns a state with the rate where the task has it; the task follows one that has it."""
+        if self.task.step is not None:
+            return state
+        optimizer, opt_state = matched(self.task.optimizer, state.opt_state)
+        if optimizer is not self.task.optimizer:
+            self._set_optimizer(optimizer)
+        if opt_state is state.opt_state:
+            return state
+        axes = with_optimizer(state.axes, state.params, opt_state)
+        return state.replace(opt_state=opt_state, axes=axes)
 
     def freeze(self, patterns: str | Sequence[str]) -> None:
         """Continues with other parameters frozen, and keeps the optimizer state of the rest."""

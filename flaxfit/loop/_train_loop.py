@@ -254,8 +254,11 @@ class TrainLoop(Settings):
                         break
                     if self._is_finishing and stepper.tally.n_steps and is_alone:
                         break
+                    for start in self.step_starters:
+                        start(stepper.step)
                     # With "auto" a watcher sees each step.
-                    spacing = 1 if self.watchers else self.n_steps_per_checkpoint
+                    is_watched = self.watchers or self.step_starters
+                    spacing = 1 if is_watched else self.n_steps_per_checkpoint
                     if stepper.advance(n_left, batch, spacing=spacing, n_total=end):
                         for watch in (*self.watchers, *self.dispatch_watchers):
                             watch(stepper.step)
@@ -294,6 +297,7 @@ class TrainLoop(Settings):
             # The callbacks remember that they have set these: a resumed run needs both.
             state = self._stepper.placed.lend()[0] if checkpoint.is_borrowed else checkpoint.state
             if not checkpoint.is_borrowed:
+                state = self._stepper.match(state)
                 opt_state = state.opt_state
                 for group, values in tuned:
                     opt_state = set_hyperparams(opt_state, group=group, **values)

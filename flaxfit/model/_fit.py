@@ -142,7 +142,7 @@ def fit(
         stack.push(lambda kind, error, traceback: trainer.write_back(error))
         stack.callback(_close_data, loop)
         stack.enter_context(loop)
-        loop.callbacks = every
+        loop.first_epoch, loop.callbacks = initial_epoch, every
         if folder is not None and found is not None:
             trainer.n_epochs = history.n_epochs
             n_left = folder.epochs_left(loop, history, epochs, initial_epoch, n_steps)

@@ -80,14 +80,18 @@ def _required(function: Function) -> str:
 
 def _updates(optimizer: object) -> list[FunctionType]:
     """The functions in an optimizer that update, by their name or their place."""
-    parts = list(_parts(optimizer, set()))
+    parts = parts_of(optimizer)
     placed = [part.update for part in parts if isinstance(part, optax.GradientTransformation)]
     named = [part for part in parts if "update" in getattr(part, "__name__", "")]
     return [part for part in dict.fromkeys([*placed, *named]) if isinstance(part, FunctionType)]
 
 
+def parts_of(optimizer: object) -> list[PyTree]:
+    """Lists what an optimizer is made of, as far as closures and containers show it."""
+    return list(_parts(optimizer, set()))
+
+
 def _parts(part: PyTree, seen: set[int]) -> Iterator[PyTree]:
-    """Yields what an optimizer is made of, as far as closures and containers show it."""
     if id(part) in seen:
         return
     seen.add(id(part))

@@ -87,7 +87,7 @@ def with_hyperparams_of(opt_state: OptState, other: OptState) -> OptState:
     """Returns a state with the hyperparameters and overrides of another; schedules stay."""
 
     def visit(node: PyTree, other: PyTree) -> PyTree:
-        if not _is_injected(node):
+        if not is_injected(node):
             return node
         values, states = dict(other.hyperparams), dict(node.hyperparams_states)
         for name, own in states.items():
@@ -99,7 +99,7 @@ def with_hyperparams_of(opt_state: OptState, other: OptState) -> OptState:
         inner = with_hyperparams_of(node.inner_state, other.inner_state)
         return node._replace(hyperparams=values, hyperparams_states=states, inner_state=inner)
 
-    return jax.tree.map(visit, opt_state, other, is_leaf=_is_injected)
+    return jax.tree.map(visit, opt_state, other, is_leaf=is_injected)
 
 
 def learning_rates(
@@ -166,6 +166,12 @@ def names_of(state: OptState) -> dict[str, None]:
     return dict.fromkeys(name for node in _injected(state) for name in node.hyperparams)
 
 
+def scheduled(state: OptState, group: str | None = None) -> set[str]:
+    """Returns the names of the hyperparameters that follow a schedule, in a group or anywhere."""
+    chosen = [state] if group is None else [s for own, s in _groups(state) if own == group]
+    return {name for own in chosen for node in _injected(own) for name in node.hyperparams_states}
+
+
 def group_name(state: OptState, group: str | int) -> str:
     """Returns the name of a group, which may be given by its position."""
     names = list(dict.fromkeys(name for name, _ in _groups(state)))
@@ -198,14 +204,15 @@ def group_named(state: OptState, group: str | int) -> str:
     raise ValueError(f"There is no group {group!r}. The groups are {names}.")
 
 
-def _is_injected(node: PyTree) -> bool:
+def is_injected(node: PyTree) -> bool:
+    """Whether a node of a state holds hyperparameters."""
     return isinstance(node, optax.InjectStatefulHyperparamsState)
 
 
 def _injected(state: OptState) -> Iterator[optax.InjectStatefulHyperparamsState]:
     """Yields every node with hyperparameters, outer ones before inner ones."""
-    for node in jax.tree.leaves(state, is_leaf=_is_injected):
-        if _is_injected(node):
+    for node in jax.tree.leaves(state, is_leaf=is_injected):
+        if is_injected(node):
             yield node
             yield from _injected(node.inner_state)
 
@@ -216,7 +223,7 @@ def _nodes(state: OptState) -> list[PyTree]:
 
 
 def _is_known(node: PyTree) -> bool:
-    return _is_injected(node) or isinstance(node, optax.transforms.PartitionState | GroupsState)
+    return is_injected(node) or isinstance(node, optax.transforms.PartitionState | GroupsState)
 
 
 def _children(node: PyTree) -> dict[str, OptState]:
@@ -240,7 +247,7 @@ def _groups(state: OptState) -> Iterator[tuple[str, OptState]]:
 def _read(state: OptState) -> dict[str, PyTree]:
     found: dict[str, PyTree] = {}
     for node in _nodes(state):
-        if _is_injected(node):
+        if is_injected(node):
             found = {**_read(node.inner_state), **node.hyperparams, **found}
         found |= {name: own for name, child in _children(node).items() if (own := _read(child))}
     return found
@@ -256,7 +263,7 @@ def _map(state: OptState, function: Function, group: str | None) -> OptState:
     """Maps the nodes with hyperparameters: all of them, or those of the groups of that name."""
 
     def visit(node: PyTree) -> PyTree:
-        if _is_injected(node):
+        if is_injected(node):
             node = function(node) if group is None else node
             return node._replace(inner_state=_map(node.inner_state, function, group))
         states = [

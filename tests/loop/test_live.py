@@ -34,12 +34,17 @@ def adam(rate=0.01):
     return ff.optim.OptimizerDef(optax.adam, learning_rate=rate)
 
 
-def make_loop(optimizer, n_devices=1, n_steps=6, **options):
+def make_loop(optimizer, n_devices=1, n_steps=6, init=None, **options):
     task = ff.TrainTask(
         MLP().apply, optimizer, "mse", ff.ArrayStream(X, Y, batch_size=8), **options
     )
     return ff.TrainLoop(
-        init_of(MLP(), 4), task, 0, n_steps=n_steps, devices=jax.devices()[:n_devices], stdout=False
+        init or init_of(MLP(), 4),
+        task,
+        0,
+        n_steps=n_steps,
+        devices=jax.devices()[:n_devices],
+        stdout=False,
     )
 
 
@@ -115,11 +120,57 @@ def test_an_unknown_hyperparameter_lists_those_that_there_are():
 
 
 def test_an_optimizer_without_hyperparameters_has_none_to_read_or_set():
-    loop = make_loop(optax.adam(0.01))
+    loop = make_loop(optax.contrib.prodigy())
     assert loop.hyperparams == {}
     assert "learning_rate" not in next(loop).metrics
     with pytest.raises(ValueError, match="OptimizerDef"):
         loop.set_hyperparams(learning_rate=0.1)
+
+
+def test_the_schedule_of_a_plain_optimizer_is_reported_and_cannot_be_set():
+    loop = make_loop(optax.adam(optax.linear_schedule(0.5, 0.0, 4)))
+    rates = [next(loop).metrics["learning_rate"] for _ in range(2)]
+    assert rates == [0.5, 0.375] and loop.hyperparams == {"learning_rate": 0.375}
+    assert loop.follows_schedule("learning_rate")
+    with pytest.raises(ValueError, match="OptimizerDef"):
+        loop.set_hyperparams(learning_rate=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0, "ema": 0.9}], ids=["plain", "more"])
+@pytest.mark.parametrize("n_devices", [thorough(1), 2])
+def test_the_rate_of_a_plain_optimizer_is_set_as_that_of_an_optimizer_def(options, n_devices):
+    """Also after steps with the rate that it was made with, and after a state without it."""
+
+    def train(optimizer):
+        loop = make_loop(optimizer, n_devices, **options)
+        first = next(loop)
+        next(loop)
+        loop.set_hyperparams(learning_rate=0.5)
+        changed = next(loop)
+        loop.restore(first.state)
+        assert loop.hyperparams["learning_rate"] == pytest.approx(0.01)
+        states = changed.state, next(loop).state
+        return [(state.params, state.opt_state) for state in states]
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+        train(optax.adam(0.01)),
+        train(adam(0.01)),
+    )
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_rate_that_was_set_and_a_plain_optimizer(tmp_path):
+    loop = make_loop(optax.adam(0.01), clip_norm=1.0)
+    loop.callbacks = [ff.checkpoints.CheckpointFileWriter(tmp_path)]
+    loop.set_hyperparams(learning_rate=0.5)
+    last = list(loop.run(2))[-1]
+    loop.close()
+    for init in ff.checkpoints.CheckpointFileReader(tmp_path, loop.state), last.state:
+        again = make_loop(optax.adam(0.01), clip_norm=1.0, init=init)
+        assert again.hyperparams["learning_rate"] == 0.5
+        assert_equal(again.state.opt_state, last.state.opt_state)
 
 
 @pytest.mark.slow
@@ -282,7 +333,7 @@ def test_a_loss_that_never_falls_suggests_no_rate():
 
 def test_a_range_test_needs_a_rate_to_set_and_data_to_repeat():
     with pytest.raises(ValueError, match=r"cannot set.*OptimizerDef"):
-        ff.Model(MLP(), optax.adam(0.1), "mse").find_lr(X, Y)
+        ff.Model(MLP(), optax.contrib.prodigy(), "mse").find_lr(X, Y)
     with pytest.raises(ValueError, match="use up this data"):
         ff.Model(MLP(), adam(), "mse").find_lr(batch for batch in [(X, Y)])
 
