@@ -61,8 +61,26 @@ def to_numpy(leaf: ArrayLike) -> np.ndarray:
     try:
         common = np.result_type(*(getattr(t, "numpy_dtype", t) for t in leaf.dtypes))
         return array.astype(common)
-    except (TypeError, ValueError):  # Text, or missing values.
-        return array
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"Cannot train on a {type(leaf).__name__} with columns that are not numbers: "
+            f"{_not_numbers(leaf, array)}. Encode them, such as with pandas.get_dummies, fill what "
+            "is missing, or leave them out."
+        ) from None
+
+
+def _not_numbers(table: ArrayLike, array: np.ndarray) -> str:
+    """The columns of a table that are text, dates or have missing values, and their dtypes."""
+    found = []
+    for name, dtype, column in zip(table.columns, table.dtypes, array.T, strict=True):
+        try:
+            column.astype(float)
+            is_number = getattr(dtype, "kind", "O") in "biuf"
+        except (TypeError, ValueError):
+            is_number = False
+        if not is_number:
+            found.append(f"{name!r} ({dtype})")
+    return ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
 
 
 def narrow_dtype(dtype: np.dtype) -> np.dtype:

@@ -183,8 +183,9 @@ def test_tables_with_columns_of_numbers_and_of_truth_values_are_arrays():
     np.testing.assert_array_equal(y, np.eye(2)[Y])
     np.testing.assert_array_equal(next(ff.ArrayStream(frame))[0], expected)
     np.testing.assert_array_equal(normalize((frame, Y)).inputs[0], expected.astype(np.float32))
-    words = frame.assign(d="word")
-    with pytest.raises(TypeError, match="dtype object: encode it as numbers"):
+    missing = pandas.array([1, None] * 10, dtype="Int64")
+    words = frame.assign(d="word", e=missing)
+    with pytest.raises(TypeError, match=r"columns that are not numbers: 'd' \(.*\), 'e' \(Int64\)"):
         ff.ArrayStream(words)
 
 
