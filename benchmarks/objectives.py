@@ -117,7 +117,7 @@ class Towers(nn.Module):
 
 
 def info_nce(a, b):
-    """The loss of each pair, with all others of the batch as negatives."""
+    """As `ff.losses.info_nce`, by hand."""
     a, b = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (a, b))
     logits, own = 10 * a @ b.T, jnp.arange(len(a))
     return (ff.losses.crossentropy(logits, own) + ff.losses.crossentropy(logits.T, own)) / 2
@@ -128,10 +128,11 @@ def contrastive(batch_size: int) -> dict[str, Callable[[], float]]:
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, STEPS * batch_size, 256)).astype(np.float32)
     module, optimizer, devices = Towers(), optax.adam(1e-3), jax.devices()[:2]
+    loss = ff.losses.info_nce(temperature=0.1)
 
     def run_with(strategy):
         data = ff.ArrayStream((a, b), (), batch_size=batch_size, shuffle=True, resident=False)
-        task = ff.TrainTask(module, optimizer, info_nce, data, across="batch")
+        task = ff.TrainTask(module, optimizer, loss, data, across="batch")
         return run_of(module, task, strategy=strategy)
 
     mesh = Mesh(np.array(devices), ("data",))

@@ -11,6 +11,7 @@ Array([False,  True], dtype=bool)
 
 from flaxfit.losses._checks import check_loss_shape as check_loss_shape
 from flaxfit.losses._checks import check_values as check_values
+from flaxfit.losses._contrastive import info_nce as info_nce
 from flaxfit.losses._functions import binary_crossentropy as binary_crossentropy
 from flaxfit.losses._functions import cosine_distance as cosine_distance
 from flaxfit.losses._functions import crossentropy as crossentropy

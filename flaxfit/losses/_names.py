@@ -6,6 +6,7 @@ import re
 
 import optax
 
+from flaxfit.losses import _contrastive as contrastive
 from flaxfit.losses import _functions as ours
 from flaxfit.tree._checks import check_order
 from flaxfit.tree._types import LossFn
@@ -25,6 +26,7 @@ _LOSSES: dict[str, Loss] = {
         ours.hinge,
         ours.kl_divergence,
         ours.cosine_distance,
+        contrastive.info_nce,
     )
 }
 _ALIASES: dict[str, Loss] = {

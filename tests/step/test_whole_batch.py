@@ -54,6 +54,9 @@ def penalized(image, text, scale):
 
 
 LOSSES = {"values": info_nce, "scalar": mean_of, "penalized": penalized}
+# What the losses of the library are compared with.
+BY_HAND = LOSSES | {"library": info_nce}
+LOSSES["library"] = ff.losses.info_nce
 STRATEGIES = {
     "one": {"devices": DEVICES[:1]},
     "data parallel": {"devices": DEVICES},
@@ -101,7 +104,7 @@ def by_hand(name, is_weighted, sows):
     @functools.partial(jax.grad, has_aux=True)
     def gradient(params, images, texts, w):
         (outputs, updates) = module.apply({"params": params}, images, texts, mutable=["losses"])
-        result = LOSSES[name](*outputs)
+        result = BY_HAND[name](*outputs)
         values, penalty = result if isinstance(result, tuple) else (result, 0.0)
         mean = jnp.sum(w * values) / jnp.sum(w) if values.ndim else values
         penalty += sum(map(jnp.sum, jax.tree.leaves(updates)))
@@ -121,7 +124,9 @@ def cases():
             for accumulate in (1, 4):
                 case = (name, strategy, accumulate)
                 is_quick = case == ("values", "data parallel", 4)
-                mark = slow if accumulate == 4 and strategy != "one" else thorough
+                is_gathered = strategy == "data parallel" and name == "library"
+                is_kept = strategy != "one" and accumulate == 4 or is_gathered
+                mark = slow if is_kept else thorough
                 yield case if is_quick else mark(*case)
 
 
@@ -144,10 +149,17 @@ def check(name, strategy, accumulate, *, is_weighted=False, sows=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [thorough("one"), "data parallel", thorough("fsdp")])
-def test_weights_and_sown_losses_count_as_in_a_whole_batch(strategy):
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("library", "data parallel"),
+        *(thorough("library", strategy) for strategy in ("one", "fsdp")),
+        *(thorough("values", strategy) for strategy in STRATEGIES),
+    ],
+)
+def test_weights_and_sown_losses_count_as_in_a_whole_batch(name, strategy):
     # A mean of squares over equal parts is that over the batch.
-    check("values", strategy, 4, is_weighted=True, sows=True)
+    check(name, strategy, 4, is_weighted=True, sows=True)
 
 
 @pytest.mark.slow
@@ -170,14 +182,47 @@ def test_options_of_a_task_give_the_same_in_parts(options):
     )
 
 
-def test_without_saying_so_it_is_refused_and_the_way_is_named():
+@pytest.mark.parametrize("loss", [info_nce, "info_nce"])
+def test_without_saying_so_it_is_refused_and_the_way_is_named(loss):
     data = ff.ArrayStream((IMAGES, TEXTS), (), batch_size=BATCH)
-    task = ff.TrainTask(Towers(), optax.sgd(0.1), info_nce, data)
+    task = ff.TrainTask(Towers(), optax.sgd(0.1), loss, data)
     with pytest.raises(ValueError, match="depends on the other examples .* across='batch'"):
         ff.TrainLoop(Towers(), task, 0, stdout=False).next_step()
-    task = ff.TrainTask(Towers(), optax.sgd(0.1), info_nce, data, pad=False, accumulate=2)
+    task = ff.TrainTask(Towers(), optax.sgd(0.1), loss, data, pad=False, accumulate=2)
     with pytest.raises(ValueError, match="with accumulate=2: .* set across='batch'"):
         ff.TrainLoop(Towers(), task, 0, stdout=False).next_step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", ["replica", "rows"])
+def test_replicas_may_have_another_name(given):
+    params = first_params(Towers())
+    data = ff.ArrayStream((IMAGES, TEXTS), (), batch_size=BATCH)
+    loss = ff.losses.info_nce(axis_name=given)
+    task = ff.TrainTask(Towers(), optax.sgd(0.1), loss, data, across="batch")
+    strategy = ff.DataParallel(DEVICES, axis_name="rows")
+    loop = ff.TrainLoop(
+        lambda rngs, *x: {"params": params}, task, 0, strategy=strategy, stdout=False
+    )
+    assert loop.next_step().loss == pytest.approx(by_hand("values", False, False)[0][0], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [ff.DataParallel, thorough(ff.Sharded.fsdp)])
+def test_the_loss_of_the_library_is_measured_over_the_whole_batch(make):
+    data = ff.ArrayStream((IMAGES, TEXTS), (), WEIGHTS, batch_size=BATCH)
+    metrics = {"nce": ff.losses.info_nce}
+    task = ff.EvalTask(Towers(), metrics, data, loss="info_nce", across="batch")
+    params = first_params(Towers())
+    state = ff.InferenceState(np.int32(0), params, {})
+    found = ff.EvalLoop(task, strategy=make(devices=DEVICES)).measure(state)
+    total = 0.0
+    for start in range(0, N, BATCH):
+        rows = slice(start, start + BATCH)
+        values = info_nce(*Towers().apply({"params": params}, IMAGES[rows], TEXTS[rows]))
+        total += float(jnp.sum(WEIGHTS[rows] * values))
+    assert found["loss"] == pytest.approx(total / WEIGHTS.sum(), rel=1e-5)
+    assert found["nce"] == pytest.approx(found["loss"], rel=1e-6)
 
 
 def test_virtual_replicas_are_refused():

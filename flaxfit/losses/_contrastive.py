@@ -1,0 +1,106 @@
+"""Losses that compare the examples of a batch with one another: train them with `across="batch"`.
+
+Where a batch is divided over the replicas of a mapped axis, each computes the values of its own
+examples alone, against the outputs of all replicas.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit.losses._functions import configurable, crossentropy, floating
+from flaxfit.tree._types import ArrayLike
+
+
+@configurable
+def info_nce(
+    first: ArrayLike,
+    second: ArrayLike,
+    log_scale: ArrayLike | None = None,
+    *,
+    temperature: float | None = None,
+    normalize: bool = True,
+    axis_name: str = "replica",
+) -> jax.Array:
+    """Gives the symmetric InfoNCE loss of each pair, all other pairs of the batch as negatives.
+
+    It is the mean of two crossentropies: of `second[i]` among all of `second` for `first[i]`, and
+    of `first[i]` among all of `first` for `second[i]`. The logits are products of embeddings,
+    divided by the temperature.
+
+    van den Oord, Li, Vinyals, "Representation Learning with Contrastive Predictive Coding", 2018;
+    Radford et al., "Learning Transferable Visual Models From Natural Language Supervision", 2021
+    (CLIP), figure 3.
+
+    >>> info_nce(np.eye(8, 3), np.eye(8, 3), temperature=0.1).shape
+    (8,)
+
+    Args:
+      first: `(batch, features)`, such as the embeddings of images.
+      second: embeddings of the same shape, such as those of texts.
+      log_scale: a scalar that the model learns and returns as a third output: the logits are
+        multiplied by `exp(log_scale)`.
+      temperature: what the logits are divided by; None: 0.07 without `log_scale`, as in CLIP.
+        `info_nce(temperature=0.1)` is the loss with it.
+      normalize: whether to scale the embeddings to length 1.
+      axis_name: as of the strategy. Under another name the loss is the same, but each replica
+        computes that of the whole batch.
+
+    Returns:
+      One value per pair, of shape `(batch,)`.
+
+    Raises:
+      ValueError: the shapes differ, the temperature is not positive, or `log_scale` is no scalar or
+        is given with a temperature.
+    """
+    if len(np.shape(first)) != 2 or np.shape(first) != np.shape(second):
+        raise ValueError(
+            "loss 'info_nce' wants two outputs of one shape (batch, features), whose rows are "
+            f"pairs, got {np.shape(first)} and {np.shape(second)}."
+        )
+    a, b = floating(first), floating(second)
+    if normalize:
+        a, b = _unit(a), _unit(b)
+    a *= _scale(log_scale, temperature)
+    numbers, (all_a, all_b) = _of_all_replicas(axis_name, a, b)
+    logits = a @ all_b.T
+    swapped = logits.T if all_a is a else b @ all_a.T
+    return (crossentropy(logits, numbers) + crossentropy(swapped, numbers)) / 2
+
+
+def _scale(log_scale: ArrayLike | None, temperature: float | None) -> ArrayLike:
+    """What the products of embeddings are multiplied by."""
+    if isinstance(temperature, int | float) and not temperature > 0:
+        raise ValueError(f"The temperature of 'info_nce' must be positive, got {temperature}.")
+    if log_scale is None:
+        return 1 / (0.07 if temperature is None else temperature)
+    if np.size(log_scale) != 1:
+        raise ValueError(
+            "loss 'info_nce' takes two outputs, a learned scalar log_scale as a third, and no "
+            f"targets, got a third argument of shape {np.shape(log_scale)}: give empty targets, "
+            "as in fit((a, b), ())."
+        )
+    if temperature is not None:
+        raise ValueError(
+            f"loss 'info_nce' got temperature={temperature} and the learned log_scale: leave one "
+            "of them out."
+        )
+    return jnp.exp(jnp.reshape(floating(log_scale), ()))
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """Scales vectors to length 1; zeros, whose gradient is no NaN, stay zeros."""
+    return x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, -1, keepdims=True), 1e-24))
+
+
+def _of_all_replicas(axis_name: str, *rows: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+    """The numbers of the rows of this replica in the batch, and the rows of all replicas."""
+    numbers = jnp.arange(len(rows[0]))
+    try:
+        n_replicas = jax.lax.psum(1, axis_name)
+    except NameError:  # Nothing is mapped over such an axis.
+        n_replicas = 1
+    if n_replicas == 1:  # Without a gather, as a program that names the axis is trusted with it.
+        return numbers, list(rows)
+    numbers += jax.lax.axis_index(axis_name) * len(numbers)
+    return numbers, [jax.lax.all_gather(x, axis_name, tiled=True) for x in rows]

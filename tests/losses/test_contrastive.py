@@ -1,0 +1,102 @@
+"""Contrastive losses against NumPy, whole and divided over the replicas of a mapped axis."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import log_softmax
+
+from flaxfit import losses
+
+RNG = np.random.default_rng(0)
+FIRST, SECOND = RNG.normal(size=(2, 8, 5)).astype(np.float32)
+N_REPLICAS = 4
+
+
+def info_nce(a, b, scale):
+    """Both directions, in float64."""
+    a, b = (x.astype(float) / np.linalg.norm(x, axis=-1, keepdims=True) for x in (a, b))
+    logits = scale * a @ b.T
+    return -(np.diag(log_softmax(logits, 1)) + np.diag(log_softmax(logits, 0))) / 2
+
+
+def divided(loss, **options):
+    """The values of a loss whose examples are spread over replicas."""
+    named = jax.vmap(lambda *rows: loss(*rows, **options), axis_name="replica")
+
+    def values(*arrays):
+        parts = (x.reshape(N_REPLICAS, -1, *x.shape[1:]) for x in arrays)
+        return named(*parts).reshape(-1)
+
+    return values
+
+
+@pytest.mark.parametrize(
+    ("options", "scale"),
+    [
+        ({}, 1 / 0.07),
+        ({"temperature": 0.5}, 2),
+        ({"log_scale": np.log(np.float32([3]))}, 3),
+    ],
+    ids=str,
+)
+def test_info_nce_is_that_of_numpy(options, scale):
+    values = jax.jit(losses.info_nce)(FIRST, 3 * SECOND, **options)
+    np.testing.assert_allclose(values, info_nce(FIRST, SECOND, scale), rtol=1e-5)
+
+
+def test_embeddings_may_be_taken_as_they_are():
+    units = [x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (FIRST, SECOND)]
+    plain = losses.info_nce(normalize=False, temperature=0.25)
+    expected = info_nce(FIRST, SECOND, 4)
+    np.testing.assert_allclose(jax.jit(plain)(*units), expected, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(plain)(2 * units[0], units[1] / 2), expected, rtol=1e-5)
+
+
+def test_each_replica_compares_its_own_rows_with_all_in_value_and_gradient():
+    weights = RNG.uniform(size=8)
+
+    def total(loss):
+        def found(*rows):
+            values = loss(*rows)
+            return (weights * values).sum(), values
+
+        return found
+
+    whole, parts = (
+        jax.jit(jax.value_and_grad(total(loss), argnums=(0, 1), has_aux=True))(FIRST, SECOND)
+        for loss in (losses.info_nce, divided(losses.info_nce))
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), whole, parts)
+
+
+def test_a_replica_computes_no_rows_of_others():
+    program = jax.make_jaxpr(losses.info_nce, axis_env=[("replica", N_REPLICAS)])
+    shapes = {v.aval.shape for each in program(FIRST, SECOND).eqns for v in each.outvars}
+    assert (8, 8 * N_REPLICAS) in shapes
+    assert (8 * N_REPLICAS, 8 * N_REPLICAS) not in shapes
+
+
+def test_an_axis_of_another_name_is_not_looked_for():
+    alone = jax.jit(jax.vmap(losses.info_nce, axis_name="rows"))(FIRST[None], SECOND[None])
+    np.testing.assert_allclose(alone[0], info_nce(FIRST, SECOND, 1 / 0.07), rtol=1e-5)
+
+
+def test_embeddings_of_zeros_have_a_gradient():
+    gradient = jax.jit(jax.grad(lambda x: losses.info_nce(x, SECOND).sum()))
+    assert np.isfinite(gradient(jnp.zeros_like(FIRST))).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((FIRST, SECOND[:4]), {}, r"rows are pairs, got \(8, 5\) and \(4, 5\)"),
+        ((FIRST[0], SECOND[0]), {}, r"\(batch, features\)"),
+        ((FIRST, SECOND, np.arange(8)), {}, r"no targets, got a third .* \(8,\): give empty"),
+        ((FIRST, SECOND, 1.0), {"temperature": 1.0}, "leave one of them out"),
+        ((FIRST, SECOND), {"temperature": 0}, "must be positive, got 0"),
+    ],
+)
+def test_what_is_no_pair_is_refused(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        losses.info_nce(*arguments, **options)
