@@ -185,11 +185,15 @@ class StopOnNaN:
     >>> check(Checkpoint(step=18, state=None, metrics={"loss": float("nan")}))
     Traceback (most recent call last):
     FloatingPointError: loss became nan at step 18 (last finite 0.5 at step 9). Lower the ...
+
+    Args:
+      raise_error: whether to raise; else training ends at that checkpoint, which is said.
     """
 
     borrows = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, raise_error: bool = True) -> None:
+        self._raises = raise_error
         self._last: dict[str, str] = {}
         """The last finite values and their step, in words."""
 
@@ -201,6 +205,9 @@ class StopOnNaN:
             value = float(checkpoint.metrics[name])
             if not math.isfinite(value):
                 last = self._last.get(name, "no earlier checkpoint was seen")
+                if not self._raises:
+                    say(f"{name} became {value} at step {checkpoint.step:,} ({last}): stopping")
+                    return checkpoint.replace(stop=True)
                 raise FloatingPointError(
                     f"{name} became {value} at step {checkpoint.step:,} ({last}). "
                     "Lower the learning rate or clip: "

@@ -124,6 +124,13 @@ def check_callback(callback: object) -> None:
             f"A callback must be an object, got the class {callback.__name__}: make one, "
             f"{callback.__name__}(...)."
         )
+    if hasattr(callback, "set_model") and hasattr(callback, "on_epoch_end"):
+        name = type(callback).__name__
+        raise TypeError(
+            f"Callbacks of Keras cannot train a model of flaxfit, got {name}: take that of "
+            "flaxfit.callbacks (the page on Keras names each), or a function of a checkpoint in "
+            "place of on_epoch_end, lambda checkpoint: print(checkpoint.step, checkpoint.metrics)."
+        )
     if not callable(callback):
         raise TypeError(
             "A callback must be a function Checkpoint -> Checkpoint | None, got "

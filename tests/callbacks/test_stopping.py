@@ -260,3 +260,8 @@ def test_other_metrics_may_be_nan(checkpoint_at):
 def test_a_loss_that_never_was_finite_says_so(checkpoint_at):
     with pytest.raises(FloatingPointError, match="no earlier checkpoint was seen"):
         StopOnNaN()(checkpoint_at(1, loss=math.nan))
+
+
+def test_a_loss_that_is_not_finite_stops_instead_of_raising_on_request(capsys):
+    assert stops(StopOnNaN(raise_error=False), [0.5, math.nan], "loss") == [False, True]
+    assert "loss became nan at step 2" in capsys.readouterr().err

@@ -141,3 +141,13 @@ def test_an_order_that_there_is_not_is_refused():
 
     with pytest.raises(ValueError, match="order of a callback is .* got 'middle' from Callback"):
         CallbackList(Callback())
+
+
+def test_a_callback_of_keras_is_refused_by_name():
+    class TerminateOnNaN:
+        def set_model(self, model): ...
+
+        def on_epoch_end(self, epoch, logs=None): ...
+
+    with pytest.raises(TypeError, match="of Keras cannot train .*got TerminateOnNaN"):
+        CallbackList([TerminateOnNaN()])
