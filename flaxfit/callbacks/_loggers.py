@@ -84,15 +84,24 @@ class CSVLogger(_RowLogger):
     step,elapsed_time,loss
     1,0.0,1.0
     2,0.0,0.5
+
+    Args:
+      path: the file.
+      separator: the character between two columns.
     """
 
-    _columns: tuple[str, ...] = ()
+    def __init__(self, path: str | os.PathLike[str], separator: str = ",") -> None:
+        super().__init__(path)
+        if not isinstance(separator, str) or len(separator) != 1:
+            raise ValueError(f"separator must be a single character, got {separator!r}.")
+        self._separator = separator
+        self._columns: tuple[str, ...] = ()
 
     def _has_room(self, row: Mapping[str, float]) -> bool:
         return super()._has_room(row) and row.keys() <= set(self._columns)
 
     def _earlier(self, lines: list[str], row: Mapping[str, float]) -> str:
-        reader = csv.DictReader(lines)
+        reader = csv.DictReader(lines, delimiter=self._separator)
         columns = list(reader.fieldnames or ())
         if columns and "step" not in columns:
             raise ValueError(
@@ -109,7 +118,10 @@ class CSVLogger(_RowLogger):
 
     def _text(self, rows: Iterable[Mapping[str, str | float]]) -> str:
         text = io.StringIO()
-        csv.DictWriter(text, self._columns, restval="", lineterminator="\n").writerows(rows)
+        writer = csv.DictWriter(
+            text, self._columns, restval="", lineterminator="\n", delimiter=self._separator
+        )
+        writer.writerows(rows)
         return text.getvalue()
 
 

@@ -122,3 +122,14 @@ def test_what_is_not_finite_is_null_in_json_and_readable_in_csv(checkpoint_at, t
     row = rows_of(tmp_path / "log.csv")[0]
     assert math.isnan(float(row["loss"]))
     assert float(row["bound"]) == math.inf
+
+
+def test_columns_are_separated_as_asked_also_where_a_file_is_continued(tmp_path, checkpoint_at):
+    path = tmp_path / "log.csv"
+    for step in 1, 2:
+        log = CSVLogger(path, separator=";")
+        log(checkpoint_at(step, loss=0.5))
+        log.close()
+    assert path.read_text() == "step;elapsed_time;loss\n1;0.0;0.5\n2;0.0;0.5\n"
+    with pytest.raises(ValueError, match="single character, got ';;'"):
+        CSVLogger(path, ";;")
