@@ -97,6 +97,17 @@ class History(Mapping[str, list[float]]):
         """The number of each epoch, from 0 as in Keras, or from `initial_epoch`."""
         return list(range(self.initial_epoch, self.n_epochs))
 
+    @property
+    def history(self) -> dict[str, list[float]]:
+        """The metrics as a dict of lists."""
+        return self._values
+
+    @property
+    def params(self) -> dict[str, int]:
+        """The number of epochs in all as "epochs", and the steps of each as "steps"."""
+        n = len(self.steps)
+        return {"epochs": self.n_epochs, "steps": self.n_steps // n if n else 0}
+
     def best(self, name: str, mode: str = "auto") -> Best:
         """Returns the best finite value of a metric, the earliest among equals.
 

@@ -6,15 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from flaxfit import display
-from flaxfit.callbacks._bar import Bar, CellBar
+from flaxfit.callbacks._bar import Bar, arrange, new_bar
 from flaxfit.callbacks._callback import Loop
 from flaxfit.metrics._monitor import Monitor, check_mode, default_monitor
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._types import Json
 
-_SECONDS_BETWEEN_REFRESHES = 0.5
-# Metrics are left out where they would make the bar shorter than this.
-_LEAST_BAR = 4
+SECONDS_BETWEEN_REFRESHES = 0.5
 # Steps are int32: a span of this many ends with the data.
 ENDLESS = 2**31 - 1
 
@@ -81,7 +79,7 @@ class ProgressBar:
         """The step and the time of the last dispatch since a checkpoint."""
         self._n_timed, self._seconds = 0, 0.0
         now = self._clock()
-        self._next_refresh = now + _SECONDS_BETWEEN_REFRESHES
+        self._next_refresh = now + SECONDS_BETWEEN_REFRESHES
         self._next_arrangement = now
 
     def attach(self, loop: Loop) -> None:
@@ -114,20 +112,11 @@ class ProgressBar:
         self._previous = step, now
         if now >= self._next_refresh and self._loop is not None:
             self._draw(step, self._loop.running_metrics())
-            self._next_refresh = self._clock() + _SECONDS_BETWEEN_REFRESHES
+            self._next_refresh = self._clock() + SECONDS_BETWEEN_REFRESHES
 
     def _draw(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._bar is None:
-            blocks = "─╸━"
-            kind = CellBar if display.is_cell(self._stream) else Bar
-            self._bar = kind(
-                total=self._span(step)[2],
-                bar_format=" ",
-                leave=False,
-                dynamic_ncols=True,
-                ascii=blocks if display.printable(blocks, self._stream) == blocks else True,
-                file=self._stream,
-            )
+            self._bar = new_bar(self._stream, self._span(step)[2])
         self._arrange(self._bar, step, metrics)
         self._bar.refresh()
 
@@ -135,12 +124,7 @@ class ProgressBar:
         """Changes the contents of the bar without drawing it."""
         label, n, total = self._span(step)
         speed = self._n_timed / self._seconds if self._seconds else None
-        room = display.columns(self._stream) - len(label) - _LEAST_BAR - 4
-        line = display.progress_line(n, total, speed, metrics, width=room)
-        text = display.printable(line, self._stream)
-        text = text.replace("{", "{{").replace("}", "}}")
-        bar_format = f"{label}  {{bar}}  {text}" if total else f"{label}  {text}"
-        bar.arrange(bar_format, n if total is None else min(n, total), total)
+        arrange(bar, self._stream, label, n, total, speed=speed, metrics=metrics)
 
     def _span(self, step: int) -> tuple[str, int, int | None]:
         """The label of the bar, the position of the step in it, and its length."""
@@ -169,7 +153,7 @@ class ProgressBar:
         if self._bar is not None and now >= self._next_arrangement:
             # The bar is formatted less often than lines may be written.
             self._arrange(self._bar, checkpoint.step, {})
-            self._next_arrangement = now + _SECONDS_BETWEEN_REFRESHES
+            self._next_arrangement = now + SECONDS_BETWEEN_REFRESHES
         stream = self._stream
         line = display.checkpoint_line(
             display.label(self._unit, self._n, self._n_units),

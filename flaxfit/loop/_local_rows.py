@@ -90,17 +90,27 @@ class LocalBatches:
 
     def __iter__(self) -> Iterator[PyTree]:
         """Iterates over items: batches, or the row numbers of batches."""
+        return (item for _, item in self.pairs())
+
+    def pairs(self) -> Iterator[tuple[PyTree, PyTree]]:
+        """Iterates over items as the stream gives them, each with the item in its form."""
         if not self._takes_rows:
-            yield from map(self._form, self._stream)
+            form = self._form
+            yield from ((item, form(item)) for item in self._stream)
             return
         with contextlib.suppress(StopIteration):
             while True:
-                yield self._stream.next_rows()
+                rows = self._stream.next_rows()
+                yield rows, rows
 
     def examples(self, item: PyTree) -> Batch:
         """Returns the batch of an item; that of all processes, if they divide it."""
         item = self._pick(item) if self._takes_rows else item
         return normalize(item, is_whole=self.is_whole)
+
+    def given(self, item: PyTree) -> PyTree:
+        """Returns an item of the stream, whose row numbers are known if processes divide it."""
+        return self._stream.pick(item) if self._takes_rows else item
 
     def whole(self) -> PyTree:
         """Returns all examples as one batch, or None if the stream cannot."""

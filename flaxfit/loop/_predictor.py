@@ -1,14 +1,16 @@
 """Predictor: the outputs of a model over a data set, in order, as NumPy arrays."""
 
 import functools
+import itertools
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Self
 
 import jax
 import numpy as np
 
 from flaxfit.data import one_pass
-from flaxfit.data._batch import Batch, has_rows, n_examples
+from flaxfit.data._batch import Batch, has_rows, n_examples, normalize
 from flaxfit.data._stream import pass_length
 from flaxfit.loop._local_rows import LocalBatches
 from flaxfit.loop._padding import Padder, may_be_whole
@@ -24,13 +26,14 @@ from flaxfit.tree._types import Data, Function, PyTree
 # While these are computed and copied, others are prepared; no more of them wait on the devices.
 _BATCHES_IN_FLIGHT = 4
 
+_ENDLESS = "Give the number of batches, steps=, or data that ends."
+
 
 class Predictor:
     """Applies the model of an evaluation task to the batches of a data set."""
 
     def __init__(self, task: EvalTask):
-        self._rngs = task.rngs
-        self._task = task
+        self.task = task
         self._make = functools.partial(
             make_predict_step, task.apply, precision=task.precision, rngs=task.rngs
         )
@@ -38,51 +41,62 @@ class Predictor:
 
     @debugging_explained()
     @without_mesh()
-    def __call__(self, state: PyTree, data: Data, strategy: Strategy) -> PyTree:
-        """Returns the outputs of the model as NumPy arrays, one row per example."""
-        stream = one_pass(data)
-        pass_length(stream, "Give data that ends.")
-        is_whole = may_be_whole(self._task, strategy)
-        form = self._task.roles.inputs_of
-        batches = LocalBatches(stream, strategy, form, is_whole=is_whole)
-        feed = Padder(
-            strategy,
-            pad=True,
-            size=batches.batch_size,
-            is_own=batches.is_own,
-            is_whole=is_whole,
-        )
-        state = strategy.share(evaluated(state, self._rngs, f"Predictor(rngs={self._rngs})"))
-        shapes = structure_of(state)
-        outputs: list[PyTree] = []
-        in_flight: deque[tuple[Strategy, PyTree, int | None]] = deque()
+    def __call__(
+        self,
+        state: PyTree,
+        data: Data,
+        strategy: Strategy,
+        *,
+        n_steps: int | None = None,
+        watch: Callable[[int], None] | None = None,
+    ) -> PyTree:
+        """Returns the outputs of the model as NumPy arrays, one row per example.
 
-        def fetch() -> None:
-            own, output, n = in_flight.popleft()
-            rows = own.join(output)
-            outputs.append(rows if n is None else batches.without_padding(rows, n))
+        Args:
+          state: a state with the parameters to use.
+          data: anything that `as_stream` takes.
+          strategy: where arrays live.
+          n_steps: the number of batches to predict; None: all of one pass.
+          watch: a function of the number of predicted batches, called after each of them.
 
-        for n, item in enumerate(batches):
-            portion, batch, *_ = batches.load(item, feed)
-            position = (np.uint32(n),) if self._rngs else ()
-            arguments = (state, *position, batch._replace(targets=(), weights=None))
-            own, key = portion.strategy, (portion.strategy, portion.signature, shapes)
-            if key not in self._programs:
-                self._programs[key] = self._compile(own, portion.batch, arguments)
-            n_rows = portion.n_examples if has_rows(portion.batch) else None
-            in_flight.append((own, self._programs[key](*arguments), n_rows))
-            if len(in_flight) > _BATCHES_IN_FLIGHT:
-                fetch()
-        while in_flight:
-            fetch()
+        Raises:
+          ValueError: the data holds no batches, or the outputs of its batches have different
+            shapes.
+        """
+        found, outputs = self.over(state, data, strategy, n_steps=n_steps), []
+        while (each := found.take()) is not None:
+            outputs.append(each[1])
+            if watch is not None:
+                watch(len(outputs))
         if not outputs:
             raise ValueError("There is nothing to predict: the data holds no batches.")
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
+        return _joined(outputs)
+
+    def over(
+        self, state: PyTree, data: Data, strategy: Strategy, *, n_steps: int | None = None
+    ) -> "Predictions":
+        """Returns an iterator over the batches and their outputs; the arguments are as above."""
+        return Predictions(self, state, data, strategy, n_steps)
+
+    def run(
+        self, strategy: Strategy, batch: Batch, key: Hashable, arguments: tuple[PyTree, ...]
+    ) -> PyTree:
+        """Dispatches one batch, by the program of `key`, and returns its outputs.
+
+        Args:
+          strategy: the devices of the batch.
+          batch: the batch, before it was split.
+          key: what determines the program.
+          arguments: the state, the position in the data if there are random streams, the batch.
+        """
+        if key not in self._programs:
+            self._programs[key] = self._compile(strategy, batch, arguments)
+        return self._programs[key](*arguments)
 
     def _compile(self, strategy: Strategy, batch: Batch, arguments: tuple[PyTree, ...]) -> Function:
         with (
             calls_explained(batch.inputs),
-            streams_explained("Model(..., eval_rngs=...)", self._rngs),
+            streams_explained("Model(..., eval_rngs=...)", self.task.rngs),
         ):
             result = trace(strategy.bind(self._make()), arguments[0], batch).shapes
         check_rows(result, n_examples(batch) if has_rows(batch) else None)
@@ -93,3 +107,103 @@ class Predictor:
             return step(state, batch, *position)
 
         return strategy.compile_split(predict, arguments)
+
+
+class Predictions(Iterator[tuple[Batch, Any]]):
+    """Iterates over the batches of one pass and the outputs of the model for them, unpadded.
+
+    A few batches are read ahead of the one that is returned.
+    """
+
+    def __init__(
+        self, predictor: Predictor, state: PyTree, data: Data, strategy: Strategy, n: int | None
+    ):
+        task = predictor.task
+        stream = one_pass(data)
+        if n is None:
+            pass_length(stream, _ENDLESS)
+        is_whole = may_be_whole(task, strategy)
+        self._batches = LocalBatches(stream, strategy, task.roles.inputs_of, is_whole=is_whole)
+        self._feed = Padder(
+            strategy,
+            pad=True,
+            size=self._batches.batch_size,
+            is_own=self._batches.is_own,
+            is_whole=is_whole,
+        )
+        self._predictor = predictor
+        self._items = enumerate(itertools.islice(self._batches.pairs(), n))
+        owner = f"Predictor(rngs={task.rngs})"
+        self._state = strategy.share(evaluated(state, task.rngs, owner))
+        self._shapes = structure_of(self._state)
+        self._in_flight: deque[tuple[PyTree, Strategy, PyTree, int | None]] = deque()
+
+    def __iter__(self) -> Self:
+        return self
+
+    @debugging_explained()
+    @without_mesh()
+    def _next(self) -> tuple[Batch, PyTree] | None:
+        found = self.take()
+        return None if found is None else (self._batch(found[0]), found[1])
+
+    def __next__(self) -> tuple[Batch, PyTree]:
+        found = self._next()
+        if found is None:
+            raise StopIteration
+        return found
+
+    def take(self) -> tuple[PyTree, PyTree] | None:
+        """Returns the next item of the data and its outputs; None at the end."""
+        while len(self._in_flight) <= _BATCHES_IN_FLIGHT:
+            numbered = next(self._items, None)
+            if numbered is None:
+                break
+            number, (given, item) = numbered
+            self._dispatch(number, given, item)
+        if not self._in_flight:
+            return None
+        item, strategy, output, n = self._in_flight.popleft()
+        rows = strategy.join(output)
+        return item, rows if n is None else self._batches.without_padding(rows, n)
+
+    def _dispatch(self, number: int, given: PyTree, item: PyTree) -> None:
+        portion, batch, *_ = self._batches.load(item, self._feed)
+        position = (np.uint32(number),) if self._predictor.task.rngs else ()
+        arguments = (self._state, *position, batch._replace(targets=(), weights=None))
+        key = (portion.strategy, portion.signature, self._shapes)
+        output = self._predictor.run(portion.strategy, portion.batch, key, arguments)
+        n = portion.n_examples if has_rows(portion.batch) else None
+        self._in_flight.append((given, portion.strategy, output, n))
+
+    def _batch(self, item: PyTree) -> Batch:
+        """Returns the batch of an item, with the targets and weights that it has."""
+        item, roles = self._batches.given(item), self._predictor.task.roles
+        try:
+            item = roles(item)
+        except ValueError:  # Its columns of targets are missing, as they may be.
+            item = roles.inputs_of(item)
+        return normalize(item, is_whole=self._batches.is_whole)
+
+
+def _joined(outputs: list[PyTree]) -> PyTree:
+    """Concatenates the outputs of batches.
+
+    Raises:
+      ValueError: they differ in more than the number of their rows.
+    """
+    first = _shape_of_rows(outputs[0])
+    other = next((each for each in outputs if _shape_of_rows(each) != first), None)
+    if other is not None:
+        shapes = [jax.tree.map(np.shape, each) for each in (outputs[0], other)]
+        raise ValueError(
+            "Cannot join the outputs of all batches: those of the first batch have the shapes "
+            f"{shapes[0]}, those of another one {shapes[1]}. Pad the inputs to one length, or read "
+            "them batch by batch: for batch, outputs in model.predictions(x)."
+        )
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
+
+
+def _shape_of_rows(outputs: PyTree) -> object:
+    leaves, structure = jax.tree.flatten(outputs)
+    return structure, [np.shape(leaf)[1:] for leaf in leaves]

@@ -180,7 +180,7 @@ class TrainLoop(Settings):
         checkpoint = self._train_to(self._next_target()) or self._no_data()
         return self.owned(checkpoint) if copy else checkpoint
 
-    def next_step(self, batch: PyTree = None) -> Checkpoint:
+    def next_step(self, batch: PyTree = None, *, copy: bool = True) -> Checkpoint:
         """Trains a single step: on the next batch of the data, or on one that is given.
 
         A given batch may have any form that a stream may yield, and any size. The data stays
@@ -188,6 +188,10 @@ class TrainLoop(Settings):
         data, but its loop needs an `input_sample`. With several processes, each gives its part.
 
         After an exception in a callback, the next call only finishes that step.
+
+        Args:
+          batch: the batch; None: the next one of the data.
+          copy: as of `run_until`.
 
         >>> import numpy as np, optax
         >>> x = np.ones((8, 1), np.float32)
@@ -198,7 +202,8 @@ class TrainLoop(Settings):
         (4.0, 2)
         """
         step = self.step + 1
-        return self.owned(self._train_to(lambda: step, batch) or self._no_data())
+        checkpoint = self._train_to(lambda: step, batch) or self._no_data()
+        return self.owned(checkpoint) if copy else checkpoint
 
     def run(self, n: int) -> Iterator[Checkpoint]:
         """Yields the checkpoints of the next `n` steps, always including the last step."""

@@ -1,38 +1,259 @@
-"""Evaluation: what a model measures and predicts, over a data set."""
+"""Evaluation: what a model measures and predicts, over a data set or for one batch."""
 
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from flaxfit import display
+from flaxfit.callbacks._callback import Callback
+from flaxfit.data._batch import Batch, normalize
+from flaxfit.data._class_weights import ClassWeightedStream
 from flaxfit.data._fit_arguments import prepare, prepare_inputs
+from flaxfit.loop._callback_list import CallbackList, Delivery, as_tuple
 from flaxfit.loop._predictor import Predictor
+from flaxfit.model._pass_bar import PassBar
 from flaxfit.model._persistence import Persistence
 from flaxfit.model._streams import in_order
+from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._checks import whole_number
 from flaxfit.tree._types import Data, PyTree
 
 
 class Evaluation(Persistence):
-    """The part of `Model` that applies it to data: `evaluate` and `predict`."""
+    """The part of `Model` that applies it to data: `evaluate`, `predict`, `predictions`."""
 
     _predictor: Predictor
+    _names: list[str] | None
+    """The names of what was measured last."""
+
+    @property
+    def metrics_names(self) -> list[str]:
+        """The names of what `evaluate` returns, in its order: "loss", if there is one, first."""
+        if self._names is not None:
+            return list(self._names)
+        task = self._evaluator.task
+        has_loss = task.loss is not None or task.objective is not None
+        return [*(["loss"] if has_loss else []), *task.metrics]
 
     def evaluate(
         self,
         x: Data,
         y: PyTree = None,
-        *,
         batch_size: int | None = None,
+        verbose: int | str = "auto",
+        *,
         sample_weight: PyTree = None,
-    ) -> dict[str, float]:
-        """Measures the loss and the metrics, exactly for any number of examples and devices."""
+        steps: int | None = None,
+        callbacks: Callback | Iterable[Callback] | None = (),
+        return_dict: bool = True,
+    ) -> Any:
+        """Measures the loss and the metrics, exactly for any number of examples and devices.
+
+        A model without weights gets them as `fit` would give them.
+
+        Args:
+          x, y, batch_size, sample_weight: as of `fit`.
+          verbose: "auto": a bar on a terminal or in a notebook, if it takes longer than half a
+            second; 1: also a line at the end; 2: only that line; 0: nothing.
+          steps: the number of batches to measure; None: all of one pass.
+          callbacks: functions `Checkpoint -> Checkpoint | None`, called once with the metrics.
+          return_dict: whether to return a mapping by name; False: the numbers in the order of
+            `metrics_names`, a single one by itself.
+
+        Raises:
+          ValueError: there is neither a loss nor a metric, or the data does not fit.
+        """
+        users = _checked("evaluate", callbacks)
+        if not self.metrics_names:
+            raise ValueError(
+                "There is nothing to measure: the Model was given neither a loss nor metrics. Call "
+                "compile(loss='mse', metrics=['mae']) first, or pass them to Model."
+            )
         data = in_order(prepare(self._columns(x, y), y, sample_weight)[0], batch_size)
         data = self._trainer.begin_with(data)
         self._evaluator.attach(self._trainer)  # A checkpoint may have brought its companions.
-        return self._evaluator.measure(self._trainer.averaged(self._trainer.state_in_place), data)
+        state = self._trainer.averaged(self._trainer.state_in_place)
+        with self._bar("Evaluate", data, steps, verbose) as bar:
+            found = self._evaluator.measure(state, data, n_steps=steps, watch=bar)
+            found = self._shown(users, found)
+            bar.finish(found)
+        self._names = list(found)
+        return found if return_dict else _in_order(list(found.values()))
 
-    def predict(self, x: Data, *, batch_size: int | None = None) -> PyTree:
-        """Returns the model's outputs as NumPy arrays, one row per example of `x`, in order."""
+    def predict(
+        self,
+        x: Data,
+        batch_size: int | None = None,
+        verbose: int | str = "auto",
+        *,
+        steps: int | None = None,
+        callbacks: Callback | Iterable[Callback] | None = (),
+    ) -> PyTree:
+        """Returns the model's outputs as NumPy arrays, one row per example of `x`, in order.
+
+        A list of arrays is several inputs, as of `fit`; what yields batches may also yield targets,
+        which are passed by.
+
+        Args:
+          x: inputs, or anything that yields batches.
+          batch_size: examples per step, over all devices; None: 32. Given batches are not cut.
+          verbose, steps, callbacks: as of `evaluate`; the checkpoint of callbacks has no metrics.
+
+        Raises:
+          ValueError: the outputs of the batches have shapes that cannot be joined.
+        """
+        users = _checked("predict", callbacks)
+        data, state = self._to_predict(x, batch_size)
+        with self._bar("Predict", data, steps, verbose) as bar:
+            found = self._predictor(state, data, self.strategy, n_steps=steps, watch=bar)
+            self._shown(users, {})
+            bar.finish({})
+        return found
+
+    def predictions(
+        self, x: Data, batch_size: int | None = None, *, steps: int | None = None
+    ) -> Iterator[tuple[Batch, PyTree]]:
+        """Iterates over batches and the outputs for them, of which `predict` returns all at once.
+
+        Outputs are NumPy arrays without padding, in order. A few batches are read ahead.
+
+        >>> import numpy as np
+        >>> from flaxfit import Model
+        >>> model = Model((lambda rngs, x: {"params": 2.0}, lambda v, x, **_: v["params"] * x))
+        >>> [outputs.tolist() for batch, outputs in model.predictions(np.arange(3.0), 2)]
+        [[0.0, 2.0], [4.0]]
+
+        Args:
+          x, batch_size, steps: as of `predict`.
+
+        Raises:
+          RuntimeError: the model was trained before the last outputs were read.
+        """
+        data, state = self._to_predict(x, batch_size)
+        found = self._predictor.over(state, data, self.strategy, n_steps=steps)
+        return self._while_unchanged(found)
+
+    def _while_unchanged(
+        self, found: Iterator[tuple[Batch, PyTree]]
+    ) -> Iterator[tuple[Batch, PyTree]]:
+        revision = self._trainer.revision
+        for each in found:
+            yield each
+            if self._trainer.revision != revision:
+                raise RuntimeError(
+                    "The model was trained while its predictions were being read, which uses up "
+                    "the weights: read them first, list(model.predictions(x))."
+                )
+
+    def train_on_batch(
+        self,
+        x: Data,
+        y: PyTree = None,
+        sample_weight: PyTree = None,
+        class_weight: Mapping[int, float] | None = None,
+        *,
+        return_dict: bool = False,
+    ) -> Any:
+        """Trains one step on one batch of any size; `fit` and this can take turns.
+
+        It counts as a step of `fit` does. An nnx instance gets the weights when a `fit` ends.
+
+        Args:
+          x, y, sample_weight, class_weight: arrays, as of `fit`.
+          return_dict: whether to return all numbers of the step by name; False, as Keras: the loss
+            and the metrics of this batch alone, in order, the loss by itself without metrics.
+        """
+        x = self._columns(x, y)
+        found = prepare(x, y, sample_weight)[0]
+        _n_examples(found, "train_on_batch")
+        if class_weight is not None:  # A batch may lack some of its labels.
+            found = next(ClassWeightedStream(iter([found]), class_weight))
+        numbers = self._trainer.step_on(normalize(found)).scalars
+        if return_dict:
+            return dict(numbers)
+        names = [name for name in ("loss", *self._trainer.task.metrics) if name in numbers]
+        return _in_order([numbers[name] for name in names])
+
+    def test_on_batch(
+        self,
+        x: Data,
+        y: PyTree = None,
+        sample_weight: PyTree = None,
+        *,
+        return_dict: bool = False,
+    ) -> Any:
+        """Measures one batch of any size, as `evaluate` does; by default without names, as Keras.
+
+        Args:
+          x, y, sample_weight: arrays, as of `evaluate`.
+          return_dict: as of `evaluate`.
+        """
+        size = _n_examples(prepare(self._columns(x, y), y, sample_weight)[0], "test_on_batch")
+        return self.evaluate(x, y, size, 0, sample_weight=sample_weight, return_dict=return_dict)
+
+    def predict_on_batch(self, x: Data) -> PyTree:
+        """Returns the outputs for one batch of any size, as `predict` does."""
+        inputs = prepare_inputs(self._trainer.task.roles.inputs_of_data_set(x))
+        return self.predict(x, _n_examples(inputs, "predict_on_batch"), 0)
+
+    def _to_predict(self, x: Data, batch_size: int | None) -> tuple[Data, PyTree]:
+        """The data of `predict`, and the state to predict with."""
         x = self._trainer.task.roles.inputs_of_data_set(x)
         data = self._trainer.begin_with(in_order(prepare_inputs(x), batch_size))
-        state = self._trainer.averaged(self._trainer.state_in_place)
-        return self._predictor(state, data, self.strategy)
+        return data, self._trainer.averaged(self._trainer.state_in_place)
+
+    def _bar(self, label: str, data: Data, steps: int | None, verbose: int | str) -> PassBar:
+        if steps is not None:
+            whole_number("steps", steps)
+        try:
+            n = len(data)
+        except TypeError:
+            n = None
+        if steps is not None and n is not None and n < steps:
+            display.say(f"the data ends after {n:,} of {steps:,} steps")
+        known = [each for each in (n, steps) if each is not None]
+        return PassBar(label, min(known) if known else None, verbose)
+
+    def _shown(self, callbacks: tuple[Any, ...], metrics: dict[str, Any]) -> dict[str, Any]:
+        """Calls callbacks with a checkpoint of these metrics; returns what they make of them."""
+        if not callbacks:
+            return metrics
+        state = self._trainer.state
+        checkpoint = Checkpoint(step=int(state.step), state=state, metrics=metrics)
+        own = CallbackList(callbacks)
+        try:
+            delivery = Delivery(checkpoint, own, lambda given: given)
+            return dict(delivery.finish(lambda given: given, lambda: (self.step,)).metrics)
+        finally:
+            own.close()
 
     def _columns(self, data: Data, y: PyTree = None) -> Data:
         """A mapping of arrays as a data set, its columns taken by name; other data unchanged."""
         return data if y is not None else self._trainer.task.roles.of_data_set(data)
+
+
+def _checked(owner: str, callbacks: Any) -> tuple[Any, ...]:
+    """The callbacks, which need no training loop."""
+    users = as_tuple(callbacks)
+    for each in users:
+        if hasattr(each, "attach"):
+            raise TypeError(
+                f"{owner} has no training loop that {type(each).__name__} could be attached to: "
+                "give it to fit. Functions of a checkpoint and loggers of rows can be called here."
+            )
+    return users
+
+
+def _n_examples(data: Data, owner: str) -> int:
+    """The number of examples in one batch of arrays."""
+    if not isinstance(data, tuple):
+        raise TypeError(
+            f"{owner} takes the arrays of one batch, got {type(data).__name__}: {data!r:.60}. "
+            "Anything that yields batches goes to fit, evaluate or predict."
+        )
+    return len(jax.tree.leaves(data)[0])
+
+
+def _in_order(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else values

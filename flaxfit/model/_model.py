@@ -4,25 +4,29 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from flaxfit import checkpoints, modules
 from flaxfit.callbacks._callback import Callback
 from flaxfit.callbacks._history import History
 from flaxfit.data import as_stream
 from flaxfit.data._batch import normalize
 from flaxfit.data._fit_arguments import prepare, prepare_inputs
-from flaxfit.display import _html
+from flaxfit.display import _html, say
 from flaxfit.loop._compilation_cache import use_compilation_cache
 from flaxfit.loop._default_strategy import strategy_for
 from flaxfit.loop._eval_loop import EvalLoop
 from flaxfit.loop._predictor import Predictor
+from flaxfit.metrics import Metric
 from flaxfit.model._evaluation import Evaluation
 from flaxfit.model._find_batch_size import find_batch_size
 from flaxfit.model._find_lr import LearningRateRange, check_range, find_lr
 from flaxfit.model._fit import check_arguments, fit
-from flaxfit.model._tasks import make_tasks
+from flaxfit.model._tasks import make_recipe
 from flaxfit.model._trainer import Trainer
 from flaxfit.step._validate import shapes_of
 from flaxfit.strategies import Strategy
+from flaxfit.task._task import EvalTask
 from flaxfit.tree._types import Data, PyTree
 
 
@@ -70,7 +74,7 @@ class Model(Evaluation):
     def __init__(
         self,
         module: Any,
-        optimizer: Any,
+        optimizer: Any = None,
         loss: Any = None,
         metrics: Any = (),
         *,
@@ -83,18 +87,63 @@ class Model(Evaluation):
         losses: Any = (),
         **options: Any,
     ):
-        init, task, eval_task = make_tasks(
+        self._recipe = make_recipe(
             module, optimizer, loss, metrics, losses=losses, eval_rngs=eval_rngs, options=options
         )
+        task, eval_task = self._recipe.tasks()
         if compilation_cache is not None:
             use_compilation_cache(compilation_cache)
         self.module = module
         strategy = strategy_for(task, strategy=strategy, is_eager=run_eagerly)
         # The class of the module, also where the module is a class or a factory of one.
         name = getattr(module, "__name__", type(module).__name__)
+        init = self._recipe.training.init
         self._trainer = Trainer(name, init, task, strategy, seed=seed, snapshot=snapshot)
-        self._evaluator = EvalLoop(eval_task, strategy=strategy)
+        self._hold(eval_task)
+
+    def _hold(self, eval_task: EvalTask) -> None:
+        """Measures and predicts with this task from now on."""
+        self._trainer.lacks = self._recipe.lacks
+        self._evaluator = EvalLoop(eval_task, strategy=self._trainer.strategy)
         self._predictor = Predictor(eval_task)
+        self._names = None
+
+    def compile(
+        self,
+        optimizer: Any = None,
+        loss: Any = None,
+        loss_weights: Any = None,
+        metrics: Any = None,
+        **options: Any,
+    ) -> None:
+        """Changes the optimizer, the loss, the metrics or other options, and keeps the weights.
+
+        The state of the optimizer is kept, too, where that of the new one has the same structure:
+        after a change of the loss or the metrics, of hyperparameters such as the learning rate, or
+        of a schedule, which continues at the present step. Otherwise it starts afresh, and a line
+        says so. A saved run that was trained with another optimizer cannot be resumed.
+
+        Args:
+          optimizer, loss, metrics: as of `Model`; None: the present ones stay.
+          loss_weights: those of a new loss; None: all are 1.
+          **options: as of `Model`, fields of `TrainTask`; the others stay.
+
+        Raises:
+          TypeError: there is no such option.
+          ValueError: what is given does not fit together; nothing has changed then.
+        """
+        if loss_weights is not None:
+            options["loss_weights"] = loss_weights
+        changes = {"optimizer": optimizer, "loss": loss, "metrics": metrics}
+        recipe = self._recipe.changed(changes, {"freeze": self.freeze, **options})
+        task, eval_task = recipe.tasks()
+        is_kept = self._trainer.continue_with(task)
+        self._recipe = recipe
+        self._hold(eval_task)
+        if is_kept is not None:
+            kept = "the weights and the state of the optimizer are kept"
+            fresh = "the weights are kept, and the optimizer, whose state differs, starts afresh"
+            say(f"compiled at step {self.step:,}: {kept if is_kept else fresh}")
 
     def fit(
         self,
@@ -215,6 +264,32 @@ class Model(Evaluation):
     def seed(self, seed: int) -> None:
         self._trainer.seed = seed
 
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that was given; `compile` changes it."""
+        return self._recipe.optimizer
+
+    @property
+    def loss(self) -> Any:
+        """The loss that was given; `compile` changes it."""
+        return self._recipe.loss
+
+    @property
+    def metrics(self) -> list[Metric]:
+        """The metrics that `evaluate` measures, without the loss; `compile` changes them."""
+        return list(self._evaluator.task.metrics.values())
+
+    def build(self, x: Data) -> None:
+        """Makes the parameters for inputs like these, as the first `fit` would.
+
+        Args:
+          x: inputs, or anything that yields batches; only shapes and dtypes matter. Or the shape
+            of one input, such as `(None, 784)`.
+        """
+        if isinstance(x, tuple) and all(isinstance(n, int | None) for n in x):
+            x = np.zeros([n or 1 for n in x], np.float32)
+        self._to_predict(x, None)
+
     def summary(self, x: Data = None) -> None:
         """Prints the layers, their shapes and parameters.
 
@@ -229,6 +304,20 @@ class Model(Evaluation):
         elif inputs is None:
             raise ValueError("summary() needs inputs before the first fit: model.summary(x).")
         print(modules.summarize(self.module, inputs))
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter is trained; set it to False or True to freeze all or none."""
+        return ".*" not in self.freeze
+
+    @trainable.setter
+    def trainable(self, trainable: bool) -> None:
+        if not isinstance(trainable, bool):
+            raise TypeError(
+                f"trainable must be True or False, got {trainable!r:.60}: set model.freeze to the "
+                "patterns of the parameters that are not trained, such as ['stem/.*']."
+            )
+        self.freeze = () if trainable else ".*"
 
     @property
     def freeze(self) -> Sequence[str]:

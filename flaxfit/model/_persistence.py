@@ -1,7 +1,13 @@
 """Persistence: the state of a model, and how it goes to files and comes from them."""
 
+import math
 import os
+from collections.abc import Sequence
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from flaxfit import checkpoints
 from flaxfit.callbacks._history import History
@@ -12,7 +18,7 @@ from flaxfit.modules._patterns import as_patterns
 from flaxfit.state._train_state import TrainState
 from flaxfit.strategies import Strategy
 from flaxfit.task._task import module_with
-from flaxfit.tree._types import Params, PyTree
+from flaxfit.tree._types import ArrayLike, Params, PyTree
 
 
 class Persistence:
@@ -48,6 +54,47 @@ class Persistence:
     @state.setter
     def state(self, state: TrainState) -> None:
         self._trainer.state = state
+
+    def count_params(self) -> int:
+        """The number of all weights: the parameters, frozen or not, and other collections."""
+        return sum(math.prod(np.shape(each)) for each in self._weights())
+
+    def get_weights(self) -> list[np.ndarray]:
+        """Returns the present weights, not their average, as copies on the host.
+
+        The parameters come first, then the other collections by name; the arrays of each are in the
+        order of their sorted paths.
+        """
+        return [np.asarray(each) for each in self._weights()]
+
+    def set_weights(self, weights: Sequence[ArrayLike]) -> None:
+        """Replaces the weights by a list like that of `get_weights`.
+
+        The optimizer's state is initialized again, as by `load_weights`.
+
+        Raises:
+          ValueError: there are more or fewer arrays, or one has another shape.
+        """
+        state, own = self.state, self._weights()
+        here, given = [[np.shape(each) for each in arrays] for arrays in (own, weights)]
+        if here != given:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(here, given, strict=False)) if a != b), None
+            )
+            where = "" if at is None else f"; number {at} has shape {given[at]}, not {here[at]}"
+            raise ValueError(
+                f"set_weights needs {len(here)} arrays like those of get_weights(), got "
+                f"{len(given)}{where}."
+            )
+        parts = (state.params, state.model_state)
+        leaves, structure = jax.tree.flatten(parts)
+        new = [jnp.asarray(n, leaf.dtype) for n, leaf in zip(weights, leaves, strict=True)]
+        params, model_state = structure.unflatten(new)
+        state = state.replace(params=params, model_state=model_state)
+        self.state = state.replace_optimizer(self._trainer.task.optimizer)
+
+    def _weights(self) -> list[Any]:
+        return jax.tree.leaves((self.state.params, self.state.model_state))
 
     def trained(self) -> Any:
         """Returns the module with its present weights, in evaluation mode.

@@ -5,17 +5,83 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import optax
 from flax.core.scope import in_filter
 
 from flaxfit import modules
 from flaxfit.display import say
+from flaxfit.modules import ModelFunctions
 from flaxfit.task._multi_output import as_loss, as_metrics
 from flaxfit.task._signatures import objective_in_evaluation
 from flaxfit.task._task import EvalTask, TrainTask
-from flaxfit.tree._types import InitFn
+from flaxfit.tree._types import Array, PyTree
 
 
-def make_tasks(
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What a model was made of, of which `compile` replaces a part; see `Model`."""
+
+    training: ModelFunctions
+    evaluation: ModelFunctions
+    optimizer: Any
+    loss: Any
+    metrics: Any
+    eval_rngs: str | Sequence[str]
+    options: Mapping[str, Any]
+    """The options of the `TrainTask`."""
+
+    @property
+    def lacks(self) -> list[str]:
+        """What must be given before the model can be trained."""
+        if self.optimizer is not None or self.options.get("step") is not None:
+            return []  # A task says by itself what else it needs.
+        has_loss = self.loss is not None or self.options.get("objective") is not None
+        return ["optimizer"] if has_loss else ["optimizer", "loss"]
+
+    def changed(self, changes: Mapping[str, Any], options: Mapping[str, Any]) -> "Recipe":
+        """Returns a copy with these options, and those of the other changes that are not None.
+
+        Raises:
+          TypeError: there is no such option.
+        """
+        given = {name: value for name, value in changes.items() if value is not None}
+        own = dict(self.options)
+        if "loss" in given:
+            own.pop("loss_weights", None)
+        return dataclasses.replace(self, **given, options=own | checked_options(options))
+
+    def tasks(self) -> tuple[TrainTask, EvalTask]:
+        """Returns the tasks to train the model and to evaluate it."""
+        lacks = self.lacks
+        loss, optimizer = self.loss, optax.identity() if lacks else self.optimizer
+        options = self.options
+        resolved = None if loss is None else as_loss(loss, options.get("loss_weights"))
+        every = as_metrics(self.metrics, resolved)
+        summed = {name: metric for name, metric in every.items() if metric.max_rows is None}
+        measured = {} if options.get("objective") else summed  # It calls the model by itself.
+        to_train = _no_loss if "loss" in lacks else loss
+        task = TrainTask(self.training.apply, optimizer, to_train, None, measured, **options)
+        if collected := tuple(name for name in every if name not in summed):
+            _say_collected(collected)
+        eval_task = EvalTask(
+            self.evaluation.apply,
+            every,
+            loss=None if "loss" in lacks else task.loss,
+            inputs=task.inputs,
+            targets=task.targets,
+            weights=task.weights,
+            objective=objective_in_evaluation(task),
+            companions=task.companions,
+            rngs=self.eval_rngs,
+            precision=task.precision,
+            pad=task.pad,
+            across=task.across,
+            check_finite=task.check_finite,
+        )
+        return task, eval_task
+
+
+def make_recipe(
     module: Any,
     optimizer: Any,
     loss: Any,
@@ -24,14 +90,9 @@ def make_tasks(
     losses: Any,
     eval_rngs: str | Sequence[str],
     options: Mapping[str, Any],
-) -> tuple[InitFn, TrainTask, EvalTask]:
-    """Returns the `init` of a module and the tasks to train and to evaluate it; see `Model`."""
-    known = [field.name for field in dataclasses.fields(TrainTask) if field.kw_only]
-    if unknown := [name for name in options if name not in known]:
-        raise TypeError(
-            f"Model has no option {', '.join(unknown)}: it takes {', '.join(known)}. Pass what "
-            "concerns the optimizer to the optimizer, such as optax.adam(learning_rate=1e-3)."
-        )
+) -> Recipe:
+    """Returns the recipe of a model; the arguments are those of `Model`."""
+    options = checked_options(options)
     mutable = options.get("mutable")
     if losses and mutable is not None and not in_filter(mutable, "losses"):
         raise ValueError(
@@ -40,29 +101,42 @@ def make_tasks(
             "in mutable, or leave mutable out."
         )
     training, evaluation = modules.train_and_eval(module, losses=losses)
-    resolved = None if loss is None else as_loss(loss, options.get("loss_weights"))
-    every = as_metrics(metrics, resolved)
-    summed = {name: metric for name, metric in every.items() if metric.max_rows is None}
-    measured = {} if options.get("objective") else summed  # It calls the model by itself.
-    task = TrainTask(training.apply, optimizer, loss, None, measured, **options)
-    if collected := tuple(name for name in every if name not in summed):
-        _say_collected(collected)
-    eval_task = EvalTask(
-        evaluation.apply,
-        every,
-        loss=task.loss,
-        inputs=task.inputs,
-        targets=task.targets,
-        weights=task.weights,
-        objective=objective_in_evaluation(task),
-        companions=task.companions,
-        rngs=eval_rngs,
-        precision=task.precision,
-        pad=task.pad,
-        across=task.across,
-        check_finite=task.check_finite,
-    )
-    return training.init, task, eval_task
+    return Recipe(training, evaluation, optimizer, loss, metrics, eval_rngs, options)
+
+
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options that are given, of those that a `TrainTask` has.
+
+    Raises:
+      TypeError: there is no such option.
+    """
+    known = [field.name for field in dataclasses.fields(TrainTask) if field.kw_only]
+    unknown = [name for name in options if name not in known]
+    of_keras = [name for name in unknown if name in _ELSEWHERE]
+    for name in of_keras:
+        default, hint = _ELSEWHERE[name]
+        if options[name] not in default:
+            raise TypeError(f"Model takes no {name}={options[name]!r:.60}: {hint}.")
+    if unknown := [name for name in unknown if name not in of_keras]:
+        raise TypeError(
+            f"Model has no option {', '.join(unknown)}: it takes {', '.join(known)}. Pass what "
+            "concerns the optimizer to the optimizer, such as optax.adam(learning_rate=1e-3)."
+        )
+    return {name: value for name, value in options.items() if name in known}
+
+
+_ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "weighted_metrics": ((None,), "sample_weight weighs all metrics, so they go into metrics"),
+    "steps_per_execution": ((1, "auto", None), "it is an argument of fit"),
+    "jit_compile": (("auto", True, None), "every step is compiled; see run_eagerly of Model"),
+    "auto_scale_loss": ((True, None), "precision='float16' always scales the loss"),
+    "run_eagerly": ((False, None), "it is an argument of Model, which cannot be changed later"),
+}
+"""Arguments of Keras's `compile`: the values that have no effect here, and where others go."""
+
+
+def _no_loss(*outputs_and_targets: PyTree) -> Array:
+    raise AssertionError("a model without a loss was trained")
 
 
 @functools.cache

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import optax
@@ -16,7 +16,7 @@ from flaxfit.callbacks._history import History
 from flaxfit.callbacks._progress import ENDLESS
 from flaxfit.checkpoints._compare import check_params
 from flaxfit.data import DataStream, as_stream, one_pass
-from flaxfit.data._batch import normalize
+from flaxfit.data._batch import Batch, normalize
 from flaxfit.data._rewind import borrowed
 from flaxfit.data._stream import is_shared
 from flaxfit.loop._callback_list import CallbackList
@@ -25,12 +25,17 @@ from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.loop._train_loop import TrainLoop
 from flaxfit.model._instance import Instance
 from flaxfit.model._weights import WarmStart, open_weights, state_alone
+from flaxfit.optim._extended import continued_state
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.state._optimizer_axes import with_optimizer
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._init_state import init_state
+from flaxfit.step._validate import shapes_of
 from flaxfit.strategies import Strategy
 from flaxfit.strategies._eager import eagerly
+from flaxfit.task._companions import are_same
 from flaxfit.task._task import TrainTask, averaged_by
+from flaxfit.tree._context_mesh import without_mesh
 from flaxfit.tree._types import Data, InitFn, PyTree, Variables
 
 
@@ -53,6 +58,9 @@ class StateReader:
 
 Init = InitFn | TrainState | checkpoints.CheckpointFileReader | StateReader
 """What a `TrainLoop` begins with."""
+
+
+_EXAMPLES = {"optimizer": "optax.adam(1e-3)", "loss": "'mse'"}
 
 
 class Trainer:
@@ -87,6 +95,12 @@ class Trainer:
         self._is_given = False
         self._placed: PlacedCompanions | None = None
         """The companions of the task, or of a loaded checkpoint, while there is no loop."""
+        self.lacks: list[str] = []
+        """What the model was not given and cannot be trained without."""
+        self._shapes: PyTree = None
+        """The shapes of the inputs that made the parameters."""
+        self._no_data: object = None
+        """The stream of the loop while it is given single batches."""
         self.instance = Instance(task.apply, name)
         self._unchecked: str | os.PathLike[str] | None = None
         """The folder of a loaded state whose shapes are not yet compared with the model."""
@@ -121,8 +135,8 @@ class Trainer:
             with eagerly(self.strategy):
                 return init_state(init, optimizer, self.seed, (), collections=streams)
         raise RuntimeError(
-            "This model has no weights yet: call fit (epochs=1 is enough) or load before "
-            "evaluate, predict, save or state."
+            "This model has no weights yet: call build(x), fit, evaluate, predict or load before "
+            "save or state."
             if not isinstance(self.init, WarmStart)
             else "The shapes that the loaded weights have to fit are not known yet: call predict, "
             "evaluate or fit before save or state."
@@ -154,8 +168,14 @@ class Trainer:
 
     @property
     def input_shapes(self) -> PyTree:
-        """The shapes and dtypes of the inputs of the first batch trained on; None before."""
-        return None if self.loop is None else self.loop.input_shapes
+        """The shapes and dtypes of the first inputs that the model was given; None before."""
+        found = None if self.loop is None else self.loop.input_shapes
+        return self._shapes if found is None else found
+
+    @property
+    def revision(self) -> object:
+        """Identifies the present state in place, which a step uses up; None before the first."""
+        return None if self.loop is None else (id(self.loop), self.loop.revision)
 
     def averaged(self, state: TrainState) -> TrainState:
         """Returns the state with the average of its parameters, if one is kept.
@@ -220,9 +240,10 @@ class Trainer:
             self._loaded = state_alone(path, self.seed)
 
     def begin(self, inputs: Callable[[], PyTree]) -> None:
-        """Puts loaded weights into a state of the model, and compares a loaded state with it.
+        """Makes the state of the model, with loaded weights if there are any.
 
-        `inputs` returns the inputs of a batch, and is called only if their shapes are needed.
+        A state that was loaded is compared with the model. `inputs` returns the inputs of a batch,
+        and is called only if their shapes are needed.
 
         Raises:
           ValueError: the weights or the state are of another model; every difference is listed.
@@ -230,11 +251,18 @@ class Trainer:
         if self.loop is not None:
             return
         task, streams = self.task, ("params", *self.task.rngs)
-        with eagerly(self.strategy):
-            if isinstance(self.init, WarmStart):
+        with eagerly(self.strategy), without_mesh():
+            if isinstance(self.init, WarmStart) or not self.has_weights:
+                given, fresh = inputs(), cast(Any, self.init)
                 self.state = init_state(
-                    self.init, task.optimizer, self.seed, inputs(), collections=streams
+                    fresh,
+                    task.optimizer,
+                    self.seed,
+                    given,
+                    collections=streams,
+                    shardings=self.strategy.shardings,
                 )
+                self._shapes = shapes_of(given)
             elif self._loaded is not None and self._unchecked is not None:
                 given, none = inputs(), optax.identity()
                 fresh = jax.eval_shape(
@@ -278,11 +306,7 @@ class Trainer:
         """
         n_done = 0
         if self.loop is None:
-            self.loop = self._make_loop(
-                init, data, callbacks=callbacks, snapshot=self._snapshot, stdout=stdout
-            )
-            # The loop has its own copy.
-            self.init, self._loaded, self._placed = self._fresh, None, None
+            self.loop = self._start_loop(init, data, callbacks=callbacks, stdout=stdout)
             n_done = self.loop.n_completed_steps  # Of an epoch that was not finished.
         else:
             self.loop.data = data
@@ -292,8 +316,55 @@ class Trainer:
         self.loop.first_checkpoint = self.loop.step - n_done + (n_steps or ENDLESS)
         return self.loop
 
+    def step_on(self, batch: Batch) -> Checkpoint:
+        """Trains one step on a batch; the checkpoint can be read until the next step.
+
+        What an interrupted `fit` has left of its data, its count and its callbacks is dropped.
+        """
+        if self.loop is None:
+            self.loop = self._start_loop(self.init, None, input_sample=batch.inputs, stdout=True)
+        elif self.loop.callbacks or self.loop.data is not self._no_data:
+            self.loop.callbacks, self.loop.data = (), None
+        self._no_data = self.loop.data
+        return self.loop.next_step(batch, copy=False)
+
+    def continue_with(self, task: TrainTask) -> bool | None:
+        """Trains another task of the same model from now on, from the present weights.
+
+        Returns:
+          Whether the optimizer's state continues; None if there is none that was trained.
+        """
+        is_loaded = self._loaded is not None and self.init is self._loaded
+        state = self.state if self.loop is not None or is_loaded else None
+        is_kept = None
+        if state is not None:
+            opt_state, is_same = continued_state(state.opt_state, task.optimizer, state.params)
+            axes = with_optimizer(state.axes, state.params, opt_state)
+            is_kept = is_same if int(state.step) else None
+            self._placed = (
+                self._companions if are_same(task.companions, self.task.companions) else None
+            )
+            self._shapes, self._is_given = self.input_shapes, self._is_given or not self.is_fresh
+            self.init = self._loaded = state.replace(opt_state=opt_state, axes=axes)
+            self.loop = None
+        self.task = task
+        return is_kept
+
+    def _start_loop(self, init: Init, data: Data, **options: Any) -> TrainLoop:
+        """Returns the one loop of the model, which has its own copy of the state."""
+        loop = self._make_loop(init, data, snapshot=self._snapshot, **options)
+        self.init, self._loaded, self._placed = self._fresh, None, None
+        return loop
+
     def _make_loop(self, init: Init, data: Data, **options: Any) -> TrainLoop:
         """Returns a loop with the companions of the model, which a checkpoint may have brought."""
+        if self.lacks:
+            missing = " and ".join(f"no {name}" for name in self.lacks)
+            raise ValueError(
+                f"Cannot train this Model, which was given {missing}: call compile("
+                f"{', '.join(f'{name}={_EXAMPLES[name]}' for name in self.lacks)}) first, or pass "
+                "them to Model."
+            )
         task = dataclasses.replace(self.task, data=data)
         loop = TrainLoop(init, task, self.seed, strategy=self.strategy, grad_norm=False, **options)
         if not self.is_fresh:  # Else `init` may be a checkpoint, which has its own.

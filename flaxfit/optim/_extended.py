@@ -10,6 +10,7 @@ import optax
 from flaxfit.optim._arguments import of_selected, with_arguments
 from flaxfit.optim._averaged import schedule_free_states
 from flaxfit.optim._freeze import carry_over, check_patterns, mask, merge
+from flaxfit.optim._hyperparams import with_hyperparams_of
 from flaxfit.optim._spikes import Recent, no_recent
 from flaxfit.tree._types import OptState, Params, PyTree
 
@@ -99,6 +100,32 @@ def carry_state(old: OptState, optimizer: optax.GradientTransformation, params: 
     if isinstance(new, ExtendedState):
         return carry_over(old if isinstance(old, ExtendedState) else ExtendedState(old), new)
     return carry_over(old.inner if isinstance(old, ExtendedState) else old, new)
+
+
+def continued_state(
+    old: OptState, optimizer: optax.GradientTransformation, params: Params
+) -> tuple[OptState, bool]:
+    """Initializes an optimizer and takes over the parts of `old` that are made like its own.
+
+    Its hyperparameters stay. Also returns whether the state of the user's optimizer, without the
+    options of the task, was taken over.
+    """
+    new = optimizer.init(params)
+    fields = new._asdict() if isinstance(new, ExtendedState) else {"inner": new}
+    before = old if isinstance(old, ExtendedState) else ExtendedState(old)
+    taken = {}
+    for name, own in fields.items():
+        if _are_alike(getattr(before, name), own):
+            taken[name] = with_hyperparams_of(getattr(before, name), own)
+    fields |= taken
+    state = new._replace(**fields) if isinstance(new, ExtendedState) else fields["inner"]
+    return state, "inner" in taken
+
+
+def _are_alike(some: PyTree, others: PyTree) -> bool:
+    """Whether two trees have the same structure, shapes and dtypes."""
+    shapes = [[(jnp.shape(x), x.dtype) for x in jax.tree.leaves(tree)] for tree in (some, others)]
+    return jax.tree.structure(some) == jax.tree.structure(others) and shapes[0] == shapes[1]
 
 
 def wrap_state(opt_state: OptState, optimizer: object, params: Params) -> OptState:

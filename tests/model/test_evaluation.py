@@ -1,0 +1,97 @@
+"""evaluate, predict, predictions and single batches of a Model, and compile between them."""
+
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import flaxfit as ff
+
+X = np.random.default_rng(0).normal(size=(13, 3)).astype(np.float32)
+Y = X.sum(1, keepdims=True)
+
+
+def make_model(**options):
+    given = {"optimizer": optax.sgd(0.1), "loss": "mse", "metrics": ["mae"], **options}
+    return ff.Model(nn.Dense(1), given.pop("optimizer"), given.pop("loss"), **given)
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = make_model()
+    model.build(X)
+    return model
+
+
+def test_the_first_inputs_make_the_parameters_that_fit_would(model):
+    other = make_model()
+    outputs = other.predict(X)
+    np.testing.assert_array_equal(outputs, model.predict(X))
+    model, other = make_model(), other
+    for each in model, other:
+        each.fit(X, Y, verbose=0)
+    np.testing.assert_array_equal(model.predict(X), other.predict(X))
+    assert model.step == other.step == 1
+
+
+def test_numbers_come_in_the_order_of_the_names(model):
+    by_name = model.evaluate(X, Y)
+    assert model.metrics_names == ["loss", "mae"] == list(by_name)
+    assert model.evaluate(X, Y, return_dict=False) == list(by_name.values())
+    part = pytest.approx(model.evaluate(X[:8], Y[:8]), rel=1e-6)
+    assert model.evaluate(X, Y, 4, steps=2) == part
+
+
+def test_predictions_are_those_of_predict_one_batch_after_another(model):
+    found = list(model.predictions([(X[:8], Y[:8]), (X[8:], Y[8:])]))
+    np.testing.assert_array_equal(np.concatenate([o for _, o in found]), model.predict(X, 8))
+    assert [batch.targets[0].shape for batch, _ in found] == [(8, 1), (5, 1)]
+
+
+def test_one_batch_is_trained_and_measured_as_by_fit():
+    weights = np.linspace(0, 1, 13).astype(np.float32)
+    one, other = make_model(), make_model()
+    loss, mae = one.train_on_batch(X, Y, weights)
+    other.fit(X, Y, sample_weight=weights, shuffle=False, verbose=0)
+    assert loss == pytest.approx(other.history["loss"][0], rel=1e-6)
+    np.testing.assert_allclose(one.get_weights()[0], other.get_weights()[0], rtol=1e-6)
+    whole = pytest.approx(one.evaluate(X, Y), rel=1e-6)
+    assert one.step == 1 and one.test_on_batch(X, Y, return_dict=True) == whole
+    np.testing.assert_array_equal(one.predict_on_batch(X), one.predict(X))
+    one.fit(X, Y, verbose=0)
+    one.train_on_batch(X[:5], Y[:5])
+    assert one.step == 3
+
+
+def test_a_model_without_an_optimizer_measures_and_says_what_it_lacks():
+    model = make_model(optimizer=None)
+    assert model.evaluate(X, Y) == make_model().evaluate(X, Y)
+    with pytest.raises(ValueError, match="no optimizer: call compile"):
+        model.fit(X, Y, verbose=0)
+    model.compile(optax.sgd(0.1))
+    model.fit(X, Y, verbose=0)
+    assert model.step == 1
+
+
+def test_compile_keeps_the_weights_and_a_state_that_fits(capsys):
+    model = make_model(optimizer=optax.adam(0.1))
+    model.fit(X, Y, verbose=0)
+    before, moments = model.get_weights(), model.state.opt_state[0].mu["kernel"]
+    model.compile(optax.adam(0.01), loss="mae", metrics=["mse"])
+    np.testing.assert_array_equal(model.get_weights()[1], before[1])
+    np.testing.assert_array_equal(model.state.opt_state[0].mu["kernel"], moments)
+    assert model.evaluate(X, Y).keys() == {"loss", "mse"} and model.step == 1
+    model.compile(optax.sgd(0.1))
+    said = capsys.readouterr().err
+    assert "state of the optimizer are kept" in said and "starts afresh" in said
+
+
+def test_weights_are_a_list_of_arrays(model):
+    bias, kernel = model.get_weights()
+    assert bias.shape == (1,) and kernel.shape == (3, 1) and model.count_params() == 4
+    other = make_model()
+    other.build((None, 3))
+    other.set_weights([bias + 1, kernel])
+    np.testing.assert_allclose(other.predict(X), model.predict(X) + 1, rtol=1e-5)
+    with pytest.raises(ValueError, match="needs 2 arrays"):
+        other.set_weights([bias])
