@@ -1001,5 +1001,5 @@ def test_nothing_lacks_a_peer_without_a_reason():
     public = {name for name in vars(metrics) if not name.startswith("_")}
     compared |= {*OTHERS, *TEXTS, *IMAGES}
     assert public - compared <= WITHOUT_PEER.keys()
-    known = {"Loss", "check_loss_shape", "check_values", "resolve", *TARGETS}
-    assert {name for name in vars(losses) if not name.startswith("_")} == known
+    known = {name for name in vars(losses) if not name.startswith("_")}
+    assert known >= TARGETS.keys()  # The others: `test_losses_against_keras.py`.

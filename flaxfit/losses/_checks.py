@@ -2,24 +2,36 @@
 
 import functools
 import itertools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.losses._functions import (
+from flaxfit.losses._crossentropy import (
     binary_crossentropy,
     crossentropy,
-    hinge,
     not_a_class,
     onehot_crossentropy,
 )
+from flaxfit.losses._ctc import ctc
+from flaxfit.losses._focal import (
+    binary_focal_crossentropy,
+    categorical_focal_crossentropy,
+    generalized_crossentropy,
+)
+from flaxfit.losses._hinge import categorical_hinge, hinge, squared_hinge
 from flaxfit.losses._names import Loss, resolve
+from flaxfit.losses._overlap import dice, summed_axes, tversky
 from flaxfit.tree._types import Array, ArrayLike, PyTree
 
 _ROUNDING = 1e-3  # Of soft labels, such as those of mixup.
+_OF_CLASSES = (crossentropy, generalized_crossentropy, ctc)
+_OF_ROWS = (onehot_crossentropy, categorical_focal_crossentropy, categorical_hinge)
+_OF_MASKS = (dice, tversky)
+_OF_SHARES = (binary_crossentropy, binary_focal_crossentropy, *_OF_ROWS, *_OF_MASKS)
+_OF_SIGNS = (hinge, squared_hinge)
 
 
 class Labels(NamedTuple):
@@ -37,23 +49,32 @@ class Labels(NamedTuple):
 
 def labels_for(loss: Loss, outputs: ArrayLike) -> Labels | None:
     """The labels that a loss takes for outputs of this shape; None if it takes any."""
-    if isinstance(loss, functools.partial) and not loss.args and "ignore_label" in loss.keywords:
-        known, label = labels_for(loss.func, outputs), loss.keywords["ignore_label"]
-        if known is None:
-            return None
-        return known._replace(
-            allowed=f"{known.allowed} or {label}",
-            are_wrong=lambda y: known.are_wrong(y) & (y != label),
-        )
-    if loss is crossentropy and np.ndim(outputs):
-        n = np.shape(outputs)[-1]
+    options: Mapping[str, Any] = {}
+    if isinstance(loss, functools.partial) and not loss.args:
+        loss, options = loss.func, loss.keywords
+    known, label = _labels_for(loss, outputs, options), options.get("ignore_label")
+    if known is None or label is None:
+        return known
+    return known._replace(
+        allowed=f"{known.allowed} or {label}",
+        are_wrong=lambda y: known.are_wrong(y) & (y != label),
+    )
+
+
+def _labels_for(loss: Loss, outputs: ArrayLike, options: Mapping[str, Any]) -> Labels | None:
+    if _is_one_of(_OF_CLASSES, loss) and np.ndim(outputs):
+        n = np.shape(outputs)[options.get("axis", -1)]
         return Labels(f"0..{n - 1}", f"{n} outputs", lambda y: not_a_class(y, n), 0)
-    if loss is binary_crossentropy or loss is onehot_crossentropy:
-        name = "binary" if loss is binary_crossentropy else "onehot"
-        return Labels("0..1", f"loss '{name}_crossentropy'", _not_a_share, 0)
-    if loss is hinge:
-        return Labels("-1 or 1", "loss 'hinge'", lambda y: (y != 1) & (y != -1), 1)
+    name = f"loss {getattr(loss, '__name__', '')!r}"
+    if _is_one_of(_OF_SHARES, loss):
+        return Labels("0..1", name, _not_a_share, 0)
+    if _is_one_of(_OF_SIGNS, loss):
+        return Labels("-1 or 1", name, lambda y: (y != 1) & (y != -1), 1)
     return None
+
+
+def _is_one_of(losses: Sequence[Loss], loss: Loss) -> bool:
+    return any(loss is each for each in losses)
 
 
 def out_of_range(loss: Loss, *outputs_and_targets: PyTree) -> Array | None:
@@ -102,8 +123,8 @@ def check_values(loss: str | Loss, outputs: PyTree, targets: PyTree) -> None:
         return
     lowest, highest = labels[wrong].min(), labels[wrong].max()
     label = lowest if lowest < 0 else highest
-    advice = " Make 2 * y - 1 of labels 0 and 1." if loss is hinge else ""
-    if label < 0 and lowest == highest and loss in (crossentropy, binary_crossentropy):
+    advice = " Make 2 * y - 1 of labels 0 and 1." if _is_one_of(_OF_SIGNS, loss) else ""
+    if label < 0 and lowest == highest and _is_one_of((crossentropy, binary_crossentropy), loss):
         advice = f" To leave them out: flaxfit.losses.{loss.__name__}(ignore_label={label})."
     raise ValueError(
         f"label {label} is out of range for {known.owner} (labels must be {known.allowed}): "
@@ -160,7 +181,15 @@ def _not_a_share(labels: Array) -> Array:
 
 
 def _by_value(loss: Loss, wrong_labels: Array) -> Array:
-    return wrong_labels.any(-1) if loss is onehot_crossentropy else wrong_labels
+    """Marks the values of a loss that have a wrong label."""
+    options: Mapping[str, Any] = {}
+    if isinstance(loss, functools.partial):
+        loss, options = loss.func, loss.keywords
+    if _is_one_of(_OF_ROWS, loss):
+        return wrong_labels.any(options.get("axis", -1))
+    if _is_one_of(_OF_MASKS, loss):
+        return wrong_labels.any(summed_axes("", options.get("axis"), wrong_labels.ndim))
+    return wrong_labels.any(-1) if loss is ctc else wrong_labels
 
 
 def _labels_of_call(loss: Loss, arguments: tuple[PyTree, ...]) -> Labels | None:

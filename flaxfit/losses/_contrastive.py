@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.losses._functions import configurable, crossentropy, floating
+from flaxfit.losses._crossentropy import crossentropy
+from flaxfit.losses._shared import configurable, floating
 from flaxfit.tree._types import ArrayLike
 
 

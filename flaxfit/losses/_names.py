@@ -6,8 +6,17 @@ import re
 
 import optax
 
-from flaxfit.losses import _contrastive as contrastive
-from flaxfit.losses import _functions as ours
+from flaxfit.losses import (
+    _circle,
+    _contrastive,
+    _crossentropy,
+    _ctc,
+    _focal,
+    _hinge,
+    _overlap,
+    _regression,
+)
+from flaxfit.losses._keras import ALIASES, refuse_keras
 from flaxfit.tree._checks import check_order
 from flaxfit.tree._types import LossFn
 
@@ -16,36 +25,47 @@ Loss = LossFn
 _LOSSES: dict[str, Loss] = {
     loss.__name__: loss
     for loss in (
-        ours.crossentropy,
-        ours.onehot_crossentropy,
-        ours.binary_crossentropy,
-        ours.mse,
-        ours.mae,
-        ours.huber,
-        ours.log_cosh,
-        ours.hinge,
-        ours.kl_divergence,
-        ours.cosine_distance,
-        contrastive.info_nce,
+        _crossentropy.crossentropy,
+        _crossentropy.onehot_crossentropy,
+        _crossentropy.binary_crossentropy,
+        _regression.mse,
+        _regression.mae,
+        _regression.huber,
+        _regression.log_cosh,
+        _hinge.hinge,
+        _crossentropy.kl_divergence,
+        _regression.cosine_distance,
+        _regression.cosine_similarity,
+        _regression.mape,
+        _regression.smape,
+        _regression.msle,
+        _regression.poisson,
+        _focal.binary_focal_crossentropy,
+        _focal.categorical_focal_crossentropy,
+        _focal.generalized_crossentropy,
+        _hinge.squared_hinge,
+        _hinge.categorical_hinge,
+        _overlap.dice,
+        _overlap.tversky,
+        _ctc.ctc,
+        _circle.circle,
+        _contrastive.info_nce,
     )
 }
-_ALIASES: dict[str, Loss] = {
-    "cross_entropy": ours.crossentropy,
-    "sparse_categorical_crossentropy": ours.crossentropy,
-    "categorical_crossentropy": ours.onehot_crossentropy,
-    "bce": ours.binary_crossentropy,
-    "squared_error": ours.mse,
-    "mean_squared_error": ours.mse,
-    "absolute_error": ours.mae,
-    "mean_absolute_error": ours.mae,
-    "huber_loss": ours.huber,
-    "logcosh": ours.log_cosh,
-    "kld": ours.kl_divergence,
+_ALIASES: dict[str, Loss] = {name: _LOSSES[own] for name, own in ALIASES.items()} | {
+    "cross_entropy": _crossentropy.crossentropy,
+    "squared_error": _regression.mse,
+    "absolute_error": _regression.mae,
+    "huber_loss": _regression.huber,
+    "logcosh": _regression.log_cosh,
+    "binary_focal": _focal.binary_focal_crossentropy,
+    "categorical_focal": _focal.categorical_focal_crossentropy,
+    "ctc_loss": _ctc.ctc,
 }
 _CHECKED: dict[Loss, Loss] = {
-    optax.softmax_cross_entropy_with_integer_labels: ours.crossentropy,
-    optax.softmax_cross_entropy: ours.onehot_crossentropy,
-    optax.sigmoid_binary_cross_entropy: ours.binary_crossentropy,
+    optax.softmax_cross_entropy_with_integer_labels: _crossentropy.crossentropy,
+    optax.softmax_cross_entropy: _crossentropy.onehot_crossentropy,
+    optax.sigmoid_binary_cross_entropy: _crossentropy.binary_crossentropy,
 }
 # `optax.losses` also holds a similarity, `smooth_labels`, and functions that make losses.
 _IS_LOSS = re.compile(
@@ -57,10 +77,11 @@ _OF_OPTAX = {name: loss for name, loss in vars(optax.losses).items() if _IS_LOSS
 def resolve(loss: str | Loss) -> Loss:
     """Finds the loss function that a user means by a name or a function.
 
-    A function is returned unchanged, except for the Optax losses that broadcast silently: they are
-    replaced by the checked ones of `flaxfit.losses`, which compute the same.
+    Names are those of flaxfit, of Keras (functions and classes) and of `optax.losses`. A function
+    is returned unchanged, except for the Optax losses that broadcast silently: they are replaced by
+    the checked ones of `flaxfit.losses`, which compute the same.
 
-    >>> resolve("mean_squared_error") is ours.mse
+    >>> resolve("mean_squared_error") is resolve("MeanSquaredError") is resolve("mse")
     True
 
     Raises:
@@ -68,16 +89,17 @@ def resolve(loss: str | Loss) -> Loss:
       TypeError: it is neither a name nor a function, or a function that takes the targets first.
     """
     if isinstance(loss, str):
-        known = _LOSSES | _ALIASES
-        if loss in known:
-            return known[loss]
-        nearest = difflib.get_close_matches(loss.lower(), known, cutoff=0.5) or _LOSSES
-        raise ValueError(f"There is no loss {loss!r}. Did you mean {', '.join(nearest)}?")
+        known = _OF_OPTAX | _ALIASES | _LOSSES
+        if loss not in known:
+            nearest = difflib.get_close_matches(loss.lower(), known, cutoff=0.5) or _LOSSES
+            raise ValueError(f"There is no loss {loss!r}. Did you mean {', '.join(nearest)}?")
+        loss = known[loss]
     if not callable(loss):
         raise TypeError(
             "A loss must be a name or a function (*outputs, *targets) -> values, got "
             f"{type(loss).__name__}: {loss!r:.60}"
         )
+    refuse_keras(loss, _LOSSES)
     check_order("loss", loss)
     try:
         return _CHECKED.get(loss, loss)

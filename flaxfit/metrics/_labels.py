@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from flaxfit.losses._functions import not_a_class
+from flaxfit.losses._crossentropy import not_a_class
 from flaxfit.tree._types import Array, ArrayLike
 
 

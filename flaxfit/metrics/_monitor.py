@@ -56,7 +56,7 @@ def mode_of(values: Function | None, name: str | None) -> str | None:
         known = averaged[1]
     if _HIGHER.fullmatch(known):
         return "max"
-    return "min" if _LOWER.fullmatch(known) or is_loss(known) else None
+    return "min" if _LOWER.fullmatch(known) or is_loss(known) or is_loss(name) else None
 
 
 def known_mode(name: str, modes: Modes | None = None) -> str | None:

@@ -1,14 +1,11 @@
-"""Every loss against NumPy or Optax, and the shapes and dtypes that it refuses."""
+"""The cross-entropies: digits, labels of all kinds, and their options."""
 
 import pickle
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from marks import slow
-from sklearn.metrics.pairwise import paired_cosine_distances
 
 from flaxfit import losses
 
@@ -21,64 +18,10 @@ SIGNS = np.where(TARGETS > 0, 1, -1)
 ONEHOT = np.eye(10)[LABELS]
 
 
-def softmax(logits):
-    return np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "outputs", "targets", "expected"),
-    [
-        ("crossentropy", LOGITS, LABELS, -np.log(softmax(LOGITS)[np.arange(32), LABELS])),
-        ("onehot_crossentropy", LOGITS, ONEHOT, -np.log(softmax(LOGITS)[np.arange(32), LABELS])),
-        ("binary_crossentropy", SCORES, SIGNS > 0, np.log1p(np.exp(-SIGNS * SCORES))),
-        ("mse", SCORES, TARGETS, (SCORES - TARGETS) ** 2),
-        ("mae", SCORES, TARGETS, abs(SCORES - TARGETS)),
-        ("log_cosh", SCORES, TARGETS, np.log(np.cosh(SCORES - TARGETS))),
-        ("hinge", SCORES, SIGNS, np.maximum(0, 1 - SCORES * SIGNS)),
-        (
-            "huber",
-            SCORES,
-            TARGETS,
-            np.where(
-                abs(SCORES - TARGETS) < 1,
-                (SCORES - TARGETS) ** 2 / 2,
-                abs(SCORES - TARGETS) - 0.5,
-            ),
-        ),
-        (
-            "kl_divergence",
-            LOGITS,
-            softmax(LOGITS[::-1]),
-            (softmax(LOGITS[::-1]) * np.log(softmax(LOGITS[::-1]) / softmax(LOGITS))).sum(-1),
-        ),
-        (
-            "cosine_distance",
-            LOGITS,
-            LOGITS[::-1],
-            paired_cosine_distances(LOGITS, LOGITS[::-1]),
-        ),
-    ],
-)
-def test_every_loss_gives_its_values_by_example(name, outputs, targets, expected):
-    values = jax.jit(losses.resolve(name))(outputs, targets)
-    assert values.shape == (32,)
-    np.testing.assert_allclose(values, expected, rtol=2e-5, atol=1e-5)
-
-
-def test_a_prediction_that_is_right_has_an_absolute_error_without_a_slope():
-    gradient = jax.jit(jax.grad(lambda outputs: losses.mae(outputs, np.zeros(3)).sum()))
-    np.testing.assert_array_equal(gradient(np.array([-0.5, 0.0, 0.5])), [-1, 0, 1])
-
-
 def test_losses_by_token_keep_their_axes():
     logits, labels = np.zeros((4, 6, 9), np.float32), np.ones((4, 6), np.int32)
     assert jax.eval_shape(losses.crossentropy, logits, labels).shape == (4, 6)
     assert jax.eval_shape(losses.binary_crossentropy, logits, logits).shape == (4, 6, 9)
-
-
-def test_unsigned_targets_do_not_wrap_around():
-    assert losses.mse(np.array([1], np.uint8), np.array([3], np.uint8)) == 4
-    assert losses.hinge(np.array([0.5]), np.array([1], np.uint8)) == 0.5
 
 
 @pytest.mark.parametrize("shape", [(5,), (4, 3)])
@@ -156,18 +99,6 @@ def test_labels_of_another_form_are_refused_with_what_to_do(outputs, labels, adv
         losses.crossentropy(outputs, labels)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["binary_crossentropy", "mse", "mae", "huber", "log_cosh", "hinge", "cosine_distance"],
-)
-def test_shapes_that_would_broadcast_are_refused(name):
-    loss = losses.resolve(name)
-    with pytest.raises(ValueError, match=rf"loss '{name}' wants .* got outputs \(32, 1\) and .*32"):
-        loss(np.zeros((32, 1)), np.zeros(32))
-    with pytest.raises(ValueError, match=r"Squeeze the (labels|targets) \(y\[..., 0\]\)"):
-        loss(np.zeros(32), np.zeros((32, 1)))
-
-
 def test_swapped_arguments_are_named():
     with pytest.raises(ValueError, match=r"takes outputs first: it got outputs \(32,\) and labels"):
         losses.crossentropy(LABELS, LOGITS)
@@ -178,53 +109,12 @@ def test_integer_labels_are_refused_where_one_hot_ones_are_wanted():
         losses.onehot_crossentropy(LOGITS, LABELS)
 
 
-def every_loss():
-    """Each loss with outputs and targets that suit it."""
-    n_classes = LOGITS.shape[-1]
-    for name in ("mse", "mae", "huber", "log_cosh"):
-        yield name, SCORES, TARGETS
-    yield "crossentropy", LOGITS, LABELS
-    yield "onehot_crossentropy", LOGITS, np.full(LOGITS.shape, 1 / n_classes, np.float32)
-    yield "binary_crossentropy", SCORES, (TARGETS > 0).astype(np.float32)
-    yield "hinge", SCORES, SIGNS.astype(np.float32)
-    yield "kl_divergence", LOGITS, softmax(LOGITS[::-1])
-    yield "cosine_distance", LOGITS, LOGITS[::-1].copy()
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
-@pytest.mark.parametrize(("name", "outputs", "targets"), list(every_loss()))
-def test_16_bits_are_computed_in_float32(name, outputs, targets, dtype):
-    loss = losses.resolve(name)
-    outputs = (10 * outputs).astype(dtype)
-    targets = targets if targets.dtype.kind == "i" else targets.astype(dtype)
-    wide = targets if targets.dtype.kind == "i" else targets.astype(np.float32)
-
-    def both(outputs, targets):
-        return jax.value_and_grad(lambda x: loss(x, targets).sum())(outputs)
-
-    found, gradient = jax.jit(both)(outputs, targets)
-    expected, wide_gradient = jax.jit(both)(outputs.astype(np.float32), wide)
-    assert found.dtype == np.float32
-    assert gradient.dtype == dtype
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    gradients = (each.astype(np.float32) for each in (gradient, wide_gradient))
-    np.testing.assert_allclose(*gradients, rtol=jnp.finfo(dtype).eps, atol=1e-7)
-
-
 @pytest.mark.parametrize("large", [np.float16(3e4), np.float32(1e4), np.float32(-1e30)])
 def test_large_logits_leave_all_digits_of_the_loss(large):
     logits = np.full((1, 2), large)
     by_label, by_row = jax.jit(losses.crossentropy), jax.jit(losses.onehot_crossentropy)
     np.testing.assert_allclose(by_label(logits, np.array([1])), np.log(2), rtol=1e-6)
     np.testing.assert_allclose(by_row(logits, np.eye(2)[:1]), np.log(2))
-
-
-def test_rows_of_zeros_have_a_cosine_distance_of_one_and_a_gradient():
-    zeros = np.zeros((2, 3), np.float16)
-    loss = jax.jit(losses.cosine_distance)
-    np.testing.assert_array_equal(loss(zeros, zeros), [1, 1])
-    gradient = jax.jit(jax.grad(lambda x: loss(x, zeros + 1).sum()))(zeros)
-    assert np.isfinite(gradient).all()
 
 
 @pytest.mark.parametrize(
@@ -249,3 +139,62 @@ def test_an_ignored_label_has_no_weight_no_value_and_no_gradient(loss, outputs, 
     assert not gradient[~counts].any() and gradient[counts].any()
     repeated = jax.jit(pickle.loads(pickle.dumps(ignoring)))(outputs, labels)
     np.testing.assert_array_equal(repeated[0], values)
+
+
+def softmax(logits):
+    return np.asarray(jax.nn.softmax(logits))
+
+
+def test_a_label_to_ignore_is_that_of_keras_by_its_name():
+    labels = np.where(LABELS == 3, -1, LABELS)
+    ours = losses.crossentropy(ignore_label=-1)(LOGITS, labels)
+    theirs = losses.crossentropy(ignore_class=-1)(LOGITS, labels)
+    np.testing.assert_array_equal(theirs, ours)
+
+
+@pytest.mark.slow
+def test_smoothed_labels_are_those_of_optax():
+    smooth = optax.smooth_labels(np.eye(10, dtype=np.float32)[LABELS], 0.2)
+    expected = optax.softmax_cross_entropy(LOGITS, smooth)
+    by_label = losses.crossentropy(label_smoothing=0.2)(LOGITS, LABELS)
+    by_row = losses.onehot_crossentropy(label_smoothing=0.2)(LOGITS, np.eye(10)[LABELS])
+    np.testing.assert_allclose(by_label, expected, rtol=1e-5)
+    np.testing.assert_allclose(by_row, expected, rtol=1e-6)
+    bits = losses.binary_crossentropy(label_smoothing=0.2)(SCORES, TARGETS > 0)
+    shares = np.where(TARGETS > 0, 0.9, 0.1).astype(np.float32)
+    np.testing.assert_allclose(bits, losses.binary_crossentropy(SCORES, shares), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "shares", "labels", "logits"),
+    [
+        (losses.crossentropy, softmax(LOGITS), LABELS, LOGITS),
+        (losses.onehot_crossentropy, softmax(LOGITS), np.eye(10)[LABELS], LOGITS),
+        (losses.binary_crossentropy, 1 / (1 + np.exp(-SCORES)), TARGETS > 0, SCORES),
+        (losses.kl_divergence, softmax(LOGITS), softmax(LOGITS[::-1]), LOGITS),
+    ],
+)
+def test_probabilities_give_the_loss_of_their_logits(loss, shares, labels, logits):
+    values = loss(from_logits=False)(shares, labels)
+    np.testing.assert_allclose(values, loss(logits, labels), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_certain_probabilities_have_a_value_and_a_gradient():
+    certain, labels = np.eye(3, dtype=np.float32), np.array([0, 0, 2])
+
+    def total(shares):
+        return losses.crossentropy(from_logits=False)(shares, labels).sum()
+
+    values, gradient = jax.value_and_grad(total)(certain)
+    np.testing.assert_allclose(values, -np.log(1e-7), rtol=1e-5)
+    assert np.isfinite(gradient).all()
+
+
+@pytest.mark.slow
+def test_probabilities_and_a_label_to_ignore_go_together():
+    loss = losses.crossentropy(from_logits=False, ignore_label=-1, label_smoothing=0.1)
+    values, weights = loss(softmax(LOGITS), np.where(LABELS == 3, -1, LABELS))
+    np.testing.assert_array_equal(weights, LABELS != 3)
+    expected = losses.crossentropy(label_smoothing=0.1)(LOGITS, LABELS)
+    np.testing.assert_allclose(values, np.where(LABELS == 3, 0, expected), rtol=1e-5)

@@ -1,0 +1,60 @@
+"""The circle loss of embeddings with labels, which compares the examples of a batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit.losses._shared import configurable, floating
+from flaxfit.tree._types import ArrayLike
+
+
+@configurable
+def circle(
+    embeddings: ArrayLike,
+    labels: ArrayLike,
+    *,
+    gamma: float = 80.0,
+    margin: float = 0.4,
+    remove_diagonal: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+    """Gives the circle loss of embeddings among those of the batch: it needs `across="batch"`.
+
+    Y. Sun et al., "Circle Loss: A Unified Perspective of Pair Similarity Optimization", 2020. As in
+    Keras, examples whose value is 0 do not count: such as those that are alone with their label.
+
+    Args:
+      embeddings: `(batch, features)`, of length 1.
+      labels: integers of shape `(batch,)`.
+      gamma: the scale.
+      margin: the relaxation.
+      remove_diagonal: whether an example is no pair with itself.
+
+    Returns:
+      Values, and weights that are 0 where the value is; both of shape `(batch,)`.
+
+    >>> values, _ = circle(np.eye(2)[[0, 0, 1, 1]], np.array([0, 0, 1, 1]), gamma=1.0)
+    >>> values.round(3)
+    Array([1.042, 1.042, 1.042, 1.042], dtype=float32)
+    """
+    shape = np.shape(embeddings)
+    if len(shape) != 2 or np.shape(labels) != shape[:1]:
+        raise ValueError(
+            "loss 'circle' wants embeddings of shape (batch, features) and a label for each, got "
+            f"outputs {shape} and labels {np.shape(labels)}."
+        )
+    embeddings, labels = floating(embeddings), jnp.asarray(labels)
+    distances = jnp.maximum(1 - embeddings @ embeddings.T, 0)
+    is_same = labels[:, None] == labels
+    is_positive = is_same & ~jnp.eye(len(labels), dtype=bool) if remove_diagonal else is_same
+    near = -gamma * (margin + distances) * (margin - distances)
+    far = gamma * jnp.maximum(1 + margin - distances, 0) * (1 - margin - distances)
+    has_pairs = is_positive.any(1) & ~is_same.all(1)
+    total = _logsumexp(near, is_positive) + _logsumexp(far, ~is_same)
+    values = jnp.where(has_pairs, jax.nn.softplus(jnp.where(has_pairs, total, 0)), 0)
+    return values, (values > 0).astype(jnp.float32)
+
+
+def _logsumexp(values: jax.Array, counts: jax.Array) -> jax.Array:
+    """By row, over what counts; 0 where nothing does, whose gradient would be NaN."""
+    counts |= ~counts.any(1, keepdims=True)
+    return jax.nn.logsumexp(values, axis=1, where=counts)

@@ -1,0 +1,236 @@
+"""The cross-entropies, and the divergence, of distributions over classes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from flaxfit.losses._shared import (
+    EPSILON,
+    check_onehot,
+    check_same_shape,
+    check_share,
+    clipped,
+    configurable,
+    floating,
+    log_of_shares,
+    smoothed_bits,
+    with_axis_last,
+)
+from flaxfit.tree._functions import by_row
+from flaxfit.tree._types import Array, ArrayLike, LossFn
+
+
+@configurable
+@by_row
+def crossentropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    ignore_label: int | None = None,
+    label_smoothing: float = 0.0,
+    from_logits: bool = True,
+    axis: int = -1,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Gives the negative log-likelihood of integer labels under the softmax of the logits.
+
+    Args:
+      logits: `(batch, ..., classes)`.
+      labels: integers of shape `(batch, ...)`. A label outside `0..classes - 1` gives NaN.
+      ignore_label: a label that does not count, such as -100. The loss is then `(values, weights)`,
+        with the weight 0 where it stands. `crossentropy(ignore_label=-100)` is the loss with it.
+      label_smoothing: the share of the labels that is spread evenly over all classes.
+      from_logits: False for outputs that are probabilities. As in Keras they are divided by their
+        sum, and below 1e-7 they count as 1e-7.
+      axis: that of the classes.
+
+    >>> crossentropy(np.zeros((3, 4)), np.array([0, 1, 3])).shape
+    (3,)
+    >>> crossentropy(ignore_label=-100)(np.zeros((2, 4)), np.array([0, -100]))[1]
+    Array([1., 0.], dtype=float32)
+    """
+    (logits,) = with_axis_last("crossentropy", axis, logits)
+    check_share("crossentropy", "label_smoothing", label_smoothing)
+    check_labels("crossentropy", logits, labels)
+    of_label = functools.partial(
+        _of_label, label_smoothing=label_smoothing, from_logits=from_logits
+    )
+    return _values(of_label, floating(logits), jnp.asarray(labels), ignore_label)
+
+
+def _of_label(
+    logits: jax.Array, labels: jax.Array, *, label_smoothing: float, from_logits: bool
+) -> jax.Array:
+    n_classes = logits.shape[-1]
+    # Unlike optax.softmax_cross_entropy_with_integer_labels, this does not count negative labels
+    # from the end, and selects the label's logit instead of gathering it: the gradient of a gather
+    # is a scatter, which is slow for small models. Subtracting the largest logit first keeps the
+    # digits of the loss where logits are large.
+    if from_logits:
+        largest = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+        logits = logits - jnp.where(jnp.isfinite(largest), largest, 0)
+    else:
+        logits = log_of_shares(logits)
+    score = at_label(logits, labels)
+    if label_smoothing:
+        score = (1 - label_smoothing) * score + label_smoothing * logits.mean(-1)
+    values = jnp.log(jnp.exp(logits).sum(-1)) - score if from_logits else -score
+    return jnp.where(not_a_class(labels, n_classes), jnp.nan, values)
+
+
+def at_label(values: jax.Array, labels: jax.Array) -> jax.Array:
+    """The value of the class of each label, along the last axis."""
+    is_own = jnp.arange(values.shape[-1]) == labels[..., None].astype(jnp.int32)
+    return jnp.where(is_own, values, 0).sum(-1)
+
+
+def _values(
+    loss: LossFn, logits: jax.Array, labels: jax.Array, ignore_label: float | None
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """The values of a loss; with a label to ignore, and weights that are 0 where it stands."""
+    if ignore_label is None:
+        return jnp.asarray(loss(logits, labels))
+    counts = labels != ignore_label
+    values = jnp.asarray(loss(logits, jnp.where(counts, labels, 0)))
+    return jnp.where(counts, values, 0), counts.astype(jnp.float32)
+
+
+def not_a_class(labels: Array, n_classes: int) -> Array:
+    """Marks the integer labels outside `0..n_classes - 1`."""
+    if labels.dtype.itemsize < 4:  # The number of classes may not fit.
+        labels = labels.astype(np.int32)
+    return (labels < 0) | (labels >= n_classes)
+
+
+@configurable
+@by_row
+def onehot_crossentropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    label_smoothing: float = 0.0,
+    from_logits: bool = True,
+    axis: int = -1,
+) -> jax.Array:
+    """Gives the cross-entropy between label distributions (one-hot or soft) and the softmax.
+
+    Args:
+      logits: `(batch, ..., classes)`.
+      labels: of the same shape, in 0..1.
+      label_smoothing, from_logits, axis: as of `crossentropy`.
+
+    >>> onehot_crossentropy(np.zeros((3, 4)), np.eye(4)[:3]).shape
+    (3,)
+    """
+    logits, labels = with_axis_last("onehot_crossentropy", axis, logits, labels)
+    check_onehot("onehot_crossentropy", logits, labels, "crossentropy")
+    logits, labels = floating(logits), smoothed("onehot_crossentropy", labels, label_smoothing)
+    if from_logits:
+        return optax.softmax_cross_entropy(logits, labels)
+    return -(labels * log_of_shares(logits)).sum(-1)
+
+
+def smoothed(name: str, labels: ArrayLike, label_smoothing: float) -> jax.Array:
+    """One-hot labels of which a share is spread evenly over all classes."""
+    check_share(name, "label_smoothing", label_smoothing)
+    labels = floating(labels)
+    return optax.smooth_labels(labels, label_smoothing) if label_smoothing else labels
+
+
+@configurable
+@by_row
+def binary_crossentropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    ignore_label: float | None = None,
+    label_smoothing: float = 0.0,
+    from_logits: bool = True,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Gives the cross-entropy between labels in 0..1 and the sigmoid of the logits, by element.
+
+    Args:
+      logits: of any shape.
+      labels: of the same shape.
+      ignore_label: as of `crossentropy`.
+      label_smoothing: how far labels are drawn towards 1/2: 0.1 makes 0.05 of 0, and 0.95 of 1.
+      from_logits: False for outputs that are probabilities, which are clipped to 1e-7..1 - 1e-7.
+
+    >>> binary_crossentropy(np.zeros(3), np.array([0, 1, 1])).shape
+    (3,)
+    """
+    check_same_shape("binary_crossentropy", logits, labels, "labels")
+    check_share("binary_crossentropy", "label_smoothing", label_smoothing)
+
+    def of_bits(logits: jax.Array, labels: jax.Array) -> jax.Array:
+        labels = floating(labels)
+        labels = smoothed_bits(labels, label_smoothing) if label_smoothing else labels
+        if from_logits:
+            return optax.sigmoid_binary_cross_entropy(logits, labels)
+        return of_probabilities(logits, labels)
+
+    return _values(of_bits, floating(logits), jnp.asarray(labels), ignore_label)
+
+
+def of_probabilities(probabilities: jax.Array, labels: jax.Array) -> jax.Array:
+    """The cross-entropy between labels in 0..1 and probabilities, by element."""
+    shares = clipped(probabilities)
+    return -labels * jnp.log(shares) - (1 - labels) * jnp.log(1 - shares)
+
+
+@configurable
+def kl_divergence(
+    logits: ArrayLike, probabilities: ArrayLike, *, from_logits: bool = True
+) -> jax.Array:
+    """Gives the Kullback-Leibler divergence of the softmax of the logits from given probabilities.
+
+    Args:
+      logits: `(batch, ..., classes)`.
+      probabilities: of the same shape.
+      from_logits: False for outputs that are probabilities. As in Keras, all are clipped to
+        1e-7..1 then.
+
+    >>> kl_divergence(np.zeros((2, 4)), np.full((2, 4), 0.25))
+    Array([0., 0.], dtype=float32)
+    """
+    check_same_shape("kl_divergence", logits, probabilities)
+    logits, probabilities = floating(logits), floating(probabilities)
+    if from_logits:
+        return optax.kl_divergence(jax.nn.log_softmax(logits), probabilities)
+    logits, probabilities = (jnp.clip(x, EPSILON, 1) for x in (logits, probabilities))
+    return optax.kl_divergence(jnp.log(logits), probabilities)
+
+
+def check_labels(name: str, outputs: ArrayLike, labels: ArrayLike) -> None:
+    """Checks that there is an integer label for each row of outputs."""
+    shape, wanted = np.shape(outputs), np.shape(outputs)[:-1]
+    if len(shape) < 2 or shape[-1] == 1:
+        if np.shape(labels)[:-1] == shape:
+            raise ValueError(
+                f"loss {name!r} takes outputs first: it got outputs {shape} and labels "
+                f"{np.shape(labels)}. A loss is called with (outputs, targets): swap its arguments."
+            )
+        raise ValueError(
+            f"loss {name!r} wants one output per class, of shape (batch, ..., classes), got "
+            f"outputs {shape}. For a single score per example use loss='binary_crossentropy'."
+        )
+    dtype = labels.dtype if hasattr(labels, "dtype") else np.asarray(labels).dtype
+    if np.shape(labels) != wanted or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(
+            f"loss {name!r} wants integer labels of shape {wanted} for outputs of shape "
+            f"{shape}, got labels {np.shape(labels)} {dtype}. "
+            + _label_advice(np.shape(labels), wanted, shape)
+        )
+
+
+def _label_advice(labels: tuple[int, ...], wanted: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    if labels == wanted:
+        return "Cast them: y.astype('int32')."
+    if labels == shape:
+        return "Use loss='onehot_crossentropy' for one-hot labels."
+    if labels == (*wanted, 1):
+        index = "[:, 0]" if len(labels) == 2 else "[..., 0]"
+        return f"Squeeze them (y{index}), or use loss='onehot_crossentropy' for one-hot labels."
+    return "Each example needs one label per row of outputs."

@@ -1,0 +1,39 @@
+"""The loss of sequences of labels that are not aligned with the outputs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from flaxfit.losses._shared import floating
+from flaxfit.tree._functions import by_row
+from flaxfit.tree._types import ArrayLike
+
+
+@by_row
+def ctc(logits: ArrayLike, labels: ArrayLike) -> jax.Array:
+    """Gives the negative log-likelihood of sequences of labels, over all alignments, by example.
+
+    A. Graves et al., "Connectionist Temporal Classification", 2006, as `optax.ctc_loss` with the
+    conventions of Keras: class 0 is the blank, and zeros behind the labels of an example are
+    padding. All steps of the outputs count; where some do not, call `optax.ctc_loss` with paddings.
+
+    Args:
+      logits: `(batch, steps, classes)`.
+      labels: integers of shape `(batch, length)`.
+
+    >>> ctc(np.zeros((1, 2, 2)), np.array([[1, 0]])).round(3)
+    Array([0.288], dtype=float32)
+    """
+    shape, received = np.shape(logits), np.shape(labels)
+    dtype = labels.dtype if hasattr(labels, "dtype") else np.asarray(labels).dtype
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    if len(shape) != 3 or len(received) != 2 or shape[0] != received[0] or not is_integer:
+        raise ValueError(
+            "loss 'ctc' wants outputs of shape (batch, steps, classes) and integer labels of shape "
+            f"(batch, length), got outputs {shape} and labels {received} {dtype}."
+        )
+    logits, labels = floating(logits), jnp.asarray(labels)
+    lengths = (labels != 0).sum(-1, keepdims=True)
+    is_padding = (jnp.arange(received[1]) >= lengths).astype(logits.dtype)
+    return optax.ctc_loss(logits, jnp.zeros(shape[:2], logits.dtype), labels, is_padding)

@@ -1,0 +1,47 @@
+"""The losses of margins."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from flaxfit.losses._shared import check_onehot, check_same_shape, floating
+from flaxfit.tree._functions import by_row
+from flaxfit.tree._types import ArrayLike
+
+
+@by_row
+def hinge(scores: ArrayLike, labels: ArrayLike) -> jax.Array:
+    """Gives the shortfall of scores to a margin of 1, by element; labels are -1 or 1.
+
+    >>> hinge(np.array([0.5, 5.0]), np.array([-1, 1]))
+    Array([1.5, 0. ], dtype=float32)
+    """
+    check_same_shape("hinge", scores, labels, "labels")
+    return optax.hinge_loss(floating(scores), floating(labels))
+
+
+@by_row
+def squared_hinge(scores: ArrayLike, labels: ArrayLike) -> jax.Array:
+    """Gives the square of `hinge`, by element; labels are -1 or 1.
+
+    >>> squared_hinge(np.array([0.5, 5.0]), np.array([-1, 1]))
+    Array([2.25, 0.  ], dtype=float32)
+    """
+    check_same_shape("squared_hinge", scores, labels, "labels")
+    return jnp.square(optax.hinge_loss(floating(scores), floating(labels)))
+
+
+@by_row
+def categorical_hinge(scores: ArrayLike, labels: ArrayLike) -> jax.Array:
+    """Gives the shortfall of the score of the class to that of the best other one plus 1.
+
+    Labels are one-hot, of the shape of the scores. As in Keras the other one counts with 0 at
+    least.
+
+    >>> categorical_hinge(np.array([[0.5, 0.25], [3.0, 1.0]]), np.eye(2)[[0, 0]])
+    Array([0.75, 0.  ], dtype=float32)
+    """
+    check_onehot("categorical_hinge", scores, labels, "multiclass_hinge_loss")
+    scores, labels = floating(scores), floating(labels)
+    own, other = (labels * scores).sum(-1), ((1 - labels) * scores).max(-1)
+    return jnp.maximum(other - own + 1, 0)

@@ -1,0 +1,96 @@
+"""The losses of masks: how little two sets overlap, by example."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from flaxfit.losses._shared import EPSILON, check_same_shape, configurable, floating
+from flaxfit.tree._functions import by_row
+from flaxfit.tree._types import ArrayLike
+
+
+@configurable
+@by_row
+def dice(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    axis: int | Sequence[int] | None = None,
+    from_logits: bool = True,
+) -> jax.Array:
+    """Gives `1 - 2 sum(p y) / (sum(p) + sum(y))` of each example, p the sigmoid of the logits.
+
+    F. Milletari, N. Navab, S.-A. Ahmadi, "V-Net", 2016, with the sums of Keras.
+
+    Args:
+      logits: `(batch, ...)`.
+      labels: in 0..1, of the same shape.
+      axis: the axes to sum over; None: all but that of the examples. Those left are averaged.
+      from_logits: False for outputs that are probabilities, such as those of a softmax.
+
+    >>> dice(np.array([[9.0, 9.0, -9.0]]), np.array([[1, 0, 0]])).round(2)
+    Array([0.33], dtype=float32)
+    """
+    shares, labels, axes = _prepared("dice", logits, labels, axis, from_logits)
+    total = labels.sum(axes) + shares.sum(axes) + EPSILON
+    return 1 - 2 * (shares * labels).sum(axes) / total
+
+
+@configurable
+@by_row
+def tversky(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    alpha: float = 0.5,
+    beta: float = 0.5,
+    axis: int | Sequence[int] | None = None,
+    from_logits: bool = True,
+) -> jax.Array:
+    """Gives `1 - s / (s + alpha sum((1 - p) y) + beta sum(p (1 - y)))`, `s = sum(p y)`.
+
+    S. Salehi, D. Erdogmus, A. Gholipour, "Tversky loss function for image segmentation using 3D
+    fully convolutional deep networks", 2017.
+
+    Args:
+      logits: `(batch, ...)`.
+      labels: in 0..1, of the same shape.
+      alpha: the weight of what is missed.
+      beta: the weight of what is wrongly found.
+      axis, from_logits: as of `dice`, which it is with the defaults.
+
+    >>> tversky(np.array([[9.0, 9.0, -9.0]]), np.array([[1, 0, 0]])).round(2)
+    Array([0.33], dtype=float32)
+    """
+    shares, labels, axes = _prepared("tversky", logits, labels, axis, from_logits)
+    both = (shares * labels).sum(axes)
+    missed, wrong = ((1 - shares) * labels).sum(axes), (shares * (1 - labels)).sum(axes)
+    return 1 - both / (both + alpha * missed + beta * wrong + EPSILON)
+
+
+def summed_axes(name: str, axis: int | Sequence[int] | None, n: int) -> tuple[int, ...]:
+    """The axes of an array of `n` axes that a loss sums over."""
+    if axis is None:
+        return tuple(range(1, n))
+    axes = tuple(each + n if each < 0 else each for each in np.atleast_1d(axis).tolist())
+    if not all(0 < each < n for each in axes):
+        raise ValueError(
+            f"loss {name!r} has a value for each example: axis={axis!r} must name some of the "
+            f"{n - 1} axes after the first."
+        )
+    return axes
+
+
+def _prepared(
+    name: str,
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: int | Sequence[int] | None,
+    from_logits: bool,
+) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:
+    """Probabilities, labels and the axes to sum over."""
+    check_same_shape(name, logits, labels, "labels")
+    axes = summed_axes(name, axis, np.ndim(logits))
+    shares = floating(logits)
+    return jax.nn.sigmoid(shares) if from_logits else shares, floating(labels), axes

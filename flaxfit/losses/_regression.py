@@ -1,0 +1,142 @@
+"""The losses of numbers and of vectors."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from flaxfit.losses._shared import EPSILON, check_same_shape, configurable, floating
+from flaxfit.tree._functions import by_row
+from flaxfit.tree._types import ArrayLike
+
+
+@by_row
+def mse(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
+    """Gives the squared differences, by element.
+
+    >>> mse(np.array([1.0, 5.0]), np.array([1.0, 3.0]))
+    Array([0., 4.], dtype=float32)
+    """
+    check_same_shape("mse", outputs, targets)
+    return jnp.square(floating(outputs) - floating(targets))
+
+
+@by_row
+def mae(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
+    """Gives the absolute differences, by element.
+
+    >>> mae(np.array([1.0, 5.0]), np.array([1.0, 3.0]))
+    Array([0., 2.], dtype=float32)
+    """
+    check_same_shape("mae", outputs, targets)
+    return _size(floating(outputs) - floating(targets))
+
+
+@by_row
+def mape(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
+    """Gives the absolute differences in percent of the targets, by element.
+
+    Targets of less than 1e-7 count as 1e-7.
+
+    >>> mape(np.array([1.0, 5.0]), np.array([1.0, 4.0]))
+    Array([ 0., 25.], dtype=float32)
+    """
+    check_same_shape("mape", outputs, targets)
+    outputs, targets = floating(outputs), floating(targets)
+    return 100 * _size((outputs - targets) / jnp.maximum(jnp.abs(targets), EPSILON))
+
+
+@by_row
+def smape(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
+    """Gives the absolute differences in percent of the mean of both sizes, by element: 0 to 200.
+
+    Two zeros differ by 0.
+
+    >>> smape(np.array([1.0, 5.0, 0.0]), np.array([1.0, 3.0, 0.0]))
+    Array([ 0., 50.,  0.], dtype=float32)
+    """
+    check_same_shape("smape", outputs, targets)
+    outputs, targets = floating(outputs), floating(targets)
+    return 200 * _size(outputs - targets) / jnp.maximum(_size(outputs) + _size(targets), EPSILON)
+
+
+@by_row
+def msle(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
+    """Gives the squared differences of `log(1 + x)`, by element.
+
+    As in Keras, numbers below 1e-7 count as 1e-7, negative ones too.
+
+    >>> msle(np.array([0.0, 5.0]), np.array([0.0, 2.0])).round(3)
+    Array([0.  , 0.48], dtype=float32)
+    """
+    check_same_shape("msle", outputs, targets)
+    logs = (jnp.log1p(jnp.maximum(floating(x), EPSILON)) for x in (outputs, targets))
+    return jnp.square(next(logs) - next(logs))
+
+
+@by_row
+def poisson(rates: ArrayLike, counts: ArrayLike) -> jax.Array:
+    """Gives the negative log-likelihood of counts under rates, less what the rates do not change.
+
+    It is `rate - count * log(rate + 1e-7)`, by element. Rates are positive, such as those of
+    `jax.nn.softplus`; they are no logarithms.
+
+    >>> poisson(np.array([1.0, 2.0]), np.array([3.0, 0.0])).round(3)
+    Array([1., 2.], dtype=float32)
+    """
+    check_same_shape("poisson", rates, counts)
+    rates = floating(rates)
+    return rates - floating(counts) * jnp.log(rates + EPSILON)
+
+
+@configurable
+@by_row
+def huber(outputs: ArrayLike, targets: ArrayLike, *, delta: float = 1.0) -> jax.Array:
+    """Gives half the squared error up to a difference of `delta`, a line beyond, by element.
+
+    >>> huber(np.array([1.0, 5.0]), np.array([1.0, 3.0]))
+    Array([0. , 1.5], dtype=float32)
+    """
+    check_same_shape("huber", outputs, targets)
+    if not delta > 0:
+        raise ValueError(f"loss 'huber': delta must be more than 0, got {delta!r}.")
+    return optax.huber_loss(floating(outputs), floating(targets), delta=delta)
+
+
+@by_row
+def log_cosh(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
+    """Gives the logarithm of the hyperbolic cosine of the differences, by element.
+
+    >>> log_cosh(np.array([1.0, 5.0]), np.array([1.0, 3.0])).round(3)
+    Array([0.   , 1.325], dtype=float32)
+    """
+    check_same_shape("log_cosh", outputs, targets)
+    return optax.log_cosh(floating(outputs), floating(targets))
+
+
+@configurable
+def cosine_distance(outputs: ArrayLike, targets: ArrayLike, *, axis: int = -1) -> jax.Array:
+    """Gives one minus the cosine of the angle between vectors along an axis.
+
+    >>> cosine_distance(np.array([[0.0, 1.0]]), np.array([[2.0, 0.0]]))
+    Array([1.], dtype=float32)
+    """
+    check_same_shape("cosine_distance", outputs, targets)
+    return optax.cosine_distance(floating(outputs), floating(targets), epsilon=1e-8, axis=axis)
+
+
+@configurable
+def cosine_similarity(outputs: ArrayLike, targets: ArrayLike, *, axis: int = -1) -> jax.Array:
+    """Gives minus the cosine of the angle between vectors along an axis: -1 where they agree.
+
+    It is `cosine_distance` less 1, as Keras has it, and has the same gradient.
+
+    >>> cosine_similarity(np.array([[0.0, 1.0]]), np.array([[0.0, 2.0]]))
+    Array([-1.], dtype=float32)
+    """
+    check_same_shape("cosine_similarity", outputs, targets)
+    return -optax.cosine_similarity(floating(outputs), floating(targets), epsilon=1e-8, axis=axis)
+
+
+def _size(numbers: jax.Array) -> jax.Array:
+    """Absolute values, with a slope of 0 at 0: that of JAX's abs is 1 there."""
+    return jnp.where(numbers == 0, 0, jnp.abs(numbers))

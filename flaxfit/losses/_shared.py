@@ -1,0 +1,130 @@
+"""What the losses share: their options, casts, and checks of shapes."""
+
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit.tree._types import ArrayLike, LossFn
+
+EPSILON = 1e-7
+"""The least probability, and the least divisor, as in Keras."""
+
+
+def configurable(loss: LossFn) -> LossFn:
+    """Makes a loss that is called with options alone return itself with these options."""
+    signature = inspect.signature(loss)
+    known = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+    @functools.wraps(loss)
+    def configured(*arguments: ArrayLike, **options: Any) -> Any:
+        options = _checked_options(loss.__name__, options, known)
+        if not arguments:
+            return functools.partial(configured, **options)
+        return loss(*arguments, **options)
+
+    # It is the loss itself, not something around it.
+    attributes = vars(configured)
+    del attributes["__wrapped__"]
+    attributes["__signature__"] = signature
+    return configured
+
+
+def _checked_options(name: str, options: dict[str, Any], known: list[str]) -> dict[str, Any]:
+    """The options of a loss by its own names, of which Keras has another for one."""
+    if "ignore_class" in options and "ignore_label" in known:
+        if "ignore_label" in options:
+            raise TypeError(f"loss {name!r}: ignore_class is ignore_label, give one of them.")
+        options = dict(options)
+        options["ignore_label"] = options.pop("ignore_class")
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        advice = ""
+        if "reduction" in unknown:
+            advice = " The mean that is trained is weighted by sample_weight, and needs no option."
+        raise TypeError(
+            f"loss {name!r} has no option {', '.join(unknown)}: it takes {', '.join(known)}."
+            f"{advice}"
+        )
+    return options
+
+
+def floating(array: ArrayLike) -> jax.Array:
+    """Casts to float32 or wider: integers (uint8!) wrap around, 16 bits hold too few digits."""
+    array = jnp.asarray(array)
+    is_wide = jnp.issubdtype(array.dtype, jnp.inexact) and array.dtype.itemsize >= 4
+    return array if is_wide else array.astype(jnp.float32)
+
+
+def check_same_shape(
+    name: str, outputs: ArrayLike, targets: ArrayLike, what: str = "targets"
+) -> None:
+    """Checks that targets have the shape of the outputs, which they might broadcast to."""
+    shape, received = np.shape(outputs), np.shape(targets)
+    if shape == received:
+        return
+    advice = "Reshape one of them."
+    if received == (*shape, 1):
+        advice = f"Squeeze the {what} (y[..., 0])."
+    elif shape == (*received, 1):
+        advice = f"Give the {what} a last axis (y[..., None]), or squeeze the outputs."
+    raise ValueError(
+        f"loss {name!r} wants {what} of the shape of the outputs, got outputs {shape} and {what} "
+        f"{received}. {advice}"
+    )
+
+
+def check_onehot(name: str, outputs: ArrayLike, labels: ArrayLike, integers: str) -> None:
+    """Checks that labels have one number for each of several classes, as the outputs."""
+    shape = np.shape(outputs)
+    if np.shape(labels) != shape or len(shape) < 2 or shape[-1] == 1:
+        raise ValueError(
+            f"loss {name!r} wants one-hot labels of the shape of the outputs, "
+            f"(batch, ..., classes), got outputs {shape} and labels {np.shape(labels)}. "
+            f"Use loss={integers!r} for integer labels, 'binary_crossentropy' for single scores."
+        )
+
+
+def check_share(name: str, option: str, value: float) -> None:
+    """Checks an option that lies between 0 and 1."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"loss {name!r}: {option} must lie between 0 and 1, got {value!r}.")
+
+
+def with_axis_last(name: str, axis: int, *arrays: ArrayLike) -> tuple[ArrayLike, ...]:
+    """Arrays whose axis of classes is moved to the end."""
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise TypeError(f"loss {name!r}: axis must be a whole number, got {axis!r}.")
+    if axis == -1:
+        return arrays
+    n = np.ndim(arrays[0])
+    if axis in (0, -n) or not -n <= axis < n:
+        raise ValueError(
+            f"loss {name!r}: axis={axis} is none of the axes after that of the examples; the "
+            f"outputs have shape {np.shape(arrays[0])}."
+        )
+    return tuple(jnp.moveaxis(jnp.asarray(x), axis, -1) for x in arrays)
+
+
+def log_of_shares(probabilities: jax.Array) -> jax.Array:
+    """The logarithms of probabilities along the last axis, scaled to a sum of 1, as in Keras."""
+    return jnp.log(clipped(probabilities / probabilities.sum(-1, keepdims=True)))
+
+
+def clipped(probabilities: jax.Array) -> jax.Array:
+    """Probabilities that have logarithms, and so have their complements."""
+    return jnp.clip(probabilities, EPSILON, 1 - EPSILON)
+
+
+def smoothed_bits(labels: jax.Array, label_smoothing: float) -> jax.Array:
+    """Labels in 0..1 that are drawn towards 1/2."""
+    return labels * (1 - label_smoothing) + label_smoothing / 2
+
+
+def power(base: jax.Array, exponent: float) -> jax.Array:
+    """A power of numbers that are not negative, whose slope at 0 is a number."""
+    is_positive = base > 0
+    return jnp.where(is_positive, jnp.where(is_positive, base, 1) ** exponent, 0.0**exponent)

@@ -1,0 +1,54 @@
+"""The focal losses and the generalized cross-entropy at their ends."""
+
+import jax
+import numpy as np
+import pytest
+
+from flaxfit import losses
+
+GENERATOR = np.random.default_rng(0)
+LOGITS = GENERATOR.normal(size=(32, 10)).astype(np.float32)
+LABELS = GENERATOR.integers(0, 10, 32)
+ONEHOT = np.eye(10, dtype=np.float32)[LABELS]
+
+
+@pytest.mark.slow
+def test_a_power_of_zero_is_the_crossentropy():
+    focal = losses.categorical_focal_crossentropy(alpha=1.0, gamma=0.0)(LOGITS, ONEHOT)
+    np.testing.assert_allclose(focal, losses.crossentropy(LOGITS, LABELS), rtol=1e-5)
+    focal = losses.binary_focal_crossentropy(gamma=0.0)(LOGITS, ONEHOT)
+    np.testing.assert_allclose(focal, losses.binary_crossentropy(LOGITS, ONEHOT), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_classes_have_weights():
+    balanced = losses.binary_focal_crossentropy(alpha=0.2, apply_class_balancing=True)
+    plain = losses.binary_focal_crossentropy(LOGITS, ONEHOT)
+    expected = np.where(ONEHOT, 0.2, 0.8) * plain
+    np.testing.assert_allclose(balanced(LOGITS, ONEHOT), expected, rtol=1e-6)
+    alpha = [0.1 * i for i in range(10)]
+    weighted = losses.categorical_focal_crossentropy(alpha=alpha)(LOGITS, ONEHOT)
+    plain = losses.categorical_focal_crossentropy(alpha=1.0)(LOGITS, ONEHOT)
+    np.testing.assert_allclose(weighted, 0.1 * LABELS * plain, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("from_logits", [True, False])
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
+def test_certain_outputs_have_a_gradient(gamma, from_logits):
+    options = {"gamma": gamma, "from_logits": from_logits}
+    outputs = np.eye(2, dtype=np.float32)
+    outputs = 1e4 * (2 * outputs - 1) if from_logits else outputs
+    for loss in (losses.binary_focal_crossentropy, losses.categorical_focal_crossentropy):
+        configured = loss(**options)
+        gradient = jax.grad(lambda x, of=configured: of(x, np.eye(2)).sum())(outputs)
+        assert np.isfinite(gradient).all()
+
+
+@pytest.mark.slow
+def test_a_probability_of_zero_has_the_largest_generalized_crossentropy_and_a_gradient():
+    loss = losses.generalized_crossentropy(q=0.25, from_logits=False)
+    shares, labels = np.array([[0.0, 1.0], [1.0, 0.0]], np.float32), np.array([0, 0])
+    values, gradient = jax.value_and_grad(lambda x: loss(x, labels).sum())(shares)
+    assert values == 4 and np.isfinite(gradient).all()
+    assert np.isnan(loss(shares, np.array([2, -1]))).all()
