@@ -124,7 +124,6 @@ PUBLIC = {
     ),
     "flaxfit.launch": ("main",),
     "flaxfit.losses": (
-        "Loss",
         "binary_crossentropy",
         "binary_focal_crossentropy",
         "categorical_focal_crossentropy",
@@ -140,6 +139,7 @@ PUBLIC = {
         "generalized_crossentropy",
         "hinge",
         "huber",
+        "info_nce",
         "kl_divergence",
         "log_cosh",
         "mae",
