@@ -17,7 +17,7 @@ EPSILON = 1e-7
 def configurable(loss: LossFn) -> LossFn:
     """Makes a loss that is called with options alone return itself with these options."""
     signature = inspect.signature(loss)
-    known = [p.name for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    known = [p.name for p in signature.parameters.values() if p.default is not p.empty]
 
     @functools.wraps(loss)
     def configured(*arguments: ArrayLike, **options: Any) -> Any:
