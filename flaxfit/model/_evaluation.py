@@ -70,7 +70,7 @@ class Evaluation(Persistence):
                 "There is nothing to measure: the Model was given neither a loss nor metrics. Call "
                 "compile(loss='mse', metrics=['mae']) first, or pass them to Model."
             )
-        data = in_order(prepare(self._columns(x, y), y, sample_weight)[0], batch_size)
+        data = in_order(self._prepared(x, y, sample_weight), batch_size)
         data = self._trainer.begin_with(data)
         self._evaluator.attach(self._trainer)  # A checkpoint may have brought its companions.
         state = self._trainer.averaged(self._trainer.state_in_place)
@@ -164,8 +164,7 @@ class Evaluation(Persistence):
           return_dict: whether to return all numbers of the step by name; False, as Keras: the loss
             and the metrics of this batch alone, in order, the loss by itself without metrics.
         """
-        x = self._columns(x, y)
-        found = prepare(x, y, sample_weight)[0]
+        found = self._prepared(x, y, sample_weight)
         _n_examples(found, "train_on_batch")
         if class_weight is not None:  # A batch may lack some of its labels.
             found = next(ClassWeightedStream(iter([found]), class_weight))
@@ -189,7 +188,7 @@ class Evaluation(Persistence):
           x, y, sample_weight: arrays, as of `evaluate`.
           return_dict: as of `evaluate`.
         """
-        size = _n_examples(prepare(self._columns(x, y), y, sample_weight)[0], "test_on_batch")
+        size = _n_examples(self._prepared(x, y, sample_weight), "test_on_batch")
         return self.evaluate(x, y, size, 0, sample_weight=sample_weight, return_dict=return_dict)
 
     def predict_on_batch(self, x: Data) -> PyTree:
@@ -227,6 +226,11 @@ class Evaluation(Persistence):
             return dict(delivery.finish(lambda given: given, lambda: (self.step,)).metrics)
         finally:
             own.close()
+
+    def _prepared(self, x: Data, y: PyTree, sample_weight: PyTree) -> Data:
+        """The arguments in the form of `prepare`."""
+        outputs = self._trainer.task.outputs
+        return prepare(self._columns(x, y), y, sample_weight, outputs=outputs)[0]
 
     def _columns(self, data: Data, y: PyTree = None) -> Data:
         """A mapping of arrays as a data set, its columns taken by name; other data unchanged."""

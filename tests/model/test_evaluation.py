@@ -95,3 +95,25 @@ def test_weights_are_a_list_of_arrays(model):
     np.testing.assert_allclose(other.predict(X), model.predict(X) + 1, rtol=1e-5)
     with pytest.raises(ValueError, match="needs 2 arrays"):
         other.set_weights([bias])
+
+
+class TwoHeads(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return {name: nn.Dense(1, name=name)(x) for name in ("price", "count")}
+
+
+@pytest.mark.slow
+def test_weights_in_a_list_are_those_of_the_losses_by_name_in_order():
+    losses = {"price": "mse", "count": "mae"}
+    model = ff.Model(TwoHeads(), optax.sgd(0.1), losses)
+    y, weights = {"price": Y, "count": -Y}, np.arange(13, dtype=np.float32)
+    listed, named = [weights, None], {"price": weights}
+    assert model.evaluate(X, y, sample_weight=listed) == model.evaluate(X, y, sample_weight=named)
+    assert model.evaluate(X, y, sample_weight=listed) != model.evaluate(X, y)
+    one_batch = model.test_on_batch
+    assert one_batch(X, y, listed) == one_batch(X, y, named)
+    one, other = (ff.Model(TwoHeads(), optax.sgd(0.1), losses) for _ in range(2))
+    assert one.train_on_batch(X, y, listed) == other.train_on_batch(X, y, named)
+    with pytest.raises(ValueError, match="weights for 3 outputs, and the model has losses for 2"):
+        model.evaluate(X, y, sample_weight=[weights] * 3)
