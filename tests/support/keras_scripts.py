@@ -1,0 +1,39 @@
+"""What scripts in Keras and their ports share: first weights, and a count of changed lines."""
+
+import difflib
+import inspect
+
+import jax.numpy as jnp
+
+N_LINES = 5
+"""The most lines outside the model that a port changes."""
+_NAMES = {
+    "gamma": "scale",
+    "beta": "bias",
+    "moving_mean": "mean",
+    "moving_variance": "var",
+    "embeddings": "embedding",
+}
+
+
+def n_changed_lines(script, port):
+    """The lines that a port of a script changes or adds; the first, `def`, and empty ones aside.
+
+    >>> n_changed_lines(with_weights_of, with_weights_of)
+    0
+    """
+    bodies = [
+        list(filter(str.strip, inspect.getsource(f).splitlines()[1:])) for f in (script, port)
+    ]
+    signs = [line[0] for line in difflib.ndiff(*bodies)]
+    return max(signs.count("-"), signs.count("+"))
+
+
+def with_weights_of(model, module):
+    """An nnx module whose layers get the weights of the layers of that name of a Keras model."""
+    for layer in model.layers:
+        for weight in layer.weights:
+            name = _NAMES.get(weight.name, weight.name)
+            # Copied: training gives its buffers away.
+            getattr(getattr(module, layer.name), name)[...] = jnp.array(weight)
+    return module
