@@ -42,7 +42,6 @@ class Evaluation(Persistence):
         y: PyTree = None,
         batch_size: int | None = None,
         verbose: int | str = "auto",
-        *,
         sample_weight: PyTree = None,
         steps: int | None = None,
         callbacks: Callback | Iterable[Callback] | None = (),
@@ -86,7 +85,6 @@ class Evaluation(Persistence):
         x: Data,
         batch_size: int | None = None,
         verbose: int | str = "auto",
-        *,
         steps: int | None = None,
         callbacks: Callback | Iterable[Callback] | None = (),
     ) -> PyTree:
@@ -128,7 +126,7 @@ class Evaluation(Persistence):
           x, batch_size, steps: as of `predict`.
 
         Raises:
-          RuntimeError: the model was trained before the last outputs were read.
+          RuntimeError: the model was trained, or given other weights, since this call.
         """
         data, state = self._to_predict(x, batch_size)
         found = self._predictor.over(state, data, self.strategy, n_steps=steps)
@@ -137,14 +135,22 @@ class Evaluation(Persistence):
     def _while_unchanged(
         self, found: Iterator[tuple[Batch, PyTree]]
     ) -> Iterator[tuple[Batch, PyTree]]:
-        revision = self._trainer.revision
-        for each in found:
-            yield each
-            if self._trainer.revision != revision:
-                raise RuntimeError(
-                    "The model was trained while its predictions were being read, which uses up "
-                    "the weights: read them first, list(model.predictions(x))."
-                )
+        """The items of an iterator that reads the present state, which a step uses up."""
+        trainer, revision = self._trainer, self._trainer.revision
+
+        def items() -> Iterator[tuple[Batch, PyTree]]:
+            while True:
+                if trainer.revision != revision:
+                    raise RuntimeError(
+                        "The model was trained or given other weights while its predictions were "
+                        "being read, which uses up the weights: read them first, "
+                        "list(model.predictions(x))."
+                    )
+                if (each := next(found, None)) is None:
+                    return
+                yield each
+
+        return items()
 
     def train_on_batch(
         self,
@@ -152,7 +158,6 @@ class Evaluation(Persistence):
         y: PyTree = None,
         sample_weight: PyTree = None,
         class_weight: Mapping[int, float] | None = None,
-        *,
         return_dict: bool = False,
     ) -> Any:
         """Trains one step on one batch of any size; `fit` and this can take turns.
@@ -179,7 +184,6 @@ class Evaluation(Persistence):
         x: Data,
         y: PyTree = None,
         sample_weight: PyTree = None,
-        *,
         return_dict: bool = False,
     ) -> Any:
         """Measures one batch of any size, as `evaluate` does; by default without names, as Keras.
