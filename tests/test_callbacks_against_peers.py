@@ -17,7 +17,7 @@ import pytest
 
 import flaxfit as ff
 from flaxfit import callbacks
-from flaxfit.checkpoints import CheckpointFileWriter, best
+from flaxfit.checkpoints import CheckpointFileWriter, best, list_steps
 from flaxfit.optim import MultiOptimizer, OptimizerDef
 
 DIFFERENCES = {  # What: in Keras, in flaxfit.
@@ -214,6 +214,24 @@ def best_of(values, mode, keras, folder):
 def test_the_best_checkpoint_is_that_of_keras(mode, keras, tmp_path):
     ours, theirs = best_of([3.0, 5.0, 4.0, 1.0, 2.0], mode, keras, tmp_path)
     assert ours == theirs
+
+
+@pytest.mark.parametrize("threshold", [None, 3.5, 0.5])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_the_checkpoints_that_are_saved_are_those_of_keras(mode, threshold, keras, tmp_path):
+    options = {
+        "monitor": "val_loss",
+        "mode": mode,
+        "save_best_only": True,
+        "initial_value_threshold": threshold,
+    }
+    values = [3.0, 5.0, 5.0, 4.0, 1.0, 2.0, 6.0, 0.2]
+    theirs = keras.callbacks.ModelCheckpoint("{epoch}.keras", **options)
+    *_, saved = after_each(theirs, values, lambda model: model.saved)
+    with CheckpointFileWriter(tmp_path, keep=None, **options) as write:
+        for checkpoint in checkpoints_of(values, OF_NOTHING):
+            write(checkpoint)
+    assert list_steps(tmp_path) == saved
 
 
 OF_NOTHING = ff.init_state(

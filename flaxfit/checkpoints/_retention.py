@@ -1,13 +1,16 @@
-"""Which steps of a folder stay: the last ones, and the best by the monitored metric."""
+"""Which steps are saved, and which stay: the last ones, and the best by the monitored metric."""
 
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from flaxfit.checkpoints import _folder
 from flaxfit.checkpoints._record import Record, read_record
 from flaxfit.checkpoints._seal import Damaged
 from flaxfit.display import say
+from flaxfit.metrics._monitor import Monitor, check_mode, is_better
+from flaxfit.state._checkpoint import Checkpoint
 
 
 def intact_records(folder: Path, steps: Iterable[int]) -> dict[int, Record]:
@@ -39,9 +42,79 @@ def supersede(folder: Path, step: int, earlier: Iterable[int]) -> None:
         say(f"this run is at step {step}: an earlier run's step {old} is now {target.name}")
 
 
-def delete_old(folder: Path, step: int, keep: int, monitor: Mapping[str, str] | None) -> None:
-    """Deletes all steps except the last `keep`, the best one and the one just saved."""
-    steps = _folder.steps(folder)
-    best = ranking(intact_records(folder, steps), monitor)[:1] if monitor else []
-    for old in set(steps) - {step, *steps[-keep:], *best}:
-        _folder.delete(folder, old)
+class Retention:
+    """Which checkpoints a `CheckpointFileWriter` saves and keeps; the arguments are its own."""
+
+    def __init__(
+        self,
+        keep: int | None,
+        keep_best: int | None,
+        monitor: str | None,
+        mode: str,
+        save_best_only: bool,
+        initial_value_threshold: float | None,
+    ) -> None:
+        for name, value in {"keep": keep, "keep_best": keep_best}.items():
+            if value is not None and value < 1:
+                raise ValueError(
+                    f"Cannot keep {value} checkpoints: {name} must be at least 1, or None."
+                )
+        if keep is None and keep_best is not None:
+            raise ValueError(f"keep=None keeps all checkpoints: leave out keep_best={keep_best}.")
+        if initial_value_threshold is not None and not save_best_only:
+            raise ValueError(
+                f"initial_value_threshold={initial_value_threshold} needs save_best_only=True: "
+                "without it every checkpoint is saved."
+            )
+        check_mode(mode)
+        if monitor is None and (save_best_only or keep_best is not None):
+            monitor = "val_loss"
+        self._keep, self._keep_best = keep, keep_best or 1
+        self._monitor = None if monitor is None else Monitor(monitor, mode, "CheckpointFileWriter")
+        self._saves_best_only = save_best_only
+        self._threshold = initial_value_threshold
+        self.monitor: dict[str, str] | None = None
+        """The metric whose best steps are kept and its mode, known with the first checkpoint."""
+
+    def attach(self, loop: Any, writer: object) -> None:
+        """Checks that a loop reports the metric."""
+        if self._monitor is not None:
+            self._monitor.attach(loop, writer)
+
+    def look(self, checkpoint: Checkpoint) -> None:
+        """Learns the better values of the metric; says so if a checkpoint lacks it."""
+        if self._monitor is None:
+            return
+        self.monitor = {"name": self._monitor.name, "mode": self._monitor.resolve(checkpoint.modes)}
+        if self._monitor.name not in checkpoint.metrics:
+            say(
+                f"the checkpoint of step {checkpoint.step} lacks the monitored metric "
+                f"{self._monitor.name!r} (it holds {', '.join(checkpoint.metrics) or 'none'}): "
+                "it cannot be the best"
+            )
+
+    def is_wanted(self, folder: Path, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint is to be saved: with `save_best_only`, if it beats those before.
+
+        Raises:
+          ValueError: no checkpoint has the metric.
+        """
+        if not self._saves_best_only or self._monitor is None:
+            return True
+        value, mode = self._monitor.read(checkpoint), self._monitor.resolve(checkpoint.modes)
+        steps = [step for step in _folder.steps(folder) if step < checkpoint.step]
+        records = intact_records(folder, steps)
+        name, bests = self._monitor.name, [self._threshold]
+        for step in ranking(records, {"name": name, "mode": mode})[:1]:
+            bests.append(records[step]["metrics"][name])
+        return value is not None and all(is_better(value, best, mode) for best in bests)
+
+    def delete_old(self, folder: Path, step: int) -> None:
+        """Deletes all steps except the last ones, the best ones and the one just saved."""
+        if self._keep is None:
+            return
+        steps, best = _folder.steps(folder), []
+        if self.monitor is not None:
+            best = ranking(intact_records(folder, steps), self.monitor)[: self._keep_best]
+        for old in set(steps) - {step, *steps[-self._keep :], *best}:
+            _folder.delete(folder, old)

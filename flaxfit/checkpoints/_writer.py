@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from flaxfit.checkpoints import _end, _file, _folder, _lock
+from flaxfit.checkpoints._failures import cannot_save, raise_on_all
 from flaxfit.checkpoints._file import with_digests
 from flaxfit.checkpoints._orbax import StepWriter, savable, write_record
-from flaxfit.checkpoints._record import Record, first_line, read_record
-from flaxfit.checkpoints._retention import delete_old, supersede
+from flaxfit.checkpoints._record import Record, read_record
+from flaxfit.checkpoints._retention import Retention, supersede
 from flaxfit.checkpoints._seal import Damaged
 from flaxfit.display import say
-from flaxfit.distributed._processes import exchange, from_main, is_main
-from flaxfit.metrics._monitor import Monitor, check_mode
+from flaxfit.distributed._processes import from_main, is_main
 from flaxfit.state._callback_states import collect
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._types import Array, Json
@@ -58,9 +58,14 @@ class CheckpointFileWriter:
     Args:
       output_dir: the folder of the run; made if it does not exist.
       keep: how many of the last steps to keep, at least 1; None keeps all.
-      monitor: a metric whose best step is kept as well; of equal ones, the last is the best.
+      monitor: a metric whose best step is kept as well; of equal ones, the last is the best. None:
+        none, or "val_loss" if an option below asks for the best.
       mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the losses
         of Optax; other metrics need "min" or "max".
+      keep_best: how many of the best steps to keep; None: one, of a monitored metric.
+      save_best_only: whether to save only a checkpoint that is better than all before it in this
+        folder; `save` saves any. A run that resumes from the folder begins at the last one saved.
+      initial_value_threshold: with `save_best_only`, a value that the metric has to beat as well.
       asynchronous: whether to write in the background. Python 3.12.0 and 3.12.1 never do, as they
         cannot finish background work when a process ends.
       on_error: "raise" raises the error of a save that fails (a full disk); "warn" prints it, and
@@ -77,20 +82,19 @@ class CheckpointFileWriter:
         keep: int | None = 2,
         monitor: str | None = None,
         mode: str = "auto",
+        keep_best: int | None = None,
+        save_best_only: bool = False,
+        initial_value_threshold: float | None = None,
         asynchronous: bool = True,
         on_error: str = "raise",
     ) -> None:
-        if keep is not None and keep < 1:
-            raise ValueError(f"Cannot keep {keep} checkpoints: keep must be at least 1, or None.")
-        check_mode(mode)
+        self._retention = Retention(
+            keep, keep_best, monitor, mode, save_best_only, initial_value_threshold
+        )
         if on_error not in ("raise", "warn"):
             raise ValueError(f"on_error must be 'raise' or 'warn', got {on_error!r}.")
         self.output_dir = _folder.absolute(output_dir)
-        self.keep = keep
         self.on_error = on_error
-        self._monitor = None if monitor is None else Monitor(monitor, mode, "CheckpointFileWriter")
-        self.monitor: dict[str, str] | None = None
-        """The metric whose best step is kept and its mode, known with the first checkpoint."""
         self.asynchronous = asynchronous and not (3, 12) <= sys.version_info < (3, 12, 2)
         self._writer: StepWriter | None = None
         self._executor: ThreadPoolExecutor | None = None
@@ -119,12 +123,13 @@ class CheckpointFileWriter:
     def attach(self, loop: Any) -> None:
         """Saves the states of the callbacks of a loop from now on."""
         self._loop, self.last_saved, self.saved_revision = weakref.ref(loop), None, None
-        if self._monitor is not None:
-            self._monitor.attach(loop, self)
+        self._retention.attach(loop, self)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Saves a checkpoint and returns it."""
-        self._save(checkpoint, revision=getattr(self._loop(), "revision", None))
+        self.wait()
+        if from_main("a choice", lambda: self._retention.is_wanted(self.output_dir, checkpoint)):
+            self._save(checkpoint, revision=getattr(self._loop(), "revision", None))
         return checkpoint
 
     def save(
@@ -164,7 +169,7 @@ class CheckpointFileWriter:
         path = _folder.step_path(self.output_dir, step)
         if self.last_saved == step:  # The step on disk may differ from this one.
             self.last_saved = self.saved_revision = None
-        self._check_monitor(checkpoint)
+        self._retention.look(checkpoint)
         states, state_arrays = collect(getattr(loop, "callbacks", ()))
         metrics = states.pop("History", None)
         arrays, record = _file.contents(
@@ -172,7 +177,7 @@ class CheckpointFileWriter:
             metrics if history is None else history,
             states if callback_states is None else callback_states,
             state_arrays,
-            self.monitor,
+            self._retention.monitor,
         )
         if from_main("a save", lambda: self._holds(step, record)):
             self.last_saved, self.saved_revision = step, revision
@@ -243,7 +248,7 @@ class CheckpointFileWriter:
             raise
         except Exception as error:
             self._tidy()
-            failure = _cannot_save(self.output_dir, step, arrays, error)
+            failure = cannot_save(self.output_dir, step, arrays, error)
             failure.__cause__ = error
             self._fail(failure)
             return
@@ -273,17 +278,6 @@ class CheckpointFileWriter:
         if self.on_error == "raise":
             raise error
         say(f"{error}\nThe run goes on without this checkpoint.")
-
-    def _check_monitor(self, checkpoint: Checkpoint) -> None:
-        if self._monitor is None:
-            return
-        self.monitor = {"name": self._monitor.name, "mode": self._monitor.resolve(checkpoint.modes)}
-        if self._monitor.name not in checkpoint.metrics:
-            say(
-                f"the checkpoint of step {checkpoint.step} lacks the monitored metric "
-                f"{self._monitor.name!r} (it holds {', '.join(checkpoint.metrics) or 'none'}): "
-                "it cannot be the best"
-            )
 
     def _holds(self, step: int, record: Record) -> bool:
         """Whether the step on disk has the same record, and by its digests the same arrays."""
@@ -315,18 +309,17 @@ class CheckpointFileWriter:
                 record = with_digests(record)
             except Exception as error:
                 failure = failure or error
-            _raise_on_all(topic, failure)
+            raise_on_all(topic, failure)
             from_main(f"the end of a save {topic}", lambda: self._complete(writer, place, record))
         except Exception as error:
             self._tidy()
-            raise _cannot_save(self.output_dir, step, arrays, error) from error
+            raise cannot_save(self.output_dir, step, arrays, error) from error
         self.last_saved, self.saved_revision = step, revision
         if is_main():
             _folder.tidy(self.output_dir)
             found, self._found = self._found, []
             supersede(self.output_dir, step, found)
-            if self.keep is not None:
-                delete_old(self.output_dir, step, self.keep, self.monitor)
+            self._retention.delete_old(self.output_dir, step)
 
     def _complete(self, writer: StepWriter, place: Path, record: Record) -> None:
         writer.finish(place)
@@ -336,24 +329,3 @@ class CheckpointFileWriter:
     def _tidy(self) -> None:
         if is_main():
             _folder.tidy(self.output_dir)
-
-
-def _cannot_save(
-    folder: Path, step: int, arrays: Mapping[str, Array], error: Exception
-) -> RuntimeError:
-    space = _folder.space(folder, sum(array.nbytes for array in arrays.values()))
-    return RuntimeError(
-        f"Cannot save the checkpoint of step {step} in {folder}: {type(error).__name__}: {error}\n"
-        f"(It needs up to {space}.) Earlier steps are unchanged."
-    )
-
-
-def _raise_on_all(topic: str, failure: Exception | None) -> None:
-    """Waits until all processes have written their part; raises a failure of any of them."""
-    reported = exchange(
-        f"the arrays of a save {topic}", failure and first_line(failure), seconds=3600
-    )
-    if failure is not None:
-        raise failure
-    if others := [text for text in reported if text]:
-        raise RuntimeError(f"On another process: {others[0]}")

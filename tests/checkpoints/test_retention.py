@@ -1,5 +1,6 @@
 """Which steps a writer keeps."""
 
+import pytest
 from checkpoint_files import read
 
 from flaxfit.checkpoints import CheckpointFileWriter, best, latest, list_steps, save
@@ -50,3 +51,60 @@ def test_a_run_from_an_earlier_step_supersedes_the_later_steps(tmp_path, tools, 
     assert list_steps(tmp_path) == [10, 15, 16]
     assert (tmp_path / "superseded-20-0").is_dir()
     assert "an earlier run's step 30 is now superseded-30-0" in capfd.readouterr().err
+
+
+def save_losses(folder, tools, losses, first=1, **options):
+    state = tools.make_state()
+    with CheckpointFileWriter(folder, asynchronous=False, **options) as writer:
+        for step, loss in enumerate(losses, start=first):
+            writer(tools.make_checkpoint(step, val_loss=loss).replace(state=state))
+    return list_steps(folder)
+
+
+def test_keep_best_keeps_the_best_ones_of_val_loss_and_the_last(tmp_path, tools):
+    losses = [0.5, 0.2, 0.9, 0.3, 0.8, float("nan")]
+    assert save_losses(tmp_path, tools, losses, keep=1, keep_best=3) == [1, 2, 4, 6]
+
+
+def test_save_best_only_saves_what_is_better_than_all_before_it(tmp_path, tools):
+    losses = [float("nan"), 0.5, 0.5, 0.6, 0.4, 0.45]
+    best_only = {"keep": None, "save_best_only": True}
+    assert save_losses(tmp_path, tools, losses, **best_only) == [2, 5]
+    assert save_losses(tmp_path, tools, [0.42, 0.3], first=7, **best_only) == [2, 5, 8]
+
+
+def test_save_best_only_of_another_run_does_not_look_at_the_later_steps(tmp_path, tools):
+    save_losses(tmp_path, tools, [0.1, 0.1], first=5)
+    assert save_losses(tmp_path, tools, [0.5, 0.6], save_best_only=True) == [1]
+
+
+def test_initial_value_threshold_is_to_be_beaten_too(tmp_path, tools):
+    best_only = {"keep": None, "save_best_only": True, "mode": "max"}
+    losses = [0.5, 0.8, 0.7, 0.9]
+    saved = save_losses(tmp_path, tools, losses, initial_value_threshold=0.8, **best_only)
+    assert saved == [4]
+
+
+def test_save_best_only_needs_the_metric_but_save_does_not(tmp_path, tools):
+    with CheckpointFileWriter(tmp_path, save_best_only=True) as writer:
+        with pytest.raises(
+            ValueError, match="cannot monitor 'val_loss': the checkpoints hold loss"
+        ):
+            writer(tools.make_checkpoint(1))
+        writer.save(tools.make_checkpoint(2))
+    assert list_steps(tmp_path) == [2]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"keep_best": 0}, "keep_best must be at least 1"),
+        ({"keep": None, "keep_best": 2}, "keep=None keeps all checkpoints"),
+        ({"initial_value_threshold": 0.5}, "needs save_best_only=True"),
+        ({"mode": "best"}, "mode must be"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(tmp_path, options, words):
+    with pytest.raises(ValueError, match=words):
+        CheckpointFileWriter(tmp_path / "new", **options)
+    assert not (tmp_path / "new").exists()

@@ -15,9 +15,9 @@ from checkpoint_files import SMALL, read
 
 from flaxfit.checkpoints import (
     CheckpointFileWriter,
+    _failures,
     _file,
     _orbax,
-    _writer,
     list_steps,
     restore,
     save,
@@ -295,7 +295,7 @@ def test_the_failure_of_one_process_is_told_to_the_others_under_the_name_of_the_
         wait(writer)  # Else the folder would be removed while it is written to.
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_writer, "exchange", heard)
+    monkeypatch.setattr(_failures, "exchange", heard)
     with CheckpointFileWriter(tmp_path, on_error="warn") as writer:
         writer(tools.make_checkpoint(1))
         writer.wait()
