@@ -11,9 +11,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TextIO
 
+from flaxfit.callbacks._callback import Loop
+from flaxfit.callbacks._epochs import Epochs
 from flaxfit.callbacks._log_to import Attempt
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._checks import local_path
+from flaxfit.tree._types import Json
 
 
 class _RowLogger(ABC):
@@ -25,7 +28,16 @@ class _RowLogger(ABC):
         self._path = local_path(path)
         self._file: TextIO | None = None
         self._step = 0
+        self._epochs = Epochs()
+        self._is_begun = False
+        """Whether this run has written to the file."""
         self._attempt = Attempt(type(self).__name__, OSError)
+
+    def attach(self, loop: Loop) -> None:
+        """Begins a run, whose epochs it counts."""
+        self.close()
+        self._is_begun = False
+        self._epochs.attach(loop)
 
     @abstractmethod
     def _earlier(self, lines: list[str], row: Mapping[str, float]) -> str:
@@ -39,10 +51,20 @@ class _RowLogger(ABC):
         return row["step"] > self._step
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
-        row = {"step": checkpoint.step, "elapsed_time": checkpoint.elapsed_time}
+        row: dict[str, float] = {"epoch": self._epochs.number} if self._epochs.is_of_fit else {}
+        row |= {"step": checkpoint.step, "elapsed_time": checkpoint.elapsed_time}
         row |= {name: float(value) for name, value in checkpoint.scalars.items()}
         self._attempt(self._write, row)
         return checkpoint
+
+    def get_state(self) -> dict[str, Json]:
+        """Returns what a resumed run needs: the count of its epochs."""
+        return self._epochs.get_state()
+
+    def set_state(self, state: Mapping[str, Json]) -> None:
+        """Goes on with the rows of the run that is resumed."""
+        self._epochs.set_state(state)
+        self._is_begun = True
 
     def close(self) -> None:
         """Closes the file; a later checkpoint opens it again."""
@@ -54,6 +76,7 @@ class _RowLogger(ABC):
         if self._file is None or not self._has_room(row):
             self.close()
             self._file = _rewrite(self._path, self._earlier(_whole_lines(self._path), row))
+            self._is_begun = True
         try:
             self._file.write(self._line(row))
             self._file.flush()
@@ -62,17 +85,18 @@ class _RowLogger(ABC):
             with contextlib.suppress(OSError):
                 self.close()
             raise
-        self._step = row["step"]
+        self._step = int(row["step"])
 
 
 class CSVLogger(_RowLogger):
     """Writes the step, the training time and the metrics of each checkpoint as a row of CSV.
 
-    Rows are flushed at each checkpoint; a full disk is reported once and does not stop training.
-    A metric that appears later adds a column. The file, and its folder, are made at the first
-    checkpoint. A file that exists is continued after its rows of earlier steps: rows from the
-    present step on, and a last row that a killed process left unfinished, are dropped. So a
-    resumed run leaves one row per step, and a run that starts from scratch leaves only its own.
+    In `fit` the first column is `epoch`, from 0 as in Keras. Rows are flushed at each checkpoint; a
+    full disk is reported once and does not stop training. A metric that appears later adds a
+    column. The file, and its folder, are made at the first checkpoint. A file that exists is
+    continued after its rows of earlier steps: rows from the present step on, and a last row that a
+    killed process left unfinished, are dropped. So a resumed run leaves one row per step, and a run
+    that starts from scratch leaves only its own.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "log.csv"
@@ -88,10 +112,16 @@ class CSVLogger(_RowLogger):
     Args:
       path: the file.
       separator: the character between two columns.
+      append: True keeps all rows of a file that exists, and refuses one with other columns; False
+        begins it anew; None, the default, keeps those of earlier steps. A run that is resumed
+        goes on after its own rows in any case.
     """
 
-    def __init__(self, path: str | os.PathLike[str], separator: str = ",") -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], separator: str = ",", append: bool | None = None
+    ) -> None:
         super().__init__(path)
+        self._append = append
         if not isinstance(separator, str) or len(separator) != 1:
             raise ValueError(f"separator must be a single character, got {separator!r}.")
         self._separator = separator
@@ -108,10 +138,29 @@ class CSVLogger(_RowLogger):
                 f"CSVLogger cannot continue {self._path}: it has no column 'step' but "
                 f"{', '.join(columns)}. Choose another path."
             )
-        rows = [earlier for earlier in reader if int(earlier["step"]) < row["step"]]
+        rows = list(reader)
+        if self._is_begun or self._append is None:
+            while rows and int(rows[-1]["step"]) >= row["step"]:
+                del rows[-1]
+        elif not self._append:
+            rows = []
+        elif rows:
+            self._check_columns(columns, row)
         self._columns = tuple(dict.fromkeys([*(columns if rows else ()), *row]))
         header = dict(zip(self._columns, self._columns, strict=True))
         return self._text([header, *rows])
+
+    def _check_columns(self, columns: list[str], row: Mapping[str, float]) -> None:
+        """Refuses a file with other columns than those of this run."""
+        added = [name for name in row if name not in columns]
+        # Validation may be due at a later epoch.
+        lost = [name for name in columns if name not in row and not name.startswith("val_")]
+        if added or lost:
+            raise ValueError(
+                f"CSVLogger cannot append to {self._path}, whose columns are not those of this "
+                f"run: it has {', '.join(columns)}; the run has {', '.join(row)}. Choose another "
+                "path, or append=False, which begins the file anew."
+            )
 
     def _line(self, row: Mapping[str, float]) -> str:
         return self._text([row])
@@ -128,8 +177,8 @@ class CSVLogger(_RowLogger):
 class JSONLogger(_RowLogger):
     """Writes the step, the training time and the metrics of each checkpoint as a line of JSON.
 
-    A value that is not finite is null. Rows are flushed at each checkpoint; a file that exists
-    is continued as by `CSVLogger`.
+    In `fit` it begins with the epoch. A value that is not finite is null. Rows are flushed at each
+    checkpoint; a file that exists is continued as by `CSVLogger`.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "log.jsonl"

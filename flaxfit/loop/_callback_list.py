@@ -140,6 +140,12 @@ def check_callback(callback: object) -> None:
         signature = inspect.signature(callback, follow_wrapped=False)
     except (TypeError, ValueError):  # Written in C, and silent about it.
         return
+    if (keras := _keras_arguments(signature)) is not None:
+        raise TypeError(
+            f"The callback {_name(callback)}{signature} has the arguments of one of Keras, "
+            f"({keras}): a callback of flaxfit is a function of a checkpoint, such as lambda "
+            "checkpoint: print(checkpoint.step, checkpoint.metrics)."
+        )
     try:
         signature.bind(None)
     except TypeError:
@@ -147,6 +153,14 @@ def check_callback(callback: object) -> None:
             f"A callback takes one argument, a Checkpoint, got {_name(callback)}{signature}. Its "
             "metrics are checkpoint.metrics, its step is checkpoint.step."
         ) from None
+
+
+def _keras_arguments(signature: inspect.Signature) -> str | None:
+    """The arguments that Keras gives to a function with these; None for any other function."""
+    names = [name.lower() for name in list(signature.parameters)[:2]]
+    if names[1:] != ["logs"]:
+        return None
+    return "batch, logs" if names[0] in ("batch", "step") else "epoch, logs"
 
 
 def borrows(callback: Function) -> bool:

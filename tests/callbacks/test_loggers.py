@@ -2,9 +2,14 @@ import csv
 import json
 import math
 
+import flax.linen as nn
+import numpy as np
+import optax
 import pytest
 
-from flaxfit.callbacks import CSVLogger, JSONLogger
+import flaxfit as ff
+from flaxfit.callbacks import CSVLogger, JSONLogger, every
+from flaxfit.state._checkpoint import Checkpoint
 
 
 def rows_of(path):
@@ -133,3 +138,59 @@ def test_columns_are_separated_as_asked_also_where_a_file_is_continued(tmp_path,
     assert path.read_text() == "step;elapsed_time;loss\n1;0.0;0.5\n2;0.0;0.5\n"
     with pytest.raises(ValueError, match="single character, got ';;'"):
         CSVLogger(path, ";;")
+
+
+def logged(path, steps, **options):
+    log = CSVLogger(path, **options)
+    for step in steps:
+        log(Checkpoint(step=step, state=None, metrics={"loss": 0.5}))
+    log.close()
+    return [int(row["step"]) for row in rows_of(path)]
+
+
+def test_append_keeps_all_rows_or_none_of_a_file_that_exists(tmp_path):
+    path = tmp_path / "log.csv"
+    assert logged(path, (1, 2, 3)) == [1, 2, 3]
+    assert logged(path, (1, 2, 3, 2), append=True) == [1, 2, 3, 1, 2]
+    assert logged(path, (4, 5), append=False) == [4, 5]
+
+
+def test_append_refuses_a_file_with_other_columns(tmp_path, checkpoint_at):
+    path = tmp_path / "log.csv"
+    for metrics in {"loss": 1.0, "val_loss": 2.0}, {"loss": 1.0}:  # Validated less often.
+        log = CSVLogger(path, append=True)
+        log(checkpoint_at(1, **metrics))
+        log.close()
+    before = path.read_text()
+    for metrics in {"loss": 1.0, "mae": 2.0}, {"error": 1.0}:
+        with pytest.raises(ValueError, match="cannot append to .* it has step, .* run has step, "):
+            CSVLogger(path, append=True)(checkpoint_at(1, **metrics))
+    assert path.read_text() == before
+
+
+def fit(folder, model, epochs, callbacks, **options):
+    x = np.ones((8, 1), np.float32)
+    model.fit(x, x, 4, epochs, callbacks=callbacks, verbose=0, checkpoint_dir=folder, **options)
+
+
+def make_model():
+    return ff.Model(nn.Dense(1), optax.sgd(0.1), "mse")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("append", [None, True, False])
+def test_rows_of_fit_have_their_epoch_also_when_it_is_resumed(tmp_path, append):
+    path, model = tmp_path / "log.csv", make_model()
+    fit(None, model, 2, [CSVLogger(path)])
+    fit(tmp_path / "run", make_model(), 3, [CSVLogger(path, append=append)])
+    fit(tmp_path / "run", make_model(), 5, [CSVLogger(path, append=append)], resume="auto")
+    earlier = [(0, 2), (1, 4)] if append else []
+    rows = [(int(row["epoch"]), int(row["step"])) for row in rows_of(path)]
+    assert rows == [*earlier, (0, 2), (1, 4), (2, 6), (3, 8), (4, 10)]
+
+
+@pytest.mark.slow
+def test_epochs_are_those_of_keras_where_some_are_left_out_or_passed_over(log_at, tmp_path):
+    log, path = log_at(tmp_path)
+    fit(None, make_model(), 5, [every(4, log)], initial_epoch=1)
+    assert [(int(row["epoch"]), int(row["step"])) for row in rows_of(path)] == [(2, 4), (4, 8)]

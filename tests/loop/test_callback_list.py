@@ -36,14 +36,27 @@ def test_none_is_no_callback():
 @pytest.mark.parametrize(
     ("callback", "shown"),
     [
-        (lambda epoch, logs: None, r"got <lambda>\(epoch, logs\)\. Its metrics are checkpoint"),
+        (lambda a, b: None, r"got <lambda>\(a, b\)\. Its metrics are checkpoint"),
         (lambda: None, r"got <lambda>\(\)"),
-        (Keras().on_epoch_end, r"got on_epoch_end\(epoch, logs\)"),
         (lambda checkpoint, *, folder: None, r"got <lambda>\(checkpoint, \*, folder\)"),
     ],
 )
 def test_a_callback_of_other_arguments_is_refused_before_the_first_step(callback, shown):
     with pytest.raises(TypeError, match=f"one argument, a Checkpoint, {shown}"):
+        make_loop(callback)
+
+
+@pytest.mark.parametrize(
+    ("callback", "shown"),
+    [
+        (lambda epoch, logs: None, r"<lambda>\(epoch, logs\) has .* Keras, \(epoch, logs\)"),
+        (lambda epoch, logs=None: None, r"<lambda>\(epoch, logs=None\) has .*\(epoch, logs\)"),
+        (lambda batch, logs: None, r"<lambda>\(batch, logs\) has .* Keras, \(batch, logs\)"),
+        (Keras().on_epoch_end, r"on_epoch_end\(epoch, logs\) has .* Keras, \(epoch, logs\)"),
+    ],
+)
+def test_a_function_with_the_arguments_of_keras_is_refused_by_name(callback, shown):
+    with pytest.raises(TypeError, match=f"{shown}: .* a function of a checkpoint"):
         make_loop(callback)
 
 

@@ -1,0 +1,57 @@
+"""Epochs: the number of the present epoch, for callbacks that see all checkpoints or some."""
+
+from collections.abc import Callable, Mapping
+
+from flaxfit.callbacks._callback import Loop
+from flaxfit.tree._types import Json
+
+
+class Epochs:
+    """Counts the epochs of `fit`, or the checkpoints of a loop of its own, as they begin.
+
+    >>> epochs = Epochs()
+    >>> epochs.set_state({"n_begun": 3, "begun_at": 20})
+    >>> epochs.number
+    2
+    """
+
+    def __init__(self) -> None:
+        self._first, self._n_begun = 0, 0
+        self._begun_at: int | None = None
+        self._loop: Loop | None = None
+        self._on_begin: Callable[[int], object] | None = None
+
+    def attach(self, loop: Loop, on_begin: Callable[[int], object] | None = None) -> None:
+        """Counts from the first epoch of a loop on.
+
+        Args:
+          loop: the loop.
+          on_begin: called with the number of each epoch before its first step.
+        """
+        self._loop, self._on_begin = loop, on_begin
+        self._first, self._n_begun, self._begun_at = loop.first_epoch or 0, 0, None
+        loop.starters.append(self._begin)
+
+    @property
+    def is_of_fit(self) -> bool:
+        """Whether the loop has epochs; one of its own has checkpoints only."""
+        return self._loop is not None and self._loop.first_epoch is not None
+
+    @property
+    def number(self) -> int:
+        """The number of the present epoch, from 0 or from `initial_epoch`."""
+        return self._first + max(self._n_begun - 1, 0)
+
+    def _begin(self, step: int) -> None:
+        if step == self._begun_at:  # The data had ended before a first step; another pass began.
+            return
+        self._n_begun, self._begun_at = self._n_begun + 1, step
+        if self._on_begin is not None:
+            self._on_begin(self.number)
+
+    def get_state(self) -> dict[str, Json]:
+        """Returns what a resumed run needs."""
+        return {"n_begun": self._n_begun, "begun_at": self._begun_at}
+
+    def set_state(self, state: Mapping[str, Json]) -> None:
+        self._n_begun, self._begun_at = state["n_begun"], state["begun_at"]
