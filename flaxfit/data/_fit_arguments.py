@@ -98,7 +98,8 @@ def as_arrays(part: PyTree) -> PyTree:
             return np.asarray(part)
         except ValueError as error:
             raise ValueError(
-                f"A list of numbers holds lists of different lengths, which make no array: {error}"
+                "A list of numbers holds lists of different lengths, which make no array: pad them "
+                f"to one length. {error}"
             ) from error
     if isinstance(part, Mapping):
         return {name: as_arrays(value) for name, value in part.items()}

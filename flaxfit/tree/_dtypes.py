@@ -37,20 +37,43 @@ def is_node(part: PyTree) -> bool:
 
 def is_sparse(leaf: ArrayLike) -> bool:
     """Whether a leaf is a sparse or ragged array, of SciPy, JAX, TensorFlow or torch."""
-    if is_array(leaf):
-        return getattr(leaf, "is_sparse", False) is True
-    is_known = any(hasattr(leaf, name) for name in ("toarray", "todense", "to_tensor"))
-    return is_known or type(leaf).__name__.startswith(("SparseTensor", "RaggedTensor"))
+    return _made_dense_by(leaf) is not None
 
 
 def check_dense(leaf: ArrayLike) -> None:
-    """Raises a TypeError for a sparse or ragged array."""
-    if is_sparse(leaf):
-        raise TypeError(
-            f"Cannot train on a {type(leaf).__name__}, a sparse or ragged array: make it dense "
-            "with .toarray() (.todense(), .to_dense(), .to_tensor()), or give batches whose rows "
-            "are made dense as they are needed."
+    """Raises a TypeError for a sparse or ragged array, with the call that makes it dense."""
+    call = _made_dense_by(leaf)
+    if call is None:
+        return
+    if call in _PADDING:
+        advice = (
+            f"a ragged array: pad its rows to one length, {call}, with the weight 0 for what was "
+            "added if that is not to count"
         )
+    else:
+        advice = f"a sparse array: make it dense, {call}"
+    raise TypeError(
+        f"Cannot train on a {type(leaf).__name__}, {advice}. If that does not fit in memory, give "
+        "batches, each of which is made so when it is needed."
+    )
+
+
+_PADDING = ("x.to_tensor()", "torch.nested.to_padded_tensor(x, 0.0)")
+
+
+def _made_dense_by(leaf: ArrayLike) -> str | None:
+    """The call that makes an array of equal rows of a sparse or ragged array; None of others."""
+    if is_array(leaf):  # A frame may have columns of these names.
+        if getattr(leaf, "is_nested", False) is True:
+            return _PADDING[1]
+        is_torch = any(getattr(leaf, n, False) is True for n in ("is_sparse", "is_sparse_csr"))
+        return "x.to_dense()" if is_torch else None
+    if type(leaf).__name__.startswith("SparseTensor"):
+        return "tf.sparse.to_dense(x)"
+    if type(leaf).__name__.startswith("RaggedTensor"):
+        return _PADDING[0]
+    found = (name for name in ("toarray", "todense", "to_tensor") if hasattr(leaf, name))
+    return next((f"x.{name}()" for name in found), None)
 
 
 def to_numpy(leaf: ArrayLike) -> np.ndarray:
@@ -88,7 +111,7 @@ def narrow_dtype(dtype: np.dtype) -> np.dtype:
     if dtype.itemsize < 8 and dtype.kind in "biuf" and dtype.isnative:
         return dtype  # A short cut for each array of each batch.
     if dtype.kind not in _KINDS:
-        ragged = " Pad rows of different lengths." if dtype.kind == "O" else ""
+        ragged = " Pad rows of different lengths to one." if dtype.kind == "O" else ""
         raise TypeError(
             f"Cannot train on an array of dtype {dtype}: encode it as numbers first.{ragged}"
         )

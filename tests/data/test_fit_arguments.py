@@ -206,14 +206,18 @@ def test_sparse_and_ragged_arrays_are_refused_in_words():
     sparse = pytest.importorskip("scipy.sparse", reason="scipy is not installed")
     from jax.experimental.sparse import BCOO
 
-    for x in (sparse.csr_matrix(X), sparse.csr_array(X), BCOO.fromdense(X)):
+    for x, call in (
+        (sparse.csr_matrix(X), r"x\.toarray\(\)"),
+        (sparse.csr_array(X), r"x\.toarray\(\)"),
+        (BCOO.fromdense(X), r"x\.todense\(\)"),
+    ):
         model = make_model()
         for data in ((x, Y), ((x, Y),), ([(x, Y)],), (x,), (X, x)):
-            with pytest.raises(TypeError, match=r"sparse or ragged array: make it dense .*toarray"):
+            with pytest.raises(TypeError, match=rf"a sparse array: make it dense, {call}\."):
                 model.fit(*data, verbose=0)
-        with pytest.raises(TypeError, match=r"\.toarray\(\)"):
+        with pytest.raises(TypeError, match=call):
             ff.data.as_stream(x)
-        with pytest.raises(TypeError, match=r"\.toarray\(\)"):
+        with pytest.raises(TypeError, match=call):
             model.predict(x)
 
 
@@ -221,12 +225,31 @@ def test_sparse_and_ragged_arrays_are_refused_in_words():
 def test_ragged_and_sparse_tensors_are_refused_in_words():
     tf = pytest.importorskip("tensorflow", reason="tensorflow is not installed")
     ragged = tf.ragged.constant([[1.0], [2.0, 3.0]])
-    for x in (ragged, tf.sparse.from_dense(X[:2])):
-        with pytest.raises(TypeError, match=r"sparse or ragged array"):
+    for x, call in (
+        (ragged, r"ragged array: pad its rows to one length, x\.to_tensor\(\)"),
+        (tf.sparse.from_dense(X[:2]), r"sparse array: make it dense, tf\.sparse\.to_dense\(x\)"),
+    ):
+        with pytest.raises(TypeError, match=call):
             make_model().fit(x, Y[:2], verbose=0)
     # A data set hands over sparse tensors as dense arrays.
     with pytest.raises(TypeError, match="Pad rows of different lengths"):
         make_model().fit(tf.data.Dataset.from_tensors((ragged, Y[:2])), verbose=0)
+
+
+@pytest.mark.slow
+def test_sparse_and_nested_tensors_of_torch_are_refused_in_words():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x = torch.ones(2, 3)
+    for given, call in (
+        (x.to_sparse(), r"sparse array: make it dense, x\.to_dense\(\)"),
+        (
+            torch.nested.nested_tensor([*x], layout=torch.jagged),
+            r"ragged array: .*torch\.nested\.to_padded_tensor",
+        ),
+    ):
+        for data in ((given, Y[:2]), ([(given, Y[:2])],)):
+            with pytest.raises(TypeError, match=call):
+                make_model().fit(*data, verbose=0)
 
 
 @pytest.mark.parametrize(
