@@ -25,6 +25,10 @@ from flaxfit import losses, metrics
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 DIFFERENCES = {  # What: in Keras, in flaxfit.
     "`kl_divergence`": ("probabilities below 1e-7 count as 1e-7", "exact, from logits"),
+    "focal losses of logits": (
+        "probabilities below 1e-7 count as 1e-7, with a slope of 0",
+        "exact",
+    ),
     "slope of `mae` at an error of 0": ("-1 on JAX, 0 on TensorFlow", "0"),
     "slope of `cosine_distance` at a vector of zeros": ("`nan` on JAX", "a number"),
     "`auc`": ("200 thresholds", "all scores, to 0.001"),
@@ -980,6 +984,15 @@ def test_keras_differs_where_the_page_says_so(keras):
     clipped = of_keras(keras)["kl_divergence"](far, certain)
     np.testing.assert_allclose(clipped, -np.log(1e-7), rtol=1e-5)
     np.testing.assert_allclose(losses.kl_divergence(far, certain), 30, rtol=1e-5)
+    focal = keras.losses.binary_focal_crossentropy
+
+    def focal_of_keras(outputs):
+        return focal(jnp.ones((1, 1)), outputs, from_logits=True).sum()
+
+    value, slope = jax.value_and_grad(focal_of_keras)(jnp.full((1, 1), -30.0))
+    np.testing.assert_allclose([value, slope[0, 0]], [-np.log(1e-7), 0], rtol=1e-5, atol=1e-9)
+    exact = losses.binary_focal_crossentropy(jnp.full((1, 1), -30.0), jnp.ones((1, 1)))
+    np.testing.assert_allclose(exact, 30, rtol=1e-5)
     slope = jax.grad(lambda outputs: of_keras(keras)["mae"](outputs, jnp.zeros((1, 1))).sum())
     assert slope(jnp.zeros((1, 1))) == -1
     of_angle = jax.grad(lambda outputs: of_keras(keras)["cosine_distance"](outputs, certain).sum())

@@ -67,6 +67,7 @@ class Recipe:
             self.evaluation.apply,
             every,
             loss=None if "loss" in lacks else task.loss,
+            loss_weights=task.loss_weights,
             inputs=task.inputs,
             targets=task.targets,
             weights=task.weights,

@@ -14,7 +14,7 @@ from flaxfit.losses._checks import in_range
 from flaxfit.step._broadcasting import couples_rows
 from flaxfit.step._jaxpr import names_axis
 from flaxfit.step._replicas import AnyReplicas, VirtualReplicas
-from flaxfit.task._multi_output import LossByOutput, is_loss_of_output
+from flaxfit.task._multi_output import LossByOutput, is_loss_of_output, weight_of
 from flaxfit.task._precision import in_float32
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._functions import is_by_row
@@ -56,7 +56,7 @@ def loss_of(
       ValueError: its shape is not that of a loss, or no replica sees all that it depends on.
     """
     n = n_examples(batch)
-    result = _evaluate_loss(task.loss, outputs, batch.targets, n)
+    result = _evaluate_loss(task, outputs, batch.targets, n)
     divided = how_divided(replicas, n_parts)
     counted = result.penalty if is_training else None
     reason = divided and _why_whole(task.loss, result.values, counted, outputs, batch.targets)
@@ -80,7 +80,7 @@ def loss_of(
     targets, outputs = replicas.whole(batch.targets, n), replicas.whole(outputs, n, has_rows)
     if is_training:  # In rows of weight 0, the targets that one device would put there.
         targets = without_idle_rows(targets, weights)
-    result = _evaluate_loss(task.loss, outputs, targets, n * replicas.n)
+    result = _evaluate_loss(task, outputs, targets, n * replicas.n)
     return result._replace(
         values=replicas.own(result.values, n) if result.values.ndim else result.values,
         weights=None if result.weights is None else replicas.own(result.weights, n),
@@ -167,8 +167,11 @@ def how_divided(replicas: AnyReplicas, n_parts: int) -> str:
     return f"{replicas.n} devices" if replicas.n > 1 else ""
 
 
-def _evaluate_loss(loss: Function, outputs: Outputs, targets: Outputs, n: int) -> LossResult:
-    """Calls a loss for `n` examples, and checks what it returns."""
+def _evaluate_loss(
+    task: TrainTask | EvalTask, outputs: Outputs, targets: Outputs, n: int
+) -> LossResult:
+    """Calls the loss of a task for `n` examples, and checks what it returns."""
+    loss, factor = task.loss, weight_of(task.loss, task.loss_weights)
     result = in_range(loss, *outputs, *targets)
     parts = result if isinstance(result, tuple) else (result,)
     is_by_output = isinstance(loss, LossByOutput)
@@ -187,7 +190,7 @@ def _evaluate_loss(loss: Function, outputs: Outputs, targets: Outputs, n: int) -
     losses.check_loss_shape(values.shape, outputs, targets, n)
     if weights is not None and not is_by_output:
         weights = beside(jnp.asarray(weights, float), values.shape, "The loss")
-    return LossResult(values, weights, penalty)
+    return LossResult(values if factor == 1 else factor * values, weights, penalty)
 
 
 def _are_arrays(parts: tuple[PyTree, ...]) -> bool:

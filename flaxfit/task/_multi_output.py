@@ -33,6 +33,8 @@ class LossByOutput:
 
     losses: Mapping[str, losses.Loss]
     weights: Mapping[str, float]
+    names: tuple[str, ...]
+    """All outputs, in order: those with a loss, and those that are named without one."""
 
     def __call__(self, *outputs_and_targets: PyTree) -> Any:
         """The weighted sum over the outputs, without the weights of the examples."""
@@ -88,7 +90,7 @@ class LossByOutput:
             shapes = jax.tree.map(jnp.shape, outputs_and_targets)
             raise ValueError(
                 f"Losses by the names {', '.join(self.losses)} want the outputs of the model, and "
-                f"the targets, as a mapping with these names or as a tuple of {len(self.losses)}; "
+                f"the targets, as a mapping with these names or as a tuple of {len(self.names)}; "
                 f"got outputs and targets of shapes {', '.join(map(str, shapes))}."
             )
         for role, found in ("output", outputs), ("target", targets):
@@ -117,27 +119,32 @@ class LossByOutput:
         """The values by name, None if there are too few; and the values after them."""
         if values and isinstance(values[0], Mapping):
             return values[0], values[1:]
-        n = len(self.losses)
-        if len(values) < n:
+        # Targets, which come last, may leave out those of outputs without a loss.
+        names = self.names if len(values) >= len(self.names) else tuple(self.losses)
+        if len(values) < len(names):
             return None, ()
-        return dict(zip(self.losses, values, strict=False)), values[n:]
+        return dict(zip(names, values, strict=False)), values[len(names) :]
 
 
 def as_loss(loss: Any, weights: Any = None) -> Any:
-    """The loss that a user means: a name or a function, or several in a mapping or a sequence."""
+    """The loss that a user means: a name or a function, or several in a mapping or a sequence.
+
+    None among several stands for an output without a loss. `weight_of` weighs a single one.
+    """
     if isinstance(loss, LossByOutput):
-        return loss if weights is None else as_loss(loss.losses, weights)
+        if weights is None:
+            return loss
+        loss = {name: loss.losses.get(name) for name in loss.names}
     if not isinstance(loss, Mapping | list | tuple):
-        if weights is not None:
-            raise ValueError(
-                f"loss_weights={weights!r} weigh the losses of several outputs, and there is one "
-                f"loss, {loss!r:.60}: give a mapping, such as loss={{'a': 'mse', 'b': 'mae'}}."
-            )
+        weight_of(loss, weights)
         return losses.resolve(loss)
-    if not loss:
-        raise ValueError("There is no loss: name one for each output that is to be trained.")
     if not isinstance(loss, Mapping):
         loss = {f"output_{i}": each for i, each in enumerate(loss)}
+    given = {name: each for name, each in loss.items() if each is not None}
+    if not given:
+        raise ValueError("There is no loss: name one for each output that is to be trained.")
+    if _is_number(weights):
+        weights = dict.fromkeys(given, weights)
     if weights is not None and not isinstance(weights, Mapping):
         if len(weights) != len(loss):
             raise ValueError(f"There are {len(loss)} losses, but {len(weights)} loss_weights.")
@@ -147,10 +154,34 @@ def as_loss(loss: Any, weights: Any = None) -> Any:
             f"loss_weights name {', '.join(map(repr, unknown))}, and there are losses for "
             f"{', '.join(map(repr, loss))}."
         )
+    known = {name: each for name, each in (weights or {}).items() if each is not None}
     return LossByOutput(
-        {name: losses.resolve(each) for name, each in loss.items()},
-        {name: (weights or {}).get(name, 1.0) for name in loss},
+        {name: losses.resolve(each) for name, each in given.items()},
+        {name: known.get(name, 1.0) for name in given},
+        tuple(loss),
     )
+
+
+def weight_of(loss: Any, weights: Any) -> float:
+    """The weight of a single loss: a number, or a mapping or a list of one; 1 of several losses."""
+    if weights is None or isinstance(loss, LossByOutput):
+        return 1.0
+    each: Any = weights
+    is_number = _is_number(weights)
+    if isinstance(weights, Mapping | list | tuple):
+        each = [*(weights.values() if isinstance(weights, Mapping) else weights)]
+        is_number, each = len(each) == 1 and _is_number(each[0]), each[0] if each else None
+    if not is_number:
+        raise ValueError(
+            f"loss_weights={weights!r:.60} weigh the losses of several outputs, and there is one "
+            f"loss, {loss!r:.60}: give a number, or a loss for each output, such as "
+            "loss={'a': 'mse', 'b': 'mae'}."
+        )
+    return float(each)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
 
 
 def as_metrics(given: Any, loss: losses.Loss | None) -> dict[str, metrics.Metric]:
@@ -162,11 +193,11 @@ def as_metrics(given: Any, loss: losses.Loss | None) -> dict[str, metrics.Metric
     given = () if given is None else given
     if not isinstance(loss, LossByOutput):
         return metrics.as_metrics(given)
-    found, given = {}, _by_output(given, list(loss.losses))
+    found, given = {}, _by_output(given, list(loss.names))
     for name in loss.losses:
         found[f"{name}_loss"] = _metric_of_loss(loss, name)
     if isinstance(given, Mapping):
-        of_outputs = {name: each for name, each in given.items() if name in loss.losses}
+        of_outputs = {name: each for name, each in given.items() if name in loss.names}
         given = {name: each for name, each in given.items() if name not in of_outputs}
         for output, listed in of_outputs.items():
             pick = functools.partial(loss.pick, output)
@@ -253,7 +284,7 @@ def check_outputs(loss: losses.Loss | None, weights: PyTree) -> None:
     """Checks that the outputs that have weights of their own have losses of their own."""
     if not isinstance(weights, Mapping):
         return
-    known = list(loss.losses) if isinstance(loss, LossByOutput) else []
+    known = list(loss.names) if isinstance(loss, LossByOutput) else []
     if unknown := [name for name in weights if name not in known]:
         raise ValueError(
             f"There are weights for {', '.join(map(repr, unknown))}, and losses by name for "

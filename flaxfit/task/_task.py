@@ -52,7 +52,8 @@ class TrainTask:
     Under the name of one of several outputs: those of that output."""
     _: dataclasses.KW_ONLY
     loss_weights: Any = None
-    """The weights of the losses of several outputs, by name or in their order; 1 where none is."""
+    """The weights of the losses of several outputs, by name or in their order; 1 where none is.
+    A number multiplies the only loss, or those of all outputs."""
     inputs: Names = None
     """The columns of a batch that the model is called with, for batches that are mappings: a name,
     several in the order of the call, or `{name in the call: column}`. None: those that the call
@@ -151,8 +152,8 @@ class TrainTask:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The names of the outputs that have losses of their own."""
-        return tuple(getattr(self.loss, "losses", ()))
+        """The names of the outputs, where these have losses of their own or none."""
+        return tuple(getattr(self.loss, "names", ()))
 
     @functools.cached_property
     def roles(self) -> Roles:

@@ -358,16 +358,63 @@ def test_outputs_without_a_loss_are_left_alone():
     np.testing.assert_allclose(loss(outputs, {"a": np.zeros(2)}), 1)
 
 
+TWO = (np.full(2, 3.0), np.full(2, 5.0))
+
+
+@pytest.mark.parametrize(
+    "targets", [(np.zeros(2), np.ones(2)), (np.ones(2),), ({"output_1": np.ones(2)},)]
+)
+def test_none_is_the_loss_of_an_output_without_one(targets):
+    loss = as_loss([None, "mse"], [None, 0.5])
+    np.testing.assert_allclose(loss(*TWO, *targets), 8)
+    assert as_loss({"a": None, "b": "mse"}, {"a": 3.0}).names == ("a", "b")
+    again = as_loss(loss, [1.0, 2.0])
+    np.testing.assert_allclose(again(*TWO, *targets), 32)
+
+
+def test_an_output_without_a_loss_is_measured_and_weighed_by_its_name():
+    loss = {"kind": None, "size": "mse"}
+    model = ff.Model(TwoHeads(tuple), optax.sgd(0.1), loss, {"kind": "accuracy"})
+    weights = [(np.arange(22) < 10).astype(float), np.ones(22)]
+    history = model.fit(X, (CLASSES, NUMBERS), batch_size=22, sample_weight=weights, verbose=0)
+    assert history.keys() >= {"loss", "size_loss", "kind_accuracy"}
+    assert "kind_loss" not in history
+    kind, size = model.predict(X)
+    found = model.evaluate(
+        X, (CLASSES, NUMBERS), sample_weight=dict(zip(loss, weights, strict=True))
+    )
+    assert found["kind_accuracy"] == pytest.approx(np.mean(kind.argmax(1)[:10] == CLASSES[:10]))
+    assert found["loss"] == pytest.approx(np.mean((size - NUMBERS) ** 2), rel=1e-5)
+
+
+@pytest.mark.parametrize("weights", [0.5, [0.5], {"output": np.float32(0.5)}])
+def test_one_loss_has_one_weight(weights):
+    task = ff.EvalTask(lambda v, x: x, {"mae": "mae"}, loss="mse", loss_weights=weights)
+    state = ff.InferenceState(np.int32(0), {}, {})
+    found = ff.EvalLoop(task).measure(state, (ONE, 3 * ONE))
+    assert found == {"loss": 2.0, "mae": 2.0}
+
+
 @pytest.mark.parametrize(
     ("loss", "weights", "message"),
     [
-        ("mse", {"a": 1.0}, "there is one loss"),
+        ("mse", {"a": 1.0, "b": 2.0}, "there is one loss"),
+        ("mse", "much", "there is one loss"),
+        ([None, None], None, "There is no loss"),
         ({"a": "mse"}, {"b": 1.0}, "loss_weights name 'b'.*losses for 'a'"),
         (["mse", "mae"], [1.0], "2 losses, but 1 loss_weights"),
         ({"a": "mes"}, None, "Did you mean mse"),
         ({}, None, "There is no loss"),
     ],
-    ids=["one loss", "unknown weight", "too few weights", "unknown loss", "none"],
+    ids=[
+        "two weights",
+        "a word",
+        "no loss",
+        "unknown weight",
+        "too few weights",
+        "unknown loss",
+        "none",
+    ],
 )
 def test_losses_and_weights_that_do_not_fit_are_refused(loss, weights, message):
     with pytest.raises(ValueError, match=message):
