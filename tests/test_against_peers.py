@@ -856,9 +856,17 @@ OTHERS = {
     "quantile_loss": ("number", lambda o, t, w: PEER.mean_pinball_loss(t, o, **w)),
     "pearson": ("number", lambda o, t, w: correlation(o, t, w)),
     "spearman": ("number", lambda o, t, w: correlation(ranks(o, w), ranks(t, w), w)),
+    "concordance": ("number", lambda o, t, w: concordance(o, t, w)),
+    "hamming_loss": ("labels", lambda o, t, w: PEER.hamming_loss(t, o > 0, **w)),
+    "exact_match": ("labels", lambda o, t, w: PEER.accuracy_score(t, o > 0, **w)),
+    "precision_at_k": ("classes", lambda o, t, w: of_first(o, t, w) / 2),
+    "recall_at_k": ("classes", lambda o, t, w: of_first(o, t, w)),
     "ndcg": ("labels", lambda o, t, w: PEER.ndcg_score(t, o, **w)),
     "mrr": ("classes", lambda o, t, w: np.average(1 / ranks_of_labels(o, t), weights=SOME)),
 }
+
+
+AT_2 = {"precision_at_k": "precision@2", "recall_at_k": "recall@2"}
 
 
 def softmax(outputs):
@@ -897,6 +905,16 @@ def correlation(outputs, targets, weights):
     return spreads[0, 1] / np.sqrt(spreads[0, 0] * spreads[1, 1])
 
 
+def concordance(outputs, targets, weights):
+    spreads = np.cov(outputs.astype(float), targets.astype(float), aweights=SOME, ddof=0)
+    apart = np.average(outputs.astype(float) - targets, weights=SOME)
+    return 2 * spreads[0, 1] / (spreads[0, 0] + spreads[1, 1] + apart**2)
+
+
+def of_first(outputs, targets, weights):
+    return PEER.top_k_accuracy_score(targets, outputs, k=2, labels=range(5), **weights)
+
+
 def ranks(values, weights):
     below = values[:, None] > values
     return (SOME * below).sum(1) + (SOME * (values[:, None] == values)).sum(1) / 2
@@ -912,7 +930,7 @@ def ranks_of_labels(outputs, targets):
 def test_other_metrics_are_those_of_scikit_learn(n_devices):
     for kind in {kind for kind, _ in OTHERS.values()}:
         outputs, targets = DATA[kind]
-        named = {name: name for name, (of, _) in OTHERS.items() if of == kind}
+        named = {name: AT_2.get(name, name) for name, (of, _) in OTHERS.items() if of == kind}
         weights = {"sample_weight": SOME}
         expected = {name: OTHERS[name][1](outputs, targets, weights) for name in named}
         assert_by_loop(metrics.as_metrics(named), outputs, targets, expected, [n_devices])

@@ -11,6 +11,8 @@ divides once, at the end. So the value is that of all the data at once, whatever
 
 from flaxfit.metrics._accuracy import accuracy as accuracy
 from flaxfit.metrics._accuracy import binary_accuracy as binary_accuracy
+from flaxfit.metrics._accuracy import exact_match as exact_match
+from flaxfit.metrics._accuracy import hamming_loss as hamming_loss
 from flaxfit.metrics._accuracy import top_k as top_k
 from flaxfit.metrics._agreement import balanced_accuracy as balanced_accuracy
 from flaxfit.metrics._agreement import binary_iou as binary_iou
@@ -24,14 +26,14 @@ from flaxfit.metrics._auc import auc as auc
 from flaxfit.metrics._collected import collected as collected
 from flaxfit.metrics._confusion import confusion_matrix as confusion_matrix
 from flaxfit.metrics._confusion import plot_confusion_matrix as plot_confusion_matrix
+from flaxfit.metrics._correlations import concordance as concordance
+from flaxfit.metrics._correlations import explained_variance as explained_variance
+from flaxfit.metrics._correlations import pearson as pearson
 from flaxfit.metrics._images import psnr as psnr
 from flaxfit.metrics._images import ssim as ssim
 from flaxfit.metrics._metric import Metric as Metric
 from flaxfit.metrics._metric import mean as mean
 from flaxfit.metrics._metric import sum as sum
-from flaxfit.metrics._more_regression import explained_variance as explained_variance
-from flaxfit.metrics._more_regression import pearson as pearson
-from flaxfit.metrics._more_regression import quantile_loss as quantile_loss
 from flaxfit.metrics._names import as_metrics as as_metrics
 from flaxfit.metrics._names import on as on
 from flaxfit.metrics._of_rows import average_precision as average_precision
@@ -48,6 +50,8 @@ from flaxfit.metrics._probabilities import calibration_error as calibration_erro
 from flaxfit.metrics._probabilities import log_loss as log_loss
 from flaxfit.metrics._ranking import mrr as mrr
 from flaxfit.metrics._ranking import ndcg as ndcg
+from flaxfit.metrics._ranking import precision_at_k as precision_at_k
+from flaxfit.metrics._ranking import recall_at_k as recall_at_k
 from flaxfit.metrics._rates import dice as dice
 from flaxfit.metrics._rates import f1 as f1
 from flaxfit.metrics._rates import false_negative_rate as false_negative_rate
@@ -62,6 +66,7 @@ from flaxfit.metrics._rates import specificity as specificity
 from flaxfit.metrics._regression import mae as mae
 from flaxfit.metrics._regression import mse as mse
 from flaxfit.metrics._regression import perplexity as perplexity
+from flaxfit.metrics._regression import quantile_loss as quantile_loss
 from flaxfit.metrics._regression import r2 as r2
 from flaxfit.metrics._regression import rmse as rmse
 from flaxfit.metrics._text import bleu as bleu

@@ -1,7 +1,9 @@
 """Accuracy and its relatives: how often the outputs name the right class."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,19 +46,25 @@ def _is_right(answers: Answers) -> jax.Array:
     return answers.actual == answers.predicted
 
 
-def _share_of_right(name: str, answers_of: Callable[..., Answers]) -> Metric:
+def _mean_by_threshold(
+    name: str,
+    answers_of: Callable[..., Answers],
+    values: Callable[[Answers], jax.Array] = _is_right,
+    mode: str = "max",
+) -> Metric:
     def configure(*, threshold: float | None = None, from_logits: bool = True) -> Metric:
         def answers(outputs: Array, targets: Array) -> Answers:
             return answers_of(outputs, targets, threshold=threshold, from_logits=from_logits)
 
-        return mean_of_answers(
-            _is_right, answers, name=name, configure=configure, from_logits=from_logits
+        metric = mean_of_answers(
+            values, answers, name=name, configure=configure, from_logits=from_logits
         )
+        return dataclasses.replace(metric, mode=mode)
 
     return configure()
 
 
-accuracy = _share_of_right("accuracy", class_answers)
+accuracy = _mean_by_threshold("accuracy", class_answers)
 """The share of right predictions: integer, one-hot or binary labels, told apart by shape.
 
 Its option `threshold` is the logit above which class 1 of two is predicted. With
@@ -64,13 +72,41 @@ Its option `threshold` is the logit above which class 1 of two is predicted. Wit
 """
 
 
-binary_accuracy = _share_of_right(
+binary_accuracy = _mean_by_threshold(
     "binary_accuracy", functools.partial(binary_answers, name="binary_accuracy")
 )
 """The share of right answers among many yes-or-no questions per example.
 
 Its option `threshold` is the logit above which the answer is yes. With `from_logits=False` the
 outputs are probabilities, and the threshold is 0.5 unless given.
+"""
+
+
+hamming_loss = _mean_by_threshold(
+    "hamming_loss",
+    functools.partial(binary_answers, name="hamming_loss"),
+    lambda answers: ~_is_right(answers),
+    "min",
+)
+"""The share of wrong answers among many yes-or-no questions: 1 - `binary_accuracy`."""
+
+
+def _whole_answers(outputs: Array, targets: Array, **options: Any) -> Answers:
+    found = binary_answers(outputs, targets, name="exact_match", **options)
+    if found.outputs.ndim < 2:
+        raise ValueError(
+            "The metric 'exact_match' wants several answers per example, (batch, labels), got "
+            f"outputs of shape {found.outputs.shape}: use binary_accuracy for a single one."
+        )
+    return found._replace(is_label=found.is_label.all(-1))
+
+
+exact_match = _mean_by_threshold(
+    "exact_match", _whole_answers, lambda answers: _is_right(answers).all(-1)
+)
+"""The share of examples whose answers are all right, of many yes-or-no questions each.
+
+Options as of `binary_accuracy`. The weights are of examples, not of single answers.
 """
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flaxfit.losses._names import is_loss, resolve
-from flaxfit.metrics._accuracy import accuracy, binary_accuracy, top_k
+from flaxfit.metrics._accuracy import accuracy, binary_accuracy, exact_match, hamming_loss, top_k
 from flaxfit.metrics._adapter import (
     from_metric_class,
     is_collection_class,
@@ -28,9 +28,9 @@ from flaxfit.metrics._auc import auc
 from flaxfit.metrics._collected import collected
 from flaxfit.metrics._collecting_classes import is_collecting_class
 from flaxfit.metrics._confusion import confusion_matrix
+from flaxfit.metrics._correlations import concordance, explained_variance, pearson
 from flaxfit.metrics._images import psnr, ssim
 from flaxfit.metrics._metric import RESERVED, Metric, mean
-from flaxfit.metrics._more_regression import explained_variance, pearson, quantile_loss
 from flaxfit.metrics._nnx_metrics import (
     from_nnx_metric,
     is_multi_metric,
@@ -49,7 +49,7 @@ from flaxfit.metrics._of_rows import (
     specificity_at_sensitivity,
 )
 from flaxfit.metrics._probabilities import brier, calibration_error, log_loss
-from flaxfit.metrics._ranking import mrr, ndcg
+from flaxfit.metrics._ranking import mrr, ndcg, precision_at_k, recall_at_k
 from flaxfit.metrics._rates import (
     dice,
     f1,
@@ -63,24 +63,27 @@ from flaxfit.metrics._rates import (
     recall,
     specificity,
 )
-from flaxfit.metrics._regression import mae, mse, perplexity, r2, rmse
+from flaxfit.metrics._regression import mae, mse, perplexity, quantile_loss, r2, rmse
 from flaxfit.metrics._text import bleu, cer, rouge_1, rouge_2, rouge_l, wer
 from flaxfit.tree._checks import check_order
 from flaxfit.tree._types import Array, Function, PyTree, Sums
 
 _METRICS = (
-    *(accuracy, binary_accuracy, balanced_accuracy),
+    *(accuracy, binary_accuracy, balanced_accuracy, hamming_loss, exact_match),
     *(precision, recall, f1, fbeta, specificity, negative_predictive_value),
     *(false_positive_rate, false_negative_rate, iou, mean_iou, binary_iou, dice, mcc, cohen_kappa),
     *(true_positives, false_positives, true_negatives, false_negatives),
     *(average_precision, pr_auc, precision_at_recall, recall_at_precision),
     *(sensitivity_at_specificity, specificity_at_sensitivity, log_loss, brier, calibration_error),
-    *(median_absolute_error, max_error, spearman, explained_variance, pearson, quantile_loss),
-    *(ndcg, mrr, bleu, rouge_1, rouge_2, rouge_l, wer, cer, psnr, ssim),
+    *(median_absolute_error, max_error, spearman, explained_variance, pearson, concordance),
+    *(ndcg, mrr, precision_at_k, recall_at_k, quantile_loss),
+    *(bleu, rouge_1, rouge_2, rouge_l, wer, cer, psnr, ssim),
     *(auc, mse, mae, rmse, r2, perplexity),
 )
 _BUILT_IN = {str(metric.name): metric for metric in _METRICS}
 _AVERAGE = re.compile(r"(.+)_(binary|macro|micro|weighted|samples)")
+_RANKINGS = {"ndcg": ndcg, "mrr": mrr, "precision": precision_at_k, "recall": recall_at_k}
+_AT_K = re.compile(r"(ndcg|mrr|precision|recall)(?:_at_|@|_)(\d+)")
 _TOP = re.compile(r"top_?(\d+)(_accuracy)?")
 MetricLike = Metric | Function | str
 
@@ -208,8 +211,8 @@ def _by_name(given: str) -> Metric:
         return confusion_matrix()
     if name in _BUILT_IN:
         return _BUILT_IN[name]
-    if (match := re.fullmatch(r"(ndcg|mrr)(?:_at_|@|_)(\d+)", name)) and match[1] in _BUILT_IN:
-        return _BUILT_IN[match[1]](k=int(match[2]), name=name)
+    if match := _AT_K.fullmatch(name):
+        return _RANKINGS[match[1]](k=int(match[2]), name=name)
     if (match := _AVERAGE.fullmatch(name)) and match[1] in _BUILT_IN:
         return _BUILT_IN[match[1]](average=match[2], name=name)
     for loss in (given, name):

@@ -1,4 +1,4 @@
-"""How far the outputs are from the targets: squared and absolute errors, R2; and perplexity."""
+"""How far outputs are from targets: squared, absolute and pinball errors, R2; and perplexity."""
 
 import dataclasses
 
@@ -91,4 +91,24 @@ perplexity = _perplexity()
 """The exponential of the mean cross-entropy of integer or one-hot labels under the logits.
 
 With `from_logits=False` the outputs are probabilities.
+"""
+
+
+def _quantile_loss(*, quantile: float = 0.5) -> Metric:
+    if not 0 <= quantile <= 1:
+        raise ValueError(f"The quantile must lie between 0 and 1, got {quantile}.")
+
+    def pinball(outputs: ArrayLike, targets: ArrayLike) -> Array:
+        outputs, targets = check_numbers(outputs, targets)
+        above = targets - outputs
+        return jnp.maximum(quantile * above, (quantile - 1) * above)
+
+    metric = mean(pinball, name="quantile_loss")
+    return Metric(metric.measure, metric.compute, metric.name, _quantile_loss, mode="min")
+
+
+quantile_loss = _quantile_loss()
+"""The mean pinball loss: errors below the target count `quantile` times, others the rest.
+
+With `quantile=0.5`, as it is unless given, it is half the mean absolute error.
 """

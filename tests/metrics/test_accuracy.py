@@ -5,7 +5,15 @@ from marks import slow
 from measuring import value_of
 from sklearn.metrics import accuracy_score, top_k_accuracy_score
 
-from flaxfit.metrics import accuracy, auc, binary_accuracy, perplexity, top_k
+from flaxfit.metrics import (
+    accuracy,
+    auc,
+    binary_accuracy,
+    exact_match,
+    hamming_loss,
+    perplexity,
+    top_k,
+)
 
 
 def test_accuracy_of_integer_labels(digits, measured):
@@ -74,6 +82,27 @@ def test_binary_accuracy_counts_every_answer(measured):
     assert value == pytest.approx(expected, rel=1e-6)
     with pytest.raises(ValueError, match=r"got outputs \(50, 4\) and labels \(50,\)"):
         binary_accuracy.measure(logits, labels[:, 0])
+
+
+def test_answers_of_an_example_are_right_one_by_one_or_all_together(measured):
+    generator = np.random.default_rng(0)
+    logits = generator.normal(size=(50, 3)).astype(np.float32)
+    labels, weights = (logits + generator.normal(size=(50, 3)) > 0).astype(int), logits[:, 0] ** 2
+    is_right = (logits > 0) == labels
+    value = measured(hamming_loss, logits, labels, weights=weights)
+    assert value == pytest.approx(np.average(1 - is_right.mean(1), weights=weights), rel=1e-5)
+    value = measured(exact_match, logits, labels, weights=weights)
+    assert value == pytest.approx(np.average(is_right.all(1), weights=weights), rel=1e-5)
+    shares = 1 / (1 + np.exp(-logits))
+    for metric in hamming_loss, exact_match:
+        assert measured(metric(from_logits=False), shares, labels) == measured(
+            metric, logits, labels
+        )
+        with pytest.warns(UserWarning, match="labels that name no class"):
+            assert np.isnan(value_of(metric, logits, labels + (logits == logits.max())))
+    assert (hamming_loss.mode, exact_match.mode) == ("min", "max")
+    with pytest.raises(ValueError, match=r"several answers per example.*outputs of shape \(4,\)"):
+        exact_match.measure(np.zeros(4), np.zeros(4))
 
 
 @pytest.mark.parametrize("k", [1, 3])

@@ -1,12 +1,11 @@
-"""Correlations, explained variance and quantile losses, from sums."""
+"""Correlations and explained variance, from sums."""
 
-import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.metrics._metric import Metric, mean, ratio, weights_of
+from flaxfit.metrics._metric import Metric, ratio, weights_of
 from flaxfit.metrics._moments import moments, spread
 from flaxfit.metrics._regression import check_numbers
-from flaxfit.tree._types import Array, ArrayLike, Sums
+from flaxfit.tree._types import Array, Sums
 
 
 def _of_spreads(name: str, *parts: str) -> Metric:
@@ -26,6 +25,10 @@ def _of_spreads(name: str, *parts: str) -> Metric:
             otherwise = np.where(errors == 0, 0.0, np.where(np.isnan(errors), np.nan, 1.0))
             return float(np.mean(1 - np.asarray(ratio(errors, total, otherwise))))
         shared = (found["sums"] - found["errors"]) / 4
+        if name == "concordance":
+            weight, total = np.asarray(sums["errors"], np.float64)[:2].sum(1)
+            spreads = found["outputs"] + found["targets"] + total**2 / np.maximum(weight, 1e-30)
+            return float(np.mean(np.asarray(ratio(2 * shared, spreads))))
         product = np.sqrt(found["outputs"] * found["targets"])
         return float(np.mean(np.asarray(ratio(shared, product))))
 
@@ -38,22 +41,8 @@ explained_variance = _of_spreads("explained_variance", "errors", "targets")
 pearson = _of_spreads("pearson", "outputs", "targets", "sums", "errors")
 """The correlation of outputs and targets, averaged over several outputs; NaN of a constant."""
 
+concordance = _of_spreads("concordance", "outputs", "targets", "sums", "errors")
+"""The correlation times how far the means and the spreads agree (Lin 1989); NaN of two constants.
 
-def _quantile_loss(*, quantile: float = 0.5) -> Metric:
-    if not 0 <= quantile <= 1:
-        raise ValueError(f"The quantile must lie between 0 and 1, got {quantile}.")
-
-    def pinball(outputs: ArrayLike, targets: ArrayLike) -> Array:
-        outputs, targets = check_numbers(outputs, targets)
-        above = targets - outputs
-        return jnp.maximum(quantile * above, (quantile - 1) * above)
-
-    metric = mean(pinball, name="quantile_loss")
-    return Metric(metric.measure, metric.compute, metric.name, _quantile_loss, mode="min")
-
-
-quantile_loss = _quantile_loss()
-"""The mean pinball loss: errors below the target count `quantile` times, others the rest.
-
-With `quantile=0.5`, as it is unless given, it is half the mean absolute error.
+It is 1 only where outputs equal targets. Averaged over several outputs.
 """
