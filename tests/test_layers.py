@@ -30,8 +30,8 @@ MAY_IMPORT = {
         "tree distributed optim display metrics state strategies modules checkpoints export"
     ),
     "model": (
-        "tree optim display metrics data state strategies task modules export step checkpoints loop "
-        "importers callbacks"
+        "tree optim display metrics data state strategies task modules export step checkpoints "
+        "loop importers callbacks"
     ),
     "sklearn": "tree losses strategies model",
 }

@@ -14,10 +14,12 @@ def cannot_save(
 ) -> RuntimeError:
     """The error of a save that failed, with the bytes that it needs."""
     space = _folder.space(folder, sum(array.nbytes for array in arrays.values()))
-    return RuntimeError(
+    failure = RuntimeError(
         f"Cannot save the checkpoint of step {step} in {folder}: {type(error).__name__}: {error}\n"
         f"(It needs up to {space}.) Earlier steps are unchanged."
     )
+    failure.__cause__ = error
+    return failure
 
 
 def raise_on_all(topic: str, failure: Exception | None) -> None:

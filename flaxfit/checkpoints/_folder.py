@@ -1,5 +1,6 @@
 """The folder of a run: its steps, and how one is added, set aside or deleted, all or nothing."""
 
+import contextlib
 import itertools
 import os
 import re
@@ -97,6 +98,15 @@ def aside(folder: Path, reason: str) -> list[Path]:
 def delete(folder: Path, step: int) -> None:
     """Deletes a step, renamed first: a kill in the middle leaves no partial step."""
     shutil.rmtree(set_aside(folder, step, "deleted"), ignore_errors=True)
+
+
+def remove(folder: Path) -> None:
+    """Deletes all steps, and the folder if nothing else is in it."""
+    for step in steps(folder):
+        delete(folder, step)
+    tidy(folder)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def tidy(folder: Path) -> None:

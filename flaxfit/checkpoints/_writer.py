@@ -70,6 +70,8 @@ class CheckpointFileWriter:
         cannot finish background work when a process ends.
       on_error: "raise" raises the error of a save that fails (a full disk); "warn" prints it, and
         the run continues without that checkpoint.
+      delete_checkpoint: whether `finish` deletes all steps, and the folder if nothing else is in
+        it. The end of a `with` block and that of `Model.fit` call it, unless by an exception.
 
     Raises:
       BlockingIOError: another process saves into the folder.
@@ -87,6 +89,7 @@ class CheckpointFileWriter:
         initial_value_threshold: float | None = None,
         asynchronous: bool = True,
         on_error: str = "raise",
+        delete_checkpoint: bool = False,
     ) -> None:
         self._retention = Retention(
             keep, keep_best, monitor, mode, save_best_only, initial_value_threshold
@@ -95,6 +98,7 @@ class CheckpointFileWriter:
             raise ValueError(f"on_error must be 'raise' or 'warn', got {on_error!r}.")
         self.output_dir = _folder.absolute(output_dir)
         self.on_error = on_error
+        self._deletes = delete_checkpoint
         self.asynchronous = asynchronous and not (3, 12) <= sys.version_info < (3, 12, 2)
         self._writer: StepWriter | None = None
         self._executor: ThreadPoolExecutor | None = None
@@ -216,11 +220,27 @@ class CheckpointFileWriter:
             if executor is not None:
                 executor.shutdown()
 
+    def finish(self) -> None:
+        """Ends a run that succeeded: closes, and with `delete_checkpoint` deletes its steps."""
+        try:
+            self.wait()
+            if self._deletes:
+                with _turn:
+                    from_main("the end of a run", self._delete)
+                self.last_saved = self.saved_revision = None
+        finally:
+            self.close()
+
+    def _delete(self) -> None:
+        if self.output_dir.is_dir():
+            self._take_turn()
+            _folder.remove(self.output_dir)
+
     def __enter__(self) -> "CheckpointFileWriter":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self.finish() if kind is None else self.close()
 
     def _take_turn(self) -> None:
         """Waits for the other writers of the folder, and locks it."""
@@ -248,9 +268,7 @@ class CheckpointFileWriter:
             raise
         except Exception as error:
             self._tidy()
-            failure = cannot_save(self.output_dir, step, arrays, error)
-            failure.__cause__ = error
-            self._fail(failure)
+            self._fail(cannot_save(self.output_dir, step, arrays, error))
             return
         arrays = {name: savable(array) for name, array in arrays.items()}
         is_started, failure = not _file.holds_memory(record), None

@@ -18,7 +18,7 @@ from flaxfit.loop._callback_list import as_tuple
 from flaxfit.loop._eval_loop import EvalLoop
 from flaxfit.loop._train_loop import EndOfData, TrainLoop
 from flaxfit.model._export import apply_to_export
-from flaxfit.model._resume import RunFolder
+from flaxfit.model._resume import RunFolder, finish
 from flaxfit.model._streams import known_length, length_of, prefetched, training_stream
 from flaxfit.model._trainer import Trainer
 from flaxfit.model._validation import Validation, epochs_of, validation_of
@@ -141,6 +141,7 @@ def fit(
     with contextlib.ExitStack() as stack:
         stack.push(lambda kind, error, traceback: trainer.write_back(error))
         stack.callback(_close_data, loop)
+        stack.push(lambda kind, error, traceback: finish(every) if kind is None else None)
         stack.enter_context(loop)
         loop.first_epoch, loop.callbacks = initial_epoch, every
         if folder is not None and found is not None:

@@ -11,6 +11,14 @@ from flaxfit.callbacks._history import History
 from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter, latest, list_steps
 from flaxfit.loop._train_loop import TrainLoop
 from flaxfit.model._trainer import Init
+from flaxfit.tree._functions import owner_of
+
+
+def finish(callbacks: Sequence[Callback]) -> None:
+    """Ends a call of `fit` that succeeded, for the writers of checkpoints among its callbacks."""
+    for owner in map(owner_of, callbacks):
+        if isinstance(owner, CheckpointFileWriter):
+            owner.finish()
 
 
 class RunFolder:

@@ -32,6 +32,23 @@ def test_the_writer_returns_the_checkpoint_untouched(tmp_path, tools):
     assert list_steps(tmp_path) == [3]
 
 
+def test_a_with_block_that_succeeds_deletes_the_steps_on_request(tmp_path, tools):
+    other = tmp_path / "other"
+    with pytest.raises(KeyError), CheckpointFileWriter(tmp_path, delete_checkpoint=True) as writer:
+        writer(tools.make_checkpoint(3))
+        raise KeyError
+    assert list_steps(tmp_path) == [3]
+    other.touch()
+    with writer:
+        writer(tools.make_checkpoint(4))
+    assert list(tmp_path.iterdir()) == [other]
+    other.unlink()
+    with writer:
+        writer(tools.make_checkpoint(5))
+        writer.finish()
+    assert not tmp_path.exists() and writer.last_saved is None
+
+
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_replicated_state_is_saved_whole_and_may_be_donated_at_once(
     tmp_path, tools, asynchronous

@@ -14,7 +14,7 @@ from internals import loop_of_model, programs_of
 from marks import thorough, usual
 
 import flaxfit as ff
-from flaxfit.callbacks import EarlyStopping
+from flaxfit.callbacks import EarlyStopping, every
 from flaxfit.checkpoints import CheckpointFileWriter, latest, list_steps
 
 rng = np.random.default_rng(0)
@@ -169,6 +169,24 @@ def test_a_writer_in_the_place_of_the_folder_says_what_is_kept_and_what_ends_the
     assert model.step == 12 and list_steps(tmp_path) == [12]
     assert "The run goes on without this checkpoint" in capfd.readouterr().err
     assert train(writer, epochs=3)[0].step == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["checkpoint_dir", "callbacks"])
+def test_a_backup_is_deleted_when_training_has_succeeded_and_not_before(tmp_path, place):
+    folder = tmp_path / "backup"
+
+    def attempt(*callbacks):
+        writer = CheckpointFileWriter(folder, delete_checkpoint=True)
+        is_one = place == "callbacks"
+        given = [every(4, writer), *callbacks] if is_one else callbacks
+        return train(None if is_one else writer, epochs=2, callbacks=given)
+
+    with pytest.raises(Interruption):
+        attempt(interrupt_at(8))
+    assert list_steps(folder) == [4]
+    assert attempt()[0].step == 8
+    assert not folder.exists()
 
 
 def test_other_data_is_refused(tmp_path):
