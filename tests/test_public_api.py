@@ -44,6 +44,7 @@ PUBLIC = {
         "Callback",
         "StatefulCallback",
         "EarlyStopping",
+        "Events",
         "ExitCode",
         "Export",
         "JSONLogger",

@@ -2,6 +2,7 @@
 
 from flaxfit.callbacks._callback import Callback as Callback
 from flaxfit.callbacks._callback import StatefulCallback as StatefulCallback
+from flaxfit.callbacks._events import Events as Events
 from flaxfit.callbacks._exit import ExitCode as ExitCode
 from flaxfit.callbacks._export import Export as Export
 from flaxfit.callbacks._log_to import Logger as Logger

@@ -144,7 +144,8 @@ def check_callback(callback: object) -> None:
         raise TypeError(
             f"The callback {_name(callback)}{signature} has the arguments of one of Keras, "
             f"({keras}): a callback of flaxfit is a function of a checkpoint, such as lambda "
-            "checkpoint: print(checkpoint.step, checkpoint.metrics)."
+            "checkpoint: print(checkpoint.step, checkpoint.metrics). Or wrap it: "
+            f"flaxfit.callbacks.Events({_KERAS[keras]}=...)."
         )
     try:
         signature.bind(None)
@@ -153,6 +154,9 @@ def check_callback(callback: object) -> None:
             f"A callback takes one argument, a Checkpoint, got {_name(callback)}{signature}. Its "
             "metrics are checkpoint.metrics, its step is checkpoint.step."
         ) from None
+
+
+_KERAS = {"epoch, logs": "on_epoch_end", "batch, logs": "on_train_batch_end"}
 
 
 def _keras_arguments(signature: inspect.Signature) -> str | None:

@@ -56,7 +56,8 @@ def test_a_callback_of_other_arguments_is_refused_before_the_first_step(callback
     ],
 )
 def test_a_function_with_the_arguments_of_keras_is_refused_by_name(callback, shown):
-    with pytest.raises(TypeError, match=f"{shown}: .* a function of a checkpoint"):
+    advice = r"a function of a checkpoint, .* Or wrap it: flaxfit\.callbacks\.Events\(on_"
+    with pytest.raises(TypeError, match=f"{shown}: .*{advice}"):
         make_loop(callback)
 
 

@@ -1,0 +1,174 @@
+"""Events: functions of the moments of Keras, `(epoch, logs)`, `(batch, logs)` or `(logs)`."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flaxfit.callbacks._callback import Loop, attached
+from flaxfit.callbacks._epochs import Epochs
+from flaxfit.display import is_scalar
+from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._types import Json
+
+Function = Callable[..., Any]
+_ARGUMENTS = {"train": "logs", "test": "logs", "epoch": "epoch, logs", "batch": "batch, logs"}
+
+
+class Events:
+    """Calls functions when training, an epoch or a batch begins and ends, as Keras does.
+
+    `logs` is a new dict of the metrics that are numbers, empty where something begins; epochs
+    count from 0 or `initial_epoch`, batches from 0 in each epoch. In a loop of its own an epoch is
+    what lies between two checkpoints. What functions return is ignored: to end training or to add
+    a metric, give `callbacks` a function of a checkpoint, which is a callback itself.
+
+    An epoch begins before its first step, not after the last one. Training ends however it ends.
+    With several processes each calls them.
+
+    >>> events = Events(on_epoch_end=lambda epoch, logs: print(epoch, logs["loss"]))
+    >>> checkpoint = events(Checkpoint(step=1, state=None, metrics={"loss": 0.5}))
+    0 0.5
+
+    Args:
+      on_epoch_begin: a function `(epoch, logs)`.
+      on_epoch_end: a function `(epoch, logs)`, with those of validation.
+      on_train_begin: a function `(logs)`.
+      on_train_end: a function `(logs)`, with those of the last epoch.
+      on_train_batch_begin: a function `(batch, logs)`. It, and the next, take one step at a time.
+      on_train_batch_end: a function `(batch, logs)`, with the means of the epoch so far, for which
+        it waits for the device.
+      on_test_end: a function `(logs)` of the metrics of validation, before `on_epoch_end`.
+
+    Raises:
+      TypeError: a function does not take these arguments, or there is no such event.
+    """
+
+    borrows = True
+
+    def __init__(
+        self,
+        on_epoch_begin: Function | None = None,
+        on_epoch_end: Function | None = None,
+        on_train_begin: Function | None = None,
+        on_train_end: Function | None = None,
+        on_train_batch_begin: Function | None = None,
+        on_train_batch_end: Function | None = None,
+        *,
+        on_test_end: Function | None = None,
+        **others: Function | None,
+    ) -> None:
+        if others:
+            raise TypeError(_no_event(next(iter(others))))
+        self._functions: dict[str, Function | None] = {
+            "on_epoch_begin": on_epoch_begin,
+            "on_epoch_end": on_epoch_end,
+            "on_train_begin": on_train_begin,
+            "on_train_end": on_train_end,
+            "on_train_batch_begin": on_train_batch_begin,
+            "on_train_batch_end": on_train_batch_end,
+            "on_test_end": on_test_end,
+        }
+        for name, function in self._functions.items():
+            if function is not None:
+                _check(name, function)
+        self._epochs, self._loop = Epochs(), None
+        self._is_open = False
+        """Whether training has begun."""
+        self._logs: dict[str, float] = {}
+        self._first_step = 0
+        """The number of steps before the present epoch."""
+
+    def attach(self, loop: Loop) -> None:
+        """Begins training."""
+        self._loop, self._first_step = loop, loop.step
+        begins, ends = map(self._functions.get, ("on_train_batch_begin", "on_train_batch_end"))
+        if (begins or ends) and loop.steps_per_call > 1:
+            raise ValueError(
+                f"Events of batches see every step, and {loop.steps_per_call} are taken at once: "
+                "leave steps_per_execution (in a loop, steps_per_call) out."
+            )
+        self._epochs.attach(loop, self._begin_epoch)
+        if begins is not None:
+            loop.step_starters.append(lambda step: begins(step - self._first_step, {}))
+        if ends is not None:
+            loop.watchers.append(self._end_batch)
+        self._open()
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Returns the checkpoint unchanged."""
+        self._logs = {name: float(value) for name, value in checkpoint.scalars.items()}
+        tested = {
+            name.removeprefix("val_"): value
+            for name, value in self._logs.items()
+            if name.startswith("val_")
+        }
+        if tested:
+            self._call("on_test_end", tested)
+        self._call("on_epoch_end", self._epochs.number, dict(self._logs))
+        self._first_step = checkpoint.step
+        return checkpoint
+
+    def close(self) -> None:
+        """Ends training, once for each time that it began."""
+        is_open, self._is_open = self._is_open, False
+        if is_open:
+            self._call("on_train_end", dict(self._logs))
+
+    def get_state(self) -> dict[str, Json]:
+        """Returns what a resumed run needs: the count of epochs."""
+        return self._epochs.get_state()
+
+    def set_state(self, state: Mapping[str, Json]) -> None:
+        self._epochs.set_state(state)
+
+    def _open(self) -> None:
+        if not self._is_open:
+            self._is_open, self._logs = True, {}
+            self._call("on_train_begin", {})
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._open()
+        self._first_step = attached(self._loop, "Events", "watches").step
+        self._call("on_epoch_begin", epoch, {})
+
+    def _end_batch(self, step: int) -> None:
+        metrics = attached(self._loop, "Events", "watches").running_metrics()
+        logs = {name: float(value) for name, value in metrics.items() if is_scalar(value)}
+        self._call("on_train_batch_end", step - self._first_step - 1, logs)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        function = self._functions[name]
+        if function is not None:
+            function(*arguments)
+
+
+def _check(name: str, function: Function) -> None:
+    """Checks that a function takes the arguments of its event."""
+    given = next(each for key, each in reversed(_ARGUMENTS.items()) if key in name)
+    advice = f"{name} is called with ({given})"
+    if not callable(function):
+        raise TypeError(f"{advice}, got {function!r:.60}, which is no function.")
+    try:
+        inspect.signature(function).bind(*given.split(", "))
+    except ValueError:  # Written in C, and silent about it.
+        return
+    except TypeError:
+        raise TypeError(
+            f"{advice}, got a function of {inspect.signature(function)}. A function of a "
+            "checkpoint is a callback itself: callbacks=[function]."
+        ) from None
+
+
+def _no_event(name: str) -> str:
+    if name == "on_test_begin":
+        return (
+            "Events has no on_test_begin: a callback with the attribute order = 'first' gets the "
+            "checkpoint before validation begins."
+        )
+    if name.startswith(("on_test_", "on_predict_")):
+        return (
+            f"Events has no {name}: it follows training. Call your function where you call "
+            "model.evaluate or model.predict, which take callbacks, too; or go over the batches of "
+            "model.predictions(x)."
+        )
+    return f"Events has no {name}; it has on_epoch_, on_train_, on_train_batch_ begin and end."

@@ -1,0 +1,144 @@
+"""Events: when functions are called, and with what; beside Keras's LambdaCallback."""
+
+import re
+
+import flax.linen as nn
+import numpy as np
+import optax
+import pytest
+from loops import make_weight_loop
+
+import flaxfit as ff
+from flaxfit.callbacks import Events, every
+from flaxfit.state._checkpoint import Checkpoint
+
+x = np.ones((8, 1), np.float32)
+NAMES = [
+    f"on_{event}_{moment}"
+    for event in ("train", "epoch", "train_batch")
+    for moment in ("begin", "end")
+]
+
+
+def recorder(calls, names):
+    def record(name):
+        def call(*arguments, **named):  # Keras names some.
+            *number, logs = *arguments, *named.values()
+            calls.append((name, *number, sorted(logs)))
+
+        return call
+
+    return {name: record(name) for name in names}
+
+
+def test_events_of_a_loop_come_in_order_and_in_pairs():
+    calls = []
+    loop = make_weight_loop(n_steps=3, callbacks=Events(**recorder(calls, NAMES[:4])))
+    names = sorted(list(loop)[-1].scalars)
+    loop.close()
+    epochs = [
+        each
+        for epoch in range(3)
+        for each in (("on_epoch_begin", epoch, []), ("on_epoch_end", epoch, names))
+    ]
+    assert calls == [("on_train_begin", []), *epochs, ("on_train_end", names)]
+
+
+def test_training_ends_where_a_step_fails():
+    calls = []
+
+    def fail(checkpoint):
+        raise RuntimeError("here")
+
+    events = Events(**recorder(calls, ["on_train_begin", "on_train_end"]))
+    with (
+        pytest.raises(RuntimeError, match="here"),
+        make_weight_loop(callbacks=[events, fail]) as loop,
+    ):
+        next(loop)
+    assert [name for name, *_ in calls] == ["on_train_begin", "on_train_end"]
+
+
+@pytest.mark.slow
+def test_a_second_fit_and_a_resumed_one_count_their_epochs(tmp_path):
+    calls = []
+    events = Events(on_epoch_begin=lambda epoch, logs: calls.append(epoch))
+    for epochs in (1, 3):
+        model = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse")
+        model.fit(x, x, 4, epochs, callbacks=[events], verbose=0, checkpoint_dir=tmp_path)
+    model.fit(x, x, 4, 2, callbacks=[events], verbose=0)
+    model.fit(x, x, 4, 4, callbacks=[every(4, events)], verbose=0, initial_epoch=2)
+    assert calls == [0, 1, 2, 0, 1, 2, 3]
+
+
+def test_metrics_of_validation_are_those_of_a_test(checkpoint_at):
+    calls = []
+    events = Events(on_test_end=calls.append, on_epoch_end=lambda epoch, logs: calls.append(logs))
+    events(checkpoint_at(1, loss=1.0))
+    events(checkpoint_at(2, loss=1.0, val_loss=2.0))
+    assert calls == [{"loss": 1.0}, {"loss": 2.0}, {"loss": 1.0, "val_loss": 2.0}]
+
+
+@pytest.mark.parametrize("steps_per_call", [1, "auto"])
+def test_batches_are_counted_in_their_epoch_with_the_means_so_far(steps_per_call):
+    ends, begins = [], []
+    events = Events(
+        on_train_batch_begin=lambda batch, logs: begins.append((batch, logs)),
+        on_train_batch_end=lambda batch, logs: ends.append((batch, logs["loss"])),
+    )
+    loop = make_weight_loop(
+        n_steps=4,
+        n_steps_per_checkpoint=2,
+        first_checkpoint=2,
+        callbacks=events,
+        steps_per_call=steps_per_call,
+    )
+    losses = [checkpoint.loss for checkpoint in loop]
+    assert begins == [(batch, {}) for batch in (0, 1, 0, 1)]
+    assert [batch for batch, _ in ends] == [0, 1, 0, 1]
+    np.testing.assert_allclose([ends[1][1], ends[3][1]], losses, rtol=1e-6)
+
+
+def test_several_steps_at_once_are_refused_for_events_of_batches():
+    events = Events(on_train_batch_end=lambda batch, logs: None)
+    with pytest.raises(ValueError, match="see every step, and 2 are taken at once"):
+        make_weight_loop(callbacks=events, steps_per_call=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"on_epoch_end": lambda checkpoint: None}, "called with (epoch, logs), got a function of"),
+        ({"on_train_begin": lambda a, b: None}, "on_train_begin is called with (logs), got a func"),
+        (
+            {"on_train_batch_end": lambda logs: None},
+            "on_train_batch_end is called with (batch, logs)",
+        ),
+        ({"on_train_end": 3}, "on_train_end is called with (logs), got 3, which is no function"),
+        ({"on_test_begin": print}, "order = 'first' gets the checkpoint before validation"),
+        ({"on_predict_end": print}, "no on_predict_end: it follows training"),
+        ({"on_epoch": print}, "has no on_epoch; it has on_epoch_, on_train_"),
+    ],
+)
+def test_what_it_cannot_call_is_refused_in_words(options, words):
+    with pytest.raises(TypeError, match=re.escape(words)):
+        Events(**options)
+
+
+def test_without_a_loop_it_is_a_function_of_a_checkpoint(checkpoint_at):
+    checkpoint: Checkpoint = checkpoint_at(1, loss=1.0)
+    assert Events(on_epoch_end=print)(checkpoint) is checkpoint
+
+
+@pytest.mark.slow
+def test_calls_are_those_of_keras(keras):
+    layer = keras.layers.Dense(1)
+    theirs, ours = [], []
+    model = keras.Sequential([keras.Input((1,)), layer])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    arguments = {"batch_size": 4, "epochs": 3, "initial_epoch": 1, "verbose": 0}
+    callback = keras.callbacks.LambdaCallback(**recorder(theirs, NAMES))
+    model.fit(x, x, callbacks=[callback], **arguments)
+    mine = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse")
+    mine.fit(x, x, callbacks=[Events(**recorder(ours, NAMES))], **arguments)
+    assert [call[:-1] for call in ours] == [call[:-1] for call in theirs]
