@@ -12,7 +12,7 @@ from flaxfit.callbacks._history import History
 from flaxfit.data import as_stream
 from flaxfit.data._batch import normalize
 from flaxfit.data._fit_arguments import prepare, prepare_inputs
-from flaxfit.display import _html, say
+from flaxfit.display import _html
 from flaxfit.loop._compilation_cache import use_compilation_cache
 from flaxfit.loop._default_strategy import strategy_for
 from flaxfit.loop._eval_loop import EvalLoop
@@ -118,10 +118,11 @@ class Model(Evaluation):
     ) -> None:
         """Changes the optimizer, the loss, the metrics or other options, and keeps the weights.
 
-        The state of the optimizer is kept, too, where that of the new one has the same structure:
-        after a change of the loss or the metrics, of hyperparameters such as the learning rate, or
-        of a schedule, which continues at the present step. Otherwise it starts afresh, and a line
-        says so. A saved run that was trained with another optimizer cannot be resumed.
+        The state of the optimizer is kept, too, where it stays the same one or that of the new one
+        has the same structure: after a change of hyperparameters such as the learning rate, or of a
+        schedule, which continues at the present step. Otherwise it starts afresh, and a line says
+        so. A rate that was set stays, unless there is a new optimizer. A saved run that was trained
+        with another optimizer cannot be resumed.
 
         Args:
           optimizer, loss, metrics: as of `Model`; None: the present ones stay.
@@ -137,13 +138,9 @@ class Model(Evaluation):
         changes = {"optimizer": optimizer, "loss": loss, "metrics": metrics}
         recipe = self._recipe.changed(changes, {"freeze": self.freeze, **options})
         task, eval_task = recipe.tasks()
-        is_kept = self._trainer.continue_with(task)
+        self._trainer.continue_with(task, is_same=recipe.optimizer is self._recipe.optimizer)
         self._recipe = recipe
         self._hold(eval_task)
-        if is_kept is not None:
-            kept = "the weights and the state of the optimizer are kept"
-            fresh = "the weights are kept, and the optimizer, whose state differs, starts afresh"
-            say(f"compiled at step {self.step:,}: {kept if is_kept else fresh}")
 
     def fit(
         self,

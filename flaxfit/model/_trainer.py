@@ -23,11 +23,10 @@ from flaxfit.loop._callback_list import CallbackList
 from flaxfit.loop._ownership import copier
 from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.loop._train_loop import TrainLoop
+from flaxfit.model._continued import StateReader, continued
 from flaxfit.model._instance import Instance
 from flaxfit.model._weights import WarmStart, open_weights, state_alone
-from flaxfit.optim._extended import continued_state
 from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.state._optimizer_axes import with_optimizer
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._init_state import init_state
 from flaxfit.step._validate import shapes_of
@@ -37,24 +36,6 @@ from flaxfit.task._companions import are_same
 from flaxfit.task._task import TrainTask, averaged_by
 from flaxfit.tree._context_mesh import without_mesh
 from flaxfit.tree._types import Data, InitFn, PyTree, Variables
-
-
-class StateReader:
-    """Reads only the state of a checkpoint, with which a run of its own begins."""
-
-    def __init__(self, reader: checkpoints.CheckpointFileReader):
-        self.target = reader.target
-        self._reader = reader
-
-    def read(self, template: PyTree) -> checkpoints.CheckpointFile | None:
-        """Reads the checkpoint without its history, position and callbacks."""
-        found = self._reader.read(template)
-        if found is None:
-            return None
-        return checkpoints.CheckpointFile(
-            step=found.step, state=found.state, metrics=found.metrics, path=found.path
-        )
-
 
 Init = InitFn | TrainState | checkpoints.CheckpointFileReader | StateReader
 """What a `TrainLoop` begins with."""
@@ -328,27 +309,21 @@ class Trainer:
         self._no_data = self.loop.data
         return self.loop.next_step(batch, copy=False)
 
-    def continue_with(self, task: TrainTask) -> bool | None:
+    def continue_with(self, task: TrainTask, *, is_same: bool) -> None:
         """Trains another task of the same model from now on, from the present weights.
 
-        Returns:
-          Whether the optimizer's state continues; None if there is none that was trained.
+        `is_same` says whether that has the same optimizer, maybe with other options.
         """
-        is_loaded = self._loaded is not None and self.init is self._loaded
-        state = self.state if self.loop is not None or is_loaded else None
-        is_kept = None
-        if state is not None:
-            opt_state, is_same = continued_state(state.opt_state, task.optimizer, state.params)
-            axes = with_optimizer(state.axes, state.params, opt_state)
-            is_kept = is_same if int(state.step) else None
-            self._placed = (
-                self._companions if are_same(task.companions, self.task.companions) else None
-            )
+        before, is_loaded = self.task, self._loaded is not None and self.init is self._loaded
+        if self.loop is not None or is_loaded:
+            state = continued(self.state, task, is_same=is_same)
             self._shapes, self._is_given = self.input_shapes, self._is_given or not self.is_fresh
-            self.init = self._loaded = state.replace(opt_state=opt_state, axes=axes)
-            self.loop = None
-        self.task = task
-        return is_kept
+            self.init = self._loaded = state
+        elif isinstance(self.init, StateReader):
+            self.init = self.init.followed_by(task, before, is_same)
+        placed = self._placed if self.loop is None else self.loop._companions
+        self._placed = placed if are_same(task.companions, before.companions) else None
+        self.task, self.loop = task, None
 
     def _start_loop(self, init: Init, data: Data, **options: Any) -> TrainLoop:
         """Returns the one loop of the model, which has its own copy of the state."""

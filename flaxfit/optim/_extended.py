@@ -1,6 +1,7 @@
 """The optimizer of a task: the user's with clipping, freezing, averaging and loss scaling."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -103,23 +104,38 @@ def carry_state(old: OptState, optimizer: optax.GradientTransformation, params: 
 
 
 def continued_state(
-    old: OptState, optimizer: optax.GradientTransformation, params: Params
+    old: OptState, optimizer: optax.GradientTransformation, params: Params, *, is_same: bool
 ) -> tuple[OptState, bool]:
-    """Initializes an optimizer and takes over the parts of `old` that are made like its own.
+    """Initializes an optimizer and takes over what of `old` is made like its own state.
 
-    Its hyperparameters stay. Also returns whether the state of the user's optimizer, without the
-    options of the task, was taken over.
+    Also returns whether the state of the user's optimizer, without the options of the task, was
+    taken over. If that optimizer is the same one, it is, with its hyperparameters, and only
+    parameters that were frozen start afresh; if it is another one, it has its own hyperparameters.
     """
     new = optimizer.init(params)
     fields = new._asdict() if isinstance(new, ExtendedState) else {"inner": new}
     before = old if isinstance(old, ExtendedState) else ExtendedState(old)
     taken = {}
     for name, own in fields.items():
-        if _are_alike(getattr(before, name), own):
-            taken[name] = with_hyperparams_of(getattr(before, name), own)
+        parts = [getattr(before, name)]
+        if name == "inner":
+            parts += _clipped_or_not(before.inner)
+        alike = [part for part in parts if _are_alike(part, own)]
+        if alike:
+            taken[name] = alike[0] if is_same else with_hyperparams_of(alike[0], own)
+        elif is_same and name == "inner":
+            taken[name] = functools.reduce(
+                lambda new, part: carry_over(part, new), parts[::-1], own
+            )
     fields |= taken
     state = new._replace(**fields) if isinstance(new, ExtendedState) else fields["inner"]
     return state, "inner" in taken
+
+
+def _clipped_or_not(inner: OptState) -> list[OptState]:
+    """The same state with `clip_norm`, and without it if it looks like one that has it."""
+    is_clipped = type(inner) is tuple and len(inner) == 2 and inner[0] == optax.EmptyState()
+    return [(optax.EmptyState(), inner), *([inner[1]] if is_clipped else [])]
 
 
 def _are_alike(some: PyTree, others: PyTree) -> bool:

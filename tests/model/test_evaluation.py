@@ -86,6 +86,93 @@ def test_compile_keeps_the_weights_and_a_state_that_fits(capsys):
     assert "state of the optimizer are kept" in said and "starts afresh" in said
 
 
+def rate_of(model):
+    return pytest.approx(model._trainer.loop.hyperparams["learning_rate"])
+
+
+def make_tuned(optimizer):
+    """A model whose learning rate was set, which moves that of optax into the state."""
+    model = make_model(optimizer=optimizer)
+    tune = ff.callbacks.LearningRateScheduler(lambda epoch: 0.5)
+    model.fit(X, Y, verbose=0, callbacks=[tune])
+    return model
+
+
+def moments(model):
+    return np.asarray(model.state.opt_state.inner_state[0].mu["kernel"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_compile_keeps_what_a_rate_was_set_to(is_loaded, tmp_path, capsys):
+    model = make_tuned(optax.adam(0.1))
+    before = moments(model)
+    model.save(tmp_path)
+
+    def compiled(**changes):
+        other = make_tuned(optax.adam(0.1)) if not is_loaded else make_model(optimizer=other_adam)
+        if is_loaded:
+            other.load(tmp_path)
+        other.compile(**changes)
+        other.fit(X, Y, verbose=0, shuffle=False)
+        assert other.step == 2
+        return other, "state of the optimizer are kept" in capsys.readouterr().err
+
+    other_adam = optax.adam(0.1)
+    other, is_kept = compiled(loss="mae")
+    assert is_kept and rate_of(other) == 0.5
+    np.testing.assert_allclose(0.9 * before, moments(other), atol=0.1)
+    assert np.abs(before).max() > 0.1
+    other, is_kept = compiled(optimizer=optax.adam(0.01))
+    assert is_kept and rate_of(other) == 0.01
+    other, is_kept = compiled(clip_norm=1.0, ema=0.9)
+    assert is_kept and rate_of(other) == 0.5
+    other, is_kept = compiled(optimizer=optax.sgd(0.01))
+    assert not is_kept and rate_of(other) == 0.01
+    kernel = make_tuned(optax.adam(0.1)).get_weights()[1]
+    other, is_kept = compiled(freeze="kernel")
+    assert is_kept and np.array_equal(other.get_weights()[1], kernel)
+
+
+@pytest.mark.slow
+def test_compile_of_the_same_optimizer_keeps_its_hyperparameters():
+    model = make_tuned(ff.optim.OptimizerDef(optax.adam, learning_rate=0.1))
+    model.compile(model.optimizer, loss="mae")
+    model.fit(X, Y, verbose=0)
+    assert rate_of(model) == 0.5
+
+
+@pytest.mark.slow
+def test_a_loaded_model_is_compiled_with_an_optimizer_that_did_not_write_it(tmp_path):
+    make_tuned(optax.adam(0.1)).save(tmp_path)
+    for optimizer, rate in (optax.sgd(0.01), 0.01), (optax.adam(0.02), 0.02):
+        model = ff.Model(nn.Dense(1))
+        model.load(tmp_path)
+        model.compile(optimizer, "mse")
+        model.fit(X, Y, verbose=0)
+        assert model.step == 2 and rate_of(model) == rate
+    model = ff.Model(nn.Dense(2))
+    model.load(tmp_path)
+    model.compile(optax.sgd(0.01), "mse")
+    with pytest.raises(ValueError, match=r"does not fit this model \(2 differences\)"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_compile_that_is_refused_changes_nothing(model):
+    with pytest.raises(ValueError, match="freezes every parameter"):
+        model.compile(freeze=".*", loss="mae")
+    assert model.loss == "mse" and not model.freeze and model.metrics_names == ["loss", "mae"]
+
+
+def test_predictions_are_of_the_state_at_their_call():
+    model = make_model()
+    model.build(X)
+    found = model.predictions(X, 4)
+    model.train_on_batch(X, Y)
+    with pytest.raises(RuntimeError, match="was trained or given other weights"):
+        next(found)
+
+
 def test_weights_are_a_list_of_arrays(model):
     bias, kernel = model.get_weights()
     assert bias.shape == (1,) and kernel.shape == (3, 1) and model.count_params() == 4

@@ -1,0 +1,112 @@
+"""What a run continues from: the state of a checkpoint, or that of another optimizer."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from flaxfit import checkpoints
+from flaxfit.display import say
+from flaxfit.optim._extended import continued_state
+from flaxfit.optim._plain_rate import live_rate, matched
+from flaxfit.state._optimizer_axes import with_optimizer
+from flaxfit.state._train_state import TrainState
+from flaxfit.task._task import TrainTask
+from flaxfit.tree._types import PyTree
+
+
+class StateReader:
+    """Reads only the state of a checkpoint, with which a run of its own begins.
+
+    Args:
+      reader: reads the checkpoint.
+      task: the task to continue with, if it is another one than what wrote the checkpoint.
+      writers: tasks that may have written it.
+      is_same: as of `continued`.
+    """
+
+    def __init__(
+        self,
+        reader: checkpoints.CheckpointFileReader,
+        task: TrainTask | None = None,
+        writers: Sequence[TrainTask] = (),
+        is_same: bool = True,
+    ):
+        self.target = reader.target
+        self._reader, self._task, self._writers, self._is_same = reader, task, writers, is_same
+
+    def followed_by(self, task: TrainTask, before: TrainTask, is_same: bool) -> "StateReader":
+        """Returns a reader for a task that takes the place of the one before."""
+        return StateReader(self._reader, task, [*self._writers, before], self._is_same and is_same)
+
+    def read(self, template: PyTree) -> checkpoints.CheckpointFile | None:
+        """Reads the checkpoint without its history, position and callbacks."""
+        found = self._read(template)
+        if found is None:
+            return None
+        state = found.state
+        if self._task is not None:
+            state = continued(state, self._task, is_same=self._is_same)
+        return checkpoints.CheckpointFile(
+            step=found.step, state=state, metrics=found.metrics, path=found.path
+        )
+
+    def _read(self, template: PyTree) -> checkpoints.CheckpointFile | None:
+        try:
+            return self._reader.read(template)
+        except ValueError:
+            for optimizer in self._others():
+                with contextlib.suppress(ValueError):
+                    return self._reader.read(_for_optimizer(template, optimizer))
+            if self._is_same or not isinstance(template, TrainState):
+                raise
+            return self._read_weights(template)
+
+    def _read_weights(self, template: TrainState) -> checkpoints.CheckpointFile | None:
+        """Reads a checkpoint of an unknown optimizer, and leaves that optimizer's state out."""
+        found, whole = self._reader.read(template.for_inference()), self._reader.read()
+        if found is None or whole is None:
+            return None
+        step, params, model_state = found.state.step, found.state.params, found.state.model_state
+        state = TrainState(step, params, (), model_state, whole.state.key, found.state.axes)
+        return checkpoints.CheckpointFile(
+            step=found.step, state=state, metrics=found.metrics, path=found.path
+        )
+
+    def _others(self) -> Iterator[Any]:
+        """Yields the optimizers that may have written the checkpoint."""
+        for task in [*self._writers, *([self._task] if self._task else [])]:
+            yield task.optimizer
+            if task.step is None and (live := live_rate(task.optimizer)) is not None:
+                yield live
+
+
+def continued(state: TrainState, task: TrainTask, *, is_same: bool) -> TrainState:
+    """Returns a state for the optimizer of a task, which is another one or has other options.
+
+    Says what of the optimizer's state is kept, unless nothing was trained.
+
+    Args:
+      state: the present state.
+      task: the task to continue with.
+      is_same: whether the user's optimizer is the one of the state, whose hyperparameters stay.
+    """
+    optimizer = task.optimizer
+    if task.step is None:  # The rate of a plain optimizer may have been moved into the state.
+        optimizer, _ = matched(optimizer, state.opt_state)
+    opt_state, is_kept = continued_state(state.opt_state, optimizer, state.params, is_same=is_same)
+    if int(state.step):
+        kept = "the weights and the state of the optimizer are kept"
+        fresh = "the weights are kept, and the optimizer, whose state differs, starts afresh"
+        say(f"compiled at step {int(state.step):,}: {kept if is_kept else fresh}")
+    return _with_opt_state(state, opt_state)
+
+
+def _for_optimizer(state: TrainState, optimizer: Any) -> TrainState:
+    return _with_opt_state(state, jax.eval_shape(optimizer.init, state.params))
+
+
+def _with_opt_state(state: TrainState, opt_state: PyTree) -> TrainState:
+    axes = with_optimizer(state.axes, state.params, opt_state)
+    return state.replace(opt_state=opt_state, axes=axes)
