@@ -73,7 +73,7 @@ def loss_of(
             "With virtual_replicas there is no such way, and several such losses by output need "
             "strategy=Sharded()."
         )
-    if _sees_replicas(task.loss, outputs, batch.targets):
+    if sees_replicas(task.loss, outputs, batch.targets):
         return result
     weights = None if batch.weights is None else replicas.whole(batch.weights, n)
     has_rows = None if rows_of is None else rows_of()
@@ -109,7 +109,7 @@ def check_metrics(
     if task.pad or not divided:  # Where batches may be padded, such a metric was refused.
         return
     for name, metric in metrics_by_row(task):
-        if couples_rows(metric, outputs, targets) and not _sees_replicas(metric, outputs, targets):
+        if couples_rows(metric, outputs, targets) and not sees_replicas(metric, outputs, targets):
             raise ValueError(
                 f"Cannot measure {name!r} with {divided}: the value of an example depends on the "
                 "other examples of the batch, and each part would be measured by itself. Use one "
@@ -153,7 +153,7 @@ def _why_whole(
     return ""
 
 
-def _sees_replicas(function: Function, outputs: Outputs, targets: PyTree) -> bool:
+def sees_replicas(function: Function, outputs: Outputs, targets: PyTree) -> bool:
     """Whether a loss or a metric combines the replicas by itself."""
     return names_axis(jax.make_jaxpr(function)(*outputs, *targets))
 

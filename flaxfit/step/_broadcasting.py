@@ -1,6 +1,9 @@
 """Checks that a loss or a metric treats the rows of a batch one by one."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal
 
 from flaxfit.step._row_coupling import mixes_rows, numbers
@@ -35,10 +38,10 @@ def couples_rows(function: Function, outputs: PyTree, targets: PyTree) -> bool:
     The batch axis is recognised by its size, a prime. A program couples rows where it reduces,
     sorts or reorders along that axis, or pairs it with itself; a scalar does so by its nature. One
     with other numbers for another size, such as a divisor, depends on that. Of a pair of results,
-    the first is examined.
+    the first is examined. In the debug mode, where nothing is traced, see `couples_values`.
     """
-    if jax.config.jax_disable_jit:  # In the debug mode the user's code is not traced.
-        return False
+    if jax.config.jax_disable_jit:
+        return couples_values(function, outputs, targets)
     shapes = [leaf.shape for leaf in jax.tree.leaves((outputs, targets)) if leaf.shape]
     sizes = {size for shape in shapes for size in shape}
     fit = [n for n in _N_ROWS if not any(size and size % n == 0 for size in sizes)]
@@ -46,12 +49,8 @@ def couples_rows(function: Function, outputs: PyTree, targets: PyTree) -> bool:
     # One that divides its rows, into pairs perhaps, takes multiples of the batch that is at hand.
     multiples = [n * shapes[0][0] for n in primes] if shapes else primes
 
-    def values(*arguments: PyTree) -> PyTree:
-        result = function(*arguments)
-        return result[0] if isinstance(result, tuple) else result
-
     def program(n: int) -> Jaxpr:
-        return jax.make_jaxpr(values)(*_resized(outputs, n), *_resized(targets, n))
+        return jax.make_jaxpr(_first_of(function))(*_resized(outputs, n), *_resized(targets, n))
 
     for n, another in primes, multiples:
         try:
@@ -60,6 +59,40 @@ def couples_rows(function: Function, outputs: PyTree, targets: PyTree) -> bool:
             continue
         return mixes_rows(one, n) or numbers(one) != numbers(other)
     return False  # It takes one batch size only; dividing a batch then fails by itself.
+
+
+def couples_values(function: Function, outputs: PyTree, targets: PyTree) -> bool:
+    """As `couples_rows`, by trial: whether a value changes where the last row is left out.
+
+    What is traced, as under a gradient, has no values to compare, and is not examined.
+    """
+    arguments = outputs, targets
+    if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in jax.tree.leaves(arguments)):
+        return False
+    fewer = jax.tree.map(lambda x: x[:-1] if jnp.ndim(x) else x, arguments)
+    values = _first_of(function)
+    try:
+        whole, rest = (jax.tree.leaves(values(*each[0], *each[1])) for each in (arguments, fewer))
+        return any(map(_differs, whole, rest))
+    except Exception:  # It takes one batch size only; dividing a batch then fails by itself.
+        return False
+
+
+def _differs(whole: jax.Array, rest: jax.Array) -> bool:
+    """Whether an array differs from that without the last row in another row."""
+    a, b = (np.asarray(x, np.float64) for x in (whole, rest))
+    a = a[:-1] if a.ndim else a
+    return a.shape == b.shape and a.size > 0 and not np.allclose(a, b, 1e-3, 1e-6, equal_nan=True)
+
+
+def _first_of(function: Function) -> Function:
+    """A function with the first of its results, where these are a tuple."""
+
+    def first(*arguments: PyTree) -> PyTree:
+        result = function(*arguments)
+        return result[0] if isinstance(result, tuple) else result
+
+    return first
 
 
 def check_sums(name: str, measure: Function, outputs: PyTree, targets: PyTree) -> None:

@@ -6,15 +6,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from flaxfit.data._batch import Batch, call, n_examples
 from flaxfit.optim._freeze import merge
 from flaxfit.state._train_state import TrainState
-from flaxfit.step._batch_loss import LossResult, how_divided
-from flaxfit.step._broadcasting import couples_rows
+from flaxfit.step._batch_loss import LossResult
 from flaxfit.step._companions import functions_of
 from flaxfit.step._compare import ForwardPass, compare, sums_of_loss, weights_of
 from flaxfit.step._model_call import apply_model, not_added, sum_of_penalties, updated_state
+from flaxfit.step._objective_checks import check_by_example, replayed
 from flaxfit.step._own_weights import check_own_weights
 from flaxfit.step._random import rngs_of
 from flaxfit.step._replicas import AnyReplicas
@@ -66,7 +67,7 @@ class Calls:
         self._params, self._average = params
         self.model_state = model_state
         self.is_called, self._number = False, 0
-        # Shapes and dtypes alone: arrays could not leave a `jax.grad` around the call.
+        # Of tracers, which could not leave a `jax.grad` around the call, the shapes and dtypes.
         self.outputs: list[PyTree] = []
         """Those of the model and of companions, in the order of the calls."""
         self.updates: list[Mapping[str, PyTree]] = []
@@ -110,7 +111,7 @@ class Calls:
         return call
 
     def _note(self, outputs: PyTree) -> None:
-        self.outputs.append(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs))
+        self.outputs.append(jax.tree.map(_untraced, outputs))
 
 
 def objective_pass(
@@ -196,9 +197,9 @@ def _objective_sums(
         raise ValueError(
             "The objective did not call the model: compute its values from apply(*batch.inputs)."
         )
-    _check_by_example(task, outputs, batch, rngs, replicas, n_parts=n_parts)
+    check_by_example(task, outputs, batch, rngs, replicas, n_parts=n_parts)
     if found.weights is not None:
-        function = _replayed(task, rngs)
+        function = replayed(task, rngs)
         check_own_weights("the objective", lambda *given: function(*given)[0], outputs, (batch,))
     result = LossResult(found.values, valid_weights(found.weights))
     sums = {"loss": sums_of_loss(None, result, weights, (), batch), **count_weights(found.weights)}
@@ -274,78 +275,5 @@ def _sums_of_aux(
     return found
 
 
-def _replayed(task: TrainTask | EvalTask, rngs: Rngs) -> Function:
-    """An objective as a function of the outputs of its calls, and those of companions, and a batch.
-
-    It returns what the objective does, and the inputs of the calls.
-    """
-
-    objective: Any = task.objective
-
-    def function(*outputs_and_batch: PyTree) -> tuple[Any, list[PyTree]]:
-        *outputs, batch = outputs_and_batch
-        seen: list[PyTree] = []
-
-        def apply(*inputs: PyTree, rngs: Rngs | None = None, **named: PyTree) -> PyTree:
-            seen.append((inputs, named))
-            return outputs[len(seen) - 1]
-
-        def ema(*inputs: PyTree, **options: PyTree) -> PyTree:
-            return jax.lax.stop_gradient(apply(*inputs, **options))
-
-        named = dict.fromkeys(task.companions, apply) | ({"ema": ema} if takes_ema(task) else {})
-        return objective(apply, batch, rngs, **named), seen
-
-    return function
-
-
-def _combines_examples(
-    task: TrainTask | EvalTask, outputs: tuple[PyTree, ...], batch: Batch, rngs: Rngs
-) -> bool:
-    """Whether an objective combines the examples of a batch, apart from what models do."""
-    function = _replayed(task, rngs)
-
-    def values_and_inputs(*outputs_and_batch: PyTree) -> PyTree:
-        found, inputs = function(*outputs_and_batch)
-        return [found[0] if isinstance(found, tuple) else found, inputs]
-
-    return couples_rows(values_and_inputs, outputs, (batch,))
-
-
-def _check_by_example(
-    task: TrainTask | EvalTask,
-    outputs: tuple[PyTree, ...],
-    batch: Batch,
-    rngs: PyTree,
-    replicas: AnyReplicas,
-    *,
-    n_parts: int = 1,
-) -> None:
-    """Checks that an objective combines no examples that are computed elsewhere, nor padding."""
-    divided = how_divided(replicas, n_parts)
-    if not (task.pad or divided):
-        return
-    if _combines_examples(task, outputs, batch, rngs):
-        where = f"with {divided}" if divided else "with batches that may be padded"
-        _check_rows(outputs, n_examples(batch), where)
-        raise ValueError(
-            f"Cannot compute this objective {where}: the value of an example depends on the other "
-            "examples of the batch, or on their number. Return one value per example, which "
-            "depends on that example alone. Or compute batches whole: pad=False, one device or "
-            "strategy=Sharded(), without accumulate and virtual_replicas."
-        )
-
-
-def _check_rows(outputs: tuple[PyTree, ...], n: int, where: str) -> None:
-    """Checks that each call was of the whole batch, before examples are said to be combined."""
-    for each in outputs:
-        shapes = [leaf.shape for leaf in jax.tree.leaves(each)]
-        if shapes and all(shape[:1] != (n,) for shape in shapes):
-            raise ValueError(
-                f"Cannot compute this objective {where}: a call in it returned outputs of shape "
-                f"{shapes[0]} for a batch of {n} examples, so that nothing shows which example a "
-                "value depends on. Call apply on the whole batch, apply(*batch.inputs), not on one "
-                "example at a time, as by jax.vmap or jax.lax.map. Or compute batches whole: "
-                "pad=False, one device or strategy=Sharded(), without accumulate and "
-                "virtual_replicas."
-            )
+def _untraced(x: jax.Array) -> jax.Array | jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Tracer) else x

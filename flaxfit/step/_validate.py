@@ -14,7 +14,7 @@ from flax.errors import InvalidRngError
 from flaxfit.data._batch import Batch, n_examples
 from flaxfit.data._sample_weights import check_weights
 from flaxfit.step._batch_loss import losses_by_row, metrics_by_row
-from flaxfit.step._broadcasting import check_by_row, check_sums, couples_rows
+from flaxfit.step._broadcasting import check_by_row, check_sums, couples_rows, couples_values
 from flaxfit.step._companions import states_of, taking_states
 from flaxfit.step._compare import ForwardPass
 from flaxfit.step._error_messages import calls_explained, tracers_explained
@@ -109,7 +109,7 @@ def inspect(
             for name, values in metrics_by_row(task):
                 check_own_weights(f"the metric {name!r}", bind(values), *given)
         elif task.pad and traced.values is not None:
-            _check_alone(task, traced.values.outputs, in_float32(batch.targets), bind)
+            _check_alone(task, traced.values, batch, bind)
         known[key] = traced = traced._replace(values=None)
     return traced
 
@@ -230,26 +230,17 @@ def _check_by_row(
 
 
 def _check_alone(
-    task: TrainTask | EvalTask, outputs: PyTree, targets: PyTree, bind: Function
+    task: TrainTask | EvalTask, result: ForwardPass, batch: Batch, bind: Function
 ) -> None:
     """Checks, where nothing is traced, that values stay what they are without the last example."""
+    outputs, targets = result.outputs, in_float32(batch.targets)
     checked = [(f"The metric {name!r}", v, outputs, targets) for name, v in metrics_by_row(task)]
     if task.loss is not None:
         checked += losses_by_row(task.loss, outputs, targets)
     for owner, function, *arguments in checked:
-        fewer = jax.tree.map(lambda x: x[:-1] if jnp.ndim(x) else x, arguments)
-        try:
-            values, rest = (_values(bind(function), *each) for each in (arguments, fewer))
-        except Exception:  # It takes one batch size only; dividing a batch then fails by itself.
-            continue
-        is_by_row = values.ndim and len(rest) and values[:-1].shape == rest.shape
-        if is_by_row and not np.allclose(values[:-1], rest, 1e-3, 1e-6, equal_nan=True):
+        is_scalar = function is task.loss and not result.values.ndim
+        if not is_scalar and couples_values(bind(function), *arguments):
             raise ValueError(f"{owner} {_COUPLES}{_ACROSS}")
-
-
-def _values(function: Function, outputs: PyTree, targets: PyTree) -> np.ndarray:
-    found = function(*outputs, *targets)
-    return np.asarray(found[0] if isinstance(found, tuple) else found, np.float64)
 
 
 def _measured(metric: Any, weights: Array, *outputs_and_targets: PyTree) -> Sums:

@@ -167,7 +167,9 @@ def check_objective(task: Any) -> None:
     if getattr(task, "across", None) is not None:
         raise ValueError(
             "across='batch' is for a loss of the outputs, and the objective calls the model "
-            "itself: give a loss, or pad=False with one device or strategy=Sharded()."
+            "itself: give a loss, or pad=False with one device or strategy=Sharded(). On several "
+            "devices an objective may gather their rows: jax.lax.all_gather(x, 'replica', "
+            "tiled=True)."
         )
 
 

@@ -42,7 +42,16 @@ def preference(apply, batch, rngs, reference):
     return -jax.nn.log_sigmoid(0.5 * lead), {"accuracy": lead > 0}
 
 
-def loop_of(objective, strategy="one", *, module=REWARD, params=PARAMS, data=None, **options):
+def loop_of(
+    objective,
+    strategy="one",
+    *,
+    module=REWARD,
+    params=PARAMS,
+    data=None,
+    debug=False,
+    **options,
+):
     if data is None:
         data = ff.ArrayStream((CHOSEN, REJECTED), (), WEIGHTS, batch_size=BATCH, epochs=1)
     optimizer = options.pop("optimizer", optax.sgd(0.5))
@@ -54,6 +63,7 @@ def loop_of(objective, strategy="one", *, module=REWARD, params=PARAMS, data=Non
         n_steps_per_checkpoint=3,
         first_checkpoint=3,
         stdout=False,
+        debug=debug,
         **STRATEGIES[strategy],
     )
 
@@ -274,6 +284,82 @@ def test_one_that_compares_examples_needs_a_whole_batch():
         trained("data parallel")
 
 
+def gathered(apply, batch, rngs):
+    """Each row of this device against those of all, by the library's loss and by hand."""
+    first, second = (apply(x) for x in batch.inputs)
+    mean = jax.lax.all_gather(first, "replica", tiled=True).mean()
+    pairs = (jnp.sin(each * AXES) for each in (first, second))
+    values = losses.info_nce(*pairs, temperature=1.0)
+    return values + ((first - mean) ** 2)[:, 0], {"first": first[:, 0]}
+
+
+AXES = np.arange(1.0, 5.0, dtype=np.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["data parallel", thorough("fsdp")])
+def test_one_that_gathers_the_examples_of_all_devices_is_that_of_one(strategy):
+    def trained(strategy):
+        # The rest of an epoch is half a batch.
+        data = ff.ArrayStream((CHOSEN[:20], REJECTED[:20]), (), batch_size=BATCH, epochs=2)
+        options = {"data": data, "pad": False, "optimizer": optax.sgd(0.01)}
+        return list(loop_of(gathered, strategy, **options))
+
+    found, one = trained(strategy), trained("one")
+    assert len(found) == len(one) == 2
+    for mine, theirs in zip(found, one, strict=True):
+        assert mine.metrics == pytest.approx(theirs.metrics, rel=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        *(dict(each[-1].state.params) for each in (found, one)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "with batches that may be padded: the value of an example depends on the other"),
+        ({"pad": False, "accumulate": 2}, "with accumulate=2: the value of an example depends"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("debug", [slow(False), True])
+def test_one_that_gathers_is_refused_where_rows_are_padded_or_divided(options, message, debug):
+    with pytest.raises(ValueError, match=message):
+        loop_of(gathered, debug=debug, **options).next_step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "objective",
+    [
+        lambda apply, batch, rngs: crossentropy(apply, batch, rngs) / len(batch.inputs[0]),
+        lambda apply, batch, rngs: apply(batch.inputs[0] - batch.inputs[0].mean(0)).sum(-1),
+        lambda apply, batch, rngs: apply(*batch.inputs)[::-1].sum(-1),
+    ],
+    ids=["number", "inputs", "order"],
+)
+def test_the_debug_mode_finds_by_trial_that_examples_are_compared(objective):
+    with pytest.raises(ValueError, match="batches that may be padded"):
+        first_of(objective, debug=True)
+    assert np.isfinite(first_of(objective, debug=True, pad=False).loss)
+
+
+@pytest.mark.slow
+def test_the_debug_mode_takes_noise_weights_and_slopes_by_example():
+    def objective(apply, batch, rngs):
+        (x,) = batch.inputs
+        noise = jax.random.normal(rngs["dropout"], x.shape)
+        slope = jax.grad(lambda x: apply(x).sum())(x)
+        values = losses.crossentropy(apply(x + noise), *batch.targets) + slope.sum(-1)
+        return values, batch.targets[0] != 1
+
+    for accumulate in (1, 2):
+        debugged = first_of(objective, debug=True, accumulate=accumulate)
+        compiled = first_of(objective, accumulate=accumulate)
+        assert debugged.loss == pytest.approx(compiled.loss, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -292,10 +378,11 @@ CLASSIFIER = nn.Dense(3)
 THREE = {"kernel": RNG.normal(size=(5, 3)).astype(np.float32), "bias": np.zeros(3, np.float32)}
 
 
-def first_of(objective, data=(CHOSEN, LABELS), module=None, **options):
+def first_of(objective, data=(CHOSEN, LABELS), module=None, debug=False, **options):
     module = nn.Dense(3) if module is None else module
     task = ff.TrainTask(module, optax.sgd(0.5), objective=objective, data=data, **options)
-    return ff.TrainLoop(module, task, 0, stdout=False, devices=DEVICES[:1]).next_step()
+    given = {"stdout": False, "devices": DEVICES[:1], "debug": debug}
+    return ff.TrainLoop(module, task, 0, **given).next_step()
 
 
 def test_its_results_have_names_of_their_own():
