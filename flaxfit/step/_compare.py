@@ -19,6 +19,7 @@ from flaxfit.task._multi_output import (
     is_loss_of_output,
     labels_out_of_range,
 )
+from flaxfit.task._one_for_all import check_own_weights_of_all, for_all_outputs
 from flaxfit.task._precision import in_float32
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._types import Function, PyTree, Sums
@@ -55,6 +56,7 @@ def compare(
     """Applies the loss and the metrics to the outputs of a model and the targets, in float32."""
     outputs = in_float32(as_outputs(outputs))
     batch = batch._replace(targets=in_float32(batch.targets))
+    given, task = task, for_all_outputs(task, outputs, batch)
     weights = weights_of(batch, task.loss)
     replaced = batch  # For the losses of outputs with weights; metrics see all targets.
     if isinstance(weights, Mapping) and isinstance(task.loss, LossByOutput):
@@ -70,6 +72,7 @@ def compare(
             is_training=is_training,
             rows_of=rows_of,
         )
+        check_own_weights_of_all(task, given, result.weights)
         sums |= count_weights(result.weights)
         result = result._replace(weights=valid_weights(result.weights))
         sums["loss"] = sums_of_loss(task.loss, result, weights, outputs, replaced)
