@@ -1,5 +1,6 @@
 """Callbacks that end training: when it no longer improves, or no longer is finite."""
 
+import functools
 import math
 from collections.abc import Mapping
 
@@ -10,9 +11,11 @@ from flaxfit.callbacks._callback import Loop
 from flaxfit.display import say
 from flaxfit.metrics._monitor import Monitor
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._checks import whole_number
 from flaxfit.tree._types import Json, PyTree
 
 _WEIGHTS = ("params", "model_state")
+_FINITE = ("loss", "grad_norm")
 
 
 class EarlyStopping:
@@ -188,18 +191,36 @@ class StopOnNaN:
 
     Args:
       raise_error: whether to raise; else training ends at that checkpoint, which is said.
+      every: looks within an epoch, too, after so many steps each time, for which it waits for the
+        device; the step that it finds is the last one. With several processes the epoch ends first.
     """
 
     borrows = True
 
-    def __init__(self, *, raise_error: bool = True) -> None:
+    def __init__(self, *, raise_error: bool = True, every: int | None = None) -> None:
         self._raises = raise_error
+        self._every = None if every is None else whole_number("every", every)
+        self._looked_at = 0
+        """The latest step that it looked at within an epoch."""
         self._last: dict[str, str] = {}
         """The last finite values and their step, in words."""
 
+    def attach(self, loop: Loop) -> None:
+        """Looks at the steps of a loop, if asked to."""
+        if self._every is not None:
+            self._looked_at = loop.step
+            loop.dispatch_watchers.append(functools.partial(self._look, loop, self._every))
+
+    def _look(self, loop: Loop, every: int, step: int) -> None:
+        if step - self._looked_at < every:
+            return
+        self._looked_at, metrics = step, loop.running_metrics()
+        if not all(math.isfinite(metrics.get(name, 0.0)) for name in _FINITE):
+            loop.finish()
+
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Returns the checkpoint if its loss and gradient norm are finite."""
-        for name in ("loss", "grad_norm"):
+        for name in _FINITE:
             if name not in checkpoint.metrics:
                 continue
             value = float(checkpoint.metrics[name])

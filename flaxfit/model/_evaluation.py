@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from flaxfit import display
-from flaxfit.callbacks import CSVLogger, JSONLogger
+from flaxfit.callbacks import CSVLogger, JSONLogger, StopOnNaN
 from flaxfit.callbacks._callback import Callback
 from flaxfit.data._batch import Batch, normalize
 from flaxfit.data._class_weights import ClassWeightedStream
@@ -242,11 +242,14 @@ class Evaluation(Persistence):
         return data if y is not None else self._trainer.task.roles.of_data_set(data)
 
 
+_NEED_NO_LOOP = (CSVLogger, JSONLogger, StopOnNaN)
+
+
 def _checked(owner: str, callbacks: Any) -> tuple[Any, ...]:
     """The callbacks, which need no training loop."""
     users = as_tuple(callbacks)
     for each in users:
-        if hasattr(each, "attach") and not isinstance(each, CSVLogger | JSONLogger):
+        if hasattr(each, "attach") and not isinstance(each, _NEED_NO_LOOP):
             raise TypeError(
                 f"{owner} has no training loop that {type(each).__name__} could be attached to: "
                 "give it to fit. Functions of a checkpoint and loggers of rows can be called here."

@@ -265,3 +265,20 @@ def test_a_loss_that_never_was_finite_says_so(checkpoint_at):
 def test_a_loss_that_is_not_finite_stops_instead_of_raising_on_request(capsys):
     assert stops(StopOnNaN(raise_error=False), [0.5, math.nan], "loss") == [False, True]
     assert "loss became nan at step 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("n_each", "last"), [(1, 3), (2, 4), (None, 8)])
+def test_a_loss_that_is_not_finite_is_found_within_the_epoch_on_request(n_each, last):
+    batches = [(np.full((2, 1), x, np.float32),) * 2 for x in (1, 1, np.nan, 1, 1, 1, 1, 1)]
+    task = TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", batches)
+    init = given(lambda rngs, x: {"params": np.zeros(1, np.float32)})
+    options = {"n_steps_per_checkpoint": 8, "first_checkpoint": 8, "stdout": False}
+    check = StopOnNaN(raise_error=False, every=n_each)
+    assert [c.step for c in TrainLoop(init, task, 0, callbacks=check, **options)] == [last]
+    with pytest.raises(FloatingPointError, match=f"became nan at step {last}"):
+        next(TrainLoop(init, task, 0, callbacks=StopOnNaN(every=n_each), **options))
+
+
+def test_steps_between_two_looks_are_a_whole_number():
+    with pytest.raises(ValueError, match="every must be 1 or more, got 0"):
+        StopOnNaN(every=0)
