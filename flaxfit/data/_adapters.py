@@ -9,6 +9,7 @@ import numpy as np
 from flaxfit.data._arrays import ArrayStream
 from flaxfit.data._batch import parts_of
 from flaxfit.data._grain import end_workers_with_parent, reads_own_shard
+from flaxfit.data._indexed_batches import IndexedBatches, is_indexed
 from flaxfit.data._iterables import IterableStream
 from flaxfit.data._libraries import (
     OpenPass,
@@ -21,7 +22,7 @@ from flaxfit.data._libraries import (
 )
 from flaxfit.data._stream import is_shared
 from flaxfit.tree._dtypes import check_dense, is_array, is_node, is_sparse
-from flaxfit.tree._types import Data, PyTree
+from flaxfit.tree._types import Data, Json, PyTree
 
 _ACCEPTED = (
     "Give arrays, a tuple (x, y) or mapping of arrays, a list or other iterable of batches, a "
@@ -43,8 +44,9 @@ def as_stream(
 
     Arrays, a tuple or mapping of arrays and a Hugging Face dataset are data sets, which are cut
     into batches. A list or any other iterable is a sequence of batches, which are used unchanged:
-    `batch_size`, `shuffle` and `drop_remainder` are refused. A callable is called for each pass. A
-    stream that has `get_state` and `set_state` is returned unchanged.
+    `batch_size`, `shuffle` and `drop_remainder` are refused. Batches by index, such as a
+    `keras.utils.PyDataset`, can be shuffled. A callable is called for each pass. A stream that has
+    `get_state` and `set_state` is returned unchanged.
 
     With several processes, each takes its own rows of arrays. Divide other data between the
     processes yourself: a Grain loader by its shard options, anything else with `shared=False`.
@@ -56,7 +58,7 @@ def as_stream(
     Args:
       data: arrays, an iterable or a loader.
       batch_size: the number of examples in a batch of a data set; None: 32.
-      shuffle: whether each pass over a data set has its own random order.
+      shuffle: whether each pass over a data set, or batches by index, has its own random order.
       seed: the seed of the random orders.
       epochs: the number of passes; None: a data set repeats for ever, batches end once.
       drop_remainder: whether to leave out a smaller last batch of a data set.
@@ -96,7 +98,7 @@ def as_stream(
         once=isinstance(data, Iterator),
         epochs=1 if epochs is None else epochs,
         n_batches=length(data, batch_size, drop_remainder),
-        settings=describe(data, **options),
+        settings=_settings(data, options),
         shared=shared,
     )
 
@@ -170,7 +172,11 @@ def _opener(data: Data, options: dict[str, Any]) -> OpenPass:
         _check_list(data)
     if comes_from(data, "grain"):
         end_workers_with_parent(data)
-    open_pass = opener(data, **options) or _pass_over(data)
+    open_pass = opener(data, **options)
+    if open_pass is None and is_indexed(data):
+        _check_unused(data, {**options, "shuffle": False})
+        return IndexedBatches(data, shuffle=options["shuffle"], seed=options["seed"])
+    open_pass = open_pass or _pass_over(data)
     if open_pass is not None:
         if not is_hugging_face(data):
             _check_unused(data, options)
@@ -180,11 +186,16 @@ def _opener(data: Data, options: dict[str, Any]) -> OpenPass:
     raise TypeError(f"Cannot read batches from {type(data).__name__}: {data!r:.60}. {_ACCEPTED}")
 
 
+def _settings(data: Data, options: dict[str, Any]) -> dict[str, Json]:
+    """The options that the batches depend on."""
+    if options["shuffle"] and is_indexed(data):
+        return {"shuffle": True, "seed": options["seed"]}
+    return describe(data, **options)
+
+
 def _pass_over(data: Data) -> OpenPass | None:
     if hasattr(data, "__iter__"):
         return lambda epoch: iter(data)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return lambda epoch: (data[index] for index in range(len(data)))
     return None
 
 

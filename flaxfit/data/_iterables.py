@@ -152,7 +152,7 @@ class IterableStream:
             )
         saved = state.get("data")
         if saved is not None and _FIRST in saved and _FIRST not in self._description:
-            for batch in itertools.islice(self.open_pass(0), 1):
+            for batch in itertools.islice(self.open_pass(self.start), 1):
                 self._description[_FIRST] = describe_batch(batch)
             self._check(saved)
         position = state["iterator"]

@@ -7,6 +7,7 @@ from typing import Any
 from flaxfit.callbacks._progress import ENDLESS
 from flaxfit.data import ArrayStream, DataStream, as_stream, prefetch
 from flaxfit.data._class_weights import ClassWeightedStream
+from flaxfit.data._indexed_batches import is_indexed
 from flaxfit.data._libraries import is_hugging_face, regular_size
 from flaxfit.data._roles import NO_ROLES
 from flaxfit.data._stream import is_read_once, pass_length
@@ -62,7 +63,9 @@ def _passes(
         stream = ArrayStream(*data, batch_size=size, shuffle=shuffle, seed=seed)
         stream.epoch = n_before
         return stream
-    if shuffle is False and getattr(data, "shuffle", False) is True:
+    # Batches by index may be shuffled within, and in their order.
+    shuffles = getattr(data, "shuffle", False) is True and not is_indexed(data)
+    if shuffle is False and shuffles:
         raise ValueError(
             f"shuffle=False cannot be applied to a {type(data).__name__} that shuffles: set it "
             "where that is made."

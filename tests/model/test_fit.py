@@ -328,3 +328,35 @@ def test_a_generator_of_several_epochs_is_refused_and_an_iterator_that_begins_ag
 def test_an_epoch_that_is_longer_than_a_pass_is_said(capsys):
     fit(BATCHES, steps_per_epoch=8, verbose=2)
     assert "a pass over the data has 5 batches: an epoch of steps_per" in capsys.readouterr().err
+
+
+class Indexed:
+    """Batches by index, with a record of what was called, as those of Keras with `shuffle`."""
+
+    shuffle = True
+
+    def __init__(self):
+        self.calls = []
+
+    def __len__(self):
+        return len(BATCHES)
+
+    def __getitem__(self, index):
+        self.calls.append(index)
+        return BATCHES[index]
+
+    def on_epoch_end(self):
+        self.calls.append("end")
+
+
+@pytest.mark.slow
+def test_batches_by_index_are_read_in_order_or_shuffled_by_seed_and_epoch():
+    data, n = Indexed(), len(BATCHES)
+    assert fit(data, epochs=2) == fit(Indexed(), epochs=2, shuffle=False) == fit(BATCHES, epochs=2)
+    assert [each for each in data.calls if each == "end"] == ["end"] * 2
+    data, model = Indexed(), make_model()
+    for _ in range(2):
+        model.fit(data, shuffle=True, verbose=0)
+    orders = [np.random.default_rng((0, epoch)).permutation(n).tolist() for epoch in range(2)]
+    assert data.calls == [*orders[0], "end", *orders[1], "end"]
+    np.testing.assert_array_equal(model.predict(Indexed()), model.predict(X))

@@ -88,6 +88,36 @@ def test_an_interrupted_call_ends_as_the_whole_one(tmp_path, data, options):
     assert fingerprint(*train(folder, data, **options)) == whole
 
 
+class Shuffling:
+    """Batches by index of rows that a generator of its own shuffles after each pass."""
+
+    def __init__(self):
+        self.rng, self.rows = np.random.default_rng(0), np.arange(len(X))
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        rows = self.rows[index * 16 : index * 16 + 16]
+        return X[rows], Y[rows]
+
+    def on_epoch_end(self):
+        self.rng.shuffle(self.rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"shuffle": True}, {"shuffle": True, "steps_per_epoch": 6}])
+def test_an_interrupted_call_on_batches_by_index_ends_as_the_whole_one(tmp_path, options):
+    whole = fingerprint(*train(tmp_path / "whole", Shuffling(), **options))
+    n = options.get("steps_per_epoch", 4)
+    for epoch in (2, 4):
+        with pytest.raises(Interruption):
+            train(tmp_path / "run", Shuffling(), [interrupt_at(epoch * n)], **options)
+    assert fingerprint(*train(tmp_path / "run", Shuffling(), **options)) == whole
+    in_order = fingerprint(*train(tmp_path / "other", Shuffling(), **{**options, "shuffle": False}))
+    assert in_order != whole
+
+
 @pytest.mark.slow
 def test_a_finished_call_returns_at_once(tmp_path):
     first = fingerprint(*train(tmp_path))

@@ -1,0 +1,105 @@
+"""Batches by index, such as a PyDataset of Keras, in an order of the seed and the epoch."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from flaxfit.data._batch import detached
+from flaxfit.data._libraries import comes_from
+from flaxfit.tree._types import Data, Json, PyTree
+
+
+def is_indexed(data: Data) -> bool:
+    """Whether data gives batches by index: a PyDataset of Keras, or `__getitem__` and `__len__`.
+
+    What also iterates in a way of its own is iterated over, unless it has `on_epoch_end`.
+    """
+    if isinstance(data, list | tuple | type):
+        return False
+    if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        return False
+    is_keras = hasattr(data, "on_epoch_end") or comes_from(data, "keras")
+    return is_keras or not hasattr(data, "__iter__")
+
+
+class IndexedBatches:
+    """Opens passes over batches by index, and tells the data where they begin and end.
+
+    The order of an epoch is `np.random.default_rng((seed, epoch)).permutation(n)` if it is
+    shuffled, where `n` is the length of the data when the pass begins.
+    """
+
+    def __init__(self, data: Any, *, shuffle: bool, seed: int):
+        self.data, self._shuffle, self._seed = data, shuffle, seed
+        self.n_ended = 0
+        """How often `on_epoch_end` was called."""
+        self._is_begun = False
+
+    def __call__(self, epoch: int) -> "IndexedPass":
+        """Opens the pass of an epoch."""
+        return IndexedPass(self, epoch)
+
+    def order(self, epoch: int) -> list[int]:
+        """The indices of the batches of an epoch, in their order."""
+        order = np.arange(len(self.data))
+        if self._shuffle:
+            np.random.default_rng((self._seed, epoch)).shuffle(order)
+        return order.tolist()
+
+    def begin_pass(self) -> None:
+        """Calls `on_epoch_begin`, unless that was done for a pass that was only looked at."""
+        if not self._is_begun:
+            self._is_begun = True
+            _call(self.data, "on_epoch_begin")
+
+    def end_pass(self) -> None:
+        """Calls `on_epoch_end`."""
+        self._is_begun = False
+        self.n_ended += 1
+        _call(self.data, "on_epoch_end")
+
+
+class IndexedPass(Iterator[PyTree]):
+    """One pass over batches by index, which knows its position.
+
+    `on_epoch_begin` is called before the first batch is read, `on_epoch_end` after the last was:
+    who reads ahead calls them ahead, but always as often as there were passes.
+    """
+
+    def __init__(self, batches: IndexedBatches, epoch: int):
+        self._batches, self._epoch = batches, epoch
+        self._n_read = 0
+        self._order: list[int] | None = None
+
+    def __next__(self) -> PyTree:
+        if self._order is None:
+            self._batches.begin_pass()
+            self._order = self._batches.order(self._epoch)
+        if self._n_read >= len(self._order):
+            raise StopIteration
+        batch = self._batches.data[self._order[self._n_read]]
+        self._n_read += 1
+        if self._n_read == len(self._order):
+            batch = detached(batch)  # The data may now shuffle its arrays in place.
+            self._batches.end_pass()
+        return batch
+
+    def get_state(self) -> dict[str, Json]:
+        """Returns the number of batches read, and of passes of which the data knows the end."""
+        return {"batch": self._n_read, "ended": self._batches.n_ended}
+
+    def set_state(self, state: dict[str, Json]) -> None:
+        """Moves to a position; tells the data of the passes before it that it does not know of."""
+        while self._batches.n_ended < state["ended"]:
+            self._batches.begin_pass()
+            self._batches.end_pass()
+        self._n_read = state["batch"]
+        # At the end of a pass, the next one does not begin yet.
+        is_over = self._n_read >= len(self._batches.data)
+        self._order = [] if is_over else None
+
+
+def _call(data: Any, name: str) -> None:
+    if callable(function := getattr(data, name, None)):
+        function()
