@@ -9,17 +9,19 @@ import numpy as np
 from flaxfit.callbacks._event_file import EventFile, Summary
 from flaxfit.callbacks._log_to import Attempt, required
 from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._checks import local_path
+from flaxfit.tree._checks import local_path, whole_number
 from flaxfit.tree._paths import flat
 from flaxfit.tree._types import ArrayLike, PyTree
+
+_VALIDATION = "validation"
 
 
 class TensorBoardLogger:
     """Writes the metrics of each checkpoint for TensorBoard: `tensorboard --logdir folder`.
 
-    There is one file of events per folder. A resumed run appends to it, and TensorBoard drops
-    what the file holds of later steps than the one resumed from. Give each run a folder of its
-    own. Failures to write never stop training.
+    There is one file of events per folder, or two with `split`. A resumed run appends to it, and
+    TensorBoard drops what the file holds of later steps than the one resumed from. Give each run a
+    folder of its own. Failures to write never stop training.
 
     >>> import tensorboardX  # It is written with this package.
     >>> import tempfile
@@ -31,8 +33,12 @@ class TensorBoardLogger:
     Args:
       folder: the folder of this run; made at the first checkpoint.
       histograms: whether to write histograms of the parameters, and of the gradients if
-        checkpoints hold them (`TrainLoop(keep_grads=True)`).
+        checkpoints hold them (`TrainLoop(keep_grads=True)`); a number n: at every n-th checkpoint
+        (epoch, in `fit`).
       hparams: the settings of the run, for the table of hyperparameters.
+      split: whether to write the metrics of validation to `folder/validation`, without the "val_"
+        of their names, and all else to `folder/train`, so that TensorBoard draws both in one chart.
+      histogram_freq: Keras's name of `histograms`.
 
     Raises:
       ImportError: tensorboardX is not installed.
@@ -44,15 +50,26 @@ class TensorBoardLogger:
         self,
         folder: str | os.PathLike[str],
         *,
-        histograms: bool = False,
+        histograms: bool | int = False,
         hparams: Mapping[str, object] | None = None,
+        split: bool = False,
+        histogram_freq: int | None = None,
     ) -> None:
         self._folder = local_path(folder)
         self._make = required("TensorBoardLogger", "tensorboardX", "tensorboard").summary
-        self._histograms = histograms
+        if histograms and histogram_freq is not None:
+            raise ValueError(
+                "TensorBoardLogger got histograms and histogram_freq, which are two names of one "
+                "option: give one of them."
+            )
+        n = int(histograms) if histogram_freq is None else histogram_freq
+        self._histograms = whole_number("histograms", n, least=0)
+        self._n_seen = 0
+        self._main = "train" if split else ""
+        """The folder, in that of the run, of all but the metrics of validation."""
         self._hparams = dict(hparams or {})
         self._attempt = Attempt("TensorBoardLogger")
-        self._file: EventFile | None = None
+        self._files: dict[str, EventFile] = {}
         self._step = 0
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -83,20 +100,27 @@ class TensorBoardLogger:
         self._attempt(self._add, self._step if step is None else step, [made])
 
     def close(self) -> None:
-        """Closes the file; a later checkpoint opens it again."""
-        if self._file is not None:
-            self._attempt(self._file.close)
-            self._file = None
+        """Closes the files; a later checkpoint opens them again."""
+        while self._files:
+            self._attempt(self._files.popitem()[1].close)
 
     def _write(self, checkpoint: Checkpoint) -> None:
-        step = checkpoint.step
-        is_first = self._file is None
-        file = self._opened()
-        if (is_first and not file.is_new) or step <= self._step:
-            file.restart(step)
+        step, is_first = checkpoint.step, self._main not in self._files
+        train, tested = self._divided(checkpoint.scalars)
+        names = [self._main]
+        if tested or (self._main and (self._folder / _VALIDATION).exists()):
+            names.append(_VALIDATION)
+        for name in names:
+            is_opened = name not in self._files
+            file = self._opened(name)
+            if (is_opened and not file.is_new) or step <= self._step:
+                file.restart(step)
         self._step = step
-        made = self._scalars(checkpoint.scalars)
-        if self._histograms:
+        if tested:
+            self._add(step, self._scalars(tested), _VALIDATION)
+        made = self._scalars(train)
+        self._n_seen += 1
+        if self._histograms and (self._n_seen - 1) % self._histograms == 0:
             made += self._histograms_of("params", checkpoint.state and checkpoint.state.params)
             made += self._histograms_of("grads", checkpoint.last_grads)
         if is_first and self._hparams:
@@ -120,10 +144,17 @@ class TensorBoardLogger:
                 made.append(self._make.histogram(f"{kind}/{path}", values, bins=64))
         return made
 
-    def _add(self, step: int, made: list[Summary]) -> None:
-        self._opened().add(step, made)
+    def _divided(self, scalars: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+        """The metrics of training, and those of validation, if these have a folder of their own."""
+        is_tested = {name: bool(self._main) and name.startswith("val_") for name in scalars}
+        train = {name: value for name, value in scalars.items() if not is_tested[name]}
+        tested = {name: value for name, value in scalars.items() if is_tested[name]}
+        return train, {name.removeprefix("val_"): value for name, value in tested.items()}
 
-    def _opened(self) -> EventFile:
-        if self._file is None:
-            self._file = EventFile(self._folder)
-        return self._file
+    def _add(self, step: int, made: list[Summary], name: str | None = None) -> None:
+        self._opened(self._main if name is None else name).add(step, made)
+
+    def _opened(self, name: str) -> EventFile:
+        if name not in self._files:
+            self._files[name] = EventFile(self._folder / name)
+        return self._files[name]

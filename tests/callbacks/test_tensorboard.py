@@ -146,3 +146,40 @@ def test_a_folder_that_cannot_be_written_does_not_stop_training(tmp_path, capsys
     (tmp_path / "run").write_text("a file where the folder should be")
     assert len(list(make_loop([TensorBoardLogger(tmp_path / "run")]))) == 4
     assert capsys.readouterr().err.count("TensorBoardLogger failed") == 1
+
+
+def test_training_and_validation_are_two_runs_with_the_same_names(tmp_path, checkpoint_at):
+    for steps in (1, 2, 3), (3,):  # The second run is resumed.
+        log = TensorBoardLogger(tmp_path, split=True, histograms=True)
+        for step in steps:
+            tested = {"val_loss": step / 4} if step != 2 else {}
+            log(checkpoint_at(step, loss=step / 2, **tested))
+        log.log_text("note", "hello")
+        log.close()
+    assert scalars(tmp_path / "train") == [(1, 0.5), (2, 1), (3, 1.5)]
+    assert scalars(tmp_path / "validation") == [(1, 0.25), (3, 0.75)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train", "validation"]
+
+
+def test_without_validation_there_is_no_run_of_it(tmp_path, checkpoint_at):
+    log = TensorBoardLogger(tmp_path, split=True)
+    log(checkpoint_at(1, loss=0.5))
+    log.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["train"]
+
+
+@pytest.mark.parametrize("options", [{"histograms": 2}, {"histogram_freq": 2}])
+def test_histograms_are_written_at_every_nth_checkpoint(tmp_path, checkpoint_at, options):
+    log = TensorBoardLogger(tmp_path, **options)
+    state = ff.InferenceState(np.int32(1), {"w": np.ones(2)}, {})
+    for step in (1, 2, 3, 4):
+        log(checkpoint_at(step, loss=0.5, state=state))
+    log.close()
+    assert [event.step for event in read(tmp_path).Histograms("params/w")] == [1, 3]
+
+
+def test_two_names_of_one_option_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="histograms and histogram_freq, which are two names"):
+        TensorBoardLogger(tmp_path, histograms=1, histogram_freq=1)
+    with pytest.raises(ValueError, match="histograms must be 0 or more, got -1"):
+        TensorBoardLogger(tmp_path, histograms=-1)
