@@ -333,6 +333,20 @@ def test_a_schedule_gives_the_rates_of_keras(name, keras):
     np.testing.assert_allclose(moved, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_the_average_of_weights_is_that_of_torch(torch):
+    average, layer = callbacks.AverageWeights(1), torch.nn.Linear(1, 1, bias=False)
+    theirs = torch.optim.swa_utils.AveragedModel(layer)
+    for epoch, value in enumerate([9.0, 0.1, 0.7, -0.3, 1e3]):
+        state = ff.TrainState(epoch, {"w": np.float32([[value]])}, (), {}, None)
+        average(ff.Checkpoint(step=epoch, state=state, metrics={}))
+        with torch.no_grad():
+            layer.weight.fill_(value)
+        if epoch >= 1:
+            theirs.update_parameters(layer)
+    expected = theirs.module.weight.detach().numpy()
+    np.testing.assert_allclose(average.get_state()["params"]["w"], expected, rtol=1e-6)
+
+
 def test_differences_are_in_the_page_on_keras(assert_on_page_on_keras):
     assert_on_page_on_keras(DIFFERENCES)
 
@@ -349,6 +363,7 @@ def test_keras_differs_where_the_page_says_so(keras, tmp_path):
 def test_nothing_lacks_a_peer_without_a_reason():
     public = {name for name in vars(callbacks) if name[0] != "_"}
     assert public - WITHOUT_PEER.keys() == {
+        "AverageWeights",
         "CSVLogger",
         "EarlyStopping",
         "LearningRateScheduler",

@@ -40,6 +40,7 @@ PUBLIC = {
         "step_key",
     ),
     "flaxfit.callbacks": (
+        "AverageWeights",
         "CSVLogger",
         "Callback",
         "StatefulCallback",

@@ -1,5 +1,6 @@
 """Callbacks: what happens at a checkpoint, `Checkpoint -> Checkpoint | None`."""
 
+from flaxfit.callbacks._average_weights import AverageWeights as AverageWeights
 from flaxfit.callbacks._callback import Callback as Callback
 from flaxfit.callbacks._callback import StatefulCallback as StatefulCallback
 from flaxfit.callbacks._events import Events as Events

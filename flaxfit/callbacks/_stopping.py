@@ -82,7 +82,7 @@ class EarlyStopping:
         self._patience = patience
         self._min_delta = min_delta
         self._baseline, self._start_from = baseline, start_from_epoch
-        self._restore_best = given is None or bool(given)
+        self.restore_best = given is None or bool(given)
         self._check_finite = check_finite
         self._verbose = verbose
         self._loop: Loop | None = None
@@ -115,7 +115,7 @@ class EarlyStopping:
             self.best_value, self.best_step = value, checkpoint.step
             if self._baseline is None or self._is_better(value, self._baseline):
                 self._n_waited = 0
-            if self._restore_best and checkpoint.state is not None:
+            if self.restore_best and checkpoint.state is not None:
                 weights = {name: getattr(checkpoint.state, name) for name in _WEIGHTS}
                 is_borrowed = checkpoint.is_borrowed
                 self._best_weights = jax.tree.map(jnp.copy, weights) if is_borrowed else weights
@@ -124,7 +124,7 @@ class EarlyStopping:
             say(f"step {checkpoint.step:,}: {self._monitor.name} is {value}, training stops")
         elif self._n_waited < self._patience:
             return checkpoint
-        if self._restore_best and self._loop is None:
+        if self.restore_best and self._loop is None:
             say(
                 "EarlyStopping stops, but no loop knows it that could take the best weights: "
                 "put it into callbacks= itself, or pass restore_best=False"
@@ -145,7 +145,7 @@ class EarlyStopping:
     def close(self) -> None:
         """Restores the best weights, once for each time that training ends."""
         loop, is_closed, self._is_closed = self._loop, self._is_closed, True
-        if is_closed or loop is None or not self._restore_best:
+        if is_closed or loop is None or not self.restore_best:
             return
         if self.best_step in (None, loop.step):
             return
@@ -176,7 +176,7 @@ class EarlyStopping:
         self._n_waited, self._n_seen = state["n_waited"], state.get("n_seen", self._start_from)
         self._monitor.was_seen |= self.best_step is not None
         self._is_closed = False
-        if self._restore_best:
+        if self.restore_best:
             self._best_weights = {name: state[name] for name in _WEIGHTS if name in state}
 
 

@@ -240,13 +240,16 @@ def _wanted(
     if partial is not None:
         taken = choose(found, templates, partial, path, path_in_state)
         return {name: found[name] for name in taken}, templates
+    here = {name: describe(leaf) for name, leaf in templates.items()}
     if isinstance(template, TrainState):
-        # Arrays of callbacks are placed like the state's own of the same path.
+        # Arrays of callbacks are placed like the state's own of the same path. Their dtypes are the
+        # callback's choice, such as a mean in float32 of weights in bfloat16.
         own = {name: _own_path(name) for name in _below(_CALLBACKS, described)}
         own = {name: path for name, path in own.items() if path in templates}
         found |= {name: described[name] for name in own}
         templates |= {name: templates[path] for name, path in own.items()}
-    check_fits(found, {name: describe(leaf) for name, leaf in templates.items()}, path)
+        here |= {n: {**here[path], "dtype": found[n]["dtype"]} for n, path in own.items()}
+    check_fits(found, here, path)
     if isinstance(template, TrainState):
         found |= _below(_COMPANIONS, described)  # A loop compares them with its task's.
     return found, templates

@@ -1,0 +1,128 @@
+"""AverageWeights: stochastic weight averaging, the equal mean of the weights of checkpoints."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from flaxfit.callbacks._callback import Loop
+from flaxfit.callbacks._stopping import EarlyStopping
+from flaxfit.display import say
+from flaxfit.optim._averaged import has_average
+from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._functions import owner_of
+from flaxfit.tree._types import ArrayLike, Json, PyTree
+
+_WEIGHTS = ("params", "model_state")
+
+
+class AverageWeights:
+    """Ends training with the mean of the weights of its checkpoints (epochs, in `fit`).
+
+    Stochastic weight averaging (Izmailov et al. 2018, arXiv:1803.05407): each checkpoint counts the
+    same. Training itself, and what is measured and saved on the way, is that of the last weights;
+    the mean takes their place when training ends, however it ends. Running statistics, such as
+    those of BatchNorm, are averaged too; what is not floating point is the last. Means are taken in
+    float32 at least. A `CheckpointFileWriter` saves them, so that a resumed run ends with the same.
+
+    >>> import numpy as np, optax
+    >>> from flaxfit import TrainLoop, TrainTask
+    >>> x = np.ones((8, 1), np.float32)
+    >>> apply = lambda v, x, **_: (v["params"] * x, {})
+    >>> task = TrainTask(apply, optax.sgd(0.25), "mse", (x, x))
+    >>> init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
+    >>> loop = TrainLoop(init, task, 0, n_steps=2, callbacks=[AverageWeights()], stdout=False)
+    >>> [float(checkpoint.state.params[0]) for checkpoint in loop], float(loop.state.params[0])
+    ([0.5, 0.75], 0.625)
+
+    Args:
+      start_from_epoch: the number of checkpoints (epochs, in `fit`) at the beginning that are left
+        out.
+    """
+
+    borrows = True
+
+    def __init__(self, start_from_epoch: int = 0) -> None:
+        if start_from_epoch < 0:
+            raise ValueError(f"start_from_epoch must not be negative, got {start_from_epoch}.")
+        self._start_from = start_from_epoch
+        self._loop: Loop | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.n_averaged = 0
+        """The number of checkpoints in the mean."""
+        self._n_seen, self._is_due = 0, False
+        self._mean: dict[str, PyTree] = {}
+
+    def attach(self, loop: Loop) -> None:
+        """Starts afresh with a loop.
+
+        Raises:
+          ValueError: its task keeps an average already, or another callback sets the last weights.
+        """
+        if has_average(loop.state):
+            raise ValueError(
+                "AverageWeights cannot average weights that have an average already, that of ema= "
+                "or of a schedule-free optimizer. Leave one of the two out."
+            )
+        for each in map(owner_of, getattr(loop, "callbacks", ())):
+            if isinstance(each, EarlyStopping) and each.restore_best:
+                raise ValueError(
+                    "AverageWeights and EarlyStopping both set the weights when training ends. "
+                    "Pass restore_best=False to EarlyStopping."
+                )
+        self._reset()
+        self._loop = loop
+
+    def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Adds the weights of a checkpoint to the mean."""
+        self._n_seen, self._is_due = self._n_seen + 1, True
+        first_epoch = getattr(self._loop, "first_epoch", 0) or 0
+        if self._n_seen > self._start_from - first_epoch:
+            self.n_averaged += 1
+            weights = {name: getattr(checkpoint.state, name) for name in _WEIGHTS}
+            mean = self._mean or jax.tree.map(_wide, weights)
+            self._mean = _moved(mean, weights, self.n_averaged)
+        return checkpoint
+
+    def close(self) -> None:
+        """Sets the mean, once for each time that training ends."""
+        loop, is_due, self._is_due = self._loop, self._is_due, False
+        if loop is None or not is_due:
+            return
+        if not self._mean:
+            say(f"AverageWeights: training ended before epoch {self._start_from + 1}: no average")
+            return
+        last = {name: getattr(loop.state, name) for name in _WEIGHTS}
+        mean = jax.tree.map(lambda x, y: y.astype(x.dtype), last, self._mean)
+        loop.restore(loop.state.replace(**mean))
+
+    def get_state(self) -> dict[str, PyTree]:
+        """Returns what a resumed run needs: JSON, and the mean as fields of a state."""
+        return {**self._mean, "n_averaged": self.n_averaged, "n_seen": self._n_seen}
+
+    def set_state(self, state: Mapping[str, Json]) -> None:
+        self._reset()
+        self.n_averaged, self._n_seen = state["n_averaged"], state["n_seen"]
+        self._mean = {name: state[name] for name in _WEIGHTS if name in state}
+        self._is_due = True
+
+
+def _wide(x: ArrayLike) -> jax.Array:
+    """A copy, in float32 if it is narrower."""
+    x = jnp.copy(x)
+    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return x.astype(jnp.float32) if is_narrow else x
+
+
+@jax.jit
+def _moved(mean: PyTree, weights: PyTree, n: ArrayLike) -> PyTree:
+    """The mean of n weights, from that of the first n - 1 (any, for n = 1) and the last."""
+
+    def move(mean: jax.Array, x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return mean + (x.astype(mean.dtype) - mean) / jnp.asarray(n, mean.real.dtype)
+        return jnp.copy(x)  # Of its own: the step may donate the buffer.
+
+    return jax.tree.map(move, mean, weights)

@@ -1,0 +1,111 @@
+"""AverageWeights: the mean of the weights of checkpoints is in place when training has ended."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxfit as ff
+from flaxfit.callbacks import AverageWeights, EarlyStopping
+from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
+from flaxfit.state._checkpoint import Checkpoint
+
+x = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(2)(x))
+        self.variable("counts", "calls", lambda: jnp.zeros((), jnp.int32)).value += train
+        return nn.Dense(1, param_dtype=jnp.bfloat16)(x)
+
+
+def make_loop(callbacks, n_steps=5, init=None, **options):
+    task = ff.TrainTask(Net().apply, optax.sgd(0.1), "mse", (x, 3 * x), **options)
+    init = Net().init if init is None else init
+    return ff.TrainLoop(init, task, 0, n_steps=n_steps, callbacks=callbacks, stdout=False)
+
+
+def weights_of(state):
+    return jax.device_get({"params": state.params, "model_state": state.model_state})
+
+
+def assert_mean(state, states):
+    """Compares weights with NumPy's means in float64; those in bfloat16 up to its rounding."""
+    found, seen = weights_of(state), [weights_of(each) for each in states]
+
+    def check(x, *each):
+        if x.dtype == np.int32:
+            assert x == each[-1]
+            return
+        mean = np.mean(np.asarray(each, np.float64), 0)
+        np.testing.assert_allclose(
+            np.asarray(x, np.float64), mean, 1e-6 if x.dtype == np.float32 else 2**-8, 1e-7
+        )
+
+    jax.tree.map(check, found, *seen)
+
+
+@pytest.mark.parametrize("start", [2, pytest.param(0, marks=pytest.mark.slow)])
+def test_the_loop_ends_with_the_mean_of_what_it_yielded_and_not_before(start):
+    loop = make_loop([AverageWeights(start)])
+    states = [checkpoint.state for checkpoint in loop]
+    assert_mean(loop.state, states[start:])
+    expected = [checkpoint.state for checkpoint in make_loop([])]
+    jax.tree.map(np.testing.assert_array_equal, *map(weights_of, (states[-1], expected[-1])))
+    averaged = weights_of(loop.state)
+    loop.close()
+    jax.tree.map(np.testing.assert_array_equal, weights_of(loop.state), averaged)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_ends_with_the_same_mean(tmp_path):
+    whole = make_loop([AverageWeights(1)])
+    list(whole)
+    with CheckpointFileWriter(tmp_path) as writer:
+        list(make_loop([AverageWeights(1), writer], n_steps=3))
+    resumed = make_loop([AverageWeights(1)], init=CheckpointFileReader(tmp_path, Net().init))
+    list(resumed)
+    jax.tree.map(np.testing.assert_array_equal, *map(weights_of, (whole.state, resumed.state)))
+
+
+def test_small_steps_in_bfloat16_are_not_lost():
+    values = np.float32([1.0, *[1 + 2**-7] * 300])
+    average = AverageWeights()
+    for step, value in enumerate(values):
+        state = ff.TrainState(step, {"w": jnp.full(1, value, jnp.bfloat16)}, (), {}, None)
+        average(Checkpoint(step=step, state=state, metrics={}))
+    mean = average.get_state()["params"]["w"]
+    np.testing.assert_allclose(mean, values.mean(keepdims=True), rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [None, ff.DataParallel(), ff.Sharded()])
+def test_a_model_ends_with_the_mean_of_its_epochs(strategy):
+    model = ff.Model(Net(), optax.sgd(0.1), "mse", strategy=strategy)
+    states = []
+    keep = [lambda checkpoint: states.append(checkpoint.state), AverageWeights(1)]
+    model.fit(x, 3 * x, batch_size=8, epochs=4, callbacks=keep, verbose=0)
+    assert_mean(model.state, states[1:])
+    model.fit(x, 3 * x, batch_size=8, epochs=1, callbacks=[*keep[:1], AverageWeights()], verbose=0)
+    assert_mean(model.state, states[4:])
+
+
+def test_a_run_that_ends_too_early_has_no_average(capsys):
+    loop = make_loop([AverageWeights(9)], n_steps=1)
+    states = [checkpoint.state for checkpoint in loop]
+    jax.tree.map(np.testing.assert_array_equal, *map(weights_of, (states[-1], loop.state)))
+    assert "training ended before epoch 10: no average" in capsys.readouterr().err
+
+
+def test_what_averages_or_sets_the_weights_itself_is_refused():
+    with pytest.raises(ValueError, match="have an average already"):
+        make_loop([AverageWeights()], ema=0.9)
+    with pytest.raises(ValueError, match="both set the weights"):
+        make_loop([EarlyStopping("loss"), AverageWeights()])
+    make_loop([EarlyStopping("loss", restore_best=False), AverageWeights()])
+    with pytest.raises(ValueError, match="must not be negative"):
+        AverageWeights(-1)
