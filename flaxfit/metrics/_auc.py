@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.metrics._labels import binary_scores
 from flaxfit.metrics._metric import Metric
-from flaxfit.metrics._validity import counted_weights, warn_of
+from flaxfit.metrics._scores import Ranked
+from flaxfit.metrics._validity import warn_of
 from flaxfit.tree._types import Array, ArrayLike, Sums
 
 # A score is read as an ordered integer: a head of 12 bits (sign, exponent and, of float32, three
@@ -20,27 +20,40 @@ from flaxfit.tree._types import Array, ArrayLike, Sums
 _HEAD, _DIGIT, _COPIES = 12, 4, 3
 
 
-def _auc(*, n_bins: int = 2**15) -> Metric:
+def _auc(
+    *,
+    n_bins: int = 2**15,
+    average: str | None = "macro",
+    multi_class: str | None = None,
+    multilabel: bool = False,
+    from_logits: bool = True,
+) -> Metric:
     if n_bins < 2:
         raise ValueError(f"The metric 'auc' needs at least 2 bins, got n_bins={n_bins}.")
     n_rows = -(-n_bins // 128)
+    ranked = Ranked("auc", average, multi_class, multilabel, from_logits).checked()
+
+    def counted(scores: jax.Array, actual: jax.Array, weights: jax.Array) -> jax.Array:
+        places, signs, n_cells = _places(_ordered(scores), n_rows)
+        sums = jnp.zeros((2, n_cells), weights.dtype)
+        return sums.at[actual.astype(int)[:, None], places].add(weights[:, None] * signs)
 
     def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
-        answers = binary_scores(outputs, targets, name="auc")
-        weights, doubts = counted_weights(answers, weights)
-        places, signs, n_cells = _places(_ordered(answers.outputs.ravel()), n_rows)
-        sums = jnp.zeros((2, n_cells), weights.dtype)
-        counts = weights.ravel()[:, None] * signs
-        sums = sums.at[answers.actual.ravel()[:, None], places].add(counts)
-        return {"counts": sums, "doubts": doubts}
+        found = ranked.scores(outputs, targets, weights)
+        columns = (found.scores, found.actual, found.weights)
+        columns = [each.reshape(-1, each.shape[-1]) for each in columns]
+        return {"counts": jax.vmap(counted, 1)(*columns), "doubts": found.doubts}
 
-    def compute(sums: Sums) -> float:
-        warn_of(sums["doubts"], "auc")
-        counts = np.asarray(sums["counts"], np.float64)
+    def area(counts: np.ndarray) -> float:
         totals = counts[:, : 2**_HEAD].sum(1, keepdims=True)
         if not totals.prod() > 0:  # One class alone, or NaN.
             return np.nan
         return 0.5 + 0.5 * _excess(counts / totals, n_rows)
+
+    def compute(sums: Sums) -> ArrayLike:
+        warn_of(sums["doubts"], "auc")
+        counts = np.asarray(sums["counts"], np.float64)
+        return ranked.averaged([*map(area, counts)], counts[:, 1, : 2**_HEAD].sum(1))
 
     return Metric(measure, compute, "auc", _auc)
 
@@ -52,6 +65,11 @@ Ties count half. The value is within 0.001 of the exact one for any finite score
 closer: the scores are counted by all their bits, so neither their size nor their spread matters.
 The value does not depend on how the data is cut into batches. More than the 32,768 bins of the
 default, `auc(n_bins=...)`, bring it closer where scores gather in hundreds of separate places.
+
+With `multi_class="ovr"` it is that of each of several classes against the others, by its
+probability; with `multilabel=True` that of each label, of outputs and labels `(batch, labels)`. The
+value is their mean, of `average="weighted"` by how often each occurs, of None an array. Classes
+that never or always occur are left out. Each class takes half a megabyte, less with fewer bins.
 """
 
 

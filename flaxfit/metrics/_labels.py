@@ -8,6 +8,13 @@ import jax.numpy as jnp
 from flaxfit.losses._crossentropy import not_a_class
 from flaxfit.tree._types import Array, ArrayLike
 
+_SEVERAL = (
+    "Of more classes, say multi_class='ovr', each against the others; of several labels per "
+    "example, multilabel=True."
+)
+BY_CLASS = dict.fromkeys(["auc", "average_precision", "pr_auc"], _SEVERAL)
+"""What metrics of a single score have for several classes."""
+
 
 class Answers(NamedTuple):
     """Actual and predicted classes, or for each class whether it is actual and predicted."""
@@ -112,7 +119,10 @@ def top_k_answers(
 def one_class_scores(logits: jax.Array) -> jax.Array:
     """The logit of each class against all others together; of two, their difference."""
     log = jax.nn.log_softmax(logits)
-    return log - jnp.log(-jnp.expm1(jnp.minimum(log, 0)))
+    is_highest = jax.nn.one_hot(logits.argmax(-1), logits.shape[-1], dtype=bool)
+    others = jax.nn.logsumexp(jnp.where(is_highest, -jnp.inf, logits), -1, keepdims=True)
+    # Of the highest, 1 - p may be too small to be told from 0.
+    return jnp.where(is_highest, logits - others, log - jnp.log1p(-jnp.exp(log)))
 
 
 def binary_scores(outputs: Array, targets: Array, *, name: str) -> Answers:
@@ -122,7 +132,8 @@ def binary_scores(outputs: Array, targets: Array, *, name: str) -> Answers:
     if not is_single and outputs.shape[-1] != 2:
         raise ValueError(
             f"The metric {name!r} wants a single score per label, (batch,) or (batch, 1), or the "
-            f"scores of two classes; got outputs {outputs.shape} and labels {targets.shape}."
+            f"scores of two classes; got outputs {outputs.shape} and labels {targets.shape}. "
+            f"{BY_CLASS.get(name, '')}"
         )
     answers = class_answers(outputs, targets)
     scores = answers.outputs if is_single else _difference(outputs)

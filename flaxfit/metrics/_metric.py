@@ -96,6 +96,7 @@ class Metric:
 _WORDS = {
     "thresholds": "threshold",
     "ignore_class": "ignore_label",
+    "multi_label": "multilabel",
     "target_class_ids": "class_id",
     "class_aggregation": "average",
 }

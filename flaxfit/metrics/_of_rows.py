@@ -11,7 +11,8 @@ from flaxfit.metrics._labels import binary_scores
 from flaxfit.metrics._metric import Metric, weights_of
 from flaxfit.metrics._regression import check_numbers
 from flaxfit.metrics._rows import MAX_ROWS, rows_of, value_of
-from flaxfit.metrics._validity import counted_weights
+from flaxfit.metrics._scores import Ranked
+from flaxfit.metrics._validity import counted_weights, warn_of
 from flaxfit.tree._types import Array, ArrayLike, Function, Sums
 
 Rows = Callable[[np.ndarray, np.ndarray, np.ndarray], ArrayLike]
@@ -27,16 +28,18 @@ def _pair(
         outputs, targets, weights = prepare(outputs, targets, weights)
         return rows_of(name, (outputs, targets), weights)
 
-    def of(outputs: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> ArrayLike:
-        chosen = weights != 0
-        found = outputs[chosen], targets[chosen], weights[chosen]
-        is_invalid = any(np.isnan(each).any() for each in found)
-        return (
-            np.nan if is_invalid or not chosen.any() else value(*(x.astype(float) for x in found))
-        )
-
+    of = functools.partial(_of_weight, value)
     compute = functools.partial(value_of, name, of, takes_weights=True)
     return Metric(measure, compute, name, configure, mode=mode, max_rows=MAX_ROWS)
+
+
+def _of_weight(value: Rows, outputs: Any, targets: Any, weights: Any) -> ArrayLike:
+    """The value of all elements that have weight; NaN if there are none, or one is NaN."""
+    chosen = weights != 0
+    found = outputs[chosen], targets[chosen], weights[chosen]
+    if not chosen.any() or any(np.isnan(each).any() for each in found):
+        return np.nan
+    return value(*(each.astype(float) for each in found))
 
 
 def _numbers(outputs: Array, targets: Array, weights: Array | None) -> tuple[Any, Any, Any]:
@@ -62,6 +65,36 @@ def _curve(scores: ArrayLike, labels: ArrayLike, weights: ArrayLike) -> tuple[np
     return np.cumsum(weights * labels)[last], np.cumsum(weights * (1 - labels))[last]
 
 
+def _area(name: str, value: Rows) -> Metric:
+    """Makes the area under a curve of a single score, or of each of several classes or labels."""
+
+    def configure(
+        *,
+        average: str | None = "macro",
+        multi_class: str | None = None,
+        multilabel: bool = False,
+        from_logits: bool = True,
+    ) -> Metric:
+        ranked = Ranked(name, average, multi_class, multilabel, from_logits).checked()
+
+        def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
+            found = ranked.scores(outputs, targets, weights)
+            return rows_of(name, (found.scores, found.actual, found.is_probable), found.weights)
+
+        def of(scores: Any, actual: Any, is_probable: Any, weights: Any) -> ArrayLike:
+            n = is_probable.sum()
+            warn_of({"labels": 0, "probable": n, "improbable": is_probable.size - n}, name)
+            columns = (each.reshape(-1, each.shape[-1]).T for each in (scores, actual, weights))
+            columns = [each.astype(float) for each in columns]
+            values = [_of_weight(value, *each) for each in zip(*columns, strict=True)]
+            return ranked.averaged(values, (columns[1] * columns[2]).sum(1))
+
+        compute = functools.partial(value_of, name, of, takes_weights=True)
+        return Metric(measure, compute, name, configure, mode="max", max_rows=MAX_ROWS)
+
+    return configure()
+
+
 def _average_precision(scores: Any, labels: Any, weights: Any) -> ArrayLike:
     tp, fp = _curve(scores, labels, weights)
     if not tp[-1]:
@@ -69,8 +102,12 @@ def _average_precision(scores: Any, labels: Any, weights: Any) -> ArrayLike:
     return float(np.sum(np.diff(tp, prepend=0) * tp / (tp + fp)) / tp[-1])
 
 
-average_precision = _of_scores("average_precision", _average_precision)
-"""The mean of the precision at each step of the recall, as in scikit-learn: binary labels."""
+average_precision = _area("average_precision", _average_precision)
+"""The mean of the precision at each step of the recall, as in scikit-learn: binary labels.
+
+Of several classes or labels with `multi_class`, `multilabel` and `average`, as of `auc`. Classes
+that never occur are left out.
+"""
 
 
 def _pr_area(scores: Any, labels: Any, weights: Any) -> ArrayLike:
@@ -81,8 +118,8 @@ def _pr_area(scores: Any, labels: Any, weights: Any) -> ArrayLike:
     return float(np.trapezoid(np.append(1.0, precision), np.append(0.0, recall)))
 
 
-pr_auc = _of_scores("pr_auc", _pr_area)
-"""The area under the precision-recall curve by trapezoids: binary labels."""
+pr_auc = _area("pr_auc", _pr_area)
+"""The area under the precision-recall curve by trapezoids: as `average_precision`."""
 
 
 def _best_at(name: str, best: Function, bounded: Function) -> Metric:

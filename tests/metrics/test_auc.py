@@ -2,11 +2,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import quick
+import scipy.special
+from marks import quick, slow
 from measuring import value_of
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import average_precision_score, roc_auc_score
 
-from flaxfit.metrics import auc
+from flaxfit.metrics import auc, average_precision
 
 
 def test_the_area_agrees_with_scikit_learn_to_four_digits(tumours, measured):
@@ -110,3 +111,72 @@ def test_what_cannot_be_ranked_is_refused():
         auc.measure(np.zeros((4, 3)), np.zeros(4, np.int32))
     with pytest.raises(ValueError, match="at least 2 bins, got n_bins=1"):
         auc(n_bins=1)
+
+
+OF_SEVERAL = pytest.mark.parametrize(
+    ("metric", "reference"),
+    [slow(auc, roc_auc_score), (average_precision, average_precision_score)],
+    ids=["auc", "average_precision"],
+)
+
+
+@OF_SEVERAL
+def test_classes_are_ranked_one_against_the_others(digits, measured, metric, reference):
+    logits, labels, weights = digits
+    shares = scipy.special.softmax(logits.astype(float), -1)
+    actual, near = np.eye(10)[labels], pytest.approx
+    found = measured if metric is auc else value_of  # Rows are joined, not added.
+    for average in "macro", "weighted":
+        expected = near(reference(actual, shares, average=average, sample_weight=weights), abs=5e-4)
+        ranked = metric(multi_class="ovr", average=average)
+        assert found(ranked, logits, labels, weights=weights) == expected
+        if average == "macro":
+            whole = np.asarray(actual, np.float32)
+            assert found(ranked, logits, whole, weights=weights) == expected
+    expected = reference(actual, shares, average=None)
+    ranked = metric(multi_class="ovr", average=None, from_logits=False)
+    value = found(ranked, shares.astype(np.float32), labels)
+    np.testing.assert_allclose(value, expected, atol=5e-4)
+
+
+@OF_SEVERAL
+def test_labels_are_ranked_each_by_its_own_score(measured, metric, reference):
+    scores = NORMAL[:300].reshape(100, 3).astype(np.float32)
+    found = measured if metric is auc else value_of
+    labels, weights = LABELS[:300].reshape(100, 3).copy(), np.abs(NORMAL[:100]).astype(np.float32)
+    for average in "macro", "weighted":
+        expected = reference(labels, scores, average=average, sample_weight=weights)
+        value = found(metric(multilabel=True, average=average), scores, labels, weights=weights)
+        assert value == pytest.approx(expected, abs=5e-5)
+    labels[:, 1] = 0
+    left = reference(labels[:, ::2], scores[:, ::2])
+    assert found(metric(multi_label=True), scores, labels) == pytest.approx(left, abs=5e-5)
+    scores[0, 0] = np.nan
+    assert np.isnan(value_of(metric(multilabel=True), scores, labels))
+
+
+@pytest.mark.parametrize("metric", [slow(auc), average_precision])
+def test_certain_logits_are_ranked_and_probabilities_are_not_taken_for_logits(metric):
+    logits = np.float32([[40, 0, 0], [30, 0, 0], [20, 0, 0], [0, 1, 2]])
+    value = value_of(metric(multi_class="ovr", average=None), logits, np.array([0, 0, 1, 2]))
+    assert value[0] == value[2] == 1
+    ranked = metric(multi_class="ovr")
+    shares = np.tile(np.float32([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]]), (6, 1))
+    with pytest.warns(UserWarning, match=r"takes logits.*from_logits=False"):
+        value_of(ranked, shares, np.arange(12) % 3)
+    two, labels = np.stack([-NORMAL, NORMAL], 1)[:50], LABELS[:50]
+    assert value_of(ranked, two, labels) == value_of(metric, two, labels)
+
+
+@pytest.mark.parametrize("metric", [auc, average_precision])
+def test_options_for_several_classes_that_do_not_fit_are_refused(metric):
+    with pytest.raises(ValueError, match=r"labels \(4,\). Of more classes, say multi_class='ovr'"):
+        metric.measure(np.zeros((4, 3)), np.zeros(4, np.int32))
+    with pytest.raises(ValueError, match=r"'ovr' \(each class against .* or None, got 'ovo'"):
+        metric(multi_class="ovo")
+    with pytest.raises(ValueError, match="must be 'macro', 'weighted' or None, got 'micro'"):
+        metric(average="micro")
+    with pytest.raises(ValueError, match="or of several labels, multilabel=True: give one"):
+        metric(multilabel=True, multi_class="ovr")
+    with pytest.raises(ValueError, match=r"\(batch, labels\), got outputs \(4,\)"):
+        metric(multilabel=True).measure(np.zeros(4), np.zeros(4))

@@ -1,0 +1,109 @@
+"""Scores of one class against the others, and of several labels: what areas under curves rank."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxfit.metrics._labels import (
+    Answers,
+    binary_answers,
+    binary_scores,
+    is_share,
+    one_class_answers,
+    one_class_scores,
+)
+from flaxfit.metrics._validity import counted_weights
+from flaxfit.tree._types import Array, ArrayLike
+from flaxfit.tree._weights import broadcast_weights
+
+
+class Scores(NamedTuple):
+    """Scores to rank, one column for each class; a single one of two classes: `(..., columns)`."""
+
+    scores: jax.Array
+    actual: jax.Array
+    """Whether each has the class: 0 or 1."""
+    weights: jax.Array
+    is_probable: jax.Array
+    """Whether each row may be probabilities that are taken for logits: `(...)`."""
+    doubts: dict[str, jax.Array]
+
+
+class Ranked(NamedTuple):
+    """How a metric ranks scores: its options, checked, and its name."""
+
+    name: str
+    average: str | None
+    multi_class: str | None
+    multilabel: bool
+    from_logits: bool
+
+    def checked(self) -> "Ranked":
+        """Itself, if its options go together."""
+        if self.average not in ("macro", "weighted", None):
+            raise ValueError(
+                f"The average of {self.name!r} must be 'macro', 'weighted' or None, got "
+                f"{self.average!r}."
+            )
+        if self.multi_class not in (None, "ovr"):
+            raise ValueError(
+                f"The multi_class of {self.name!r} must be 'ovr' (each class against the others) "
+                f"or None, got {self.multi_class!r}."
+            )
+        if self.multi_class and self.multilabel:
+            raise ValueError(
+                f"The metric {self.name!r} is of one class per example, multi_class='ovr', or of "
+                "several labels, multilabel=True: give one of the two."
+            )
+        return self
+
+    def scores(self, outputs: Array, targets: Array, weights: Array | None) -> Scores:
+        """The scores of a batch."""
+        found, from_logits = self._answers(outputs, targets)
+        weights, doubts = counted_weights(found, weights, from_logits=from_logits)
+        scores, actual = found.outputs, found.actual
+        may_be = jnp.zeros(scores.shape[:1], bool)
+        if found.is_probable is not None:
+            may_be = (found.is_probable & (scores != 0)).all(-1)
+            scores = one_class_scores(scores)
+        if found.actual.dtype != bool:  # A single score.
+            scores, actual, weights = scores[..., None], actual[..., None], weights[..., None]
+        weights = broadcast_weights(weights, scores.shape)
+        return Scores(scores, jnp.asarray(actual, jnp.float32), weights, may_be, doubts)
+
+    def _answers(self, outputs: Array, targets: Array) -> tuple[Answers, bool]:
+        """The answers by class, and whether the outputs of them need not be probabilities."""
+        shape = jnp.shape(outputs)
+        if self.multilabel:
+            if len(shape) < 2:
+                raise ValueError(
+                    f"With multilabel=True the metric {self.name!r} wants outputs and labels "
+                    f"(batch, labels), got outputs {shape}."
+                )
+            found = binary_answers(outputs, targets, name=self.name)
+            return found._replace(is_probable=None), self.from_logits
+        if self.multi_class is None or len(shape) < 2 or shape[-1] < 3:
+            return binary_scores(outputs, targets, name=self.name), True
+        found = one_class_answers(outputs, targets, from_logits=self.from_logits)
+        if not self.from_logits:
+            return found, False
+        adds_up = jnp.abs(found.outputs.sum(-1, keepdims=True) - 1) < 0.01
+        return found._replace(is_probable=is_share(found.outputs) & adds_up), True
+
+    def averaged(self, values: ArrayLike, positives: ArrayLike) -> ArrayLike:
+        """The value of the values by column, of which those that are NaN are left out.
+
+        The weight of what has the class is NaN where something was invalid; then the value is, too.
+        """
+        values, positives = np.asarray(values), np.asarray(positives)
+        if len(values) == 1:
+            return values.item()
+        if self.average is None:
+            return values
+        counts = ~np.isnan(values) | np.isnan(positives)
+        if not counts.any():
+            return np.nan
+        weights = positives[counts] if self.average == "weighted" else None
+        return float(np.average(values[counts], weights=weights))
