@@ -60,6 +60,8 @@ class History(Mapping[str, list[float]]):
         """Seconds of training, compilation excluded."""
         self.compile_time = 0.0
         """Seconds of compilation."""
+        self.params: dict[str, int | str | None] = {}
+        """What `fit` was called with: "verbose", "epochs" and the "steps" of each, if known."""
         self._values: dict[str, list[float]] = {}
         self._modes: dict[str, str | None] = {}
 
@@ -101,12 +103,6 @@ class History(Mapping[str, list[float]]):
     def history(self) -> dict[str, list[float]]:
         """The metrics as a dict of lists."""
         return self._values
-
-    @property
-    def params(self) -> dict[str, int]:
-        """The number of epochs in all as "epochs", and the steps of each as "steps"."""
-        n = len(self.steps)
-        return {"epochs": self.n_epochs, "steps": self.n_steps // n if n else 0}
 
     def best(self, name: str, mode: str = "auto") -> Best:
         """Returns the best finite value of a metric, the earliest among equals.

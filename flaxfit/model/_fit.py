@@ -70,6 +70,7 @@ def fit(
     """Trains for a number of epochs on what `prepare` returned; see `Model.fit`."""
     is_validated = epochs_of(validation_freq)
     history = History(trainer.name, unit="epoch", initial_epoch=initial_epoch)
+    history.params = {"verbose": verbose, "epochs": epochs, "steps": steps_per_epoch}
     if initial_epoch:
         trainer.n_epochs = initial_epoch
     n_left = epochs - initial_epoch
@@ -100,7 +101,7 @@ def fit(
             n_times=sum(map(is_validated, range(initial_epoch + 1, epochs + 1))),
             is_due=lambda: is_validated(history.n_epochs + 1),
         )
-    n_steps = steps_per_epoch or length_of(stream)
+    history.params["steps"] = n_steps = steps_per_epoch or length_of(stream)
     users = as_tuple(callbacks)
     # What `load` has read is the start of this model, not of an interrupted call.
     is_fresh, init, folder = trainer.is_fresh, trainer.init, None

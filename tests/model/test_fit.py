@@ -285,7 +285,9 @@ def test_numbers_are_checked_before_the_data():
 
 def test_batch_size_epochs_and_verbose_go_by_position():
     assert fit(X, Y, batch_size=8, epochs=3)[1] == [3, 6, 9]
-    assert make_model().fit(X, Y, 8, 3, 0).steps == [3, 6, 9]
+    history = make_model().fit(X, Y, 8, 3, 0)
+    assert history.steps == [3, 6, 9]
+    assert history.params == {"verbose": 0, "epochs": 3, "steps": 3}
 
 
 def test_epochs_count_from_the_initial_one_in_the_order_of_their_data():
