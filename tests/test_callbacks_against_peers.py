@@ -366,6 +366,7 @@ def test_nothing_lacks_a_peer_without_a_reason():
         "AverageWeights",
         "CSVLogger",
         "EarlyStopping",
+        "Events",  # In its own tests.
         "LearningRateScheduler",
         "ReduceLROnPlateau",
         "StopOnNaN",
