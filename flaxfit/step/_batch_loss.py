@@ -73,13 +73,14 @@ def loss_of(
             "With virtual_replicas there is no such way, and several such losses by output need "
             "strategy=Sharded()."
         )
-    if sees_replicas(task.loss, outputs, batch.targets):
-        return result
     weights = None if batch.weights is None else replicas.whole(batch.weights, n)
-    has_rows = None if rows_of is None else rows_of()
-    targets, outputs = replicas.whole(batch.targets, n), replicas.whole(outputs, n, has_rows)
+    targets = replicas.whole(batch.targets, n)
     if is_training:  # In rows of weight 0, the targets that one device would put there.
         targets = without_idle_rows(targets, weights)
+    if sees_replicas(task.loss, outputs, batch.targets):
+        own = jax.tree.map(lambda x: replicas.own(x, n), targets)
+        return result if weights is None else _evaluate_loss(task, outputs, own, n)
+    outputs = replicas.whole(outputs, n, None if rows_of is None else rows_of())
     result = _evaluate_loss(task, outputs, targets, n * replicas.n)
     return result._replace(
         values=replicas.own(result.values, n) if result.values.ndim else result.values,

@@ -194,6 +194,29 @@ def test_without_saying_so_it_is_refused_and_the_way_is_named(loss):
 
 
 @pytest.mark.slow
+def test_rows_of_weight_0_are_the_same_to_a_loss_that_gathers_by_itself():
+    labels = np.arange(BATCH, dtype=np.int32) % 3
+    weights = (np.arange(BATCH) >= BATCH // 2 - 1).astype(np.float32)  # Whole devices are idle.
+
+    def nearest(outputs, labels):
+        """The distance to the nearest example of another label."""
+        everyone, theirs = (jax.lax.all_gather(x, "replica", tiled=True) for x in (outputs, labels))
+        distances = ((outputs[:, None] - everyone) ** 2).sum(-1)
+        return jnp.where(labels[:, None] == theirs, 9.0, distances).min(-1)
+
+    def first(n_devices):
+        data = ff.ArrayStream(IMAGES[:BATCH], labels, weights, batch_size=BATCH)
+        task = ff.TrainTask(nn.Dense(4), optax.sgd(0.1), nearest, data, across="batch")
+        params = {"kernel": np.eye(6, 4, dtype=np.float32), "bias": np.zeros(4, np.float32)}
+        devices = DEVICES[:n_devices]
+        init = lambda rngs, x: {"params": params}  # noqa: E731
+        return ff.TrainLoop(init, task, 0, stdout=False, devices=devices).next_step()
+
+    one, all_devices = first(1), first(len(DEVICES))
+    assert all_devices.metrics == pytest.approx(one.metrics, rel=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["replica", "rows"])
 def test_replicas_may_have_another_name(given):
     params = first_params(Towers())
