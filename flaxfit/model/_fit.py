@@ -102,6 +102,8 @@ def fit(
             is_due=lambda: is_validated(history.n_epochs + 1),
         )
     history.params["steps"] = n_steps = steps_per_epoch or length_of(stream)
+    is_unknown = bool(verbose and steps_per_epoch) and known_length(stream) is None
+    first_epoch_of_data = trainer.n_epochs
     users = as_tuple(callbacks)
     # What `load` has read is the start of this model, not of an interrupted call.
     is_fresh, init, folder = trainer.is_fresh, trainer.init, None
@@ -155,6 +157,12 @@ def fit(
         for checkpoint in loop.run_until(end, copy=False):
             del checkpoint  # A copy that a callback was given is not to be held while training.
             trainer.n_epochs += 1
+            is_first, is_unknown = is_unknown and len(history.steps) == 1, False
+            if is_first and getattr(loop.data, "epoch", 0) > first_epoch_of_data:
+                display.say(
+                    f"the data ended before steps_per_epoch={n_steps:,} and began again: an epoch "
+                    "is longer than a pass"
+                )
         if loop.step < end and not loop.stopped:
             raise ValueError(
                 f"The data ended after step {loop.step:,}, and {n_left} epochs of {n_steps:,} "

@@ -59,7 +59,9 @@ class PassBar:
         self._next_refresh = self._clock() + SECONDS_BETWEEN_REFRESHES
 
     def finish(self, metrics: Mapping[str, float]) -> None:
-        """Writes the line at the end."""
+        """Writes the line at the end, and says if there were fewer batches than were asked for."""
+        if self._total is not None and self.n < self._total:
+            display.say(f"the data ended after {self.n:,} of {self._total:,} steps")
         if self._has_line:
             self._close()
             seconds = self._clock() - self._began

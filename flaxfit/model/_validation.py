@@ -74,6 +74,7 @@ class Validation:
         """Validates the first batch, before an epoch is spent on it; not that of a generator."""
         self._evaluator.attach(loop)
         n = None if is_read_once(self.data) else known_length(self.data)
+        self._is_unknown, self._say = n is None, loop.say
         if self._n_steps is not None and n is not None and n < self._n_steps:
             loop.say(f"validation_steps={self._n_steps:,}: all {n:,} batches are measured")
         if hasattr(self.data, "one_epoch") or not isinstance(self.data, Iterator):
@@ -83,13 +84,21 @@ class Validation:
         """Returns the checkpoint with the metrics of its state added."""
         if not self._is_due():
             return checkpoint
-        metrics = self._evaluator.measure(self._averaged(checkpoint.state), self._batches())
+        state, n_measured = self._averaged(checkpoint.state), []
+        metrics = self._evaluator.measure(state, self._batches(), watch=n_measured.append)
+        self._say_if_shorter(len(n_measured))
         return checkpoint.with_metrics(metrics, "val_").replace(
             modes={**checkpoint.modes, **self.adds}
         )
 
     def _batches(self) -> Data:
         return self.data
+
+    def _say_if_shorter(self, n: int) -> None:
+        """Says once that data whose length was unknown had fewer batches than asked for."""
+        if self._is_unknown and self._n_steps is not None and n < self._n_steps:
+            self._is_unknown = False
+            self._say(f"validation_steps={self._n_steps:,}: all {n:,} batches are measured")
 
 
 class GeneratorValidation(Validation):

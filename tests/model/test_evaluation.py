@@ -204,3 +204,11 @@ def test_weights_in_a_list_are_those_of_the_losses_by_name_in_order():
     assert one.train_on_batch(X, y, listed) == other.train_on_batch(X, y, named)
     with pytest.raises(ValueError, match="weights for 3 outputs, and the model has losses for 2"):
         model.evaluate(X, y, sample_weight=[weights] * 3)
+
+
+def test_data_of_unknown_length_that_ends_before_the_steps_is_said(model, capsys):
+    batches = [(X[:8], Y[:8]), (X[8:], Y[8:])]
+    for steps, n_notices in ((2, 0), (3, 1)):
+        model.evaluate(iter(batches), steps=steps, verbose=0)
+        said = capsys.readouterr().err
+        assert said.count(f"the data ended after 2 of {steps} steps") == n_notices

@@ -332,6 +332,29 @@ def test_an_epoch_that_is_longer_than_a_pass_is_said(capsys):
     assert "a pass over the data has 5 batches: an epoch of steps_per" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"steps_per_execution": 2}, {"class_weight": {0: 1.0}}])
+def test_an_epoch_that_is_longer_than_a_pass_of_unknown_length_is_said_once(capsys, options):
+    labels = np.zeros((4, 1), np.int32)
+    data, notice = lambda: ((x, labels) for x, _ in BATCHES), "ended before steps_per_epoch="
+    for n_steps, n_notices in ((4, 0), (5, 0), (6, 1), (11, 1)):
+        fit(data, steps_per_epoch=n_steps, epochs=3, verbose=2, **options)
+        assert capsys.readouterr().err.count(f"{notice}{n_steps} and began again") == n_notices
+    fit(data, steps_per_epoch=6, **options)
+    assert notice not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_validation_steps_beyond_data_of_unknown_length_are_said_once(capsys):
+    def held_out():
+        return iter(BATCHES)
+
+    for n_steps, n_notices in ((5, 0), (6, 1)):
+        fit(X, Y, validation_data=held_out, validation_steps=n_steps, epochs=3, verbose=2)
+        said = capsys.readouterr().err
+        assert said.count(f"validation_steps={n_steps}: all 5 batches") == n_notices
+
+
 class Indexed:
     """Batches by index, with a record of what was called, as those of Keras with `shuffle`."""
 
