@@ -333,6 +333,29 @@ def test_a_schedule_gives_the_rates_of_keras(name, keras):
     np.testing.assert_allclose(moved, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_the_average_overwrites_the_weights_when_that_of_keras_does(keras):
+    """The averages differ by their start, the steps that overwrite the weights do not."""
+    momentum, n_steps, options = 0.5, 7, {"ema_overwrite_frequency": 3}
+    loop = make_loop(
+        optax.sgd(0.5), {"w": np.ones(1, np.float32)}, n_steps, task={"ema": momentum, **options}
+    )
+    ours = [float(checkpoint.state.params["w"][0]) for checkpoint in loop]
+    optimizer = keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=momentum, **options)
+    variable, theirs, average = keras.Variable(np.ones(1, np.float32)), [], 1.0
+    for _ in range(n_steps):
+        optimizer.apply([np.ones(1, np.float32)], [variable])
+        theirs.append(float(variable.value[0]))
+    overwritten = [step for step in range(1, n_steps) if theirs[step] - theirs[step - 1] != -0.5]
+    assert overwritten == [2, 5]
+    expected, w = [], 1.0
+    for step in range(1, n_steps + 1):
+        w -= 0.5
+        average = momentum * average + (1 - momentum) * w
+        w = average if step % 3 == 0 else w
+        expected.append(w)
+    assert ours == expected
+
+
 def test_the_average_of_weights_is_that_of_torch(torch):
     average, layer = callbacks.AverageWeights(1), torch.nn.Linear(1, 1, bias=False)
     theirs = torch.optim.swa_utils.AveragedModel(layer)

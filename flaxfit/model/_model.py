@@ -65,10 +65,10 @@ class Model(Evaluation):
         types of variables or their names.
       **options: fields of `TrainTask`: `loss_weights`, `inputs`, `targets`, `weights`, `rngs`,
         `mutable`, `pad`, `objective`, `companions`, `save_companions`, `across`, `check_finite`,
-        `freeze`, `accumulate`, `precision`, `clip_norm`, `ema`, `skip_nonfinite`, `skip_above`,
-        `grads_hook`, `example_grads_hook`, `norms`, `step`. With `ema` or a schedule-free
-        optimizer, validation, `evaluate`, `predict`, `export` and `save_weights` use the average of
-        the parameters.
+        `freeze`, `accumulate`, `precision`, `clip_norm`, `ema`, `ema_overwrite_frequency`,
+        `skip_nonfinite`, `skip_above`, `grads_hook`, `example_grads_hook`, `norms`, `step`. With
+        `ema` or a schedule-free optimizer, validation, `evaluate`, `predict`, `export` and
+        `save_weights` use the average of the parameters.
     """
 
     def __init__(

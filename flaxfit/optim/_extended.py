@@ -13,7 +13,7 @@ from flaxfit.optim._averaged import schedule_free_states
 from flaxfit.optim._freeze import carry_over, check_patterns, mask, merge
 from flaxfit.optim._hyperparams import with_hyperparams_of
 from flaxfit.optim._spikes import Recent, no_recent
-from flaxfit.tree._types import OptState, Params, PyTree
+from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
 
 
 class ExtendedState(NamedTuple):
@@ -27,6 +27,8 @@ class ExtendedState(NamedTuple):
     """flax's `DynamicScale` of the loss, for float16."""
     recent: Recent | tuple[()] = ()
     """The loss and the norm of the gradient in recent steps, for `skip_above`."""
+    n_steps: ArrayLike | tuple[()] = ()
+    """The number of steps, for `ema_overwrite_frequency`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,7 @@ class ExtendedOptimizer:
     clip_norm: float | None = None
     freeze: tuple[str, ...] = ()
     ema: float | None = None
+    ema_overwrite_frequency: int | None = None
     scales_loss: bool = False
     keeps_recent: bool = False
 
@@ -62,7 +65,9 @@ class ExtendedOptimizer:
         # A copy: a donated state must not hold one buffer twice.
         average = () if self.ema is None else jax.tree.map(jnp.array, trained)
         scale = _new_scale() if self.scales_loss else ()
-        return ExtendedState(inner, average, scale, no_recent() if self.keeps_recent else ())
+        recent = no_recent() if self.keeps_recent else ()
+        n_steps = () if self.ema_overwrite_frequency is None else jnp.int32(0)
+        return ExtendedState(inner, average, scale, recent, n_steps)
 
     def update(
         self, updates: PyTree, state: PyTree, params: Params = None, **extra: PyTree
@@ -74,12 +79,18 @@ class ExtendedOptimizer:
 
         trained, extra = select(params), of_selected(extra, params, select)
         own, inner = self._inner.update(select(updates), state.inner, trained, **extra)
-        average = state.average
+        average, n_steps = state.average, state.n_steps
         if self.ema is not None:
             moved = optax.apply_updates(trained, own)
             average = optax.incremental_update(moved, average, 1 - self.ema)
+        if self.ema_overwrite_frequency is not None:
+            n_steps = n_steps + 1
+            is_due = n_steps % self.ema_overwrite_frequency == 0
+            own = jax.tree.map(
+                lambda own, new, old: jnp.where(is_due, new - old, own), own, average, trained
+            )
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return merge(own, zeros), state._replace(inner=inner, average=average)
+        return merge(own, zeros), state._replace(inner=inner, average=average, n_steps=n_steps)
 
 
 def extend(optimizer: Any, **options: Any) -> Any:

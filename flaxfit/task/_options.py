@@ -77,6 +77,13 @@ def _check_values(task: Any) -> None:
         raise ValueError(f"clip_norm must be more than 0, or None, got {task.clip_norm!r}.")
     if task.ema is not None and not (_is_number(task.ema) and 0 < task.ema < 1):
         raise ValueError(f"ema must lie between 0 and 1, such as 0.999, got {task.ema!r}.")
+    if task.ema_overwrite_frequency is not None:
+        whole_number("ema_overwrite_frequency", task.ema_overwrite_frequency)
+        if task.ema is None:
+            raise ValueError(
+                f"ema_overwrite_frequency={task.ema_overwrite_frequency} needs the moving average "
+                "that it writes: set ema to its decay, such as ema=0.999."
+            )
     if task.grads_hook is not None and not callable(task.grads_hook):
         raise TypeError(
             f"grads_hook must be (grads, state, sums) -> grads, got {task.grads_hook!r:.80}."
@@ -178,7 +185,7 @@ def _check_own_step(task: Any) -> None:
         raise TypeError(f"step must be (state, batch) -> (state, sums), got {task.step!r:.80}.")
     names = {"objective", "across", "freeze", "accumulate", "precision", "clip_norm", "ema"}
     names |= {"skip_nonfinite", "skip_above", "grads_hook", "example_grads_hook", "norms"}
-    names |= {"companions", "save_companions"}
+    names |= {"companions", "save_companions", "ema_overwrite_frequency"}
     fields = [field for field in dataclasses.fields(task) if field.name in names]
     wrong = [
         field.name for field in fields if getattr(task, field.name) not in (field.default, [], {})
@@ -224,6 +231,7 @@ def _extended_optimizer(
         clip_norm=task.clip_norm,
         freeze=freeze,
         ema=task.ema,
+        ema_overwrite_frequency=task.ema_overwrite_frequency,
         scales_loss=task.precision == "float16",
         keeps_recent=task.skip_above is not None,
     )

@@ -113,6 +113,8 @@ class TrainTask:
     ema: float | None = None
     """The decay of an exponential moving average of the parameters, kept beside them: after each
     step `average = ema * average + (1 - ema) * params`. See `flaxfit.optim.swap_ema`."""
+    ema_overwrite_frequency: int | None = None
+    """With `ema`: after how many steps each time the parameters are set to their average."""
     skip_nonfinite: bool = False
     """Whether a step whose loss or gradients are not finite leaves the whole state as it was, and
     is counted in `metrics["skipped_steps"]`. Always so with float16."""
