@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from marks import slow
 from measuring import value_of
 
 from flaxfit.metrics import as_metrics, mrr, ndcg, precision_at_k, recall_at_k
@@ -39,7 +40,7 @@ def test_relevant_items_are_those_of_a_grade_above_zero_or_of_a_number(
     assert value_of(metric, SCORES, np.array([3, 3])) == pytest.approx(of_numbers)
 
 
-@pytest.mark.parametrize("metric", [ndcg, mrr, precision_at_k, recall_at_k])
+@pytest.mark.parametrize("metric", [ndcg, *map(slow, (mrr, precision_at_k, recall_at_k))])
 def test_items_of_the_ignored_label_and_rows_of_them_alone_do_not_count(metric):
     padded = np.c_[SCORES, np.float32([[7.0], [np.nan]])]
     padded, grades = np.r_[padded, padded], np.c_[GRADES, [[-1.0], [-1.0]]]
