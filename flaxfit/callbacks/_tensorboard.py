@@ -1,13 +1,16 @@
 """TensorBoardLogger: metrics, histograms, images and texts for TensorBoard."""
 
+import functools
 import os
 from collections.abc import Mapping
 
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit.callbacks._callback import Loop
 from flaxfit.callbacks._event_file import EventFile, Summary
 from flaxfit.callbacks._log_to import Attempt, required
+from flaxfit.display import is_scalar
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._checks import local_path, whole_number
 from flaxfit.tree._paths import flat
@@ -39,6 +42,9 @@ class TensorBoardLogger:
       split: whether to write the metrics of validation to `folder/validation`, without the "val_"
         of their names, and all else to `folder/train`, so that TensorBoard draws both in one chart.
       histogram_freq: Keras's name of `histograms`.
+      update_freq: "epoch", or a number of steps: after so many each time it also writes the means
+        of the metrics since the last checkpoint, as "batch_loss" and so on, for which it waits for
+        the device; "batch" is 1.
 
     Raises:
       ImportError: tensorboardX is not installed.
@@ -54,6 +60,7 @@ class TensorBoardLogger:
         hparams: Mapping[str, object] | None = None,
         split: bool = False,
         histogram_freq: int | None = None,
+        update_freq: int | str = "epoch",
     ) -> None:
         self._folder = local_path(folder)
         self._make = required("TensorBoardLogger", "tensorboardX", "tensorboard").summary
@@ -65,16 +72,39 @@ class TensorBoardLogger:
         n = int(histograms) if histogram_freq is None else histogram_freq
         self._histograms = whole_number("histograms", n, least=0)
         self._n_seen = 0
+        n = 1 if update_freq == "batch" else update_freq
+        is_epoch = update_freq == "epoch"
+        self._update_freq = 0 if is_epoch else whole_number("update_freq", n, other="epoch")
         self._main = "train" if split else ""
         """The folder, in that of the run, of all but the metrics of validation."""
         self._hparams = dict(hparams or {})
         self._attempt = Attempt("TensorBoardLogger")
         self._files: dict[str, EventFile] = {}
+        self._is_first = True
+        """Whether no checkpoint was written since the files were closed."""
+        self._updated_at = 0
         self._step = 0
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         self._attempt(self._write, checkpoint)
         return checkpoint
+
+    def attach(self, loop: Loop) -> None:
+        """Looks at the steps of a loop, if asked to."""
+        if self._update_freq:
+            self._updated_at = loop.step
+            loop.dispatch_watchers.append(functools.partial(self._update, loop))
+
+    def _update(self, loop: Loop, step: int) -> None:
+        if step - self._updated_at < self._update_freq:
+            return
+        self._updated_at, metrics = step, loop.running_metrics()
+        made = {f"batch_{name}": value for name, value in metrics.items() if is_scalar(value)}
+        self._attempt(self._write_batch, step, made)
+
+    def _write_batch(self, step: int, values: Mapping[str, float]) -> None:
+        self._begin(step)
+        self._add(step, self._scalars(values))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Writes numbers of a step."""
@@ -101,20 +131,14 @@ class TensorBoardLogger:
 
     def close(self) -> None:
         """Closes the files; a later checkpoint opens them again."""
+        self._is_first = True
         while self._files:
             self._attempt(self._files.popitem()[1].close)
 
     def _write(self, checkpoint: Checkpoint) -> None:
-        step, is_first = checkpoint.step, self._main not in self._files
+        step = checkpoint.step
         train, tested = self._divided(checkpoint.scalars)
-        names = [self._main]
-        if tested or (self._main and (self._folder / _VALIDATION).exists()):
-            names.append(_VALIDATION)
-        for name in names:
-            is_opened = name not in self._files
-            file = self._opened(name)
-            if (is_opened and not file.is_new) or step <= self._step:
-                file.restart(step)
+        self._begin(step, is_tested=bool(tested))
         self._step = step
         if tested:
             self._add(step, self._scalars(tested), _VALIDATION)
@@ -123,11 +147,12 @@ class TensorBoardLogger:
         if self._histograms and (self._n_seen - 1) % self._histograms == 0:
             made += self._histograms_of("params", checkpoint.state and checkpoint.state.params)
             made += self._histograms_of("grads", checkpoint.last_grads)
-        if is_first and self._hparams:
+        if self._is_first and self._hparams:
             plain = bool | int | float | str
             known = {k: v if isinstance(v, plain) else str(v) for k, v in self._hparams.items()}
             made += self._make.hparams(known, dict.fromkeys(checkpoint.scalars))
         self._add(step, made)
+        self._is_first = False
 
     def _scalars(self, values: Mapping[str, float]) -> list[Summary]:
         return [self._make.scalar(name, float(value)) for name, value in values.items()]
@@ -143,6 +168,18 @@ class TensorBoardLogger:
             if values.size:
                 made.append(self._make.histogram(f"{kind}/{path}", values, bins=64))
         return made
+
+    def _begin(self, step: int, *, is_tested: bool = False) -> None:
+        """Opens files, and declares void what they hold from a step on that is taken again."""
+        names = [self._main]
+        if is_tested or (self._main and (self._folder / _VALIDATION).exists()):
+            names.append(_VALIDATION)
+        for name in names:
+            is_opened = name not in self._files
+            file = self._opened(name)
+            if (is_opened and not file.is_new) or step <= self._step:
+                file.restart(step)
+        self._step = min(self._step, step - 1)
 
     def _divided(self, scalars: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
         """The metrics of training, and those of validation, if these have a folder of their own."""

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from flaxfit import display
-from flaxfit.callbacks import CSVLogger, JSONLogger, StopOnNaN
+from flaxfit.callbacks import CSVLogger, JSONLogger, StopOnNaN, TensorBoardLogger
 from flaxfit.callbacks._callback import Callback
 from flaxfit.data._batch import Batch, normalize
 from flaxfit.data._class_weights import ClassWeightedStream
@@ -242,7 +242,7 @@ class Evaluation(Persistence):
         return data if y is not None else self._trainer.task.roles.of_data_set(data)
 
 
-_NEED_NO_LOOP = (CSVLogger, JSONLogger, StopOnNaN)
+_NEED_NO_LOOP = (CSVLogger, JSONLogger, StopOnNaN, TensorBoardLogger)
 
 
 def _checked(owner: str, callbacks: Any) -> tuple[Any, ...]:

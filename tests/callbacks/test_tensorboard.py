@@ -183,3 +183,26 @@ def test_two_names_of_one_option_are_refused(tmp_path):
         TensorBoardLogger(tmp_path, histograms=1, histogram_freq=1)
     with pytest.raises(ValueError, match="histograms must be 0 or more, got -1"):
         TensorBoardLogger(tmp_path, histograms=-1)
+
+
+@pytest.mark.parametrize(("freq", "steps"), [("batch", [1, 2, 3, 4]), (2, [2, 4]), ("epoch", None)])
+def test_metrics_within_an_epoch_are_written_on_request(tmp_path, freq, steps):
+    log = TensorBoardLogger(tmp_path, split=True, update_freq=freq)
+    options = {"n_steps_per_checkpoint": 2, "first_checkpoint": 2}
+    losses = []
+    for _ in range(2):  # The second run begins anew, in the same file.
+        losses = [(c.step, np.float32(c.loss)) for c in make_loop(log, **options)]
+    assert scalars(tmp_path / "train") == losses
+    if steps is None:
+        assert "batch_loss" not in read(tmp_path / "train").Tags()["scalars"]
+    else:
+        found = scalars(tmp_path / "train", "batch_loss")
+        assert [step for step, _ in found] == steps
+        assert [each for each in found if each[0] in (2, 4)] == losses
+
+
+def test_a_frequency_that_there_is_not_is_refused(tmp_path):
+    with pytest.raises(
+        TypeError, match="update_freq must be a whole number or 'epoch', got 'step'"
+    ):
+        TensorBoardLogger(tmp_path, update_freq="step")
