@@ -1,6 +1,5 @@
 """Trainer: the one loop of a model, or the state that its first loop will begin with."""
 
-import contextlib
 import dataclasses
 import itertools
 import os
@@ -17,7 +16,6 @@ from flaxfit.callbacks._progress import ENDLESS
 from flaxfit.checkpoints._compare import check_params
 from flaxfit.data import DataStream, as_stream, one_pass
 from flaxfit.data._batch import Batch, normalize
-from flaxfit.data._rewind import borrowed
 from flaxfit.data._stream import is_shared
 from flaxfit.loop._callback_list import CallbackList
 from flaxfit.loop._ownership import copier
@@ -327,11 +325,11 @@ class Trainer:
 
     def _start_loop(self, init: Init, data: Data, **options: Any) -> TrainLoop:
         """Returns the one loop of the model, which has its own copy of the state."""
-        loop = self._make_loop(init, data, snapshot=self._snapshot, **options)
+        loop = self.make_loop(init, data, snapshot=self._snapshot, **options)
         self.init, self._loaded, self._placed = self._fresh, None, None
         return loop
 
-    def _make_loop(self, init: Init, data: Data, **options: Any) -> TrainLoop:
+    def make_loop(self, init: Init, data: Data, **options: Any) -> TrainLoop:
         """Returns a loop with the companions of the model, which a checkpoint may have brought."""
         if self.lacks:
             missing = " and ".join(f"no {name}" for name in self.lacks)
@@ -345,27 +343,6 @@ class Trainer:
         if not self.is_fresh:  # Else `init` may be a checkpoint, which has its own.
             loop._companions.restore(self._companions.variables)
         return loop
-
-    @contextlib.contextmanager
-    def trial(
-        self,
-        owner: str,
-        x: Data,
-        y: PyTree,
-        sample_weight: PyTree,
-        batch_size: int | None = None,
-        *,
-        of_arrays: int | None = None,
-    ) -> Iterator[TrainLoop]:
-        """Yields a loop over a copy of the state; the position of the data is restored at the end.
-
-        The arguments are those of `borrowed`.
-        """
-        sizes = {"batch_size": batch_size, "of_arrays": of_arrays}
-        x = self.task.roles.of_data_set(x) if y is None else x
-        with borrowed(x, y, sample_weight, **sizes, seed=self.seed, owner=owner) as stream:
-            init = self.init if self.loop is None else self.loop.state
-            yield self._make_loop(init, stream, stdout=False)
 
 
 def _gives_weights(init: object) -> bool:

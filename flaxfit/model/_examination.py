@@ -1,0 +1,127 @@
+"""Examination: what a model consists of, and which rates and batch sizes suit it."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from flaxfit import modules
+from flaxfit.data import as_stream
+from flaxfit.data._batch import normalize
+from flaxfit.data._fit_arguments import prepare_inputs
+from flaxfit.data._rewind import borrowed
+from flaxfit.display import _html
+from flaxfit.loop._train_loop import TrainLoop
+from flaxfit.model._evaluation import Evaluation
+from flaxfit.model._find_batch_size import find_batch_size
+from flaxfit.model._find_lr import LearningRateRange, check_range, find_lr
+from flaxfit.model._trainer import Trainer
+from flaxfit.step._validate import shapes_of
+from flaxfit.tree._types import Data, PyTree
+
+
+class Examination(Evaluation):
+    """The part of `Model` that describes it, and tries steps on a copy of it."""
+
+    module: Any
+
+    def summary(self, x: Data = None) -> None:
+        """Prints the layers, their shapes and parameters.
+
+        Args:
+          x: inputs, for their shapes; not needed after `fit`.
+        """
+        inputs = self._trainer.input_shapes
+        if x is not None:
+            roles = self._trainer.task.roles
+            first = next(as_stream(prepare_inputs(roles.inputs_of_data_set(x))))
+            inputs = shapes_of(normalize(roles.inputs_of(first)).inputs)
+        elif inputs is None:
+            raise ValueError("summary() needs inputs before the first fit: model.summary(x).")
+        print(modules.summarize(self.module, inputs))
+
+    def find_lr(
+        self,
+        x: Data,
+        y: PyTree = None,
+        *,
+        batch_size: int | None = None,
+        sample_weight: PyTree = None,
+        lowest: float = 1e-6,
+        highest: float = 1.0,
+        n_steps: int = 100,
+    ) -> LearningRateRange:
+        """Tries rising learning rates on a copy of the model, one per step, and suggests one.
+
+        The model and the position of the data stay as they are.
+
+        Args:
+          x, y, batch_size, sample_weight: as of `fit`; the data can be passed over repeatedly.
+          lowest: the first rate.
+          highest: the last rate.
+          n_steps: the number of rates.
+
+        Raises:
+          ValueError: the optimizer's learning rate cannot be set.
+        """
+        check_range(lowest, highest, n_steps)
+        with trial(self._trainer, "find_lr", x, y, sample_weight, batch_size) as loop:
+            return find_lr(loop, lowest=lowest, highest=highest, n_steps=n_steps)
+
+    def find_batch_size(
+        self,
+        x: Data,
+        y: PyTree = None,
+        *,
+        sample_weight: PyTree = None,
+        limit: float | None = None,
+        largest: int = 65536,
+    ) -> int:
+        """Returns the largest batch size whose training step fits the memory of a device.
+
+        Steps are compiled for one example per device, two, four and so on, and the compiler reports
+        their memory. None is run, so nothing can run out of memory.
+
+        Args:
+          x, y, sample_weight: as of `fit`; the data can be passed over repeatedly.
+          limit: bytes on each device; None: nine tenths of the smallest device's memory.
+          largest: the largest size to try.
+
+        Raises:
+          ValueError: not even the smallest batch fits, or the backend reports no limit (a CPU).
+        """
+        n = self.strategy.n_devices
+        with trial(self._trainer, "find_batch_size", x, y, sample_weight, of_arrays=n) as loop:
+            return find_batch_size(loop, limit=limit, largest=largest)
+
+    def _repr_html_(self) -> str:
+        trainer = self._trainer
+        return _html.of_model(
+            trainer.name,
+            trainer.state_in_place if trainer.has_weights else None,
+            step=trainer.step,
+            metrics=trainer.task.metrics,
+            devices=self.strategy.devices,
+            history=self.history,
+        )
+
+
+@contextlib.contextmanager
+def trial(
+    trainer: Trainer,
+    owner: str,
+    x: Data,
+    y: PyTree,
+    sample_weight: PyTree,
+    batch_size: int | None = None,
+    *,
+    of_arrays: int | None = None,
+) -> Iterator[TrainLoop]:
+    """Yields a loop over a copy of the state; the position of the data is restored at the end.
+
+    The arguments are those of `borrowed`.
+    """
+    sizes = {"batch_size": batch_size, "of_arrays": of_arrays}
+    x = trainer.task.roles.of_data_set(x) if y is None else x
+    with borrowed(x, y, sample_weight, **sizes, seed=trainer.seed, owner=owner) as stream:
+        init = trainer.init if trainer.loop is None else trainer.loop.state
+        yield trainer.make_loop(init, stream, stdout=False)
