@@ -194,3 +194,13 @@ def test_epochs_are_those_of_keras_where_some_are_left_out_or_passed_over(log_at
     log, path = log_at(tmp_path)
     fit(None, make_model(), 5, [every(4, log)], initial_epoch=1)
     assert [(int(row["epoch"]), int(row["step"])) for row in rows_of(path)] == [(2, 4), (4, 8)]
+
+
+@pytest.mark.slow
+def test_evaluate_writes_a_row_without_an_epoch(tmp_path):
+    model, x = make_model(), np.ones((8, 1), np.float32)
+    fit(None, model, 1, [])
+    loss = model.evaluate(x, x, verbose=0, callbacks=[CSVLogger(tmp_path / "log.csv")])["loss"]
+    assert rows_of(tmp_path / "log.csv") == [
+        {"step": "2", "elapsed_time": "0.0", "loss": str(float(loss))}
+    ]
