@@ -30,7 +30,9 @@ class ModelFunctions(NamedTuple):
     where `mutable` is not False."""
 
 
-def with_losses(functions: ModelFunctions, losses: Names) -> ModelFunctions:
+def with_losses(
+    functions: ModelFunctions, losses: Names, *, are_required: bool = True
+) -> ModelFunctions:
     """A model whose collections of these names become parts of "losses", so terms of the loss.
 
     >>> sow = ModelFunctions(lambda k, x: {}, lambda v, x, mutable: (x, {"kl": 1.0}))
@@ -51,8 +53,10 @@ def with_losses(functions: ModelFunctions, losses: Names) -> ModelFunctions:
     ) -> PyTree:
         if mutable is False:
             return functions.apply(variables, *inputs, **named)
-        outputs, updates = functions.apply(variables, *inputs, mutable=mutable, **named)
-        if in_filter(mutable, "losses"):
+        is_known = isinstance(mutable, list) and mutable == ["losses"]
+        wanted = ["losses", *names] if is_known else mutable
+        outputs, updates = functions.apply(variables, *inputs, mutable=wanted, **named)
+        if are_required and in_filter(mutable, "losses"):
             check_losses(names, updates)
         terms = {name: updates[name] for name in names if name in updates}
         others = {name: tree for name, tree in updates.items() if name not in terms}

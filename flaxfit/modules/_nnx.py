@@ -137,7 +137,7 @@ def from_nnx(
         if mutable is False:
             return outputs
         updates = states.variables_of(module, names)
-        if in_filter(mutable, "losses"):
+        if train is not False and in_filter(mutable, "losses"):
             check_losses(names, states.collections_of(module))
         return outputs, {name: tree for name, tree in updates.items() if in_filter(mutable, name)}
 

@@ -48,7 +48,7 @@ def functions_of(module: Any, *, train: bool, losses: Names = ()) -> ModelFuncti
     """Makes the functions of a model for training or for evaluation; see `train_and_eval`."""
     if isinstance(module, nn.Module):
         functions = _linen(module, train)
-        return with_losses(functions, losses) if train else functions
+        return with_losses(functions, losses, are_required=train)
     if isinstance(module, tuple) and len(module) == 2 and all(map(callable, module)):
         functions = _pair(module, train)
         return with_losses(functions, losses) if train else functions

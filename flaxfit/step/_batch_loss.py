@@ -15,6 +15,7 @@ from flaxfit.step._broadcasting import couples_rows
 from flaxfit.step._jaxpr import names_axis
 from flaxfit.step._replicas import AnyReplicas, VirtualReplicas
 from flaxfit.task._multi_output import LossByOutput, is_loss_of_output, weight_of
+from flaxfit.task._no_loss import no_loss
 from flaxfit.task._precision import in_float32
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._functions import is_by_row
@@ -58,8 +59,7 @@ def loss_of(
     n = n_examples(batch)
     result = _evaluate_loss(task, outputs, batch.targets, n)
     divided = how_divided(replicas, n_parts)
-    counted = result.penalty if is_training else None
-    reason = divided and _why_whole(task.loss, result.values, counted, outputs, batch.targets)
+    reason = divided and _why_whole(task.loss, result, outputs, batch.targets)
     if divided and not reason and task.across is not None:
         reason = "it is declared to compare the examples of a batch"
     if not reason:
@@ -140,13 +140,11 @@ def metrics_by_row(task: TrainTask | EvalTask) -> Iterator[tuple[str, Function]]
             yield name, metric.values
 
 
-def _why_whole(
-    loss: Any, values: jax.Array, penalty: PyTree, outputs: Outputs, targets: PyTree
-) -> str:
+def _why_whole(loss: Any, result: LossResult, outputs: Outputs, targets: PyTree) -> str:
     """Why the loss of a batch cannot be computed from its parts; "" if it can."""
-    if values.ndim == 0:
+    if result.values.ndim == 0:
         return "it is a scalar"
-    if penalty is not None:
+    if result.penalty is not None:
         return "its penalty is one number for the whole batch"
     each = losses_by_row(loss, outputs, targets)
     if any(couples_rows(one, *arguments) for _, one, *arguments in each):
@@ -173,6 +171,8 @@ def _evaluate_loss(
 ) -> LossResult:
     """Calls the loss of a task for `n` examples, and checks what it returns."""
     loss, factor = task.loss, weight_of(task.loss, task.loss_weights)
+    if loss is no_loss:
+        return LossResult(jnp.zeros(n))
     result = in_range(loss, *outputs, *targets)
     parts = result if isinstance(result, tuple) else (result,)
     is_by_output = isinstance(loss, LossByOutput)

@@ -1,8 +1,12 @@
 """The forward passes of a task: its loss or objective and its metrics on one batch."""
 
-import jax
+from collections.abc import Mapping
 
-from flaxfit.data._batch import Batch, call
+import jax
+import jax.numpy as jnp
+
+from flaxfit.data._batch import Batch, call, n_examples
+from flaxfit.modules._switch import handle_of
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._compare import ForwardPass, compare
 from flaxfit.step._model_call import (
@@ -15,6 +19,7 @@ from flaxfit.step._model_call import (
 from flaxfit.step._objective import objective_measured, objective_pass
 from flaxfit.step._random import rngs_of
 from flaxfit.step._replicas import AnyReplicas, Replicas
+from flaxfit.task._no_loss import as_all_loss
 from flaxfit.task._precision import in_precision
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._types import PyTree
@@ -77,14 +82,27 @@ def forward_eval(
     if task.objective is not None:
         return objective_measured(task, apply, state, batch, key, options, replicas)
 
-    def outputs_of(batch: Batch) -> PyTree:
-        return call(apply, state.variables, batch.inputs, **options)
+    adds_losses = handle_of(task.apply) is not None  # Other functions may not take `mutable`.
 
+    def updated_by(batch: Batch) -> tuple[PyTree, Mapping[str, PyTree]]:
+        if not adds_losses:
+            return call(apply, state.variables, batch.inputs, **options), {}
+        return call(apply, state.variables, batch.inputs, mutable=["losses"], **options)
+
+    def outputs_of(batch: Batch) -> PyTree:
+        return updated_by(batch)[0]
+
+    outputs, updates = updated_by(batch)
     result = compare(
         task,
-        outputs_of(batch),
+        outputs,
         batch,
         replicas,
         rows_of=lambda: which_have_rows(outputs_of, batch),
     )
-    return result._replace(penalty=None)
+    penalty = sum_of_penalties(result.penalty, updates)
+    sums = as_all_loss(task.loss, result.sums, penalty)
+    if penalty is not None:
+        n = jnp.asarray(n_examples(batch), jnp.float32)
+        sums = sums | {"penalty": (n * penalty, n)}
+    return result._replace(penalty=penalty, sums=sums)

@@ -19,6 +19,7 @@ from flaxfit.step._divided_batch import DividedBatch, mean_of_sums
 from flaxfit.step._forward import returns_weights
 from flaxfit.step._gradient import hooked
 from flaxfit.step._replicas import replicas_of
+from flaxfit.task._no_loss import as_all_loss
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._paths import flat
 from flaxfit.tree._selection import label_of
@@ -114,6 +115,7 @@ def make_train_step(
         if guards(task) or may_be_empty:
             updated = _where(is_used > 0, updated, unchanged)
 
+        sums = as_all_loss(task.loss, sums, penalty)
         per_step = {"grad_norm": norm} if grad_norm else {}
         if grad_norm and task.grads_hook is not None:
             per_step["hooked_grad_norm"] = _norm(jax.tree.leaves(changed))

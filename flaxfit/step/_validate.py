@@ -23,6 +23,7 @@ from flaxfit.step._jaxpr import holds, n_operations
 from flaxfit.step._own_weights import check_own_weights
 from flaxfit.step._regression_targets import check_classes
 from flaxfit.task._multi_output import check_outputs, check_values, targets_with_weights
+from flaxfit.task._no_loss import check_adds_loss
 from flaxfit.task._one_for_all import for_all_outputs
 from flaxfit.task._precision import in_float32
 from flaxfit.task._task import EvalTask, TrainTask
@@ -98,6 +99,8 @@ def inspect(
         with calls_explained(batch.inputs, batch.targets), _explained(task, batch):
             traced = trace(bound, state, batch, states_of(task))
     result = traced.shapes
+    if isinstance(task, TrainTask):
+        check_adds_loss(task, result.penalty)
     task = for_all_outputs(task, result.outputs, batch)
     if result.values is not None:
         _check_loss(task.loss, result, batch, data)

@@ -19,6 +19,7 @@ from flaxfit.optim._groups import MultiOptimizer
 from flaxfit.optim._optimizer import Optimizer
 from flaxfit.task._companions import as_companions
 from flaxfit.task._multi_output import as_loss, as_metrics
+from flaxfit.task._no_loss import no_loss
 from flaxfit.task._precision import check_precision
 from flaxfit.task._signatures import check_hooks, check_objective_call, takes_ema
 from flaxfit.tree._checks import whole_number
@@ -44,12 +45,7 @@ def resolved(task: Any) -> dict[str, Any]:
     if task.objective is not None:
         check_objective(task)
     elif loss is not None or not has_own_step:
-        if loss is None:
-            raise TypeError(
-                "A task needs a loss, such as 'crossentropy' or a function (*outputs, *targets) -> "
-                "values; or objective=, which calls the model by itself; or step=."
-            )
-        loss = as_loss(loss, task.loss_weights)
+        loss = as_loss(no_loss if loss is None else loss, task.loss_weights)
     metrics, rngs = as_metrics(task.metrics, loss), names_of(task.rngs)
     _check_collected(metrics)
     check_streams("TrainTask", rngs, apply)
@@ -63,7 +59,7 @@ def resolved(task: Any) -> dict[str, Any]:
         "loss": loss,
         "metrics": metrics,
         "rngs": rngs,
-        "pad": task.pad and task.across is None,
+        "pad": task.pad and task.across is None and loss is not no_loss,
         "companions": companions,
     }
 

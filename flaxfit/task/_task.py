@@ -44,7 +44,7 @@ class TrainTask:
     and padding are then exact), `(values, weights)`, or these with an unweighted scalar penalty
     as the last, or a scalar. Scalars are computed over the batch of all devices. A model with
     several outputs has one for each, by name or in their order: their weighted sum is trained, and
-    each is reported as "<name>_loss"."""
+    each is reported as "<name>_loss". None: what the model adds by itself is the loss."""
     data: Data = None
     """Anything that `flaxfit.data.as_stream` takes."""
     metrics: Any = dataclasses.field(default_factory=dict)

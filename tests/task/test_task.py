@@ -1,5 +1,6 @@
 """Tasks refuse what they cannot do, when they are made."""
 
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -29,8 +30,8 @@ def test_a_task_or_model_without_a_loss_is_told_what_takes_its_place():
     def objective(apply, batch, rngs):
         return apply(*batch.inputs)[..., 0]
 
-    apply = nn.Dense(1)
+    apply, x = nn.Dense(1), np.ones((4, 2), "f4")
+    with pytest.raises(TypeError, match="needs a loss, such as 'crossentropy'.*objective="):
+        ff.Model(apply, optax.sgd(0.1)).fit(x, verbose=0)
     for make in (ff.TrainTask, ff.Model):
-        with pytest.raises(TypeError, match="needs a loss, such as 'crossentropy'.*objective="):
-            make(apply, optax.sgd(0.1))
         make(apply, optax.sgd(0.1), objective=objective)

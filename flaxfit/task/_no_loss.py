@@ -1,0 +1,31 @@
+"""The loss of a model that adds all of its loss itself."""
+
+import jax.numpy as jnp
+
+from flaxfit.tree._functions import by_row
+from flaxfit.tree._types import Array, PyTree, Sums
+
+
+@by_row
+def no_loss(*outputs_and_targets: PyTree) -> Array:
+    """0: what stands for `loss=None`, where the penalty of the model is all that is trained."""
+    return jnp.zeros(())
+
+
+def as_all_loss(loss: object, sums: dict[str, Sums], penalty: Array | None) -> dict[str, Sums]:
+    """The sums of a batch, in which the penalty is the loss if there is no other."""
+    if loss is not no_loss or penalty is None:
+        return sums
+    _, weight = sums["loss"]
+    return sums | {"loss": (jnp.where(weight > 0, weight * penalty, 0), weight)}
+
+
+def check_adds_loss(task: object, penalty: object) -> None:
+    """Checks that a model without a loss adds one itself."""
+    if getattr(task, "loss", None) is no_loss and penalty is None:
+        raise TypeError(
+            "A task needs a loss, such as 'crossentropy' or a function (*outputs, *targets) -> "
+            "values; or objective=, which calls the model by itself; or step=. Without any, a "
+            "model adds its loss itself, and this one adds none: a linen module does so by "
+            "self.sow('losses', name, value), an nnx module by a variable of a type in losses=."
+        )
