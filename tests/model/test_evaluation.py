@@ -52,8 +52,8 @@ def test_one_batch_is_trained_and_measured_as_by_fit():
     weights = np.linspace(0, 1, 13).astype(np.float32)
     one, other = make_model(), make_model()
     loss, mae = one.train_on_batch(X, Y, weights)
-    other.fit(X, Y, sample_weight=weights, shuffle=False, verbose=0)
-    assert loss == pytest.approx(other.history["loss"][0], rel=1e-6)
+    history = other.fit(X, Y, sample_weight=weights, shuffle=False, verbose=0)
+    assert loss == pytest.approx(history["loss"][0], rel=1e-6)
     np.testing.assert_allclose(one.get_weights()[0], other.get_weights()[0], rtol=1e-6)
     whole = pytest.approx(one.evaluate(X, Y), rel=1e-6)
     assert one.step == 1 and one.test_on_batch(X, Y, return_dict=True) == whole

@@ -78,7 +78,7 @@ def test_a_batch_is_trained_as_by_fit(strategy):
     assert loss == pytest.approx(np.sum(weights * losses) / np.sum(weights), rel=1e-5)
     assert 0 <= accuracy <= 1
     other = classifier(one_device())
-    other.fit(
+    history = other.fit(
         X,
         LABELS,
         N,
@@ -87,8 +87,8 @@ def test_a_batch_is_trained_as_by_fit(strategy):
         sample_weight=WEIGHTS,
         class_weight=CLASS_WEIGHT,
     )
-    assert other.history["loss"][0] == pytest.approx(loss, rel=1e-5)
-    assert other.history["accuracy"][0] == pytest.approx(accuracy, rel=1e-5)
+    assert history["loss"][0] == pytest.approx(loss, rel=1e-5)
+    assert history["accuracy"][0] == pytest.approx(accuracy, rel=1e-5)
     assert_same_weights(model, other)
     for size in 5, 1, N:  # Smaller ones, than devices too; and fit in between.
         model.train_on_batch(X[:size], LABELS[:size])
@@ -106,8 +106,8 @@ def test_a_batch_of_several_outputs_is_trained_and_measured(strategy):
     model, other = two_heads(strategy, accumulate=2), two_heads(one_device())
     weights = [WEIGHTS, OTHERS]
     by_name = model.train_on_batch(X, [LABELS, VALUES], weights, return_dict=True)
-    other.fit(X, [LABELS, VALUES], N, verbose=0, shuffle=False, sample_weight=weights)
-    assert by_name["loss"] == pytest.approx(other.history["loss"][0], rel=1e-5)
+    history = other.fit(X, [LABELS, VALUES], N, verbose=0, shuffle=False, sample_weight=weights)
+    assert by_name["loss"] == pytest.approx(history["loss"][0], rel=1e-5)
     assert_same_weights(model, other)
     found = model.test_on_batch(X, [LABELS, VALUES], weights, True)
     logits, values = model.predict_on_batch(X)
