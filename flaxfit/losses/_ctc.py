@@ -22,8 +22,8 @@ def ctc(logits: ArrayLike, labels: ArrayLike) -> jax.Array:
       logits: `(batch, steps, classes)`.
       labels: integers of shape `(batch, length)`.
 
-    >>> ctc(np.zeros((1, 2, 2)), np.array([[1, 0]])).round(3)
-    Array([0.288], dtype=float32)
+    >>> np.asarray(ctc(np.zeros((1, 2, 2)), np.array([[1, 0]])), float).round(3)
+    array([0.288])
     """
     shape, received = np.shape(logits), np.shape(labels)
     dtype = labels.dtype if hasattr(labels, "dtype") else np.asarray(labels).dtype

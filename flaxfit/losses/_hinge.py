@@ -13,6 +13,7 @@ from flaxfit.tree._types import ArrayLike
 def hinge(scores: ArrayLike, labels: ArrayLike) -> jax.Array:
     """Gives the shortfall of scores to a margin of 1, by element; labels are -1 or 1.
 
+    >>> import numpy as np
     >>> hinge(np.array([0.5, 5.0]), np.array([-1, 1]))
     Array([1.5, 0. ], dtype=float32)
     """
@@ -24,6 +25,7 @@ def hinge(scores: ArrayLike, labels: ArrayLike) -> jax.Array:
 def squared_hinge(scores: ArrayLike, labels: ArrayLike) -> jax.Array:
     """Gives the square of `hinge`, by element; labels are -1 or 1.
 
+    >>> import numpy as np
     >>> squared_hinge(np.array([0.5, 5.0]), np.array([-1, 1]))
     Array([2.25, 0.  ], dtype=float32)
     """
@@ -38,6 +40,7 @@ def categorical_hinge(scores: ArrayLike, labels: ArrayLike) -> jax.Array:
     Labels are one-hot, of the shape of the scores. As in Keras the other one counts with 0 at
     least.
 
+    >>> import numpy as np
     >>> categorical_hinge(np.array([[0.5, 0.25], [3.0, 1.0]]), np.eye(2)[[0, 0]])
     Array([0.75, 0.  ], dtype=float32)
     """

@@ -32,6 +32,7 @@ def loop_over(loss="mse", **options):
 
 @pytest.fixture
 def debug_nans():
+    jax.clear_caches()  # Operations that other tests compiled would not be checked.
     jax.config.update("jax_debug_nans", True)
     yield
     jax.config.update("jax_debug_nans", False)
