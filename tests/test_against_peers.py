@@ -663,6 +663,18 @@ def test_metrics_are_those_of_keras(kind, keras):
     assert_metrics(kind, of_keras_metrics(keras), ["plain", "weighted", "tied"], but=TIED)
 
 
+@pytest.mark.parametrize("axis", [1, -1])
+def test_the_metric_of_cosine_similarity_is_that_of_keras(axis, keras):
+    outputs, targets = np.random.default_rng(3).normal(size=(2, 20, 3, 4)).astype(np.float32)
+    weights = np.linspace(0, 2, 20, dtype=np.float32)
+    theirs = keras.metrics.CosineSimilarity(axis=axis)
+    by_vector = np.broadcast_to(weights[:, None], (20, 4 if axis == 1 else 3))
+    theirs.update_state(targets, outputs, sample_weight=by_vector)
+    ours = metrics.cosine_similarity(axis=axis)
+    value = ours.compute(ours.measure(outputs, targets, weights=weights))
+    assert value == pytest.approx(float(theirs.result()), abs=1e-6)
+
+
 def of_torchmetrics(torch, functional):
     of = functional.classification
 

@@ -172,6 +172,7 @@ PUBLIC = {
         "collected",
         "concordance",
         "confusion_matrix",
+        "cosine_similarity",
         "dice",
         "exact_match",
         "explained_variance",

@@ -63,6 +63,7 @@ from flaxfit.metrics._rates import negative_predictive_value as negative_predict
 from flaxfit.metrics._rates import precision as precision
 from flaxfit.metrics._rates import recall as recall
 from flaxfit.metrics._rates import specificity as specificity
+from flaxfit.metrics._regression import cosine_similarity as cosine_similarity
 from flaxfit.metrics._regression import mae as mae
 from flaxfit.metrics._regression import mse as mse
 from flaxfit.metrics._regression import perplexity as perplexity

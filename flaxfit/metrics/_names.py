@@ -63,7 +63,15 @@ from flaxfit.metrics._rates import (
     recall,
     specificity,
 )
-from flaxfit.metrics._regression import mae, mse, perplexity, quantile_loss, r2, rmse
+from flaxfit.metrics._regression import (
+    cosine_similarity,
+    mae,
+    mse,
+    perplexity,
+    quantile_loss,
+    r2,
+    rmse,
+)
 from flaxfit.metrics._text import bleu, cer, rouge_1, rouge_2, rouge_l, wer
 from flaxfit.tree._checks import check_order
 from flaxfit.tree._types import Array, Function, PyTree, Sums
@@ -78,7 +86,7 @@ _METRICS = (
     *(median_absolute_error, max_error, spearman, explained_variance, pearson, concordance),
     *(ndcg, mrr, precision_at_k, recall_at_k, quantile_loss),
     *(bleu, rouge_1, rouge_2, rouge_l, wer, cer, psnr, ssim),
-    *(auc, mse, mae, rmse, r2, perplexity),
+    *(auc, mse, mae, rmse, r2, perplexity, cosine_similarity),
 )
 _BUILT_IN = {str(metric.name): metric for metric in _METRICS}
 _AVERAGE = re.compile(r"(.+)_(binary|macro|micro|weighted|samples)")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit.losses import _regression as losses
 from flaxfit.metrics._accuracy import mean_of_answers
 from flaxfit.metrics._labels import Answers, floating, is_share, labels_of
 from flaxfit.metrics._metric import Metric, mean, ratio, weighted, weights_of
@@ -111,4 +112,19 @@ quantile_loss = _quantile_loss()
 """The mean pinball loss: errors below the target count `quantile` times, others the rest.
 
 With `quantile=0.5`, as it is unless given, it is half the mean absolute error.
+"""
+
+
+def _cosine_similarity(*, axis: int = -1) -> Metric:
+    def cosine(outputs: ArrayLike, targets: ArrayLike) -> Array:
+        return -losses.cosine_similarity(outputs, targets, axis=axis)
+
+    metric = mean(cosine, name="cosine_similarity")
+    return dataclasses.replace(metric, configure=_cosine_similarity)
+
+
+cosine_similarity = _cosine_similarity()
+"""The mean cosine of the angle between vectors along an axis: 1 where they agree, as in Keras.
+
+The loss of that name is its opposite.
 """

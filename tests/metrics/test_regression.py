@@ -4,7 +4,7 @@ import pytest
 import sklearn.metrics
 from measuring import value_of
 
-from flaxfit.metrics import mae, mse, perplexity, r2, rmse
+from flaxfit.metrics import as_metrics, cosine_similarity, mae, mse, perplexity, r2, rmse
 
 
 @pytest.mark.parametrize(
@@ -118,3 +118,15 @@ def test_perplexity_of_probabilities_and_of_large_logits(digits, measured):
     large = np.array([[1e4, 1e4 + 1, 1e4 - 1]] * 2, np.float32)
     value = value_of(perplexity, large, np.array([1, 2]))
     assert value == pytest.approx(1 + np.e + 1 / np.e, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cosine_similarity", "CosineSimilarity"])
+def test_cosine_similarity_by_name_is_1_where_directions_agree(name):
+    metric = as_metrics([name])[name]
+    assert metric.mode == "max"
+    outputs, weights = np.array([[1.0, 2.0], [2.0, 0.0]], np.float32), np.array([3.0, 1.0])
+    assert value_of(metric, outputs, 5 * outputs) == pytest.approx(1)
+    targets = np.array([[1.0, 2.0], [-1.0, 0.0]], np.float32)
+    assert value_of(metric, outputs, targets, weights=weights) == pytest.approx((3 - 1) / 4)
+    columns = value_of(cosine_similarity(axis=1), outputs[..., None], targets[..., None])
+    assert columns == pytest.approx(0, abs=1e-6)
