@@ -31,11 +31,13 @@ def weights_by_class(
       sample_weight: the weights of the examples or tokens.
       all_of: the targets of which `y` is a part, in which the labels of `class_weight` must occur.
     """
-    labels = _labels(y)
+    read = _LabelReader()
+    every = read(y if all_of is None else all_of)
+    labels = read(y)
     if isinstance(class_weight, str) and class_weight == BALANCED:
         return _looked_up(labels, _balanced(labels, sample_weight))
-    class_weight = _checked(class_weight)
-    there_are = np.unique(labels if all_of is None else _labels(all_of)).tolist()
+    class_weight = _checked(class_weight, ", or be 'balanced'")
+    there_are = np.unique(every).tolist()
     absent = [label for label in class_weight if label not in there_are]
     if absent:
         more = ", ..." if len(there_are) > 20 else ""
@@ -67,13 +69,14 @@ class ClassWeightedStream:
     ):
         if isinstance(class_weight, str) and class_weight == BALANCED:
             raise ValueError(
-                "class_weight='balanced' counts the labels of arrays, and this data gives batches: "
-                "count them yourself and give {label: n / (classes * count)}."
+                "class_weight='balanced' counts the labels of all examples, and a batch holds some "
+                "of them: count them yourself and give {label: n / (classes * count)}."
             )
         self._class_weight = _checked(class_weight)
         if wrong := [label for label in class_weight if not isinstance(label, int | np.integer)]:
             raise TypeError(f"The labels of class_weight must be integers, got {wrong[0]!r:.60}.")
         self._stream, self._form = stream, form
+        self._read = _LabelReader(of_batches=True)
 
     def __len__(self) -> int:
         return len(self._stream)
@@ -99,7 +102,7 @@ class ClassWeightedStream:
         inputs, targets, weights = (*parts_of(self._form(item)), None, None)[:3]
         if isinstance(weights, Mapping):
             raise ValueError(WEIGHTS_BY_OUTPUT)
-        by_class = _looked_up(_labels(targets), self._class_weight)
+        by_class = _looked_up(self._read(targets), self._class_weight)
         return inputs, targets, by_class if weights is None else product(_array(weights), by_class)
 
 
@@ -109,11 +112,54 @@ WEIGHTS_BY_OUTPUT = (
 )
 
 
-def _checked(class_weight: Any) -> Mapping[int, float]:
+class _LabelReader:
+    """Reads labels from targets; the first ones decide whether rows are one-hot, or soft labels.
+
+    Args:
+      of_batches: whether the targets come in batches. Whether integers are one-hot rows or the
+        labels of tokens cannot be told from the first of them.
+    """
+
+    def __init__(self, *, of_batches: bool = False):
+        self._of_batches = of_batches
+        self._are_rows: bool | None = None
+
+    def __call__(self, y: PyTree) -> np.ndarray:
+        """Labels as integers or floats."""
+        labels = _one_array(y)
+        if labels.ndim < 2:
+            return _whole_numbers(labels)
+        if labels.shape[-1] == 1:
+            return _whole_numbers(labels[..., 0])
+        if self._are_rows is None:
+            self._are_rows = self._first_are_rows(labels)
+        if not self._are_rows:
+            return _whole_numbers(labels)
+        if not _is_one_hot(labels):
+            raise ValueError(
+                "class_weight read the targets y of the batches so far as one-hot rows, and this "
+                f"batch holds others. {_ADVICE}"
+            )
+        return labels.argmax(-1)
+
+    def _first_are_rows(self, labels: np.ndarray) -> bool:
+        are_rows = _is_one_hot(labels)
+        if are_rows and self._of_batches and labels.dtype.kind in "biu":
+            raise ValueError(
+                "class_weight cannot tell whether the integers in the targets y of this batch, of "
+                f"shape {labels.shape}, are one-hot rows or the labels of tokens. {_ADVICE}"
+            )
+        return are_rows
+
+
+_ADVICE = "Give one-hot rows as floats, or weights of tokens in place of class_weight."
+
+
+def _checked(class_weight: Any, alternative: str = "") -> Mapping[int, float]:
     """Class weights, a mapping of labels to weights."""
     if not isinstance(class_weight, Mapping):
         raise TypeError(
-            "class_weight must map labels to weights, such as {0: 1.0, 1: 2.5}, or be 'balanced', "
+            f"class_weight must map labels to weights, such as {{0: 1.0, 1: 2.5}}{alternative}, "
             f"got {type(class_weight).__name__}: {class_weight!r:.60}"
         )
     for label, weight in class_weight.items():
@@ -124,17 +170,15 @@ def _checked(class_weight: Any) -> Mapping[int, float]:
     return class_weight
 
 
-def _labels(y: PyTree) -> np.ndarray:
-    """Labels as integers or floats, of an array of labels or of one-hot or soft rows."""
+def _one_array(y: PyTree) -> np.ndarray:
     while isinstance(y, list | tuple) and len(y) == 1:
         (y,) = y
     if not is_array(y):
         raise ValueError("class_weight needs targets y that are one array of labels.")
-    labels = np.asarray(y)
-    if labels.ndim > 1 and labels.shape[-1] == 1:
-        labels = labels[..., 0]
-    elif labels.ndim > 1 and _is_one_hot(labels):
-        labels = labels.argmax(-1)
+    return np.asarray(y)
+
+
+def _whole_numbers(labels: np.ndarray) -> np.ndarray:
     if labels.dtype.kind == "f" and not np.array_equal(labels, np.round(labels)):
         raise ValueError("class_weight needs targets y that are labels, got other numbers.")
     return labels

@@ -175,18 +175,20 @@ class Model(Examination):
           shuffle: whether each epoch has its own random order; None: data sets have (arrays, a
             Hugging Face dataset), batches and what a callable returns keep theirs.
           class_weight: weights by integer label, in training only; 1 for labels not named. Or
-            "balanced", for arrays: `n / (classes * count)`, as in scikit-learn.
+            "balanced", for arrays: `n / (classes * count)`, as in scikit-learn. One-hot rows in
+            batches must be floats.
           sample_weight: weights of examples or tokens, see `Batch`; of several outputs also a
             list in their order, or a mapping by name.
           initial_epoch: the number of the first epoch, from 0: `epochs - initial_epoch` are
-            trained, in the order of the data of these epochs.
+            trained, in the order of the data of these epochs if they are whole passes. What a
+            data set does at the end of an epoch is not made up for.
           steps_per_epoch: the steps of a pass, for which the data is repeated as often as needed;
             None: one pass over the data.
           validation_steps: the number of batches to validate on; None: all. Those of a generator
             are the next ones each time.
           validation_batch_size: of `validation_data`; None: `batch_size`.
           validation_freq: validates every n-th epoch, or the epochs in a collection, from 1. The
-            history has nan for the others.
+            history has nan for the others. Without validation data, this and the two above do nothing.
           steps_per_execution: steps per dispatch to the device. "auto" takes up to 32 where steps
             are small and the data is arrays. Models with convolutions take one step per dispatch
             on a CPU.

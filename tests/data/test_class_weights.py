@@ -50,14 +50,44 @@ def test_a_weighted_stream_has_the_position_of_its_stream():
 @pytest.mark.parametrize(
     ("class_weight", "error", "message"),
     [
-        ("balanced", ValueError, "counts the labels of arrays, and this data gives batches"),
-        ([1.0], TypeError, "must map labels to weights"),
+        ("balanced", ValueError, "counts the labels of all examples, and a batch"),
+        ([1.0], TypeError, r"must map labels to weights, such as \{0: 1.0, 1: 2.5\}, got list"),
         ({"a": 1.0}, TypeError, "labels of class_weight must be integers, got 'a'"),
     ],
 )
 def test_class_weights_of_batches_are_by_integer(class_weight, error, message):
     with pytest.raises(error, match=message):
         ClassWeightedStream(iter([]), class_weight)
+
+
+TOKENS = np.array([[2, 1], [1, 1], [0, 1], [1, 0], [0, 1], [1, 0]])
+
+
+@pytest.mark.parametrize("dtype", [int, float])
+def test_labels_of_tokens_are_read_alike_in_arrays_and_in_every_batch(dtype):
+    y = TOKENS.astype(dtype)
+    expected = np.where(TOKENS == 1, 9, 1)
+    np.testing.assert_array_equal(weights_by_class(y, {1: 9.0}), expected)
+    np.testing.assert_array_equal(weights_by_class(y[2:], {1: 9.0}, all_of=y), expected[2:])
+    stream = ClassWeightedStream(ff.ArrayStream(y, y, batch_size=2, epochs=1), {1: 9.0})
+    np.testing.assert_array_equal(np.concatenate([w for *_, w in stream]), expected)
+
+
+def test_integers_that_may_be_one_hot_are_refused_in_a_first_batch():
+    y = TOKENS[::-1]
+    with pytest.raises(
+        ValueError, match=r"cannot tell .* \(2, 2\), are one-hot rows or the labels"
+    ):
+        next(ClassWeightedStream(ff.ArrayStream(y, y, batch_size=2), {1: 9.0}))
+
+
+def test_batches_that_are_not_one_hot_as_those_before_are_refused():
+    y = TOKENS[::-1].astype(float)
+    stream = ClassWeightedStream(ff.ArrayStream(y, y, batch_size=2, epochs=1), {1: 9.0})
+    assert next(stream)[2].tolist() == [1, 9]
+    next(stream)
+    with pytest.raises(ValueError, match=r"so far as one-hot rows, and this batch holds others"):
+        next(stream)
 
 
 def test_targets_of_several_outputs_are_refused():

@@ -102,6 +102,11 @@ def test_a_batch_is_trained_as_by_fit(strategy):
     assert model.step == other.step == 9
 
 
+def test_balanced_classes_of_one_batch_are_refused():
+    with pytest.raises(ValueError, match="labels of all examples, and a batch holds some of them"):
+        classifier(one_device()).train_on_batch(X, LABELS, class_weight="balanced")
+
+
 def test_a_batch_of_several_outputs_is_trained_and_measured(strategy):
     model, other = two_heads(strategy, accumulate=2), two_heads(one_device())
     weights = [WEIGHTS, OTHERS]
