@@ -188,7 +188,8 @@ class Model(Examination):
             are the next ones each time.
           validation_batch_size: of `validation_data`; None: `batch_size`.
           validation_freq: validates every n-th epoch, or the epochs in a collection, from 1. The
-            history has nan for the others. Without validation data, this and the two above do nothing.
+            history has nan for the others. Without validation data, this and the two above do
+            nothing.
           steps_per_execution: steps per dispatch to the device. "auto" takes up to 32 where steps
             are small and the data is arrays. Models with convolutions take one step per dispatch
             on a CPU.
