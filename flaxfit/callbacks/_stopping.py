@@ -93,6 +93,8 @@ class EarlyStopping:
         """The best value so far."""
         self.best_step: int | None = None
         """The step that reached it."""
+        self.has_stopped = False
+        """Whether it has ended training, because the metric no longer improved."""
         self._n_waited = self._n_seen = 0
         self._best_weights: dict[str, PyTree] = {}
         self._is_closed = True
@@ -124,6 +126,7 @@ class EarlyStopping:
             say(f"step {checkpoint.step:,}: {self._monitor.name} is {value}, training stops")
         elif self._n_waited < self._patience:
             return checkpoint
+        self.has_stopped = math.isfinite(value)
         if self.restore_best and self._loop is None:
             say(
                 "EarlyStopping stops, but no loop knows it that could take the best weights: "

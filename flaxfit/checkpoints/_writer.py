@@ -1,5 +1,6 @@
 """CheckpointFileWriter: a callback that saves each checkpoint, in the background by default."""
 
+import math
 import os
 import sys
 import threading
@@ -71,7 +72,9 @@ class CheckpointFileWriter:
       on_error: "raise" raises the error of a save that fails (a full disk); "warn" prints it, and
         the run continues without that checkpoint.
       delete_checkpoint: whether `finish` deletes all steps, and the folder if nothing else is in
-        it. The end of a `with` block and that of `Model.fit` call it, unless by an exception.
+        it. `Model.fit` calls it when it has trained to its last epoch, or an `EarlyStopping` has
+        ended it; the end of a `with` block calls it unless by an exception or after a run that was
+        stopped. With a loss of nan or inf the steps stay.
 
     Raises:
       BlockingIOError: another process saves into the folder.
@@ -98,7 +101,7 @@ class CheckpointFileWriter:
             raise ValueError(f"on_error must be 'raise' or 'warn', got {on_error!r}.")
         self.output_dir = _folder.absolute(output_dir)
         self.on_error = on_error
-        self._deletes = delete_checkpoint
+        self._deletes, self._is_unfinished = delete_checkpoint, False
         self.asynchronous = asynchronous and not (3, 12) <= sys.version_info < (3, 12, 2)
         self._writer: StepWriter | None = None
         self._executor: ThreadPoolExecutor | None = None
@@ -127,11 +130,14 @@ class CheckpointFileWriter:
     def attach(self, loop: Any) -> None:
         """Saves the states of the callbacks of a loop from now on."""
         self._loop, self.last_saved, self.saved_revision = weakref.ref(loop), None, None
+        self._is_unfinished = False
         self._retention.attach(loop, self)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Saves a checkpoint and returns it."""
         self.wait()
+        is_finite = math.isfinite(checkpoint.metrics.get("loss", 0.0))
+        self._is_unfinished = checkpoint.stop or not is_finite
         if from_main("a choice", lambda: self._retention.is_wanted(self.output_dir, checkpoint)):
             self._save(checkpoint, revision=getattr(self._loop(), "revision", None))
         return checkpoint
@@ -220,11 +226,12 @@ class CheckpointFileWriter:
             if executor is not None:
                 executor.shutdown()
 
-    def finish(self) -> None:
-        """Ends a run that succeeded: closes, and with `delete_checkpoint` deletes its steps."""
+    def finish(self, *, succeeded: bool = True) -> None:
+        """Ends a run: closes, and with `delete_checkpoint` deletes its steps if it succeeded."""
+        self._is_unfinished = not succeeded
         try:
             self.wait()
-            if self._deletes:
+            if self._deletes and succeeded:
                 with _turn:
                     from_main("the end of a run", self._delete)
                 self.last_saved = self.saved_revision = None
@@ -240,7 +247,8 @@ class CheckpointFileWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        self.finish() if kind is None else self.close()
+        is_stopped = self._is_unfinished or getattr(self._loop(), "stopped", False)
+        self.finish(succeeded=not is_stopped) if kind is None else self.close()
 
     def _take_turn(self) -> None:
         """Waits for the other writers of the folder, and locks it."""

@@ -141,10 +141,17 @@ def fit(
         if found is not None and found.history:
             n_before = found.history.get("initial_epoch", 0) + len(found.history["steps"])
         every.append(ProgressBar(unit="epoch", total=epochs, start=n_before, live=is_live))
+    first_step, end = loop.step, None
+
+    def finish_writers() -> None:
+        # Without a length, a pass that was cut short could not be told from a whole one.
+        is_complete = not loop.stopped if end is None else loop.step >= end
+        finish(every, history, trained=loop.step > first_step, complete=is_complete)
+
     with contextlib.ExitStack() as stack:
         stack.push(lambda kind, error, traceback: trainer.write_back(error))
         stack.callback(_close_data, loop)
-        stack.push(lambda kind, error, traceback: finish(every) if kind is None else None)
+        stack.push(lambda kind, error, traceback: finish_writers() if kind is None else None)
         stack.enter_context(loop)
         loop.first_epoch, loop.callbacks = initial_epoch, every
         if folder is not None and found is not None:

@@ -1,11 +1,12 @@
 """RunFolder: the folder in which `fit` saves each epoch and finds an interrupted run."""
 
+import math
 import os
 import signal
 import threading
 from collections.abc import Sequence
 
-from flaxfit.callbacks import SaveOnSignal
+from flaxfit.callbacks import EarlyStopping, SaveOnSignal
 from flaxfit.callbacks._callback import Callback
 from flaxfit.callbacks._history import History
 from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter, latest, list_steps
@@ -14,11 +15,20 @@ from flaxfit.model._trainer import Init
 from flaxfit.tree._functions import owner_of
 
 
-def finish(callbacks: Sequence[Callback]) -> None:
-    """Ends a call of `fit` that succeeded, for the writers of checkpoints among its callbacks."""
-    for owner in map(owner_of, callbacks):
+def finish(
+    callbacks: Sequence[Callback], history: History, *, trained: bool, complete: bool
+) -> None:
+    """Ends a call of `fit` that has not failed, for the writers among its callbacks.
+
+    It succeeded if it trained, to its last step or until an `EarlyStopping`, with a finite loss.
+    """
+    owners = [owner_of(each) for each in callbacks]
+    is_ended = any(isinstance(each, EarlyStopping) and each.has_stopped for each in owners)
+    losses = history.history.get("loss", ())
+    is_finite = all(map(math.isfinite, losses[-1:]))
+    for owner in owners:
         if isinstance(owner, CheckpointFileWriter):
-            owner.finish()
+            owner.finish(succeeded=trained and (complete or is_ended) and is_finite)
 
 
 class RunFolder:

@@ -14,7 +14,7 @@ from internals import loop_of_model, programs_of
 from marks import thorough, usual
 
 import flaxfit as ff
-from flaxfit.callbacks import EarlyStopping, every
+from flaxfit.callbacks import EarlyStopping, StopOnNaN, Timer, every
 from flaxfit.checkpoints import CheckpointFileWriter, latest, list_steps
 
 rng = np.random.default_rng(0)
@@ -217,6 +217,33 @@ def test_a_backup_is_deleted_when_training_has_succeeded_and_not_before(tmp_path
     assert list_steps(folder) == [4]
     assert attempt()[0].step == 8
     assert not folder.exists()
+
+
+def backed_up(folder, callback=None, rate=0.01):
+    """Trains a linear model with a backup in a folder; returns the steps that stay there."""
+    model = ff.Model(nn.Dense(1), optax.sgd(rate), "mse")
+    with CheckpointFileWriter(folder, delete_checkpoint=True) as writer:
+        given = [] if callback is None else [callback]
+        options = {"epochs": 4, "batch_size": 25, "verbose": 0}
+        model.fit(X, Y, callbacks=given, checkpoint_dir=writer, **options)
+    return list_steps(folder) if folder.exists() else []
+
+
+@pytest.mark.slow
+def test_a_backup_is_deleted_only_when_training_came_to_its_end(tmp_path):
+    assert backed_up(tmp_path / "time", Timer(n_steps=3)) == [2, 3]
+    assert backed_up(tmp_path / "nan", StopOnNaN(raise_error=False), 1e30) == [2]
+    assert backed_up(tmp_path / "nan to the end", rate=1e30) == [6, 8]
+    assert backed_up(tmp_path / "no better", EarlyStopping("loss", mode="max")) == []
+    assert backed_up(tmp_path / "not finite", EarlyStopping("loss"), 1e30) == [2]
+    assert backed_up(tmp_path / "whole") == []
+
+
+@pytest.mark.slow
+def test_a_run_that_was_complete_before_is_not_deleted(tmp_path):
+    model = ff.Model(nn.Dense(1), optax.sgd(0.01), "mse")
+    model.fit(X, Y, batch_size=25, epochs=4, verbose=0, checkpoint_dir=tmp_path)
+    assert backed_up(tmp_path) == [6, 8]
 
 
 def test_other_data_is_refused(tmp_path):
