@@ -21,6 +21,9 @@ from flaxfit.tree._types import ArrayLike, Function, OptState, Params, PyTree
 
 _SCALE = "scale.<locals>.update_fn"
 _SCHEDULE = "scale_by_schedule.<locals>.update_fn"
+_CHAIN = "chain.<locals>.update_fn"
+_LINEAR = ("scale_by_learning_rate", "scale_by_param_block_", "scale_by_polyak")
+"""What scales updates by a factor that does not depend on their size."""
 _OTHERS = ("scale_by_schedule.", "inject_hyperparams.")
 _lock = threading.RLock()
 
@@ -37,7 +40,8 @@ def plain_rate(optimizer: Any) -> PlainRate | None:
     """Finds the constant learning rate of an optimizer; None if that is not certain.
 
     Optax multiplies by the rate in `optax.scale`, whose factor a closure holds. It must be the
-    only factor, apart from a change of sign, and no other part may know the rate.
+    only factor, apart from a change of sign, and no other part may know the rate, or normalize
+    what was multiplied by it.
 
     >>> plain_rate(optax.adam(0.25)).value, plain_rate(optax.adafactor(0.25)).value
     (0.25, 0.25)
@@ -61,6 +65,8 @@ def _found_rate(optimizer: Any) -> PlainRate | None:
     if len(rates) != 1 or (rate := rates.pop()) == 0 or is_turned != (rate > 0):
         return None
     chosen = [cell for cell in cells if float(cell.cell_contents) == rate]
+    if any(_undoes(held, chosen) for f, held in functions if f.__qualname__ == _CHAIN):
+        return None
     return PlainRate(abs(rate), tuple(chosen))
 
 
@@ -216,6 +222,22 @@ def _knows_rate(function: FunctionType, held: dict[str, CellType]) -> bool:
         return True
     decay = held["weight_decay"].cell_contents if "weight_decay" in held else 0.0
     return _is_number(decay) and decay < 0  # Of `optax.fromage`, where it follows from the rate.
+
+
+def _undoes(chain: dict[str, CellType], rate: Iterable[CellType]) -> bool:
+    """Whether a part of a chain normalizes updates that an earlier part has scaled by the rate."""
+    is_scaled, ids = False, {id(cell) for cell in rate}
+    for update in chain["update_fns"].cell_contents:
+        functions = list(_functions(parts_of(update)))
+        if is_scaled and any(_normalizes(f.__qualname__) for f, _ in functions):
+            return True
+        is_scaled |= any(id(cell) in ids for _, held in functions for cell in held.values())
+    return False
+
+
+def _normalizes(name: str) -> bool:
+    is_linear = name.startswith(_LINEAR) or "linesearch" in name
+    return name.startswith(("scale_by_", "normalize_by_")) and not is_linear
 
 
 def _is_number(value: object) -> bool:

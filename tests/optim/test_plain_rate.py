@@ -72,6 +72,9 @@ def test_a_rate_that_is_set_moves_parameters_as_one_that_was_given(name):
         optax.sgd(1.0),  # Its factor, -1, is that of a change of sign.
         optax.sgd(0.0),
         optax.chain(optax.scale(0.5), optax.sgd(0.25)),
+        optax.chain(optax.scale(0.1), optax.scale_by_adam(), optax.scale(-1.0)),
+        optax.chain(optax.scale(0.1), optax.adam(1.0)),
+        optax.chain(optax.scale(-0.1), optax.chain(optax.scale_by_adam())),
         optax.multi_transform({0: optax.sgd(0.25), 1: optax.sgd(0.5)}, {"w": 0, "b": 1}),
         optax.inject_hyperparams(optax.sgd)(0.25),
         ff.optim.OptimizerDef(optax.sgd, learning_rate=0.25),
@@ -85,7 +88,7 @@ def test_a_rate_that_is_not_certain_is_not_told(optimizer):
 def test_a_rate_is_told_through_what_wraps_an_optimizer():
     wrapped = optax.MultiSteps(optax.chain(optax.clip(1.0), optax.adamw(0.25)), 2)
     assert told_rate(wrapped.gradient_transformation(), ()) == 0.25
-    one = optax.multi_transform({0: optax.sgd(0.25), 1: optax.sgd(0.25)}, {"w": 0, "b": 1})
+    one = optax.multi_transform({0: optax.adam(0.25), 1: optax.adamw(0.25)}, {"w": 0, "b": 1})
     assert told_rate(one, ()) == 0.25
 
 
