@@ -278,9 +278,7 @@ class EvalLoop:
         if whole is not None and not is_cut:
             check_bounds(self._collecting, whole)
         result = inspect(self.task, state, batch, whole, bind, self._traced).shapes
-        why_not = why_not_pad(self.task, result.values)
-        if "penalty" in result.sums:
-            why_not = why_not or "the model adds a penalty that is one number for the batch"
+        why_not = why_not_pad(self.task, result.values, result.penalty)
         feed = Padder(
             self.strategy,
             pad=not why_not,

@@ -9,6 +9,7 @@ import jax
 from flaxfit.data._batch import Batch
 from flaxfit.loop._padding import Portion, why_not_pad
 from flaxfit.state._train_state import TrainState
+from flaxfit.step._compare import ForwardPass
 from flaxfit.step._error_messages import calls_explained
 from flaxfit.step._scan import make_step
 from flaxfit.step._train_step import more_sums
@@ -17,7 +18,7 @@ from flaxfit.step._wide_products import why_wide
 from flaxfit.strategies import Strategy
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._functions import runs_eagerly
-from flaxfit.tree._types import Array, Sums
+from flaxfit.tree._types import Sums
 
 
 class Found(NamedTuple):
@@ -85,7 +86,7 @@ class Inspection:
             if "products" not in self._said:
                 self._say_once("products", why_wide(task, state, batch, self._bind))
             sums = result.sums | more_sums(task, result, grad_norm=grad_norm)
-            found = Found(sums, _why_not_pad(task, state, result.values))
+            found = Found(sums, _why_not_pad(task, state, result))
             # The gradient takes twice as much again, and an optimizer some for each parameter.
             n_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
             self.work = 3 * traced.n_operations + 20 * n_params * self._n_devices
@@ -129,8 +130,8 @@ class Inspection:
         self._said.add(topic)
 
 
-def _why_not_pad(task: TrainTask, state: TrainState, values: Array) -> str:
-    if reason := why_not_pad(task, values):
+def _why_not_pad(task: TrainTask, state: TrainState, result: ForwardPass) -> str:
+    if reason := why_not_pad(task, result.values, result.penalty):
         return reason
     if jax.tree.leaves(state.model_state) and task.mutable not in (False, (), []):
         return "the model keeps statistics of what it sees, such as BatchNorm's"

@@ -132,14 +132,19 @@ class Padder:
         self._has_announced = True
 
 
-def why_not_pad(task: TrainTask | EvalTask, values: Array | None) -> str:
-    """Why rows of weight 0 would change the loss of these values; "" if they would not."""
+def why_not_pad(task: TrainTask | EvalTask, values: Array | None, penalty: PyTree) -> str:
+    """Why rows of weight 0 would change the loss of these values; "" if they would not.
+
+    A penalty, None if there is none, may depend on all rows alike.
+    """
     if task.across is not None:
         return "the loss sees the whole batch"
     if not task.pad:
         return "the task has pad=False"
     if values is not None and not values.ndim:
         return "the loss returns a scalar, not one value per example"
+    if penalty is not None:
+        return "the penalty that is added to the loss is one number for the batch"
     return ""
 
 

@@ -1,9 +1,13 @@
 """The Padder brings batches to the regular size, or finds the devices that they divide over."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import linen as nn
 
+import flaxfit as ff
 from flaxfit import DataParallel
 from flaxfit.data._batch import Batch
 from flaxfit.loop._padding import Padder, pad_batch
@@ -67,3 +71,24 @@ def test_batches_of_other_structures_are_refused_unless_each_has_a_program_of_it
         else:
             with pytest.raises(ValueError, match="another structure than the first one"):
                 feed((X, (Y, Y)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_devices", [1, 4])
+def test_a_penalty_of_the_model_sees_no_padded_rows(n_devices):
+    """The means of both batches, of 8 and 7 rows, before anything is learned."""
+
+    class Sowing(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            z = x @ self.param("w", nn.initializers.ones, (3, 1))
+            self.sow("losses", "size", jnp.mean(z**2))
+            return z
+
+    x = np.random.default_rng(0).normal(size=(15, 3)).astype("f4")
+    strategy = DataParallel(jax.devices()[:n_devices])
+    model = ff.Model(Sowing(), optax.sgd(0.0), "mse", strategy=strategy)
+    fit = model.fit(x, np.zeros((15, 1), "f4"), batch_size=8, shuffle=False, verbose=0)
+    squares = x.sum(1) ** 2
+    assert fit["loss"][0] == pytest.approx(squares.mean(), rel=1e-5)
+    assert fit["penalty"][0] == pytest.approx((squares[:8].mean() + squares[8:].mean()) / 2)
