@@ -752,9 +752,9 @@ TYPES = [
 ]
 
 
-def assert_by_loop(named, outputs, targets, expected, devices=(1, 4)):
+def assert_by_loop(named, outputs, targets, expected, devices=(1, 4), weights=SOME):
     """Metrics of a loop on these numbers of devices are those of a peer that knows them."""
-    data = ff.ArrayStream(outputs, targets, SOME, batch_size=BATCH_SIZE)
+    data = ff.ArrayStream(outputs, targets, weights, batch_size=BATCH_SIZE)
     for n_devices in devices:
         values = evaluator(named, n_devices).measure(STATE, data)
         for name in named.keys() & expected.keys():
@@ -998,13 +998,14 @@ def test_metrics_of_text_are_those_of_torchmetrics_and_metrax(torch, torchmetric
     targets = np.random.default_rng(0).integers(0, 5, (N, 9))
     outputs = np.where(np.arange(9) % 4 == 0, 5, targets)
     outputs[::2] = np.roll(outputs[::2], 1, 1)
-    texts = [[decode(row) for row in rows] for rows in (outputs, targets)]
+    times = np.arange(N) % 3  # An example of weight n is n equal ones to the peers.
+    texts = [[decode(row) for row in rows.repeat(times, 0)] for rows in (outputs, targets)]
     peers = {
         name: float(peer(torchmetrics.functional.text, *texts)) for name, peer in TEXTS.items()
     }
     named = {name: getattr(metrics, name)(decode=decode) for name in TEXTS}
     logits = np.eye(6, dtype=np.float32)[outputs]
-    assert_by_loop(named, logits, targets, peers)
+    assert_by_loop(named, logits, targets, peers, weights=times.astype(np.float32))
 
 
 IMAGES = ("psnr", "ssim")

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
@@ -14,15 +14,16 @@ from flaxfit.tree._types import Array, ArrayLike, Sums
 
 Pairs: TypeAlias = list[tuple[Sequence[Any], Sequence[Any]]]
 """Predicted and expected sequences of tokens, words or characters."""
+Value: TypeAlias = Callable[[Pairs, list[float]], float]
+"""`(pairs, weights) -> value`: a weight of n counts as n equal pairs."""
 
 
-def _text(
-    name: str, value: Callable[[Pairs], float], mode: str, *, by_letter: bool = False
-) -> Metric:
+def _text(name: str, value: Value, mode: str, *, by_letter: bool = False) -> Metric:
     """Makes a metric of texts.
 
     Outputs are logits `(batch, tokens, vocabulary)` or integer tokens `(batch, tokens)`; targets
-    are integer tokens. Tokens of weight 0 are left out, of logits in both. The options:
+    are integer tokens. Tokens of weight 0 are left out, of logits in both, and so is an example of
+    which no token counts. Others are weighed by example. The options:
       decode: turns an array of tokens into a string, whose words (of `cer`: letters) are compared;
         None: the tokens are.
       ignore_label: the token of padding in the targets, which is left out.
@@ -67,8 +68,12 @@ def _text(
             counts: np.ndarray,
             weights: np.ndarray,
         ) -> float:
-            rows = zip(tokens, known, targets, counts, strict=True)
-            return value([(units(a, b), units(c, d)) for a, b, c, d in rows])
+            chosen = counts.any(1)
+            if not chosen.any():
+                return math.nan
+            rows = zip(*(each[chosen] for each in (tokens, known, targets, counts)), strict=True)
+            pairs = [(units(a, b), units(c, d)) for a, b, c, d in rows]
+            return value(pairs, _by_example(name, weights[chosen]))
 
         def compute(rows: Sums) -> ArrayLike | dict[str, ArrayLike]:
             return value_of(name, of, rows, takes_weights=True)
@@ -78,20 +83,37 @@ def _text(
     return configure()
 
 
+def _by_example(name: str, weights: np.ndarray) -> list[float]:
+    """The weight of each example, from weights of examples or of tokens, some of which are 0."""
+    weights = weights.reshape(len(weights), -1)
+    largest = weights.max(1, keepdims=True)
+    if ((weights != 0) & (weights != largest)).any():
+        raise ValueError(
+            f"The metric {name!r} weighs examples, not tokens, and the weights of tokens differ "
+            "within an example. Give each token of an example the same weight, or 0 to leave it "
+            "out."
+        )
+    return largest[:, 0].tolist()
+
+
+def _total(values: Iterable[float], weights: list[float]) -> float:
+    return sum(value * weight for value, weight in zip(values, weights, strict=True))
+
+
 def _grams(units: Sequence[Any], n: int) -> Counter[Any]:
     return Counter(zip(*(units[i:] for i in range(n)), strict=False))
 
 
-def _bleu(pairs: Pairs) -> float:
+def _bleu(pairs: Pairs, weights: list[float]) -> float:
     logs = []
     for n in range(1, 5):
         found = [(_grams(a, n), _grams(b, n)) for a, b in pairs]
-        right = sum((a & b).total() for a, b in found)
-        total = sum(a.total() for a, _ in found)
+        right = _total(((a & b).total() for a, b in found), weights)
+        total = _total((a.total() for a, _ in found), weights)
         if not right:
             return 0.0
         logs.append(math.log(right / total))
-    lengths = [sum(map(len, side)) for side in zip(*pairs, strict=True)]
+    lengths = [_total(map(len, side), weights) for side in zip(*pairs, strict=True)]
     return math.exp(sum(logs) / 4 + min(0.0, 1 - lengths[1] / lengths[0]))
 
 
@@ -99,11 +121,11 @@ def _f1(shared: int, a: int, b: int) -> float:
     return 2 * shared / (a + b) if a + b else 0.0
 
 
-def _rouge(n: int) -> Callable[[Pairs], float]:
-    def value(pairs: Pairs) -> float:
+def _rouge(n: int) -> Value:
+    def value(pairs: Pairs, weights: list[float]) -> float:
         found = [(_grams(a, n), _grams(b, n)) for a, b in pairs]
         each = [_f1((a & b).total(), a.total(), b.total()) for a, b in found]
-        return sum(each) / len(each)
+        return _total(each, weights) / sum(weights)
 
     return value
 
@@ -119,9 +141,9 @@ def _longest(a: Sequence[Any], b: Sequence[Any]) -> int:
     return row[-1]
 
 
-def _rouge_longest(pairs: Pairs) -> float:
+def _rouge_longest(pairs: Pairs, weights: list[float]) -> float:
     each = [_f1(_longest(a, b), len(a), len(b)) for a, b in pairs]
-    return sum(each) / len(each)
+    return _total(each, weights) / sum(weights)
 
 
 def _edits(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -135,9 +157,9 @@ def _edits(a: Sequence[Any], b: Sequence[Any]) -> int:
     return row[-1]
 
 
-def _error_rate(pairs: Pairs) -> float:
-    n = sum(len(b) for _, b in pairs)
-    return sum(_edits(a, b) for a, b in pairs) / n if n else math.nan
+def _error_rate(pairs: Pairs, weights: list[float]) -> float:
+    n = _total((len(b) for _, b in pairs), weights)
+    return _total((_edits(a, b) for a, b in pairs), weights) / n if n else math.nan
 
 
 bleu = _text("bleu", _bleu, "max")

@@ -61,6 +61,32 @@ def test_no_expected_text_has_no_error_rate():
     assert value_of(rouge_1(end=1), EXPECTED[:1], EXPECTED[:1]) == 0
 
 
+@pytest.mark.parametrize(
+    "metric", [bleu, rouge_1, rouge_2, rouge_l, wer, cer], ids=lambda m: m.name
+)
+def test_an_example_of_weight_n_counts_as_n_of_weight_1(metric):
+    found = np.array([FOUND[0], [7, 6, 8, 0, 0]])
+    expected = value_of(metric, found[[0, 0, 0, 1]], EXPECTED[[0, 0, 0, 1]])
+    assert expected != pytest.approx(value_of(metric, found, EXPECTED))
+    weights = np.array([1.5, 0.5], np.float32)
+    assert value_of(metric, found, EXPECTED, weights=weights) == pytest.approx(expected)
+    by_token = np.broadcast_to(weights[:, None], found.shape)
+    assert value_of(metric, found, EXPECTED, weights=by_token) == pytest.approx(expected)
+    uneven = np.where(np.arange(5) < 2, 0.5, by_token)
+    with pytest.raises(ValueError, match=f"'{metric.name}' weighs examples, not tokens"):
+        value_of(metric, found, EXPECTED, weights=uneven)
+
+
+@pytest.mark.parametrize("metric", [bleu, rouge_1, wer], ids=lambda m: m.name)
+def test_an_example_of_which_no_token_counts_is_left_out(metric):
+    expected = value_of(metric, EXPECTED[:1], EXPECTED[:1])
+    for weights in np.array([1.0, 0.0]), np.array([[1.0] * 5, [0.0] * 5]):
+        assert value_of(metric, EXPECTED[[0, 0]], EXPECTED, weights=weights) == expected
+    ignored = np.array([EXPECTED[0], [-1] * 5])
+    assert value_of(metric(ignore_label=-1), EXPECTED[[0, 0]], ignored) == expected
+    assert np.isnan(value_of(metric, FOUND, EXPECTED, weights=np.zeros(2)))
+
+
 def test_what_is_no_text_is_refused():
     with pytest.raises(ValueError, match=r"'wer' wants logits .* got outputs \(2, 5\) and targets"):
         wer.measure(np.zeros((2, 5)), EXPECTED)
