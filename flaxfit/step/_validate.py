@@ -99,8 +99,7 @@ def inspect(
         with calls_explained(batch.inputs, batch.targets), _explained(task, batch):
             traced = trace(bound, state, batch, states_of(task))
     result = traced.shapes
-    if isinstance(task, TrainTask):
-        check_adds_loss(task, result.penalty)
+    check_adds_loss(task, result.penalty)
     task = for_all_outputs(task, result.outputs, batch)
     if result.values is not None:
         _check_loss(task.loss, result, batch, data)

@@ -21,11 +21,18 @@ def as_all_loss(loss: object, sums: dict[str, Sums], penalty: Array | None) -> d
 
 
 def check_adds_loss(task: object, penalty: object) -> None:
-    """Checks that a model without a loss adds one itself."""
-    if getattr(task, "loss", None) is no_loss and penalty is None:
+    """Checks that a model without a loss adds one itself, in training or in evaluation."""
+    if getattr(task, "loss", None) is not no_loss or penalty is not None:
+        return
+    if not hasattr(task, "optimizer"):
         raise TypeError(
-            "A task needs a loss, such as 'crossentropy' or a function (*outputs, *targets) -> "
-            "values; or objective=, which calls the model by itself; or step=. Without any, a "
-            "model adds its loss itself, and this one adds none: a linen module does so by "
-            "self.sow('losses', name, value), an nnx module by a variable of a type in losses=."
+            "There is no loss to measure: the task has none, and the model adds none in "
+            "evaluation. Let the model add its loss there too, give loss=, or measure the metrics "
+            "alone: EvalLoop(EvalTask(apply, metrics, data))."
         )
+    raise TypeError(
+        "A task needs a loss, such as 'crossentropy' or a function (*outputs, *targets) -> "
+        "values; or objective=, which calls the model by itself; or step=. Without any, a "
+        "model adds its loss itself, and this one adds none: a linen module does so by "
+        "self.sow('losses', name, value), an nnx module by a variable of a type in losses=."
+    )

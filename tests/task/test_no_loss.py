@@ -38,6 +38,15 @@ class Linen(nn.Module):
         return y
 
 
+class Quiet(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool):
+        y = x @ self.param("w", nn.initializers.ones, (3, 1))
+        if train:
+            self.sow("losses", "size", jnp.square(y).mean())
+        return y
+
+
 MODELS = [(Linen(), ()), (Linen("kl"), "kl"), (Nnx, Kl)]
 
 
@@ -70,17 +79,15 @@ def test_what_the_model_adds_is_the_loss(module, losses, n_devices):
 
 
 def test_the_loss_of_a_model_is_measured_beside_another():
-    class Quiet(nn.Module):
-        @nn.compact
-        def __call__(self, x, train: bool):
-            y = x @ self.param("w", nn.initializers.ones, (3, 1))
-            if train:
-                self.sow("losses", "size", y.mean())
-            return y
-
     y = np.ones((22, 1), "f4")
     found = ff.Model(Linen("kl"), None, "mse", losses="kl").evaluate(X, y, batch_size=8)
     outputs = X.sum(1, keepdims=True)
     assert found["penalty"] == pytest.approx(np.mean(outputs**2), rel=1e-5)
     assert found["loss"] == pytest.approx(np.mean((outputs - y) ** 2), rel=1e-5)
     assert ff.Model(Quiet(), None, "mse").evaluate(X, y).keys() == {"loss"}
+
+
+def test_evaluation_refuses_a_loss_that_is_added_in_training_alone():
+    """Instead of reporting a loss of 0."""
+    with pytest.raises(TypeError, match="the model adds none in evaluation"):
+        ff.Model(Quiet(), optax.sgd(0.1)).evaluate(X)
