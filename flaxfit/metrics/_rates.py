@@ -15,7 +15,7 @@ from flaxfit.tree._types import Array, ArrayLike, Function, Sums
 
 Fraction: TypeAlias = Callable[[Counts], tuple[ArrayLike, ArrayLike]]
 """The numerator and the denominator of a rate, by class."""
-Threshold: TypeAlias = float | Sequence[float] | None
+Threshold: TypeAlias = float | Sequence[float] | np.ndarray | None
 
 _AVERAGES = ("auto", "binary", "macro", "micro", "weighted", "samples", None)
 
@@ -47,7 +47,7 @@ def _rate(name: str, fraction: Fraction, *, mode: str = "max", default: str = "a
         from_logits: bool = True,
         multilabel: bool = False,
         top_k: int | None = None,
-        class_id: int | Sequence[int] | None = None,
+        class_id: int | Sequence[int] | np.ndarray | None = None,
         zero_division: float = 0.0,
     ) -> Metric:
         options = {"average": average, "from_logits": from_logits, "multilabel": multilabel}
@@ -91,8 +91,10 @@ def _sums_and_value(
         counts = counts_of(sums, name)
         by_class = np.asarray(_ratio(fraction(counts), zero_division))
         occurs = counts.tp + counts.fp + counts.fn != 0
-        if isinstance(class_id, Sequence):
-            chosen = [i for i in class_id if occurs[_checked(i, by_class, name)]]
+        if np.ndim(class_id) > 0:
+            chosen = [
+                i for i in np.asarray(class_id).tolist() if occurs[_checked(i, by_class, name)]
+            ]
             return by_class[chosen].mean().item() if chosen else zero_division
         if class_id is not None:
             return by_class[_checked(class_id, by_class, name)].item()
@@ -148,9 +150,10 @@ def by_thresholds(
     make: Callable[[float | None], Metric], threshold: Threshold, configure: Callable[..., Metric]
 ) -> Metric:
     """The metric of a threshold; of several, a metric whose value is an array."""
-    if not isinstance(threshold, Sequence):
-        return dataclasses.replace(make(threshold), configure=configure)
-    each = [make(one) for one in threshold]
+    given: Any = threshold
+    if np.ndim(given) == 0:
+        return dataclasses.replace(make(given), configure=configure)
+    each = [make(one) for one in np.asarray(given).tolist()]
 
     def measure(*arguments: Array, weights: Array | None = None) -> Sums:
         return {str(i): m.measure(*arguments, weights=weights) for i, m in enumerate(each)}

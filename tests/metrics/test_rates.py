@@ -17,6 +17,7 @@ from flaxfit.metrics import (
     precision,
     recall,
     specificity,
+    true_positives,
 )
 
 RATES = [
@@ -199,6 +200,25 @@ def test_one_class_may_be_reported_and_have_a_threshold_of_its_own(digits, measu
     of_logits = recall(class_id=3, threshold=[np.log(0.2 / 0.8), 0.0])
     value = measured(of_logits, logits, labels, weights=weights)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("metric", [recall, true_positives], ids=["recall", "true_positives"])
+def test_thresholds_in_an_array_are_those_in_a_list(metric):
+    scores = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    labels = np.array([[0, 1, 1], [1, 0, 1], [1, 1, 0], [0, 0, 1]])
+    limits = [-0.5, 0.0, 0.5]
+    expected = value_of(metric(threshold=limits, multilabel=True), scores, labels)
+    value = value_of(metric(threshold=np.array(limits), multilabel=True), scores, labels)
+    np.testing.assert_array_equal(value, expected)
+    assert value.shape == (3,)
+    one = value_of(metric(threshold=np.float32(0.5), multilabel=True), scores, labels)
+    assert one == expected[2]
+
+
+def test_classes_in_an_array_are_those_in_a_list():
+    scores, labels = np.eye(3)[[0, 1, 2, 2]], np.array([0, 1, 1, 2])
+    value = value_of(recall(class_id=np.array([0, 1])), scores, labels)
+    assert value == value_of(recall(class_id=[0, 1]), scores, labels) == 0.75
 
 
 def test_the_k_highest_scores_may_be_predicted(digits, measured):
