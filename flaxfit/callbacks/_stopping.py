@@ -6,15 +6,18 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flaxfit.callbacks._callback import Loop
 from flaxfit.display import say
 from flaxfit.metrics._monitor import Monitor
+from flaxfit.optim._averaged import has_average, with_average_of
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._checks import whole_number
 from flaxfit.tree._types import Json, PyTree
 
-_WEIGHTS = ("params", "model_state")
+_WEIGHTS = ("params", "model_state", "opt_state")
+"""The last holds an average of the parameters, and is kept if it does."""
 _FINITE = ("loss", "grad_norm")
 
 
@@ -23,10 +26,11 @@ class EarlyStopping:
 
     It stops at once when the metric is nan or inf.
 
-    The best parameters and model state (not the optimizer's) are restored when training ends,
-    however it ends: stopped here, out of steps or data, interrupted, failed. For this it must
-    be in the `callbacks` of the loop itself (`every` may wrap it). A `CheckpointFileWriter` beside
-    it saves them as well, so that a run that is started again restores the same.
+    The best parameters, their average (of `ema=` or a schedule-free optimizer) and model state, not
+    the rest of the optimizer's, are restored when training ends, however it ends: stopped here, out
+    of steps or data, interrupted, failed. For this it must be in the `callbacks` of the loop itself
+    (`every` may wrap it). A `CheckpointFileWriter` beside it saves them as well, so that a run that
+    is started again restores the same.
 
     >>> stopping = EarlyStopping("val_loss", patience=2, restore_best=False)
     >>> for step, loss in enumerate([0.9, 0.5, 0.7, 0.6]):
@@ -78,6 +82,10 @@ class EarlyStopping:
                 "one option: give one of them."
             )
         given = restore_best_weights if restore_best is None else restore_best
+        if baseline is not None and (
+            isinstance(baseline, bool) or not isinstance(baseline, int | float | np.number)
+        ):
+            raise ValueError(f"baseline must be a number or None, got {baseline!r}.")
         self._monitor = Monitor(monitor, mode, "EarlyStopping")
         self._patience = patience
         self._min_delta = min_delta
@@ -118,7 +126,8 @@ class EarlyStopping:
             if self._baseline is None or self._is_better(value, self._baseline):
                 self._n_waited = 0
             if self.restore_best and checkpoint.state is not None:
-                weights = {name: getattr(checkpoint.state, name) for name in _WEIGHTS}
+                names = _WEIGHTS if has_average(checkpoint.state) else _WEIGHTS[:2]
+                weights = {name: getattr(checkpoint.state, name) for name in names}
                 is_borrowed = checkpoint.is_borrowed
                 self._best_weights = jax.tree.map(jnp.copy, weights) if is_borrowed else weights
             return checkpoint
@@ -152,13 +161,24 @@ class EarlyStopping:
             return
         if self.best_step in (None, loop.step):
             return
-        if not self._best_weights:
+        is_averaged = has_average(loop.state)
+        if not self._best_weights or (is_averaged and "opt_state" not in self._best_weights):
             say(
                 f"the best weights (step {self.best_step:,}) were reached before this run was "
                 "resumed, and were not saved with it: the last ones stay"
             )
             return
-        loop.restore(loop.state.replace(**self._best_weights))
+        kept = self._best_weights
+        state = loop.state.replace(**{name: kept[name] for name in _WEIGHTS[:2] if name in kept})
+        if is_averaged:
+            state = with_average_of(state, kept)
+        if state is None:
+            say(
+                f"the weights of step {self.best_step:,} cannot be restored, as their average is "
+                "of other parameters than are trained now: the last ones stay"
+            )
+            return
+        loop.restore(state)
         if self._verbose:
             say(f"the weights of step {self.best_step:,} are restored")
 

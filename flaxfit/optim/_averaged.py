@@ -82,6 +82,22 @@ def swap_ema(state: PyTree) -> PyTree:
     return state.replace(params=carry_over(average, state.params), opt_state=changed)
 
 
+def with_average_of(state: PyTree, earlier: Mapping[str, PyTree]) -> PyTree | None:
+    """Gives a state the average of earlier "params" and "opt_state", beside the earlier params.
+
+    Returns None if that is not possible, as a schedule-free optimizer trains others by now.
+    """
+    params, opt_state = earlier["params"], earlier["opt_state"]
+    state = state.replace(params=params)
+    if has_ema(state):
+        # What was frozen then is its own average.
+        average = carry_over(_ema(opt_state), carry_over(params, _ema(state.opt_state)))
+        return state.replace(opt_state=state.opt_state._replace(average=average))
+    if flat(opt_state).keys() != flat(state.opt_state).keys():
+        return None
+    return state.replace(opt_state=carry_over(opt_state, state.opt_state))
+
+
 def has_ema(state: PyTree) -> bool:
     """Whether a state holds a moving average of its parameters."""
     return bool(jax.tree.leaves(_ema(state.opt_state)))

@@ -1,14 +1,15 @@
 import json
 import math
 
+import flax.linen as nn
 import jax
 import numpy as np
 import optax
 import pytest
 from loops import given
 
-from flaxfit import TrainLoop, TrainTask
-from flaxfit.callbacks import EarlyStopping, StopOnNaN, every
+from flaxfit import Model, TrainLoop, TrainTask
+from flaxfit.callbacks import EarlyStopping, StopOnNaN, Unfreeze, every
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.step._init_state import init_state
 
@@ -107,7 +108,10 @@ def test_checkpoints_without_the_metric_do_not_count_once_it_was_there(checkpoin
     assert stopping(checkpoint_at(20, val_loss=0.6)).stop
 
 
-@pytest.mark.parametrize("options", [{"patience": -1}, {"min_delta": -0.1}, {"mode": "lowest"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"patience": -1}, {"min_delta": -0.1}, {"mode": "lowest"}, {"baseline": "0.3"}],
+)
 def test_senseless_options_are_refused(options):
     with pytest.raises(ValueError, match="must"):
         EarlyStopping(**options)
@@ -127,6 +131,47 @@ def test_close_puts_the_best_weights_and_statistics_back_and_leaves_the_rest(
     assert int(loop.state.step) == 3
     stopping.close()
     assert len(loop.restored) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (optax.sgd(1.5), {"ema": 0.5}),
+        (optax.sgd(1.5), {"ema": 0.5, "freeze": ["bias"]}),
+        (optax.contrib.schedule_free_sgd(1.5), {}),
+    ],
+)
+def test_the_best_average_is_restored_with_the_weights(tmp_path, optimizer, options):
+    x = np.linspace(-1, 2, 16, dtype=np.float32)[:, None]
+
+    def fit(stopping, epochs=5, folder=None):
+        model = Model(nn.Dense(1), optimizer, "mse", **options)
+        data = {"batch_size": 4, "shuffle": False, "validation_data": (x, 3 * x)}
+        more = [Unfreeze({2: "bias"})] if "freeze" in options else []
+        history = model.fit(
+            *(x, 3 * x),
+            **data,
+            epochs=epochs,
+            callbacks=[stopping, *more],
+            checkpoint_dir=folder,
+            verbose=0,
+        )
+        return model, history
+
+    model, history = fit(EarlyStopping("val_loss", patience=3))
+    assert history["val_loss"][-1] > min(history["val_loss"])
+    n_best = 1 + history["val_loss"].index(min(history["val_loss"]))
+    shorter, _ = fit(EarlyStopping("val_loss", restore_best=False, patience=9), n_best)
+    assert model.evaluate(x, 3 * x, verbose=0) == shorter.evaluate(x, 3 * x, verbose=0)
+    np.testing.assert_array_equal(model.predict(x, verbose=0), shorter.predict(x, verbose=0))
+    again = model.fit(x, 3 * x, batch_size=4, shuffle=False, epochs=1, verbose=0)
+    assert np.isfinite(again["loss"][-1])  # The arrays can be donated.
+    if "freeze" not in options:
+        model, _ = fit(EarlyStopping("val_loss", patience=3))
+        fit(EarlyStopping("val_loss", patience=3), n_best, tmp_path)
+        resumed, _ = fit(EarlyStopping("val_loss", patience=3), 5, tmp_path)
+        np.testing.assert_array_equal(resumed.predict(x, verbose=0), model.predict(x, verbose=0))
 
 
 def test_close_restores_again_only_after_more_training(make_loop, checkpoint_at):
