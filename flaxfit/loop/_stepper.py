@@ -169,9 +169,9 @@ class Stepper:
 
     def freeze(self, patterns: str | Sequence[str]) -> None:
         """Continues with other parameters frozen, and keeps the optimizer state of the rest."""
-        self._n_tuned += 1
         task = dataclasses.replace(self.task, freeze=patterns)
         self.placed.set_optimizer(task.optimizer)
+        self._n_tuned += 1
         self.task = task
         self.programs.forget()
         self.inspection.forget()

@@ -23,7 +23,7 @@ class StateReader:
       reader: reads the checkpoint.
       task: the task to continue with, if it is another one than what wrote the checkpoint.
       writers: tasks that may have written it.
-      is_same: as of `continued`.
+      is_same, quiet: as of `continued`.
     """
 
     def __init__(
@@ -32,13 +32,18 @@ class StateReader:
         task: TrainTask | None = None,
         writers: Sequence[TrainTask] = (),
         is_same: bool = True,
+        quiet: bool = True,
     ):
         self.target = reader.target
-        self._reader, self._task, self._writers, self._is_same = reader, task, writers, is_same
+        self._reader, self._task, self._writers = reader, task, writers
+        self._is_same, self._quiet = is_same, quiet
 
-    def followed_by(self, task: TrainTask, before: TrainTask, is_same: bool) -> "StateReader":
+    def followed_by(
+        self, task: TrainTask, before: TrainTask, is_same: bool, quiet: bool
+    ) -> "StateReader":
         """Returns a reader for a task that takes the place of the one before."""
-        return StateReader(self._reader, task, [*self._writers, before], self._is_same and is_same)
+        is_same, quiet = self._is_same and is_same, self._quiet and quiet
+        return StateReader(self._reader, task, [*self._writers, before], is_same, quiet)
 
     def read(self, template: PyTree) -> checkpoints.CheckpointFile | None:
         """Reads the checkpoint without its history, position and callbacks."""
@@ -47,7 +52,7 @@ class StateReader:
             return None
         state = found.state
         if self._task is not None:
-            state = continued(state, self._task, is_same=self._is_same)
+            state = continued(state, self._task, is_same=self._is_same, quiet=self._quiet)
         return checkpoints.CheckpointFile(
             step=found.step, state=state, metrics=found.metrics, path=found.path
         )
@@ -82,7 +87,9 @@ class StateReader:
                 yield live
 
 
-def continued(state: TrainState, task: TrainTask, *, is_same: bool) -> TrainState:
+def continued(
+    state: TrainState, task: TrainTask, *, is_same: bool, quiet: bool = False
+) -> TrainState:
     """Returns a state for the optimizer of a task, which is another one or has other options.
 
     Says what of the optimizer's state is kept, unless nothing was trained.
@@ -91,12 +98,13 @@ def continued(state: TrainState, task: TrainTask, *, is_same: bool) -> TrainStat
       state: the present state.
       task: the task to continue with.
       is_same: whether the user's optimizer is the one of the state, whose hyperparameters stay.
+      quiet: whether to say nothing: only `freeze` was set, which keeps all that it can.
     """
     optimizer = task.optimizer
     if task.step is None:  # The rate of a plain optimizer may have been moved into the state.
         optimizer, _ = matched(optimizer, state.opt_state)
     opt_state, is_kept = continued_state(state.opt_state, optimizer, state.params, is_same=is_same)
-    if int(state.step):
+    if int(state.step) and not quiet:
         kept = "the weights and the state of the optimizer are kept"
         fresh = "the weights are kept, and the optimizer, whose state differs, starts afresh"
         say(f"compiled at step {int(state.step):,}: {kept if is_kept else fresh}")

@@ -1,5 +1,6 @@
 """Evaluation: what a model measures and predicts, over a data set or for one batch."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -35,7 +36,9 @@ class Evaluation(Persistence):
             return list(self._names)
         task = self._evaluator.task
         has_loss = task.loss is not None or task.objective is not None
-        return [*(["loss"] if has_loss else []), *task.metrics]
+        # Collected metrics follow those that are summed.
+        metrics = sorted(task.metrics, key=lambda name: task.metrics[name].max_rows is not None)
+        return [*(["loss"] if has_loss else []), *metrics]
 
     def evaluate(
         self,
@@ -168,7 +171,8 @@ class Evaluation(Persistence):
         Args:
           x, y, sample_weight, class_weight: arrays, as of `fit`.
           return_dict: whether to return all numbers of the step by name; False, as Keras: the loss
-            and the metrics of this batch alone, in order, the loss by itself without metrics.
+            and the metrics of this batch alone, in order, the loss by itself without metrics. Those
+            of `metrics.collected`, which a step does not measure, are nan in that list.
         """
         found = self._prepared(x, y, sample_weight)
         _n_examples(found, "train_on_batch")
@@ -177,8 +181,10 @@ class Evaluation(Persistence):
         numbers = self._trainer.step_on(normalize(found)).scalars
         if return_dict:
             return dict(numbers)
-        names = [name for name in ("loss", *self._trainer.task.metrics) if name in numbers]
-        return _in_order([numbers[name] for name in names])
+        of_step = ("loss", *self._trainer.task.metrics)
+        names = dict.fromkeys(("loss", *self.metrics_names))
+        listed = [name for name in names if name in numbers or name not in of_step]
+        return _in_order([numbers.get(name, math.nan) for name in listed])
 
     def test_on_batch(
         self,

@@ -68,6 +68,7 @@ def fit(
     resume: bool | str,
 ) -> History:
     """Trains for a number of epochs on what `prepare` returned; see `Model.fit`."""
+    trainer.check_trainable()
     is_validated = epochs_of(validation_freq)
     history = History(trainer.name, unit="epoch", initial_epoch=initial_epoch)
     history.params = {"verbose": verbose, "epochs": epochs, "steps": steps_per_epoch}

@@ -133,6 +133,7 @@ class Model(Examination):
         recipe = self._recipe.changed(changes, {"freeze": self.freeze, **options})
         task, eval_task = recipe.tasks()
         self._trainer.continue_with(task, is_same=recipe.optimizer is self._recipe.optimizer)
+        self._trainer.trainable |= "freeze" in options
         self._recipe = recipe
         self._hold(eval_task)
 
@@ -286,8 +287,12 @@ class Model(Examination):
 
     @property
     def trainable(self) -> bool:
-        """Whether any parameter is trained; set it to False or True to freeze all or none."""
-        return ".*" not in self.freeze
+        """Whether any parameter is trained; set it to False or True to freeze all or none.
+
+        If it is False, the model measures and predicts, and `fit` raises a ValueError. Setting
+        `freeze` makes it True.
+        """
+        return self._trainer.trainable and ".*" not in self.freeze
 
     @trainable.setter
     def trainable(self, trainable: bool) -> None:
@@ -296,7 +301,10 @@ class Model(Examination):
                 f"trainable must be True or False, got {trainable!r:.60}: set model.freeze to the "
                 "patterns of the parameters that are not trained, such as ['stem/.*']."
             )
-        self.freeze = () if trainable else ".*"
+        if trainable:
+            self.freeze = ()
+        else:
+            self._trainer.trainable = False
 
     @property
     def freeze(self) -> Sequence[str]:

@@ -24,6 +24,7 @@ from flaxfit.loop._train_loop import TrainLoop
 from flaxfit.model._continued import StateReader, continued
 from flaxfit.model._instance import Instance
 from flaxfit.model._weights import WarmStart, open_weights, state_alone
+from flaxfit.optim._freeze import check_patterns
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._init_state import init_state
@@ -72,6 +73,10 @@ class Trainer:
         self._fresh = init
         self._loaded: TrainState | None = None
         self._is_given = False
+        self._n_given = 0
+        """How often a state was given while there was no loop."""
+        self.trainable = True
+        """Whether the model may be trained; `freeze` says which of its parameters are."""
         self._placed: PlacedCompanions | None = None
         """The companions of the task, or of a loaded checkpoint, while there is no loop."""
         self.lacks: list[str] = []
@@ -127,6 +132,7 @@ class Trainer:
             self.loop.restore(state)
         else:
             self.init = self._loaded = state
+            self._n_given += 1
 
     @property
     def state_in_place(self) -> TrainState:
@@ -153,8 +159,8 @@ class Trainer:
 
     @property
     def revision(self) -> object:
-        """Identifies the present state in place, which a step uses up; None before the first."""
-        return None if self.loop is None else (id(self.loop), self.loop.revision)
+        """Identifies the present state in place, which a step uses up."""
+        return self._n_given if self.loop is None else (id(self.loop), self.loop.revision)
 
     def averaged(self, state: TrainState) -> TrainState:
         """Returns the state with the average of its parameters, if one is kept.
@@ -174,10 +180,28 @@ class Trainer:
         self.instance.write(lambda: self.variables, error)
 
     def freeze(self, patterns: Any) -> None:
-        """Freezes the parameters that match these patterns, and trains all others."""
-        self.task = dataclasses.replace(self.task, freeze=patterns)
+        """Freezes the parameters that match these patterns, and trains all others.
+
+        Raises:
+          ValueError: they do not fit the model; nothing has changed then.
+        """
+        task = dataclasses.replace(self.task, freeze=patterns)
         if self.loop is not None:
             self.loop.freeze = patterns
+            self.task = task
+        else:
+            if self._loaded is not None:  # Which may be read again, and checked, only by `fit`.
+                check_patterns(task.freeze, self._loaded.params)
+            self.continue_with(task, is_same=True, quiet=True)
+        self.trainable = True
+
+    def check_trainable(self) -> None:
+        """Refuses to train a model whose parameters are all frozen."""
+        if not self.trainable:
+            raise ValueError(
+                "There is nothing to train: model.trainable is False. Set it to True, or "
+                "model.freeze to the patterns of the parameters that are not trained."
+            )
 
     def load(self, folder: str | os.PathLike[str], which: str | int) -> None:
         """Loads the state of a checkpoint; see `Model.load`."""
@@ -192,6 +216,7 @@ class Trainer:
         placed = PlacedCompanions(self.task, self.strategy)
         placed.restore(found.companions)
         self._loaded, self._placed, self._is_given = found.state, placed, True
+        self._n_given += 1
         self._unchecked = folder
         # Read again by the first `fit`, which knows what the optimizer's state looks like.
         reader = checkpoints.CheckpointFileReader(folder, self._fresh, which=int(self._loaded.step))
@@ -300,6 +325,7 @@ class Trainer:
 
         What an interrupted `fit` has left of its data, its count and its callbacks is dropped.
         """
+        self.check_trainable()
         if self.loop is None:
             self.loop = self._start_loop(self.init, None, input_sample=batch.inputs, stdout=True)
         elif self.loop.callbacks or self.loop.data is not self._no_data:
@@ -307,18 +333,19 @@ class Trainer:
         self._no_data = self.loop.data
         return self.loop.next_step(batch, copy=False)
 
-    def continue_with(self, task: TrainTask, *, is_same: bool) -> None:
+    def continue_with(self, task: TrainTask, *, is_same: bool, quiet: bool = False) -> None:
         """Trains another task of the same model from now on, from the present weights.
 
-        `is_same` says whether that has the same optimizer, maybe with other options.
+        `is_same` says whether that has the same optimizer, maybe with other options; `quiet` is as
+        of `continued`.
         """
         before, is_loaded = self.task, self._loaded is not None and self.init is self._loaded
         if self.loop is not None or is_loaded:
-            state = continued(self.state, task, is_same=is_same)
+            state = continued(self.state, task, is_same=is_same, quiet=quiet)
             self._shapes, self._is_given = self.input_shapes, self._is_given or not self.is_fresh
             self.init = self._loaded = state
         elif isinstance(self.init, StateReader):
-            self.init = self.init.followed_by(task, before, is_same)
+            self.init = self.init.followed_by(task, before, is_same, quiet)
         placed = self._placed if self.loop is None else self.loop._companions
         self._placed = placed if are_same(task.companions, before.companions) else None
         self.task, self.loop = task, None
@@ -331,6 +358,7 @@ class Trainer:
 
     def make_loop(self, init: Init, data: Data, **options: Any) -> TrainLoop:
         """Returns a loop with the companions of the model, which a checkpoint may have brought."""
+        self.check_trainable()
         if self.lacks:
             missing = " and ".join(f"no {name}" for name in self.lacks)
             raise ValueError(

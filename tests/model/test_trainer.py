@@ -1,0 +1,150 @@
+"""What is frozen while a model has a loop, a state or a checkpoint to begin with, or nothing."""
+
+import math
+
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import flaxfit as ff
+from flaxfit.metrics import collected
+
+pytestmark = pytest.mark.slow
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(16, 4)).astype(np.float32)
+Y = RNG.integers(0, 3, 16)
+
+
+def make_model(**options):
+    return ff.Model(nn.Dense(3), optax.adam(1e-2), "crossentropy", ["accuracy"], **options)
+
+
+def fitted(**options):
+    model = make_model(**options)
+    model.fit(X, Y, verbose=0)
+    return model
+
+
+def moved(model):
+    """The names of the parameters that a fit changes."""
+    before = {name: np.array(each) for name, each in model.state.params.items()}
+    model.fit(X, Y, verbose=0)
+    return {name for name, each in model.state.params.items() if np.any(each != before[name])}
+
+
+def built(**options):
+    model = make_model(**options)
+    model.build(X)
+    return model
+
+
+def compiled(**options):
+    model = fitted(**options)
+    model.compile(optimizer=optax.adam(1e-3))
+    return model
+
+
+@pytest.fixture
+def loaded(tmp_path):
+    def load(**options):
+        fitted(**options).save(tmp_path / "run")
+        model = make_model(**options)
+        model.load(tmp_path / "run")
+        return model
+
+    return load
+
+
+@pytest.fixture(params=["built", "fitted", "compiled", "loaded"])
+def make(request, loaded):
+    return {"built": built, "fitted": fitted, "compiled": compiled, "loaded": loaded}[request.param]
+
+
+@pytest.mark.parametrize("before", [(), ("kernel",)])
+def test_parameters_are_frozen_and_freed_at_any_time(make, before, capfd):
+    model = make(freeze=before)
+    capfd.readouterr()
+    model.freeze = ["kernel"] if not before else ()
+    assert moved(model) == ({"bias"} if not before else {"kernel", "bias"})
+    assert not capfd.readouterr().err  # Nothing was compiled.
+
+
+@pytest.mark.parametrize("make", ["fitted", "compiled"], indirect=True)
+def test_the_moments_of_what_stays_trained_are_kept(make):
+    model = make()
+    adam = model.state.opt_state[0]
+    model.freeze = ["kernel"]
+    model.freeze = ()
+    again = model.state.opt_state[0]
+    np.testing.assert_array_equal(again.mu["bias"], adam.mu["bias"])
+    assert again.count == adam.count
+
+
+def test_a_checkpoint_of_another_optimizer_is_frozen_too(loaded, capfd):
+    model = loaded()
+    model.compile(optimizer=optax.sgd(0.1, momentum=0.9))
+    model.freeze = ["kernel"]
+    assert moved(model) == {"bias"}
+    assert "compiled at step 1" in capfd.readouterr().err
+
+
+def test_patterns_that_are_refused_change_nothing(make):
+    model = make(freeze=["kernel"])
+    with pytest.raises(ValueError, match="'nope' matches no parameter"):
+        model.freeze = ["nope"]
+    with pytest.raises(ValueError, match="nothing to train"):
+        model.freeze = ["kernel", "bias"]
+    assert model.freeze == ("kernel",)
+    assert moved(model) == {"bias"}
+
+
+def test_a_model_that_is_not_trainable_predicts_and_refuses_to_train(make):
+    model = make()
+    model.trainable = False
+    assert not model.trainable
+    before = model.predict(X, verbose=0)
+    for train in (model.fit, model.train_on_batch, model.find_lr):
+        with pytest.raises(ValueError, match=r"nothing to train: model\.trainable is False"):
+            train(X, Y)
+    np.testing.assert_array_equal(model.predict(X, verbose=0), before)
+    assert "loss" in model.evaluate(X, Y, verbose=0)
+    model.compile(optimizer=optax.adam(1e-3))
+    assert not model.trainable
+    model.trainable = True
+    assert moved(model) == {"kernel", "bias"}
+
+
+def test_a_model_without_weights_can_be_made_untrainable():
+    model = make_model()
+    model.trainable = False
+    model.build(X)
+    assert model.predict(X, verbose=0).shape == (16, 3)
+    with pytest.raises(ValueError, match="nothing to train"):
+        model.fit(X, Y, verbose=0)
+    model.compile(freeze=["kernel"])
+    assert model.trainable
+
+
+def test_predictions_notice_weights_that_a_model_without_a_loop_is_given():
+    model = built()
+    predictions = model.predictions(X, 8)
+    next(predictions)
+    model.set_weights([each + 1 for each in model.get_weights()])
+    with pytest.raises(RuntimeError, match="given other weights"):
+        next(predictions)
+
+
+@pytest.mark.parametrize("is_evaluated", [False, True])
+def test_a_step_lists_its_numbers_under_the_names_of_evaluate(is_evaluated):
+    metrics = [collected(lambda outputs, labels: 1.0, name="rank"), "accuracy"]
+    model, other = (
+        ff.Model(nn.Dense(3), optax.adam(1e-2), "crossentropy", metrics) for _ in range(2)
+    )
+    expected = (model if is_evaluated else other).evaluate(X, Y, verbose=0)
+    assert model.metrics_names == list(expected)
+    found = dict(zip(model.metrics_names, model.train_on_batch(X, Y), strict=True))
+    assert math.isnan(found.pop("rank"))
+    assert expected.pop("rank") == 1
+    assert found == pytest.approx(expected, rel=1e-5)
