@@ -163,14 +163,14 @@ def as_loss(loss: Any, weights: Any = None) -> Any:
 
 
 def weight_of(loss: Any, weights: Any) -> float:
-    """The weight of a single loss: a number, or a mapping or a list of one; 1 of several losses."""
+    """The weight of a single loss: a number, or a list of one; 1 of several losses."""
     if weights is None or isinstance(loss, LossByOutput):
         return 1.0
     each: Any = weights
     is_number = _is_number(weights)
-    if isinstance(weights, Mapping | list | tuple):
-        each = [*(weights.values() if isinstance(weights, Mapping) else weights)]
-        is_number, each = len(each) == 1 and _is_number(each[0]), each[0] if each else None
+    if isinstance(weights, list | tuple) and len(weights) == 1:
+        (each,) = weights
+        is_number = _is_number(each)
     if not is_number:
         raise ValueError(
             f"loss_weights={weights!r:.60} weigh the losses of several outputs, and there is one "

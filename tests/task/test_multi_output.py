@@ -387,7 +387,7 @@ def test_an_output_without_a_loss_is_measured_and_weighed_by_its_name():
     assert found["loss"] == pytest.approx(np.mean((size - NUMBERS) ** 2), rel=1e-5)
 
 
-@pytest.mark.parametrize("weights", [0.5, [0.5], {"output": np.float32(0.5)}])
+@pytest.mark.parametrize("weights", [0.5, np.float32(0.5), [0.5]])
 def test_one_loss_has_one_weight(weights):
     task = ff.EvalTask(lambda v, x: x, {"mae": "mae"}, loss="mse", loss_weights=weights)
     state = ff.InferenceState(np.int32(0), {}, {})
@@ -399,6 +399,7 @@ def test_one_loss_has_one_weight(weights):
     ("loss", "weights", "message"),
     [
         ("mse", {"a": 1.0, "b": 2.0}, "there is one loss"),
+        ("mse", {"nonsense": 2.0}, "there is one loss.*: give a number"),
         ("mse", "much", "there is one loss"),
         ([None, None], None, "There is no loss"),
         ({"a": "mse"}, {"b": 1.0}, "loss_weights name 'b'.*losses for 'a'"),
@@ -408,6 +409,7 @@ def test_one_loss_has_one_weight(weights):
     ],
     ids=[
         "two weights",
+        "a name",
         "a word",
         "no loss",
         "unknown weight",
