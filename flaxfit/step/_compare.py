@@ -133,6 +133,7 @@ def _measure(name: str, metric: Any, outputs: PyTree, targets: PyTree, weights: 
 
     Raises:
       TypeError: it takes another number of outputs and targets.
+      ValueError: the shapes do not fit, or it is of one output, and there are several.
     """
     try:
         return metric.measure(*outputs, *targets, weights=weights)
@@ -142,6 +143,14 @@ def _measure(name: str, metric: Any, outputs: PyTree, targets: PyTree, weights: 
             _check_arguments(name, metric.values, outputs, targets, error)
         raise
     except ValueError as error:
+        if len(outputs) == 1 and isinstance(outputs[0], Mapping):
+            names = [*outputs[0]]
+            by_name = ", ".join(f"{each!r}: 'mse'" for each in names)
+            raise ValueError(
+                f"The metric {name!r} failed on the outputs {', '.join(map(repr, names))} in a "
+                f"mapping: {error}. Metrics of single outputs go by their names, beside a loss "
+                f"for each: loss={{{by_name}}}, metrics={{{names[0]!r}: [{name!r}]}}."
+            ) from error
         shapes = [jax.tree.map(jnp.shape, tree) for tree in (outputs, targets)]
         error.add_note(f"The metric is {name!r}, of outputs {shapes[0]} and targets {shapes[1]}.")
         raise

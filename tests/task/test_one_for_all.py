@@ -70,6 +70,13 @@ def test_what_needs_losses_by_name_is_refused(form, loss, targets, weights, mess
         model_of(form, loss).fit(X, targets, batch_size=22, sample_weight=weights, verbose=0)
 
 
+@pytest.mark.parametrize("metric", ["mae", thorough("r2")])
+def test_a_metric_of_one_output_is_refused(metric):
+    model = model_of(dict, "mse", metrics=[metric])
+    with pytest.raises(ValueError, match="a loss for each: loss={'a': 'mse', 'b': 'mse'}"):
+        model.evaluate(X, dict(zip(NAMES, TARGETS, strict=True)))
+
+
 def test_a_function_that_takes_all_outputs_gets_them():
     def loss(a, b, x, y):
         return ((a - x) ** 2).mean(-1)
