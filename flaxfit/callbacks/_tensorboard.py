@@ -39,7 +39,7 @@ class TensorBoardLogger:
         checkpoints hold them (`TrainLoop(keep_grads=True)`); a number n: at every n-th checkpoint
         (epoch, in `fit`).
       hparams: the settings of the run, for the table of hyperparameters.
-      split: whether to write the metrics of validation to `folder/validation`, without the "val_"
+      split: whether to write the metrics of validation to `folder/validation`, without the `val_`
         of their names, and all else to `folder/train`, so that TensorBoard draws both in one chart.
       histogram_freq: Keras's name of `histograms`.
       update_freq: "epoch", or a number of steps: after so many each time it also writes the means
