@@ -28,6 +28,11 @@ def test_zeros_have_a_value_and_a_gradient(loss):
     assert values == 0 and np.isfinite(gradient).all()
 
 
+def test_smape_is_the_error_in_per_cent_of_the_mean_of_both_sizes():
+    outputs, targets = np.array([1.0, -2.0, 3.0], np.float32), np.array([3.0, 2.0, 3.0], np.float32)
+    np.testing.assert_allclose(losses.smape(outputs, targets), [100, 200, 0])
+
+
 def test_the_width_of_huber_is_an_option():
     errors = np.array([0.5, 1.0, 3.0], np.float32)
     np.testing.assert_allclose(losses.huber(delta=2.0)(errors, 0 * errors), [0.125, 0.5, 4])
