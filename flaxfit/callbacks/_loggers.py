@@ -112,9 +112,9 @@ class CSVLogger(_RowLogger):
     Args:
       path: the file.
       separator: the character between two columns.
-      append: True keeps all rows of a file that exists, and refuses one with other columns; False
-        begins it anew; None, the default, keeps those of earlier steps. A run that is resumed
-        goes on after its own rows in any case.
+      append: True keeps all rows of an existing file, and refuses a file with other columns;
+        False overwrites it; None, the default, keeps the rows of earlier steps. A resumed run
+        always continues after its own rows.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class CSVLogger(_RowLogger):
             raise ValueError(
                 f"CSVLogger cannot append to {self._path}, whose columns are not those of this "
                 f"run: it has {', '.join(columns)}; the run has {', '.join(row)}. Choose another "
-                "path, or append=False, which begins the file anew."
+                "path, or append=False, which overwrites the file."
             )
 
     def _line(self, row: Mapping[str, float]) -> str:

@@ -224,7 +224,7 @@ class StopOnNaN:
         self._raises = raise_error
         self._every = None if every is None else whole_number("every", every)
         self._looked_at = 0
-        """The latest step that it looked at within an epoch."""
+        """The latest step whose loss was read within an epoch."""
         self._last: dict[str, str] = {}
         """The last finite values and their step, in words."""
 

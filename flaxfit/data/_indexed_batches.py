@@ -48,7 +48,7 @@ class IndexedBatches:
         return order.tolist()
 
     def begin_pass(self) -> None:
-        """Calls `on_epoch_begin`, unless that was done for a pass that was only looked at."""
+        """Calls `on_epoch_begin`, unless a peek at the data has called it for this pass."""
         if not self._is_begun:
             self._is_begun = True
             _call(self.data, "on_epoch_begin")
@@ -63,8 +63,8 @@ class IndexedBatches:
 class IndexedPass(Iterator[PyTree]):
     """One pass over batches by index, which knows its position.
 
-    `on_epoch_begin` is called before the first batch is read, `on_epoch_end` after the last was:
-    who reads ahead calls them ahead, but always as often as there were passes.
+    `on_epoch_begin` is called before the first batch is read and `on_epoch_end` after the last.
+    Reading ahead calls them early, but always once per pass.
     """
 
     def __init__(self, batches: IndexedBatches, epoch: int):

@@ -134,9 +134,10 @@ class Stepper:
         self.reset_totals()
 
     def set_hyperparams(self, group: str | int | None, values: dict[str, ArrayLike]) -> None:
-        """Continues with other hyperparameters; nothing is recompiled, but for a plain rate.
+        """Sets hyperparameters without recompilation.
 
-        The learning rate of an optimizer like `optax.adam(1e-3)` moves into the state at first.
+        Except once: setting the learning rate of a plain optimizer, such as `optax.adam(1e-3)`,
+        first moves it into the state.
         """
         if not self.placed.has_hyperparams and values.keys() == {"learning_rate"}:
             self._free_rate()

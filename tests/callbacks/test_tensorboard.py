@@ -190,7 +190,7 @@ def test_metrics_within_an_epoch_are_written_on_request(tmp_path, freq, steps):
     log = TensorBoardLogger(tmp_path, split=True, update_freq=freq)
     options = {"n_steps_per_checkpoint": 2, "first_checkpoint": 2}
     losses = []
-    for _ in range(2):  # The second run begins anew, in the same file.
+    for _ in range(2):  # The second run starts over, in the same folder.
         losses = [(c.step, np.float32(c.loss)) for c in make_loop(log, **options)]
     assert scalars(tmp_path / "train") == losses
     if steps is None:
