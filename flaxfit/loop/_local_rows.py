@@ -90,18 +90,18 @@ class LocalBatches:
 
     def __iter__(self) -> Iterator[PyTree]:
         """Iterates over items: batches, or the row numbers of batches."""
-        return (item for _, item in self.pairs())
+        return map(self._form, self._stream) if not self._takes_rows else self._rows()
+
+    def _rows(self) -> Iterator[PyTree]:
+        with contextlib.suppress(StopIteration):
+            while True:
+                yield self._stream.next_rows()
 
     def pairs(self) -> Iterator[tuple[PyTree, PyTree]]:
         """Iterates over items as the stream gives them, each with the item in its form."""
-        if not self._takes_rows:
-            form = self._form
-            yield from ((item, form(item)) for item in self._stream)
-            return
-        with contextlib.suppress(StopIteration):
-            while True:
-                rows = self._stream.next_rows()
-                yield rows, rows
+        if self._takes_rows:
+            return ((rows, rows) for rows in self._rows())
+        return ((item, self._form(item)) for item in self._stream)
 
     def examples(self, item: PyTree) -> Batch:
         """Returns the batch of an item; that of all processes, if they divide it."""
