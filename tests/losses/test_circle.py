@@ -27,6 +27,7 @@ def by_hand(gamma, margin):
     return found
 
 
+@pytest.mark.slow
 def test_circle_is_that_of_the_paper_and_a_lone_example_does_not_count():
     values, weights = losses.circle(gamma=4.0, margin=0.2)(EMBEDDINGS, LABELS)
     np.testing.assert_allclose(values, by_hand(4.0, 0.2), rtol=1e-5)

@@ -323,7 +323,7 @@ def test_one_that_gathers_the_examples_of_all_devices_is_that_of_one(strategy):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("debug", [slow(False), True])
+@pytest.mark.parametrize("debug", [False, slow(True)])
 def test_one_that_gathers_is_refused_where_rows_are_padded_or_divided(options, message, debug):
     with pytest.raises(ValueError, match=message):
         loop_of(gathered, debug=debug, **options).next_step()

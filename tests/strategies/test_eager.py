@@ -181,6 +181,7 @@ def test_it_is_said_once_and_that_nothing_was_compiled_is_not(capsys):
     assert said.count("debug mode: nothing is compiled") == 1 and "compiled the" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["whole", "parts"])
 def test_a_loss_that_looks_across_the_batch_is_refused_as_in_a_compiled_run(options):
     def centered(outputs, targets):
