@@ -232,8 +232,14 @@ def _by_name(given: str) -> Metric:
             f"(outputs, targets) -> values: flaxfit.metrics.{name}(f)."
         )
     known = [*_BUILT_IN, *aliases(), "top_5", "confusion_matrix"]
-    nearest = difflib.get_close_matches(name.lower(), known, cutoff=0.5) or sorted(_BUILT_IN)
-    raise ValueError(f"There is no metric {given!r}. Did you mean {', '.join(nearest)}?")
+    nearest = difflib.get_close_matches(name.lower(), known, cutoff=0.5)
+    if not nearest and (stem := name.lower().partition("_")[0]) in _BUILT_IN:
+        nearest = [stem]  # The average may be misspelt, as in "f1_wieghted".
+    advice = f"Did you mean {', '.join(nearest)}?" if nearest else _LISTED
+    raise ValueError(f"There is no metric {given!r}. {advice}")
+
+
+_LISTED = "Usual names are accuracy, f1, auc, mse, mae, r2; the page on metrics lists all."
 
 
 def _is_stateful(metric: object) -> bool:

@@ -363,8 +363,8 @@ class Trainer:
             missing = " and ".join(f"no {name}" for name in self.lacks)
             raise ValueError(
                 f"Cannot train this Model, which was given {missing}: call compile("
-                f"{', '.join(f'{name}={_EXAMPLES[name]}' for name in self.lacks)}) first, or pass "
-                "them to Model."
+                f"{', '.join(f'{name}={_EXAMPLES[name]}' for name in self.lacks)}) first, or "
+                "Model(...) with the same arguments."
             )
         task = dataclasses.replace(self.task, data=data)
         loop = TrainLoop(init, task, self.seed, strategy=self.strategy, grad_norm=False, **options)

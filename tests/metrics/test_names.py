@@ -58,11 +58,17 @@ def test_every_usual_name_is_known(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"), [("acuracy", "accuracy"), ("f_1", "f1"), ("precison", "precision")]
+    ("name", "nearest"),
+    [("acuracy", "accuracy"), ("f_1", "f1"), ("precison", "precision"), ("f1_wieghted", "f1")],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(name, nearest):
     with pytest.raises(ValueError, match=f"no metric {name!r}. Did you mean .*{nearest}"):
         as_metrics([name])
+
+
+def test_a_name_like_no_other_is_answered_with_the_usual_ones():
+    with pytest.raises(ValueError, match="no metric 'xyzzy'. Usual names are accuracy, f1, auc"):
+        as_metrics(["xyzzy"])
 
 
 @pytest.mark.parametrize(
