@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import textwrap
+import tomllib
 from importlib import import_module
 from pathlib import Path
 
@@ -18,10 +19,12 @@ from sphinx.util.docutils import SphinxDirective
 
 import flaxfit as ff
 
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+
 project = "flaxfit"
 author = "The flaxfit authors"
 copyright = author
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_design"]
 exclude_patterns = ["_build"]
 
 # The tests run every Python block of every page, in order; the site runs those of a few pages,
@@ -50,6 +53,8 @@ html_css_files = ["flaxfit.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {
+    "repository_url": PROJECT["urls"]["Repository"],
+    "use_repository_button": True,
     "navbar_persistent": [],  # The search is in the sidebar.
     "use_download_button": False,
     "use_fullscreen_button": False,

@@ -48,7 +48,7 @@ def site(tmp_path_factory, run_child):
 
 def build(folder, run_child, *options):
     """Builds the site into a folder, which it returns."""
-    for name in ("sphinx", "sphinx_book_theme", "myst_nb"):
+    for name in ("sphinx", "sphinx_book_theme", "sphinx_design", "myst_nb"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", *options]
