@@ -37,6 +37,7 @@ class StateReader:
         self.target = reader.target
         self._reader, self._task, self._writers = reader, task, writers
         self._is_same, self._quiet = is_same, quiet
+        self._state: TrainState | None = None
 
     def followed_by(
         self, task: TrainTask, before: TrainTask, is_same: bool, quiet: bool
@@ -56,6 +57,20 @@ class StateReader:
         return checkpoints.CheckpointFile(
             step=found.step, state=state, metrics=found.metrics, path=found.path
         )
+
+    def state(self, loaded: TrainState) -> TrainState:
+        """The state that a run will begin with.
+
+        Args:
+          loaded: the state of the checkpoint, whose optimizer's state has no types yet.
+        """
+        if self._task is None:
+            return loaded
+        if self._state is None:
+            quiet = StateReader(self._reader, self._task, self._writers, self._is_same)
+            found = quiet.read(loaded.replace_optimizer(self._task.optimizer))
+            self._state = loaded if found is None else found.state
+        return self._state
 
     def _read(self, template: PyTree) -> checkpoints.CheckpointFile | None:
         try:

@@ -112,7 +112,8 @@ class Trainer:
         if self.loop is not None:
             return self.loop.state
         if self._loaded is not None:
-            return self._loaded
+            reader = self.init
+            return reader.state(self._loaded) if isinstance(reader, StateReader) else self._loaded
         if _gives_weights(self.init):
             init: Any = self.init
             optimizer, streams = self.task.optimizer, ("params", *self.task.rngs)

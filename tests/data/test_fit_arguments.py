@@ -212,7 +212,7 @@ def test_sparse_and_ragged_arrays_are_refused_in_words():
         (BCOO.fromdense(X), r"x\.todense\(\)"),
     ):
         model = make_model()
-        for data in ((x, Y), ((x, Y),), ([(x, Y)],), (x,), (X, x)):
+        for data in ((x, Y), ((x, Y),), ([(x, Y)],), (iter([(x, Y)]),), (x,), (X, x)):
             with pytest.raises(TypeError, match=rf"a sparse array: make it dense, {call}\."):
                 model.fit(*data, verbose=0)
         with pytest.raises(TypeError, match=call):

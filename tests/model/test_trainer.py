@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -88,6 +89,22 @@ def test_a_checkpoint_of_another_optimizer_is_frozen_too(loaded, capfd):
     model.freeze = ["kernel"]
     assert moved(model) == {"bias"}
     assert "compiled at step 1" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("options", [{"optimizer": optax.sgd(0.1, momentum=0.9)}, {"ema": 0.9}])
+def test_a_loaded_model_is_saved_as_it_was_compiled(loaded, tmp_path, options):
+    model = loaded()
+    model.compile(**options)
+    model.save(tmp_path / "compiled")
+    again = make_model()
+    again.compile(**options)
+    again.load(tmp_path / "compiled")
+    for each in (model, again):
+        each.fit(X, Y, verbose=0)
+    for state in (model.state, again.state):
+        assert state.step == 2
+    for one, other in zip(jax.tree.leaves(model.state), jax.tree.leaves(again.state), strict=True):
+        assert np.all(one == other)
 
 
 def test_patterns_that_are_refused_change_nothing(make):
