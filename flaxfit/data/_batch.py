@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from redex.util import expand_to_tuple
 
-from flaxfit.data._sample_weights import by_output, check_weights_shape
+from flaxfit.data._sample_weights import by_output, check_weights_shape, is_list_of_weights
 from flaxfit.tree._dtypes import (
     check_dense,
     is_array,
@@ -159,7 +159,7 @@ def _arrays(part: PyTree) -> PyTree:
 
 def _weights(weights: PyTree) -> PyTree:
     """Weights in float32, also counts, masks and 16 bits, since many of them are added up."""
-    if isinstance(weights, list | tuple) and any(map(is_array, weights)):
+    if is_list_of_weights(weights):
         weights = by_output(weights)
     if isinstance(weights, Mapping):
         return {str(name): _weights(each) for name, each in weights.items()}

@@ -8,6 +8,7 @@ import numpy as np
 
 from flaxfit.data._batch import TARGET_NAMES, Batch, fields_by_part, parts_of
 from flaxfit.data._fit_arguments import as_arrays
+from flaxfit.data._sample_weights import by_output, is_list_of_weights
 from flaxfit.tree._dtypes import is_array, is_named
 from flaxfit.tree._types import Data, PyTree
 
@@ -40,6 +41,8 @@ class Roles:
     weights: str | Mapping[str, str] | None = None
     call: tuple[str, ...] | None = None
     """The names of the inputs of the model's call; None: it takes any, or they are unknown."""
+    outputs: tuple[str, ...] = ()
+    """The names of the outputs, which a list of weights is in the order of."""
 
     def check(self, owner: str) -> None:
         """Raises if what was given are no names of columns."""
@@ -59,8 +62,16 @@ class Roles:
         """Returns an item as `(inputs, targets, weights)`; unchanged if it has no columns.
 
         Raises:
-          ValueError: a column is missing, or it is unclear which column is what.
+          ValueError: a column is missing, it is unclear which column is what, or there are not as
+            many weights in a list as outputs.
         """
+        found = self._split(item)
+        parts = parts_of(found) if self.outputs else ()
+        if len(parts) == 3 and is_list_of_weights(parts[2]):
+            return (*parts[:2], by_output(parts[2], self.outputs))
+        return found
+
+    def _split(self, item: PyTree) -> PyTree:
         if _is_plain(item):
             return item
         columns = self._columns_of(item)

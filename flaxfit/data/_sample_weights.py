@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit.tree._dtypes import is_array
 from flaxfit.tree._types import Array, PyTree
 from flaxfit.tree._weights import product, which_count
 
@@ -41,6 +42,11 @@ def by_output(weights: PyTree, names: Sequence[str] = ()) -> PyTree:
         )
     found = {n: each for n, each in zip(names, weights, strict=True) if each is not None}
     return found or None
+
+
+def is_list_of_weights(weights: PyTree) -> bool:
+    """Whether weights are a list or a tuple of arrays, one for each output, rather than numbers."""
+    return isinstance(weights, list | tuple) and any(map(is_array, weights))
 
 
 def times(weights: PyTree, factor: Array) -> PyTree:

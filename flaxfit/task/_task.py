@@ -155,13 +155,13 @@ class TrainTask:
     @property
     def outputs(self) -> tuple[str, ...]:
         """The names of the outputs, where these have losses of their own or none."""
-        return tuple(getattr(self.loss, "names", ()))
+        return _outputs_of(self.loss)
 
     @functools.cached_property
     def roles(self) -> Roles:
         """What the columns of a batch are, that is a mapping."""
         is_called = self.step is None and self.objective is None
-        return Roles(self.inputs, self.targets, self.weights, _call(self.apply, is_called))
+        return _roles_of(self, is_called)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,13 +229,17 @@ class EvalTask:
     @functools.cached_property
     def roles(self) -> Roles:
         """What the columns of a batch are, that is a mapping."""
-        call = _call(self.apply, self.objective is None)
-        return Roles(self.inputs, self.targets, self.weights, call)
+        return _roles_of(self, self.objective is None)
 
 
-def _call(apply: Function | None, is_called: bool) -> tuple[str, ...] | None:
-    """The inputs of the call of a model, unless a function of the user's own calls it."""
-    return inputs_of(apply) if is_called else None
+def _roles_of(task: TrainTask | EvalTask, is_called: bool) -> Roles:
+    """The roles of a task; where a function of the user's own calls the model, of any inputs."""
+    call = inputs_of(task.apply) if is_called else None
+    return Roles(task.inputs, task.targets, task.weights, call, _outputs_of(task.loss))
+
+
+def _outputs_of(loss: object) -> tuple[str, ...]:
+    return tuple(getattr(loss, "names", ()))
 
 
 def module_of(task: TrainTask, state: PyTree) -> Any:

@@ -50,6 +50,24 @@ def test_columns_are_taken_by_name_and_the_rest_is_passed_by(roles, columns, exp
 
 
 @pytest.mark.parametrize(
+    "item",
+    [
+        (X, Y, [MASK, None]),
+        {"x": X, "y": Y, "w": (MASK, None)},
+        Batch((X,), (Y,), [MASK, None]),
+        {"image": X, "label": Y, "weight": [MASK, None]},
+    ],
+)
+def test_a_list_of_weights_is_in_the_order_of_the_outputs(item):
+    roles = Roles(call=("x",), outputs=("kind", "size"))
+    assert_same(roles(item)[2], {"kind": MASK})
+    with pytest.raises(ValueError, match="weights for 2 outputs, and the model has losses for 1"):
+        Roles(call=("x",), outputs=("kind",))(item)
+    by_example = (X, Y, [1.0, 2.0, 3.0, 4.0])
+    assert roles(by_example) is by_example
+
+
+@pytest.mark.parametrize(
     ("call", "columns", "expected"),
     [
         (("x",), {"image": X, "label": Y}, ((X,), (Y,), None)),

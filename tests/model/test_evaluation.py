@@ -200,8 +200,12 @@ def test_weights_in_a_list_are_those_of_the_losses_by_name_in_order():
     assert model.evaluate(X, y, sample_weight=listed) != model.evaluate(X, y)
     one_batch = model.test_on_batch
     assert one_batch(X, y, listed) == one_batch(X, y, named)
+    batches = [(X, y, listed)] * 2
+    assert model.evaluate(batches) == model.evaluate([(X, y, named)] * 2)
     one, other = (ff.Model(TwoHeads(), optax.sgd(0.1), losses) for _ in range(2))
     assert one.train_on_batch(X, y, listed) == other.train_on_batch(X, y, named)
+    by_name = other.fit([(X, y, named)] * 2, verbose=0)
+    assert one.fit(iter(batches), verbose=0)["loss"] == by_name["loss"]
     with pytest.raises(ValueError, match="weights for 3 outputs, and the model has losses for 2"):
         model.evaluate(X, y, sample_weight=[weights] * 3)
 
