@@ -5,6 +5,7 @@ The sub-packages `callbacks`, `checkpoints`, `data`, `export`, `losses`, `metric
 """
 
 import importlib
+import importlib.util
 from typing import Any
 
 from flaxfit.callbacks._history import History as History
@@ -33,6 +34,36 @@ from flaxfit.strategies import gather as gather
 from flaxfit.task._task import EvalTask as EvalTask
 from flaxfit.task._task import TrainTask as TrainTask
 
+__all__ = [
+    "ArrayStream",
+    "Batch",
+    "Checkpoint",
+    "DataParallel",
+    "EndOfData",
+    "EvalLoop",
+    "EvalTask",
+    "History",
+    "InferenceState",
+    "Model",
+    "MultiTask",
+    "Sharded",
+    "TrainLoop",
+    "TrainState",
+    "TrainTask",
+    "gather",
+    "init_state",
+    "initialize",
+    "is_main",
+    "make_eval_step",
+    "make_predict_step",
+    "make_train_step",
+    "process_count",
+    "process_index",
+    "step_key",
+]
+
+__version__ = "0.1.0"
+
 _SUBPACKAGES = frozenset(
     (
         "callbacks",
@@ -58,4 +89,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_SUBPACKAGES})
+    is_installed = importlib.util.find_spec("sklearn") is not None
+    return sorted(
+        {"__version__", *__all__, *_SUBPACKAGES} - (set() if is_installed else {"sklearn"})
+    )

@@ -15,6 +15,8 @@ import time
 from collections.abc import Sequence
 from typing import IO
 
+__all__ = ["main"]
+
 _POLL_SECONDS = 0.05
 
 

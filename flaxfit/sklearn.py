@@ -26,6 +26,8 @@ except ImportError as error:
         'flaxfit.sklearn needs scikit-learn 1.6 or newer: pip install "flaxfit[sklearn]"'
     ) from error
 
+__all__ = ["FlaxClassifier", "FlaxRegressor"]
+
 
 class _FlaxEstimator(BaseEstimator):
     """The base of classifier and regressor: a `Model`, which each `fit` makes again."""

@@ -4,7 +4,10 @@ import importlib
 import inspect
 import json
 import os
+import pydoc
+import re
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -289,6 +292,32 @@ def test_every_public_module_is_listed():
 @pytest.mark.parametrize("module", PUBLIC)
 def test_the_names_are_those_that_were_agreed(module):
     assert public_names(module) == set(PUBLIC[module])
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_a_star_import_brings_in_just_these_names(module):
+    assert sorted(importlib.import_module(module).__all__) == sorted(PUBLIC[module])
+
+
+@pytest.mark.parametrize("module", ["flaxfit.losses", "flaxfit.modules"])
+def test_help_lists_just_these_names(module):
+    text = pydoc.render_doc(module, renderer=pydoc.plaintext)
+    *_, functions = re.split(r"^FUNCTIONS$", text, flags=re.MULTILINE)
+    listed = re.findall(r"^ {4}(\w+)\(", re.split(r"^\w+$", functions, flags=re.MULTILINE)[0], re.M)
+    classes = re.findall(r"^ {4}class (\w+)\(", text, re.MULTILINE)
+    assert sorted([*classes, *listed]) == sorted(PUBLIC[module])
+
+
+def test_dir_lists_the_names_of_the_top_and_its_sub_packages():
+    package = importlib.import_module("flaxfit")
+    lazy = {name.removeprefix("flaxfit.") for name in PUBLIC} - {"flaxfit"}
+    assert set(dir(package)) == {*PUBLIC["flaxfit"], *lazy, "__version__"}
+
+
+def test_the_version_is_that_of_the_distribution():
+    config = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    assert config["tool"]["hatch"]["version"]["path"] == "flaxfit/__init__.py"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", importlib.import_module("flaxfit").__version__)
 
 
 @pytest.mark.parametrize(

@@ -32,3 +32,38 @@ from flaxfit.callbacks._timer import Timer as Timer
 from flaxfit.callbacks._unfreeze import Unfreeze as Unfreeze
 from flaxfit.callbacks._wandb import WandbLogger as WandbLogger
 from flaxfit.callbacks._watchdog import Watchdog as Watchdog
+
+__all__ = [
+    "AverageWeights",
+    "CSVLogger",
+    "Callback",
+    "EarlyStopping",
+    "Events",
+    "ExitCode",
+    "Export",
+    "JSONLogger",
+    "LearningRateScheduler",
+    "LogTo",
+    "Logger",
+    "MLflowLogger",
+    "MemoryReport",
+    "Norms",
+    "Profiler",
+    "ProgressBar",
+    "ReduceLROnPlateau",
+    "Rollback",
+    "SaveOnSignal",
+    "StatefulCallback",
+    "StopOnNaN",
+    "SummaryLogger",
+    "SwapEMA",
+    "TensorBoardLogger",
+    "Throughput",
+    "Timer",
+    "Unfreeze",
+    "WandbLogger",
+    "Watchdog",
+    "at",
+    "every",
+    "when",
+]

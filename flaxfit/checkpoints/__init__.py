@@ -10,3 +10,16 @@ from flaxfit.checkpoints._save import save as save
 from flaxfit.checkpoints._weights import load_weights as load_weights
 from flaxfit.checkpoints._weights import save_weights as save_weights
 from flaxfit.checkpoints._writer import CheckpointFileWriter as CheckpointFileWriter
+
+__all__ = [
+    "CheckpointFile",
+    "CheckpointFileReader",
+    "CheckpointFileWriter",
+    "best",
+    "latest",
+    "list_steps",
+    "load_weights",
+    "restore",
+    "save",
+    "save_weights",
+]

@@ -7,3 +7,13 @@ from flaxfit.data._packing import pack as pack
 from flaxfit.data._prefetch import prefetch as prefetch
 from flaxfit.data._stream import DataStream as DataStream
 from flaxfit.data._stream import take as take
+
+__all__ = [
+    "ArrayStream",
+    "DataStream",
+    "as_stream",
+    "one_pass",
+    "pack",
+    "prefetch",
+    "take",
+]

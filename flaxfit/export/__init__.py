@@ -11,3 +11,17 @@ from flaxfit.export._stablehlo import load as load
 from flaxfit.export._stablehlo import save as save
 from flaxfit.export._trained import from_state as from_state
 from flaxfit.export._trained import write as write
+
+__all__ = [
+    "ExportReport",
+    "ExportedModel",
+    "InputSpec",
+    "JaxModule",
+    "batch_specs",
+    "from_state",
+    "load",
+    "save",
+    "save_onnx",
+    "save_saved_model",
+    "write",
+]

@@ -15,3 +15,21 @@ from flaxfit.importers._t5x import load_t5x as load_t5x
 from flaxfit.importers._tf_bundle import load_tf_ckpt as load_tf_ckpt
 from flaxfit.importers._translator import CheckpointTranslator as CheckpointTranslator
 from flaxfit.importers._unreadable import UnreadableFile as UnreadableFile
+
+__all__ = [
+    "CheckpointTranslator",
+    "LazyArray",
+    "LazyAwaitableArray",
+    "LazyThreadPoolArray",
+    "UnreadableFile",
+    "fill",
+    "load",
+    "load_msgpack",
+    "load_npz",
+    "load_orbax",
+    "load_safetensors",
+    "load_t5x",
+    "load_tf_ckpt",
+    "restore_from_t5",
+    "t5_translator",
+]

@@ -4,12 +4,15 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+from flaxfit.display import count
+from flaxfit.display._html import n_numbers
 from flaxfit.loop._callback_list import CallbackList
 from flaxfit.loop._record import follows_schedule, present_hyperparams
 from flaxfit.loop._run_state import RunState
 from flaxfit.loop._schedule import Schedule
 from flaxfit.loop._steps_per_call import StepsPerCall
 from flaxfit.optim._hyperparams import group_name
+from flaxfit.task._repr import describe_loss
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._types import ArrayLike, Data
 
@@ -25,6 +28,14 @@ class Settings(RunState):
     _callbacks: CallbackList
     _is_finishing: bool
     _not_taken_over: list[str]
+
+    def __repr__(self) -> str:
+        n_params = count(n_numbers(self.state_in_place.params))
+        return (
+            f"TrainLoop({describe_loss(self.task.loss)}, step={self.step}, n_steps={self.n_steps}, "
+            f"n_steps_per_checkpoint={self.n_steps_per_checkpoint}, {self._stepper.strategy}, "
+            f"{n_params} params)"
+        )
 
     # Optimizer and task.
 

@@ -38,3 +38,34 @@ from flaxfit.losses._regression import mse as mse
 from flaxfit.losses._regression import msle as msle
 from flaxfit.losses._regression import poisson as poisson
 from flaxfit.losses._regression import smape as smape
+
+__all__ = [
+    "binary_crossentropy",
+    "binary_focal_crossentropy",
+    "categorical_focal_crossentropy",
+    "categorical_hinge",
+    "check_loss_shape",
+    "check_values",
+    "circle",
+    "cosine_distance",
+    "cosine_similarity",
+    "crossentropy",
+    "ctc",
+    "dice",
+    "generalized_crossentropy",
+    "hinge",
+    "huber",
+    "info_nce",
+    "kl_divergence",
+    "log_cosh",
+    "mae",
+    "mape",
+    "mse",
+    "msle",
+    "onehot_crossentropy",
+    "poisson",
+    "resolve",
+    "smape",
+    "squared_hinge",
+    "tversky",
+]

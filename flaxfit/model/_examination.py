@@ -9,13 +9,14 @@ from flaxfit.data import as_stream
 from flaxfit.data._batch import normalize
 from flaxfit.data._fit_arguments import prepare_inputs
 from flaxfit.data._rewind import borrowed
-from flaxfit.display import _html
+from flaxfit.display import _html, count
 from flaxfit.loop._train_loop import TrainLoop
 from flaxfit.model._evaluation import Evaluation
 from flaxfit.model._find_batch_size import find_batch_size
 from flaxfit.model._find_lr import LearningRateRange, check_range, find_lr
 from flaxfit.model._trainer import Trainer
 from flaxfit.step._validate import shapes_of
+from flaxfit.task._repr import describe_loss
 from flaxfit.tree._types import Data, PyTree
 
 
@@ -92,6 +93,18 @@ class Examination(Evaluation):
         n = self.strategy.n_devices
         with trial(self._trainer, "find_batch_size", x, y, sample_weight, of_arrays=n) as loop:
             return find_batch_size(loop, limit=limit, largest=largest)
+
+    def __repr__(self) -> str:
+        trainer, measured = self._trainer, self._evaluator.task
+        parts = [trainer.name]
+        if measured.loss is not None:
+            parts.append(f"loss={describe_loss(measured.loss)}")
+        if measured.metrics:
+            parts.append(f"metrics=[{', '.join(measured.metrics)}]")
+        parts.append(f"step={trainer.step}")
+        if trainer.has_weights:
+            parts.append(f"{count(_html.n_numbers(trainer.state_in_place.params))} params")
+        return f"Model({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
         trainer = self._trainer

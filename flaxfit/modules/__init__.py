@@ -7,3 +7,13 @@ from flaxfit.modules._nnx import update_nnx as update_nnx
 from flaxfit.modules._nnx_step import nnx_step as nnx_step
 from flaxfit.modules._summary import summarize as summarize
 from flaxfit.modules._switch import train_and_eval as train_and_eval
+
+__all__ = [
+    "ModelFunctions",
+    "from_function",
+    "from_nnx",
+    "nnx_step",
+    "summarize",
+    "train_and_eval",
+    "update_nnx",
+]

@@ -8,3 +8,14 @@ from flaxfit.optim._groups import MultiOptimizer as MultiOptimizer
 from flaxfit.optim._hyperparams import hyperparams as hyperparams
 from flaxfit.optim._hyperparams import set_hyperparams as set_hyperparams
 from flaxfit.optim._optimizer import Optimizer as Optimizer
+
+__all__ = [
+    "MultiOptimizer",
+    "Optimizer",
+    "OptimizerDef",
+    "averaged",
+    "eval_params",
+    "hyperparams",
+    "set_hyperparams",
+    "swap_ema",
+]

@@ -15,10 +15,11 @@ from flaxfit.task._companions import as_companions
 from flaxfit.task._multi_output import as_loss, as_metrics
 from flaxfit.task._options import check_across, check_objective, names_of, resolved
 from flaxfit.task._precision import check_precision
+from flaxfit.task._repr import describe
 from flaxfit.tree._types import Data, Function, PyTree, Variables
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class TrainTask:
     """What to train: a model, an optimizer, a loss and data; or a step of your own, and data.
 
@@ -146,6 +147,9 @@ class TrainTask:
         self.__dict__.update(resolved(self))
         self.roles.check("TrainTask")
 
+    def __repr__(self) -> str:
+        return describe(self)
+
     @property
     def keeps_whole(self) -> bool:
         """Whether a batch is neither padded nor divided into parts, and so may be any pytree."""
@@ -164,7 +168,7 @@ class TrainTask:
         return _roles_of(self, is_called)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class EvalTask:
     """What to measure: a model, metrics and data.
 
@@ -220,6 +224,9 @@ class EvalTask:
         self.__dict__.update(apply=apply, loss=loss, metrics=metrics, rngs=rngs, pad=pad)
         self.__dict__["companions"] = companions
         self.roles.check("EvalTask")
+
+    def __repr__(self) -> str:
+        return describe(self)
 
     @property
     def keeps_whole(self) -> bool:

@@ -1,0 +1,17 @@
+"""What a model says of itself."""
+
+import numpy as np
+import optax
+from flax import linen as nn
+
+import flaxfit as ff
+
+X = np.full((8, 3), 0.125, np.float32)
+
+
+def test_the_repr_of_a_model_is_one_line_without_data_or_weights():
+    model = ff.Model(nn.Dense(2), optax.sgd(0.1), "mse", metrics=["mae"])
+    assert repr(model) == "Model(Dense, loss=mse, metrics=[mae], step=0)"
+    model.train_on_batch(X, X[:, :2])
+    assert repr(model) == "Model(Dense, loss=mse, metrics=[mae], step=1, 8 params)"
+    assert repr(ff.Model(nn.Dense(2))) == "Model(Dense, step=0)"
