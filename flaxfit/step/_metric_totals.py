@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.task._label_counts import check_counts
+from flaxfit.task._multi_output import is_loss_of_output
 from flaxfit.tree._types import Array, ArrayLike, PyTree, Sums
 
 Totals: TypeAlias = dict[str, Array]
@@ -57,23 +58,30 @@ def compute(
     """Computes the values of metrics from their sums, on the host; scalars become floats.
 
     Sums that no metric claims are `(sum, weight)`, whose value is the mean, or `(count,)`; or a
-    mapping of pairs, those of several outputs, whose value is the sum of their means. `where` the
-    sums were taken is a part of the error.
+    mapping of pairs, those of several outputs, whose value is the sum of their means. The loss of
+    nothing, whose weights are all 0, is 0, as it is trained; metrics of nothing are nan. `where`
+    the sums were taken is a part of the error.
 
     Raises:
       ValueError: there were labels out of range.
     """
     values, sums = {}, check_counts(sums, where)
+    # Of steps that were all skipped, the loss is not known.
+    of_nothing = np.nan if np.any(sums.get("skipped_steps", (0,))[0]) else 0.0
     order = [name for name in ("loss", *metrics) if name in sums]
     for name in dict.fromkeys([*order, *sums]):
         parts = sums[name]
         if name in metrics:
-            value = metrics[name].compute(parts)
+            is_loss = is_loss_of_output(metrics[name])
+            is_empty = is_loss and not parts["weight"]
+            value = of_nothing if is_empty else metrics[name].compute(parts)
         elif isinstance(parts, Mapping):
             means = [total / weight for total, weight in parts.values() if weight]
-            value = np.float64(sum(means) if means else np.nan)
+            value = np.float64(sum(means) if means else of_nothing)
         elif len(parts) == 1:
             value = np.float64(parts[0])
+        elif name == "loss" and not np.any(parts):
+            value = of_nothing
         else:
             value = _mean(*parts)
         if type(value) is not float:

@@ -1,5 +1,6 @@
 """evaluate, predict, predictions and single batches of a Model, and compile between them."""
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -216,3 +217,30 @@ def test_data_of_unknown_length_that_ends_before_the_steps_is_said(model, capsys
         model.evaluate(iter(batches), steps=steps, verbose=0)
         said = capsys.readouterr().err
         assert said.count(f"the data ended after 2 of {steps} steps") == n_notices
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate": 2}, {"strategy": ff.Sharded()}, {"run_eagerly": True}],
+    ids=["devices", "accumulate", "sharded", "one device"],
+)
+@pytest.mark.parametrize("is_by_output", [False, True])
+def test_weights_that_are_all_0_give_the_loss_0_and_change_nothing(options, is_by_output):
+    module, loss, y, metrics = nn.Dense(1), "mse", Y, {"mae": "mae"}
+    if is_by_output:
+        module, loss, y = TwoHeads(), {"price": "mse", "count": "mae"}, {"price": Y, "count": -Y}
+        metrics = {"price": "mae"}
+    model, weights = ff.Model(module, optax.adam(0.1), loss, metrics, **options), np.zeros(13)
+    model.fit(X, y, batch_size=8, verbose=0)
+    before = model.state
+    weighted = {"validation_data": (X, y, weights), "sample_weight": weights}
+    history = model.fit(X, y, batch_size=8, **weighted, verbose=0)
+    losses = [name for name in history if name.endswith("loss")]
+    assert len(losses) == (6 if is_by_output else 2)
+    assert {name: history[name] for name in losses} == dict.fromkeys(losses, [0.0])
+    assert np.isnan(history["val_price_mae" if is_by_output else "val_mae"]).all()
+    after = model.state
+    assert after.step == before.step + 2
+    for name in ("params", "opt_state"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(before, name))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxfit.step._metric_totals import add, pack, reader, unpack, zero_totals
+from flaxfit.step._metric_totals import add, compute, pack, reader, unpack, zero_totals
 
 SUMS = {"loss": (np.float32(0.1), np.float32(1)), "counts": np.ones((2, 3), np.int32)}
 
@@ -53,3 +53,14 @@ def test_what_was_packed_is_unpacked():
     vectors = pack(tree)
     assert {dtype: v.shape for dtype, v in vectors.items()} == {"float32": (8,), "int32": (1,)}
     jax.tree.map(np.testing.assert_array_equal, unpack(vectors, tree), tree)
+
+
+def test_the_loss_of_nothing_is_0_unless_steps_were_skipped():
+    nothing = (np.float64(0), np.float64(0))
+    outputs = {"a": nothing, "b": nothing}
+    for loss in (nothing, outputs):
+        assert compute({"loss": loss}, {}) == {"loss": 0.0}
+        assert np.isnan(compute({"loss": loss, "skipped_steps": (2.0,)}, {})["loss"])
+        assert compute({"loss": loss, "skipped_steps": (0.0,)}, {})["loss"] == 0
+    assert np.isnan(compute({"loss": (np.float64(np.nan), 0.0)}, {})["loss"])
+    assert np.isnan(compute({"grad_norm": nothing}, {})["grad_norm"])
