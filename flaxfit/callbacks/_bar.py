@@ -8,8 +8,7 @@ from tqdm import tqdm
 
 from flaxfit import display
 
-# Metrics are left out where they would make the bar shorter than this.
-_LEAST_BAR = 4
+_LONGEST_BAR = 40
 
 
 class Bar(tqdm):
@@ -40,12 +39,7 @@ class CellBar(Bar):
 
     @staticmethod
     def status_printer(file: object) -> Callable[[str], None]:
-        from IPython import display as ipython  # A notebook has it.
-
-        # Empty text is an empty line, or an empty box; empty HTML is nothing.
-        nothing = {"text/plain": "", "text/html": ""}
-        cell: Any = ipython.display(nothing, raw=True, display_id=True)
-        return lambda text: cell.update({"text/plain": text} if text.strip() else nothing, raw=True)
+        return display.passing()
 
 
 def new_bar(stream: TextIO, total: int | None) -> Bar:
@@ -72,10 +66,15 @@ def arrange(
     speed: float | None,
     metrics: Mapping[str, float],
 ) -> None:
-    """Changes the contents of a bar without drawing it: a label, the bar and a line of numbers."""
-    room = display.columns(stream) - len(label) - _LEAST_BAR - 4
+    """Changes the contents of a bar without drawing it: a label, the bar and a line of numbers.
+
+    The length of the bar depends on the terminal alone, so that it does not move with the numbers.
+    """
+    columns = display.columns(stream)
+    n_cells = min(columns // 4, _LONGEST_BAR)
+    room = columns - len(label) - n_cells - 4
     line = display.progress_line(n, total, speed, metrics, width=room)
     text = display.printable(line, stream)
     text = text.replace("{", "{{").replace("}", "}}")
-    bar_format = f"{label}  {{bar}}  {text}" if total else f"{label}  {text}"
+    bar_format = f"{label}  {{bar:{n_cells}}}  {text}" if total else f"{label}  {text}"
     bar.arrange(bar_format, n if total is None else min(n, total), total)

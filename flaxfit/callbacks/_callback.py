@@ -24,6 +24,9 @@ class Callback(Protocol):
     before them; one with `order = "first"` gets it before the others, is attached before the first
     batch is fetched, and is closed after them.
 
+    A callback that ends training can say why in `endings`, a list of lines that `ProgressBar` shows
+    at the end.
+
     A callback that only reads the checkpoint, and keeps none of its arrays, declares
     `borrows = True`: the loop then makes no copy for it.
 

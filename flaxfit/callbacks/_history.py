@@ -62,8 +62,9 @@ class History(Mapping[str, list[float]]):
         """Seconds of compilation."""
         self.params: dict[str, int | str | None] = {}
         """What `fit` was called with: "verbose", "epochs" and the "steps" of each, if known."""
+        self.modes: dict[str, str | None] = {}
+        """"min" or "max" by metric, where that is known."""
         self._values: dict[str, list[float]] = {}
-        self._modes: dict[str, str | None] = {}
 
     def append(self, checkpoint: Checkpoint) -> None:
         """Adds the metrics of a checkpoint."""
@@ -72,7 +73,7 @@ class History(Mapping[str, list[float]]):
             self._values.setdefault(name, [math.nan] * len(self.steps))
         for name, values in self._values.items():
             values.append(float(metrics.get(name, math.nan)))
-        self._modes |= checkpoint.modes
+        self.modes |= checkpoint.modes
         self.steps.append(checkpoint.step)
         self.n_steps += checkpoint.n_completed_steps
         self.elapsed_time += checkpoint.elapsed_time
@@ -116,7 +117,7 @@ class History(Mapping[str, list[float]]):
           ValueError: no value is finite, or it is not known which values of the metric are better.
         """
         values, best = self[name], None
-        mode = resolve_mode(name, mode, self._modes)
+        mode = resolve_mode(name, mode, self.modes)
         for i, value in enumerate(values):
             if is_better(value, best.value if best else None, mode):
                 best = Best(value, i + 1, self.steps[i])
@@ -189,7 +190,7 @@ class History(Mapping[str, list[float]]):
             "n_steps": self.n_steps,
             "elapsed_time": self.elapsed_time,
             "compile_time": self.compile_time,
-            "modes": dict(self._modes),
+            "modes": dict(self.modes),
             "initial_epoch": self.initial_epoch,
         }
 
@@ -201,7 +202,7 @@ class History(Mapping[str, list[float]]):
         self.n_steps = int(state["n_steps"])
         self.elapsed_time = float(state["elapsed_time"])
         self.compile_time = float(state["compile_time"])
-        self._modes = dict(state.get("modes", {}))
+        self.modes = dict(state.get("modes", {}))
         self.initial_epoch = int(state.get("initial_epoch", 0))
 
     def _held(self) -> str:
@@ -229,7 +230,7 @@ class History(Mapping[str, list[float]]):
 
     def _repr_html_(self) -> str:
         facts = [self.facts, f"compiled in {duration(self.compile_time)}"]
-        monitor = default_monitor(self, self._modes)
+        monitor = default_monitor(self, self.modes)
         if monitor is not None and any(map(math.isfinite, self[monitor])):
             best = self.best(monitor)
             facts.append(f"best {monitor} {number(best.value)} at {self.unit} {best.epoch}")
@@ -240,7 +241,7 @@ class History(Mapping[str, list[float]]):
         rows = []
         for name, values in self.items():
             row = [name, number(values[0]), number(values[-1]), "", ""]
-            if any(map(math.isfinite, values)) and known_mode(name, self._modes):
+            if any(map(math.isfinite, values)) and known_mode(name, self.modes):
                 best = self.best(name)
                 row[3:] = number(best.value), str(best.epoch)
             rows.append(row)

@@ -1,5 +1,6 @@
 """ProgressBar: a live bar on a terminal or in a notebook, and a line for each checkpoint."""
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -8,8 +9,10 @@ from typing import TextIO
 from flaxfit import display
 from flaxfit.callbacks._bar import Bar, arrange, new_bar
 from flaxfit.callbacks._callback import Loop
+from flaxfit.callbacks._history import History
 from flaxfit.metrics._monitor import Monitor, check_mode, default_monitor
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._functions import owner_of
 from flaxfit.tree._types import Json
 
 SECONDS_BETWEEN_REFRESHES = 0.5
@@ -18,17 +21,21 @@ ENDLESS = 2**31 - 1
 
 
 class ProgressBar:
-    """Shows the progress of training: a line for each checkpoint, and a live bar below them.
+    """Shows the progress of training: a table of the checkpoints, and a live bar below it.
 
     The bar shows the running metrics, the speed and the time left, without compilation. It is
     drawn, and the metrics are read from the device, at most every 0.5 seconds. Where nothing can
-    be redrawn (a log file, a pipe) only the lines are written.
+    be redrawn (a log file, a pipe) only the table is written.
+
+    A terminal shows the columns that fit, and "…" where others are left out; the best value is
+    green there, unless `NO_COLOR` is set.
 
     >>> import sys
     >>> bar = ProgressBar(unit="epoch", total=10, file=sys.stdout)
     >>> metrics = {"loss": 1.7632, "val_accuracy": 0.8611}
     >>> checkpoint = bar(Checkpoint(step=44, state=None, metrics=metrics, elapsed_time=0.1))
-    Epoch  1/10  0.1s  loss 1.7632  val_accuracy 0.8611 *
+    epoch     time     loss  val_accuracy
+     1/10   100 ms   1.7632        0.8611 *
 
     Args:
       unit: "step" shows the step of the loop; any other word ("epoch") counts checkpoints,
@@ -73,19 +80,20 @@ class ProgressBar:
         self._best: tuple[float, int] | None = None
         """The best value so far, and the unit that reached it."""
         self._last: Checkpoint | None = None
+        self._table = display.Table(self._unit)
         self._not_finite_since: int | None = None
         self._began: float | None = None
         self._previous: tuple[int, float] | None = None
         """The step and the time of the last dispatch since a checkpoint."""
         self._n_timed, self._seconds = 0, 0.0
-        now = self._clock()
-        self._next_refresh = now + SECONDS_BETWEEN_REFRESHES
-        self._next_arrangement = now
+        self._next_refresh = self._clock() + SECONDS_BETWEEN_REFRESHES
 
     def attach(self, loop: Loop) -> None:
         """Resets the display for a loop."""
         self._loop = loop
         self._reset(loop.step)
+        added = [getattr(each, "adds", {}) for each in map(owner_of, loop.callbacks)]
+        self._table = display.Table(self._unit, dict.fromkeys(itertools.chain(*added)))
         if self._given is not None:
             self._given.attach(loop, self)
         if self._live or (self._live is None and display.is_live(self._stream)):
@@ -115,22 +123,17 @@ class ProgressBar:
             self._next_refresh = self._clock() + SECONDS_BETWEEN_REFRESHES
 
     def _draw(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._bar is None:
-            self._bar = new_bar(self._stream, self._span(step)[2])
-        self._arrange(self._bar, step, metrics)
-        self._bar.refresh()
-
-    def _arrange(self, bar: Bar, step: int, metrics: Mapping[str, float]) -> None:
-        """Changes the contents of the bar without drawing it."""
         label, n, total = self._span(step)
+        self._bar = self._bar or new_bar(self._stream, total)
         speed = self._n_timed / self._seconds if self._seconds else None
-        arrange(bar, self._stream, label, n, total, speed=speed, metrics=metrics)
+        arrange(self._bar, self._stream, label, n, total, speed=speed, metrics=metrics)
+        self._bar.refresh()
 
     def _span(self, step: int) -> tuple[str, int, int | None]:
         """The label of the bar, the position of the step in it, and its length."""
         if self._unit == "step" or self._loop is None:
             return "Step", step, self._n_units
-        label = display.label(self._unit, self._n + 1, self._n_units)
+        label = f"{self._unit.capitalize()} {display.place(self._n + 1, self._n_units)}"
         length = self._loop.n_steps_per_checkpoint
         if length >= ENDLESS:
             length = self._last.n_completed_steps if self._last else None
@@ -148,21 +151,18 @@ class ProgressBar:
         is_finite = math.isfinite(metrics.get("loss", 0.0))
         self._not_finite_since = None if is_finite else self._not_finite_since or self._n
         is_best = self._is_best(checkpoint)
-        if checkpoint.stop or self._n == self._n_units:
-            self._close_bar()
-        if self._bar is not None and now >= self._next_arrangement:
-            # The bar is formatted less often than lines may be written.
-            self._arrange(self._bar, checkpoint.step, {})
-            self._next_arrangement = now + SECONDS_BETWEEN_REFRESHES
-        stream = self._stream
-        line = display.checkpoint_line(
-            display.label(self._unit, self._n, self._n_units),
+        self._close_bar()  # The next step that is due draws another below the line.
+        stream, monitor = self._stream, self._monitor and self._monitor.name
+        lines = self._table.rows(
+            display.place(self._n, self._n_units),
             checkpoint.elapsed_time,
             metrics,
-            is_best=is_best,
-            width=display.columns(stream) if stream.isatty() else display.WIDTH,
+            best=monitor if is_best else None,
+            monitor=monitor,
+            width=display.width_of(stream),
+            colour=display.has_colour(stream),
         )
-        display.write(line, stream)
+        display.write("\n".join(lines), stream, fold=False)
         return checkpoint
 
     def _is_best(self, checkpoint: Checkpoint) -> bool:
@@ -188,6 +188,17 @@ class ProgressBar:
         self._monitor = self._given or Monitor(state["monitor"], self._mode, "ProgressBar")
         self._best = state["best"][0], state["best"][1]
 
+    def recall(self, history: History) -> None:
+        """Takes the best value from the earlier epochs of a run that is resumed."""
+        monitor = self._given and self._given.name
+        monitor = monitor or default_monitor(history, history.modes)
+        if monitor is None or not any(map(math.isfinite, history.get(monitor, ()))):
+            return
+        best = history.best(monitor, self._mode)
+        self.set_state(
+            {"monitor": monitor, "best": (best.value, history.initial_epoch + best.epoch)}
+        )
+
     def _close_bar(self) -> None:
         if self._bar is not None:
             self._bar.close()
@@ -198,9 +209,10 @@ class ProgressBar:
         self._close_bar()
         if self._last is None or self._began is None:
             return
-        line = display.final_line(
+        lines = display.final_lines(
             self._clock() - self._began,
             self._last.scalars,
+            *self._endings(),
             unit=self._unit,
             n=self._n,
             total=self._n_units,
@@ -208,5 +220,12 @@ class ProgressBar:
             best=self._best,
             not_finite_since=self._not_finite_since,
         )
-        display.write(line, self._stream)
+        display.write("\n".join(lines), self._stream)
         self._last = self._began = None
+
+    def _endings(self) -> list[str]:
+        """Why training stopped, and what was restored, as the callbacks say."""
+        callbacks = () if self._loop is None else self._loop.callbacks
+        said = [line for each in callbacks for line in getattr(owner_of(each), "endings", ())]
+        is_asked = self._last is not None and self._last.stop and self._not_finite_since is None
+        return said or ["a callback asked to stop"] * is_asked

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.callbacks._callback import Loop
-from flaxfit.display import say
+from flaxfit.display import count, plural, say
 from flaxfit.metrics._monitor import Monitor
 from flaxfit.optim._averaged import has_average, with_average_of
 from flaxfit.state._checkpoint import Checkpoint
@@ -103,7 +103,9 @@ class EarlyStopping:
         """The step that reached it."""
         self.has_stopped = False
         """Whether it has ended training, because the metric no longer improved."""
-        self._n_waited = self._n_seen = 0
+        self.endings: list[str] = []
+        """Why it has ended training, and what it restored, in words."""
+        self._n_waited = self._n_seen = self._best_seen = 0
         self._best_weights: dict[str, PyTree] = {}
         self._is_closed = True
 
@@ -123,6 +125,7 @@ class EarlyStopping:
         self._n_waited += 1
         if self._is_better(value, self.best_value):
             self.best_value, self.best_step = value, checkpoint.step
+            self._best_seen = self._n_seen
             if self._baseline is None or self._is_better(value, self._baseline):
                 self._n_waited = 0
             if self.restore_best and checkpoint.state is not None:
@@ -135,6 +138,10 @@ class EarlyStopping:
             say(f"step {checkpoint.step:,}: {self._monitor.name} is {value}, training stops")
         elif self._n_waited < self._patience:
             return checkpoint
+        elif not self._verbose:
+            unit = "checkpoint" if self._loop is None or self._loop.first_epoch is None else "epoch"
+            waited = plural(self._n_waited, unit)
+            self.endings = [f"{self._monitor.name} has not improved for {waited}"]
         self.has_stopped = math.isfinite(value)
         if self.restore_best and self._loop is None:
             say(
@@ -181,6 +188,15 @@ class EarlyStopping:
         loop.restore(state)
         if self._verbose:
             say(f"the weights of step {self.best_step:,} are restored")
+        else:
+            self.endings.append(f"restored the weights of {self._best_time}")
+
+    @property
+    def _best_time(self) -> str:
+        """The epoch that was best in `fit`, else the step."""
+        if self._best_seen and getattr(self._loop, "first_epoch", None) is not None:
+            return f"epoch {count(self._first_epoch + self._best_seen)}"
+        return f"step {self.best_step:,}"
 
     def get_state(self) -> dict[str, PyTree]:
         """Returns what a resumed run needs: JSON, and the best weights as fields of a state."""
@@ -190,6 +206,7 @@ class EarlyStopping:
             "best_step": self.best_step,
             "n_waited": self._n_waited,
             "n_seen": self._n_seen,
+            "best_seen": self._best_seen,
         }
 
     def set_state(self, state: Mapping[str, Json]) -> None:
@@ -197,6 +214,7 @@ class EarlyStopping:
         self.best_value = state["best_value"]
         self.best_step = state["best_step"]
         self._n_waited, self._n_seen = state["n_waited"], state.get("n_seen", self._start_from)
+        self._best_seen = state.get("best_seen", 0)
         self._monitor.was_seen |= self.best_step is not None
         self._is_closed = False
         if self.restore_best:

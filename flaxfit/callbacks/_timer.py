@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from flaxfit.callbacks._callback import Loop
+from flaxfit.display import duration, plural
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._types import Json
 
@@ -59,6 +60,16 @@ class Timer:
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Returns the checkpoint, with `stop` set when the budget is used up."""
         return checkpoint.replace(stop=True) if self._is_over(checkpoint.step) else checkpoint
+
+    @property
+    def endings(self) -> list[str]:
+        """Why it has ended training, in words."""
+        if self._loop is None or not self._is_over(self._loop.step):
+            return []
+        seconds, n_steps = self._budget["seconds"], self._budget["n_steps"]
+        parts = [] if seconds is None else [duration(seconds)]
+        parts += [] if n_steps is None else [plural(n_steps, "step")]
+        return [f"the budget of {' or '.join(parts)} is used up"]
 
     def get_state(self) -> dict[str, Json]:
         return self._used_at(self._first_step if self._loop is None else self._loop.step)

@@ -1,13 +1,13 @@
 """Numbers, lines, charts and HTML for terminals and notebooks, and how lines are written."""
 
+from flaxfit.display._cell import passing as passing
 from flaxfit.display._lines import WIDTH as WIDTH
-from flaxfit.display._lines import checkpoint_line as checkpoint_line
-from flaxfit.display._lines import final_line as final_line
+from flaxfit.display._lines import final_lines as final_lines
 from flaxfit.display._lines import folded as folded
-from flaxfit.display._lines import label as label
 from flaxfit.display._lines import metric_line as metric_line
+from flaxfit.display._lines import pass_line as pass_line
 from flaxfit.display._lines import progress_line as progress_line
-from flaxfit.display._lines import start_line as start_line
+from flaxfit.display._lines import start_lines as start_lines
 from flaxfit.display._numbers import count as count
 from flaxfit.display._numbers import duration as duration
 from flaxfit.display._numbers import is_scalar as is_scalar
@@ -16,6 +16,7 @@ from flaxfit.display._numbers import plural as plural
 from flaxfit.display._numbers import rate as rate
 from flaxfit.display._numbers import size as size
 from flaxfit.display._streams import columns as columns
+from flaxfit.display._streams import has_colour as has_colour
 from flaxfit.display._streams import is_cell as is_cell
 from flaxfit.display._streams import is_live as is_live
 from flaxfit.display._streams import is_notebook as is_notebook
@@ -23,4 +24,7 @@ from flaxfit.display._streams import output as output
 from flaxfit.display._streams import printable as printable
 from flaxfit.display._streams import quiet as quiet
 from flaxfit.display._streams import say as say
+from flaxfit.display._streams import width_of as width_of
 from flaxfit.display._streams import write as write
+from flaxfit.display._table import Table as Table
+from flaxfit.display._table import place as place

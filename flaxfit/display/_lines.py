@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from flaxfit.display._numbers import count, duration, is_scalar, number, plural, rate
+from flaxfit.display._table import place
 
 WIDTH = 120
 """The longest line."""
@@ -15,16 +16,9 @@ def metric_line(metrics: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {number(value)}" for name, value in numbers.items())
 
 
-def label(unit: str, n: int, total: int | None = None) -> str:
-    """The progress of training, such as "Epoch  3/10", in lines that stay aligned."""
-    if total is None:
-        return f"{unit.capitalize()} {count(n):>6}"
-    return f"{unit.capitalize()} {count(n):>{len(count(total))}}/{count(total)}"
-
-
-def start_line(
+def start_lines(
     name: str,
-    *notes: str,
+    *,
     n_params: int,
     n_devices: int,
     platform: str,
@@ -32,38 +26,25 @@ def start_line(
     n_train: int | None = None,
     n_validation: int | None = None,
     steps_per_epoch: int | None = None,
-) -> str:
-    """The model, devices and data of a training; unknown parts are left out."""
-    parts = [name, f"{count(n_params)} params", plural(n_devices, f"{platform} device")]
+) -> list[str]:
+    """The model and the devices, and below them the data; unknown parts are left out."""
+    model = [name, f"{count(n_params)} params", plural(n_devices, f"{platform} device")]
+    data = []
     if n_train is not None:
         validation = "" if n_validation is None else f" / {count(n_validation)} val"
-        parts.append(f"{count(n_train)} train{validation} examples")
+        data.append(f"{count(n_train)} train{validation}")
     elif n_validation is not None:
-        parts.append(f"{count(n_validation)} val examples")
+        data.append(f"{count(n_validation)} val")
     if batch_size is not None:
-        parts.append(f"batch {count(batch_size)}")
+        data.append(f"batch {count(batch_size)}")
     if steps_per_epoch is not None:
-        parts.append(f"{count(steps_per_epoch)} steps/epoch")
-    return " · ".join([*parts, *notes])
+        data.append(f"{count(steps_per_epoch)} steps/epoch")
+    return [" · ".join(parts) for parts in (model, data) if parts]
 
 
-def checkpoint_line(
-    label: str,
-    seconds: float,
-    metrics: Mapping[str, float],
-    *,
-    is_best: bool = False,
-    width: int = WIDTH,
-) -> str:
-    """The metrics of a finished epoch, or another span of steps; "*" marks a new best."""
-    head, star = f"{label}  {duration(seconds)}", " *" if is_best else ""
-    line = "  ".join(filter(None, (head, metric_line(metrics)))) + star
-    validation = {name: value for name, value in metrics.items() if name.startswith("val_")}
-    if len(line) <= width or len(validation) in (0, len(metrics)):
-        return line
-    training = {name: value for name, value in metrics.items() if name not in validation}
-    indent = " " * (len(label) + 2)
-    return f"{head}  {metric_line(training)}\n{indent}{metric_line(validation)}{star}"
+def pass_line(label: str, seconds: float, metrics: Mapping[str, float]) -> str:
+    """The metrics of a finished pass over data."""
+    return "  ".join(filter(None, (label, duration(seconds), metric_line(metrics))))
 
 
 def progress_line(
@@ -75,7 +56,7 @@ def progress_line(
     width: int = WIDTH,
 ) -> str:
     """The text beside a live bar; the last metrics are left out if they do not fit."""
-    parts = [plural(n, "step") if total is None else f"{count(n)}/{count(total)}"]
+    parts = [plural(n, "step") if total is None else place(n, total)]
     if steps_per_second:
         parts.append(rate(steps_per_second))
         if total is not None:
@@ -87,32 +68,37 @@ def progress_line(
     return line
 
 
-def final_line(
+def final_lines(
     seconds: float,
     metrics: Mapping[str, float],
-    *,
+    *reasons: str,
     unit: str = "epoch",
     n: int = 0,
     total: int | None = None,
     monitor: str | None = None,
     best: tuple[float, int] | None = None,
     not_finite_since: int | None = None,
-) -> str:
-    """How training ended, after `n` of `total` units, with the metrics of the last checkpoint.
+) -> list[str]:
+    """How training ended, after `n` of `total` units, and why.
 
-    `best` is the best value of the metric `monitor` and the unit that reached it;
-    `not_finite_since` the first unit since which the loss was not finite.
+    `best` is the best value of the metric `monitor` and the unit that reached it; without it, the
+    metrics of the last checkpoint are shown. `not_finite_since` is the first unit since which the
+    loss was not finite.
     """
     if total is None or n >= total:
         line = f"done in {duration(seconds)}"
     else:
         line = f"stopped after {count(n)} of {plural(total, unit)} in {duration(seconds)}"
+    more = list(reasons)
     if not_finite_since is not None:
-        line += f" · the loss is not finite since {unit} {count(not_finite_since)}"
-    if monitor is None or best is None:
-        return " · ".join(filter(None, (line, metric_line(metrics))))
-    line += f" · best {monitor} {number(best[0])} at {unit} {count(best[1])} (*)"
-    return f"{line} · last {number(metrics[monitor])}" if monitor in metrics else line
+        more.append(f"the loss is not finite since {unit} {count(not_finite_since)}")
+    if monitor is not None and best is not None:
+        more.append(f"best {monitor} {number(best[0])} at {unit} {count(best[1])} (*)")
+    elif text := metric_line(metrics):
+        more.append(text)
+    if len(more) == 1 and n >= (total or 0):
+        return [f"{line} · {more[0]}"]
+    return [line, *more]
 
 
 def folded(line: str, width: int) -> str:

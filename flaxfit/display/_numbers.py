@@ -13,11 +13,18 @@ def is_scalar(value: ArrayLike) -> bool:
     return type(value) is float or np.ndim(value) == 0
 
 
-def number(value: float) -> str:
-    """A measured value: 4 decimals, or an exponent where these say little."""
-    if value and math.isfinite(value) and not 1e-4 <= abs(value) < 1e6:
-        return f"{value:.2e}"
-    return f"{value:.4f}"
+def number(value: float, width: int | None = None) -> str:
+    """A measured value: 4 decimals, or an exponent where these say little.
+
+    It has fewer decimals where it would be longer than `width`.
+    """
+    is_plain = not value or not math.isfinite(value) or 1e-4 <= abs(value) < 1e6
+    kind, decimals = ("f", 4) if is_plain else ("e", 2)
+    text = f"{value:.{decimals}{kind}}"
+    while width is not None and len(text) > width and decimals:
+        decimals -= 1
+        text = f"{value:.{decimals}{kind}}"
+    return text
 
 
 def count(n: float) -> str:
@@ -32,6 +39,8 @@ def plural(n: float, noun: str) -> str:
 
 def duration(seconds: float, decimals: int = 1) -> str:
     """A time span in its two largest units."""
+    if decimals and seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
     if seconds < 10:
         return f"{seconds:.{decimals}f}s"
     seconds = round(seconds)

@@ -4,11 +4,12 @@ import contextlib
 import contextvars
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from tqdm import tqdm
 
+from flaxfit.display._cell import passing
 from flaxfit.display._lines import WIDTH, folded
 from flaxfit.distributed._processes import is_main
 
@@ -38,12 +39,23 @@ def is_live(file: TextIO) -> bool:
     return is_cell(file) or (file.isatty() and os.environ.get("TERM") != "dumb")
 
 
+def has_colour(file: TextIO) -> bool:
+    """Whether the stream is a terminal that shows colours, and `NO_COLOR` is not set."""
+    is_terminal = file.isatty() and os.environ.get("TERM") != "dumb"
+    return is_terminal and not os.environ.get("NO_COLOR")
+
+
+def width_of(file: TextIO) -> int | None:
+    """The width of a terminal; None for any other stream, and where it is not known."""
+    try:
+        return os.get_terminal_size(file.fileno()).columns or None if file.isatty() else None
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
 def columns(file: TextIO) -> int:
     """The length of lines: the width of the terminal, at most `WIDTH`."""
-    try:
-        return min(os.get_terminal_size(file.fileno()).columns or WIDTH, WIDTH)
-    except (AttributeError, OSError, ValueError):  # No terminal, or one of another system.
-        return WIDTH
+    return min(width_of(file) or WIDTH, WIDTH)
 
 
 def printable(text: str, file: TextIO) -> str:
@@ -52,7 +64,11 @@ def printable(text: str, file: TextIO) -> str:
     return text.encode(encoding, "replace").decode(encoding)
 
 
-def write(text: str, file: TextIO | None = None, end: str = "\n") -> None:
+_notices: list[Callable[[str], None]] = []
+"""What changes the passing notice in the output of a cell."""
+
+
+def write(text: str, file: TextIO | None = None, end: str = "\n", *, fold: bool = True) -> None:
     """Writes lines above any progress bar on the screen, in the main process only.
 
     They are folded to the width of a terminal.
@@ -60,7 +76,9 @@ def write(text: str, file: TextIO | None = None, end: str = "\n") -> None:
     if not is_main():
         return
     file = output() if file is None else file
-    if file.isatty():
+    while _notices:
+        _notices.pop()("")
+    if fold and file.isatty():
         width = columns(file)
         text = "\n".join(folded(line, width) for line in text.split("\n"))
     tqdm.write(printable(text, file), file=file, end=end)
@@ -90,5 +108,8 @@ def say(text: str, file: TextIO | None = None) -> None:
     file = output() if file is None else file
     if not text.endswith("…"):
         write(f"flaxfit  {text}", file)
-    elif is_live(file) and not is_cell(file):
+    elif is_cell(file):
+        if is_main():
+            _notices.append(passing(f"flaxfit  {text}"))
+    elif is_live(file):
         write(f"flaxfit  {text}", file, end="\r")

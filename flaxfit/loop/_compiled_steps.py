@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 import jax
 
+from flaxfit.display import duration, plural
 from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._padding import Portion
 from flaxfit.loop._placed_companions import PlacedCompanions
@@ -60,15 +61,16 @@ class CompiledSteps:
             shapes = [shapes[0] + leaf.shape[1:] for leaf in leaves]
         dtypes = [str(leaf.dtype) for leaf in leaves]
         first = self._first = self._first or (shapes, dtypes)
+        done = f"compiled the training step in {duration(seconds)}"
+        if not self.compiled:
+            self._say(done)
+            return
         now, before = ", ".join(map(str, shapes)), ", ".join(map(str, first[0]))
         if now == before and dtypes != first[1]:
             now, before = f"{now} of {', '.join(dtypes)}", ", ".join(first[1])
-        again = "again " * bool(self.compiled)
-        after = f" (the first were of {before})" if again and now != before else ""
-        self._say(
-            f"compiled the training step {again}in {seconds:.1f}s, for batches of {now} on "
-            f"{len(portion.strategy.devices)} device(s){after}"
-        )
+        after = f" (the first were of {before})" if now != before else ""
+        where = plural(len(portion.strategy.devices), "device")
+        self._say(f"{done.replace(' in ', ' again in ')}, for batches of {now} on {where}{after}")
 
 
 def build_update(

@@ -124,7 +124,8 @@ def fit(
     evaluator.attach(loop)
     if validation is not None:
         validation.attach_to(loop)
-    history.facts = line = _first_line(trainer.name, loop, stream, validation, n_steps)
+    lines = _first_lines(trainer.name, loop, stream, validation, n_steps)
+    history.facts = " · ".join(lines)
     trainer.history = history
     for callback in users:
         if hasattr(callback, "attach_apply"):
@@ -134,14 +135,16 @@ def fit(
         every.insert(0, validation)
     if folder is not None:
         every = [*folder.guards(users), *every, folder.writer]
+    bar = None
     if verbose:
-        display.say(line)
+        display.say(("\n" + " " * 9).join(lines))
         _say_if_longer(stream, steps_per_epoch)
         is_live = False if verbose == 2 else None
         n_before = initial_epoch
         if found is not None and found.history:
             n_before = found.history.get("initial_epoch", 0) + len(found.history["steps"])
-        every.append(ProgressBar(unit="epoch", total=epochs, start=n_before, live=is_live))
+        bar = ProgressBar(unit="epoch", total=epochs, start=n_before, live=is_live)
+        every.append(bar)
     first_step, end = loop.step, None
 
     def finish_writers() -> None:
@@ -157,6 +160,8 @@ def fit(
         loop.first_epoch, loop.callbacks = initial_epoch, every
         if folder is not None and found is not None:
             trainer.n_epochs = history.n_epochs
+            if bar is not None:
+                bar.recall(history)
             n_left = folder.epochs_left(loop, history, epochs, initial_epoch, n_steps)
         if n_steps is None:
             _train_passes(trainer, loop, n_left)
@@ -213,15 +218,15 @@ def _train_passes(trainer: Trainer, loop: TrainLoop, epochs: int) -> None:
             loop.data = loop.data  # Which starts another pass.
 
 
-def _first_line(
+def _first_lines(
     name: str,
     loop: TrainLoop,
     stream: DataStream,
     validation: Validation | None,
     n_steps: int | None,
-) -> str:
+) -> list[str]:
     params = loop.state_in_place.params
-    return display.start_line(
+    return display.start_lines(
         name,
         n_params=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
         n_devices=len(loop.strategy.devices),

@@ -66,7 +66,7 @@ class PassBar:
             self._close()
             seconds = self._clock() - self._began
             label = f"{self._label}  {display.plural(self.n, 'step')}"
-            display.write(display.checkpoint_line(label, seconds, metrics), self._stream)
+            display.write(display.pass_line(label, seconds, metrics), self._stream)
 
     def __enter__(self) -> Self:
         return self

@@ -13,6 +13,7 @@ class FakeLoop:
     def __init__(self, n_steps=None, n_steps_per_checkpoint=1, step=0, state=None):
         self.n_steps, self.n_steps_per_checkpoint = n_steps, n_steps_per_checkpoint
         self.step, self.state = step, state
+        self.callbacks, self.first_epoch = (), None
         self.watchers, self.dispatch_watchers = [], []
         self.restored = []
         self.metrics = {"loss": 0.5}
@@ -39,13 +40,29 @@ class FakeTerminal(io.StringIO):
         return True
 
 
+class Clock:
+    """A clock that a test turns on."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
 @pytest.fixture
 def make_loop():
     return FakeLoop
 
 
 @pytest.fixture
-def terminal():
+def terminal(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
     return FakeTerminal()
 
 
@@ -53,10 +70,11 @@ def terminal():
 def checkpoint_at():
     """Makes a checkpoint of a step from metrics given by name."""
 
-    def make(step, *, state=None, n_completed_steps=0, elapsed_time=0.0, **metrics):
+    def make(step, *, state=None, n_completed_steps=0, elapsed_time=0.0, stop=False, **metrics):
         return Checkpoint(
             step=step,
             state=state,
+            stop=stop,
             metrics=metrics,
             n_completed_steps=n_completed_steps,
             elapsed_time=elapsed_time,

@@ -87,7 +87,7 @@ def test_the_text_has_a_title_and_a_sparkline_from_first_to_last_for_each_metric
 
 
 def test_an_empty_history_has_a_text_and_a_page():
-    assert repr(History()) == "0 checkpoints, 0 steps in 0.0s"
+    assert repr(History()) == "0 checkpoints, 0 steps in 0 ms"
     assert "0 checkpoints" in History()._repr_html_()
 
 

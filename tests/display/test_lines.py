@@ -5,10 +5,9 @@ import pytest
 from flaxfit import display
 
 
-def test_the_start_line_tells_what_runs_where_on_what():
-    line = display.start_line(
+def test_the_start_tells_what_runs_where_on_what_in_lines_of_60_columns():
+    lines = display.start_lines(
         "MLP",
-        "validation split at random",
         n_params=9610,
         n_devices=1,
         platform="cpu",
@@ -17,37 +16,20 @@ def test_the_start_line_tells_what_runs_where_on_what():
         n_validation=360,
         steps_per_epoch=44,
     )
-    assert line == (
-        "MLP · 9,610 params · 1 cpu device · 1,437 train / 360 val examples · batch 32 · "
-        "44 steps/epoch · validation split at random"
-    )
+    assert lines == [
+        "MLP · 9,610 params · 1 cpu device",
+        "1,437 train / 360 val · batch 32 · 44 steps/epoch",
+    ]
 
 
-def test_the_start_line_leaves_out_what_is_not_known():
-    line = display.start_line("MLP", n_params=10, n_devices=4, platform="gpu")
-    assert line == "MLP · 10 params · 4 gpu devices"
-
-
-def test_a_checkpoint_line_shows_training_then_validation_and_a_star():
-    line = display.checkpoint_line(
-        "Epoch  1/10", 0.1, {"loss": 1.7632, "val_loss": 1.1262}, is_best=True
-    )
-    assert line == "Epoch  1/10  0.1s  loss 1.7632  val_loss 1.1262 *"
-
-
-def test_a_long_checkpoint_line_is_broken_before_the_validation_metrics():
-    names = ["loss", "accuracy", "precision", "recall", "f1_macro"]
-    metrics = {name: 0.5 for name in names} | {f"val_{name}": 0.5 for name in names}
-    first, second = display.checkpoint_line("Epoch  1/10", 0.1, metrics, is_best=True).split("\n")
-    assert first.startswith("Epoch  1/10  0.1s  loss 0.5000") and "val_" not in first
-    assert second.startswith(" " * 13 + "val_loss 0.5000") and second.endswith("0.5000 *")
-    assert max(len(first), len(second)) <= display.WIDTH
-    training = {name * 10: 0.5 for name in names}
-    assert "\n" not in display.checkpoint_line("Epoch  1/10", 0.1, training)
+def test_the_start_leaves_out_what_is_not_known():
+    lines = display.start_lines("MLP", n_params=10, n_devices=4, platform="gpu")
+    assert lines == ["MLP · 10 params · 4 gpu devices"]
 
 
 def test_the_progress_line_leaves_out_what_is_not_known():
     full = display.progress_line(28, 44, 4.0, {"loss": 0.429})
+    assert display.progress_line(8, 44, None, {}) == " 8/44"
     assert full == "28/44 · 4 steps/s · ETA 4s · loss 0.4290"
     assert display.progress_line(28, 44, None, {}) == "28/44"
     assert display.progress_line(1028, None, 4.0, {}) == "1,028 steps · 4 steps/s"
@@ -90,8 +72,8 @@ def test_an_indented_line_goes_on_as_far_in():
     ]
 
 
-def test_the_final_line_tells_time_best_and_last():
-    line = display.final_line(
+def test_the_end_tells_time_and_best():
+    lines = display.final_lines(
         1.5,
         {"loss": 0.1, "val_accuracy": 0.9694},
         n=10,
@@ -99,7 +81,8 @@ def test_the_final_line_tells_time_best_and_last():
         monitor="val_accuracy",
         best=(0.9722, 8),
     )
-    assert line == "done in 1.5s · best val_accuracy 0.9722 at epoch 8 (*) · last 0.9694"
-    assert display.final_line(1.5, {"loss": 0.1}, unit="step", n=5) == "done in 1.5s · loss 0.1000"
-    stopped = display.final_line(1.5, {}, unit="step", n=500, total=2000)
-    assert stopped == "stopped after 500 of 2,000 steps in 1.5s"
+    assert lines == ["done in 1.5s · best val_accuracy 0.9722 at epoch 8 (*)"]
+    lines = display.final_lines(1.5, {"loss": 0.1}, unit="step", n=5)
+    assert lines == ["done in 1.5s · loss 0.1000"]
+    stopped = display.final_lines(1.5, {}, "the budget is used up", unit="step", n=500, total=2000)
+    assert stopped == ["stopped after 500 of 2,000 steps in 1.5s", "the budget is used up"]

@@ -26,9 +26,26 @@ def test_numbers_have_four_decimals_or_an_exponent(value, text):
 
 
 @pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.5, "0.5000"),
+        (100.12345, "100.123"),
+        (123456.789, "123457"),
+        (1.2345e-5, "1.2e-05"),
+        (-1.2345e-5, "-1e-05"),
+        (float("nan"), "nan"),
+    ],
+)
+def test_numbers_have_fewer_decimals_where_a_column_is_narrow(value, text):
+    assert display.number(value, 7) == text
+
+
+@pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0, "0.0s"),
+        (0, "0 ms"),
+        (0.0374, "37 ms"),
+        (0.9996, "1.0s"),
         (9.94, "9.9s"),
         (42.4, "42s"),
         (59.9, "1m 00s"),
@@ -41,14 +58,12 @@ def test_durations_have_two_units(seconds, text):
     assert display.duration(seconds) == text
 
 
-def test_counts_speeds_and_labels():
+def test_counts_and_speeds():
     assert display.count(1437.4) == "1,437"
     assert display.plural(1, "epoch") == "1 epoch"
     assert display.plural(2000, "step") == "2,000 steps"
     assert display.rate(4712.3) == "4,712 steps/s"
     assert display.rate(0.0416) == "0.042 steps/s"
-    assert display.label("epoch", 3, 10) == "Epoch  3/10"
-    assert display.label("epoch", 3) == "Epoch      3"
 
 
 def test_sizes_have_a_unit():

@@ -1,5 +1,7 @@
 """What is said of a compilation: the first one, another, and what has changed since the first."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -37,12 +39,11 @@ def compile_for(steps, portion):
     steps.compiled[len(steps.compiled)] = program
 
 
-def test_the_first_compilation_is_announced_with_its_shapes(steps, said):
+def test_the_first_compilation_is_announced_with_its_time(steps, said):
     compile_for(steps, portion_of(batch_of(8)))
     compiling, compiled = said
     assert compiling == "compiling…"
-    assert compiled.startswith("compiled the training step in ")
-    assert compiled.endswith("s, for batches of (8, 2), (8,) on 1 device(s)")
+    assert re.fullmatch(r"compiled the training step in [0-9.]+ ?m?s", compiled)
 
 
 def test_a_second_compilation_names_the_shapes_of_both(steps, said):
@@ -51,7 +52,7 @@ def test_a_second_compilation_names_the_shapes_of_both(steps, said):
     compile_for(steps, portion_of(batch_of(8)))
     assert "step again in" in said[3] and "for batches of (5, 2), (5,) on" in said[3]
     assert said[3].endswith("(the first were of (8, 2), (8,))")
-    assert "step again in" in said[5] and said[5].endswith("(8, 2), (8,) on 1 device(s)")
+    assert "step again in" in said[5] and said[5].endswith("(8, 2), (8,) on 1 device")
 
 
 def test_dtypes_are_named_where_they_alone_have_changed(steps, said):
@@ -63,8 +64,9 @@ def test_dtypes_are_named_where_they_alone_have_changed(steps, said):
 
 def test_shapes_of_data_on_the_devices_are_those_of_the_batches(steps, said):
     rows = Batch((np.arange(4),), ())
+    compile_for(steps, portion_of(batch_of(8)))
     compile_for(steps, portion_of(rows, data=(batch_of(64, width=3),)))
-    assert "for batches of (4, 3), (4,) on" in said[1]
+    assert "for batches of (4, 3), (4,) on" in said[3]
 
 
 def test_after_all_was_forgotten_nothing_is_compiled_again(steps, said):

@@ -45,7 +45,7 @@ def test_its_page_has_the_facts_the_numbers_and_the_arrays_but_no_matrices():
     checkpoint = checkpoint.with_metrics({"a < b": 0.25, "confusion": np.eye(2)})
     page = ET.fromstring(checkpoint._repr_html_())
     assert page.findtext("b") == "Checkpoint at step 4"
-    assert page.findtext("small") == "8 steps · 2.0s · 4 steps/s · compiled in 0.5s · 6 params"
+    assert page.findtext("small") == "8 steps · 2.0s · 4 steps/s · compiled in 500 ms · 6 params"
     rows = [[cell.text for cell in row] for row in page.findall("table/tr")]
     assert rows == [["loss", "0.5000"], ["a < b", "0.2500"]]
     assert page.findtext("details/summary") == "params: 6 numbers in 1 array"
@@ -53,4 +53,4 @@ def test_its_page_has_the_facts_the_numbers_and_the_arrays_but_no_matrices():
 
 def test_a_checkpoint_of_nothing_has_a_page_too():
     page = ET.fromstring(ff.Checkpoint(step=3, state=None, metrics={})._repr_html_())
-    assert "".join(page.itertext()) == "Checkpoint at step 30 steps · 0.0s"
+    assert "".join(page.itertext()) == "Checkpoint at step 30 steps · 0 ms"
