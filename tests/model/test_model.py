@@ -398,7 +398,7 @@ def test_lines_tell_how_training_goes(capsys):
     fit(make_model(), epochs=2, verbose=2, validation_data=(X_TEST, Y_TEST))
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "flaxfit  MLP · 2,410 params · 4 cpu devices"
-    assert lines[1].startswith("         300 train / 113 val · batch 32")
+    assert lines[1].startswith("         300 train / 113 val · batch 64 · ")
     assert "compiled the training step in" in lines[2]
     assert [line.split()[0] for line in lines[-4:]] == ["epoch", "1/2", "2/2", "done"]
     assert "\r" not in "".join(lines)
