@@ -36,7 +36,10 @@ def test_every_public_module_has_a_page_of_the_reference():
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
 def test_links_to_files_lead_somewhere(page):
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text())
+    text = (ROOT / page).read_text()
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text) + re.findall(
+        r'src(?:set)?="(.+?)"', text
+    )
     assert not [link for link in links if not (ROOT / link).exists()]
 
 
