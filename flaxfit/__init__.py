@@ -11,6 +11,7 @@ from typing import Any
 from flaxfit.callbacks._history import History as History
 from flaxfit.data import ArrayStream as ArrayStream
 from flaxfit.data._batch import Batch as Batch
+from flaxfit.display._tracebacks import hide_internals as _hide_internals
 from flaxfit.distributed._initialize import initialize as initialize
 from flaxfit.distributed._processes import is_main as is_main
 from flaxfit.distributed._processes import process_count as process_count
@@ -63,6 +64,9 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+for _public in (Model, TrainLoop, EvalLoop, TrainTask, EvalTask):
+    _hide_internals(_public)
 
 _SUBPACKAGES = frozenset(
     (

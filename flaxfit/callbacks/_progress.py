@@ -204,6 +204,11 @@ class ProgressBar:
             self._bar.close()
             self._bar = None
 
+    def interrupt(self) -> None:
+        """Removes the bar; no line is written at the end, since an interrupt has its own."""
+        self._close_bar()
+        self._last = self._began = None
+
     def close(self) -> None:
         """Removes the bar and writes a line about how training ended."""
         self._close_bar()

@@ -14,7 +14,7 @@ from flaxfit.data._batch import Batch, has_rows, n_examples, normalize
 from flaxfit.data._stream import pass_length
 from flaxfit.loop._local_rows import LocalBatches
 from flaxfit.loop._padding import Padder, may_be_whole
-from flaxfit.step._error_messages import calls_explained
+from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._eval_step import evaluated, make_predict_step
 from flaxfit.step._validate import check_rows, streams_explained, structure_of, trace
 from flaxfit.strategies import Strategy
@@ -96,6 +96,7 @@ class Predictor:
     def _compile(self, strategy: Strategy, batch: Batch, arguments: tuple[PyTree, ...]) -> Function:
         with (
             calls_explained(batch.inputs),
+            tracers_explained(),
             streams_explained("Model(..., eval_rngs=...)", self.task.rngs),
         ):
             result = trace(strategy.bind(self._make()), arguments[0], batch).shapes

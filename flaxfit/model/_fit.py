@@ -14,6 +14,7 @@ from flaxfit.callbacks._callback import Callback
 from flaxfit.callbacks._history import History
 from flaxfit.callbacks._progress import ENDLESS
 from flaxfit.data import DataStream
+from flaxfit.display._tracebacks import show_one_line
 from flaxfit.loop._callback_list import as_tuple
 from flaxfit.loop._eval_loop import EvalLoop
 from flaxfit.loop._train_loop import EndOfData, TrainLoop
@@ -157,6 +158,7 @@ def fit(
         stack.callback(_close_data, loop)
         stack.push(lambda kind, error, traceback: finish_writers() if kind is None else None)
         stack.enter_context(loop)
+        stack.push(lambda kind, error, where: _say_if_interrupted(error, loop, every, verbose))
         loop.first_epoch, loop.callbacks = initial_epoch, every
         if folder is not None and found is not None:
             trainer.n_epochs = history.n_epochs
@@ -183,6 +185,21 @@ def fit(
                 "lasts."
             )
     return history
+
+
+def _say_if_interrupted(
+    error: BaseException | None, loop: TrainLoop, callbacks: list[Any], verbose: int | str
+) -> None:
+    """Says in one line, in place of a traceback, where an interrupt has ended training."""
+    if not isinstance(error, KeyboardInterrupt):
+        return
+    for each in callbacks:
+        if isinstance(each, ProgressBar):
+            each.interrupt()
+    notice = f"interrupted at step {loop.step:,}; weights kept; fit continues"
+    if verbose:
+        display.say(notice)
+    show_one_line(error, notice, is_shown=bool(verbose))
 
 
 def _say_if_longer(stream: DataStream, steps_per_epoch: int | None) -> None:

@@ -198,8 +198,8 @@ def _advice(stepper: Any) -> str:
 
 def _is_own(error: BaseException) -> bool:
     """Whether flaxfit itself raised an error, which then explains itself."""
-    *_, last = traceback.walk_tb(error.__traceback__)
-    return Path(last[0].f_code.co_filename).is_relative_to(_PACKAGE)
+    *_, last = None, *traceback.walk_tb(error.__traceback__)
+    return last is None or Path(last[0].f_code.co_filename).is_relative_to(_PACKAGE)
 
 
 def _place(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from flaxfit.data._batch import call
 from flaxfit.modules._switch import as_init
 from flaxfit.state._train_state import TrainState, as_key, at_start
-from flaxfit.step._error_messages import calls_explained
+from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.tree._put import put
 from flaxfit.tree._single_replica import single_replica_of_any_axis
 from flaxfit.tree._types import ArrayLike, Function, PyTree
@@ -65,7 +65,7 @@ def init_state(
         keys = jax.random.split(init_key, len(collections))
         rngs = dict(zip(collections, keys, strict=True))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        with calls_explained(zeros):
+        with calls_explained(zeros), tracers_explained():
             variables = call(single_replica_of_any_axis(init), rngs, zeros)
         return at_start(optimizer, variables, train_key)
 

@@ -338,7 +338,7 @@ def test_an_interrupt_leaves_a_usable_model_and_its_history():
             signal.raise_signal(signal.SIGINT)
 
     model = make_model()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="interrupted at step 10; weights kept; fit cont"):
         fit(model, epochs=5, callbacks=[interrupt])
     assert model.step == 10 and model.history.steps == [5]
     assert model.evaluate(X_TEST, Y_TEST)["loss"] > 0

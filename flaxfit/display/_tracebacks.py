@@ -1,0 +1,166 @@
+"""Tracebacks of worded errors: the user's frames, and the sentence last.
+
+The frames of the library, JAX, Flax and Optax are removed where an error leaves a public class.
+Errors of the user's own functions stay as they are. `FLAXFIT_FULL_TRACEBACKS=1` keeps all frames.
+"""
+
+import dis
+import functools
+import inspect
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from types import FunctionType, TracebackType
+from typing import Any
+
+from flaxfit.display._streams import write
+
+_OWN = "flaxfit"
+_LIBRARIES = (_OWN, "jax", "jaxlib", "flax", "optax", "redex", "tqdm")
+_STDLIB = sysconfig.get_path("stdlib"), "<frozen "
+_RAISE = dis.opmap["RAISE_VARARGS"]
+_SPECIAL = ("__init__", "__call__", "__next__")
+_OF_JAX = "JAX_TRACEBACK_FILTERING"
+_IS_WORDED, _NOTICE = "_flaxfit_is_worded", "_flaxfit_notice"
+
+
+def hide_internals(public: type) -> None:
+    """Makes the public methods of a class, inherited ones too, raise short worded errors."""
+    for each in public.__mro__:
+        if _package(each.__module__) != _OWN:
+            continue
+        for name, value in list(vars(each).items()):
+            if name.startswith("_") and name not in _SPECIAL:
+                continue
+            if isinstance(value, FunctionType) and value.__code__.co_filename != __file__:
+                setattr(each, name, _short(value))
+            elif isinstance(value, classmethod | staticmethod):
+                setattr(each, name, type(value)(_short(value.__func__)))
+            elif isinstance(value, property) and value.fset is not None:
+                setattr(each, name, value.setter(_short(value.fset)))
+
+
+def _short(function: Any) -> Any:
+    tidied = shorten  # Not a global, see below.
+    if inspect.isgeneratorfunction(function):
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return (yield from function(*args, **kwargs))
+            except (Exception, KeyboardInterrupt) as error:
+                tidied(error)
+                raise
+    else:
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except (Exception, KeyboardInterrupt) as error:
+                tidied(error)
+                raise
+
+    # With the globals of the function, by which doctest finds it.
+    wrapper = FunctionType(
+        call.__code__, function.__globals__, function.__name__, None, call.__closure__
+    )
+    return functools.update_wrapper(wrapper, function)
+
+
+def shorten(error: BaseException) -> None:
+    """Removes internal frames from a worded error or an interrupt, and that of the caller."""
+    if _shows_all():
+        return
+    here = error.__traceback__
+    error.__traceback__ = None if here is None else here.tb_next
+    if isinstance(error, KeyboardInterrupt) or is_worded(error):
+        vars(error)[_IS_WORDED] = True  # Once its last frame is gone, nothing else tells.
+        _tidy(error)
+
+
+def is_worded(error: BaseException) -> bool:
+    """Whether a statement of the library raised an error, which then explains itself."""
+    if _IS_WORDED in vars(error):
+        return True
+    *_, last = None, *_entries(error.__traceback__)
+    if last is None or _package_of(last) != _OWN:
+        return False
+    return last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
+
+
+def show_one_line(error: KeyboardInterrupt, notice: str, *, is_shown: bool) -> None:
+    """Makes an interrupt that nobody catches print a line in place of a traceback.
+
+    Args:
+      error: the interrupt.
+      notice: the line, which becomes its message.
+      is_shown: whether the line is on the screen already.
+    """
+    error.args = (notice,)
+    if _shows_all():
+        return
+    lines = [] if is_shown else [f"flaxfit  {notice}"]
+    vars(error).update({_NOTICE: lines, "_render_traceback_": lambda: lines})  # Read by IPython.
+    if getattr(sys.excepthook, "__name__", None) != _excepthook.__name__:
+        sys.excepthook = functools.update_wrapper(
+            functools.partial(_excepthook, sys.excepthook), _excepthook
+        )
+
+
+def _excepthook(others: Any, kind: Any, error: BaseException, where: TracebackType | None) -> None:
+    lines = vars(error).get(_NOTICE)
+    if lines is None:
+        others(kind, error, where)
+    for line in lines or ():
+        write(line)
+
+
+def _shows_all() -> bool:
+    given = os.environ.get("FLAXFIT_FULL_TRACEBACKS", "")
+    return given not in ("", "0") or os.environ.get(_OF_JAX) == "off"
+
+
+def _tidy(error: BaseException) -> None:
+    """Removes internal frames from an error and its causes, and contexts of such frames alone."""
+    error.__traceback__ = _without_internals(error.__traceback__)
+    notes = getattr(error, "__notes__", None)
+    if notes is not None:
+        notes[:] = [note for note in notes if _OF_JAX not in note]
+    if error.__cause__ is not None:
+        _tidy(error.__cause__)
+    elif error.__context__ is not None and not _has_own(error.__context__):
+        error.__suppress_context__ = True
+
+
+def _has_own(error: BaseException) -> bool:
+    return _without_internals(error.__traceback__) is not None
+
+
+def _without_internals(where: TracebackType | None) -> TracebackType | None:
+    kept = None
+    for entry in reversed(list(_entries(where))):
+        if not _is_internal(entry):
+            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return kept
+
+
+def _is_internal(entry: TracebackType) -> bool:
+    """Whether a frame is of the library, of what it is built on, or of Python itself."""
+    name = _package_of(entry)
+    is_python = name in sys.stdlib_module_names  # Or a file of the user with such a name.
+    file = entry.tb_frame.f_code.co_filename
+    return name in _LIBRARIES or (is_python and file.startswith(_STDLIB))
+
+
+def _package_of(entry: TracebackType) -> str:
+    return _package(entry.tb_frame.f_globals.get("__name__") or "")
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _entries(where: TracebackType | None) -> Iterator[TracebackType]:
+    while where is not None:
+        yield where
+        where = where.tb_next

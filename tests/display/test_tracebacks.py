@@ -1,0 +1,135 @@
+"""Tracebacks: a worded error shows the user's frames and its sentence, and no others."""
+
+import doctest
+import inspect
+import os
+import subprocess
+import sys
+import traceback
+
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import flaxfit as ff
+from flaxfit.display._tracebacks import is_worded, show_one_line
+
+
+@pytest.fixture(autouse=True)
+def shortened(monkeypatch):
+    monkeypatch.delenv("FLAXFIT_FULL_TRACEBACKS", raising=False)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+
+
+def names_in(error):
+    """The functions of a traceback, from the one that called to the one that raised."""
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def files_in(error):
+    return {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
+
+
+def make_model(**options):
+    return ff.Model(nn.Dense(1), optax.sgd(0.1), "mse", **options)
+
+
+def test_a_worded_error_shows_the_frame_of_the_caller_alone():
+    with pytest.raises(TypeError, match="optax transformation") as caught:
+        ff.Model(nn.Dense(1), "adam", "mse")
+    assert names_in(caught.value) == ["test_a_worded_error_shows_the_frame_of_the_caller_alone"]
+    assert is_worded(caught.value)
+
+
+def test_a_property_that_is_set_does_too():
+    model = make_model()
+    with pytest.raises(TypeError, match="True or False") as caught:
+        model.trainable = 1
+    assert files_in(caught.value) == {__file__}
+
+
+def test_a_generator_that_is_run_does_too():
+    task = ff.TrainTask(nn.Dense(1), optax.sgd(0.1), "mse", (np.ones((4, 2)), np.ones(4)))
+    loop = ff.TrainLoop(nn.Dense(1), task, 0, stdout=False)
+    with pytest.raises(ValueError, match="targets of the shape") as caught:
+        list(loop.run_until(2))
+    assert files_in(caught.value) == {__file__}
+
+
+def test_an_error_of_the_user_keeps_all_its_frames():
+    def broken():
+        yield np.ones((2, 3), np.float32)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="gone") as caught:
+        make_model().predict(broken())
+    assert names_in(caught.value)[-1] == "broken" and not is_worded(caught.value)
+    assert any("flaxfit" in file for file in files_in(caught.value) - {__file__})
+    assert not any(file.endswith("display/_tracebacks.py") for file in files_in(caught.value))
+
+
+def test_the_cause_of_a_worded_error_keeps_the_frames_of_the_user():
+    def apply(variables, x, **options):
+        return float(x.sum()) * x
+
+    with pytest.raises(TypeError, match="asks for the value") as caught:
+        ff.Model((lambda rngs, x: {"params": 1.0}, apply)).predict(np.ones((2, 3)))
+    cause = caught.value.__cause__
+    assert cause is not None
+    assert names_in(cause) == ["apply"] and "JAX_TRACEBACK" not in str(cause.__notes__)
+
+
+def test_a_call_with_other_arguments_ends_at_the_call():
+    with pytest.raises(TypeError, match="nb_epoch") as caught:
+        make_model().fit(np.ones((2, 1)), nb_epoch=3)  # pyright: ignore[reportCallIssue]
+    assert files_in(caught.value) == {__file__}
+
+
+@pytest.mark.parametrize("name", ["FLAXFIT_FULL_TRACEBACKS", "JAX_TRACEBACK_FILTERING"])
+def test_a_variable_of_the_environment_shows_all_frames(monkeypatch, name):
+    monkeypatch.setenv(name, "1" if name.startswith("FLAXFIT") else "off")
+    with pytest.raises(TypeError, match="optax transformation") as caught:
+        ff.Model(nn.Dense(1), "adam", "mse")
+    assert len(names_in(caught.value)) > 3
+
+
+def test_methods_keep_their_signatures_their_source_and_their_examples():
+    assert list(inspect.signature(ff.Model.fit).parameters)[:3] == ["self", "x", "y"]
+    assert "check_arguments" in inspect.getsource(ff.Model.fit)
+    module = sys.modules["flaxfit.loop._train_loop"]
+    found = {each.name for each in doctest.DocTestFinder().find(module) if each.examples}
+    assert "flaxfit.loop._train_loop.TrainLoop.next_step" in found
+
+
+def test_an_interrupt_that_nobody_catches_is_one_line(capsys):
+    for is_shown in False, True:
+        error = KeyboardInterrupt()
+        show_one_line(error, "interrupted at step 3", is_shown=is_shown)
+        assert str(error) == "interrupted at step 3"
+        sys.excepthook(KeyboardInterrupt, error, None)
+        line = [] if is_shown else ["flaxfit  interrupted at step 3"]
+        assert capsys.readouterr().err.splitlines() == line
+        assert error._render_traceback_() == line  # pyright: ignore[reportAttributeAccessIssue]
+    sys.excepthook(KeyError, KeyError("mine"), None)
+    assert capsys.readouterr().err == "KeyError: 'mine'\n"
+
+
+@pytest.mark.slow
+def test_a_script_ends_with_the_sentence(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import numpy as np, optax\nimport flaxfit as ff\nfrom flax import linen as nn\n"
+        "model = ff.Model(nn.Dense(3), optax.sgd(0.1), 'crossentropy')\n"
+        "model.fit(np.ones((8, 2)), np.full(8, 3), verbose=0)\n"
+    )
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=environment, check=False
+    )
+    assert run.stderr.splitlines() == [
+        "Traceback (most recent call last):",
+        f'  File "{script}", line 5, in <module>',
+        "    model.fit(np.ones((8, 2)), np.full(8, 3), verbose=0)",
+        "ValueError: label 3 is out of range for 3 outputs (labels must be 0..2): 8 of 8 are.",
+    ]
