@@ -52,7 +52,11 @@ LOSSES_WITHOUT_PEER = {
     **dict.fromkeys(["check_loss_shape", "check_values"], "Checks what others compute."),
     "resolve": "Finds a loss by name.",
     "smape": "Keras and torch have none: by hand in `losses/test_regression.py`.",
-    "info_nce": "Keras and torch have none: by hand in `losses/test_contrastive.py`.",
+    **dict.fromkeys(
+        ["info_nce", "supervised_contrastive"],
+        "Keras and torch have none: by hand in `losses/test_contrastive.py`.",
+    ),
+    "triplet": "torch has none that mines: by hand in `losses/test_triplet.py`.",
 }
 
 

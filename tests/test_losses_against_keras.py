@@ -125,7 +125,7 @@ def test_values_and_gradients_are_those_of_keras(case, keras):
 
 # Beside torch and Keras in `test_against_peers.py`; by hand in `tests/losses`; and what is no loss.
 ELSEWHERE = {"cosine_distance", "hinge", "log_cosh", "mae", "mse"}
-BY_HAND = {"smape", "info_nce"}
+BY_HAND = {"smape", "info_nce", "supervised_contrastive", "triplet"}
 HELPERS = {"Loss", "check_loss_shape", "check_values", "resolve"}
 
 

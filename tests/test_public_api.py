@@ -156,6 +156,8 @@ PUBLIC = {
         "resolve",
         "smape",
         "squared_hinge",
+        "supervised_contrastive",
+        "triplet",
         "tversky",
     ),
     "flaxfit.metrics": (

@@ -13,6 +13,7 @@ from flaxfit.losses._checks import check_loss_shape as check_loss_shape
 from flaxfit.losses._checks import check_values as check_values
 from flaxfit.losses._circle import circle as circle
 from flaxfit.losses._contrastive import info_nce as info_nce
+from flaxfit.losses._contrastive import supervised_contrastive as supervised_contrastive
 from flaxfit.losses._crossentropy import binary_crossentropy as binary_crossentropy
 from flaxfit.losses._crossentropy import crossentropy as crossentropy
 from flaxfit.losses._crossentropy import kl_divergence as kl_divergence
@@ -38,6 +39,7 @@ from flaxfit.losses._regression import mse as mse
 from flaxfit.losses._regression import msle as msle
 from flaxfit.losses._regression import poisson as poisson
 from flaxfit.losses._regression import smape as smape
+from flaxfit.losses._triplet import triplet as triplet
 
 __all__ = [
     "binary_crossentropy",
@@ -67,5 +69,7 @@ __all__ = [
     "resolve",
     "smape",
     "squared_hinge",
+    "supervised_contrastive",
+    "triplet",
     "tversky",
 ]

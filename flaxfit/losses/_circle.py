@@ -2,9 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from flaxfit.losses._shared import configurable, floating
+from flaxfit.losses._shared import check_embeddings, configurable, floating
 from flaxfit.tree._types import ArrayLike
 
 
@@ -32,16 +31,12 @@ def circle(
     Returns:
       Values, and weights that are 0 where the value is; both of shape `(batch,)`.
 
+    >>> import numpy as np
     >>> values, _ = circle(np.eye(2)[[0, 0, 1, 1]], np.array([0, 0, 1, 1]), gamma=1.0)
     >>> np.asarray(values, float).round(3)
     array([0.897, 0.897, 0.897, 0.897])
     """
-    shape = np.shape(embeddings)
-    if len(shape) != 2 or np.shape(labels) != shape[:1]:
-        raise ValueError(
-            "loss 'circle' wants embeddings of shape (batch, features) and a label for each, got "
-            f"outputs {shape} and labels {np.shape(labels)}."
-        )
+    check_embeddings("circle", embeddings, labels)
     embeddings, labels = floating(embeddings), jnp.asarray(labels)
     distances = jnp.maximum(1 - embeddings @ embeddings.T, 0)
     is_same = labels[:, None] == labels

@@ -1,7 +1,7 @@
 """Losses that compare the examples of a batch with one another: train them with `across="batch"`.
 
-Where a batch is divided over the replicas of a mapped axis, each computes the values of its own
-examples alone, against the outputs of all replicas.
+Where a batch is divided over the replicas of a mapped axis, `info_nce` computes on each the values
+of its own examples alone, against the outputs of all replicas.
 """
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.losses._crossentropy import crossentropy
-from flaxfit.losses._shared import configurable, floating
+from flaxfit.losses._shared import check_embeddings, configurable, floating
 from flaxfit.tree._types import ArrayLike
 
 
@@ -69,10 +69,54 @@ def info_nce(
     return (crossentropy(logits, numbers) + crossentropy(swapped, numbers)) / 2
 
 
+@configurable
+def supervised_contrastive(
+    embeddings: ArrayLike,
+    labels: ArrayLike,
+    *,
+    temperature: float = 0.1,
+    normalize: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+    """Gives the supervised contrastive loss of each example: it needs `across="batch"`.
+
+    It is the mean crossentropy of the examples with the same label among all others, whose logits
+    are products of embeddings divided by the temperature (Khosla et al., "Supervised Contrastive
+    Learning", 2020, equation 2). Of several views of an example, stack the embeddings and labels.
+
+    Args:
+      embeddings: `(batch, features)`.
+      labels: integers of shape `(batch,)`.
+      temperature: what the logits are divided by.
+      normalize: whether to scale the embeddings to length 1.
+
+    Returns:
+      Values, and weights that are 0 where no other example has the label; both of shape `(batch,)`.
+
+    Raises:
+      ValueError: the shapes do not fit, or the temperature is not positive.
+
+    >>> values, _ = supervised_contrastive(np.eye(2)[[0, 0, 1, 1]], np.array([0, 0, 1, 1]))
+    >>> np.asarray(values, float).round(5)
+    array([9.e-05, 9.e-05, 9.e-05, 9.e-05])
+    """
+    check_embeddings("supervised_contrastive", embeddings, labels)
+    _check_temperature("supervised_contrastive", temperature)
+    x, labels = floating(embeddings), jnp.asarray(labels)
+    x = _unit(x) if normalize else x
+    is_other = ~jnp.eye(len(labels), dtype=bool)
+    is_positive = (labels[:, None] == labels) & is_other
+    logits = jnp.matmul(x, x.T, precision="highest") / temperature
+    # A batch of one example has no others.
+    of_others = jax.nn.logsumexp(logits, axis=1, where=is_other | ~is_other.any(1, keepdims=True))
+    n_positives = is_positive.sum(1)
+    losses = jnp.where(is_positive, of_others[:, None] - logits, 0)
+    values = losses.sum(1) / jnp.maximum(n_positives, 1)
+    return values, (n_positives > 0).astype(jnp.float32)
+
+
 def _scale(log_scale: ArrayLike | None, temperature: float | None) -> ArrayLike:
     """What the products of embeddings are multiplied by."""
-    if isinstance(temperature, int | float) and not temperature > 0:
-        raise ValueError(f"The temperature of 'info_nce' must be positive, got {temperature}.")
+    _check_temperature("info_nce", temperature)
     if log_scale is None:
         return 1 / (0.07 if temperature is None else temperature)
     if np.size(log_scale) != 1:
@@ -87,6 +131,11 @@ def _scale(log_scale: ArrayLike | None, temperature: float | None) -> ArrayLike:
             "of them out."
         )
     return jnp.exp(jnp.reshape(floating(log_scale), ()))
+
+
+def _check_temperature(name: str, temperature: float | None) -> None:
+    if isinstance(temperature, int | float) and not temperature > 0:
+        raise ValueError(f"The temperature of {name!r} must be positive, got {temperature}.")
 
 
 def _unit(x: jax.Array) -> jax.Array:

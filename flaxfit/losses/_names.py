@@ -15,6 +15,7 @@ from flaxfit.losses import (
     _hinge,
     _overlap,
     _regression,
+    _triplet,
 )
 from flaxfit.losses._keras import ALIASES, refuse_keras
 from flaxfit.tree._checks import check_order
@@ -50,6 +51,8 @@ _LOSSES: dict[str, Loss] = {
         _ctc.ctc,
         _circle.circle,
         _contrastive.info_nce,
+        _contrastive.supervised_contrastive,
+        _triplet.triplet,
     )
 }
 _ALIASES: dict[str, Loss] = {name: _LOSSES[own] for name, own in ALIASES.items()} | {

@@ -77,6 +77,16 @@ def check_same_shape(
     )
 
 
+def check_embeddings(name: str, embeddings: ArrayLike, labels: ArrayLike) -> None:
+    """Checks that there is a label for each row of embeddings."""
+    shape = np.shape(embeddings)
+    if len(shape) != 2 or np.shape(labels) != shape[:1]:
+        raise ValueError(
+            f"loss {name!r} wants embeddings of shape (batch, features) and a label for each, got "
+            f"outputs {shape} and labels {np.shape(labels)}."
+        )
+
+
 def check_onehot(name: str, outputs: ArrayLike, labels: ArrayLike, integers: str) -> None:
     """Checks that labels have one number for each of several classes, as the outputs."""
     shape = np.shape(outputs)

@@ -75,7 +75,9 @@ def loss_of(
         )
     weights = None if batch.weights is None else replicas.whole(batch.weights, n)
     targets = replicas.whole(batch.targets, n)
-    if is_training:  # In rows of weight 0, the targets that one device would put there.
+    if (
+        is_training and task.across is None
+    ):  # In rows of weight 0, the targets that one device would put there.
         targets = without_idle_rows(targets, weights)
     if sees_replicas(task.loss, outputs, batch.targets):
         own = jax.tree.map(lambda x: replicas.own(x, n), targets)

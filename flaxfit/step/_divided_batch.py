@@ -60,7 +60,7 @@ class DividedBatch:
         weight = jax.tree.map(lambda total: total / self.replicas.n, weights)
 
         def gradient_of(replica: ArrayLike, part: Batch) -> Gradient:
-            part = without_idle_targets(part) if self.may_be_idle else part
+            part = self._without_idle_targets(part)
             key = step_key(state.key, state.step, replica)
             return gradient_of_part(self.task, state, part, key, weight, self.replicas)
 
@@ -72,12 +72,17 @@ class DividedBatch:
             return self._of_gradient(self.gradient(state, self.weights(state)))
 
         def loss_of(replica: ArrayLike, part: Batch) -> tuple[PyTree, PyTree]:
-            part = without_idle_targets(part) if self.may_be_idle else part
+            part = self._without_idle_targets(part)
             key = step_key(state.key, state.step, replica)
             return loss_sums(self.task, state, part, key, self.replicas)
 
         sums, penalty = self.replicas.each(loss_of)(self.batch)
         return mean_of_sums(self.replicas.sum(sums), self.mean(penalty))
+
+    def _without_idle_targets(self, part: Batch) -> Batch:
+        """Replaces the targets of weight 0, unless the loss compares the others with them."""
+        may_replace = self.may_be_idle and self.task.across is None
+        return without_idle_targets(part) if may_replace else part
 
     @property
     def _sees_all_parts(self) -> bool:

@@ -20,6 +20,35 @@ def info_nce(a, b, scale):
     return -(np.diag(log_softmax(logits, 1)) + np.diag(log_softmax(logits, 0))) / 2
 
 
+LABELS = np.array([0, 0, 1, 1, 1, 2, 2, 9])
+
+
+def supervised(x, temperature):
+    """The formula of the paper, pair by pair, in float64."""
+    x = x.astype(float) / np.linalg.norm(x, axis=-1, keepdims=True)
+    found = []
+    for i, label in enumerate(LABELS):
+        others = [j for j in range(8) if j != i]
+        total = sum(np.exp(x[i] @ x[j] / temperature) for j in others)
+        pairs = [x[i] @ x[j] / temperature - np.log(total) for j in others if LABELS[j] == label]
+        found.append(-np.mean(pairs) if pairs else 0)
+    return found
+
+
+def test_supervised_contrastive_is_that_of_the_paper():
+    values, weights = jax.jit(losses.supervised_contrastive(temperature=0.5))(3 * FIRST, LABELS)
+    np.testing.assert_allclose(values, supervised(FIRST, 0.5), rtol=1e-5)
+    assert weights.tolist() == [1] * 7 + [0]
+
+
+@pytest.mark.slow
+def test_examples_without_others_have_a_gradient():
+    for n in 1, 8:
+        gradient = jax.grad(lambda x: losses.supervised_contrastive(x, LABELS[-len(x) :])[0].sum())
+        assert np.isfinite(gradient(FIRST[:n])).all()
+        assert np.isfinite(gradient(0 * FIRST[:n])).all()
+
+
 def divided(loss, **options):
     """The values of a loss whose examples are spread over replicas."""
     named = jax.vmap(lambda *rows: loss(*rows, **options), axis_name="replica")

@@ -1,0 +1,117 @@
+"""The triplet loss: of which pairs, and that it needs the whole batch."""
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+
+import flaxfit as ff
+from flaxfit import losses
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(12, 2)).astype(np.float32)
+LABELS = np.array([0, 0, 1, 1, 1, 2, 2, 9, 0, 1, 1, 2])
+WEIGHTS = np.float32([0, 1, 2, 0.5, 0, 1, 1, 3, 0.25, 1, 0, 1])
+
+
+def triplets(mining):
+    """The distances of each anchor to the two others, and the anchor, in float64."""
+    distances = np.linalg.norm(X[:, None].astype(float) - X, axis=-1)
+    for i, label in enumerate(LABELS):
+        positives = [distances[i, j] for j in range(12) if LABELS[j] == label and j != i]
+        negatives = [distances[i, j] for j in range(12) if LABELS[j] != label]
+        if mining == "hard" and positives:
+            yield i, max(positives), min(negatives)
+        elif mining == "semi_hard":
+            for p in positives:
+                yield i, p, min([n for n in negatives if n > p], default=max(negatives))
+
+
+def mean(mining, margin, weights):
+    """The mean over all triplets, weighted by the anchors."""
+    found = [(max(p - n + margin, 0), weights[i]) for i, p, n in triplets(mining)]
+    values, weights = zip(*found, strict=True)
+    return np.average(values, weights=weights)
+
+
+@pytest.mark.parametrize("mining", ["semi_hard", "hard"])
+def test_triplets_are_mined_as_by_hand(mining):
+    loss = losses.triplet(margin=0.4, mining=mining)
+    values, weights = jax.jit(loss)(X, LABELS)
+    n_of = np.bincount([i for i, *_ in triplets(mining)], minlength=12)
+    assert weights.tolist() == n_of.tolist() and n_of[7] == 0
+    found = np.average(values, weights=weights * WEIGHTS)
+    assert found == pytest.approx(mean(mining, 0.4, WEIGHTS), rel=1e-5)
+    assert mean(mining, 0.4, WEIGHTS) > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mining", ["semi_hard", "hard"])
+@pytest.mark.parametrize("labels", [LABELS, 0 * LABELS, np.arange(12)])
+def test_the_gradient_is_a_number_where_points_coincide(mining, labels):
+    loss = losses.triplet(mining=mining)
+    for x in X, 0 * X:
+        gradient = jax.jit(jax.grad(lambda x: loss(x, labels)[0].sum()))(x)
+        assert np.isfinite(gradient).all()
+
+
+@pytest.mark.slow
+def test_the_slope_is_that_of_finite_differences():
+    loss = losses.triplet(margin=0.4)
+    total = jax.jit(lambda x: (lambda v, w: (v * w).sum() / w.sum())(*loss(x, LABELS)))
+    slope, step = float(jax.grad(total)(X)[2, 1]), np.zeros_like(X)
+    step[2, 1] = 1e-3
+    difference = float(total(X + step) - total(X - step)) / 2e-3
+    assert slope == pytest.approx(difference, abs=1e-3) and abs(slope) > 0.01
+
+
+class Scaled(nn.Module):
+    """The inputs, with scales that are learned."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x * self.param("scale", nn.initializers.ones, (2,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": ff.DataParallel(jax.devices()[:1])},
+        {},
+        {"strategy": ff.Sharded()},
+        {"accumulate": 3, "strategy": ff.DataParallel(jax.devices()[:1])},
+    ],
+    ids=["one device", "four devices", "sharded", "accumulate"],
+)
+@pytest.mark.parametrize("name", ["triplet", "circle", "supervised_contrastive"])
+def test_all_strategies_train_and_measure_the_loss_of_the_whole_batch(name, options):
+    """Examples of weight 0 are no anchors, and others are compared with them."""
+    loss = losses.resolve(name)
+    own, weights = loss(X, LABELS)
+    expected = pytest.approx(np.average(own, weights=weights * WEIGHTS), rel=1e-5)
+    model = ff.Model(Scaled(), optax.sgd(0.1), name, across="batch", **options)
+    measured = model.evaluate(X, LABELS, sample_weight=WEIGHTS)
+    assert measured["loss"] == expected
+    history = model.fit(X, LABELS, sample_weight=WEIGHTS, verbose=0, shuffle=False)
+    assert history["loss"][0] == expected
+
+    def trained(scale):
+        values, weights = loss(X * scale, LABELS)
+        return (values * weights * WEIGHTS).sum() / (weights * WEIGHTS).sum()
+
+    slope = jax.grad(trained)(np.ones(2, np.float32))
+    np.testing.assert_allclose(model.get_weights()[0], 1 - 0.1 * slope, rtol=1e-5)
+    assert np.abs(slope).min() > 1e-3
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="'triplet' wants embeddings of shape .batch, features."):
+        losses.triplet(X, LABELS[:, None])
+    with pytest.raises(ValueError, match="no mining='easy': it is 'semi_hard' or 'hard'"):
+        losses.triplet(X, LABELS, mining="easy")
+    task = ff.TrainTask(lambda v, x, **_: (x * v["params"], {}), optax.sgd(0.1), "triplet")
+    state = ff.TrainState.create(task.optimizer, {"params": np.ones(2, np.float32)})
+    with pytest.raises(ValueError, match="set across='batch' in the task"):
+        ff.TrainLoop(state, task, 0, stdout=False).next_step((X, LABELS))
