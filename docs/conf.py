@@ -48,6 +48,7 @@ python_maximum_signature_line_length = 80
 
 html_theme = "sphinx_book_theme"
 html_title = "flaxfit"
+html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["flaxfit.css"]
 html_copy_source = False

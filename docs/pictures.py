@@ -85,7 +85,7 @@ def read(terminal: int) -> bytes:
 
 def draw_terminal(printed: str, title: str) -> str:
     """The SVG of a terminal with what is left there of printed text."""
-    lines = list(AnsiDecoder().decode(printed))
+    lines = list(AnsiDecoder().decode(printed.rstrip()))
     width = 2 * MARGIN + COLUMNS * CELL
     return SVG.format(
         title=title,
