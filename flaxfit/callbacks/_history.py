@@ -67,7 +67,12 @@ class History(Mapping[str, list[float]]):
         self._values: dict[str, list[float]] = {}
 
     def append(self, checkpoint: Checkpoint) -> None:
-        """Adds the metrics of a checkpoint."""
+        """Adds the metrics of a checkpoint.
+
+        >>> history.append(Checkpoint(step=4, state=None, metrics={"loss": 0.6}))
+        >>> history.steps[-1]
+        4
+        """
         metrics = checkpoint.scalars
         for name in metrics:
             self._values.setdefault(name, [math.nan] * len(self.steps))
@@ -108,6 +113,9 @@ class History(Mapping[str, list[float]]):
     def best(self, name: str, mode: str = "auto") -> Best:
         """Returns the best finite value of a metric, the earliest among equals.
 
+        >>> history.best("loss").value
+        0.4
+
         Args:
           name: the metric.
           mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
@@ -126,7 +134,12 @@ class History(Mapping[str, list[float]]):
         return best
 
     def to_pandas(self) -> Any:
-        """Returns a data frame with a column per metric, indexed by step."""
+        """Returns a data frame with a column per metric, indexed by step.
+
+        >>> import pandas
+        >>> list(history.to_pandas().columns)
+        ['loss']
+        """
         try:
             import pandas
         except ImportError as error:
@@ -135,6 +148,11 @@ class History(Mapping[str, list[float]]):
 
     def plot(self) -> list[Any]:
         """Draws every metric over the steps, training and validation together.
+
+        >>> import matplotlib.pyplot as plt
+        >>> [axes.get_title() for axes in history.plot()]
+        ['loss']
+        >>> plt.close()
 
         Returns:
           The matplotlib axes, one per metric (`axes[0].figure.savefig(...)`).
@@ -151,6 +169,13 @@ class History(Mapping[str, list[float]]):
 
     def plot_lr(self) -> Any:
         """Draws the learning rate over the steps, or those of all groups of the optimizer.
+
+        >>> import matplotlib.pyplot as plt
+        >>> history = History()
+        >>> history.append(Checkpoint(step=1, state=None, metrics={"learning_rate": 0.1}))
+        >>> history.plot_lr().get_title()
+        'learning rate'
+        >>> plt.close()
 
         Returns:
           The matplotlib axes (`axes.set_yscale("log")`, `axes.figure.savefig(...)`).

@@ -51,6 +51,9 @@ class LogTo:
     >>> log.close()
     >>> kept
     [(1, 0.5), 'closed']
+
+    Args:
+      logger: an object with the methods of a `Logger`.
     """
 
     borrows = True

@@ -65,6 +65,15 @@ class CheckpointFileReader:
     ) -> _file.CheckpointFile | None:
         """Reads the checkpoint; returns None if the folder holds none or does not exist.
 
+        >>> import tempfile, numpy as np, optax
+        >>> from flaxfit import Checkpoint
+        >>> from flaxfit.checkpoints import save
+        >>> state = TrainState.create(optax.identity(), {"params": {"w": np.ones(2)}})
+        >>> folder = tempfile.mkdtemp()
+        >>> path = save(folder, Checkpoint(step=7, state=state, metrics={}))
+        >>> CheckpointFileReader(folder).read().step
+        7
+
         Args:
           template: a state that says what to expect and where to put it; its leaves may be
             `jax.ShapeDtypeStruct`s, and dtypes are never changed. With an `InferenceState` only

@@ -30,6 +30,18 @@ class ArrayStream:
     >>> [x.tolist() for x, _ in stream]
     [[0.0, 1.0], [2.0, 3.0], [4.0]]
 
+    Args:
+      x: the inputs: an array, or a (nested) tuple or mapping of arrays.
+      y: the targets, in the same forms; None for none.
+      w: weights of examples or tokens, or a mapping of such by output, see `Batch`.
+      batch_size: the number of examples in a batch.
+      shuffle: whether each epoch has its own random order.
+      seed: the seed of the random orders.
+      epochs: the number of passes; None repeats for ever.
+      drop_remainder: whether to leave out a smaller last batch.
+      resident: whether `TrainLoop` puts all arrays on each device once and gathers batches
+        there; None: if they take at most 256 MiB and are not mapped from a file.
+
     Attributes:
       n_examples: the number of examples in the data.
       batch_size: the number of examples in a batch; the last of an epoch may be smaller.
@@ -52,20 +64,6 @@ class ArrayStream:
         drop_remainder: bool = False,
         resident: bool | None = None,
     ):
-        """Checks the data.
-
-        Args:
-          x: the inputs: an array, or a (nested) tuple or mapping of arrays.
-          y: the targets, in the same forms; None for none.
-          w: weights of examples or tokens, or a mapping of such by output, see `Batch`.
-          batch_size: the number of examples in a batch.
-          shuffle: whether each epoch has its own random order.
-          seed: the seed of the random orders.
-          epochs: the number of passes; None repeats for ever.
-          drop_remainder: whether to leave out a smaller last batch.
-          resident: whether `TrainLoop` puts all arrays on each device once and gathers batches
-            there; None: if they take at most 256 MiB and are not mapped from a file.
-        """
         self.batch_size = whole_number("batch_size", batch_size)
         self.epochs = None if epochs is None else whole_number("epochs", epochs)
         self.shuffle = bool(shuffle)
@@ -128,7 +126,11 @@ class ArrayStream:
         return self._structure.unflatten([column.pick(rows) for column in self._columns])
 
     def one_epoch(self) -> "ArrayStream":
-        """Returns a fresh stream of one pass over the same arrays, in their stored order."""
+        """Returns a fresh stream of one pass over the same arrays, in their stored order.
+
+        >>> len([*stream.one_epoch()])
+        3
+        """
         fresh = copy.copy(self)
         fresh.shuffle, fresh.epochs = False, 1
         fresh._rewind()
@@ -141,11 +143,17 @@ class ArrayStream:
         return self.pick(slice(None))
 
     def get_state(self) -> dict[str, Json]:
-        """Returns the position after the last delivered batch, with a description of the data."""
+        """Returns the position after the last delivered batch, with a description of the data.
+
+        >>> stream.get_state()["epoch"]
+        1
+        """
         return {"epoch": self.epoch, "batch": self._batch, "data": self._description}
 
     def set_state(self, state: dict[str, Json]) -> None:
         """Moves to a position that `get_state` gave.
+
+        >>> stream.set_state(stream.get_state())
 
         Raises:
           ValueError: the position belongs to other data, or to other batches of it.

@@ -28,6 +28,9 @@ class ExportedModel:
     ...     double = export.load(f"{folder}/double")
     >>> double(np.float32([1, 2])), list(double.params)
     (Array([2., 4.], dtype=float32), ['w'])
+
+    Args:
+      params, programs, description: the contents of a file, as `load` reads them.
     """
 
     def __init__(
@@ -60,6 +63,9 @@ class ExportedModel:
 
         Inputs may be arrays or nested lists of numbers. They are cast to the dtypes that the
         method takes: whole numbers to real ones, and whole numbers of any width that fit.
+
+        >>> double.apply({"w": np.float32(3)}, np.float32([1, 2]))
+        Array([3., 6.], dtype=float32)
 
         Args:
           params: the weights by name.

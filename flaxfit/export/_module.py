@@ -125,6 +125,10 @@ class JaxModule:
     def update_variables(self, params: Params) -> None:
         """Replaces all parameters, in JAX and in TensorFlow, or none.
 
+        >>> module.update_variables({"w": np.zeros(3)})
+        >>> module.params
+        {'w': Array([0., 0., 0.], dtype=float32)}
+
         Args:
           params: a pytree like the present one, of the same shapes and dtypes.
 

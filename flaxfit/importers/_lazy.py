@@ -69,29 +69,52 @@ class LazyArray(abc.ABC):
 
     @abc.abstractmethod
     def get(self) -> Array:
-        """Reads the array; works in a running event loop too."""
+        """Reads the array; works in a running event loop too.
+
+        >>> lazy.get().shape
+        (2, 3)
+        """
 
     @abc.abstractmethod
     async def get_async(self) -> Array:
-        """Reads the array without blocking the event loop, several at the same time."""
+        """Reads the array without blocking the event loop, several at the same time.
+
+        >>> asyncio.run(lazy.get_async()).shape
+        (2, 3)
+        """
 
     @abc.abstractmethod
     def map(self, function: Function) -> "LazyArray":
         """Returns this array, changed by a function when it is read.
 
         The function is called at once on zeros that take no memory, to learn the shape.
+
+        >>> lazy.map(lambda array: array[0]).shape
+        (3,)
         """
 
     def astype(self, dtype: DTypeLike) -> "LazyArray":
-        """Returns this array, cast to another dtype when it is read."""
+        """Returns this array, cast to another dtype when it is read.
+
+        >>> lazy.astype("float16").dtype
+        dtype('float16')
+        """
         return self.map(lambda array: array.astype(dtype))
 
     def reshape(self, *shape: int | Sequence[int]) -> "LazyArray":
-        """Returns this array in another shape."""
+        """Returns this array in another shape.
+
+        >>> lazy.reshape(-1).shape
+        (6,)
+        """
         return self.map(lambda array: array.reshape(*shape))
 
     def transpose(self, *axes: int | Sequence[int]) -> "LazyArray":
-        """Returns this array with its dimensions in another order."""
+        """Returns this array with its dimensions in another order.
+
+        >>> lazy.transpose(1, 0).shape
+        (3, 2)
+        """
         return self.map(lambda array: array.transpose(*axes))
 
     @property
@@ -126,6 +149,9 @@ class LazyThreadPoolArray(LazyArray):
     >>> lazy = LazyThreadPoolArray((3,), np.int32, lambda: np.arange(3))
     >>> asyncio.run(lazy.get_async())
     array([0, 1, 2], dtype=int32)
+
+    Args:
+      shape, dtype, get_fn: as of `LazyArray`.
     """
 
     executor = ThreadPoolExecutor(READERS, thread_name_prefix="flaxfit-reader")
@@ -151,6 +177,9 @@ class LazyAwaitableArray(LazyArray):
     ...     return np.arange(3)
     >>> LazyAwaitableArray((3,), np.int32, read).get()
     array([0, 1, 2], dtype=int32)
+
+    Args:
+      shape, dtype, get_fn: as of `LazyArray`.
     """
 
     def get(self) -> Array:
@@ -183,6 +212,11 @@ class LazyAwaitableArray(LazyArray):
         uint16 means bfloat16: T5X once wrote bfloat16 as uint16, and models have no parameters of
         uint16.
 
+        >>> import tensorstore
+        >>> spec = tensorstore.Spec({"driver": "array", "array": [1, 2], "dtype": "int32"})
+        >>> LazyAwaitableArray.from_tensor_store_spec(spec).get()
+        array([1, 2], dtype=int32)
+
         Args:
           ts_spec: the spec of an opened store, which knows the shape.
           get_fn: reads the array; None opens the store and reads all of it.
@@ -205,7 +239,11 @@ class LazyAwaitableArray(LazyArray):
         get_fn: Callable[[], Awaitable[ArrayLike]] | None = None,
         dtype: DTypeLike | None = None,
     ) -> "LazyAwaitableArray":
-        """Returns an array, or a number, that is in memory as a lazy array."""
+        """Returns an array, or a number, that is in memory as a lazy array.
+
+        >>> LazyAwaitableArray.from_array(np.ones(2)).get()
+        array([1., 1.])
+        """
 
         async def read() -> ArrayLike:
             return array
@@ -220,7 +258,11 @@ class LazyAwaitableArray(LazyArray):
         get_fn: Callable[[], Awaitable[ArrayLike]] | None = None,
         dtype: DTypeLike | None = None,
     ) -> "LazyAwaitableArray":
-        """Returns the lazy array of a `tensorstore.Spec`, an array or a number."""
+        """Returns the lazy array of a `tensorstore.Spec`, an array or a number.
+
+        >>> LazyAwaitableArray.from_tensor_store_spec_or_array(2.0).get()
+        array(2.)
+        """
         is_array = isinstance(spec_or_array, int | float | np.generic | np.ndarray | jax.Array)
         make = cls.from_array if is_array else cls.from_tensor_store_spec
         return make(spec_or_array, get_fn, dtype)

@@ -59,7 +59,12 @@ class CheckpointTranslator:
         self._inverse: CheckpointTranslator | None = None
 
     def add(self, pattern: str) -> Callable[[Rule], Rule]:
-        """Decorates the rule for names that the pattern matches as a whole."""
+        """Decorates the rule for names that the pattern matches as a whole.
+
+        >>> @translator.add("scale")
+        ... def scale(opts, name, value):
+        ...     return "norm/scale", value
+        """
 
         def register(rule: Rule) -> Rule:
             self.rules.append((re.compile(pattern), rule))
@@ -71,6 +76,11 @@ class CheckpointTranslator:
         """Decorates a function of `(opts, values)` that is called with all results of the rules.
 
         It returns the dict to continue with, for decisions that need more than one array.
+
+        >>> tied = CheckpointTranslator()
+        >>> @tied.add_last_step
+        ... def tie(opts, values):
+        ...     return {**values, "head": values["embedding"]}
         """
         self._last_steps.append(function)
         return function
@@ -90,6 +100,9 @@ class CheckpointTranslator:
     def apply(self, checkpoint: Mapping[str, ArrayLike], **opts: object) -> dict[str, ArrayLike]:
         """Translates a checkpoint.
 
+        >>> translator.apply(checkpoint)["Dense_0/kernel"].shape
+        (3, 2)
+
         Args:
           checkpoint: arrays, lazy or not, by name.
           **opts: passed to every rule, as one dict.
@@ -102,7 +115,11 @@ class CheckpointTranslator:
         return dict(translation.values)
 
     def dry_run(self, checkpoint: Mapping[str, ArrayLike], **opts: object) -> None:
-        """Prints a table of old name, new name, shape and dtype, without reading arrays."""
+        """Prints a table of old name, new name, shape and dtype, without reading arrays.
+
+        >>> translator.dry_run({"fc1.weight": np.ones((2, 3))})
+        fc1.weight  -> Dense_1/kernel  (3, 2)  float64
+        """
         translation = self.translate(checkpoint, **opts)
         sources = translation.sources
         shown = [
@@ -122,7 +139,11 @@ class CheckpointTranslator:
             print(f"{old}  -> {'  '.join(rest)}".rstrip())
 
     def translate(self, checkpoint: Mapping[str, ArrayLike], **opts: object) -> Translation:
-        """Translates a checkpoint, and returns problems instead of raising them."""
+        """Translates a checkpoint, and returns problems instead of raising them.
+
+        >>> translator.translate({"fc1.bias": np.ones(2)}).unmatched
+        ['fc1.bias']
+        """
         values, olds_of, dropped, unmatched = {}, {}, [], []
         options = _Options(opts)
         for name, value in checkpoint.items():

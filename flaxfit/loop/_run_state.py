@@ -69,7 +69,12 @@ class RunState:
         return self._stepper.companions
 
     def owned(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint with copies of what it borrows; itself with `snapshot="none"`."""
+        """The checkpoint with copies of what it borrows; itself with `snapshot="none"`.
+
+        >>> checkpoint = loop.next_step(copy=False)
+        >>> checkpoint.is_borrowed, loop.owned(checkpoint).is_borrowed
+        (True, False)
+        """
         if self._copy is None or not checkpoint.is_borrowed:
             return checkpoint
         with self._stepper.interrupts.held():
@@ -81,7 +86,14 @@ class RunState:
         return self._stepper.revision
 
     def restore(self, state: TrainState | Checkpoint) -> None:
-        """Continues from another state, and from the data position of a checkpoint."""
+        """Continues from another state, and from the data position of a checkpoint.
+
+        >>> state = loop.state
+        >>> checkpoint = loop.next_checkpoint()
+        >>> loop.restore(state)
+        >>> loop.step == state.step
+        Array(True, dtype=bool)
+        """
         checkpoint = None if isinstance(state, TrainState) else state
         state = getattr(state, "state", state)
         if not isinstance(state, TrainState):
@@ -99,6 +111,9 @@ class RunState:
         The count continues. Resuming from it, by `restore` or from a file, reproduces this loop's
         metrics exactly. Returns None if that is not possible: while callbacks run, or while a
         fetched batch waits to be trained on.
+
+        >>> loop.snapshot().step == loop.step
+        True
         """
         stepper = self._stepper
         if self._due is not None or not stepper.cursor.is_between_batches:
@@ -137,7 +152,11 @@ class RunState:
     # What it is doing, and what a step costs.
 
     def running_metrics(self) -> dict[str, Any]:
-        """The metrics since the previous checkpoint; waits for the device."""
+        """The metrics since the previous checkpoint; waits for the device.
+
+        >>> isinstance(loop.running_metrics(), dict)
+        True
+        """
         return self._stepper.metrics()
 
     @property
@@ -170,6 +189,9 @@ class RunState:
         kernel not at all, so the result may be too low or `nan` for such a model; it is `nan` with
         `debug`. What `jax.checkpoint` recomputes counts again.
 
+        >>> loop.step_flops() > 0
+        True
+
         Args:
           batch_size: examples in the step; None: those of a regular batch of the data.
         """
@@ -177,6 +199,9 @@ class RunState:
 
     def step_cost(self, batch_size: int | None = None) -> StepCost:
         """The operations of one step, as `step_flops`, and whether some are recomputation.
+
+        >>> loop.step_cost().flops == loop.step_flops()
+        True
 
         Args:
           batch_size: as of `step_flops`.
@@ -189,12 +214,6 @@ class RunState:
         The step is compiled, but not run, so no batch is too large to ask about. Resident data and
         the next two batches are not counted.
 
-        >>> import numpy as np, optax
-        >>> from flaxfit import TrainLoop, TrainTask
-        >>> x = np.ones((8, 1), np.float32)
-        >>> task = TrainTask(lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", (x, x))
-        >>> init = lambda rngs, x: {"params": np.zeros(1, np.float32)}
-        >>> loop = TrainLoop(init, task, 0, stdout=False)
         >>> loop.step_memory(4096) > loop.step_memory(64)
         True
 

@@ -200,7 +200,10 @@ class Settings(RunState):
             self._not_taken_over = self._callbacks.restore(self.start)
 
     def close(self) -> None:
-        """Closes all callbacks; the end of an iteration does so by itself."""
+        """Closes all callbacks; the end of an iteration does so by itself.
+
+        >>> loop.close()
+        """
         self._callbacks.close()
 
     def finish(self) -> None:

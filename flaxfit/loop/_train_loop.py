@@ -174,6 +174,10 @@ class TrainLoop(Settings):
     def next_checkpoint(self, *, copy: bool = True) -> Checkpoint:
         """Trains to the next checkpoint step, past `n_steps` if it was reached.
 
+        >>> checkpoint = loop.next_checkpoint()
+        >>> checkpoint.step == loop.step
+        True
+
         Args:
           copy: as of `run_until`.
         """
@@ -206,11 +210,23 @@ class TrainLoop(Settings):
         return self.owned(checkpoint) if copy else checkpoint
 
     def run(self, n: int) -> Iterator[Checkpoint]:
-        """Yields the checkpoints of the next `n` steps, always including the last step."""
+        """Yields the checkpoints of the next `n` steps, always including the last step.
+
+        >>> start = loop.step
+        >>> for checkpoint in loop.run(3):
+        ...     pass
+        >>> checkpoint.step - start
+        3
+        """
         return self.run_until(self.step + n)
 
     def run_until(self, step: int, *, copy: bool = True) -> Iterator[Checkpoint]:
         """Yields the checkpoints up to `step`, always including that step.
+
+        >>> for checkpoint in loop.run_until(100):
+        ...     pass
+        >>> checkpoint.step
+        100
 
         Args:
           step: the step to stop at.

@@ -55,6 +55,9 @@ class Evaluation(Persistence):
 
         A model without weights gets them as `fit` would give them.
 
+        >>> model.evaluate(x, y)["loss"] < 0.1
+        True
+
         Args:
           x, y, batch_size, sample_weight: as of `fit`.
           verbose: "auto": a bar on a terminal or in a notebook, if it takes longer than half a
@@ -96,6 +99,9 @@ class Evaluation(Persistence):
 
         A list of arrays is several inputs, as of `fit`; what yields batches may also yield targets,
         which are passed by.
+
+        >>> model.predict(x).shape
+        (64, 1)
 
         Args:
           x: inputs, or anything that yields batches.
@@ -168,6 +174,9 @@ class Evaluation(Persistence):
 
         It counts as a step of `fit` does. An nnx instance gets the weights when a `fit` ends.
 
+        >>> model.train_on_batch(x, y) < 0.1
+        True
+
         Args:
           x, y, sample_weight, class_weight: arrays, as of `fit`.
           return_dict: whether to return all numbers of the step by name; False, as Keras: the loss
@@ -195,6 +204,9 @@ class Evaluation(Persistence):
     ) -> Any:
         """Measures one batch of any size, as `evaluate` does; by default without names, as Keras.
 
+        >>> model.test_on_batch(x, y) < 0.1
+        True
+
         Args:
           x, y, sample_weight: arrays, as of `evaluate`.
           return_dict: as of `evaluate`.
@@ -203,7 +215,11 @@ class Evaluation(Persistence):
         return self.evaluate(x, y, size, 0, sample_weight=sample_weight, return_dict=return_dict)
 
     def predict_on_batch(self, x: Data) -> PyTree:
-        """Returns the outputs for one batch of any size, as `predict` does."""
+        """Returns the outputs for one batch of any size, as `predict` does.
+
+        >>> model.predict_on_batch(x).shape
+        (64, 1)
+        """
         inputs = prepare_inputs(self._trainer.task.roles.inputs_of_data_set(x))
         return self.predict(x, _n_examples(inputs, "predict_on_batch"), 0)
 

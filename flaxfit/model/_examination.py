@@ -28,6 +28,10 @@ class Examination(Evaluation):
     def summary(self, x: Data = None) -> None:
         """Prints the layers, their shapes and parameters.
 
+        >>> model.summary()
+        <BLANKLINE>
+        ...
+
         Args:
           x: inputs, for their shapes; not needed after `fit`.
         """
@@ -55,6 +59,10 @@ class Examination(Evaluation):
 
         The model and the position of the data stay as they are.
 
+        >>> model = Model(nn.Dense(1), optax.sgd(0.1), "mse")
+        >>> 0 < model.find_lr(x, y, lowest=1e-3, n_steps=20).suggestion < 1
+        True
+
         Args:
           x, y, batch_size, sample_weight: as of `fit`; the data can be passed over repeatedly.
           lowest: the first rate.
@@ -81,6 +89,9 @@ class Examination(Evaluation):
 
         Steps are compiled for one example per device, two, four and so on, and the compiler reports
         their memory. None is run, so nothing can run out of memory.
+
+        >>> model.find_batch_size(x, y, limit=2**20, largest=4)
+        4
 
         Args:
           x, y, sample_weight: as of `fit`; the data can be passed over repeatedly.

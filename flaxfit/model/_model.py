@@ -30,8 +30,9 @@ class Model(Examination):
     >>> import numpy as np, optax
     >>> from flax import linen as nn
     >>> x = np.linspace(-1, 1, 64)[:, None]
+    >>> y = 3 * x
     >>> model = Model(nn.Dense(1), optax.adam(0.1), "mse")
-    >>> history = model.fit(x, 3 * x, epochs=30, verbose=0)
+    >>> history = model.fit(x, y, epochs=30, verbose=0)
     >>> model.predict(x[:2]).shape
     (2, 1)
 
@@ -118,6 +119,11 @@ class Model(Examination):
         so. A rate that was set stays, unless there is a new optimizer. A saved run that was trained
         with another optimizer cannot be resumed.
 
+        >>> model = Model(nn.Dense(1), optax.sgd(0.1), "mse")
+        >>> model.compile(metrics=["mae"])
+        >>> model.metrics_names
+        ['loss', 'mae']
+
         Args:
           optimizer, loss, metrics: as of `Model`; None: the present ones stay.
           loss_weights: those of a new loss; None: all are 1.
@@ -161,6 +167,10 @@ class Model(Examination):
         resume: bool | str = "auto",
     ) -> History:
         """Trains for a number of passes over the data; another call continues.
+
+        >>> history = model.fit(x, y, epochs=2, verbose=0)
+        >>> history.epoch
+        [0, 1]
 
         Args:
           x: inputs: arrays (64-bit ones are narrowed), a data set `(x, y)` or `{"x": .., "y": ..}`,
@@ -276,6 +286,11 @@ class Model(Examination):
 
     def build(self, x: Data) -> None:
         """Makes the parameters for inputs like these, as the first `fit` would.
+
+        >>> model = Model(nn.Dense(1))
+        >>> model.build((None, 3))
+        >>> model.count_params()
+        4
 
         Args:
           x: inputs, or anything that yields batches; only shapes and dtypes matter. Or the shape

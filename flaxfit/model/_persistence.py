@@ -56,7 +56,11 @@ class Persistence:
         self._trainer.state = state
 
     def count_params(self) -> int:
-        """The number of all weights: the parameters, frozen or not, and other collections."""
+        """The number of all weights: the parameters, frozen or not, and other collections.
+
+        >>> model.count_params()
+        2
+        """
         return sum(math.prod(np.shape(each)) for each in self._weights())
 
     def get_weights(self) -> list[np.ndarray]:
@@ -64,6 +68,9 @@ class Persistence:
 
         The parameters come first, then the other collections by name; the arrays of each are in the
         order of their sorted paths.
+
+        >>> [each.shape for each in model.get_weights()]
+        [(1,), (1, 1)]
         """
         return [np.asarray(each) for each in self._weights()]
 
@@ -71,6 +78,8 @@ class Persistence:
         """Replaces the weights by a list like that of `get_weights`.
 
         The optimizer's state is initialized again, as by `load_weights`.
+
+        >>> model.set_weights(model.get_weights())
 
         Raises:
           ValueError: there are more or fewer arrays, or one has another shape.
@@ -103,6 +112,9 @@ class Persistence:
         without `precision`; if the switch between training and evaluation is an argument of the
         call, pass it. An nnx instance that the model was made of has these weights after `fit`.
 
+        >>> model.trained()(x[:2]).shape
+        (2, 1)
+
         Raises:
           ValueError: the model was made of functions.
           RuntimeError: the model has no weights yet.
@@ -113,6 +125,10 @@ class Persistence:
         """Saves the training state and the history as the checkpoint of the present step.
 
         With `save_companions` it saves the companions, too.
+
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> model.save(folder)
         """
         history = None if self.history is None else self.history.get_state()
         checkpoints.save(folder, self._trainer.checkpoint(), history=history)
@@ -121,6 +137,11 @@ class Persistence:
         """Loads the training state of a checkpoint; a later `fit` continues from it.
 
         Companions that the checkpoint holds take the place of those of the model.
+
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> model.save(folder)
+        >>> model.load(folder)
 
         Args:
           folder: where `save` or a `CheckpointFileWriter` put it.
@@ -137,6 +158,9 @@ class Persistence:
 
         With `ema` or a schedule-free optimizer it saves the average, as `evaluate` and `predict`
         use it. `save` keeps both, to continue training.
+
+        >>> import tempfile
+        >>> model.save_weights(tempfile.mkdtemp() + "/weights.safetensors")
         """
         checkpoints.save_weights(path, self._trainer.averaged(self.state))
 
@@ -154,6 +178,11 @@ class Persistence:
         Weights that are not in the file stay as they were trained or loaded before. The file is
         opened at once. If the model has no state, it is compared with the model by the first `fit`,
         `predict` or `evaluate`, whose inputs determine the shapes.
+
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp() + "/weights.safetensors"
+        >>> model.save_weights(path)
+        >>> model.load_weights(path)
 
         Args:
           path: a file of `save_weights`, or any that `flaxfit.importers.load` reads. Names with a
@@ -190,6 +219,11 @@ class Persistence:
         """Writes the model, in evaluation mode, as a file that runs without its code.
 
         The file is read again and compared with the model.
+
+        >>> import tempfile
+        >>> report = model.export(tempfile.mkdtemp() + "/model")
+        >>> report.max_error < 1e-5
+        True
 
         Args:
           path: the file, or the folder of a SavedModel.

@@ -111,6 +111,9 @@ class OptimizerDef(Adjustable):
     def update_hyper_params(self, *, hyper_params: PyTree = None, **overrides: ArrayLike) -> PyTree:
         """Returns the hyperparameters with some values replaced.
 
+        >>> optimizer.update_hyper_params(learning_rate=0.5)
+        {'learning_rate': 0.5}
+
         Args:
           hyper_params: a set to start from; None: the one that was given.
           **overrides: values by name.
@@ -125,6 +128,9 @@ class OptimizerDef(Adjustable):
 
     def create(self, target: Params, focus: Filter | None = None) -> Optimizer:
         """Returns an `Optimizer` of a tree of parameters.
+
+        >>> optimizer.create({"w": jnp.ones(2)}, focus="w").target
+        {'w': Array([1., 1.], dtype=float32)}
 
         Args:
           target: the parameters.

@@ -88,6 +88,9 @@ class MultiOptimizer(Adjustable):
     ) -> list[PyTree]:
         """Returns the hyperparameters of each group with some values replaced.
 
+        >>> optimizer.update_hyper_params(learning_rate=0.2)
+        [{'learning_rate': 0.2}, {'learning_rate': 0.2}]
+
         Args:
           hyper_params: a sequence of sets, or a mapping from groups to sets, to start from; None:
             those that were given.

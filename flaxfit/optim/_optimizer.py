@@ -1,6 +1,7 @@
 """Optimizer: parameters and the state of their optimizer; and the base class of its definitions."""
 
 import abc
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
@@ -26,6 +27,11 @@ class Optimizer(struct.PyTreeNode):
     Array([0.5, 0.5], dtype=float32)
     >>> optimizer.apply_gradient(jnp.ones(2), learning_rate=0.0).target
     Array([1., 1.], dtype=float32)
+
+    Attributes:
+      optimizer_def: the optax transformation.
+      state: its state.
+      target: the parameters.
     """
 
     optimizer_def: optax.GradientTransformationExtraArgs = struct.field(pytree_node=False)
@@ -41,6 +47,9 @@ class Optimizer(struct.PyTreeNode):
         **overrides: ArrayLike,
     ) -> "Optimizer":
         """Returns the optimizer after one step.
+
+        >>> optimizer.apply_gradient(jnp.ones(2)).target
+        Array([0.5, 0.5], dtype=float32)
 
         Args:
           grads: gradients, shaped like `target`.
@@ -63,6 +72,10 @@ class Optimizer(struct.PyTreeNode):
     ) -> tuple[PyTree, PyTree, PyTree]:
         """Returns the loss, the auxiliary outputs (or None), and the gradient of `target`.
 
+        >>> loss, aux, grads = optimizer.compute_gradient(lambda target: (target**2).sum())
+        >>> grads
+        Array([2., 2.], dtype=float32)
+
         Args:
           loss_fn: maps the target to a loss, or to a pair of a loss and auxiliary outputs.
         """
@@ -75,11 +88,18 @@ class Optimizer(struct.PyTreeNode):
         return loss, aux, grads
 
     def state_dict(self) -> dict[str, PyTree]:
-        """Returns the target and the state as plain nested dicts."""
+        """Returns the target and the state as plain nested dicts.
+
+        >>> sorted(optimizer.state_dict())
+        ['state', 'target']
+        """
         return {"target": as_plain(self.target), "state": as_plain(self.state)}
 
     def restore_state(self, state_dict: dict[str, PyTree]) -> "Optimizer":
         """Returns the optimizer with the target and the state of a `state_dict`.
+
+        >>> optimizer.restore_state(optimizer.state_dict()).target
+        Array([1., 1.], dtype=float32)
 
         Raises:
           ValueError: it does not match the parameters or the optimizer; lists every difference.
@@ -93,6 +113,11 @@ class Adjustable(optax.GradientTransformationExtraArgs, abc.ABC):
 
     Subclasses implement `_init` and `_update` in place of a pair of functions.
     """
+
+    def __init_subclass__(cls) -> None:
+        # `help` and editors would show the arguments of `__new__`.
+        _, *arguments = inspect.signature(cls.__init__).parameters.values()
+        cls.__signature__ = inspect.Signature(arguments)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Makes the pair of functions that optax unpacks."""
@@ -132,7 +157,12 @@ class Adjustable(optax.GradientTransformationExtraArgs, abc.ABC):
         """Returns the hyperparameters with some values replaced."""
 
     def create(self, target: Params) -> Optimizer:
-        """Returns an `Optimizer` of a tree of parameters."""
+        """Returns an `Optimizer` of a tree of parameters.
+
+        >>> import jax.numpy as jnp
+        >>> optimizer.create({"w": jnp.ones(2)}).target
+        {'w': Array([1., 1.], dtype=float32)}
+        """
         return Optimizer(optimizer_def=self, state=self.init(target), target=target)
 
     def check(self, overrides: Iterable[str]) -> None:

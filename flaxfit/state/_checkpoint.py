@@ -46,7 +46,8 @@ class Checkpoint:
     borrowed from the loop (see `TrainLoop(snapshot=...)`).
     A dataclass, not a tuple, so that `redex.combinator.serial` passes it on whole.
 
-    >>> Checkpoint(step=3, state=None, metrics={"loss": 0.5}).loss
+    >>> checkpoint = Checkpoint(step=3, state=None, metrics={"loss": 0.5})
+    >>> checkpoint.loss
     0.5
     """
 
@@ -82,7 +83,11 @@ class Checkpoint:
     """Makes the module of a state; see `module`."""
 
     def replace(self, **changes: PyTree) -> "Checkpoint":
-        """Returns a copy with some fields changed."""
+        """Returns a copy with some fields changed.
+
+        >>> checkpoint.replace(stop=True).stop
+        True
+        """
         if type(self) is not Checkpoint:
             return dataclasses.replace(self, **changes)
         # Not `dataclasses.replace`, which would read the values that are borrowed.
@@ -98,7 +103,11 @@ class Checkpoint:
         return any(isinstance(self.__dict__[name], Borrowed) for name in _BORROWABLE)
 
     def with_metrics(self, metrics: Mapping[str, float], prefix: str = "") -> "Checkpoint":
-        """Returns a copy with metrics added, their names prefixed."""
+        """Returns a copy with metrics added, their names prefixed.
+
+        >>> checkpoint.with_metrics({"accuracy": 0.9}, prefix="val_")
+        Checkpoint(step=3, loss=0.5, val_accuracy=0.9)
+        """
         added = {f"{prefix}{name}": value for name, value in metrics.items()}
         return self.replace(metrics={**self.metrics, **added})
 
@@ -154,6 +163,15 @@ class Checkpoint:
         """Returns the trained module, in evaluation mode: an nnx module, or a bound linen module.
 
         Its weights are their average where one is kept, and copies in any case.
+
+        >>> import optax
+        >>> from flax import linen as nn
+        >>> from flaxfit import TrainLoop, TrainTask
+        >>> x = np.ones((8, 2), np.float32)
+        >>> task = TrainTask(nn.Dense(1), optax.sgd(0.1), "mse", (x, x[:, :1]))
+        >>> checkpoint = TrainLoop(nn.Dense(1), task, 0, stdout=False).next_checkpoint()
+        >>> checkpoint.module()(x).shape
+        (8, 1)
 
         Raises:
           ValueError: the task was made of functions, or the checkpoint does not come from a loop.

@@ -45,6 +45,12 @@ class State(struct.PyTreeNode):
     def as_logical_axes(self) -> Self:
         """Replaces each array by a `PartitionSpec` of logical names.
 
+        >>> from flax.linen import LogicallyPartitioned
+        >>> kernel = LogicallyPartitioned(jnp.ones(2), ("embed",))
+        >>> named = InferenceState.create({"params": {"kernel": kernel}})
+        >>> tuple(named.as_logical_axes().params["kernel"])
+        ('embed',)
+
         Raises:
           ValueError: some parameters have no names, and it lists them; or the optimizer's state
             was replaced by another's.
@@ -68,21 +74,36 @@ class State(struct.PyTreeNode):
 
         An `InferenceState` ignores `param_states`.
 
+        >>> state.restore_state(state.state_dict()).params
+        {'w': 1.0}
+
         Raises:
           ValueError: every difference in structure, shape or dtype.
         """
         return _plain.restore_state(self, state_dict)
 
     def replace_params(self, params: Params) -> Self:
-        """Returns a copy with other parameters."""
+        """Returns a copy with other parameters.
+
+        >>> state.replace_params({"w": 2.0}).params
+        {'w': 2.0}
+        """
         return self.replace(params=params)
 
     def replace_step(self, step: ArrayLike) -> Self:
-        """Returns a copy at another step."""
+        """Returns a copy at another step.
+
+        >>> int(state.replace_step(9).step)
+        9
+        """
         return self.replace(step=jnp.asarray(step, jnp.int32))
 
     def replace_flax_mutables(self, flax_mutables: PyTree) -> Self:
-        """Returns a copy with another model state."""
+        """Returns a copy with another model state.
+
+        >>> state.replace_flax_mutables({"cache": {}}).model_state
+        {'cache': {}}
+        """
         return self.replace(model_state=flax_mutables)
 
     def _repr_html_(self) -> str:
@@ -95,7 +116,8 @@ class InferenceState(State):
 
     It has the protocol of `TrainState` without the methods that need an optimizer.
 
-    >>> InferenceState(jnp.int32(7), {"w": 1.0}, {"batch_stats": {}}).variables
+    >>> state = InferenceState(jnp.int32(7), {"w": 1.0}, {"batch_stats": {}})
+    >>> state.variables
     {'params': {'w': 1.0}, 'batch_stats': {}}
 
     Attributes:

@@ -72,6 +72,9 @@ class TrainState(State):
     ) -> "TrainState":
         """Returns the state after one update of the optimizer.
 
+        >>> state.apply_gradient(optimizer, jnp.ones(2)).step
+        Array(1, dtype=int32)
+
         Args:
           optimizer: the optax transformation that made `opt_state`.
           grads: gradients, shaped like `params`.
@@ -103,13 +106,21 @@ class TrainState(State):
         return self.opt_state
 
     def replace_optimizer(self, optimizer: Transformation) -> "TrainState":
-        """Returns a copy with the initial state of another optimizer, and its axes."""
+        """Returns a copy with the initial state of another optimizer, and its axes.
+
+        >>> state.replace_optimizer(optax.trace(0.9)).opt_state
+        TraceState(trace=Array([0., 0.], dtype=float32))
+        """
         opt_state = optimizer.init(self.params)
         axes = with_optimizer(self.axes, self.params, opt_state)
         return self.replace(opt_state=opt_state, axes=axes)
 
     def for_inference(self) -> InferenceState:
-        """Returns the part that evaluation, prediction and export need."""
+        """Returns the part that evaluation, prediction and export need.
+
+        >>> state.for_inference().variables
+        {'params': Array([1., 1.], dtype=float32)}
+        """
         return InferenceState(
             step=self.step,
             params=self.params,
