@@ -115,12 +115,22 @@ class CSVLogger(_RowLogger):
       append: True keeps all rows of an existing file, and refuses a file with other columns;
         False overwrites it; None, the default, keeps the rows of earlier steps. A resumed run
         always continues after its own rows.
+      filename: Keras's name of `path`.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], separator: str = ",", append: bool | None = None
+        self,
+        path: str | os.PathLike[str] = "",
+        separator: str = ",",
+        append: bool | None = None,
+        *,
+        filename: str | os.PathLike[str] = "",
     ) -> None:
-        super().__init__(path)
+        if bool(path) == bool(filename):
+            raise TypeError(
+                "CSVLogger needs one path, which filename= names, too: CSVLogger('log.csv')."
+            )
+        super().__init__(path or filename)
         self._append = append
         if not isinstance(separator, str) or len(separator) != 1:
             raise ValueError(f"separator must be a single character, got {separator!r}.")

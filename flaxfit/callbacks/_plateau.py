@@ -26,12 +26,12 @@ class ReduceLROnPlateau:
       monitor: the metric to watch.
       factor: the factor by which the rate is multiplied.
       patience: the number of checkpoints without improvement after which it is lowered.
+      verbose: 0 prints nothing.
+      mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
       min_delta: an improvement is larger than this.
       cooldown: the number of checkpoints, that of the reduction included, after which the count
         begins again.
       min_lr: the rate is not lowered below this.
-      verbose: 0 prints nothing.
-      mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
       group: the group of a `MultiOptimizer`; None: all of them.
     """
 
@@ -40,14 +40,14 @@ class ReduceLROnPlateau:
     def __init__(
         self,
         monitor: str = "val_loss",
-        *,
         factor: float = 0.1,
         patience: int = 10,
+        verbose: int = 1,
+        mode: str = "auto",
         min_delta: float = 1e-4,
         cooldown: int = 0,
         min_lr: float = 0.0,
-        verbose: int = 1,
-        mode: str = "auto",
+        *,
         group: str | int | None = None,
     ) -> None:
         if not 0 < factor < 1:

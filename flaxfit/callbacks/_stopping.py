@@ -41,16 +41,16 @@ class EarlyStopping:
 
     Args:
       monitor: the metric to watch.
-      mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
-      patience: the number of checkpoints without improvement that end training; 0 means 1.
       min_delta: an improvement is larger than this; a tie is none.
+      patience: the number of checkpoints without improvement that end training; 0 means 1.
+      verbose: 1 prints when it stops and what it restores.
+      mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
       baseline: a value that the metric has to be better than; the wait for `patience` begins again
         only with an improvement that is.
+      restore_best_weights: Keras's name of `restore_best`.
       start_from_epoch: the number of checkpoints (epochs, in `fit`) at the beginning that are left
         out: they neither end training nor are the best.
       restore_best: whether to restore the best weights when training ends; None: yes.
-      restore_best_weights: Keras's name of `restore_best`.
-      verbose: 1 prints when it stops and what it restores.
       check_finite: whether nan or inf, in either direction, stops training at once; else it
         is no improvement.
     """
@@ -60,16 +60,16 @@ class EarlyStopping:
     def __init__(
         self,
         monitor: str = "val_loss",
-        *,
-        mode: str = "auto",
-        patience: int = 0,
         min_delta: float = 0.0,
-        baseline: float | None = None,
-        start_from_epoch: int = 0,
-        restore_best: bool | None = None,
-        restore_best_weights: bool | None = None,
-        check_finite: bool = True,
+        patience: int = 0,
         verbose: int = 0,
+        mode: str = "auto",
+        baseline: float | None = None,
+        restore_best_weights: bool | None = None,
+        start_from_epoch: int = 0,
+        *,
+        restore_best: bool | None = None,
+        check_finite: bool = True,
     ) -> None:
         if patience < 0 or min_delta < 0 or start_from_epoch < 0:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
 import numpy as np
@@ -45,8 +45,12 @@ class TensorBoardLogger:
       update_freq: "epoch", or a number of steps: after so many each time it also writes the means
         of the metrics since the last checkpoint, as "batch_loss" and so on, for which it waits for
         the device; "batch" is 1.
+      write_images: whether to write parameters of one or two axes as images, too, whenever
+        histograms are written: black is the lowest value, white the highest.
+      log_dir: Keras's name of `folder`.
 
     Raises:
+      TypeError: there is no such option.
       ImportError: tensorboardX is not installed.
     """
 
@@ -54,15 +58,21 @@ class TensorBoardLogger:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        folder: str | os.PathLike[str] = "",
         *,
         histograms: bool | int = False,
         hparams: Mapping[str, object] | None = None,
         split: bool = False,
         histogram_freq: int | None = None,
         update_freq: int | str = "epoch",
+        write_images: bool = False,
+        log_dir: str | os.PathLike[str] = "",
+        **others: object,
     ) -> None:
-        self._folder = local_path(folder)
+        _refuse(others)
+        if bool(folder) == bool(log_dir):
+            raise TypeError("TensorBoardLogger needs one folder, which log_dir= names, too.")
+        self._folder = local_path(folder or log_dir)
         self._make = required("TensorBoardLogger", "tensorboardX", "tensorboard").summary
         if histograms and histogram_freq is not None:
             raise ValueError(
@@ -71,6 +81,9 @@ class TensorBoardLogger:
             )
         n = int(histograms) if histogram_freq is None else histogram_freq
         self._histograms = whole_number("histograms", n, least=0)
+        self._writes_images = write_images
+        if write_images and not self._histograms:
+            raise ValueError("write_images=True needs histograms=True: they are written together.")
         self._n_seen = 0
         n = 1 if update_freq == "batch" else update_freq
         is_epoch = update_freq == "epoch"
@@ -152,6 +165,8 @@ class TensorBoardLogger:
         if self._histograms and (self._n_seen - 1) % self._histograms == 0:
             made += self._histograms_of("params", checkpoint.state and checkpoint.state.params)
             made += self._histograms_of("grads", checkpoint.last_grads)
+            if self._writes_images and checkpoint.state is not None:
+                made += self._images_of(checkpoint.state.params)
         if self._is_first and self._hparams:
             plain = bool | int | float | str
             known = {k: v if isinstance(v, plain) else str(v) for k, v in self._hparams.items()}
@@ -164,14 +179,21 @@ class TensorBoardLogger:
 
     def _histograms_of(self, kind: str, tree: PyTree | None) -> list[Summary]:
         made = []
-        for path, leaf in ({} if tree is None else flat(tree)).items():
-            # Other processes hold parts of it.
-            if not getattr(leaf, "is_fully_addressable", True):
-                continue
-            values = np.asarray(jnp.asarray(leaf, jnp.float32)).ravel()
+        for path, values in _arrays({} if tree is None else tree):
             values = values[np.isfinite(values)]
             if values.size:
                 made.append(self._make.histogram(f"{kind}/{path}", values, bins=64))
+        return made
+
+    def _images_of(self, params: PyTree) -> list[Summary]:
+        made = []
+        for path, values in _arrays(params):
+            values = np.atleast_2d(values.squeeze())
+            if values.ndim > 2 or not values.size or not np.isfinite(values).all():
+                continue
+            values = values.T if values.shape[0] > values.shape[1] else values
+            scaled = (values - values.min()) / (np.ptp(values) or 1.0)
+            made.append(self._make.image(f"params/{path}/image", scaled, dataformats="HW"))
         return made
 
     def _begin(self, step: int, *, is_tested: bool = False) -> None:
@@ -200,3 +222,28 @@ class TensorBoardLogger:
         if name not in self._files:
             self._files[name] = EventFile(self._folder / name)
         return self._files[name]
+
+
+def _arrays(tree: PyTree) -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays of a tree that are here, by their paths: other processes may hold parts."""
+    for path, leaf in flat(tree).items():
+        if getattr(leaf, "is_fully_addressable", True):
+            yield path, np.asarray(jnp.asarray(leaf, jnp.float32))
+
+
+_OF_KERAS = {
+    "write_graph": "a compiled step has no graph of layers; model.summary() lists the parameters",
+    "write_steps_per_second": "add callbacks.Throughput(), whose numbers are written, too",
+    "profile_batch": "add callbacks.Profiler(folder, first, last)",
+    "embeddings_freq": "it writes no projections; the embeddings are in checkpoint.state.params",
+    "embeddings_metadata": "it writes no projections",
+}
+
+
+def _refuse(options: Mapping[str, object]) -> None:
+    """Refuses options of Keras that are set, with what to do, and all that are unknown."""
+    for name, value in options.items():
+        if name not in _OF_KERAS:
+            raise TypeError(f"TensorBoardLogger has no option {name}.")
+        if value:
+            raise TypeError(f"TensorBoardLogger takes no {name}={value!r}: {_OF_KERAS[name]}.")

@@ -164,6 +164,14 @@ def with_digests(record: Record) -> Record:
     return as_plain_json({**record, "arrays": described})
 
 
+def holds(path: Path, record: Record) -> bool:
+    """Whether a step on disk has the same record, and by its digests the same arrays."""
+    try:
+        return path.exists() and read_record(path) == with_digests(record)
+    except Damaged:
+        return False
+
+
 def read(
     path: Path,
     template: TrainState | InferenceState | None = None,

@@ -18,6 +18,12 @@ def absolute(folder: str | os.PathLike[str]) -> Path:
     """Returns the folder's absolute path: Orbax loses what is saved to a relative one."""
     if not os.fspath(folder):
         raise ValueError("A folder of checkpoints needs a name, got ''.")
+    if template := re.search(r"\{\w+(:[^}]*)?\}", os.fspath(folder)):
+        raise ValueError(
+            f"The name of a folder of checkpoints is no template, got {template[0]} in "
+            f"{os.fspath(folder)!r}: name the folder alone. It holds a folder for each step, of "
+            "that name, with its metrics."
+        )
     return Path(os.path.abspath(local_path(folder)))
 
 
@@ -57,6 +63,9 @@ def begin(folder: Path, step: int) -> Path:
 
     Its name is new, as an interrupted save may still be writing to an old one.
     """
+    # If Orbax found this out, its threads would wait for minutes.
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"{folder} cannot be written to")
     while (written := folder / f"saving-{int(step)}-{next(_numbers)}").exists():
         pass
     (written / _orbax.ARRAYS).mkdir(parents=True)

@@ -86,7 +86,8 @@ class Retention:
         if self._monitor is None:
             return
         self.monitor = {"name": self._monitor.name, "mode": self._monitor.resolve(checkpoint.modes)}
-        if self._monitor.name not in checkpoint.metrics:
+        is_within = checkpoint.sums is not None  # Of an epoch, and never the best.
+        if self._monitor.name not in checkpoint.metrics and not is_within:
             say(
                 f"the checkpoint of step {checkpoint.step} lacks the monitored metric "
                 f"{self._monitor.name!r} (it holds {', '.join(checkpoint.metrics) or 'none'}): "

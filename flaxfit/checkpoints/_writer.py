@@ -14,9 +14,9 @@ from flaxfit.checkpoints import _end, _file, _folder, _lock
 from flaxfit.checkpoints._failures import cannot_save, raise_on_all
 from flaxfit.checkpoints._file import with_digests
 from flaxfit.checkpoints._orbax import StepWriter, savable, write_record
-from flaxfit.checkpoints._record import Record, read_record
+from flaxfit.checkpoints._record import Record
 from flaxfit.checkpoints._retention import Retention, supersede
-from flaxfit.checkpoints._seal import Damaged
+from flaxfit.checkpoints._save_freq import SaveFreq
 from flaxfit.display import say
 from flaxfit.distributed._processes import from_main, is_main
 from flaxfit.state._callback_states import collect
@@ -67,6 +67,9 @@ class CheckpointFileWriter:
       save_best_only: whether to save only a checkpoint that is better than all before it in this
         folder; `save` saves any. A run that resumes from the folder begins at the last one saved.
       initial_value_threshold: with `save_best_only`, a value that the metric has to beat as well.
+      save_freq: "epoch", or a number of steps: in the `callbacks` of a loop it saves after so many
+        each time, too, where a run that resumes continues within the epoch.
+      verbose: 1 prints the folder of each step.
       asynchronous: whether to write in the background. Python 3.12.0 and 3.12.1 never do, as they
         cannot finish background work when a process ends.
       on_error: "raise" raises the error of a save that fails (a full disk); "warn" prints it, and
@@ -90,6 +93,8 @@ class CheckpointFileWriter:
         keep_best: int | None = None,
         save_best_only: bool = False,
         initial_value_threshold: float | None = None,
+        save_freq: int | str = "epoch",
+        verbose: int = 0,
         asynchronous: bool = True,
         on_error: str = "raise",
         delete_checkpoint: bool = False,
@@ -99,6 +104,7 @@ class CheckpointFileWriter:
         )
         if on_error not in ("raise", "warn"):
             raise ValueError(f"on_error must be 'raise' or 'warn', got {on_error!r}.")
+        self._save_freq, self._verbose = SaveFreq(save_freq, of_best=save_best_only), verbose
         self.output_dir = _folder.absolute(output_dir)
         self.on_error = on_error
         self._deletes, self._is_unfinished = delete_checkpoint, False
@@ -132,6 +138,7 @@ class CheckpointFileWriter:
         self._loop, self.last_saved, self.saved_revision = weakref.ref(loop), None, None
         self._is_unfinished = False
         self._retention.attach(loop, self)
+        self._save_freq.attach(loop, self)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Saves a checkpoint and returns it."""
@@ -191,9 +198,11 @@ class CheckpointFileWriter:
             state_arrays,
             self._retention.monitor,
         )
-        if from_main("a save", lambda: self._holds(step, record)):
+        if from_main("a save", lambda: _file.holds(path, record)):
             self.last_saved, self.saved_revision = step, revision
             return path
+        if self._verbose:
+            say(f"step {step:,} is saved as {path}")
         with _turn:
             self._begin(step, arrays, record, revision)
         if not self.asynchronous or checkpoint.is_borrowed:
@@ -301,9 +310,6 @@ class CheckpointFileWriter:
     def _prepare(self, step: int) -> str:
         """Makes the temporary folder of a step and returns its path, for all processes."""
         _folder.make(self.output_dir)
-        # If Orbax found this out, its threads would wait for minutes.
-        if not os.access(self.output_dir, os.W_OK | os.X_OK):
-            raise PermissionError(f"{self.output_dir} cannot be written to")
         self._take_turn()
         return str(_folder.begin(self.output_dir, step))
 
@@ -311,14 +317,6 @@ class CheckpointFileWriter:
         if self.on_error == "raise":
             raise error
         say(f"{error}\nThe run goes on without this checkpoint.")
-
-    def _holds(self, step: int, record: Record) -> bool:
-        """Whether the step on disk has the same record, and by its digests the same arrays."""
-        path = _folder.step_path(self.output_dir, step)
-        try:
-            return path.exists() and read_record(path) == with_digests(record)
-        except Damaged:
-            return False
 
     def _finish(
         self,

@@ -127,9 +127,9 @@ def check_callback(callback: object) -> None:
     if hasattr(callback, "set_model") and hasattr(callback, "on_epoch_end"):
         name = type(callback).__name__
         raise TypeError(
-            f"Callbacks of Keras cannot train a model of flaxfit, got {name}: take that of "
-            "flaxfit.callbacks (the page on Keras names each), or a function of a checkpoint in "
-            "place of on_epoch_end, lambda checkpoint: print(checkpoint.step, checkpoint.metrics)."
+            f"Callbacks of Keras cannot train a model of flaxfit, got {name}: take "
+            f"{_counterpart(callback)}, or a function of a checkpoint in place of on_epoch_end, "
+            "lambda checkpoint: print(checkpoint.step, checkpoint.metrics)."
         )
     if not callable(callback):
         raise TypeError(
@@ -154,6 +154,27 @@ def check_callback(callback: object) -> None:
             f"A callback takes one argument, a Checkpoint, got {_name(callback)}{signature}. Its "
             "metrics are checkpoint.metrics, its step is checkpoint.step."
         ) from None
+
+
+_OF_KERAS = {
+    "ModelCheckpoint": "checkpoints.CheckpointFileWriter",
+    "BackupAndRestore": "fit(checkpoint_dir=...)",
+    "LambdaCallback": "callbacks.Events",
+    "TensorBoard": "callbacks.TensorBoardLogger",
+    "TerminateOnNaN": "callbacks.StopOnNaN",
+    "SwapEMAWeights": "Model(ema=...)",
+}
+_SAME = ("EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler", "CSVLogger")
+
+
+def _counterpart(callback: object) -> str:
+    """What flaxfit has for a callback of Keras, or of a class derived from one."""
+    for kind in type(callback).__mro__:
+        if kind.__name__ in _OF_KERAS:
+            return f"flaxfit's {_OF_KERAS[kind.__name__]}"
+        if kind.__name__ in _SAME:
+            return f"flaxfit.callbacks.{kind.__name__}"
+    return "that of flaxfit.callbacks (the page on Keras names each)"
 
 
 _KERAS = {"epoch, logs": "on_epoch_end", "batch, logs": "on_train_batch_end"}

@@ -155,6 +155,16 @@ def test_append_keeps_all_rows_or_none_of_a_file_that_exists(tmp_path):
     assert logged(path, (4, 5), append=False) == [4, 5]
 
 
+def test_the_path_has_the_name_of_keras_too(tmp_path, checkpoint_at):
+    log = CSVLogger(filename=tmp_path / "log.csv")
+    log(checkpoint_at(1, loss=0.5))
+    log.close()
+    assert (tmp_path / "log.csv").exists()
+    for paths in {}, {"path": "a.csv", "filename": "b.csv"}:
+        with pytest.raises(TypeError, match="CSVLogger needs one path"):
+            CSVLogger(**paths)
+
+
 def test_append_refuses_a_file_with_other_columns(tmp_path, checkpoint_at):
     path = tmp_path / "log.csv"
     for metrics in {"loss": 1.0, "val_loss": 2.0}, {"loss": 1.0}:  # Validated less often.

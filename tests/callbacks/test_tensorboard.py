@@ -78,6 +78,30 @@ def test_histograms_leave_out_what_is_not_finite(tmp_path, checkpoint_at):
     assert found.Histograms("params/w")[0].histogram_value.num == 1
 
 
+def test_parameters_of_one_or_two_axes_are_images_on_request(tmp_path, checkpoint_at):
+    params = {"w": np.arange(6.0).reshape(3, 2), "b": np.zeros(4), "conv": np.ones((2, 2, 2))}
+    state = ff.InferenceState(np.int32(1), params, {})
+    log = TensorBoardLogger(log_dir=tmp_path, histogram_freq=1, write_images=True)
+    log(checkpoint_at(1, loss=0.5, state=state))
+    log.close()
+    found = read(tmp_path)
+    assert set(found.Tags()["images"]) == {"params/w/image", "params/b/image"}
+    image = found.Images("params/w/image")[0]
+    assert (image.height, image.width) == (2, 3)
+
+
+def test_options_of_keras_that_are_off_are_taken_and_others_refused(tmp_path):
+    TensorBoardLogger(tmp_path, write_graph=False, profile_batch=0, embeddings_metadata=None)
+    with pytest.raises(TypeError, match=r"no profile_batch=2: add callbacks\.Profiler"):
+        TensorBoardLogger(tmp_path, profile_batch=2)
+    with pytest.raises(TypeError, match="has no option writes_graph"):
+        TensorBoardLogger(tmp_path, writes_graph=False)
+    with pytest.raises(TypeError, match="needs one folder, which log_dir= names, too"):
+        TensorBoardLogger()
+    with pytest.raises(ValueError, match="write_images=True needs histograms=True"):
+        TensorBoardLogger(tmp_path, write_images=True)
+
+
 def test_a_resumed_run_goes_on_in_the_same_file(tmp_path, checkpoint_at):
     first = TensorBoardLogger(tmp_path)
     for step in (1, 2, 3, 4):

@@ -3,6 +3,8 @@
 import os
 import shutil
 
+import pytest
+
 from flaxfit.checkpoints import CheckpointFileWriter, _folder, list_steps, restore, save
 
 
@@ -12,6 +14,12 @@ def test_a_relative_folder_is_made_absolute(tmp_path, tools, monkeypatch):
         monkeypatch.chdir("/")
         writer(tools.make_checkpoint(2))
     assert list_steps(tmp_path / "runs" / "first") == [2]
+
+
+@pytest.mark.parametrize("name", ["{epoch}", "model-{epoch:02d}-{val_loss:.2f}.keras"])
+def test_a_name_by_template_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=r"is no template, got \{epoch"):
+        CheckpointFileWriter(tmp_path / name)
 
 
 def test_an_interrupted_replacement_is_taken_back(tmp_path, tools):
