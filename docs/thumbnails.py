@@ -79,9 +79,10 @@ def minilm(page: dict[str, Any], figure: Any) -> None:
 
 
 def gan(page: dict[str, Any], figure: Any) -> None:
-    """Digits that the generator draws."""
-    noise = np.random.default_rng(1).normal(size=(12, 16)).astype(np.float32)
-    draw_images(figure, page["checkpoint"].module()["painter"](noise), 2)
+    """Real digits, and below them some that the generator draws."""
+    noise = np.random.default_rng(1).normal(size=(6, 16)).astype(np.float32)
+    drawn = page["checkpoint"].module()["painter"](noise)
+    draw_images(figure, [*page["x"][:6], *np.asarray(drawn)], 2)
 
 
 TUTORIALS = (digits, mnist, transformer, autoencoder, minilm, gan)
