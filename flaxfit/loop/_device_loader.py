@@ -20,6 +20,7 @@ from flaxfit.step._validate import check_weights_of, shapes_of
 from flaxfit.strategies import Strategy
 from flaxfit.tree._types import PyTree
 
+_MOST_TO_COPY = 2**28  # Bytes.
 Inspect = Callable[[Batch, Batch | None], str]
 """Validates the first batch, given all data if available; returns why padding is unsafe, or ""."""
 
@@ -171,7 +172,7 @@ class DeviceLoader:
             self._consistency.data(cursor.stream_position())
         whole = cursor.whole()
         data = None if whole is None else normalize(whole)
-        self._place(data if cursor.gathers else None)
+        self._place(_rounded(data, stream.batch_size) if cursor.gathers and data else None)
         why_not = inspect(batch, data)
         # A first batch that is smaller than those of the stream is a remainder already.
         size = n_examples(batch)
@@ -203,3 +204,14 @@ class DeviceLoader:
         leaves, structure = jax.tree.flatten(self.resident)
         # A text, as a key of programs, since a text keeps its hash.
         self._resident_shapes = repr((structure, *((leaf.shape, leaf.dtype) for leaf in leaves)))
+
+
+def _rounded(data: Batch, batch_size: int) -> Batch:
+    """Adds rows, which no batch takes, so that data of a few rows more or less shares programs."""
+    leaves, n_more = jax.tree.leaves(data), -n_examples(data) % batch_size
+    is_on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
+    if not n_more or not is_on_host or sum(leaf.nbytes for leaf in leaves) > _MOST_TO_COPY:
+        return data
+    return jax.tree.map(
+        lambda x: np.concatenate([x, np.zeros((n_more, *x.shape[1:]), x.dtype)]), data
+    )

@@ -13,6 +13,7 @@ from flaxfit.modules._switch import as_init
 from flaxfit.state._train_state import TrainState, as_key, at_start
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.tree._put import put
+from flaxfit.tree._shared_programs import shared
 from flaxfit.tree._single_replica import single_replica_of_any_axis
 from flaxfit.tree._types import ArrayLike, Function, PyTree
 
@@ -77,7 +78,13 @@ def init_state(
         return jax.tree.map(_put_part, shardings, state)  # One sharding may be that of many arrays.
     if callable(shardings):
         shardings = shardings(jax.eval_shape(create, key))
-    return jax.jit(create, out_shardings=shardings, compiler_options=_compiler_options())(key)
+    # A program within another one is compiled with that.
+    is_traced = isinstance(jax.device_put(np.zeros(())), Tracer)
+    if is_traced or jax.config.jax_disable_jit:
+        return jax.jit(create, out_shardings=shardings)(key)
+    options = _compiler_options()
+    lowered = jax.jit(create, out_shardings=shardings).lower(key)
+    return shared(lowered, options, lambda: lowered.compile(options))(key)
 
 
 def _put_part(sharding: jax.sharding.Sharding, part: PyTree) -> PyTree:
@@ -89,7 +96,4 @@ def _compiler_options() -> dict[str, int] | None:
 
     With fewer passes of LLVM it takes a half to a third, and draws the same numbers.
     """
-    # A program within another one is compiled with that.
-    is_traced = isinstance(jax.device_put(np.zeros(())), Tracer)
-    is_slow = jax.default_backend() == "cpu" and not is_traced
-    return {"xla_backend_optimization_level": 1} if is_slow else None
+    return {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None

@@ -8,14 +8,22 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit.tree._jax_debugging import check_jit
+from flaxfit.tree._shared_programs import shared
 from flaxfit.tree._types import ArrayLike, Function, PyTree
 
 
 def compiled(lowered: jax.stages.Lowered, options: Mapping[str, str] | None = None) -> Function:
-    """Compiles a lowered function, then gives the compiler's memory back to the system."""
-    program = lowered.compile(compiler_options=None if options is None else dict(options))
-    give_back_free_memory()
-    return program
+    """Compiles a lowered function, unless this process has compiled an equal one.
+
+    Then the compiler's memory is given back to the system.
+    """
+
+    def compile_it() -> Function:
+        program = lowered.compile(compiler_options=None if options is None else dict(options))
+        give_back_free_memory()
+        return program
+
+    return shared(lowered, options, compile_it)
 
 
 def can_call(arguments: tuple[PyTree, ...], options: Mapping[str, str] | None = None) -> bool:
