@@ -83,6 +83,8 @@ class Inspection:
             result = traced.shapes
             self.loss_has_weights = result.weights is not None
             self._say_not_added(result.not_added)
+            for hint in () if is_resumed else traced.hints:
+                self._say_once(hint, f"warning: {hint}")
             if "products" not in self._said:
                 self._say_once("products", why_wide(task, state, batch, self._bind))
             sums = result.sums | more_sums(task, result, grad_norm=grad_norm)

@@ -19,6 +19,7 @@ from flaxfit.step._companions import states_of, taking_states
 from flaxfit.step._compare import ForwardPass
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._forward import forward, forward_eval
+from flaxfit.step._hints import hints_of
 from flaxfit.step._jaxpr import holds, n_operations
 from flaxfit.step._own_weights import check_own_weights
 from flaxfit.step._regression_targets import check_classes
@@ -49,6 +50,10 @@ class Traced(NamedTuple):
     """An estimate, see `n_operations`."""
     values: PyTree = None
     """What it returned, where it was run instead of traced."""
+    program: Any = None
+    """Its jaxpr, where it was traced."""
+    hints: Sequence[str] = ()
+    """What is probably meant otherwise, in words."""
 
 
 def inspect(
@@ -114,7 +119,11 @@ def inspect(
                 check_own_weights(f"the metric {name!r}", bind(values), *given)
         elif task.pad and traced.values is not None:
             _check_alone(task, traced.values, batch, bind)
-        known[key] = traced = traced._replace(values=None)
+        if traced.program is not None and isinstance(task, TrainTask):
+            arguments = state, batch, states_of(task)
+            hints = hints_of(traced.program, arguments, result, task.loss, batch, data or batch)
+            traced = traced._replace(hints=hints)
+        known[key] = traced = traced._replace(values=None, program=None)
     return traced
 
 
@@ -169,7 +178,8 @@ def trace(function: Function, *arguments: PyTree) -> Traced:
         return Traced(shapes_of(values), False, math.inf, values)
     # Over the shapes, since the arrays of a state are spread over the devices of a strategy.
     program, results = jax.make_jaxpr(function, return_shape=True)(*map(shapes_of, arguments))
-    return Traced(results, holds(program, "conv_general_dilated"), n_operations(program))
+    has_convolutions = holds(program, "conv_general_dilated")
+    return Traced(results, has_convolutions, n_operations(program), program=program)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,127 @@
+"""Hints about a first batch: what is probably meant otherwise, though it can be computed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend.core import Jaxpr
+
+from flaxfit import losses
+from flaxfit.data._batch import Batch, has_rows, n_examples
+from flaxfit.step._jaxpr import equations
+from flaxfit.step._origins import SIGMOID, SOFTMAX, Origins, origins_of
+from flaxfit.tree._paths import flat
+from flaxfit.tree._types import PyTree
+
+_LARGE = 1000
+_OF_LOGITS = {
+    SOFTMAX: (
+        losses.crossentropy,
+        losses.onehot_crossentropy,
+        optax.softmax_cross_entropy,
+        optax.softmax_cross_entropy_with_integer_labels,
+    ),
+    SIGMOID: (losses.binary_crossentropy, optax.sigmoid_binary_cross_entropy),
+}
+
+
+def hints_of(
+    program: Jaxpr, arguments: PyTree, results: PyTree, loss: Any, batch: Batch, values: Batch
+) -> list[str]:
+    """Describes what a model, a loss and inputs are probably not meant to be.
+
+    Args:
+      program: the traced forward pass.
+      arguments: its arguments, a tuple of the state, the batch and others.
+      results: what it returns, a `ForwardPass`.
+      loss: the loss of the task.
+      batch: the batch that was traced; its scale is read.
+      values: all data, if it is at hand, else the batch; its indices are read.
+    """
+    origins = origins_of(program)
+    inputs = _numbered(arguments)[1].inputs
+    outputs = jax.tree.leaves(_numbered(results).outputs)
+    return [
+        *_of_probabilities(loss, [origins.outputs[each] for each in outputs]),
+        *_of_look_ups(origins, {n: path for path, n in flat(inputs).items()}, values.inputs),
+        *_of_convolutions(program, batch),
+        *_of_scales(batch.inputs),
+    ]
+
+
+def _numbered(tree: PyTree) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, range(len(leaves)))
+
+
+def _of_probabilities(loss: Any, origins: list[Any]) -> Iterator[str]:
+    """Whether a loss of logits is given the outputs of a softmax or a sigmoid."""
+    for last, those in _OF_LOGITS.items():
+        if origins == [last] and any(loss is each for each in those):
+            yield (
+                f"the outputs of the model come from a {last}, and the loss takes logits: return "
+                f"what goes into the {last}. Probabilities are taken by losses."
+                f"{_own_name(loss)}(from_logits=False)"
+            )
+
+
+def _own_name(loss: Any) -> str:
+    if loss is optax.softmax_cross_entropy_with_integer_labels:
+        return "crossentropy"
+    own = (losses.crossentropy, losses.onehot_crossentropy, losses.binary_crossentropy)
+    if any(loss is each for each in own):
+        return loss.__name__
+    return "onehot_crossentropy" if loss is optax.softmax_cross_entropy else "binary_crossentropy"
+
+
+def _of_look_ups(origins: Origins, paths: dict[int, str], inputs: PyTree) -> Iterator[str]:
+    """Whether an index has no row in an embedding."""
+    leaves = flat(inputs)
+    for look_up in sorted(origins.look_ups):
+        indices: Any = leaves.get(paths.get(look_up.input, ""))
+        if not _is_at_hand(indices) or not np.size(indices):
+            continue
+        lowest, highest = np.min(indices), np.max(indices)
+        if lowest < -look_up.n_rows or highest >= look_up.n_rows:
+            yield (
+                f"the indices in input {paths[look_up.input]!r} go from {lowest:,} to "
+                f"{highest:,}, and an embedding of the model has {look_up.n_rows:,} rows: the rows "
+                f"of others are NaN. Give it {highest + 1:,} rows, or map the indices to fewer"
+            )
+
+
+def _of_convolutions(program: Jaxpr, batch: Batch) -> Iterator[str]:
+    """Whether a convolution takes the examples of a batch for the rows of one image."""
+    n = n_examples(batch) if has_rows(batch) else 1
+    for equation in equations(program):
+        if equation.primitive.name != "conv_general_dilated":
+            continue
+        axis = equation.params["dimension_numbers"].lhs_spec[0]
+        is_grouped = equation.params["feature_group_count"] > 1
+        images: Any = equation.invars[0].aval
+        if images.shape[axis] == 1 and n > 1 and not is_grouped:
+            yield (
+                f"a convolution takes the batch of {n:,} examples for one image, and mixes them: "
+                "its inputs lack the axis of channels. Add it, x[..., None]"
+            )
+            return
+
+
+def _of_scales(inputs: PyTree) -> Iterator[str]:
+    """Whether inputs are far larger than a model is made for."""
+    for path, leaf in flat(inputs).items():
+        if not _is_at_hand(leaf) or not np.size(leaf) or not jnp.issubdtype(leaf.dtype, np.inexact):
+            continue
+        largest = max(abs(float(np.max(leaf))), abs(float(np.min(leaf))))
+        if _LARGE < largest < np.inf:
+            yield (
+                f"input {path!r} reaches {largest:,.0f}, and models train best on numbers of about "
+                "1: scale it, such as (x - x.mean(0)) / x.std(0)"
+            )
+
+
+def _is_at_hand(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) or getattr(leaf, "is_fully_addressable", False)
