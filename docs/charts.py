@@ -85,7 +85,7 @@ def memory() -> str:
         "The memory that a model and Adam take on each device, without activations: on one device, "
         "or with <code>DataParallel</code> (grey), and with FSDP on 8 and 64 devices."
     )
-    return figure("chart", caption, [svg(400, 66 + 58 * len(sizes), "Memory per device", parts)])
+    return figure("chart", caption, [svg(330, 66 + 58 * len(sizes), "Memory per device", parts)])
 
 
 def gigabytes(cell: str) -> float:
@@ -96,7 +96,7 @@ def gigabytes(cell: str) -> float:
 
 def at(gb: float) -> float:
     """The place of a number of gigabytes on the axis."""
-    return 80 + 300 * math.log10(gb / 0.1) / math.log10(300 / 0.1)
+    return 80 + 235 * math.log10(gb / 0.1) / math.log10(300 / 0.1)
 
 
 def text(x: float, y: float, words: str, kind: str) -> str:
