@@ -33,7 +33,7 @@ DIFFERENCES = {  # What: in Keras, in flaxfit.
     "slope of `cosine_distance` at a vector of zeros": ("`nan` on JAX", "a number"),
     "`auc`": ("200 thresholds", "all scores, to 0.001"),
     "`top_k` of equal scores": ("all are among the highest", "the first is"),
-    "weights that are all 0": ("0", "`nan`"),
+    "metrics, if all weights are 0": ("0", "`nan`"),
     "a batch without examples": ("0", "an error"),
     "outputs that are `nan`, in metrics of classes": ("a number", "`nan`"),
 }

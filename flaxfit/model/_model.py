@@ -59,11 +59,11 @@ class Model(Examination):
       losses: the collections, besides "losses", whose values the model adds to the loss; of nnx,
         types of variables or their names.
       **options: fields of `TrainTask`: `loss_weights`, `inputs`, `targets`, `weights`, `rngs`,
-        `mutable`, `pad`, `objective`, `companions`, `save_companions`, `across`, `check_finite`,
-        `freeze`, `accumulate`, `precision`, `clip_norm`, `ema`, `ema_overwrite_frequency`,
-        `skip_nonfinite`, `skip_above`, `grads_hook`, `example_grads_hook`, `norms`, `step`. With
-        `ema` or a schedule-free optimizer, validation, `evaluate`, `predict`, `export` and
-        `save_weights` use the average of the parameters.
+        `mutable`, `pad`, `objective`, `companions`, `save_companions`, `across`, `penalty_in_loss`,
+        `check_finite`, `freeze`, `accumulate`, `precision`, `clip_norm`, `ema`,
+        `ema_overwrite_frequency`, `skip_nonfinite`, `skip_above`, `grads_hook`,
+        `example_grads_hook`, `norms`, `step`. With `ema` or a schedule-free optimizer, validation,
+        `evaluate`, `predict`, `export` and `save_weights` use the average of the parameters.
     """
 
     def __init__(

@@ -77,6 +77,7 @@ class Recipe:
             precision=task.precision,
             pad=task.pad,
             across=task.across,
+            penalty_in_loss=task.penalty_in_loss,
             check_finite=task.check_finite,
         )
         return task, eval_task

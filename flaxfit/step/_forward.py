@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxfit.data._batch import Batch, call, n_examples
+from flaxfit.modules._flags import parameters
 from flaxfit.modules._switch import handle_of
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._compare import ForwardPass, compare
@@ -15,11 +16,12 @@ from flaxfit.step._model_call import (
     sum_of_penalties,
     updated_state,
     which_have_rows,
+    with_updates,
 )
 from flaxfit.step._objective import objective_measured, objective_pass
 from flaxfit.step._random import rngs_of
 from flaxfit.step._replicas import AnyReplicas, Replicas
-from flaxfit.task._no_loss import as_all_loss
+from flaxfit.task._no_loss import as_all_loss, with_penalty
 from flaxfit.task._precision import in_precision
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._types import PyTree
@@ -82,12 +84,13 @@ def forward_eval(
     if task.objective is not None:
         return objective_measured(task, apply, state, batch, key, options, replicas)
 
-    adds_losses = handle_of(task.apply) is not None  # Other functions may not take `mutable`.
+    adds_losses = _adds_losses(task)
 
     def updated_by(batch: Batch) -> tuple[PyTree, Mapping[str, PyTree]]:
         if not adds_losses:
             return call(apply, state.variables, batch.inputs, **options), {}
-        return call(apply, state.variables, batch.inputs, mutable=["losses"], **options)
+        found = call(apply, state.variables, batch.inputs, mutable=["losses"], **options)
+        return with_updates(found)
 
     def outputs_of(batch: Batch) -> PyTree:
         return updated_by(batch)[0]
@@ -105,4 +108,13 @@ def forward_eval(
     if penalty is not None:
         n = jnp.asarray(n_examples(batch), jnp.float32)
         sums = sums | {"penalty": (n * penalty, n)}
-    return result._replace(penalty=penalty, sums=sums)
+    return result._replace(penalty=penalty, sums=with_penalty(task, sums))
+
+
+def _adds_losses(task: EvalTask) -> bool:
+    """Whether a model may be asked for the losses that it adds."""
+    if handle_of(task.apply) is not None:
+        return True
+    taken = parameters(task.apply)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    return task.penalty_in_loss and (takes_all or "mutable" in taken)

@@ -24,6 +24,11 @@ def apply_model(
         rngs=rngs,
         mutable=DenyList(("params", "intermediates")) if task.mutable is None else task.mutable,
     )
+    return with_updates(result)
+
+
+def with_updates(result: PyTree) -> tuple[PyTree, Mapping[str, PyTree]]:
+    """The outputs of a model that may update collections, and these."""
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
     return result if is_pair else (result, {})
 

@@ -19,7 +19,7 @@ from flaxfit.step._divided_batch import DividedBatch, mean_of_sums
 from flaxfit.step._forward import returns_weights
 from flaxfit.step._gradient import hooked
 from flaxfit.step._replicas import replicas_of
-from flaxfit.task._no_loss import as_all_loss
+from flaxfit.task._no_loss import as_all_loss, with_penalty
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._paths import flat
 from flaxfit.tree._selection import label_of
@@ -126,19 +126,21 @@ def make_train_step(
             name: (jnp.where(is_used > 0, value, 0).astype(jnp.float32), is_used)
             for name, value in per_step.items()
         }
+        sums = with_penalty(task, sums)
         return updated, (sums, grads) if keep_grads else sums
 
     return train_step
 
 
 def more_sums(task: TrainTask, result: ForwardPass, *, grad_norm: bool) -> dict[str, Sums]:
-    """The shapes of what a training step adds to the sums of its forward pass."""
+    """The shapes of what a training step adds to the sums of its forward pass, and of the loss."""
     one = jax.ShapeDtypeStruct((), "float32")
     names = ["grad_norm"] * grad_norm + ["penalty"] * (result.penalty is not None)
     names += ["hooked_grad_norm"] * (grad_norm and task.grads_hook is not None)
     labels = map(label_of, task.norms)
     names += [f"{kind}/{label}" for label in labels for kind in ("grad_norm", "param_norm")]
-    return dict.fromkeys(names, (one, one)) | ({"skipped_steps": (one,)} if guards(task) else {})
+    sums = {"loss": result.sums["loss"], **dict.fromkeys(names, (one, one))}
+    return with_penalty(task, sums | ({"skipped_steps": (one,)} if guards(task) else {}))
 
 
 def guards(task: TrainTask) -> bool:

@@ -1,4 +1,7 @@
-"""The loss of a model that adds all of its loss itself."""
+"""The loss that a model adds itself: all of the loss, or a penalty beside another."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -18,6 +21,22 @@ def as_all_loss(loss: object, sums: dict[str, Sums], penalty: Array | None) -> d
         return sums
     _, weight = sums["loss"]
     return sums | {"loss": (jnp.where(weight > 0, weight * penalty, 0), weight)}
+
+
+def with_penalty(task: Any, sums: dict[str, Sums]) -> dict[str, Sums]:
+    """The sums of a batch, whose loss has the penalty as one more part if the task reports it so.
+
+    The value of a loss in parts is the sum of their means.
+    """
+    if not task.penalty_in_loss or "penalty" not in sums or task.loss is no_loss:
+        return sums
+    loss = sums["loss"]
+    parts = loss if isinstance(loss, Mapping) else {"loss": loss}
+    return sums | {"loss": {**parts, _PENALTY: sums["penalty"]}}
+
+
+_PENALTY = ""
+"""What no output is called."""
 
 
 def check_adds_loss(task: object, penalty: object) -> None:

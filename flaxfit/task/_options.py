@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import optax
+from flax.core.scope import in_filter
 
 from flaxfit.display import say
 from flaxfit.metrics import Metric
@@ -80,6 +81,12 @@ def _check_values(task: Any) -> None:
                 f"ema_overwrite_frequency={task.ema_overwrite_frequency} needs the moving average "
                 "that it writes: set ema to its decay, such as ema=0.999."
             )
+    check_reports_penalty(task.penalty_in_loss)
+    if task.penalty_in_loss and task.mutable is not None and not in_filter(task.mutable, "losses"):
+        raise ValueError(
+            f"penalty_in_loss=True and mutable={task.mutable!r:.60} exclude each other: the losses "
+            "that the model adds would count in evaluation alone. Name 'losses' in mutable, too."
+        )
     if task.grads_hook is not None and not callable(task.grads_hook):
         raise TypeError(
             f"grads_hook must be (grads, state, sums) -> grads, got {task.grads_hook!r:.80}."
@@ -135,6 +142,12 @@ def check_across(across: str | None) -> None:
         raise ValueError(f"across must be 'batch' or None, got {across!r:.60}.")
 
 
+def check_reports_penalty(penalty_in_loss: object) -> None:
+    """Checks that the switch of the reported loss is True or False."""
+    if not isinstance(penalty_in_loss, bool):
+        raise TypeError(f"penalty_in_loss must be True or False, got {penalty_in_loss!r:.60}.")
+
+
 def _check_collected(metrics: Mapping[str, Metric]) -> None:
     if names := [name for name, metric in metrics.items() if metric.max_rows is not None]:
         raise ValueError(
@@ -167,6 +180,11 @@ def check_objective(task: Any) -> None:
             "metrics would have no outputs to measure, as the objective calls the model itself: "
             "return them as its aux. Model(..., metrics=...) measures them in evaluation."
         )
+    if task.penalty_in_loss:
+        raise ValueError(
+            "penalty_in_loss=True is for a loss of the outputs, and the objective calls the model "
+            "itself: add the penalty to its values, which are the reported loss."
+        )
     if getattr(task, "across", None) is not None:
         raise ValueError(
             "across='batch' is for a loss of the outputs, and the objective calls the model "
@@ -181,7 +199,7 @@ def _check_own_step(task: Any) -> None:
         raise TypeError(f"step must be (state, batch) -> (state, sums), got {task.step!r:.80}.")
     names = {"objective", "across", "freeze", "accumulate", "precision", "clip_norm", "ema"}
     names |= {"skip_nonfinite", "skip_above", "grads_hook", "example_grads_hook", "norms"}
-    names |= {"companions", "save_companions", "ema_overwrite_frequency"}
+    names |= {"companions", "save_companions", "ema_overwrite_frequency", "penalty_in_loss"}
     fields = [field for field in dataclasses.fields(task) if field.name in names]
     wrong = [
         field.name for field in fields if getattr(task, field.name) not in (field.default, [], {})

@@ -13,7 +13,13 @@ from flaxfit.modules._switch import as_apply, check_streams, handle_of, inputs_o
 from flaxfit.optim._averaged import averaged, has_average, has_ema
 from flaxfit.task._companions import as_companions
 from flaxfit.task._multi_output import as_loss, as_metrics
-from flaxfit.task._options import check_across, check_objective, names_of, resolved
+from flaxfit.task._options import (
+    check_across,
+    check_objective,
+    check_reports_penalty,
+    names_of,
+    resolved,
+)
 from flaxfit.task._precision import check_precision
 from flaxfit.task._repr import describe
 from flaxfit.tree._types import Data, Function, PyTree, Variables
@@ -94,6 +100,9 @@ class TrainTask:
     """"batch" for a loss that compares the examples of a batch with one another, such as a
     contrastive one: it sees the outputs and targets of all devices and of all `accumulate` parts
     at once, with a gradient to each. Implies `pad=False`."""
+    penalty_in_loss: bool = False
+    """Whether the reported loss includes the penalty, that of the loss or of what the model adds,
+    as in Keras. The penalty is trained, and reported as "penalty", in any case."""
     check_finite: bool = True
     """Whether NaN and infinite values among inputs and targets are refused; False where they stand
     for something, such as a missing label, and the model, the loss and metrics leave them out."""
@@ -207,6 +216,9 @@ class EvalTask:
     """Whether a batch may be padded with rows of weight 0, as of a `TrainTask`."""
     across: str | None = None
     """"batch" for a loss that compares the examples of a batch, as of a `TrainTask`."""
+    penalty_in_loss: bool = False
+    """Whether the reported loss includes the penalty, as of a `TrainTask`. What a function adds is
+    measured if it takes `mutable`, as in training."""
     check_finite: bool = True
     """Whether NaN and infinite values are refused, as of a `TrainTask`."""
 
@@ -220,6 +232,7 @@ class EvalTask:
         metrics, rngs = as_metrics(self.metrics, loss), names_of(self.rngs)
         check_streams("EvalTask", rngs, apply)
         check_across(self.across)
+        check_reports_penalty(self.penalty_in_loss)
         pad = self.pad and self.across is None
         self.__dict__.update(apply=apply, loss=loss, metrics=metrics, rngs=rngs, pad=pad)
         self.__dict__["companions"] = companions

@@ -91,3 +91,128 @@ def test_evaluation_refuses_a_loss_that_is_added_in_training_alone():
     """Instead of reporting a loss of 0."""
     with pytest.raises(TypeError, match="the model adds none in evaluation"):
         ff.Model(Quiet(), optax.sgd(0.1)).evaluate(X)
+
+
+class Regular(nn.Module):
+    """A linear model of one output or two, with an L2 penalty on its weights."""
+
+    n_outputs: int = 1
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.ones, (3, self.n_outputs))
+        self.sow("losses", "l2", 0.1 * jnp.sum(w**2))
+        y = x @ w
+        return y if self.n_outputs == 1 else {"a": y[:, :1], "b": y[:, 1:]}
+
+
+ONES = np.ones((22, 1), "f4")
+WEIGHTS = np.linspace(0, 2, 22, dtype="f4")
+
+
+def one_device():
+    return ff.DataParallel(jax.devices()[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("n_outputs", "options"),
+    [
+        (1, {"strategy": one_device()}),
+        (2, {}),
+        (2, {"strategy": ff.Sharded()}),
+        (1, {"strategy": one_device(), "accumulate": 2}),
+        thorough(1, {}),
+        thorough(2, {"strategy": one_device(), "accumulate": 2}),
+        thorough(2, {"strategy": one_device(), "skip_nonfinite": True}),
+    ],
+)
+def test_the_reported_loss_includes_the_penalty_on_request(n_outputs, options):
+    y, loss = ONES, "mse"
+    if n_outputs == 2:
+        y, loss = {"a": ONES, "b": -ONES}, {"a": "mse", "b": "mae"}
+
+    def run(**more):
+        model = ff.Model(Regular(n_outputs), optax.sgd(0.01), loss, **options, **more)
+        fit = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+        held_out = {"validation_data": (X, y), "sample_weight": WEIGHTS}
+        history = model.fit(X, y, **fit, **held_out)
+        return model, history, model.evaluate(X, y, sample_weight=WEIGHTS)
+
+    (_, apart, found), (model, joined, measured) = run(), run(penalty_in_loss=True)
+    names = ["loss", "val_loss"]
+    for name in apart.keys() - {*names}:
+        assert joined[name] == pytest.approx(apart[name], rel=1e-6)
+    for name in names:
+        penalty = apart[name.replace("loss", "penalty")]
+        assert joined[name] == pytest.approx(np.add(apart[name], penalty), rel=1e-6)
+        assert min(penalty) > 0.1
+    assert measured["loss"] == pytest.approx(found["loss"] + found["penalty"], rel=1e-6)
+    assert measured["penalty"] == pytest.approx(found["penalty"], rel=1e-6)
+    nothing = model.evaluate(X, y, sample_weight=0 * WEIGHTS)
+    assert nothing["loss"] == pytest.approx(nothing["penalty"])
+    model.compile(penalty_in_loss=False)
+    assert model.evaluate(X, y, sample_weight=WEIGHTS) == pytest.approx(found, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_the_penalty_counts_in_the_loss_of_functions_and_of_losses_with_one():
+    def penalized(outputs, targets):
+        return jnp.square(outputs - targets), 0.1 * jnp.mean(outputs**2)
+
+    module = Regular()
+    pair = (lambda k, x: module.init(k, x), lambda v, x, **options: module.apply(v, x, **options))
+    for given, loss in (pair, "mse"), (pair, penalized), (module, penalized):
+        models = [
+            ff.Model(given, optax.sgd(0.01), loss, penalty_in_loss=each) for each in (False, True)
+        ]
+        apart, joined = (each.fit(X, ONES, verbose=0) for each in models)
+        assert joined["loss"][0] == pytest.approx(apart["loss"][0] + apart["penalty"][0], rel=1e-6)
+        own, measured = (each.evaluate(X, ONES) for each in models)
+        assert measured["loss"] == pytest.approx(own["loss"] + measured["penalty"], rel=1e-6)
+
+
+def test_a_penalty_that_is_the_loss_counts_once():
+    found = ff.Model(Linen(), optax.sgd(0.1), penalty_in_loss=True).evaluate(X)
+    assert found["loss"] == pytest.approx(found["penalty"]) and found["loss"] > 0.1
+
+
+@pytest.mark.slow
+def test_the_loss_with_the_penalty_is_that_of_keras(keras):
+    options = {"use_bias": False, "kernel_initializer": "ones"}
+    regularizer = keras.regularizers.L2(0.1)
+    theirs = keras.Sequential([keras.layers.Dense(1, kernel_regularizer=regularizer, **options)])
+    theirs.compile(keras.optimizers.SGD(0.1), "mse")
+    ours = ff.Model(Regular(), optax.sgd(0.1), "mse", penalty_in_loss=True)
+    given = {"batch_size": 8, "epochs": 3, "shuffle": False, "verbose": 0}
+    held_out = {"validation_data": (X[:16], ONES[:16])}
+    expected = theirs.fit(X[:16], ONES[:16], **given, **held_out).history
+    found = ours.fit(X[:16], ONES[:16], **given, **held_out)
+    for name in "loss", "val_loss":
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"penalty_in_loss": 0.5}, TypeError, "must be True or False, got 0.5"),
+        (
+            {"penalty_in_loss": True, "mutable": ["batch_stats"]},
+            ValueError,
+            r"penalty_in_loss=True and mutable=\['batch_stats'\] exclude each other",
+        ),
+        (
+            {"penalty_in_loss": True, "loss": None, "objective": lambda apply, batch, rngs: 0},
+            ValueError,
+            "add the penalty to its values",
+        ),
+        (
+            {"penalty_in_loss": True, "loss": None, "step": lambda state, batch: (state, {})},
+            ValueError,
+            "penalty_in_loss would have no effect",
+        ),
+    ],
+)
+def test_what_does_not_go_with_the_penalty_in_the_loss_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        ff.Model(Regular(), optax.sgd(0.1), **{"loss": "mse", **options})
