@@ -15,6 +15,7 @@ from flaxfit.model._evaluation import Evaluation
 from flaxfit.model._find_batch_size import find_batch_size
 from flaxfit.model._find_lr import LearningRateRange, check_range, find_lr
 from flaxfit.model._trainer import Trainer
+from flaxfit.step._cost import cost_of
 from flaxfit.step._validate import shapes_of
 from flaxfit.task._repr import describe_loss
 from flaxfit.tree._types import Data, PyTree
@@ -26,10 +27,10 @@ class Examination(Evaluation):
     module: Any
 
     def summary(self, x: Data = None) -> None:
-        """Prints the layers, their shapes and parameters.
+        """Prints the layers, the shapes of their outputs, their parameters and what is trained.
 
         >>> model.summary()
-        <BLANKLINE>
+        Dense · 2 params
         ...
 
         Args:
@@ -42,7 +43,17 @@ class Examination(Evaluation):
             inputs = shapes_of(normalize(roles.inputs_of(first)).inputs)
         elif inputs is None:
             raise ValueError("summary() needs inputs before the first fit: model.summary(x).")
-        print(modules.summarize(self.module, inputs))
+        trainer = self._trainer
+        text = modules.summarize(
+            self.module,
+            inputs,
+            name=trainer.name,
+            variables=trainer.state_in_place.variables if trainer.has_weights else None,
+            freeze=trainer.task.freeze if trainer.trainable else (".*",),
+            rngs=self._evaluator.task.rngs,
+            count_flops=lambda function, *shapes: cost_of(function, *shapes).flops,
+        )
+        print(text)
 
     def find_lr(
         self,

@@ -74,7 +74,7 @@ def from_nnx(
     from flaxfit.modules._nnx_errors import misfits_explained
 
     is_instance = isinstance(model, nnx.Module)
-    abstract = _abstract(model)
+    abstract = abstract_of(model)
     parts = _nnx_modes.copied(abstract)
     if unknown := _nnx_modes.unknown_modes(parts, modes):
         raise ValueError(
@@ -263,7 +263,7 @@ def _maker(model: object) -> Function | None:
     return model if inspect.isroutine(model) else None
 
 
-def _abstract(model: Any) -> Any:
+def abstract_of(model: Any) -> Any:
     """The instance itself, or the shapes of the module that a factory makes."""
     from flax import nnx
 

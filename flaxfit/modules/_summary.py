@@ -1,62 +1,158 @@
-"""A table of a model's layers, by flax's own tabulate."""
+"""A table of a model's layers: the shapes of their outputs, their parameters, what is trained."""
 
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 
 from flaxfit.data._batch import call
-from flaxfit.modules._flags import call_flags, parameters, switches
-from flaxfit.modules._nnx import make
-from flaxfit.modules._switch import switched
+from flaxfit.modules._layers import Layer, layers_of
+from flaxfit.modules._switch import functions_of
+from flaxfit.tree._paths import flat, match
 from flaxfit.tree._single_replica import single_replica_of_any_axis
-from flaxfit.tree._types import PyTree, Rngs
+from flaxfit.tree._types import PyTree, Variables
 
-_WIDTH = 100
+_WIDTH, _GAP = 80, "  "
+_LONGEST_SHAPE = 30
 
 
-def summarize(module: Any, inputs: PyTree) -> str:
+def summarize(
+    module: Any,
+    inputs: PyTree,
+    *,
+    name: str | None = None,
+    variables: Variables | None = None,
+    freeze: Sequence[str] = (),
+    rngs: Sequence[str] = (),
+    count_flops: Callable[..., float] | None = None,
+) -> str:
     """Makes a table of the layers of a module, the shapes of their outputs and their parameters.
 
-    >>> "Dense" in summarize(nn.Dense(3), (jax.ShapeDtypeStruct((1, 2), "float32"),))
-    True
+    A layer has the parameters that are its own, not those of the layers within it. No line is
+    longer than 80 columns.
+
+    >>> print(summarize(nn.Dense(3), (jax.ShapeDtypeStruct((1, 2), "float32"),)))
+    Dense · 9 params
+    <BLANKLINE>
+    layer  output  params
+    Dense  (1, 3)       9  trained
+    <BLANKLINE>
+    9 trained · 0 frozen
 
     Args:
       module: a linen or nnx module.
       inputs: the model's inputs, a tuple or a dict; only shapes and dtypes matter.
+      name: what to call the module; None: its class.
+      variables: its variables by collection; None: those that it makes for these inputs.
+      freeze: patterns of the parameters that are not trained.
+      rngs: the random streams that a call in evaluation draws from.
+      count_flops: returns the floating-point operations of `(function, *shapes)`, which the table
+        then has for a call with these inputs.
 
     Raises:
       TypeError: the model is a pair of functions, which has no layers to show.
     """
-    inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
-    if isinstance(module, nn.Module):
-        module, arguments = switched(module, train=False)
-        rngs = dict.fromkeys(("params", "dropout"), jax.random.key(0))
-        options = {"console_kwargs": {"width": _WIDTH, "force_terminal": False}}
-        tables: list[str] = []
-
-        def tabulate(rngs: Rngs, *inputs: PyTree, **named: PyTree) -> None:
-            tables.append(module.tabulate(rngs, *inputs, **named, **options, **arguments))
-
-        call(single_replica_of_any_axis(tabulate), rngs, inputs)
-        return tables[0].strip("\n")
     if isinstance(module, tuple):
         raise TypeError("summary() shows the layers of a linen or nnx module, not of functions.")
-    from flax import nnx
+    functions = functions_of(module, train=False)
+    shapes = _shapes_of(inputs)
+    streams = {"params", "dropout", *rngs} if isinstance(module, nn.Module) else set(rngs)
+    key = jax.random.key(0)
+    if variables is None:
+        keys = dict.fromkeys(streams | {"params", "dropout"}, key)
+        init = single_replica_of_any_axis(functions.init)
+        variables = jax.eval_shape(lambda inputs: call(init, keys, inputs), shapes)
 
-    from flaxfit.modules._nnx_modes import viewed
+    def evaluate(variables: PyTree, inputs: PyTree) -> PyTree:
+        keys = dict.fromkeys(streams, key) or None
+        return call(single_replica_of_any_axis(functions.apply), variables, inputs, rngs=keys)
 
-    if not isinstance(module, nnx.Module):
-        module = make(module, nnx.Rngs(0))
-    options: dict[str, Any] = {
-        "console_kwargs": {"width": _WIDTH, "force_terminal": False, "no_color": True}
-    }
-    args, named = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    arguments: dict[str, Any] = call_flags(module.__call__, train=False)
-    if "rngs" in parameters(module.__call__):
-        arguments["rngs"] = None
-    view = viewed(module, switches(train=False))
-    # `nnx.tabulate` leaves its changes of the module's class behind if the call fails.
-    nnx.eval_shape(lambda view: view(*args, **named, **arguments), view)
-    return nnx.tabulate(view, *args, **named, **arguments, **options).strip("\n")
+    held: dict[str, PyTree] = dict(_shapes_of(variables))
+    layers, output = layers_of(module, evaluate, held, shapes)
+    kind = layers[0].kind if layers else type(module).__name__
+    if not layers or layers[0].path:
+        layers.insert(0, Layer("", kind, output))
+    name = name or kind
+    sizes = {path: math.prod(leaf.shape) for path, leaf in flat(held.get("params", {})).items()}
+    frozen = {path for path in sizes if match([(each, True) for each in freeze], path)}
+    n, n_frozen = sum(sizes.values()), sum(sizes[path] for path in frozen)
+    others = {c: _size(tree) for c, tree in held.items() if c != "params"}
+    ends = [f"{n - n_frozen:,} trained", f"{n_frozen:,} frozen"]
+    ends += [f"{size:,} in {c}" for c, size in others.items() if size and not c.endswith("_axes")]
+    lines = [f"{name} · {n:,} params", "", *_rows(layers, sizes, frozen), "", *_joined(ends)]
+    flops = count_flops(evaluate, held, shapes) if count_flops is not None else math.nan
+    if math.isfinite(flops):
+        n_rows = next((x.shape[0] for x in jax.tree.leaves(shapes) if x.shape), 1)
+        lines.append(f"forward pass: {_amount(flops)}FLOP for a batch of {n_rows:,}")
+    return "\n".join(lines)
+
+
+def _rows(layers: Sequence[Layer], sizes: dict[str, int], frozen: set[str]) -> list[str]:
+    """The header, and a line for each layer with the parameters that are its own."""
+    own: dict[str, list[str]] = {layer.path: [] for layer in layers}
+    for path in sizes:
+        place = path
+        while place not in own:
+            place = place.rpartition("/")[0]
+        own[place].append(path)
+    cells = [("layer", "output", "params", "")]
+    for layer in layers:
+        n = sum(sizes[path] for path in own[layer.path])
+        states = {path in frozen for path in own[layer.path]}
+        word = {0: "", 1: "frozen" if True in states else "trained", 2: "partly"}[len(states)]
+        cells.append((_title(layer, own), _shapes(layer.output), f"{n:,}" if n else "", word))
+    shape, params, word = (max(len(row[i]) for row in cells) for i in (1, 2, 3))
+    shape = min(shape, _LONGEST_SHAPE)
+    room = _WIDTH - shape - params - word - 3 * len(_GAP)
+    first = min(max(len(row[0]) for row in cells), room)
+    return [
+        _GAP.join(
+            (f"{_cut(a, first):<{first}}", f"{_cut(b, shape):<{shape}}", f"{c:>{params}}", d)
+        ).rstrip()
+        for a, b, c, d in cells
+    ]
+
+
+def _title(layer: Layer, paths: Iterable[str]) -> str:
+    """The name of a layer within that which holds it, and its class, indented by their number."""
+    if not layer.path:
+        return layer.kind
+    holders = [path for path in paths if path and layer.path.startswith(f"{path}/")]
+    name = layer.path.removeprefix(max(holders, key=len, default="")).removeprefix("/")
+    title = name if name.startswith(f"{layer.kind}_") else f"{name} ({layer.kind})"
+    return "  " * (len(holders) + 1) + title
+
+
+def _shapes_of(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def _shapes(output: PyTree) -> str:
+    return ", ".join(str(tuple(leaf.shape)) for leaf in jax.tree.leaves(output))
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def _size(tree: PyTree) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "shape"))
+
+
+def _joined(parts: Sequence[str]) -> list[str]:
+    """The parts in lines that are not longer than the table."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        longer = f"{lines[-1]} · {part}"
+        lines = [*lines[:-1], longer] if len(longer) <= _WIDTH else [*lines, part]
+    return lines
+
+
+def _amount(number: float) -> str:
+    """A number with 3 digits and the prefix of its unit."""
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {prefix}"
+    return f"{number:.3g} "

@@ -125,7 +125,7 @@ def test_searches_and_summaries_take_them(capsys):
     module = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     model = ff.Model(module, optimizer, "crossentropy", **NAMED)
     model.summary(COLUMNS)
-    assert "Total Parameters: 8" in capsys.readouterr().out
+    assert "Linear · 8 params" in capsys.readouterr().out
     assert len(model.find_lr(COLUMNS, n_steps=10).losses) == 10
 
 

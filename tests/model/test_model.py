@@ -354,8 +354,12 @@ def test_the_summary_lists_the_layers(capsys):
     before = capsys.readouterr().out
     fit(model)
     model.summary()
-    assert capsys.readouterr().out.count("Dense_1") == before.count("Dense_1") == 1
-    assert "2,080" in before or "2,410" in before
+    assert capsys.readouterr().out.count("Dense_1") == 1
+    assert before.startswith("MLP · 2,410 params\n") and before.count("Dense_1") == 1
+    assert "\n2,410 trained · 0 frozen\nforward pass: " in before
+    model.trainable = False
+    model.summary()
+    assert "\n0 trained · 2,410 frozen\n" in capsys.readouterr().out
 
 
 @pytest.mark.slow

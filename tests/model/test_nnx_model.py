@@ -337,6 +337,6 @@ def test_a_summary_of_a_call_that_needs_rngs(capsys):
 
     make_model(Needs).summary(IMAGES)
     assert "Needs" in capsys.readouterr().out
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="its Linear at linear"):
         make_model(CNN).summary(IMAGES[:, :, 0])
     make_model(Needs).summary(IMAGES)  # Nothing of the failed one is left.
