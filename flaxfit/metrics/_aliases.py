@@ -25,6 +25,7 @@ _BY_METRIC = {
     "pr_auc": "auc_pr aucpr prc_auc",
     "brier": "brier_score brier_score_loss",
     "calibration_error": "ece expected_calibration_error",
+    "log_cosh": "log_cosh_error",
     "mse": "mean_squared_error",
     "mae": "mean_absolute_error",
     "rmse": "root_mean_squared_error",

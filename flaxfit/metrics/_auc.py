@@ -1,5 +1,6 @@
 """The area under the ROC curve, from sums alone: histograms of the digits of the scores."""
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import jax
@@ -27,11 +28,12 @@ def _auc(
     multi_class: str | None = None,
     multilabel: bool = False,
     from_logits: bool = True,
+    label_weights: Sequence[float] | None = None,
 ) -> Metric:
     if n_bins < 2:
         raise ValueError(f"The metric 'auc' needs at least 2 bins, got n_bins={n_bins}.")
     n_rows = -(-n_bins // 128)
-    ranked = Ranked("auc", average, multi_class, multilabel, from_logits).checked()
+    ranked = Ranked("auc", average, multi_class, multilabel, from_logits, label_weights).checked()
 
     def counted(scores: jax.Array, actual: jax.Array, weights: jax.Array) -> jax.Array:
         places, signs, n_cells = _places(_ordered(scores), n_rows)
@@ -68,8 +70,9 @@ default, `auc(n_bins=...)`, bring it closer where scores gather in hundreds of s
 
 With `multi_class="ovr"` it is that of each of several classes against the others, by its
 probability; with `multilabel=True` that of each label, of outputs and labels `(batch, labels)`. The
-value is their mean, of `average="weighted"` by how often each occurs, of None an array. Classes
-that never or always occur are left out. Each class takes half a megabyte, less with fewer bins.
+value is their mean, with `label_weights` weighted by these, with `average="weighted"` by how often
+each occurs, and with None an array. Classes that never or always occur are left out. Each class
+takes half a megabyte, less with fewer bins.
 """
 
 

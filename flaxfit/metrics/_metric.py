@@ -73,41 +73,59 @@ class Metric:
         if self.mode is None:
             object.__setattr__(self, "mode", mode_of(self.values, self.name))
 
-    def __call__(self, **options: Any) -> "Metric":
+    def __call__(self, *given: object, **options: Any) -> "Metric":
         """Makes the same metric with other options."""
+        if given:
+            first = next(iter(self._options()), "name")
+            raise TypeError(
+                f"The metric {self.name!r} is called with options by name, such as {first}=..., "
+                "and makes a metric. The value of arrays is "
+                "metric.compute(metric.measure(outputs, targets))."
+            )
         options = _in_our_words(options)
         if not options:
             return self
         if (name := options.pop("name", None)) is not None:
             return dataclasses.replace(self(**options), name=name)
-        known = [] if self.configure is None else list(inspect.signature(self.configure).parameters)
+        known = self._options()
         if "ignore_label" not in known and (label := options.pop("ignore_label", None)) is not None:
             return _ignoring(self(**options), label)
         unknown = [name for name in options if name not in known]
         if self.configure is None or unknown:
+            advice = "".join(f" {_ADVICE[name]}" for name in unknown if name in _ADVICE)
             raise TypeError(
                 f"The metric {self.name!r} has no option {', '.join(unknown)}: "
-                f"it has {', '.join(known) or 'none'}."
+                f"it has {', '.join(known) or 'none'}.{advice}"
             )
         return self.configure(**options)
 
+    def _options(self) -> list[str]:
+        return [] if self.configure is None else [*inspect.signature(self.configure).parameters]
 
-# Options of Keras that have another name here.
-_WORDS = {
+
+OF_KERAS = {
     "thresholds": "threshold",
     "ignore_class": "ignore_label",
     "multi_label": "multilabel",
     "target_class_ids": "class_id",
     "class_aggregation": "average",
+    **dict.fromkeys(("recall", "precision", "specificity", "sensitivity"), "least"),
+}
+"""Options of Keras that have another name here."""
+_ADVICE = {
+    "curve": "The area under the precision-recall curve is flaxfit.metrics.pr_auc.",
+    "num_thresholds": "All scores count as thresholds: leave it out.",
+    "summation_method": "All scores count as thresholds: leave it out.",
+    "dtype": "Sums are of float32, and divided in float64.",
 }
 
 
 def _in_our_words(options: dict[str, Any]) -> dict[str, Any]:
     """Options by their names here; None, where it stands for the default of Keras, is left out."""
-    for name, ours in _WORDS.items():
+    for name, ours in OF_KERAS.items():
         if name in options and ours in options:
             raise TypeError(f"The options {ours} and {name} are the same one: give one of them.")
-    found = {_WORDS.get(name, name): value for name, value in options.items()}
+    found = {OF_KERAS.get(name, name): value for name, value in options.items()}
     if found.get("dtype", 0) is None:
         del found["dtype"]
     return found

@@ -30,6 +30,7 @@ from flaxfit.metrics._collecting_classes import is_collecting_class
 from flaxfit.metrics._confusion import confusion_matrix
 from flaxfit.metrics._correlations import concordance, explained_variance, pearson
 from flaxfit.metrics._images import psnr, ssim
+from flaxfit.metrics._keras import refuse_keras
 from flaxfit.metrics._metric import RESERVED, Metric, mean
 from flaxfit.metrics._nnx_metrics import (
     from_nnx_metric,
@@ -165,6 +166,7 @@ def as_metric(metric: MetricLike) -> Metric:
             "outputs pass mappings by the names of the outputs, such as loss={'a': 'mse', 'b': "
             "'crossentropy'} and metrics={'a': ['mae'], 'b': ['accuracy']}."
         )
+    refuse_keras(metric, _by_name)
     check_order("metric", metric)
     if isinstance(metric, type) or _is_stateful(metric):
         name = metric.__name__ if isinstance(metric, type) else type(metric).__name__

@@ -1,7 +1,7 @@
 """Built-in metrics of all rows at once: curves of scores, ranks, medians and extremes."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -65,6 +65,25 @@ def _curve(scores: ArrayLike, labels: ArrayLike, weights: ArrayLike) -> tuple[np
     return np.cumsum(weights * labels)[last], np.cumsum(weights * (1 - labels))[last]
 
 
+def _by_column(ranked: Ranked, value: Rows, configure: Function, reduce: Function) -> Metric:
+    """Makes a metric of `reduce(values, positives)`, of the value of each class or label."""
+
+    def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
+        found = ranked.scores(outputs, targets, weights)
+        return rows_of(ranked.name, (found.scores, found.actual, found.is_probable), found.weights)
+
+    def of(scores: Any, actual: Any, is_probable: Any, weights: Any) -> ArrayLike:
+        n = is_probable.sum()
+        warn_of({"labels": 0, "probable": n, "improbable": is_probable.size - n}, ranked.name)
+        columns = (each.reshape(-1, each.shape[-1]).T for each in (scores, actual, weights))
+        columns = [each.astype(float) for each in columns]
+        values = [_of_weight(value, *each) for each in zip(*columns, strict=True)]
+        return reduce(values, (columns[1] * columns[2]).sum(1))
+
+    compute = functools.partial(value_of, ranked.name, of, takes_weights=True)
+    return Metric(measure, compute, ranked.name, configure, mode="max", max_rows=MAX_ROWS)
+
+
 def _area(name: str, value: Rows) -> Metric:
     """Makes the area under a curve of a single score, or of each of several classes or labels."""
 
@@ -74,23 +93,12 @@ def _area(name: str, value: Rows) -> Metric:
         multi_class: str | None = None,
         multilabel: bool = False,
         from_logits: bool = True,
+        label_weights: Sequence[float] | None = None,
     ) -> Metric:
-        ranked = Ranked(name, average, multi_class, multilabel, from_logits).checked()
-
-        def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
-            found = ranked.scores(outputs, targets, weights)
-            return rows_of(name, (found.scores, found.actual, found.is_probable), found.weights)
-
-        def of(scores: Any, actual: Any, is_probable: Any, weights: Any) -> ArrayLike:
-            n = is_probable.sum()
-            warn_of({"labels": 0, "probable": n, "improbable": is_probable.size - n}, name)
-            columns = (each.reshape(-1, each.shape[-1]).T for each in (scores, actual, weights))
-            columns = [each.astype(float) for each in columns]
-            values = [_of_weight(value, *each) for each in zip(*columns, strict=True)]
-            return ranked.averaged(values, (columns[1] * columns[2]).sum(1))
-
-        compute = functools.partial(value_of, name, of, takes_weights=True)
-        return Metric(measure, compute, name, configure, mode="max", max_rows=MAX_ROWS)
+        ranked = Ranked(
+            name, average, multi_class, multilabel, from_logits, label_weights
+        ).checked()
+        return _by_column(ranked, value, configure, ranked.averaged)
 
     return configure()
 
@@ -125,7 +133,13 @@ pr_auc = _area("pr_auc", _pr_area)
 def _best_at(name: str, best: Function, bounded: Function) -> Metric:
     """Makes the best of one rate over all thresholds at which another reaches a bound."""
 
-    def configure(*, least: float = 0.5) -> Metric:
+    def configure(
+        *,
+        least: float = 0.5,
+        class_id: int | None = None,
+        multilabel: bool = False,
+        from_logits: bool = True,
+    ) -> Metric:
         def value(scores: Any, labels: Any, weights: Any) -> ArrayLike:
             tp, fp = (np.append(0.0, each) for each in _curve(scores, labels, weights))
             rates = tp, fp, tp[-1] - tp, fp[-1] - fp
@@ -134,7 +148,14 @@ def _best_at(name: str, best: Function, bounded: Function) -> Metric:
                 found = best(*rates)[reached]
             return float(np.nanmax(found, initial=0.0))
 
-        return _of_scores(name, value, configure)
+        if class_id is None and multilabel:
+            raise ValueError(
+                f"The metric {name!r} is of one label: with multilabel=True say which, class_id=0."
+            )
+        if class_id is None:
+            return _of_scores(name, value, configure)
+        ranked = Ranked(name, None, None if multilabel else "ovr", multilabel, from_logits)
+        return _by_column(ranked, value, configure, lambda values, _: values[class_id])
 
     return configure()
 
@@ -152,7 +173,11 @@ def _specificity(tp: Any, fp: Any, fn: Any, tn: Any) -> Any:
 
 
 precision_at_recall = _best_at("precision_at_recall", _precision, _recall)
-"""The best precision at any threshold with a recall of at least `least`, 0.5 unless given."""
+"""The best precision at any threshold with a recall of at least `least`, 0.5 unless given.
+
+Of several classes `class_id` says which, of several labels with `multilabel=True`, too. With
+`from_logits=False` the outputs of classes are probabilities.
+"""
 
 recall_at_precision = _best_at("recall_at_precision", _recall, _precision)
 """The best recall at any threshold with a precision of at least `least`, 0.5 unless given."""

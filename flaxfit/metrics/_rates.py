@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit.metrics._arranged import arranged
 from flaxfit.metrics._counts import Counts, by_example, count_answers, counts_of, micro
 from flaxfit.metrics._metric import Metric, ratio
 from flaxfit.metrics._validity import warn_of
@@ -38,6 +39,9 @@ def _rate(name: str, fraction: Fraction, *, mode: str = "max", default: str = "a
       class_id: the class that alone is reported, or several: the mean of those that occur or are
         predicted.
       zero_division: the value where nothing was predicted, or nothing is there.
+      num_classes: the number of classes, of outputs that are predicted labels, integers of the
+        shape of the targets; of other outputs it is checked.
+      axis: that of the classes, of outputs and of one-hot targets.
     """
 
     def configure(
@@ -49,17 +53,17 @@ def _rate(name: str, fraction: Fraction, *, mode: str = "max", default: str = "a
         top_k: int | None = None,
         class_id: int | Sequence[int] | np.ndarray | None = None,
         zero_division: float = 0.0,
+        num_classes: int | None = None,
+        axis: int = -1,
     ) -> Metric:
         options = {"average": average, "from_logits": from_logits, "multilabel": multilabel}
         options |= {"top_k": top_k, "class_id": class_id}
         _check_options(name, average, multilabel, top_k, class_id, default)
 
         def make(threshold: float | None) -> Metric:
-            return Metric(
-                *_sums_and_value(name, fraction, zero_division, threshold=threshold, **options),
-                name,
-                mode=mode,
-            )
+            of = _sums_and_value(name, fraction, zero_division, threshold=threshold, **options)
+            measure, compute = of
+            return Metric(arranged(measure, name, num_classes, axis), compute, name, mode=mode)
 
         return by_thresholds(make, threshold, configure)
 

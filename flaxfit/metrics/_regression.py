@@ -11,6 +11,7 @@ from flaxfit.metrics._accuracy import mean_of_answers
 from flaxfit.metrics._labels import Answers, floating, is_share, labels_of
 from flaxfit.metrics._metric import Metric, mean, ratio, weighted, weights_of
 from flaxfit.metrics._moments import moments, spread
+from flaxfit.tree._checks import whole_number
 from flaxfit.tree._types import Array, ArrayLike, Sums
 
 
@@ -41,27 +42,46 @@ rmse = Metric(mse.measure, lambda sums: float(np.sqrt(mse.compute(sums))), "rmse
 """The root of the mean of the squared errors."""
 
 
-def _r2() -> Metric:
+_AVERAGES = ("uniform_average", "variance_weighted_average", None)
+
+
+def _r2(*, average: str | None = "uniform_average", num_regressors: int = 0) -> Metric:
+    if average not in _AVERAGES:
+        raise ValueError(f"The average of 'r2' must be one of {_AVERAGES}, got {average!r}.")
+    whole_number("num_regressors", num_regressors, least=0)
+
     def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
         errors = _errors(outputs, targets)
         by_value = weights_of(errors, weights)
         return {
             "errors": weighted(jnp.square(errors), by_value).sum(0),
             "targets": moments(jnp.asarray(targets).astype(errors.dtype), by_value),
+            "n": (by_value != 0).reshape(len(by_value), -1).any(-1).sum(),
         }
 
-    def compute(sums: Sums) -> float:
+    def compute(sums: Sums) -> ArrayLike:
         errors, spreads = np.asarray(sums["errors"], np.float64), spread(sums["targets"])
-        return float(np.mean(1 - ratio(errors, spreads, np.where(errors == 0, 0.0, 1.0))))
+        found = 1 - np.asarray(ratio(errors, spreads, np.where(errors == 0, 0.0, 1.0)))
+        if num_regressors:
+            n = int(sums["n"])
+            found = 1 - (1 - found) * ratio(n - 1, n - 1 - num_regressors)
+        if average is None:
+            return found
+        if average == "uniform_average" or not spreads.any():
+            return float(np.mean(found))
+        return float(np.average(found, weights=spreads))
 
-    return Metric(measure, compute, "r2")
+    return Metric(measure, compute, "r2", _r2)
 
 
 r2 = _r2()
 """The coefficient of determination, averaged over several outputs.
 
 No digits are lost where the targets lie far from zero (years, prices in cents). For a constant
-target it is 1 if the outputs equal that constant, and 0 otherwise.
+target it is 1 if the outputs equal that constant, and 0 otherwise. With
+`average="variance_weighted_average"` outputs count by the variance of their targets, with None
+there is an array, by output. `num_regressors=p` adjusts it, for `p` variables and `n` examples of
+weight: `1 - (1 - r2) (n - 1) / (n - p - 1)`.
 """
 
 

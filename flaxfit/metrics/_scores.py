@@ -1,5 +1,6 @@
 """Scores of one class against the others, and of several labels: what areas under curves rank."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -39,6 +40,7 @@ class Ranked(NamedTuple):
     multi_class: str | None
     multilabel: bool
     from_logits: bool
+    label_weights: Sequence[float] | None = None
 
     def checked(self) -> "Ranked":
         """Itself, if its options go together."""
@@ -56,6 +58,11 @@ class Ranked(NamedTuple):
             raise ValueError(
                 f"The metric {self.name!r} is of one class per example, multi_class='ovr', or of "
                 "several labels, multilabel=True: give one of the two."
+            )
+        if self.label_weights is not None and self.average != "macro":
+            raise ValueError(
+                f"label_weights of {self.name!r} weigh the mean of the labels: leave out "
+                f"average={self.average!r}."
             )
         return self
 
@@ -105,5 +112,11 @@ class Ranked(NamedTuple):
         counts = ~np.isnan(values) | np.isnan(positives)
         if not counts.any():
             return np.nan
-        weights = positives[counts] if self.average == "weighted" else None
+        weights = positives if self.average == "weighted" else self.label_weights
+        if weights is not None and len(weights) != len(values):
+            raise ValueError(
+                f"The metric {self.name!r} has {len(values)} labels, and there are {len(weights)} "
+                "label_weights."
+            )
+        weights = None if weights is None else np.asarray(weights)[counts]
         return float(np.average(values[counts], weights=weights))

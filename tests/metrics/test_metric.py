@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxfit.metrics import Metric, accuracy, collected, f1, mean, mse, precision
+from flaxfit.metrics import Metric, accuracy, auc, collected, f1, mean, mse, precision
 from flaxfit.metrics import sum as metrics_sum
 
 OUTPUTS = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -76,6 +76,10 @@ def test_calling_a_metric_sets_its_options():
     assert accuracy() is accuracy
     with pytest.raises(TypeError, match="'accuracy' has no option average: it has threshold"):
         accuracy(average="macro")
+    with pytest.raises(TypeError, match=r"by name, such as n_bins=\.\.\., and makes a metric"):
+        auc(0.5)
+    with pytest.raises(TypeError, match=r"no option curve: .*flaxfit\.metrics\.pr_auc"):
+        auc(curve="PR")
     with pytest.raises(TypeError, match="'mse' has no option threshold: it has none"):
         mse(threshold=0.5)
 

@@ -91,3 +91,13 @@ def test_what_has_no_single_score_is_refused():
             metric.measure(np.zeros((4, 3)), np.zeros(4, np.int32))
     with pytest.raises(ValueError, match=r"outputs \(4, 1\) and targets \(4,\): reshape"):
         spearman.measure(np.zeros((4, 1)), np.zeros(4))
+
+
+def test_a_rate_at_another_is_of_one_class_of_several():
+    logits = np.float32([[2, 1, 0], [0, 2, 1], [1, 0, 2], [0, 1, 3]])
+    labels = np.array([0, 1, 1, 2])
+    share = np.exp(logits[:, 2]) / np.exp(logits).sum(-1)
+    expected = value_of(precision_at_recall, np.log(share / (1 - share)), labels == 2)
+    assert value_of(precision_at_recall(class_id=2), logits, labels) == expected == 1.0
+    with pytest.raises(ValueError, match="with multilabel=True say which"):
+        precision_at_recall(multilabel=True)

@@ -62,6 +62,22 @@ def test_r2_of_a_constant_target(measured, constant, error):
     assert value == pytest.approx((1 - error + of_numbers) / 2, rel=1e-6)
 
 
+def test_r2_by_output_by_variance_and_adjusted(diabetes):
+    outputs, targets, _ = diabetes
+    outputs, targets = np.stack([outputs, 0 * outputs], 1), np.stack([targets, 2 * targets], 1)
+    by_output = value_of(r2(average=None), outputs, targets)
+    np.testing.assert_allclose(
+        by_output, sklearn.metrics.r2_score(targets, outputs, multioutput="raw_values"), rtol=1e-5
+    )
+    by_variance = value_of(r2(average="variance_weighted_average"), outputs, targets)
+    assert by_variance == pytest.approx((by_output * [1, 4]).sum() / 5, rel=1e-5)
+    n = len(targets)
+    adjusted = value_of(r2(average=None, num_regressors=3), outputs, targets)
+    np.testing.assert_allclose(adjusted, 1 - (1 - by_output) * (n - 1) / (n - 4), rtol=1e-5)
+    with pytest.raises(ValueError, match="average of 'r2' must be one of"):
+        r2(average="macro")
+
+
 @pytest.mark.slow
 def test_a_nan_target_that_has_weight_is_not_hidden():
     targets = np.array([1.0, np.nan, 3.0], np.float32)

@@ -1,0 +1,58 @@
+"""Metrics of Keras, which are refused with their counterparts here."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flaxfit.metrics._aliases import known_as
+from flaxfit.metrics._metric import OF_KERAS
+
+_TOP_K = ("TopKCategoricalAccuracy", "SparseTopKCategoricalAccuracy")
+
+
+def refuse_keras(metric: object, known: Callable[[str], object]) -> None:
+    """Refuses a metric of Keras, a class or an object, with the counterpart that `known` finds.
+
+    Raises:
+      TypeError: it is one that has a counterpart.
+    """
+    kind = metric if inspect.isclass(metric) else type(metric)
+    of_keras = str(kind.__module__).partition(".")[0] in ("keras", "tf_keras")
+    if not of_keras or not hasattr(kind, "update_state"):
+        return
+    config = {} if inspect.isclass(metric) else _config(metric)
+    name = known_as(kind.__name__)
+    if kind.__name__ in _TOP_K:
+        call, name = f"flaxfit.metrics.top_k(k={config.get('k', 5)})", f"top_{config.get('k', 5)}"
+    elif config.get("curve") == "PR":
+        call, name = "flaxfit.metrics.pr_auc", "pr_auc"
+    else:
+        try:
+            call = _call(name, known(name), config)
+        except ValueError:
+            return
+    raise TypeError(
+        f"{kind.__name__} of Keras is updated in place, and cannot be compiled: use {call} or a "
+        f"name, metrics=[{name!r}]. Metrics of classes take logits, unless from_logits=False."
+    )
+
+
+def _config(metric: Any) -> Mapping[str, Any]:
+    try:
+        return metric.get_config()
+    except NotImplementedError:
+        return {}
+
+
+def _call(name: str, own: Any, config: Mapping[str, Any]) -> str:
+    """The counterpart with the options of a metric object that it takes and that change it."""
+    configure = getattr(own, "configure", None)
+    parameters = {} if configure is None else inspect.signature(configure).parameters
+    given = {OF_KERAS.get(option, option): value for option, value in config.items()}
+    options = ", ".join(
+        f"{option}={value!r}"
+        for option, value in given.items()
+        if option in parameters and value is not None and value != parameters[option].default
+    )
+    room = "metrics" if getattr(own, "values", None) is None or parameters else "losses"
+    return f"flaxfit.{room}.{name}" + (f"({options})" if options else "")
