@@ -176,7 +176,11 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "were made for others", "(
         (
             lambda: loop_over([{"image": X, "caption": LABELS}]),
             ValueError,
-            ["unclear what the columns 'image', 'caption'", "takes 'inputs'", "inputs='image'"],
+            [
+                "Cannot tell the roles of the columns 'image', 'caption'",
+                "takes 'inputs'",
+                "inputs='image'",
+            ],
         ),
         (
             lambda: loop_over([{"image": X, "label": LABELS}], takes_any=True),

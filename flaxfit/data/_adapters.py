@@ -60,7 +60,7 @@ def as_stream(
       batch_size: the number of examples in a batch of a data set; None: 32.
       shuffle: whether each pass over a data set, or batches by index, has its own random order.
       seed: the seed of the random orders.
-      epochs: the number of passes; None: a data set repeats for ever, batches end once.
+      epochs: the number of passes; None: a data set repeats forever, batches end once.
       drop_remainder: whether to leave out a smaller last batch of a data set.
       shared: whether every process is given the same data. False: you have divided the batches,
         so that each process brings its own share of every step. Several processes refuse to train
@@ -152,7 +152,7 @@ def _parts(data: Data) -> tuple[PyTree, ...]:
     if not 1 <= len(parts) <= 3:
         raise TypeError(
             f"A data set is x, (x, y) or (x, y, weights); got {len(parts)} parts. "
-            "Several inputs go into a tuple of their own: ((x1, x2), y)."
+            "Put several inputs into a tuple of their own: ((x1, x2), y)."
         )
     for leaf in jax.tree.leaves(parts, is_leaf=is_sparse):
         check_dense(leaf)

@@ -19,8 +19,8 @@ _RESIDENT_BYTES = 2**28
 class ArrayStream:
     """Streams batches `(x, y)` or `(x, y, w)` of arrays; `(x, ())` without targets.
 
-    The order of an epoch is `np.random.default_rng((seed, epoch)).permutation(n)`, so that a
-    position is two integers and is reached at once. The data is not copied: batches of unshuffled
+    The order of an epoch is `np.random.default_rng((seed, epoch)).permutation(n)`, so a
+    position is two integers and is restored at once. The data is not copied: batches of unshuffled
     data are views. 64-bit arrays are narrowed once, memory-mapped ones batch by batch.
 
     With several processes, give the same data to all of them. Process p of n takes the p-th of n
@@ -37,7 +37,7 @@ class ArrayStream:
       batch_size: the number of examples in a batch.
       shuffle: whether each epoch has its own random order.
       seed: the seed of the random orders.
-      epochs: the number of passes; None repeats for ever.
+      epochs: the number of passes; None repeats forever.
       drop_remainder: whether to leave out a smaller last batch.
       resident: whether `TrainLoop` puts all arrays on each device once and gathers batches
         there; None: if they take at most 256 MiB and are not mapped from a file.
@@ -77,8 +77,8 @@ class ArrayStream:
         self._columns = [Column(leaf) for leaf in leaves]
         if len(self) == 0:
             raise ValueError(
-                f"{self.n_examples:,} rows make no batch of {self.batch_size} when the remainder "
-                "is dropped: use a smaller batch_size or drop_remainder=False."
+                f"{self.n_examples:,} rows do not fill a batch of {self.batch_size}, and "
+                "drop_remainder=True drops them: use a smaller batch_size or drop_remainder=False."
             )
         n_bytes = sum(column.nbytes for column in self._columns)
         is_mapped = any(column.is_mapped for column in self._columns)

@@ -42,7 +42,7 @@ def weights_by_class(
     if absent:
         more = ", ..." if len(there_are) > 20 else ""
         raise ValueError(
-            f"class_weight names labels that y does not hold, {absent!r:.60}. There are "
+            f"class_weight has labels that do not occur in y, {absent!r:.60}. y has "
             f"{', '.join(map(str, there_are[:20]))}{more}."
         )
     return _looked_up(labels, class_weight)
@@ -69,8 +69,8 @@ class ClassWeightedStream:
     ):
         if isinstance(class_weight, str) and class_weight == BALANCED:
             raise ValueError(
-                "class_weight='balanced' counts the labels of all examples, and a batch holds some "
-                "of them: count them yourself and give {label: n / (classes * count)}."
+                "class_weight='balanced' needs the labels of all examples, but each batch has only "
+                "some of them: count them yourself and pass {label: n / (classes * count)}."
             )
         self._class_weight = _checked(class_weight)
         if wrong := [label for label in class_weight if not isinstance(label, int | np.integer)]:
@@ -107,8 +107,8 @@ class ClassWeightedStream:
 
 
 WEIGHTS_BY_OUTPUT = (
-    "class_weight weighs whole examples, and sample_weight each output by its name: put the "
-    "weights of the classes into those of their output."
+    "class_weight cannot be combined with sample_weight by output: multiply the weights of that "
+    "output by the class weights instead."
 )
 
 
@@ -116,8 +116,8 @@ class _LabelReader:
     """Reads labels from targets; the first ones decide whether rows are one-hot, or soft labels.
 
     Args:
-      of_batches: whether the targets come in batches. Whether integers are one-hot rows or the
-        labels of tokens cannot be told from the first of them.
+      of_batches: whether the targets come in batches. The first batch cannot
+        show whether integers are one-hot rows or the labels of tokens.
     """
 
     def __init__(self, *, of_batches: bool = False):
@@ -137,8 +137,8 @@ class _LabelReader:
             return _whole_numbers(labels)
         if not _is_one_hot(labels):
             raise ValueError(
-                "class_weight read the targets y of the batches so far as one-hot rows, and this "
-                f"batch holds others. {_ADVICE}"
+                "class_weight read the targets y of earlier batches as one-hot rows, but those of "
+                f"this batch are not. {_ADVICE}"
             )
         return labels.argmax(-1)
 
@@ -152,7 +152,7 @@ class _LabelReader:
         return are_rows
 
 
-_ADVICE = "Give one-hot rows as floats, or weights of tokens in place of class_weight."
+_ADVICE = "Pass one-hot rows as floats, or weights of tokens instead of class_weight."
 
 
 def _checked(class_weight: Any, alternative: str = "") -> Mapping[int, float]:
@@ -174,13 +174,13 @@ def _one_array(y: PyTree) -> np.ndarray:
     while isinstance(y, list | tuple) and len(y) == 1:
         (y,) = y
     if not is_array(y):
-        raise ValueError("class_weight needs targets y that are one array of labels.")
+        raise ValueError("class_weight needs a single array of labels as targets y.")
     return np.asarray(y)
 
 
 def _whole_numbers(labels: np.ndarray) -> np.ndarray:
     if labels.dtype.kind == "f" and not np.array_equal(labels, np.round(labels)):
-        raise ValueError("class_weight needs targets y that are labels, got other numbers.")
+        raise ValueError("class_weight needs labels as targets y, got numbers that are not whole.")
     return labels
 
 

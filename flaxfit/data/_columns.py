@@ -47,7 +47,7 @@ def common_length(parts: Sequence[PyTree], names: Sequence[str] = ("x", "y", "w"
         if not is_array(leaf):
             raise TypeError(
                 f"{name} must be an array, got {type(leaf).__name__}: {leaf!r:.60}. "
-                "Convert lists with np.asarray; several arrays go into a tuple or a mapping."
+                "Convert lists with np.asarray; put several arrays into a tuple or a mapping."
             )
         shape = np.shape(leaf)
         if not shape:

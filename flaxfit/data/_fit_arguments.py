@@ -47,9 +47,9 @@ def prepare(
         wrong = [name for name, value in given.items() if value is not None]
         if wrong:
             raise ValueError(
-                f"{', '.join(wrong)} can be used with arrays only, and x is a "
-                f"{type(x).__name__}: let its batches hold (inputs, targets, weights), and pass "
-                "validation_data."
+                f"{', '.join(wrong)} can be used with arrays only, but x is a "
+                f"{type(x).__name__}: yield batches (inputs, targets, weights) and pass "
+                "validation_data instead."
             )
         return x, validation_data
     all_y = arrays[1]
@@ -98,8 +98,8 @@ def as_arrays(part: PyTree) -> PyTree:
             return np.asarray(part)
         except ValueError as error:
             raise ValueError(
-                "A list of numbers holds lists of different lengths, which make no array: pad them "
-                f"to one length. {error}"
+                "Cannot convert lists of different lengths to an array: pad them to one length. "
+                f"{error}"
             ) from error
     if isinstance(part, Mapping):
         return {name: as_arrays(value) for name, value in part.items()}
@@ -130,14 +130,14 @@ def _arrays_of(
         parts = parts_of(data)
         if not 1 <= len(parts) <= 3:
             raise ValueError(
-                f"{owner} must be (x, y) or (x, y, weights), got {len(parts)} parts. Several "
-                "inputs go into a tuple of their own: ((x1, x2), y)."
+                f"{owner} must be (x, y) or (x, y, weights), got {len(parts)} parts. Put several "
+                "inputs into a tuple of their own: ((x1, x2), y)."
             )
         for part in parts:
             if not _is_none(part) and not _holds_arrays(part):
                 raise TypeError(
-                    f"{owner} is a data set and must hold arrays, got {_first_of(part)}. Batches "
-                    "go into a list, or come from a loader."
+                    f"{owner} is a data set and must hold arrays, got {_first_of(part)}. Pass "
+                    "batches in a list or a loader."
                 )
         parts = (*parts, None, None)[:3]
         if weights is not None and parts[2] is not None:

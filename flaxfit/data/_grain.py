@@ -21,7 +21,7 @@ def reads_own_shard(data: Data) -> bool:
 def end_workers_with_parent(data: Data) -> None:
     """Lets the worker processes of a pipeline end with this process, even if it is killed.
 
-    Grain ends them only when this process exits normally; else they would wait for ever.
+    Grain ends them only when this process exits normally; otherwise they would wait forever.
     """
     for node in _nodes(data):
         if hasattr(node, "_worker_init_fn"):

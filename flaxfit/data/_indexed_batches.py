@@ -13,7 +13,7 @@ from flaxfit.tree._types import Data, Json, PyTree
 def is_indexed(data: Data) -> bool:
     """Whether data gives batches by index: a PyDataset of Keras, or `__getitem__` and `__len__`.
 
-    What also iterates in a way of its own is iterated over, unless it has `on_epoch_end`.
+    Data with an `__iter__` of its own is iterated over, unless it has `on_epoch_end`.
     """
     if isinstance(data, list | tuple | type):
         return False
@@ -86,11 +86,11 @@ class IndexedPass(Iterator[PyTree]):
         return batch
 
     def get_state(self) -> dict[str, Json]:
-        """Returns the number of batches read, and of passes of which the data knows the end."""
+        """Returns the number of batches read, and of calls of `on_epoch_end`."""
         return {"batch": self._n_read, "ended": self._batches.n_ended}
 
     def set_state(self, state: dict[str, Json]) -> None:
-        """Moves to a position; tells the data of the passes before it that it does not know of."""
+        """Moves to a position; calls the data's hooks for earlier passes that it has not seen."""
         while self._batches.n_ended < state["ended"]:
             self._batches.begin_pass()
             self._batches.end_pass()

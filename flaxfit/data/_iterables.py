@@ -29,7 +29,7 @@ class IterableStream:
     once: bool = False
     """Whether all passes share one iterator, which ends only once."""
     epochs: int | None = 1
-    """The number of passes; None repeats for ever."""
+    """The number of passes; None repeats forever."""
     start: int = 0
     """The epoch of the first pass."""
     is_apart: bool = False
@@ -48,7 +48,7 @@ class IterableStream:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether the data can be passed over again, so that reading ahead loses nothing."""
+        """Whether the data can be iterated again, so that reading ahead loses nothing."""
         return not self.once
 
     def __len__(self) -> int:
@@ -129,7 +129,7 @@ class IterableStream:
         if is_behind and self.once:
             raise ValueError(
                 f"Cannot go back from batch {self._delivered:,} to {n:,} of a {self.name}, which "
-                "is passed over only once: pass a callable that makes a new one."
+                "can be iterated only once: pass a callable that returns a new one."
             )
         # Opening the data again may change its order: a generator of random numbers has moved.
         if not self.once and (is_behind or self._error is not None):
@@ -188,18 +188,18 @@ class IterableStream:
             raise RuntimeError(
                 f"A {self.name} stopped after it raised "
                 f"{type(self._error).__name__}: {self._error}. Its data did not end: "
-                "fix what raised and start the stream again."
+                "fix the error and start the stream again."
             ) from self._error
         if self._empty and self.once and self._delivered:
             raise ValueError(
-                f"A {self.name} ended after {self._delivered:,} batches and more are asked for, "
-                "but it can be passed over only once. For several passes give a list, a loader or "
-                "a callable."
+                f"A {self.name} ended after {self._delivered:,} batches, but more were "
+                "requested, and it can be iterated only once. For several passes, pass a list, a "
+                "loader or a callable."
             )
         if self._empty:
             raise ValueError(
                 f"A {self.name} gave no batches: it is empty, or an iterator that was consumed "
-                "before. For several passes give a list, a loader or a callable."
+                "before. For several passes, pass a list, a loader or a callable."
             )
         self._iterator, self._empty = None, True
         self.epoch += 1

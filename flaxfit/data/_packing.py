@@ -42,8 +42,8 @@ def pack(
       length: the number of places in a row.
       targets: the target of each token, in the form of the sequences; None: the next token.
       weights: the weight of each token as a target, in the form of the sequences; None: 1.
-      split: whether a sequence that is longer than a row is divided into several segments, which do
-        not see each other. False: it is refused.
+      split: whether a sequence that is longer than a row is divided into several independent
+        segments. False: it is refused.
       options: those of `ArrayStream`, such as `batch_size`. `shuffle` changes the order of the rows
         in each epoch, not their contents.
 
@@ -117,14 +117,14 @@ def _check_sizes(sizes: Sequence[int], length: int, split: bool) -> None:
     longest = max(sizes, default=0)
     if not longest:
         raise ValueError(
-            f"Cannot pack {len(sizes):,} sequences of which none has a target: a sequence needs a "
-            "token, and two where the next token is the target."
+            f"Cannot pack {len(sizes):,} sequences, none of which has a target: a sequence needs "
+            "at least one token, or two if the next token is the target."
         )
     if longest > length and not split:
         raise ValueError(
             f"Cannot pack sequences[{sizes.index(longest)}] into rows of {length:,}, since it "
             f"takes {longest:,} places: use longer rows or shorter sequences, or split=True to "
-            "divide it into segments that do not see each other."
+            "divide it into independent segments."
         )
 
 

@@ -23,8 +23,8 @@ def borrowed(
 ) -> Iterator[Any]:
     """A stream of batches, in random order, that is moved back to its position at the end.
 
-    `of_arrays` replaces the batch size for arrays. `owner` is the borrower in the message of the
-    error that data which can be passed over only once raises.
+    `of_arrays` replaces the batch size for arrays. `owner` names the borrower in the error for data
+    that can be iterated only once.
     """
     data = prepare(x, y, sample_weight)[0]
     if isinstance(data, tuple):
@@ -35,8 +35,8 @@ def borrowed(
         stream = as_stream(data, batch_size=batch_size, shuffle=shuffle, seed=seed)
     if not getattr(stream, "is_repeatable", True):
         raise ValueError(
-            f"{owner} would use up this data, which can be passed over only once: give arrays, "
-            "a list of batches or a loader."
+            f"{owner} would consume this data, which can be iterated only once: pass arrays, a "
+            "list of batches or a loader."
         )
     position = stream.get_state() if hasattr(stream, "get_state") else None
     try:

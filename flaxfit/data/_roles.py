@@ -20,15 +20,15 @@ _NAME = "Name the columns, such as inputs='image', targets='label', in TrainTask
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """Takes the columns of a batch, or of a data set, by their names; the rest is passed by.
+    """Selects the columns of a batch or of a data set by name; the others are ignored.
 
-    Items without names, such as `(x, y)`, are taken as they are.
+    Items without names, such as `(x, y)`, are unchanged.
 
     >>> Roles(inputs="image", targets="label")({"image": [1.0], "label": [2], "id": ["a"]})
     (([1.0],), ([2],), None)
 
-    Without names of columns, a mapping whose keys the call takes is keyword inputs. Where another
-    key would make that call fail, usual names tell the targets and weights, as of a NamedTuple.
+    Without names of columns, a mapping whose keys the call takes is keyword inputs. If another key
+    would make that call fail, usual names identify targets and weights, as in a NamedTuple.
 
     >>> Roles(call=("x",))({"image": [1.0], "label": [2]})
     (([1.0],), ([2],), None)
@@ -42,10 +42,10 @@ class Roles:
     call: tuple[str, ...] | None = None
     """The names of the inputs of the model's call; None: it takes any, or they are unknown."""
     outputs: tuple[str, ...] = ()
-    """The names of the outputs, which a list of weights is in the order of."""
+    """The names of the outputs, in the order of a list of weights."""
 
     def check(self, owner: str) -> None:
-        """Raises if what was given are no names of columns."""
+        """Raises a `TypeError` for anything but names of columns."""
         for role in ("inputs", "targets", "weights"):
             given = getattr(self, role)
             if not (given is None or _are_names(given)) or (
@@ -55,7 +55,7 @@ class Roles:
                     f"{owner}: {role} names the columns of a batch that are its {role}: a name, "
                     "several in order or a mapping {name in the call: column}; got "
                     f"{type(given).__name__}: {given!r:.60}"
-                    + (". Data goes into data=, or into fit." if role != "weights" else "")
+                    + (". Pass data to data= or to fit." if role != "weights" else "")
                 )
 
     def __call__(self, item: PyTree) -> PyTree:
@@ -113,7 +113,7 @@ class Roles:
         return not (self.inputs is self.targets is self.weights is None)
 
     def _columns_of(self, item: PyTree) -> Mapping[str, PyTree] | None:
-        """The columns of an item that are to be told apart; None if there are none."""
+        """The columns of an item whose roles are to be found; None if there are none."""
         if isinstance(item, Batch):
             return None
         is_sequence = isinstance(item, list | tuple) and not is_named(item)
@@ -137,8 +137,8 @@ class Roles:
         found = fields_by_part(("inputs", *others) if has_inputs else others)
         if found is None:
             raise ValueError(
-                f"It is unclear what the columns {_list(columns)} of a batch are: the call of the "
-                f"model takes {_list(call)}. {_NAME}; the columns without a role are passed by."
+                f"Cannot tell the roles of the columns {_list(columns)} of a batch: the call of "
+                f"the model takes {_list(call)}. {_NAME}; columns without a role are ignored."
             )
         inputs, targets, weights = found
         return dataclasses.replace(
@@ -154,7 +154,7 @@ class Roles:
         found = [n for n in columns if str(n).lower() in TARGET_NAMES and n not in taken]
         if len(found) > 1:
             raise ValueError(
-                f"It is unclear which of the columns {_list(found)} are the targets. {_NAME}; "
+                f"Cannot tell which of the columns {_list(found)} are the targets. {_NAME}; "
                 "targets=() for none."
             )
         return tuple(found)
@@ -171,17 +171,17 @@ class Roles:
         if len(others) != 1:
             takes = "" if self.call is None else f"; the call of the model takes {_list(self.call)}"
             raise ValueError(
-                f"It is unclear which of the columns {_list(others)} are inputs{takes}. {_NAME}."
+                f"Cannot tell which of the columns {_list(others)} are inputs{takes}. {_NAME}."
             )
         return (columns[others[0]],)
 
 
 NO_ROLES = Roles()
-"""Takes every item as it is."""
+"""Returns every item unchanged."""
 
 
 def _is_plain(item: PyTree) -> bool:
-    """Whether an item begins with an array, as most do: to look for columns takes longer."""
+    """Whether an item begins with an array, as most do: searching for columns is slower."""
     first = item[0] if type(item) is tuple and item else item
     return type(first) is np.ndarray
 
@@ -201,7 +201,7 @@ def _one(role: str, name: Any, columns: Mapping[str, PyTree]) -> PyTree:
     if name is None or name in columns:
         return None if name is None else columns[name]
     raise ValueError(
-        f"A batch lacks the column {name!r}, which the task names in its {role}: it has "
+        f"A batch lacks the column {name!r}, which the task names in its {role}: the batch has "
         f"{_list(columns)}."
     )
 

@@ -39,9 +39,9 @@ def is_shared(stream: object) -> bool:
 
 
 def is_read_once(data: Data) -> bool:
-    """Whether data is a generator or another iterator of Python, which ends but once.
+    """Whether data is a generator or another built-in iterator, which can be read only once.
 
-    An iterator of a class of one's own may begin again.
+    A user-defined iterator class may start again.
 
     >>> is_read_once(iter([1])), is_read_once([1])
     (True, False)
@@ -53,14 +53,14 @@ def pass_length(stream: Data, advice: str) -> int | None:
     """The number of batches in a pass over a stream, or None if it is unknown.
 
     Raises:
-      ValueError: the stream repeats for ever.
+      ValueError: the stream repeats forever.
     """
     try:
         n_batches = len(stream)
     except TypeError:
         return None
     if n_batches >= _ENDLESS:
-        raise ValueError(f"Cannot tell where an epoch ends: the data repeats for ever. {advice}")
+        raise ValueError(f"Cannot tell where an epoch ends: the data repeats forever. {advice}")
     return n_batches
 
 

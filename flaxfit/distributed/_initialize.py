@@ -53,8 +53,8 @@ def initialize(
 
     A process that raises ends at once, and the others end within seconds, with code
     `ExitCode.PEER_FAILED` and a message about which one failed and how. A process that is killed
-    or stopped is missed after `heartbeat_seconds`. Anyone who reaches the coordinator's port can
-    join: keep it within the network of the job.
+    or stopped counts as failed after `heartbeat_seconds`. Anyone who reaches the coordinator's port
+    can join: keep it within the network of the job.
 
     >>> initialize(num_processes=1)
     >>> _processes.process_count()
@@ -67,11 +67,11 @@ def initialize(
       local_device_ids: the devices of this machine that belong to it; None: all of them.
       coordinator_bind_address: where process 0 listens; None: at `coordinator_address` alone, or
         at every interface if JAX detected that address.
-      heartbeat_seconds: after how long without a sign of life a process counts as lost.
+      heartbeat_seconds: after how long without a heartbeat a process counts as failed.
       connect_seconds: how long to wait for the others to start.
       shutdown_seconds: how long to wait for the others to end.
-      patience_seconds: how long to wait for the others where all must meet, such as at the end of
-        their data.
+      patience_seconds: how long to wait for the others at points of synchronization, such as the
+        end of their data.
       **options: more options of `jax.distributed.initialize`.
 
     Raises:
@@ -213,7 +213,7 @@ def _watch(ended: threading.Event) -> None:
     while not ended.wait(_POLL_SECONDS):
         reason = _processes.reported_failure()
         if reason is not None and not reason.startswith(own):
-            _say(f"another process has failed, and this one ends, too: {reason}")
+            _say(f"another process failed, so this one ends: {reason}")
             _exit(PEER_FAILED)
 
 
@@ -222,7 +222,7 @@ def _fail(reason: str, code: int) -> NoReturn:
     first = _processes.reported_failure()
     _processes.report_failure(reason)
     index, n = _processes.process_index(), _processes.process_count()
-    _say(f"process {index} of {n} ends, and the others with it: {reason}")
+    _say(f"process {index} of {n} failed, so all processes end: {reason}")
     if first is not None:
         _say(f"the first to fail was {first}")
     _exit(code)

@@ -58,12 +58,12 @@ def exchange(topic: str, value: Json = None, *, seconds: float | None = None) ->
     wait is bounded. All processes must call it equally often for each topic.
 
     Args:
-      topic: what the values are about; part of the message when a process does not come.
+      topic: what the values are about; part of the message when a process does not arrive.
       value: of this process.
       seconds: how long to wait; None: the patience given to `initialize`.
 
     Raises:
-      TimeoutError: a process did not come in time.
+      TimeoutError: a process did not arrive in time.
     """
     n = process_count()
     if n == 1:
@@ -80,9 +80,9 @@ def exchange(topic: str, value: Json = None, *, seconds: float | None = None) ->
         there = {int(key.rpartition("/")[2]) for key, _ in client.key_value_dir_get(place)}
         missing = ", ".join(str(i) for i in range(n) if i not in there) or "unknown"
         raise TimeoutError(
-            f"Of {n} processes, number {missing} did not come to {topic!r} within {seconds:g} s, "
+            f"Of {n} processes, number {missing} did not reach {topic!r} within {seconds:g} s, "
             f"where process {process_index()} waited: it hangs, has ended, or is at another step. "
-            "Its own output says more."
+            "See its own output."
         ) from error
     found = {int(k.rpartition("/")[2]): json.loads(v) for k, v in client.key_value_dir_get(place)}
     # Every process has read the previous round before it came to this one.
@@ -147,7 +147,7 @@ def reported_failure() -> str | None:
 
 
 def is_in_known_cluster() -> bool:
-    """Whether JAX detects a cluster that tells it about the processes."""
+    """Whether JAX detects a cluster that provides the processes."""
     kinds = [kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method]
     return any(kind.is_env_present() for kind in kinds)
 

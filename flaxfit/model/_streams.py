@@ -37,7 +37,7 @@ def training_stream(
     """
     if steps_per_epoch is None and epochs > 1 and is_read_once(data):
         raise ValueError(
-            f"A {type(data).__name__} can be passed over only once, and epochs={epochs} pass over "
+            f"A {type(data).__name__} can be iterated only once, and epochs={epochs} pass over "
             "it as many times: give a list of batches, a loader, or a callable that returns a new "
             "one (lambda: batches()). Or give steps_per_epoch, and one that lasts so long."
         )

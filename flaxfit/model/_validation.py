@@ -138,7 +138,7 @@ def validation_of(data: Data, *, n_times: int, n_steps: int | None, **options: A
     is_generator = is_read_once(data)
     if is_generator and n_steps is None and n_times > 1:
         raise ValueError(
-            f"validation_data is a {type(data).__name__}, which can be passed over only once, and "
+            f"validation_data is a {type(data).__name__}, which can be iterated only once, and "
             f"is to be measured after {n_times} epochs: give arrays, a list of batches, a loader "
             "or a callable that returns a new one; or validation_steps, to read on in each epoch."
         )

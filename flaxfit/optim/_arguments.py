@@ -35,8 +35,8 @@ def with_arguments(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 def of_selected(arguments: dict[str, Any], params: Params, select: Function) -> dict[str, Any]:
     """The arguments of an update for an optimizer that sees a selection of the parameters only.
 
-    `select(tree)` puts masked nodes in the place of the others, which functions of the parameters
-    are given as they are.
+    `select(tree)` replaces the other parameters by masked nodes; functions of the parameters get
+    them unchanged.
     """
 
     def whole(selected: Params) -> Params:

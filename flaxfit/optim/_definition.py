@@ -313,8 +313,8 @@ def _check_schedule(name: str, value: Function) -> None:
         is_schedule = False
     if not is_schedule:
         raise ValueError(
-            f"{name} is a function, but not a schedule: it does not turn a step into a number. If "
-            f"the optimizer takes it as it is, name it in static=({name!r},)."
+            f"{name} is a function, but not a schedule: it does not map a step to a number. If the "
+            f"optimizer needs the function itself, name it in static=({name!r},)."
         )
 
 

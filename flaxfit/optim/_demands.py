@@ -1,4 +1,4 @@
-"""What an optimizer takes of a step, and the refusal of one that needs what no step has."""
+"""The arguments that an optimizer needs from a step; refuses those that no step provides."""
 
 import contextlib
 import functools
@@ -37,14 +37,14 @@ def check_demands(owner: str, optimizer: object) -> None:
         needs = "; ".join(f"{name} needs {demand}" for name, demand in found.items())
         raise ValueError(
             f"{owner} cannot train with this optimizer: {needs}. A step calls "
-            "optimizer.update(gradients, state, params) with mean gradients, and passes what the "
-            f"optimizer takes of {', '.join(sorted(OPTAX_ARGUMENTS))}. Use another optimizer, or "
-            "a step of your own, TrainTask(step=...)."
+            "optimizer.update(gradients, state, params) with mean gradients, and passes those of "
+            f"{', '.join(sorted(OPTAX_ARGUMENTS))} that the optimizer accepts. Use another "
+            "optimizer, or your own step, TrainTask(step=...)."
         )
 
 
 def check_hook(optimizer: object) -> None:
-    """Checks that all that an optimizer takes of the gradient passes a `grads_hook`."""
+    """Checks that a `grads_hook` changes all gradients that an optimizer uses."""
     taken = frozenset[str]()
     for function in _updates(optimizer):
         if function.__qualname__ != _IGNORES:
@@ -52,14 +52,14 @@ def check_hook(optimizer: object) -> None:
     if taken:
         raise ValueError(
             "grads_hook would change only a part of what this optimizer uses: it also takes "
-            f"{', '.join(sorted(taken))}, which are of the loss as it is. Leave the hook out: "
+            f"{', '.join(sorted(taken))}, which bypass the hook. Leave the hook out: "
             "example_grads_hook changes grad, too, and a transformation that is chained before "
             "the optimizer, optax.chain(optax.stateless(f), ...), its gradients alone."
         )
 
 
 def arguments_of(optimizer: object) -> frozenset[str]:
-    """The arguments that an optimizer takes of a step, as far as can be seen.
+    """The arguments that an optimizer accepts from a step, as far as its closures show.
 
     Only these are passed: `optax.contrib.sam` accepts no others.
     """

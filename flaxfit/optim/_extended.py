@@ -117,11 +117,11 @@ def carry_state(old: OptState, optimizer: optax.GradientTransformation, params: 
 def continued_state(
     old: OptState, optimizer: optax.GradientTransformation, params: Params, *, is_same: bool
 ) -> tuple[OptState, bool]:
-    """Initializes an optimizer and takes over what of `old` is made like its own state.
+    """Initializes an optimizer and takes over the parts of `old` that match its own state.
 
     Also returns whether the state of the user's optimizer, without the options of the task, was
-    taken over. If that optimizer is the same one, it is, with its hyperparameters, and only
-    parameters that were frozen start afresh; if it is another one, it has its own hyperparameters.
+    taken over. The same optimizer keeps its state and hyperparameters, and only parameters that
+    were frozen start afresh. Another optimizer keeps its own hyperparameters.
     """
     new = optimizer.init(params)
     fields = new._asdict() if isinstance(new, ExtendedState) else {"inner": new}

@@ -60,7 +60,7 @@ def assign(filters: Sequence[Filter], names: Sequence[str], params: Params) -> P
     paths = [path for path, _ in _parameters(params)]
     chosen = [_select(filter, params) for filter in filters]
     for name, filter, selected in zip(names, filters, chosen, strict=True):
-        # optax looks for parameters in a state by initializing a tree without any.
+        # optax finds parameters in a state by initializing a tree without any.
         if paths and not any(selected) and not _may_be_frozen(filter, params):
             raise ValueError(
                 f"Group {name!r} matches no parameter (patterns match whole paths, so that "
@@ -101,12 +101,12 @@ def _select(filter: Filter, params: Params) -> list[bool]:
     except jax.errors.TracerBoolConversionError as error:
         raise TypeError(
             "A filter of a group may inspect the path, the shape and the dtype of a parameter. "
-            "Its values are not known where a step is compiled."
+            "Its values are unknown while a step is compiled."
         ) from error
 
 
 def _may_be_frozen(filter: Filter, params: Params) -> bool:
-    """Whether a filter that selects nothing may be meant for parameters that are frozen."""
+    """Whether a filter that selects nothing may refer to frozen parameters."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_masked)
     masked = [path_of(path) for path, node in leaves if is_masked(node)]
     if not isinstance(filter, str | re.Pattern):

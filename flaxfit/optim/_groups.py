@@ -141,7 +141,7 @@ class MultiOptimizer(Adjustable):
     ) -> tuple[PyTree, GroupsState]:
         if params is None:
             raise ValueError(
-                "MultiOptimizer finds its groups in the parameters: pass them, as "
+                "MultiOptimizer needs the parameters to find its groups: call "
                 "optimizer.update(grads, state, params)."
             )
         known = {*self.known, *names_of(state)}

@@ -286,8 +286,8 @@ def _set(node: PyTree, values: Mapping[str, ArrayLike]) -> PyTree:
         value, own = values[name], states.get(name)
         if name in states and not isinstance(own, OverrideState):
             raise ValueError(
-                f"Cannot set {name}: it follows a schedule that optax.inject_hyperparams does not "
-                "let one override. Make the optimizer with flaxfit.optim.OptimizerDef instead."
+                f"Cannot set {name}: it follows a schedule, which optax.inject_hyperparams cannot "
+                "override. Make the optimizer with flaxfit.optim.OptimizerDef instead."
             )
         if value is not None:
             check_number(name, value)

@@ -1,4 +1,4 @@
-"""The learning rate of a plain optax optimizer, such as `optax.adam(1e-3)`: told, and set."""
+"""The learning rate of a plain optax optimizer, such as `optax.adam(1e-3)`: read and set."""
 
 import dataclasses
 import functools
@@ -59,7 +59,7 @@ def _found_rate(optimizer: Any) -> PlainRate | None:
     factors = [cell.cell_contents for cell in cells]
     if not all(map(_is_number, factors)) or any(_knows_rate(*each) for each in functions):
         return None
-    # A factor of -1 only turns the sign, and could not be told from such a rate.
+    # A factor of -1 only flips the sign, and looks the same as such a rate.
     rates = {float(factor) for factor in factors} - {-1.0}
     is_turned = -1.0 in factors
     if len(rates) != 1 or (rate := rates.pop()) == 0 or is_turned != (rate > 0):
@@ -91,7 +91,7 @@ def _found_schedule(optimizer: Any) -> Function | None:
 
 
 def told_rate(optimizer: Any, opt_state: OptState) -> float | None:
-    """Returns the rate of the latest step of a plain optimizer, or None if it cannot be told.
+    """Returns the rate of the latest step of a plain optimizer, or None if it is unknown.
 
     >>> optimizer = optax.sgd(0.1)
     >>> told_rate(optimizer, optimizer.init(jnp.ones(2)))
@@ -117,7 +117,7 @@ class LiveRate(Adjustable):
     def __init__(self, user: optax.GradientTransformation):
         rate = plain_rate(user)
         if rate is None:
-            raise ValueError("The learning rate of this optimizer cannot be told.")
+            raise ValueError("Cannot determine the learning rate of this optimizer.")
         self.plain, self.rate = user, rate
         self._inner = optax.with_extra_args_support(user)
 
@@ -176,7 +176,7 @@ class LiveRate(Adjustable):
 
 
 def live_rate(optimizer: Any) -> Any:
-    """Returns an optimizer with its constant rate in the state; None if that cannot be told."""
+    """Returns an optimizer with its constant rate in the state; None if it is unknown."""
     if not isinstance(optimizer, ExtendedOptimizer):
         return None if plain_rate(optimizer) is None else LiveRate(optimizer)
     live = live_rate(optimizer.user)

@@ -1,4 +1,4 @@
-"""What recent steps looked like, and whether a step stands out from them."""
+"""Losses and gradient norms of recent steps, and whether a step is a spike among them."""
 
 from typing import NamedTuple
 
@@ -33,8 +33,8 @@ def stands_out(
     """Returns whether a step is a spike, and the ring with that step.
 
     A spike is a loss or a norm that lies more than `n_deviations` standard deviations above the
-    mean of the ring. It is recorded as if it lay right there: one spike does not hide the next, and
-    a level that stays is learned in time.
+    mean of the ring. It is recorded at that threshold: one spike does not hide the next, and a
+    lasting level is learned in time.
     """
     is_known = jnp.arange(LENGTH) < recent.n_steps
     n = jnp.clip(recent.n_steps, 1, LENGTH)

@@ -21,7 +21,7 @@ def check_by_row(
     """Checks that `function(*outputs, *targets)` does not take other numbers of either.
 
     One that does broadcasts them against one another: outputs `(n, 1)` and targets `(n,)` make
-    `(n, n)` differences, whose mean looks like a loss and is none.
+    `(n, n)` differences, whose mean only looks like a loss.
     """
     if jax.tree.leaves(targets) and _takes_any_number(function, outputs, targets):
         shapes = [[leaf.shape for leaf in jax.tree.leaves(tree)] for tree in (outputs, targets)]
@@ -46,7 +46,7 @@ def couples_rows(function: Function, outputs: PyTree, targets: PyTree) -> bool:
     sizes = {size for shape in shapes for size in shape}
     fit = [n for n in _N_ROWS if not any(size and size % n == 0 for size in sizes)]
     primes = (*fit, *_N_ROWS)[:2]
-    # One that divides its rows, into pairs perhaps, takes multiples of the batch that is at hand.
+    # A function that divides its rows, for example into pairs, needs multiples of this batch.
     multiples = [n * shapes[0][0] for n in primes] if shapes else primes
 
     def program(n: int) -> Jaxpr:

@@ -148,8 +148,8 @@ def _measure(name: str, metric: Any, outputs: PyTree, targets: PyTree, weights: 
             by_name = ", ".join(f"{each!r}: 'mse'" for each in names)
             raise ValueError(
                 f"The metric {name!r} failed on the outputs {', '.join(map(repr, names))} in a "
-                f"mapping: {error}. Metrics of single outputs go by their names, beside a loss "
-                f"for each: loss={{{by_name}}}, metrics={{{names[0]!r}: [{name!r}]}}."
+                f"mapping: {error}. Name the metrics of single outputs, beside a loss for "
+                f"each: loss={{{by_name}}}, metrics={{{names[0]!r}: [{name!r}]}}."
             ) from error
         shapes = [jax.tree.map(jnp.shape, tree) for tree in (outputs, targets)]
         error.add_note(f"The metric is {name!r}, of outputs {shapes[0]} and targets {shapes[1]}.")
@@ -172,7 +172,7 @@ def _check_arguments(
         signature.bind(*outputs, *targets, **options)
     except TypeError as mismatch:
         raise TypeError(
-            f"The metric {name!r} takes other arguments than it is given: {mismatch}. It takes "
-            f"{signature}, and is called with the outputs and the targets by position, "
+            f"The metric {name!r} was called with the wrong arguments: {mismatch}. Its signature "
+            f"is {signature}, and it gets the outputs and the targets by position, "
             f"{len(outputs)} and {len(targets)} of them{', and with weights=' if options else ''}."
         ) from error

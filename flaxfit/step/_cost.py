@@ -65,12 +65,12 @@ def memory_of(compiled: Any) -> int:
     """The bytes that a compiled program needs on each device: arguments, results, temporaries.
 
     Raises:
-      ValueError: this backend does not tell.
+      ValueError: this backend does not report it.
     """
     analysis = compiled.memory_analysis() if hasattr(compiled, "memory_analysis") else None
     if analysis is None:
         raise ValueError(
-            "The memory of a step is not known here: the backend does not tell, several processes "
+            "The memory of a step is unknown: the backend does not report it, several processes "
             "share the step, or it runs eagerly."
         )
     return (

@@ -1,4 +1,4 @@
-"""A training step of the user's own, as `(state, batch) -> (state, sums)`."""
+"""A user's training step, as `(state, batch) -> (state, sums)`."""
 
 from collections.abc import Callable, Container, Mapping
 
@@ -12,7 +12,7 @@ from flaxfit.tree._types import Function, PyTree, Sums
 def make_own_step(
     step: Function, metrics: Container[str]
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Sums]]]:
-    """Makes the update of a user's own step: `(state, batch) -> (state, sums)`.
+    """Makes the update of a user's step: `(state, batch) -> (state, sums)`.
 
     The step is counted, whether the user's function counts it or not. A plain number among the
     sums that belongs to none of the metrics counts once for each step.

@@ -1,4 +1,4 @@
-"""What JAX's errors mean for a training run, in words; JAX's own error stays as the cause."""
+"""Explains JAX's errors in terms of a training run; JAX's own error stays as the cause."""
 
 import contextlib
 import functools
@@ -27,30 +27,30 @@ _ASKED_FOR_A_VALUE = (
 )
 
 _TRACED = (
-    "asks for the value of an array, which it has not yet: the step is traced first, then "
-    "compiled. Return the array instead of float(array) or np.asarray(array), use jax.numpy in "
-    "place of numpy and jnp.where in place of `if`; jax.debug.print shows values, and so does "
-    "print in the debug mode (TrainLoop(..., debug=True), Model(..., run_eagerly=True))."
+    "needs a concrete value, but the step is being traced. Return the array instead of "
+    "float(array) or np.asarray(array), use jax.numpy instead of numpy and jnp.where instead of "
+    "`if`. To see values, use jax.debug.print, or print in debug mode (TrainLoop(..., debug=True), "
+    "Model(..., run_eagerly=True))."
 )
 
 _IN_THE_GRADIENT = (
-    "asks for the value of an array that the gradient is taken through. Its value is "
-    "jax.lax.stop_gradient(array): float and np.asarray take that; print(array) shows it."
+    "needs the concrete value of an array that is being differentiated. Pass "
+    "jax.lax.stop_gradient(array) to float or np.asarray; print(array) shows the value."
 )
 
 _OF_AN_EXAMPLE = (
-    "asks for the value of an array of one example, and example_grads_hook has the gradients of "
-    "all examples computed at once, where no array holds that of one: jax.debug.print shows it. "
-    "Use jax.numpy in place of numpy, and jnp.where in place of `if`."
+    "needs the concrete value of an array of one example, but example_grads_hook computes the "
+    "gradients of all examples at once. To see it, use jax.debug.print. Use jax.numpy instead of "
+    "numpy, and jnp.where instead of `if`."
 )
 
 _OTHER_ARGUMENTS = "positional argument|unexpected keyword argument"
 
 _OUT_OF_MEMORY = """\
 The training step ran out of memory by step {step}, with batches of {examples}, and {size} of \
-parameters and optimizer state. What takes less:
+parameters and optimizer state. To save memory:
   a smaller batch, such as batch_size={half} (Model.find_batch_size finds the largest that fits)
-  accumulate=2: the same update, from two halves of each batch, one after the other
+  accumulate=2: the same update, computed in two halves of each batch
   precision='bfloat16'
   rematerialisation of the large layers: nn.remat(Layer), nnx.remat, jax.checkpoint
   strategy=Sharded.fsdp(): parameters and optimizer state divided between the devices
@@ -60,7 +60,7 @@ have more."""
 
 @contextlib.contextmanager
 def tracers_explained() -> Iterator[None]:
-    """Explains JAX's errors of a model, a loss or a metric that reads the value of a tracer."""
+    """Explains errors of a model, a loss or a metric that needs the value of a tracer."""
     try:
         yield
     except TypeError as error:
@@ -77,16 +77,16 @@ def calls_explained(inputs: PyTree, targets: PyTree = ()) -> Iterator[None]:
     `inputs` and `targets` are those of a batch, or their shapes and dtypes.
 
     Raises:
-      ValueError: the parameters of the model were made for inputs of another shape.
-      TypeError: a function takes other arguments. Any other error of the user's code gets a note
-        of the shapes.
+      ValueError: the parameters of the model do not fit the shape of the inputs.
+      TypeError: a function was called with the wrong arguments. Any other error of the
+        user's code gets a note of the shapes.
     """
     try:
         yield
     except ScopeParamShapeError as error:
         raise ValueError(
             f"The model cannot take inputs of {_shapes(inputs)}: its parameters were made for "
-            "others. Give inputs like those that it began with, or make a new model. "
+            "others. Pass inputs of the original shape, or create a new model. "
             + re.sub(r" \(https?:\S*\)$", "", str(error))
         ) from error
     except Exception as error:
@@ -106,7 +106,7 @@ def calls_explained(inputs: PyTree, targets: PyTree = ()) -> Iterator[None]:
         is_call = isinstance(error, TypeError) and re.search(_OTHER_ARGUMENTS, str(error))
         if is_call and error.__cause__ is None:
             raise TypeError(
-                f"A function takes other arguments than it is given: {error}. {called}."
+                f"The model, the loss or a metric got the wrong arguments: {error}. {called}."
             ) from error
         if not _is_own(error):
             error.add_note(f"{called}.")
@@ -114,7 +114,7 @@ def calls_explained(inputs: PyTree, targets: PyTree = ()) -> Iterator[None]:
 
 
 def explained(method: Function) -> Function:
-    """Wraps a method of a stepper to explain its errors of tracers and of memory."""
+    """Wraps a method of a stepper to explain errors of tracing and of memory."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any) -> Any:
@@ -132,7 +132,7 @@ def explain(error: Exception, stepper: Any) -> None:
 
     Raises:
       TypeError: a traced value was kept, or its value was read.
-      MemoryError: the devices have not enough; it says what would take less.
+      MemoryError: the devices ran out of memory; lists what saves memory.
     """
     explain_debugging(error)
     if isinstance(error, TypeError):
@@ -145,30 +145,30 @@ def explain(error: Exception, stepper: Any) -> None:
         raise MemoryError(_advice(stepper)) from error
     elif isinstance(error, RuntimeError) and "has been deleted" in str(error):
         raise RuntimeError(
-            "An array that the step takes was deleted. If an exception ended an earlier step, such "
-            "as one of a signal handler or a lack of memory, the training state was lost with it: "
-            "continue from a checkpoint, loop.restore(checkpoint). Otherwise your own code has "
+            "An array that the step needs was deleted. If an exception interrupted an earlier "
+            "step, for example in a signal handler or for lack of memory, the training state was "
+            "lost: continue from a checkpoint, loop.restore(checkpoint). Otherwise your code "
             "deleted or donated an array of the data."
         ) from error
 
 
 def _advice_on_values(stepper: Any) -> str:
-    """What to do about an array that has no value where a step asks for it."""
+    """Advice for a step that needs the value of a traced array."""
     if not runs_eagerly(stepper.strategy):
         return _TRACED
     return _IN_THE_GRADIENT if stepper.task.example_grads_hook is None else _OF_AN_EXAMPLE
 
 
 def _of_tracers(error: TypeError, advice: str) -> str | None:
-    """Explains an error of tracing; None for other errors."""
+    """Explains a tracing error; None for other errors."""
     who = f"The model, the loss or a metric{_place(error)}"
-    # The latter is raised where JAX takes the array that was kept for a constant.
+    # The latter is raised if JAX treats the kept array as a constant.
     if isinstance(error, jax.errors.UnexpectedTracerError) or re.match(
         r"Computation compiled for \d+ inputs but called with", str(error)
     ):
         return (
-            f"{who} has kept an array of an earlier call, in an attribute, a list or a global. "
-            "Such arrays do not outlive the tracing of the step. Return it instead: a metric "
+            f"{who} kept an array of an earlier call, in an attribute, a list or a global. Traced "
+            "arrays are invalid after the step has been traced. Return it instead: a metric "
             "returns one value per example, a loss returns (values, penalty), a module keeps "
             "state in a variable (self.variable, nnx.Variable)."
         )

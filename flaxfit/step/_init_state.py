@@ -43,7 +43,7 @@ def init_state(
       inputs: the model's input, or a tuple (or a dict of keyword inputs) of such: arrays or
         `jax.ShapeDtypeStruct`s; only shapes and dtypes matter.
       collections: the random streams that `init` is given.
-      shardings: where the state is born: a pytree of `jax.sharding.Sharding`s (one for all will
+      shardings: where the state is created: a pytree of `jax.sharding.Sharding`s (one for all will
         do), or a function that makes it of the abstract state. No array is ever whole on one
         device, except weights that are given.
 
@@ -56,7 +56,7 @@ def init_state(
     init = as_init("init_state", init)
     key = as_key(key)
     inputs = (inputs,) if hasattr(inputs, "shape") else inputs
-    # 64 bits become 32 in silence, as in every batch.
+    # 64 bits become 32 without a message, as in every batch.
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)), inputs
     )

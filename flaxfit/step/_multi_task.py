@@ -95,7 +95,7 @@ class _Turn:
     name: str = struct.field(pytree_node=False)
     targets: tuple[PyTree, ...]
     weights: Mapping[str, ArrayLike] | None
-    """Weights by output, which steps of the user's own may not have."""
+    """Weights by output, which custom steps do not support."""
 
 
 class _Turns:
@@ -192,22 +192,25 @@ def _position(stream: Any) -> Json:
 
 def _check(tasks: dict[str, TrainTask], weights: Mapping[str, float] | None) -> None:
     if not tasks:
-        raise ValueError("MultiTask needs a task or more, by name: {'a': TrainTask(...), ...}.")
+        raise ValueError("MultiTask needs at least one task, by name: {'a': TrainTask(...), ...}.")
     optimizer = next(iter(tasks.values())).optimizer
     wrapped = [name for name, task in tasks.items() if hasattr(task.optimizer, "user")]
     if wrapped or any(task.optimizer is not optimizer for task in tasks.values()):
         if wrapped:
-            what = f"Options of the task {wrapped[0]!r} make another optimizer of the given one"
+            what = f"Options of the task {wrapped[0]!r} change its optimizer"
         else:
             what = "The tasks have different optimizers"
         raise ValueError(
-            f"{what}, and there is one state: give all tasks one optimizer, without freeze, "
+            f"{what}, but all tasks share one state: give them the same optimizer, without freeze, "
             "clip_norm, ema, skip_above or float16 (optax.chain and MultiOptimizer clip and freeze "
             "for all)."
         )
     owns = [name for name, task in tasks.items() if task.step is not None]
     if owns:
-        raise ValueError(f"The tasks {', '.join(map(repr, owns))} have steps of their own.")
+        raise ValueError(
+            f"The tasks {', '.join(map(repr, owns))} have custom steps, which MultiTask does not "
+            "support."
+        )
     if given := [name for name, task in tasks.items() if task.companions]:
         raise ValueError(
             f"The tasks {', '.join(map(repr, given))} have companions, which would be constants of "
@@ -219,4 +222,4 @@ def _check(tasks: dict[str, TrainTask], weights: Mapping[str, float] | None) -> 
             f"{', '.join(map(repr, tasks))}."
         )
     if wrong := [name for name, weight in (weights or {}).items() if not weight > 0]:
-        raise ValueError(f"The weight of the task {wrong[0]!r} must be more than 0.")
+        raise ValueError(f"The weight of the task {wrong[0]!r} must be greater than 0.")

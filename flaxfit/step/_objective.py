@@ -39,7 +39,7 @@ class ObjectiveResult(NamedTuple):
     weights: PyTree
     """Weights beside the values, or None."""
     aux: Mapping[str, PyTree]
-    """By name what else is reported: values by example, or pairs `(sum, weight)`."""
+    """Further results by name: values by example, or pairs `(sum, weight)`."""
 
 
 class Calls:
@@ -47,7 +47,7 @@ class Calls:
 
     Each call starts from the collections that the one before it left, and has random keys of its
     own, unless `rngs` is given. Calls in Python count: a `lax.scan` around one repeats its keys. A
-    model that updates collections cannot be called within `jax.grad` and the like.
+    model that updates collections cannot be called within `jax.grad` or similar transformations.
 
     Args:
       run: `(params, model_state, inputs, rngs) -> (outputs, updates, model_state)`.
@@ -249,7 +249,7 @@ def _called(objective: Any, calls: Calls, batch: Batch, rngs: Rngs) -> Objective
 def _sums_of_aux(
     aux: Mapping[str, PyTree], weights: jax.Array, own: jax.Array | None
 ) -> dict[str, Sums]:
-    """The sums of what an objective reports beside its values: `(sum, weight)` by name.
+    """The sums of the further results of an objective: `(sum, weight)` by name.
 
     Values are weighted as those of the objective, by its `own` weights where these fit, too.
     """

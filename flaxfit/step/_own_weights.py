@@ -8,9 +8,9 @@ from flaxfit.tree._types import Array, Function, PyTree
 
 
 def check_own_weights(owner: str, function: Function, outputs: PyTree, targets: PyTree) -> None:
-    """Checks that the weights that a function returns have no slope over the outputs.
+    """Checks that the weights that a function returns do not depend on the outputs.
 
-    Two losses in a tuple look like values and weights, and the second of these has one.
+    Two losses in a tuple look like values and weights, but the second loss depends on them.
 
     Args:
       owner: what returns them, for the message.

@@ -83,7 +83,7 @@ def inspect(
 
     Raises:
       ValueError: labels, weights, the shape of the loss or a random stream do not fit.
-      TypeError: the batch lacks the targets that the loss wants.
+      TypeError: the batch lacks the targets that the loss needs.
     """
     check_outputs(task.loss, batch.weights)
     if data is not None or not is_resumed:
@@ -135,20 +135,20 @@ def inspect_step(
     data: Batch | None = None,
     bind: Function = lambda function: function,
 ) -> Traced:
-    """Validates a step of the user's own on its first batch by tracing it.
+    """Validates a user's step on its first batch by tracing it.
 
     Returns:
       What was traced of the step; its shapes are those of its sums.
 
     Raises:
-      ValueError: it returns a state that is not like the one it was given, or the batch has
+      ValueError: it returns a state that does not match its input, or the batch has
         weights by output.
     """
     if isinstance(batch.weights, Mapping):
         names = ", ".join(map(repr, batch.weights))
         raise ValueError(
-            f"The batches have weights for the outputs {names}, and the task "
-            "has a step of its own: give one weight per example, or put others among the targets."
+            f"The batches have weights for the outputs {names}, which a custom "
+            "step does not support: pass one weight per example, or put others among the targets."
         )
     _check_data(task, batch, data)
     with tracers_explained():
@@ -162,7 +162,7 @@ def inspect_step(
         paths = [path for path in {**old, **new} if old.get(path) != new.get(path)]
         lines = [f"  {p}: {old.get(p, '-')} became {new.get(p, '-')}" for p in paths[:30]]
         raise ValueError(
-            "The step of the task returned a state that is not like the one it was given:\n"
+            "The step of the task returned a state that does not match its input:\n"
             + "\n".join(lines or ["  other containers hold its arrays"])
         )
     return traced._replace(shapes=sums)
@@ -184,7 +184,7 @@ def trace(function: Function, *arguments: PyTree) -> Traced:
 
 @contextlib.contextmanager
 def streams_explained(owner: str, rngs: Sequence[str]) -> Iterator[None]:
-    """Explains where to name a random stream that a model asks for and is not given.
+    """Explains where to name a random stream that a model needs and does not get.
 
     Raises:
       ValueError: in place of Flax's error, which is its cause.
@@ -193,14 +193,14 @@ def streams_explained(owner: str, rngs: Sequence[str]) -> Iterator[None]:
         yield
     except InvalidRngError as error:
         raise ValueError(
-            "The model asks for a random stream that it is not given: "
+            "The model needs a random stream that it does not get: "
             f"{error}\n{owner} supplies {list(rngs)}: add its name."
         ) from error
 
 
 @contextlib.contextmanager
 def _explained(task: TrainTask | EvalTask, batch: Batch) -> Iterator[None]:
-    """Explains the errors of a model or a loss that is not given what it asks for."""
+    """Explains the errors of a model or a loss that lacks random streams or targets."""
     owner = "EvalTask(..., rngs=...) or Model(..., eval_rngs=...)"
     owner = owner if isinstance(task, EvalTask) else f"TrainTask(..., rngs={task.rngs})"
     try:
@@ -210,7 +210,7 @@ def _explained(task: TrainTask | EvalTask, batch: Batch) -> Iterator[None]:
         if not batch.targets and "argument" in str(error):
             shapes = jax.tree.map(lambda x: x.shape, batch.inputs)
             raise TypeError(
-                "A batch from 'data' must be (inputs, targets) or a mapping for a loss that wants "
+                "A batch from 'data' must be (inputs, targets) or a mapping for a loss that needs "
                 f"targets, got only inputs of shape {shapes}: {error}. Give "
                 "targets too: batches that yield x, y, or fit(x, y), evaluate(x, y) and "
                 "validation_data=(x, y); or name the columns of mappings, as targets='label'."
@@ -246,7 +246,7 @@ def _check_by_row(
 def _check_alone(
     task: TrainTask | EvalTask, result: ForwardPass, batch: Batch, bind: Function
 ) -> None:
-    """Checks, where nothing is traced, that values stay what they are without the last example."""
+    """Checks, where nothing is traced, that values do not change without the last example."""
     outputs, targets = result.outputs, in_float32(batch.targets)
     checked = [(f"The metric {name!r}", v, outputs, targets) for name, v in metrics_by_row(task)]
     if task.loss is not None:
@@ -304,7 +304,7 @@ def check_finite(batch: Batch, name: str, loss: Any = None) -> None:
                     f"{name} holds NaN or infinite values: {role} {path!r}, {np.sum(bad):,} of "
                     f"{np.size(bad):,} rows, the first of them row {np.argmax(bad):,}. Clean the "
                     "data, or replace the values (np.nan_to_num); check_finite=False of the task "
-                    "keeps what stands for something, such as a missing label."
+                    "keeps values with a meaning, such as missing labels."
                 )
 
 

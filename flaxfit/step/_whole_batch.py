@@ -1,8 +1,8 @@
 """The gradient of a loss that sees the whole batch, while the model computes one part at a time.
 
 L. Gao, Y. Zhang, J. Han, J. Callan, "Scaling Deep Contrastive Learning Batch Size under Memory
-Limited Setup", 2021: the outputs of all parts are computed first, then the slope of the loss at
-these, and the model is run again on each part, for the gradient along that slope.
+Limited Setup", 2021: the outputs of all parts are computed first, then the derivative of the loss
+with respect to these, and the model is run again on each part for the gradient.
 """
 
 from typing import Any

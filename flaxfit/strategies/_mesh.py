@@ -74,8 +74,8 @@ def _without_mesh(
 ) -> PyTree:
     """Calls a `DenseGeneral` without the mesh, and all other modules unchanged.
 
-    It initializes its kernel as a matrix, which has fewer dimensions than the kernel has names: an
-    error within a mesh, even when the module is applied, as shapes are then checked.
+    It initializes its kernel as a matrix with fewer dimensions than names, which is an error within
+    a mesh, even when the module is applied and shapes are checked.
     """
     if not isinstance(context.module, nn.DenseGeneral):
         return call(*arguments, **options)

@@ -50,8 +50,8 @@ class Sharded:
       rules: pairs of a logical name and an axis (or a tuple of axes, or None), or of a pattern of
         parameter paths ("encoder/.*/kernel") and a `PartitionSpec`. None: the usual names of a
         transformer's dimensions ("vocab", "heads", "mlp") over the axis "model".
-      fsdp: whether to split what the rules leave whole, each array but small ones at its largest
-        dimension that divides: over the axis "fsdp" if the mesh has it, else "data", or over the
+      fsdp: whether to split what the rules leave whole, each array that is not small at its largest
+        divisible dimension: over the axis "fsdp" if the mesh has it, else "data", or over the
         axis of this name.
       devices: the devices to use; None: all devices, of all processes.
       axis_name: what models call the axis of replicas, as in `nn.BatchNorm(axis_name="batch")`:
@@ -277,7 +277,7 @@ class Sharded:
         def place_of(x: Array) -> jax.sharding.Sharding:
             return x.sharding if isinstance(x, jax.Array) else self._split_as(x)
 
-        # Lists of the arrays of a state do not tell where `place` has put them: the arrays do.
+        # A list of a state's arrays does not say where `place` has put them; the arrays do.
         def stay(x: PyTree, place: NamedSharding) -> jax.sharding.Sharding:
             is_on_mesh = isinstance(x, jax.Array) and getattr(x.sharding, "mesh", None) == self.mesh
             return x.sharding if is_on_mesh else place

@@ -32,7 +32,7 @@ STANDARD_RULES: Rules = (
 """Tensor parallelism by the usual names of a transformer's dimensions."""
 
 SMALL = 4096
-"""Arrays of fewer elements are not split by FSDP: to gather them takes longer than it saves."""
+"""Arrays of fewer elements are not split by FSDP: gathering them costs more than it saves."""
 
 
 def state_specs(

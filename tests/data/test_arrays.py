@@ -216,7 +216,7 @@ def test_data_frames_are_arrays():
             (X[:9],),
             {"batch_size": 10, "drop_remainder": True},
             ValueError,
-            "9 rows make no batch of 10 when the remainder is dropped",
+            "9 rows do not fill a batch of 10, and drop_remainder=True drops them",
         ),
     ],
 )

@@ -50,7 +50,7 @@ def test_a_weighted_stream_has_the_position_of_its_stream():
 @pytest.mark.parametrize(
     ("class_weight", "error", "message"),
     [
-        ("balanced", ValueError, "counts the labels of all examples, and a batch"),
+        ("balanced", ValueError, "needs the labels of all examples, but each batch"),
         ([1.0], TypeError, r"must map labels to weights, such as \{0: 1.0, 1: 2.5\}, got list"),
         ({"a": 1.0}, TypeError, "labels of class_weight must be integers, got 'a'"),
     ],
@@ -86,12 +86,14 @@ def test_batches_that_are_not_one_hot_as_those_before_are_refused():
     stream = ClassWeightedStream(ff.ArrayStream(y, y, batch_size=2, epochs=1), {1: 9.0})
     assert next(stream)[2].tolist() == [1, 9]
     next(stream)
-    with pytest.raises(ValueError, match=r"so far as one-hot rows, and this batch holds others"):
+    with pytest.raises(
+        ValueError, match=r"of earlier batches as one-hot rows, but those of this batch are not"
+    ):
         next(stream)
 
 
 def test_targets_of_several_outputs_are_refused():
-    with pytest.raises(ValueError, match="targets y that are one array"):
+    with pytest.raises(ValueError, match="a single array of labels as targets y"):
         next(ClassWeightedStream(iter([(Y, (Y, Y))]), {0: 2.0}))
-    with pytest.raises(ValueError, match="weighs whole examples"):
+    with pytest.raises(ValueError, match="cannot be combined with sample_weight by output"):
         next(ClassWeightedStream(iter([(Y, Y, {"a": Y})]), {0: 2.0}))

@@ -156,7 +156,7 @@ def test_a_structure_is_fitted_evaluated_and_predicted_alike(kind):
     for data in ((kind(X, X), targets), [(kind(X, X), targets)]):
         task = ff.TrainTask(Moves().apply, optax.sgd(0.1), "mse", data)
         assert next(ff.TrainLoop(Moves().init, task, 0, stdout=False)).loss > 0
-    with pytest.raises(TypeError, match="a loss that wants targets, got only inputs"):
+    with pytest.raises(TypeError, match="a loss that needs targets, got only inputs"):
         ff.Model(Moves(), optax.sgd(0.1), "mse").fit(kind(X, X), verbose=0)
 
 
@@ -307,8 +307,8 @@ def test_class_weights_multiply_those_of_the_examples():
     [
         ([1, 2], TypeError, r"must map labels to weights, such as .* got list: \[1, 2\]"),
         (5, TypeError, "got int: 5"),
-        ({5: 1.0}, ValueError, r"y does not hold, \[5\]. There are 0, 1"),
-        ({"a": 1.0}, ValueError, r"\['a'\]. There are 0, 1"),
+        ({5: 1.0}, ValueError, r"do not occur in y, \[5\]. y has 0, 1"),
+        ({"a": 1.0}, ValueError, r"\['a'\]. y has 0, 1"),
         ({0: "x"}, TypeError, "class_weight of 0 must be a number, got 'x'"),
         ({0: np.nan}, ValueError, "class_weight must be finite and not negative"),
         ({1: -1.0}, ValueError, "class_weight must be finite and not negative"),
@@ -324,7 +324,7 @@ def test_class_weights_are_of_labels_not_of_other_numbers():
     np.testing.assert_array_equal(
         prepare(X, Y.astype(np.float32), class_weight={1: 2.0})[0][2], np.where(Y == 1, 2, 1)
     )
-    with pytest.raises(ValueError, match="targets y that are labels, got other numbers"):
+    with pytest.raises(ValueError, match="labels as targets y, got numbers that are not whole"):
         prepare(X, X[:, 0] / 3, class_weight={1: 2.0})
 
 

@@ -200,7 +200,7 @@ def test_one_pass_takes_what_is_left_of_a_generator():
 
 def test_several_epochs_of_a_generator_are_an_error():
     stream = as_stream(generate(), epochs=2)
-    with pytest.raises(ValueError, match="give a list, a loader or a callable"):
+    with pytest.raises(ValueError, match="pass a list, a loader or a callable"):
         list(stream)
 
 

@@ -134,10 +134,18 @@ def test_a_data_set_has_lists_of_numbers_made_arrays():
         (
             Roles(call=("x",)),
             IMAGES,
-            ["unclear what the columns 'image', 'label', 'id'", "takes 'x'", "inputs='image'"],
+            [
+                "Cannot tell the roles of the columns 'image', 'label', 'id'",
+                "takes 'x'",
+                "inputs='image'",
+            ],
         ),
-        (Roles(call=("x", "y")), {"x": X, "id": Y}, ["unclear", "'x', 'id'", "takes 'x', 'y'"]),
-        (Roles(call=("x",)), {"x": X, "image": X}, ["unclear what the columns 'x', 'image'"]),
+        (Roles(call=("x", "y")), {"x": X, "id": Y}, ["Cannot tell", "'x', 'id'", "takes 'x', 'y'"]),
+        (
+            Roles(call=("x",)),
+            {"x": X, "image": X},
+            ["Cannot tell the roles of the columns 'x', 'image'"],
+        ),
         (Roles(targets="label"), IMAGES, ["which of the columns 'image', 'id' are inputs"]),
         (
             Roles("image"),

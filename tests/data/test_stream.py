@@ -38,5 +38,5 @@ def test_the_length_of_a_pass_is_that_of_the_stream_unless_it_is_unknown_or_endl
 
     assert pass_length([1, 2], "") == 2
     assert pass_length(iter([1]), "") is None
-    with pytest.raises(ValueError, match="the data repeats for ever. Give n_steps."):
+    with pytest.raises(ValueError, match="the data repeats forever. Give n_steps."):
         pass_length(Endless(), "Give n_steps.")

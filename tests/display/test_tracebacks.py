@@ -73,7 +73,7 @@ def test_the_cause_of_a_worded_error_keeps_the_frames_of_the_user():
     def apply(variables, x, **options):
         return float(x.sum()) * x
 
-    with pytest.raises(TypeError, match="asks for the value") as caught:
+    with pytest.raises(TypeError, match="needs a concrete value") as caught:
         ff.Model((lambda rngs, x: {"params": 1.0}, apply)).predict(np.ones((2, 3)))
     cause = caught.value.__cause__
     assert cause is not None

@@ -87,7 +87,7 @@ def test_a_generator_cannot_be_measured_twice():
     evaluate = make_eval(batch for batch in [(X, Y)])
     state = ff.InferenceState(np.int32(0), np.float32(1), {})
     evaluate.measure(state)
-    with pytest.raises(ValueError, match="consumed before|passed over only once"):
+    with pytest.raises(ValueError, match="consumed before|iterated only once"):
         evaluate.measure(state)
 
 

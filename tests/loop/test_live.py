@@ -334,7 +334,7 @@ def test_a_loss_that_never_falls_suggests_no_rate():
 def test_a_range_test_needs_a_rate_to_set_and_data_to_repeat():
     with pytest.raises(ValueError, match=r"cannot set.*OptimizerDef"):
         ff.Model(MLP(), optax.contrib.prodigy(), "mse").find_lr(X, Y)
-    with pytest.raises(ValueError, match="use up this data"):
+    with pytest.raises(ValueError, match="consume this data"):
         ff.Model(MLP(), adam(), "mse").find_lr(batch for batch in [(X, Y)])
 
 

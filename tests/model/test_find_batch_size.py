@@ -55,5 +55,5 @@ def test_a_backend_without_a_limit_asks_for_one():
 
 
 def test_data_that_would_be_used_up_is_refused():
-    with pytest.raises(ValueError, match="find_batch_size would use up this data"):
+    with pytest.raises(ValueError, match="find_batch_size would consume this data"):
         make_model().find_batch_size(batch for batch in [(x, y)])

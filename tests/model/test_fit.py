@@ -148,9 +148,9 @@ def test_more_steps_per_epoch_than_a_pass_has_go_on_into_the_next(data):
 
 
 def test_a_generator_that_ends_before_its_epochs_is_an_error():
-    with pytest.raises(ValueError, match="ended after 5 batches and more are asked for"):
+    with pytest.raises(ValueError, match="ended after 5 batches, but more were requested"):
         fit(iter(BATCHES), steps_per_epoch=50)
-    with pytest.raises(ValueError, match="ended after 5 batches and more are asked for"):
+    with pytest.raises(ValueError, match="ended after 5 batches, but more were requested"):
         fit(iter(BATCHES), steps_per_epoch=4, epochs=2)
     assert fit(iter(BATCHES), steps_per_epoch=5)[1] == [5]
 
@@ -321,7 +321,7 @@ def test_a_generator_of_several_epochs_is_refused_and_an_iterator_that_begins_ag
         def __next__(self):
             return next(self.batches)
 
-    with pytest.raises(ValueError, match="list_iterator can be passed over only once, and epochs"):
+    with pytest.raises(ValueError, match="list_iterator can be iterated only once, and epochs"):
         fit(iter(BATCHES), epochs=2)
     assert fit(Again(), epochs=2) == fit(BATCHES, epochs=2)
 

@@ -182,14 +182,19 @@ def test_a_metric_whose_sums_grow_with_the_batch_is_refused(n_devices, pad):
 @pytest.mark.parametrize(
     ("metric", "message"),
     [
-        (lambda outputs: outputs[:, 0], "many positional.*takes \\(outputs\\).*1 and 1 of them"),
+        (
+            lambda outputs: outputs[:, 0],
+            "many positional.*signature is \\(outputs\\).*1 and 1 of them",
+        ),
         (lambda a, b, targets: a[:, 0], "missing a required argument: 'targets'"),
-        (ff.metrics.top_k, "takes \\(k: int\\)"),
+        (ff.metrics.top_k, "signature is \\(k: int\\)"),
         (ff.metrics.Metric(lambda o, t: o.sum(), float), "argument 'weights'.*with weights="),
     ],
 )
 def test_a_metric_that_takes_other_arguments_is_named(metric, message):
     task = ff.EvalTask(lambda v, x: x, {"it": metric}, (X, X))
     state = ff.InferenceState(np.int32(0), np.ones(1, np.float32), {})
-    with pytest.raises(TypeError, match=f"^The metric 'it' takes other arguments.*{message}"):
+    with pytest.raises(
+        TypeError, match=f"^The metric 'it' was called with the wrong arguments.*{message}"
+    ):
         ff.EvalLoop(task).measure(state)

@@ -107,5 +107,5 @@ def test_asking_trains_nothing_and_loses_no_batch():
 
 
 def test_memory_that_is_not_known_is_an_error_in_words():
-    with pytest.raises(ValueError, match="not known here"):
+    with pytest.raises(ValueError, match="memory of a step is unknown"):
         memory_of(lambda x: x)

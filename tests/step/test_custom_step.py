@@ -266,7 +266,7 @@ def test_a_step_that_sees_whole_batches_refuses_replicas():
         (
             lambda state, batch: (state.replace(params={"w": jnp.ones(3)}), {}),
             ValueError,
-            r"(?s)not like the one it was given.*params/w: - became float32\[3\]",
+            r"(?s)does not match its input.*params/w: - became float32\[3\]",
         ),
     ],
     ids=["no sums", "no mapping", "an array", "another state"],

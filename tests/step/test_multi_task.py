@@ -136,11 +136,11 @@ def test_what_is_wrong_with_any_task_is_found_at_the_first_step():
     ("change", "message"),
     [
         (lambda tasks: ff.MultiTask(tasks, weights={"weight": 1}), "weights name 'weight'"),
-        (lambda tasks: ff.MultiTask(tasks, weights={"kind": 0}), "must be more than 0"),
-        (lambda tasks: ff.MultiTask({}), "a task or more"),
+        (lambda tasks: ff.MultiTask(tasks, weights={"kind": 0}), "must be greater than 0"),
+        (lambda tasks: ff.MultiTask({}), "at least one task"),
         (
             lambda tasks: ff.MultiTask(make_tasks(ema=0.9)),
-            "Options of the task 'kind' make another",
+            "Options of the task 'kind' change its optimizer",
         ),
         (
             lambda tasks: ff.MultiTask(
@@ -150,7 +150,7 @@ def test_what_is_wrong_with_any_task_is_found_at_the_first_step():
         ),
         (
             lambda tasks: ff.MultiTask({**tasks, "own": ff.TrainTask(step=print, optimizer=SGD)}),
-            "'own' have steps of their own",
+            "'own' have custom steps",
         ),
     ],
     ids=["unknown", "zero", "none", "options", "optimizers", "own step"],

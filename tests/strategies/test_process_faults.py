@@ -11,7 +11,7 @@ SECONDS = 60
 
 WORDS = {
     "raising": (
-        r"\[1\] flaxfit  process 1 of 2 ends, and the others with it: ArithmeticError: the harm",
+        r"\[1\] flaxfit  process 1 of 2 failed, so all processes end: ArithmeticError: the harm",
         r"\[0\] flaxfit  .*process 1: ArithmeticError: the harm of step 5",
         r"process 1 has ended with code 1$",
         r"process 0 has ended with code (1|88)$",
@@ -21,12 +21,12 @@ WORDS = {
         r"process 0 has ended with code (1|-6 \(SIGABRT\))",
     ),
     "stopped": (
-        r"heartbeat timeout|Of 2 processes, number 1 did not come to",
+        r"heartbeat timeout|Of 2 processes, number 1 did not reach",
         r"process 0 has ended with code (1|-6 \(SIGABRT\))",
         r"killing process 1, which did not end",
     ),
     "out of data": (
-        r"\[1\] TimeoutError: Of 2 processes, number 0 did not come to 'what comes next'",
+        r"\[1\] TimeoutError: Of 2 processes, number 0 did not reach 'what comes next'",
         r"process 1 has ended with code 1$",
         r"process 0 has ended with code (1|88)$",
     ),

@@ -270,7 +270,7 @@ def own_step(state, batch):
         (LOSS, {"kind": -np.ones(22)}, {}, "weights for 'kind', which must be finite and not neg"),
         (LOSS, {"kind": np.ones((22, 2))}, {}, r"'kind' has .*\(22,\) and weights .*\(22, 2\)"),
         ("mse", {"kind": np.ones(22)}, {}, "losses by name for no output: give the weights as on"),
-        (None, {"kind": np.ones(22)}, {"step": own_step}, "outputs 'kind', and the task has a ste"),
+        (None, {"kind": np.ones(22)}, {"step": own_step}, "outputs 'kind', which a custom step"),
     ],
     ids=["name", "negative", "shape", "one loss", "own step"],
 )
@@ -310,7 +310,9 @@ def test_weights_by_output_that_do_not_fit_are_refused(loss, weights, message):
 
 def test_weights_of_classes_go_into_those_of_their_output():
     model = ff.Model(TwoHeads(), optax.sgd(0.1), LOSS)
-    with pytest.raises(ValueError, match="put the weights of the classes into those of their out"):
+    with pytest.raises(
+        ValueError, match="multiply the weights of that output by the class weights"
+    ):
         model.fit(X, CLASSES, sample_weight={"kind": np.ones(22)}, class_weight={0: 2.0}, verbose=0)
 
 
