@@ -1,6 +1,9 @@
 """Batches by index, such as a PyDataset of Keras, in an order of the seed and the epoch."""
 
+import weakref
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -32,6 +35,11 @@ class IndexedBatches:
 
     def __init__(self, data: Any, *, shuffle: bool, seed: int):
         self.data, self._shuffle, self._seed = data, shuffle, seed
+        n, n_ahead = (getattr(data, name, 0) for name in ("workers", "max_queue_size"))
+        self.n_threads = n if isinstance(n, int) and n > 1 else 1
+        """How many threads read batches, as a PyDataset says."""
+        self.n_ahead = max(self.n_threads, n_ahead if isinstance(n_ahead, int) else 0)
+        """How many batches they read ahead at most."""
         self.n_ended = 0
         """How often `on_epoch_end` was called."""
         self._is_begun = False
@@ -64,13 +72,16 @@ class IndexedPass(Iterator[PyTree]):
     """One pass over batches by index, which knows its position.
 
     `on_epoch_begin` is called before the first batch is read and `on_epoch_end` after the last.
-    Reading ahead calls them early, but always once per pass.
+    Reading ahead calls them early, but always once per pass. Where several threads read, the order
+    stays the same, and what they have read ahead is not part of the position.
     """
 
     def __init__(self, batches: IndexedBatches, epoch: int):
         self._batches, self._epoch = batches, epoch
         self._n_read = 0
         self._order: list[int] | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._ahead: deque[Future[PyTree]] = deque()
 
     def __next__(self) -> PyTree:
         if self._order is None:
@@ -78,12 +89,39 @@ class IndexedPass(Iterator[PyTree]):
             self._order = self._batches.order(self._epoch)
         if self._n_read >= len(self._order):
             raise StopIteration
-        batch = self._batches.data[self._order[self._n_read]]
+        batch = self._read(self._order)
         self._n_read += 1
         if self._n_read == len(self._order):
             batch = detached(batch)  # The data may now shuffle its arrays in place.
             self._batches.end_pass()
         return batch
+
+    def _read(self, order: list[int]) -> PyTree:
+        """Reads the next batch, and has threads read those after it."""
+        read = self._batches.data.__getitem__
+        if self._batches.n_threads == 1:
+            return read(order[self._n_read])
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._batches.n_threads, "flaxfit-read")
+            # A pass that is given up, such as a look at the first batch, reads no further.
+            weakref.finalize(self, self._threads.shutdown, wait=False, cancel_futures=True)
+        done = self._n_read + len(self._ahead)
+        for index in order[done : self._n_read + self._batches.n_ahead]:
+            self._ahead.append(self._threads.submit(read, index))
+        try:
+            batch = self._ahead.popleft().result()
+        except BaseException:
+            self._end_threads()  # The next call reads this batch again.
+            raise
+        if not self._ahead:
+            self._end_threads()
+        return batch
+
+    def _end_threads(self) -> None:
+        threads, self._threads = self._threads, None
+        self._ahead.clear()
+        if threads is not None:
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def get_state(self) -> dict[str, Json]:
         """Returns the number of batches read, and of calls of `on_epoch_end`."""

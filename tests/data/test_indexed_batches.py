@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -147,6 +148,42 @@ def test_reading_ahead_ends_each_pass_once():
     data = Indexed()
     assert numbers(prefetch(as_stream(data, epochs=2))) == [*range(N)] * 2
     assert data.calls == ["begin", *range(N), "end"] * 2
+
+
+class Threaded(Indexed):
+    """Batches of which none is there before two are being read."""
+
+    workers, max_queue_size = 2, 3
+
+    def __init__(self, n=6, fails=()):
+        super().__init__(n)
+        self.fails, self.begun, self.are_two = fails, set(), threading.Event()
+
+    def __getitem__(self, index):
+        self.begun.add(index)
+        if len(self.begun) > 1:
+            self.are_two.set()
+        assert self.are_two.wait(30)
+        if index in self.fails:
+            raise KeyError(index)
+        return np.full((2, 3), index), np.full(2, index)
+
+
+def test_several_threads_read_ahead_and_keep_the_order_and_the_position():
+    first, second = (as_stream(Threaded(), shuffle=True, epochs=2) for _ in range(2))
+    whole = numbers(first)
+    assert whole == numbers(as_stream(Indexed(6), shuffle=True, epochs=2))
+    assert numbers(itertools.islice(second, 4)) == whole[:4]
+    third = as_stream(Threaded(), shuffle=True, epochs=2)
+    third.set_state(second.get_state())
+    assert numbers(third) == whole[4:]
+
+
+def test_what_a_thread_raises_is_raised_where_the_batch_is_wanted():
+    stream = as_stream(Threaded(fails=[3]))
+    assert numbers(itertools.islice(stream, 3)) == [0, 1, 2]
+    with pytest.raises(KeyError, match="3"):
+        next(stream)
 
 
 def test_each_of_several_single_passes_is_in_the_stored_order():
