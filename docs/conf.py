@@ -143,7 +143,7 @@ def about(module_name: str, name: str) -> str:
     is_value = not (inspect.isclass(value) or inspect.isroutine(value))
     text = is_value and docstring_below(module_name, name) or inspect.getdoc(value) or ""
     paragraph = " ".join(text.partition("\n\n")[0].split())
-    sentence = re.match(r"(`[^`]*`|[^`])*?(?<!\.\.)[.](?= |$)|.*", paragraph)
+    sentence = re.match(r"(`[^`]*`|[^`])*?(?<!\.\.)(?<! al)[.](?= |$)|.*", paragraph)
     return as_restructured_text(sentence[0] if sentence else "")
 
 
