@@ -1,5 +1,6 @@
 """Which values of a metric are better, and the metric that a callback monitors."""
 
+import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -184,11 +185,14 @@ class Monitor:
     def _no_metric(self, hold: str, names: Iterable[str]) -> ValueError:
         names = list(names)
         is_validated = any(name.startswith("val_") for name in names)
-        advice = " Validation metrics need validation_data in fit, or an EvalLoop before it."
+        advice = ""
+        if self.name.startswith("val_") and not is_validated:
+            advice = " Validation metrics need validation_data in fit, or an EvalLoop before it."
+        elif near := difflib.get_close_matches(self.name, names, 1, 0.5):
+            advice = f" Did you mean {near[0]!r}?"
         return ValueError(
             f"{self._owner} cannot monitor {self.name!r}: the checkpoints {hold} "
-            f"{', '.join(names) or 'no metrics'}. Pass monitor= one of these."
-            f"{advice if self.name.startswith('val_') and not is_validated else ''}"
+            f"{', '.join(names) or 'no metrics'}. Pass monitor= one of these.{advice}"
         )
 
 

@@ -177,6 +177,7 @@ def as_metric(metric: MetricLike) -> Metric:
             "example, or flaxfit.metrics.Metric(measure, compute)."
         )
     if callable(metric):
+        _check_called(metric)
         return mean(metric)
     raise TypeError(
         f"A metric must be a Metric, a name, a function or a metric class, got "
@@ -242,6 +243,16 @@ def _by_name(given: str) -> Metric:
 
 
 _LISTED = "Usual names are accuracy, f1, auc, mse, mae, r2; the page on metrics lists all."
+
+
+def _check_called(metric: Function) -> None:
+    """Refuses a function of flaxfit that makes a metric, where the metric is wanted."""
+    name, module = getattr(metric, "__name__", ""), getattr(metric, "__module__", None) or ""
+    if module.startswith("flaxfit.metrics.") and metric.__annotations__.get("return") is Metric:
+        raise TypeError(
+            f"flaxfit.metrics.{name} makes a metric of its options: call it, "
+            f"flaxfit.metrics.{name}(...)."
+        )
 
 
 def _is_stateful(metric: object) -> bool:

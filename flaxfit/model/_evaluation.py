@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from flaxfit import display
 from flaxfit.callbacks import CSVLogger, JSONLogger, StopOnNaN, TensorBoardLogger
@@ -226,7 +227,10 @@ class Evaluation(Persistence):
     def _to_predict(self, x: Data, batch_size: int | None) -> tuple[Data, PyTree]:
         """The data of `predict`, and the state to predict with."""
         x = self._trainer.task.roles.inputs_of_data_set(x)
-        data = self._trainer.begin_with(in_order(prepare_inputs(x), batch_size))
+        inputs = prepare_inputs(x)
+        if isinstance(inputs, tuple):
+            _check_is_batch(inputs[0], self._trainer.input_shapes)
+        data = self._trainer.begin_with(in_order(inputs, batch_size))
         return data, self._trainer.averaged(self._trainer.state_in_place)
 
     def _bar(self, label: str, data: Data, steps: int | None, verbose: int | str) -> PassBar:
@@ -287,6 +291,16 @@ def _n_examples(data: Data, owner: str) -> int:
             "Anything that yields batches goes to fit, evaluate or predict."
         )
     return len(jax.tree.leaves(data)[0])
+
+
+def _check_is_batch(inputs: PyTree, known: PyTree) -> None:
+    """Refuses a single example, whose first axis would be taken for that of the batch."""
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(inputs)]
+    if len(shapes) == 1 and shapes == [each.shape[1:] for each in jax.tree.leaves(known)]:
+        raise ValueError(
+            f"predict takes a batch of examples, and x has the shape {shapes[0]} of one: give "
+            "x[None]."
+        )
 
 
 def _in_order(values: list[Any]) -> Any:

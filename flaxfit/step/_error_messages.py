@@ -46,6 +46,13 @@ _OF_AN_EXAMPLE = (
 
 _OTHER_ARGUMENTS = "positional argument|unexpected keyword argument"
 
+_NO_SWITCH = 'Parameter "(deterministic|use_running_average)" must be passed'
+_SWITCH = (
+    "A layer of the model takes {0}=, and is not told: whether it drops or updates something "
+    "depends on whether the model is being trained. Give the call an argument `train` and pass "
+    "{0}=not train to the layer; flaxfit sets `train`."
+)
+
 _OUT_OF_MEMORY = """\
 The training step ran out of memory by step {step}, with batches of {examples}, and {size} of \
 parameters and optimizer state. To save memory:
@@ -77,7 +84,8 @@ def calls_explained(inputs: PyTree, targets: PyTree = ()) -> Iterator[None]:
     `inputs` and `targets` are those of a batch, or their shapes and dtypes.
 
     Raises:
-      ValueError: the parameters of the model do not fit the shape of the inputs.
+      ValueError: the parameters of the model do not fit the shape of the inputs, or a layer is not
+        told whether it is trained.
       TypeError: a function was called with the wrong arguments. Any other error of the
         user's code gets a note of the shapes.
     """
@@ -90,6 +98,8 @@ def calls_explained(inputs: PyTree, targets: PyTree = ()) -> Iterator[None]:
             + re.sub(r" \(https?:\S*\)$", "", str(error))
         ) from error
     except Exception as error:
+        if (field := re.match(_NO_SWITCH, str(error))) is not None:
+            raise ValueError(_SWITCH.format(field[1])) from error
         called = (
             f"The model is called with the inputs, of {_shapes(inputs)} (a tuple is several, and "
             "so is a list of arrays)"

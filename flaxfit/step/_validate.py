@@ -208,12 +208,12 @@ def _explained(task: TrainTask | EvalTask, batch: Batch) -> Iterator[None]:
             yield
     except TypeError as error:
         if not batch.targets and "argument" in str(error):
-            shapes = jax.tree.map(lambda x: x.shape, batch.inputs)
+            shapes = [str(leaf.shape) for leaf in jax.tree.leaves(batch.inputs)]
             raise TypeError(
                 "A batch from 'data' must be (inputs, targets) or a mapping for a loss that needs "
-                f"targets, got only inputs of shape {shapes}: {error}. Give "
-                "targets too: batches that yield x, y, or fit(x, y), evaluate(x, y) and "
-                "validation_data=(x, y); or name the columns of mappings, as targets='label'."
+                f"targets, got only inputs of shape {', '.join(shapes)}. Give targets too: "
+                "fit(x, y), evaluate(x, y), validation_data=(x, y), or batches that yield x, y; "
+                "or name the columns of mappings, as targets='label'."
             ) from error
         raise
 

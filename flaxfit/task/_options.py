@@ -226,9 +226,14 @@ def _extended_optimizer(
         given = _transformation_of(given)
     is_optimizer = hasattr(given, "init") and hasattr(given, "update")
     if not is_optimizer and not isinstance(given, Optimizer):
+        advice = ""
+        if isinstance(given, str):
+            advice = " Optimizers have no names here: write the call."
+        elif callable(given) and hasattr(given, "__name__"):
+            advice = f" Call it: {given.__name__}(learning_rate)."
         raise TypeError(
-            "TrainTask needs an optax transformation as optimizer, such as optax.adam(1e-3), "
-            f"got {given!r:.80}."
+            "The optimizer must be an optax transformation, such as optax.adam(1e-3), got "
+            f"{given!r:.80}.{advice}"
         )
     user = getattr(given, "optimizer_def", given)
     user = getattr(user, "user", user)  # That of a task whose other fields are replaced.

@@ -58,7 +58,10 @@ def test_values_of_a_collected_metric_by_name_can_be_monitored():
         stop = callbacks.EarlyStopping(monitor, mode="max", patience=1)
         assert "regret" in str([*make_loop([evaluation([both]), stop])][-1].metrics)
     stop = callbacks.EarlyStopping("val_regrets", mode="max")
-    with pytest.raises(ValueError, match="cannot monitor 'val_regrets'.*val_f1, val_regret"):
+    with pytest.raises(
+        ValueError,
+        match="cannot monitor 'val_regrets'.*val_f1, val_regret.*Did you mean 'val_regret'",
+    ):
         list(make_loop([evaluation([both]), stop]))
 
 

@@ -129,3 +129,9 @@ def test_a_list_for_each_output_is_answered_with_a_mapping():
     nested: Any = [["accuracy"], ["mae"]]
     with pytest.raises(TypeError, match=r"list in a list of metrics.*metrics=\{'a': \['mae'\]"):
         as_metrics(nested)
+
+
+def test_a_maker_of_metrics_that_is_not_called_is_refused():
+    with pytest.raises(TypeError, match=r"call it, flaxfit\.metrics\.confusion_matrix\(\.\.\.\)"):
+        as_metrics([confusion_matrix])
+    assert list(as_metrics([accuracy])) == ["accuracy"]

@@ -244,3 +244,10 @@ def test_weights_that_are_all_0_give_the_loss_0_and_change_nothing(options, is_b
     assert after.step == before.step + 2
     for name in ("params", "opt_state"):
         jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(before, name))
+
+
+def test_a_single_example_is_refused_by_predict(model):
+    model.build(X)
+    with pytest.raises(ValueError, match=r"x has the shape \(3,\) of one: give x\[None\]"):
+        model.predict(X[0])
+    assert model.predict(X[:1]).shape == model.predict([X[:1]]).shape

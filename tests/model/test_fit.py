@@ -385,3 +385,18 @@ def test_batches_by_index_are_read_in_order_or_shuffled_by_seed_and_epoch():
     orders = [np.random.default_rng((0, epoch)).permutation(n).tolist() for epoch in range(2)]
     assert data.calls == [*orders[0], "end", *orders[1], "end"]
     np.testing.assert_array_equal(model.predict(Indexed()), model.predict(X))
+
+
+def test_a_checkpoint_of_fit_has_the_number_of_its_epoch():
+    epochs, model = [], make_model()
+    model.fit(X, Y, batch_size=10, verbose=0, callbacks=lambda each: epochs.append(each.epoch))
+    history = model.fit(
+        X,
+        Y,
+        batch_size=10,
+        epochs=5,
+        initial_epoch=3,
+        verbose=0,
+        callbacks=lambda each: epochs.append(each.epoch),
+    )
+    assert epochs == [0, 3, 4] and history.epoch == [3, 4]

@@ -185,3 +185,14 @@ def test_other_errors_are_left_as_they_are():
 
     error = error_of_fit(refuses)
     assert str(error) == "mine" and error.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("layer", "field"),
+    [(nn.Dropout(0.5), "deterministic"), (nn.BatchNorm(), "use_running_average")],
+)
+def test_a_layer_without_a_switch_names_the_argument_of_the_call(layer, field):
+    model = nn.Sequential([nn.Dense(2), layer])
+    task = ff.TrainTask(model, optax.sgd(0.1), "mse", (np.ones((4, 2)), np.ones((4, 2))))
+    with pytest.raises(ValueError, match=f"`train` and pass {field}=not train to the layer"):
+        ff.TrainLoop(model, task, 0, stdout=False)
