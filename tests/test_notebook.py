@@ -29,6 +29,7 @@ data = ff.ArrayStream(x, y, batch_size=256)
 task = ff.TrainTask(nn.Dense(10).apply, optax.adam(0.01), "crossentropy", data)
 loop = ff.TrainLoop(nn.Dense(10).init, task, 0, n_steps_per_checkpoint=5, n_steps=20)
 """,
+    "the loop": "loop",
     "a checkpoint": "loop.next_checkpoint()",
     "the next": "loop.next_checkpoint()",
     "an interrupt": """
@@ -98,6 +99,7 @@ def test_values_show_themselves(notebook):
     text, n_charts = shown(notebook, "the model")
     assert n_charts == 2 and "Dense at step 18" in text and "650 params" in text
     assert "TrainState at step 18" in shown(notebook, "its state")[0]
+    assert "TrainLoop at step 0/20" in shown(notebook, "the loop")[0]
 
 
 @pytest.mark.slow

@@ -147,7 +147,7 @@ class History(Mapping[str, list[float]]):
         return pandas.DataFrame(dict(self), index=pandas.Index(self.steps, name="step"))
 
     def plot(self) -> list[Any]:
-        """Draws every metric over the steps, training and validation together.
+        """Draws every metric over the epochs or steps, training and validation together.
 
         >>> import matplotlib.pyplot as plt
         >>> [axes.get_title() for axes in history.plot()]
@@ -168,7 +168,7 @@ class History(Mapping[str, list[float]]):
         return list(axes[0])
 
     def plot_lr(self) -> Any:
-        """Draws the learning rate over the steps, or those of all groups of the optimizer.
+        """Draws the learning rate over the epochs or steps, or that of each group of the optimizer.
 
         >>> import matplotlib.pyplot as plt
         >>> history = History()
@@ -199,9 +199,11 @@ class History(Mapping[str, list[float]]):
         return axes
 
     def _draw(self, axes: Any, title: str, names: Iterable[str]) -> None:
+        unit, places = self._places
         for name in names:
-            axes.plot(self.steps, self[name], marker=".", label=name)
-        axes.set(title=title, xlabel="step")
+            axes.plot(places, self[name], marker=".", label=name)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set(title=title, xlabel=unit)
 
     def get_state(self) -> dict[str, Json]:
         """Returns the history as plain JSON (a value that is not finite is a string)."""
@@ -230,6 +232,13 @@ class History(Mapping[str, list[float]]):
         self.modes = dict(state.get("modes", {}))
         self.initial_epoch = int(state.get("initial_epoch", 0))
 
+    @property
+    def _places(self) -> tuple[str, list[int]]:
+        """What entries are numbered by, and their numbers: epochs from 1 for `fit`, else steps."""
+        if self.unit == "epoch":
+            return "epoch", [n + 1 for n in self.epoch]
+        return "step", self.steps
+
     def _held(self) -> str:
         return ", ".join(self._values) or "nothing yet"
 
@@ -254,13 +263,14 @@ class History(Mapping[str, list[float]]):
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
+        unit, places = self._places
         facts = [self.facts, f"compiled in {duration(self.compile_time)}"]
         monitor = default_monitor(self, self.modes)
         if monitor is not None and any(map(math.isfinite, self[monitor])):
             best = self.best(monitor)
-            facts.append(f"best {monitor} {number(best.value)} at {self.unit} {best.epoch}")
+            facts.append(f"best {monitor} {number(best.value)} at {unit} {places[best.epoch - 1]}")
         charts = [
-            svg_chart(title, {name: self[name] for name in names}, self.steps)
+            svg_chart(title, {name: self[name] for name in names}, places, unit)
             for title, names in list(self._charts().items())[:2]
         ]
         rows = []
@@ -268,7 +278,7 @@ class History(Mapping[str, list[float]]):
             row = [name, number(values[0]), number(values[-1]), "", ""]
             if any(map(math.isfinite, values)) and known_mode(name, self.modes):
                 best = self.best(name)
-                row[3:] = number(best.value), str(best.epoch)
+                row[3:] = number(best.value), str(places[best.epoch - 1])
             rows.append(row)
-        numbers = _html.table(rows, head=["", "first", "last", "best", f"at {self.unit}"])
+        numbers = _html.table(rows, head=["", "first", "last", "best", f"at {unit}"])
         return _html.card(self._title(), facts, f"<div>{''.join(charts)}</div>", numbers)

@@ -24,8 +24,13 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     )
 
 
-def svg_chart(title: str, series: Mapping[str, Sequence[float]], x: Sequence[float]) -> str:
-    """Several series over the same x as one SVG picture that fits light and dark pages."""
+def svg_chart(
+    title: str, series: Mapping[str, Sequence[float]], x: Sequence[float], unit: str = ""
+) -> str:
+    """Several series over the same x as one SVG picture that fits light and dark pages.
+
+    `unit` is what x counts.
+    """
     low, high = _bounds([value for values in series.values() for value in values])
     x_low, x_high = min(x, default=0), max(x, default=0)
     right, bottom = _WIDTH - 8, _HEIGHT - _BOTTOM
@@ -44,6 +49,7 @@ def svg_chart(title: str, series: Mapping[str, Sequence[float]], x: Sequence[flo
         _text(_LEFT - 4, _TOP + 8, "end", f"{high:.3g}"),
         _text(_LEFT - 4, bottom, "end", f"{low:.3g}"),
         _text(_LEFT, _HEIGHT - 5, "start", f"{x_low:g}"),
+        _text((_LEFT + right) / 2, _HEIGHT - 5, "middle", unit),
         _text(right, _HEIGHT - 5, "end", f"{x_high:g}"),
     ]
     names = []

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from flaxfit.display import count
-from flaxfit.display._html import n_numbers
+from flaxfit.display import count, number, place, plural
+from flaxfit.display._html import arrays, card, n_numbers, table
 from flaxfit.loop._callback_list import CallbackList
 from flaxfit.loop._record import follows_schedule, present_hyperparams
 from flaxfit.loop._run_state import RunState
@@ -15,6 +15,8 @@ from flaxfit.optim._hyperparams import group_name
 from flaxfit.task._repr import describe_loss
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._types import ArrayLike, Data
+
+_FIELDS = ("params", "model_state", "opt_state")
 
 
 class Settings(RunState):
@@ -38,6 +40,25 @@ class Settings(RunState):
             f"n_steps_per_checkpoint={self.n_steps_per_checkpoint}, {self._stepper.strategy}, "
             f"{n_params} params)"
         )
+
+    def _repr_html_(self) -> str:
+        """Where it is, which steps yield checkpoints, and its arrays, as a notebook shows them."""
+        schedule, state, devices = (
+            self.schedule,
+            self.state_in_place,
+            self._stepper.strategy.devices,
+        )
+        first, second = schedule.first, schedule.first + schedule.every
+        facts = [
+            f"{count(n_numbers(state.params))} params",
+            plural(len(devices), f"{devices[0].platform} device"),
+            f"checkpoints at step {count(first)}, {count(second)}, … (first_checkpoint={first}, "
+            f"n_steps_per_checkpoint={schedule.every})",
+        ]
+        last = {} if self._last is None else self._last.scalars
+        parts = [table([[name, number(value)] for name, value in last.items()])] if last else []
+        parts += [arrays(name, getattr(state, name), state.axes) for name in _FIELDS]
+        return card(f"TrainLoop at step {place(self.step, self.n_steps).strip()}", facts, *parts)
 
     # Optimizer and task.
 

@@ -202,6 +202,8 @@ class Checkpoint:
             facts.append(rate(self.n_completed_steps / self.elapsed_time))
         if self.compile_time:
             facts.append(f"compiled in {duration(self.compile_time)}")
+        if self.step == self.n_completed_steps == 1:
+            facts.append("first_checkpoint=1: one step is trained before the first period")
         rows = [[name, number(value)] for name, value in self.scalars.items()]
         parts = [_html.table(rows)] if rows else []
         if (state := self._state_if_readable()) is not None:

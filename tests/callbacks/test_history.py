@@ -119,6 +119,20 @@ def test_the_page_has_facts_charts_and_a_table_and_needs_no_script():
     assert len(page) < 6000
 
 
+def test_entries_are_numbered_by_epochs_in_fit_and_by_steps_elsewhere_in_charts_and_tables():
+    series = {"loss": [1.5, 0.25, 0.5], "val_f1": [0.5, 0.9, 0.8]}
+    for options, unit, ends, best in (
+        ({"unit": "epoch", "initial_epoch": 4}, "epoch", ["5", "7"], "6"),
+        ({}, "step", ["44", "132"], "88"),
+    ):
+        root = ET.fromstring(history_of(series, **options)._repr_html_())
+        assert f"best val_f1 0.9000 at {unit} {best}" in "".join(root.itertext())
+        chart = next(root.iter("svg"))
+        assert [each.text for each in chart.findall("text")][3:6] == [ends[0], unit, ends[1]]
+        rows = [["".join(cell.itertext()) for cell in row] for row in root.iter("tr")]
+        assert (rows[0][-1], rows[1][-1]) == (f"at {unit}", best)
+
+
 def test_append_serves_as_a_callback_that_changes_nothing():
     history = History()
     assert history.append(Checkpoint(step=1, state=None, metrics={"loss": 1.0})) is None
@@ -156,6 +170,10 @@ def test_a_plot_has_a_picture_per_metric_with_training_and_validation_together()
     assert [axis.get_title() for axis in axes] == ["loss", "f1"]
     assert [list(line.get_ydata()) for line in axes[0].lines] == [[0.9, 0.5], [0.8, 0.6]]
     assert list(axes[0].lines[0].get_xdata()) == [44, 88]
+    assert axes[0].get_xlabel() == "step"
+    matplotlib.pyplot.close(axes[0].figure)
+    axes = history_of({"loss": [0.9, 0.5]}, unit="epoch").plot()
+    assert list(axes[0].lines[0].get_xdata()) == [1, 2] and axes[0].get_xlabel() == "epoch"
     matplotlib.pyplot.close(axes[0].figure)
 
 

@@ -107,6 +107,24 @@ def test_a_notebook_is_live_and_shows_lines_as_output_not_as_errors(notebook):
     assert not display.is_live(io.StringIO())
 
 
+def test_in_a_notebook_a_passing_notice_is_shown_until_the_next_line(monkeypatch, capsys):
+    shown = []
+
+    def show(data, *, raw, display_id):
+        shown.append(data["text/plain"])
+        return types.SimpleNamespace(update=lambda data, *, raw: shown.append(data["text/plain"]))
+
+    shell = types.SimpleNamespace(config={"IPKernelApp": {}})
+    cell = types.SimpleNamespace(display=show)
+    ipython = types.SimpleNamespace(get_ipython=lambda: shell, display=cell)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    display.say("compiling…")
+    assert shown == ["flaxfit  compiling…"] and capsys.readouterr().out == ""
+    display.say("compiled in 5s")
+    assert shown == ["flaxfit  compiling…", ""]
+    assert capsys.readouterr().out == "flaxfit  compiled in 5s\n"
+
+
 def test_a_plain_process_and_a_terminal_of_ipython_are_no_notebooks(monkeypatch):
     assert not display.is_notebook()
     for shell in None, types.SimpleNamespace(config={}):

@@ -1,5 +1,7 @@
 """What a training loop says of itself."""
 
+import xml.etree.ElementTree as ET
+
 import jax
 import numpy as np
 import optax
@@ -10,12 +12,34 @@ import flaxfit as ff
 X = np.full((8, 3), 0.125, np.float32)
 
 
-def test_the_repr_of_a_loop_is_one_line_without_data_or_weights():
-    strategy = ff.DataParallel(jax.devices()[:1])
+def make_loop(strategy):
     task = ff.TrainTask(nn.Dense(1), optax.sgd(0.1), "mse", (X, X[:, :1]))
-    loop = ff.TrainLoop(
+    return ff.TrainLoop(
         nn.Dense(1), task, 0, n_steps_per_checkpoint=5, n_steps=10, strategy=strategy, stdout=False
     )
+
+
+def test_a_notebook_shows_where_a_loop_is_and_which_steps_yield_checkpoints():
+    loop = make_loop(ff.DataParallel(jax.devices()[:1]))
+    page = ET.fromstring(loop._repr_html_())
+    assert page.findtext("b") == "TrainLoop at step 0/10" and page.find("table") is None
+    assert page.findtext("small") == (
+        "4 params · 1 cpu device · checkpoints at step 1, 6, … (first_checkpoint=1, "
+        "n_steps_per_checkpoint=5)"
+    )
+    first = ET.fromstring(loop.next_checkpoint()._repr_html_())
+    assert "first_checkpoint=1: one step is trained before the first" in first.findtext("small", "")
+    second = ET.fromstring(loop.next_checkpoint()._repr_html_())
+    assert "first_checkpoint" not in second.findtext("small", "")
+    page = ET.fromstring(loop._repr_html_())
+    assert page.findtext("b") == "TrainLoop at step 6/10"
+    assert [row[0].text for row in page.findall("table/tr")] == ["loss", "grad_norm"]
+    assert page.findtext("details/summary") == "params: 4 numbers in 2 arrays"
+
+
+def test_the_repr_of_a_loop_is_one_line_without_data_or_weights():
+    strategy = ff.DataParallel(jax.devices()[:1])
+    loop = make_loop(strategy)
     assert repr(loop) == (
         f"TrainLoop(mse, step=0, n_steps=10, n_steps_per_checkpoint=5, {strategy}, 4 params)"
     )
