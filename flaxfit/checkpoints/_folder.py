@@ -18,12 +18,6 @@ def absolute(folder: str | os.PathLike[str]) -> Path:
     """Returns the folder's absolute path: Orbax loses what is saved to a relative one."""
     if not os.fspath(folder):
         raise ValueError("A folder of checkpoints needs a name, got ''.")
-    if template := re.search(r"\{\w+(:[^}]*)?\}", os.fspath(folder)):
-        raise ValueError(
-            f"The name of a folder of checkpoints is no template, got {template[0]} in "
-            f"{os.fspath(folder)!r}: name the folder alone. It holds a folder for each step, of "
-            "that name, with its metrics."
-        )
     return Path(os.path.abspath(local_path(folder)))
 
 
@@ -56,6 +50,17 @@ def foreign(folder: Path) -> list[Path]:
 def step_path(folder: Path, step: int) -> Path:
     """Returns the folder of a step."""
     return folder / str(int(step))
+
+
+def of_run(folder: str | os.PathLike[str]) -> Path:
+    """Returns the absolute path of the folder of a run, which is no template of files."""
+    if template := re.search(r"\{\w+(:[^}]*)?\}", os.fspath(folder)):
+        raise ValueError(
+            f"The name of a folder of checkpoints is no template, got {template[0]} in "
+            f"{os.fspath(folder)!r}: name the folder alone. It holds a folder for each step, of "
+            "that name, with its metrics."
+        )
+    return absolute(folder)
 
 
 def begin(folder: Path, step: int) -> Path:

@@ -51,10 +51,16 @@ def save_weights(path: str | os.PathLike[str], weights: PyTree) -> Path:
       The absolute path of the file.
 
     Raises:
-      ValueError: the format lacks the dtype of an array, or two arrays have the same name.
+      ValueError: the format lacks the dtype of an array, two arrays have the same name, or the file
+        has the name of another format.
       OSError: the file cannot be written; an earlier file is unchanged.
     """
     target = _folder.absolute(path)
+    if target.suffix in (".h5", ".hdf5", ".keras"):
+        raise ValueError(
+            f"Weights are saved as safetensors, and {target.name!r} is a name of HDF5: name the "
+            f"file {target.name.partition('.')[0]}.safetensors."
+        )
     arrays, keys = {}, {}
     for name, leaf in leaves_of(_variables(weights)).items():
         if is_key(leaf):

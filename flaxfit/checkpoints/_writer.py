@@ -105,7 +105,7 @@ class CheckpointFileWriter:
         if on_error not in ("raise", "warn"):
             raise ValueError(f"on_error must be 'raise' or 'warn', got {on_error!r}.")
         self._save_freq, self._verbose = SaveFreq(save_freq, of_best=save_best_only), verbose
-        self.output_dir = _folder.absolute(output_dir)
+        self.output_dir = _folder.of_run(output_dir)
         self.on_error = on_error
         self._deletes, self._is_unfinished = delete_checkpoint, False
         self.asynchronous = asynchronous and not (3, 12) <= sys.version_info < (3, 12, 2)

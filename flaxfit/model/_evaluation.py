@@ -224,13 +224,13 @@ class Evaluation(Persistence):
         inputs = prepare_inputs(self._trainer.task.roles.inputs_of_data_set(x))
         return self.predict(x, _n_examples(inputs, "predict_on_batch"), 0)
 
-    def _to_predict(self, x: Data, batch_size: int | None) -> tuple[Data, PyTree]:
+    def _to_predict(self, x: Data, batch_size: int | None, **options: bool) -> tuple[Data, PyTree]:
         """The data of `predict`, and the state to predict with."""
         x = self._trainer.task.roles.inputs_of_data_set(x)
         inputs = prepare_inputs(x)
         if isinstance(inputs, tuple):
             _check_is_batch(inputs[0], self._trainer.input_shapes)
-        data = self._trainer.begin_with(in_order(inputs, batch_size))
+        data = self._trainer.begin_with(in_order(inputs, batch_size), **options)
         return data, self._trainer.averaged(self._trainer.state_in_place)
 
     def _bar(self, label: str, data: Data, steps: int | None, verbose: int | str) -> PassBar:

@@ -298,7 +298,7 @@ class Model(Examination):
         """
         if isinstance(x, tuple) and all(isinstance(n, int | None) for n in x):
             x = np.zeros([n or 1 for n in x], np.float32)
-        self._to_predict(x, None)
+        self._to_predict(x, None, notes_shapes=True)
 
     @property
     def trainable(self) -> bool:

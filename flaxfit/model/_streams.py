@@ -35,6 +35,8 @@ def training_stream(
     Raises:
       ValueError: a generator is to be passed over several times; or an option is not for this data.
     """
+    if shuffle not in (None, True, False):
+        raise ValueError(f"shuffle must be True, False or None, got {shuffle!r:.60}.")
     if steps_per_epoch is None and epochs > 1 and is_read_once(data):
         raise ValueError(
             f"A {type(data).__name__} can be iterated only once, and epochs={epochs} pass over "

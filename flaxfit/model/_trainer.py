@@ -244,11 +244,11 @@ class Trainer:
         if is_own and os.fspath(path).endswith(".safetensors"):
             self._loaded = state_alone(path, self.seed)
 
-    def begin(self, inputs: Callable[[], PyTree]) -> None:
+    def begin(self, inputs: Callable[[], PyTree], *, notes_shapes: bool = False) -> None:
         """Makes the state of the model, with loaded weights if there are any.
 
         A state that was loaded is compared with the model. `inputs` returns the inputs of a batch,
-        and is called only if their shapes are needed.
+        and is called only if their shapes are needed, or noted for `summary`.
 
         Raises:
           ValueError: the weights or the state are of another model; every difference is listed.
@@ -275,8 +275,10 @@ class Trainer:
                 )
                 check_params(self._loaded.params, fresh.params, self._unchecked)
                 self._unchecked = None
+            elif notes_shapes:
+                self._shapes = shapes_of(inputs())
 
-    def begin_with(self, data: Data) -> Data:
+    def begin_with(self, data: Data, *, notes_shapes: bool = False) -> Data:
         """As `begin`, with the inputs of the first batch; returns the data with that batch."""
         first: list[PyTree] = []
         batches = one_pass(data)
@@ -288,7 +290,7 @@ class Trainer:
             item = self.task.roles.inputs_of(first[0])
             return normalize(item, is_whole=self.task.keeps_whole).inputs
 
-        self.begin(inputs)
+        self.begin(inputs, notes_shapes=notes_shapes)
         is_stream = hasattr(data, "one_epoch") and getattr(data, "is_repeatable", True)
         if not first or is_stream or not isinstance(data, Iterator):
             return data

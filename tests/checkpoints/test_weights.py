@@ -58,6 +58,12 @@ def test_a_random_key_survives(tmp_path, tools):
     tools.assert_same(load_weights(path, tree), tree)
 
 
+@pytest.mark.parametrize("name", ["model.weights.h5", "model.keras"])
+def test_a_name_of_another_format_is_refused(tmp_path, tools, name):
+    with pytest.raises(ValueError, match=r"name the file model\.safetensors"):
+        save_weights(tmp_path / name, tools.make_state())
+
+
 def test_a_dtype_that_the_format_lacks_is_refused_and_no_file_is_left(tmp_path):
     with pytest.raises(ValueError, match=r"Cannot write b/c \(int4\) to a safetensors file"):
         save_weights(tmp_path / "w.safetensors", {"b": {"c": jnp.ones(2, jnp.int4)}, "d": 1})
