@@ -14,8 +14,9 @@ from flaxfit.losses._checks import in_range
 from flaxfit.step._broadcasting import couples_rows
 from flaxfit.step._jaxpr import names_axis
 from flaxfit.step._replicas import AnyReplicas, VirtualReplicas
-from flaxfit.task._multi_output import LossByOutput, is_loss_of_output, weight_of
+from flaxfit.task._multi_output import LossByOutput, weight_of
 from flaxfit.task._no_loss import no_loss
+from flaxfit.task._output_metrics import is_loss_of_output
 from flaxfit.task._precision import in_float32
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._functions import is_by_row

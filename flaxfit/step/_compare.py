@@ -15,11 +15,10 @@ from flaxfit.step._replicas import AnyReplicas
 from flaxfit.task._label_counts import count_weights, valid_weights
 from flaxfit.task._multi_output import (
     LossByOutput,
-    MetricOfOutput,
-    is_loss_of_output,
     labels_out_of_range,
 )
 from flaxfit.task._one_for_all import check_own_weights_of_all, for_all_outputs
+from flaxfit.task._output_metrics import MetricOfOutput, is_loss_of_output
 from flaxfit.task._precision import in_float32
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._types import Function, PyTree, Sums
@@ -143,13 +142,13 @@ def _measure(name: str, metric: Any, outputs: PyTree, targets: PyTree, weights: 
             _check_arguments(name, metric.values, outputs, targets, error)
         raise
     except ValueError as error:
-        if len(outputs) == 1 and isinstance(outputs[0], Mapping):
+        is_of_output = isinstance(metric, MetricOfOutput)
+        if len(outputs) == 1 and isinstance(outputs[0], Mapping) and not is_of_output:
             names = [*outputs[0]]
-            by_name = ", ".join(f"{each!r}: 'mse'" for each in names)
             raise ValueError(
                 f"The metric {name!r} failed on the outputs {', '.join(map(repr, names))} in a "
-                f"mapping: {error}. Name the metrics of single outputs, beside a loss for "
-                f"each: loss={{{by_name}}}, metrics={{{names[0]!r}: [{name!r}]}}."
+                f"mapping: {error}. Put the metrics of single outputs into lists by name: "
+                f"metrics={{{names[0]!r}: [{name!r}]}}."
             ) from error
         shapes = [jax.tree.map(jnp.shape, tree) for tree in (outputs, targets)]
         error.add_note(f"The metric is {name!r}, of outputs {shapes[0]} and targets {shapes[1]}.")
@@ -171,8 +170,11 @@ def _check_arguments(
     try:
         signature.bind(*outputs, *targets, **options)
     except TypeError as mismatch:
+        lists = ", ".join([f"[{name!r}]", *["[]"] * (len(outputs) - 1)])
+        hint = f" Put the metrics of single outputs into a list for each: metrics=[{lists}]."
         raise TypeError(
             f"The metric {name!r} was called with the wrong arguments: {mismatch}. Its signature "
             f"is {signature}, and it gets the outputs and the targets by position, "
             f"{len(outputs)} and {len(targets)} of them{', and with weights=' if options else ''}."
+            f"{hint if len(outputs) > 1 else ''}"
         ) from error

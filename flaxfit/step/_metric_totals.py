@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.task._label_counts import check_counts
-from flaxfit.task._multi_output import is_loss_of_output
+from flaxfit.task._output_metrics import is_loss_of_output
 from flaxfit.tree._types import Array, ArrayLike, PyTree, Sums
 
 Totals: TypeAlias = dict[str, Array]

@@ -1,19 +1,17 @@
-"""Losses, metrics and weights of a model with several outputs, by the names of the outputs."""
+"""Losses and weights of a model with several outputs, by the names of the outputs."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit import losses, metrics
+from flaxfit import losses
 from flaxfit.data._batch import Batch
 from flaxfit.data._sample_weights import of_output, without_idle_rows
 from flaxfit.losses._checks import in_range
-from flaxfit.metrics._metric import ratio
 from flaxfit.task._label_counts import count_labels, valid_weights
 from flaxfit.tree._types import Array, ArrayLike, PyTree, Sums
 from flaxfit.tree._weights import beside, joined_weights, which_count
@@ -89,9 +87,10 @@ class LossByOutput:
         if outputs is None or targets is None or more:
             shapes = jax.tree.map(jnp.shape, outputs_and_targets)
             raise ValueError(
-                f"Losses by the names {', '.join(self.losses)} want the outputs of the model, and "
-                f"the targets, as a mapping with these names or as a tuple of {len(self.names)}; "
-                f"got outputs and targets of shapes {', '.join(map(str, shapes))}."
+                f"Losses and metrics by the names {', '.join(self.losses)} want the outputs of the "
+                "model, and the targets, as a mapping with these names or as a tuple of "
+                f"{len(self.names)}; got outputs and targets of shapes "
+                f"{', '.join(map(str, shapes))}."
             )
         for role, found in ("output", outputs), ("target", targets):
             if name not in found:
@@ -182,89 +181,6 @@ def weight_of(loss: Any, weights: Any) -> float:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool)
-
-
-def as_metrics(given: Any, loss: losses.Loss | None) -> dict[str, metrics.Metric]:
-    """The metrics by name; with several outputs, the loss of each is one of them.
-
-    Metrics under the name of an output see that output and its target alone, and are called
-    "<output>_<metric>". So do those of a list that has a list, a name or None for each output.
-    """
-    given = () if given is None else given
-    if not isinstance(loss, LossByOutput):
-        return metrics.as_metrics(given)
-    found, given = {}, _by_output(given, list(loss.names))
-    for name in loss.losses:
-        found[f"{name}_loss"] = _metric_of_loss(loss, name)
-    if isinstance(given, Mapping):
-        of_outputs = {name: each for name, each in given.items() if name in loss.names}
-        given = {name: each for name, each in given.items() if name not in of_outputs}
-        for output, listed in of_outputs.items():
-            pick = functools.partial(loss.pick, output)
-            for name, metric in metrics.as_metrics(listed).items():
-                picked = metrics.on(pick, metric)
-                found[f"{output}_{name}"] = MetricOfOutput.of(output, picked)
-    return found | metrics.as_metrics(given)
-
-
-def _by_output(given: Any, names: list[str]) -> Any:
-    """Lists of metrics in the order of the outputs, as Keras takes them, by the names of these."""
-    if isinstance(given, str):
-        given = [given]
-    if not isinstance(given, list | tuple) or not given:
-        return given
-    is_nested = any(each is None or isinstance(each, list | tuple) for each in given)
-    if not is_nested and not all(isinstance(each, str) for each in given):
-        return given  # Functions and metrics of all outputs together.
-    if len(given) != len(names):
-        raise ValueError(
-            f"There are {len(names)} outputs ({', '.join(names)}), and metrics for {len(given)}: "
-            f"{given!r:.60}. Give a list for each, or a mapping: metrics={{{names[0]!r}: ...}}."
-        )
-    return dict(zip(names, given, strict=True))
-
-
-def _metric_of_loss(loss: LossByOutput, name: str) -> "MetricOfOutput":
-    """The metric that reports one of several losses."""
-
-    def measure(*outputs_and_targets: PyTree, weights: Array | None = None) -> Sums:
-        if weights is None:
-            weights = jnp.ones(len(jax.tree.leaves(outputs_and_targets)[0]))
-        total, weight = loss.sum_of(name, weights, *outputs_and_targets)
-        return {"sum": total, "weight": weight}
-
-    return MetricOfOutput(
-        measure,
-        lambda sums: ratio(sums["sum"], sums["weight"]),
-        f"{name}_loss",
-        values=functools.partial(loss.of, name),
-        output=name,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class MetricOfOutput(metrics.Metric):
-    """A metric of one output, whose weights it is measured with."""
-
-    output: str = ""
-
-    @classmethod
-    def of(cls, output: str, metric: metrics.Metric) -> Self:
-        """Makes a metric that of an output."""
-        return cls(
-            metric.measure,
-            metric.compute,
-            metric.name,
-            values=metric.values,
-            mode=metric.mode,
-            max_rows=metric.max_rows,
-            output=output,
-        )
-
-
-def is_loss_of_output(metric: metrics.Metric) -> bool:
-    """Whether a metric reports one of several losses."""
-    return isinstance(getattr(getattr(metric.values, "func", None), "__self__", None), LossByOutput)
 
 
 def labels_out_of_range(

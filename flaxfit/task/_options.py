@@ -19,8 +19,9 @@ from flaxfit.optim._extended import extend
 from flaxfit.optim._groups import MultiOptimizer
 from flaxfit.optim._optimizer import Optimizer
 from flaxfit.task._companions import as_companions
-from flaxfit.task._multi_output import as_loss, as_metrics
+from flaxfit.task._multi_output import as_loss
 from flaxfit.task._no_loss import no_loss
+from flaxfit.task._output_metrics import as_metrics
 from flaxfit.task._precision import check_precision
 from flaxfit.task._signatures import check_hooks, check_objective_call, takes_ema
 from flaxfit.tree._checks import whole_number

@@ -12,7 +12,7 @@ from flaxfit.data._roles import Names, Roles
 from flaxfit.modules._switch import as_apply, check_streams, handle_of, inputs_of
 from flaxfit.optim._averaged import averaged, has_average, has_ema
 from flaxfit.task._companions import as_companions
-from flaxfit.task._multi_output import as_loss, as_metrics
+from flaxfit.task._multi_output import as_loss
 from flaxfit.task._options import (
     check_across,
     check_objective,
@@ -20,6 +20,7 @@ from flaxfit.task._options import (
     names_of,
     resolved,
 )
+from flaxfit.task._output_metrics import as_metrics
 from flaxfit.task._precision import check_precision
 from flaxfit.task._repr import describe
 from flaxfit.tree._types import Data, Function, PyTree, Variables

@@ -13,7 +13,8 @@ from marks import diagonal, thorough
 
 import flaxfit as ff
 from flaxfit import metrics
-from flaxfit.task._multi_output import LossByOutput, as_loss, as_metrics
+from flaxfit.task._multi_output import LossByOutput, as_loss
+from flaxfit.task._output_metrics import as_metrics
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(22, 3)).astype("f4")

@@ -1,0 +1,115 @@
+"""Metrics of a model with several outputs, by the names of the outputs."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from flaxfit import losses, metrics
+from flaxfit.metrics._metric import ratio
+from flaxfit.task._multi_output import LossByOutput
+from flaxfit.tree._types import Array, PyTree, Sums
+
+
+def as_metrics(given: Any, loss: losses.Loss | None) -> dict[str, metrics.Metric]:
+    """The metrics by name; with several outputs, the loss of each is one of them.
+
+    Metrics under the name of an output see that output and its target alone, and are called
+    "<output>_<metric>". So do those of a list that has a list, a name or None for each output.
+    Beside one loss for all outputs, or none, these are lists, since a name alone is a metric of all
+    outputs there.
+    """
+    given, found = () if given is None else given, {}
+    if isinstance(given, list | tuple) and len(given) == 1 and isinstance(given[0], list | tuple):
+        (given,) = given
+    if isinstance(loss, LossByOutput):
+        found = {f"{name}_loss": _metric_of_loss(loss, name) for name in loss.losses}
+    elif names := _outputs_with_lists(given):
+        every: Any = dict.fromkeys(names, loss)  # Which only picks the outputs.
+        loss = LossByOutput(every, dict.fromkeys(names, 1.0), tuple(names))
+    else:
+        return metrics.as_metrics(given)
+    given = _by_output(given, list(loss.names))
+    if isinstance(given, Mapping):
+        of_outputs = {name: each for name, each in given.items() if name in loss.names}
+        given = {name: each for name, each in given.items() if name not in of_outputs}
+        for output, listed in of_outputs.items():
+            pick = functools.partial(loss.pick, output)
+            for name, metric in metrics.as_metrics(listed).items():
+                picked = metrics.on(pick, metric)
+                found[f"{output}_{name}"] = MetricOfOutput.of(output, picked)
+    return found | metrics.as_metrics(given)
+
+
+def _outputs_with_lists(given: Any) -> list[str]:
+    """The outputs that have lists of metrics, by name or in their order."""
+    if isinstance(given, Mapping):
+        return [name for name, each in given.items() if isinstance(each, list | tuple)]
+    is_nested = isinstance(given, list | tuple) and _is_nested(given)
+    return [f"output_{i}" for i in range(len(given))] if is_nested else []
+
+
+def _is_nested(given: Any) -> bool:
+    return any(each is None or isinstance(each, list | tuple) for each in given)
+
+
+def _by_output(given: Any, names: list[str]) -> Any:
+    """Lists of metrics in the order of the outputs, as Keras takes them, by the names of these."""
+    if isinstance(given, str):
+        given = [given]
+    if not isinstance(given, list | tuple) or not given:
+        return given
+    if not _is_nested(given) and not all(isinstance(each, str) for each in given):
+        return given  # Functions and metrics of all outputs together.
+    if len(given) != len(names):
+        raise ValueError(
+            f"There are {len(names)} outputs ({', '.join(names)}), and metrics for {len(given)}: "
+            f"{given!r:.60}. Give a list for each, or a mapping: metrics={{{names[0]!r}: ...}}."
+        )
+    return dict(zip(names, given, strict=True))
+
+
+def _metric_of_loss(loss: LossByOutput, name: str) -> "MetricOfOutput":
+    """The metric that reports one of several losses."""
+
+    def measure(*outputs_and_targets: PyTree, weights: Array | None = None) -> Sums:
+        if weights is None:
+            weights = jnp.ones(len(jax.tree.leaves(outputs_and_targets)[0]))
+        total, weight = loss.sum_of(name, weights, *outputs_and_targets)
+        return {"sum": total, "weight": weight}
+
+    return MetricOfOutput(
+        measure,
+        lambda sums: ratio(sums["sum"], sums["weight"]),
+        f"{name}_loss",
+        values=functools.partial(loss.of, name),
+        output=name,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricOfOutput(metrics.Metric):
+    """A metric of one output, whose weights it is measured with."""
+
+    output: str = ""
+
+    @classmethod
+    def of(cls, output: str, metric: metrics.Metric) -> Self:
+        """Makes a metric that of an output."""
+        return cls(
+            metric.measure,
+            metric.compute,
+            metric.name,
+            values=metric.values,
+            mode=metric.mode,
+            max_rows=metric.max_rows,
+            output=output,
+        )
+
+
+def is_loss_of_output(metric: metrics.Metric) -> bool:
+    """Whether a metric reports one of several losses."""
+    return isinstance(getattr(getattr(metric.values, "func", None), "__self__", None), LossByOutput)
