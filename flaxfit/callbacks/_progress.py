@@ -10,6 +10,7 @@ from flaxfit import display
 from flaxfit.callbacks._bar import Bar, arrange, new_bar
 from flaxfit.callbacks._callback import Loop
 from flaxfit.callbacks._history import History
+from flaxfit.callbacks._stopping import EarlyStopping
 from flaxfit.metrics._monitor import Monitor, check_mode, default_monitor
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._functions import owner_of
@@ -42,8 +43,8 @@ class ProgressBar:
         and the bar starts again after each.
       total: the number of units; None: the loop's `n_steps` for steps.
       start: the number of units done before (a resumed run).
-      monitor: the metric whose best values are marked "*"; None: the first validation
-        metric, if there is one.
+      monitor: the metric whose best values are marked "*"; None: that of an `EarlyStopping` beside
+        it, else the first validation metric, if there is one.
       mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
       live: whether to draw a bar; None: on a terminal or in a notebook.
       file: a text stream; None: standard error, in a notebook the cell's output.
@@ -69,6 +70,7 @@ class ProgressBar:
         self._mode = mode
         self._given = None if monitor is None else Monitor(monitor, mode, "ProgressBar")
         self._live, self._file, self._clock = live, file, clock
+        self._chosen = self._given
         self._loop: Loop | None = None
         self._bar: Bar | None = None
         self._reset(0)
@@ -76,7 +78,7 @@ class ProgressBar:
     def _reset(self, step: int) -> None:
         self._n = step if self._unit == "step" else self._start
         self._bar_start = step
-        self._monitor = self._given
+        self._monitor = self._chosen
         self._best: tuple[float, int] | None = None
         """The best value so far, and the unit that reached it."""
         self._last: Checkpoint | None = None
@@ -96,6 +98,7 @@ class ProgressBar:
         self._table = display.Table(self._unit, dict.fromkeys(itertools.chain(*added)))
         if self._given is not None:
             self._given.attach(loop, self)
+        self._monitor = self._chosen = self._given or _monitor_of(loop)
         if self._live or (self._live is None and display.is_live(self._stream)):
             loop.dispatch_watchers.append(self._watch)
 
@@ -183,18 +186,18 @@ class ProgressBar:
 
     def set_state(self, state: Mapping[str, Json]) -> None:
         """Restores what `get_state` returned, if it is of the same metric; after `attach`."""
-        if state["best"] is None or (self._given and self._given.name != state["monitor"]):
+        if state["best"] is None or (self._chosen and self._chosen.name != state["monitor"]):
             return
-        self._monitor = self._given or Monitor(state["monitor"], self._mode, "ProgressBar")
+        self._monitor = self._chosen or Monitor(state["monitor"], self._mode, "ProgressBar")
         self._best = state["best"][0], state["best"][1]
 
     def recall(self, history: History) -> None:
         """Takes the best value from the earlier epochs of a run that is resumed."""
-        monitor = self._given and self._given.name
-        monitor = monitor or default_monitor(history, history.modes)
+        chosen = self._chosen
+        monitor = chosen.name if chosen else default_monitor(history, history.modes)
         if monitor is None or not any(map(math.isfinite, history.get(monitor, ()))):
             return
-        best = history.best(monitor, self._mode)
+        best = history.best(monitor, chosen.mode if chosen else self._mode)
         self.set_state(
             {"monitor": monitor, "best": (best.value, history.initial_epoch + best.epoch)}
         )
@@ -234,3 +237,10 @@ class ProgressBar:
         said = [line for each in callbacks for line in getattr(owner_of(each), "endings", ())]
         is_asked = self._last is not None and self._last.stop and self._not_finite_since is None
         return said or ["a callback asked to stop"] * is_asked
+
+
+def _monitor_of(loop: Loop) -> Monitor | None:
+    """The metric by which the weights to restore are chosen, so that stars are of the same one."""
+    owners = map(owner_of, loop.callbacks)
+    monitors = (each._monitor for each in owners if isinstance(each, EarlyStopping))
+    return next(monitors, None)

@@ -65,12 +65,15 @@ class CompiledSteps:
         if not self.compiled:
             self._say(done)
             return
+        done = done.replace(" in ", " again in ")
         now, before = ", ".join(map(str, shapes)), ", ".join(map(str, first[0]))
         if now == before and dtypes != first[1]:
             now, before = f"{now} of {', '.join(dtypes)}", ", ".join(first[1])
-        after = f" (the first were of {before})" if now != before else ""
+        if now == before:
+            self._say(done)
+            return
         where = plural(len(portion.strategy.devices), "device")
-        self._say(f"{done.replace(' in ', ' again in ')}, for batches of {now} on {where}{after}")
+        self._say(f"{done}, for batches of {now} on {where} (the first were of {before})")
 
 
 def build_update(

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from flaxfit import TrainLoop, TrainTask
-from flaxfit.callbacks import ProgressBar
+from flaxfit.callbacks import EarlyStopping, ProgressBar
 from flaxfit.callbacks._history import History
 from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
 
@@ -102,6 +102,20 @@ def test_a_resumed_run_knows_the_best_value_of_its_history(checkpoint_at):
     lines = file.getvalue().splitlines()
     assert lines[2].endswith("best val_accuracy 0.9000 at epoch 4 (*)")
     assert lines[3].endswith("0.9500 *")
+
+
+def test_the_stars_are_of_the_metric_by_which_weights_are_restored(make_loop, checkpoint_at):
+    file, loop = io.StringIO(), make_loop()
+    bar = ProgressBar(unit="epoch", total=2, file=file)
+    stopping = EarlyStopping("val_regret", mode="min", patience=9, restore_best=False)
+    loop.callbacks = [stopping, bar]
+    bar.attach(loop)
+    history = History()
+    history.append(checkpoint_at(1, val_regret=0.25, val_accuracy=0.1))
+    bar.recall(history)
+    bar(checkpoint_at(2, val_regret=0.5, val_accuracy=0.9))
+    bar(checkpoint_at(3, val_regret=0.125, val_accuracy=0.5))
+    assert [line.endswith("*") for line in file.getvalue().splitlines()] == [False, False, True]
 
 
 def test_metrics_of_later_epochs_have_their_columns_from_the_first(make_loop, checkpoint_at):
