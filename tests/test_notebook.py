@@ -119,6 +119,8 @@ def test_a_loop_goes_on_from_cell_to_cell_and_after_an_interrupt(notebook):
     assert "Checkpoint at step 6 " in shown(notebook, "the next")[0]
     *_, error = outputs_of(notebook, STOPPED)
     assert error.ename == "KeyboardInterrupt"
+    text = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(error.traceback))
+    assert "in interrupt(checkpoint)" in text and "flaxfit" not in text
     # Its callbacks were not through with the one at step 11: it is delivered again.
     assert "Checkpoint at step 11 " in shown(notebook, "and on")[0]
     (rest,) = outputs_of(notebook, "to the end")

@@ -42,6 +42,12 @@ def test_a_worded_error_shows_the_frame_of_the_caller_alone():
     assert is_worded(caught.value)
 
 
+def test_a_callback_that_cannot_be_made_does_too():
+    with pytest.raises(ValueError, match="'auto', 'min' or 'max'") as caught:
+        ff.callbacks.EarlyStopping("val_loss", mode="lowest")
+    assert files_in(caught.value) == {__file__}
+
+
 def test_a_property_that_is_set_does_too():
     model = make_model()
     with pytest.raises(TypeError, match="True or False") as caught:
