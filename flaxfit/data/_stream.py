@@ -16,7 +16,7 @@ class DataStream(Protocol):
     """An iterator of batches that knows its position.
 
     A stream may also have `get_state() -> state` and `set_state(state)`, where the state is
-    JSON-able and stands for the batches delivered so far; `epoch`, the number of completed passes;
+    JSON-able and describes the batches delivered so far; `epoch`, the number of completed passes;
     and `shared`, False if each process gets its own share of every batch (default: True). Streams
     made by `as_stream` have all four.
 

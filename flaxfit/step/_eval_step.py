@@ -17,8 +17,8 @@ def make_eval_step(
 ) -> Callable[..., dict[str, Sums]]:
     """Makes the pure measurement of one batch: `(state, batch, position=0) -> sums`.
 
-    Where the task has `rngs`, their keys depend on the position of the batch in the data. Of a
-    metric that collects rows, those of the batch are in the place of the sums.
+    Where the task has `rngs`, their keys depend on the position of the batch in the data. A
+    metric that collects rows returns those of the batch instead of sums.
 
     >>> import numpy as np
     >>> from flaxfit import Batch, EvalTask, InferenceState

@@ -1,4 +1,4 @@
-"""Hints about a first batch: what is probably meant otherwise, though it can be computed."""
+"""Hints about a first batch: what can be computed, but is probably a mistake."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +31,7 @@ _OF_LOGITS = {
 def hints_of(
     program: Jaxpr, arguments: PyTree, results: PyTree, loss: Any, batch: Batch, values: Batch
 ) -> list[str]:
-    """Describes what a model, a loss and inputs are probably not meant to be.
+    """Describes probable mistakes in a model, a loss and inputs.
 
     Args:
       program: the traced forward pass.
@@ -39,7 +39,7 @@ def hints_of(
       results: what it returns, a `ForwardPass`.
       loss: the loss of the task.
       batch: the batch that was traced; its scale is read.
-      values: all data, if it is at hand, else the batch; its indices are read.
+      values: all data, if available, else the batch; its indices are read.
     """
     origins = origins_of(program)
     inputs = _numbered(arguments)[1].inputs
@@ -111,7 +111,7 @@ def _of_convolutions(program: Jaxpr, batch: Batch) -> Iterator[str]:
 
 
 def _of_scales(inputs: PyTree) -> Iterator[str]:
-    """Whether inputs are far larger than a model is made for."""
+    """Whether inputs are far larger than models train well on."""
     for path, leaf in flat(inputs).items():
         if not _is_at_hand(leaf) or not np.size(leaf) or not jnp.issubdtype(leaf.dtype, np.inexact):
             continue

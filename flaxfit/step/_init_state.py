@@ -42,13 +42,13 @@ def init_state(
       key: a random key or an integer seed.
       inputs: the model's input, or a tuple (or a dict of keyword inputs) of such: arrays or
         `jax.ShapeDtypeStruct`s; only shapes and dtypes matter.
-      collections: the random streams that `init` is given.
-      shardings: where the state is created: a pytree of `jax.sharding.Sharding`s (one for all will
-        do), or a function that makes it of the abstract state. No array is ever whole on one
-        device, except weights that are given.
+      collections: the random streams to pass to `init`.
+      shardings: where the state is created: a pytree of `jax.sharding.Sharding`s (or one for
+        all), or a function from the abstract state to it. No array is ever whole on one device,
+        except given weights.
 
     Returns:
-      The state at step 0. Boxes of logical axis names are taken off; the names are its `axes`.
+      The state at step 0. Boxes of logical axis names are removed; the names are its `axes`.
 
     Raises:
       TypeError: `init` is a module.

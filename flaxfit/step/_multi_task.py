@@ -23,13 +23,13 @@ from flaxfit.tree._types import ArrayLike, Json, PyTree, Sums
 def MultiTask(
     tasks: Mapping[str, TrainTask], *, weights: Mapping[str, float] | None = None, seed: int = 0
 ) -> TrainTask:
-    """Makes one task of several, which take turns: each step is one of a single task.
+    """Combines tasks that take turns on one state: each step trains a single task.
 
-    They train one state: a task's `apply` uses what it needs of the parameters. Each has its own
-    data, loss and metrics; these are reported as "<task>/<metric>" (`nan` where no step of it fell
-    into the span), and "loss" is the mean over the examples of all. Checkpoints hold the position
-    of each in its data. The run ends with the data that ends first. Parameters that a task does
-    not use have a gradient of zero, on which an optimizer with moments still acts.
+    A task's `apply` uses the parameters that it needs. Each task has its own data, loss and
+    metrics, reported as "<task>/<metric>" (`nan` for a task without a step since the last
+    checkpoint); "loss" is the mean over the examples of all tasks. Checkpoints hold the position
+    of each task in its data. The run ends when the data of any task ends. Parameters that a task
+    does not use get a gradient of zero, on which an optimizer with moments still acts.
 
     >>> import optax
     >>> x, w = np.ones((8, 1), np.float32), np.zeros(1, np.float32)
@@ -42,8 +42,8 @@ def MultiTask(
 
     Args:
       tasks: by name; they share one optimizer object.
-      weights: how often each is trained, by name, in the long run: turns are then drawn, a
-        function of the seed and the step. None: one after the other.
+      weights: the relative frequency of each task, by name: turns are then drawn by the seed and
+        the step. None: one after the other.
       seed: of the draws.
 
     Raises:

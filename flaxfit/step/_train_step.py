@@ -57,13 +57,13 @@ def make_train_step(
     Args:
       task: a `TrainTask`.
       axis_name: the mapped axis to reduce over, where the step runs once per replica.
-      virtual_replicas: how many replicas to divide a batch among, in all and on however many
-        devices: the results are the same to the bit. None: one for each device.
+      virtual_replicas: the number of replicas to divide a batch among, on any number of devices:
+        the results are the same to the bit. None: one per device.
       grad_norm: whether to report the global norm of the gradients.
       keep_grads: whether to return `(state, (sums, grads))`.
       skip_empty: whether the weights of a batch may sum to zero; False saves the check.
-      loss_has_weights: whether the loss returns weights with its values; None: it is traced once
-        more to find out.
+      loss_has_weights: whether the loss returns weights with its values; None: one more trace
+        finds out.
     """
     optimizer, taken = with_arguments(task.optimizer), arguments_of(task.optimizer)
 
@@ -179,7 +179,7 @@ def _demands_explained(taken: Iterable[str]) -> Iterator[None]:
         more = f", and with {', '.join(sorted(taken))}" if taken else ", and nothing else"
         error.add_note(
             f"A step calls optimizer.update(gradients, state, params) with mean gradients{more}. "
-            "What needs more belongs in a step of your own, TrainTask(step=...). "
+            "An optimizer that needs more belongs in a custom step, TrainTask(step=...). "
             "optax.partition and optax.masked mask grad only with mask_compatible_extra_args=True; "
             "groups of a MultiOptimizer mask it themselves."
         )

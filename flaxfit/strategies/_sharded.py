@@ -27,7 +27,7 @@ from flaxfit.tree._types import Array, Device, Function, PyTree
 class Sharded:
     """Splits the state and the batches over a named mesh; the compiler adds the communication.
 
-    The state is created in parts and stays so: `gather` makes whole arrays of it. Batches are split
+    The state is created and kept in parts: `gather` returns whole arrays. Batches are split
     over the axes "data" and "fsdp" of the mesh, or those of the rule "batch". Parameters are split
     by the names of their dimensions (`nn.with_logical_partitioning`, `nnx.with_partitioning`),
     which rules map to axes of the mesh, or by patterns of their paths; the optimizer's state is
