@@ -1,7 +1,7 @@
-"""flaxfit trains Flax models; this page is its public API.
+"""Trains Flax models: `Model` fits, evaluates and predicts; `TrainLoop` is for loops of your own.
 
-The sub-packages `callbacks`, `checkpoints`, `data`, `export`, `losses`, `metrics`, `modules`,
-`optim`, `sklearn` and `strategies` are attributes, imported when first used.
+The sub-packages `callbacks`, `checkpoints`, `data`, `export`, `importers`, `launch`, `losses`,
+`metrics`, `modules`, `optim`, `sklearn` and `strategies` are imported when they are first used.
 """
 
 import importlib
