@@ -29,7 +29,7 @@ def read_table(page: str, head: str) -> Table:
 
 def steps() -> str:
     """The time of a step beside that of a hand-written loop, a panel for each model."""
-    table = read_table("performance", "contender")
+    table = read_table("performance-figures", "contender")
     models = next(iter(table.values()))
     return figure(
         "chart",
