@@ -1,5 +1,6 @@
 """Hints about a first batch: what can be computed, but is probably a mistake."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,6 +60,8 @@ def _numbered(tree: PyTree) -> Any:
 
 def _of_probabilities(loss: Any, origins: list[Any]) -> Iterator[str]:
     """Whether a loss of logits is given the outputs of a softmax or a sigmoid."""
+    if isinstance(loss, functools.partial) and loss.keywords.get("from_logits", True):
+        loss = loss.func  # With options, such as a label smoothing.
     for last, those in _OF_LOGITS.items():
         if origins == [last] and any(loss is each for each in those):
             yield (
