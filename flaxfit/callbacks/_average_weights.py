@@ -20,10 +20,10 @@ class AverageWeights:
     """Ends training with the mean of the weights of its checkpoints (epochs, in `fit`).
 
     Stochastic weight averaging (Izmailov et al. 2018, arXiv:1803.05407): each checkpoint counts the
-    same. Training itself, and what is measured and saved on the way, is that of the last weights;
-    the mean takes their place when training ends, however it ends. Running statistics, such as
-    those of BatchNorm, are averaged too; what is not floating point is the last. Means are taken in
-    float32 at least. A `CheckpointFileWriter` saves them, so that a resumed run ends with the same.
+    same. Training, metrics and checkpoints use the last weights; the mean replaces them when
+    training ends, for whatever reason. Running statistics, such as those of BatchNorm, are averaged
+    too; other values stay the last ones. Means are computed in float32 or better. A
+    `CheckpointFileWriter` saves them, so a resumed run ends with the same mean.
 
     >>> import numpy as np, optax
     >>> from flaxfit import TrainLoop, TrainTask
@@ -36,8 +36,7 @@ class AverageWeights:
     ([0.5, 0.75], 0.625)
 
     Args:
-      start_from_epoch: the number of checkpoints (epochs, in `fit`) at the beginning that are left
-        out.
+      start_from_epoch: the number of initial checkpoints (epochs, in `fit`) to leave out.
     """
 
     borrows = True
@@ -63,8 +62,8 @@ class AverageWeights:
         """
         if has_average(loop.state):
             raise ValueError(
-                "AverageWeights cannot average weights that have an average already, that of ema= "
-                "or of a schedule-free optimizer. Leave one of the two out."
+                "AverageWeights cannot average weights that already have an average, from ema= or "
+                "a schedule-free optimizer. Remove one of the two."
             )
         for each in map(owner_of, getattr(loop, "callbacks", ())):
             if isinstance(each, EarlyStopping) and each.restore_best:

@@ -13,12 +13,12 @@ from flaxfit.tree._types import ArrayLike, PyTree
 class Callback(Protocol):
     """Anything that takes a checkpoint and returns it, a changed copy, or None (unchanged).
 
-    Callbacks run in their order; the next one and the user get what one returns. Return the
-    checkpoint, as the built-in ones do, and `redex.combinator.serial` composes them too.
+    Callbacks run in order; the next one, and then the user, get what one returns. Those that return
+    the checkpoint, as the built-in ones do, also compose with `redex.combinator.serial`.
 
     A callback may have two more methods. `attach(loop)` is called once when a loop with it in its
-    `callbacks` is built. `close()` is called when training ends, however it ends. A callback
-    whose memory changes what training does is a `StatefulCallback`.
+    `callbacks` is built. `close()` is called when training ends, for whatever reason. A callback
+    whose state affects training is a `StatefulCallback`.
 
     A callback with the attribute `order = "last"` gets a checkpoint after the others, and is closed
     before them; one with `order = "first"` gets it before the others, is attached before the first
@@ -43,7 +43,7 @@ class Callback(Protocol):
 
 
 class StatefulCallback(Callback, Protocol):
-    """A callback whose memory is saved with each checkpoint and restored with it.
+    """A callback whose state is saved and restored with each checkpoint.
 
     A `CheckpointFileWriter` among the callbacks saves it; a loop that resumes from the file
     restores it after `attach`.
@@ -63,7 +63,7 @@ class StatefulCallback(Callback, Protocol):
     """
 
     def get_state(self) -> dict[str, PyTree]:
-        """Returns its memory: values of JSON by name, and arrays as fields of a training state.
+        """Returns its state: JSON values by name, and arrays as fields of a training state.
 
         Such fields are "params", "model_state" or "opt_state", with the structure that they have in
         the state of the loop.

@@ -35,7 +35,7 @@ class EventFile:
             self._write(file_version="brain.Event:2")
 
     def restart(self, step: int) -> None:
-        """Declares void what the file holds of this step and later ones."""
+        """Invalidates the records of this step and later ones."""
         self._write(step=step, session_log=self._proto.SessionLog(status="START"))
 
     def add(self, step: int, summaries: Iterable[Summary]) -> None:

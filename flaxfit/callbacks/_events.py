@@ -17,13 +17,13 @@ _ARGUMENTS = {"train": "logs", "test": "logs", "epoch": "epoch, logs", "batch": 
 class Events:
     """Calls functions when training, an epoch or a batch begins and ends, as Keras does.
 
-    `logs` is a new dict of the metrics that are numbers, empty where something begins; epochs
-    count from 0 or `initial_epoch`, batches from 0 in each epoch. In a loop of its own an epoch is
-    what lies between two checkpoints. What functions return is ignored: to end training or to add
-    a metric, give `callbacks` a function of a checkpoint, which is a callback itself.
+    `logs` is a new dict of the scalar metrics, empty when something begins; epochs count from 0 or
+    `initial_epoch`, batches from 0 in each epoch. In a `TrainLoop` an epoch lasts from one
+    checkpoint to the next. Return values are ignored: to end training or add a metric, pass a
+    function of a checkpoint as the callback.
 
-    An epoch begins before its first step, not after the last one. Training ends however it ends.
-    With several processes each calls them.
+    An epoch begins before its first step, not after the last one. `on_train_end` is called for
+    whatever reason training ends. With several processes, each calls the functions.
 
     >>> events = Events(on_epoch_end=lambda epoch, logs: print(epoch, logs["loss"]))
     >>> checkpoint = events(Checkpoint(step=1, state=None, metrics={"loss": 0.5}))
@@ -34,7 +34,8 @@ class Events:
       on_epoch_end: a function `(epoch, logs)`, with those of validation.
       on_train_begin: a function `(logs)`.
       on_train_end: a function `(logs)`, with those of the last epoch.
-      on_train_batch_begin: a function `(batch, logs)`. It, and the next, take one step at a time.
+      on_train_batch_begin: a function `(batch, logs)`. This and the next event run one step per
+        dispatch.
       on_train_batch_end: a function `(batch, logs)`, with the means of the epoch so far, for which
         it waits for the device.
       on_test_end: a function `(logs)` of the metrics of validation, before `on_epoch_end`.
@@ -84,8 +85,8 @@ class Events:
         begins, ends = map(self._functions.get, ("on_train_batch_begin", "on_train_batch_end"))
         if (begins or ends) and loop.steps_per_call > 1:
             raise ValueError(
-                f"Events of batches see every step, and {loop.steps_per_call} are taken at once: "
-                "leave steps_per_execution (in a loop, steps_per_call) out."
+                f"Batch events see every step, but {loop.steps_per_call} run per dispatch: "
+                "remove steps_per_execution (in a loop, steps_per_call)."
             )
         self._epochs.attach(loop, self._begin_epoch)
         if begins is not None:
@@ -147,7 +148,7 @@ def _check(name: str, function: Function) -> None:
     given = next(each for key, each in reversed(_ARGUMENTS.items()) if key in name)
     advice = f"{name} is called with ({given})"
     if not callable(function):
-        raise TypeError(f"{advice}, got {function!r:.60}, which is no function.")
+        raise TypeError(f"{advice}, got {function!r:.60}, which is not a function.")
     try:
         inspect.signature(function).bind(*given.split(", "))
     except ValueError:  # Written in C, and silent about it.
@@ -167,8 +168,8 @@ def _no_event(name: str) -> str:
         )
     if name.startswith(("on_test_", "on_predict_")):
         return (
-            f"Events has no {name}: it follows training. Call your function where you call "
-            "model.evaluate or model.predict, which take callbacks, too; or go over the batches of "
+            f"Events has no {name}: it covers training only. Call your function where you call "
+            "model.evaluate or model.predict, which also take callbacks, or iterate over "
             "model.predictions(x)."
         )
     return f"Events has no {name}; it has on_epoch_, on_train_, on_train_batch_ begin and end."

@@ -12,17 +12,17 @@ from flaxfit.distributed._initialize import PEER_FAILED
 
 
 class ExitCode(enum.IntEnum):
-    """The exit codes of a process that a callback has ended; others have their usual meaning.
+    """Exit codes of a process that a callback ended; others have their usual meaning.
 
     >>> ExitCode(85).name
     'PREEMPTED'
     """
 
     PREEMPTED = 85
-    """A signal asked to end; every completed step is saved: start the same command again."""
+    """A signal ended the run; every completed step is saved: start the same command again."""
     UNSAVED = UNSAVED
-    """A signal asked to end, but the completed steps could not be saved in the time of grace; or
-    the last save failed. Earlier checkpoints are good."""
+    """A signal ended the run, but its steps could not be saved within the grace period; or the last
+    save failed. Earlier checkpoints are intact."""
     HUNG = 87
     """No step completed in the time that `Watchdog` allows."""
     PEER_FAILED = PEER_FAILED

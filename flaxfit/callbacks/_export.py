@@ -17,11 +17,11 @@ from flaxfit.tree._types import Function, Json, PyTree
 
 
 class Export:
-    """Writes the model to a file whenever a checkpoint is better than those before.
+    """Writes the model to a file whenever a checkpoint is the best so far.
 
-    The file is replaced as a whole, so it always holds the best model so far. With several
-    processes the first one writes it. `Model.fit` passes the model in evaluation mode; for a loop
-    of your own pass it as `apply`.
+    The file is replaced atomically, so it always holds the best model so far. With several
+    processes, the first writes it. `Model.fit` passes the model in evaluation mode; for a loop of
+    your own pass it as `apply`.
 
     >>> import tempfile
     >>> import numpy as np

@@ -186,9 +186,9 @@ class History(Mapping[str, list[float]]):
         names = [name for name in self if name.split("/")[0] == "learning_rate"]
         if not names:
             raise ValueError(
-                f"There is no learning rate to draw, the history holds {self._held()}. It is "
-                "reported where the optimizer's state holds it, as a number or by a schedule: make "
-                "it with flaxfit.optim.OptimizerDef(optax.adam, learning_rate=1e-3)."
+                f"There is no learning rate to plot: the history holds {self._held()}. It is "
+                "recorded if the optimizer's state holds it, as a number or a schedule: make the "
+                "optimizer with flaxfit.optim.OptimizerDef(optax.adam, learning_rate=1e-3)."
             )
         _, axes = pyplot("(history['learning_rate'] has the numbers)").subplots(
             figsize=(4, 3), layout="constrained"

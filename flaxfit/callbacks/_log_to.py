@@ -97,7 +97,7 @@ class Attempt:
             if not self._has_failed:
                 self._has_failed = True
                 say(
-                    f"{self._owner} failed, training goes on without it (reported once): "
+                    f"{self._owner} failed; training continues without it (reported once): "
                     f"{type(error).__name__}: {error}"
                 )
 

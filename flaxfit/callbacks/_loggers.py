@@ -62,7 +62,7 @@ class _RowLogger(ABC):
         return self._epochs.get_state()
 
     def set_state(self, state: Mapping[str, Json]) -> None:
-        """Goes on with the rows of the run that is resumed."""
+        """Continues the rows of the resumed run."""
         self._epochs.set_state(state)
         self._is_begun = True
 
@@ -93,10 +93,10 @@ class CSVLogger(_RowLogger):
 
     In `fit` the first column is `epoch`, from 0 as in Keras. Rows are flushed at each checkpoint; a
     full disk is reported once and does not stop training. A metric that appears later adds a
-    column. The file, and its folder, are made at the first checkpoint. A file that exists is
-    continued after its rows of earlier steps: rows from the present step on, and a last row that a
-    killed process left unfinished, are dropped. So a resumed run leaves one row per step, and a run
-    that starts from scratch leaves only its own.
+    column. The file, and its folder, are made at the first checkpoint. An existing file keeps its
+    rows of earlier steps; rows from the current step on, and a last row that a killed process left
+    unfinished, are dropped. So a resumed run leaves one row per step, and a run from scratch only
+    its own.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "log.csv"

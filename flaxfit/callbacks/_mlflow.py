@@ -12,8 +12,8 @@ class MLflowLogger(TrackedRun):
     """Logs the metrics of each checkpoint to a run of MLflow.
 
     The run begins with the first checkpoint. When training ends it is FINISHED, FAILED after an
-    exception, or KILLED after Ctrl-C. A resumed `fit` continues the same run. A store that
-    cannot be reached never stops training.
+    exception, or KILLED after Ctrl-C. A resumed `fit` continues the same run. An unreachable store
+    never stops training.
 
     >>> import mlflow
     >>> MLflowLogger("digits", tracking_uri="sqlite:///runs.db").run_id is None

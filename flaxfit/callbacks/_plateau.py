@@ -13,10 +13,10 @@ from flaxfit.tree._types import Json
 
 
 class ReduceLROnPlateau:
-    """Lowers the learning rate when a metric no longer improves, as that of Keras does.
+    """Lowers the learning rate when a metric no longer improves, as in Keras.
 
-    The optimizer has a number as its rate, `optax.adam(1e-3)`, or makes it a hyperparameter:
-    `OptimizerDef(optax.adam, learning_rate=1e-3)`. One with a schedule is refused.
+    The rate must be a number, `optax.adam(1e-3)`, or a hyperparameter, `OptimizerDef(optax.adam,
+    learning_rate=1e-3)`. Schedules are refused.
 
     >>> plateau = ReduceLROnPlateau("val_loss", factor=0.5, patience=3)
     >>> plateau.get_state()["n_waited"]
@@ -29,8 +29,7 @@ class ReduceLROnPlateau:
       verbose: 0 prints nothing.
       mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
       min_delta: an improvement is larger than this.
-      cooldown: the number of checkpoints, that of the reduction included, after which the count
-        begins again.
+      cooldown: the number of checkpoints, including that of the reduction, before it counts again.
       min_lr: the rate is not lowered below this.
       group: the group of a `MultiOptimizer`; None: all of them.
     """

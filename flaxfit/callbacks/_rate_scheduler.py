@@ -23,9 +23,9 @@ class LearningRateScheduler:
     checkpoints before). A function `(step)` or `(step, rate)`, also an optax schedule `(count)`,
     gets the number of completed steps. The second argument is the present rate.
 
-    The optimizer has a number as its rate, `optax.adam(1e-3)`, or makes it a hyperparameter:
-    `OptimizerDef(optax.adam, learning_rate=1e-3)`. One with a schedule is refused. A schedule that
-    is a function of the step alone costs least as that of the optimizer, `optax.adam(schedule)`.
+    The rate must be a number, `optax.adam(1e-3)`, or a hyperparameter, `OptimizerDef(optax.adam,
+    learning_rate=1e-3)`. Schedules are refused. A function of the step alone is cheapest as the
+    optimizer's own schedule, `optax.adam(schedule)`.
 
     >>> LearningRateScheduler(lambda epoch, lr: 0.1 if epoch < 10 else 0.9 * lr).unit
     'epoch'
@@ -34,10 +34,10 @@ class LearningRateScheduler:
 
     Args:
       schedule: the function; called once before the first step, and once before the first step
-        after each checkpoint, also of a run that is resumed there or trained further.
+        after each checkpoint, also in a resumed or continued run.
       verbose: 1 prints each rate that is set.
-      unit: "epoch" or "step", what it counts, where the name of the argument does not tell.
-      per_step: whether to call it before every step, of steps. That takes steps one by one.
+      unit: "epoch" or "step", what it counts, if the argument's name does not tell.
+      per_step: whether to call a function of the step before every step, one step per dispatch.
       group: the group of a `MultiOptimizer` to set it for; None: all of them.
 
     Raises:
@@ -81,9 +81,9 @@ class LearningRateScheduler:
         take_rates(loop, self.group, "LearningRateScheduler")
         if self._per_step and loop.steps_per_call > 1:
             raise ValueError(
-                "LearningRateScheduler(per_step=True) sets the rate of every step, and "
-                f"{loop.steps_per_call} are taken at once: leave steps_per_execution (in a loop, "
-                "steps_per_call) out, or give the optimizer an optax schedule."
+                "LearningRateScheduler(per_step=True) sets the rate of every step, but "
+                f"{loop.steps_per_call} run per dispatch: remove steps_per_execution (in a loop, "
+                "steps_per_call), or give the optimizer an optax schedule."
             )
         (loop.step_starters if self._per_step else loop.starters).append(self._start)
 

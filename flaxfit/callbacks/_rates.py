@@ -17,7 +17,7 @@ def take_rates(loop: Loop, group: str | int | None, owner: str) -> None:
         raise ValueError(
             f"{owner} cannot set the learning rate: the optimizer was made with a schedule, which "
             "sets it at each step. Make the optimizer with a number, such as optax.adam(1e-3), or "
-            "leave the callback out."
+            "remove the callback."
         )
     set_rates(loop, found)
 

@@ -22,14 +22,14 @@ _FIELDS = ("step", "params", "opt_state", "model_state")
 class Rollback:
     """Restores the last good state when a metric or the parameters are no longer finite.
 
-    Parameters, optimizer state and model state become those of the last checkpoint that was
-    good, or of the start. The step and the position in the data stay where they are: the data
-    that caused it is skipped, and no random key is used twice. Hyperparameters that were set,
-    such as a lowered learning rate, stay. `metrics["rollbacks"]` counts, so that each event is in
-    the history, beside the value that was not finite.
+    Parameters, optimizer state and model state become those of the last good checkpoint, or of the
+    start. The step and the data position do not change: the data that caused it is skipped, and no
+    random key is used twice. Hyperparameters that were set, such as a lowered learning rate, stay.
+    `metrics["rollbacks"]` counts rollbacks, so the history shows each one beside the value that was
+    not finite.
 
     The good state is kept in the memory of the host, a copy for every checkpoint. A
-    `CheckpointFileWriter` beside it saves it as well, if it is not the present state.
+    `CheckpointFileWriter` also saves it, unless it is the current state.
 
     >>> import numpy as np, optax
     >>> from flaxfit import TrainLoop, TrainTask
@@ -82,16 +82,14 @@ class Rollback:
     def _go_back(self, step: int, value: float | None) -> TrainState:
         """Restores the last good state in the loop, or raises."""
         if self._loop is None:
-            raise ValueError(
-                "Rollback has no loop to put a state back into: give it to callbacks= itself."
-            )
+            raise ValueError("Rollback has no loop to restore a state in: pass it in callbacks=.")
         what = f"the parameters or the model's state are not finite at step {step:,}"
         if value is not None and not math.isfinite(value):
             what = f"{self._monitor.name} is {value:.4g} at step {step:,}"
         if self._good is None:
             raise FloatingPointError(
-                f"{what}, and there is no good state to go back to: this run began with one that "
-                "is not finite. Restore an earlier checkpoint."
+                f"{what}, and there is no good state to return to: this run began with one that is "
+                "not finite. Restore an earlier checkpoint."
             )
         if self.n_rollbacks >= self._n_times:
             raise FloatingPointError(
@@ -100,7 +98,7 @@ class Rollback:
             )
         self.n_rollbacks += 1
         say(
-            f"{what}: going on with the state of step {int(self._good.step):,} "
+            f"{what}: continuing with the state of step {int(self._good.step):,} "
             f"(rollback {self.n_rollbacks} of {self._n_times})"
         )
         # What callbacks have set, such as a lowered learning rate, they do not set again.

@@ -37,8 +37,8 @@ class SaveOnSignal:
     from it reports the same metrics as without the interruption. The process then ends by
     `SystemExit` with `ExitCode.PREEMPTED`, or with `UNSAVED` if that save failed. It works in the
     main thread only; `close` restores the earlier handlers. With several processes JAX's
-    preemption service watches SIGTERM, and all save the same step; a process that hangs ends
-    after the time of grace, too.
+    preemption service watches SIGTERM, and all save the same step; a hanging process also ends
+    after the grace period.
 
     `fit(checkpoint_dir=...)` adds it if nothing else handles SIGTERM.
 
@@ -101,7 +101,7 @@ class SaveOnSignal:
             self._listen()
         else:
             if self._signals != (signal.SIGTERM,):
-                say("SaveOnSignal hears SIGTERM alone where several processes train together")
+                say("SaveOnSignal handles only SIGTERM when several processes train together")
             self._begin_deadline()
             threading.Thread(
                 target=_hear_notice,
@@ -120,7 +120,7 @@ class SaveOnSignal:
 
     def _listen(self) -> None:
         if threading.current_thread() is not threading.main_thread():
-            say("SaveOnSignal hears no signals: Python delivers them to the main thread only")
+            say("SaveOnSignal receives no signals: Python delivers them to the main thread only")
             return
         self._begin_deadline()
         for number in self._signals:
@@ -202,7 +202,7 @@ class SaveOnSignal:
             return None
         is_where_it_began = loop.step == (0 if loop.start is None else loop.start.step)
         if is_where_it_began and loop.revision[:2] == self._began[:2]:
-            return f"no step was done since step {loop.step:,}, from which it began"
+            return f"no step was completed since step {loop.step:,}, where it began"
         # The step alone is not enough: after `restore` it may number other steps.
         saved = {getattr(writer, "saved_revision", None) for writer in self._writers(loop)}
         return f"step {loop.step:,} is saved" if saved == {loop.revision} else None

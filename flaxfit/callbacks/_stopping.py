@@ -26,11 +26,11 @@ class EarlyStopping:
 
     It stops at once when the metric is nan or inf.
 
-    The best parameters, their average (of `ema=` or a schedule-free optimizer) and model state, not
-    the rest of the optimizer's, are restored when training ends, however it ends: stopped here, out
-    of steps or data, interrupted, failed. For this it must be in the `callbacks` of the loop itself
-    (`every` may wrap it). A `CheckpointFileWriter` beside it saves them as well, so that a run that
-    is started again restores the same.
+    The best parameters, their average (of `ema=` or a schedule-free optimizer) and model state, but
+    no other optimizer state, are restored when training ends for any reason: stopped here, out of
+    steps or data, interrupted, failed. For this it must be in the `callbacks` of the loop (`every`
+    may wrap it). A `CheckpointFileWriter` saves them as well, so a resumed run restores the same
+    weights.
 
     >>> stopping = EarlyStopping("val_loss", patience=2, restore_best=False)
     >>> for step, loss in enumerate([0.9, 0.5, 0.7, 0.6]):
@@ -41,18 +41,17 @@ class EarlyStopping:
 
     Args:
       monitor: the metric to watch.
-      min_delta: an improvement is larger than this; a tie is none.
+      min_delta: an improvement must be larger than this; a tie is not one.
       patience: the number of checkpoints without improvement that end training; 0 means 1.
       verbose: 1 prints when it stops and what it restores.
       mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
-      baseline: a value that the metric has to be better than; the wait for `patience` begins again
-        only with an improvement that is.
+      baseline: a value to beat; only improvements beyond it reset `patience`.
       restore_best_weights: Keras's name of `restore_best`.
-      start_from_epoch: the number of checkpoints (epochs, in `fit`) at the beginning that are left
-        out: they neither end training nor are the best.
+      start_from_epoch: the number of initial checkpoints (epochs, in `fit`) to ignore: they neither
+        end training nor are the best.
       restore_best: whether to restore the best weights when training ends; None: yes.
-      check_finite: whether nan or inf, in either direction, stops training at once; else it
-        is no improvement.
+      check_finite: whether nan or inf stops training at once; otherwise it counts as no
+        improvement.
     """
 
     borrows = True
@@ -78,8 +77,8 @@ class EarlyStopping:
             )
         if restore_best is not None and restore_best_weights is not None:
             raise ValueError(
-                "EarlyStopping got restore_best and restore_best_weights, which are two names of "
-                "one option: give one of them."
+                "EarlyStopping got restore_best and restore_best_weights, two names for one "
+                "option: pass one of them."
             )
         given = restore_best_weights if restore_best is None else restore_best
         if baseline is not None and (
@@ -145,8 +144,8 @@ class EarlyStopping:
         self.has_stopped = math.isfinite(value)
         if self.restore_best and self._loop is None:
             say(
-                "EarlyStopping stops, but no loop knows it that could take the best weights: "
-                "put it into callbacks= itself, or pass restore_best=False"
+                "EarlyStopping stops, but no loop is attached to restore the best weights: pass it "
+                "in callbacks=, or pass restore_best=False"
             )
         if self._verbose:
             best = "" if self.best_value is None else f", best {self.best_value:.4g}"
@@ -172,7 +171,7 @@ class EarlyStopping:
         if not self._best_weights or (is_averaged and "opt_state" not in self._best_weights):
             say(
                 f"the best weights (step {self.best_step:,}) were reached before this run was "
-                "resumed, and were not saved with it: the last ones stay"
+                "resumed, and were not saved with it: the last weights stay"
             )
             return
         kept = self._best_weights
@@ -181,8 +180,8 @@ class EarlyStopping:
             state = with_average_of(state, kept)
         if state is None:
             say(
-                f"the weights of step {self.best_step:,} cannot be restored, as their average is "
-                "of other parameters than are trained now: the last ones stay"
+                f"the weights of step {self.best_step:,} cannot be restored, as their average "
+                "covers other parameters than those trained now: the last weights stay"
             )
             return
         loop.restore(state)
@@ -231,9 +230,9 @@ class StopOnNaN:
     FloatingPointError: loss became nan at step 18 (last finite 0.5 at step 9). Lower the ...
 
     Args:
-      raise_error: whether to raise; else training ends at that checkpoint, which is said.
-      every: looks within an epoch, too, after so many steps each time, for which it waits for the
-        device; the step that it finds is the last one. With several processes the epoch ends first.
+      raise_error: whether to raise; otherwise training ends at that checkpoint, with a message.
+      every: also checks within an epoch, every so many steps, which waits for the device; training
+        ends at that step. With several processes the epoch ends first.
     """
 
     borrows = True
@@ -247,7 +246,7 @@ class StopOnNaN:
         """The last finite values and their step, in words."""
 
     def attach(self, loop: Loop) -> None:
-        """Looks at the steps of a loop, if asked to."""
+        """Watches the steps of a loop if `every` is given."""
         if self._every is not None:
             self._looked_at = loop.step
             loop.dispatch_watchers.append(functools.partial(self._look, loop, self._every))

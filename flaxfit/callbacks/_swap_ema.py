@@ -13,8 +13,8 @@ class SwapEMA:
 
     For a loop whose task keeps one, `TrainTask(ema=0.999)`: afterwards `loop.state.params` is the
     average, and the average is the parameters. Checkpoints that were yielded or saved before stay
-    as they are. Training after it continues from the average. A model needs none:
-    `Model(ema=)` evaluates, predicts and exports with the average by itself.
+    as they are. Training then continues from the average. A `Model` does not need it: `Model(ema=)`
+    already evaluates, predicts and exports with the average.
 
     >>> import numpy as np, optax
     >>> from flaxfit import TrainLoop, TrainTask
@@ -37,8 +37,8 @@ class SwapEMA:
     def attach_apply(self, apply: Function) -> None:
         """Refuses to work in `fit`, whose model uses the average already."""
         raise ValueError(
-            "SwapEMA is for loops: Model(ema=...) evaluates, predicts and exports with the moving "
-            "average by itself. Leave SwapEMA out; flaxfit.optim.swap_ema(model.state).params is "
+            "SwapEMA is for loops: Model(ema=...) already evaluates, predicts and exports with the "
+            "moving average. Remove SwapEMA; flaxfit.optim.swap_ema(model.state).params is "
             "the average."
         )
 

@@ -22,9 +22,9 @@ _VALIDATION = "validation"
 class TensorBoardLogger:
     """Writes the metrics of each checkpoint for TensorBoard: `tensorboard --logdir folder`.
 
-    There is one file of events per folder, or two with `split`. A resumed run appends to it, and
-    TensorBoard drops what the file holds of later steps than the one resumed from. Give each run a
-    folder of its own. Failures to write never stop training.
+    Each folder has one event file, or two with `split`. A resumed run appends to it, and
+    TensorBoard drops the steps after the one it resumed from. Give each run a folder of its own.
+    Failures to write never stop training.
 
     >>> import tensorboardX  # It is written with this package.
     >>> import tempfile
@@ -76,8 +76,8 @@ class TensorBoardLogger:
         self._make = required("TensorBoardLogger", "tensorboardX", "tensorboard").summary
         if histograms and histogram_freq is not None:
             raise ValueError(
-                "TensorBoardLogger got histograms and histogram_freq, which are two names of one "
-                "option: give one of them."
+                "TensorBoardLogger got histograms and histogram_freq, two names for one option: "
+                "pass one of them."
             )
         n = int(histograms) if histogram_freq is None else histogram_freq
         self._histograms = whole_number("histograms", n, least=0)
@@ -233,7 +233,7 @@ def _arrays(tree: PyTree) -> Iterator[tuple[str, np.ndarray]]:
 
 _OF_KERAS = {
     "write_graph": "a compiled step has no graph of layers; model.summary() lists the parameters",
-    "write_steps_per_second": "add callbacks.Throughput(), whose numbers are written, too",
+    "write_steps_per_second": "add callbacks.Throughput(), whose metrics are logged too",
     "profile_batch": "add callbacks.Profiler(folder, first, last)",
     "embeddings_freq": "it writes no projections; the embeddings are in checkpoint.state.params",
     "embeddings_metadata": "it writes no projections",

@@ -46,7 +46,7 @@ PEAK_FLOPS = {
 
 
 class Throughput:
-    """Adds to each checkpoint how fast its steps were.
+    """Adds the speed of its steps to each checkpoint.
 
     `examples_per_second`; `tokens_per_second` if examples are sequences; `flops_per_second`,
     the operations of the step (`TrainLoop.step_flops`) on all devices; and `mfu`, the model FLOPs

@@ -11,11 +11,11 @@ from flaxfit.tree._types import Json
 
 
 class Unfreeze:
-    """Trains frozen parameters from some checkpoint on: after so many epochs, in `fit`.
+    """Unfreezes parameters after a number of checkpoints (epochs, in `fit`).
 
-    The task says what is frozen at first (`freeze=`). The update is compiled again each time; the
-    optimizer keeps its state of the other parameters. To resume a run that was interrupted after
-    the second of several stages, build its model with what was frozen then.
+    The task's `freeze=` says what is frozen at first. Each stage recompiles the update and keeps
+    the optimizer state of the other parameters. To resume a run after the second of several stages,
+    build its model with what was frozen then.
 
     >>> unfreeze = Unfreeze({2: "encoder/layer_1/.*", 4: "encoder/.*"})
 
@@ -58,7 +58,7 @@ class Unfreeze:
         self._n_seen += 1
         if self._n_seen in self._schedule:
             n = _unfreeze(loop, self._schedule[self._n_seen])
-            say(f"step {checkpoint.step:,}: {n} more parameter arrays are trained from here on")
+            say(f"step {checkpoint.step:,}: {n} more parameter arrays are trained from now on")
         return checkpoint
 
     def get_state(self) -> dict[str, Json]:

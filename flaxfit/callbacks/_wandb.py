@@ -12,7 +12,7 @@ class WandbLogger(TrackedRun):
     """Logs the metrics of each checkpoint to a run of Weights & Biases.
 
     The run begins with the first checkpoint and is finished when training ends. A resumed `fit`
-    continues the same run. A service that cannot be reached never stops training.
+    continues the same run. An unreachable service never stops training.
 
     >>> import wandb
     >>> WandbLogger("digits", mode="offline").run is None

@@ -14,11 +14,10 @@ _INTERVALS = 10
 class Watchdog:
     """Ends the process when no step completes for a time, and shows where each thread is.
 
-    Its thread checks the loop a few times per allowance, and costs a step nothing. It counts the
-    time in which the loop itself works: fetching batches, stepping, making a checkpoint. It does
-    not count the time in which your code holds a checkpoint, nor that of a stopped process.
-    Compilation, the inspection of the first batch and the callbacks (evaluation, saving) have an
-    allowance of their own. The exit code is `ExitCode.HUNG`.
+    Its thread checks the loop a few times per allowance, at no cost per step. Only the loop's own
+    work counts (fetching batches, stepping, making a checkpoint), not your code between
+    checkpoints, nor a stopped process. Compilation, the inspection of the first batch and the
+    callbacks (evaluation, saving) have an allowance of their own. The exit code is `ExitCode.HUNG`.
 
     Given to a `TrainLoop` or to `fit`, it guards the very first batch as well, that of the
     validation data included. Code that never releases Python's lock stops the watchdog, too.

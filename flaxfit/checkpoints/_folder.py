@@ -25,14 +25,14 @@ def make(folder: Path) -> None:
     """Makes the folder of a run if it is missing."""
     if folder.is_file():
         raise NotADirectoryError(
-            f"Checkpoints go into a folder, and {folder} is a file: name another path."
+            f"Checkpoints go into a folder, and {folder} is a file: pass another path."
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise type(error)(
             error.errno,
-            f"Cannot make the folder of checkpoints ({error.strerror}): name another path",
+            f"Cannot make the checkpoint folder ({error.strerror}): pass another path",
             str(folder),
         ) from error
 
@@ -53,10 +53,10 @@ def step_path(folder: Path, step: int) -> Path:
 
 
 def of_run(folder: str | os.PathLike[str]) -> Path:
-    """Returns the absolute path of the folder of a run, which is no template of files."""
+    """Returns the absolute path of a run's folder, whose name must not be a template."""
     if template := re.search(r"\{\w+(:[^}]*)?\}", os.fspath(folder)):
         raise ValueError(
-            f"The name of a folder of checkpoints is no template, got {template[0]} in "
+            f"The name of a checkpoint folder cannot be a template, got {template[0]} in "
             f"{os.fspath(folder)!r}: name the folder alone. It holds a folder for each step, of "
             "that name, with its metrics."
         )

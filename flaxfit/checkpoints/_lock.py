@@ -49,8 +49,8 @@ def hold(folder: Path) -> FolderLock | None:
         os.close(descriptor)
         raise BlockingIOError(
             error.errno,
-            "Cannot save here: another process does, and two runs cannot share a folder. End the "
-            "other one, or use another folder",
+            "Cannot save here: another process is saving into this folder, and two runs cannot "
+            "share one. End the other run, or use another folder",
             str(folder),
         ) from error
     except OSError:

@@ -94,7 +94,7 @@ class CheckpointFileReader:
                 f"{template!r:.60}. Make one with flaxfit.init_state(init, optimizer, key, inputs)."
             )
         if partial is not None and template is None:
-            raise ValueError("partial= needs a target, to keep the rest of.")
+            raise ValueError("partial= needs a target whose other values are kept.")
         _end.wait_for_others(self.folder)
         from_main("the entries of a folder of checkpoints", self._report_foreign)
         try:

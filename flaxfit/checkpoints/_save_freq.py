@@ -7,9 +7,9 @@ from flaxfit.tree._checks import whole_number
 
 
 class SaveFreq:
-    """Saves every n steps, if n is given, also where no checkpoint is made.
+    """Saves every n steps, if n is given, between checkpoints too.
 
-    A step of which a checkpoint is made anyway is left to that.
+    A step that yields a checkpoint is left to it.
     """
 
     def __init__(self, save_freq: int | str, *, of_best: bool):
@@ -18,13 +18,13 @@ class SaveFreq:
         self._saved_at = 0
         if self._n and of_best:
             raise ValueError(
-                f"Within an epoch there are no metrics that tell the best: save_best_only=True "
-                f"needs save_freq='epoch', got {save_freq}. To have both, give two writers, each "
-                "with a folder of its own."
+                "There is no monitored metric within an epoch: save_best_only=True needs "
+                f"save_freq='epoch', got {save_freq}. For both, use two writers with separate "
+                "folders."
             )
 
     def attach(self, loop: Any, writer: Any) -> None:
-        """Looks at the steps of a loop, if asked to."""
+        """Watches the steps of a loop if n is given."""
         if self._n:
             self._saved_at = loop.step
             loop.watchers.append(functools.partial(self._look, loop, writer))

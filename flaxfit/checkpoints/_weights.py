@@ -101,7 +101,7 @@ def load_weights(
         `partial` matches nothing.
     """
     if partial is not None and target is None:
-        raise ValueError("partial= needs a target, to keep the rest of.")
+        raise ValueError("partial= needs a target whose other values are kept.")
     source = _folder.absolute(path)
     try:
         arrays, facts = _safetensors.read(source)

@@ -42,8 +42,8 @@ class CheckpointFileWriter:
     callbacks, ends as if it had never been interrupted.
 
     Saving a step that the folder already holds does nothing if the content is the same, and
-    replaces it otherwise. The first save of a run that starts again at an earlier step renames the
-    later steps of the run before it to `superseded-<step>-<n>`, and says so.
+    replaces it otherwise. The first save of a run restarted at an earlier step renames the later
+    steps to `superseded-<step>-<n>`, with a message.
 
     >>> import tempfile, jax.numpy as jnp, optax
     >>> from flaxfit.step._init_state import init_state
@@ -63,12 +63,12 @@ class CheckpointFileWriter:
         none, or "val_loss" if an option below asks for the best.
       mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the losses
         of Optax; other metrics need "min" or "max".
-      keep_best: how many of the best steps to keep; None: one, of a monitored metric.
+      keep_best: how many of the best steps to keep; None: one, if a metric is monitored.
       save_best_only: whether to save only a checkpoint that is better than all before it in this
         folder; `save` saves any. A run that resumes from the folder begins at the last one saved.
       initial_value_threshold: with `save_best_only`, a value that the metric has to beat as well.
-      save_freq: "epoch", or a number of steps: in the `callbacks` of a loop it saves after so many
-        each time, too, where a run that resumes continues within the epoch.
+      save_freq: "epoch", or a number of steps, every so many of which a writer in `callbacks` also
+        saves; a resumed run then continues within the epoch.
       verbose: 1 prints the folder of each step.
       asynchronous: whether to write in the background. Python 3.12.0 and 3.12.1 never do, as they
         cannot finish background work when a process ends.
@@ -316,7 +316,7 @@ class CheckpointFileWriter:
     def _fail(self, error: BaseException) -> None:
         if self.on_error == "raise":
             raise error
-        say(f"{error}\nThe run goes on without this checkpoint.")
+        say(f"{error}\nThe run continues without this checkpoint.")
 
     def _finish(
         self,

@@ -92,7 +92,7 @@ def _arrays(described: Iterable[Json], weights: bytes) -> dict[str, np.ndarray]:
         name, shape, dtype = entry["name"], tuple(entry["shape"]), jnp.dtype(entry["dtype"])
         is_numeric = str(dtype) == entry["dtype"] and not dtype.hasobject and not dtype.fields
         if not is_numeric or min(shape, default=1) < 0:
-            raise ValueError(f"{name!r:.60} is no array of numbers")
+            raise ValueError(f"{name!r:.60} is not a numeric array")
         size = math.prod(shape)
         if start + size * dtype.itemsize > len(weights):
             raise ValueError(f"the weights end before {name!r:.60}")

@@ -118,8 +118,8 @@ def _as_input(method: str, wanted: jax.ShapeDtypeStruct, value: ArrayLike) -> ja
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     if _kind(array.dtype) > _kind(wanted.dtype):
         raise TypeError(
-            f"{method!r} takes {wanted.dtype}, got {array.dtype}, which does not become it without "
-            f"loss: pass x.astype({str(wanted.dtype)!r}) if that is meant."
+            f"{method!r} takes {wanted.dtype}, got {array.dtype}, which cannot be cast without "
+            f"loss: pass x.astype({str(wanted.dtype)!r}) if that is intended."
         )
     if 0 in array.shape and 0 not in wanted.shape:
         raise ValueError(
@@ -130,7 +130,7 @@ def _as_input(method: str, wanted: jax.ShapeDtypeStruct, value: ArrayLike) -> ja
     are_whole = jnp.issubdtype(array.dtype, jnp.integer) and jnp.issubdtype(cast.dtype, jnp.integer)
     if are_whole and isinstance(array, np.ndarray) and not np.array_equal(cast, array):
         raise ValueError(
-            f"{method!r} takes {wanted.dtype}, which does not hold numbers from {array.min()} to "
+            f"{method!r} takes {wanted.dtype}, which cannot hold numbers from {array.min()} to "
             f"{array.max()}."
         )
     return jnp.asarray(cast)

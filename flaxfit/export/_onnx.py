@@ -107,9 +107,7 @@ def _chosen(module: JaxModule, method: str | None) -> str:
     if method is None:
         method = names[0] if len(names) == 1 else DEFAULT_METHOD_KEY
     if method not in names:
-        raise ValueError(
-            f"A file of ONNX holds one method: pass method=, one of {', '.join(names)}."
-        )
+        raise ValueError(f"An ONNX file holds one method: pass method=, one of {', '.join(names)}.")
     return method
 
 

@@ -39,7 +39,7 @@ class InputSpec:
     ('b', '2*t')
 
     Raises:
-      ValueError: a dimension is neither a size nor a text.
+      ValueError: a dimension is neither a size nor a string.
     """
 
     shape: tuple[int | str, ...]
@@ -204,4 +204,4 @@ def _value(node: ast.expr, sizes: Mapping[str, int]) -> int:
             return _OPERATORS[type(op)](_value(left, sizes), _value(right, sizes))
         case ast.Call(func=ast.Name(id=name), args=arguments):
             return _FUNCTIONS[name](*(_value(argument, sizes) for argument in arguments))
-    raise ValueError(f"{ast.unparse(node)!r} is no dimension or constraint that JAX knows.")
+    raise ValueError(f"{ast.unparse(node)!r} is not a dimension or constraint that JAX supports.")

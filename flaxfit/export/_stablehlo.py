@@ -83,8 +83,8 @@ def save(
 def load(path: str | os.PathLike[str]) -> ExportedModel:
     """Reads what `save` wrote; call it, or one of its `methods`.
 
-    Reading runs nothing, and there is no pickle in the file; but a program is code, and XLA does
-    not defend itself against a crafted one: load files of people you trust.
+    Reading runs nothing, and the file holds no pickle; but a program is code, and XLA does not
+    defend itself against a crafted one: load only files you trust.
 
     >>> load("no/such/file")
     Traceback (most recent call last):

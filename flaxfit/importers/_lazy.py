@@ -151,7 +151,7 @@ class LazyThreadPoolArray(LazyArray):
     array([0, 1, 2], dtype=int32)
 
     Args:
-      shape, dtype, get_fn: as of `LazyArray`.
+      shape, dtype, get_fn: as in `LazyArray`.
     """
 
     executor = ThreadPoolExecutor(READERS, thread_name_prefix="flaxfit-reader")
@@ -179,7 +179,7 @@ class LazyAwaitableArray(LazyArray):
     array([0, 1, 2], dtype=int32)
 
     Args:
-      shape, dtype, get_fn: as of `LazyArray`.
+      shape, dtype, get_fn: as in `LazyArray`.
     """
 
     def get(self) -> Array:

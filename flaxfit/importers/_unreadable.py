@@ -75,5 +75,5 @@ def as_dtype(name: object) -> np.dtype:
     except TypeError:
         dtype = None
     if dtype is None or dtype.kind not in "biufc":
-        raise ValueError(f"it names the dtype {str(name)!r:.40}, which is not of numbers")
+        raise ValueError(f"it names the dtype {str(name)!r:.40}, which is not numeric")
     return dtype

@@ -35,6 +35,6 @@ def check_strategy(task: TrainTask, strategy: Strategy) -> None:
     """
     if task.step is not None and strategy.axis_name is not None and strategy.n_devices > 1:
         raise ValueError(
-            f"The task has a step of its own, which sees whole batches, and {strategy!r} hands "
-            f"each of {strategy.n_devices} devices a part: use strategy=Sharded(), or one device."
+            f"The task has a custom step, which needs whole batches, but {strategy!r} gives each "
+            f"of {strategy.n_devices} devices a part: use strategy=Sharded(), or one device."
         )

@@ -99,8 +99,8 @@ class DeviceLoader:
         is_by_output = shapes is not None and isinstance(shapes.weights, Mapping)
         if isinstance(batch.weights, Mapping) != is_by_output:
             raise ValueError(
-                "Cannot train on this batch: it has weights by output, and those before have not, "
-                "or the other way round. Give weights of 1 where there are none."
+                "Cannot train on this batch: either it or the earlier batches have weights by "
+                "output. Pass weights of 1 where there are none."
             )
         if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(batch.weights)):
             check_weights_of(batch, "This batch")  # To read others would wait for the devices.

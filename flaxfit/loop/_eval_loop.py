@@ -228,9 +228,9 @@ class EvalLoop:
         """Validates the first batch, as `measure` would, without measuring anything.
 
         Args:
-          state: as of `measure`.
-          data: as of `measure`.
-          n_steps: as of `measure`.
+          state: as in `measure`.
+          data: as in `measure`.
+          n_steps: as in `measure`.
           in_phase: that of the loop to which this work belongs.
 
         Raises:

@@ -22,7 +22,7 @@ def warn_of_idle_gpu() -> None:
     warnings.warn(
         "JAX computes on the CPU, though this machine has an NVIDIA GPU: JAX was installed without "
         'CUDA, or cannot load it. Install it with pip install "jax[cuda13]" and see what '
-        "jax.devices('cuda') says; or set JAX_PLATFORMS=cpu, and this warning goes away.",
+        "jax.devices('cuda') says; or set JAX_PLATFORMS=cpu to silence this warning.",
         stacklevel=3,
     )
 

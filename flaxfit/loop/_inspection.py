@@ -74,7 +74,7 @@ class Inspection:
         """Validates a first batch, or all data if it is available."""
         if task.step is not None:
             traced = inspect_step(task, make_step(task), state, batch, data, self._bind)
-            found = Found(traced.shapes, "the task has a step of its own")
+            found = Found(traced.shapes, "the task has a custom step")
             self.work = traced.n_operations
         else:
             traced = inspect(
@@ -136,5 +136,5 @@ def _why_not_pad(task: TrainTask, state: TrainState, result: ForwardPass) -> str
     if reason := why_not_pad(task, result.values, result.penalty):
         return reason
     if jax.tree.leaves(state.model_state) and task.mutable not in (False, (), []):
-        return "the model keeps statistics of what it sees, such as BatchNorm's"
+        return "the model keeps statistics of its inputs, such as BatchNorm's"
     return ""

@@ -18,7 +18,7 @@ from flaxfit.tree._types import Data, PyTree
 
 
 def knows_rows(stream: Data) -> bool:
-    """Whether several processes divide each batch of a stream by row numbers, as of `ArrayStream`.
+    """Whether several processes divide each batch of a stream by row numbers, as in `ArrayStream`.
 
     Other streams give each process its own share of each batch.
     """
@@ -31,9 +31,9 @@ def check_divided(stream: Data, strategy: Strategy) -> None:
         name = getattr(stream, "name", type(stream).__name__)
         raise ValueError(
             f"Cannot divide the batches of a {name} among {strategy.n_processes} processes, all of "
-            "which would compute with the same rows. Either give arrays or an ArrayStream, of "
-            "which each process takes its own rows. Or divide the data yourself: give a Grain "
-            "DataLoader with shard_options=grain.sharding.ShardByJaxProcess(), or any iterable "
+            "which would compute with the same rows. Pass arrays or an ArrayStream, which flaxfit "
+            "divides. Or divide the data yourself: pass a Grain DataLoader with "
+            "shard_options=grain.sharding.ShardByJaxProcess(), or any iterable "
             "that yields other rows in each process as "
             "flaxfit.data.as_stream(data, shared=False)."
         )

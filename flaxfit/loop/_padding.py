@@ -107,9 +107,9 @@ class Padder:
             self._structure, self._first = structure, describe(given)
         elif structure != self._structure and not self.is_mixed:
             raise ValueError(
-                "A batch has another structure than the first one, and so cannot be trained on or "
-                f"measured with it. The shapes are:\n  first {self._first}\n  now   "
-                f"{describe(given)}\nHave the data give the same parts in each batch."
+                "A batch has another structure than the first one. The shapes are:\n  first "
+                f"{self._first}\n  now   "
+                f"{describe(given)}\nAll batches must have the same structure."
             )
 
     def _cannot_split(self, n: int) -> str:

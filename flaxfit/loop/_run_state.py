@@ -204,7 +204,7 @@ class RunState:
         True
 
         Args:
-          batch_size: as of `step_flops`.
+          batch_size: as in `step_flops`.
         """
         return step_cost(self._stepper, batch_size)
 
@@ -218,7 +218,7 @@ class RunState:
         True
 
         Args:
-          batch_size: as of `step_flops`.
+          batch_size: as in `step_flops`.
 
         Raises:
           ValueError: the backend does not report it, several processes share the step, or it runs

@@ -48,7 +48,7 @@ class Stepper:
     ):
         check_strategy(task, strategy)
         if keep_grads and task.step is not None:
-            raise ValueError("The task has a step of its own, which returns no gradients to keep.")
+            raise ValueError("The task has a custom step, which returns no gradients to keep.")
         self.task, self.strategy, self._say = task, strategy, say
         self.options = {"grad_norm": grad_norm, "keep_grads": keep_grads}
         self.step = 0
@@ -213,8 +213,8 @@ class Stepper:
         Args:
           n_left: the most steps to take.
           batch: a batch for one step, while the stream stays where it is; None: the stream's.
-          spacing: as of `StepsPerCall.next`.
-          n_total: as of `StepsPerCall.next`.
+          spacing: as in `StepsPerCall.next`.
+          n_total: as in `StepsPerCall.next`.
 
         Returns:
           Whether there was a batch.

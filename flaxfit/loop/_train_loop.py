@@ -63,8 +63,8 @@ class TrainLoop(Settings):
       collections: names of random streams, instead of the task's `rngs`.
       mutable_collections: instead of the task's `mutable`.
       devices: the devices of a `DataParallel` strategy.
-      strategy: where arrays live; None: `DataParallel(devices)`, or, for a task with a step of its
-        own and several devices, `Sharded(devices=devices)`.
+      strategy: where arrays live; None: `DataParallel(devices)`, or, for a custom step on several
+        devices, `Sharded(devices=devices)`.
       debug: whether to run each step operation by operation, on one device, so that prints and
         breakpoints in the model, the loss and the metrics see values. It is many times slower.
       callbacks: functions `Checkpoint -> Checkpoint | None`, called before each yield.
@@ -74,11 +74,11 @@ class TrainLoop(Settings):
         one step per dispatch on a CPU.
       keep_grads: whether checkpoints hold the gradients of their last step.
       grad_norm: whether to report the norm of the gradients.
-      snapshot: where checkpoints that your own code gets have their arrays: "device"; "host", as
-        NumPy arrays, which take no memory of the devices; or "none": they borrow those of the
-        loop, and can be read until the next step.
-      compilation_cache: a folder that JAX keeps compiled programs in, for this whole process and
-        for later ones, which then start without compiling again.
+      snapshot: where the arrays of your checkpoints live: "device"; "host", as NumPy arrays, which
+        take no device memory; or "none": they are the loop's own, and can be read until the next
+        step.
+      compilation_cache: a folder where JAX keeps all programs that this process compiles; later
+        processes read them instead of compiling.
       stdout: whether to print notices (to stderr).
     """
 
@@ -179,7 +179,7 @@ class TrainLoop(Settings):
         True
 
         Args:
-          copy: as of `run_until`.
+          copy: as in `run_until`.
         """
         checkpoint = self._train_to(self._next_target()) or self._no_data()
         return self.owned(checkpoint) if copy else checkpoint
@@ -195,7 +195,7 @@ class TrainLoop(Settings):
 
         Args:
           batch: the batch; None: the next one of the data.
-          copy: as of `run_until`.
+          copy: as in `run_until`.
 
         >>> import numpy as np, optax
         >>> x = np.ones((8, 1), np.float32)
@@ -347,6 +347,6 @@ class TrainLoop(Settings):
 
     def _no_data(self) -> Any:
         raise EndOfData(
-            f"The data ended after step {self.step:,}. Set loop.data to go on with more, or build "
-            "the stream with epochs=None to repeat it."
+            f"The data ended after step {self.step:,}. Set loop.data to continue with more, or "
+            "build the stream with epochs=None to repeat it."
         )

@@ -23,7 +23,7 @@ class StateReader:
       reader: reads the checkpoint.
       task: the task to continue with, if it is another one than what wrote the checkpoint.
       writers: tasks that may have written it.
-      is_same, quiet: as of `continued`.
+      is_same, quiet: as in `continued`.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ def continued(
         optimizer, _ = matched(optimizer, state.opt_state)
     opt_state, is_kept = continued_state(state.opt_state, optimizer, state.params, is_same=is_same)
     if int(state.step) and not quiet:
-        kept = "the weights and the state of the optimizer are kept"
-        fresh = "the weights are kept, and the optimizer, whose state differs, starts afresh"
+        kept = "the weights and the optimizer state are kept"
+        fresh = "the weights are kept; the optimizer state differs and starts afresh"
         say(f"compiled at step {int(state.step):,}: {kept if is_kept else fresh}")
     return _with_opt_state(state, opt_state)
 

@@ -60,7 +60,7 @@ class Evaluation(Persistence):
         True
 
         Args:
-          x, y, batch_size, sample_weight: as of `fit`.
+          x, y, batch_size, sample_weight: as in `fit`.
           verbose: "auto": a bar on a terminal or in a notebook, if it takes longer than half a
             second; 1: also a line at the end; 2: only that line; 0: nothing.
           steps: the number of batches to measure; None: all of one pass.
@@ -98,8 +98,8 @@ class Evaluation(Persistence):
     ) -> PyTree:
         """Returns the model's outputs as NumPy arrays, one row per example of `x`, in order.
 
-        A list of arrays is several inputs, as of `fit`; what yields batches may also yield targets,
-        which are passed by.
+        A list of arrays is several inputs, as in `fit`. Batches may also contain targets, which are
+        ignored.
 
         >>> model.predict(x).shape
         (64, 1)
@@ -107,7 +107,7 @@ class Evaluation(Persistence):
         Args:
           x: inputs, or anything that yields batches.
           batch_size: examples per step, over all devices; None: 32. Given batches are not cut.
-          verbose, steps, callbacks: as of `evaluate`; the checkpoint of callbacks has no metrics.
+          verbose, steps, callbacks: as in `evaluate`; callbacks get a checkpoint without metrics.
 
         Raises:
           ValueError: the outputs of the batches have shapes that cannot be joined.
@@ -123,7 +123,7 @@ class Evaluation(Persistence):
     def predictions(
         self, x: Data, batch_size: int | None = None, *, steps: int | None = None
     ) -> Iterator[tuple[Batch, PyTree]]:
-        """Iterates over batches and the outputs for them, of which `predict` returns all at once.
+        """Iterates over batches and their outputs, which `predict` returns all at once.
 
         Outputs are NumPy arrays without padding, in order. A few batches are read ahead.
 
@@ -134,7 +134,7 @@ class Evaluation(Persistence):
         [[0.0, 2.0], [4.0]]
 
         Args:
-          x, batch_size, steps: as of `predict`.
+          x, batch_size, steps: as in `predict`.
 
         Raises:
           RuntimeError: the model was trained, or given other weights, since this call.
@@ -171,7 +171,7 @@ class Evaluation(Persistence):
         class_weight: Mapping[int, float] | None = None,
         return_dict: bool = False,
     ) -> Any:
-        """Trains one step on one batch of any size; `fit` and this can take turns.
+        """Trains one step on one batch of any size; you can alternate it with `fit`.
 
         It counts as a step of `fit` does. An nnx instance gets the weights when a `fit` ends.
 
@@ -179,10 +179,10 @@ class Evaluation(Persistence):
         True
 
         Args:
-          x, y, sample_weight, class_weight: arrays, as of `fit`.
-          return_dict: whether to return all numbers of the step by name; False, as Keras: the loss
-            and the metrics of this batch alone, in order, the loss by itself without metrics. Those
-            of `metrics.collected`, which a step does not measure, are nan in that list.
+          x, y, sample_weight, class_weight: arrays, as in `fit`.
+          return_dict: whether to return all numbers of the step by name. False, as in Keras: the
+            loss, or a list of the loss and the metrics, of this batch alone; metrics of
+            `metrics.collected` are nan there.
         """
         found = self._prepared(x, y, sample_weight)
         _n_examples(found, "train_on_batch")
@@ -209,8 +209,8 @@ class Evaluation(Persistence):
         True
 
         Args:
-          x, y, sample_weight: arrays, as of `evaluate`.
-          return_dict: as of `evaluate`.
+          x, y, sample_weight: arrays, as in `evaluate`.
+          return_dict: as in `evaluate`.
         """
         size = _n_examples(self._prepared(x, y, sample_weight), "test_on_batch")
         return self.evaluate(x, y, size, 0, sample_weight=sample_weight, return_dict=return_dict)
@@ -278,7 +278,7 @@ def _checked(owner: str, callbacks: Any) -> tuple[Any, ...]:
         if hasattr(each, "attach") and not isinstance(each, _NEED_NO_LOOP):
             raise TypeError(
                 f"{owner} has no training loop that {type(each).__name__} could be attached to: "
-                "give it to fit. Functions of a checkpoint and loggers of rows can be called here."
+                "pass it to fit. Only functions of a checkpoint and row loggers work here."
             )
     return users
 
@@ -288,7 +288,7 @@ def _n_examples(data: Data, owner: str) -> int:
     if not isinstance(data, tuple):
         raise TypeError(
             f"{owner} takes the arrays of one batch, got {type(data).__name__}: {data!r:.60}. "
-            "Anything that yields batches goes to fit, evaluate or predict."
+            "Pass what yields batches to fit, evaluate or predict."
         )
     return len(jax.tree.leaves(data)[0])
 

@@ -75,7 +75,7 @@ class Examination(Evaluation):
         True
 
         Args:
-          x, y, batch_size, sample_weight: as of `fit`; the data can be passed over repeatedly.
+          x, y, batch_size, sample_weight: as in `fit`; the data can be passed over repeatedly.
           lowest: the first rate.
           highest: the last rate.
           n_steps: the number of rates.
@@ -105,7 +105,7 @@ class Examination(Evaluation):
         4
 
         Args:
-          x, y, sample_weight: as of `fit`; the data can be passed over repeatedly.
+          x, y, sample_weight: as in `fit`; the data can be passed over repeatedly.
           limit: bytes on each device; None: nine tenths of the smallest device's memory.
           largest: the largest size to try.
 

@@ -182,8 +182,7 @@ def fit(
         if loop.step < end and not loop.stopped:
             raise ValueError(
                 f"The data ended after step {loop.step:,}, and {n_left} epochs of {n_steps:,} "
-                f"steps end at step {end:,}. Give fewer steps_per_epoch or epochs, or data that "
-                "lasts."
+                f"steps end at step {end:,}. Reduce steps_per_epoch or epochs, or give more data."
             )
     return history
 
@@ -209,7 +208,7 @@ def _say_if_longer(stream: DataStream, steps_per_epoch: int | None) -> None:
     if steps_per_epoch and n is not None and n < steps_per_epoch:
         display.say(
             f"a pass over the data has {n:,} batches: an epoch of steps_per_epoch="
-            f"{steps_per_epoch:,} goes on into the next"
+            f"{steps_per_epoch:,} continues into the next"
         )
 
 

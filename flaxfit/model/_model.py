@@ -113,11 +113,10 @@ class Model(Examination):
     ) -> None:
         """Changes the optimizer, the loss, the metrics or other options, and keeps the weights.
 
-        The state of the optimizer is kept, too, where it stays the same one or that of the new one
-        has the same structure: after a change of hyperparameters such as the learning rate, or of a
-        schedule, which continues at the present step. Otherwise it starts afresh, and a line says
-        so. A rate that was set stays, unless there is a new optimizer. A saved run that was trained
-        with another optimizer cannot be resumed.
+        The optimizer state is kept if the optimizer is the same, or if the new one's state has the
+        same structure, as after a change of the learning rate or of a schedule, which continues at
+        the current step. Otherwise it starts afresh, and a line says so. A rate that was set stays
+        unless you pass a new optimizer. A run saved with another optimizer cannot be resumed.
 
         >>> model = Model(nn.Dense(1), optax.sgd(0.1), "mse")
         >>> model.compile(metrics=["mae"])
@@ -125,13 +124,13 @@ class Model(Examination):
         ['loss', 'mae']
 
         Args:
-          optimizer, loss, metrics: as of `Model`; None: the present ones stay.
+          optimizer, loss, metrics: as in `Model`; None keeps the current ones.
           loss_weights: those of a new loss; None: all are 1.
-          **options: as of `Model`, fields of `TrainTask`; the others stay.
+          **options: as in `Model`, fields of `TrainTask`; the others stay.
 
         Raises:
           TypeError: there is no such option.
-          ValueError: what is given does not fit together; nothing has changed then.
+          ValueError: the options do not fit together; nothing has changed then.
         """
         if loss_weights is not None:
             options["loss_weights"] = loss_weights
@@ -183,20 +182,20 @@ class Model(Examination):
           callbacks: functions `Checkpoint -> Checkpoint | None`, called after each epoch.
           validation_split: the fraction of the arrays to validate on, chosen at random by the seed.
           validation_data: `(x, y)`, `(x, y, weights)` or batches to measure after each epoch.
-          shuffle: whether each epoch has its own random order; None: data sets have (arrays, a
-            Hugging Face dataset), batches and what a callable returns keep theirs.
+          shuffle: whether each epoch has its own random order; None: data sets (arrays, a Hugging
+            Face dataset) are shuffled; batches and what a callable returns keep their order.
           class_weight: weights by integer label, in training only; 1 for labels not named. Or
             "balanced", for arrays: `n / (classes * count)`, as in scikit-learn. One-hot rows in
             batches must be floats.
           sample_weight: weights of examples or tokens, see `Batch`; of several outputs also a
             list in their order, or a mapping by name.
           initial_epoch: the number of the first epoch, from 0: `epochs - initial_epoch` are
-            trained, in the order of the data of these epochs if they are whole passes. What a
-            data set does at the end of an epoch is not made up for.
+            trained, in the order of the data of these epochs if they are whole passes. A data set's
+            end-of-epoch hooks are not replayed.
           steps_per_epoch: the steps of a pass, for which the data is repeated as often as needed;
             None: one pass over the data.
-          validation_steps: the number of batches to validate on; None: all. Those of a generator
-            are the next ones each time.
+          validation_steps: the number of batches to validate on; None: all. A generator continues
+            where it stopped.
           validation_batch_size: of `validation_data`; None: `batch_size`.
           validation_freq: validates every n-th epoch, or the epochs in a collection, from 1. The
             history has nan for the others. Without validation data, this and the two above do

@@ -48,7 +48,7 @@ class RunFolder:
         found = latest(folder)
         if resume is True and found is None:
             raise FileNotFoundError(
-                f"resume=True, and {os.fspath(folder)!r} holds no checkpoint. Use resume='auto' "
+                f"resume=True, but {os.fspath(folder)!r} holds no checkpoint. Use resume='auto' "
                 "to start afresh when there is none."
             )
         if resume is False and found is not None:
@@ -84,8 +84,8 @@ class RunFolder:
         if history.initial_epoch != initial_epoch:
             raise ValueError(
                 f"Cannot resume in {os.fspath(self._folder)!r} with initial_epoch="
-                f"{initial_epoch}: the run began with {history.initial_epoch}, and knows by itself "
-                "which epochs it has done. Give the same initial_epoch and epochs, or another "
+                f"{initial_epoch}: the run began with {history.initial_epoch} and tracks its "
+                "completed epochs itself. Pass the same initial_epoch and epochs, or another "
                 "folder."
             )
         n_done = len(history.steps)

@@ -39,9 +39,9 @@ def training_stream(
         raise ValueError(f"shuffle must be True, False or None, got {shuffle!r:.60}.")
     if steps_per_epoch is None and epochs > 1 and is_read_once(data):
         raise ValueError(
-            f"A {type(data).__name__} can be iterated only once, and epochs={epochs} pass over "
-            "it as many times: give a list of batches, a loader, or a callable that returns a new "
-            "one (lambda: batches()). Or give steps_per_epoch, and one that lasts so long."
+            f"A {type(data).__name__} can be iterated only once, but epochs={epochs} iterate over "
+            "it as many times: pass a list of batches, a loader, or a callable that returns a new "
+            "one (lambda: batches()). Or pass steps_per_epoch and one with enough batches."
         )
     options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed}
     stream = _passes(data, epochs, steps_per_epoch, n_before, **options)
@@ -70,7 +70,7 @@ def _passes(
     if shuffle is False and shuffles:
         raise ValueError(
             f"shuffle=False cannot be applied to a {type(data).__name__} that shuffles: set it "
-            "where that is made."
+            "where you create that."
         )
     shuffle = is_hugging_face(data) if shuffle is None else bool(shuffle)
     stream = as_stream(data, batch_size=batch_size, shuffle=shuffle, seed=seed)

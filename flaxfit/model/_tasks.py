@@ -101,7 +101,7 @@ def make_recipe(
         raise ValueError(
             f"losses={losses!r:.60} and mutable={mutable!r:.60} exclude each other: the values "
             "that the model adds to the loss would be lost. Name 'losses' and their collections "
-            "in mutable, or leave mutable out."
+            "in mutable, or remove mutable."
         )
     training, evaluation = modules.train_and_eval(module, losses=losses)
     return Recipe(training, evaluation, optimizer, loss, metrics, eval_rngs, options)
@@ -122,14 +122,14 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
             raise TypeError(f"Model takes no {name}={options[name]!r:.60}: {hint}.")
     if unknown := [name for name in unknown if name not in of_keras]:
         raise TypeError(
-            f"Model has no option {', '.join(unknown)}: it takes {', '.join(known)}. Pass what "
-            "concerns the optimizer to the optimizer, such as optax.adam(learning_rate=1e-3)."
+            f"Model has no option {', '.join(unknown)}: it takes {', '.join(known)}. Pass "
+            "optimizer options to the optimizer, such as optax.adam(learning_rate=1e-3)."
         )
     return {name: value for name, value in options.items() if name in known}
 
 
 _ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "weighted_metrics": ((None,), "sample_weight weighs all metrics, so they go into metrics"),
+    "weighted_metrics": ((None,), "sample_weight applies to all metrics: pass them as metrics"),
     "steps_per_execution": ((1, "auto", None), "it is an argument of fit"),
     "jit_compile": (("auto", True, None), "every step is compiled; see run_eagerly of Model"),
     "auto_scale_loss": ((True, None), "precision='float16' always scales the loss"),

@@ -286,7 +286,7 @@ class Trainer:
         def inputs() -> PyTree:
             first.extend(itertools.islice(batches, 1))
             if not first:
-                raise ValueError("There is nothing to begin with: the data holds no batches.")
+                raise ValueError("Cannot initialize the model: the data holds no batches.")
             item = self.task.roles.inputs_of(first[0])
             return normalize(item, is_whole=self.task.keeps_whole).inputs
 

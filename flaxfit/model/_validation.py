@@ -124,7 +124,7 @@ class GeneratorValidation(Validation):
         if self._n_steps is not None and n < self._n_steps:
             raise ValueError(
                 f"validation_data ended after {self._n_read:,} batches, {n} of the "
-                f"validation_steps={self._n_steps} of this epoch: give data that can be passed "
+                f"validation_steps={self._n_steps} of this epoch: pass data that can be passed "
                 "over again, such as arrays, a list or a loader, or fewer validation_steps."
             )
 
@@ -138,9 +138,9 @@ def validation_of(data: Data, *, n_times: int, n_steps: int | None, **options: A
     is_generator = is_read_once(data)
     if is_generator and n_steps is None and n_times > 1:
         raise ValueError(
-            f"validation_data is a {type(data).__name__}, which can be iterated only once, and "
-            f"is to be measured after {n_times} epochs: give arrays, a list of batches, a loader "
-            "or a callable that returns a new one; or validation_steps, to read on in each epoch."
+            f"validation_data is a {type(data).__name__}, which can be iterated only once, but is "
+            f"measured after {n_times} epochs: pass arrays, a list of batches, a loader or a "
+            "callable that returns a new one; or validation_steps, to read on in each epoch."
         )
     kind = GeneratorValidation if is_generator else Validation
     return kind(data=data, n_steps=n_steps, **options)

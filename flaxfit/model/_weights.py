@@ -161,7 +161,7 @@ def _check_prefix(prefix: str, variables: Mapping[str, PyTree]) -> str:
     within = f"{prefix.strip('/')}/" if prefix else ""
     if not any(path.startswith(within) for path in flat(variables["params"])):
         raise ValueError(
-            f"prefix={prefix!r} is no part of the model, whose parts are "
+            f"prefix={prefix!r} is not a part of the model, whose parts are "
             f"{', '.join(sorted(variables['params']))}."
         )
     return within

@@ -102,7 +102,7 @@ def test_a_run_that_ends_too_early_has_no_average(capsys):
 
 
 def test_what_averages_or_sets_the_weights_itself_is_refused():
-    with pytest.raises(ValueError, match="have an average already"):
+    with pytest.raises(ValueError, match="already have an average"):
         make_loop([AverageWeights()], ema=0.9)
     with pytest.raises(ValueError, match="both set the weights"):
         make_loop([EarlyStopping("loss"), AverageWeights()])

@@ -101,7 +101,7 @@ def test_batches_are_counted_in_their_epoch_with_the_means_so_far(steps_per_call
 
 def test_several_steps_at_once_are_refused_for_events_of_batches():
     events = Events(on_train_batch_end=lambda batch, logs: None)
-    with pytest.raises(ValueError, match="see every step, and 2 are taken at once"):
+    with pytest.raises(ValueError, match="see every step, but 2 run per dispatch"):
         make_weight_loop(callbacks=events, steps_per_call=2)
 
 
@@ -114,9 +114,9 @@ def test_several_steps_at_once_are_refused_for_events_of_batches():
             {"on_train_batch_end": lambda logs: None},
             "on_train_batch_end is called with (batch, logs)",
         ),
-        ({"on_train_end": 3}, "on_train_end is called with (logs), got 3, which is no function"),
+        ({"on_train_end": 3}, "on_train_end is called with (logs), got 3, which is not a function"),
         ({"on_test_begin": print}, "order = 'first' gets the checkpoint before validation"),
-        ({"on_predict_end": print}, "no on_predict_end: it follows training"),
+        ({"on_predict_end": print}, "no on_predict_end: it covers training only"),
         ({"on_epoch": print}, "has no on_epoch; it has on_epoch_, on_train_"),
     ],
 )

@@ -78,7 +78,7 @@ def test_the_rate_is_set_before_every_step_on_request(model):
 
 def test_rates_per_step_need_steps_one_by_one(model):
     schedule = LearningRateScheduler(lambda step: 0.1, per_step=True)
-    with pytest.raises(ValueError, match="leave steps_per_execution"):
+    with pytest.raises(ValueError, match="remove steps_per_execution"):
         model.fit(X, X, callbacks=[schedule], steps_per_execution=2, verbose=0)
     with pytest.raises(ValueError, match="needs a function of the step"):
         LearningRateScheduler(lambda epoch: 0.1, per_step=True)

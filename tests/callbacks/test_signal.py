@@ -169,7 +169,7 @@ def test_a_signal_before_the_first_step_ends_with_its_code_and_nothing_is_lost(t
         with pytest.raises(SystemExit) as end:
             loop.close()
         assert end.value.code == ExitCode.PREEMPTED
-        assert f"no step was done since step {step}" in capfd.readouterr().err
+        assert f"no step was completed since step {step}" in capfd.readouterr().err
         assert latest(tmp_path) == (step or None)
         save(tmp_path, loop.state.replace_step(3))
 
@@ -364,7 +364,7 @@ def test_a_signal_after_a_change_of_the_saved_step_saves_it_anew(tmp_path):
 def test_the_first_step_is_not_where_it_began_once_another_state_was_put_there(tmp_path):
     save, writer = guard(), CheckpointFileWriter(tmp_path)
     loop = make_loop(None, [save, writer])
-    assert "no step was done since step 0" in str(ask(writer, save))
+    assert "no step was completed since step 0" in str(ask(writer, save))
     loop.restore(loop.state.replace(params=jax.tree.map(np.ones_like, loop.state.params)))
     assert ask(writer, save) is None
     loop.close()

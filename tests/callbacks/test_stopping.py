@@ -204,7 +204,7 @@ def test_outside_of_a_loop_it_says_that_weights_cannot_be_put_back(capsys):
     stops(EarlyStopping(restore_best=False), [0.1, 0.2])
     assert capsys.readouterr().err == ""
     stops(EarlyStopping(), [0.1, 0.2])
-    assert "put it into callbacks= itself" in capsys.readouterr().err
+    assert "pass it in callbacks=" in capsys.readouterr().err
 
 
 def test_attaching_to_a_new_loop_starts_afresh(make_loop, checkpoint_at):

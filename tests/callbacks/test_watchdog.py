@@ -112,7 +112,7 @@ def test_the_hung_line_of_a_data_loader_is_named(ended, case):
 def test_what_is_said_of_a_signal(ended):
     assert "received SIGTERM: step 6 is saved; the process ends with code 85" in ended["signal"][0]
     assert "SIGTERM arrived 1 s ago" in ended["deadline"][0]
-    assert "arrived 1 s ago; no step was done since step 7" in ended["resumed"][0]
+    assert "arrived 1 s ago; no step was completed since step 7" in ended["resumed"][0]
     assert "step 6 has not ended for 1." in ended["hang"][0]
 
 

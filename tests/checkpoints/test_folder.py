@@ -18,7 +18,7 @@ def test_a_relative_folder_is_made_absolute(tmp_path, tools, monkeypatch):
 
 @pytest.mark.parametrize("name", ["{epoch}", "model-{epoch:02d}-{val_loss:.2f}.keras"])
 def test_a_name_by_template_is_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=r"is no template, got \{epoch"):
+    with pytest.raises(ValueError, match=r"cannot be a template, got \{epoch"):
         CheckpointFileWriter(tmp_path / name)
 
 

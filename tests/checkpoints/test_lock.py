@@ -55,7 +55,7 @@ def test_the_folder_of_another_process_is_left_alone(tmp_path, tools):
     (tmp_path / "saving-7-0").mkdir()
     with other_process(tmp_path) as said:
         assert said == "free"
-        with pytest.raises(BlockingIOError, match="Cannot save here: another process does"):
+        with pytest.raises(BlockingIOError, match="Cannot save here: another process is saving"):
             CheckpointFileWriter(tmp_path)
         with pytest.raises(BlockingIOError, match=str(tmp_path)):
             writer(tools.make_checkpoint(1))

@@ -265,7 +265,7 @@ if can_mount():
         ended = run_child(command, seconds=200)
         assert ended.returncode == 0, ended.stderr
         assert "Cannot save the checkpoint of step 8" in ended.stderr
-        assert "The run goes on without this checkpoint." in ended.stderr
+        assert "The run continues without this checkpoint." in ended.stderr
         assert "Cannot save the checkpoint of step 10" in ended.stdout
         assert re.search(r"needs up to 400,0\d\d bytes, [\d,]+ are free", ended.stdout)
 
@@ -289,7 +289,7 @@ def test_on_error_warn_covers_a_folder_that_has_gone(tmp_path, tools, capfd):
         (tmp_path / "run").rmdir()
         (tmp_path / "run").write_text("in the way")
         writer(tools.make_checkpoint(1))
-        assert "goes on without" in capfd.readouterr().err
+        assert "continues without" in capfd.readouterr().err
         (tmp_path / "run").unlink()
         writer(tools.make_checkpoint(2))
     assert list_steps(tmp_path / "run") == [2]

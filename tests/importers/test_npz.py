@@ -22,5 +22,5 @@ def test_npz_files_are_read(tmp_path, save):
 def test_objects_and_text_in_npz_files_are_refused(tmp_path):
     for value in (np.array([{}], object), np.array(["text"])):
         np.savez(tmp_path / "weights.npz", fine=np.ones(1), wrong=value)
-        with pytest.raises(UnreadableFile, match="not of numbers"):
+        with pytest.raises(UnreadableFile, match="not numeric"):
             load_npz(tmp_path / "weights.npz")

@@ -199,5 +199,5 @@ def test_a_state_that_is_not_finite_is_no_start_to_go_back_to():
     state = ff.init_state(nn.Dense(1).init, task.optimizer, 0, (X,))
     state = state.replace(params=jax.tree.map(lambda x: x * np.nan, state.params))
     loop = ff.TrainLoop(state, task, callbacks=[Rollback()], stdout=False)
-    with pytest.raises(FloatingPointError, match="no good state to go back to"):
+    with pytest.raises(FloatingPointError, match="no good state to return to"):
         next(loop)

@@ -84,7 +84,7 @@ def test_compile_keeps_the_weights_and_a_state_that_fits(capsys):
     assert model.evaluate(X, Y).keys() == {"loss", "mse"} and model.step == 1
     model.compile(optax.sgd(0.1))
     said = capsys.readouterr().err
-    assert "state of the optimizer are kept" in said and "starts afresh" in said
+    assert "optimizer state are kept" in said and "starts afresh" in said
 
 
 def rate_of(model):
@@ -117,7 +117,7 @@ def test_compile_keeps_what_a_rate_was_set_to(is_loaded, tmp_path, capsys):
         other.compile(**changes)
         other.fit(X, Y, verbose=0, shuffle=False)
         assert other.step == 2
-        return other, "state of the optimizer are kept" in capsys.readouterr().err
+        return other, "optimizer state are kept" in capsys.readouterr().err
 
     other_adam = optax.adam(0.1)
     other, is_kept = compiled(loss="mae")

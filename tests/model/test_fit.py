@@ -326,7 +326,7 @@ def test_a_generator_of_several_epochs_is_refused_and_an_iterator_that_begins_ag
         def __next__(self):
             return next(self.batches)
 
-    with pytest.raises(ValueError, match="list_iterator can be iterated only once, and epochs"):
+    with pytest.raises(ValueError, match="list_iterator can be iterated only once, but epochs"):
         fit(iter(BATCHES), epochs=2)
     assert fit(Again(), epochs=2) == fit(BATCHES, epochs=2)
 

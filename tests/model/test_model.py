@@ -254,7 +254,7 @@ def test_batches_of_any_kind_can_be_fitted(kind):
 
 def test_an_exhausted_generator_is_not_taken_for_an_epoch():
     model = make_model()
-    with pytest.raises(ValueError, match="iterated only once, and epochs=2"):
+    with pytest.raises(ValueError, match="iterated only once, but epochs=2"):
         model.fit(((X[:64], Y[:64]) for _ in range(2)), epochs=2, verbose=0)
     assert model.step == 0
 

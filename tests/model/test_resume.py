@@ -197,7 +197,7 @@ def test_a_writer_in_the_place_of_the_folder_says_what_is_kept_and_what_ends_the
     writer = CheckpointFileWriter(tmp_path, keep=1, on_error="warn")
     model, _ = train(writer, epochs=3)
     assert model.step == 12 and list_steps(tmp_path) == [12]
-    assert "The run goes on without this checkpoint" in capfd.readouterr().err
+    assert "The run continues without this checkpoint" in capfd.readouterr().err
     assert train(writer, epochs=3)[0].step == 12
 
 

@@ -61,7 +61,7 @@ def test_an_endless_generator_is_read_on_in_each_epoch_and_after_a_resume(tmp_pa
 
 
 def test_a_generator_that_ends_too_early_is_refused():
-    with pytest.raises(ValueError, match="only once, and is to be measured after 4 epochs"):
+    with pytest.raises(ValueError, match="only once, but is measured after 4 epochs"):
         val_loss(iter(BATCHES))
     with pytest.raises(ValueError, match="ended after 5 batches, 1 of the validation_steps=4"):
         val_loss(iter(BATCHES), validation_steps=4)

@@ -293,7 +293,7 @@ def test_a_part_of_a_model_is_taken_from_the_file_of_that_part(write):
     assert np.any(whole.state.params["head"]["kernel"])
     other = ff.Model(Whole(), optax.sgd(0.0), "mse")
     other.load_weights(path, prefix="trunk")
-    with pytest.raises(ValueError, match="'trunk' is no part of the model, .* body, head"):
+    with pytest.raises(ValueError, match="'trunk' is not a part of the model, .* body, head"):
         other.predict(X)
 
 
@@ -547,5 +547,5 @@ def test_a_folder_of_checkpoints_is_no_file_of_weights(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_told_of(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=r"Cannot make the folder of checkpoints .*name another path"):
+    with pytest.raises(OSError, match=r"Cannot make the checkpoint folder .*pass another path"):
         ff.checkpoints.CheckpointFileWriter(tmp_path / "file" / "run")
