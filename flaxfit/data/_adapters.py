@@ -9,7 +9,7 @@ import numpy as np
 from flaxfit.data._arrays import ArrayStream
 from flaxfit.data._batch import parts_of
 from flaxfit.data._grain import end_workers_with_parent, reads_own_shard
-from flaxfit.data._indexed_batches import IndexedBatches, is_indexed
+from flaxfit.data._indexed_batches import IndexedBatches, is_indexed, n_batches
 from flaxfit.data._iterables import IterableStream
 from flaxfit.data._libraries import (
     OpenPass,
@@ -97,7 +97,7 @@ def as_stream(
         name=type(data).__name__,
         once=isinstance(data, Iterator),
         epochs=1 if epochs is None else epochs,
-        n_batches=length(data, batch_size, drop_remainder),
+        n_batches=n_batches(data) if is_indexed(data) else length(data, batch_size, drop_remainder),
         settings=_settings(data, options),
         shared=shared,
     )

@@ -1,8 +1,9 @@
 """Batches by index, such as a PyDataset of Keras, in an order of the seed and the epoch."""
 
+import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -20,10 +21,18 @@ def is_indexed(data: Data) -> bool:
     """
     if isinstance(data, list | tuple | type):
         return False
-    if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+    of_keras = comes_from(data, "keras")
+    if not hasattr(data, "__getitem__") or not (hasattr(data, "__len__") or of_keras):
         return False
-    is_keras = hasattr(data, "on_epoch_end") or comes_from(data, "keras")
-    return is_keras or not hasattr(data, "__iter__")
+    return of_keras or hasattr(data, "on_epoch_end") or not hasattr(data, "__iter__")
+
+
+def n_batches(data: Data) -> int:
+    """The number of batches by index in a pass; where there is no length, they have no end."""
+    try:
+        return len(data)
+    except TypeError:
+        return sys.maxsize
 
 
 class IndexedBatches:
@@ -48,12 +57,17 @@ class IndexedBatches:
         """Opens the pass of an epoch."""
         return IndexedPass(self, epoch)
 
-    def order(self, epoch: int) -> list[int]:
+    def order(self, epoch: int) -> Sequence[int]:
         """The indices of the batches of an epoch, in their order."""
-        order = np.arange(len(self.data))
-        if self._shuffle:
-            np.random.default_rng((self._seed, epoch)).shuffle(order)
-        return order.tolist()
+        n = n_batches(self.data)
+        if not self._shuffle:
+            return range(n)
+        if n == sys.maxsize:
+            raise ValueError(
+                f"shuffle=True needs the number of batches, and a {type(self.data).__name__} "
+                "without a length has none: give it __len__, or leave shuffle out."
+            )
+        return np.random.default_rng((self._seed, epoch)).permutation(n).tolist()
 
     def begin_pass(self) -> None:
         """Calls `on_epoch_begin`, unless a peek at the data has called it for this pass."""
@@ -79,7 +93,7 @@ class IndexedPass(Iterator[PyTree]):
     def __init__(self, batches: IndexedBatches, epoch: int):
         self._batches, self._epoch = batches, epoch
         self._n_read = 0
-        self._order: list[int] | None = None
+        self._order: Sequence[int] | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._ahead: deque[Future[PyTree]] = deque()
 
@@ -96,7 +110,7 @@ class IndexedPass(Iterator[PyTree]):
             self._batches.end_pass()
         return batch
 
-    def _read(self, order: list[int]) -> PyTree:
+    def _read(self, order: Sequence[int]) -> PyTree:
         """Reads the next batch, and has threads read those after it."""
         read = self._batches.data.__getitem__
         if self._batches.n_threads == 1:
@@ -134,7 +148,7 @@ class IndexedPass(Iterator[PyTree]):
             self._batches.end_pass()
         self._n_read = state["batch"]
         # At the end of a pass, the next one does not begin yet.
-        is_over = self._n_read >= len(self._batches.data)
+        is_over = self._n_read >= n_batches(self._batches.data)
         self._order = [] if is_over else None
 
 

@@ -150,6 +150,23 @@ def test_reading_ahead_ends_each_pass_once():
     assert data.calls == ["begin", *range(N), "end"] * 2
 
 
+class Endless(Indexed):
+    """Batches without a number of them, as a PyDataset may be."""
+
+    def __len__(self):
+        raise TypeError("it has none")
+
+
+def test_batches_without_a_length_have_no_end_and_no_random_order():
+    stream = as_stream(Endless(), epochs=None)
+    assert numbers(itertools.islice(stream, 7)) == [*range(7)]
+    again = as_stream(Endless(), epochs=None)
+    again.set_state(stream.get_state())
+    assert numbers(itertools.islice(again, 1)) == [7]
+    with pytest.raises(ValueError, match="a Endless without a length has none"):
+        next(as_stream(Endless(), shuffle=True))
+
+
 class Threaded(Indexed):
     """Batches of which none is there before two are being read."""
 
