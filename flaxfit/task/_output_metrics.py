@@ -45,15 +45,20 @@ def as_metrics(given: Any, loss: losses.Loss | None) -> dict[str, metrics.Metric
 
 
 def _outputs_with_lists(given: Any) -> list[str]:
-    """The outputs that have lists of metrics, by name or in their order."""
+    """The outputs that have lists of metrics, or None, by name or in their order."""
     if isinstance(given, Mapping):
-        return [name for name, each in given.items() if isinstance(each, list | tuple)]
+        listed = {n: each for n, each in given.items() if each is None or _is_list(each)}
+        return list(listed) if any(map(_is_list, listed.values())) else []
     is_nested = isinstance(given, list | tuple) and _is_nested(given)
     return [f"output_{i}" for i in range(len(given))] if is_nested else []
 
 
 def _is_nested(given: Any) -> bool:
-    return any(each is None or isinstance(each, list | tuple) for each in given)
+    return any(each is None or _is_list(each) for each in given)
+
+
+def _is_list(given: object) -> bool:
+    return isinstance(given, list | tuple)
 
 
 def _by_output(given: Any, names: list[str]) -> Any:

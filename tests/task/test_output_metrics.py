@@ -62,6 +62,10 @@ def test_a_list_in_a_list_of_one_is_of_the_only_output():
     assert as_metrics([["mae"]], None).keys() == {"mae"}
 
 
+def test_none_beside_lists_is_an_output_without_metrics():
+    assert as_metrics({"a": ["mae"], "b": None}, None).keys() == {"a_mae"}
+
+
 @pytest.mark.parametrize(
     ("form", "metrics", "message"),
     [
