@@ -40,7 +40,7 @@ def refuse_keras(metric: object, known: Callable[[str], object]) -> None:
 def _config(metric: Any) -> Mapping[str, Any]:
     try:
         return metric.get_config()
-    except NotImplementedError:
+    except (AttributeError, NotImplementedError):
         return {}
 
 
