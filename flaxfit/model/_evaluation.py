@@ -213,6 +213,7 @@ class Evaluation(Persistence):
           return_dict: as in `evaluate`.
         """
         size = _n_examples(self._prepared(x, y, sample_weight), "test_on_batch")
+        size += -size % self.strategy.n_devices  # A smaller batch may run at its own size.
         return self.evaluate(x, y, size, 0, sample_weight=sample_weight, return_dict=return_dict)
 
     def predict_on_batch(self, x: Data) -> PyTree:

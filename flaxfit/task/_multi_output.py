@@ -90,7 +90,8 @@ class LossByOutput:
                 f"Losses and metrics by the names {', '.join(self.losses)} want the outputs of the "
                 "model, and the targets, as a mapping with these names or as a tuple of "
                 f"{len(self.names)}; got outputs and targets of shapes "
-                f"{', '.join(map(str, shapes))}."
+                f"{', '.join(map(str, shapes))}. Name all outputs: None stands for no loss, and a "
+                "list of metrics may be empty."
             )
         for role, found in ("output", outputs), ("target", targets):
             if name not in found:

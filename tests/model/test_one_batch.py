@@ -128,6 +128,18 @@ def test_a_batch_of_several_outputs_is_trained_and_measured(strategy):
     assert model.metrics_names == list(found)
 
 
+def test_a_batch_whose_loss_sees_all_of_it_has_any_size(strategy):
+    embedded = [
+        ff.Model(nn.Dense(3), optax.adam(0.1), "triplet", across="batch", strategy=each)
+        for each in (strategy, one_device())
+    ]
+    found, expected = ([m.test_on_batch(X[:n], LABELS[:n]) for n in (5, N)] for m in embedded)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert min(found) > 0
+    found, expected = (m.train_on_batch(X[:5], LABELS[:5]) for m in embedded)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
 def test_steps_are_measured_and_predicted(strategy):
     model = classifier(strategy)
     model.build(X)
