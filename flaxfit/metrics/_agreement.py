@@ -124,13 +124,17 @@ grades and stages.
 
 def _binary_iou(
     *,
-    class_id: Sequence[int] = (0, 1),
+    class_id: int | Sequence[int] = (0, 1),
     threshold: float | None = None,
     from_logits: bool = True,
 ) -> Metric:
+    classes = np.atleast_1d(class_id).tolist()
+    if unknown := [i for i in classes if i not in (0, 1)]:
+        raise ValueError(f"The metric 'binary_iou' has no class {unknown[0]}: there are 0 and 1.")
+
     def value(counts: Counts) -> ArrayLike:
         union = np.add(np.add(counts.tp, counts.fp), counts.fn)
-        chosen = [i for i in class_id if union[i] != 0]
+        chosen = [i for i in classes if union[i] != 0]
         return (counts.tp[chosen] / union[chosen]).mean().item() if chosen else 0.0
 
     options = {"average": "binary", "threshold": threshold, "from_logits": from_logits}

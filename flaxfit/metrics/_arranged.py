@@ -17,6 +17,8 @@ def arranged(measure: Function, name: str, num_classes: int | None, axis: int) -
     """
     if num_classes is None and axis == -1:
         return measure
+    if num_classes is not None and num_classes < 1:
+        raise ValueError(f"The metric {name!r} has no num_classes={num_classes}: give 1 or more.")
 
     def measured(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
         outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)

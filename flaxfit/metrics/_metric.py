@@ -74,7 +74,7 @@ class Metric:
             object.__setattr__(self, "mode", mode_of(self.values, self.name))
 
     def __call__(self, *given: object, **options: Any) -> "Metric":
-        """Makes the same metric with other options."""
+        """Makes the same metric with other options, beside those that it has."""
         if given:
             first = next(iter(self._options()), "name")
             raise TypeError(
@@ -86,7 +86,7 @@ class Metric:
         if not options:
             return self
         if (name := options.pop("name", None)) is not None:
-            return dataclasses.replace(self(**options), name=name)
+            return _named(self(**options), name)
         known = self._options()
         if "ignore_label" not in known and (label := options.pop("ignore_label", None)) is not None:
             return _ignoring(self(**options), label)
@@ -97,7 +97,9 @@ class Metric:
                 f"The metric {self.name!r} has no option {', '.join(unknown)}: "
                 f"it has {', '.join(known) or 'none'}.{advice}"
             )
-        return self.configure(**options)
+        # Options that are given later add to these.
+        configure = functools.partial(self.configure, **options)
+        return dataclasses.replace(self.configure(**options), configure=configure)
 
     def _options(self) -> list[str]:
         return [] if self.configure is None else [*inspect.signature(self.configure).parameters]
@@ -221,16 +223,26 @@ def _ignoring(metric: Metric, label: int) -> Metric:
         )
         return metric.measure(*outputs, jnp.where(counts, targets, 0), weights=own)
 
-    configure = None if metric.configure is None else _ignoring_too(metric.configure, label)
+    configure = _changed(metric.configure, lambda other: _ignoring(other, label))
     return dataclasses.replace(metric, measure=measure, configure=configure, values=None)
 
 
-def _ignoring_too(configure: Callable[..., Metric], label: int) -> Callable[..., Metric]:
-    """Makes the metric with other options, in which the label does not count either."""
+def _named(metric: Metric, name: str) -> Metric:
+    """A metric under another name, which it keeps with other options."""
+    configure = _changed(metric.configure, lambda other: _named(other, name))
+    return dataclasses.replace(metric, name=name, configure=configure)
+
+
+def _changed(
+    configure: Callable[..., Metric] | None, change: Callable[[Metric], Metric]
+) -> Callable[..., Metric] | None:
+    """Makes the metric with other options, changed as the present one was."""
+    if configure is None:
+        return None
 
     @functools.wraps(configure)
     def configured(**options: Any) -> Metric:
-        return _ignoring(configure(**options), label)
+        return change(configure(**options))
 
     return configured
 

@@ -129,13 +129,20 @@ def _checked(class_id: int, by_class: np.ndarray, name: str) -> int:
 
 
 def _check_options(
-    name: str, average: str | None, multilabel: bool, top_k: object, class_id: object, default: str
+    name: str,
+    average: str | None,
+    multilabel: bool,
+    top_k: int | None,
+    class_id: object,
+    default: str,
 ) -> None:
     if average not in _AVERAGES:
         raise ValueError(
             f"The average of {name!r} must be 'binary', 'macro', 'micro', 'weighted', "
             f"'samples' or None, got {average!r}."
         )
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"The metric {name!r} has no top_k={top_k}: it must be at least 1.")
     several = multilabel or top_k is not None
     if average == "samples" and not several or average == "binary" and several:
         raise ValueError(

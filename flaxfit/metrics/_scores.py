@@ -59,6 +59,11 @@ class Ranked(NamedTuple):
                 f"The metric {self.name!r} is of one class per example, multi_class='ovr', or of "
                 "several labels, multilabel=True: give one of the two."
             )
+        if self.label_weights is not None and not (self.multilabel or self.multi_class):
+            raise ValueError(
+                f"label_weights of {self.name!r} weigh the areas of several labels: pass "
+                "multilabel=True, too."
+            )
         if self.label_weights is not None and self.average != "macro":
             raise ValueError(
                 f"label_weights of {self.name!r} weigh the mean of the labels: leave out "

@@ -176,6 +176,8 @@ def test_options_for_several_classes_that_do_not_fit_are_refused(metric):
         metric(multi_class="ovo")
     with pytest.raises(ValueError, match="must be 'macro', 'weighted' or None, got 'micro'"):
         metric(average="micro")
+    with pytest.raises(ValueError, match="weigh the areas of several labels: pass multilabel"):
+        metric(label_weights=[1.0, 2.0])
     with pytest.raises(ValueError, match="or of several labels, multilabel=True: give one"):
         metric(multilabel=True, multi_class="ovr")
     with pytest.raises(ValueError, match=r"\(batch, labels\), got outputs \(4,\)"):

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxfit.metrics import Metric, accuracy, auc, collected, f1, mean, mse, precision
+from flaxfit.metrics import Metric, accuracy, auc, collected, f1, fbeta, mean, mse, precision
 from flaxfit.metrics import sum as metrics_sum
 
 OUTPUTS = np.arange(12, dtype=np.float32).reshape(4, 3)
@@ -127,6 +127,22 @@ def test_a_sum_is_not_divided():
 def test_a_metric_may_be_given_a_name():
     assert precision(class_id=1, name="of_cats").name == "of_cats"
     assert mse(name="error").name == "error"
+    assert f1(name="of_all")(average="micro").name == "of_all"
+
+
+def test_options_add_to_those_that_a_metric_has():
+    outputs, targets = np.eye(3, dtype=np.float32)[[0, 1, 2, 2, 1]], np.array([0, 1, 2, 0, 0])
+    both = fbeta(beta=2.0, average="micro", zero_division=1.0)
+    of_class = fbeta(beta=2.0, class_id=0)
+    for expected, found in (
+        (both, fbeta(beta=2.0)(average="micro")(zero_division=1.0)),
+        (of_class, fbeta(class_id=0)(beta=2.0)),
+        (of_class, fbeta(class_id=0, beta=0.5)(beta=2.0)),
+    ):
+        value = expected.compute(expected.measure(outputs, targets))
+        assert found.compute(found.measure(outputs, targets)) == value
+    once = of_class.compute(of_class.measure(outputs, targets))
+    assert once == pytest.approx(5 / 13)  # One right and two missed: 5 / (5 + 4 * 2).
 
 
 def test_words_of_keras_are_taken_for_options_that_have_another_name():

@@ -253,3 +253,13 @@ def test_options_of_classes_that_exclude_each_other_are_refused():
         metric.compute(metric.measure(logits, labels))
     with pytest.raises(ValueError, match="top 5 of 4 classes"):
         recall(top_k=5).measure(logits, labels)
+    with pytest.raises(ValueError, match="'recall' has no top_k=0: it must be at least 1"):
+        recall(top_k=0)
+    with pytest.raises(ValueError, match="'binary_iou' has no class 2: there are 0 and 1"):
+        binary_iou(class_id=2)
+
+
+def test_one_class_of_a_mask_is_that_of_a_list_of_one():
+    scores, mask = np.array([[1.0, -1.0, 2.0]]), np.array([[1, 1, 0]])
+    found = value_of(binary_iou(class_id=1), scores, mask)
+    assert found == value_of(binary_iou(class_id=[1]), scores, mask) == pytest.approx(1 / 3)
