@@ -45,7 +45,8 @@ def test_labels_in_a_column_for_crossentropy():
     kind, message = answer(lambda: fit(X, LABELS[:, None]))
     assert kind is ValueError
     assert (
-        "'crossentropy' wants integer labels of shape (32,) for outputs of shape (32, 3)" in message
+        "'crossentropy' expects integer labels of shape (32,) for outputs of shape (32, 3)"
+        in message
     )
     assert "(32, 1)" in message and "y[:, 0]" in message
 

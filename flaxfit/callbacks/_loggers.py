@@ -127,9 +127,7 @@ class CSVLogger(_RowLogger):
         filename: str | os.PathLike[str] = "",
     ) -> None:
         if bool(path) == bool(filename):
-            raise TypeError(
-                "CSVLogger needs one path, which filename= names, too: CSVLogger('log.csv')."
-            )
+            raise TypeError("CSVLogger needs one path: pass it first or as filename=, not both.")
         super().__init__(path or filename)
         self._append = append
         if not isinstance(separator, str) or len(separator) != 1:

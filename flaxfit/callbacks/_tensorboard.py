@@ -71,7 +71,9 @@ class TensorBoardLogger:
     ) -> None:
         _refuse(others)
         if bool(folder) == bool(log_dir):
-            raise TypeError("TensorBoardLogger needs one folder, which log_dir= names, too.")
+            raise TypeError(
+                "TensorBoardLogger needs one folder: pass it first or as log_dir=, not both."
+            )
         self._folder = local_path(folder or log_dir)
         self._make = required("TensorBoardLogger", "tensorboardX", "tensorboard").summary
         if histograms and histogram_freq is not None:
@@ -246,4 +248,6 @@ def _refuse(options: Mapping[str, object]) -> None:
         if name not in _OF_KERAS:
             raise TypeError(f"TensorBoardLogger has no option {name}.")
         if value:
-            raise TypeError(f"TensorBoardLogger takes no {name}={value!r}: {_OF_KERAS[name]}.")
+            raise TypeError(
+                f"TensorBoardLogger does not support {name}={value!r}: {_OF_KERAS[name]}."
+            )

@@ -64,8 +64,8 @@ class IndexedBatches:
             return range(n)
         if n == sys.maxsize:
             raise ValueError(
-                f"shuffle=True needs the number of batches, and a {type(self.data).__name__} "
-                "without a length has none: give it __len__, or leave shuffle out."
+                f"shuffle=True needs the number of batches, but this {type(self.data).__name__} "
+                "has no length: give it __len__, or leave shuffle out."
             )
         return np.random.default_rng((self._seed, epoch)).permutation(n).tolist()
 

@@ -98,8 +98,8 @@ def _largest_difference(
         if not error <= _tolerance(value, rtol):
             where = f"output {path!r} of {name!r}" if path else f"the output of {name!r}"
             raise ValueError(
-                f"Nothing was written: read again, {where} is {error:.1e} off its source "
-                f"on {inputs}, more than rtol={rtol:g} allows."
+                f"Nothing was written: when read back, {where} differs from its source by "
+                f"{error:.1e} on {inputs}, more than rtol={rtol:g} allows."
             )
         largest = max(largest, error)
     return largest

@@ -127,8 +127,8 @@ def check_callback(callback: object) -> None:
     if hasattr(callback, "set_model") and hasattr(callback, "on_epoch_end"):
         name = type(callback).__name__
         raise TypeError(
-            f"Callbacks of Keras cannot train a model of flaxfit, got {name}: take "
-            f"{_counterpart(callback)}, or a function of a checkpoint in place of on_epoch_end, "
+            f"Keras callbacks do not work with flaxfit, got {name}: use "
+            f"{_counterpart(callback)}, or a function of a checkpoint instead of on_epoch_end, "
             "lambda checkpoint: print(checkpoint.step, checkpoint.metrics)."
         )
     if not callable(callback):

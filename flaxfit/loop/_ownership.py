@@ -34,7 +34,7 @@ def copier(where: str, strategy: Strategy) -> Copier | None:
         raise ValueError(f'snapshot must be "device", "host" or "none", got {where!r}.')
     if where == "host" and strategy.n_processes > 1:
         raise ValueError(
-            'snapshot="host" needs all arrays in one process, and these are spread over '
+            'snapshot="host" needs all arrays in one process, but these are spread over '
             f'{strategy.n_processes}: use "device", and flaxfit.gather where whole arrays are '
             "needed."
         )

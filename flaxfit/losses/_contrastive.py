@@ -56,7 +56,7 @@ def info_nce(
     """
     if len(np.shape(first)) != 2 or np.shape(first) != np.shape(second):
         raise ValueError(
-            "loss 'info_nce' wants two outputs of one shape (batch, features), whose rows are "
+            "loss 'info_nce' expects two outputs of one shape (batch, features), whose rows are "
             f"pairs, got {np.shape(first)} and {np.shape(second)}."
         )
     a, b = floating(first), floating(second)

@@ -213,13 +213,13 @@ def check_labels(name: str, outputs: ArrayLike, labels: ArrayLike) -> None:
                 f"{np.shape(labels)}. A loss is called with (outputs, targets): swap its arguments."
             )
         raise ValueError(
-            f"loss {name!r} wants one output per class, of shape (batch, ..., classes), got "
+            f"loss {name!r} expects one output per class, of shape (batch, ..., classes), got "
             f"outputs {shape}. For a single score per example use loss='binary_crossentropy'."
         )
     dtype = labels.dtype if hasattr(labels, "dtype") else np.asarray(labels).dtype
     if np.shape(labels) != wanted or not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(
-            f"loss {name!r} wants integer labels of shape {wanted} for outputs of shape "
+            f"loss {name!r} expects integer labels of shape {wanted} for outputs of shape "
             f"{shape}, got labels {np.shape(labels)} {dtype}. "
             + _label_advice(np.shape(labels), wanted, shape)
         )

@@ -30,8 +30,8 @@ def ctc(logits: ArrayLike, labels: ArrayLike) -> jax.Array:
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     if len(shape) != 3 or len(received) != 2 or shape[0] != received[0] or not is_integer:
         raise ValueError(
-            "loss 'ctc' wants outputs of shape (batch, steps, classes) and integer labels of shape "
-            f"(batch, length), got outputs {shape} and labels {received} {dtype}."
+            "loss 'ctc' expects outputs of shape (batch, steps, classes) and integer labels of "
+            f"shape (batch, length), got outputs {shape} and labels {received} {dtype}."
         )
     logits, labels = floating(logits), jnp.asarray(labels)
     lengths = (labels != 0).sum(-1, keepdims=True)

@@ -37,7 +37,7 @@ def _checked_options(name: str, options: dict[str, Any], known: list[str]) -> di
     """The options of a loss by its own names, of which Keras has another for one."""
     if "ignore_class" in options and "ignore_label" in known:
         if "ignore_label" in options:
-            raise TypeError(f"loss {name!r}: ignore_class is ignore_label, give one of them.")
+            raise TypeError(f"loss {name!r}: ignore_class is ignore_label: pass one of them.")
         options = dict(options)
         options["ignore_label"] = options.pop("ignore_class")
     unknown = [option for option in options if option not in known]
@@ -72,7 +72,7 @@ def check_same_shape(
     elif shape == (*received, 1):
         advice = f"Give the {what} a last axis (y[..., None]), or squeeze the outputs."
     raise ValueError(
-        f"loss {name!r} wants {what} of the shape of the outputs, got outputs {shape} and {what} "
+        f"loss {name!r} expects {what} of the shape of the outputs, got outputs {shape} and {what} "
         f"{received}. {advice}"
     )
 
@@ -82,8 +82,8 @@ def check_embeddings(name: str, embeddings: ArrayLike, labels: ArrayLike) -> Non
     shape = np.shape(embeddings)
     if len(shape) != 2 or np.shape(labels) != shape[:1]:
         raise ValueError(
-            f"loss {name!r} wants embeddings of shape (batch, features) and a label for each, got "
-            f"outputs {shape} and labels {np.shape(labels)}."
+            f"loss {name!r} expects embeddings of shape (batch, features) and a label for each, "
+            f"got outputs {shape} and labels {np.shape(labels)}."
         )
 
 
@@ -92,7 +92,7 @@ def check_onehot(name: str, outputs: ArrayLike, labels: ArrayLike, integers: str
     shape = np.shape(outputs)
     if np.shape(labels) != shape or len(shape) < 2 or shape[-1] == 1:
         raise ValueError(
-            f"loss {name!r} wants one-hot labels of the shape of the outputs, "
+            f"loss {name!r} expects one-hot labels of the shape of the outputs, "
             f"(batch, ..., classes), got outputs {shape} and labels {np.shape(labels)}. "
             f"Use loss={integers!r} for integer labels, 'binary_crossentropy' for single scores."
         )

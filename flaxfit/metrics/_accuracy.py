@@ -95,7 +95,7 @@ def _whole_answers(outputs: Array, targets: Array, **options: Any) -> Answers:
     found = binary_answers(outputs, targets, name="exact_match", **options)
     if found.outputs.ndim < 2:
         raise ValueError(
-            "The metric 'exact_match' wants several answers per example, (batch, labels), got "
+            "The metric 'exact_match' expects several answers per example, (batch, labels), got "
             f"outputs of shape {found.outputs.shape}: use binary_accuracy for a single one."
         )
     return found._replace(is_label=found.is_label.all(-1))
@@ -122,14 +122,14 @@ def top_k(k: int) -> Metric:
       ValueError: `k` is less than 1, or (when measuring) more than the number of classes.
     """
     if k < 1:
-        raise ValueError(f"Cannot look at the top {k} classes: k must be at least 1.")
+        raise ValueError(f"Cannot take the top {k} classes: k must be at least 1.")
 
     def answers(outputs: Array, targets: Array) -> Answers:
         outputs = floating(outputs)
         labels, is_label = labels_of(outputs, jnp.asarray(targets))
         n_classes = outputs.shape[-1]
         if k > n_classes:
-            raise ValueError(f"Cannot look at the top {k} of {n_classes} classes: use a smaller k.")
+            raise ValueError(f"Cannot take the top {k} of {n_classes} classes: use a smaller k.")
         return Answers(labels, jax.lax.top_k(outputs, k)[1], n_classes, is_label, outputs)
 
     def is_among_top_k(answers: Answers) -> jax.Array:

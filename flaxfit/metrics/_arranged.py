@@ -32,7 +32,7 @@ def arranged(measure: Function, name: str, num_classes: int | None, axis: int) -
             targets = jnp.moveaxis(targets, axis, -1) if is_onehot else targets
         if num_classes is not None and outputs.shape[-1] != num_classes:
             raise ValueError(
-                f"The metric {name!r} is of num_classes={num_classes}, and got outputs of shape "
+                f"The metric {name!r} has num_classes={num_classes}, but got outputs of shape "
                 f"{outputs.shape}: they need a score for each class on the last axis, or are "
                 "integer labels of the shape of the targets."
             )

@@ -64,8 +64,8 @@ def count_answers(
         found = class_answers(outputs, targets, **options)
         if threshold is not None and found.n_classes != 2:
             raise ValueError(
-                f"The metric {name!r} predicts the highest of {found.n_classes} scores, and has no "
-                "threshold. Say which class has it, by class_id, or multilabel=True."
+                f"The metric {name!r} predicts the highest of {found.n_classes} scores and uses no "
+                "threshold. Pass class_id= to apply it to one class, or multilabel=True."
             )
         if average == "binary" and found.n_classes != 2:
             raise ValueError(

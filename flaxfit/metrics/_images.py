@@ -43,7 +43,7 @@ def _ssim(*, max_val: float = 1.0, size: int = 11, sigma: float = 1.5) -> Metric
         a, b = check_numbers(outputs, targets)
         if a.ndim != 4 or min(a.shape[1:3]) < size:
             raise ValueError(
-                "The metric 'ssim' wants images (batch, height, width, channels) of at least "
+                "The metric 'ssim' expects images (batch, height, width, channels) of at least "
                 f"{size} x {size} pixels, got {a.shape}: reshape them, or pass ssim(size=...)."
             )
         first, second = (0.01 * max_val) ** 2, (0.03 * max_val) ** 2

@@ -32,7 +32,7 @@ def refuse_keras(metric: object, known: Callable[[str], object]) -> None:
         except ValueError:
             return
     raise TypeError(
-        f"{kind.__name__} of Keras is updated in place, and cannot be compiled: use {call} or a "
+        f"{kind.__name__} of Keras is updated in place, so it cannot be compiled: use {call} or a "
         f"name, metrics=[{name!r}]. Metrics of classes take logits, unless from_logits=False."
     )
 

@@ -67,7 +67,7 @@ def binary_answers(
     outputs, targets = floating(outputs), jnp.asarray(targets)
     if outputs.shape != targets.shape:
         raise ValueError(
-            f"The metric {name!r} wants labels of the shape of the outputs, got outputs "
+            f"The metric {name!r} expects labels of the shape of the outputs, got outputs "
             f"{outputs.shape} and labels {targets.shape}."
         )
     predicted = outputs > _limit(threshold, from_logits)
@@ -103,7 +103,7 @@ def top_k_answers(
     outputs, targets = floating(outputs), jnp.asarray(targets)
     n_classes = outputs.shape[-1]
     if k > n_classes:
-        raise ValueError(f"Cannot look at the top {k} of {n_classes} classes: use a smaller k.")
+        raise ValueError(f"Cannot take the top {k} of {n_classes} classes: use a smaller k.")
     if outputs.shape == targets.shape:
         actual, is_label = targets > 0.5, is_share(targets).all(-1)
     else:
@@ -131,7 +131,7 @@ def binary_scores(outputs: Array, targets: Array, *, name: str) -> Answers:
     is_single = _is_single_score(outputs, targets)
     if not is_single and outputs.shape[-1] != 2:
         raise ValueError(
-            f"The metric {name!r} wants a single score per label, (batch,) or (batch, 1), or the "
+            f"The metric {name!r} expects a single score per label, (batch,) or (batch, 1), or the "
             f"scores of two classes; got outputs {outputs.shape} and labels {targets.shape}. "
             f"{BY_CLASS.get(name, '')}"
         )
@@ -156,7 +156,7 @@ def labels_of(outputs: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Ar
     if outputs.ndim > 1:
         wanted = f"integer labels of shape {outputs.shape[:-1]} or one-hot {wanted}"
     raise ValueError(
-        f"A classification metric wants {wanted} for outputs of shape {outputs.shape}, "
+        f"A classification metric expects {wanted} for outputs of shape {outputs.shape}, "
         f"got labels {targets.shape} {targets.dtype}."
     )
 

@@ -126,7 +126,7 @@ def _in_our_words(options: dict[str, Any]) -> dict[str, Any]:
     """Options by their names here; None, where it stands for the default of Keras, is left out."""
     for name, ours in OF_KERAS.items():
         if name in options and ours in options:
-            raise TypeError(f"The options {ours} and {name} are the same one: give one of them.")
+            raise TypeError(f"The options {ours} and {name} are the same: pass one of them.")
     found = {OF_KERAS.get(name, name): value for name, value in options.items()}
     if found.get("dtype", 0) is None:
         del found["dtype"]

@@ -53,7 +53,7 @@ def from_nnx_metric(metric: Any) -> Metric:
         )
     elif kind is nnx_metrics.Welford:
         what = (
-            "nnx.metrics.Welford keeps a running mean and variance, which are no sums. Pass the "
+            "nnx.metrics.Welford keeps a running mean and variance, which are not sums. Pass the "
             "function that computes the values, for their mean, or "
             "flaxfit.metrics.Metric(measure, compute) with the sums of values and squares"
         )
@@ -61,7 +61,7 @@ def from_nnx_metric(metric: Any) -> Metric:
         what = "nnx.MultiMetric is several metrics. Pass it alone, as metrics=nnx.MultiMetric(...)"
     else:
         what = (
-            f"{kind.__name__} is updated in place, by code of its own. Use a function that returns "
+            f"{kind.__name__} is updated in place by its own code. Use a function that returns "
             "one value per example, or flaxfit.metrics.Metric(measure, compute), where measure "
             "returns what update adds"
         )

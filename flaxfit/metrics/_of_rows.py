@@ -150,7 +150,7 @@ def _best_at(name: str, best: Function, bounded: Function) -> Metric:
 
         if class_id is None and multilabel:
             raise ValueError(
-                f"The metric {name!r} is of one label: with multilabel=True say which, class_id=0."
+                f"The metric {name!r} measures one label: with multilabel=True pass class_id=0."
             )
         if class_id is None:
             return _of_scores(name, value, configure)

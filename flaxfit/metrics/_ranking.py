@@ -16,7 +16,7 @@ def _ranking(
 ) -> Metric:
     def configure(*, k: int | None = default, ignore_label: int | None = None) -> Metric:
         if k is not None and k < 1:
-            raise ValueError(f"Cannot look at the first {k} items: k must be at least 1.")
+            raise ValueError(f"Cannot rank the first {k} items: k must be at least 1.")
 
         def values(scores: ArrayLike, relevance: ArrayLike) -> tuple[Array, Array]:
             scores, relevance = floating(scores), jnp.asarray(relevance)

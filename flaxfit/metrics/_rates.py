@@ -152,8 +152,8 @@ def _check_options(
         )
     if class_id is not None and average != default:
         raise ValueError(
-            f"The metric {name!r} of class_id={class_id!r} is that of this class: "
-            f"it has no average={average!r}. Give one of the two."
+            f"The metric {name!r} with class_id={class_id!r} measures that class alone, without "
+            f"average={average!r}: pass one of the two."
         )
 
 

@@ -20,7 +20,7 @@ def check_numbers(outputs: ArrayLike, targets: ArrayLike) -> tuple[jax.Array, ja
     outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
     if outputs.shape != targets.shape:
         raise ValueError(
-            "A regression metric wants targets of the shape of the outputs, got outputs "
+            "A regression metric expects targets of the shape of the outputs, got outputs "
             f"{outputs.shape} and targets {targets.shape}: reshape one of them."
         )
     dtype = jnp.promote_types(jnp.result_type(outputs, targets), jnp.float32)

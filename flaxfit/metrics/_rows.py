@@ -28,7 +28,7 @@ def rows_of(name: str | None, arguments: PyTree, weights: Array | None) -> Sums:
     for path, leaf in leaves.items():
         if jnp.shape(leaf)[:1] != (n,):
             raise ValueError(
-                f"The metric {name!r} collects one row per example, and got an array of shape "
+                f"The metric {name!r} collects one row per example, but got an array of shape "
                 f"{jnp.shape(leaf)} ({path}) for {n} examples. Leave it out, by "
                 "flaxfit.metrics.on(arguments, metric)."
             )
@@ -50,9 +50,9 @@ def value_of(
         return _as_values(name, f(*arguments, weights=weights))
     if np.any(weights != 1):
         warnings.warn(
-            f"The data has weights, and the metric {name!r} takes none: it leaves out examples of "
-            "weight 0 and counts all others the same. A function of collected(f) is given the "
-            "weights if it has a parameter of that name.",
+            f"The data has weights, but the metric {name!r} takes none: it leaves out examples of "
+            "weight 0 and counts all others equally. The function of collected(f) receives the "
+            "weights if it has a parameter `weights`.",
             stacklevel=3,
         )
     return _as_values(name, f(*arguments))
@@ -78,8 +78,8 @@ def check_values(found: Mapping[str, Any], others: Mapping[str, Any], name: str)
     for key in found:
         if key in others or key in RESERVED:
             raise ValueError(
-                f"The metric {name!r} gives a value {key!r}, and there is another one by that "
-                "name. Return another key, or name the metric in a mapping, such as "
+                f"The metric {name!r} returned the key {key!r}, which is already the name of a "
+                "metric. Return another key, or name the metric in a mapping, such as "
                 "metrics={'all': collected(f)}, for 'all_" + key + "'."
             )
 

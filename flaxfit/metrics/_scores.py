@@ -56,8 +56,8 @@ class Ranked(NamedTuple):
             )
         if self.multi_class and self.multilabel:
             raise ValueError(
-                f"The metric {self.name!r} is of one class per example, multi_class='ovr', or of "
-                "several labels, multilabel=True: give one of the two."
+                f"The metric {self.name!r} takes one class per example (multi_class='ovr') or "
+                "several labels (multilabel=True): pass one of the two."
             )
         if self.label_weights is not None and not (self.multilabel or self.multi_class):
             raise ValueError(
@@ -66,8 +66,8 @@ class Ranked(NamedTuple):
             )
         if self.label_weights is not None and self.average != "macro":
             raise ValueError(
-                f"label_weights of {self.name!r} weigh the mean of the labels: leave out "
-                f"average={self.average!r}."
+                f"label_weights of {self.name!r} weights the mean over labels: leave "
+                f"out average={self.average!r}."
             )
         return self
 
@@ -91,7 +91,7 @@ class Ranked(NamedTuple):
         if self.multilabel:
             if len(shape) < 2:
                 raise ValueError(
-                    f"With multilabel=True the metric {self.name!r} wants outputs and labels "
+                    f"With multilabel=True the metric {self.name!r} expects outputs and labels "
                     f"(batch, labels), got outputs {shape}."
                 )
             found = binary_answers(outputs, targets, name=self.name)

@@ -41,7 +41,7 @@ def _text(name: str, value: Value, mode: str, *, by_letter: bool = False) -> Met
             tokens = outputs.argmax(-1) if outputs.ndim == targets.ndim + 1 else outputs
             if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
                 raise ValueError(
-                    f"The metric {name!r} wants logits (batch, tokens, vocabulary) or integer "
+                    f"The metric {name!r} expects logits (batch, tokens, vocabulary) or integer "
                     f"tokens (batch, tokens), got outputs {outputs.shape} "
                     f"and targets {targets.shape}."
                 )

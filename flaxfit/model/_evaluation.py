@@ -289,7 +289,7 @@ def _n_examples(data: Data, owner: str) -> int:
     if not isinstance(data, tuple):
         raise TypeError(
             f"{owner} takes the arrays of one batch, got {type(data).__name__}: {data!r:.60}. "
-            "Pass what yields batches to fit, evaluate or predict."
+            "Pass loaders and lists of batches to fit, evaluate or predict."
         )
     return len(jax.tree.leaves(data)[0])
 
@@ -299,7 +299,7 @@ def _check_is_batch(inputs: PyTree, known: PyTree) -> None:
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(inputs)]
     if len(shapes) == 1 and shapes == [each.shape[1:] for each in jax.tree.leaves(known)]:
         raise ValueError(
-            f"predict takes a batch of examples, and x has the shape {shapes[0]} of one: give "
+            f"predict takes a batch of examples, but x has the shape {shapes[0]} of one: pass "
             "x[None]."
         )
 

@@ -95,8 +95,8 @@ def find_lr(loop: TrainLoop, *, lowest: float, highest: float, n_steps: int) -> 
         losses.append(smooth)
     if len(rates) < 3:
         raise ValueError(
-            f"find_lr has tried {len(rates)} rates only before the loss diverged or the data "
-            "ended: lower `lowest`, or give more data."
+            f"find_lr tried only {len(rates)} rates before the loss diverged or the data ended: "
+            "lower `lowest`, or pass more data."
         )
     return LearningRateRange(rates, losses, _suggest(rates, losses))
 

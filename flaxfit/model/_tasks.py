@@ -119,7 +119,7 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in of_keras:
         default, hint = _ELSEWHERE[name]
         if options[name] not in default:
-            raise TypeError(f"Model takes no {name}={options[name]!r:.60}: {hint}.")
+            raise TypeError(f"Model does not support {name}={options[name]!r:.60}: {hint}.")
     if unknown := [name for name in unknown if name not in of_keras]:
         raise TypeError(
             f"Model has no option {', '.join(unknown)}: it takes {', '.join(known)}. Pass "

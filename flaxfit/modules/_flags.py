@@ -68,8 +68,8 @@ def check_switches(values: Mapping[str, object], owner: str) -> None:
     found = [name for name in values if name in _UNKNOWN and isinstance(values[name], bool | None)]
     if found:
         raise ValueError(
-            f"{owner} has a switch named {', '.join(found)}, which would not be set: call it "
-            f"{', '.join(_IN_TRAINING)}. Or give Model a pair (module.init, apply) with "
+            f"{owner} has a switch named {', '.join(found)}, which flaxfit does not set: call it "
+            f"{', '.join(_IN_TRAINING)}. Or pass Model a pair (module.init, apply) with "
             "`def apply(variables, *inputs, train, **options)`."
         )
 

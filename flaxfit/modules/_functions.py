@@ -74,7 +74,7 @@ def check_losses(losses: Sequence[str], found: Iterable[str]) -> None:
     """Checks that a model has left values in all the collections that count as losses."""
     if missing := [name for name in losses if name not in found]:
         raise ValueError(
-            f"losses names {', '.join(missing)}, and the model leaves no values there, but in "
+            f"losses contains {', '.join(missing)}, but the model stores values only in "
             f"{', '.join(sorted(found)) or 'no collection'}."
         )
 

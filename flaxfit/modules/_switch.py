@@ -98,7 +98,7 @@ def check_streams(owner: str, names: Sequence[str], apply: object) -> None:
         return
     if unknown := [n for n in names if n not in handle.streams | {"dropout", "params"}]:
         raise ValueError(
-            f"{owner}: rngs names {', '.join(unknown)}, and the module has the streams "
+            f"{owner}: rngs contains {', '.join(unknown)}, but the module has the streams "
             f"{', '.join(sorted(handle.streams)) or 'none'}."
         )
 

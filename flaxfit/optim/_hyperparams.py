@@ -193,7 +193,7 @@ def group_named(state: OptState, group: str | int) -> str:
     found = next((node for node in nodes if isinstance(node, GroupsState)), None)
     if found is None:
         raise ValueError(
-            f"Cannot update the group {group!r} alone: the optimizer has no groups. Make it of "
+            f"Cannot update the group {group!r} alone: the optimizer has no groups. Make it with "
             "flaxfit.optim.MultiOptimizer((filter, optimizer), ...)."
         )
     names = list(_children(found))

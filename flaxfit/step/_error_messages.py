@@ -48,9 +48,8 @@ _OTHER_ARGUMENTS = "positional argument|unexpected keyword argument"
 
 _NO_SWITCH = 'Parameter "(deterministic|use_running_average)" must be passed'
 _SWITCH = (
-    "A layer of the model takes {0}=, and is not told: whether it drops or updates something "
-    "depends on whether the model is being trained. Give the call an argument `train` and pass "
-    "{0}=not train to the layer; flaxfit sets `train`."
+    "A layer of the model needs {0}=, because it behaves differently in training and evaluation. "
+    "Give the call an argument `train` and pass {0}=not train to the layer; flaxfit sets `train`."
 )
 
 _OUT_OF_MEMORY = """\

@@ -218,7 +218,7 @@ def _check(tasks: dict[str, TrainTask], weights: Mapping[str, float] | None) -> 
         )
     if unknown := [name for name in weights or () if name not in tasks]:
         raise ValueError(
-            f"weights name {', '.join(map(repr, unknown))}, and there are the tasks "
+            f"weights contains {', '.join(map(repr, unknown))}, but the tasks are "
             f"{', '.join(map(repr, tasks))}."
         )
     if wrong := [name for name, weight in (weights or {}).items() if not weight > 0]:

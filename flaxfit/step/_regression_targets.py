@@ -28,6 +28,6 @@ def check_classes(task: TrainTask | EvalTask, batch: Batch) -> None:
     if values.shape[1] > 1 or not (wrong := values % 1 > 0).any():
         return
     raise ValueError(
-        f"The metric {found[0]!r} compares classes, and the targets are numbers such as "
+        f"The metric {found[0]!r} compares classes, but the targets are numbers such as "
         f"{values[wrong][0]:g}: for a regression use 'mae', 'rmse' or 'r2'."
     )

@@ -39,7 +39,7 @@ def fsdp_axis(fsdp: bool | str, sizes: Mapping[str, int]) -> str | None:
     axis = next((axis for axis in options if axis in sizes), None)
     if axis is None:
         raise ValueError(
-            f"fsdp={fsdp!r} needs an axis {' or '.join(map(repr, options))}, and the mesh has "
+            f"fsdp={fsdp!r} needs an axis {' or '.join(map(repr, options))}, but the mesh has "
             f"{', '.join(map(repr, sizes))}. Name one of them: fsdp={next(iter(sizes))!r}."
         )
     return axis

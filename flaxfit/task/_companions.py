@@ -118,13 +118,13 @@ def _check_keywords(objective: Function, names: Mapping[str, Any]) -> None:
     takes_any = not found or any(each.kind is each.VAR_KEYWORD for each in found)
     if unknown := [name for name in names if name not in taken and not takes_any]:
         raise ValueError(
-            f"The objective takes no {', '.join(unknown)}, and there are companions of that name: "
-            f"define it as f(apply, batch, rngs, {', '.join(names)})."
+            f"The objective has no parameter for the companions {', '.join(unknown)}: define it as "
+            f" f(apply, batch, rngs, {', '.join(names)})."
         )
     required = [each.name for each in by_name if each.default is each.empty]
     if missing := [name for name in required if name not in (*names, "ema")]:
         raise ValueError(
-            f"The objective asks for {', '.join(missing)}, and there are the companions "
-            f"{', '.join(names) or 'of no name'}: "
+            f"The objective has parameters for the companions {', '.join(missing)}, but there is "
+            f"{', '.join(names) or 'none'}: pass "
             f"companions={{{missing[0]!r}: (module, variables)}}."
         )

@@ -87,8 +87,8 @@ class LossByOutput:
         if outputs is None or targets is None or more:
             shapes = jax.tree.map(jnp.shape, outputs_and_targets)
             raise ValueError(
-                f"Losses and metrics by the names {', '.join(self.losses)} want the outputs of the "
-                "model, and the targets, as a mapping with these names or as a tuple of "
+                f"Losses and metrics by the names {', '.join(self.losses)} expect the outputs of "
+                "the model and the targets as a mapping with these names or as a tuple of "
                 f"{len(self.names)}; got outputs and targets of shapes "
                 f"{', '.join(map(str, shapes))}. Name all outputs: None stands for no loss, and a "
                 "list of metrics may be empty."
@@ -151,7 +151,7 @@ def as_loss(loss: Any, weights: Any = None) -> Any:
         weights = dict(zip(loss, weights, strict=True))
     if unknown := [name for name in weights or () if name not in loss]:
         raise ValueError(
-            f"loss_weights name {', '.join(map(repr, unknown))}, and there are losses for "
+            f"loss_weights contains {', '.join(map(repr, unknown))}, but there are losses only for "
             f"{', '.join(map(repr, loss))}."
         )
     known = {name: each for name, each in (weights or {}).items() if each is not None}
@@ -204,9 +204,9 @@ def check_outputs(loss: losses.Loss | None, weights: PyTree) -> None:
     known = list(loss.names) if isinstance(loss, LossByOutput) else []
     if unknown := [name for name in weights if name not in known]:
         raise ValueError(
-            f"There are weights for {', '.join(map(repr, unknown))}, and losses by name for "
-            f"{', '.join(map(repr, known)) or 'no output'}: give the weights as one array, or "
-            "losses in a mapping by the same names."
+            f"There are weights for {', '.join(map(repr, unknown))}, but losses by name for "
+            f"{', '.join(map(repr, known)) or 'no output'}: pass the weights as one array, or "
+            "losses in a mapping with the same names."
         )
 
 

@@ -111,13 +111,13 @@ def _check_example_grads_hook(task: Any) -> None:
     if task.across is not None or not task.pad:
         option = "pad=False" if task.across is None else f"across={task.across!r}"
         raise ValueError(
-            f"{option} is for batches that are computed as a whole, and example_grads_hook for "
-            "losses of which each example has a gradient of its own: leave one of them out."
+            f"{option} computes batches as a whole, but example_grads_hook needs a gradient for "
+            "each example: leave one of them out."
         )
     if task.precision == "float16":
         raise ValueError(
-            "example_grads_hook would be given gradients of the scaled loss of float16: use "
-            "precision='bfloat16', which needs no scale."
+            "With precision='float16', example_grads_hook would receive gradients of the scaled "
+            "loss: use precision='bfloat16', which needs no scale."
         )
 
 
@@ -169,8 +169,8 @@ def check_objective(task: Any) -> None:
     check_objective_call(task)
     if getattr(task, "ema", 1) is None and takes_ema(task):
         raise ValueError(
-            "The objective asks for ema, the model with the moving average of its parameters, and "
-            "the task keeps none: set ema to the decay of the average, such as ema=0.99."
+            "The objective has a parameter ema, but the task keeps no moving average of its "
+            "parameters: set ema to its decay, such as ema=0.99."
         )
     if task.loss is not None:
         raise ValueError(
@@ -207,8 +207,8 @@ def _check_own_step(task: Any) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"{', '.join(wrong)} would have no effect: the task has a step of its own. Let the "
-            "step do it, or the optimizer that it uses."
+            f"{', '.join(wrong)} would have no effect: the task has a custom step. Do it in "
+            "the step or in its optimizer."
         )
 
 

@@ -86,7 +86,7 @@ def check_order(kind: str, function: PyTree) -> None:
     name = getattr(origin, "__name__", type(origin).__name__)
     if library in _NOT_JAX or (library in _KERAS and hasattr(origin, "update_state")):
         raise TypeError(
-            f"A {kind} is traced by JAX, which cannot look into {name} of {library}: use one of "
+            f"JAX traces the {kind}, and it cannot trace {name} of {library}: use a {kind} of "
             "flaxfit by name, or a function (outputs, targets) in jax.numpy."
             + (" On the host: flaxfit.metrics.collected." if kind == "metric" else "")
         )

@@ -53,8 +53,8 @@ def check_dense(leaf: ArrayLike) -> None:
     else:
         advice = f"a sparse array: make it dense, {call}"
     raise TypeError(
-        f"Cannot train on a {type(leaf).__name__}, {advice}. If that does not fit in memory, give "
-        "batches, each of which is made so when it is needed."
+        f"Cannot train on a {type(leaf).__name__}, {advice}. If that does not fit in memory, pass "
+        "batches and convert each when it is needed."
     )
 
 

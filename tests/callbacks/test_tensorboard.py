@@ -96,7 +96,7 @@ def test_options_of_keras_that_are_off_are_taken_and_others_refused(tmp_path):
         TensorBoardLogger(tmp_path, profile_batch=2)
     with pytest.raises(TypeError, match="has no option writes_graph"):
         TensorBoardLogger(tmp_path, writes_graph=False)
-    with pytest.raises(TypeError, match="needs one folder, which log_dir= names, too"):
+    with pytest.raises(TypeError, match="needs one folder: pass it first or as log_dir=, not both"):
         TensorBoardLogger()
     with pytest.raises(ValueError, match="write_images=True needs histograms=True"):
         TensorBoardLogger(tmp_path, write_images=True)

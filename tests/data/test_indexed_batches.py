@@ -163,7 +163,7 @@ def test_batches_without_a_length_have_no_end_and_no_random_order():
     again = as_stream(Endless(), epochs=None)
     again.set_state(stream.get_state())
     assert numbers(itertools.islice(again, 1)) == [7]
-    with pytest.raises(ValueError, match="a Endless without a length has none"):
+    with pytest.raises(ValueError, match="but this Endless has no length"):
         next(as_stream(Endless(), shuffle=True))
 
 

@@ -81,7 +81,7 @@ def test_values_come_by_name_and_do_not_replace_others():
     rows = CollectedRows({"mse": as_metrics(["mse"])["mse"], "both": both})
     rows.add(batch)
     assert rows.values({"mse": 1.0}) == {"a": 3.0, "b": 2.0}
-    with pytest.raises(ValueError, match="'both' gives a value 'a'"):
+    with pytest.raises(ValueError, match="'both' returned the key 'a'"):
         rows.values({"a": 1.0})
 
 

@@ -49,5 +49,5 @@ def test_circle_needs_the_whole_batch():
 
 
 def test_other_shapes_are_refused():
-    with pytest.raises(ValueError, match="'circle' wants embeddings of shape .batch, features."):
+    with pytest.raises(ValueError, match="'circle' expects embeddings of shape .batch, features."):
         losses.circle(EMBEDDINGS, LABELS[:, None])

@@ -77,7 +77,7 @@ def test_a_column_of_labels_is_refused_in_words():
     with pytest.raises(ValueError) as error:
         losses.crossentropy(LOGITS, np.zeros((32, 1), np.int64))
     assert str(error.value) == (
-        "loss 'crossentropy' wants integer labels of shape (32,) for outputs of shape (32, 10), "
+        "loss 'crossentropy' expects integer labels of shape (32,) for outputs of shape (32, 10), "
         "got labels (32, 1) int64. Squeeze them (y[:, 0]), or use loss='onehot_crossentropy' for "
         "one-hot labels."
     )

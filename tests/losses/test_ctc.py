@@ -30,5 +30,5 @@ def test_ctc_sums_over_all_alignments():
 
 @pytest.mark.parametrize("labels", [np.zeros(4, int), np.zeros((3, 2), int), np.zeros((4, 2))])
 def test_other_shapes_and_types_are_refused(labels):
-    with pytest.raises(ValueError, match="'ctc' wants outputs of shape .batch, steps, classes."):
+    with pytest.raises(ValueError, match="'ctc' expects outputs of shape .batch, steps, classes."):
         losses.ctc(np.zeros((4, 5, 3)), labels)

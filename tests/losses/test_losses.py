@@ -126,7 +126,9 @@ def test_unsigned_targets_do_not_wrap_around():
 )
 def test_shapes_that_would_broadcast_are_refused(name):
     loss = losses.resolve(name)
-    with pytest.raises(ValueError, match=rf"loss '{name}' wants .* got outputs \(32, 1\) and .*32"):
+    with pytest.raises(
+        ValueError, match=rf"loss '{name}' expects .* got outputs \(32, 1\) and .*32"
+    ):
         loss(np.zeros((32, 1)), np.zeros(32))
     with pytest.raises(ValueError, match=r"Squeeze the (labels|targets) \(y\[..., 0\]\)"):
         loss(np.zeros(32), np.zeros((32, 1)))

@@ -107,7 +107,7 @@ def test_all_strategies_train_and_measure_the_loss_of_the_whole_batch(name, opti
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="'triplet' wants embeddings of shape .batch, features."):
+    with pytest.raises(ValueError, match="'triplet' expects embeddings of shape .batch, features."):
         losses.triplet(X, LABELS[:, None])
     with pytest.raises(ValueError, match="no mining='easy': it is 'semi_hard' or 'hard'"):
         losses.triplet(X, LABELS, mining="easy")

@@ -31,7 +31,7 @@ def test_a_predicted_label_that_names_no_class_is_nan():
 
 
 def test_scores_of_another_number_of_classes_are_refused():
-    with pytest.raises(ValueError, match=r"num_classes=3, and got outputs of shape \(6, 5, 4\)"):
+    with pytest.raises(ValueError, match=r"num_classes=3, but got outputs of shape \(6, 5, 4\)"):
         value_of(mean_iou(num_classes=3), LOGITS, LABELS)
     with pytest.raises(ValueError, match="'mean_iou' has no num_classes=0: give 1 or more"):
         mean_iou(num_classes=0)

@@ -178,7 +178,7 @@ def test_options_for_several_classes_that_do_not_fit_are_refused(metric):
         metric(average="micro")
     with pytest.raises(ValueError, match="weigh the areas of several labels: pass multilabel"):
         metric(label_weights=[1.0, 2.0])
-    with pytest.raises(ValueError, match="or of several labels, multilabel=True: give one"):
+    with pytest.raises(ValueError, match="or several labels .multilabel=True.: pass one"):
         metric(multilabel=True, multi_class="ovr")
     with pytest.raises(ValueError, match=r"\(batch, labels\), got outputs \(4,\)"):
         metric(multilabel=True).measure(np.zeros(4), np.zeros(4))

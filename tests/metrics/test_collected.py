@@ -88,7 +88,7 @@ def test_what_is_no_number_is_refused(value, words):
 def test_a_function_of_targets_first_is_refused():
     with pytest.raises(TypeError, match=r"takes \(y_true, y_score\). Wrap it: lambda outputs"):
         collected(sklearn.metrics.roc_auc_score)
-    with pytest.raises(TypeError, match=r"cannot look into roc_auc_score .*metrics.collected"):
+    with pytest.raises(TypeError, match=r"cannot trace roc_auc_score .*metrics.collected"):
         as_metrics([sklearn.metrics.roc_auc_score])
 
 

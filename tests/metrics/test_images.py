@@ -42,7 +42,7 @@ def test_structural_similarity_is_that_of_means_and_spreads_in_windows():
 def test_images_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"at least 11 x 11 pixels, got \(3, 4, 5, 2\).*size="):
         ssim.measure(OTHERS, IMAGES)
-    with pytest.raises(ValueError, match=r"'ssim' wants images .* got \(3, 40\)"):
+    with pytest.raises(ValueError, match=r"'ssim' expects images .* got \(3, 40\)"):
         ssim.measure(OTHERS.reshape(3, -1), IMAGES.reshape(3, -1))
     with pytest.raises(ValueError, match="targets of the shape of the outputs"):
         psnr.measure(OTHERS[..., 0], IMAGES)

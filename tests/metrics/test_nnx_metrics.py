@@ -51,9 +51,9 @@ class Precise(nnx.metrics.Accuracy):
     ("given", "message"),
     [
         (nnx.metrics.Average("loss"), "Pass the function that computes it"),
-        (nnx.metrics.Welford(), "running mean and variance, which are no sums"),
+        (nnx.metrics.Welford(), "running mean and variance, which are not sums"),
         (nnx.MultiMetric(a=nnx.metrics.Accuracy()), r"alone, as metrics=nnx.MultiMetric\("),
-        (Precise, "Precise is updated in place, by code of its own. Use a function"),
+        (Precise, "Precise is updated in place by its own code. Use a function"),
     ],
     ids=["average", "welford", "multi", "own"],
 )

@@ -87,7 +87,7 @@ def test_without_positives_there_is_no_precision(metric):
 
 def test_what_has_no_single_score_is_refused():
     for metric in CURVES:
-        with pytest.raises(ValueError, match=rf"{metric.name}' wants a single score .*\(4, 3\)"):
+        with pytest.raises(ValueError, match=rf"{metric.name}' expects a single score .*\(4, 3\)"):
             metric.measure(np.zeros((4, 3)), np.zeros(4, np.int32))
     with pytest.raises(ValueError, match=r"outputs \(4, 1\) and targets \(4,\): reshape"):
         spearman.measure(np.zeros((4, 1)), np.zeros(4))
@@ -99,5 +99,5 @@ def test_a_rate_at_another_is_of_one_class_of_several():
     share = np.exp(logits[:, 2]) / np.exp(logits).sum(-1)
     expected = value_of(precision_at_recall, np.log(share / (1 - share)), labels == 2)
     assert value_of(precision_at_recall(class_id=2), logits, labels) == expected == 1.0
-    with pytest.raises(ValueError, match="with multilabel=True say which"):
+    with pytest.raises(ValueError, match="with multilabel=True pass class_id=0"):
         precision_at_recall(multilabel=True)

@@ -118,7 +118,7 @@ def test_an_average_that_cannot_be_taken_is_refused():
         f1(average="samples")
     with pytest.raises(ValueError, match="'binary' of 'f1' is for one label.*multilabel=False"):
         f1(average="binary", multilabel=True)
-    with pytest.raises(ValueError, match=r"'f1' wants labels of the shape.*\(3, 5\).*\(3,\)"):
+    with pytest.raises(ValueError, match=r"'f1' expects labels of the shape.*\(3, 5\).*\(3,\)"):
         f1(multilabel=True).measure(np.zeros((3, 5)), np.zeros(3, np.int32))
     with pytest.raises(ValueError, match=r"binary 'f1' of 10 classes: use f1\(average='macro'\)"):
         f1(average="binary").measure(np.zeros((3, 10)), np.zeros(3, np.int32))
@@ -243,10 +243,12 @@ def test_masks_of_one_score_are_binary_elements():
 
 
 def test_options_of_classes_that_exclude_each_other_are_refused():
-    with pytest.raises(ValueError, match="of class_id=1 is that of this class.*average='macro'"):
+    with pytest.raises(
+        ValueError, match="with class_id=1 measures that class alone.*average='macro'"
+    ):
         recall(class_id=1, average="macro")
     logits, labels = np.zeros((3, 4)), np.zeros(3, np.int32)
-    with pytest.raises(ValueError, match="the highest of 4 scores, and has no threshold"):
+    with pytest.raises(ValueError, match="the highest of 4 scores and uses no threshold"):
         f1(threshold=0.5).measure(logits, labels)
     metric = recall(class_id=4)
     with pytest.raises(ValueError, match="'recall' has no class 4: there are 4, from 0"):

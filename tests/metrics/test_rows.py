@@ -17,13 +17,13 @@ def test_values_by_name_have_the_name_of_the_metric_before_them_in_a_mapping():
 
 
 def test_values_do_not_take_the_names_of_others():
-    with pytest.raises(ValueError, match="'all' gives a value 'mse', and there is another one"):
+    with pytest.raises(ValueError, match="'all' returned the key 'mse', which is already the name"):
         check_values({"mse": 1.0}, {"mse": 2.0}, "all")
-    with pytest.raises(ValueError, match=r"gives a value 'loss'.*for 'all_loss'"):
+    with pytest.raises(ValueError, match=r"returned the key 'loss'.*for 'all_loss'"):
         check_values({"loss": 1.0}, {}, "all")
 
 
 def test_what_has_no_row_for_each_example_is_refused():
     arguments = {"out": np.ones(4), "scale": np.ones(3)}, np.ones(4)
-    with pytest.raises(ValueError, match=r"one row per example, and got .* \(3,\) \(0/scale\)"):
+    with pytest.raises(ValueError, match=r"one row per example, but got .* \(3,\) \(0/scale\)"):
         rows_of("it", arguments, np.ones(4))

@@ -88,7 +88,11 @@ def test_an_example_of_which_no_token_counts_is_left_out(metric):
 
 
 def test_what_is_no_text_is_refused():
-    with pytest.raises(ValueError, match=r"'wer' wants logits .* got outputs \(2, 5\) and targets"):
+    with pytest.raises(
+        ValueError, match=r"'wer' expects logits .* got outputs \(2, 5\) and targets"
+    ):
         wer.measure(np.zeros((2, 5)), EXPECTED)
-    with pytest.raises(ValueError, match=r"'bleu' wants .* got outputs \(2,\) and targets \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"'bleu' expects .* got outputs \(2,\) and targets \(2,\)"
+    ):
         bleu.measure(np.zeros(2, int), np.zeros(2, int))

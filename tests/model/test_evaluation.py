@@ -248,6 +248,6 @@ def test_weights_that_are_all_0_give_the_loss_0_and_change_nothing(options, is_b
 
 def test_a_single_example_is_refused_by_predict(model):
     model.build(X)
-    with pytest.raises(ValueError, match=r"x has the shape \(3,\) of one: give x\[None\]"):
+    with pytest.raises(ValueError, match=r"x has the shape \(3,\) of one: pass x\[None\]"):
         model.predict(X[0])
     assert model.predict(X[:1]).shape == model.predict([X[:1]]).shape

@@ -432,7 +432,7 @@ def nan_inputs():
     ("x", "y", "message"),
     [
         (X, Y[:200], "x has 300 rows but y has 200"),
-        (X, Y[:, None], r"wants integer labels of shape \(32,\).*Squeeze them"),
+        (X, Y[:, None], r"expects integer labels of shape \(32,\).*Squeeze them"),
         (X, Y.astype(float), "Cast them"),
         (X, Y + 3, r"label 12 is out of range for 10 outputs \(labels must be 0..9\)"),
         (nan_inputs(), Y, "1 of 300 rows, the first of them row 17"),

@@ -418,7 +418,7 @@ def test_the_types_that_losses_names_are_terms_of_the_loss_and_belong_to_a_call(
         update_nnx(Variational(), {}, losses=losses)
     with pytest.raises(ValueError, match="lack what the model holds at Kl/before"):
         update_nnx(Variational(), {})
-    with pytest.raises(ValueError, match="losses names Kll, .* but in Kl"):
+    with pytest.raises(ValueError, match="losses contains Kll, .* only in Kl"):
         from_nnx(Variational(), losses="Kll").apply(
             from_nnx(Variational()).init(None), X, mutable=True
         )

@@ -254,9 +254,9 @@ def test_a_pair_whose_switch_has_another_name_is_an_error():
 
 def test_a_field_or_an_attribute_of_another_name_is_an_error():
     members = {"__annotations__": {"inference": bool}, "inference": False, "__call__": len}
-    with pytest.raises(ValueError, match="named inference, which would not be set"):
+    with pytest.raises(ValueError, match="named inference, which flaxfit does not set"):
         train_and_eval(type("Odd", (nn.Module,), members)())
-    with pytest.raises(ValueError, match="named is_train, which would not be set"):
+    with pytest.raises(ValueError, match="named is_train, which flaxfit does not set"):
         train_and_eval(Told(is_train=True))
     told = from_nnx(Told(is_train=True), train=False, is_train=False).apply({}, X)
     assert told["is_train"] is False
@@ -290,7 +290,7 @@ def test_collections_that_are_named_are_terms_of_the_loss(model):
             variables, X, mutable=["losses", "kl"]
         )[1]
     )
-    with pytest.raises(ValueError, match="losses names kll.* but in kl, losses"):
+    with pytest.raises(ValueError, match="losses contains kll.* only in kl, losses"):
         train_and_eval(model, losses="kll")[0].apply(variables, X, mutable=["losses", "kl"])
 
 

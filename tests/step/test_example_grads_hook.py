@@ -163,10 +163,10 @@ class WithStatistics(nn.Module):
     ("options", "words"),
     [
         ({"hook": 1.0}, "must be grads -> grads"),
-        ({"pad": False}, "pad=False is for batches that are computed as a whole"),
-        ({"across": "batch"}, "across='batch' is for batches that are computed as a whole"),
+        ({"pad": False}, "pad=False computes batches as a whole"),
+        ({"across": "batch"}, "across='batch' computes batches as a whole"),
         ({"precision": "float16"}, "use precision='bfloat16'"),
-        ({"step": lambda state, batch: (state, {})}, "the task has a step of its own"),
+        ({"step": lambda state, batch: (state, {})}, "the task has a custom step"),
     ],
 )
 def test_an_option_that_does_not_go_with_it_is_refused(options, words):

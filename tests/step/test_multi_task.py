@@ -128,14 +128,14 @@ def test_a_position_of_other_tasks_is_refused():
 def test_what_is_wrong_with_any_task_is_found_at_the_first_step():
     tasks = make_tasks()
     wrong = ff.TrainTask(tasks["size"].apply, SGD, "crossentropy", tasks["size"].data)
-    with pytest.raises(ValueError, match="'crossentropy' wants integer labels"):
+    with pytest.raises(ValueError, match="'crossentropy' expects integer labels"):
         make_loop({"kind": tasks["kind"], "size": wrong}).next_step()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tasks: ff.MultiTask(tasks, weights={"weight": 1}), "weights name 'weight'"),
+        (lambda tasks: ff.MultiTask(tasks, weights={"weight": 1}), "weights contains 'weight'"),
         (lambda tasks: ff.MultiTask(tasks, weights={"kind": 0}), "must be greater than 0"),
         (lambda tasks: ff.MultiTask({}), "at least one task"),
         (

@@ -546,7 +546,7 @@ def test_in_evaluation_the_average_is_the_model_that_is_measured():
 
 
 def test_one_that_asks_for_an_average_needs_one_and_calls_the_model_itself():
-    with pytest.raises(ValueError, match="asks for ema.*such as ema=0.99"):
+    with pytest.raises(ValueError, match="has a parameter ema.*such as ema=0.99"):
         first_of(follows_average)
     with pytest.raises(ValueError, match="did not call the model"):
         first_of(lambda apply, batch, rngs, ema: ema(*batch.inputs)[:, 0], ema=0.5)

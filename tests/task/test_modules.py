@@ -205,7 +205,7 @@ def test_streams_that_a_module_does_not_have_are_named():
         lambda: ff.EvalTask(net, ["mse"], rngs="nose"),
     ):
         with pytest.raises(
-            ValueError, match="rngs names nose, and the module has the streams noise"
+            ValueError, match="rngs contains nose, but the module has the streams noise"
         ):
             make()
     make_task(Noisy(nnx.Rngs(0)), rngs="any")  # Its only stream takes every key.

@@ -267,10 +267,10 @@ def own_step(state, batch):
 @pytest.mark.parametrize(
     ("loss", "weights", "options", "message"),
     [
-        (LOSS, {"kin": np.ones(22)}, {}, "weights for 'kin', and losses by name for 'kind', 'siz"),
+        (LOSS, {"kin": np.ones(22)}, {}, "weights for 'kin', but losses by name for 'kind', 'siz"),
         (LOSS, {"kind": -np.ones(22)}, {}, "weights for 'kind', which must be finite and not neg"),
         (LOSS, {"kind": np.ones((22, 2))}, {}, r"'kind' has .*\(22,\) and weights .*\(22, 2\)"),
-        ("mse", {"kind": np.ones(22)}, {}, "losses by name for no output: give the weights as on"),
+        ("mse", {"kind": np.ones(22)}, {}, "losses by name for no output: pass the weights as on"),
         (None, {"kind": np.ones(22)}, {"step": own_step}, "outputs 'kind', which a custom step"),
     ],
     ids=["name", "negative", "shape", "one loss", "own step"],
@@ -288,15 +288,15 @@ def test_weights_by_output_of_batches_that_do_not_fit_are_refused(
 def test_an_evaluation_without_losses_by_name_refuses_weights_by_output():
     task = ff.EvalTask(TwoHeads().apply, ["mse"], (X, TARGETS, WEIGHTS))
     state = ff.init_state(TwoHeads().init, optax.sgd(0.1), jax.random.key(0), X)
-    with pytest.raises(ValueError, match="'kind', 'size', and losses by name for no output"):
+    with pytest.raises(ValueError, match="'kind', 'size', but losses by name for no output"):
         ff.EvalLoop(task).measure(state)
 
 
 @pytest.mark.parametrize(
     ("loss", "weights", "message"),
     [
-        (LOSS, {"kin": np.ones(22)}, "weights for 'kin', and losses by name for 'kind', 'size'"),
-        ("mse", {"kind": np.ones(22)}, "losses by name for no output: give the weights as one"),
+        (LOSS, {"kin": np.ones(22)}, "weights for 'kin', but losses by name for 'kind', 'size'"),
+        ("mse", {"kind": np.ones(22)}, "losses by name for no output: pass the weights as one"),
         (LOSS, {"kind": np.ones(21)}, "22 rows but sample_weight"),
         (LOSS, {"kind": -np.ones(22)}, r"sample_weight\['kind'\] must be finite and not negative"),
         (LOSS, {"kind": np.ones((22, 2))}, r"'kind' has .*\(22,\) and weights .*\(22, 2\)"),
@@ -405,7 +405,7 @@ def test_one_loss_has_one_weight(weights):
         ("mse", {"nonsense": 2.0}, "there is one loss.*: give a number"),
         ("mse", "much", "there is one loss"),
         ([None, None], None, "There is no loss"),
-        ({"a": "mse"}, {"b": 1.0}, "loss_weights name 'b'.*losses for 'a'"),
+        ({"a": "mse"}, {"b": 1.0}, "loss_weights contains 'b'.*losses only for 'a'"),
         (["mse", "mae"], [1.0], "2 losses, but 1 loss_weights"),
         ({"a": "mes"}, None, "Did you mean mse"),
         ({}, None, "There is no loss"),
@@ -435,7 +435,7 @@ ONE = np.ones((4, 2), "f4")
         ((ONE, ONE, ONE), r"a tuple of 2; got outputs and targets of shapes \(4, 2\), \(4, 2\)"),
         (({"a": ONE}, {"a": ONE, "b": ONE}), "a loss for 'b', but no such output: there are 'a'"),
         (({"a": ONE, "b": ONE}, {"a": ONE}), "a loss for 'b', but no such target"),
-        ((ONE, ONE, ONE, ONE[:, 0]), "output 'b': loss 'mse' wants targets of the shape"),
+        ((ONE, ONE, ONE, ONE[:, 0]), "output 'b': loss 'mse' expects targets of the shape"),
     ],
     ids=["three", "output", "target", "shape"],
 )

@@ -52,9 +52,9 @@ def test_one_loss_is_that_of_each_output(form, loss, n_devices):
     ("form", "loss", "targets", "weights", "message"),
     [
         (tuple, "mse", TARGETS, np.ones((22, 1)), "weights of shape .* one loss is given for"),
-        (tuple, "mse", TARGETS, {"a": np.ones(22)}, "weights for 'a', and losses by name for no"),
+        (tuple, "mse", TARGETS, {"a": np.ones(22)}, "weights for 'a', but losses by name for no"),
         (dict, "mse", {"a": TARGETS[0]}, None, "a loss for 'b', but no such target"),
-        (dict, "mse", {"a": TARGETS[0], "b": X}, None, "output 'b': loss 'mse' wants targets"),
+        (dict, "mse", {"a": TARGETS[0], "b": X}, None, "output 'b': loss 'mse' expects targets"),
         (
             tuple,
             losses.binary_crossentropy(ignore_label=-1),

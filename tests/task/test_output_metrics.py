@@ -71,9 +71,9 @@ def test_none_beside_lists_is_an_output_without_metrics():
     [
         (dict, {"c": ["mae"]}, "a loss for 'c', but no such output: there are 'a', 'b'"),
         (dict, ["mae"], "into lists by name: metrics={'a': ..mae..}"),
-        (tuple, {"a": ["mae"]}, "by the names a want the outputs .* as a tuple of 1"),
+        (tuple, {"a": ["mae"]}, "by the names a expect the outputs .* as a tuple of 1"),
         (tuple, {"output_1": ["mae"]}, "Name all outputs: .* a list of metrics may be empty"),
-        (tuple, [["mae"], [], []], "want the outputs .* as a tuple of 3"),
+        (tuple, [["mae"], [], []], "expect the outputs .* as a tuple of 3"),
     ],
 )
 def test_metrics_that_are_of_no_output_are_refused(form, metrics, message):
