@@ -142,7 +142,7 @@ def check_callback(callback: object) -> None:
         return
     if (keras := _keras_arguments(signature)) is not None:
         raise TypeError(
-            f"The callback {_name(callback)}{signature} has the arguments of a callback of Keras, "
+            f"The callback {_name(callback)}{signature} has the signature of a callback of Keras, "
             f"({keras}): a callback of flaxfit is a function of a checkpoint, such as lambda "
             "checkpoint: print(checkpoint.step, checkpoint.metrics). Or wrap it: "
             f"flaxfit.callbacks.Events({_KERAS[keras]}=...)."

@@ -250,7 +250,7 @@ def _check_called(metric: Function) -> None:
     name, module = getattr(metric, "__name__", ""), getattr(metric, "__module__", None) or ""
     if module.startswith("flaxfit.metrics.") and metric.__annotations__.get("return") is Metric:
         raise TypeError(
-            f"flaxfit.metrics.{name} makes a metric of its options: call it, "
+            f"flaxfit.metrics.{name} makes a metric from its options: call it, "
             f"flaxfit.metrics.{name}(...)."
         )
 

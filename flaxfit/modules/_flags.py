@@ -69,7 +69,7 @@ def check_switches(values: Mapping[str, object], owner: str) -> None:
     if found:
         raise ValueError(
             f"{owner} has a switch named {', '.join(found)}, which flaxfit does not set: call it "
-            f"{', '.join(_IN_TRAINING)}. Or pass Model a pair (module.init, apply) with "
+            f"one of {', '.join(_IN_TRAINING)}. Or pass Model a pair (module.init, apply) with "
             "`def apply(variables, *inputs, train, **options)`."
         )
 

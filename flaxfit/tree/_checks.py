@@ -77,7 +77,7 @@ def check_order(kind: str, function: PyTree) -> None:
     >>> check_order("loss", lambda outputs, targets: outputs - targets)
     >>> check_order("loss", lambda y_true, y_pred: y_pred - y_true)
     Traceback (most recent call last):
-    TypeError: flaxfit calls loss(outputs, targets), and this one takes (y_true, y_pred). Wrap ...
+    TypeError: flaxfit calls loss(outputs, targets), but this one takes (y_true, y_pred). Wrap ...
     """
     origin = function
     while isinstance(origin, functools.partial):
@@ -102,7 +102,7 @@ def check_argument_order(kind: str, function: PyTree) -> None:
 def _check_names(kind: str, names: Sequence[str]) -> None:
     if names and names[0] in _TARGETS and (names[0] == "y_true" or names[1] in _OUTPUTS):
         raise TypeError(
-            f"flaxfit calls {kind}(outputs, targets), and this one takes ({', '.join(names)}). "
+            f"flaxfit calls {kind}(outputs, targets), but this one takes ({', '.join(names)}). "
             "Wrap it: lambda outputs, targets: f(targets, outputs)."
         )
 
