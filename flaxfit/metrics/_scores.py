@@ -66,7 +66,7 @@ class Ranked(NamedTuple):
             )
         if self.label_weights is not None and self.average != "macro":
             raise ValueError(
-                f"label_weights of {self.name!r} weights the mean over labels: leave "
+                f"label_weights of {self.name!r} weigh the mean over labels: leave "
                 f"out average={self.average!r}."
             )
         return self
