@@ -91,7 +91,7 @@ def final_lines(
         line = f"stopped after {count(n)} of {plural(total, unit)} in {duration(seconds)}"
     more = list(reasons)
     if not_finite_since is not None:
-        more.append(f"the loss is not finite since {unit} {count(not_finite_since)}")
+        more.append(f"the loss has not been finite since {unit} {count(not_finite_since)}")
     if monitor is not None and best is not None:
         more.append(f"best {monitor} {number(best[0])} at {unit} {count(best[1])} (*)")
     elif text := metric_line(metrics):

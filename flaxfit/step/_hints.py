@@ -65,9 +65,8 @@ def _of_probabilities(loss: Any, origins: list[Any]) -> Iterator[str]:
     for last, those in _OF_LOGITS.items():
         if origins == [last] and any(loss is each for each in those):
             yield (
-                f"the outputs of the model come from a {last}, and the loss takes logits: return "
-                f"what goes into the {last}. Probabilities are taken by losses."
-                f"{_own_name(loss)}(from_logits=False)"
+                f"the model ends with a {last}, but the loss takes logits: return the input of the "
+                f"{last}, or use losses.{_own_name(loss)}(from_logits=False)"
             )
 
 
@@ -91,8 +90,8 @@ def _of_look_ups(origins: Origins, paths: dict[int, str], inputs: PyTree) -> Ite
         if lowest < -look_up.n_rows or highest >= look_up.n_rows:
             yield (
                 f"the indices in input {paths[look_up.input]!r} go from {lowest:,} to "
-                f"{highest:,}, and an embedding of the model has {look_up.n_rows:,} rows: the rows "
-                f"of others are NaN. Give it {highest + 1:,} rows, or map the indices to fewer"
+                f"{highest:,}, but an embedding of the model has {look_up.n_rows:,} rows and "
+                f"returns NaN for other indices. Give it {highest + 1:,} rows, or map the indices"
             )
 
 
@@ -107,8 +106,8 @@ def _of_convolutions(program: Jaxpr, batch: Batch) -> Iterator[str]:
         images: Any = equation.invars[0].aval
         if images.shape[axis] == 1 and n > 1 and not is_grouped:
             yield (
-                f"a convolution takes the batch of {n:,} examples for one image, and mixes them: "
-                "its inputs lack the axis of channels. Add it, x[..., None]"
+                f"a convolution takes the batch of {n:,} examples for one image and mixes them: "
+                "its inputs have no channel axis. Add one, x[..., None]"
             )
             return
 
@@ -121,8 +120,8 @@ def _of_scales(inputs: PyTree) -> Iterator[str]:
         largest = max(abs(float(np.max(leaf))), abs(float(np.min(leaf))))
         if _LARGE < largest < np.inf:
             yield (
-                f"input {path!r} reaches {largest:,.0f}, and models train best on numbers of about "
-                "1: scale it, such as (x - x.mean(0)) / x.std(0)"
+                f"input {path!r} has values up to {largest:,.0f}, but models train best on values "
+                "near 1: scale it, such as (x - x.mean(0)) / x.std(0)"
             )
 
 
