@@ -172,4 +172,7 @@ def _no_event(name: str) -> str:
             "model.evaluate or model.predict, which also take callbacks, or iterate over "
             "model.predictions(x)."
         )
-    return f"Events has no {name}; it has on_epoch_, on_train_, on_train_batch_ begin and end."
+    return (
+        f"Events has no {name}; it has on_epoch_, on_train_, on_train_batch_ begin and end, and "
+        "on_test_end."
+    )

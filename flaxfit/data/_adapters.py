@@ -25,8 +25,9 @@ from flaxfit.tree._dtypes import check_dense, is_array, is_node, is_sparse
 from flaxfit.tree._types import Data, Json, PyTree
 
 _ACCEPTED = (
-    "Give arrays, a tuple (x, y) or mapping of arrays, a list or other iterable of batches, a "
-    "loader (Grain, torch, tf.data, Hugging Face), or a callable that returns one of these."
+    "Give arrays, a tuple (x, y) or mapping of arrays, a list or other iterable of batches, an "
+    "object with __getitem__ and __len__, a loader (Grain, torch, tf.data, Hugging Face), or a "
+    "callable that returns one of these."
 )
 
 

@@ -117,6 +117,7 @@ def test_several_steps_at_once_are_refused_for_events_of_batches():
         ({"on_train_end": 3}, "on_train_end is called with (logs), got 3, which is not a function"),
         ({"on_test_begin": print}, "order = 'first' gets the checkpoint before validation"),
         ({"on_predict_end": print}, "no on_predict_end: it covers training only"),
+        ({"on_step": print}, "begin and end, and on_test_end."),
         ({"on_epoch": print}, "has no on_epoch; it has on_epoch_, on_train_"),
     ],
 )
