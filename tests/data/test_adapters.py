@@ -115,7 +115,7 @@ def test_one_pass_over_an_ended_stream_of_another_kind_is_an_error():
     ("data", "error", "message"),
     [
         (None, TypeError, "Cannot read batches from NoneType: None. Give arrays, a tuple"),
-        (object(), TypeError, "an object with __getitem__ and __len__, a loader"),
+        (slice(3), TypeError, "an object with __getitem__ and __len__, a loader"),
         (3, TypeError, "Cannot read batches from int: 3. Give arrays"),
         ("data.csv", TypeError, "Cannot read batches from 'data.csv'. Give arrays"),
         (dict, TypeError, "Cannot read batches from <class 'dict'>"),
