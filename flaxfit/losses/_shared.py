@@ -85,6 +85,11 @@ def check_embeddings(name: str, embeddings: ArrayLike, labels: ArrayLike) -> Non
             f"loss {name!r} expects embeddings of shape (batch, features) and a label for each, "
             f"got outputs {shape} and labels {np.shape(labels)}."
         )
+    if jnp.issubdtype(dtype := jnp.asarray(labels).dtype, jnp.floating):
+        raise ValueError(
+            f"loss {name!r} expects integer labels, got labels of {dtype}. Cast them: "
+            "y.astype('int32')."
+        )
 
 
 def check_onehot(name: str, outputs: ArrayLike, labels: ArrayLike, integers: str) -> None:

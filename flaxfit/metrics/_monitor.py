@@ -151,8 +151,7 @@ class Monitor:
         """
         self._modes, is_complete = _metrics_before(loop, callback)
         self.was_seen = self.name in self._modes
-        may_come = self.was_seen or self.name.partition("/")[0] in _MAY_BE_THERE
-        if is_complete and not may_come:
+        if is_complete and not (self.was_seen or _may_come(self.name, self._modes)):
             raise self._no_metric("will hold", self._modes)
         self.resolve()
 
@@ -194,6 +193,12 @@ class Monitor:
             f"{self._owner} cannot monitor {self.name!r}: the checkpoints {hold} "
             f"{', '.join(names) or 'no metrics'}. Pass monitor= one of these.{advice}"
         )
+
+
+def _may_come(name: str, known: Modes) -> bool:
+    """Whether a loop may report a metric beside known ones: a penalty beside each loss, too."""
+    is_penalty = name.endswith("_penalty") and f"{name.removesuffix('penalty')}loss" in known
+    return is_penalty or name.partition("/")[0] in _MAY_BE_THERE
 
 
 def _metrics_before(loop: Any, callback: object) -> tuple[dict[str, str | None], bool]:

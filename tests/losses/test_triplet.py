@@ -109,6 +109,8 @@ def test_all_strategies_train_and_measure_the_loss_of_the_whole_batch(name, opti
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="'triplet' expects embeddings of shape .batch, features."):
         losses.triplet(X, LABELS[:, None])
+    with pytest.raises(ValueError, match=r"integer labels, .* of float32\. Cast them: y\.astype"):
+        losses.triplet(X, LABELS.astype(np.float32))
     with pytest.raises(ValueError, match="no mining='easy': it is 'semi_hard' or 'hard'"):
         losses.triplet(X, LABELS, mining="easy")
     task = ff.TrainTask(lambda v, x, **_: (x * v["params"], {}), optax.sgd(0.1), "triplet")

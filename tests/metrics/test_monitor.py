@@ -179,6 +179,9 @@ def test_what_callbacks_and_steps_of_the_users_own_add_is_not_refused(tmp_path):
     make_loop(callbacks.EarlyStopping("td_loss"), step=lambda state, batch: (state, {}))
     make_loop([callbacks.Rollback(), callbacks.EarlyStopping("rollbacks")])
     make_loop(callbacks.EarlyStopping("penalty"))
+    make_loop([evaluation(), callbacks.EarlyStopping("val_penalty")])
+    with pytest.raises(ValueError, match="'val_penalty': .* Validation metrics need"):
+        make_loop([callbacks.EarlyStopping("val_penalty"), evaluation()])
     with pytest.raises(ValueError, match="higher values of 'reward' are better"):
         make_loop(callbacks.EarlyStopping("reward"), step=lambda state, batch: (state, {}))
 
