@@ -23,15 +23,14 @@ def as_metrics(given: Any, loss: losses.Loss | None) -> dict[str, metrics.Metric
     outputs there.
     """
     given, found = () if given is None else given, {}
-    if isinstance(given, list | tuple) and len(given) == 1 and isinstance(given[0], list | tuple):
-        (given,) = given
     if isinstance(loss, LossByOutput):
         found = {f"{name}_loss": _metric_of_loss(loss, name) for name in loss.losses}
     elif names := _outputs_with_lists(given):
         every: Any = dict.fromkeys(names, loss)  # Which only picks the outputs.
         loss = LossByOutput(every, dict.fromkeys(names, 1.0), tuple(names))
     else:
-        return metrics.as_metrics(given)
+        is_alone = _is_list(given) and _is_nested(given)  # Of the only output.
+        return metrics.as_metrics((given[0] or ()) if is_alone else given)
     given = _by_output(given, list(loss.names))
     if isinstance(given, Mapping):
         of_outputs = {name: each for name, each in given.items() if name in loss.names}
@@ -49,7 +48,7 @@ def _outputs_with_lists(given: Any) -> list[str]:
     if isinstance(given, Mapping):
         listed = {n: each for n, each in given.items() if each is None or _is_list(each)}
         return list(listed) if any(map(_is_list, listed.values())) else []
-    is_nested = isinstance(given, list | tuple) and _is_nested(given)
+    is_nested = _is_list(given) and len(given) > 1 and _is_nested(given)
     return [f"output_{i}" for i in range(len(given))] if is_nested else []
 
 
@@ -69,6 +68,8 @@ def _by_output(given: Any, names: list[str]) -> Any:
         return given
     if not _is_nested(given) and not all(isinstance(each, str) for each in given):
         return given  # Functions and metrics of all outputs together.
+    if len(names) == 1 and not _is_nested(given):
+        given = [given]
     if len(given) != len(names):
         raise ValueError(
             f"There are {len(names)} outputs ({', '.join(names)}), and metrics for {len(given)}: "

@@ -7,6 +7,7 @@ import pytest
 from marks import thorough
 
 import flaxfit as ff
+from flaxfit.task._multi_output import as_loss
 from flaxfit.task._output_metrics import as_metrics
 
 X = np.random.default_rng(0).normal(size=(22, 3)).astype("f4")
@@ -60,6 +61,17 @@ def test_lists_of_metrics_are_of_single_outputs(form, metrics, names, n_devices)
 
 def test_a_list_in_a_list_of_one_is_of_the_only_output():
     assert as_metrics([["mae"]], None).keys() == {"mae"}
+    assert as_metrics([None], None) == {}
+
+
+@pytest.mark.parametrize(
+    "metrics", [["mae", "rmse"], [["mae", "rmse"]], {"output_0": ["mae", "rmse"]}]
+)
+def test_a_loss_in_a_list_of_one_has_several_metrics(metrics):
+    found = as_metrics(metrics, as_loss(["mse"]))
+    assert list(found) == ["output_0_loss", "output_0_mae", "output_0_rmse"]
+    sums = found["output_0_mae"].measure(X[:, :1], X[:, 1:2], weights=np.ones(22))
+    assert found["output_0_mae"].compute(sums) == pytest.approx(np.abs(X[:, 0] - X[:, 1]).mean())
 
 
 def test_none_beside_lists_is_an_output_without_metrics():
