@@ -34,6 +34,7 @@ def stop_at(step):
     return Fails()
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_within_an_epoch_reports_the_same(tmp_path):
     writer = CheckpointFileWriter(tmp_path, save_freq=3, keep=None)
     model = make_model()

@@ -80,6 +80,7 @@ def test_an_order_of_batches_is_refused_by_name():
         fit(X, Y, shuffle="batch")
 
 
+@pytest.mark.slow
 def test_the_default_batch_size_and_order_may_be_given_as_none():
     assert fit(X, Y, batch_size=None, shuffle=None) == fit(X, Y) == fit(X, Y, batch_size=32)
     assert fit(BATCHES) == fit(BATCHES, batch_size=None) == fit(BATCHES, shuffle=False)
