@@ -67,7 +67,7 @@ def compute(
     """
     values, sums = {}, check_counts(sums, where)
     # Of steps that were all skipped, the loss is not known.
-    of_nothing = np.nan if np.any(sums.get("skipped_steps", (0,))[0]) else 0.0
+    of_nothing = np.nan if sums.get("skipped_steps", (0,))[0] else 0.0
     order = [name for name in ("loss", *metrics) if name in sums]
     for name in dict.fromkeys([*order, *sums]):
         parts = sums[name]
@@ -80,7 +80,7 @@ def compute(
             value = np.float64(sum(means) if means else of_nothing)
         elif len(parts) == 1:
             value = np.float64(parts[0])
-        elif name == "loss" and not np.any(parts):
+        elif name == "loss" and not (parts[0] or parts[1]):
             value = of_nothing
         else:
             value = _mean(*parts)
