@@ -127,7 +127,8 @@ class ProgressBar:
 
     def _draw(self, step: int, metrics: Mapping[str, float]) -> None:
         label, n, total = self._span(step)
-        self._bar = self._bar or new_bar(self._stream, total)
+        if self._bar is None:  # A bar without an end has no truth value.
+            self._bar = new_bar(self._stream, total)
         speed = self._n_timed / self._seconds if self._seconds else None
         arrange(self._bar, self._stream, label, n, total, speed=speed, metrics=metrics)
         self._bar.refresh()

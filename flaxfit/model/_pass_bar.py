@@ -50,7 +50,8 @@ class PassBar:
         self._first = self._first or (n, now)
         if now < self._next_refresh:
             return
-        self._bar = self._bar or new_bar(self._stream, self._total)
+        if self._bar is None:  # A bar without an end has no truth value.
+            self._bar = new_bar(self._stream, self._total)
         (before, since), speed = self._first, None
         if n > before:
             speed = (n - before) / (now - since)
