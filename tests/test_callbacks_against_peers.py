@@ -180,7 +180,10 @@ def make_loop(optimizer, params, n_steps, **options):
         [(x, x)] * n_steps,
         **options.pop("task", {}),
     )
-    init = lambda rngs, x: {"params": params}  # noqa: E731
+
+    def init(rngs, x):
+        return {"params": params}
+
     return ff.TrainLoop(init, task, 0, stdout=False, devices=jax.devices()[:1], **options)
 
 

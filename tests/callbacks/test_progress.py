@@ -173,7 +173,9 @@ def test_a_resumed_run_counts_on_from_its_start(checkpoint_at):
 def test_a_resumed_run_knows_the_best_value_of_earlier_checkpoints(tmp_path):
     values = [0.5, 0.9, 0.6, 0.8, 0.95]
     x = np.ones((4, 1), np.float32)
-    init = lambda rngs, x: {"params": np.zeros(1, np.float32)}  # noqa: E731
+
+    def init(rngs, x):
+        return {"params": np.zeros(1, np.float32)}
 
     def measure(checkpoint):
         return checkpoint.with_metrics({"val_accuracy": values[checkpoint.step - 1]})

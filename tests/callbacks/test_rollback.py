@@ -80,7 +80,10 @@ def test_a_rate_that_was_set_stays_when_the_state_goes_back(kind, is_first):
     data = [(ONE, ONE), (ONE, ONE), (ONE * np.inf, ONE), (ONE, ONE)]
     task = ff.TrainTask(lambda v, x, **_: (v["params"]["w"] * x, {}), optimizer, "mse", data)
     callbacks = [Lower(), Rollback()][:: 1 if is_first else -1]
-    init = lambda rngs, x: {"params": {"w": np.zeros(1, np.float32)}}  # noqa: E731
+
+    def init(rngs, x):
+        return {"params": {"w": np.zeros(1, np.float32)}}
+
     loop = ff.TrainLoop(init, task, 0, callbacks=callbacks, stdout=False)
     found = [checkpoint.metrics for checkpoint in loop]
     assert [each["rollbacks"] for each in found] == [0, 0, 1, 1]

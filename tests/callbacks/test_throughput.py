@@ -86,7 +86,10 @@ def test_recomputation_is_no_work_of_the_model(given):
         return jax.checkpoint(lambda w: jnp.tanh(x * w) * w)(v["params"]), {}
 
     task = ff.TrainTask(classify, optax.sgd(0.1), "mse", [(X, X)] * 2)
-    init = lambda rngs, x: {"params": np.ones(1, np.float32)}  # noqa: E731
+
+    def init(rngs, x):
+        return {"params": np.ones(1, np.float32)}
+
     throughput = Throughput(peak_flops=1e9, flops_per_example=given)
     (c, *_) = ff.TrainLoop(init, task, 0, callbacks=throughput, stdout=False)
     utilisation, other = ("hfu", "mfu") if given is None else ("mfu", "hfu")

@@ -122,7 +122,10 @@ def test_callbacks_are_called_and_closed_by_their_order():
 
     callbacks = CallbackList([Recorder("last"), Recorder(), Recorder("first")])
     checkpoint = Checkpoint(step=1, state=None, metrics={})
-    settle = lambda checkpoint: calls.append("settle") or checkpoint  # noqa: E731
+
+    def settle(checkpoint):
+        return calls.append("settle") or checkpoint
+
     Delivery(checkpoint, callbacks, settle).finish(lambda given: given, lambda: 0)
     callbacks.close()
     assert calls == ["first", "normal", "settle", "last"] + [

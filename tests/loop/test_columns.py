@@ -189,7 +189,10 @@ def test_tasks_that_take_turns_have_columns_of_their_own():
     }
 
     def losses(tasks):
-        init = lambda rngs, x: {"params": np.zeros(1, np.float32)}  # noqa: E731
+
+        def init(rngs, x):
+            return {"params": np.zeros(1, np.float32)}
+
         loop = ff.TrainLoop(init, MultiTask(tasks), 0, n_steps=2, stdout=False)
         return [checkpoint.loss for checkpoint in loop]
 
@@ -206,7 +209,10 @@ def test_a_step_of_ones_own_gets_the_columns_as_before_or_by_name():
     data = [{"obs": X, "label": Y}]
     for options in {}, {"inputs": "obs"}:
         task = ff.TrainTask(nn.Dense(1), step=step, data=data, **options)
-        init = lambda rngs, *inputs, **named: {"params": np.zeros(1)}  # noqa: E731
+
+        def init(rngs, *inputs, **named):
+            return {"params": np.zeros(1)}
+
         ff.TrainLoop(init, task, 0, stdout=False).next_step()
     assert seen[0].inputs.keys() == {"obs", "label"} and seen[0].targets == ()
     assert len(seen[-1].inputs) == len(seen[-1].targets) == 1
@@ -223,7 +229,10 @@ def test_an_objective_gets_the_columns_as_before_or_by_name():
     data = [{"chosen": X, "rejected": -X}]
     for options in {}, {"inputs": ("chosen", "rejected")}:
         task = ff.TrainTask(nn.Dense(1), optax.sgd(0.1), data=data, objective=objective, **options)
-        init = lambda rngs, *inputs, **named: nn.Dense(1).init(rngs, X)  # noqa: E731
+
+        def init(rngs, *inputs, **named):
+            return nn.Dense(1).init(rngs, X)
+
         ff.TrainLoop(init, task, 0, stdout=False).next_step()
         evaluate = ff.EvalTask(nn.Dense(1), [], data, objective=objective, **options)
         state = ff.InferenceState(np.int32(0), nn.Dense(1).init(jax.random.key(0), X)["params"], {})

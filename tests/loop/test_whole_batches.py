@@ -154,8 +154,13 @@ def test_a_model_trains_and_measures_graphs():
 
 
 def test_outputs_without_rows_are_no_predictions():
-    apply = lambda v, graph, **_: jnp.sum(graph.nodes)  # noqa: E731
-    init = lambda rngs, graph: {"params": np.ones(1)}  # noqa: E731
+
+    def apply(v, graph, **_):
+        return jnp.sum(graph.nodes)
+
+    def init(rngs, graph):
+        return {"params": np.ones(1)}
+
     model = ff.Model((init, apply), OPTIMIZER, None, pad=False, step=lambda s, b: (s, {}))
     model.state = ff.init_state(init, model._trainer.task.optimizer, 0, (BATCHES[0][0],))
     with pytest.raises(ValueError, match="output 0 has shape .. for a batch of any number"):
@@ -194,7 +199,10 @@ def test_what_pads_or_divides_refuses_them_in_words(options, loop):
     with pytest.raises(ValueError, match="different numbers.*TrainTask.pad=False.*Sharded"):
         make_loop(make_task(**options), **loop).next_step()
     x, init = np.ones((4, 1), np.float32), lambda rngs, *inputs: {"params": np.ones(1)}
-    apply = lambda v, x, factor, **_: (v["params"] * factor * x, {})  # noqa: E731
+
+    def apply(v, x, factor, **_):
+        return (v["params"] * factor * x, {})
+
     task = ff.TrainTask(apply, OPTIMIZER, "mse", [((x, 2.0), x)], **{"pad": False, **options})
     with pytest.raises(TypeError, match="got the scalar 2.*TrainTask.pad=False.*Sharded"):
         ff.TrainLoop(init, task, 0, stdout=False, **loop).next_step()
@@ -229,7 +237,10 @@ def test_a_step_takes_numbers_beside_the_rows(options, kind):
     clips = [0.5, 2.0, 0.25, 1.0]
     data = [{"rows": ROWS, "clip": kind(clip), "epoch": i} for i, clip in enumerate(clips)]
     task = ff.TrainTask(step=clipped_step, optimizer=SGD, data=data)
-    init = lambda rngs, **inputs: {"params": {"w": np.zeros(3, np.float32)}}  # noqa: E731
+
+    def init(rngs, **inputs):
+        return {"params": {"w": np.zeros(3, np.float32)}}
+
     options = {"first_checkpoint": 2, "n_steps_per_checkpoint": 2, **options}
     loop = ff.TrainLoop(init, task, 0, n_steps=4, stdout=False, **options)
     metrics = [checkpoint.metrics for checkpoint in loop]
@@ -248,7 +259,10 @@ def test_a_step_takes_ragged_rows():
 
     data = [((np.ones(7, np.float32), np.array([0, 2, 7])), ())]
     task = ff.TrainTask(step=step, data=data)
-    init = lambda rngs, *inputs: {"params": np.zeros(1, np.float32)}  # noqa: E731
+
+    def init(rngs, *inputs):
+        return {"params": np.zeros(1, np.float32)}
+
     checkpoint = ff.TrainLoop(init, task, 0, stdout=False).next_step()
     assert checkpoint.metrics["longest"] == 5 and checkpoint.n_examples == 1
 

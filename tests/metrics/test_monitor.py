@@ -218,7 +218,10 @@ def test_the_metrics_of_several_outputs_have_modes():
 )
 def test_all_that_monitors_finds_the_same_best(name, values, tmp_path):
     """The default mode of each, for a metric that is minimised and one that is maximised."""
-    init = lambda rngs, x: {"params": x}  # noqa: E731
+
+    def init(rngs, x):
+        return {"params": x}
+
     state = ff.init_state(init, optax.sgd(0.1), 0, (X,))
     stopping, history = callbacks.EarlyStopping(name, patience=9), ff.History()
     bar = callbacks.ProgressBar(file=io.StringIO())

@@ -86,7 +86,10 @@ def model():
     """A model with random weights, which compiles no program."""
     definition, shapes = nnx.split(nnx.eval_shape(lambda: Gemma(nnx.Rngs(0))))
     rng = np.random.default_rng(0)
-    draw = lambda s: jnp.asarray(rng.normal(0, 0.2, s.shape), s.dtype)  # noqa: E731
+
+    def draw(s):
+        return jnp.asarray(rng.normal(0, 0.2, s.shape), s.dtype)
+
     return nnx.merge(definition, jax.tree.map(draw, shapes))
 
 

@@ -32,7 +32,10 @@ def test_a_matrix_product_counts_two_operations_per_multiplication():
 @pytest.mark.parametrize("remat", [False, True])
 def test_recomputation_is_found_inside_of_a_scan(remat):
     body = jax.checkpoint(jnp.sin) if remat else jnp.sin
-    loss = lambda x: jax.lax.scan(lambda x, _: (body(x), None), x, None, length=3)[0]  # noqa: E731
+
+    def loss(x):
+        return jax.lax.scan(lambda x, _: (body(x), None), x, None, length=3)[0]
+
     assert cost_of(jax.grad(loss), jnp.zeros(())).recomputes == remat
     assert not cost_of(loss, jnp.zeros(())).recomputes
 

@@ -117,7 +117,10 @@ def test_a_loss_that_compares_examples_is_passed_with_all_of_them(strategy):
     def last(strategy, **options):
         data = ff.ArrayStream(X[:32], Y[:32], batch_size=BATCH, epochs=1)
         task = ff.TrainTask(apply, probe(), distinct, data, across="batch", **options)
-        init = lambda key, x: {"params": PARAMS}  # noqa: E731
+
+        def init(key, x):
+            return {"params": PARAMS}
+
         loop = ff.TrainLoop(init, task, 0, strategy=STRATEGIES[strategy](), stdout=False)
         list(loop)
         return loop.state.opt_state
@@ -135,7 +138,10 @@ def test_an_objective_is_passed_as_a_loss_is(strategy, accumulate):
 
     data = ff.ArrayStream(X[:32], Y[:32], W[:32], batch_size=BATCH, epochs=1)
     task = ff.TrainTask(apply, probe(), objective=objective, data=data, accumulate=accumulate)
-    init = lambda key, x: {"params": PARAMS}  # noqa: E731
+
+    def init(key, x):
+        return {"params": PARAMS}
+
     loop = ff.TrainLoop(
         init, task, 0, n_steps_per_checkpoint=1, strategy=STRATEGIES[strategy](), stdout=False
     )
@@ -160,7 +166,10 @@ def loss(params, x, y, w):
 
 @jax.jit
 def lbfgs_step(params, state, *batch):
-    value_fn = lambda params: loss(params, *batch)  # noqa: E731
+
+    def value_fn(params):
+        return loss(params, *batch)
+
     value, grad = jax.value_and_grad(value_fn)(params)
     extra = {"value": value, "grad": grad, "value_fn": value_fn}
     updates, state = lbfgs().update(grad, state, params, **extra)
@@ -181,7 +190,10 @@ def test_virtual_replicas_search_the_same_line_to_the_bit_on_any_devices():
         strategy = ff.DataParallel(jax.devices()[:n], virtual_replicas=N)
         data = ff.ArrayStream(X[:32], Y[:32], batch_size=BATCH, epochs=2)
         task = ff.TrainTask(noisy, lbfgs(), "mse", data, accumulate=2)
-        init = lambda key, x: {"params": PARAMS}  # noqa: E731
+
+        def init(key, x):
+            return {"params": PARAMS}
+
         loop = ff.TrainLoop(init, task, 0, strategy=strategy, stdout=False)
         list(loop)
         found.append(loop.state.params)

@@ -113,7 +113,10 @@ def apply_of(case):
 
 
 def data_of(case, n):
-    take = lambda tree: jax.tree.map(lambda leaf: leaf[:n], tree)  # noqa: E731
+
+    def take(tree):
+        return jax.tree.map(lambda leaf: leaf[:n], tree)
+
     return ff.ArrayStream(X[:n], take(case.targets), take(case.weights), batch_size=BATCH, epochs=1)
 
 

@@ -209,7 +209,10 @@ def test_rows_of_weight_0_are_the_same_to_a_loss_that_gathers_by_itself():
         task = ff.TrainTask(nn.Dense(4), optax.sgd(0.1), nearest, data, across="batch")
         params = {"kernel": np.eye(6, 4, dtype=np.float32), "bias": np.zeros(4, np.float32)}
         devices = DEVICES[:n_devices]
-        init = lambda rngs, x: {"params": params}  # noqa: E731
+
+        def init(rngs, x):
+            return {"params": params}
+
         return ff.TrainLoop(init, task, 0, stdout=False, devices=devices).next_step()
 
     one, all_devices = first(1), first(len(DEVICES))

@@ -53,7 +53,10 @@ def test_a_source_may_write_each_batch_into_the_memory_of_the_one_before(steps_p
 
     def last_loss(data):
         task = ff.TrainTask(lambda v, x, **_: (x @ v["params"], {}), optax.sgd(0.01), "mse", data)
-        init = lambda rngs, x: {"params": np.zeros((8, 1), np.float32)}  # noqa: E731
+
+        def init(rngs, x):
+            return {"params": np.zeros((8, 1), np.float32)}
+
         options = {"n_steps_per_checkpoint": 16, "first_checkpoint": 16, "stdout": False}
         options |= {"devices": jax.devices()[:1], "steps_per_call": steps_per_call}
         (checkpoint,) = ff.TrainLoop(init, task, 0, **options)

@@ -120,7 +120,10 @@ def test_another_axis_is_refused_and_the_one_that_there_is_named(make, collectiv
         return variables["params"] * x[:, 0] + collective("batch"), {}
 
     task = ff.TrainTask(apply, optax.sgd(0.1), "mse", (X, Y))
-    init = lambda rngs, x: {"params": jnp.ones(())}  # noqa: E731
+
+    def init(rngs, x):
+        return {"params": jnp.ones(())}
+
     loop = ff.TrainLoop(init, task, 0, n_steps=1, strategy=strategy, stdout=False)
     expected = (
         f'the axis "batch" in the model.*calls its replicas "rows".*{type(strategy).__name__}'

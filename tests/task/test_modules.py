@@ -94,7 +94,10 @@ def test_a_checkpoint_without_a_loop_has_no_module():
     with pytest.raises(ValueError, match="does not come from a loop"):
         ff.Checkpoint(step=0, state=None, metrics={}).module()
     functions = from_nnx(Net, train=True)
-    apply = lambda *args, **named: functions.apply(*args, **named)  # noqa: E731
+
+    def apply(*args, **named):
+        return functions.apply(*args, **named)
+
     with pytest.raises(ValueError, match="made of functions"):
         last(make_loop(functions.init, make_task(apply))).module()
 

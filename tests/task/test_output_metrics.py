@@ -20,7 +20,9 @@ def model_of(form, metrics, **options):
         outputs = x @ v["params"]["w"], x @ v["params"]["w"]
         return outputs if form is tuple else dict(zip("ab", outputs, strict=True))
 
-    init = lambda rngs, x: {"params": {"w": np.ones((3, 1), "f4")}}  # noqa: E731
+    def init(rngs, x):
+        return {"params": {"w": np.ones((3, 1), "f4")}}
+
     return ff.Model((init, apply), optax.sgd(0.1), "mse", metrics, **options)
 
 
