@@ -14,6 +14,7 @@ from flaxfit import losses
 from flaxfit.data._batch import Batch, has_rows, n_examples
 from flaxfit.step._jaxpr import equations
 from flaxfit.step._origins import SIGMOID, SOFTMAX, Origins, origins_of
+from flaxfit.task._multi_output import LossByOutput
 from flaxfit.tree._paths import flat
 from flaxfit.tree._types import PyTree
 
@@ -44,9 +45,8 @@ def hints_of(
     """
     origins = origins_of(program)
     inputs = _numbered(arguments)[1].inputs
-    outputs = jax.tree.leaves(_numbered(results).outputs)
     return [
-        *_of_probabilities(loss, [origins.outputs[each] for each in outputs]),
+        *_of_probabilities(loss, _numbered(results).outputs, origins.outputs),
         *_of_look_ups(origins, {n: path for path, n in flat(inputs).items()}, values.inputs),
         *_of_convolutions(program, batch),
         *_of_scales(batch.inputs),
@@ -58,12 +58,19 @@ def _numbered(tree: PyTree) -> Any:
     return jax.tree.unflatten(structure, range(len(leaves)))
 
 
-def _of_probabilities(loss: Any, origins: list[Any]) -> Iterator[str]:
+def _of_probabilities(loss: Any, outputs: Any, origins: list[Any]) -> Iterator[str]:
     """Whether a loss of logits is given the outputs of a softmax or a sigmoid."""
+    if isinstance(loss, LossByOutput):
+        by_name, _ = loss.by_name(outputs)
+        for name, each in loss.losses.items():
+            for hint in _of_probabilities(each, (by_name or {}).get(name), origins):
+                yield f"output {name!r}: {hint}"
+        return
     if isinstance(loss, functools.partial) and loss.keywords.get("from_logits", True):
         loss = loss.func  # With options, such as a label smoothing.
+    found = [origins[each] for each in jax.tree.leaves(outputs)]
     for last, those in _OF_LOGITS.items():
-        if origins == [last] and any(loss is each for each in those):
+        if found == [last] and any(loss is each for each in those):
             yield (
                 f"the model ends with a {last}, but the loss takes logits: return the input of the "
                 f"{last}, or use losses.{_own_name(loss)}(from_logits=False)"

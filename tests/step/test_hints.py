@@ -52,6 +52,23 @@ def test_a_sigmoid_before_a_binary_loss_is_named():
     assert "ends with a sigmoid" in hint and "losses.binary_crossentropy(from_logits" in hint
 
 
+@pytest.mark.parametrize("form", [dict, lambda outputs: tuple(outputs.values())])
+def test_the_output_whose_loss_takes_logits_is_named(form):
+    def heads(variables, x):
+        found = logits(variables, x)
+        return form({"a": found, "b": nn.softmax(found), "c": nn.softmax(found)})
+
+    losses = {"a": "crossentropy", "b": "crossentropy", "c": "mse"}
+    targets = form({"a": LABELS % 3, "b": LABELS % 3, "c": np.ones((4, 3), np.float32)})
+    (hint,) = hints(heads, CLASSES, losses, y=targets)
+    assert hint.startswith("output 'b': the model ends with a softmax")
+    if form is not dict:
+        assert hints(heads, CLASSES, [None, "crossentropy", "mse"], y=targets)[0].startswith(
+            "output 'output_1': "
+        )
+    assert not hints(heads, CLASSES, losses | {"b": None}, y=targets)
+
+
 @pytest.mark.parametrize(
     ("apply", "loss"),
     [
