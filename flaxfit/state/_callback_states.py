@@ -13,6 +13,8 @@ from flaxfit.tree._functions import owner_of
 from flaxfit.tree._types import Function, Json, PyTree
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(TrainState))
+_SHOWS_ONLY = re.compile(r"ProgressBar(-\d+)?")
+"""Of callbacks on whose state nothing in a run depends."""
 _OLD_NAME = re.compile(r"(\d+)-(\w+)")
 
 
@@ -36,16 +38,25 @@ def collect(callbacks: Iterable[Function]) -> tuple[dict[str, Json], dict[str, P
 def put_back(
     callbacks: Iterable[Function], states: Mapping[str, Json], arrays: Mapping[str, PyTree]
 ) -> list[str]:
-    """Restores what `collect` returned; lists states without a callback, and the reverse."""
+    """Restores what `collect` returned; lists states without a callback, and the reverse.
+
+    A display may be absent, now or before: it is not listed.
+    """
     found, states = _named(callbacks), _renamed(states)
     for name, each in found.items():
         if name in states:
             kept = arrays.get(name)
             each.set_state({**states[name], **kept} if kept else states[name])
+    unused = (name for name in states if _is_missed(name, found))
+    fresh = (name for name in found if _is_missed(name, states))
     return [
-        *(f"no callback takes what {name} remembered" for name in states if name not in found),
-        *(f"{name} begins afresh, as it was not there" for name in found if name not in states),
+        *(f"no callback takes the saved state of {name}" for name in unused),
+        *(f"{name} starts afresh: the checkpoint holds no state of it" for name in fresh),
     ]
+
+
+def _is_missed(name: str, those: Mapping[str, PyTree]) -> bool:
+    return name not in those and not _SHOWS_ONLY.fullmatch(name)
 
 
 def _is_field(value: PyTree) -> bool:

@@ -299,3 +299,10 @@ def test_a_killed_process_loses_no_finished_epoch(tmp_path, run_child, data):
     assert latest(tmp_path / "run") in (4, 8)
     whole = fingerprint(*train(tmp_path / "whole", DATA[data]()))
     assert fingerprint(*train(tmp_path / "run", DATA[data]())) == whole
+
+
+def test_a_run_without_a_display_is_resumed_with_one_and_back(tmp_path, capsys):
+    for epochs, verbose in (1, 0), (2, 2), (3, 0):
+        train(tmp_path, epochs=epochs, verbose=verbose)
+        said = capsys.readouterr().err
+        assert ("restored step" in said) == (verbose == 2) and "ProgressBar" not in said

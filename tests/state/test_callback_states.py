@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax.core import FrozenDict
 
+from flaxfit.callbacks import ProgressBar
 from flaxfit.state._callback_states import collect, put_back
 
 
@@ -55,6 +56,15 @@ def test_states_without_a_callback_and_callbacks_without_a_state_are_named():
     states, arrays = collect([first, second])
     assert list(states) == ["Remembers", "Remembers-2"]
     assert put_back([Remembers()], states, arrays) == [
-        "no callback takes what Remembers-2 remembered"
+        "no callback takes the saved state of Remembers-2"
     ]
-    assert put_back([Remembers()], {}, {}) == ["Remembers begins afresh, as it was not there"]
+    assert put_back([Remembers()], {}, {}) == [
+        "Remembers starts afresh: the checkpoint holds no state of it"
+    ]
+
+
+def test_a_display_may_come_and_go():
+    bars = [ProgressBar(), ProgressBar(monitor="val_loss")]
+    states, arrays = collect(bars)
+    assert list(states) == ["ProgressBar", "ProgressBar-2"]
+    assert put_back([], states, arrays) == put_back(bars, {}, {}) == []
