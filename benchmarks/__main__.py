@@ -5,9 +5,9 @@
 
 Every figure to quote is a median of ratios: contenders take turns in the same process, in an order
 newly drawn each round. Where parameters, losses or predictions disagree there is no figure at all.
-Beside the ratio to the hand-written loop stands where that median lies with 95 % certainty, for the
-processes that were run: with more rounds that narrows down, and with more processes, as the memory
-that one happens to get counts, too.
+Ratios are to the fastest hand-written loop that takes as many steps a call. Beside them stands
+where that median lies with 95 % certainty, for the processes that were run: with more rounds that
+narrows down, and with more processes, as the memory that one happens to get counts, too.
 Rivals that are not installed are left out: `pip install keras torch lightning`.
 """
 

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.workloads import Workload
 
 BASE = "hand-written"
-"""The contender that the ratios are to."""
+"""The contender that the ratios are to where no other is as fast."""
 
 
 class Contender(NamedTuple):
@@ -39,19 +39,32 @@ class Recipe(NamedTuple):
     """The package that must be installed."""
     is_scan: bool = False
     """Whether it takes several steps in one call of the device."""
+    is_rival: bool = False
+    """Whether ratios are to it, where it is the fastest of those that take as many steps a call."""
     spreads: bool = False
     """Whether it can use several devices."""
     models: tuple[str, ...] = ()
     """The workloads that it has a network for; none named: all."""
 
 
+_HAND = "benchmarks.hand_written:make"
+_SEVERAL = {"steps_per_call": 32}
+
 RECIPES = {
-    BASE: Recipe("benchmarks.hand_written:make", spreads=True),
-    "hand-written, with a bar": Recipe("benchmarks.hand_written:make", {"bar": True}, spreads=True),
-    "hand-written, lax.scan": Recipe("benchmarks.hand_written:make", {"scan": True}, is_scan=True),
+    BASE: Recipe(_HAND, is_rival=True, spreads=True),
+    "hand-written, host-fed": Recipe(_HAND, {"resident": False}, is_rival=True),
+    "hand-written, with a bar": Recipe(_HAND, {"bar": True}, spreads=True),
+    "hand-written, 32 a call": Recipe(_HAND, _SEVERAL, is_rival=True, is_scan=True),
+    "hand-written, host-fed, 32 a call": Recipe(
+        _HAND, {"resident": False, **_SEVERAL}, is_rival=True, is_scan=True
+    ),
     "TrainLoop": Recipe("benchmarks.with_flaxfit:train_loop", spreads=True),
+    "TrainLoop, host-fed": Recipe("benchmarks.with_flaxfit:train_loop", {"resident": False}),
     "TrainLoop, 32 a call": Recipe(
-        "benchmarks.with_flaxfit:train_loop", {"steps_per_call": 32}, is_scan=True, spreads=True
+        "benchmarks.with_flaxfit:train_loop", _SEVERAL, is_scan=True, spreads=True
+    ),
+    "TrainLoop, host-fed, 32 a call": Recipe(
+        "benchmarks.with_flaxfit:train_loop", {"resident": False, **_SEVERAL}, is_scan=True
     ),
     "TrainLoop, nnx": Recipe("benchmarks.with_flaxfit:train_loop_of_nnx", models=("mlp",)),
     "Model.fit": Recipe("benchmarks.with_flaxfit:fit", spreads=True),
@@ -63,6 +76,7 @@ RECIPES = {
         "benchmarks.with_keras:make",
         {"steps_per_execution": 32, "jit_compile": True},
         needs="keras",
+        is_scan=True,
     ),
     "Kauldron": Recipe("benchmarks.with_kauldron:make", needs="kauldron"),
     "torch": Recipe("benchmarks.with_torch:plain", needs="torch"),

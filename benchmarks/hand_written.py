@@ -19,15 +19,17 @@ def make(
     workload: Workload,
     params: Any = None,
     *,
-    scan: bool = False,
+    resident: bool = True,
+    steps_per_call: int = 1,
     bar: bool = False,
     n_devices: int = 1,
 ) -> Contender:
-    """A donating `jit` step over data on the device; or a whole epoch of them under `lax.scan`.
+    """A donating `jit` step, or several of them under `lax.scan`.
 
-    The rows of a batch come from the host and are gathered within the step; the metrics are added
-    up there, and read once an epoch. With `bar`, which is for single steps, they are shown then,
-    on a line above a bar of tqdm that each step moves on; else nothing is shown.
+    Either the data is `resident` on the device, where steps gather the rows that the host names; or
+    a call is given slices of the NumPy arrays. The metrics are added up in the step, and read once
+    an epoch. With `bar`, which is for single steps, they are shown then, on a line
+    above a bar of tqdm that each step moves on; else nothing is shown.
     """
     if bar:
         from tqdm import tqdm  # Not by the others, whose start and memory are measured, too.
@@ -37,7 +39,8 @@ def make(
     zeros = {name: np.zeros((), np.float32) for name in ("loss", "correct", "n")}
     params = initial_params(workload) if params is None else params
     state = jax.device_put((params, jax.jit(optimizer.init)(params)), whole)
-    data = jax.device_put((workload.x, workload.y), whole)
+    arrays = (workload.x, workload.y)
+    data = jax.device_put(arrays, whole)
 
     def measure(params, x, y):
         logits = model.apply({"params": params}, x)
@@ -52,36 +55,49 @@ def make(
     def take(data, rows):
         return [array.at[rows].get(mode="promise_in_bounds") for array in data]
 
-    def update(carry, data, rows):
+    def update(carry, x, y):
         (params, opt_state), totals = carry
-        (_, sums), grads = jax.value_and_grad(measure, has_aux=True)(params, *take(data, rows))
+        (_, sums), grads = jax.value_and_grad(measure, has_aux=True)(params, x, y)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         totals = jax.tree.map(jnp.add, totals, sums)
         return (optax.apply_updates(params, updates), opt_state), totals
 
-    def update_many(carry, data, rows):
-        return jax.lax.scan(lambda c, r: (update(c, data, r), None), carry, rows)[0]
+    def update_from(carry, data, rows):
+        """Takes a step on rows of resident data, or one for each row of an array of them."""
+        if steps_per_call == 1:
+            return update(carry, *take(data, rows))
+        return jax.lax.scan(lambda c, r: (update(c, *take(data, r)), None), carry, rows)[0]
+
+    def update_on(carry, x, y):
+        """Takes a step on a batch, or one for each of several."""
+        if steps_per_call == 1:
+            return update(carry, x, y)
+        return jax.lax.scan(lambda c, batch: (update(c, *batch), None), carry, (x, y))[0]
 
     compile = partial(jax.jit, donate_argnums=0)
     if n_devices > 1:
         compile = partial(compile, in_shardings=(whole, whole, split), out_shardings=whole)
-    step = compile(update_many if scan else update)
+    step = compile(update_from if resident else update_on)
     rows = np.arange(len(workload.x), dtype=np.int32).reshape(-1, workload.batch_size)
+    batches = [array.reshape(*rows.shape, *array.shape[1:]) for array in arrays]
+
+    def of_call(i):
+        """What the call takes whose first step is the i-th of an epoch."""
+        chosen = i if steps_per_call == 1 else slice(i, i + steps_per_call)
+        return (data, rows[chosen]) if resident else [array[chosen] for array in batches]
+
     carry = [(state, jax.device_put(zeros, whole))]
 
     def train_epoch(shown: Any) -> dict[str, Any]:
         state, _ = carry[0]
         carry[0] = state, jax.device_put(zeros, whole)
-        if scan:
-            carry[0] = step(carry[0], data, rows)
-        else:
-            for i, batch in enumerate(rows):
-                carry[0] = step(carry[0], data, batch)
-                if shown is not None:
-                    shown.update()
-                # Collectives of a CPU must not pile up.
-                if n_devices > 1 and i % 8 == 0:
-                    jax.block_until_ready(carry[0])
+        for i in range(0, len(rows), steps_per_call):
+            carry[0] = step(carry[0], *of_call(i))
+            if shown is not None:
+                shown.update()
+            # Collectives of a CPU must not pile up.
+            if n_devices > 1 and i % 8 == 0:
+                jax.block_until_ready(carry[0])
         return jax.device_get(carry[0][1])
 
     def train(epochs: int) -> float:

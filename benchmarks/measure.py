@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from benchmarks import contenders as contenders_
-from benchmarks.contenders import BASE, RECIPES, Contender
+from benchmarks.contenders import RECIPES, Contender
 from benchmarks.linen_models import initial_params
 from benchmarks.turns import around_median
 from benchmarks.workloads import Workload
@@ -43,17 +43,28 @@ class Measurement:
     load: float = 0.0
     """How many processes wanted a core at the end: above the number of cores, distrust it all."""
 
-    def ratio(self, name: str, base: str = BASE) -> float | None:
+    def best(self, name: str) -> str | None:
+        """The fastest of the hand-written loops that take as many steps a call as a contender.
+
+        Where none of these was measured, of all hand-written loops; None where there is none.
+        """
+        rivals = [each for each in self.values if RECIPES[each].is_rival]
+        alike = [each for each in rivals if RECIPES[each].is_scan == RECIPES[name].is_scan]
+        return min(
+            alike or rivals, key=lambda each: statistics.median(self.values[each]), default=None
+        )
+
+    def ratio(self, name: str, base: str | None) -> float | None:
         """The median over the rounds of the ratio to the base; None where that was not measured."""
         ratios = self._ratios(name, base)
         return statistics.median(ratios) if ratios else None
 
-    def bounds(self, name: str, base: str = BASE) -> tuple[float, float] | None:
+    def bounds(self, name: str, base: str | None) -> tuple[float, float] | None:
         """Between what the ratio lies with 95 % certainty; None where too few rounds tell."""
         ratios = self._ratios(name, base)
         return around_median(ratios) if len(ratios) >= _LEAST_ROUNDS else None
 
-    def _ratios(self, name: str, base: str) -> list[float]:
+    def _ratios(self, name: str, base: str | None) -> list[float]:
         """The ratio to the base in each round; none where that was not measured."""
         if base not in self.values or name not in self.values:
             return []
@@ -151,7 +162,7 @@ def _can_run(name: str, workload: Workload, n_devices: int) -> bool:
     if workload.name == "leaves":
         return recipe.maker.endswith(("hand_written:make", "flaxfit:train_loop"))
     # XLA's loops on a CPU run the gradients of convolutions an order of magnitude slower.
-    is_loop = "scan" in recipe.options
+    is_loop = recipe.is_rival and recipe.is_scan
     return not (is_loop and workload.name == "cnn" and jax.default_backend() == "cpu")
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import BASE
 from benchmarks.measure import Measurement
 
 _OURS = ("flaxfit", "jax", "jaxlib", "flax", "optax", "numpy")
@@ -18,24 +17,25 @@ _PACKAGES = (*_OURS, "keras", "torch", "lightning", "kauldron")
 
 
 def table(measurement: Measurement) -> str:
-    """A Markdown table, with the ratios to the hand-written loop and to Keras."""
+    """A Markdown table, with the ratios to the best hand-written loop and to Keras."""
     title = f"{measurement.model}: {measurement.quantity}"
     if measurement.n_devices > 1:
         title += f", {measurement.n_devices} devices"
     lines = [
         f"### {title}",
         "",
-        f"| contender | {measurement.unit} | least | x {BASE} | between | x Keras |",
+        f"| contender | {measurement.unit} | least | x best hand-written | between | x Keras |",
         "| --- | --: | --: | --: | --: | --: |",
     ]
     for name, values in measurement.values.items():
-        to_base, to_keras = (measurement.ratio(name, base) for base in (BASE, "Keras"))
-        bounds = measurement.bounds(name)
+        best = measurement.best(name)
+        to_best, to_keras = (measurement.ratio(name, base) for base in (best, "Keras"))
+        bounds = measurement.bounds(name, best)
         cells = [
             name,
             _number(statistics.median(values)),
             _number(min(values)),
-            "" if to_base is None else f"{to_base:.2f}",
+            "" if to_best is None else f"{to_best:.2f}",
             "" if bounds is None else "{:.2f} to {:.2f}".format(*bounds),
             "" if to_keras is None else f"{to_keras:.2f}",
         ]

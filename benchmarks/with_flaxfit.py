@@ -32,12 +32,14 @@ def train_loop(
     params: Any = None,
     *,
     model: Any = None,
+    resident: bool | None = None,
     steps_per_call: Any = 1,
     n_devices: int = 1,
 ) -> Contender:
     """A TrainLoop with a metric, a bar and a callback, and a checkpoint each epoch."""
     model, optimizer = model or build(workload), optax.adam(workload.learning_rate)
-    stream = ff.ArrayStream(workload.x, workload.y, batch_size=workload.batch_size)
+    x, y, batch_size = workload.x, workload.y, workload.batch_size
+    stream = ff.ArrayStream(x, y, batch_size=batch_size, resident=resident)
     task = ff.TrainTask(model.apply, optimizer, "crossentropy", stream, ["accuracy"])
     seen = []
     loop = ff.TrainLoop(

@@ -11,8 +11,11 @@ import pytest
 from marks import thorough
 
 ROOT = Path(__file__).parents[1]
-SELF_CONTAINED = ["hand-written", "hand-written, with a bar", "TrainLoop", "Model.fit"]
-ALL = [*SELF_CONTAINED, "TrainLoop, nnx"]  # The last has one of the models alone.
+HAND_WRITTEN = [
+    f"hand-written{rest}"
+    for rest in ("", ", host-fed", ", with a bar", ", 32 a call", ", host-fed, 32 a call")
+]
+ALL = [*HAND_WRITTEN, "TrainLoop", "TrainLoop, host-fed, 32 a call", "Model.fit", "TrainLoop, nnx"]
 
 
 def run_benchmarks(run_child, folder, environment, *arguments):
@@ -44,7 +47,7 @@ def test_every_contender_has_figures_and_the_same_loss(
     assert quantities == wanted
     for measurement in content["measurements"]:
         losses = measurement["losses"]
-        assert set(losses) == set(ALL)
+        assert set(losses) == set(ALL)  # One of them has a network for this model alone.
         assert max(losses.values()) == pytest.approx(min(losses.values()), rel=1e-5)
         assert {len(each) for each in measurement["values"].values()} == {n_processes}
         assert min(min(each) for each in measurement["values"].values()) > 0
@@ -106,14 +109,33 @@ def test_the_rounds_of_several_processes_count_as_one_measurement(monkeypatch):
 
     assert both.values["TrainLoop"] == [90, 100, 100, 110, 260, 180]
     assert both.load == 1.5
-    assert both.ratio("TrainLoop") == 1.0
-    assert both.bounds("TrainLoop") == (0.9, 1.3)
+    assert both.ratio("TrainLoop", "hand-written") == 1.0
+    assert both.bounds("TrainLoop", "hand-written") == (0.9, 1.3)
     assert both.ratio("TrainLoop", "Keras") is both.bounds("TrainLoop", "Keras") is None
     assert "| TrainLoop | 105 | 90 | 1.00 | 0.90 to 1.30 |  |" in report.table(both)
-    assert first.ratio("TrainLoop") == 1.0
-    assert first.bounds("TrainLoop") is None  # Four rounds do not tell.
+    assert first.ratio("TrainLoop", "hand-written") == 1.0
+    assert first.bounds("TrainLoop", "hand-written") is None  # Four rounds do not tell.
     with pytest.raises(SystemExit, match="losses disagree.*TrainLoop, process 1"):
         pooled([first, dataclasses.replace(second, losses={"TrainLoop": 2.0})])
+
+
+def test_ratios_are_to_the_fastest_loop_that_takes_as_many_steps_a_call(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks.measure import Measurement
+
+    values = {
+        "hand-written": [3.0],
+        "hand-written, host-fed": [2.0],
+        "hand-written, with a bar": [1.0],
+    }
+    values |= {"TrainLoop": [4.0], "TrainLoop, 32 a call": [1.0]}
+    measured = Measurement("mlp", "step", "us per step", values, {})
+    assert measured.best("TrainLoop") == "hand-written, host-fed"
+    assert measured.best("TrainLoop, 32 a call") == "hand-written, host-fed"
+
+    values["hand-written, 32 a call"] = [5.0]
+    assert measured.best("TrainLoop, 32 a call") == "hand-written, 32 a call"
+    assert measured.ratio("TrainLoop, 32 a call", "hand-written, 32 a call") == 0.2
 
 
 @pytest.mark.parametrize(
