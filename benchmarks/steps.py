@@ -1,63 +1,104 @@
-"""Time per training step: TrainLoop beside a hand-written `jit` loop, on the digits MLP.
+"""Time per training step: TrainLoop and fit beside hand-written loops, on the shuffled digits.
 
-    python -m benchmarks.steps [--rounds 15] [--devices 1] [--width 128] [--batch-size 64]
+    python -m benchmarks.steps [--rounds 60] [--epochs 10] [--width 128] [--batch-size 64]
 
-All train the same model on the same batches with the same optimizer and count accuracy inside the
-step; one TrainLoop takes 32 steps in one dispatch. They take turns; the figure to quote is the
-median of the ratios of the rounds. Few hidden units and small batches leave nothing but what the
-host does for each step.
+All train the same MLP on the same batches with the same optimizer, and count accuracy inside the
+step. Data is host-fed (NumPy gathers the batches) or resident (the step gathers them). A call takes
+one step, or 32 under `lax.scan`: an epoch of 28. They take turns; the figure to quote is the median
+over the rounds of the ratio to the faster hand-written loop with as many steps a call. Few hidden
+units and small batches leave nothing but what the host does for each step.
 """
 
 import argparse
 import collections
 import statistics
-import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+
+import flaxfit as ff
+from benchmarks.measure import check_losses
+from benchmarks.turns import ratio, take_turns
+from flaxfit.tree._types import PyTree
+
+_EPOCH = 28
+"""Steps in an epoch."""
+_SEVERAL = 32
+
+
+_EPOCH = 28
+"""Steps in an epoch."""
+_FORMS = {"": None, ", resident": True, ", host-fed": False}
 
 
 def main() -> None:
-    """Prints microseconds per step and the ratio."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=560)
-    parser.add_argument("--devices", type=int, default=1)
+    """Prints microseconds per step and the ratios."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.steps",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--epochs", type=int, default=10, help="in a round, of 28 steps each")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--steps-a-call", type=int, nargs="+", default=[1, 32])
     arguments = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", max(arguments.devices, 1))
-
-    n_steps, n_devices = arguments.steps, arguments.devices
-    sizes = {"width": arguments.width, "batch_size": arguments.batch_size}
-    contenders = {
-        "hand-written jit loop": hand_written(n_steps, **sizes),
-        "TrainLoop": train_loop(n_steps, n_devices, **sizes),
-        "TrainLoop, 32 a call": train_loop(n_steps, n_devices, steps_per_call=32, **sizes),
-    }
-    times = {name: [] for name in contenders}
-    losses = {}
-    for _ in range(arguments.rounds):
-        for name, run in contenders.items():
-            start = time.perf_counter()
-            losses[name] = run()
-            times[name].append((time.perf_counter() - start) / arguments.steps * 1e6)
-    first = losses["hand-written jit loop"]
-    if any(abs(loss - first) > 1e-3 * abs(first) + 1e-5 for loss in losses.values()):
-        raise SystemExit(f"The losses disagree, so the times compare nothing: {losses}")
-    base = times["hand-written jit loop"]
-    for name, values in times.items():
-        ratio = statistics.median(a / b for a, b in zip(values, base, strict=True))
-        print(
-            f"{name:24} {statistics.median(values):8.1f} us/step   min {min(values):7.1f}"
-            f"   x hand-written {ratio:.3f}   (loss {losses[name]:.6f})"
+    for steps_a_call in arguments.steps_a_call:
+        rivals, ours = contenders(
+            arguments.epochs, arguments.width, arguments.batch_size, steps_a_call
         )
+        # The first spans start from the same parameters; later losses are next to nothing.
+        losses = {name: run() for name, run in {**rivals, **ours}.items()}
+        check_losses(losses, 1e-4)
+        times, _ = take_turns({**rivals, **ours}, arguments.rounds, arguments.epochs * _EPOCH)
+        best = min(rivals, key=lambda name: statistics.median(times[name]))
+        print(f"{steps_a_call} a call; x {best}")
+        for name, values in times.items():
+            print(
+                f"  {name:24} {statistics.median(values):8.1f} us/step   least {min(values):7.1f}"
+                f"   x {ratio(values, times[best]):.3f}"
+            )
 
 
-def task_parts(width: int = 128):
+def contenders(
+    epochs: int, width: int, batch_size: int, steps_a_call: int
+) -> tuple[dict[str, Callable[[], float]], dict[str, Callable[[], float]]]:
+    """The rivals and flaxfit's forms: functions that train so many epochs, and return the loss."""
+    model, optimizer, x, y = task_parts(width)
+    n_examples = _EPOCH * batch_size
+    problem = Problem(model, optimizer, x[:n_examples], y[:n_examples], batch_size)
+    options = problem, epochs, steps_a_call
+    rivals = {
+        f"hand-written{name}": hand_written(*options, on) for name, on in _FORMS.items() if name
+    }
+    ours = {f"TrainLoop{name}": train_loop(*options, on) for name, on in _FORMS.items()}
+    return rivals, {**ours, "fit": fit(*options)}
+
+
+class Problem(NamedTuple):
+    """What all train."""
+
+    model: nn.Module
+    optimizer: optax.GradientTransformation
+    x: np.ndarray
+    y: np.ndarray
+    batch_size: int
+
+    def params(self) -> PyTree:
+        """Returns the initial parameters."""
+        return self.model.init(jax.random.key(0), self.x[:1])["params"]
+
+
+def task_parts(
+    width: int = 128,
+) -> tuple[nn.Module, optax.GradientTransformation, np.ndarray, np.ndarray]:
     """The model, the optimizer and the data that all use."""
-    import numpy as np
-    import optax
-    from flax import linen as nn
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
@@ -66,20 +107,16 @@ def task_parts(width: int = 128):
     return model, optax.adam(1e-3), x, y
 
 
-def hand_written(n_steps: int, *, width: int, batch_size: int):
-    """A donating jit step over NumPy batches, the metrics added up inside."""
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
+def hand_written(
+    problem: Problem, epochs: int, steps_a_call: int, is_resident: bool
+) -> Callable[[], float]:
+    """A donating jit step, the metrics added up inside."""
+    model, optimizer, x, y, batch_size = problem
 
-    model, optimizer, x, y = task_parts(width)
-    n_examples = 28 * batch_size
-    params = model.init(jax.random.key(0), x[:1])["params"]
-    zeros = {"loss": jnp.zeros(()), "correct": jnp.zeros(()), "n": jnp.zeros(())}
-    carry = [params, optimizer.init(params), zeros]
+    def update(carry: PyTree, x: jax.Array, y: jax.Array) -> PyTree:
+        params, opt_state, sums = carry
 
-    def update(params, opt_state, sums, x, y):
-        def loss_fn(params):
+        def loss_fn(params: PyTree) -> tuple[jax.Array, jax.Array]:
             logits = model.apply({"params": params}, x)
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
             return losses.mean(), logits
@@ -93,47 +130,76 @@ def hand_written(n_steps: int, *, width: int, batch_size: int):
         }
         return optax.apply_updates(params, updates), opt_state, sums
 
-    update = jax.jit(update, donate_argnums=(0, 1, 2))
-    epoch = [0]
+    def on_batch(carry: PyTree, *batch: jax.Array) -> PyTree:
+        if steps_a_call == 1:
+            return update(carry, *batch)
+        return jax.lax.scan(lambda c, each: (update(c, *each), None), carry, batch)[0]
 
-    def run():
-        carry[2] = jax.tree.map(jnp.zeros_like, carry[2])
-        for _ in range(n_steps // 28):
-            order = np.random.default_rng((0, epoch[0])).permutation(n_examples)
-            epoch[0] += 1
-            for i in range(0, n_examples, batch_size):
-                rows = order[i : i + batch_size]
-                carry[:] = update(*carry, x[rows], y[rows])
+    def on_rows(carry: PyTree, x: jax.Array, y: jax.Array, rows: jax.Array) -> PyTree:
+        def gathering(carry: PyTree, rows: jax.Array) -> PyTree:
+            taken = [each.at[rows].get(mode="promise_in_bounds") for each in (x, y)]
+            return update(carry, *taken)
+
+        if steps_a_call == 1:
+            return gathering(carry, rows)
+        return jax.lax.scan(lambda c, each: (gathering(c, each), None), carry, rows)[0]
+
+    step = jax.jit(on_rows if is_resident else on_batch, donate_argnums=0)
+    placed = jax.device_put((x, y)) if is_resident else ()
+    params = problem.params()
+    carry = params, optimizer.init(params), None
+    n_epochs = 0
+
+    def run() -> float:
+        nonlocal carry, n_epochs
+        carry = *carry[:2], {name: jnp.zeros(()) for name in ("loss", "correct", "n")}
+        for _ in range(epochs):
+            order = np.random.default_rng((0, n_epochs)).permutation(len(x)).astype(np.int32)
+            n_epochs += 1
+            batches = order.reshape(-1, batch_size)
+            for i in range(0, len(batches), steps_a_call):
+                rows = batches[i] if steps_a_call == 1 else batches[i : i + steps_a_call]
+                given = (*placed, rows) if is_resident else (x[rows], y[rows])
+                carry = step(carry, *given)
         return float(carry[2]["loss"]) / float(carry[2]["n"])
 
     return run
 
 
 def train_loop(
-    n_steps: int, n_devices: int, *, steps_per_call: int = 1, width: int, batch_size: int
-):
+    problem: Problem, epochs: int, steps_a_call: int, resident: bool | None
+) -> Callable[[], float]:
     """TrainLoop with a metric, a callback and no display."""
-    import flaxfit as ff
-
-    model, optimizer, x, y = task_parts(width)
+    model, optimizer, x, y, batch_size = problem
     seen = collections.deque(maxlen=1)
-
-    n_examples = 28 * batch_size
-    stream = ff.ArrayStream(x[:n_examples], y[:n_examples], batch_size=batch_size, shuffle=True)
+    stream = ff.ArrayStream(x, y, batch_size=batch_size, shuffle=True, resident=resident)
     task = ff.TrainTask(model.apply, optimizer, "crossentropy", stream, ["accuracy"])
-    state = ff.init_state(model.init, optimizer, jax.random.key(0), (x[:1],))
-    params = model.init(jax.random.key(0), x[:1])["params"]
     loop = ff.TrainLoop(
-        state.replace(params=params),
+        ff.TrainState.create(optimizer, {"params": problem.params()}),
         task,
-        n_steps_per_checkpoint=n_steps,
-        first_checkpoint=n_steps,
-        steps_per_call=steps_per_call,
-        devices=jax.devices()[:n_devices],
+        0,
+        n_steps_per_checkpoint=epochs * _EPOCH,
+        first_checkpoint=epochs * _EPOCH,
+        steps_per_call=steps_a_call,
+        devices=jax.devices()[:1],
         callbacks=[seen.append],
         stdout=False,
     )
     return lambda: loop.next_checkpoint().loss
+
+
+def fit(problem: Problem, epochs: int, steps_a_call: int) -> Callable[[], float]:
+    """`Model.fit` with a metric and no display, whose history has an entry for each epoch."""
+    network, optimizer, x, y, batch_size = problem
+    start = (lambda rngs, x: {"params": problem.params()}, network.apply)
+    model = ff.Model(start, optimizer, "crossentropy", metrics=["accuracy"])
+    options = {"batch_size": batch_size, "epochs": epochs, "steps_per_execution": steps_a_call}
+
+    def run() -> float:
+        history = model.fit(x, y, **options, verbose=0)
+        return statistics.fmean(history["loss"][-epochs:])
+
+    return run
 
 
 if __name__ == "__main__":
