@@ -1,6 +1,7 @@
 """The digest of an array: a checksum of its content that does not depend on its sharding."""
 
 import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
@@ -13,42 +14,88 @@ from flaxfit.tree._types import Array, ArrayLike
 Source: TypeAlias = str | np.ndarray
 """A digest, or the memory to compute it from later."""
 
+_MOST_ARRAYS, _MOST_BYTES = 256, 2**26
+"""The most arrays in one program, and bytes, as it may copy them; larger arrays go alone."""
+_MOST_IN_FLIGHT = 2
+"""The most unfinished programs: on a CPU, collectives that pile up abort the process."""
+
+
+def digest(array: ArrayLike) -> str:
+    """Returns the digest of one array, see `digests`."""
+    return digests({"": array})[""]
+
 
 @without_mesh()
-def digest(array: ArrayLike) -> str:
-    """Returns sixteen hexadecimal digits that change when any bit of an array changes or moves.
+def digests(arrays: Mapping[str, ArrayLike]) -> dict[str, str]:
+    """Returns sixteen hexadecimal digits by name that change when any bit of an array changes.
 
     Every element is mixed with its position, and the results are summed modulo 2**32. Sums of
     integers do not depend on their order, so the digest is the same for every sharding, mesh and
     number of processes, and nothing is gathered. It guards against damage, not against an
     adversary.
+
+    Arrays of the same shape, dtype and sharding share a program, whose result is read at the end.
     """
-    if isinstance(array, jax.Array):
-        # The copies of a replicated array are equal: one of them is enough.
-        words = array.addressable_data(0) if array.is_fully_replicated else array
-    else:
-        words = _host_words(np.asarray(array))
-    # Reading the result at once bounds the collectives in flight.
-    return "".join(f"{int(lane):08x}" for lane in np.asarray(_lanes(words)))
+    words = {name: _words(array) for name, array in arrays.items()}
+    found: list[tuple[Sequence[str], jax.Array]] = []
+    for names in _chunks(words):
+        if len(found) >= _MOST_IN_FLIGHT:
+            found[-_MOST_IN_FLIGHT][1].block_until_ready()
+        found.append((names, _lanes([words[name] for name in names])))
+    lanes = jax.device_get([each for _, each in found])
+    by_name = {
+        name: "".join(f"{int(lane):08x}" for lane in pair)
+        for (names, _), pairs in zip(found, lanes, strict=True)
+        for name, pair in zip(names, pairs, strict=True)
+    }
+    return {name: by_name[name] for name in arrays}
 
 
-def digest_or_source(array: Array) -> Source:
-    """Returns the digest of an array, or its memory if another thread may compute it later.
+def digests_or_sources(arrays: Mapping[str, Array]) -> dict[str, Source]:
+    """Returns the digests of arrays, or their memory if another thread may compute them later.
 
     A NumPy array must not change until then. The digest is computed at once if that takes several
     devices, whose programs must run in one order, or if the memory is an accelerator's: there it is
     fast, and the array may be donated.
     """
+    views = {name: _view(array) for name, array in arrays.items()}
+    memory: dict[str, Source] = {n: v for n, v in views.items() if isinstance(v, np.ndarray)}
+    return memory | digests({name: view for name, view in views.items() if name not in memory})
+
+
+def as_digests(sources: Mapping[str, Source]) -> dict[str, str]:
+    """Returns the digests for a result of `digests_or_sources`."""
+    known = {name: source for name, source in sources.items() if isinstance(source, str)}
+    return known | digests({n: source for n, source in sources.items() if n not in known})
+
+
+def _view(array: Array) -> Array:
+    """Returns the memory of an array as a view that keeps it, if it is one CPU device's."""
     if isinstance(array, jax.Array) and array.is_fully_replicated and array.is_fully_addressable:
         array = array.addressable_data(0)
         if next(iter(array.devices())).platform == "cpu":
-            return np.asarray(array)  # A view, for which the memory is kept.
-    return array if isinstance(array, np.ndarray) else digest(array)
+            return np.asarray(array)
+    return array
 
 
-def as_digest(source: Source) -> str:
-    """Returns the digest for a result of `digest_or_source`."""
-    return source if isinstance(source, str) else digest(source)
+def _words(array: ArrayLike) -> Array:
+    """Returns what to compute the digest of an array from."""
+    if isinstance(array, jax.Array):
+        # The copies of a replicated array are equal: one of them is enough.
+        return array.addressable_data(0) if array.is_fully_replicated else array
+    return _host_words(np.asarray(array))
+
+
+def _chunks(arrays: Mapping[str, Array]) -> Iterator[Sequence[str]]:
+    """Yields the names of arrays that share a program, in the same order in all processes."""
+    alike: dict[Hashable, list[str]] = {}
+    for name, array in arrays.items():
+        like = array.shape, array.dtype, getattr(array, "sharding", None)
+        alike.setdefault(like, []).append(name)
+    for names in alike.values():
+        n = max(1, min(_MOST_ARRAYS, _MOST_BYTES // max(1, arrays[names[0]].nbytes)))
+        for start in range(0, len(names), n):
+            yield names[start : start + n]
 
 
 def _host_words(array: np.ndarray) -> np.ndarray:
@@ -57,7 +104,12 @@ def _host_words(array: np.ndarray) -> np.ndarray:
 
 
 @jax.jit
-def _lanes(array: jax.Array) -> jax.Array:
+def _lanes(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns two words for each of several arrays of the same shape."""
+    return jax.vmap(_lanes_of_one)(jnp.stack(arrays))
+
+
+def _lanes_of_one(array: jax.Array) -> jax.Array:
     words = _device_words(array)
     # The seed keeps the words zero at position zero from vanishing.
     mixed = _mix(words ^ _mix(_positions(words.shape) + jnp.uint32(0x9E3779B9)))

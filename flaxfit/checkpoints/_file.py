@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from flaxfit.checkpoints import _orbax, _seal
 from flaxfit.checkpoints._compare import check_fits, choose, path_in_state
-from flaxfit.checkpoints._digest import as_digest, digest, digest_or_source
+from flaxfit.checkpoints._digest import as_digests, digests, digests_or_sources
 from flaxfit.checkpoints._environment import changes, environment, versions
 from flaxfit.checkpoints._record import FORMAT, Record, as_plain_json, first_line, read_record
 from flaxfit.checkpoints._seal import Damaged
@@ -99,10 +99,11 @@ def contents(
     own = leaves_of(checkpoint.state)
     of_callbacks = leaves_of({_CALLBACKS: callback_arrays})
     companions = leaves_of({_COMPANIONS: checkpoint.companions or {}})
+    # The state's own arrays, such as the best so far, are written once.
+    shared = {path for path, leaf in of_callbacks.items() if leaf is own.get(_own_path(path))}
     for path, leaf in (own | of_callbacks | companions).items():
-        if path in of_callbacks and leaf is own.get(_own_path(path)):
-            described[path] = {**described[_own_path(path)], "is_own": True}
-            continue  # The state's own array, such as the best so far, is written once.
+        if path in shared:
+            continue
         description = describe(leaf)
         if path in names:
             description["axes"] = list(names[path])
@@ -111,9 +112,14 @@ def contents(
             leaf = jax.random.key_data(leaf)
         if isinstance(leaf, np.ndarray):
             leaf = leaf.copy().view(_orbax.OwnCopy)  # The caller may change it at any time.
-        described[path] = {**description, "digest": digest_or_source(leaf)}
-        if leaf.size:  # Orbax writes no empty arrays; the description is enough.
-            arrays[path] = leaf
+        described[path] = description
+        arrays[path] = leaf
+    for path, source in digests_or_sources(arrays).items():
+        described[path]["digest"] = source
+        if not arrays[path].size:  # Orbax writes no empty arrays; the description is enough.
+            del arrays[path]
+    for path in shared:
+        described[path] = {**described[_own_path(path)], "is_own": True}
     record = {
         "format": FORMAT,
         "step": int(checkpoint.step),
@@ -157,9 +163,9 @@ def undeleted(arrays: Mapping[str, Array], record: Record) -> dict[str, Array]:
 
 def with_digests(record: Record) -> Record:
     """Returns the record with all digests computed, as plain JSON."""
+    digests_of = as_digests({path: each["digest"] for path, each in record["arrays"].items()})
     described = {
-        path: {**each, "digest": as_digest(each["digest"])}
-        for path, each in record["arrays"].items()
+        path: {**each, "digest": digests_of[path]} for path, each in record["arrays"].items()
     }
     return as_plain_json({**record, "arrays": described})
 
@@ -319,14 +325,19 @@ def _read_arrays(
         raise  # It says enough, or the file is not at fault.
     except Exception as error:
         raise Damaged(f"its arrays cannot be read ({first_line(error)})") from error
-    arrays = {}
-    for name, description in described.items():
-        array = found[name] if name in found else np.zeros(wanted[name].shape, wanted[name].dtype)
+    arrays: dict[str, Array] = {}
+    for name, each in wanted.items():
+        array = found[name] if name in found else np.zeros(each.shape, each.dtype)
         if not isinstance(array, np.ndarray | jax.Array):  # Orbax returns its argument then.
             raise Damaged(f"it does not hold {name}")
-        is_whole = array.shape == wanted[name].shape and array.dtype == wanted[name].dtype
-        if not is_whole or digest(array) != description["digest"]:
+        if (array.shape, array.dtype) != (each.shape, each.dtype):
             raise Damaged(f"the content of {name} was changed")
+        arrays[name] = array
+    computed = digests(arrays)
+    for name, description in described.items():
+        if computed[name] != description["digest"]:
+            raise Damaged(f"the content of {name} was changed")
+        array = arrays[name]
         if "random_bits" in description:
             array = jax.random.wrap_key_data(jnp.asarray(array), impl=description["random_bits"])
         arrays[name] = array if templates else on_device(array)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flaxfit.checkpoints._digest import digest
+from flaxfit.checkpoints import _digest
+from flaxfit.checkpoints._digest import digest, digests
 
 DTYPES = ["float32", "bfloat16", "float16", "int32", "uint8", "int8", "bool", "int4", "complex64"]
 
@@ -21,7 +22,7 @@ def test_the_digest_of_an_array_is_the_same_on_the_host_and_on_a_device(dtype):
 
 def test_the_digest_does_not_depend_on_the_sharding():
     array = np.random.default_rng(0).normal(size=(8, 12)).astype(np.float32)
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
+    mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("a", "b"))
     specs = [(), ("a",), (None, "b"), ("b", "a"), (("a", "b"),)]
     placed = [jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec))) for spec in specs]
     assert {digest(each) for each in placed} == {digest(array)}
@@ -64,3 +65,52 @@ def test_signed_zeros_and_kinds_of_nan_are_told_apart():
 def test_scalars_and_empty_arrays_have_digests():
     assert digest(np.float32(3)) == digest(jnp.float32(3))
     assert len(digest(np.zeros((0, 3), np.float32))) == 16
+
+
+def test_digests_of_existing_files_stay_valid():
+    arrays = {
+        "8ec8bcee133bc4d5": np.arange(24, dtype=np.float32).reshape(4, 6),
+        "9c85eb8933f9604f": np.arange(24).reshape(4, 6),
+        "e0b296a8fe3ae8e3": np.arange(5).astype(jnp.bfloat16),
+        "e001efbe69e505a6": np.array([True, False]),
+        "92dc8e0c7fd958e1": np.complex64([1j, 2]),
+        "0000000000000000": np.zeros((0, 3), np.int8),
+    }
+    assert digests(arrays) == {name: name for name in arrays}
+
+
+class Programs:
+    """Records the arrays of each program that is run, and how many were unfinished before it."""
+
+    def __init__(self, monkeypatch):
+        self.chunks, self.unfinished = [], []
+        self._results, self._run = [], _digest._lanes
+        monkeypatch.setattr(_digest, "_lanes", self)
+
+    def __call__(self, arrays):
+        self.unfinished.append(sum(not each.is_ready() for each in self._results))
+        self.chunks.append(arrays)
+        self._results.append(self._run(arrays))
+        return self._results[-1]
+
+
+def test_2000_small_sharded_arrays_take_a_few_programs(monkeypatch):
+    programs = Programs(monkeypatch)
+    rows = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))
+    host = {
+        str(i): np.full((8 * (i % 2 + 1),), i, np.float32 if i % 3 else np.int32)
+        for i in range(2000)
+    }
+    placed = dict(zip(host, jax.device_put(list(host.values()), rows), strict=True))
+    found = digests(placed)
+    assert len(programs.chunks) <= 12 and list(found) == list(placed)
+    assert max(programs.unfinished) < 2
+    assert found == digests(host)
+    assert [found[name] for name in ("0", "1999")] == [digest(host[n]) for n in ("0", "1999")]
+
+
+def test_the_arrays_of_a_program_are_bounded_in_bytes(monkeypatch):
+    programs = Programs(monkeypatch)
+    monkeypatch.setattr(_digest, "_MOST_BYTES", 100)
+    digests({str(n): np.zeros(10, np.float32) for n in range(5)} | {"large": np.zeros(50)})
+    assert [len(chunk) for chunk in programs.chunks] == [2, 2, 1, 1]

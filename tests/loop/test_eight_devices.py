@@ -9,6 +9,7 @@ from marks import thorough
 
 TESTS = Path(__file__).parents[1]
 PATTERNS = {
+    "checkpoints/test_digest.py": "shard",
     "loop/test_exact.py": "-8",
     "step/test_strategy_invariance.py": "test_a_loss_has and data-parallel",
     "step/test_divided_batch.py": "data-parallel",
