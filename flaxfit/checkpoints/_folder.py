@@ -39,17 +39,31 @@ def make(folder: Path) -> None:
 
 def steps(folder: Path) -> list[int]:
     """Returns the steps that a folder holds, in order, without empty and foreign folders."""
-    return sorted(int(entry.name) for entry in _entries(folder) if _is_step(entry))
+    found = {step_of(entry.name) for entry in _entries(folder) if _is_step(entry)}
+    return sorted(step for step in found if step is not None)
 
 
 def foreign(folder: Path) -> list[Path]:
     """Returns entries named like steps that are not: emptied folders, or those of others."""
-    return sorted(e for e in _entries(folder) if _is_number(e.name) and not _is_step(e))
+    named = (entry for entry in _entries(folder) if step_of(entry.name) is not None)
+    return sorted(entry for entry in named if not _is_step(entry))
+
+
+def step_name(step: int, name: str | None = None) -> str:
+    """Returns the name of the folder of a step: its number, and a name after "@"."""
+    return str(int(step)) if name is None else f"{int(step)}@{name}"
+
+
+def step_of(name: str) -> int | None:
+    """Returns the step of a folder that is named like one, else None."""
+    number = name.partition("@")[0]
+    return int(number) if re.fullmatch("0|[1-9][0-9]{,17}", number) else None
 
 
 def step_path(folder: Path, step: int) -> Path:
-    """Returns the folder of a step."""
-    return folder / str(int(step))
+    """Returns the folder of a step, by its number alone if there is none."""
+    found = [folder / step_name(step), *sorted(folder.glob(f"{step_name(step)}@*"))]
+    return next(filter(_is_step, found), found[-1])
 
 
 def of_run(folder: str | os.PathLike[str]) -> Path:
@@ -57,8 +71,8 @@ def of_run(folder: str | os.PathLike[str]) -> Path:
     if template := re.search(r"\{\w+(:[^}]*)?\}", os.fspath(folder)):
         raise ValueError(
             f"The name of a checkpoint folder cannot be a template, got {template[0]} in "
-            f"{os.fspath(folder)!r}: name the folder alone. It holds a folder for each step, of "
-            "that name, with its metrics."
+            f"{os.fspath(folder)!r}: pass the folder alone, in which each step has a folder, and "
+            "the template of their names as name=."
         )
     return absolute(folder)
 
@@ -77,20 +91,20 @@ def begin(folder: Path, step: int) -> Path:
     return written
 
 
-def complete(folder: Path, step: int, written: Path) -> None:
-    """Seals a written step and renames it to its number.
+def complete(path: Path, step: int, written: Path) -> None:
+    """Seals a written step and renames it to its path.
 
     Orbax syncs its arrays only: syncing the rest, and then the rename, makes the step survive a
     power cut.
     """
-    path = step_path(folder, step)
+    folder = path.parent
     _seal.write(written)
     for parent, _, names in os.walk(written):
         for name in names:
             sync(os.path.join(parent, name))
         sync(parent)
-    if path.exists():
-        set_aside(folder, step, "replaced" if _is_step(path) else "foreign")
+    while (old := step_path(folder, step)).exists():
+        set_aside(folder, step, "replaced" if _is_step(old) else "foreign")
     written.rename(path)
     sync(folder)
 
@@ -141,13 +155,9 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _is_step(entry: Path) -> bool:
-    if not _is_number(entry.name) or entry.is_symlink():
+    if step_of(entry.name) is None or entry.is_symlink():
         return False
     return any((entry / item).is_dir() for item in (_orbax.ARRAYS, _orbax.RECORD))
-
-
-def _is_number(name: str) -> bool:
-    return re.fullmatch("0|[1-9][0-9]{,17}", name) is not None
 
 
 def space(folder: Path, needed: int) -> str:

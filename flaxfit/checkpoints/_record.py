@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxfit.checkpoints import _orbax, _seal
+from flaxfit.checkpoints import _folder, _orbax, _seal
 from flaxfit.checkpoints._seal import Damaged
 from flaxfit.tree._types import Json
 
@@ -44,7 +44,7 @@ def read_record(path: Path) -> Record:
             "monitor": None | {"name": str(), "mode": "min" | "max"},
             "arrays": {**arrays},
         } if all(isinstance(value, int | float | list) for value in metrics.values()):
-            if str(step) != path.name:
+            if step != _folder.step_of(path.name):
                 raise Damaged(f"its record is that of step {step}")
             for name, description in arrays.items():
                 _check_description(name, description)

@@ -1,5 +1,6 @@
 """CheckpointFileWriter: a callback that saves each checkpoint, in the background by default."""
 
+import functools
 import math
 import os
 import sys
@@ -17,6 +18,7 @@ from flaxfit.checkpoints._orbax import StepWriter, savable, write_record
 from flaxfit.checkpoints._record import Record
 from flaxfit.checkpoints._retention import Retention, supersede
 from flaxfit.checkpoints._save_freq import SaveFreq
+from flaxfit.checkpoints._step_name import StepName
 from flaxfit.display import say
 from flaxfit.distributed._processes import from_main, is_main
 from flaxfit.state._callback_states import collect
@@ -69,6 +71,9 @@ class CheckpointFileWriter:
       initial_value_threshold: with `save_best_only`, a value that the metric has to beat as well.
       save_freq: "epoch", or a number of steps, every so many of which a writer in `callbacks` also
         saves; a resumed run then continues within the epoch.
+      name: a template of what follows the number of a step in the name of its folder: "120@03-0.25"
+        by "{epoch:02d}-{val_loss:.2f}". Its fields are "step", "epoch" (from 1 as in Keras, in
+        `fit`) and metrics; one that is not measured at a step is nan. Steps are read by number.
       verbose: 1 prints the folder of each step.
       asynchronous: whether to write in the background. Python 3.12.0 and 3.12.1 never do, as they
         cannot finish background work when a process ends.
@@ -94,6 +99,7 @@ class CheckpointFileWriter:
         save_best_only: bool = False,
         initial_value_threshold: float | None = None,
         save_freq: int | str = "epoch",
+        name: str | None = None,
         verbose: int = 0,
         asynchronous: bool = True,
         on_error: str = "raise",
@@ -105,6 +111,7 @@ class CheckpointFileWriter:
         if on_error not in ("raise", "warn"):
             raise ValueError(f"on_error must be 'raise' or 'warn', got {on_error!r}.")
         self._save_freq, self._verbose = SaveFreq(save_freq, of_best=save_best_only), verbose
+        self._name = StepName(name)
         self.output_dir = _folder.of_run(output_dir)
         self.on_error = on_error
         self._deletes, self._is_unfinished = delete_checkpoint, False
@@ -138,6 +145,7 @@ class CheckpointFileWriter:
         self._loop, self.last_saved, self.saved_revision = weakref.ref(loop), None, None
         self._is_unfinished = False
         self._retention.attach(loop, self)
+        self._name.attach(loop, self)
         self._save_freq.attach(loop, self)
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -185,7 +193,8 @@ class CheckpointFileWriter:
         if checkpoint.is_borrowed and loop is not None:
             checkpoint = loop.owned(checkpoint)
         step = int(checkpoint.step)
-        path = _folder.step_path(self.output_dir, step)
+        path = self.output_dir / self._name(checkpoint)
+        old = _folder.step_path(self.output_dir, step)
         if self.last_saved == step:  # The step on disk may differ from this one.
             self.last_saved = self.saved_revision = None
         self._retention.look(checkpoint)
@@ -198,13 +207,13 @@ class CheckpointFileWriter:
             state_arrays,
             self._retention.monitor,
         )
-        if from_main("a save", lambda: _file.holds(path, record)):
+        if from_main("a save", lambda: _file.holds(old, record)):
             self.last_saved, self.saved_revision = step, revision
-            return path
+            return old
         if self._verbose:
             say(f"step {step:,} is saved as {path}")
         with _turn:
-            self._begin(step, arrays, record, revision)
+            self._begin(path, arrays, record, revision)
         if not self.asynchronous or checkpoint.is_borrowed:
             self.wait()  # The next step donates borrowed arrays.
         return path
@@ -273,7 +282,7 @@ class CheckpointFileWriter:
 
     def _begin(
         self,
-        step: int,
+        path: Path,
         arrays: Mapping[str, Array],
         record: Record,
         revision: tuple[int, ...] | None,
@@ -287,12 +296,12 @@ class CheckpointFileWriter:
         self._writer = writer = self._writer or StepWriter()
         self._executor = self._executor or ThreadPoolExecutor(1, "flaxfit-save")
         try:
-            place = Path(from_main("the start of a save", lambda: self._prepare(step)))
+            place = Path(from_main("the start of a save", lambda: self._prepare(record["step"])))
         except BlockingIOError:
             raise
         except Exception as error:
             self._tidy()
-            self._fail(cannot_save(self.output_dir, step, arrays, error))
+            self._fail(cannot_save(self.output_dir, record["step"], arrays, error))
             return
         arrays = {name: savable(array) for name, array in arrays.items()}
         is_started, failure = not _file.holds_memory(record), None
@@ -302,7 +311,7 @@ class CheckpointFileWriter:
             except Exception as error:
                 failure = error  # `_finish` reports it to the other processes.
         self._saving = self._executor.submit(
-            self._finish, writer, place, arrays, record, revision, is_started, failure
+            self._finish, writer, place, path, arrays, record, revision, is_started, failure
         )
         if failure is not None:
             self.wait()
@@ -322,6 +331,7 @@ class CheckpointFileWriter:
         self,
         writer: StepWriter,
         place: Path,
+        path: Path,
         arrays: Mapping[str, Array],
         record: Record,
         revision: tuple[int, ...] | None,
@@ -341,7 +351,8 @@ class CheckpointFileWriter:
             except Exception as error:
                 failure = failure or error
             raise_on_all(topic, failure)
-            from_main(f"the end of a save {topic}", lambda: self._complete(writer, place, record))
+            end = functools.partial(self._complete, writer, place, path, record)
+            from_main(f"the end of a save {topic}", end)
         except Exception as error:
             self._tidy()
             raise cannot_save(self.output_dir, step, arrays, error) from error
@@ -352,10 +363,10 @@ class CheckpointFileWriter:
             supersede(self.output_dir, step, found)
             self._retention.delete_old(self.output_dir, step)
 
-    def _complete(self, writer: StepWriter, place: Path, record: Record) -> None:
+    def _complete(self, writer: StepWriter, place: Path, path: Path, record: Record) -> None:
         writer.finish(place)
         write_record(place, record)
-        _folder.complete(self.output_dir, record["step"], place)
+        _folder.complete(path, record["step"], place)
 
     def _tidy(self) -> None:
         if is_main():

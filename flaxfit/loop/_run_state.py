@@ -24,6 +24,8 @@ from flaxfit.tree._types import PyTree
 class RunState:
     """The part of `TrainLoop` that holds its state: reading, copying and restoring it."""
 
+    epoch_number: Callable[[], int] | None = None
+    """Returns the number of the present epoch of `fit`."""
     say: Callable[[str], None]
     """Prints a notice, unless the loop was made with `stdout=False`."""
     _stepper: Stepper
@@ -121,7 +123,12 @@ class RunState:
         if not self.n_completed_steps and self._last is not None:
             return self._last.replace(state=self.state, companions=self._companions.saved)
         now = make_checkpoint(stepper, self._watch, between=True)
-        return self.owned(now.replace(last_grads=None))
+        return self._numbered(self.owned(now.replace(last_grads=None)))
+
+    def _numbered(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Adds the number of the epoch of `fit`."""
+        epoch = None if self.epoch_number is None else self.epoch_number()
+        return checkpoint.replace(epoch=epoch)
 
     def _resume(self, state: TrainState, checkpoint: Any) -> None:
         """Continues from a state, and from the position and counts of its checkpoint, if any."""

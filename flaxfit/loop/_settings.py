@@ -27,8 +27,6 @@ class Settings(RunState):
     start: Any
     first_epoch: int | None = None
     """The number of the first epoch of `fit`, from 0; None: there are no epochs."""
-    epoch_number: Callable[[], int] | None = None
-    """Returns the number of the present epoch of `fit`."""
     _callbacks: CallbackList
     _is_finishing: bool
     _not_taken_over: list[str]

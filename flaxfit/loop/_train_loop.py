@@ -293,9 +293,8 @@ class TrainLoop(Settings):
         """Makes the checkpoint of the steps since the previous one, and starts a new count."""
         stepper = self._stepper
         stepper.consistency.checkpoint(stepper.step)
-        checkpoint = make_checkpoint(stepper, self._watch, stop=self._is_finishing)
-        if self.epoch_number is not None:
-            checkpoint = checkpoint.replace(epoch=self.epoch_number())
+        made = make_checkpoint(stepper, self._watch, stop=self._is_finishing)
+        checkpoint = self._numbered(made)
         self._warn_of_loss(checkpoint)
         stepper.interrupts.hold()
         self._due = Delivery(checkpoint, self._callbacks, self._settle)

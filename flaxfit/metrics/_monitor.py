@@ -136,9 +136,17 @@ class Monitor:
     (0.4, True)
     """
 
-    def __init__(self, name: str, mode: str, owner: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        mode: str,
+        owner: str,
+        use: str = "monitor",
+        advice: str = "Pass monitor= one of these.",
+    ) -> None:
         check_mode(mode)
         self.name, self.mode, self._owner = name, mode, owner
+        self._use, self._advice = use, advice
         self.was_seen = False
         """Whether some checkpoint has the metric, so that those without it are skipped."""
         self._modes: Modes = {}
@@ -190,8 +198,8 @@ class Monitor:
         elif near := difflib.get_close_matches(self.name, names, 1, 0.5):
             advice = f" Did you mean {near[0]!r}?"
         return ValueError(
-            f"{self._owner} cannot monitor {self.name!r}: the checkpoints {hold} "
-            f"{', '.join(names) or 'no metrics'}. Pass monitor= one of these.{advice}"
+            f"{self._owner} cannot {self._use} {self.name!r}: the checkpoints {hold} "
+            f"{', '.join(names) or 'no metrics'}. {self._advice}{advice}"
         )
 
 

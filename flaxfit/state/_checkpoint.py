@@ -60,7 +60,7 @@ class Checkpoint:
     modes: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     """"min" or "max" by metric: whether lower or higher values are better, if that is known."""
     epoch: int | None = None
-    """The number of the epoch that it ends, from 0 as in Keras; None outside of `fit`."""
+    """The number of its epoch, from 0 as in Keras; None outside of `fit`."""
     n_completed_steps: int = 0
     """The number of updates since the previous checkpoint."""
     n_examples: int = 0

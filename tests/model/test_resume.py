@@ -188,10 +188,10 @@ def test_a_writer_in_the_place_of_the_folder_says_what_is_kept_and_what_ends_the
 
     complete = _folder.complete
 
-    def full(folder, step, written):
+    def full(path, step, written):
         if step == 8:
             raise OSError(28, "No space left on device")
-        complete(folder, step, written)
+        complete(path, step, written)
 
     monkeypatch.setattr(_folder, "complete", full)
     writer = CheckpointFileWriter(tmp_path, keep=1, on_error="warn")

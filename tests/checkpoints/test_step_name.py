@@ -1,0 +1,156 @@
+"""Folders of steps named by a template: what they are called, and that they are read as others."""
+
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import flaxfit as ff
+from flaxfit.checkpoints import (
+    CheckpointFileReader,
+    CheckpointFileWriter,
+    best,
+    list_steps,
+    restore,
+    save,
+)
+
+x = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
+KERAS = "{epoch:02d}-{val_loss:.2f}"
+
+
+def make_model(metrics=("mae",)):
+    return ff.Model(nn.Dense(1), optax.sgd(0.1), "mse", list(metrics))
+
+
+def fit(model, **options):
+    options = {"epochs": 3, "validation_data": (x, 3 * x), **options}
+    return model.fit(x, 3 * x, batch_size=4, verbose=0, **options)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def save_losses(folder, tools, losses, **options):
+    with CheckpointFileWriter(folder, asynchronous=False, **options) as writer:
+        for step, loss in enumerate(losses, start=1):
+            writer(tools.make_checkpoint(step, val_loss=loss))
+
+
+def test_steps_of_fit_are_named_as_in_keras_and_those_within_an_epoch_too(tmp_path):
+    writer = CheckpointFileWriter(tmp_path, keep=None, save_freq=3, name=KERAS)
+    losses = fit(make_model(), callbacks=[writer])["val_loss"]
+    whole = [f"{4 * n}@{n:02d}-{loss:.2f}" for n, loss in enumerate(losses, start=1)]
+    within = ["3@01-nan", "6@02-nan", "9@03-nan"]
+    assert names(tmp_path) == sorted(whole + within)
+
+
+def test_named_steps_are_kept_ranked_and_read_as_others(tmp_path, tools):
+    losses = [0.5, 0.2, 0.9, 0.2, 0.8]
+    save_losses(tmp_path, tools, losses, keep=1, keep_best=2, monitor="val_loss", name="{val_loss}")
+    assert names(tmp_path) == ["2@0.2", "4@0.2", "5@0.8"]
+    assert list_steps(tmp_path) == [2, 4, 5] and best(tmp_path) == 4
+    for which, step in {"latest": 5, "best": 4, 2: 2}.items():
+        tools.assert_same(
+            restore(tmp_path, tools.make_state(), which=which), tools.make_state(step)
+        )
+
+
+def test_a_damaged_named_step_is_set_aside(tmp_path, tools, capfd):
+    save_losses(tmp_path, tools, [0.5, 0.2], name="{val_loss}")
+    (tmp_path / "2@0.2" / "seal.json").write_text("{}")
+    assert CheckpointFileReader(tmp_path).read().step == 1
+    assert names(tmp_path) == ["1@0.5", "corrupt-2-0"]
+    assert "the checkpoint of step 2" in capfd.readouterr().err
+
+
+def test_an_emptied_named_step_is_told_of(tmp_path):
+    (tmp_path / "2@0.2").mkdir()
+    with pytest.raises(ValueError, match="no intact checkpoint, only 2@0.2"):
+        CheckpointFileReader(tmp_path).read()
+
+
+def test_a_step_saved_again_replaces_the_one_of_another_name(tmp_path, tools):
+    save(tmp_path, tools.make_checkpoint(1, val_loss=0.7))
+    (tmp_path / "1@of the user").mkdir()
+    save_losses(tmp_path, tools, [0.5], name="best {val_loss:.1e}")
+    assert names(tmp_path) == ["1@best 5.0e-01", "foreign-1-0"]
+    inode = (tmp_path / "1@best 5.0e-01").stat().st_ino
+    save_losses(tmp_path, tools, [0.5])  # The same content.
+    assert (tmp_path / "1@best 5.0e-01").stat().st_ino == inode
+
+
+def test_an_interrupted_replacement_of_a_named_step_is_taken_back(tmp_path, tools):
+    save_losses(tmp_path, tools, [0.5], name="{val_loss}")
+    (tmp_path / "1@0.5").rename(tmp_path / "replaced-1-0")
+    CheckpointFileWriter(tmp_path, name="{val_loss}")
+    assert names(tmp_path) == ["1"]
+
+
+@pytest.mark.slow
+def test_a_run_resumes_from_folders_with_and_without_names(tmp_path):
+    fit(make_model(), epochs=1, checkpoint_dir=tmp_path)
+    writer = CheckpointFileWriter(tmp_path, keep=None, save_freq=3, name=KERAS)
+    fit(make_model(), epochs=2, checkpoint_dir=writer)
+    (newest,) = tmp_path.glob("8@02-*")
+    newest.rename(tmp_path / "deleted-8-0")  # The run was killed before its last save.
+    again = CheckpointFileWriter(tmp_path, keep=None, save_freq=3, name=KERAS)
+    resumed, whole = make_model(), make_model()
+    assert dict(fit(resumed, checkpoint_dir=again)) == dict(fit(whole))
+    np.testing.assert_array_equal(resumed.state.params["kernel"], whole.state.params["kernel"])
+    found = {name.partition("-")[0] for name in names(tmp_path)}
+    assert found == {"4", "7@02", "8@02", "10@03", "12@03"}
+
+
+def test_a_long_name_is_cut(tmp_path, tools):
+    save_losses(tmp_path, tools, [0.5], name="å" * 300)
+    assert names(tmp_path) == ["1@" + "å" * 100]
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{epoch", "is not a template of names: expected '}'"),
+        ("{}", "a field is written {name}"),
+        ("{0}", "a field is written {name}"),
+        ("{epoch!r}", "a field is written {name}"),
+        ("{epoch:.2q}", "is not a template of names"),
+        ("{val_loss:02d}", "is not a template of names"),
+        ("{val_loss:{epoch}}", "is not a template of names"),
+        ("../{epoch}", "the name of a folder, not a path"),
+        ("a\\{epoch}", "the name of a folder, not a path"),
+        ("{epoch:/>9}", "the name of a folder, not a path"),
+        ("a\n", "the name of a folder, not a path"),
+    ],
+)
+def test_what_is_no_name_is_refused_before_a_folder_is_made(tmp_path, template, words):
+    with pytest.raises(ValueError, match=words):
+        CheckpointFileWriter(tmp_path / "new", name=template)
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_unknown_field_is_refused_before_the_first_step(tmp_path):
+    writer = CheckpointFileWriter(tmp_path, name="{val_los:.2f}")
+    words = "cannot name steps by 'val_los': .* in name=. Did you mean 'val_loss'"
+    with pytest.raises(ValueError, match=words):
+        fit(make_model(), callbacks=[writer])
+    assert not names(tmp_path)
+
+
+def test_a_field_that_comes_from_a_callback_is_checked_at_the_first_save(tmp_path, tools):
+    writer = CheckpointFileWriter(tmp_path, name="{val_los:.2f}")
+    with pytest.raises(ValueError, match="hold val_loss. .* Did you mean 'val_loss'"):
+        writer(tools.make_checkpoint(1, val_loss=0.5))
+    writer = CheckpointFileWriter(tmp_path, name="{counts}")
+    with pytest.raises(ValueError, match="'counts': it is not a single number"):
+        writer(tools.make_checkpoint(1, counts=np.ones((2, 2))))
+
+
+def test_only_fit_has_epochs(tmp_path, tools):
+    writer = CheckpointFileWriter(tmp_path, name="{epoch}")
+    with pytest.raises(ValueError, match="'epoch', which only fit has: use {step}"):
+        writer(tools.make_checkpoint(1))
+    task = ff.TrainTask(nn.Dense(1).apply, optax.sgd(0.1), "mse", iter([(x, x)]))
+    with pytest.raises(ValueError, match="'epoch', which only fit has: use {step}"):
+        ff.TrainLoop(nn.Dense(1).init, task, 0, n_steps=1, callbacks=[writer])
