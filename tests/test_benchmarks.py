@@ -198,3 +198,18 @@ def test_the_costs_of_objectives_are_measured(run_child):
     assert len(re.findall(r" ms/step, x \d+\.\d{3} \(at most ", done.stdout)) == 8, done.stdout
     memory = re.search(r"^collected: (\d+) MiB for 125,000 rows \(at most 12\)", done.stdout, re.M)
     assert memory and int(memory[1]) <= 12
+
+
+@pytest.mark.slow
+def test_what_a_further_fold_compiles_is_measured(environment, run_child):
+    pytest.importorskip("sklearn", reason="needs the digits that scikit-learn brings")
+    done = run_child(
+        [sys.executable, "-m", "benchmarks.folds", "--quick"],
+        cwd=ROOT,
+        env={**environment, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr
+    form = r"^(.{12})  first fold .* compiling (\d+\.\d+) s   .* at most (\d+\.\d+) s"
+    found = {name.strip(): (a, b) for name, a, b in re.findall(form, done.stdout, re.MULTILINE)}
+    assert list(found) == ["nnx instance", "nnx class", "linen"], done.stdout
+    assert all(float(first) > float(further) for first, further in found.values())
