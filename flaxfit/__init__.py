@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 from typing import Any
 
-from flaxfit import callbacks as _callbacks
 from flaxfit.callbacks._history import History as History
 from flaxfit.data import ArrayStream as ArrayStream
 from flaxfit.data._batch import Batch as Batch
@@ -66,9 +65,9 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-for _public in (Model, TrainLoop, EvalLoop, TrainTask, EvalTask, *vars(_callbacks).values()):
-    if isinstance(_public, type):
-        _hide_internals(_public)
+for _public in ("callbacks", "checkpoints", "data", "metrics", "modules", "optim", "strategies"):
+    _hide_internals(f"{__name__}.{_public}")
+_hide_internals(__name__)
 
 _SUBPACKAGES = frozenset(
     (

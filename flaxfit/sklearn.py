@@ -13,6 +13,7 @@ import optax
 from flax import linen as nn
 
 from flaxfit import losses, strategies
+from flaxfit.display._tracebacks import hide_internals as _hide_internals
 from flaxfit.model import _model
 from flaxfit.tree._types import ArrayLike, LossFn
 
@@ -289,3 +290,6 @@ def _optimizer_of(optimizer: object, learning_rate: float | optax.Schedule) -> o
             "function of the learning rate, or a transformation."
         )
     return make(learning_rate) if callable(make) else make
+
+
+_hide_internals(__name__)

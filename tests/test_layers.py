@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "step": "tree losses optim display data state modules task",
     "checkpoints": "tree distributed display metrics data state",
     "loop": ("tree distributed optim display metrics data state strategies modules task step"),
-    "importers": "tree optim state checkpoints",
+    "importers": "tree optim display state checkpoints",
     "callbacks": (
         "tree distributed optim display metrics state strategies modules checkpoints export"
     ),
@@ -33,7 +33,7 @@ MAY_IMPORT = {
         "tree optim display metrics data state strategies task modules export step checkpoints "
         "loop importers callbacks"
     ),
-    "sklearn": "tree losses strategies model",
+    "sklearn": "tree losses display strategies model",
 }
 ROOMS = {room: set(names.split()) for room, names in MAY_IMPORT.items()}
 FILE_ROOMS = {"launch", "sklearn"}

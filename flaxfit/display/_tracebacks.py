@@ -1,6 +1,7 @@
 """Tracebacks of worded errors: the user's frames, and the sentence last.
 
-The frames of the library, JAX, Flax and Optax are removed where an error leaves a public class.
+The frames of the library, JAX, Flax and Optax are removed where an error leaves what a public
+module exports. Losses are pure functions, whose frames their caller removes.
 Errors of the user's own functions stay as they are. `FLAXFIT_FULL_TRACEBACKS=1` keeps all frames.
 """
 
@@ -20,12 +21,30 @@ _OWN = "flaxfit"
 _LIBRARIES = (_OWN, "jax", "jaxlib", "flax", "optax", "redex", "tqdm")
 _STDLIB = sysconfig.get_path("stdlib"), "<frozen "
 _RAISE = dis.opmap["RAISE_VARARGS"]
-_SPECIAL = ("__init__", "__call__", "__next__")
+_SPECIAL = ("__init__", "__call__", "__next__", "__getitem__")
 _OF_JAX = "JAX_TRACEBACK_FILTERING"
 _IS_WORDED, _NOTICE = "_flaxfit_is_worded", "_flaxfit_notice"
 
 
-def hide_internals(public: type) -> None:
+def hide_internals(module: str) -> None:
+    """Makes what a public module exports raise short worded errors.
+
+    A function is replaced where it is defined, too: pickle looks it up there.
+    """
+    public = sys.modules[module]
+    for name in public.__all__:
+        value = getattr(public, name)
+        if isinstance(value, type):
+            _hide_internals_of(value)
+        elif isinstance(value, FunctionType):
+            home = sys.modules[value.__module__]
+            known = getattr(home, name)  # Short already, where two modules export it.
+            short = known if known.__code__.co_filename == __file__ else _short(value)
+            setattr(home, name, short)
+            setattr(public, name, short)
+
+
+def _hide_internals_of(public: type) -> None:
     """Makes the public methods of a class, inherited ones too, raise short worded errors."""
     for each in public.__mro__:
         if _package(each.__module__) != _OWN:
@@ -79,13 +98,16 @@ def shorten(error: BaseException) -> None:
 
 
 def is_worded(error: BaseException) -> bool:
-    """Whether a statement of the library raised an error, which then explains itself."""
+    """Whether an error explains itself: the library raised it, or it names a file."""
     if _IS_WORDED in vars(error):
         return True
     *_, last = None, *_entries(error.__traceback__)
-    if last is None or _package_of(last) != _OWN:
+    if last is None:
         return False
-    return last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
+    if isinstance(error, OSError) and error.filename is not None:
+        return _is_internal(last)
+    is_raised = last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
+    return _package_of(last) == _OWN and is_raised
 
 
 def show_one_line(error: KeyboardInterrupt, notice: str, *, is_shown: bool) -> None:

@@ -3,6 +3,7 @@
 import doctest
 import inspect
 import os
+import pickle
 import subprocess
 import sys
 import traceback
@@ -61,6 +62,41 @@ def test_a_generator_that_is_run_does_too():
     with pytest.raises(ValueError, match="targets of the shape") as caught:
         list(loop.run_until(2))
     assert files_in(caught.value) == {__file__}
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: ff.checkpoints.restore("nowhere"), "There is no checkpoint in .*nowhere"),
+        (lambda: ff.checkpoints.load_weights("nowhere"), "No such file or directory: '.*nowhere'"),
+        (lambda: ff.export.load("nowhere"), "No such file or directory: 'nowhere'"),
+        (lambda: ff.importers.load("nowhere"), "No TensorFlow checkpoint at nowhere"),
+        (lambda: ff.metrics.as_metrics(["acurracy"]), "Did you mean accuracy"),
+        (lambda: ff.modules.from_nnx(3), "needs an instance of an nnx module"),
+        (lambda: ff.DataParallel(devices=3), "a sequence of devices"),
+        (lambda: ff.ArrayStream(3, batch_size=4), "x must be an array"),
+        (lambda: ff.History()["loss"], "The history has no 'loss'"),
+    ],
+)
+def test_what_a_public_module_exports_does_too(call, sentence):
+    with pytest.raises(Exception, match=sentence) as caught:
+        call()
+    assert files_in(caught.value) == {__file__}
+
+
+def functions_of(module):
+    return [each for each in map(vars(module).get, module.__all__) if inspect.isfunction(each)]
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "export", "importers", "metrics", "optim"])
+def test_exported_functions_are_pickled_documented_and_described_as_before(name):
+    functions = functions_of(getattr(ff, name))
+    assert len(functions) > 3
+    for each in functions:
+        assert pickle.loads(pickle.dumps(each)) is each
+        original = inspect.unwrap(each)
+        assert original is not each and each.__doc__ == original.__doc__
+        assert inspect.signature(each) == inspect.signature(original)
 
 
 def test_an_error_of_the_user_keeps_all_its_frames():
