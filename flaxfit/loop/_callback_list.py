@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_origin
 
 from flaxfit.state import _callback_states
 from flaxfit.state._checkpoint import Checkpoint
@@ -136,6 +136,11 @@ def check_callback(callback: object) -> None:
             "A callback must be a function Checkpoint -> Checkpoint | None, got "
             f"{type(callback).__name__}: {callback!r:.60}."
         )
+    if any(test(each) for test in _DEFERRED for each in (callback, type(callback).__call__)):
+        raise TypeError(
+            f"The callback {_name(callback)} is async or a generator, so a call does not run its "
+            "body: use a plain function Checkpoint -> Checkpoint | None, without await and yield."
+        )
     try:
         signature = inspect.signature(callback, follow_wrapped=False)
     except (TypeError, ValueError):  # Written in C, and silent about it.
@@ -154,7 +159,18 @@ def check_callback(callback: object) -> None:
             f"A callback takes one argument, a Checkpoint, got {_name(callback)}{signature}. Its "
             "metrics are checkpoint.metrics, its step is checkpoint.step."
         ) from None
+    annotated = signature.return_annotation
+    kind = get_origin(annotated) or annotated
+    if any(kind is each for each in _NEVER_RETURNED):
+        raise _wrong_return(callback, f"is annotated to return {kind.__name__}", kind)
 
+
+_DEFERRED = (
+    inspect.iscoroutinefunction,
+    inspect.isgeneratorfunction,
+    inspect.isasyncgenfunction,
+)
+_NEVER_RETURNED = (bool, int, float, str, dict, list, tuple)
 
 _OF_KERAS = {
     "ModelCheckpoint": "checkpoints.CheckpointFileWriter",
@@ -200,12 +216,15 @@ def returned_by(callback: Function, checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     if isinstance(changed, Checkpoint):
         return changed
+    raise _wrong_return(callback, f"returned {type(changed).__name__}", type(changed))
+
+
+def _wrong_return(callback: Function, what: str, kind: type) -> TypeError:
     advice = "To add a number: return checkpoint.with_metrics({...})."
-    if isinstance(changed, bool):
+    if kind is bool:
         advice = "To end training: return checkpoint.replace(stop=True)."
-    raise TypeError(
-        f"The callback {_name(callback)} returned {type(changed).__name__}; expected a Checkpoint "
-        f"or None. {advice}"
+    return TypeError(
+        f"The callback {_name(callback)} {what}; expected a Checkpoint or None. {advice}"
     )
 
 

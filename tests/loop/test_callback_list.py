@@ -61,7 +61,38 @@ def test_a_function_with_the_arguments_of_keras_is_refused_by_name(callback, sho
         make_loop(callback)
 
 
+class Awaits:
+    async def __call__(self, checkpoint):
+        return None
+
+
+def yields(checkpoint):
+    yield checkpoint.step
+
+
+@pytest.mark.parametrize("callback", [Awaits(), yields, functools.partial(yields)])
+def test_a_callback_whose_body_would_not_run_is_refused(callback):
+    with pytest.raises(TypeError, match="(Awaits|yields|partial) is async or a generator"):
+        check_callback(callback)
+
+
+def test_a_callback_that_is_annotated_to_return_something_else_is_refused():
+    def is_done(checkpoint) -> bool:
+        return checkpoint.loss < 1
+
+    def measure(checkpoint) -> dict[str, float]:
+        return {"half": checkpoint.loss / 2}
+
+    with pytest.raises(TypeError, match=r"is_done is annotated to return bool; .*stop=True"):
+        check_callback(is_done)
+    with pytest.raises(TypeError, match=r"measure is annotated to return dict; .*with_metrics"):
+        check_callback(measure)
+
+
 def test_callbacks_that_take_a_checkpoint_are_taken():
+    def says(checkpoint) -> ff.Checkpoint | None:
+        return None
+
     for callback in (
         print,
         [].append,
@@ -70,6 +101,7 @@ def test_callbacks_that_take_a_checkpoint_are_taken():
         functools.partial(lambda folder, c: None, "x"),
         every(2, [].append),
         ff.History().append,
+        says,
     ):
         check_callback(callback)
 
