@@ -26,7 +26,6 @@ from flaxfit.checkpoints._tree import (
     leaves_of,
     nested,
     on_device,
-    sharding_of,
     unflatten,
 )
 from flaxfit.data._position import joined_position, own_position
@@ -34,6 +33,7 @@ from flaxfit.display import say
 from flaxfit.distributed._processes import from_main
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import InferenceState, TrainState
+from flaxfit.tree._put import sharding_of
 from flaxfit.tree._types import Array, ArrayLike, Json, PyTree
 
 _CALLBACKS, _COMPANIONS = "callbacks", "companions"

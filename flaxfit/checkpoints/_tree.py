@@ -8,7 +8,7 @@ import numpy as np
 from flax import traverse_util
 
 from flaxfit.tree._paths import flat, path_of
-from flaxfit.tree._put import put
+from flaxfit.tree._put import put_like
 from flaxfit.tree._types import Array, ArrayLike, Json, PyTree
 
 Description = Mapping[str, Json]
@@ -41,13 +41,6 @@ def key_description(key: jax.Array) -> dict[str, Json]:
         "random_bits": str(jax.random.key_impl(key)),
         "words": list(jax.random.key_data(key).shape),
     }
-
-
-def sharding_of(template: object) -> jax.sharding.Sharding | None:
-    """Returns the sharding that a template asks for; None is JAX's default placement."""
-    if isinstance(template, jax.Array):
-        return template.sharding if template.committed else None
-    return getattr(template, "sharding", None)
 
 
 def unflatten(arrays: Mapping[str, Array], template: PyTree) -> PyTree:
@@ -83,9 +76,7 @@ def _like(array: Array, template: ArrayLike) -> ArrayLike:
     Without a sharding it becomes an uncommitted array that nothing else refers to.
     """
     if isinstance(template, jax.ShapeDtypeStruct | jax.Array):
-        sharding = sharding_of(template)
-        array = array if isinstance(array, jax.Array) else jnp.array(array)
-        return array if sharding is None else put(array, sharding)
+        return put_like(array, template)
     return array if hasattr(template, "dtype") else array.item()
 
 

@@ -13,7 +13,7 @@ from flaxfit.checkpoints._compare import nearest
 from flaxfit.importers._lazy import READERS, LazyArray
 from flaxfit.importers._translator import CheckpointTranslator, Translation, raise_problems
 from flaxfit.tree._paths import flat, path_of
-from flaxfit.tree._put import put
+from flaxfit.tree._put import put_like
 from flaxfit.tree._types import ArrayLike, PyTree
 
 
@@ -121,10 +121,9 @@ def _place(value: ArrayLike, leaf: ArrayLike, dtype: DTypeLike | None, lazy: boo
         return np.array(value, wanted)
     if isinstance(leaf, bool | int | float):
         return np.asarray(value).item()
-    array = jnp.array(value, wanted)
-    committed = not isinstance(leaf, jax.Array) or leaf.committed
-    sharding = getattr(leaf, "sharding", None) if committed else None
-    return array if sharding is None else put(array, sharding)
+    if isinstance(value, jax.Array):
+        value = jnp.array(value, wanted)
+    return put_like(value, leaf, wanted)
 
 
 def _described(value: ArrayLike) -> tuple[tuple[int, ...], np.dtype]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from flaxfit import checkpoints
@@ -18,6 +17,7 @@ from flaxfit.modules._patterns import as_patterns
 from flaxfit.state._train_state import TrainState
 from flaxfit.strategies import Strategy
 from flaxfit.task._task import module_with
+from flaxfit.tree._put import put_like
 from flaxfit.tree._types import ArrayLike, Params, PyTree
 
 
@@ -97,7 +97,7 @@ class Persistence:
             )
         parts = (state.params, state.model_state)
         leaves, structure = jax.tree.flatten(parts)
-        new = [jnp.asarray(n, leaf.dtype) for n, leaf in zip(weights, leaves, strict=True)]
+        new = [put_like(n, leaf, leaf.dtype) for n, leaf in zip(weights, leaves, strict=True)]
         params, model_state = structure.unflatten(new)
         state = state.replace(params=params, model_state=model_state)
         self.state = state.replace_optimizer(self._trainer.task.optimizer)

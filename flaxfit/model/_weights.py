@@ -46,12 +46,15 @@ class WarmStart:
             variables.pop(name, None)
         # Files have no names of axes: these stay as they are.
         axes = {name: variables.pop(name) for name in list(variables) if name.endswith("_axes")}
-        filled = meta.unbox(variables)
+        return {**meta.replace_boxed(variables, self.load(meta.unbox(variables))), **axes}
+
+    def load(self, variables: Variables) -> Variables:
+        """Returns variables with the weights, placed where those that they replace are."""
         for load in self._loads:
             self._misfit = load
-            filled = load(filled)
+            variables = load(variables)
         self._misfit = None
-        return {**meta.replace_boxed(variables, filled), **axes}
+        return variables
 
 
 def open_weights(

@@ -15,7 +15,7 @@ from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.tree._put import put
 from flaxfit.tree._shared_programs import shared
 from flaxfit.tree._single_replica import single_replica_of_any_axis
-from flaxfit.tree._types import ArrayLike, Function, PyTree
+from flaxfit.tree._types import ArrayLike, Function, PyTree, Variables
 
 
 def init_state(
@@ -29,7 +29,9 @@ def init_state(
 ) -> TrainState:
     """Initialises a model and its optimizer in one jitted call.
 
-    An `init` that says `gives_weights` is not traced, since its weights would be constants.
+    An `init` that says `gives_weights` is not traced, since its weights would be constants. One
+    with `fresh`, an init without weights, and `load`, which replaces variables, is traced with
+    `shardings`: its weights are read into variables that are in place.
 
     >>> import optax
     >>> init = lambda rngs, x: {"params": jnp.ones(x.shape[1])}
@@ -45,7 +47,7 @@ def init_state(
       collections: the random streams to pass to `init`.
       shardings: where the state is created: a pytree of `jax.sharding.Sharding`s (or one for
         all), or a function from the abstract state to it. No array is ever whole on one device,
-        except given weights.
+        except weights that an `init` holds.
 
     Returns:
       The state at step 0. Boxes of logical axis names are removed; the names are its `axes`.
@@ -70,7 +72,14 @@ def init_state(
             variables = call(single_replica_of_any_axis(init), rngs, zeros)
         return at_start(optimizer, variables, train_key)
 
-    if getattr(init, "gives_weights", False):
+    if _gives_weights(init):
+        given: Any = init
+        fresh = getattr(given, "fresh", given)
+        if shardings is not None and not _gives_weights(fresh):
+            state = init_state(
+                fresh, optimizer, key, inputs, collections=collections, shardings=shardings
+            )
+            return _with_weights(state, given.load(state.variables), optimizer)
         state = create(key)
         if shardings is None:
             return state
@@ -85,6 +94,19 @@ def init_state(
     options = _compiler_options()
     lowered = jax.jit(create, out_shardings=shardings).lower(key)
     return shared(lowered, options, lambda: lowered.compile(options))(key)
+
+
+def _gives_weights(init: Function) -> bool:
+    return getattr(init, "gives_weights", False)
+
+
+def _with_weights(state: TrainState, variables: Variables, optimizer: Any) -> TrainState:
+    """Replaces the variables of a state, and initialises the optimizer's state in its places."""
+    rest = dict(variables)
+    params = rest.pop("params")
+    places = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
+    state = state.replace(params=params, model_state=rest, opt_state=None)  # Frees its arrays.
+    return state.replace(opt_state=jax.jit(optimizer.init, out_shardings=places)(params))
 
 
 def _put_part(sharding: jax.sharding.Sharding, part: PyTree) -> PyTree:

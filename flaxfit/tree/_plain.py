@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit.tree._put import put_like
 from flaxfit.tree._types import ArrayLike, PyTree
 
 Path = tuple[str, ...]
@@ -126,8 +127,9 @@ def _read_as(value: ArrayLike, like: ArrayLike) -> ArrayLike | None:
     narrow = jax.dtypes.canonicalize_dtype(array.dtype)
     if narrow != like.dtype:
         return None
-    sharding = like.sharding if getattr(like, "committed", False) else None
-    return jax.device_put(jnp.asarray(array, like.dtype), sharding)
+    if isinstance(array, jax.Array):
+        array = array.astype(like.dtype)
+    return put_like(array, like, like.dtype)
 
 
 def _is_key(leaf: ArrayLike) -> bool:

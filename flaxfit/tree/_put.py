@@ -1,4 +1,4 @@
-"""put: places an array that every process holds whole by a sharding over all processes."""
+"""put and put_like: place arrays that every process holds whole, straight by their shardings."""
 
 import jax
 import jax.numpy as jnp
@@ -18,5 +18,29 @@ def put(
     if jnp.issubdtype(jnp.result_type(array), jax.dtypes.prng_key):
         data = put(np.asarray(jax.random.key_data(array)), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
-    host = np.asarray(array)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    host, copy = np.asarray(array), np.asarray if may_alias is not False else np.array
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: copy(host[index]))
+
+
+def put_like(array: ArrayLike, like: object, dtype: np.dtype | None = None) -> jax.Array:
+    """Puts a copy of a host array where another array is; a JAX array is moved only if needed.
+
+    No device holds more than its part. Without a sharding it goes to JAX's default device.
+    """
+    sharding = sharding_of(like)
+    if isinstance(array, jax.Array):
+        return array if sharding is None else put(array, sharding)
+    if sharding is None:
+        return jnp.array(array, dtype)
+    return put(np.asarray(array, dtype), sharding, may_alias=False)
+
+
+def sharding_of(like: object) -> jax.sharding.Sharding | None:
+    """Returns the sharding that an array or its description asks for; None: JAX's default device.
+
+    >>> sharding_of(jnp.zeros(2)) is None
+    True
+    """
+    if isinstance(like, jax.Array):
+        return like.sharding if like.committed else None
+    return getattr(like, "sharding", None)
