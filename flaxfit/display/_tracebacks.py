@@ -1,8 +1,8 @@
-"""Tracebacks of worded errors: the user's frames, and the sentence last.
+"""Tracebacks: the user's frames, and the sentence last.
 
 The frames of the library, JAX, Flax and Optax are removed where an error leaves what a public
-module exports. Losses are pure functions, whose frames their caller removes.
-Errors of the user's own functions stay as they are. `FLAXFIT_FULL_TRACEBACKS=1` keeps all frames.
+module exports: a worded error, or one from a function of the user. Losses are pure functions,
+whose frames their caller removes. `FLAXFIT_FULL_TRACEBACKS=1` keeps all frames.
 """
 
 import dis
@@ -87,13 +87,15 @@ def _short(function: Any) -> Any:
 
 
 def shorten(error: BaseException) -> None:
-    """Removes internal frames from a worded error or an interrupt, and that of the caller."""
+    """Removes internal frames from an error, unless it has no others and is not worded."""
     if _shows_all():
         return
     here = error.__traceback__
     error.__traceback__ = None if here is None else here.tb_next
     if isinstance(error, KeyboardInterrupt) or is_worded(error):
         vars(error)[_IS_WORDED] = True  # Once its last frame is gone, nothing else tells.
+        _tidy(error)
+    elif _has_own(error):
         _tidy(error)
 
 
@@ -150,7 +152,9 @@ def _tidy(error: BaseException) -> None:
         notes[:] = [note for note in notes if _OF_JAX not in note]
     if error.__cause__ is not None:
         _tidy(error.__cause__)
-    elif error.__context__ is not None and not _has_own(error.__context__):
+    elif error.__context__ is not None and _has_own(error.__context__):
+        _tidy(error.__context__)
+    else:
         error.__suppress_context__ = True
 
 

@@ -99,14 +99,32 @@ def test_exported_functions_are_pickled_documented_and_described_as_before(name)
         assert inspect.signature(each) == inspect.signature(original)
 
 
-def test_an_error_of_the_user_keeps_all_its_frames():
+def test_an_error_of_the_user_keeps_the_frames_of_the_user():
     def broken():
         yield np.ones((2, 3), np.float32)
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="gone") as caught:
         make_model().predict(broken())
-    assert names_in(caught.value)[-1] == "broken" and not is_worded(caught.value)
+    assert names_in(caught.value)[1:] == ["broken"] and not is_worded(caught.value)
+    assert files_in(caught.value) == {__file__}
+
+
+def test_an_error_that_flax_raises_in_a_model_does_too():
+    class NoCompact(nn.Module):
+        def __call__(self, x):
+            return nn.Dense(1)(x)
+
+    with pytest.raises(Exception, match="wrapped in `@compact`") as caught:
+        ff.Model(NoCompact(), optax.sgd(0.1), "mse").fit(np.ones((4, 2)), np.ones(4), verbose=0)
+    assert names_in(caught.value)[1:] == ["__call__"]
+    assert "JAX_TRACEBACK" not in str(caught.value.__notes__)
+
+
+def test_an_error_without_a_frame_of_the_user_keeps_all(monkeypatch):
+    monkeypatch.setattr("flaxfit.model._model.check_arguments", {}.__getitem__)
+    with pytest.raises(TypeError) as caught:
+        make_model().fit(np.ones((4, 2)), np.ones(4))
     assert any("flaxfit" in file for file in files_in(caught.value) - {__file__})
     assert not any(file.endswith("display/_tracebacks.py") for file in files_in(caught.value))
 
