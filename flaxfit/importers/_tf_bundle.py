@@ -92,7 +92,12 @@ def _prefix(path: Path) -> Path:
     found = sorted(path.glob("*.index"))
     if len(found) == 1:
         return found[0].with_suffix("")
-    names = ", ".join(file.stem for file in found[:10]) or "none"
+    if not found:
+        raise FileNotFoundError(
+            f"There is no checkpoint in the folder {path}: TensorFlow's have a file whose name "
+            "ends with .index."
+        )
+    names = ", ".join(file.stem for file in found[:10])
     raise FileNotFoundError(
         f"Cannot tell which checkpoint of {path} to read: it has no file named checkpoint that "
         f"says so. Give the path of one of these: {names}."

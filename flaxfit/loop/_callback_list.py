@@ -161,7 +161,8 @@ def check_callback(callback: object) -> None:
         ) from None
     annotated = signature.return_annotation
     kind = get_origin(annotated) or annotated
-    if any(kind is each for each in _NEVER_RETURNED):
+    # Of a function: a combinator's may be a general one.
+    if inspect.isfunction(callback) and any(kind is each for each in _NEVER_RETURNED):
         raise _wrong_return(callback, f"is annotated to return {kind.__name__}", kind)
 
 

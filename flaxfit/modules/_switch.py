@@ -1,7 +1,7 @@
 """train_and_eval: the functions of a model, its switch set for training or for evaluation."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax import linen as nn
@@ -63,6 +63,10 @@ def functions_of(module: Any, *, train: bool, losses: Names = ()) -> ModelFuncti
                 f" Its class needs arguments: pass {name}(..., rngs=nnx.Rngs(0)), or the factory "
                 f"`lambda rngs: {name}(..., rngs=rngs)`."
             )
+    elif isinstance(getattr(module, "__self__", None), nn.Module):
+        hint = " It is a method: pass the module itself."
+    elif isinstance(module, Mapping):
+        hint = " These are variables: pass the module that they are of."
     elif callable(module):
         hint = " A function or another family's model: wrap it by flaxfit.modules.from_function."
     raise TypeError(

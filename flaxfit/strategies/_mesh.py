@@ -19,6 +19,11 @@ def axis_sizes(mesh_shape: Mapping[str, int], n_devices: int) -> dict[str, int]:
     >>> axis_sizes({"data": -1, "model": 2}, 8)
     {'data': 4, 'model': 2}
     """
+    if not isinstance(mesh_shape, Mapping):
+        raise TypeError(
+            "mesh_shape must map the names of axes to their sizes, such as "
+            f"{{'data': -1, 'model': 2}}, got {mesh_shape!r}."
+        )
     sizes = dict(mesh_shape)
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     given = math.prod(size for size in sizes.values() if size != -1)

@@ -295,6 +295,11 @@ def averaged_by(task: TrainTask, state: PyTree) -> PyTree:
 
 def with_collections(task: TrainTask, collections: PyTree, mutable: Any) -> TrainTask:
     """Returns a task with the `collections` and `mutable_collections` of a loop."""
+    if not isinstance(task, TrainTask):
+        raise TypeError(
+            "A loop needs a task, flaxfit.TrainTask(apply, optimizer, loss, data), got "
+            f"{type(task).__name__}."
+        )
     changes = {}
     if collections is not None:
         if tuple(task.rngs) != ("dropout",):

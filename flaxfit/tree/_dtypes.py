@@ -111,9 +111,13 @@ def narrow_dtype(dtype: np.dtype) -> np.dtype:
     if dtype.itemsize < 8 and dtype.kind in "biuf" and dtype.isnative:
         return dtype  # A short cut for each array of each batch.
     if dtype.kind not in _KINDS:
-        ragged = " Pad rows of different lengths to one." if dtype.kind == "O" else ""
+        advice = ""
+        if dtype.kind == "O":
+            advice = " Pad rows of different lengths to one."
+        elif dtype.kind in "US":
+            advice = " Of labels: np.unique(labels, return_inverse=True)[1]."
         raise TypeError(
-            f"Cannot train on an array of dtype {dtype}: encode it as numbers first.{ragged}"
+            f"Cannot train on an array of dtype {dtype}: encode it as numbers first.{advice}"
         )
     return _WIDENED.get(dtype) or jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))
 

@@ -75,7 +75,7 @@ def test_a_folder_without_a_checkpoint_file_is_read_if_there_is_no_choice(kept, 
 def test_a_missing_checkpoint_is_an_error_that_says_what_was_expected(tmp_path):
     with pytest.raises(FileNotFoundError, match="expected a folder, or a prefix"):
         load_tf_ckpt(tmp_path / "model.ckpt-1")
-    with pytest.raises(FileNotFoundError, match="one of these: none"):
+    with pytest.raises(FileNotFoundError, match="There is no checkpoint in the folder"):
         load_tf_ckpt(tmp_path)
     (tmp_path / "checkpoint").write_text('model_checkpoint_path: "../../etc/model"')
     with pytest.raises(FileNotFoundError, match="model.index"):

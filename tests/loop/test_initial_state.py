@@ -4,6 +4,7 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from loops import Normalized, Regressor, X, assert_equal, make_loop, make_task
 from marks import slow
@@ -46,6 +47,19 @@ def test_an_input_sample_stands_in_for_the_first_batch():
 )
 def test_arguments_that_exclude_each_other_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
+        make_loop(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": None, "strategy": "ddp"}, r"such as flaxfit.DataParallel\(\) .*, got 'ddp'"),
+        ({"devices": None, "strategy": ff.Sharded}, "got <class .*Sharded'>"),
+        ({"task": optax.sgd(0.1)}, "needs a task, .*, got GradientTransformation"),
+    ],
+)
+def test_arguments_of_other_kinds_are_refused(options, message):
+    with pytest.raises(TypeError, match=message):
         make_loop(**options)
 
 

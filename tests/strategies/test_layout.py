@@ -137,6 +137,11 @@ def test_a_mesh_of_another_number_of_devices_is_refused(shape):
         four(shape)
 
 
+def test_a_mesh_without_names_of_axes_is_refused():
+    with pytest.raises(TypeError, match=r"such as \{'data': -1, 'model': 2\}, got 4"):
+        four(4)
+
+
 def test_fsdp_over_an_axis_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match=r"needs an axis 'fsdp' or 'data'.* has 'x'"):
         four({"x": 4}, fsdp=True)

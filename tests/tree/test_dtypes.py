@@ -14,9 +14,12 @@ def test_the_narrow_dtype_is_the_one_that_jax_gives(dtype):
     assert narrow_dtype(array.dtype) == jnp.asarray(array).dtype
 
 
-@pytest.mark.parametrize("dtype", ["U3", "S3", "O", "M8[s]"])
-def test_arrays_that_hold_no_numbers_are_refused(dtype):
-    with pytest.raises(TypeError, match="encode it as numbers first"):
+@pytest.mark.parametrize(
+    ("dtype", "advice"),
+    [("U3", " Of labels: np.unique"), ("S3", " Of labels"), ("O", " Pad rows"), ("M8[s]", "$")],
+)
+def test_arrays_that_hold_no_numbers_are_refused(dtype, advice):
+    with pytest.raises(TypeError, match=f"encode it as numbers first\\.{advice}"):
         narrow_dtype(np.dtype(dtype))
 
 
