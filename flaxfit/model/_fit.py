@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from flaxfit import checkpoints, display
 from flaxfit.callbacks import ProgressBar
@@ -71,6 +72,12 @@ def fit(
     """Trains for a number of epochs on what `prepare` returned; see `Model.fit`."""
     trainer.check_trainable()
     is_validated = epochs_of(validation_freq)
+    if validation_data is None:
+        _refuse_unused(
+            validation_steps=validation_steps,
+            validation_batch_size=validation_batch_size,
+            validation_freq=None if np.array_equal(validation_freq, 1) else validation_freq,
+        )
     history = History(trainer.name, unit="epoch", initial_epoch=initial_epoch)
     history.params = {"verbose": verbose, "epochs": epochs, "steps": steps_per_epoch}
     if initial_epoch:
@@ -185,6 +192,16 @@ def fit(
                 f"steps end at step {end:,}. Reduce steps_per_epoch or epochs, or give more data."
             )
     return history
+
+
+def _refuse_unused(**options: Any) -> None:
+    """Refuses what was given of validation, where there is nothing to validate on."""
+    given = [f"{name}={value!r:.60}" for name, value in options.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"fit got {', '.join(given)}, but neither validation_data nor validation_split: pass "
+            "one of them, or leave the options of validation out."
+        )
 
 
 def _say_if_interrupted(

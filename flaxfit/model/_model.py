@@ -198,8 +198,7 @@ class Model(Examination):
             where it stopped.
           validation_batch_size: of `validation_data`; None: `batch_size`.
           validation_freq: validates every n-th epoch, or the epochs in a collection, from 1. The
-            history has nan for the others. Without validation data, this and the two above do
-            nothing.
+            history has nan for the others.
           steps_per_execution: steps per dispatch to the device. "auto" takes up to 32 where steps
             are small and the data is arrays. Models with convolutions take one step per dispatch
             on a CPU.
@@ -215,7 +214,8 @@ class Model(Examination):
 
         Raises:
           ValueError: the data does not fit together, the loss or a checkpoint; it ended too early;
-            or a batch size or an order was given with batches.
+            a batch size or an order was given with batches; or options of validation without data
+            to validate on.
         """
         check_arguments(
             verbose,

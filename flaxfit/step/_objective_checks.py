@@ -62,8 +62,19 @@ def check_by_example(
 ) -> None:
     """Checks that an objective combines no examples that are computed elsewhere, nor padding."""
     divided = how_divided(replicas, n_parts)
-    if not (task.pad or divided) or not _combines_examples(task, outputs, batch, rngs):
+    has_weights = batch.weights is not None and bool(jax.tree.leaves(batch.targets))
+    is_replaced = not task.pad and has_weights and isinstance(task, TrainTask)
+    if not (task.pad or divided or is_replaced):
         return
+    if not _combines_examples(task, outputs, batch, rngs):
+        return
+    if is_replaced:
+        raise ValueError(
+            "This objective compares the examples of a batch, and targets of weight 0 are "
+            "replaced, as they may be invalid: the others would be compared with wrong ones. Pass "
+            "what it compares as inputs, which are kept, or leave the examples of weight 0 out of "
+            "the data."
+        )
     is_by_device = n_parts == 1 and not isinstance(replicas, VirtualReplicas)
     if not task.pad and is_by_device and sees_replicas(replayed(task, rngs), outputs, (batch,)):
         return

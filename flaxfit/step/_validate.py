@@ -20,6 +20,7 @@ from flaxfit.step._compare import ForwardPass
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._forward import forward, forward_eval
 from flaxfit.step._hints import hints_of
+from flaxfit.step._idle_targets import check_keeps_targets
 from flaxfit.step._jaxpr import holds, n_operations
 from flaxfit.step._own_weights import check_own_weights
 from flaxfit.step._regression_targets import check_classes
@@ -112,13 +113,16 @@ def inspect(
     if key not in known:
         if not runs_eagerly(bound):  # The check traces, with sizes of no batch.
             _check_by_row(task, result, batch, bind)
+            check_keeps_targets(task, result, batch, bind, couples_rows)
             given = result.outputs, shapes_of(in_float32(batch.targets))
             if result.weights is not None and task.loss is not None:
                 check_own_weights("the loss", bind(task.loss), *given)
             for name, values in metrics_by_row(task):
                 check_own_weights(f"the metric {name!r}", bind(values), *given)
-        elif task.pad and traced.values is not None:
-            _check_alone(task, traced.values, batch, bind)
+        elif traced.values is not None:
+            if task.pad:
+                _check_alone(task, traced.values, batch, bind)
+            check_keeps_targets(task, traced.values, batch, bind, couples_values)
         if traced.program is not None and isinstance(task, TrainTask):
             arguments = state, batch, states_of(task)
             hints = hints_of(traced.program, arguments, result, task.loss, batch, data or batch)

@@ -77,7 +77,8 @@ class TrainTask:
     """The collections that a step may change; None: all but the parameters."""
     pad: bool = True
     """Whether a batch may be padded with rows of weight 0; False for a loss that compares the
-    examples of a batch with one another, which is then given the batch of all devices."""
+    examples of a batch with one another, which is then given the batch of all devices. With weights
+    such a loss of targets needs `across="batch"`, as targets of weight 0 are replaced otherwise."""
     objective: Function | None = None
     """A loss that calls the model by itself, in place of `loss`: `f(apply, batch, rngs)`, where
     `apply(*inputs)` is the model in training, to be called as often as needed, and `rngs` are the

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import numpy as np
 import optax
@@ -72,3 +73,14 @@ def test_batches_have_a_size_of_their_own():
     with pytest.raises(ValueError, match="batch_size=2 cannot be applied to a list"):
         val_loss(BATCHES, validation_batch_size=2)
     assert len(val_loss(BATCHES, epochs=1)) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"validation_steps": 3}, {"validation_batch_size": 4}, {"validation_freq": [2]}],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_validation_need_data_to_validate_on(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=rf"fit got {name}={re.escape(repr(value))}, but neither"):
+        val_loss(None, **options)

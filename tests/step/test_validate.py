@@ -150,3 +150,68 @@ def test_weights_are_checked_all_the_same():
     task = ff.TrainTask(nn.Dense(1), optax.sgd(0.1), "mse", data, check_finite=False)
     with pytest.raises(ValueError, match="weights.*must be finite"):
         ff.TrainLoop(nn.Dense(1), task, 0, stdout=False).next_step()
+
+
+def spread(outputs, targets):
+    """The mean distance of each output to all targets."""
+    return jnp.abs(outputs - targets[:, 0]).mean(1)
+
+
+class Pair(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return {"a": nn.Dense(1)(x), "b": nn.Dense(1)(x)}
+
+
+HALF = (np.arange(20) % 2).astype(np.float32)
+DISTINCT = np.arange(20, dtype=np.float32)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("options", "way_out"),
+    [
+        ({"pad": False}, "across='batch'"),
+        ({"pad": False, "strategy": ff.Sharded()}, "across='batch'"),
+        ({"pad": False, "run_eagerly": True}, "across='batch'"),
+        ({"across": "batch", "strategy": ff.Sharded()}, "one weight per example"),
+    ],
+    ids=["devices", "sharded", "eager", "by output"],
+)
+def test_a_loss_that_compares_targets_is_given_all_of_them(options, way_out):
+    is_by_output = way_out.startswith("one")
+    module, loss, y, weights = nn.Dense(1), spread, DISTINCT, HALF
+    if is_by_output:
+        module, loss = Pair(), {"a": spread, "b": "mse"}
+        y, weights = {"a": DISTINCT, "b": DISTINCT}, {"a": HALF, "b": HALF}
+    model = ff.Model(module, optax.sgd(0.1), loss, **options)
+    name = "The loss of output 'a'" if is_by_output else "The loss"
+    with pytest.raises(ValueError, match=f"^{name} compares .* targets of weight 0.*{way_out}"):
+        model.fit(X, y, 20, sample_weight=weights, verbose=0)
+
+
+def test_targets_of_weight_0_are_compared_with_where_the_loss_is_across_the_batch():
+    module = nn.Dense(1, kernel_init=nn.initializers.zeros)
+    model = ff.Model(module, optax.sgd(0.0), spread, across="batch")
+    history = model.fit(X, DISTINCT, 20, sample_weight=HALF, verbose=0)
+    assert history["loss"] == pytest.approx([DISTINCT.mean()])
+
+
+def test_an_objective_that_compares_targets_is_given_all_of_them():
+    class First(nn.Module):
+        @nn.compact
+        def __call__(self, x, *others):
+            return nn.Dense(1)(x)
+
+    def objective(apply, batch, rngs):
+        return spread(apply(*batch.inputs), [*batch.inputs, *batch.targets][1])
+
+    def task(data):
+        return ff.TrainTask(First(), optax.sgd(0.1), data=data, objective=objective, pad=False)
+
+    def first(*data):
+        loop = ff.TrainLoop(First(), task([data]), 0, strategy=ff.Sharded(), stdout=False)
+        return loop.next_step().loss
+
+    with pytest.raises(ValueError, match="objective compares .* Pass what it compares as inputs"):
+        first(X, DISTINCT, HALF)
+    assert np.isfinite([first((X, DISTINCT), (), HALF), first(X, DISTINCT)]).all()
