@@ -100,6 +100,8 @@ class Loop(Protocol):
     """Functions of the step, called before the first step after each checkpoint."""
     step_starters: list[Callable[[int], None]]
     """Functions of the step, called before each dispatch."""
+    test_starters: list[Callable[[], None]]
+    """Functions without arguments, called before each validation."""
     first_epoch: int | None
     """The number of the first epoch of `fit`, from 0; None in a loop of its own."""
 

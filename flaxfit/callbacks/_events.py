@@ -11,11 +11,19 @@ from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._types import Json
 
 Function = Callable[..., Any]
-_ARGUMENTS = {"train": "logs", "test": "logs", "epoch": "epoch, logs", "batch": "batch, logs"}
+_ARGUMENTS = {
+    "train": "logs",
+    "test": "logs",
+    "predict": "logs",
+    "epoch": "epoch, logs",
+    "batch": "batch, logs",
+}
 
 
 class Events:
     """Calls functions when training, an epoch or a batch begins and ends, as Keras does.
+
+    `evaluate` and `predict` take it in `callbacks`, too, for their own events.
 
     `logs` is a new dict of the scalar metrics, empty when something begins; epochs count from 0 or
     `initial_epoch`, batches from 0 in each epoch. In a `TrainLoop` an epoch lasts from one
@@ -38,7 +46,11 @@ class Events:
         dispatch.
       on_train_batch_end: a function `(batch, logs)`, with the means of the epoch so far, for which
         it waits for the device.
-      on_test_end: a function `(logs)` of the metrics of validation, before `on_epoch_end`.
+      on_test_begin: a function `(logs)`, before validation and `evaluate`.
+      on_test_end: a function `(logs)` of the metrics of `evaluate`, or of validation, before
+        `on_epoch_end`.
+      on_predict_begin: a function `(logs)`, before `predict`.
+      on_predict_end: a function `(logs)`, after it.
 
     Raises:
       TypeError: a function does not take these arguments, or there is no such event.
@@ -55,7 +67,10 @@ class Events:
         on_train_batch_begin: Function | None = None,
         on_train_batch_end: Function | None = None,
         *,
+        on_test_begin: Function | None = None,
         on_test_end: Function | None = None,
+        on_predict_begin: Function | None = None,
+        on_predict_end: Function | None = None,
         **others: Function | None,
     ) -> None:
         if others:
@@ -67,7 +82,10 @@ class Events:
             "on_train_end": on_train_end,
             "on_train_batch_begin": on_train_batch_begin,
             "on_train_batch_end": on_train_batch_end,
+            "on_test_begin": on_test_begin,
             "on_test_end": on_test_end,
+            "on_predict_begin": on_predict_begin,
+            "on_predict_end": on_predict_end,
         }
         for name, function in self._functions.items():
             if function is not None:
@@ -93,6 +111,7 @@ class Events:
             loop.step_starters.append(lambda step: begins(step - self._first_step, {}))
         if ends is not None:
             loop.watchers.append(self._end_batch)
+        loop.test_starters.append(lambda: self.notify("on_test_begin", {}))
         self._open()
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -104,16 +123,26 @@ class Events:
             if name.startswith("val_")
         }
         if tested:
-            self._call("on_test_end", tested)
-        self._call("on_epoch_end", self._epochs.number, dict(self._logs))
+            self.notify("on_test_end", tested)
+        self.notify("on_epoch_end", self._epochs.number, dict(self._logs))
         self._first_step = checkpoint.step
         return checkpoint
+
+    def notify(self, event: str, *arguments: Any) -> None:
+        """Calls the function of an event, if there is one.
+
+        >>> Events(on_test_begin=lambda logs: print("begins")).notify("on_test_begin", {})
+        begins
+        """
+        function = self._functions[event]
+        if function is not None:
+            function(*arguments)
 
     def close(self) -> None:
         """Ends training, once for each time that it began."""
         is_open, self._is_open = self._is_open, False
         if is_open:
-            self._call("on_train_end", dict(self._logs))
+            self.notify("on_train_end", dict(self._logs))
 
     def get_state(self) -> dict[str, Json]:
         """Returns what a resumed run needs: the count of epochs."""
@@ -125,22 +154,17 @@ class Events:
     def _open(self) -> None:
         if not self._is_open:
             self._is_open, self._logs = True, {}
-            self._call("on_train_begin", {})
+            self.notify("on_train_begin", {})
 
     def _begin_epoch(self, epoch: int) -> None:
         self._open()
         self._first_step = attached(self._loop, "Events", "watches").step
-        self._call("on_epoch_begin", epoch, {})
+        self.notify("on_epoch_begin", epoch, {})
 
     def _end_batch(self, step: int) -> None:
         metrics = attached(self._loop, "Events", "watches").running_metrics()
         logs = {name: float(value) for name, value in metrics.items() if is_scalar(value)}
-        self._call("on_train_batch_end", step - self._first_step - 1, logs)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        function = self._functions[name]
-        if function is not None:
-            function(*arguments)
+        self.notify("on_train_batch_end", step - self._first_step - 1, logs)
 
 
 def _check(name: str, function: Function) -> None:
@@ -161,18 +185,12 @@ def _check(name: str, function: Function) -> None:
 
 
 def _no_event(name: str) -> str:
-    if name == "on_test_begin":
-        return (
-            "Events has no on_test_begin: a callback with the attribute order = 'first' gets the "
-            "checkpoint before validation begins."
-        )
     if name.startswith(("on_test_", "on_predict_")):
         return (
-            f"Events has no {name}: it covers training only. Call your function where you call "
-            "model.evaluate or model.predict, which also take callbacks, or iterate over "
-            "model.predictions(x)."
+            f"Events has no {name}: batches are not seen there. Iterate over "
+            "model.predictions(x), which yields each batch with its outputs."
         )
     return (
-        f"Events has no {name}; it has on_epoch_, on_train_, on_train_batch_ begin and end, and "
-        "on_test_end."
+        f"Events has no {name}; it has on_epoch_, on_train_, on_train_batch_, on_test_ and "
+        "on_predict_ begin and end."
     )

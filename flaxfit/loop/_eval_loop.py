@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -83,6 +83,7 @@ class EvalLoop:
         self.n_steps = n_steps
         self.ema = ema
         self._strategy = strategy
+        self._starters: Iterable[Callable[[], None]] = ()
         self._is_given = strategy is not None
         self._collecting = of_rows(task.metrics)
         # One stream, so that wide arrays are narrowed once and not at each measurement.
@@ -113,6 +114,7 @@ class EvalLoop:
         if not self._is_given and self._strategy is not loop.strategy:
             self._strategy = loop.strategy
             self._forget()
+        self._starters = getattr(loop, "test_starters", ())
         own, is_in_place = self.task.companions, self._strategy is loop.strategy
         if own and is_in_place and are_same(own, loop.task.companions):
             self._placed = loop._companions
@@ -138,6 +140,8 @@ class EvalLoop:
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Returns the checkpoint with the metrics of its state added."""
+        for start in self._starters:
+            start()
         measured = checkpoint.with_metrics(self.measure(checkpoint.state), f"{self.name}_")
         return measured.replace(modes={**checkpoint.modes, **self.adds})
 

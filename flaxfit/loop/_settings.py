@@ -216,6 +216,8 @@ class Settings(RunState):
         self.step_starters: list[Callable[[int], None]] = []
         """Functions of the step, called before each dispatch, which then is of one step if
         `steps_per_call` is "auto"."""
+        self.test_starters: list[Callable[[], None]] = []
+        """Functions without arguments, called before each validation."""
         self._callbacks.attach(self)
         if self._is_at_start and self.start is not None:
             self._not_taken_over = self._callbacks.restore(self.start)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from flaxfit import display
-from flaxfit.callbacks import CSVLogger, JSONLogger, StopOnNaN, TensorBoardLogger
+from flaxfit.callbacks import CSVLogger, Events, JSONLogger, StopOnNaN, TensorBoardLogger
 from flaxfit.callbacks._callback import Callback
 from flaxfit.data._batch import Batch, normalize
 from flaxfit.data._class_weights import ClassWeightedStream
@@ -81,9 +81,11 @@ class Evaluation(Persistence):
         data = self._trainer.begin_with(data)
         self._evaluator.attach(self._trainer)  # A checkpoint may have brought its companions.
         state = self._trainer.averaged(self._trainer.state_in_place)
+        _notify(users, "on_test_begin", {})
         with self._bar("Evaluate", data, steps, verbose) as bar:
             found = self._evaluator.measure(state, data, n_steps=steps, watch=bar)
             found = self._shown(users, found)
+            _notify(users, "on_test_end", found)
             bar.finish(found)
         self._names = list(found)
         return found if return_dict else _in_order(list(found.values()))
@@ -114,9 +116,11 @@ class Evaluation(Persistence):
         """
         users = _checked("predict", callbacks)
         data, state = self._to_predict(x, batch_size)
+        _notify(users, "on_predict_begin", {})
         with self._bar("Predict", data, steps, verbose) as bar:
             found = self._predictor(state, data, self.strategy, n_steps=steps, watch=bar)
             self._shown(users, {})
+            _notify(users, "on_predict_end", {})
             bar.finish({})
         return found
 
@@ -248,6 +252,7 @@ class Evaluation(Persistence):
 
     def _shown(self, callbacks: tuple[Any, ...], metrics: dict[str, Any]) -> dict[str, Any]:
         """Calls callbacks with a checkpoint of these metrics; returns what they make of them."""
+        callbacks = tuple(each for each in callbacks if not isinstance(each, Events))
         if not callbacks:
             return metrics
         state = self._trainer.state
@@ -269,7 +274,7 @@ class Evaluation(Persistence):
         return data if y is not None else self._trainer.task.roles.of_data_set(data)
 
 
-_NEED_NO_LOOP = (CSVLogger, JSONLogger, StopOnNaN, TensorBoardLogger)
+_NEED_NO_LOOP = (CSVLogger, Events, JSONLogger, StopOnNaN, TensorBoardLogger)
 
 
 def _checked(owner: str, callbacks: Any) -> tuple[Any, ...]:
@@ -279,9 +284,17 @@ def _checked(owner: str, callbacks: Any) -> tuple[Any, ...]:
         if hasattr(each, "attach") and not isinstance(each, _NEED_NO_LOOP):
             raise TypeError(
                 f"{owner} has no training loop that {type(each).__name__} could be attached to: "
-                "pass it to fit. Only functions of a checkpoint and row loggers work here."
+                "pass it to fit. Only functions of a checkpoint, Events and row loggers work here."
             )
     return users
+
+
+def _notify(callbacks: tuple[Any, ...], event: str, metrics: Mapping[str, Any]) -> None:
+    """Calls the functions of an event with the metrics that are numbers."""
+    logs = {name: float(value) for name, value in metrics.items() if display.is_scalar(value)}
+    for each in callbacks:
+        if isinstance(each, Events):
+            each.notify(event, dict(logs))
 
 
 def _n_examples(data: Data, owner: str) -> int:

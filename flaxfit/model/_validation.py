@@ -73,6 +73,7 @@ class Validation:
     def attach_to(self, loop: TrainLoop) -> None:
         """Validates the first batch, before an epoch is spent on it; not that of a generator."""
         self._evaluator.attach(loop)
+        self._loop = loop
         n = None if is_read_once(self.data) else known_length(self.data)
         self._is_unknown, self._say = n is None, loop.say
         if self._n_steps is not None and n is not None and n < self._n_steps:
@@ -84,6 +85,8 @@ class Validation:
         """Returns the checkpoint with the metrics of its state added."""
         if not self._is_due():
             return checkpoint
+        for start in self._loop.test_starters:
+            start()
         state, n_measured = self._averaged(checkpoint.state), []
         metrics = self._evaluator.measure(state, self._batches(), watch=n_measured.append)
         self._say_if_shorter(len(n_measured))

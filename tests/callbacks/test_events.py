@@ -115,9 +115,9 @@ def test_several_steps_at_once_are_refused_for_events_of_batches():
             "on_train_batch_end is called with (batch, logs)",
         ),
         ({"on_train_end": 3}, "on_train_end is called with (logs), got 3, which is not a function"),
-        ({"on_test_begin": print}, "order = 'first' gets the checkpoint before validation"),
-        ({"on_predict_end": print}, "no on_predict_end: it covers training only"),
-        ({"on_step": print}, "begin and end, and on_test_end."),
+        ({"on_test_begin": lambda: None}, "on_test_begin is called with (logs), got a function of"),
+        ({"on_predict_batch_end": print}, "no on_predict_batch_end: batches are not seen there"),
+        ({"on_step": print}, "on_test_ and on_predict_ begin and end."),
         ({"on_epoch": print}, "has no on_epoch; it has on_epoch_, on_train_"),
     ],
 )
@@ -129,6 +129,33 @@ def test_what_it_cannot_call_is_refused_in_words(options, words):
 def test_without_a_loop_it_is_a_function_of_a_checkpoint(checkpoint_at):
     checkpoint: Checkpoint = checkpoint_at(1, loss=1.0)
     assert Events(on_epoch_end=print)(checkpoint) is checkpoint
+
+
+def test_validation_evaluation_and_prediction_begin_and_end():
+    calls, y = [], 3 * x
+    events = Events(**recorder(calls, [*AROUND_PASSES, "on_epoch_end"]))
+    model = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse", ["mae"])
+    model.fit(x, y, validation_data=(x, y), epochs=1, verbose=0, callbacks=[events])
+    tested = [("on_test_begin", []), ("on_test_end", ["loss", "mae"])]
+    assert [name for name, *_ in calls] == ["on_test_begin", "on_test_end", "on_epoch_end"]
+    calls.clear()
+    seen = []
+    model.evaluate(x, y, verbose=0, callbacks=[events, lambda each: seen.append(each.metrics)])
+    assert calls == tested and [sorted(each) for each in seen] == [["loss", "mae"]]
+    calls.clear()
+    model.predict(x, verbose=0, callbacks=[events])
+    assert calls == [("on_predict_begin", []), ("on_predict_end", [])]
+
+
+def test_the_validation_of_a_loop_begins_and_ends():
+    calls = []
+    evaluate = ff.EvalLoop(ff.EvalTask(lambda v, x, **_: x, ["mse"], (x, x)), name="val")
+    events = Events(**recorder(calls, AROUND_PASSES))
+    list(make_weight_loop(n_steps=2, callbacks=[evaluate, events]))
+    assert calls == [("on_test_begin", []), ("on_test_end", ["mse"])] * 2
+
+
+AROUND_PASSES = ["on_test_begin", "on_test_end", "on_predict_begin", "on_predict_end"]
 
 
 @pytest.mark.slow
