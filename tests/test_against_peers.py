@@ -16,8 +16,9 @@ import numpy as np
 import optax
 import pytest
 import scipy.special
+import scipy.stats
 import sklearn.metrics
-from marks import diagonal, quick, thorough
+from marks import diagonal, quick, slow, thorough
 
 import flaxfit as ff
 from flaxfit import losses, metrics
@@ -889,6 +890,8 @@ OTHERS = {
     "exact_match": ("labels", lambda o, t, w: PEER.accuracy_score(t, o > 0, **w)),
     "precision_at_k": ("classes", lambda o, t, w: of_first(o, t, w) / 2),
     "recall_at_k": ("classes", lambda o, t, w: of_first(o, t, w)),
+    "d2_absolute_error": ("number", lambda o, t, w: PEER.d2_absolute_error_score(t, o, **w)),
+    "zero_one_loss": ("classes", lambda o, t, w: PEER.zero_one_loss(t, o.argmax(1), **w)),
     "ndcg": ("labels", lambda o, t, w: PEER.ndcg_score(t, o, **w)),
     "mrr": ("classes", lambda o, t, w: np.average(1 / ranks_of_labels(o, t), weights=SOME)),
 }
@@ -968,6 +971,32 @@ def test_other_metrics_are_those_of_scikit_learn(n_devices):
         weights = {"sample_weight": SOME}
         expected = {name: OTHERS[name][1](outputs, targets, weights) for name in named}
         assert_by_loop(metrics.as_metrics(named), outputs, targets, expected, [n_devices])
+
+
+POWERS = (0, 1, 1.5, 2, 3)
+OF_RATES = {"mean_poisson_deviance": metrics.mean_poisson_deviance} | {
+    f"d2_tweedie_{power}": metrics.d2_tweedie(power=power) for power in POWERS
+}
+
+
+@pytest.mark.parametrize("n_devices", [thorough(1), slow(4)])
+def test_metrics_of_rates_are_those_of_scikit_learn(n_devices):
+    outputs, targets = (np.exp(each / 3) for each in DATA["number"])
+    weights = {"sample_weight": SOME}
+    expected = {"mean_poisson_deviance": PEER.mean_poisson_deviance(targets, outputs, **weights)}
+    for power in POWERS:
+        found = PEER.d2_tweedie_score(targets, outputs, power=power, **weights)
+        expected[f"d2_tweedie_{power}"] = found
+    assert_by_loop(OF_RATES, outputs, targets, expected, [n_devices])
+
+
+def test_kendall_is_that_of_scipy():
+    outputs, targets = (each.round(1) for each in DATA["number"])  # With ties.
+    sums = metrics.kendall.measure(outputs, targets, weights=1 - IDLE.astype(np.float32))
+    expected = scipy.stats.kendalltau(outputs[~IDLE], targets[~IDLE]).statistic
+    assert metrics.kendall.compute(sums) == pytest.approx(expected)
+    with pytest.raises(ValueError, match="'kendall' counts all examples alike"):
+        metrics.kendall.compute(metrics.kendall.measure(outputs, targets, weights=SOME))
 
 
 @pytest.mark.slow
@@ -1084,7 +1113,8 @@ def test_nothing_lacks_a_peer_without_a_reason():
     compared = {re.sub(r"_\d$", "_k", name) for names in METRICS.values() for name in names}
     compared = {re.sub("_(macro|micro|weighted|samples|classes)$", "", name) for name in compared}
     public = {name for name in vars(metrics) if not name.startswith("_")}
-    compared |= {*OTHERS, *TEXTS, *IMAGES, "cosine_similarity"}
+    compared |= {*OTHERS, *TEXTS, *IMAGES, "cosine_similarity", "kendall"}
+    compared |= {"d2_tweedie", *OF_RATES}
     assert public - compared <= WITHOUT_PEER.keys()
     public = {name for name in vars(losses) if not name.startswith("_")}
     assert public - TARGETS.keys() - BESIDE_KERAS == LOSSES_WITHOUT_PEER.keys()

@@ -14,6 +14,7 @@ from flaxfit.metrics._accuracy import binary_accuracy as binary_accuracy
 from flaxfit.metrics._accuracy import exact_match as exact_match
 from flaxfit.metrics._accuracy import hamming_loss as hamming_loss
 from flaxfit.metrics._accuracy import top_k as top_k
+from flaxfit.metrics._accuracy import zero_one_loss as zero_one_loss
 from flaxfit.metrics._agreement import balanced_accuracy as balanced_accuracy
 from flaxfit.metrics._agreement import binary_iou as binary_iou
 from flaxfit.metrics._agreement import cohen_kappa as cohen_kappa
@@ -37,6 +38,9 @@ from flaxfit.metrics._metric import sum as sum
 from flaxfit.metrics._names import as_metrics as as_metrics
 from flaxfit.metrics._names import on as on
 from flaxfit.metrics._of_rows import average_precision as average_precision
+from flaxfit.metrics._of_rows import d2_absolute_error as d2_absolute_error
+from flaxfit.metrics._of_rows import d2_tweedie as d2_tweedie
+from flaxfit.metrics._of_rows import kendall as kendall
 from flaxfit.metrics._of_rows import max_error as max_error
 from flaxfit.metrics._of_rows import median_absolute_error as median_absolute_error
 from flaxfit.metrics._of_rows import pr_auc as pr_auc
@@ -65,6 +69,7 @@ from flaxfit.metrics._rates import recall as recall
 from flaxfit.metrics._rates import specificity as specificity
 from flaxfit.metrics._regression import cosine_similarity as cosine_similarity
 from flaxfit.metrics._regression import mae as mae
+from flaxfit.metrics._regression import mean_poisson_deviance as mean_poisson_deviance
 from flaxfit.metrics._regression import mse as mse
 from flaxfit.metrics._regression import perplexity as perplexity
 from flaxfit.metrics._regression import quantile_loss as quantile_loss
@@ -95,6 +100,8 @@ __all__ = [
     "concordance",
     "confusion_matrix",
     "cosine_similarity",
+    "d2_absolute_error",
+    "d2_tweedie",
     "dice",
     "exact_match",
     "explained_variance",
@@ -106,12 +113,14 @@ __all__ = [
     "fbeta",
     "hamming_loss",
     "iou",
+    "kendall",
     "log_loss",
     "mae",
     "max_error",
     "mcc",
     "mean",
     "mean_iou",
+    "mean_poisson_deviance",
     "median_absolute_error",
     "mrr",
     "mse",
@@ -145,4 +154,5 @@ __all__ = [
     "true_negatives",
     "true_positives",
     "wer",
+    "zero_one_loss",
 ]

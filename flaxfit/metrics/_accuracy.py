@@ -91,6 +91,12 @@ hamming_loss = _mean_by_threshold(
 """The share of wrong answers among many yes-or-no questions: 1 - `binary_accuracy`."""
 
 
+zero_one_loss = _mean_by_threshold(
+    "zero_one_loss", class_answers, lambda answers: ~_is_right(answers), "min"
+)
+"""The share of wrong predictions: 1 - `accuracy`, with its options."""
+
+
 def _whole_answers(outputs: Array, targets: Array, **options: Any) -> Answers:
     found = binary_answers(outputs, targets, name="exact_match", **options)
     if found.outputs.ndim < 2:

@@ -18,12 +18,12 @@ _HIGHER = re.compile(
     r"(binary_|balanced_)?accuracy|exact_match|precision|recall|specificity|negative_predictive_value"
     r"|f1|fbeta|dice|(mean_|binary_)?iou|mcc|cohen_kappa|true_(positives|negatives)|(pr_)?auc"
     r"|average_precision|(precision|recall|sensitivity|specificity)_at_[a-z]+"
-    r"|r2|explained_variance|pearson|concordance|spearman|kendall|cosine_similarity"
+    r"|r2|explained_variance|pearson|concordance|spearman|kendall|d2_[a-z_]+|cosine_similarity"
     r"|ndcg|dcg|mrr|map|hit_rate|top_?\d+(_accuracy)?|bleu|rouge_[12l]|psnr|ssim"
 )
 _LOWER = re.compile(
     r"hamming_loss|false_(positive|negative)(s|_rate)|perplexity|log_loss|brier|calibration_error"
-    r"|mse|r?msle|mae|rmse|s?mape|max_error|median_absolute_error|quantile_loss|wer|cer"
+    r"|zero_one_loss|mean_poisson_deviance|mse|r?msle|mae|rmse|s?mape|max_error|median_absolute_error|quantile_loss|wer|cer"
 )
 _AVERAGED = re.compile(r"(.+)_(binary|macro|micro|weighted|samples|at_\d+)")
 # What a loop may report besides its loss and the metrics of the task.

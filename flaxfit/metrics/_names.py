@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flaxfit.losses._names import is_loss, resolve
-from flaxfit.metrics._accuracy import accuracy, binary_accuracy, exact_match, hamming_loss, top_k
+from flaxfit.metrics._accuracy import (
+    accuracy,
+    binary_accuracy,
+    exact_match,
+    hamming_loss,
+    top_k,
+    zero_one_loss,
+)
 from flaxfit.metrics._adapter import (
     from_metric_class,
     is_collection_class,
@@ -40,6 +47,9 @@ from flaxfit.metrics._nnx_metrics import (
 )
 from flaxfit.metrics._of_rows import (
     average_precision,
+    d2_absolute_error,
+    d2_tweedie,
+    kendall,
     max_error,
     median_absolute_error,
     pr_auc,
@@ -67,6 +77,7 @@ from flaxfit.metrics._rates import (
 from flaxfit.metrics._regression import (
     cosine_similarity,
     mae,
+    mean_poisson_deviance,
     mse,
     perplexity,
     quantile_loss,
@@ -78,13 +89,14 @@ from flaxfit.tree._checks import check_order
 from flaxfit.tree._types import Array, Function, PyTree, Sums
 
 _METRICS = (
-    *(accuracy, binary_accuracy, balanced_accuracy, hamming_loss, exact_match),
+    *(accuracy, binary_accuracy, balanced_accuracy, hamming_loss, zero_one_loss, exact_match),
     *(precision, recall, f1, fbeta, specificity, negative_predictive_value),
     *(false_positive_rate, false_negative_rate, iou, mean_iou, binary_iou, dice, mcc, cohen_kappa),
     *(true_positives, false_positives, true_negatives, false_negatives),
     *(average_precision, pr_auc, precision_at_recall, recall_at_precision),
     *(sensitivity_at_specificity, specificity_at_sensitivity, log_loss, brier, calibration_error),
     *(median_absolute_error, max_error, spearman, explained_variance, pearson, concordance),
+    *(kendall, d2_absolute_error, d2_tweedie, mean_poisson_deviance),
     *(ndcg, mrr, precision_at_k, recall_at_k, quantile_loss),
     *(bleu, rouge_1, rouge_2, rouge_l, wer, cer, psnr, ssim),
     *(auc, mse, mae, rmse, r2, perplexity, cosine_similarity),
@@ -93,6 +105,8 @@ _BUILT_IN = {str(metric.name): metric for metric in _METRICS}
 _AVERAGE = re.compile(r"(.+)_(binary|macro|micro|weighted|samples)")
 _RANKINGS = {"ndcg": ndcg, "mrr": mrr, "precision": precision_at_k, "recall": recall_at_k}
 _AT_K = re.compile(r"(ndcg|mrr|precision|recall)(?:_at_|@|_)(\d+)")
+_AUC = re.compile(r"(?:roc_)?auc_(ovr|ovo)(_weighted)?")
+_NEGATED = re.compile(r"neg_(.*(?:error|loss|deviance|brier_score))")
 _TOP = re.compile(r"top_?(\d+)(_accuracy)?")
 MetricLike = Metric | Function | str
 
@@ -226,9 +240,19 @@ def _by_name(given: str) -> Metric:
         return _RANKINGS[match[1]](k=int(match[2]), name=name)
     if (match := _AVERAGE.fullmatch(name)) and match[1] in _BUILT_IN:
         return _BUILT_IN[match[1]](average=match[2], name=name)
+    if match := _AUC.fullmatch(name):
+        average = "weighted" if match[2] else "macro"
+        return auc(multi_class=match[1], average=average, name=name)
     for loss in (given, name):
         if is_loss(loss):
             return mean(resolve(loss), name=given)
+    if match := _NEGATED.fullmatch(name):
+        own = match[1]
+        _by_name(own)  # It may be unknown, too.
+        raise ValueError(
+            f"There is no metric {given!r}: no metric is negated. Use {own!r}, of which lower is "
+            f"better: callbacks monitor 'val_{own}' with mode='min'."
+        )
     if name in ("mean", "sum"):
         raise ValueError(
             f"There is no metric {given!r} of outputs and targets: say of what, by a function "

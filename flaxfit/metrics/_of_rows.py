@@ -6,9 +6,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import scipy.special
+import scipy.stats
 
 from flaxfit.metrics._labels import binary_scores
-from flaxfit.metrics._metric import Metric, weights_of
+from flaxfit.metrics._metric import Metric, ratio, weights_of
 from flaxfit.metrics._regression import check_numbers
 from flaxfit.metrics._rows import MAX_ROWS, rows_of, value_of
 from flaxfit.metrics._scores import Ranked
@@ -223,3 +225,88 @@ def _spearman(outputs: Any, targets: Any, weights: Any) -> ArrayLike:
 
 spearman = _pair("spearman", _numbers, _spearman, "max")
 """The correlation of the ranks of outputs and targets; of equal values, their mean rank."""
+
+
+def _kendall(outputs: Any, targets: Any, weights: Any) -> ArrayLike:
+    if np.ptp(weights):
+        raise ValueError(
+            "The metric 'kendall' counts all examples alike: give the weights 0 or 1, or use "
+            "'spearman', which takes any."
+        )
+    return float(scipy.stats.kendalltau(outputs, targets).statistic)
+
+
+kendall = _pair("kendall", _numbers, _kendall, "max")
+"""Kendall's tau-b: the share of pairs in the same order less those in the other, without ties.
+
+NaN of a constant. Examples of weight 0 are left out; other weights must be equal.
+"""
+
+
+def _explained(name: str, loss: Function, center: Function, configure: Function | None) -> Metric:
+    """Makes 1 less the loss of the outputs over that of one best number for all targets.
+
+    It is the mean over several outputs. A loss of 0 gives 1, and otherwise constant targets give 0.
+    """
+
+    def value(outputs: Any, targets: Any, weights: Any) -> ArrayLike:
+        best = np.full_like(targets, center(targets, weights))
+        losses = (np.average(loss(each, targets), weights=weights) for each in (outputs, best))
+        reached, least = losses
+        return np.where(reached == 0, 1.0, 1 - ratio(reached, least, 1.0))
+
+    def of(outputs: Any, targets: Any, weights: Any) -> float:
+        columns = (each.reshape(len(each), -1).T for each in (outputs, targets, weights))
+        return float(np.mean([_of_weight(value, *each) for each in zip(*columns, strict=True)]))
+
+    def measure(outputs: Array, targets: Array, *, weights: Array | None = None) -> Sums:
+        outputs, targets, weights = _numbers(outputs, targets, weights)
+        return rows_of(name, (outputs, targets), weights)
+
+    compute = functools.partial(value_of, name, of, takes_weights=True)
+    return Metric(measure, compute, name, configure, mode="max", max_rows=MAX_ROWS)
+
+
+def _weighted_median(targets: Any, weights: Any) -> ArrayLike:
+    order = np.argsort(targets)
+    sums = np.cumsum(weights[order])
+    return targets[order][np.searchsorted(sums, sums[-1] / 2)]
+
+
+d2_absolute_error = _explained(
+    "d2_absolute_error", lambda o, t: np.abs(o - t), _weighted_median, None
+)
+"""1 - the mean absolute error over that of the median target, averaged over several outputs."""
+
+
+def _d2_tweedie(*, power: float = 0.0) -> Metric:
+    if 0 < power < 1:
+        raise ValueError(f"No Tweedie distribution has a power between 0 and 1, got {power}.")
+
+    def deviance(outputs: Any, targets: Any) -> Any:
+        o, t = outputs, targets
+        with np.errstate(all="ignore"):
+            if power == 0:
+                return (t - o) ** 2
+            if power == 1:
+                found = scipy.special.xlogy(t, t / o) - t + o
+            elif power == 2:
+                found = np.log(o / t) + t / o - 1
+            else:
+                a, b = 1 - power, 2 - power
+                found = np.maximum(t, 0) ** b / (a * b) - t * o**a / a + o**b / b
+        is_valid = (o > 0) & ((t >= 0) if power < 2 else (t > 0)) if power > 0 else o > 0
+        return np.where(is_valid, 2 * found, np.nan)
+
+    def center(targets: Any, weights: Any) -> ArrayLike:
+        return np.average(targets, weights=weights)
+
+    return _explained("d2_tweedie", deviance, center, _d2_tweedie)
+
+
+d2_tweedie = _d2_tweedie()
+"""1 - the Tweedie deviance over that of the mean target, averaged over several outputs.
+
+Its `power` is 0 (normal, as `r2`) unless given; 1 is Poisson, 2 is gamma. Outputs must be positive
+with any other power than 0, and targets where the distribution is: the value is NaN otherwise.
+"""

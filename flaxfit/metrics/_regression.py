@@ -115,6 +115,21 @@ With `from_logits=False` the outputs are probabilities.
 """
 
 
+def _poisson_deviance(outputs: ArrayLike, targets: ArrayLike) -> Array:
+    outputs, targets = check_numbers(outputs, targets)
+    values = 2 * (jax.scipy.special.xlogy(targets, targets / outputs) - targets + outputs)
+    return jnp.where((targets >= 0) & (outputs > 0), values, jnp.nan)
+
+
+mean_poisson_deviance = dataclasses.replace(
+    mean(_poisson_deviance, name="mean_poisson_deviance"), mode="min"
+)
+"""The mean of `2 (t log(t / o) - t + o)` of positive outputs and targets of at least 0.
+
+The outputs are rates, not their logarithms.
+"""
+
+
 def _quantile_loss(*, quantile: float = 0.5) -> Metric:
     if not 0 <= quantile <= 1:
         raise ValueError(f"The quantile must lie between 0 and 1, got {quantile}.")

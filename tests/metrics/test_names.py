@@ -135,3 +135,27 @@ def test_a_maker_of_metrics_that_is_not_called_is_refused():
     with pytest.raises(TypeError, match=r"call it, flaxfit\.metrics\.confusion_matrix\(\.\.\.\)"):
         as_metrics([confusion_matrix])
     assert list(as_metrics([accuracy])) == ["accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("roc_auc_ovr", {"multi_class": "ovr"}),
+        ("auc_ovr_weighted", {"multi_class": "ovr", "average": "weighted"}),
+    ],
+)
+def test_areas_of_several_classes_have_the_names_of_scikit_learn(name, options):
+    outputs = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
+    labels = np.arange(20) % 7 % 3
+    found = as_metrics([name])[name]
+    assert compute(found, outputs, labels) == compute(auc(**options), outputs, labels)
+    with pytest.raises(ValueError, match="must be 'ovr' .* got 'ovo'"):
+        as_metrics(["roc_auc_ovo"])
+
+
+@pytest.mark.parametrize("own", ["mean_squared_error", "root_mean_squared_error", "log_loss"])
+def test_a_negated_name_is_answered_with_the_error_and_its_mode(own):
+    with pytest.raises(ValueError, match=f"no metric 'neg_{own}'.*'{own}'.*'val_{own}'.*'min'"):
+        as_metrics([f"neg_{own}"])
+    with pytest.raises(ValueError, match="no metric 'neg_f1'"):
+        as_metrics(["neg_f1"])
