@@ -6,8 +6,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import scipy.special
-import scipy.stats
 
 from flaxfit.metrics._labels import binary_scores
 from flaxfit.metrics._metric import Metric, ratio, weights_of
@@ -233,7 +231,10 @@ def _kendall(outputs: Any, targets: Any, weights: Any) -> ArrayLike:
             "The metric 'kendall' counts all examples alike: give the weights 0 or 1, or use "
             "'spearman', which takes any."
         )
-    return float(scipy.stats.kendalltau(outputs, targets).statistic)
+    from scipy.stats import kendalltau  # Not before it is used: `import flaxfit` stays quick.
+
+    found: Any = kendalltau(outputs, targets)
+    return float(found.statistic)
 
 
 kendall = _pair("kendall", _numbers, _kendall, "max")
@@ -289,7 +290,7 @@ def _d2_tweedie(*, power: float = 0.0) -> Metric:
             if power == 0:
                 return (t - o) ** 2
             if power == 1:
-                found = scipy.special.xlogy(t, t / o) - t + o
+                found = np.where(t == 0, 0.0, t * np.log(t / o)) - t + o
             elif power == 2:
                 found = np.log(o / t) + t / o - 1
             else:
