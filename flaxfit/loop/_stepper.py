@@ -69,7 +69,7 @@ class Stepper:
         self.inspection = Inspection(task, strategy, say)
         self.steps_per_call = StepsPerCall()
         self.tally = Tally(strategy.share)
-        self._in_flight = InFlight()
+        self._in_flight = InFlight(strategy.devices[0].platform)
         self.placed = PlacedState(strategy)
         self.companions = PlacedCompanions(task, strategy)
         self._n_set = self._n_tuned = 0
@@ -269,6 +269,7 @@ class Stepper:
                     **self.step_options,
                 )
             self.programs.compiled[key] = update
+        self._in_flight.expect(arrays)
         placed.take_back()
         leaves, totals, placed.grads = update(*arguments)
         if not is_whole:
