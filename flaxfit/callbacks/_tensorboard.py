@@ -1,4 +1,4 @@
-"""TensorBoardLogger: metrics, histograms, images and texts for TensorBoard."""
+"""TensorBoardLogger: metrics, histograms, images, texts and embeddings for TensorBoard."""
 
 import functools
 import os
@@ -10,6 +10,7 @@ import numpy as np
 from flaxfit.callbacks._callback import Loop
 from flaxfit.callbacks._event_file import EventFile, Summary
 from flaxfit.callbacks._log_to import Attempt, required
+from flaxfit.callbacks._projector import Metadata, Projector
 from flaxfit.display import is_scalar
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._checks import local_path, whole_number
@@ -47,10 +48,16 @@ class TensorBoardLogger:
         the device; "batch" is 1.
       write_images: whether to write parameters of one or two axes as images, too, whenever
         histograms are written: black is the lowest value, white the highest.
+      embeddings_freq: n, to write the tables of `Embed` layers, for the projector, at every n-th
+        checkpoint in place of earlier ones; 0: never.
+      embeddings_metadata: a label for each row of these tables, or the name of a file of them in
+        the folder of events (`folder/train` with `split`); a mapping gives them by the path of the
+        layer.
       log_dir: Keras's name of `folder`.
 
     Raises:
       TypeError: there is no such option.
+      ValueError: when a loop takes it, the model has no `Embed` layer, or labels do not fit.
       ImportError: tensorboardX is not installed.
     """
 
@@ -66,6 +73,8 @@ class TensorBoardLogger:
         histogram_freq: int | None = None,
         update_freq: int | str = "epoch",
         write_images: bool = False,
+        embeddings_freq: int = 0,
+        embeddings_metadata: Metadata | Mapping[str, Metadata] | None = None,
         log_dir: str | os.PathLike[str] = "",
         **others: object,
     ) -> None:
@@ -86,6 +95,7 @@ class TensorBoardLogger:
         self._writes_images = write_images
         if write_images and not self._histograms:
             raise ValueError("write_images=True needs histograms=True: they are written together.")
+        self._projector = Projector(embeddings_freq, embeddings_metadata)
         self._n_seen = 0
         n = 1 if update_freq == "batch" else update_freq
         is_epoch = update_freq == "epoch"
@@ -105,7 +115,9 @@ class TensorBoardLogger:
         return checkpoint
 
     def attach(self, loop: Loop) -> None:
-        """Looks at the steps of a loop, if asked to."""
+        """Checks the embeddings, and looks at the steps of a loop, if asked to."""
+        if self._projector.every:
+            self._projector.check(loop.state.params)
         if self._update_freq:
             self._updated_at = loop.step
             loop.dispatch_watchers.append(functools.partial(self._update, loop))
@@ -175,6 +187,9 @@ class TensorBoardLogger:
             made += self._make.hparams(known, dict.fromkeys(checkpoint.scalars))
         self._add(step, made)
         self._is_first = False
+        if self._projector.is_due(self._n_seen - 1) and checkpoint.state is not None:
+            tables = self._projector.tables(checkpoint.state.params)
+            self._projector.write(self._folder / self._main, dict(_arrays(tables)))
 
     def _scalars(self, values: Mapping[str, float]) -> list[Summary]:
         return [self._make.scalar(name, float(value)) for name, value in values.items()]
@@ -237,8 +252,6 @@ _OF_KERAS = {
     "write_graph": "a compiled step has no graph of layers; model.summary() lists the parameters",
     "write_steps_per_second": "add callbacks.Throughput(), whose metrics are logged too",
     "profile_batch": "add callbacks.Profiler(folder, first, last)",
-    "embeddings_freq": "it writes no projections; the embeddings are in checkpoint.state.params",
-    "embeddings_metadata": "it writes no projections",
 }
 
 

@@ -91,7 +91,7 @@ def test_parameters_of_one_or_two_axes_are_images_on_request(tmp_path, checkpoin
 
 
 def test_options_of_keras_that_are_off_are_taken_and_others_refused(tmp_path):
-    TensorBoardLogger(tmp_path, write_graph=False, profile_batch=0, embeddings_metadata=None)
+    TensorBoardLogger(tmp_path, write_graph=False, profile_batch=0)
     with pytest.raises(TypeError, match=r"not support profile_batch=2: add callbacks\.Profiler"):
         TensorBoardLogger(tmp_path, profile_batch=2)
     with pytest.raises(TypeError, match="has no option writes_graph"):

@@ -1,0 +1,109 @@
+"""Projector: tables of embeddings for the projector of TensorBoard."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from flaxfit.tree._checks import whole_number
+from flaxfit.tree._paths import flat
+from flaxfit.tree._types import ArrayLike, PyTree
+
+Metadata: TypeAlias = str | os.PathLike[str] | Sequence[str]
+"""The name of a file in the folder of events, or a label for each row."""
+
+
+class Projector:
+    """Writes the tables of embedding layers as text, and their list, `projector_config.pbtxt`.
+
+    >>> projector = Projector(1, {"embed": ["a", "b"]})
+    >>> params = {"embed": {"embedding": np.ones((2, 3))}, "dense": {"kernel": np.ones((3, 1))}}
+    >>> projector.check(params)
+    >>> {name: table.shape for name, table in projector.tables(params).items()}
+    {'embed': (2, 3)}
+
+    Args:
+      every: n, to write at every n-th checkpoint; 0: never.
+      metadata: labels of all tables, or those of each by the path of its layer.
+
+    Raises:
+      ValueError: there are labels, and `every` is 0.
+    """
+
+    def __init__(self, every: int, metadata: Metadata | Mapping[str, Metadata] | None):
+        self.every = whole_number("embeddings_freq", every, least=0)
+        """The number of checkpoints from one that is written to the next; 0: none are."""
+        if metadata and not self.every:
+            raise ValueError("embeddings_metadata needs embeddings_freq: its tables are written.")
+        self._metadata = metadata or {}
+
+    def is_due(self, n_before: int) -> bool:
+        """Whether a checkpoint is to be written, after a number of others."""
+        return self.every > 0 and n_before % self.every == 0
+
+    def tables(self, params: PyTree) -> dict[str, ArrayLike]:
+        """Returns the tables by the paths of their layers; that of a lone layer is "embedding"."""
+        return {
+            path.removesuffix("/embedding"): leaf
+            for path, leaf in flat(params).items()
+            if path.split("/")[-1] == "embedding" and np.ndim(leaf) == 2
+        }
+
+    def check(self, params: PyTree) -> None:
+        """Checks that there are tables, and a label for each row.
+
+        Raises:
+          ValueError: there are none, or labels that do not fit.
+        """
+        tables = self.tables(params)
+        if not tables:
+            raise ValueError(
+                f"embeddings_freq={self.every} needs an Embed layer: this model has no parameter "
+                "'embedding' of shape (rows, features)."
+            )
+        if isinstance(self._metadata, Mapping) and (unknown := self._metadata.keys() - tables):
+            raise ValueError(
+                f"embeddings_metadata names {', '.join(sorted(map(repr, unknown)))}, but the Embed "
+                f"layers are {', '.join(map(repr, tables))}."
+            )
+        for name, table in tables.items():
+            labels, n_rows = self._labels(name), np.shape(table)[0]
+            if labels is None or isinstance(labels, str | os.PathLike):
+                continue
+            if len(labels) != n_rows:
+                raise ValueError(
+                    f"embeddings_metadata has {len(labels):,} labels for the {n_rows:,} rows of "
+                    f"{name!r}."
+                )
+
+    def write(self, folder: Path, tables: Mapping[str, np.ndarray]) -> None:
+        """Writes tables into a folder of events, in place of earlier ones."""
+        config = ""
+        for name, table in tables.items():
+            labels = self._labels(name)
+            fields = {"tensor_name": name, "tensor_path": f"embeddings/{name}.tsv"}
+            rows = ("\t".join(f"{value:.7g}" for value in row) for row in table.tolist())
+            _replace(folder / fields["tensor_path"], "".join(f"{row}\n" for row in rows))
+            if isinstance(labels, str | os.PathLike):
+                fields["metadata_path"] = os.fspath(labels)
+            elif labels is not None:
+                fields["metadata_path"] = f"embeddings/{name}.labels.tsv"
+                lines = (" ".join(str(label).split()) or "''" for label in labels)
+                _replace(folder / fields["metadata_path"], "".join(f"{line}\n" for line in lines))
+            quoted = (f"  {key}: {json.dumps(text)}\n" for key, text in fields.items())
+            config += f"embeddings {{\n{''.join(quoted)}}}\n"
+        _replace(folder / "projector_config.pbtxt", config)
+
+    def _labels(self, name: str) -> Metadata | None:
+        return self._metadata.get(name) if isinstance(self._metadata, Mapping) else self._metadata
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file, which a kill leaves as it was or whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_name(f"{path.name}.new")
+    written.write_text(text, encoding="utf-8")
+    written.replace(path)

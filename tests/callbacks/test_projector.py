@@ -1,0 +1,122 @@
+"""Tables of embeddings, read back with the projector of TensorBoard."""
+
+import sys
+import types
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+import flaxfit as ff
+from flaxfit.callbacks import TensorBoardLogger
+
+pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
+
+tokens = np.arange(8, dtype=np.int32).reshape(4, 2) % 3
+y = np.ones((4, 1), np.float32)
+WORDS = ["a", "b\tc", ""]
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        kind = nn.Embed(2, 2, name="kind")(x % 2)
+        return nn.Dense(1)(nn.Embed(3, 2, name="word")(x).mean(1) + kind.mean(1))
+
+
+class Text(nnx.Module):
+    def __init__(self, rngs):
+        self.word = nnx.Embed(3, 2, rngs=rngs)
+        self.kind = nnx.Embed(2, 2, rngs=rngs)
+        self.out = nnx.Linear(2, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.word(x).mean(1) + self.kind(x % 2).mean(1))
+
+
+MAKE = {"linen": Linen, "nnx": lambda: Text(nnx.Rngs(0))}
+
+
+def fit(module, log, **options):
+    model = ff.Model(module, optax.sgd(0.1), "mse", **options)
+    model.fit(tokens, y, batch_size=4, epochs=2, verbose=0, callbacks=[log])
+    log.close()
+    return model.state.params
+
+
+def read(folder):
+    """The tables and labels that the projector reads, by the names of the tables."""
+    sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("notf"))
+    plugin = pytest.importorskip("tensorboard.plugins.projector.projector_plugin")
+    text_format = pytest.importorskip("google.protobuf.text_format")
+    path = folder / "projector_config.pbtxt"
+    config = text_format.Parse(path.read_text(), plugin.ProjectorConfig())
+    found = {}
+    for each in config.embeddings:
+        table = plugin._read_tensor_tsv_file(
+            plugin._rel_to_abs_asset_path(each.tensor_path, str(path))
+        )
+        found[each.tensor_name] = table, each.metadata_path
+    return found
+
+
+STRATEGIES = {
+    "one device": lambda: ff.DataParallel(jax.devices()[:1]),
+    "data parallel": ff.DataParallel,
+    "sharded": lambda: ff.Sharded(
+        {"data": -1, "model": 2}, rules=[(".*/embedding", PartitionSpec(None, "model"))]
+    ),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", MAKE)
+def test_tables_are_those_of_the_last_epoch_by_the_paths_of_layers(tmp_path, kind, strategy):
+    log = TensorBoardLogger(tmp_path, embeddings_freq=1, embeddings_metadata={"word": WORDS})
+    params = fit(MAKE[kind](), log, strategy=STRATEGIES[strategy]())
+    found = read(tmp_path)
+    assert set(found) == {"word", "kind"}
+    for name, (table, _) in found.items():
+        np.testing.assert_allclose(table, params[name]["embedding"], rtol=1e-6)
+    assert found["kind"][1] == ""
+    assert (tmp_path / found["word"][1]).read_text() == "a\nb c\n''\n"
+    assert not list(tmp_path.rglob("*.new"))
+
+
+def test_a_lone_layer_has_the_labels_of_a_file_beside_the_events(tmp_path):
+    log = TensorBoardLogger(
+        tmp_path, split=True, embeddings_freq=2, embeddings_metadata="words.tsv"
+    )
+    model = ff.Model(nn.Embed(3, 2), optax.sgd(0.1), "mse")
+    model.fit(tokens, np.ones((4, 2, 2), np.float32), epochs=2, verbose=0, callbacks=[log])
+    ((name, (table, labels)),) = read(tmp_path / "train").items()
+    assert (name, table.shape, labels) == ("embedding", (3, 2), "words.tsv")
+
+
+@pytest.mark.parametrize(
+    ("module", "metadata", "words"),
+    [
+        (nn.Dense(1), None, "embeddings_freq=1 needs an Embed layer: this model has no parameter"),
+        (Linen(), {"words": WORDS}, "names 'words', but the Embed layers are 'kind', 'word'"),
+        (Linen(), {"word": ["a"]}, "has 1 labels for the 3 rows of 'word'"),
+        (Linen(), WORDS, "has 3 labels for the 2 rows of 'kind'"),
+    ],
+    ids=["no layer", "unknown", "few", "all"],
+)
+def test_what_does_not_fit_is_refused_before_the_first_step(tmp_path, module, metadata, words):
+    log = TensorBoardLogger(tmp_path / "run", embeddings_freq=1, embeddings_metadata=metadata)
+    x = tokens if isinstance(module, Linen) else tokens.astype(np.float32)
+    with pytest.raises(ValueError, match=words):
+        ff.Model(module, optax.sgd(0.1), "mse").fit(x, y, verbose=0, callbacks=[log])
+    assert not (tmp_path / "run").exists()
+
+
+def test_labels_need_tables(tmp_path):
+    with pytest.raises(ValueError, match="embeddings_metadata needs embeddings_freq"):
+        TensorBoardLogger(tmp_path, embeddings_metadata=WORDS)
+    with pytest.raises(ValueError, match="embeddings_freq must be 0 or more"):
+        TensorBoardLogger(tmp_path, embeddings_freq=-1)
