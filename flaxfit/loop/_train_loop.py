@@ -9,6 +9,7 @@ from flaxfit.display import say
 from flaxfit.loop._callback_list import CallbackList, Delivery
 from flaxfit.loop._compilation_cache import use_compilation_cache
 from flaxfit.loop._default_strategy import strategy_for
+from flaxfit.loop._determinism import say_if_inexact
 from flaxfit.loop._idle_gpu import warn_of_idle_gpu
 from flaxfit.loop._initial_state import as_checkpoint, check_trains, start
 from flaxfit.loop._ownership import copier
@@ -142,6 +143,8 @@ class TrainLoop(Settings):
             check_trains(beginning.state, self.say)
         self.start = beginning.checkpoint
         """The checkpoint file that the run was restored from, or None."""
+        if self.start is not None or strategy.virtual_replicas:
+            say_if_inexact(self.say, strategy.devices[0].platform)
         self._resume(beginning.state, self.start)
         self._first_step = self.step
         self._last = as_checkpoint(self.start)

@@ -1,0 +1,47 @@
+"""A notice, once in a process, if a GPU may not compute the same bits twice."""
+
+import os
+from collections.abc import Callable
+
+_EXACT = "xla_gpu_deterministic_ops"
+_unsaid = [
+    "the GPU may not repeat a run bit for bit: set XLA_FLAGS=--xla_gpu_deterministic_ops=true "
+    "before JAX is imported, in this run and in those that resume it"
+]
+# They exclude what adds in any order, and the choice of kernels by timing them.
+_PARTS = {"xla_gpu_exclude_nondeterministic_ops": "true", "xla_gpu_autotune_level": "0"}
+
+
+def say_if_inexact(say: Callable[[str], None], platform: str) -> None:
+    """Says how to get the same bits again, if the platform needs a flag for it that is not set."""
+    if is_inexact(platform, os.environ.get("XLA_FLAGS", "")):
+        while _unsaid:
+            say(_unsaid.pop())
+
+
+def is_inexact(platform: str, flags: str) -> bool:
+    """Whether two runs of the same programs may differ in their bits.
+
+    >>> is_inexact("gpu", ""), is_inexact("gpu", "--xla_gpu_deterministic_ops=true")
+    (True, False)
+    >>> is_inexact("cpu", "")
+    False
+
+    Args:
+      platform: of the devices, as JAX names it.
+      flags: the value of `XLA_FLAGS`; of a flag that is given twice, the last one counts.
+    """
+    if platform not in ("gpu", "cuda", "rocm"):
+        return False
+    given = dict(_value(flag) for flag in flags.split())
+    is_exact = given.get(_EXACT) == "true"
+    return not (is_exact or all(given.get(name) == value for name, value in _PARTS.items()))
+
+
+def _value(flag: str) -> tuple[str, str]:
+    """Splits `--name=value`; booleans become "true" or "false"."""
+    name, is_given, value = flag.removeprefix("--").partition("=")
+    value = value.lower() if is_given else "true"
+    if name != "xla_gpu_autotune_level":
+        value = {"1": "true", "0": "false"}.get(value, value)
+    return name, value
