@@ -24,10 +24,13 @@ def check_fits(
     *,
     advice: str = _ADVICE,
 ) -> None:
-    """Checks names, shapes and dtypes of a file's arrays; the error lists every difference."""
+    """Checks names, shapes and dtypes of a file's arrays; the error lists every difference.
+
+    Those of the optimizer's state that repeat the difference of a parameter are counted.
+    """
     found = differences(on_disk, here)
     if found:
-        lines = "".join(f"\n  {line}" for line in found)
+        lines = "".join(f"\n  {line}" for line in _without_repeated(found))
         noun = "difference" if len(found) == 1 else "differences"
         raise ValueError(
             f"The checkpoint {source} does not fit this model ({len(found)} {noun}):{lines}\n"
@@ -56,6 +59,20 @@ def differences(on_disk: Mapping[str, Description], here: Mapping[str, Descripti
     lines += [f"{path} is here, not on disk{nearest(path, only_disk)}" for path in only_here]
     lines += [f"{path} is on disk, not here{nearest(path, only_here)}" for path in only_disk]
     return lines
+
+
+def _without_repeated(lines: list[str]) -> list[str]:
+    """The lines, and the number of those of opt_state that end as one of params does."""
+    those = [line.partition(" (nearest: ")[0] for line in lines]
+    known = {line.removeprefix("params/") for line in those if line.startswith("params/")}
+    kept = []
+    for line, each in zip(lines, those, strict=True):
+        path, _, words = each.partition(" is ")
+        parts = path.split("/") if path.startswith("opt_state/") else []
+        if not any(f"{'/'.join(parts[i:])} is {words}" in known for i in range(len(parts))):
+            kept.append(line)
+    n = len(lines) - len(kept)
+    return [*kept, f"and {n} of these parameters in opt_state"] if n else kept
 
 
 def nearest(name: str, others: Sequence[str]) -> str:

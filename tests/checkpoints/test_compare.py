@@ -40,6 +40,20 @@ def test_every_difference_is_listed_with_both_sides_and_the_nearest_name():
     assert "Dense_1" not in message
 
 
+def test_what_the_optimizer_repeats_of_a_parameter_is_counted():
+    places = ("params", "opt_state/0/mu", "opt_state/0/nu")
+    on_disk = {f"{place}/Dense_0/kernel": KERNEL for place in places} | {"opt_state/1": KERNEL}
+    here = {f"{place}/kernel": KERNEL for place in places}
+    with pytest.raises(ValueError, match=r"\(7 differences\)") as error:
+        check_fits(on_disk, here, "run/3")
+    assert str(error.value).splitlines()[1:-1] == [
+        "  params/kernel is here, not on disk",
+        "  params/Dense_0/kernel is on disk, not here",
+        "  opt_state/1 is on disk, not here",
+        "  and 4 of these parameters in opt_state",
+    ]
+
+
 @pytest.fixture
 def saved(tmp_path, tools):
     save(tmp_path, tools.make_state(4))
