@@ -1,0 +1,1 @@
+"""Correctness and speed on the accelerators of this machine, by one command."""
