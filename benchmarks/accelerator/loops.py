@@ -194,6 +194,8 @@ def torch(job: Job, params: Any, *, compiled: bool = False) -> Contender:
     device = {"cpu": "cpu", "gpu": "cuda"}.get(platform)
     if device is None or (device == "cuda" and not torch.cuda.is_available()):
         raise RuntimeError(f"this torch {torch.__version__} cannot use a {platform} device")
+    if device == "cpu":  # In the quick form alone, on a machine that may be busy.
+        torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high")  # TensorFloat-32, which JAX uses by default, too.
     model: Any = torch_models.build(job, params).to(device)
     optimizer = torch.optim.Adam(model.parameters(), job.learning_rate, fused=True)
