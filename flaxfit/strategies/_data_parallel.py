@@ -1,7 +1,8 @@
-"""DataParallel: one copy of the state per device, through `jax.pmap` (this file alone uses it)."""
+"""DataParallel: one copy of the state per device, and one program mapped over the devices."""
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from flaxfit.strategies._compilation import can_call, compiled
 from flaxfit.strategies._copy import copied, placed_copy, unaliased
 from flaxfit.strategies._devices import given_devices, local_devices
+from flaxfit.strategies._mapped import Implementation, by_axis, check_implementation, mapped
 from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica, without_axis
 from flaxfit.tree._types import Array, Device, Function, PyTree
 
@@ -42,10 +44,15 @@ class DataParallel:
       virtual_replicas: a power of two, which the number of devices divides.
       axis_name: what models call the axis of the replicas, as in `nn.BatchNorm(axis_name="batch")`.
         It exists on a single device too, but not with virtual replicas.
+      implementation: "pmap", or "shard_map" for `jax.jit` of `jax.shard_map`, on which JAX 0.8 and
+        later build `jax.pmap`. Both compile the same program: states, metrics and checkpoints have
+        the same bits and layout, and a run can resume with the other. In one process both are
+        equally fast; in several, "pmap" passes the state to the program faster.
 
     Raises:
       ValueError: there are no devices, the processes have different numbers of them, the virtual
-        replicas cannot be divided over them, or are given along with the name of an axis.
+        replicas cannot be divided over them, or are given along with the name of an axis; or the
+        implementation is unknown.
     """
 
     shardings: None = None
@@ -57,8 +64,10 @@ class DataParallel:
         *,
         virtual_replicas: int | None = None,
         axis_name: str = REPLICA,
+        implementation: Implementation = "pmap",
     ):
         self.devices = given_devices(devices)
+        self.implementation: Implementation = check_implementation(implementation)
         self.virtual_replicas = virtual_replicas
         if virtual_replicas is not None:
             _check_divides(virtual_replicas, len(self.devices))
@@ -67,9 +76,10 @@ class DataParallel:
         self._axis = check_axis_name(axis_name) if virtual_replicas is None else "device"
         self._local = local_devices(self.devices)
         self.n_processes = len(self.devices) // len(self._local)
-        mesh = Mesh(np.array(self._local), (self._axis,))
-        self._whole = NamedSharding(mesh, PartitionSpec())
-        self._parts = NamedSharding(mesh, PartitionSpec(self._axis))
+        self._everywhere = Mesh(np.array(self.devices), (self._axis,))
+        here = Mesh(np.array(self._local), (self._axis,))
+        self._whole = NamedSharding(here, PartitionSpec())
+        self._parts = NamedSharding(here, PartitionSpec(self._axis))
         self._narrowed: dict[int, DataParallel] = {}
 
     def __repr__(self) -> str:
@@ -78,6 +88,8 @@ class DataParallel:
             more = f", virtual_replicas={self.virtual_replicas}"
         elif self._axis != REPLICA:
             more = f", axis_name={self._axis!r}"
+        if self.implementation != "pmap":
+            more += f", implementation={self.implementation!r}"
         return f"DataParallel({len(self.devices)} {self.devices[0].platform} devices{more})"
 
     @property
@@ -165,12 +177,13 @@ class DataParallel:
                 "the data divide by them, or leave them out (drop_remainder=True)."
             )
         if n not in self._narrowed:
+            make = functools.partial(DataParallel, implementation=self.implementation)
             if self.virtual_replicas is not None:
-                narrowed = DataParallel(self._local[:n], virtual_replicas=n)
+                narrowed = make(self._local[:n], virtual_replicas=n)
             else:
                 of_each, kept = len(self._local), n // n_processes
                 devices = [d for i, d in enumerate(self.devices) if i % of_each < kept]
-                narrowed = DataParallel(devices, axis_name=self._axis)
+                narrowed = make(devices, axis_name=self._axis)
             self._narrowed[n] = narrowed
         return self._narrowed[n]
 
@@ -197,58 +210,71 @@ class DataParallel:
         With `has_rows` it returns a pair, of which the second part keeps the device axis.
         """
         out_axes = (None, 0) if has_rows else None
-        mapped = self._map(function, len(arguments), out_axes, n_donated)
         options = None if self.virtual_replicas is None else _AS_ON_ONE_DEVICE
-        # The compiled object skips the conversion of host-local arrays that pmap does.
-        if (options is None and self.n_processes > 1) or not can_call(arguments, options):
-            return mapped
-        program = compiled(mapped.lower(*arguments), options)
-        if options is None:
-            return program
-        return program if self.n_processes == 1 else self._on_all(program, has_rows)
+        return self._compile(function, arguments, out_axes, n_donated, options)
 
     def compile_split(self, function: Function, arguments: tuple[PyTree, ...]) -> Function:
         """Compiles `function(state, ..., batch)` whose results keep the device axis."""
-        mapped = self._map(function, len(arguments), 0, 0)
-        if self.n_processes > 1 or not can_call(arguments):
-            return mapped
-        return compiled(mapped.lower(*arguments))
+        return self._compile(function, arguments, 0)
 
-    def _map(
-        self, function: Function, n_arguments: int, out_axes: PyTree, n_donated: int
-    ) -> jax.stages.Wrapped:
-        return jax.pmap(
+    def _compile(
+        self,
+        function: Function,
+        arguments: tuple[PyTree, ...],
+        out_axes: PyTree,
+        n_donated: int = 0,
+        options: Mapping[str, str] | None = None,
+    ) -> Function:
+        is_pmap = self.implementation == "pmap"
+        program = mapped(
             function,
-            axis_name=self._axis,
-            in_axes=(None,) * (n_arguments - 1) + (0,),
-            out_axes=out_axes,
-            devices=self.devices,
-            donate_argnums=tuple(range(n_donated)),
+            self._everywhere,
+            len(arguments),
+            out_axes,
+            n_donated=n_donated,
+            implementation=self.implementation,
         )
+        # What is compiled ahead skips the conversion of host-local arrays that pmap does.
+        if is_pmap and self.n_processes > 1 and options is None:
+            return program
+        if can_call(arguments, options):
+            lowered = program.lower(*(arguments if is_pmap else self._share_with_all(arguments)))
+            program = compiled(lowered, options)
+        return program if self.n_processes == 1 else self._on_all(program, out_axes)
 
-    def _on_all(self, program: Function, has_rows: bool) -> Function:
+    def _on_all(self, program: Function, out_axes: PyTree) -> Function:
         """Makes a program for the devices of all processes take the arrays of this one."""
-        everywhere = Mesh(np.array(self.devices), (self._axis,))
+        n = len(self._local)
+
+        def own(results: PyTree, axis: int | None) -> PyTree:
+            def own_leaf(x: jax.Array) -> jax.Array:
+                if axis is None:
+                    return _assemble(x.shape, self._whole, x)
+                return _assemble((n, *x.shape[1:]), self._parts, x)
+
+            return jax.tree.map(own_leaf, results)
+
+        def call(*arguments: PyTree) -> PyTree:
+            return by_axis(own, program(*self._share_with_all(arguments)), out_axes)
+
+        return call
+
+    def _share_with_all(self, arguments: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+        """Makes the arguments of this process those of a program for all processes."""
+        if self.n_processes == 1:
+            return arguments
 
         def share(tree: PyTree, here: NamedSharding, n: int) -> PyTree:
-            there = NamedSharding(everywhere, here.spec)
+            there = NamedSharding(self._everywhere, here.spec)
 
             def share_leaf(x: jax.Array) -> jax.Array:
                 return _assemble((x.shape[0] * n, *x.shape[1:]) if n else x.shape, there, x)
 
             return jax.tree.map(share_leaf, jax.device_put(tree, here))
 
-        def own(x: jax.Array) -> jax.Array:
-            return _assemble((len(self._local), *x.shape[1:]), self._parts, x)
-
-        def call(*arguments: PyTree) -> PyTree:
-            *whole, batch = arguments
-            whole, batch = share(whole, self._whole, 0), share(batch, self._parts, self.n_processes)
-            results, rows = program(*whole, batch) if has_rows else (program(*whole, batch), ())
-            results = jax.tree.map(lambda x: _assemble(x.shape, self._whole, x), results)
-            return (results, jax.tree.map(own, rows)) if has_rows else results
-
-        return call
+        *whole, batch = arguments
+        batch = share(batch, self._parts, self.n_processes)
+        return (*share(whole, self._whole, 0), batch)
 
 
 def _assemble(shape: tuple[int, ...], sharding: NamedSharding, array: jax.Array) -> jax.Array:

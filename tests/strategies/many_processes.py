@@ -280,6 +280,9 @@ def main(folder):
         said = disagreements(strategy) | {"undivided": undivided(strategy, model)}
         Path(f"{path}-{ff.process_index()}.json").write_text(json.dumps(said))
     leave(f"{folder}/virtual", virtual(f"{folder}/virtual"))
+    mapped = ff.DataParallel(implementation="shard_map")
+    loop, results = trained(mapped, f"{folder}/mapped")
+    leave(f"{folder}/mapped", results | {"predictions": predict(mapped, loop.state)})
     leave(f"{folder}/fitted", {"predictions": predict(ff.DataParallel())})
     if HAS_GRAIN:
         leave(f"{folder}/grain", with_grain(ff.DataParallel(), folder))

@@ -74,6 +74,14 @@ def test_two_processes_train_measure_and_predict_as_one_does(two, alone, name, t
         assert_close(part(found, each), named(expected[each]))
 
 
+def test_both_implementations_of_data_parallel_give_two_processes_the_same_bits(two):
+    for process in (0, 1):
+        found = results(two, "mapped", process)
+        expected = results(two, "data_parallel", process)
+        assert {key.split("[")[0] for key in found} == {"params", "metrics", "predictions"}
+        assert all(np.array_equal(found[key], expected[key]) for key in found)
+
+
 def test_two_processes_fit_as_one_does(two, alone):
     found = results(two, "fitted", 0)
     assert_close(part(found, "predictions"), named(alone.predict(ff.DataParallel())))
