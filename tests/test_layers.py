@@ -1,7 +1,7 @@
 """The rooms of the package, and what each may import: a module imports only from these."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -56,9 +56,9 @@ def room_of(name: str) -> str:
     return name.split(".")[1]
 
 
-def imported_by(source: str) -> Iterator[str]:
-    """The modules of flaxfit that a source text imports, wherever in the text it does."""
-    for node in ast.walk(ast.parse(source)):
+def imported_by(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """The modules of flaxfit that the nodes of a source text import, wherever they stand."""
+    for node in nodes:
         match node:
             case ast.Import(names=names):
                 found = [alias.name for alias in names]
@@ -70,6 +70,18 @@ def imported_by(source: str) -> Iterator[str]:
         yield from (name for name in found if name.startswith("flaxfit"))
 
 
+@pytest.fixture(scope="module")
+def nodes():
+    """The nodes of each module, by its name."""
+    return {name: [*ast.walk(ast.parse(path.read_text()))] for name, path in FILES.items()}
+
+
+@pytest.fixture(scope="module")
+def imports(nodes):
+    """The modules of flaxfit that each module imports, by its name."""
+    return {name: set(imported_by(own)) for name, own in nodes.items()}
+
+
 def test_imports_are_read_from_every_form_of_the_statement():
     source = (
         "import numpy, flaxfit.tree._paths\n"
@@ -77,7 +89,7 @@ def test_imports_are_read_from_every_form_of_the_statement():
         "from flaxfit.state import _checkpoint\n"
         "def late():\n    from flaxfit.data._arrays import ArrayStream\n"
     )
-    assert list(imported_by(source)) == [
+    assert list(imported_by(ast.walk(ast.parse(source)))) == [
         "flaxfit.tree._paths",
         "flaxfit.data",
         "flaxfit.state._checkpoint",
@@ -100,37 +112,46 @@ def test_a_room_says_what_it_is_for_and_imports_no_higher_one():
     list(TopologicalSorter(ROOMS).static_order())  # Raises CycleError for a circle.
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_module_imports_only_what_its_room_may(path):
-    room = room_of(name_of(path))
-    imported = {room_of(name) for name in imported_by(path.read_text())} - {room}
-    assert imported <= ROOMS[room]
+def test_a_module_imports_only_what_its_room_may(imports):
+    refused = {}
+    for name, others in imports.items():
+        room = room_of(name)
+        if found := {room_of(other) for other in others} - {room} - ROOMS[room]:
+            refused[name] = found
+    assert refused == {}
 
 
-def test_no_arrow_is_allowed_in_vain():
+def test_no_arrow_is_allowed_in_vain(imports):
     used = {room: set() for room in ROOMS}
-    for name, path in FILES.items():
-        used[room_of(name)] |= {room_of(other) for other in imported_by(path.read_text())}
+    for name, others in imports.items():
+        used[room_of(name)] |= {room_of(other) for other in others}
     assert {room: names - used[room] for room, names in ROOMS.items() if names - used[room]} == {}
 
 
-def test_modules_import_one_another_in_no_circle():
-    graph = {name: set(imported_by(path.read_text())) for name, path in FILES.items()}
-    for name, others in graph.items():  # A package is imported before its files are.
-        graph[name] = {other for other in others if not name.startswith(f"{other}.")}
+def test_modules_import_one_another_in_no_circle(imports):
+    graph = {  # A package is imported before its files are.
+        name: {other for other in others if not name.startswith(f"{other}.")}
+        for name, others in imports.items()
+    }
     TopologicalSorter(graph).prepare()  # Raises CycleError for a circle.
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_module_hides_no_import_and_no_annotation(path):
-    tree = ast.parse(path.read_text())
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    futures = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == "__future__"
-    ]
-    relative = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
-    assert "TYPE_CHECKING" not in names
-    assert not futures
-    assert not relative
+def hides(node: ast.AST) -> bool:
+    """Whether imports or annotations are for checkers only, put off, or relative."""
+    match node:
+        case ast.Name(id="TYPE_CHECKING") | ast.ImportFrom(module="__future__"):
+            return True
+        case ast.ImportFrom(level=level):
+            return level > 0
+    return False
+
+
+def test_a_module_hides_no_import_and_no_annotation(nodes):
+    assert [name for name, own in nodes.items() if any(map(hides, own))] == []
+    examples = (
+        "TYPE_CHECKING",
+        "from __future__ import annotations",
+        "from . import a",
+        "import a",
+    )
+    assert [any(map(hides, ast.walk(ast.parse(each)))) for each in examples] == [True] * 3 + [False]
