@@ -131,7 +131,7 @@ def test_a_module_may_give_a_number_or_a_column_for_one_target(squeezes):
     np.testing.assert_allclose(fitted.predict(x), 2 * x[:, 0], atol=1e-2)
 
 
-@pytest.mark.parametrize("kind", [FlaxClassifier, FlaxRegressor])
+@pytest.mark.parametrize("kind", [FlaxClassifier, thorough(FlaxRegressor)])
 def test_an_objective_takes_the_place_of_the_loss(kind):
     def objective(apply, batch, rngs):
         return 7.0 + 0.0 * apply(*batch.inputs)[:, 0]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from loops import Normalized, Regressor, X, assert_equal, make_loop, make_task
-from marks import slow
+from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
@@ -23,7 +23,7 @@ def test_a_given_state_needs_no_key():
     assert loop.next_step().step == 1
 
 
-@pytest.mark.parametrize("key", [slow(jax.random.key(3)), jax.random.PRNGKey(3), 3])
+@pytest.mark.parametrize("key", [thorough(jax.random.key(3)), jax.random.PRNGKey(3), slow(3)])
 def test_a_key_is_typed_or_raw_or_a_seed(key):
     expected = make_loop(rnkey=jax.random.key(3)).next_step()
     assert make_loop(rnkey=key).next_step().loss == expected.loss
@@ -97,6 +97,7 @@ def test_a_reader_is_asked_for_a_checkpoint_and_a_fresh_start_said(capsys):
         ff.TrainLoop(reader, make_task())
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_from_its_checkpoint_files(tmp_path, capsys):
     def make(**options):
         module = Normalized(dropout=0.3)

@@ -210,6 +210,7 @@ def test_a_model_measures_with_those_that_it_trains_with(tmp_path):
     assert n_programs_of(resumed)[:2] == (1, 1)
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_step_counts_the_call_of_a_companion():
     alone = ff.TrainTask(MODULE, optax.sgd(0.0), "mse", ff.ArrayStream(X, X, batch_size=8))
     more = loop_of(task_of()).step_flops() - loop_of(alone).step_flops()

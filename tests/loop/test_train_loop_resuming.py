@@ -65,6 +65,7 @@ def test_several_steps_in_one_dispatch_over_several_devices():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "spacing"), [thorough(6, 6), (1, 7)])
 @pytest.mark.parametrize("n_examples", [thorough(64), 50])
 @pytest.mark.parametrize("has_weights", [thorough(False), True])

@@ -31,7 +31,7 @@ CASES = [
     thorough("FSDP", 1),
     slow("FSDP", 2),
     thorough("virtual replicas", 1),
-    ("virtual replicas", 2),
+    slow("virtual replicas", 2),
 ]
 
 

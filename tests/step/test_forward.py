@@ -47,7 +47,7 @@ def passes(loss, x, y, metrics=("mse",), compiled=jax.jit):
 @pytest.mark.parametrize(
     ("loss", "dtype"),
     [
-        ("crossentropy", "bfloat16"),
+        slow("crossentropy", "bfloat16"),
         slow("crossentropy", "float8_e4m3fn"),
         slow(crossentropy, "float16"),
     ],

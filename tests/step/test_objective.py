@@ -514,6 +514,7 @@ def test_the_first_average_is_the_model_itself_and_gives_no_gradient():
     )
 
 
+@pytest.mark.slow
 def test_the_average_gives_no_gradient_through_its_inputs_either():
     """Other than a companion."""
 

@@ -143,7 +143,7 @@ def reference(name, n):
 
 
 # Each needs programs of its own, which take a second to compile.
-NAMES = usual("weighted values", "masked mean", "weighted contrastive", of=CASES)
+NAMES = usual("weighted values", "weighted contrastive", of=CASES)
 
 
 @pytest.mark.parametrize("strategy", ["data-parallel", thorough("FSDP")])

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from marks import slow
 
 import flaxfit as ff
 from flaxfit.data._batch import Batch
@@ -125,7 +126,7 @@ def masked(outputs, targets):
     return (outputs - jnp.where(is_there, targets, 0)) ** 2, is_there
 
 
-@pytest.mark.parametrize("data", [lambda *parts: parts, lambda *parts: [parts]])
+@pytest.mark.parametrize("data", [lambda *parts: parts, slow(lambda *parts: [parts])])
 def test_missing_labels_may_be_nan_where_the_task_says_so(data):
     labels = np.where(np.arange(20)[:, None] % 3 == 0, np.nan, Y).astype(np.float32)
 

@@ -53,7 +53,7 @@ def last(loop):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: Net(nnx.Rngs(0)), slow(lambda: Net), Linen],
+    [lambda: Net(nnx.Rngs(0)), slow(lambda: Net), slow(Linen)],
     ids=["instance", "class", "linen"],
 )
 def test_a_loop_of_a_module_equals_that_of_its_functions(make):

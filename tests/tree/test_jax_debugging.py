@@ -86,6 +86,7 @@ def test_a_nan_is_raised_at_its_operation_in_the_debug_mode(debug_nans):
     assert "return jnp.log(-1 - outputs**2) + targets" in lines
 
 
+@pytest.mark.slow
 def test_a_nan_of_a_compiled_step_names_the_debug_mode(debug_nans):
     loop = loop_over(logarithm, strategy=ff.DataParallel(jax.devices()[:1]))
     with pytest.raises(FloatingPointError, match=f"found nan.*{NAMES_IT}"):
