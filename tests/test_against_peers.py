@@ -833,11 +833,12 @@ def probabilities(kind):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("n_devices", [thorough(1), 4])
 @pytest.mark.parametrize("kind", OF_PROBABILITIES)
-def test_metrics_of_probabilities_are_those_of_scikit_learn(kind):
+def test_metrics_of_probabilities_are_those_of_scikit_learn(kind, n_devices):
     logits, targets = DATA[kind]
     expected = of_sklearn(kind, logits, targets, SOME)
-    assert_by_loop(OF_PROBABILITIES[kind], probabilities(kind), targets, expected)
+    assert_by_loop(OF_PROBABILITIES[kind], probabilities(kind), targets, expected, [n_devices])
 
 
 def of_keras_by_probability(keras, kind):
@@ -854,8 +855,9 @@ def of_keras_by_probability(keras, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("n_devices", [thorough(1), 4])
 @pytest.mark.parametrize("kind", ["score", "classes", "labels"])
-def test_metrics_of_probabilities_are_those_of_keras(kind, keras):
+def test_metrics_of_probabilities_are_those_of_keras(kind, n_devices, keras):
     outputs, targets = probabilities(kind), DATA[kind][1]
     given = (targets[:, None], outputs[:, None]) if kind == "score" else (targets, outputs)
     expected = {}
@@ -864,7 +866,7 @@ def test_metrics_of_probabilities_are_those_of_keras(kind, keras):
         value = float(metric.result())
         expected[name] = np.exp(value) if name == "perplexity" else value
     assert expected.keys() <= OF_PROBABILITIES[kind].keys()
-    assert_by_loop(OF_PROBABILITIES[kind], outputs, targets, expected)
+    assert_by_loop(OF_PROBABILITIES[kind], outputs, targets, expected, [n_devices])
 
 
 # The other metrics, each with what a peer says of the same weighted rows.
@@ -963,7 +965,7 @@ def ranks_of_labels(outputs, targets):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_devices", [1, 4])
+@pytest.mark.parametrize("n_devices", [thorough(1), 4])
 def test_other_metrics_are_those_of_scikit_learn(n_devices):
     for kind in {kind for kind, _ in OTHERS.values()}:
         outputs, targets = DATA[kind]
@@ -1000,7 +1002,7 @@ def test_kendall_is_that_of_scipy():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_devices", [1, 4])
+@pytest.mark.parametrize("n_devices", [thorough(1), 4])
 @pytest.mark.parametrize("kind", ["classes", "labels"])
 def test_areas_of_several_are_those_of_scikit_learn(kind, n_devices):
     outputs, targets = DATA[kind]

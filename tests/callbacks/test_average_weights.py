@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.callbacks import AverageWeights, EarlyStopping
@@ -83,7 +84,7 @@ def test_small_steps_in_bfloat16_are_not_lost():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [None, ff.DataParallel(), ff.Sharded()])
+@pytest.mark.parametrize("strategy", [None, thorough(ff.DataParallel()), ff.Sharded()])
 def test_a_model_ends_with_the_mean_of_its_epochs(strategy):
     model = ff.Model(Net(), optax.sgd(0.1), "mse", strategy=strategy)
     states = []

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from loops import OPTIMIZER, Regressor, X, Y, assert_equal, init_of, make_loop
-from marks import slow
+from marks import quick, slow, thorough, usual
 
 import flaxfit as ff
 from flaxfit.data import prefetch
@@ -57,7 +57,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", quick("mapping", "batches", "stream", of=FORMS))
 def test_every_form_of_data_trains_as_in_pairs(form):
     by_name, in_parts = FORMS[form]
     n = 4 if form in ("batches", "prefetched", "callable") else 6
@@ -80,7 +80,7 @@ def test_every_strategy_takes_them(strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["mapping", "batches"])
+@pytest.mark.parametrize("form", ["mapping", thorough("batches")])
 def test_several_steps_per_call_take_them(form):
     task = make_task(FORMS[form][0](COLUMNS), **OPTIONS)
     expected = states(task, 3)
@@ -89,7 +89,7 @@ def test_several_steps_per_call_take_them(form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", usual("prefetched", "stream", of=FORMS))
 def test_a_run_resumes_at_its_position(form):
     data = FORMS[form][0]
     first = make_loop(Regressor(0.3), task=make_task(data(COLUMNS), **OPTIONS))
@@ -162,7 +162,7 @@ def test_usual_names_need_no_word(make):
     assert loss == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", quick("mapping", "batches", "stream", of=FORMS))
 def test_evaluation_takes_them(form):
     state = ff.InferenceState(np.int32(0), init_of(Regressor())(None, X)["params"], {})
     by_name, in_parts = FORMS[form]

@@ -371,7 +371,12 @@ def test_a_group_that_is_frozen_as_a_whole_is_thawed_on_the_way():
     assert not np.array_equal(loop.state.params["stem"]["kernel"], before["stem"]["kernel"])
 
 
-OPTIONS = [{"clip_norm": 0.1}, {"ema": 0.5}, {"freeze": "stem/.*"}, {"clip_norm": 0.1, "ema": 0.5}]
+OPTIONS = [
+    thorough({"clip_norm": 0.1}),
+    thorough({"ema": 0.5}),
+    {"freeze": "stem/.*"},
+    {"clip_norm": 0.1, "ema": 0.5},
+]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from marks import diagonal
 
 import flaxfit as ff
 from flaxfit import losses
@@ -66,6 +67,14 @@ def test_the_slope_is_that_of_finite_differences():
     assert slope == pytest.approx(difference, abs=1e-3) and abs(slope) > 0.01
 
 
+STRATEGIES = {
+    "one device": {"strategy": ff.DataParallel(jax.devices()[:1])},
+    "four devices": {},
+    "sharded": {"strategy": ff.Sharded()},
+    "accumulate": {"accumulate": 3, "strategy": ff.DataParallel(jax.devices()[:1])},
+}
+
+
 class Scaled(nn.Module):
     """The inputs, with scales that are learned."""
 
@@ -76,18 +85,11 @@ class Scaled(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"strategy": ff.DataParallel(jax.devices()[:1])},
-        {},
-        {"strategy": ff.Sharded()},
-        {"accumulate": 3, "strategy": ff.DataParallel(jax.devices()[:1])},
-    ],
-    ids=["one device", "four devices", "sharded", "accumulate"],
+    ("name", "strategy"), diagonal(("triplet", "circle", "supervised_contrastive"), STRATEGIES)
 )
-@pytest.mark.parametrize("name", ["triplet", "circle", "supervised_contrastive"])
-def test_all_strategies_train_and_measure_the_loss_of_the_whole_batch(name, options):
+def test_all_strategies_train_and_measure_the_loss_of_the_whole_batch(name, strategy):
     """Examples of weight 0 are no anchors, and others are compared with them."""
+    options = STRATEGIES[strategy]
     loss = losses.resolve(name)
     own, weights = loss(X, LABELS)
     expected = pytest.approx(np.average(own, weights=weights * WEIGHTS), rel=1e-5)

@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from marks import usual
 
 import flaxfit as ff
 from flaxfit.strategies import _specs
@@ -39,7 +40,7 @@ class TwoHeads(nn.Module):
         return nn.Dense(3)(h), nn.Dense(1)(h)
 
 
-@pytest.fixture(params=STRATEGIES)
+@pytest.fixture(params=usual("parallel", "sharded", of=STRATEGIES))
 def strategy(request, monkeypatch):
     monkeypatch.setattr(_specs, "SMALL", 0)  # Else no array of these models is split.
     return STRATEGIES[request.param]()

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from marks import diagonal, usual
 
 import flaxfit as ff
 from flaxfit.metrics import collected
@@ -58,12 +59,15 @@ def loaded(tmp_path):
     return load
 
 
-@pytest.fixture(params=["built", "fitted", "compiled", "loaded"])
+MADE = ("built", "fitted", "compiled", "loaded")
+
+
+@pytest.fixture(params=usual("built", "loaded", of=MADE))
 def make(request, loaded):
     return {"built": built, "fitted": fitted, "compiled": compiled, "loaded": loaded}[request.param]
 
 
-@pytest.mark.parametrize("before", [(), ("kernel",)])
+@pytest.mark.parametrize(("make", "before"), diagonal(MADE, ((), ("kernel",))), indirect=["make"])
 def test_parameters_are_frozen_and_freed_at_any_time(make, before, capfd):
     model = make(freeze=before)
     capfd.readouterr()

@@ -65,7 +65,7 @@ def loss_of(params):
 def cases():
     """Each kind of wrapping; further optimizers, and those without one, are thorough."""
     for name in WRAPPED:
-        mark = thorough if name in ("bare", "adamw", "injected") else slow
+        mark = thorough if name in ("bare", "adamw", "injected", "chain", "definition") else slow
         yield name if name == "groups" else mark(name)
 
 

@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
@@ -36,7 +37,8 @@ def assert_close(a, b, rtol=1e-4):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("devices", "options"), [(1, {}), (4, {}), (ff.Sharded(), {}), (1, {"accumulate": 4})]
+    ("devices", "options"),
+    [thorough(1, {}), (4, {}), thorough(ff.Sharded(), {}), (1, {"accumulate": 4})],
 )
 def test_the_parameters_are_their_average_after_every_second_step(devices, options):
     frequent = {"ema_overwrite_frequency": 2, **options}

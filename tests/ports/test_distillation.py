@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from by_hand import assert_agree, drawn
-from marks import slow
+from marks import thorough
 from sklearn.datasets import load_digits
 
 import flaxfit as ff
@@ -73,7 +73,7 @@ def distillation(apply, batch, rngs, teacher):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [1, slow(4)])
+@pytest.mark.parametrize("n", [1, thorough(4)])
 def test_a_student_learns_from_a_teacher_as_in_a_loop_by_hand(n):
     data = ff.ArrayStream(DIGITS, LABELS, batch_size=BATCH)
     options = {"objective": distillation, "companions": {"teacher": (TEACHER, TAUGHT)}}

@@ -9,7 +9,7 @@ import optax
 import pytest
 from by_hand import assert_agree, n_lines
 from flax import nnx
-from marks import slow
+from marks import thorough
 
 import flaxfit as ff
 
@@ -94,7 +94,7 @@ def model():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [1, slow(4)])
+@pytest.mark.parametrize("n", [1, thorough(4)])
 def test_packed_text_trains_as_in_a_loop_by_hand(model, n):
     losses, params = by_hand(model)
     loop = port(model, devices=jax.devices()[:n])

@@ -11,7 +11,7 @@ import optax
 import pytest
 from by_hand import assert_agree, drawn, n_lines
 from loops import assert_equal
-from marks import slow
+from marks import thorough
 
 import flaxfit as ff
 
@@ -116,7 +116,7 @@ def port(init, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [1, slow(4)])
+@pytest.mark.parametrize("n", [1, thorough(4)])
 def test_the_language_model_trains_as_in_a_loop_by_hand(n):
     loop = port(drawn(Decoder(), **BATCHES[0]), devices=jax.devices()[:n])
     expected, params = by_hand(loop.state, n)

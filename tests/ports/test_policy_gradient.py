@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from by_hand import assert_agree, drawn
-from marks import slow
+from marks import thorough
 from poles import drawn_poles, pushed
 
 import flaxfit as ff
@@ -69,7 +69,7 @@ def reinforce(logits, actions, gains):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [1, slow(4)])
+@pytest.mark.parametrize("n", [1, thorough(4)])
 def test_a_policy_trains_on_its_own_samples_as_in_a_loop_by_hand(n):
     sample = np.zeros((1, 4), np.float32)
     task, options = ff.TrainTask(Policy(), OPTIMIZER, reinforce), {"devices": jax.devices()[:n]}

@@ -118,7 +118,7 @@ def one_device():
 @pytest.mark.parametrize(
     ("n_outputs", "options"),
     [
-        (1, {"strategy": one_device()}),
+        thorough(1, {"strategy": one_device()}),
         (2, {}),
         (2, {"strategy": ff.Sharded()}),
         (1, {"strategy": one_device(), "accumulate": 2}),

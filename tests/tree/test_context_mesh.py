@@ -7,7 +7,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType
-from marks import slow
+from marks import slow, thorough
 
 import flaxfit as ff
 
@@ -42,8 +42,8 @@ def trained(module, strategy, folder):
     "module, strategy, kind, n",
     [
         (linen, FOUR, AxisType.Auto, 4),
-        slow(factory, ONE, AxisType.Explicit, 2),
-        slow(linen, sharded, AxisType.Auto, 2),
+        thorough(factory, ONE, AxisType.Explicit, 2),
+        thorough(linen, sharded, AxisType.Auto, 2),
         slow(factory, sharded, AxisType.Explicit, 4),
         slow(linen, ONE, AxisType.Explicit, 4),
     ],
