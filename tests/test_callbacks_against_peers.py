@@ -109,8 +109,9 @@ def test_early_stopping_stops_where_keras_does(values, mode, keras):
         expected = after_each(theirs, values, lambda model: model.stop_training)
         for checkpoint, stops in zip(checkpoints_of(values), expected, strict=True):
             assert ours(checkpoint).stop == stops, (options, checkpoint.step)
-            assert ours.best_value == theirs.best, (options, checkpoint.step)
-            assert ours.best_step == (None if theirs.best is None else theirs.best_epoch + 1)
+            assert ours.best == theirs.best, (options, checkpoint.step)
+            assert ours.best_epoch == (None if theirs.best is None else theirs.best_epoch)
+            assert ours.stopped_epoch == theirs.stopped_epoch
             if stops:
                 break
 

@@ -153,6 +153,21 @@ class EarlyStopping:
         return checkpoint.replace(stop=True)
 
     @property
+    def best(self) -> float | None:
+        """`best_value`, as Keras calls it."""
+        return self.best_value
+
+    @property
+    def best_epoch(self) -> int | None:
+        """The number of the best epoch, from 0 (in a `TrainLoop`, of the best checkpoint)."""
+        return self._first_epoch + self._best_seen - 1 if self._best_seen else None
+
+    @property
+    def stopped_epoch(self) -> int:
+        """The number of the epoch, from 0, after which it has ended training; 0 if it has not."""
+        return self._first_epoch + self._n_seen - 1 if self.has_stopped else 0
+
+    @property
     def _first_epoch(self) -> int:
         """The number of the first epoch that it sees."""
         return getattr(self._loop, "first_epoch", 0) or 0

@@ -17,6 +17,7 @@ from flaxfit.loop._predictor import Predictor
 from flaxfit.metrics import Metric
 from flaxfit.model._examination import Examination
 from flaxfit.model._fit import check_arguments, fit
+from flaxfit.model._other_names import AnswersOtherNames
 from flaxfit.model._tasks import make_recipe
 from flaxfit.model._trainer import Trainer
 from flaxfit.strategies import Strategy
@@ -24,7 +25,7 @@ from flaxfit.task._task import EvalTask
 from flaxfit.tree._types import Data, PyTree
 
 
-class Model(Examination):
+class Model(Examination, AnswersOtherNames):
     """Trains a module with `fit`, measures it with `evaluate` and applies it with `predict`.
 
     >>> import numpy as np, optax

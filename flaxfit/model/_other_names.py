@@ -1,0 +1,70 @@
+"""What other libraries call the parts of a model, and what to use in their place."""
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+_WEIGHTS = (
+    "the parameters are model.state.params, other variables model.state.model_state, and "
+    "get_weights() lists all as arrays"
+)
+_LAYERS = (
+    "its module is model.module, summary(x) prints the layers, and layers are frozen by path, "
+    "such as model.freeze = ['encoder/.*']"
+)
+_OUTPUTS = "let the module return what you need; summary(x) prints the shapes"
+_CODE = (
+    "the code of the module is the architecture; save(folder) and save_weights(path) keep arrays"
+)
+_SWITCH = "fit, evaluate and predict switch the module between training and evaluation"
+_FIT = "fit, evaluate and predict take generators and loaders"
+_LOSSES = "the module adds to the loss by self.sow('losses', name, value)"
+
+_ADVICE: Mapping[str, str] = {
+    **dict.fromkeys(["layers", "get_layer"], _LAYERS),
+    **dict.fromkeys(["weights", "variables", "params", "parameters", "state_dict"], _WEIGHTS),
+    **dict.fromkeys(["trainable_variables", "trainable_weights"], _WEIGHTS),
+    **dict.fromkeys(["non_trainable_variables", "non_trainable_weights"], _WEIGHTS),
+    **dict.fromkeys(["input", "inputs", "output", "outputs"], _OUTPUTS),
+    **dict.fromkeys(["input_shape", "output_shape"], _OUTPUTS),
+    **dict.fromkeys(["to_json", "get_config", "from_config"], _CODE),
+    **dict.fromkeys(["train", "eval"], _SWITCH),
+    **dict.fromkeys(["fit_generator", "evaluate_generator", "predict_generator"], _FIT),
+    **dict.fromkeys(["losses", "add_loss"], _LOSSES),
+    "add_metric": "pass metrics to Model or compile",
+    "predict_classes": "use predict(x).argmax(-1)",
+    "predict_proba": "use jax.nn.softmax(predict(x)), as models return logits",
+    "reset_metrics": "metrics start afresh in each epoch",
+    "run_eagerly": "pass Model(..., run_eagerly=True)",
+    "score": "use evaluate(x, y)",
+    "stop_training": "a callback ends training by returning checkpoint.replace(stop=True)",
+    "train_step": "pass Model(..., step=...), a pure function (state, batch) -> (state, sums)",
+}
+
+
+class AnswersOtherNames:
+    """Answers the names of other libraries with what to use in their place."""
+
+    def __call__(self, *inputs: Any, **options: Any) -> NoReturn:
+        raise TypeError(
+            "A Model cannot be called: use model.predict(x), or model.trained()(x), which can be "
+            "differentiated and compiled."
+        )
+
+
+def _refuse(self: object, name: str) -> NoReturn:
+    owner = type(self).__name__
+    words = f"{owner!r} object has no attribute {name!r}"
+    if name in _ADVICE:
+        words = f"{owner} has no {name!r}: {_ADVICE[name]}."
+    raise AttributeError(words, name=name, obj=self)
+
+
+def _set(self: object, name: str, value: Any) -> None:
+    if name in _ADVICE:
+        _refuse(self, name)
+    object.__setattr__(self, name, value)
+
+
+# In the class, they would tell type checkers that a model has any attribute.
+setattr(AnswersOtherNames, "__getattr__", _refuse)  # noqa: B010
+setattr(AnswersOtherNames, "__setattr__", _set)  # noqa: B010
