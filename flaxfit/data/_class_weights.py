@@ -1,15 +1,22 @@
 """Weights of examples or tokens by their labels, of arrays and of the batches of a stream."""
 
-from collections.abc import Callable, Mapping
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 import jax
 import numpy as np
 
+from flaxfit.data._adapters import as_stream
+from flaxfit.data._arrays import ArrayStream
 from flaxfit.data._batch import parts_of
+from flaxfit.data._indexed_batches import is_indexed, n_batches
+from flaxfit.data._libraries import is_hugging_face
 from flaxfit.data._sample_weights import check_weights
+from flaxfit.display import say
 from flaxfit.tree._dtypes import is_array
-from flaxfit.tree._types import Array, ArrayLike, PyTree
+from flaxfit.tree._types import Array, ArrayLike, Data, PyTree
 from flaxfit.tree._weights import product, which_count
 
 BALANCED = "balanced"
@@ -35,7 +42,7 @@ def weights_by_class(
     every = read(y if all_of is None else all_of)
     labels = read(y)
     if isinstance(class_weight, str) and class_weight == BALANCED:
-        return _looked_up(labels, _balanced(labels, sample_weight))
+        return _looked_up(labels, _balanced([(labels, sample_weight)]))
     class_weight = _checked(class_weight, ", or be 'balanced'")
     there_are = np.unique(every).tolist()
     absent = [label for label in class_weight if label not in there_are]
@@ -46,6 +53,51 @@ def weights_by_class(
             f"{', '.join(map(str, there_are[:20]))}{more}."
         )
     return _looked_up(labels, class_weight)
+
+
+def balanced_by_pass(
+    data: Data, batch_size: int | None = None, form: Callable[[PyTree], PyTree] = lambda item: item
+) -> dict[int, float]:
+    """The "balanced" weights of the labels in data, counted in a pass that leaves it as it was.
+
+    >>> balanced_by_pass([(np.zeros(3), np.array([0, 0, 0])), (np.zeros(1), np.array([1]))])
+    {0: 0.6666666666666666, 1: 2.0}
+
+    Args:
+      data: what `fit` takes as batches.
+      batch_size: the number of examples in a batch of a data set.
+      form: brings an item with columns into the form `(inputs, targets, weights)`.
+
+    Raises:
+      ValueError: the data has no end, or a pass over it may change those that follow.
+    """
+    read = _LabelReader(of_batches=True)
+    parts = (_three_parts(form(item)) for item in _read_apart(data, batch_size))
+    found = _balanced((read(targets), weights) for _, targets, weights in parts)
+    found = {int(k) if isinstance(k, float) else k: value for k, value in found.items()}
+    kind = type(data).__name__
+    shown = ", ".join(f"{label}: {weight:.4g}" for label, weight in [*found.items()][:10])
+    say(f"class_weight='balanced' read the {kind} once to count its labels: {shown}")
+    return found
+
+
+def _read_apart(data: Data, batch_size: int | None) -> Iterable[PyTree]:
+    """All batches of data, read without a change to its position, its order or its random draws."""
+    if isinstance(data, ArrayStream):  # All rows, those of other processes and remainders too.
+        size = data.batch_size
+        return (data.pick(slice(i, i + size)) for i in range(0, data.n_examples, size))
+    if isinstance(data, list):
+        return data
+    if is_indexed(data) and n_batches(data) != sys.maxsize:
+        return (data[index] for index in range(n_batches(data)))
+    if is_hugging_face(data) and hasattr(data, "__getitem__"):
+        return as_stream(data, batch_size=batch_size)
+    raise ValueError(
+        "class_weight='balanced' needs the labels of all examples, and reading a "
+        f"{type(data).__name__} to count them may change what it gives later, or have no end: pass "
+        "{label: n / (classes * count)}, or arrays, an ArrayStream, a list of batches or an object "
+        "with __getitem__ and __len__."
+    )
 
 
 class ClassWeightedStream:
@@ -69,7 +121,7 @@ class ClassWeightedStream:
     ):
         if isinstance(class_weight, str) and class_weight == BALANCED:
             raise ValueError(
-                "class_weight='balanced' needs the labels of all examples, but each batch has only "
+                "class_weight='balanced' needs the labels of all examples, but one batch has only "
                 "some of them: count them yourself and pass {label: n / (classes * count)}."
             )
         self._class_weight = _checked(class_weight)
@@ -99,11 +151,16 @@ class ClassWeightedStream:
         return getattr(self._stream, name)
 
     def _weighted(self, item: PyTree) -> PyTree:
-        inputs, targets, weights = (*parts_of(self._form(item)), None, None)[:3]
-        if isinstance(weights, Mapping):
-            raise ValueError(WEIGHTS_BY_OUTPUT)
+        inputs, targets, weights = _three_parts(self._form(item))
         by_class = _looked_up(self._read(targets), self._class_weight)
         return inputs, targets, by_class if weights is None else product(_array(weights), by_class)
+
+
+def _three_parts(item: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    inputs, targets, weights = (*parts_of(item), None, None)[:3]
+    if isinstance(weights, Mapping):
+        raise ValueError(WEIGHTS_BY_OUTPUT)
+    return inputs, targets, weights
 
 
 WEIGHTS_BY_OUTPUT = (
@@ -189,12 +246,17 @@ def _is_one_hot(labels: np.ndarray) -> bool:
     return bool((labels >= 0).all() and np.allclose(labels.sum(-1), 1, atol=0.02))
 
 
-def _balanced(labels: np.ndarray, weights: ArrayLike | None) -> dict[int, float]:
-    if weights is not None:
-        counts = which_count(_array(weights), labels.shape)
-        labels = labels[np.broadcast_to(counts, labels.shape)]
-    there_are, n = np.unique(labels, return_counts=True)
-    return dict(zip(there_are.tolist(), labels.size / (len(n) * n), strict=True))
+def _balanced(parts: Iterable[tuple[np.ndarray, ArrayLike | None]]) -> dict[Any, float]:
+    """Weights by label, from the labels and weights of parts of the data."""
+    counts = Counter()
+    for labels, weights in parts:
+        if weights is not None:
+            counted = which_count(_array(weights), labels.shape)
+            labels = labels[np.broadcast_to(counted, labels.shape)]
+        there_are, n = np.unique(labels, return_counts=True)
+        counts.update(dict(zip(there_are.tolist(), n.tolist(), strict=True)))
+    total = sum(counts.values())
+    return {label: total / (len(counts) * n) for label, n in sorted(counts.items())}
 
 
 def _looked_up(labels: np.ndarray, class_weight: Mapping[int, float]) -> np.ndarray:

@@ -87,17 +87,18 @@ def fit(
         display.say(f"nothing to train: initial_epoch={initial_epoch} and epochs={epochs}")
         trainer.history = history
         return history
-    stream = training_stream(
-        data,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        seed=trainer.seed,
-        epochs=n_left,
-        steps_per_epoch=steps_per_epoch,
-        n_before=trainer.n_epochs,
-        class_weight=class_weight,
-        form=trainer.task.roles,
-    )
+    with display.quiet(not verbose):
+        stream = training_stream(
+            data,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=trainer.seed,
+            epochs=n_left,
+            steps_per_epoch=steps_per_epoch,
+            n_before=trainer.n_epochs,
+            class_weight=class_weight,
+            form=trainer.task.roles,
+        )
     validation = None
     if validation_data is not None:
         validation = validation_of(

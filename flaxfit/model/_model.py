@@ -186,8 +186,9 @@ class Model(Examination, AnswersOtherNames):
           shuffle: whether each epoch has its own random order; None: data sets (arrays, a Hugging
             Face dataset) are shuffled; batches and what a callable returns keep their order.
           class_weight: weights by integer label, in training only; 1 for labels not named. Or
-            "balanced", for arrays: `n / (classes * count)`, as in scikit-learn. One-hot rows in
-            batches must be floats.
+            "balanced": `n / (classes * count)`, as in scikit-learn, counted in a pass of its own
+            over batches in a list, by index, of an `ArrayStream` or a Hugging Face dataset. One-hot
+            rows in batches must be floats.
           sample_weight: weights of examples or tokens, see `Batch`; of several outputs also a
             list in their order, or a mapping by name.
           initial_epoch: the number of the first epoch, from 0: `epochs - initial_epoch` are

@@ -6,7 +6,7 @@ from typing import Any
 
 from flaxfit.callbacks._progress import ENDLESS
 from flaxfit.data import ArrayStream, DataStream, as_stream, prefetch
-from flaxfit.data._class_weights import ClassWeightedStream
+from flaxfit.data._class_weights import BALANCED, ClassWeightedStream, balanced_by_pass
 from flaxfit.data._indexed_batches import is_indexed
 from flaxfit.data._libraries import is_hugging_face, regular_size
 from flaxfit.data._roles import NO_ROLES
@@ -47,6 +47,8 @@ def training_stream(
     stream = _passes(data, epochs, steps_per_epoch, n_before, **options)
     if class_weight is None or isinstance(data, tuple):
         return stream
+    if isinstance(class_weight, str) and class_weight == BALANCED:
+        class_weight = balanced_by_pass(data, batch_size, form)
     return ClassWeightedStream(stream, class_weight, form)
 
 

@@ -90,14 +90,21 @@ def test_an_interrupted_replacement_of_a_named_step_is_taken_back(tmp_path, tool
 
 @pytest.mark.slow
 def test_a_run_resumes_from_folders_with_and_without_names(tmp_path):
-    fit(make_model(), epochs=1, checkpoint_dir=tmp_path)
-    writer = CheckpointFileWriter(tmp_path, keep=None, save_freq=3, name=KERAS)
-    fit(make_model(), epochs=2, checkpoint_dir=writer)
-    (newest,) = tmp_path.glob("8@02-*")
-    newest.rename(tmp_path / "deleted-8-0")  # The run was killed before its last save.
-    again = CheckpointFileWriter(tmp_path, keep=None, save_freq=3, name=KERAS)
+    def fail(checkpoint):
+        if checkpoint.step == 8:
+            raise KeyError
+
+    def named():
+        return CheckpointFileWriter(tmp_path, keep=None, save_freq=3, name=KERAS)
+
+    with pytest.raises(KeyError):
+        fit(make_model(), callbacks=[fail], checkpoint_dir=tmp_path)
+    assert names(tmp_path) == ["4"]
+    with pytest.raises(KeyError):
+        fit(make_model(), callbacks=[fail], checkpoint_dir=named())
+    assert names(tmp_path) == ["4", "7@02-nan"]
     resumed, whole = make_model(), make_model()
-    assert dict(fit(resumed, checkpoint_dir=again)) == dict(fit(whole))
+    assert dict(fit(resumed, checkpoint_dir=named())) == dict(fit(whole))
     np.testing.assert_array_equal(resumed.state.params["kernel"], whole.state.params["kernel"])
     found = {name.partition("-")[0] for name in names(tmp_path)}
     assert found == {"4", "7@02", "8@02", "10@03", "12@03"}

@@ -1,10 +1,17 @@
 """Weights by class, of arrays and of batches."""
 
+import jax
 import numpy as np
+import optax
 import pytest
+from flax import linen as nn
 
 import flaxfit as ff
-from flaxfit.data._class_weights import ClassWeightedStream, weights_by_class
+from flaxfit.data._class_weights import (
+    ClassWeightedStream,
+    balanced_by_pass,
+    weights_by_class,
+)
 
 Y = np.array([0, 0, 0, 1, 2, 2])
 
@@ -50,7 +57,7 @@ def test_a_weighted_stream_has_the_position_of_its_stream():
 @pytest.mark.parametrize(
     ("class_weight", "error", "message"),
     [
-        ("balanced", ValueError, "needs the labels of all examples, but each batch"),
+        ("balanced", ValueError, "needs the labels of all examples, but one batch"),
         ([1.0], TypeError, r"must map labels to weights, such as \{0: 1.0, 1: 2.5\}, got list"),
         ({"a": 1.0}, TypeError, "labels of class_weight must be integers, got 'a'"),
     ],
@@ -97,3 +104,105 @@ def test_targets_of_several_outputs_are_refused():
         next(ClassWeightedStream(iter([(Y, (Y, Y))]), {0: 2.0}))
     with pytest.raises(ValueError, match="cannot be combined with sample_weight by output"):
         next(ClassWeightedStream(iter([(Y, Y, {"a": Y})]), {0: 2.0}))
+
+
+class ByIndex:
+    """Batches that are read by index only, and count the calls of their hook."""
+
+    n_ended = 0
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        return self.batches[index]
+
+    def on_epoch_end(self):
+        self.n_ended += 1
+
+
+def hugging_face(y):
+    data = pytest.importorskip("datasets").Dataset.from_dict({"x": y * 1.0, "y": y})
+    return data.with_format("numpy")
+
+
+def mapped(y, tmp_path):
+    np.save(tmp_path / "y.npy", y)
+    y = np.load(tmp_path / "y.npy", mmap_mode="r")
+    return ff.ArrayStream(y, y, batch_size=4, shuffle=True, drop_remainder=True)
+
+
+BATCHES = [(Y[:2], Y[:2]), (Y[2:], Y[2:])]
+COUNTABLE = {
+    "stream": lambda path: ff.ArrayStream(Y, Y, batch_size=4, shuffle=True, drop_remainder=True),
+    "mapped": lambda path: mapped(Y, path),
+    "list": lambda path: BATCHES,
+    "by index": lambda path: ByIndex(BATCHES),
+    "Hugging Face": lambda path: hugging_face(Y),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTABLE)
+def test_balanced_labels_are_counted_in_a_pass_that_leaves_data_as_it_was(tmp_path, capsys, kind):
+    data = COUNTABLE[kind](tmp_path)
+    state = data.get_state() if kind in ("stream", "mapped") else None
+    found = balanced_by_pass(
+        data, 2, lambda item: (item["x"], item["y"]) if kind[0] == "H" else item
+    )
+    assert found == pytest.approx({0: 2 / 3, 1: 2, 2: 1})
+    assert list(map(type, found)) == [int] * 3
+    printed = capsys.readouterr().err
+    assert "once to count its labels: 0: 0.6667, 1: 2, 2: 1" in printed
+    assert state is None or data.get_state() == state
+    assert getattr(data, "n_ended", 0) == 0
+
+
+def test_balanced_labels_of_batches_do_not_count_what_has_no_weight():
+    batches = [(Y, Y.astype(float), np.array([1.0, 0, 0, 1, 1, 1]))]
+    assert balanced_by_pass(batches) == pytest.approx({0: 4 / 3, 1: 4 / 3, 2: 2 / 3})
+    with pytest.raises(ValueError, match="cannot be combined with sample_weight by output"):
+        balanced_by_pass([(Y, Y, {"a": Y})])
+
+
+class Endless(ByIndex):
+    def __len__(self):
+        raise TypeError
+
+
+@pytest.mark.parametrize(
+    "data",
+    [iter(BATCHES), lambda: iter(BATCHES), Endless(BATCHES), {0: BATCHES[0]}.values()],
+    ids=["generator", "callable", "endless", "iterable"],
+)
+def test_labels_that_cannot_be_counted_without_effect_are_refused(data):
+    with pytest.raises(ValueError, match=r"count them may change .* pass .label: n / .classes"):
+        balanced_by_pass(data)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [lambda: ff.DataParallel(jax.devices()[:1]), ff.DataParallel, ff.Sharded],
+    ids=["one device", "data parallel", "sharded"],
+)
+def test_fit_on_batches_is_that_with_the_weights_by_hand_and_resumes(tmp_path, strategy):
+    weights, x = {0: 2 / 3, 1: 2.0, 2: 1.0}, np.eye(3, dtype=np.float32)[Y]
+
+    def fit(class_weight, **options):
+        data = ByIndex([(x[:4], Y[:4]), (x[4:], Y[4:])])
+        model = ff.Model(nn.Dense(3), optax.sgd(0.1), "crossentropy", strategy=strategy())
+        options = {"shuffle": True, "epochs": 2, "verbose": 0, **options}
+        history = model.fit(data, class_weight=class_weight, **options)
+        return dict(history), data.n_ended
+
+    def fail(checkpoint):
+        if checkpoint.step == 4:
+            raise KeyError
+
+    expected = fit(weights)
+    assert fit("balanced") == expected
+    with pytest.raises(KeyError):
+        fit("balanced", callbacks=[fail], checkpoint_dir=tmp_path)
+    assert fit("balanced", checkpoint_dir=tmp_path)[0] == expected[0]

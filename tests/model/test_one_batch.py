@@ -105,7 +105,7 @@ def test_a_batch_is_trained_as_by_fit(strategy):
 
 def test_balanced_classes_of_one_batch_are_refused():
     with pytest.raises(
-        ValueError, match="labels of all examples, but each batch has only some of them"
+        ValueError, match="labels of all examples, but one batch has only some of them"
     ):
         classifier(one_device()).train_on_batch(X, LABELS, class_weight="balanced")
 
