@@ -50,7 +50,8 @@ def assert_mean(state, states):
     jax.tree.map(check, found, *seen)
 
 
-@pytest.mark.parametrize("start", [2, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [2, thorough(0)])
 def test_the_loop_ends_with_the_mean_of_what_it_yielded_and_not_before(start):
     loop = make_loop([AverageWeights(start)])
     states = [checkpoint.state for checkpoint in loop]

@@ -143,9 +143,9 @@ def test_inputs_by_the_names_of_the_call():
     "make",
     [
         lambda: nn.Dense(1),
-        lambda: nn.Sequential([nn.Dense(1)]),
+        slow(lambda: nn.Sequential([nn.Dense(1)])),
         lambda: nnx.Linear(5, 1, rngs=nnx.Rngs(0)),
-        lambda: nnx.Sequential(nnx.Linear(5, 1, rngs=nnx.Rngs(0))),
+        slow(lambda: nnx.Sequential(nnx.Linear(5, 1, rngs=nnx.Rngs(0)))),
         lambda: lambda rngs: nnx.Linear(5, 1, rngs=rngs),
     ],
 )

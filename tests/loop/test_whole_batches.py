@@ -100,7 +100,7 @@ DEVICES = {
 }
 
 
-@pytest.mark.parametrize("case", ["one device", thorough("sharded"), slow("debug")])
+@pytest.mark.parametrize("case", [slow("one device"), thorough("sharded"), slow("debug")])
 def test_graphs_train_as_in_a_loop_by_hand(case):
     options = dict(DEVICES[case])
     if "strategy" in options:

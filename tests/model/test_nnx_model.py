@@ -64,7 +64,7 @@ def assert_predicts(model, module):
     np.testing.assert_allclose(outputs(module), model.predict(IMAGES), atol=1e-5)
 
 
-@pytest.mark.parametrize("n", [1, slow(4)])
+@pytest.mark.parametrize("n", [thorough(1), slow(4)])
 def test_a_network_whose_call_takes_rngs_is_trained(n):
     model = make_model(CNN(rngs=nnx.Rngs(0)), strategy=ff.DataParallel(jax.devices()[:n]))
     history = fit(model, epochs=10)
