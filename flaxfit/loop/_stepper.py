@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from flaxfit.data._batch import Batch
 from flaxfit.loop._compiled_steps import CompiledSteps, build_update
 from flaxfit.loop._consistency import Consistency
@@ -69,7 +71,7 @@ class Stepper:
         self.inspection = Inspection(task, strategy, say)
         self.steps_per_call = StepsPerCall()
         self.tally = Tally(strategy.share)
-        self._in_flight = InFlight(strategy.devices[0].platform)
+        self._in_flight = InFlight(strategy.devices[0].platform, len(strategy.devices))
         self.placed = PlacedState(strategy)
         self.companions = PlacedCompanions(task, strategy)
         self._n_set = self._n_tuned = 0
@@ -118,7 +120,6 @@ class Stepper:
         self._n_set += 1
         self.cursor = Cursor(data, self.task.roles)
         self.loader.take_from(self.cursor)
-        self._in_flight.set_resident(self.cursor.gathers and len(self.strategy.devices) == 1)
 
     def set_state(self, state: TrainState) -> None:
         """Continues from another state."""
@@ -269,7 +270,8 @@ class Stepper:
                     **self.step_options,
                 )
             self.programs.compiled[key] = update
-        self._in_flight.expect(arrays)
+            n_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
+            self._in_flight.expect(n_bytes // len(portion.strategy.devices))
         placed.take_back()
         leaves, totals, placed.grads = update(*arguments)
         if not is_whole:
