@@ -53,26 +53,31 @@ class Assembler:
         n, item = len(items), items[0]
         key, leaves = _key_of(item) if n == 1 else _key_of_several(items)
         known = self._known.get(key)
-        if known is not None:
-            split, n_stacked = known.portion.strategy.split, n if n > 1 else 0
-            leaves = leaves if n == 1 else [_stacked(each) for each in leaves]
-            arrays = [split(leaf, n_stacked) for leaf in leaves]
-            batch = known.structure.unflatten(arrays + known.weights)
-            return Loaded(known.portion, batch, n, known.n_examples)
-        portions = [portion(each) for each in items]
-        if any(each.signature != portions[0].signature for each in portions):
-            return _loaded(portions[:1])
-        loaded = _loaded(portions)
-        if key is not None and _takes_arrays(item, portions[0]):
-            # The weights of 1 are the same in each step: they go to the devices once.
-            weights = [] if loaded.batch.weights is None else [_weights_of(portions)]
-            structure = jax.tree.structure(loaded.batch)
-            self._known[key] = _Known(portions[0], structure, weights, loaded.n_examples)
-        return loaded
+        if known is None:
+            first = portion(item)
+            if key is None or not _takes_arrays(item, first):
+                return _loaded([first, *map(portion, items[1:])])
+            known = self._known[key] = _known_by(first, n)
+        split, n_stacked = known.portion.strategy.split, n if n > 1 else 0
+        leaves = leaves if n == 1 else [_stacked(each) for each in leaves]
+        arrays = [split(leaf, n_stacked) for leaf in leaves]
+        batch = known.structure.unflatten(arrays + known.weights)
+        return Loaded(known.portion, batch, n, known.n_examples)
+
+
+def _known_by(portion: Portion, n: int) -> _Known:
+    """How `n` items become batches that are all like one whose arrays are those of its item."""
+    weights, given = [], portion.batch.weights
+    if given is not None:  # The weights of 1 are the same in each step: they go there once.
+        given = jnp.asarray(given if n == 1 else np.stack([given] * n))
+        weights = [portion.strategy.split(given, n if n > 1 else 0)]
+    return _Known(portion, jax.tree.structure(portion.batch), weights, n * portion.n_examples)
 
 
 def _loaded(portions: Sequence[Portion]) -> Loaded:
-    """Splits a batch, or stacks and splits several that share a program."""
+    """Splits a batch, or stacks and splits several; only the first if their programs differ."""
+    if any(each.signature != portions[0].signature for each in portions):
+        portions = portions[:1]
     portion, n = portions[0], len(portions)
     if n == 1:
         return Loaded(portion, portion.strategy.split(portion.batch), 1, portion.n_examples)
@@ -121,10 +126,3 @@ def _takes_arrays(item: PyTree, portion: Portion) -> bool:
     is_same = len(given) == len(taken) and all(a is b for a, b in zip(given, taken, strict=True))
     # It is unknown to which of two places an array went that stands in both.
     return is_same and len({id(each) for each in given}) == len(given)
-
-
-def _weights_of(portions: Sequence[Portion]) -> Array:
-    """Returns the weights of one or several batches, split and on the devices."""
-    split, given = portions[0].strategy.split, [each.batch.weights for each in portions]
-    n = len(given)
-    return split(jnp.asarray(given[0]), 0) if n == 1 else split(jnp.asarray(np.stack(given)), n)

@@ -74,7 +74,8 @@ class TrainLoop(Settings):
         takes up to 32 where steps are small and the data is arrays. Models with convolutions take
         one step per dispatch on a CPU.
       keep_grads: whether checkpoints hold the gradients of their last step.
-      grad_norm: whether to report the norm of the gradients.
+      grad_norm: whether to report the norm of the gradients as a metric, which takes some
+        microseconds of each step.
       snapshot: where the arrays of your checkpoints live: "device"; "host", as NumPy arrays, which
         take no device memory; or "none": they are the loop's own, and can be read until the next
         step.
@@ -101,7 +102,7 @@ class TrainLoop(Settings):
         first_checkpoint: int = 1,
         steps_per_call: int | str = 1,
         keep_grads: bool = False,
-        grad_norm: bool = True,
+        grad_norm: bool = False,
         snapshot: str = "device",
         compilation_cache: str | os.PathLike[str] | None = None,
         stdout: bool = True,

@@ -156,8 +156,8 @@ class Checkpoint:
         """The averaged gradients of the last step, with `TrainLoop(keep_grads=True)`."""
         if self.last_grads is None:
             raise ValueError(
-                "This checkpoint holds no gradients: build the loop with keep_grads=True "
-                "(metrics['grad_norm'] holds their norm in any case)."
+                "This checkpoint holds no gradients: build the loop with keep_grads=True, or with "
+                "grad_norm=True for their norm alone, metrics['grad_norm']."
             )
         return self.last_grads
 
