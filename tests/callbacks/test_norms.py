@@ -32,6 +32,7 @@ def make_loop(callbacks=(), n_devices=1, *, stdout=False, **options):
         n_steps_per_checkpoint=2,
         devices=jax.devices()[:n_devices],
         callbacks=callbacks,
+        grad_norm=True,
         stdout=stdout,
     )
 

@@ -33,7 +33,7 @@ def test_a_notebook_shows_where_a_loop_is_and_which_steps_yield_checkpoints():
     assert "first_checkpoint" not in second.findtext("small", "")
     page = ET.fromstring(loop._repr_html_())
     assert page.findtext("b") == "TrainLoop at step 6/10"
-    assert [row[0].text for row in page.findall("table/tr")] == ["loss", "grad_norm"]
+    assert [row[0].text for row in page.findall("table/tr")] == ["loss"]
     assert page.findtext("details/summary") == "params: 4 numbers in 2 arrays"
 
 

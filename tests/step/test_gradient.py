@@ -42,8 +42,9 @@ def train(n_steps=4, n_devices=1, batch_size=12, data=None, init=None, norm=Fals
     if data is None:
         data = ff.ArrayStream(X, Y, batch_size=batch_size)
     task = ff.TrainTask(module.apply, options.pop("optimizer"), data=data, **options)
+    devices = jax.devices()[:n_devices]
     loop = ff.TrainLoop(
-        init or init_of(module, 5), task, 0, n_steps=n_steps, devices=jax.devices()[:n_devices]
+        init or init_of(module, 5), task, 0, n_steps=n_steps, devices=devices, grad_norm=True
     )
     return loop, list(loop)
 

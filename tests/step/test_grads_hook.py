@@ -89,6 +89,7 @@ def test_the_hook_sees_the_gradient_of_the_whole_batch(strategy, accumulate):
         0,
         strategy=STRATEGIES[strategy](),
         n_steps_per_checkpoint=1,
+        grad_norm=True,
         stdout=False,
     )
     state = ff.TrainState.create(optimizer, {"params": PARAMS}, key=loop.state.key)

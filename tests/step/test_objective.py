@@ -381,7 +381,7 @@ THREE = {"kernel": RNG.normal(size=(5, 3)).astype(np.float32), "bias": np.zeros(
 def first_of(objective, data=(CHOSEN, LABELS), module=None, debug=False, **options):
     module = nn.Dense(3) if module is None else module
     task = ff.TrainTask(module, optax.sgd(0.5), objective=objective, data=data, **options)
-    given = {"stdout": False, "devices": DEVICES[:1], "debug": debug}
+    given = {"stdout": False, "devices": DEVICES[:1], "debug": debug, "grad_norm": True}
     return ff.TrainLoop(module, task, 0, **given).next_step()
 
 
