@@ -10,7 +10,7 @@ import optax
 import pytest
 from by_hand import assert_agree
 from loops import assert_equal
-from marks import slow, thorough
+from marks import diagonal, slow, thorough
 
 import flaxfit as ff
 
@@ -222,18 +222,19 @@ def clipped_step(state, batch):
 SGD = optax.sgd(1.0)
 
 
+TWO_STEPS = {"steps_per_call": 2, "n_steps_per_checkpoint": 2}
+WAYS = {
+    "one device": {"devices": jax.devices()[:1]},
+    "two steps at once": {"devices": jax.devices()[:1], **TWO_STEPS},
+    "sharded": {},
+    "two steps at once, sharded": TWO_STEPS,
+}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"devices": jax.devices()[:1]},
-        {"devices": jax.devices()[:1], "steps_per_call": 2, "n_steps_per_checkpoint": 2},
-        {},
-        {"steps_per_call": 2, "n_steps_per_checkpoint": 2},
-    ],
-    ids=["one device", "two steps at once", "sharded", "two steps at once, sharded"],
+    ("way", "kind"), diagonal(WAYS, [float, np.float32, np.asarray, jnp.asarray])
 )
-@pytest.mark.parametrize("kind", [float, np.float32, np.asarray, jnp.asarray])
-def test_a_step_takes_numbers_beside_the_rows(options, kind):
+def test_a_step_takes_numbers_beside_the_rows(way, kind):
     clips = [0.5, 2.0, 0.25, 1.0]
     data = [{"rows": ROWS, "clip": kind(clip), "epoch": i} for i, clip in enumerate(clips)]
     task = ff.TrainTask(step=clipped_step, optimizer=SGD, data=data)
@@ -241,7 +242,7 @@ def test_a_step_takes_numbers_beside_the_rows(options, kind):
     def init(rngs, **inputs):
         return {"params": {"w": np.zeros(3, np.float32)}}
 
-    options = {"first_checkpoint": 2, "n_steps_per_checkpoint": 2, **options}
+    options = {"first_checkpoint": 2, "n_steps_per_checkpoint": 2, **WAYS[way]}
     loop = ff.TrainLoop(init, task, 0, n_steps=4, stdout=False, **options)
     metrics = [checkpoint.metrics for checkpoint in loop]
     np.testing.assert_allclose(loop.state.params["w"], np.full(3, -sum(clips)))
