@@ -67,10 +67,10 @@ def present_hyperparams(stepper: Stepper) -> dict[str, Any]:
 
 def follows_schedule(stepper: Stepper, name: str, group: str | int | None = None) -> bool:
     """Whether a hyperparameter of the optimizer follows a schedule."""
-    opt_state, optimizer = stepper.state.opt_state, stepper.task.optimizer
     if not stepper.placed.has_hyperparams:
         is_plain = stepper.task.step is None and name == "learning_rate"
-        return is_plain and plain_schedule(optimizer) is not None
+        return is_plain and plain_schedule(stepper.task.optimizer) is not None
+    opt_state = stepper.state.opt_state
     return name in scheduled(opt_state, None if group is None else group_name(opt_state, group))
 
 
