@@ -28,7 +28,7 @@ from flaxfit.tree._types import PyTree
 
 _EPOCH = 28
 """Steps in an epoch."""
-_FORMS = {"": None, ", resident": True, ", host-fed": False}
+_FORMS = {"": "auto", ", resident": True, ", host-fed": False}
 
 
 def main() -> None:
@@ -172,7 +172,7 @@ def hand_written(
 
 
 def train_loop(
-    problem: Problem, epochs: int, steps_a_call: int, resident: bool | None
+    problem: Problem, epochs: int, steps_a_call: int, resident: bool | str
 ) -> Callable[[], float]:
     """TrainLoop with a metric, a callback and no display."""
     model, optimizer, x, y, batch_size = problem

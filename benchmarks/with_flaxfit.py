@@ -32,7 +32,7 @@ def train_loop(
     params: Any = None,
     *,
     model: Any = None,
-    resident: bool | None = None,
+    resident: bool | str = "auto",
     steps_per_call: Any = 1,
     n_devices: int = 1,
 ) -> Contender:

@@ -117,7 +117,7 @@ def train_loop(
     params: Any,
     *,
     steps_per_call: int | str = 1,
-    resident: bool | None = None,
+    resident: bool | str = "auto",
     prefetch: int = 0,
     data: Any = None,
     snapshot: str = "device",

@@ -40,7 +40,7 @@ class ArrayStream:
       epochs: the number of passes; None repeats forever.
       drop_remainder: whether to leave out a smaller last batch.
       resident: whether `TrainLoop` puts all arrays on each device once and gathers batches
-        there; None: if they take at most 256 MiB and are not mapped from a file.
+        there; "auto": if they take at most 256 MiB and are not mapped from a file.
 
     Attributes:
       n_examples: the number of examples in the data.
@@ -62,7 +62,7 @@ class ArrayStream:
         seed: int = 0,
         epochs: int | None = None,
         drop_remainder: bool = False,
-        resident: bool | None = None,
+        resident: bool | str = "auto",
     ):
         self.batch_size = whole_number("batch_size", batch_size)
         self.epochs = None if epochs is None else whole_number("epochs", epochs)
@@ -83,7 +83,9 @@ class ArrayStream:
         n_bytes = sum(column.nbytes for column in self._columns)
         is_mapped = any(column.is_mapped for column in self._columns)
         is_small = n_bytes <= _RESIDENT_BYTES and not is_mapped
-        self.resident = is_small if resident is None else resident
+        if resident not in (True, False, "auto"):
+            raise ValueError(f"resident must be True, False or 'auto', got {resident!r}.")
+        self.resident = is_small if resident == "auto" else bool(resident)
         self._rewind()
 
     def __len__(self) -> int:

@@ -78,6 +78,13 @@ def test_a_batch_that_does_not_divide_among_processes_is_refused(as_process):
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
+def test_small_data_is_resident_unless_it_is_said():
+    arrays = [ArrayStream(X, batch_size=2, resident=given) for given in ("auto", True, False)]
+    assert [stream.resident for stream in arrays] == [True, True, False]
+    with pytest.raises(ValueError, match="True, False or 'auto', got 'host'"):
+        ArrayStream(X, resident="host")
+
+
 @pytest.mark.parametrize("resident", [False, True])
 def test_rows_and_examples_may_be_taken_in_turn_and_rows_cannot_spoil_later_ones(shuffle, resident):
     stream = ArrayStream(np.arange(8), batch_size=2, shuffle=shuffle, resident=resident)
