@@ -213,3 +213,31 @@ def test_what_a_further_fold_compiles_is_measured(environment, run_child):
     found = {name.strip(): (a, b) for name, a, b in re.findall(form, done.stdout, re.MULTILINE)}
     assert list(found) == ["nnx instance", "nnx class", "linen"], done.stdout
     assert all(float(first) > float(further) for first, further in found.values())
+
+
+@pytest.mark.slow
+def test_growth_of_costs_is_measured(environment, run_child, tmp_path):
+    output = tmp_path / "growth.json"
+    done = run_child(
+        [sys.executable, "-m", "benchmarks.growth", "--quick", "--output", str(output)],
+        cwd=ROOT,
+        env={**environment, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr
+    content = json.loads(output.read_text())
+    assert content["environment"]["versions"]["jax"]
+    sizes = [[row[each["work"]] for row in each["rows"]] for each in content["growth"]]
+    assert sizes[:4] == [[10, 100], [1, 2], [1, 8], [1_000, 10_000]]
+    assert sizes[4] == [*range(100, 1_001, 100)]
+    assert sizes[5] == sizes[6] == [*range(2, 21, 2)]
+    assert len(re.findall("^### ", done.stdout, re.MULTILINE)) == len(sizes)
+
+
+def test_growth_that_must_not_be_is_named(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks.growth import Growth
+
+    rows = [{"calls": i, "MiB": 100.0 + i, "files": 6 + (i > 4)} for i in range(1, 11)]
+    growth = Growth("Calls of fit", "calls", rows, ("MiB", "files"))
+    assert growth.problems() == ["Calls of fit: files grew from 6 to 7"]
+    assert not Growth("Calls of fit", "calls", rows).problems()
