@@ -77,7 +77,6 @@ def test_a_batch_that_does_not_divide_among_processes_is_refused(as_process):
         next(stream)
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
 def test_small_data_is_resident_unless_it_is_said():
     arrays = [ArrayStream(X, batch_size=2, resident=given) for given in ("auto", True, False)]
     assert [stream.resident for stream in arrays] == [True, True, False]
@@ -85,6 +84,7 @@ def test_small_data_is_resident_unless_it_is_said():
         ArrayStream(X, resident="host")
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("resident", [False, True])
 def test_rows_and_examples_may_be_taken_in_turn_and_rows_cannot_spoil_later_ones(shuffle, resident):
     stream = ArrayStream(np.arange(8), batch_size=2, shuffle=shuffle, resident=resident)
