@@ -24,6 +24,7 @@ from flaxfit.step import _metric_totals
 from flaxfit.step._error_messages import calls_explained
 from flaxfit.step._eval_step import evaluated, make_eval_step
 from flaxfit.step._metric_totals import compute
+from flaxfit.step._traced_once import TracedOnce
 from flaxfit.step._validate import inspect, structure_of
 from flaxfit.strategies import DataParallel, Strategy
 from flaxfit.task._companions import are_same
@@ -96,6 +97,7 @@ class EvalLoop:
     def _forget(self) -> None:
         self._programs: dict[Hashable, Function] = {}
         self._traced: dict[Hashable, PyTree] = {}
+        self._once = TracedOnce()
         self._placed: PlacedCompanions | None = None
 
     @property
@@ -284,7 +286,7 @@ class EvalLoop:
         whole = None if whole is None else normalize(whole)
         if whole is not None and not is_cut:
             check_bounds(self._collecting, whole)
-        result = inspect(self.task, state, batch, whole, bind, self._traced).shapes
+        result = inspect(self._once(self.task), state, batch, whole, bind, self._traced).shapes
         why_not = why_not_pad(self.task, result.values, result.penalty)
         feed = Padder(
             self.strategy,
@@ -298,7 +300,7 @@ class EvalLoop:
 
     def _compile(self, strategy: Strategy, arguments: tuple[PyTree, ...]) -> Function:
         def update(state: PyTree, totals: PyTree, *others: PyTree) -> tuple[PyTree, PyTree]:
-            bound, (*position, batch) = self._companions.bound(self.task, others)
+            bound, (*position, batch) = self._companions.bound(self._once(self.task), others)
             measure = make_eval_step(
                 bound,
                 axis_name=strategy.axis_name,

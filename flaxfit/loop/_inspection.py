@@ -12,6 +12,7 @@ from flaxfit.state._train_state import TrainState
 from flaxfit.step._compare import ForwardPass
 from flaxfit.step._error_messages import calls_explained
 from flaxfit.step._scan import make_step
+from flaxfit.step._traced_once import TracedOnce
 from flaxfit.step._train_step import more_sums
 from flaxfit.step._validate import Traced, inspect, inspect_step, shapes_of, trace
 from flaxfit.step._wide_products import why_wide
@@ -42,6 +43,8 @@ class Inspection:
     def __init__(self, task: TrainTask, strategy: Strategy, say: Callable[[str], None]):
         self._bind, self._say = strategy.bind, say
         self._n_devices = len(strategy.devices)
+        self.once = TracedOnce()
+        """Makes a task whose model is traced once, for the inspection and for all programs."""
         self._traced: dict[Hashable, Traced] = {}
         self._said: set[str] = set()
         # XLA has its fast convolutions of a CPU outside of loops only. Virtual replicas and
@@ -60,6 +63,7 @@ class Inspection:
     def forget(self) -> None:
         """Forgets what was traced."""
         self._traced, self._is_slow = {}, {}
+        self.once.forget()
 
     def __call__(
         self,
@@ -72,6 +76,7 @@ class Inspection:
         is_resumed: bool,
     ) -> Found:
         """Validates a first batch, or all data if it is available."""
+        task = self.once(task)
         if task.step is not None:
             traced = inspect_step(task, make_step(task), state, batch, data, self._bind)
             found = Found(traced.shapes, "the task has a custom step")

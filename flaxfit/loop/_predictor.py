@@ -16,6 +16,7 @@ from flaxfit.loop._local_rows import LocalBatches
 from flaxfit.loop._padding import Padder, may_be_whole
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._eval_step import evaluated, make_predict_step
+from flaxfit.step._traced_once import TracedOnce
 from flaxfit.step._validate import check_rows, streams_explained, structure_of, trace
 from flaxfit.strategies import Strategy
 from flaxfit.task._task import EvalTask
@@ -35,7 +36,7 @@ class Predictor:
     def __init__(self, task: EvalTask):
         self.task = task
         self._make = functools.partial(
-            make_predict_step, task.apply, precision=task.precision, rngs=task.rngs
+            make_predict_step, TracedOnce()(task).apply, precision=task.precision, rngs=task.rngs
         )
         self._programs: dict[Hashable, Function] = {}
 

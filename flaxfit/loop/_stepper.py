@@ -261,7 +261,7 @@ class Stepper:
         if update is None:
             with self.programs.compiling(portion, self.step + 1):
                 update = build_update(
-                    self.task,
+                    self.inspection.once(self.task),
                     placed.layout,
                     self.companions,
                     portion,
