@@ -49,6 +49,9 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # Else the name of the folder is part of what programs are looked up by, even on a CPU.
 jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
+# Processes that tests start write nothing into the caches of the user.
+os.environ["FLAXFIT_COMPILATION_CACHE"] = "off"
+
 # To load a program from its file takes half as long as to compile it, so those of this process are
 # kept. No setting does this: it replaces two functions of JAX 0.10.
 LOADED = {}

@@ -80,7 +80,7 @@ class TrainLoop(Settings):
         take no device memory; or "none": they are the loop's own, and can be read until the next
         step.
       compilation_cache: a folder where JAX keeps all programs that this process compiles; later
-        processes read them instead of compiling.
+        processes read them instead of compiling. "auto": one of this user, see `Model`.
       stdout: whether to print notices (to stderr).
     """
 
@@ -104,11 +104,10 @@ class TrainLoop(Settings):
         keep_grads: bool = False,
         grad_norm: bool = False,
         snapshot: str = "device",
-        compilation_cache: str | os.PathLike[str] | None = None,
+        compilation_cache: str | os.PathLike[str] | None = "auto",
         stdout: bool = True,
     ):
-        if compilation_cache is not None:
-            use_compilation_cache(compilation_cache)
+        use_compilation_cache(compilation_cache)
         warn_of_idle_gpu()
         task = with_collections(task, collections, mutable_collections)
         self.strategy = strategy = strategy_for(task, devices, strategy, is_eager=debug)

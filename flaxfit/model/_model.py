@@ -53,7 +53,8 @@ class Model(Examination, AnswersOtherNames):
         the model, the loss and the metrics see values. It is many times slower.
       seed: of the initial parameters, of shuffling and of dropout.
       compilation_cache: a folder in which JAX keeps all programs that this process compiles;
-        later processes read them instead of compiling.
+        later processes read them instead of compiling. "auto": one of this user, with a bound of
+        1 GiB, unless JAX has a folder already; None: no such folder.
       snapshot: where checkpoints have their arrays: "device", "host" or "none"; see `TrainLoop`.
       eval_rngs: the random streams of `evaluate`, `predict` and validation. Their keys depend on
         the key and the step of the state and on the position of the batch in the data.
@@ -77,7 +78,7 @@ class Model(Examination, AnswersOtherNames):
         strategy: Strategy | None = None,
         run_eagerly: bool = False,
         seed: int = 0,
-        compilation_cache: str | os.PathLike[str] | None = None,
+        compilation_cache: str | os.PathLike[str] | None = "auto",
         snapshot: str = "device",
         eval_rngs: str | Sequence[str] = (),
         losses: Any = (),
@@ -87,8 +88,7 @@ class Model(Examination, AnswersOtherNames):
             module, optimizer, loss, metrics, losses=losses, eval_rngs=eval_rngs, options=options
         )
         task, eval_task = self._recipe.tasks()
-        if compilation_cache is not None:
-            use_compilation_cache(compilation_cache)
+        use_compilation_cache(compilation_cache)
         self.module = module
         strategy = strategy_for(task, strategy=strategy, is_eager=run_eagerly)
         # The class of the module, also where the module is a class or a factory of one.

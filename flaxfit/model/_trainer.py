@@ -370,6 +370,7 @@ class Trainer:
                 "Model(...) with the same arguments."
             )
         task = dataclasses.replace(self.task, data=data)
+        options["compilation_cache"] = None  # The model has set it.
         loop = TrainLoop(init, task, self.seed, strategy=self.strategy, **options)
         if not self.is_fresh:  # Else `init` may be a checkpoint, which has its own.
             loop._companions.restore(self._companions.variables)

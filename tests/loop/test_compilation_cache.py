@@ -1,6 +1,7 @@
 """The compilation cache: what is compiled once is read again, by this process and by others."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from flax import linen as nn
 from jax.experimental.compilation_cache import compilation_cache
 
 import flaxfit as ff
+from flaxfit.loop import _compilation_cache as own
 from flaxfit.loop._compilation_cache import use_compilation_cache
 
 NAMES = (
@@ -30,6 +32,7 @@ def _restored():
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
+    own._in_use.clear()
 
 
 def test_programs_are_kept_in_the_folder_that_is_made_for_them(tmp_path):
@@ -62,25 +65,87 @@ def test_a_loop_and_a_model_take_the_folder(tmp_path):
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "b")
 
 
-def test_a_start_traces_the_initialisation_once_and_the_model_twice_more():
-    calls = []
+@pytest.fixture
+def caches(tmp_path, monkeypatch):
+    """An own folder for the caches of the user, where JAX has no folder."""
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    monkeypatch.delenv("FLAXFIT_COMPILATION_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
 
-    class Counted(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            calls.append("init" if self.is_initializing() else "apply")
-            return nn.Dense(1)(x)
 
-    module = Counted()
-    task = ff.TrainTask(module.apply, optax.sgd(0.1), "mse", (X, X[:, :1]))
-    loop = ff.TrainLoop(module.init, task, 0, n_steps=3, stdout=False)
-    list(loop)
-    # Inspected once, before anything is compiled; and compiled once.
-    assert calls == ["init", "apply", "apply"]
-    calls.clear()
-    evaluate = ff.EvalLoop(ff.EvalTask(module.apply, ["mse"], (X, X[:, :1]), loss="mse"))
-    evaluate.measure(loop.state)
-    assert calls == ["apply", "apply"]
+def compile_one(number=0):
+    jax.jit(lambda x: x * 5 + number)(jnp.ones(9)).block_until_ready()
+
+
+def programs_in(folder):
+    return [*folder.glob("flaxfit/programs-*/*.program")]
+
+
+def test_auto_keeps_programs_in_a_folder_that_only_the_user_may_write_to(caches):
+    use_compilation_cache("auto")
+    compile_one()
+    assert programs_in(caches)
+    assert programs_in(caches)[0].parent.stat().st_mode & 0o077 == 0
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+@pytest.mark.parametrize("value", ["off", "0", "none", ""])
+def test_a_switch_turns_auto_off(caches, monkeypatch, value):
+    monkeypatch.setenv("FLAXFIT_COMPILATION_CACHE", value)
+    use_compilation_cache("auto")
+    compile_one()
+    assert [*caches.iterdir()] == []
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 1
+
+
+def test_none_leaves_all_as_it_is_and_the_switch_may_name_a_folder(caches, monkeypatch):
+    use_compilation_cache(None)
+    compile_one()
+    assert [*caches.iterdir()] == []
+    monkeypatch.setenv("FLAXFIT_COMPILATION_CACHE", str(caches / "named"))
+    use_compilation_cache("auto")
+    compile_one(1)
+    assert [path.name for path in caches.iterdir()] == ["named"] and any(
+        (caches / "named").iterdir()
+    )
+
+
+def test_the_folder_of_the_user_wins_before_and_after(caches):
+    for name in ("before", "after"):
+        if name == "after":
+            use_compilation_cache("auto")
+        jax.config.update("jax_compilation_cache_dir", str(caches / name))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        use_compilation_cache("auto")
+        compile_one(2)
+        compile_one(3)
+        assert any((caches / name).glob("*-cache"))
+        assert programs_in(caches) == []
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_folder_that_does_not_suit_is_named_once_and_training_goes_on(caches, is_open):
+    if is_open:
+        own._own_folder().mkdir(parents=True)
+        own._own_folder().chmod(0o777)
+    else:
+        (caches / "flaxfit").write_text("")
+    with pytest.warns(UserWarning, match="Compiled programs are not kept in .*flaxfit"):
+        use_compilation_cache("auto")
+    use_compilation_cache("auto")  # Warnings are errors here.
+    compile_one()
+    assert programs_in(caches) == []
+
+
+def test_the_folder_is_another_for_another_processor(monkeypatch):
+    here = own._own_folder()
+    assert here == own._own_folder()
+    monkeypatch.setattr(own, "_processor", lambda: "avx512f")
+    assert own._own_folder() != here
 
 
 SCRIPT = """
@@ -118,3 +183,35 @@ def test_a_second_start_compiles_in_less_than_a_third_of_the_time(tmp_path):
     first, second = start(), min((start() for _ in range(2)), key=lambda run: run["seconds"])
     assert second["loss"] == first["loss"]
     assert second["seconds"] < 0.3 * first["seconds"]
+
+
+STARTS = """
+import collections, json
+import jax
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda name, **_: events.update([name.split("/")[-1]]))
+import numpy as np, optax
+from flax import linen as nn
+import flaxfit as ff
+
+x = np.ones((64, 16), np.float32)
+module = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(3)])
+model = ff.Model(module, optax.adam(1e-3), "crossentropy")
+model.fit(x, np.zeros(64, np.int32), batch_size=16, epochs=2, verbose=0)
+print(json.dumps({"loss": model.history["loss"][-1], **events}))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_compiles_nothing_by_default(tmp_path, run_child):
+    env = {k: v for k, v in os.environ.items() if "COMPILATION_CACHE" not in k}
+    env["XDG_CACHE_HOME"] = str(tmp_path)
+    found = []
+    for _ in range(2):
+        done = run_child([sys.executable, "-W", "error", "-c", STARTS], env=env)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    first, second = found
+    assert first["cache_misses"] > 2 and "cache_misses" not in second
+    assert second["cache_hits"] == second["compile_requests_use_cache"]
+    assert second["loss"] == first["loss"]
