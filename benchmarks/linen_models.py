@@ -36,6 +36,31 @@ class CNN(nn.Module):
         return nn.Dense(self.n_classes)(x)
 
 
+class ResNet(nn.Module):
+    n_classes: int
+    width: int
+    blocks: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.max_pool(nn.relu(self.norm(nn.Conv(self.width, (7, 7), 2)(x))), (3, 3), (2, 2))
+        for stage, n in enumerate(self.blocks):
+            for i in range(n):
+                x = self.block(x, self.width << stage, 2 if stage and not i else 1)
+        return nn.Dense(self.n_classes)(x.mean((1, 2)))
+
+    def block(self, x, width, stride):
+        y = nn.relu(self.norm(nn.Conv(width, (1, 1), use_bias=False)(x)))
+        y = nn.relu(self.norm(nn.Conv(width, (3, 3), stride, use_bias=False)(y)))
+        y = self.norm(nn.Conv(4 * width, (1, 1), use_bias=False)(y))
+        if x.shape != y.shape:
+            x = self.norm(nn.Conv(4 * width, (1, 1), stride, use_bias=False)(x))
+        return nn.relu(x + y)
+
+    def norm(self, x):
+        return nn.GroupNorm(4)(x)
+
+
 class Transformer(nn.Module):
     n_classes: int
     width: int
@@ -86,6 +111,7 @@ class Leaves(nn.Module):
 _MODULES = {
     "mlp": MLP,
     "cnn": CNN,
+    "resnet": lambda n_classes, width, *blocks: ResNet(n_classes, width, blocks),
     "transformer": Transformer,
     "recommender": Recommender,
     "leaves": Leaves,

@@ -94,6 +94,12 @@ def leaves(n_leaves: int) -> Workload:
     return Workload("leaves", x, x.argmax(-1).astype(np.int32), 8, 8, 4, (n_leaves,))
 
 
+def images(n: int, size: int, sizes: tuple[int, ...]) -> Workload:
+    """One batch of noise, for a "resnet" of a width and of blocks by stage."""
+    x = np.random.default_rng(0).normal(size=(n, size, size, 3)).astype(np.float32)
+    return Workload("resnet", x, np.arange(n, dtype=np.int32), n, 10, 1, sizes)
+
+
 MODELS: dict[str, Callable[[bool], Workload]] = {
     "mlp": mlp,
     "cnn": cnn,

@@ -241,3 +241,17 @@ def test_growth_that_must_not_be_is_named(monkeypatch):
     growth = Growth("Calls of fit", "calls", rows, ("MiB", "files"))
     assert growth.problems() == ["Calls of fit: files grew from 6 to 7"]
     assert not Growth("Calls of fit", "calls", rows).problems()
+
+
+@pytest.mark.slow
+def test_first_steps_are_measured_and_a_warm_cache_leaves_nothing_to_compile(run_child):
+    pytest.importorskip("sklearn", reason="needs the digits that scikit-learn brings")
+    command = [sys.executable, "-m", "benchmarks.first_step", "--quick", "--models", "mlp"]
+    done = run_child(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    cold, warm = done.stdout.split("mlp, warm cache")
+    programs = r"(hand-written|TrainLoop|Model.fit) .* x  tracing .* programs (\d+)$"
+    for text, expected in (cold, False), (warm, True):
+        found = re.findall(programs, text, re.MULTILINE)
+        assert len(found) == 3
+        assert all((n == "0") is expected for _, n in found)
