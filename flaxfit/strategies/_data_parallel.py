@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from flaxfit.strategies._compilation import can_call, compiled
 from flaxfit.strategies._copy import copied, placed_copy, unaliased
 from flaxfit.strategies._devices import given_devices, local_devices
-from flaxfit.strategies._mapped import Implementation, by_axis, check_implementation, mapped
+from flaxfit.strategies._mapped import Implementation, by_axis, chosen, mapped
 from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica, without_axis
 from flaxfit.tree._types import Array, Device, Function, PyTree
 
@@ -46,8 +47,9 @@ class DataParallel:
         It exists on a single device too, but not with virtual replicas.
       implementation: "pmap", or "shard_map" for `jax.jit` of `jax.shard_map`, on which JAX 0.8 and
         later build `jax.pmap`. Both compile the same program: states, metrics and checkpoints have
-        the same bits and layout, and a run can resume with the other. In one process both are
-        equally fast; in several, "pmap" passes the state to the program faster.
+        the same bits and layout, and a run can resume with the other. "auto": "shard_map" in one
+        process, where JAX keeps all that "pmap" has mapped for good; "pmap" in several, where it
+        passes the state to the program faster.
 
     Raises:
       ValueError: there are no devices, the processes have different numbers of them, the virtual
@@ -64,10 +66,9 @@ class DataParallel:
         *,
         virtual_replicas: int | None = None,
         axis_name: str = REPLICA,
-        implementation: Implementation = "pmap",
+        implementation: Implementation | Literal["auto"] = "auto",
     ):
         self.devices = given_devices(devices)
-        self.implementation: Implementation = check_implementation(implementation)
         self.virtual_replicas = virtual_replicas
         if virtual_replicas is not None:
             _check_divides(virtual_replicas, len(self.devices))
@@ -76,6 +77,8 @@ class DataParallel:
         self._axis = check_axis_name(axis_name) if virtual_replicas is None else "device"
         self._local = local_devices(self.devices)
         self.n_processes = len(self.devices) // len(self._local)
+        self.implementation = chosen(implementation, self.n_processes)
+        """How the function of a step is mapped: "pmap" or "shard_map"."""
         self._everywhere = Mesh(np.array(self.devices), (self._axis,))
         here = Mesh(np.array(self._local), (self._axis,))
         self._whole = NamedSharding(here, PartitionSpec())
@@ -88,7 +91,7 @@ class DataParallel:
             more = f", virtual_replicas={self.virtual_replicas}"
         elif self._axis != REPLICA:
             more = f", axis_name={self._axis!r}"
-        if self.implementation != "pmap":
+        if self.implementation != chosen("auto", self.n_processes):
             more += f", implementation={self.implementation!r}"
         return f"DataParallel({len(self.devices)} {self.devices[0].platform} devices{more})"
 

@@ -1,6 +1,6 @@
 """Maps a function over devices: by `jax.pmap`, or by `jax.jit` of `jax.shard_map`."""
 
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -69,14 +69,15 @@ def by_axis(function: Function, results: PyTree, out_axes: PyTree) -> PyTree:
     return function(results, out_axes)
 
 
-def check_implementation(given: object) -> Implementation:
-    """Checks the `implementation` argument of `DataParallel`."""
-    for name in get_args(Implementation):
-        if given == name:
-            return name
+def chosen(given: object, n_processes: int) -> Implementation:
+    """Returns the implementation that is given, or for "auto" that for a number of processes."""
+    if given == "auto":
+        given = "shard_map" if n_processes == 1 else "pmap"
+    if given == "pmap" or given == "shard_map":
+        return given
     raise ValueError(
-        f'implementation must be "pmap" or "shard_map", got {given!r:.60}: both compile the same '
-        "program."
+        f'implementation must be "auto", "pmap" or "shard_map", got {given!r:.60}: all compile the '
+        "same program."
     )
 
 

@@ -1,6 +1,8 @@
 """Both ways to map a function over devices compile one program, and train to the same bits."""
 
+import gc
 import re
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from marks import thorough
 
 import flaxfit as ff
 from flaxfit.strategies import DataParallel
-from flaxfit.strategies._mapped import mapped
+from flaxfit.strategies._mapped import chosen, mapped
 
 BOTH = ("pmap", "shard_map")
 RNG = np.random.default_rng(0)
@@ -155,16 +157,34 @@ def test_virtual_replicas_have_the_same_bits():
 
 
 def test_a_narrower_strategy_and_the_repr_keep_the_implementation():
-    strategy = DataParallel(axis_name="batch", implementation="shard_map")
+    strategy = DataParallel(axis_name="batch", implementation="pmap")
     assert repr(strategy.narrow(3)) == (
-        "DataParallel(3 cpu devices, axis_name='batch', implementation='shard_map')"
+        "DataParallel(3 cpu devices, axis_name='batch', implementation='pmap')"
     )
-    virtual = DataParallel(virtual_replicas=8, implementation="shard_map")
-    assert virtual.narrow(2).implementation == "shard_map"
-    assert DataParallel().implementation == "pmap"
+    virtual = DataParallel(virtual_replicas=8, implementation="pmap")
+    assert virtual.narrow(2).implementation == "pmap"
+    assert DataParallel().implementation == DataParallel().narrow(2).implementation == "shard_map"
+    assert chosen("auto", 2) == "pmap"
+
+
+def test_jax_keeps_nothing_of_a_loop_that_is_gone():
+    def train():
+        def apply(variables, x, **_):
+            return variables["params"] * x
+
+        data = [(np.ones(8, np.float32), np.ones(8, np.float32))]
+        task = ff.TrainTask(apply, optax.sgd(0.1), "mse", data)
+        init = {"params": np.zeros(1, np.float32)}
+        state = ff.TrainState.create(task.optimizer, init)
+        ff.TrainLoop(state, task, 0, devices=jax.devices()[:1], stdout=False).next_step()
+        return weakref.ref(apply)
+
+    model = train()
+    gc.collect()
+    assert model() is None
 
 
 @pytest.mark.parametrize("given", ["jit", None, ["pmap"]])
 def test_an_unknown_implementation_is_refused(given):
-    with pytest.raises(ValueError, match='must be "pmap" or "shard_map", got '):
+    with pytest.raises(ValueError, match='must be "auto", "pmap" or "shard_map", got '):
         DataParallel(implementation=given)
