@@ -21,7 +21,15 @@ _OWN = "flaxfit"
 _LIBRARIES = (_OWN, "jax", "jaxlib", "flax", "optax", "redex", "tqdm")
 _STDLIB = sysconfig.get_path("stdlib"), "<frozen "
 _RAISE = dis.opmap["RAISE_VARARGS"]
-_SPECIAL = ("__init__", "__call__", "__next__", "__getitem__")
+_SPECIAL = (
+    "__init__",
+    "__call__",
+    "__next__",
+    "__getitem__",
+    "__getattr__",
+    "__setattr__",
+    "__reduce__",
+)
 _OF_JAX = "JAX_TRACEBACK_FILTERING"
 _IS_WORDED, _NOTICE = "_flaxfit_is_worded", "_flaxfit_notice"
 
@@ -38,8 +46,7 @@ def hide_internals(module: str) -> None:
             _hide_internals_of(value)
         elif isinstance(value, FunctionType):
             home = sys.modules[value.__module__]
-            known = getattr(home, name)  # Short already, where two modules export it.
-            short = known if known.__code__.co_filename == __file__ else _short(value)
+            short = _short(getattr(home, name))  # Once, where two modules export it.
             setattr(home, name, short)
             setattr(public, name, short)
 
@@ -52,15 +59,20 @@ def _hide_internals_of(public: type) -> None:
         for name, value in list(vars(each).items()):
             if name.startswith("_") and name not in _SPECIAL:
                 continue
-            if isinstance(value, FunctionType) and value.__code__.co_filename != __file__:
+            if isinstance(value, FunctionType):
                 setattr(each, name, _short(value))
             elif isinstance(value, classmethod | staticmethod):
                 setattr(each, name, type(value)(_short(value.__func__)))
-            elif isinstance(value, property) and value.fset is not None:
-                setattr(each, name, value.setter(_short(value.fset)))
+            elif isinstance(value, property):
+                setattr(each, name, value.getter(_short(value.fget)).setter(_short(value.fset)))
 
 
 def _short(function: Any) -> Any:
+    """Wraps a function of the library, once. `typing` compares its own `__init__` of protocols."""
+    if not isinstance(function, FunctionType) or _package(function.__module__) != _OWN:
+        return function
+    if function.__code__.co_filename == __file__:
+        return function
     tidied = shorten  # Not a global, see below.
     if inspect.isgeneratorfunction(function):
 
@@ -91,7 +103,7 @@ def shorten(error: BaseException) -> None:
     if _shows_all():
         return
     here = error.__traceback__
-    error.__traceback__ = None if here is None else here.tb_next
+    error.with_traceback(None if here is None else here.tb_next)
     if isinstance(error, KeyboardInterrupt) or is_worded(error):
         vars(error)[_IS_WORDED] = True  # Once its last frame is gone, nothing else tells.
         _tidy(error)
@@ -144,18 +156,22 @@ def _shows_all() -> bool:
     return given not in ("", "0") or os.environ.get(_OF_JAX) == "off"
 
 
-def _tidy(error: BaseException) -> None:
+def _tidy(error: BaseException, *seen: int) -> None:
     """Removes internal frames from an error and its causes, and contexts of such frames alone."""
-    error.__traceback__ = _without_internals(error.__traceback__)
+    error.with_traceback(_without_internals(error.__traceback__))  # An error may be frozen.
     notes = getattr(error, "__notes__", None)
     if notes is not None:
         notes[:] = [note for note in notes if _OF_JAX not in note]
-    if error.__cause__ is not None:
-        _tidy(error.__cause__)
-    elif error.__context__ is not None and _has_own(error.__context__):
-        _tidy(error.__context__)
+    cause, context = error.__cause__, error.__context__
+    if cause is not None:
+        if _IS_WORDED in vars(error) and _package(type(cause).__module__) in ("jax", "jaxlib"):
+            cause.args = (str(cause).partition("\n")[0],)  # The sentence says the rest.
+        if id(cause) not in seen:  # `raise a from b`, where b was raised from a.
+            _tidy(cause, id(error), *seen)
+    elif context is not None and _has_own(context):
+        _tidy(context, id(error), *seen)
     else:
-        error.__suppress_context__ = True
+        BaseException.__setattr__(error, "__suppress_context__", True)
 
 
 def _has_own(error: BaseException) -> bool:

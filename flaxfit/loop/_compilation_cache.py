@@ -91,7 +91,7 @@ def _use_own() -> None:
         warnings.warn(
             f"Compiled programs are not kept in {path or 'a folder'}: {error}. "
             f"compilation_cache=None or the environment variable {_SWITCH}=off is silent.",
-            stacklevel=4,
+            stacklevel=5,  # Past the wrapper of a public method.
         )
         return
     _in_use.append(path)

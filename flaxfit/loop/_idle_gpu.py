@@ -23,7 +23,7 @@ def warn_of_idle_gpu() -> None:
         "JAX computes on the CPU, though this machine has an NVIDIA GPU: JAX was installed without "
         'CUDA, or cannot load it. Install it with pip install "jax[cuda13]" and see what '
         "jax.devices('cuda') says; or set JAX_PLATFORMS=cpu to silence this warning.",
-        stacklevel=3,
+        stacklevel=4,  # Past the wrapper of a public method.
     )
 
 

@@ -1,5 +1,6 @@
 """Tracebacks: a worded error shows the user's frames and its sentence, and no others."""
 
+import dataclasses
 import doctest
 import inspect
 import os
@@ -54,6 +55,13 @@ def test_a_property_that_is_set_does_too():
     with pytest.raises(TypeError, match="True or False") as caught:
         model.trainable = 1
     assert files_in(caught.value) == {__file__}
+
+
+def test_an_attribute_that_is_read_does_too():
+    for name in "layers", "nonsense":
+        with pytest.raises(AttributeError, match=name) as caught:
+            getattr(make_model(), name)
+        assert files_in(caught.value) == {__file__}
 
 
 def test_a_generator_that_is_run_does_too():
@@ -138,6 +146,54 @@ def test_the_cause_of_a_worded_error_keeps_the_frames_of_the_user():
     cause = caught.value.__cause__
     assert cause is not None
     assert names_in(cause) == ["apply"] and "JAX_TRACEBACK" not in str(cause.__notes__)
+    assert len(traceback.format_exception(caught.value)) < 13 and "\n" not in str(cause)
+
+
+def test_causes_that_are_each_others_stay_so():
+    def broken():
+        yield np.ones((2, 3), np.float32)
+        first, second = OSError("first"), KeyError("second")
+        first.__cause__, second.__cause__ = second, first
+        raise first
+
+    with pytest.raises(OSError, match="first") as caught:
+        make_model().predict(broken())
+    assert names_in(caught.value)[1:] == ["broken"]
+
+
+def test_an_error_that_cannot_be_changed_stays_itself():
+    @dataclasses.dataclass(frozen=True)
+    class Frozen(Exception):
+        code: int
+
+    class Broken:
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            raise Frozen(3)
+
+    with pytest.raises(Frozen):
+        next(iter(ff.data.as_stream(Broken())))
+
+
+@pytest.mark.parametrize(
+    "protocol", [ff.callbacks.Callback, ff.data.DataStream, ff.strategies.Strategy]
+)
+def test_a_subclass_of_a_protocol_is_made_by_its_other_base(protocol):
+    class Base:
+        def __init__(self, x):
+            self.x = x
+
+    class Mine(protocol, Base):
+        pass
+
+    class Plain(protocol):
+        pass
+
+    assert Mine(3).x == 3
+    with pytest.raises(TypeError, match="one argument"):
+        Plain(3)
 
 
 def test_a_call_with_other_arguments_ends_at_the_call():
@@ -160,6 +216,8 @@ def test_methods_keep_their_signatures_their_source_and_their_examples():
     module = sys.modules["flaxfit.loop._train_loop"]
     found = {each.name for each in doctest.DocTestFinder().find(module) if each.examples}
     assert "flaxfit.loop._train_loop.TrainLoop.next_step" in found
+    for method in ff.Sharded.fsdp, ff.Model.fit, ff.Model.trainable.fget:  # Wrapped once.
+        assert not hasattr(vars(method)["__wrapped__"], "__wrapped__")
 
 
 def test_an_interrupt_that_nobody_catches_is_one_line(capsys):
