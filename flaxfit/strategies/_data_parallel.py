@@ -77,7 +77,7 @@ class DataParallel:
         self._axis = check_axis_name(axis_name) if virtual_replicas is None else "device"
         self._local = local_devices(self.devices)
         self.n_processes = len(self.devices) // len(self._local)
-        self.implementation = chosen(implementation, self.n_processes)
+        self.implementation: Implementation = chosen(implementation, self.n_processes)
         """How the function of a step is mapped: "pmap" or "shard_map"."""
         self._everywhere = Mesh(np.array(self.devices), (self._axis,))
         here = Mesh(np.array(self._local), (self._axis,))

@@ -69,10 +69,10 @@ def by_axis(function: Function, results: PyTree, out_axes: PyTree) -> PyTree:
     return function(results, out_axes)
 
 
-def chosen(given: object, n_processes: int) -> Implementation:
+def chosen(given: Implementation | Literal["auto"], n_processes: int) -> Implementation:
     """Returns the implementation that is given, or for "auto" that for a number of processes."""
     if given == "auto":
-        given = "shard_map" if n_processes == 1 else "pmap"
+        return "shard_map" if n_processes == 1 else "pmap"
     if given == "pmap" or given == "shard_map":
         return given
     raise ValueError(
