@@ -1,16 +1,18 @@
 """Checks that a loss or a metric treats the rows of a batch one by one."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal
 
-from flaxfit.step._row_coupling import mixes_rows, numbers
+from flaxfit.step._row_coupling import mixes_rows, numbers, picks_in_order
 from flaxfit.tree._types import Function, PyTree
 
 # Two sizes that no other dimension has: rows that are compared one by one must agree in number.
-_N_OUTPUTS, _N_TARGETS = 10007, 10009
+_NUMBERS = _N_OUTPUTS, _N_TARGETS = 10007, 10009
 # Primes, to recognise the axis of rows by its size; small, as a loss may make an n x n array.
 _N_ROWS = (1009, 1013, 1019, 1021)
 
@@ -122,9 +124,13 @@ def check_sums(name: str, measure: Function, outputs: PyTree, targets: PyTree) -
 def _takes_any_number(function: Function, outputs: PyTree, targets: PyTree) -> bool:
     outputs, targets = _resized(outputs, _N_OUTPUTS), _resized(targets, _N_TARGETS)
     try:
-        program = jax.make_jaxpr(function)(*outputs, *targets).jaxpr
+        closed = jax.make_jaxpr(function)(*outputs, *targets)
     except Exception:  # It takes equal numbers only, as it should.
         return False
+    # An index beyond the rows is no error in JAX: outputs[jnp.arange(len(targets)), targets].
+    if any(picks_in_order(closed, *each) for each in itertools.permutations(_NUMBERS)):
+        return False
+    program = closed.jaxpr
     used = {v for eqn in program.eqns for v in eqn.invars if not isinstance(v, Literal)}
     used |= {v for v in program.outvars if not isinstance(v, Literal)}
     n_outputs = len(jax.tree.leaves(outputs))

@@ -96,10 +96,25 @@ def _mixes(needed: _Needed, n: int) -> bool:
 
 def _picks_other_rows(needed: _Needed, n: int) -> bool:
     """Whether rows are picked by an index that is not the number of the row itself."""
-    operand, indices = needed.equation.invars
-    columns = needed.equation.params["dimension_numbers"].start_index_map
-    by_index = [columns.index(axis) for axis in _axes(operand, n) if axis in columns]
-    return not all(_counts_rows(indices, column, needed.makers, n) for column in by_index)
+    indices = needed.equation.invars[1]
+    columns = _columns_of_rows(needed.equation, n)
+    return not all(_counts_rows(indices, column, needed.makers, n) for column in columns)
+
+
+def picks_in_order(program: Jaxpr, n: int, count: int) -> bool:
+    """Whether the rows 0, 1, ... `count - 1` of an array with `n` are picked by index."""
+    return any(
+        _counts_rows(each.equation.invars[1], column, each.makers, count)
+        for each in _needed(program, [True] * len(program.jaxpr.outvars))
+        if each.equation.primitive.name == "gather"
+        for column in _columns_of_rows(each.equation, n)
+    )
+
+
+def _columns_of_rows(gather: JaxprEqn, n: int) -> list[int]:
+    """The columns of the indices of a gather that number rows."""
+    columns = gather.params["dimension_numbers"].start_index_map
+    return [columns.index(axis) for axis in _axes(gather.invars[0], n) if axis in columns]
 
 
 def _counts_rows(indices: Var | Literal, column: int, makers: _Makers, n: int) -> bool:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen
 
 import flaxfit as ff
 from flaxfit import losses
@@ -31,6 +32,35 @@ def test_a_loss_that_broadcasts_is_found_out(loss):
     with pytest.raises(ValueError, match=r"The loss broadcasts.*\(8, 1\).*\(8,\).*\[:, None\]"):
         check_by_row("The loss", loss, (COLUMN,), (ROW,))
     check_by_row("The loss", loss, (COLUMN,), (COLUMN,))
+
+
+LOGITS, LABELS = jax.ShapeDtypeStruct((8, 3), "float32"), jax.ShapeDtypeStruct((8,), "int32")
+
+
+@pytest.mark.parametrize("reduce", [lambda v: v, jnp.mean])
+def test_a_loss_that_picks_by_the_number_of_the_row_compares_row_by_row(reduce):
+    def nll(o, t):
+        return -reduce(jax.nn.log_softmax(o)[jnp.arange(len(t)), t])
+
+    def other_rows(o, t):
+        return o[t, 0] + t
+
+    check_by_row("The loss", nll, (LOGITS,), (LABELS,))
+    assert couples_rows(other_rows, (LOGITS,), (LABELS,))
+    with pytest.raises(ValueError, match="The loss broadcasts"):
+        check_by_row("The loss", lambda o, t: reduce(other_rows(o, t)), (LOGITS,), (LABELS,))
+
+
+def test_a_usual_cross_entropy_by_index_trains_as_that_by_name():
+    def nll(logits, labels):
+        return -jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels]
+
+    def trained(loss):
+        model = ff.Model(linen.Dense(3), optax.sgd(0.1), loss, metrics={"nll": nll})
+        return model.fit(X, np.arange(8) % 3, batch_size=3, epochs=2, verbose=0)
+
+    own, named = trained(nll), trained("crossentropy")
+    np.testing.assert_allclose([own["loss"], own["nll"]], [named["loss"]] * 2, rtol=1e-6)
 
 
 def test_what_looks_at_one_side_only_is_not_meant():
