@@ -17,7 +17,7 @@ def strategy_for(
     """The strategy that was given, or the default: one under which the step sees whole batches."""
     if devices is not None and strategy is not None:
         raise ValueError("Give either devices or a strategy, not both: strategies hold devices.")
-    if isinstance(strategy, type) or not (strategy is None or hasattr(strategy, "compile")):
+    if strategy is not None and not hasattr(type(strategy), "compile"):
         raise TypeError(
             "strategy must be an object such as flaxfit.DataParallel() or flaxfit.Sharded(), got "
             f"{strategy!r}."
