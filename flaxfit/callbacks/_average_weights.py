@@ -55,7 +55,7 @@ class AverageWeights:
         self._mean: dict[str, PyTree] = {}
 
     def attach(self, loop: Loop) -> None:
-        """Starts afresh with a loop.
+        """Starts from scratch with a loop.
 
         Raises:
           ValueError: its task keeps an average already, or another callback sets the last weights.

@@ -182,6 +182,15 @@ class JaxModule:
         return dict(zip(self._leaves, map(bool, jax.tree.leaves(trainable)), strict=True))
 
 
+def check_is_module(given: object) -> None:
+    """Checks that what is to be written is a JaxModule."""
+    if not isinstance(given, JaxModule):
+        raise TypeError(
+            f"Pass a JaxModule, got {type(given).__name__}. A Model writes itself, "
+            "model.export(path); flaxfit.export.from_state makes a JaxModule of a state."
+        )
+
+
 def named_arrays(params: Params) -> dict[str, jax.Array]:
     """Copies of the leaves by name, on the default device."""
     arrays: dict[str, jax.Array] = {}

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from flaxfit.export._compare import RTOL, ExportReport, write_compared
-from flaxfit.export._module import DEFAULT_METHOD_KEY, JaxModule
+from flaxfit.export._module import DEFAULT_METHOD_KEY, JaxModule, check_is_module
 from flaxfit.export._names import input_names, output_names
 from flaxfit.export._program import first_line
 from flaxfit.export._spec import Specs, shape_structs
@@ -55,6 +55,7 @@ def save_onnx(
         nothing is written.
       ImportError: jax2onnx or onnxruntime is not installed.
     """
+    check_is_module(module)
     jax2onnx, onnxruntime = _import()
     name = _chosen(module, method)
     specs = module.method_specs[name].input_spec

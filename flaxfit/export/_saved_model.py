@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from flaxfit.export._compare import RTOL, ExportReport, write_compared
-from flaxfit.export._module import DEFAULT_METHOD_KEY, JaxModule
+from flaxfit.export._module import DEFAULT_METHOD_KEY, JaxModule, check_is_module
 from flaxfit.export._names import from_names, input_names, output_names
 from flaxfit.export._program import PLATFORMS, PORTABLE
 from flaxfit.export._spec import Specs, call_with
@@ -59,6 +59,7 @@ def save_saved_model(
         written.
       ImportError: TensorFlow is not installed.
     """
+    check_is_module(module)
     tf = import_tensorflow()
     if module.with_gradient and not gradients:
         raise ValueError(

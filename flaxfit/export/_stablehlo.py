@@ -15,7 +15,7 @@ import numpy as np
 from flaxfit.export import _archive
 from flaxfit.export._compare import RTOL, ExportReport, write_compared
 from flaxfit.export._exported_model import ExportedModel
-from flaxfit.export._module import JaxModule
+from flaxfit.export._module import JaxModule, check_is_module
 from flaxfit.export._program import PLATFORMS, PORTABLE, export_method, first_line, in_version
 from flaxfit.export._spec import InputSpec, Specs
 from flaxfit.tree._checks import local_path
@@ -58,6 +58,7 @@ def save(
         written.
       ImportError: flatbuffers is not installed.
     """
+    check_is_module(module)
     _check_flatbuffers()
     params = module.named_params
     programs = {}

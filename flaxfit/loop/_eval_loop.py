@@ -79,6 +79,11 @@ class EvalLoop:
     ):
         if n_steps is not None:
             whole_number("n_steps", n_steps)
+        if not isinstance(task, EvalTask):
+            raise TypeError(
+                "EvalLoop needs a task, flaxfit.EvalTask(apply, metrics, data), got "
+                f"{type(task).__name__}."
+            )
         self.task = task
         self.name = name
         self.n_steps = n_steps

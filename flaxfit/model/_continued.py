@@ -121,7 +121,7 @@ def continued(
     opt_state, is_kept = continued_state(state.opt_state, optimizer, state.params, is_same=is_same)
     if int(state.step) and not quiet:
         kept = "the weights and the optimizer state are kept"
-        fresh = "the weights are kept; the optimizer state differs and starts afresh"
+        fresh = "the weights are kept; the optimizer state differs and starts from scratch"
         say(f"compiled at step {int(state.step):,}: {kept if is_kept else fresh}")
     return _with_opt_state(state, opt_state)
 

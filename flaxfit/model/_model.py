@@ -116,7 +116,7 @@ class Model(Examination, AnswersOtherNames):
 
         The optimizer state is kept if the optimizer is the same, or if the new one's state has the
         same structure, as after a change of the learning rate or of a schedule, which continues at
-        the current step. Otherwise it starts afresh, and a line says so. A rate that was set stays
+        the current step. Otherwise it is reset, and a line says so. A rate that was set stays
         unless you pass a new optimizer. A run saved with another optimizer cannot be resumed.
 
         >>> model = Model(nn.Dense(1), optax.sgd(0.1), "mse")

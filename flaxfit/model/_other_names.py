@@ -33,7 +33,7 @@ _ADVICE: Mapping[str, str] = {
     "add_metric": "pass metrics to Model or compile",
     "predict_classes": "use predict(x).argmax(-1)",
     "predict_proba": "use jax.nn.softmax(predict(x)), as models return logits",
-    "reset_metrics": "metrics start afresh in each epoch",
+    "reset_metrics": "fit resets the metrics at the start of each epoch",
     "run_eagerly": "pass Model(..., run_eagerly=True)",
     "score": "use evaluate(x, y)",
     "stop_training": "a callback ends training by returning checkpoint.replace(stop=True)",

@@ -49,7 +49,7 @@ class RunFolder:
         if resume is True and found is None:
             raise FileNotFoundError(
                 f"resume=True, but {os.fspath(folder)!r} holds no checkpoint. Use resume='auto' "
-                "to start afresh when there is none."
+                "to start from scratch when there is none."
             )
         if resume is False and found is not None:
             raise ValueError(

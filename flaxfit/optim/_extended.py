@@ -121,7 +121,7 @@ def continued_state(
 
     Also returns whether the state of the user's optimizer, without the options of the task, was
     taken over. The same optimizer keeps its state and hyperparameters, and only parameters that
-    were frozen start afresh. Another optimizer keeps its own hyperparameters.
+    were frozen start from scratch. Another optimizer keeps its own hyperparameters.
     """
     new = optimizer.init(params)
     fields = new._asdict() if isinstance(new, ExtendedState) else {"inner": new}

@@ -51,7 +51,7 @@ def put_back(
     fresh = (name for name in found if _is_missed(name, states))
     return [
         *(f"no callback takes the saved state of {name}" for name in unused),
-        *(f"{name} starts afresh: the checkpoint holds no state of it" for name in fresh),
+        *(f"{name} starts from scratch: the checkpoint holds no state of it" for name in fresh),
     ]
 
 

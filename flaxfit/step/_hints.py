@@ -127,7 +127,7 @@ def _of_scales(inputs: PyTree) -> Iterator[str]:
         largest = max(abs(float(np.max(leaf))), abs(float(np.min(leaf))))
         if _LARGE < largest < np.inf:
             yield (
-                f"input {path!r} has values up to {largest:,.0f}, but models train best on values "
+                f"input {path!r} has values up to {largest:,.6g}, but models train best on values "
                 "near 1: scale it, such as (x - x.mean(0)) / x.std(0)"
             )
 

@@ -3,9 +3,12 @@ from collections import namedtuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import linen as nn
 from flax.core import freeze
 
+from flaxfit import Model, export
 from flaxfit.export import InputSpec, JaxModule
 
 Scale = namedtuple("Scale", "factor offset")
@@ -132,3 +135,9 @@ def test_an_update_that_does_not_fit_changes_nothing(module, variables, change, 
 def test_a_method_that_is_no_function_is_refused(net, variables):
     with pytest.raises(TypeError, match="must be a function"):
         JaxModule(variables, {"f": 3}, input_spec={"f": SPEC})
+
+
+@pytest.mark.parametrize("save", [export.save, export.save_saved_model, export.save_onnx])
+def test_a_model_in_place_of_a_module_is_answered_with_its_method(save, tmp_path):
+    with pytest.raises(TypeError, match=r"got Model\. .*model\.export\(path\)"):
+        save(Model(nn.Dense(1), optax.sgd(0.1), "mse"), tmp_path / "model")

@@ -263,5 +263,10 @@ def test_evaluation_without_a_stream_says_where_to_name_it():
         noisy.export("nowhere", input_spec=InputSpec(("batch", 1)))
 
 
+def test_what_is_not_a_task_is_refused():
+    with pytest.raises(TypeError, match=r"EvalLoop needs a task, .*, got Dense\."):
+        ff.EvalLoop(nn.Dense(1))  # pyright: ignore[reportArgumentType]
+
+
 def assert_same(a, b):
     np.testing.assert_array_equal(a, b)

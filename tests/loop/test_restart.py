@@ -178,7 +178,7 @@ def test_states_are_found_by_type_and_what_finds_none_is_said(tmp_path, capsys):
     second = [lambda c: None, number, *(every(1, stopping()) for _ in range(2))]
     next(loop(second, reader, 6))
     assert [each.get_state()["n_waited"] for each in second[2:]] == [4, 0]
-    assert "EarlyStopping-2 starts afresh" in capsys.readouterr().err
+    assert "EarlyStopping-2 starts from scratch" in capsys.readouterr().err
     next(loop([], reader, 6))
     assert "no callback takes the saved state of EarlyStopping" in capsys.readouterr().err
 

@@ -85,7 +85,7 @@ def test_compile_keeps_the_weights_and_a_state_that_fits(capsys):
     assert model.evaluate(X, Y).keys() == {"loss", "mse"} and model.step == 1
     model.compile(optax.sgd(0.1))
     said = capsys.readouterr().err
-    assert "optimizer state are kept" in said and "starts afresh" in said
+    assert "optimizer state are kept" in said and "starts from scratch" in said
 
 
 def rate_of(model):

@@ -59,7 +59,7 @@ def test_states_without_a_callback_and_callbacks_without_a_state_are_named():
         "no callback takes the saved state of Remembers-2"
     ]
     assert put_back([Remembers()], {}, {}) == [
-        "Remembers starts afresh: the checkpoint holds no state of it"
+        "Remembers starts from scratch: the checkpoint holds no state of it"
     ]
 
 

@@ -123,6 +123,7 @@ def test_a_convolution_that_takes_the_batch_for_an_image_is_named():
 def test_inputs_of_a_large_scale_are_named_and_integers_are_not():
     (hint,) = hints(logits, CLASSES, x=-3000 * X)
     assert "input '0' has values up to 3,000" in hint and "x.std(0)" in hint
+    assert "up to 1e+30," in hints(logits, CLASSES, x=np.full_like(X, 1e30))[0]
     assert not hints(logits, CLASSES, x=900 * X)
     assert not hints(logits, CLASSES, x=(3000 * X).astype(int))
 
