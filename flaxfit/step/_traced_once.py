@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 import weakref
@@ -31,20 +32,21 @@ class TracedOnce:
     model; the others repeat its operations, and differentiate or map these as they would the code.
 
     Code that keeps a traced array runs each time: a loss may read the array in the same pass, and
-    where the code itself reads it in a later one, JAX finds that out.
+    where the code itself reads it in a later one, JAX finds that out. So does the code that an
+    objective calls, which may change between two calls what that code reads.
     """
 
     def __init__(self) -> None:
-        self._known: list[tuple[PyTree, Any]] = []
+        self._known: list[_Known] = []
 
     def forget(self) -> None:
         """Forgets what was traced."""
         self._known = []
 
     def __call__(self, task: Task) -> Task:
-        """Returns a task with such a model."""
+        """Returns a task with such a model, or the task itself where its code runs each time."""
         function = task.apply
-        if function is None:
+        if function is None or task.objective is not None:
             return task
 
         @functools.wraps(function)
@@ -78,16 +80,27 @@ class TracedOnce:
 
         JAX keeps the programs by shapes and context.
         """
-        for each, flat in self._known:
-            if each == kind:
-                return flat and flat.trace(*shapes)
-        flat: Any = jax.jit(_flat(*kind))
-        with _watched() as kept:
-            traced = flat.trace(*shapes)
+        known = next((known for known in self._known if known.kind == kind), None)
+        if known is None:
+            known = _Known(kind, jax.jit(_flat(*kind)))
+            self._known.append(known)
+        if known.flat is None:
+            return None
+        with _watched() as kept:  # The code runs again for other shapes.
+            traced = known.flat.trace(*shapes)
         # A loss may read what is kept; what the code closes over may be of the program around it.
-        is_alone = not kept and len(traced.jaxpr.in_avals) == len(shapes)
-        self._known.append((kind, flat if is_alone else None))
-        return traced if is_alone else None
+        if kept or len(traced.jaxpr.in_avals) != len(shapes):
+            known.flat = None
+            return None
+        return traced
+
+
+@dataclasses.dataclass(eq=False)
+class _Known:
+    """A kind of call, and its function of traced arrays, or None where the code has to run."""
+
+    kind: tuple[Function, Any, list[Any]]
+    flat: Any
 
 
 class _Other:

@@ -137,6 +137,47 @@ def test_a_model_that_keeps_arrays_is_traced_again_and_refused_where_it_uses_one
         loop_of(Keeps(uses=True)).next_step()
 
 
+def test_what_it_keeps_for_some_shapes_alone_may_be_read_by_the_loss():
+    kept = []
+
+    def apply(variables, x, **_):
+        outputs = x @ variables["params"]
+        kept[:] = [outputs] if len(x) > 4 else []
+        return outputs, {}
+
+    def loss(outputs, targets):
+        return ((outputs - targets) ** 2 + sum(kept)).mean(-1)
+
+    def losses(*sizes):
+        data = [(X[:n], Y[:n]) for n in sizes]
+        task = ff.TrainTask(apply, optax.sgd(0.0), loss, data, pad=False)
+        loop = ff.TrainLoop(weights, task, 0, stdout=False, strategy=STRATEGIES["one device"]())
+        return [loop.next_step().loss for _ in sizes]
+
+    assert losses(4, 8, 4) == [25, 31, 25]  # (6 - 1)**2, and 6 more.
+
+
+def test_an_objective_calls_the_code_itself():
+    class Scaled(nn.Module):
+        @nn.compact
+        def __call__(self, x, by=1):
+            return nn.Dense(4, use_bias=False, kernel_init=nn.initializers.ones)(x) * by
+
+    def ten_times(call, arguments, options, _):
+        return 10 * call(*arguments, **options)
+
+    def objective(apply, batch, rngs):
+        (x,) = batch.inputs
+        found = apply(x, 1), apply(x, True), apply(x, 1.0)
+        with nn.intercept_methods(ten_times):
+            inside = apply(x, 1)
+        return sum(each.mean(-1) for each in found) + inside.mean(-1)
+
+    task = ff.TrainTask(Scaled(), optax.sgd(0.1), data=(X, Y), objective=objective)
+    loop = ff.TrainLoop(Scaled(), task, 0, stdout=False, strategy=STRATEGIES["one device"]())
+    assert loop.next_step().loss == 3 * 6 + 100 * 6  # The module and its layer, each ten times.
+
+
 def test_results_may_be_constants_and_numbers():
     table, seen = np.arange(3), []
 
