@@ -225,8 +225,14 @@ def restore(
     reader = CheckpointFileReader(folder, which=which, strict=strict)
     found = reader.read(target, partial=partial)
     if found is None:
-        raise FileNotFoundError(f"There is no checkpoint in {reader.folder}.")
+        raise nothing_in(reader.folder)
     return found.state
+
+
+def nothing_in(folder: Path) -> FileNotFoundError:
+    """The error for a folder without a checkpoint, or a file in its place."""
+    advice = " It is a file: load_weights reads weights." if folder.is_file() else ""
+    return FileNotFoundError(f"There is no checkpoint in {folder}.{advice}")
 
 
 def list_steps(folder: str | os.PathLike[str]) -> list[int]:

@@ -14,6 +14,7 @@ from flaxfit.callbacks._callback import Callback
 from flaxfit.callbacks._history import History
 from flaxfit.callbacks._progress import ENDLESS
 from flaxfit.checkpoints._compare import check_params
+from flaxfit.checkpoints._reader import nothing_in
 from flaxfit.data import DataStream, as_stream, one_pass
 from flaxfit.data._batch import Batch, normalize
 from flaxfit.data._stream import is_shared
@@ -209,7 +210,7 @@ class Trainer:
         reader = checkpoints.CheckpointFileReader(folder, which=which)
         found = reader.read(None if self.loop is None else self.loop.state)
         if found is None:
-            raise FileNotFoundError(f"There is no checkpoint in {reader.folder}.")
+            raise nothing_in(reader.folder)
         fields = {"step": found.step, "metrics": found.metrics, "companions": found.companions}
         if self.loop is not None:
             self.loop.restore(Checkpoint(state=found.state, **fields))

@@ -10,6 +10,7 @@ import pytest
 from checkpoint_files import SMALL, data_files, fill, read
 from marks import thorough
 
+from flaxfit import Model
 from flaxfit.checkpoints import (
     CheckpointFileReader,
     CheckpointFileWriter,
@@ -40,6 +41,15 @@ def test_a_folder_without_checkpoints_reads_as_none(tmp_path, make):
     assert (list_steps(folder), latest(folder), best(folder)) == ([], None, None)
     with pytest.raises(FileNotFoundError, match="There is no checkpoint in .*run"):
         restore(folder, SMALL)
+
+
+def test_a_file_in_place_of_a_folder_is_answered_with_what_reads_it(tmp_path):
+    file = tmp_path / "weights.npz"
+    file.touch()
+    model = Model(DENSE, optax.sgd(0.1), "mse")
+    for load in (restore, model.load):
+        with pytest.raises(FileNotFoundError, match=r"npz\. It is a file: load_weights reads"):
+            load(file)
 
 
 def test_emptied_steps_alone_are_no_empty_folder(tmp_path):
