@@ -64,7 +64,7 @@ def _watching_nnx(module: Any, watched: Function) -> Iterator[None]:
     """Replaces `__call__` of the classes of the layers; each call merges layers of its own."""
     from flax import nnx
 
-    from flaxfit.modules._nnx import abstract_of
+    from flaxfit.modules._nnx_factory import abstract_of
     from flaxfit.modules._nnx_modes import copied
 
     paths: dict[int, str] = {}

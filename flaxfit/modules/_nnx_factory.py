@@ -1,0 +1,80 @@
+"""What counts as an NNX model: an instance, or a factory, and the module that one makes."""
+
+import functools
+import inspect
+import sys
+from typing import Any
+
+from flaxfit.modules._flags import parameters
+from flaxfit.tree._types import Function, Rngs
+
+
+def is_nnx(model: object) -> bool:
+    """Whether a model is an nnx module or may be a factory of one, a function of its rngs alone."""
+    # A user of nnx has imported it; nobody else should pay for its import.
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None or isinstance(model, nnx.Module):
+        return nnx is not None
+    maker = _maker(model)
+    found = parameters(maker)
+    required = {
+        p.name
+        for p in found.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+    takes_rngs_alone = required <= {"rngs"} if "rngs" in found else len(required) == 1
+    return maker is not None and takes_rngs_alone
+
+
+def is_factory(given: object) -> bool:
+    """Whether this makes an nnx module, and cannot be an `init` or an `apply`.
+
+    That is a `functools.partial` of a class, or a function with one argument, `rngs`.
+    """
+    if not is_nnx(given):
+        return False
+    if isinstance(given, functools.partial):
+        return isinstance(given.func, type)
+    return inspect.isfunction(given) and [*parameters(given)] == ["rngs"]
+
+
+def make(model: Any, rngs: Rngs) -> Any:
+    """The module that a factory makes of these `nnx.Rngs`, or the instance itself."""
+    from flax import nnx
+
+    from flaxfit.modules import _nnx_state as states
+
+    made = model
+    if is_nnx(model) and not isinstance(model, nnx.Module):
+        is_named = "rngs" in parameters(_maker(model))
+        # A strategy shards by names of dimensions later; nnx would ask for a mesh now.
+        with nnx.use_eager_sharding(False):
+            made = model(rngs=rngs) if is_named else model(rngs)
+    if isinstance(made, nnx.Module):
+        states.mark_arrays(made)
+        return made
+    raise TypeError(
+        "from_nnx needs an instance of an nnx module, or a function that makes one of its rngs "
+        f"alone, got {model!r:.60}: pass `lambda rngs: Module(..., rngs=rngs)`."
+    )
+
+
+def _maker(model: object) -> Function | None:
+    """A function with the signature of a factory, which the metaclass of a module hides."""
+    from flax import nnx
+
+    if isinstance(model, functools.partial):
+        maker = _maker(model.func)
+        return maker and functools.partial(maker, *model.args, **model.keywords)
+    if isinstance(model, type):
+        initializer: Any = model.__init__
+        return functools.partial(initializer, None) if issubclass(model, nnx.Module) else None
+    return model if inspect.isroutine(model) else None
+
+
+def abstract_of(model: Any) -> Any:
+    """The instance itself, or the shapes of the module that a factory makes."""
+    from flax import nnx
+
+    is_instance = isinstance(model, nnx.Module)
+    return model if is_instance else nnx.eval_shape(lambda: make(model, nnx.Rngs(0)))
