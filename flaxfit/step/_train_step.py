@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from flaxfit.data._batch import Batch
+from flaxfit.data._batch import Batch, n_examples
 from flaxfit.optim._arguments import with_arguments
 from flaxfit.optim._demands import arguments_of
 from flaxfit.optim._freeze import mask, merge
@@ -119,12 +119,13 @@ def make_train_step(
         per_step = {"grad_norm": norm} if grad_norm else {}
         if grad_norm and task.grads_hook is not None:
             per_step["hooked_grad_norm"] = _norm(jax.tree.leaves(changed))
-        if penalty is not None:
-            per_step["penalty"] = penalty
         per_step |= _norms_by_pattern(task.norms, grads, updated.params)
+        weighted = {name: (value, is_used) for name, value in per_step.items()}
+        if penalty is not None:
+            weighted["penalty"] = penalty, is_used * n_examples(batch)
         sums |= {
-            name: (jnp.where(is_used > 0, value, 0).astype(jnp.float32), is_used)
-            for name, value in per_step.items()
+            name: (jnp.where(weight > 0, weight * value, 0).astype(jnp.float32), weight)
+            for name, (value, weight) in weighted.items()
         }
         sums = with_penalty(task, sums)
         return updated, (sums, grads) if keep_grads else sums

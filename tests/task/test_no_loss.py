@@ -216,3 +216,15 @@ def test_the_loss_with_the_penalty_is_that_of_keras(keras):
 def test_what_does_not_go_with_the_penalty_in_the_loss_is_refused(options, error, message):
     with pytest.raises(error, match=message):
         ff.Model(Regular(), optax.sgd(0.1), **{"loss": "mse", **options})
+
+
+@pytest.mark.parametrize("loss", [None, "mse"])
+def test_a_penalty_is_the_mean_over_examples_where_batches_differ_in_size(loss):
+    """As in evaluation, and in the loss: the last of these batches has 6 rows, not 8."""
+    options = {"penalty_in_loss": True, "strategy": one_device()}
+    model = ff.Model(Linen(), optax.sgd(0.0), loss, **options)
+    zeros = None if loss is None else np.zeros((22, 1), "f4")
+    history = model.fit(X, zeros, 8, shuffle=False, verbose=0)
+    size = np.mean(X.sum(1) ** 2)
+    np.testing.assert_allclose(history["penalty"], [size], rtol=1e-5)
+    np.testing.assert_allclose(history["loss"], [size if loss is None else 2 * size], rtol=1e-5)
