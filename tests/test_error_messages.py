@@ -166,6 +166,11 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "were made for others", "(
         (lambda: fitted().evaluate([(X, LABELS), (X[:, :3], LABELS)]), ValueError, OTHER_INPUTS),
         (lambda: fitted().predict(X[:, :3]), ValueError, OTHER_INPUTS),
         (
+            lambda: ff.Model(nn.Dense(3)).predict(X[0]),
+            ValueError,
+            ["cannot take inputs of shape (32,)", "Of one example make a batch, x[None]"],
+        ),
+        (
             lambda: fitted().predict((X, LABELS)),
             TypeError,
             [
@@ -223,6 +228,7 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "were made for others", "(
         "features in training",
         "features in evaluation",
         "features in prediction",
+        "one example in prediction",
         "targets to predict",
         "batches of other names",
         "batches of other names for a call that takes any",

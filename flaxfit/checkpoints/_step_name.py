@@ -83,6 +83,8 @@ def _parsed(template: str) -> list[tuple[str, str | None, str]]:
     """Splits a template into text, the name of a field or None, and its format."""
     parts = []
     try:
+        if not template:
+            raise ValueError("it is empty")
         for literal, field, form, conversion in string.Formatter().parse(template):
             if field is not None and (conversion or not field or field.isdigit()):
                 raise ValueError("a field is written {name} or {name:format}")

@@ -94,6 +94,11 @@ def calls_explained(inputs: PyTree, targets: PyTree = ()) -> Iterator[None]:
         raise ValueError(
             f"The model cannot take inputs of {_shapes(inputs)}: its parameters were made for "
             "others. Pass inputs of the original shape, or create a new model. "
+            + (
+                "Of one example make a batch, x[None]. "
+                if any(x.ndim == 1 for x in jax.tree.leaves(inputs))
+                else ""
+            )
             + re.sub(r" \(https?:\S*\)$", "", str(error))
         ) from error
     except Exception as error:

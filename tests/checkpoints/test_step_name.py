@@ -118,6 +118,7 @@ def test_a_long_name_is_cut(tmp_path, tools):
 @pytest.mark.parametrize(
     ("template", "words"),
     [
+        ("", "is not a template of names: it is empty"),
         ("{epoch", "is not a template of names: expected '}'"),
         ("{}", "a field is written {name}"),
         ("{0}", "a field is written {name}"),
