@@ -270,6 +270,7 @@ PROTOCOLS = (
 # Methods that only the library calls: they have no example, and are not in the reference.
 FOR_THE_LIBRARY = {
     "ArrayStream.next_rows",
+    "ArrayStream.next_rows_of",
     "ArrayStream.pick",
     "ArrayStream.whole",
     "EvalLoop.check",

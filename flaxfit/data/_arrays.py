@@ -123,6 +123,23 @@ class ArrayStream:
         self._advance()
         return order[start : start + self.batch_size]
 
+    def next_rows_of(self, n: int) -> list[tuple[np.ndarray, Json]]:
+        """Advances by up to `n` batches, to the end of the epoch at most.
+
+        Returns the row numbers of each, and the position after it.
+        """
+        order, first, size = self._ordered(), self._batch, self.batch_size
+        last = min(first + n, self._n_batches)
+        rows = [order[i * size : (i + 1) * size] for i in range(first, last)]
+        epoch, data = self.epoch, self._description
+        positions: list[Json] = [
+            {"epoch": epoch, "batch": i, "data": data} for i in range(first + 1, last + 1)
+        ]
+        self._batch = last - 1
+        self._advance()
+        positions[-1] = self.get_state()
+        return [*zip(rows, positions, strict=True)]
+
     def pick(self, rows: slice | np.ndarray) -> tuple[PyTree, ...]:
         """Returns the examples at a slice or at an array of row numbers, as a batch."""
         return self._structure.unflatten([column.pick(rows) for column in self._columns])

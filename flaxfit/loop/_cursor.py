@@ -1,5 +1,6 @@
 """Cursor: a position in a stream, behind the last batch that was trained on."""
 
+import contextlib
 from typing import Any
 
 from flaxfit.data import ArrayStream, as_stream
@@ -51,6 +52,9 @@ class Cursor:
                 "The task has no data: give TrainTask(data=...), or train on batches of your own, "
                 "TrainLoop(..., input_sample=x) and loop.next_step(batch)."
             )
+        if n > 1 and self.gathers and not self._fetched and type(self.stream) is ArrayStream:
+            with contextlib.suppress(StopIteration):  # Raised again by what follows.
+                self._fetched = self.stream.next_rows_of(n)
         while len(self._fetched) < n and not self._has_run_out:
             if self._fetched and not (self.takes_rows or isinstance(self.stream, ArrayStream)):
                 item, position = self._fetched[-1]

@@ -97,6 +97,22 @@ def test_rows_and_examples_may_be_taken_in_turn_and_rows_cannot_spoil_later_ones
         np.testing.assert_array_equal(next(stream)[0], next(other)[0])
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_several_batches_are_those_taken_one_by_one_to_the_end_of_the_epoch(shuffle):
+    several, single = (
+        ArrayStream(np.arange(9), batch_size=2, shuffle=shuffle, epochs=2) for _ in range(2)
+    )
+    for n, n_left in [(1, 1), (3, 3), (4, 1), (9, 5)]:
+        found = several.next_rows_of(n)
+        assert len(found) == n_left
+        for rows, position in found:
+            np.testing.assert_array_equal(rows, single.next_rows())
+            assert position == single.get_state()
+        assert several.get_state() == single.get_state()
+    with pytest.raises(StopIteration):
+        several.next_rows_of(2)
+
+
 def test_nested_inputs_and_targets_keep_their_structure():
     x = {"image": X, "size": (Y, Y + 1)}
     batch_x, batch_y = next(ArrayStream(x, (Y, Y + 2), batch_size=5))
