@@ -297,7 +297,8 @@ class Model(Examination, AnswersOtherNames):
           x: inputs, or anything that yields batches; only shapes and dtypes matter. Or the shape
             of one input, such as `(None, 784)`.
         """
-        if isinstance(x, tuple) and all(isinstance(n, int | None) for n in x):
+        is_shape = isinstance(x, tuple) or isinstance(x, list) and None in x
+        if is_shape and all(isinstance(n, int | None) for n in x):
             x = np.zeros([n or 1 for n in x], np.float32)
         self._to_predict(x, None, notes_shapes=True)
 

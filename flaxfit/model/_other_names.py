@@ -19,6 +19,12 @@ _SWITCH = "fit, evaluate and predict switch the module between training and eval
 _FIT = "fit, evaluate and predict take generators and loaders"
 _LOSSES = "the module adds to the loss by self.sow('losses', name, value)"
 
+_STEP = (
+    "pass Model(..., step=...), a pure function (state, batch) -> (state, sums), to train with; "
+    "pass metrics for what evaluate is to measure"
+)
+_BUILT = "build(x) or the first data makes the parameters, and compile is not needed"
+
 _ADVICE: Mapping[str, str] = {
     **dict.fromkeys(["layers", "get_layer"], _LAYERS),
     **dict.fromkeys(["weights", "variables", "params", "parameters", "state_dict"], _WEIGHTS),
@@ -30,6 +36,10 @@ _ADVICE: Mapping[str, str] = {
     **dict.fromkeys(["train", "eval"], _SWITCH),
     **dict.fromkeys(["fit_generator", "evaluate_generator", "predict_generator"], _FIT),
     **dict.fromkeys(["losses", "add_loss"], _LOSSES),
+    **dict.fromkeys(["train_step", "test_step", "predict_step"], _STEP),
+    **dict.fromkeys(["built", "compiled"], _BUILT),
+    "call": "use predict(x), or trained()(x), which can be differentiated",
+    "jit_compile": "steps are always compiled, unless Model(..., run_eagerly=True) is given",
     "add_metric": "pass metrics to Model or compile",
     "predict_classes": "use predict(x).argmax(-1)",
     "predict_proba": "use jax.nn.softmax(predict(x)), as models return logits",
@@ -37,7 +47,6 @@ _ADVICE: Mapping[str, str] = {
     "run_eagerly": "pass Model(..., run_eagerly=True)",
     "score": "use evaluate(x, y)",
     "stop_training": "a callback ends training by returning checkpoint.replace(stop=True)",
-    "train_step": "pass Model(..., step=...), a pure function (state, batch) -> (state, sums)",
 }
 
 

@@ -23,6 +23,6 @@ def test_a_module_with_weights_of_its_own_is_summarized_after_build(capsys):
     model = ff.Model(nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="needs inputs before the first fit"):
         model.summary()
-    model.build((None, 3))
+    model.build([None, 3])
     model.summary()
     assert "8 params" in capsys.readouterr().out

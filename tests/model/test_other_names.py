@@ -18,6 +18,7 @@ MODEL = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse")
         ("trainable_variables", "the parameters are model.state.params"),
         ("stop_training", r"checkpoint.replace\(stop=True\)"),
         ("fit_generator", "take generators"),
+        ("built", "makes the parameters"),
     ],
 )
 def test_a_name_of_keras_is_answered_with_what_to_use(name, words):
