@@ -37,12 +37,16 @@ def placed_copy(tree: PyTree, share: Callable[[PyTree], PyTree]) -> PyTree:
     return placed
 
 
-def unaliased(x: np.ndarray) -> np.ndarray:
-    """Copies a NumPy array if a program on a CPU would read its very memory.
+def unaliased(x: np.ndarray, platform: str) -> np.ndarray:
+    """Copies a NumPy array if its very memory would be read after a call has returned.
 
-    JAX shares memory that is aligned to 64 bytes, and a program reads it after the call has
-    returned: a source that writes its next batch there would change the previous one.
+    A source that writes its next batch there would change the previous one. On a CPU, programs
+    share memory that is aligned to 64 bytes; elsewhere the transfer goes on in the background.
+
+    Args:
+      platform: that of the devices, as JAX names it.
     """
-    if x.flags.writeable and x.__array_interface__["data"][0] % 64 == 0:
-        return x.copy()
-    return x
+    if not x.flags.writeable:
+        return x
+    is_shared = platform != "cpu" or x.__array_interface__["data"][0] % 64 == 0
+    return x.copy() if is_shared else x

@@ -145,7 +145,7 @@ class DataParallel:
             x = x.reshape(n_stacked, *parts).swapaxes(0, 1)
         else:
             is_host = isinstance(x, np.ndarray)
-            x = unaliased(x) if is_host else x
+            x = unaliased(x, self.devices[0].platform) if is_host else x
             # An index is faster in NumPy, and slower in JAX.
             if n == 1:
                 x = x[None] if is_host else x.reshape(1, *x.shape)

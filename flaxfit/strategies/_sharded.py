@@ -196,7 +196,7 @@ class Sharded:
         # `compile` takes an array on the host for a single batch.
         if n_stacked or isinstance(x, jax.Array):
             return jax.device_put(x, self._split_as(x, n_stacked))
-        return unaliased(x) if isinstance(x, np.ndarray) else x
+        return unaliased(x, self.devices[0].platform) if isinstance(x, np.ndarray) else x
 
     def join(self, outputs: PyTree) -> PyTree:
         """Returns NumPy arrays of all examples in order, from outputs of a split batch."""

@@ -7,6 +7,7 @@ import pytest
 
 import flaxfit as ff
 from flaxfit.strategies import DataParallel
+from flaxfit.strategies._copy import unaliased
 
 
 def aligned(shape, offset=0):
@@ -63,3 +64,12 @@ def test_a_source_may_write_each_batch_into_the_memory_of_the_one_before(steps_p
         return checkpoint.loss
 
     assert last_loss(reusing()) == last_loss([(x, x.sum(1, keepdims=True)) for x in batches])
+
+
+def test_memory_that_a_source_may_write_to_is_copied_where_it_is_read_later():
+    on_line, off_line = aligned(8), aligned(8, offset=16)
+    assert unaliased(off_line, "cpu") is off_line
+    for x, platform in (on_line, "cpu"), (on_line, "gpu"), (off_line, "gpu"):
+        assert unaliased(x, platform) is not x
+    on_line.flags.writeable = False
+    assert unaliased(on_line, "gpu") is unaliased(on_line, "cpu") is on_line
