@@ -44,6 +44,8 @@ MIB = 2**20
 _N_READINGS = 10
 _MEMORY_SLACK = 16.0
 """MiB that the allocator and the interpreter may take after the first fifth."""
+_UNFINISHED = 24
+"""Arrays of dispatches that the devices may not have finished."""
 _CONSTANT = ("MiB", "threads", "files", "live arrays", "programs")
 _RESTORE = "restored in "
 
@@ -71,7 +73,7 @@ class Growth:
         """Names what grew between a fifth of the work and its end, if it must not."""
         first = next(r for r in self.rows if r[self.work] >= self.rows[-1][self.work] / 5)
         last = self.rows[-1]
-        slack = {"MiB": _MEMORY_SLACK}
+        slack = {"MiB": _MEMORY_SLACK, "live arrays": _UNFINISHED}
         return [
             f"{self.section}: {name} grew from {_number(first[name])} to {_number(last[name])}"
             for name in self.constant

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
-from flaxfit.data._batch import Batch
+from flaxfit.data._batch import Batch, n_examples
 from flaxfit.data._sample_weights import without_idle_targets
 from flaxfit.optim._freeze import mask, merge
 from flaxfit.state._train_state import TrainState
@@ -49,6 +49,15 @@ class DividedBatch:
             return find(self.task, state, part, key, self.replicas)
 
         return self.replicas.sum(self.replicas.each(weight_of)(self.batch))
+
+    @property
+    def n_examples(self) -> jax.Array:
+        """The number of examples of the whole batch, on all replicas together."""
+
+        def count(replica: ArrayLike, part: Batch) -> jax.Array:
+            return jnp.asarray(n_examples(part), jnp.float32)
+
+        return self.replicas.sum(self.replicas.each(count)(self.batch))
 
     def gradient(self, state: TrainState, weights: PyTree) -> Gradient:
         """The gradient and what comes with it, of each replica: to be reduced."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from flaxfit.data._batch import Batch, n_examples
+from flaxfit.data._batch import Batch
 from flaxfit.optim._arguments import with_arguments
 from flaxfit.optim._demands import arguments_of
 from flaxfit.optim._freeze import mask, merge
@@ -122,7 +122,7 @@ def make_train_step(
         per_step |= _norms_by_pattern(task.norms, grads, updated.params)
         weighted = {name: (value, is_used) for name, value in per_step.items()}
         if penalty is not None:
-            weighted["penalty"] = penalty, is_used * n_examples(batch)
+            weighted["penalty"] = penalty, is_used * whole.n_examples
         sums |= {
             name: (jnp.where(weight > 0, weight * value, 0).astype(jnp.float32), weight)
             for name, (value, weight) in weighted.items()

@@ -74,9 +74,18 @@ def test_batches_of_other_structures_are_refused_unless_each_has_a_program_of_it
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_devices", [1, 4])
-def test_a_penalty_of_the_model_sees_no_padded_rows(n_devices):
-    """The means of both batches, of 8 and 7 rows, before anything is learned."""
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        DataParallel(jax.devices()[:1]),
+        DataParallel(jax.devices()[:4]),
+        DataParallel(jax.devices()[:2], virtual_replicas=4),
+        ff.Sharded.fsdp(devices=jax.devices()[:4]),
+    ],
+    ids=repr,
+)
+def test_a_penalty_of_the_model_sees_no_padded_rows(strategy):
+    """The mean over all rows of the means of both batches, of 8 and 7 rows."""
 
     class Sowing(nn.Module):
         @nn.compact
@@ -86,9 +95,8 @@ def test_a_penalty_of_the_model_sees_no_padded_rows(n_devices):
             return z
 
     x = np.random.default_rng(0).normal(size=(15, 3)).astype("f4")
-    strategy = DataParallel(jax.devices()[:n_devices])
     model = ff.Model(Sowing(), optax.sgd(0.0), "mse", strategy=strategy)
     fit = model.fit(x, np.zeros((15, 1), "f4"), batch_size=8, shuffle=False, verbose=0)
     squares = x.sum(1) ** 2
     assert fit["loss"][0] == pytest.approx(squares.mean(), rel=1e-5)
-    assert fit["penalty"][0] == pytest.approx((squares[:8].mean() + squares[8:].mean()) / 2)
+    assert fit["penalty"][0] == pytest.approx(squares.mean(), rel=1e-5)

@@ -315,7 +315,12 @@ def first_step(strategy, accumulate, *, across="batch", loss=paired, pad=True, *
     options = {"across": across, "accumulate": accumulate, "pad": pad}
     task = ff.TrainTask(module, optax.sgd(0.5), loss, data, **options)
     return ff.TrainLoop(
-        lambda rngs, x: {"params": params}, task, 0, stdout=False, **STRATEGIES[strategy]
+        lambda rngs, x: {"params": params},
+        task,
+        0,
+        grad_norm=True,
+        stdout=False,
+        **STRATEGIES[strategy],
     ).next_step()
 
 
