@@ -44,9 +44,9 @@ class Measurement:
     """How many processes wanted a core at the end: above the number of cores, distrust it all."""
 
     def best(self, name: str) -> str | None:
-        """The fastest of the hand-written loops that take as many steps a call as a contender.
+        """Returns the fastest hand-written loop that takes as many steps a call as a contender.
 
-        Where none of these was measured, of all hand-written loops; None where there is none.
+        If none of these was measured, returns the fastest of all; if none at all, None.
         """
         rivals = [each for each in self.values if RECIPES[each].is_rival]
         alike = [each for each in rivals if RECIPES[each].is_scan == RECIPES[name].is_scan]

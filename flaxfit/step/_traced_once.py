@@ -76,7 +76,7 @@ class TracedOnce:
         return jax.tree.map(_unwrapped, result, is_leaf=lambda each: isinstance(each, _Other))
 
     def _traced(self, kind: tuple[Function, Any, list[Any]], shapes: list[Any]) -> Any:
-        """What a kind of call was traced to, or None where its code has to run.
+        """Returns the traced program of a kind of call; None if its code must run each time.
 
         JAX keeps the programs by shapes and context.
         """
@@ -97,10 +97,12 @@ class TracedOnce:
 
 @dataclasses.dataclass(eq=False)
 class _Known:
-    """A kind of call, and its function of traced arrays, or None where the code has to run."""
+    """A kind of call that was seen before."""
 
     kind: tuple[Function, Any, list[Any]]
+    """The function, the structure of its arguments, and those that are no arrays."""
     flat: Any
+    """The jitted function of the arrays alone; None if its code must run each time."""
 
 
 class _Other:

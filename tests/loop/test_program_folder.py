@@ -1,4 +1,4 @@
-"""ProgramFolder: whole programs within a bound, whoever writes or is killed meanwhile."""
+"""ProgramFolder: programs are read whole and stay within a size, with other processes or kills."""
 
 import os
 import subprocess

@@ -34,6 +34,6 @@ def test_no_name_is_one_that_the_model_has():
 
 def test_other_names_are_unknown_as_usual():
     with pytest.raises(AttributeError, match="^'Model' object has no attribute 'fitt'"):
-        MODEL.fitt  # noqa: B018
+        _ = MODEL.fitt
     with pytest.raises(TypeError, match=r"cannot be called: use model.predict\(x\)"):
         MODEL(np.ones((2, 3)))
