@@ -65,7 +65,16 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-for _public in ("callbacks", "checkpoints", "data", "metrics", "modules", "optim", "strategies"):
+for _public in (
+    "callbacks",
+    "checkpoints",
+    "data",
+    "losses",
+    "metrics",
+    "modules",
+    "optim",
+    "strategies",
+):
     _hide_internals(f"{__name__}.{_public}")
 _hide_internals(__name__)
 

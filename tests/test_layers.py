@@ -12,7 +12,7 @@ MAY_IMPORT = {
     "tree": "",
     "distributed": "",
     "launch": "",
-    "losses": "tree",
+    "losses": "tree display",
     "optim": "tree",
     "display": "tree distributed",
     "metrics": "tree losses display",

@@ -1,8 +1,8 @@
 """Tracebacks: the user's frames, and the sentence last.
 
 The frames of the library, JAX, Flax and Optax are removed where an error leaves what a public
-module exports: a worded error, or one from a function of the user. Losses are pure functions,
-whose frames their caller removes. `FLAXFIT_FULL_TRACEBACKS=1` keeps all frames.
+module exports: a worded error, or one from a function of the user. `FLAXFIT_FULL_TRACEBACKS=1`
+keeps all frames.
 """
 
 import dis
@@ -46,9 +46,9 @@ def hide_internals(module: str) -> None:
             _hide_internals_of(value)
         elif isinstance(value, FunctionType):
             home = sys.modules[value.__module__]
-            short = _short(getattr(home, name))  # Once, where two modules export it.
-            setattr(home, name, short)
-            setattr(public, name, short)
+            function = short(getattr(home, name))  # Once, where two modules export it.
+            setattr(home, name, function)
+            setattr(public, name, function)
 
 
 def _hide_internals_of(public: type) -> None:
@@ -60,15 +60,18 @@ def _hide_internals_of(public: type) -> None:
             if name.startswith("_") and name not in _SPECIAL:
                 continue
             if isinstance(value, FunctionType):
-                setattr(each, name, _short(value))
+                setattr(each, name, short(value))
             elif isinstance(value, classmethod | staticmethod):
-                setattr(each, name, type(value)(_short(value.__func__)))
+                setattr(each, name, type(value)(short(value.__func__)))
             elif isinstance(value, property):
-                setattr(each, name, value.getter(_short(value.fget)).setter(_short(value.fset)))
+                setattr(each, name, value.getter(short(value.fget)).setter(short(value.fset)))
 
 
-def _short(function: Any) -> Any:
-    """Wraps a function of the library, once. `typing` compares its own `__init__` of protocols."""
+def short(function: Any) -> Any:
+    """Makes a function of the library raise short worded errors; others are returned unchanged.
+
+    It is wrapped once. `typing` compares its own `__init__` of protocols.
+    """
     if not isinstance(function, FunctionType) or _package(function.__module__) != _OWN:
         return function
     if function.__code__.co_filename == __file__:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxfit.losses._crossentropy import crossentropy
-from flaxfit.losses._shared import check_embeddings, configurable, floating
+from flaxfit.losses._shared import check_embeddings, floating, public
 from flaxfit.tree._types import ArrayLike
 
 
-@configurable
+@public
 def info_nce(
     first: ArrayLike,
     second: ArrayLike,
@@ -69,7 +69,7 @@ def info_nce(
     return (crossentropy(logits, numbers) + crossentropy(swapped, numbers)) / 2
 
 
-@configurable
+@public
 def supervised_contrastive(
     embeddings: ArrayLike,
     labels: ArrayLike,

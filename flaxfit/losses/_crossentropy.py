@@ -13,9 +13,9 @@ from flaxfit.losses._shared import (
     check_same_shape,
     check_share,
     clipped,
-    configurable,
     floating,
     log_of_shares,
+    public,
     smoothed_bits,
     with_axis_last,
 )
@@ -23,7 +23,7 @@ from flaxfit.tree._functions import by_row
 from flaxfit.tree._types import Array, ArrayLike, LossFn
 
 
-@configurable
+@public
 @by_row
 def crossentropy(
     logits: ArrayLike,
@@ -104,7 +104,7 @@ def not_a_class(labels: Array, n_classes: int) -> Array:
     return (labels < 0) | (labels >= n_classes)
 
 
-@configurable
+@public
 @by_row
 def onehot_crossentropy(
     logits: ArrayLike,
@@ -139,7 +139,7 @@ def smoothed(name: str, labels: ArrayLike, label_smoothing: float) -> jax.Array:
     return optax.smooth_labels(labels, label_smoothing) if label_smoothing else labels
 
 
-@configurable
+@public
 @by_row
 def binary_crossentropy(
     logits: ArrayLike,
@@ -180,7 +180,7 @@ def of_probabilities(probabilities: jax.Array, labels: jax.Array) -> jax.Array:
     return -labels * jnp.log(shares) - (1 - labels) * jnp.log(1 - shares)
 
 
-@configurable
+@public
 def kl_divergence(
     logits: ArrayLike, probabilities: ArrayLike, *, from_logits: bool = True
 ) -> jax.Array:

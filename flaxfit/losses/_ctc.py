@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from flaxfit.losses._shared import floating
+from flaxfit.losses._shared import floating, public
 from flaxfit.tree._functions import by_row
 from flaxfit.tree._types import ArrayLike
 
 
+@public
 @by_row
 def ctc(logits: ArrayLike, labels: ArrayLike) -> jax.Array:
     """Gives the negative log-likelihood of sequences of labels, over all alignments, by example.

@@ -18,10 +18,10 @@ from flaxfit.losses._shared import (
     check_onehot,
     check_same_shape,
     check_share,
-    configurable,
     floating,
     log_of_shares,
     power,
+    public,
     smoothed_bits,
     with_axis_last,
 )
@@ -29,7 +29,7 @@ from flaxfit.tree._functions import by_row
 from flaxfit.tree._types import ArrayLike
 
 
-@configurable
+@public
 @by_row
 def binary_focal_crossentropy(
     logits: ArrayLike,
@@ -71,7 +71,7 @@ def binary_focal_crossentropy(
     return values if balance is None else values * (labels * alpha + (1 - labels) * (1 - alpha))
 
 
-@configurable
+@public
 @by_row
 def categorical_focal_crossentropy(
     logits: ArrayLike,
@@ -106,7 +106,7 @@ def categorical_focal_crossentropy(
     return -(labels * factors * logs).sum(-1)
 
 
-@configurable
+@public
 @by_row
 def generalized_crossentropy(
     logits: ArrayLike, labels: ArrayLike, *, q: float = 0.5, from_logits: bool = True

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from flaxfit.losses._shared import check_onehot, check_same_shape, floating
+from flaxfit.losses._shared import check_onehot, check_same_shape, floating, public
 from flaxfit.tree._functions import by_row
 from flaxfit.tree._types import ArrayLike
 
 
+@public
 @by_row
 def hinge(scores: ArrayLike, labels: ArrayLike) -> jax.Array:
     """Gives the shortfall of scores to a margin of 1, by element; labels are -1 or 1.
@@ -21,6 +22,7 @@ def hinge(scores: ArrayLike, labels: ArrayLike) -> jax.Array:
     return optax.hinge_loss(floating(scores), floating(labels))
 
 
+@public
 @by_row
 def squared_hinge(scores: ArrayLike, labels: ArrayLike) -> jax.Array:
     """Gives the square of `hinge`, by element; labels are -1 or 1.
@@ -33,6 +35,7 @@ def squared_hinge(scores: ArrayLike, labels: ArrayLike) -> jax.Array:
     return jnp.square(optax.hinge_loss(floating(scores), floating(labels)))
 
 
+@public
 @by_row
 def categorical_hinge(scores: ArrayLike, labels: ArrayLike) -> jax.Array:
     """Gives the shortfall of the score of the class to that of the best other one plus 1.

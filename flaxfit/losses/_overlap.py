@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from flaxfit.losses._shared import EPSILON, check_same_shape, configurable, floating
+from flaxfit.losses._shared import EPSILON, check_same_shape, floating, public
 from flaxfit.tree._functions import by_row
 from flaxfit.tree._types import ArrayLike
 
 
-@configurable
+@public
 @by_row
 def dice(
     logits: ArrayLike,
@@ -37,7 +37,7 @@ def dice(
     return 1 - 2 * (shares * labels).sum(axes) / total
 
 
-@configurable
+@public
 @by_row
 def tversky(
     logits: ArrayLike,

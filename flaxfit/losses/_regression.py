@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from flaxfit.losses._shared import EPSILON, check_same_shape, configurable, floating
+from flaxfit.losses._shared import EPSILON, check_same_shape, floating, public
 from flaxfit.tree._functions import by_row
 from flaxfit.tree._types import ArrayLike
 
 
+@public
 @by_row
 def mse(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     """Gives the squared differences, by element.
@@ -21,6 +22,7 @@ def mse(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     return jnp.square(floating(outputs) - floating(targets))
 
 
+@public
 @by_row
 def mae(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     """Gives the absolute differences, by element.
@@ -33,6 +35,7 @@ def mae(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     return _size(floating(outputs) - floating(targets))
 
 
+@public
 @by_row
 def mape(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     """Gives the absolute differences in percent of the targets, by element.
@@ -48,6 +51,7 @@ def mape(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     return 100 * _size((outputs - targets) / jnp.maximum(jnp.abs(targets), EPSILON))
 
 
+@public
 @by_row
 def smape(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     """Gives the absolute differences in percent of the mean of both sizes, by element: 0 to 200.
@@ -63,6 +67,7 @@ def smape(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     return 200 * _size(outputs - targets) / jnp.maximum(_size(outputs) + _size(targets), EPSILON)
 
 
+@public
 @by_row
 def msle(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     """Gives the squared differences of `log(1 + x)`, by element.
@@ -79,6 +84,7 @@ def msle(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     return jnp.square(next(logs) - next(logs))
 
 
+@public
 @by_row
 def poisson(rates: ArrayLike, counts: ArrayLike) -> jax.Array:
     """Gives the negative log-likelihood of counts under rates, less what the rates do not change.
@@ -95,7 +101,7 @@ def poisson(rates: ArrayLike, counts: ArrayLike) -> jax.Array:
     return rates - floating(counts) * jnp.log(rates + EPSILON)
 
 
-@configurable
+@public
 @by_row
 def huber(outputs: ArrayLike, targets: ArrayLike, *, delta: float = 1.0) -> jax.Array:
     """Gives half the squared error up to a difference of `delta`, a line beyond, by element.
@@ -110,6 +116,7 @@ def huber(outputs: ArrayLike, targets: ArrayLike, *, delta: float = 1.0) -> jax.
     return optax.huber_loss(floating(outputs), floating(targets), delta=delta)
 
 
+@public
 @by_row
 def log_cosh(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     """Gives the logarithm of the hyperbolic cosine of the differences, by element.
@@ -122,7 +129,7 @@ def log_cosh(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
     return optax.log_cosh(floating(outputs), floating(targets))
 
 
-@configurable
+@public
 def cosine_distance(outputs: ArrayLike, targets: ArrayLike, *, axis: int = -1) -> jax.Array:
     """Gives one minus the cosine of the angle between vectors along an axis.
 
@@ -134,7 +141,7 @@ def cosine_distance(outputs: ArrayLike, targets: ArrayLike, *, axis: int = -1) -
     return optax.cosine_distance(floating(outputs), floating(targets), epsilon=1e-8, axis=axis)
 
 
-@configurable
+@public
 def cosine_similarity(outputs: ArrayLike, targets: ArrayLike, *, axis: int = -1) -> jax.Array:
     """Gives minus the cosine of the angle between vectors along an axis: -1 where they agree.
 

@@ -8,29 +8,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxfit.display._tracebacks import short
 from flaxfit.tree._types import ArrayLike, LossFn
 
 EPSILON = 1e-7
 """The least probability, and the least divisor, as in Keras."""
 
 
-def configurable(loss: LossFn) -> LossFn:
-    """Makes a loss that is called with options alone return itself with these options."""
+def public(loss: LossFn) -> LossFn:
+    """Makes a loss raise short errors, and return itself with options when given these alone."""
     signature = inspect.signature(loss)
-    known = [p.name for p in signature.parameters.values() if p.default is not p.empty]
+    parameters = signature.parameters.values()
+    arrays = {p.name for p in parameters if p.default is p.empty}
+    known = [p.name for p in parameters if p.name not in arrays]
 
     @functools.wraps(loss)
-    def configured(*arguments: ArrayLike, **options: Any) -> Any:
-        options = _checked_options(loss.__name__, options, known)
-        if not arguments:
-            return functools.partial(configured, **options)
-        return loss(*arguments, **options)
+    def configured(*arguments: ArrayLike, **given: Any) -> Any:
+        named = {name: given.pop(name) for name in arrays & given.keys()}
+        options = _checked_options(loss.__name__, given, known)
+        if not arguments and not named:
+            return functools.partial(itself, **options)
+        return loss(*arguments, **named, **options)
 
     # It is the loss itself, not something around it.
-    attributes = vars(configured)
+    itself = short(configured)
+    attributes = vars(itself)
     del attributes["__wrapped__"]
     attributes["__signature__"] = signature
-    return configured
+    return itself
 
 
 def _checked_options(name: str, options: dict[str, Any], known: list[str]) -> dict[str, Any]:
@@ -45,9 +50,9 @@ def _checked_options(name: str, options: dict[str, Any], known: list[str]) -> di
         advice = ""
         if "reduction" in unknown:
             advice = " The mean that is trained is weighted by sample_weight, and needs no option."
+        taken = ", ".join(known) or "none"
         raise TypeError(
-            f"loss {name!r} has no option {', '.join(unknown)}: it takes {', '.join(known)}."
-            f"{advice}"
+            f"loss {name!r} has no option {', '.join(unknown)}: it takes {taken}.{advice}"
         )
     return options
 

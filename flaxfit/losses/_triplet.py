@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from flaxfit.losses._shared import check_embeddings, configurable, floating
+from flaxfit.losses._shared import check_embeddings, floating, public
 from flaxfit.tree._types import ArrayLike
 
 
-@configurable
+@public
 def triplet(
     embeddings: ArrayLike,
     labels: ArrayLike,

@@ -170,7 +170,17 @@ def test_16_bits_are_computed_in_float32(name, outputs, targets, dtype):
     np.testing.assert_allclose(*gradients, rtol=jnp.finfo(dtype).eps, atol=1e-7)
 
 
+def test_arrays_are_given_by_name_and_options_alone_as_in_keras():
+    arrays = {"outputs": np.array([1.0, 4.0]), "targets": np.array([1.0, 1.0])}
+    np.testing.assert_allclose(losses.mse(**arrays), [0, 9])
+    np.testing.assert_allclose(losses.mse()(**arrays), [0, 9])
+    np.testing.assert_allclose(losses.huber(**arrays, delta=2.0), [0, 4])
+    np.testing.assert_allclose(losses.huber(delta=2.0)(**arrays), [0, 4])
+
+
 def test_an_option_that_a_loss_does_not_have_is_refused_at_once():
+    with pytest.raises(TypeError, match="'mse' has no option alpha: it takes none"):
+        losses.mse(alpha=1.0)
     with pytest.raises(TypeError, match="'huber' has no option alpha: it takes delta"):
         losses.huber(alpha=1.0)
     with pytest.raises(TypeError, match="reduction: .* weighted by sample_weight, and needs no"):
