@@ -1,4 +1,4 @@
-"""CheckpointFile: the checkpoint of one step on disk, all of it verified when it is read."""
+"""CheckpointFile: the checkpoint of one step as it is read from disk, all of it verified."""
 
 import dataclasses
 import math
@@ -14,29 +14,26 @@ from jax.sharding import PartitionSpec
 
 from flaxfit.checkpoints import _orbax, _seal
 from flaxfit.checkpoints._compare import check_fits, choose, path_in_state
-from flaxfit.checkpoints._digest import as_digests, digests, digests_or_sources
-from flaxfit.checkpoints._environment import changes, environment, versions
-from flaxfit.checkpoints._record import FORMAT, Record, as_plain_json, first_line, read_record
+from flaxfit.checkpoints._contents import CALLBACKS, COMPANIONS, own_path
+from flaxfit.checkpoints._digest import digests
+from flaxfit.checkpoints._environment import changes
+from flaxfit.checkpoints._record import Record, first_line, read_record
 from flaxfit.checkpoints._seal import Damaged
 from flaxfit.checkpoints._tree import (
     Description,
     describe,
-    is_key,
-    key_description,
     leaves_of,
     nested,
     on_device,
     unflatten,
 )
-from flaxfit.data._position import joined_position, own_position
+from flaxfit.data._position import own_position
 from flaxfit.display import say
 from flaxfit.distributed._processes import from_main
-from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import InferenceState, TrainState
 from flaxfit.tree._put import sharding_of
 from flaxfit.tree._types import Array, ArrayLike, Json, PyTree
 
-_CALLBACKS, _COMPANIONS = "callbacks", "companions"
 Value = TypeVar("Value")
 
 
@@ -82,102 +79,6 @@ class CheckpointFile:
     """The folder of the step."""
 
 
-def contents(
-    checkpoint: Checkpoint,
-    history: Json,
-    callback_states: Mapping[str, Json],
-    callback_arrays: Mapping[str, PyTree],
-    monitor: Mapping[str, str] | None,
-) -> tuple[dict[str, Array], Record]:
-    """Returns the arrays to write for a checkpoint, and its record.
-
-    The record holds memory in the place of digests to compute later, by `with_digests`.
-    """
-    arrays: dict[str, Array] = {}
-    described: dict[str, dict[str, Json]] = {}
-    names = checkpoint.state.axes or {}
-    own = leaves_of(checkpoint.state)
-    of_callbacks = leaves_of({_CALLBACKS: callback_arrays})
-    companions = leaves_of({_COMPANIONS: checkpoint.companions or {}})
-    # The state's own arrays, such as the best so far, are written once.
-    shared = {path for path, leaf in of_callbacks.items() if leaf is own.get(_own_path(path))}
-    for path, leaf in (own | of_callbacks | companions).items():
-        if path in shared:
-            continue
-        description = describe(leaf)
-        if path in names:
-            description["axes"] = list(names[path])
-        if is_key(leaf):
-            description |= key_description(leaf)
-            leaf = jax.random.key_data(leaf)
-        if isinstance(leaf, np.ndarray):
-            leaf = leaf.copy().view(_orbax.OwnCopy)  # The caller may change it at any time.
-        described[path] = description
-        arrays[path] = leaf
-    for path, source in digests_or_sources(arrays).items():
-        described[path]["digest"] = source
-        if not arrays[path].size:  # Orbax writes no empty arrays; the description is enough.
-            del arrays[path]
-    for path in shared:
-        described[path] = {**described[_own_path(path)], "is_own": True}
-    record = {
-        "format": FORMAT,
-        "step": int(checkpoint.step),
-        "metrics": {
-            name: np.asarray(value).tolist() if np.ndim(value) else float(value)
-            for name, value in checkpoint.metrics.items()
-        },
-        "history": history,
-        "data_state": joined_position(as_plain_json(checkpoint.data_state)),
-        "running": checkpoint.running,
-        "n_completed_steps": checkpoint.n_completed_steps,
-        "n_examples": checkpoint.n_examples,
-        "sums": checkpoint.sums,
-        "callback_states": callback_states,
-        "stop": bool(checkpoint.stop),
-        "versions": versions(),
-        "environment": environment(),
-        "monitor": monitor,
-    }
-    return arrays, {**as_plain_json(record), "arrays": described}
-
-
-def holds_memory(record: Record) -> bool:
-    """Whether a record keeps the memory of all arrays, even if they are donated or deleted.
-
-    On the CPU it holds views of them in the place of digests, which JAX respects.
-    """
-    digests = (each["digest"] for each in record["arrays"].values())
-    return jax.process_count() == 1 and not any(isinstance(each, str) for each in digests)
-
-
-def undeleted(arrays: Mapping[str, Array], record: Record) -> dict[str, Array]:
-    """Replaces arrays that were deleted by the views of their memory in the record."""
-    return {
-        path: record["arrays"][path]["digest"]
-        if isinstance(array, jax.Array) and array.is_deleted()
-        else array
-        for path, array in arrays.items()
-    }
-
-
-def with_digests(record: Record) -> Record:
-    """Returns the record with all digests computed, as plain JSON."""
-    digests_of = as_digests({path: each["digest"] for path, each in record["arrays"].items()})
-    described = {
-        path: {**each, "digest": digests_of[path]} for path, each in record["arrays"].items()
-    }
-    return as_plain_json({**record, "arrays": described})
-
-
-def holds(path: Path, record: Record) -> bool:
-    """Whether a step on disk has the same record, and by its digests the same arrays."""
-    try:
-        return path.exists() and read_record(path) == with_digests(record)
-    except Damaged:
-        return False
-
-
 def read(
     path: Path,
     template: TrainState | InferenceState | None = None,
@@ -193,9 +94,9 @@ def read(
     stored = {name: each for name, each in described.items() if not each.get("is_own")}
     arrays = _read_arrays(path, stored, templates)
     for name in described.keys() - stored.keys():
-        if _own_path(name) not in arrays:
+        if own_path(name) not in arrays:
             raise Damaged(f"it does not hold {name}")
-        arrays[name] = arrays[_own_path(name)].copy()
+        arrays[name] = arrays[own_path(name)].copy()
     if partial is None and (changed := changes(record)):
         say(
             f"a run resumed from {path} may not continue bit for bit; since it was saved, this has "
@@ -211,7 +112,7 @@ def read(
         **_count(record),
         callback_states=record["callback_states"],
         callback_arrays=_callback_arrays(arrays, template),
-        companions=nested(_below(_COMPANIONS, arrays)).get(_COMPANIONS, {}),
+        companions=nested(_below(COMPANIONS, arrays)).get(COMPANIONS, {}),
         # Old files keep it among the states.
         stop=record.get("stop", record["callback_states"].get("stopped", False)),
         versions=record["versions"],
@@ -258,14 +159,14 @@ def _wanted(
     if isinstance(template, TrainState):
         # Arrays of callbacks are placed like the state's own of the same path. Their dtypes are the
         # callback's choice, such as a mean in float32 of weights in bfloat16.
-        own = {name: _own_path(name) for name in _below(_CALLBACKS, described)}
+        own = {name: own_path(name) for name in _below(CALLBACKS, described)}
         own = {name: path for name, path in own.items() if path in templates}
         found |= {name: described[name] for name in own}
         templates |= {name: templates[path] for name, path in own.items()}
         here |= {n: {**here[path], "dtype": found[n]["dtype"]} for n, path in own.items()}
     check_fits(found, here, path)
     if isinstance(template, TrainState):
-        found |= _below(_COMPANIONS, described)  # A loop compares them with its task's.
+        found |= _below(COMPANIONS, described)  # A loop compares them with its task's.
     return found, templates
 
 
@@ -289,18 +190,13 @@ def _below(place: str, named: Mapping[str, Value]) -> dict[str, Value]:
     return {name: each for name, each in named.items() if name.startswith(f"{place}/")}
 
 
-def _own_path(name: str) -> str:
-    """Returns <path> of "callbacks/<name>/<path>", where the state has an array of its own."""
-    return name.split("/", 2)[2]
-
-
 def _callback_arrays(
     arrays: Mapping[str, Array], template: TrainState | InferenceState | None
 ) -> dict[str, PyTree]:
     """Returns fields of a state by the names of the callbacks that keep them."""
     found: dict[str, dict[str, Array]] = {}
-    for name, array in _below(_CALLBACKS, arrays).items():
-        found.setdefault(name.split("/")[1], {})[_own_path(name)] = array
+    for name, array in _below(CALLBACKS, arrays).items():
+        found.setdefault(name.split("/")[1], {})[own_path(name)] = array
     return {
         callback: nested(own)
         if template is None

@@ -1,6 +1,5 @@
 """CheckpointFileWriter: a callback that saves each checkpoint, in the background by default."""
 
-import functools
 import math
 import os
 import sys
@@ -11,14 +10,14 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from flaxfit.checkpoints import _end, _file, _folder, _lock
-from flaxfit.checkpoints._failures import cannot_save, raise_on_all
-from flaxfit.checkpoints._file import with_digests
-from flaxfit.checkpoints._orbax import StepWriter, savable, write_record
+from flaxfit.checkpoints import _end, _folder, _lock
+from flaxfit.checkpoints._contents import contents, holds
+from flaxfit.checkpoints._orbax import StepWriter
 from flaxfit.checkpoints._record import Record
 from flaxfit.checkpoints._retention import Retention, supersede
 from flaxfit.checkpoints._save_freq import SaveFreq
 from flaxfit.checkpoints._step_name import StepName
+from flaxfit.checkpoints._step_save import StepSave, cannot_save
 from flaxfit.display import say
 from flaxfit.distributed._processes import from_main, is_main
 from flaxfit.state._callback_states import collect
@@ -200,14 +199,14 @@ class CheckpointFileWriter:
         self._retention.look(checkpoint)
         states, state_arrays = collect(getattr(loop, "callbacks", ()))
         metrics = states.pop("History", None)
-        arrays, record = _file.contents(
+        arrays, record = contents(
             checkpoint,
             metrics if history is None else history,
             states if callback_states is None else callback_states,
             state_arrays,
             self._retention.monitor,
         )
-        if from_main("a save", lambda: _file.holds(old, record)):
+        if from_main("a save", lambda: holds(old, record)):
             self.last_saved, self.saved_revision = step, revision
             return old
         if self._verbose:
@@ -287,13 +286,9 @@ class CheckpointFileWriter:
         record: Record,
         revision: tuple[int, ...] | None,
     ) -> None:
-        """Copies what may change, and submits the rest to the background thread.
-
-        If nothing may change, Orbax starts in that thread too: here, the caller would wait for the
-        threads that it starts, which are busy at once.
-        """
+        """Starts a save, and submits the rest of it to the background thread."""
         _end.close_at_end(self)
-        self._writer = writer = self._writer or StepWriter()
+        self._writer = self._writer or StepWriter()
         self._executor = self._executor or ThreadPoolExecutor(1, "flaxfit-save")
         try:
             place = Path(from_main("the start of a save", lambda: self._prepare(record["step"])))
@@ -303,17 +298,9 @@ class CheckpointFileWriter:
             self._tidy()
             self._fail(cannot_save(self.output_dir, record["step"], arrays, error))
             return
-        arrays = {name: savable(array) for name, array in arrays.items()}
-        is_started, failure = not _file.holds_memory(record), None
-        if is_started:
-            try:
-                writer.start(place, arrays)
-            except Exception as error:
-                failure = error  # `_finish` reports it to the other processes.
-        self._saving = self._executor.submit(
-            self._finish, writer, place, path, arrays, record, revision, is_started, failure
-        )
-        if failure is not None:
+        save = StepSave(self._writer, place, path, arrays, record)
+        self._saving = self._executor.submit(self._finish, save, revision)
+        if save.failure is not None:
             self.wait()
 
     def _prepare(self, step: int) -> str:
@@ -327,46 +314,20 @@ class CheckpointFileWriter:
             raise error
         say(f"{error}\nThe run continues without this checkpoint.")
 
-    def _finish(
-        self,
-        writer: StepWriter,
-        place: Path,
-        path: Path,
-        arrays: Mapping[str, Array],
-        record: Record,
-        revision: tuple[int, ...] | None,
-        is_started: bool,
-        failure: Exception | None,
-    ) -> None:
-        """Writes and completes a step, in the background."""
-        step = record["step"]
-        # The folder tells the saves of several writers apart, whose threads may change order.
-        topic = f"in {place.parent}"
+    def _finish(self, save: StepSave, revision: tuple[int, ...] | None) -> None:
+        """Finishes a save, in the background, and deletes what it replaces."""
+        step = save.step
         try:
-            try:
-                if not is_started:
-                    writer.start(place, _file.undeleted(arrays, record))
-                writer.wait()  # First: computing digests would slow the training thread.
-                record = with_digests(record)
-            except Exception as error:
-                failure = failure or error
-            raise_on_all(topic, failure)
-            end = functools.partial(self._complete, writer, place, path, record)
-            from_main(f"the end of a save {topic}", end)
+            save.finish()
         except Exception as error:
             self._tidy()
-            raise cannot_save(self.output_dir, step, arrays, error) from error
+            raise cannot_save(self.output_dir, step, save.arrays, error) from error
         self.last_saved, self.saved_revision = step, revision
         if is_main():
             _folder.tidy(self.output_dir)
             found, self._found = self._found, []
             supersede(self.output_dir, step, found)
             self._retention.delete_old(self.output_dir, step)
-
-    def _complete(self, writer: StepWriter, place: Path, path: Path, record: Record) -> None:
-        writer.finish(place)
-        write_record(place, record)
-        _folder.complete(path, record["step"], place)
 
     def _tidy(self) -> None:
         if is_main():

@@ -15,9 +15,9 @@ from checkpoint_files import SMALL, read
 
 from flaxfit.checkpoints import (
     CheckpointFileWriter,
-    _failures,
-    _file,
+    _contents,
     _orbax,
+    _step_save,
     list_steps,
     restore,
     save,
@@ -74,7 +74,7 @@ def test_a_replicated_state_is_saved_whole_and_may_be_donated_at_once(
 def test_arrays_that_are_gone_before_the_background_begins_are_saved(
     tmp_path, tools, monkeypatch, place, end
 ):
-    may_begin, kept = threading.Event(), _file.undeleted
+    may_begin, kept = threading.Event(), _contents.undeleted
 
     def late(*arguments):
         assert may_begin.wait(60)
@@ -82,7 +82,7 @@ def test_arrays_that_are_gone_before_the_background_begins_are_saved(
 
     writer = CheckpointFileWriter(tmp_path)
     writer.asynchronous = True  # Also with a Python that cannot do so while it exits.
-    monkeypatch.setattr(_file, "undeleted", late)
+    monkeypatch.setattr(_contents, "undeleted", late)
     state = jax.tree.map(jnp.copy, tools.make_state(7))  # Buffers of its own.
     state = tools.replicated(state) if place == "all devices" else state
     writer(tools.make_checkpoint(7).replace(state=state))
@@ -312,7 +312,7 @@ def test_the_failure_of_one_process_is_told_to_the_others_under_the_name_of_the_
         wait(writer)  # Else the folder would be removed while it is written to.
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_failures, "exchange", heard)
+    monkeypatch.setattr(_step_save, "exchange", heard)
     with CheckpointFileWriter(tmp_path, on_error="warn") as writer:
         writer(tools.make_checkpoint(1))
         writer.wait()

@@ -1,0 +1,89 @@
+"""StepSave: the save of one step, which all processes write together, and why one failed."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from flaxfit.checkpoints import _contents, _folder
+from flaxfit.checkpoints._orbax import StepWriter, savable, write_record
+from flaxfit.checkpoints._record import Record, first_line
+from flaxfit.distributed._processes import exchange, from_main
+from flaxfit.tree._types import Array
+
+
+class StepSave:
+    """Copies what may change at once; `finish` does the rest, in the background.
+
+    If nothing may change, Orbax starts in `finish` too: here, the caller would wait for the threads
+    that it starts, which are busy at once.
+
+    Args:
+      writer: writes the arrays.
+      place: the temporary folder of the step, see `_folder.begin`.
+      path: the folder of the step.
+      arrays: as `contents` returned them.
+      record: as `contents` returned it.
+    """
+
+    def __init__(
+        self,
+        writer: StepWriter,
+        place: Path,
+        path: Path,
+        arrays: Mapping[str, Array],
+        record: Record,
+    ) -> None:
+        self._writer, self._place, self._path, self._record = writer, place, path, record
+        self.step: int = record["step"]
+        self.arrays = {name: savable(array) for name, array in arrays.items()}
+        self.failure: Exception | None = None
+        """The error of a start that failed, which `finish` reports to the other processes."""
+        self._is_started = not _contents.holds_memory(record)
+        if self._is_started:
+            try:
+                writer.start(place, self.arrays)
+            except Exception as error:
+                self.failure = error
+
+    def finish(self) -> None:
+        """Waits until the step is complete on disk; raises the failure of any process."""
+        try:
+            if not self._is_started:
+                arrays = _contents.undeleted(self.arrays, self._record)
+                self._writer.start(self._place, arrays)
+            self._writer.wait()  # First: computing digests would slow the training thread.
+            self._record = _contents.with_digests(self._record)
+        except Exception as error:
+            self.failure = self.failure or error
+        # The folder tells the saves of several writers apart, whose threads may change order.
+        topic = f"in {self._place.parent}"
+        _raise_on_all(topic, self.failure)
+        from_main(f"the end of a save {topic}", self._complete)
+
+    def _complete(self) -> None:
+        self._writer.finish(self._place)
+        write_record(self._place, self._record)
+        _folder.complete(self._path, self.step, self._place)
+
+
+def cannot_save(
+    folder: Path, step: int, arrays: Mapping[str, Array], error: Exception
+) -> RuntimeError:
+    """The error of a save that failed, with the bytes that it needs."""
+    space = _folder.space(folder, sum(array.nbytes for array in arrays.values()))
+    failure = RuntimeError(
+        f"Cannot save the checkpoint of step {step} in {folder}: {type(error).__name__}: {error}\n"
+        f"(It needs up to {space}.) Earlier steps are unchanged."
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def _raise_on_all(topic: str, failure: Exception | None) -> None:
+    """Waits until all processes have written their part; raises a failure of any of them."""
+    reported = exchange(
+        f"the arrays of a save {topic}", failure and first_line(failure), seconds=3600
+    )
+    if failure is not None:
+        raise failure
+    if others := [text for text in reported if text]:
+        raise RuntimeError(f"On another process: {others[0]}")
