@@ -68,21 +68,21 @@ class TracedOnce:
         if has_values or not arrays or jax.config.jax_disable_jit:
             return function(*inputs, **named)
         with _without_replicas(arrays) as shapes:
-            traced = self._traced((function, structure, others), shapes)
+            traced = self._traced(_Kind(function, structure, others), shapes)
         if traced is None:
             return function(*inputs, **named)
         results = jaxpr_as_fun(traced.jaxpr)(*arrays)
         result = jax.tree.unflatten(jax.tree.structure(traced.out_info), results)
         return jax.tree.map(_unwrapped, result, is_leaf=lambda each: isinstance(each, _Other))
 
-    def _traced(self, kind: tuple[Function, Any, list[Any]], shapes: list[Any]) -> Any:
+    def _traced(self, kind: "_Kind", shapes: list[Any]) -> Any:
         """Returns the traced program of a kind of call; None if its code must run each time.
 
         JAX keeps the programs by shapes and context.
         """
         known = next((known for known in self._known if known.kind == kind), None)
         if known is None:
-            known = _Known(kind, jax.jit(_flat(*kind)))
+            known = _Known(kind, jax.jit(_flat(kind)))
             self._known.append(known)
         if known.flat is None:
             return None
@@ -95,12 +95,27 @@ class TracedOnce:
         return traced
 
 
+@dataclasses.dataclass
+class _Kind:
+    """What calls have in common that one trace serves."""
+
+    function: Function
+    structure: Any
+    """The structure of its arguments."""
+    others: list[Any]
+    """The arguments that are not arrays; None for each array."""
+    text: str = dataclasses.field(init=False)
+    """Tells 1, True and 1.0 apart, and 0.0 and -0.0, which are equal; also within objects."""
+
+    def __post_init__(self) -> None:
+        self.text = f"{self.others} {self.structure}"
+
+
 @dataclasses.dataclass(eq=False)
 class _Known:
     """A kind of call that was seen before."""
 
-    kind: tuple[Function, Any, list[Any]]
-    """The function, the structure of its arguments, and those that are no arrays."""
+    kind: _Kind
     flat: Any
     """The jitted function of the arrays alone; None if its code must run each time."""
 
@@ -119,14 +134,14 @@ def _unwrapped(leaf: Any) -> Any:
     return leaf.value if isinstance(leaf, _Other) else leaf
 
 
-def _flat(function: Function, structure: Any, others: list[Any]) -> Function:
+def _flat(kind: _Kind) -> Function:
     """The function of its traced arrays alone."""
 
     def flat(*arrays: jax.Array) -> PyTree:
         left = iter(arrays)
-        leaves = [next(left) if other is None else other for other in others]
-        inputs, named = jax.tree.unflatten(structure, leaves)
-        result = function(*inputs, **named)
+        leaves = [next(left) if other is None else other for other in kind.others]
+        inputs, named = jax.tree.unflatten(kind.structure, leaves)
+        result = kind.function(*inputs, **named)
         return jax.tree.map(lambda x: x if isinstance(x, Tracer) else _Other(x), result)
 
     return flat

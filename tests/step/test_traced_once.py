@@ -1,5 +1,9 @@
 """TracedOnce: a model is traced once for its inspection and all programs, which stay the same."""
 
+import dataclasses
+import math
+
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -196,6 +200,34 @@ def test_results_may_be_constants_and_numbers():
 
     np.testing.assert_array_equal(jax.jit(read)(X), X + 1)
     assert seen == ["flag"]
+
+
+@flax.struct.dataclass
+class Static:
+    by: object = flax.struct.field(pytree_node=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    by: object
+
+
+@pytest.mark.parametrize("form", [lambda by: by, Static, Leaf, lambda by: {by: 0}])
+def test_arguments_that_are_equal_but_of_other_types_are_other_calls(form):
+    seen = []
+
+    def apply(x, given):
+        by = given if isinstance(given, int | float) else getattr(given, "by", None)
+        by = next(iter(given)) if by is None else by
+        seen.append(by)
+        kind = {int: 0.0, bool: 10.0, float: 100.0}[type(by)]
+        return x * (kind + math.copysign(1, by))
+
+    once = TracedOnce()(ff.TrainTask(apply, optax.sgd(0.1), "mse", (X, Y)))
+    values = [1, True, 1.0, 0.0, -0.0, 1, -0.0]
+    found = jax.jit(lambda x: [once.apply(x, form(by)) for by in values])(np.float32(1))
+    assert found == [1, 11, 101, 101, 99, 1, 99]
+    assert len(seen) == 5  # The last two were seen before.
 
 
 def test_a_call_with_values_or_with_arrays_of_the_program_around_it_runs_the_code():
