@@ -52,8 +52,10 @@ class Projector:
             if path.split("/")[-1] == "embedding" and np.ndim(leaf) == 2
         }
 
-    def check(self, params: PyTree) -> None:
+    def check(self, folder: Path, params: PyTree) -> None:
         """Checks that there are tables, and a label for each row.
+
+        A file of labels is read if it is in the folder of events already.
 
         Raises:
           ValueError: there are none, or labels that do not fit.
@@ -70,19 +72,13 @@ class Projector:
                 f"layers are {', '.join(map(repr, tables))}."
             )
         for name, table in tables.items():
-            labels, n_rows = self._labels(name), np.shape(table)[0]
-            if labels is None or isinstance(labels, str | os.PathLike):
-                continue
-            if len(labels) != n_rows:
-                raise ValueError(
-                    f"embeddings_metadata has {len(labels):,} labels for the {n_rows:,} rows of "
-                    f"{name!r}."
-                )
+            self._check_labels(folder, name, np.shape(table)[0])
 
     def write(self, folder: Path, tables: Mapping[str, np.ndarray]) -> None:
         """Writes tables into a folder of events, in place of earlier ones."""
         config = ""
         for name, table in tables.items():
+            self._check_labels(folder, name, len(table))
             labels = self._labels(name)
             fields = {"tensor_name": name, "tensor_path": f"embeddings/{name}.tsv"}
             rows = ("\t".join(f"{value:.7g}" for value in row) for row in table.tolist())
@@ -99,6 +95,30 @@ class Projector:
 
     def _labels(self, name: str) -> Metadata | None:
         return self._metadata.get(name) if isinstance(self._metadata, Mapping) else self._metadata
+
+    def _check_labels(self, folder: Path, name: str, n_rows: int) -> None:
+        labels, where = self._labels(name), ""
+        if isinstance(labels, str | os.PathLike):
+            path = folder / Path(labels).expanduser()
+            n_labels, where = _n_labels(path) if path.is_file() else n_rows, f": {path}"
+        else:
+            n_labels = n_rows if labels is None else len(labels)
+        if n_labels != n_rows:
+            raise ValueError(
+                f"embeddings_metadata has {n_labels:,} labels for the {n_rows:,} rows of "
+                f"{name!r}{where}."
+            )
+
+
+def _n_labels(path: Path) -> int:
+    """The number of labels in a file, as TensorBoard reads it.
+
+    It skips blank lines, and takes the first line for names of columns if it has a tab.
+    """
+    with path.open("rb") as file:
+        lines = (line for line in file if line.strip())
+        has_names = b"\t" in next(lines, b"\t")
+        return sum(1 for _ in lines) + (not has_names)
 
 
 def _replace(path: Path, text: str) -> None:

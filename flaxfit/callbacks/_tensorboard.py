@@ -51,8 +51,8 @@ class TensorBoardLogger:
       embeddings_freq: n, to write the tables of `Embed` layers, for the projector, at every n-th
         checkpoint in place of earlier ones; 0: never.
       embeddings_metadata: a label for each row of these tables, or the name of a file of them in
-        the folder of events (`folder/train` with `split`); a mapping gives them by the path of the
-        layer.
+        the folder of events (`folder/train` with `split`), which may begin with a line of names of
+        columns; a mapping gives them by the path of the layer.
       log_dir: Keras's name of `folder`.
 
     Raises:
@@ -117,7 +117,7 @@ class TensorBoardLogger:
     def attach(self, loop: Loop) -> None:
         """Checks the embeddings, and looks at the steps of a loop, if asked to."""
         if self._projector.every:
-            self._projector.check(loop.state.params)
+            self._projector.check(self._folder / self._main, loop.state.params)
         if self._update_freq:
             self._updated_at = loop.step
             loop.dispatch_watchers.append(functools.partial(self._update, loop))

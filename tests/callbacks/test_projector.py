@@ -115,6 +115,46 @@ def test_what_does_not_fit_is_refused_before_the_first_step(tmp_path, module, me
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "n_labels"),
+    [
+        ("a\nb\nc", 3),
+        ("a\n\nb\nc\r\n\n", 3),
+        ("word\tkind\na\t0\nb\t1\nc\t2\n", 3),
+        ("a\nb\n", 2),
+        ("a\nb\nc\nd\n", 4),
+        ("a\t0\nb\t1\nc\t2\n", 2),
+        ("", 0),
+    ],
+)
+@pytest.mark.parametrize("split", [False, True])
+def test_a_file_has_a_label_for_each_row(tmp_path, capsys, text, n_labels, split):
+    folder = tmp_path / "train" if split else tmp_path
+    folder.mkdir(exist_ok=True)
+    file = folder / "words.tsv"
+    file.write_text(text, newline="")
+    options = {"embeddings_freq": 1, "embeddings_metadata": {"word": "words.tsv"}, "split": split}
+    if n_labels == 3:
+        fit(Linen(), TensorBoardLogger(tmp_path, **options))
+        assert (folder / "projector_config.pbtxt").exists()
+        return
+    with pytest.raises(ValueError, match=f"has {n_labels} labels for the 3 rows of 'word': .*tsv"):
+        fit(Linen(), TensorBoardLogger(tmp_path, **options))
+    assert [*folder.iterdir()] == [file]
+    # Where it comes later, training goes on without it.
+    file.unlink()
+    log = TensorBoardLogger(tmp_path, **options)
+
+    def write_file(checkpoint):
+        file.write_text(text)
+
+    model = ff.Model(Linen(), optax.sgd(0.1), "mse")
+    model.fit(tokens, y, batch_size=4, verbose=0, callbacks=[write_file, log])
+    log.close()
+    assert model.step == 1 and not (folder / "projector_config.pbtxt").exists()
+    assert f"has {n_labels} labels" in capsys.readouterr().err
+
+
 def test_labels_need_tables(tmp_path):
     with pytest.raises(ValueError, match="embeddings_metadata needs embeddings_freq"):
         TensorBoardLogger(tmp_path, embeddings_metadata=WORDS)
