@@ -23,13 +23,13 @@ class ModuleHandle(NamedTuple):
     """Returns the `init` of that module."""
     merged: Callable[[Variables], Any]
     """Returns a module that holds these variables, in evaluation mode."""
+    inputs: Callable[[], tuple[str, ...] | None]
+    """Returns the names of the inputs of its call; None if it takes any, or they are unknown."""
     assign: Callable[[Variables], list[Any]] | None = None
     """Writes variables into an nnx instance, if it still exists, and returns the arrays that it
     now holds; None for other modules."""
     paths: Callable[[Any], dict[str, bool]] | None = None
     """Maps the paths of all variables to whether an NNX filter selects them; None for linen."""
-    inputs: tuple[str, ...] | None = None
-    """The names of the inputs of its call; None if it takes any, or they are unknown."""
     streams: frozenset[str] | None = None
     """The names of its random streams; None if it takes any name."""
 

@@ -154,13 +154,14 @@ def from_nnx(
         module = given_module()
         return [] if module is None else states.assign(module, variables, names)
 
+    inputs = input_names(abstract if call is None else functools.partial(call, None))
     handle = ModuleHandle(
         module=given_module,
         init=init_of,
         merged=merged,
+        inputs=lambda: inputs,
         assign=assign if is_instance else None,
         paths=lambda filter: states.selected(nnx.merge(graph, random, template), filter),
-        inputs=input_names(abstract if call is None else functools.partial(call, None)),
         streams=None if position is not None else states.names_of_streams(random),
     )
     return ModelFunctions(init_of(model), with_handle(apply, handle))

@@ -152,7 +152,7 @@ def _linen_handle(module: nn.Module, init: Function) -> ModuleHandle:
         module=lambda: module,
         init=lambda module: init,
         merged=lambda variables: switched(module, False)[0].bind(variables),
-        inputs=input_names(module) if callable(module) else None,
+        inputs=lambda: input_names(module) if callable(module) else None,
     )
 
 
@@ -168,7 +168,7 @@ def inputs_of(apply: Function | None) -> tuple[str, ...] | None:
     """Returns the names of the inputs of an `apply`; None if it takes any, or they are unknown."""
     handle = handle_of(apply)
     if handle is not None:
-        return handle.inputs
+        return handle.inputs()
     return None if apply is None else input_names(functools.partial(apply, None))
 
 

@@ -99,9 +99,9 @@ def inspect(
         return pass_forward
 
     known, key = {} if known is None else known, structure_of((state, batch))
-    bound = bind(taking_states(task, pass_of))
     traced = known.get(key)
     if traced is None:
+        bound = bind(taking_states(task, pass_of))
         with calls_explained(batch.inputs, batch.targets), _explained(task, batch):
             traced = trace(bound, state, batch, states_of(task))
     result = traced.shapes
@@ -111,7 +111,7 @@ def inspect(
         _check_loss(task.loss, result, batch, data)
     check_classes(task, batch)
     if key not in known:
-        if not runs_eagerly(bound):  # The check traces, with sizes of no batch.
+        if traced.values is None:  # The check traces, with sizes of no batch.
             _check_by_row(task, result, batch, bind)
             check_keeps_targets(task, result, batch, bind, couples_rows)
             given = result.outputs, shapes_of(in_float32(batch.targets))
@@ -119,7 +119,7 @@ def inspect(
                 check_own_weights("the loss", bind(task.loss), *given)
             for name, values in metrics_by_row(task):
                 check_own_weights(f"the metric {name!r}", bind(values), *given)
-        elif traced.values is not None:
+        else:
             if task.pad:
                 _check_alone(task, traced.values, batch, bind)
             check_keeps_targets(task, traced.values, batch, bind, couples_values)
