@@ -271,6 +271,7 @@ PROTOCOLS = (
 FOR_THE_LIBRARY = {
     "ArrayStream.next_rows",
     "ArrayStream.next_rows_of",
+    "ArrayStream.order_ahead",
     "ArrayStream.pick",
     "ArrayStream.whole",
     "EvalLoop.check",

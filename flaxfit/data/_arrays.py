@@ -140,6 +140,11 @@ class ArrayStream:
         positions[-1] = self.get_state()
         return [*zip(rows, positions, strict=True)]
 
+    def order_ahead(self) -> None:
+        """Shuffles the rows of an epoch that is about to begin, if there is one."""
+        if self._order is None and self.shuffle and not self._is_over():
+            self._ordered()
+
     def pick(self, rows: slice | np.ndarray) -> tuple[PyTree, ...]:
         """Returns the examples at a slice or at an array of row numbers, as a batch."""
         return self._structure.unflatten([column.pick(rows) for column in self._columns])

@@ -25,6 +25,8 @@ class Cursor:
         """Whether the data is resident: placed on the devices, which gather batches there."""
         self.takes_rows = self.gathers or knows_rows(self.stream)
         """Whether fetched items are indices of rows, not examples."""
+        self._is_own = type(self.stream) is ArrayStream
+        """Whether no method of the stream is the user's own."""
         self.ended = False
         """Whether there are no more batches."""
         self.is_resumed = False
@@ -52,7 +54,7 @@ class Cursor:
                 "The task has no data: give TrainTask(data=...), or train on batches of your own, "
                 "TrainLoop(..., input_sample=x) and loop.next_step(batch)."
             )
-        if n > 1 and self.gathers and not self._fetched and type(self.stream) is ArrayStream:
+        if n > 1 and self.gathers and self._is_own and not self._fetched:
             with contextlib.suppress(StopIteration):  # Raised again by what follows.
                 self._fetched = self.stream.next_rows_of(n)
         while len(self._fetched) < n and not self._has_run_out:
@@ -75,9 +77,14 @@ class Cursor:
         return self.fetch(1, is_ahead=True)
 
     def stepped(self, n: int) -> None:
-        """Commits the first `n` fetched items: they were trained on."""
+        """Commits the first `n` fetched items: devices train on them.
+
+        While they do, the next epoch is shuffled.
+        """
         self._position = self._fetched[n - 1][1]
         del self._fetched[:n]
+        if self._is_own and not self._fetched:
+            self.stream.order_ahead()
 
     @property
     def is_between_batches(self) -> bool:

@@ -113,6 +113,23 @@ def test_several_batches_are_those_taken_one_by_one_to_the_end_of_the_epoch(shuf
         several.next_rows_of(2)
 
 
+def test_an_epoch_that_was_ordered_ahead_is_the_same():
+    ahead, plain = (
+        ArrayStream(np.arange(9), batch_size=3, shuffle=True, epochs=2) for _ in range(2)
+    )
+    start = ahead.get_state()
+    for _ in range(6):
+        ahead.order_ahead()
+        assert ahead.get_state() == plain.get_state()
+        np.testing.assert_array_equal(ahead.next_rows(), plain.next_rows())
+    ahead.order_ahead()  # There is no further epoch.
+    with pytest.raises(StopIteration):
+        ahead.next_rows()
+    for stream in ahead, plain:
+        stream.set_state(start)
+    np.testing.assert_array_equal(ahead.next_rows(), plain.next_rows())
+
+
 def test_nested_inputs_and_targets_keep_their_structure():
     x = {"image": X, "size": (Y, Y + 1)}
     batch_x, batch_y = next(ArrayStream(x, (Y, Y + 2), batch_size=5))
