@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Jaxpr, Literal
 
-from flaxfit.step._row_coupling import mixes_rows, numbers, picks_in_order
+from flaxfit.step._row_coupling import mixes_rows, numbers, pairs_rows, picks_in_order
 from flaxfit.tree._types import Function, PyTree
 
 # Two sizes that no other dimension has: rows that are compared one by one must agree in number.
@@ -128,7 +128,8 @@ def _takes_any_number(function: Function, outputs: PyTree, targets: PyTree) -> b
     except Exception:  # It takes equal numbers only, as it should.
         return False
     # An index beyond the rows is no error in JAX: outputs[jnp.arange(len(targets)), targets].
-    if any(picks_in_order(closed, *each) for each in itertools.permutations(_NUMBERS)):
+    is_in_order = any(picks_in_order(closed, *each) for each in itertools.permutations(_NUMBERS))
+    if is_in_order and not pairs_rows(closed, *_NUMBERS):
         return False
     program = closed.jaxpr
     used = {v for eqn in program.eqns for v in eqn.invars if not isinstance(v, Literal)}

@@ -87,34 +87,56 @@ def _mixes(needed: _Needed, n: int) -> bool:
         return False
     if any(len(_axes(v, n)) != 1 for v in needed.results):
         return True
-    if name == "gather":
-        return _picks_other_rows(needed, n)
+    if _is_by_index(equation):
+        return not _in_order(needed, n, n)
+    if name == "dynamic_update_slice":
+        old, new, *_ = equation.invars
+        return any(_shape(old)[axis] != _shape(new)[axis] for axis in _axes(old, n))
     axis = equation.params.get(_ALONG_AXIS.get(name, ""), ())
     axes = axis if isinstance(axis, tuple) else (axis,)
     return any(axis in _axes(v, n) for v in equation.invars for axis in axes)
 
 
-def _picks_other_rows(needed: _Needed, n: int) -> bool:
-    """Whether rows are picked by an index that is not the number of the row itself."""
-    indices = needed.equation.invars[1]
-    columns = _columns_of_rows(needed.equation, n)
-    return not all(_counts_rows(indices, column, needed.makers, n) for column in columns)
-
-
 def picks_in_order(program: Jaxpr, n: int, count: int) -> bool:
-    """Whether the rows 0, 1, ... `count - 1` of an array with `n` are picked by index."""
+    """Whether the rows 0, 1, ... `count - 1` of an array with `n` are read or set by index."""
     return any(
-        _counts_rows(each.equation.invars[1], column, each.makers, count)
+        _rows_by_index(each.equation, n) and _in_order(each, n, count)
         for each in _needed(program, [True] * len(program.jaxpr.outvars))
-        if each.equation.primitive.name == "gather"
-        for column in _columns_of_rows(each.equation, n)
+        if _is_by_index(each.equation)
     )
 
 
-def _columns_of_rows(gather: JaxprEqn, n: int) -> list[int]:
-    """The columns of the indices of a gather that number rows."""
-    columns = gather.params["dimension_numbers"].start_index_map
-    return [columns.index(axis) for axis in _axes(gather.invars[0], n) if axis in columns]
+def pairs_rows(program: Jaxpr, n: int, count: int) -> bool:
+    """Whether a closed jaxpr makes an array with axes of both numbers of rows."""
+    return any(
+        _axes(v, n) and _axes(v, count)
+        for each in _needed(program, [True] * len(program.jaxpr.outvars))
+        for v in each.results
+    )
+
+
+def _is_by_index(equation: JaxprEqn) -> bool:
+    """Whether this is a gather or a scatter."""
+    return equation.primitive.name.partition("-")[0] in ("gather", "scatter")
+
+
+def _in_order(needed: _Needed, n: int, count: int) -> bool:
+    """Whether rows are read or set by the numbers 0, 1, ... `count - 1`, if by any."""
+    indices = needed.equation.invars[1]
+    return all(
+        _counts_rows(indices, column, needed.makers, size // n * count)
+        for column, size in _rows_by_index(needed.equation, n)
+    )
+
+
+def _rows_by_index(equation: JaxprEqn, n: int) -> list[tuple[int, int]]:
+    """The columns of the indices that number rows, and how many of these the array has."""
+    array, numbers = equation.invars[0], equation.params["dimension_numbers"]
+    is_read = equation.primitive.name == "gather"
+    columns = numbers.start_index_map if is_read else numbers.scatter_dims_to_operand_dims
+    return [
+        (columns.index(axis), _shape(array)[axis]) for axis in _axes(array, n) if axis in columns
+    ]
 
 
 def _counts_rows(indices: Var | Literal, column: int, makers: _Makers, n: int) -> bool:
@@ -134,5 +156,8 @@ def _counts_rows(indices: Var | Literal, column: int, makers: _Makers, n: int) -
 
 def _axes(variable: Var | Literal, n: int) -> list[int]:
     """The axes of rows of a variable; several rows may be joined in one axis."""
-    shape = getattr(variable.aval, "shape", ())
-    return [axis for axis, size in enumerate(shape) if size and size % n == 0]
+    return [axis for axis, size in enumerate(_shape(variable)) if size and size % n == 0]
+
+
+def _shape(variable: Var | Literal) -> tuple[int, ...]:
+    return getattr(variable.aval, "shape", ())

@@ -51,12 +51,41 @@ def test_a_loss_that_picks_by_the_number_of_the_row_compares_row_by_row(reduce):
         check_by_row("The loss", lambda o, t: reduce(other_rows(o, t)), (LOGITS,), (LABELS,))
 
 
-def test_a_usual_cross_entropy_by_index_trains_as_that_by_name():
-    def nll(logits, labels):
-        return -jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels]
+def by_scatter(logits, labels):
+    hot = jnp.zeros_like(logits).at[jnp.arange(len(labels)), labels].set(1)
+    return -(hot * jax.nn.log_softmax(logits)).sum(-1)
+
+
+@pytest.mark.parametrize("reduce", [lambda v: v, jnp.mean])
+def test_one_that_sets_by_the_number_of_the_row_does_so_too(reduce):
+    def loss(rows):
+        def by_rows(o, t):
+            return reduce((jnp.zeros_like(o).at[rows(o, t), t].set(1) - o).sum(-1))
+
+        return by_rows
+
+    for rows in (lambda o, t: jnp.arange(len(t)), lambda o, t: jnp.arange(len(o))):
+        check_by_row("The loss", loss(rows), (LOGITS,), (LABELS,))
+    wrong = {
+        "others": loss(lambda o, t: t),
+        "backwards": loss(lambda o, t: jnp.arange(len(t))[::-1]),
+        "beside": lambda o, t: reduce(by_scatter(o, t)) + ((o[:, :1] - t) ** 2).mean(),
+    }
+    for each in wrong.values():
+        with pytest.raises(ValueError, match="The loss broadcasts"):
+            check_by_row("The loss", each, (LOGITS,), (LABELS,))
+
+
+@pytest.mark.parametrize("n_devices", [1, 4])
+@pytest.mark.parametrize(
+    "nll", [by_scatter, lambda o, t: -jax.nn.log_softmax(o)[jnp.arange(len(t)), t]]
+)
+def test_a_usual_cross_entropy_by_index_trains_as_that_by_name(nll, n_devices):
+    strategy = ff.DataParallel(jax.devices()[:n_devices])
 
     def trained(loss):
-        model = ff.Model(linen.Dense(3), optax.sgd(0.1), loss, metrics={"nll": nll})
+        metrics = {"nll": nll}
+        model = ff.Model(linen.Dense(3), optax.sgd(0.1), loss, metrics, strategy=strategy)
         return model.fit(X, np.arange(8) % 3, batch_size=3, epochs=2, verbose=0)
 
     own, named = trained(nll), trained("crossentropy")

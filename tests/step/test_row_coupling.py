@@ -13,6 +13,14 @@ def rows(*shape, dtype="float32"):
     return jax.ShapeDtypeStruct((8, *shape), dtype)
 
 
+def whole(b):
+    return b[:, 0].astype(int)
+
+
+def one_hot(a, rows, b):
+    return jnp.zeros_like(a).at[rows, whole(b)].set(1)
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -33,6 +41,15 @@ def rows(*shape, dtype="float32"):
         lambda a, b: (a * b[np.arange(len(b))[::-1]]).sum(-1),
         lambda a, b: (a - b[0]).sum(-1),
         lambda a, b: jax.lax.fori_loop(0, 3, lambda i, c: c + a.mean(), b[:, 0]),
+        lambda a, b: (a * one_hot(a, jnp.arange(len(a))[::-1], b)).sum(-1),
+        lambda a, b: (a * one_hot(a, whole(b), b)).sum(-1),
+        lambda a, b: a.at[whole(b)].add(1)[:, 0],
+        lambda a, b: jnp.zeros(len(a)).at[whole(b)].add(a[:, 0]),
+        lambda a, b: jnp.zeros(5).at[whole(b)].add(a[:, 0])[whole(b)],
+        lambda a, b: jax.ops.segment_sum(a, whole(b), len(a)).sum(-1),
+        lambda a, b: a.at[0].set(0).sum(-1) + b[:, 0],
+        lambda a, b: a.at[:2].set(0).sum(-1) + b[:, 0],
+        lambda a, b: jax.lax.dynamic_update_slice(a, jnp.zeros((2, 3)), (0, 0)).sum(-1),
     ],
 )
 def test_values_that_depend_on_other_rows_are_found(function):
@@ -61,6 +78,16 @@ def test_values_that_depend_on_other_rows_are_found(function):
             lambda c, x: ((c[0] / 2, c[1] + c[0] * x), 0), (1.0, 0 * a[:, 0]), (a * b).T
         )[0][1],
         lambda a, b: jax.checkpoint(lambda a: (a * b).sum(-1))(a),
+        lambda a, b: (a * one_hot(a, jnp.arange(len(a)), b)).sum(-1),
+        lambda a, b: (a * one_hot(a, np.arange(len(a)), b)).sum(-1),
+        lambda a, b: a.at[jnp.arange(len(a)), whole(b)].add(-1).max(-1),
+        lambda a, b: jax.vmap(lambda a, b: a.at[b].multiply(2))(a, whole(b)),
+        lambda a, b: jnp.put_along_axis(a, b[:, :1].astype(int), 0.0, -1, inplace=False),
+        lambda a, b: a.at[:, 0].set(0).at[: len(b), 1].set(b[:, 0]).at[..., 1:].min(0),
+        lambda a, b: jax.grad(lambda a: a[jnp.arange(len(a)), whole(b)].sum())(a),
+        lambda a, b: one_hot(a.reshape(-1, 1), jnp.arange(a.size), b.reshape(-1, 1)).reshape(-1, 3),
+        lambda a, b: a.reshape(-1, 1)[jnp.arange(a.size), b.reshape(-1).astype(int)],
+        lambda a, b: jax.lax.dynamic_update_slice(a, b[:, :2], (0, 1)).sum(-1),
     ],
 )
 def test_values_of_rows_on_their_own_are_not_blamed(function):
