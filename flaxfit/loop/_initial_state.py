@@ -13,8 +13,7 @@ from flaxfit.modules._switch import as_init
 from flaxfit.optim._extended import wrap_state
 from flaxfit.optim._plain_rate import live_rate, matched
 from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.state._optimizer_axes import with_optimizer
-from flaxfit.state._train_state import TrainState
+from flaxfit.state._train_state import TrainState, with_opt_state
 from flaxfit.step._init_state import init_state
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._paths import flat
@@ -201,11 +200,7 @@ def _with_options(state: TrainState, optimizer: optax.GradientTransformation) ->
             "Make it with init_state(init, task.optimizer, ...) or "
             "state.replace(opt_state=task.optimizer.init(state.params))."
         )
-    if opt_state is state.opt_state:
-        return state
-    return state.replace(
-        opt_state=opt_state, axes=with_optimizer(state.axes, state.params, opt_state)
-    )
+    return state if opt_state is state.opt_state else with_opt_state(state, opt_state)
 
 
 def _in_place(array: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

@@ -10,8 +10,7 @@ from flaxfit.optim._extended import carry_state
 from flaxfit.optim._hyperparams import names_of
 from flaxfit.optim._plain_rate import matched
 from flaxfit.state._checkpoint import Borrowed
-from flaxfit.state._optimizer_axes import with_optimizer
-from flaxfit.state._train_state import TrainState
+from flaxfit.state._train_state import TrainState, with_opt_state
 from flaxfit.strategies import Strategy
 from flaxfit.tree._types import ArrayLike, PyTree
 
@@ -85,12 +84,10 @@ class PlacedState:
             return x if id(x) in kept else self._strategy.place(x)
 
         opt_state = jax.tree.map(placed, matched(optimizer, old.opt_state)[1])
-        axes = with_optimizer(old.axes, old.params, opt_state)
-        self.hold(old.replace(opt_state=opt_state, axes=axes))
+        self.hold(with_opt_state(old, opt_state))
 
     def set_optimizer(self, optimizer: Any) -> None:
         """Rebuilds the optimizer state after a change of `freeze`; keeps what still applies."""
         state = self._strategy.collect(self.value)
         opt_state = carry_state(state.opt_state, optimizer, state.params)
-        axes = with_optimizer(state.axes, state.params, opt_state)
-        self.hold(self._strategy.place(state.replace(opt_state=opt_state, axes=axes)))
+        self.hold(self._strategy.place(with_opt_state(state, opt_state)))

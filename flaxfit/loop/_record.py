@@ -3,17 +3,14 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
 
 from flaxfit.loop._stepper import Stepper
 from flaxfit.loop._stopwatch import Stopwatch
+from flaxfit.loop._tuning import learning_rates
 from flaxfit.metrics._monitor import modes_of
-from flaxfit.optim import hyperparams
-from flaxfit.optim._hyperparams import group_name, learning_rates, scheduled
-from flaxfit.optim._plain_rate import plain_schedule, told_rate
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.task._task import module_of
 from flaxfit.tree._types import Json
@@ -33,7 +30,7 @@ def make_checkpoint(
     # Work that does not wait for the devices comes before the metrics.
     state, grads = stepper.placed.lend()
     position = stepper.cursor.position()
-    metrics = stepper.metrics() | _learning_rates(stepper)
+    metrics = stepper.metrics() | learning_rates(stepper)
     return Checkpoint(
         step=stepper.step,
         state=state,
@@ -51,47 +48,6 @@ def make_checkpoint(
         companions=stepper.companions.saved,
         module_of=functools.partial(module_of, stepper.task),
     )
-
-
-def present_hyperparams(stepper: Stepper) -> dict[str, Any]:
-    """The hyperparameters of the optimizer as numbers, in the order of its groups.
-
-    Of a plain optimizer the learning rate alone is known.
-    """
-    opt_state = stepper.state.opt_state
-    if stepper.placed.has_hyperparams or stepper.task.step is not None:
-        return _on_host(hyperparams(opt_state))
-    rate = told_rate(stepper.task.optimizer, opt_state)
-    return {} if rate is None else {"learning_rate": rate}
-
-
-def follows_schedule(stepper: Stepper, name: str, group: str | int | None = None) -> bool:
-    """Whether a hyperparameter of the optimizer follows a schedule."""
-    if not stepper.placed.has_hyperparams:
-        is_plain = stepper.task.step is None and name == "learning_rate"
-        return is_plain and plain_schedule(stepper.task.optimizer) is not None
-    opt_state = stepper.state.opt_state
-    return name in scheduled(opt_state, None if group is None else group_name(opt_state, group))
-
-
-def _learning_rates(stepper: Stepper) -> dict[str, float]:
-    """The learning rates of the latest step, unless it is the constant of a plain optimizer."""
-    is_live = stepper.placed.has_hyperparams or follows_schedule(stepper, "learning_rate")
-    rates = learning_rates(present_hyperparams(stepper)) if is_live else {}
-    return {
-        "learning_rate" if group is None else f"learning_rate/{group}": rate
-        for group, rate in rates.items()
-    }
-
-
-def _on_host(values: dict[str, Any]) -> dict[str, Any]:
-    fetched = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            fetched[name] = _on_host(value)
-        else:
-            fetched[name] = value.item() if value.ndim == 0 else jax.device_get(value)
-    return fetched
 
 
 def get_running(stepper: Stepper) -> dict[str, Json]:

@@ -15,6 +15,7 @@ from flaxfit.loop._record import make_checkpoint, set_running
 from flaxfit.loop._step_cost import step_cost, step_memory
 from flaxfit.loop._stepper import Stepper
 from flaxfit.loop._stopwatch import Stopwatch
+from flaxfit.loop._tuning import match
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._cost import StepCost
@@ -31,15 +32,15 @@ class RunState:
     _stepper: Stepper
     _copy: Copier | None
     """Copies what a checkpoint borrows; None with `snapshot="none"`."""
-    _due: Delivery | None
+    _due: Delivery | None = None
     """A checkpoint that some callbacks have not seen yet."""
-    _last: Checkpoint | None
+    _last: Checkpoint | None = None
     """The latest checkpoint, without its arrays."""
     _watch: Stopwatch
     """The time of the steps since the latest checkpoint."""
-    _phase: str
+    _phase: str = ""
     _is_talking: bool
-    _is_at_start: bool
+    _is_at_start: bool = True
     """Whether nothing has happened since construction: no training, `restore` or other data."""
 
     @property
@@ -102,7 +103,7 @@ class RunState:
             raise TypeError(
                 f"restore needs a TrainState or a Checkpoint, got {type(state).__name__}."
             )
-        state = self._stepper.match(state)
+        state = match(self._stepper, state)
         # Checked before anything changes.
         check_same_arrays(self._stepper.state, state)
         self._resume(state, checkpoint)
@@ -135,7 +136,7 @@ class RunState:
         self._companions.restore(getattr(checkpoint, "companions", None))
         with quiet(not self._is_talking):
             self._stepper.cursor.move_to(getattr(checkpoint, "data_state", None))
-        self._stepper.set_state(self._stepper.match(state))
+        self._stepper.set_state(match(self._stepper, state))
         self._forget_delivery()
         self._last, self._is_at_start = None, False
         self._reset()

@@ -7,10 +7,10 @@ from typing import Any, Self
 from flaxfit.display import count, number, place, plural
 from flaxfit.display._html import arrays, card, n_numbers, table
 from flaxfit.loop._callback_list import CallbackList
-from flaxfit.loop._record import follows_schedule, present_hyperparams
 from flaxfit.loop._run_state import RunState
 from flaxfit.loop._schedule import Schedule
 from flaxfit.loop._steps_per_call import StepsPerCall
+from flaxfit.loop._tuning import follows_schedule, freeze, present_hyperparams, tune
 from flaxfit.optim._hyperparams import group_name
 from flaxfit.task._repr import describe_loss
 from flaxfit.task._task import TrainTask
@@ -23,13 +23,16 @@ class Settings(RunState):
     """The part of `TrainLoop` that is set between two steps; all of it affects the next step."""
 
     schedule: Schedule
-    stopped: bool
-    start: Any
+    """Which steps yield a checkpoint; can be set."""
+    stopped: bool = False
+    """Whether a callback has ended the run; setting `data` restarts it."""
+    start: Any = None
+    """The checkpoint file that the run was restored from, or None."""
     first_epoch: int | None = None
     """The number of the first epoch of `fit`, from 0; None: there are no epochs."""
     _callbacks: CallbackList
-    _is_finishing: bool
-    _not_taken_over: list[str]
+    _is_finishing: bool = False
+    _not_taken_over: Sequence[str] = ()
 
     def __repr__(self) -> str:
         n_params = count(n_numbers(self.state_in_place.params))
@@ -114,7 +117,7 @@ class Settings(RunState):
         Raises:
           ValueError: the optimizer has no such hyperparameter or group; the error lists them.
         """
-        self._stepper.set_hyperparams(group, values)
+        tune(self._stepper, group, values)
         if self._due is not None:
             self._due.tuned.append((group, values))
 
@@ -128,7 +131,7 @@ class Settings(RunState):
 
     @freeze.setter
     def freeze(self, patterns: str | Sequence[str]) -> None:
-        self._stepper.freeze(patterns)
+        freeze(self._stepper, patterns)
 
     @property
     def norms(self) -> Sequence[str]:

@@ -21,15 +21,13 @@ from flaxfit.loop._placed_state import PlacedState
 from flaxfit.loop._steps_per_call import StepsPerCall
 from flaxfit.loop._tally import Tally
 from flaxfit.optim._freeze import check_matches
-from flaxfit.optim._plain_rate import live_rate, matched
-from flaxfit.state._optimizer_axes import with_optimizer
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._error_messages import explain, explained
 from flaxfit.step._validate import shapes_of
 from flaxfit.strategies import Strategy
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._functions import runs_eagerly
-from flaxfit.tree._types import ArrayLike, Data, Params, PyTree
+from flaxfit.tree._types import Data, Params, PyTree
 
 
 class Stepper:
@@ -74,7 +72,7 @@ class Stepper:
         self._in_flight = InFlight(strategy.devices[0].platform, len(strategy.devices))
         self.placed = PlacedState(strategy)
         self.companions = PlacedCompanions(task, strategy)
-        self._n_set = self._n_tuned = 0
+        self._n_set = self.n_tuned = 0
         self.set_data(task.data)
 
     # What it holds.
@@ -91,7 +89,7 @@ class Stepper:
         That is the step, how often state or data were set, and how often hyperparameters or
         frozen parameters were.
         """
-        return self.step, self._n_set, self._n_tuned
+        return self.step, self._n_set, self.n_tuned
 
     @property
     def is_preparing(self) -> bool:
@@ -131,49 +129,12 @@ class Stepper:
         self._n_set += 1
         if shapes_of(before) != shapes_of(self.state):
             self.tally.expect({})
-            self._forget()
+            self.set_task(self.task)
+            self.loader.forget()  # The next batch is validated again.
         self.reset_totals()
 
-    def set_hyperparams(self, group: str | int | None, values: dict[str, ArrayLike]) -> None:
-        """Sets hyperparameters without recompilation.
-
-        Except once: setting the learning rate of a plain optimizer, such as `optax.adam(1e-3)`,
-        first moves it into the state.
-        """
-        if not self.placed.has_hyperparams and values.keys() == {"learning_rate"}:
-            self._free_rate()
-        self.placed.set_hyperparams(group, values)
-        self._n_tuned += 1
-
-    def _free_rate(self) -> None:
-        live = None if self.task.step is not None else live_rate(self.task.optimizer)
-        if live is not None:
-            self._set_optimizer(live)
-
-    def _set_optimizer(self, optimizer: object) -> None:
-        if self.placed.leaves:
-            self.placed.match(optimizer)
-        self.task = dataclasses.replace(self.task, optimizer=optimizer)
-        self.programs.forget()
-        self.inspection.forget()
-
-    def match(self, state: TrainState) -> TrainState:
-        """Returns a state with the rate where the task has it; the task follows one that has it."""
-        if self.task.step is not None:
-            return state
-        optimizer, opt_state = matched(self.task.optimizer, state.opt_state)
-        if optimizer is not self.task.optimizer:
-            self._set_optimizer(optimizer)
-        if opt_state is state.opt_state:
-            return state
-        axes = with_optimizer(state.axes, state.params, opt_state)
-        return state.replace(opt_state=opt_state, axes=axes)
-
-    def freeze(self, patterns: str | Sequence[str]) -> None:
-        """Continues with other parameters frozen, and keeps the optimizer state of the rest."""
-        task = dataclasses.replace(self.task, freeze=patterns)
-        self.placed.set_optimizer(task.optimizer)
-        self._n_tuned += 1
+    def set_task(self, task: TrainTask) -> None:
+        """Continues with a variant of the task, for which programs are compiled again."""
         self.task = task
         self.programs.forget()
         self.inspection.forget()
@@ -183,14 +144,8 @@ class Stepper:
         task = dataclasses.replace(self.task, norms=patterns)
         check_norms(task, self.state.params)
         if task.norms != self.task.norms:
-            self.task = task
-            self._forget()
-
-    def _forget(self) -> None:
-        """Forgets compiled programs; the next batch is validated and compiled again."""
-        self.programs.forget()
-        self.loader.forget()
-        self.inspection.forget()
+            self.set_task(task)
+            self.loader.forget()
 
     def reset_totals(self) -> None:
         """Starts a new count."""

@@ -6,19 +6,18 @@ from typing import Any, Self
 
 from flaxfit.data._batch import normalize
 from flaxfit.display import say
-from flaxfit.loop._callback_list import CallbackList, Delivery
+from flaxfit.loop._callback_list import CallbackList
+from flaxfit.loop._checkpointing import Checkpointing
 from flaxfit.loop._compilation_cache import use_compilation_cache
 from flaxfit.loop._default_strategy import strategy_for
 from flaxfit.loop._determinism import say_if_inexact
 from flaxfit.loop._idle_gpu import warn_of_idle_gpu
 from flaxfit.loop._initial_state import as_checkpoint, check_trains, start
 from flaxfit.loop._ownership import copier
-from flaxfit.loop._record import LossWarning, make_checkpoint
+from flaxfit.loop._record import LossWarning
 from flaxfit.loop._schedule import Schedule
-from flaxfit.loop._settings import Settings
 from flaxfit.loop._stepper import Stepper
 from flaxfit.loop._stopwatch import Stopwatch
-from flaxfit.optim import set_hyperparams
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.strategies import Strategy
 from flaxfit.strategies._eager import eagerly
@@ -37,7 +36,7 @@ class EndOfData(Exception):
     """
 
 
-class TrainLoop(Settings):
+class TrainLoop(Checkpointing):
     """Trains a task, yielding a checkpoint at step 1, 1 + n, 1 + 2n, ... and at the last step.
 
     The user's own `for` drives it; between two checkpoints nothing is read from the device.
@@ -113,7 +112,6 @@ class TrainLoop(Settings):
         self.strategy = strategy = strategy_for(task, devices, strategy, is_eager=debug)
         self._copy = copier(snapshot, strategy)
         self.schedule = Schedule(first_checkpoint, n_steps_per_checkpoint, n_steps)
-        """Which steps yield a checkpoint; can be set."""
         self._is_talking = stdout
         self.say = say if stdout else lambda text: None
         if runs_eagerly(strategy):
@@ -125,10 +123,7 @@ class TrainLoop(Settings):
         )
         self.steps_per_call = steps_per_call
         self._warn_of_loss = LossWarning(self.say)
-        self._watch, self._phase, self._is_finishing = Stopwatch(), "", False
-        self._due: Delivery | None = None
-        self._last, self.start, self.stopped = None, None, False
-        self._is_at_start, self._not_taken_over = True, []
+        self._watch = Stopwatch()
 
         def sample() -> PyTree:
             with self.in_phase("training"):
@@ -138,19 +133,16 @@ class TrainLoop(Settings):
 
         CallbackList(callbacks).attach_first(self)
         with eagerly(strategy), without_mesh():
-            beginning = start(init, task, rnkey, sample, self.say, strategy.shardings)
+            state, self.start = start(init, task, rnkey, sample, self.say, strategy.shardings)
         if task.step is None:
-            check_trains(beginning.state, self.say)
-        self.start = beginning.checkpoint
-        """The checkpoint file that the run was restored from, or None."""
+            check_trains(state, self.say)
         if self.start is not None or strategy.virtual_replicas:
             say_if_inexact(self.say, strategy.devices[0].platform)
-        self._resume(beginning.state, self.start)
+        self._resume(state, self.start)
         self._first_step = self.step
         self._last = as_checkpoint(self.start)
         self._is_at_start = True
         self.stopped = self._last is not None and self._last.stop
-        """Whether a callback has ended the run; setting `data` restarts it."""
         self.callbacks = callbacks
 
     # Driving the loop: each is a choice of where to train to.
@@ -254,12 +246,10 @@ class TrainLoop(Settings):
     def _train_to(
         self, target: Callable[[], int], batch: PyTree = None, *, end: int | None = None
     ) -> Checkpoint | None:
-        """Trains to the step `target()`, or to the end of the data; None if no step was left.
+        """Trains to the step `target()`, which may change on the way, or to the end of the data.
 
-        Args:
-          target: the step, which may change on the way.
-          batch: a batch to train on instead of the stream's.
-          end: the last step of the run, if it is known.
+        Returns None if no step was left. With a `batch` it trains on that, not on the stream's.
+        `end` is the last step of the run, if it is known.
         """
         if self._is_at_start and self._not_taken_over:
             self.say(f"from {self.start.path}: {'; '.join(self._not_taken_over)}")
@@ -292,56 +282,9 @@ class TrainLoop(Settings):
             self._phase = before
         return self._deliver()
 
-    def _end_span(self) -> None:
-        """Makes the checkpoint of the steps since the previous one, and starts a new count."""
-        stepper = self._stepper
-        stepper.consistency.checkpoint(stepper.step)
-        made = make_checkpoint(stepper, self._watch, stop=self._is_finishing)
-        checkpoint = self._numbered(made)
-        self._warn_of_loss(checkpoint)
-        stepper.interrupts.hold()
-        self._due = Delivery(checkpoint, self._callbacks, self._settle)
-        self._reset()
-        stepper.interrupts.release()
-
-    def _deliver(self) -> Checkpoint | None:
-        """Shows the checkpoint to the callbacks; after an exception, to those still waiting."""
-        if self._due is None:
-            return None
-        with self.in_phase("callbacks"):
-            checkpoint = self._due.finish(self.owned, lambda: self.revision)
-        self._due = None
-        self._last = checkpoint.replace(state=None, last_grads=None)
-        self.stopped = checkpoint.stop
-        return checkpoint
-
-    def _settle(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Adds what callbacks have set, and whether it is the last, before it is saved."""
-        tuned = [] if self._due is None else self._due.tuned
-        if tuned and self.step == checkpoint.step and hasattr(checkpoint.state, "opt_state"):
-            # The callbacks remember that they have set these: a resumed run needs both.
-            state = self._stepper.placed.lend()[0] if checkpoint.is_borrowed else checkpoint.state
-            if not checkpoint.is_borrowed:
-                state = self._stepper.match(state)
-                opt_state = state.opt_state
-                for group, values in tuned:
-                    opt_state = set_hyperparams(opt_state, group=group, **values)
-                state = state.replace(opt_state=opt_state)
-            checkpoint = checkpoint.replace(state=state)
-        # A callback may have called `finish` just now.
-        wanted, self._is_finishing = checkpoint.stop or self._is_finishing, False
-        stop = self._stepper.consistency.stop(wanted)
-        return checkpoint if stop == checkpoint.stop else checkpoint.replace(stop=stop)
-
     def _say_if_complete(self) -> None:
         if self._is_at_start and self.start is not None:
             self.say(f"this run is complete: it was ended at step {self.step:,}")
-
-    def _next_target(self, last: int | None = None) -> Callable[[], int]:
-        """The step of the next checkpoint; a function, as the schedule may change on the way."""
-        # After steps that no checkpoint has shown, one may still be due at this very step.
-        here = self.step - bool(self.n_completed_steps)
-        return lambda: self.schedule.after(here, last)
 
     def _end(self) -> Any:
         self.close()

@@ -10,8 +10,7 @@ from flaxfit import checkpoints
 from flaxfit.display import say
 from flaxfit.optim._extended import continued_state
 from flaxfit.optim._plain_rate import live_rate, matched
-from flaxfit.state._optimizer_axes import with_optimizer
-from flaxfit.state._train_state import TrainState
+from flaxfit.state._train_state import TrainState, with_opt_state
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._types import PyTree
 
@@ -123,13 +122,8 @@ def continued(
         kept = "the weights and the optimizer state are kept"
         fresh = "the weights are kept; the optimizer state differs and starts from scratch"
         say(f"compiled at step {int(state.step):,}: {kept if is_kept else fresh}")
-    return _with_opt_state(state, opt_state)
+    return with_opt_state(state, opt_state)
 
 
 def _for_optimizer(state: TrainState, optimizer: Any) -> TrainState:
-    return _with_opt_state(state, jax.eval_shape(optimizer.init, state.params))
-
-
-def _with_opt_state(state: TrainState, opt_state: PyTree) -> TrainState:
-    axes = with_optimizer(state.axes, state.params, opt_state)
-    return state.replace(opt_state=opt_state, axes=axes)
+    return with_opt_state(state, jax.eval_shape(optimizer.init, state.params))

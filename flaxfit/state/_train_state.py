@@ -111,9 +111,7 @@ class TrainState(State):
         >>> state.replace_optimizer(optax.trace(0.9)).opt_state
         TraceState(trace=Array([0., 0.], dtype=float32))
         """
-        opt_state = optimizer.init(self.params)
-        axes = with_optimizer(self.axes, self.params, opt_state)
-        return self.replace(opt_state=opt_state, axes=axes)
+        return with_opt_state(self, optimizer.init(self.params))
 
     def for_inference(self) -> InferenceState:
         """Returns the part that evaluation, prediction and export need.
@@ -127,6 +125,12 @@ class TrainState(State):
             model_state=self.model_state,
             axes=without_optimizer(self.axes),
         )
+
+
+def with_opt_state(state: TrainState, opt_state: OptState) -> TrainState:
+    """Replaces the optimizer's state, and the logical axes of its arrays."""
+    axes = with_optimizer(state.axes, state.params, opt_state)
+    return state.replace(opt_state=opt_state, axes=axes)
 
 
 def as_key(key: ArrayLike) -> jax.Array:

@@ -1,0 +1,112 @@
+"""The optimizer of a run, read and set between two steps: hyperparameters and frozen parameters."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from flaxfit.loop._stepper import Stepper
+from flaxfit.optim import hyperparams, set_hyperparams
+from flaxfit.optim._hyperparams import group_name, scheduled
+from flaxfit.optim._hyperparams import learning_rates as rates_of
+from flaxfit.optim._plain_rate import live_rate, matched, plain_schedule, told_rate
+from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.state._train_state import TrainState, with_opt_state
+from flaxfit.tree._types import ArrayLike
+
+Group = str | int | None
+"""A group of a `MultiOptimizer`, by name or position; None: all groups."""
+
+
+def present_hyperparams(stepper: Stepper) -> dict[str, Any]:
+    """The hyperparameters of the optimizer as numbers, in the order of its groups.
+
+    Of a plain optimizer the learning rate alone is known.
+    """
+    opt_state = stepper.state.opt_state
+    if stepper.placed.has_hyperparams or stepper.task.step is not None:
+        return _on_host(hyperparams(opt_state))
+    rate = told_rate(stepper.task.optimizer, opt_state)
+    return {} if rate is None else {"learning_rate": rate}
+
+
+def follows_schedule(stepper: Stepper, name: str, group: str | int | None = None) -> bool:
+    """Whether a hyperparameter of the optimizer follows a schedule."""
+    if not stepper.placed.has_hyperparams:
+        is_plain = stepper.task.step is None and name == "learning_rate"
+        return is_plain and plain_schedule(stepper.task.optimizer) is not None
+    opt_state = stepper.state.opt_state
+    return name in scheduled(opt_state, None if group is None else group_name(opt_state, group))
+
+
+def learning_rates(stepper: Stepper) -> dict[str, float]:
+    """The learning rates of the latest step, unless it is the constant of a plain optimizer."""
+    is_live = stepper.placed.has_hyperparams or follows_schedule(stepper, "learning_rate")
+    rates = rates_of(present_hyperparams(stepper)) if is_live else {}
+    return {
+        "learning_rate" if group is None else f"learning_rate/{group}": rate
+        for group, rate in rates.items()
+    }
+
+
+def _on_host(values: dict[str, Any]) -> dict[str, Any]:
+    fetched = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            fetched[name] = _on_host(value)
+        else:
+            fetched[name] = value.item() if value.ndim == 0 else jax.device_get(value)
+    return fetched
+
+
+def tune(stepper: Stepper, group: Group, values: dict[str, ArrayLike]) -> None:
+    """Sets hyperparameters without recompilation.
+
+    Except once: setting the learning rate of a plain optimizer, such as `optax.adam(1e-3)`, first
+    moves it into the state.
+    """
+    task, placed = stepper.task, stepper.placed
+    is_plain = not placed.has_hyperparams and task.step is None
+    live = live_rate(task.optimizer) if is_plain and values.keys() == {"learning_rate"} else None
+    if live is not None:
+        _set_optimizer(stepper, live)
+    placed.set_hyperparams(group, values)
+    stepper.n_tuned += 1
+
+
+def with_settings(
+    stepper: Stepper, checkpoint: Checkpoint, settings: Iterable[tuple[Group, dict[str, ArrayLike]]]
+) -> Checkpoint:
+    """Adds the hyperparameters that callbacks have set to a checkpoint of the present step."""
+    if checkpoint.is_borrowed:
+        return checkpoint.replace(state=stepper.placed.lend()[0])
+    state = match(stepper, checkpoint.state)
+    opt_state = state.opt_state
+    for group, values in settings:
+        opt_state = set_hyperparams(opt_state, group=group, **values)
+    return checkpoint.replace(state=state.replace(opt_state=opt_state))
+
+
+def match(stepper: Stepper, state: TrainState) -> TrainState:
+    """Returns a state with the rate where the task has it; the task follows one that has it."""
+    if stepper.task.step is not None:
+        return state
+    optimizer, opt_state = matched(stepper.task.optimizer, state.opt_state)
+    if optimizer is not stepper.task.optimizer:
+        _set_optimizer(stepper, optimizer)
+    return state if opt_state is state.opt_state else with_opt_state(state, opt_state)
+
+
+def freeze(stepper: Stepper, patterns: str | Sequence[str]) -> None:
+    """Continues with other parameters frozen, and keeps the optimizer state of the rest."""
+    task = dataclasses.replace(stepper.task, freeze=patterns)
+    stepper.placed.set_optimizer(task.optimizer)
+    stepper.n_tuned += 1
+    stepper.set_task(task)
+
+
+def _set_optimizer(stepper: Stepper, optimizer: object) -> None:
+    if stepper.placed.leaves:
+        stepper.placed.match(optimizer)
+    stepper.set_task(dataclasses.replace(stepper.task, optimizer=optimizer))
