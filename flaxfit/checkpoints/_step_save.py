@@ -15,13 +15,7 @@ class StepSave:
 
     If nothing may change, Orbax starts in `finish` too: here, the caller would wait for the threads
     that it starts, which are busy at once.
-
-    Args:
-      writer: writes the arrays.
-      place: the temporary folder of the step, see `_folder.begin`.
-      path: the folder of the step.
-      arrays: as `contents` returned them.
-      record: as `contents` returned it.
+    Arrays and record are those of `contents`. The folder of the step is `path`, until then `place`.
     """
 
     def __init__(

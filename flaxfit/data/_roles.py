@@ -71,7 +71,7 @@ class Roles:
             return (*parts[:2], by_output(parts[2], self.outputs))
         return found
 
-    def _split(self, item: PyTree) -> PyTree:
+    def _split(self, item: PyTree, *, has_targets: bool = True) -> PyTree:
         if _is_plain(item):
             return item
         columns = self._columns_of(item)
@@ -79,21 +79,14 @@ class Roles:
             return item
         roles = self if self._has_names else self._by_usual_names(columns)
         targets = roles._targets_of(columns)
-        return (
-            roles._inputs_of(columns, targets),
-            _taken("targets", targets, columns),
-            _one("weights", roles.weights, columns),
-        )
+        inputs = roles._inputs_of(columns, targets)
+        if not has_targets:
+            return inputs, (), None
+        return inputs, _taken("targets", targets, columns), _one("weights", roles.weights, columns)
 
     def inputs_of(self, item: PyTree) -> PyTree:
         """Returns an item with the inputs alone, whose other columns may be missing."""
-        if _is_plain(item):
-            return item
-        columns = self._columns_of(item)
-        if columns is None:
-            return item
-        roles = self if self._has_names else self._by_usual_names(columns)
-        return roles._inputs_of(columns, roles._targets_of(columns)), (), None
+        return self._split(item, has_targets=False)
 
     def of_data_set(self, data: Data) -> Data:
         """Returns a mapping of arrays as `(inputs, targets, weights)`; other data is unchanged."""

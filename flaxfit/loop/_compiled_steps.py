@@ -83,15 +83,12 @@ def build_update(
     portion: Portion,
     arguments: tuple[PyTree, ...],
     n_steps: int,
-    *,
-    loss_has_weights: bool,
-    grad_norm: bool,
-    keep_grads: bool,
+    **options: bool,
 ) -> Function:
     """Compiles `(leaves, totals, *batch) -> (leaves, totals, grads)` for batches like a portion.
 
     The state crosses the call as the flat leaves of its layout, which are donated. Companions come
-    before the batch.
+    before the batch. The options are those of `make_update`.
     """
     # Not the portion: the compiled update would keep its data.
     strategy, skip_empty = portion.strategy, portion.is_weighted
@@ -104,9 +101,7 @@ def build_update(
             virtual_replicas=strategy.virtual_replicas,
             n_steps=n_steps,
             skip_empty=skip_empty,
-            loss_has_weights=loss_has_weights,
-            grad_norm=grad_norm,
-            keep_grads=keep_grads,
+            **options,
         )
         state = layout.unflatten(leaves)
         results = strategy.constrain(update(state, totals, *batch), state)

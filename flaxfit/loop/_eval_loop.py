@@ -293,14 +293,7 @@ class EvalLoop:
             check_bounds(self._collecting, whole)
         result = inspect(self._once(self.task), state, batch, whole, bind, self._traced).shapes
         why_not = why_not_pad(self.task, result.values, result.penalty)
-        feed = Padder(
-            self.strategy,
-            pad=not why_not,
-            why_not=why_not,
-            size=batches.batch_size,
-            is_own=batches.is_own,
-            is_whole=batches.is_whole,
-        )
+        feed = batches.padder(pad=not why_not, why_not=why_not)
         return feed, {k: each for k, each in result.sums.items() if k not in self._collecting}
 
     def _compile(self, strategy: Strategy, arguments: tuple[PyTree, ...]) -> Function:

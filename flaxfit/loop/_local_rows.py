@@ -90,7 +90,7 @@ class LocalBatches:
 
     def __iter__(self) -> Iterator[PyTree]:
         """Iterates over items: batches, or the row numbers of batches."""
-        return map(self._form, self._stream) if not self._takes_rows else self._rows()
+        return (item for _, item in self.pairs())
 
     def _rows(self) -> Iterator[PyTree]:
         with contextlib.suppress(StopIteration):
@@ -116,6 +116,17 @@ class LocalBatches:
         """Returns all examples as one batch, or None if the stream cannot."""
         whole = self._stream.whole() if hasattr(self._stream, "whole") else None
         return None if whole is None else self._form(whole)
+
+    def padder(self, *, pad: bool = True, why_not: str = "") -> Padder:
+        """Returns a padder of the batches, to which the arguments belong."""
+        return Padder(
+            self._strategy,
+            pad=pad,
+            why_not=why_not,
+            size=self.batch_size,
+            is_own=self.is_own,
+            is_whole=self.is_whole,
+        )
 
     def load(self, item: PyTree, feed: Padder) -> Loaded:
         """Returns the batch of an item, padded by `feed` and split over the devices."""

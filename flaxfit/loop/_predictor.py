@@ -13,7 +13,7 @@ from flaxfit.data import one_pass
 from flaxfit.data._batch import Batch, has_rows, n_examples, normalize
 from flaxfit.data._stream import pass_length
 from flaxfit.loop._local_rows import LocalBatches
-from flaxfit.loop._padding import Padder, may_be_whole
+from flaxfit.loop._padding import may_be_whole
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._eval_step import evaluated, make_predict_step
 from flaxfit.step._traced_once import TracedOnce
@@ -126,13 +126,7 @@ class Predictions(Iterator[tuple[Batch, Any]]):
             pass_length(stream, _ENDLESS)
         is_whole = may_be_whole(task, strategy)
         self._batches = LocalBatches(stream, strategy, task.roles.inputs_of, is_whole=is_whole)
-        self._feed = Padder(
-            strategy,
-            pad=True,
-            size=self._batches.batch_size,
-            is_own=self._batches.is_own,
-            is_whole=is_whole,
-        )
+        self._feed = self._batches.padder()
         self._predictor = predictor
         self._items = enumerate(itertools.islice(self._batches.pairs(), n))
         owner = f"Predictor(rngs={task.rngs})"

@@ -1,6 +1,7 @@
 """How well probabilities fit labels: log loss, Brier score, calibration."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +32,7 @@ def _log_loss(*, from_logits: bool = True) -> Metric:
             return jax.nn.softplus(jnp.where(actual == 1, -outputs, outputs))
         return -jnp.log(jnp.where(actual == 1, outputs, 1 - outputs))
 
-    def answers(outputs: Array, targets: Array) -> Answers:
-        return class_answers(outputs, targets, from_logits=from_logits)
-
+    answers = functools.partial(class_answers, from_logits=from_logits)
     metric = mean_of_answers(values, answers, name="log_loss", from_logits=from_logits)
     return dataclasses.replace(metric, configure=_log_loss, values=None, mode="min")
 
@@ -54,9 +53,7 @@ def _brier(*, from_logits: bool = True) -> Metric:
         squares = jnp.square(shares - jax.nn.one_hot(answers.actual, shares.shape[-1])).sum(-1)
         return squares / 2 if shares.shape[-1] == 2 else squares
 
-    def answers(outputs: Array, targets: Array) -> Answers:
-        return class_answers(outputs, targets, from_logits=from_logits)
-
+    answers = functools.partial(class_answers, from_logits=from_logits)
     metric = mean_of_answers(values, answers, name="brier", from_logits=from_logits)
     return dataclasses.replace(metric, configure=_brier, values=None, mode="min")
 

@@ -15,6 +15,7 @@ from flaxfit.step._compare import weight_sums
 from flaxfit.step._gradient import (
     Gradient,
     accumulated_gradient,
+    count_parts,
     gradient,
     loss_sums,
     weight_of_loss,
@@ -61,9 +62,7 @@ class DividedBatch:
 
     def gradient(self, state: TrainState, weights: PyTree) -> Gradient:
         """The gradient and what comes with it, of each replica: to be reduced."""
-        gradient_of_part = gradient if self.task.accumulate == 1 else accumulated_gradient
-        if self._sees_all_parts:
-            gradient_of_part = whole_batch_gradient
+        gradient_of_parts = whole_batch_gradient if self._sees_all_parts else accumulated_gradient
         # Divided by the weight of the whole batch, times the number of replicas: the mean over the
         # replicas is then the mean over the examples.
         weight = jax.tree.map(lambda total: total / self.replicas.n, weights)
@@ -71,7 +70,9 @@ class DividedBatch:
         def gradient_of(replica: ArrayLike, part: Batch) -> Gradient:
             part = self._without_idle_targets(part)
             key = step_key(state.key, state.step, replica)
-            return gradient_of_part(self.task, state, part, key, weight, self.replicas)
+            arguments = self.task, state, part, key, weight, self.replicas
+            n_parts = count_parts(n_examples(part), self.task.accumulate)
+            return gradient(*arguments) if n_parts == 1 else gradient_of_parts(*arguments, n_parts)
 
         return self.replicas.each(gradient_of)(self.batch)
 

@@ -185,15 +185,13 @@ def accumulated_gradient(
     key: jax.Array,
     weight: PyTree,
     replicas: AnyReplicas,
+    n: int,
 ) -> Gradient:
-    """Adds up the gradients of `task.accumulate` parts, computed one after the other.
+    """Adds up the gradients of `n` parts of a batch, computed one after the other.
 
     Only the activations of one part are in memory. Part i has the random key `fold_in(key, i)`,
     and the model state that the part before it returned.
     """
-    n = count_parts(n_examples(batch), task.accumulate)
-    if n == 1:
-        return gradient(task, state, batch, key, weight, replicas)
 
     def of_part(model_state: PyTree, part: Batch, key: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         at_part = state.replace(model_state=model_state)

@@ -18,7 +18,6 @@ from flaxfit.step._gradient import (
     Gradient,
     count_parts,
     grad_of,
-    gradient,
     in_parts,
     mean_loss,
     over_parts,
@@ -47,14 +46,12 @@ def whole_batch_gradient(
     key: jax.Array,
     weight: PyTree,
     replicas: AnyReplicas,
+    n: int,
 ) -> Gradient:
     """The gradient of a loss over all outputs, as `accumulated_gradient` of one by example.
 
     In memory are the activations of one part, and the outputs of all.
     """
-    n = count_parts(n_examples(batch), task.accumulate)
-    if n == 1:
-        return gradient(task, state, batch, key, weight, replicas)
     trained, scale = trained_params(task, state)
     parts = in_parts(batch, n)
     outputs, model_state = _outputs_of(task, state, parts, key)
