@@ -1,6 +1,6 @@
 """Runs that hang, for real: the process ends, with its exit code, and says where it hung."""
 
-import subprocess
+import json
 import sys
 import threading
 
@@ -10,13 +10,25 @@ from loops import make_weight_loop
 from flaxfit.callbacks import ExitCode, Watchdog
 
 RUN = """
-import os, signal, sys, tempfile, threading
+import json, os, signal, sys, threading
 import numpy as np, optax
 import flaxfit as ff
 from flaxfit.callbacks import SaveOnSignal, Watchdog
 from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter, save
 
-case, folder = sys.argv[1:]
+folder, *cases = sys.argv[1:]
+children = {}
+for case in cases:  # Processes that share what was imported; JAX has not started any thread.
+    children[case] = os.fork()
+    if children[case] == 0:
+        break
+else:
+    codes = {case: os.waitstatus_to_exitcode(os.waitpid(n, 0)[1]) for case, n in children.items()}
+    print(json.dumps(codes))
+    sys.exit()
+
+folder = f"{folder}/{case}"
+os.dup2(os.open(f"{folder}.err", os.O_WRONLY | os.O_CREAT), 2)
 x = np.ones((8, 1), np.float32)
 forever = threading.Event()
 
@@ -74,21 +86,15 @@ CODES = {
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """The exit codes and the last words of processes that ran at the same time."""
+def ended(tmp_path_factory, run_child):
+    """The last words and the exit codes of processes that ran at the same time."""
     folder = tmp_path_factory.mktemp("hangs")
     path = folder / "run.py"
     path.write_text(RUN)
-    processes = {
-        case: subprocess.Popen(
-            [sys.executable, str(path), case, str(folder / case)], stderr=subprocess.PIPE, text=True
-        )
-        for case in CODES
-    }
-    return {
-        case: (process.communicate(timeout=120)[1], process.returncode)
-        for case, process in processes.items()
-    }
+    done = run_child([sys.executable, str(path), str(folder), *CODES], seconds=120)
+    assert done.returncode == 0, done.stderr
+    codes = json.loads(done.stdout)
+    return {case: ((folder / f"{case}.err").read_text(), codes[case]) for case in CODES}
 
 
 @pytest.mark.slow
