@@ -1,4 +1,7 @@
-"""What `test_process_faults` runs: a job of two processes, the second of which comes to harm."""
+"""What `test_process_faults` runs: a job of two processes, the second of which comes to harm.
+
+Each attempt has a fault of its own, the last one none.
+"""
 
 import os
 import signal
@@ -12,37 +15,37 @@ import optax
 
 import flaxfit as ff
 
-FAULTS = ("killed", "stopped", "raising", "out of data", "told to end", "hanging when told")
+N_STEPS = 60
 
 
-def main(folder, fault):
-    """Trains ten steps; in the first attempt the fault comes at step 5."""
+def main(folder, *faults):
+    """Trains sixty steps; a fault comes at the first checkpoint from step 5 on."""
+    attempt = int(os.environ["FLAXFIT_ATTEMPT"])
+    fault = faults[attempt] if attempt < len(faults) else None
     heartbeat = 10 if fault == "stopped" else 60
     ff.initialize(heartbeat_seconds=heartbeat, shutdown_seconds=20, patience_seconds=5)
-    is_first = os.environ["FLAXFIT_ATTEMPT"] == "0"
-    is_harmed = is_first and ff.process_index() == 1
-    if not is_first and ff.is_main():
-        (folder / "restarted").write_text(str(time.time()))
+    is_harmed = fault is not None and ff.process_index() == 1
+    if attempt and ff.is_main():
+        (folder / f"restarted-{attempt}").write_text(str(time.time()))
 
     def harm(checkpoint):
         if not is_harmed or checkpoint.step < 5:
             return
-        (folder / "harmed").write_text(str(time.time()))
+        (folder / f"harmed-{attempt}").write_text(str(time.time()))
         if fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault == "raising":
-            raise ArithmeticError("the harm of step 5")
+            raise ArithmeticError("the harm of a step")
         elif fault == "told to end":
             os.kill(os.getpid(), signal.SIGTERM)
         elif fault == "hanging when told":
             os.kill(os.getpid(), signal.SIGTERM)
             threading.Event().wait()
 
-    n_batches = 5 if is_harmed and fault == "out of data" else 10
-    if fault == "told to end":
-        n_batches = 60  # The processes agree on where to end, which takes them a moment.
+    # The processes agree on where to end when they are told to, which takes them a moment.
+    n_batches = 5 if is_harmed and fault == "out of data" else N_STEPS
     rows = np.random.default_rng(ff.process_index())
     batches = [(rows.normal(size=(4, 3)).astype(np.float32),) * 2 for _ in range(n_batches)]
     grace = 2 if fault == "hanging when told" else 60
@@ -72,4 +75,4 @@ def init(rngs, x):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])
