@@ -8,7 +8,7 @@ import optax
 import pytest
 from by_hand import assert_agree, drawn, n_lines
 from loops import assert_equal
-from marks import slow
+from marks import thorough
 
 import flaxfit as ff
 
@@ -96,7 +96,7 @@ def port(init, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [1, slow(4)])
+@pytest.mark.parametrize("n", [thorough(1), 4])
 def test_additions_are_learned_as_in_a_loop_by_hand(n):
     loop = port(drawn(Seq2seq(), **next(sums())), devices=jax.devices()[:n])
     expected, params = by_hand(loop.state)
