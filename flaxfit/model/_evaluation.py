@@ -14,7 +14,6 @@ from flaxfit.data._batch import Batch, normalize
 from flaxfit.data._class_weights import ClassWeightedStream
 from flaxfit.data._fit_arguments import prepare, prepare_inputs
 from flaxfit.loop._callback_list import CallbackList, Delivery, as_tuple
-from flaxfit.loop._predictor import Predictor
 from flaxfit.model._pass_bar import PassBar
 from flaxfit.model._persistence import Persistence
 from flaxfit.model._streams import in_order
@@ -25,10 +24,6 @@ from flaxfit.tree._types import Data, PyTree
 
 class Evaluation(Persistence):
     """The part of `Model` that applies it to data: `evaluate`, `predict`, `predictions`."""
-
-    _predictor: Predictor
-    _names: list[str] | None
-    """The names of what was measured last."""
 
     @property
     def metrics_names(self) -> list[str]:
@@ -77,6 +72,7 @@ class Evaluation(Persistence):
                 "There is nothing to measure: the Model was given neither a loss nor metrics. Call "
                 "compile(loss='mse', metrics=['mae']) first, or pass them to Model."
             )
+        self._follow_module()
         data = in_order(self._prepared(x, y, sample_weight), batch_size)
         data = self._trainer.begin_with(data)
         self._evaluator.attach(self._trainer)  # A checkpoint may have brought its companions.
@@ -188,6 +184,7 @@ class Evaluation(Persistence):
             loss, or a list of the loss and the metrics, of this batch alone; metrics of
             `metrics.collected` are nan there.
         """
+        self._follow_module()
         found = self._prepared(x, y, sample_weight)
         _n_examples(found, "train_on_batch")
         if class_weight is not None:  # A batch may lack some of its labels.
@@ -231,6 +228,7 @@ class Evaluation(Persistence):
 
     def _to_predict(self, x: Data, batch_size: int | None, **options: bool) -> tuple[Data, PyTree]:
         """The data of `predict`, and the state to predict with."""
+        self._follow_module()
         x = self._trainer.task.roles.inputs_of_data_set(x)
         inputs = prepare_inputs(x)
         if isinstance(inputs, tuple):

@@ -36,6 +36,7 @@ class Examination(Evaluation):
         Args:
           x: inputs, for their shapes; not needed after `fit`.
         """
+        self._follow_module()
         inputs = self._trainer.input_shapes
         if x is not None:
             roles = self._trainer.task.roles
@@ -84,6 +85,7 @@ class Examination(Evaluation):
           ValueError: the optimizer's learning rate cannot be set.
         """
         check_range(lowest, highest, n_steps)
+        self._follow_module()
         with trial(self._trainer, "find_lr", x, y, sample_weight, batch_size) as loop:
             return find_lr(loop, lowest=lowest, highest=highest, n_steps=n_steps)
 
@@ -112,6 +114,7 @@ class Examination(Evaluation):
         Raises:
           ValueError: not even the smallest batch fits, or the backend reports no limit (a CPU).
         """
+        self._follow_module()
         n = self.strategy.n_devices
         with trial(self._trainer, "find_batch_size", x, y, sample_weight, of_arrays=n) as loop:
             return find_batch_size(loop, limit=limit, largest=largest)

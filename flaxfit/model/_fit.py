@@ -120,7 +120,6 @@ def fit(
     if checkpoint_dir is not None:
         folder = RunFolder(checkpoint_dir, resume if is_fresh else "auto")
         init = folder.reader(init) if is_fresh else init
-    trainer.instance.note_changes()
     loop = trainer.loop_over(
         init,
         prefetched(stream),
@@ -162,6 +161,7 @@ def fit(
         finish(every, history, trained=loop.step > first_step, complete=is_complete)
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(trainer.instance.fitting(is_watched=bool(users)))
         stack.push(lambda kind, error, traceback: trainer.write_back(error))
         stack.callback(_close_data, loop)
         stack.push(lambda kind, error, traceback: finish_writers() if kind is None else None)

@@ -1,13 +1,16 @@
-"""The nnx instance that a model was made of: the weights that `fit` writes into it."""
+"""The nnx instance that a model was made of: what `fit` writes into it, and what users change."""
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from flaxfit import display
 from flaxfit.modules._switch import handle_of
+from flaxfit.tree._paths import flat
 from flaxfit.tree._types import Function, Variables
 
 _OWNERS: weakref.WeakValueDictionary[int, "Instance"] = weakref.WeakValueDictionary()
@@ -15,7 +18,9 @@ _OWNERS: weakref.WeakValueDictionary[int, "Instance"] = weakref.WeakValueDiction
 
 
 class Instance:
-    """Writes trained weights into the nnx instance of an `apply`; without one it does nothing.
+    """Writes weights into the nnx instance of an `apply`, and watches what users change in it.
+
+    Without an instance it does nothing.
 
     Args:
       apply: that of the task.
@@ -26,7 +31,10 @@ class Instance:
         self._apply, self._name = apply, name
         self._written: list[Any] | None = None
         """The arrays that the last `fit` has written."""
+        self._attributes: Any = None
+        self._is_changed = self._is_fitted = False
         self._note_shared()
+        self._remember()
 
     def _note_shared(self) -> None:
         """Says that the weights of the instance will be those of the model fitted last."""
@@ -59,22 +67,82 @@ class Instance:
             if error is None:
                 raise  # Else the step has failed with the arrays that it was given.
 
+    def is_changed(self) -> bool:
+        """Whether its attributes were changed since the last `follow`, or at first.
+
+        Raises:
+          ValueError: they were, and a `fit` is running.
+        """
+        if self._attributes is not None and self._attributes.were_changed():
+            self._is_changed = True
+        if self._is_changed and self._is_fitted:
+            raise ValueError(
+                f"The attributes of this {self._name} were changed during fit, whose programs "
+                "cannot follow: change them between two calls of the model."
+            )
+        return self._is_changed
+
+    @contextlib.contextmanager
+    def fitting(self, *, is_watched: bool) -> Iterator[None]:
+        """Marks that a `fit` is running; says at its end that it did not follow changes.
+
+        Args:
+          is_watched: whether there is code of the user's that may change attributes.
+        """
+        self._is_fitted = True
+        try:
+            yield
+        finally:
+            self._is_fitted = False
+        if is_watched and self.is_changed():
+            display.say(
+                f"attributes of this {self._name} were changed during fit: they hold from the next "
+                "call on"
+            )
+
+    def check(self, init: Function, variables: Variables) -> None:
+        """Checks that the instance has the same variables as the model.
+
+        Args:
+          init: returns those of the instance.
+          variables: those of the model.
+
+        Raises:
+          ValueError: some were added or removed, or have other shapes.
+        """
+        found = jax.eval_shape(init, None)
+        found = {name: tree for name, tree in found.items() if not name.endswith("_axes")}
+        now, own = (
+            {path: jnp.shape(leaf) for path, leaf in flat(tree).items()}
+            for tree in (found, variables)
+        )
+        differing = [path for path in sorted({**now, **own}) if now.get(path) != own.get(path)]
+        if differing:
+            listed = (f"{p}: {own.get(p, 'none')}, now {now.get(p, 'none')}" for p in differing[:5])
+            raise ValueError(
+                f"The variables of this {self._name} are no longer those of the Model "
+                f"({'; '.join(listed)}): undo the change, or make another Model of the instance."
+            )
+
+    def follow(self, apply: Function) -> None:
+        """Continues with a new `apply` of the instance as it is."""
+        self._apply, self._is_changed = apply, False
+
     def note_changes(self) -> None:
-        """Says that changes of the instance since the last `fit` have no effect."""
-        handle = handle_of(self._apply)
-        module = None if handle is None else handle.module()
-        if self._written is None or module is None:
+        """Says that changes of the weights since the last `fit` have no effect."""
+        if self._written is None or self._attributes is None:
             return
-        if not {*map(id, self._written)} <= {*map(id, _arrays_of(module))}:
+        if not {*map(id, self._written)} <= {*map(id, self._attributes.arrays())}:
+            self._written = None
             display.say(
                 f"the weights of this {self._name} were changed since the last fit, which has no "
                 "effect: the model continues from its own. Make another Model of the instance to "
                 "train from these"
             )
 
+    def _remember(self) -> None:
+        handle = handle_of(self._apply)
+        if handle is not None and handle.assign is not None:
+            from flaxfit.modules._nnx_attributes import Attributes
 
-def _arrays_of(module: Any) -> list[Any]:
-    """The arrays of an nnx instance that training changes; those of random streams are its own."""
-    from flax import nnx
-
-    return jax.tree.leaves(nnx.state(module, nnx.Not(nnx.RngState)))
+            self._attributes = Attributes(handle.module())

@@ -12,8 +12,6 @@ from flaxfit.callbacks._history import History
 from flaxfit.data._fit_arguments import prepare
 from flaxfit.loop._compilation_cache import use_compilation_cache
 from flaxfit.loop._default_strategy import strategy_for
-from flaxfit.loop._eval_loop import EvalLoop
-from flaxfit.loop._predictor import Predictor
 from flaxfit.metrics import Metric
 from flaxfit.model._examination import Examination
 from flaxfit.model._fit import check_arguments, fit
@@ -21,7 +19,6 @@ from flaxfit.model._other_names import AnswersOtherNames
 from flaxfit.model._tasks import make_recipe
 from flaxfit.model._trainer import Trainer
 from flaxfit.strategies import Strategy
-from flaxfit.task._task import EvalTask
 from flaxfit.tree._types import Data, PyTree
 
 
@@ -41,8 +38,9 @@ class Model(Examination, AnswersOtherNames):
       module: an nnx module or a factory of one, a linen module, or an `(init, apply)` pair. Its
         switch between training and evaluation (a field or an argument of the call, such as
         `train`, `deterministic` or `use_running_average`) is set as needed. The weights are written
-        into an nnx instance when `fit` ends or is interrupted, not before; what you change in it
-        after the first `fit` has no effect on the model.
+        into an nnx instance when `fit` ends or is interrupted, not before; those that you change in
+        it after the first `fit` have no effect. Other attributes that you change between two calls,
+        such as the rate of a dropout, hold from the next call on; variables must stay the same.
       optimizer: an optax transformation.
       loss: a function `(*outputs, *targets) -> values` or a name, such as "crossentropy"; for
         several outputs one for each, by name or in their order; None with `objective` or `step`.
@@ -97,13 +95,6 @@ class Model(Examination, AnswersOtherNames):
         self._trainer = Trainer(name, init, task, strategy, seed=seed, snapshot=snapshot)
         self._hold(eval_task)
 
-    def _hold(self, eval_task: EvalTask) -> None:
-        """Measures and predicts with this task from now on."""
-        self._trainer.lacks = self._recipe.lacks
-        self._evaluator = EvalLoop(eval_task, strategy=self._trainer.strategy)
-        self._predictor = Predictor(eval_task)
-        self._names = None
-
     def compile(
         self,
         optimizer: Any = None,
@@ -135,6 +126,7 @@ class Model(Examination, AnswersOtherNames):
         """
         if loss_weights is not None:
             options["loss_weights"] = loss_weights
+        self._follow_module()
         changes = {"optimizer": optimizer, "loss": loss, "metrics": metrics}
         recipe = self._recipe.changed(changes, {"freeze": self.freeze, **options})
         task, eval_task = recipe.tasks()
@@ -229,6 +221,7 @@ class Model(Examination, AnswersOtherNames):
             validation_steps=validation_steps,
             validation_batch_size=validation_batch_size,
         )
+        self._follow_module()
         x, held_out = self._columns(x, y), self._columns(validation_data)
         data, validation_data = prepare(
             x,

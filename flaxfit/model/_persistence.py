@@ -10,9 +10,8 @@ import numpy as np
 
 from flaxfit import checkpoints
 from flaxfit.callbacks._history import History
-from flaxfit.loop._eval_loop import EvalLoop
 from flaxfit.model._export import export_model
-from flaxfit.model._trainer import Trainer
+from flaxfit.model._programs import Programs
 from flaxfit.modules._patterns import as_patterns
 from flaxfit.state._train_state import TrainState
 from flaxfit.strategies import Strategy
@@ -21,11 +20,8 @@ from flaxfit.tree._put import put_like
 from flaxfit.tree._types import ArrayLike, Params, PyTree
 
 
-class Persistence:
+class Persistence(Programs):
     """The part of `Model` that reads, saves, loads and exports its state."""
-
-    _trainer: Trainer
-    _evaluator: EvalLoop
 
     @property
     def step(self) -> int:
@@ -119,6 +115,7 @@ class Persistence:
           ValueError: the model was made of functions.
           RuntimeError: the model has no weights yet.
         """
+        self._follow_module()
         return module_with(self._trainer.task, self._trainer.variables)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -237,6 +234,7 @@ class Persistence:
         Returns:
           The size of the file, and its largest difference from the model.
         """
+        self._follow_module()
         return export_model(
             self._trainer,
             self._evaluator.task,

@@ -22,6 +22,8 @@ from flaxfit.tree._types import Array, PyTree
 class Recipe:
     """What a model was made of, of which `compile` replaces a part; see `Model`."""
 
+    module: Any
+    losses: Any
     training: ModelFunctions
     evaluation: ModelFunctions
     optimizer: Any
@@ -50,6 +52,11 @@ class Recipe:
         if "loss" in given:
             own.pop("loss_weights", None)
         return dataclasses.replace(self, **given, options=own | checked_options(options))
+
+    def of_module_as_it_is(self) -> "Recipe":
+        """Returns a copy with functions of the module, whose attributes were changed."""
+        training, evaluation = modules.train_and_eval(self.module, losses=self.losses)
+        return dataclasses.replace(self, training=training, evaluation=evaluation)
 
     def tasks(self) -> tuple[TrainTask, EvalTask]:
         """Returns the tasks to train the model and to evaluate it."""
@@ -104,7 +111,9 @@ def make_recipe(
             "in mutable, or remove mutable."
         )
     training, evaluation = modules.train_and_eval(module, losses=losses)
-    return Recipe(training, evaluation, optimizer, loss, metrics, eval_rngs, options)
+    return Recipe(
+        module, losses, training, evaluation, optimizer, loss, metrics, eval_rngs, options
+    )
 
 
 def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:

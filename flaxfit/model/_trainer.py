@@ -354,6 +354,19 @@ class Trainer:
         self._placed = placed if are_same(task.companions, before.companions) else None
         self.task, self.loop = task, None
 
+    def follow_module(self, task: TrainTask, init: InitFn) -> None:
+        """Continues with a task of the same module, whose attributes were changed.
+
+        Raises:
+          ValueError: it has other variables than the present weights; nothing has changed then.
+        """
+        if self.loop is not None or self._loaded is not None:
+            self.instance.check(init, self.state_in_place.variables)
+        self.init = init if self.init is self._fresh else self.init
+        self._fresh = init
+        self.continue_with(task, is_same=True, quiet=True)
+        self.instance.follow(task.apply)
+
     def _start_loop(self, init: Init, data: Data, **options: Any) -> TrainLoop:
         """Returns the one loop of the model, which has its own copy of the state."""
         loop = self.make_loop(init, data, snapshot=self._snapshot, **options)

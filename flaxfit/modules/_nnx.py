@@ -50,7 +50,8 @@ def from_nnx(
     (1, 3)
 
     Args:
-      model: an instance, whose present weights `init` returns, or a factory.
+      model: an instance, whose present weights `init` returns, or a factory. Other attributes of
+        an instance are those at this call: a loop does not follow later changes, as a Model does.
       train: True or False sets the switches named `train`, `training`, `is_training`,
         `deterministic` or `use_running_average`: those of layers, attributes of your own modules
         that are a bool or None, and an argument of the model's call.

@@ -1,0 +1,41 @@
+"""Programs: the tasks and loops of a model, and how they follow changes of its nnx instance."""
+
+from flaxfit.loop._eval_loop import EvalLoop
+from flaxfit.loop._predictor import Predictor
+from flaxfit.model._tasks import Recipe
+from flaxfit.model._trainer import Trainer
+from flaxfit.task._task import EvalTask
+
+
+class Programs:
+    """The part of `Model` that holds what runs its module."""
+
+    _recipe: Recipe
+    _trainer: Trainer
+    _evaluator: EvalLoop
+    _predictor: Predictor
+    _names: list[str] | None
+    """The names of what was measured last."""
+
+    def _hold(self, eval_task: EvalTask) -> None:
+        """Measures and predicts with this task from now on."""
+        self._trainer.lacks = self._recipe.lacks
+        self._evaluator = EvalLoop(eval_task, strategy=self._trainer.strategy)
+        self._predictor = Predictor(eval_task)
+        self._names = None
+
+    def _follow_module(self) -> None:
+        """Makes all programs again if attributes of the nnx instance were changed.
+
+        Raises:
+          ValueError: the instance has other variables now, or a `fit` is running.
+        """
+        instance = self._trainer.instance
+        if instance.is_changed():
+            frozen = {"freeze": self._trainer.task.freeze}
+            recipe = self._recipe.of_module_as_it_is().changed({}, frozen)
+            task, eval_task = recipe.tasks()
+            self._trainer.follow_module(task, recipe.training.init)
+            self._recipe = recipe
+            self._hold(eval_task)
+        instance.note_changes()
