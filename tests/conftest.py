@@ -19,19 +19,17 @@ import pytest
 from continued_examples import ContinuedExamples
 
 # XLA spends most of its time on optimizing, which small programs do not need, and on the division
-# of them among threads. It aborts on flags that it does not know, and JAX 0.12 no longer has the
-# second one. FLAXFIT_TEST_COMPILATION=default compiles as for users.
-QUICK_COMPILATION = (
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
-    "--xla_cpu_parallel_codegen_split_count=1"
-)
+# of them among threads. It aborts on flags that it does not know: other versions of JAX, and tests
+# with FLAXFIT_TEST_COMPILATION=default, compile as for users.
+_UNOPTIMIZED = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+QUICK_COMPILATION = {
+    (0, 10): f"{_UNOPTIMIZED} --xla_cpu_use_fusion_emitters=false",
+    (0, 12): _UNOPTIMIZED,
+}
 xla_flags = os.environ.get("XLA_FLAGS", "")  # Those that come later win.
-if (
-    os.environ.get("FLAXFIT_TEST_COMPILATION") != "default"
-    and QUICK_COMPILATION not in xla_flags
-    and jax.__version_info__[:2] == (0, 10)
-):
-    os.environ["XLA_FLAGS"] = f"{QUICK_COMPILATION} {xla_flags}".strip()
+quick_flags = QUICK_COMPILATION.get(jax.__version_info__[:2], "")
+if os.environ.get("FLAXFIT_TEST_COMPILATION") != "default" and quick_flags not in xla_flags:
+    os.environ["XLA_FLAGS"] = f"{quick_flags} {xla_flags}".strip()
 
 jax.config.update("jax_num_cpu_devices", int(os.environ.get("FLAXFIT_TEST_DEVICES", "4")))
 

@@ -21,7 +21,7 @@ class Projector:
 
     >>> projector = Projector(1, {"embed": ["a", "b"]})
     >>> params = {"embed": {"embedding": np.ones((2, 3))}, "dense": {"kernel": np.ones((3, 1))}}
-    >>> projector.check(params)
+    >>> projector.check(Path("logs"), params)
     >>> {name: table.shape for name, table in projector.tables(params).items()}
     {'embed': (2, 3)}
 

@@ -14,6 +14,7 @@ from marks import slow, thorough
 import flaxfit as ff
 from flaxfit import metrics
 
+pytestmark = pytest.mark.optimized
 BATCH = 8
 rng = np.random.default_rng(2)
 X = rng.normal(size=(3 * BATCH + 1, 3)).astype(np.float32)

@@ -11,6 +11,8 @@ from marks import thorough
 import flaxfit as ff
 from flaxfit.loop._tally import Tally
 
+pytestmark = pytest.mark.optimized
+
 # Against a hand-written loop, and between devices.
 
 

@@ -17,6 +17,8 @@ from marks import thorough
 import flaxfit as ff
 from flaxfit.loop._device_loader import DeviceLoader
 
+pytestmark = pytest.mark.optimized
+
 
 @pytest.mark.parametrize("n_devices", [thorough(1), 4])
 def test_a_run_in_two_parts_equals_the_whole_bit_for_bit(n_devices):

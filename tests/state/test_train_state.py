@@ -59,6 +59,7 @@ class Drawn(nn.Module):
         return nn.Embed(100, 30)(x.argmax(-1))
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 def test_numbers_are_drawn_as_by_the_module_alone():
     state = ff.init_state(Drawn().init, optax.adam(0.1), 0, (X,))
@@ -78,6 +79,7 @@ def test_a_state_may_be_made_within_another_program():
     jax.tree.map(np.testing.assert_array_equal, inner.params, outer.params)
 
 
+@pytest.mark.optimized
 @pytest.mark.skipif(
     "xla_backend_optimization_level=0" in os.environ.get("XLA_FLAGS", ""),
     reason="two programs round alike only when compiled as for users",

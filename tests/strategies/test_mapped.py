@@ -17,6 +17,7 @@ import flaxfit as ff
 from flaxfit.strategies import DataParallel
 from flaxfit.strategies._mapped import chosen, mapped
 
+pytestmark = pytest.mark.optimized
 BOTH = ("pmap", "shard_map")
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(22, 8)).astype(np.float32)
