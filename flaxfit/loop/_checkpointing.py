@@ -24,8 +24,7 @@ class Checkpointing(Settings):
         """Makes the checkpoint of the steps since the previous one, and starts a new count."""
         stepper = self._stepper
         stepper.consistency.checkpoint(stepper.step)
-        made = make_checkpoint(stepper, self._watch, stop=self._is_finishing)
-        checkpoint = self._numbered(made)
+        checkpoint = self._numbered(make_checkpoint(stepper, self._watch, stop=self._is_finishing))
         self._warn_of_loss(checkpoint)
         stepper.interrupts.hold()
         self._due = Delivery(checkpoint, self._callbacks, self._settle)

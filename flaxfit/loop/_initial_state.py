@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,6 @@ from flaxfit.tree._paths import flat
 from flaxfit.tree._types import ArrayLike, Function, PyTree
 
 
-class Start(NamedTuple):
-    """The initial state of a run."""
-
-    state: TrainState
-    checkpoint: Any = None
-    """The checkpoint file that a reader restored, or None."""
-
-
 def start(
     init: Any,
     task: TrainTask,
@@ -35,8 +27,8 @@ def start(
     sample: Callable[[], PyTree],
     say: Callable[[str], None],
     shardings: Callable[[PyTree], PyTree] | None = None,
-) -> Start:
-    """Creates or restores the initial state.
+) -> tuple[TrainState, Any]:
+    """Creates or restores the initial state; returns it with the file that held it, or None.
 
     Args:
       init: a module, an `init` function, a `TrainState`, or a reader: an object with `target` (one
@@ -61,11 +53,11 @@ def start(
         found = _read_file(init.read, template, task)
         if found is not None:
             say(f"restored step {int(found.state.step):,} from {found.path}")
-            return Start(found.state, found)
+            return found.state, found
         say("no checkpoint found, starting fresh")
         init = target
     if isinstance(init, TrainState):
-        return Start(_prepared(init, task))
+        return _prepared(init, task), None
     if not callable(init):
         raise TypeError(
             "TrainLoop needs an init function, a TrainState or a CheckpointFileReader, got "
@@ -78,7 +70,7 @@ def start(
     state = init_state(
         init, task.optimizer, key, sample(), collections=streams, shardings=shardings
     )
-    return Start(state)
+    return state, None
 
 
 def _template(

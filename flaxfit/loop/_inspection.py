@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Hashable, Iterable
-from typing import NamedTuple
 
 import jax
 
@@ -20,15 +19,6 @@ from flaxfit.strategies import Strategy
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._types import Sums
-
-
-class Found(NamedTuple):
-    """What the inspection of a first batch has found."""
-
-    sums: Sums
-    """The shapes and dtypes of the sums that a step returns."""
-    why_not_pad: str
-    """Why rows of weight 0 would change results; "" if they do not."""
 
 
 class Inspection:
@@ -74,12 +64,15 @@ class Inspection:
         *,
         grad_norm: bool,
         is_resumed: bool,
-    ) -> Found:
-        """Validates a first batch, or all data if it is available."""
+    ) -> tuple[Sums, str]:
+        """Validates a first batch, or all data if it is available.
+
+        Returns the shapes and dtypes of the sums of a step, and why padding is unsafe, or "".
+        """
         task = self.once(task)
         if task.step is not None:
             traced = inspect_step(task, make_step(task), state, batch, data, self._bind)
-            found = Found(traced.shapes, "the task has a custom step")
+            sums, why_not = traced.shapes, "the task has a custom step"
             self.work = traced.n_operations
         else:
             traced = inspect(
@@ -93,12 +86,12 @@ class Inspection:
             if "products" not in self._said:
                 self._say_once("products", why_wide(task, state, batch, self._bind))
             sums = result.sums | more_sums(task, result, grad_norm=grad_norm)
-            found = Found(sums, _why_not_pad(task, state, result))
+            why_not = _why_not_pad(task, state, result)
             # The gradient takes twice as much again, and an optimizer some for each parameter.
             n_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
             self.work = 3 * traced.n_operations + 20 * n_params * self._n_devices
         self.is_slow_in_loops = self._may_be_slow and traced.has_convolutions
-        return found
+        return sums, why_not
 
     def inspect_loops(self, task: TrainTask, state: TrainState, portion: Portion) -> None:
         """Finds out whether steps of the user's own on such a batch are slow in a loop."""

@@ -252,7 +252,7 @@ class Stepper:
 
     def inspect(self, batch: Batch, data: Batch | None) -> str:
         """Validates the first batch; returns why padding is unsafe, or ""."""
-        found = self.inspection(
+        sums, why_not = self.inspection(
             self.task,
             self.state,
             batch,
@@ -260,10 +260,10 @@ class Stepper:
             grad_norm=self.options["grad_norm"],
             is_resumed=self.cursor.is_resumed,
         )
-        if self.tally.expect(found.sums):
+        if self.tally.expect(sums):
             self._say("the metrics changed in the middle of their span: the count starts over")
             self.reset_totals()
-        return found.why_not_pad
+        return why_not
 
 
 def check_norms(task: TrainTask, params: Params) -> None:

@@ -15,9 +15,6 @@ from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState, with_opt_state
 from flaxfit.tree._types import ArrayLike
 
-Group = str | int | None
-"""A group of a `MultiOptimizer`, by name or position; None: all groups."""
-
 
 def present_hyperparams(stepper: Stepper) -> dict[str, Any]:
     """The hyperparameters of the optimizer as numbers, in the order of its groups.
@@ -60,7 +57,7 @@ def _on_host(values: dict[str, Any]) -> dict[str, Any]:
     return fetched
 
 
-def tune(stepper: Stepper, group: Group, values: dict[str, ArrayLike]) -> None:
+def tune(stepper: Stepper, group: str | int | None, values: dict[str, ArrayLike]) -> None:
     """Sets hyperparameters without recompilation.
 
     Except once: setting the learning rate of a plain optimizer, such as `optax.adam(1e-3)`, first
@@ -76,7 +73,9 @@ def tune(stepper: Stepper, group: Group, values: dict[str, ArrayLike]) -> None:
 
 
 def with_settings(
-    stepper: Stepper, checkpoint: Checkpoint, settings: Iterable[tuple[Group, dict[str, ArrayLike]]]
+    stepper: Stepper,
+    checkpoint: Checkpoint,
+    settings: Iterable[tuple[str | int | None, dict[str, ArrayLike]]],
 ) -> Checkpoint:
     """Adds the hyperparameters that callbacks have set to a checkpoint of the present step."""
     if checkpoint.is_borrowed:

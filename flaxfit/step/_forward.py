@@ -92,16 +92,13 @@ def forward_eval(
         found = call(apply, state.variables, batch.inputs, mutable=["losses"], **options)
         return with_updates(found)
 
-    def outputs_of(batch: Batch) -> PyTree:
-        return updated_by(batch)[0]
-
     outputs, updates = updated_by(batch)
     result = compare(
         task,
         outputs,
         batch,
         replicas,
-        rows_of=lambda: which_have_rows(outputs_of, batch),
+        rows_of=lambda: which_have_rows(lambda part: updated_by(part)[0], batch),
     )
     penalty = sum_of_penalties(result.penalty, updates)
     sums = as_all_loss(task.loss, result.sums, penalty)

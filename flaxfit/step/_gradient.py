@@ -214,11 +214,9 @@ def weight_of_loss(
     The gradient is divided by it, so it is found first, by a forward pass of which the compiler
     removes all that the weights do not depend on.
     """
-
-    def weight_of(result: ForwardPass, n_parts: int) -> PyTree:
-        return sums_of_weights(result)
-
-    return _forward_sums(weight_of, task, state, batch, key, replicas)
+    return _forward_sums(
+        lambda result, n_parts: sums_of_weights(result), task, state, batch, key, replicas
+    )
 
 
 def loss_sums(
