@@ -48,6 +48,7 @@ _UNFINISHED = 24
 """Arrays of dispatches that the devices may not have finished."""
 _CONSTANT = ("MiB", "threads", "files", "live arrays", "programs")
 _RESTORE = "restored in "
+_BY_HAND = ("hand-written", "hand-written, host-fed")
 
 
 @dataclasses.dataclass
@@ -87,12 +88,12 @@ def arrays(quick: bool) -> Iterator[Growth]:
     for n in (10, 100) if quick else (10, 100, 1_000, 10_000):
         (found,) = measure(
             make(f"leaves-{n}", quick),
-            ["hand-written", "TrainLoop"],
+            [*_BY_HAND, "TrainLoop"],
             quantities=["step"],
             rounds=1 if quick else 5,
         )
         best = {name: min(values) for name, values in found.values.items()}
-        ours, by_hand = best["TrainLoop"], best["hand-written"]
+        ours, by_hand = best["TrainLoop"], min(best[name] for name in _BY_HAND)
         rows.append(
             {
                 "arrays": n,

@@ -1,11 +1,13 @@
-"""Draws the charts of the site from the tables of its pages: `python docs/charts.py`.
+"""Draws the charts of the site: `python docs/charts.py`.
 
-They are parts of HTML pages, in whose colours they are drawn. A test compares them with the tables.
+They are parts of HTML pages, in whose colours they are drawn. Their numbers are those of tables of
+the pages, and of `growth.json`, which `benchmarks.growth` writes. A test compares them.
 """
 
+import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 DOCS = Path(__file__).parent
@@ -99,6 +101,77 @@ def at(gb: float) -> float:
     return 80 + 235 * math.log10(gb / 0.1) / math.log10(300 / 0.1)
 
 
+def growth() -> str:
+    """What costs or memory become as the work grows, a panel for each kind of work."""
+    content = json.loads((DOCS / "growth.json").read_text())
+    rows = {each["section"]: each["rows"] for each in content["growth"]}
+    megabytes = [{**row, "waits": row["ms until training"] / 1e3} for row in rows[SAVES]]
+    drawings = [
+        curves("Time of a step (us), parameter arrays", rows[ARRAYS], "us/step", "by hand"),
+        curves("Time of a step (us), examples of an epoch", rows[EPOCHS], "us/step"),
+        curves("Saving (s), MiB", megabytes, "s in all", "waits"),
+        curves("Restoring 128 MiB (s), devices", rows[RESTORES], "s"),
+        curves("Memory of a process (MiB), steps", rows[STEPS], "MiB"),
+        curves("Memory of a process (MiB), calls of fit", rows[FITS], "MiB"),
+    ]
+    caption = (
+        "Costs (upwards) as the work grows (to the right), on logarithmic scales. Grey: the faster "
+        "of two hand-written loops; for saving, how long training waits."
+    )
+    return figure("chart", caption, drawings)
+
+
+ARRAYS, EPOCHS = "Steps by the number of arrays", "Epochs by the number of examples"
+SAVES, RESTORES = "Checkpoints by their size", "Restores by the number of devices"
+STEPS, FITS = "Memory over the steps of a run", "Calls of fit of one model"
+
+
+def curves(title: str, rows: Sequence[Mapping[str, float]], ours: str, peer: str = "") -> str:
+    """A panel of one or two curves over the first value of the rows, with their ends in numbers."""
+    work = next(iter(rows[0]))
+    series = {name: kind for name, kind in ((peer, "peer"), (ours, "ours")) if name}
+    sizes, values = [row[work] for row in rows], [row[name] for row in rows for name in series]
+    across, up = Scale(sizes, 52, 300), Scale(values, 150, 42)
+    parts = [text(0, 14, title, "title")]
+    for value, x in across.ticks.items():
+        parts.append(f'<path class="grid" d="M{x:.1f} 42V150"/>')
+        parts.append(text(x, 168, short(value), "tick"))
+    for value, y in up.ticks.items():
+        parts.append(f'<path class="grid" d="M52 {y:.1f}H300"/>')
+        parts.append(text(44, y + 4, short(value), "tick left"))
+    for name, kind in series.items():
+        points = [(across(row[work]), up(row[name])) for row in rows]
+        path = " ".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        parts.append(f'<path class="curve" d="M{path}"/>')
+        parts += [f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in points]
+        for (x, y), row in zip((points[0], points[-1]), (rows[0], rows[-1]), strict=True):
+            below = 18 if kind == "peer" else -9
+            parts.append(text(x, y + below, short(row[name]), "value middle"))
+    return svg(330, 176, title, parts)
+
+
+class Scale:
+    """The places of values between powers of ten, which are its ticks."""
+
+    def __init__(self, values: Iterable[float], start: float, end: float):
+        logs = [math.log10(value) for value in values]
+        self.low, self.high = math.floor(min(logs)), math.ceil(max(logs))
+        self.start, self.end = start, end
+        self.ticks = {10.0**i: self(10.0**i) for i in range(self.low, self.high + 1)}
+
+    def __call__(self, value: float) -> float:
+        part = (math.log10(value) - self.low) / (self.high - self.low)
+        return self.start + part * (self.end - self.start)
+
+
+def short(value: float) -> str:
+    """A number with at most three digits, and M or k for millions and thousands."""
+    for unit, letter in ((1e6, "M"), (1e4, "k")):
+        if value >= unit:
+            return f"{value / (1e3 if letter == 'k' else unit):.3g}{letter}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
+
+
 def text(x: float, y: float, words: str, kind: str) -> str:
     """A text."""
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{words}</text>'
@@ -116,7 +189,7 @@ def figure(kind: str, caption: str, drawings: Iterable[str]) -> str:
     return f'<figure class="{kind}">\n{inside}\n<figcaption>{caption}</figcaption>\n</figure>\n'
 
 
-CHARTS = {"steps": steps, "memory": memory}
+CHARTS = {"steps": steps, "memory": memory, "growth": growth}
 
 if __name__ == "__main__":
     for name, draw in CHARTS.items():
