@@ -220,9 +220,7 @@ def fits(quick: bool) -> Iterator[Growth]:
             call()
             if i % (n // _N_READINGS) == 0:
                 rows.append({"calls": i, **read()})
-        # JAX keeps the functions that `jax.pmap` was given, and what they hold, in a cache.
-        constant = _CONSTANT if name.endswith("one model") else _CONSTANT[1:]
-        yield Growth(name, "calls", rows, constant)
+        yield Growth(name, "calls", rows, _CONSTANT)
 
 
 SECTIONS: dict[str, Callable[[bool], Iterator[Growth]]] = {

@@ -105,11 +105,11 @@ def growth() -> str:
     """What costs or memory become as the work grows, a panel for each kind of work."""
     content = json.loads((DOCS / "growth.json").read_text())
     rows = {each["section"]: each["rows"] for each in content["growth"]}
-    megabytes = [{**row, "waits": row["ms until training"] / 1e3} for row in rows[SAVES]]
+    saves = [{**row, "waits": row["ms until training"] / 1e3} for row in rows[SAVES]]
     drawings = [
         curves("Time of a step (us), parameter arrays", rows[ARRAYS], "us/step", "by hand"),
         curves("Time of a step (us), examples of an epoch", rows[EPOCHS], "us/step"),
-        curves("Saving (s), MiB", megabytes, "s in all", "waits"),
+        curves("Saving (s), MiB", saves, "s in all", "waits"),
         curves("Restoring 128 MiB (s), devices", rows[RESTORES], "s"),
         curves("Memory of a process (MiB), steps", rows[STEPS], "MiB"),
         curves("Memory of a process (MiB), calls of fit", rows[FITS], "MiB"),
@@ -135,7 +135,7 @@ def curves(title: str, rows: Sequence[Mapping[str, float]], ours: str, peer: str
     parts = [text(0, 14, title, "title")]
     for value, x in across.ticks.items():
         parts.append(f'<path class="grid" d="M{x:.1f} 42V150"/>')
-        parts.append(text(x, 168, short(value), "tick"))
+        parts.append(text(x, 182, short(value), "tick"))
     for value, y in up.ticks.items():
         parts.append(f'<path class="grid" d="M52 {y:.1f}H300"/>')
         parts.append(text(44, y + 4, short(value), "tick left"))
@@ -144,10 +144,11 @@ def curves(title: str, rows: Sequence[Mapping[str, float]], ours: str, peer: str
         path = " ".join(f"{x:.1f} {y:.1f}" for x, y in points)
         parts.append(f'<path class="curve" d="M{path}"/>')
         parts += [f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in points]
-        for (x, y), row in zip((points[0], points[-1]), (rows[0], rows[-1]), strict=True):
-            below = 18 if kind == "peer" else -9
-            parts.append(text(x, y + below, short(row[name]), "value middle"))
-    return svg(330, 176, title, parts)
+        for i, beside in ((0, 16), (-1, -6)):
+            x, y = points[i]
+            y += 18 if kind == "peer" else -9
+            parts.append(text(x + beside, y, short(rows[i][name]), "value middle"))
+    return svg(330, 190, title, parts)
 
 
 class Scale:
@@ -160,6 +161,7 @@ class Scale:
         self.ticks = {10.0**i: self(10.0**i) for i in range(self.low, self.high + 1)}
 
     def __call__(self, value: float) -> float:
+        """The place of a value."""
         part = (math.log10(value) - self.low) / (self.high - self.low)
         return self.start + part * (self.end - self.start)
 
