@@ -99,6 +99,7 @@ def test_a_folder_to_resume_from_that_holds_nothing(tmp_path):
     assert str(tmp_path) in message and "holds no checkpoint" in message and "'auto'" in message
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model(tmp_path):
     fit(X, LABELS, checkpoint_dir=tmp_path)
     kind, message = answer(lambda: fit(X, LABELS, n_out=4, checkpoint_dir=tmp_path))

@@ -119,6 +119,7 @@ def test_several_targets_are_fitted_at_once():
     assert np.corrcoef(predicted[:, 1], y[:, 1])[0, 1] > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("squeezes", [True, False])
 def test_a_module_may_give_a_number_or_a_column_for_one_target(squeezes):
     class Line(nn.Module):
@@ -131,6 +132,7 @@ def test_a_module_may_give_a_number_or_a_column_for_one_target(squeezes):
     np.testing.assert_allclose(fitted.predict(x), 2 * x[:, 0], atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [FlaxClassifier, thorough(FlaxRegressor)])
 def test_an_objective_takes_the_place_of_the_loss(kind):
     def objective(apply, batch, rngs):
@@ -173,6 +175,7 @@ def test_options_reach_the_model_and_its_fit():
     assert "accuracy" in fitted.history_
 
 
+@pytest.mark.slow
 def test_an_nnx_instance_stays_as_it_is_and_each_fit_begins_with_its_weights():
     x, y = load_iris(return_X_y=True)
     layer = nnx.Linear(4, 3, rngs=nnx.Rngs(0))

@@ -96,6 +96,7 @@ def test_a_model_ends_with_the_mean_of_its_epochs(strategy):
     assert_mean(model.state, states[4:])
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_too_early_has_no_average(capsys):
     loop = make_loop([AverageWeights(9)], n_steps=1)
     states = [checkpoint.state for checkpoint in loop]
@@ -103,6 +104,7 @@ def test_a_run_that_ends_too_early_has_no_average(capsys):
     assert "training ended before epoch 10: no average" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_averages_or_sets_the_weights_itself_is_refused():
     with pytest.raises(ValueError, match="already have an average"):
         make_loop([AverageWeights()], ema=0.9)

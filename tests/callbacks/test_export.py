@@ -62,6 +62,7 @@ def test_a_worse_checkpoint_leaves_the_file(tmp_path, monkeypatch):
     assert exporting.get_state() == {"best_value": 0.6, "best_step": 4}
 
 
+@pytest.mark.slow
 def test_of_several_processes_the_first_writes(tmp_path, monkeypatch):
     writes = []
     monkeypatch.setattr(_export, "process_count", lambda: 2)
@@ -133,6 +134,7 @@ def test_a_model_is_exported_in_one_line(tmp_path):
     assert float(np.abs(ff.export.load(tmp_path / "model")(x)).max()) == 0
 
 
+@pytest.mark.slow
 def test_a_loaded_model_asks_for_its_inputs(tmp_path):
     model = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse")
     model.fit(x, y, epochs=1, verbose=0)

@@ -63,6 +63,7 @@ def test_the_norms_of_groups_are_means_over_steps(n_devices):
     )
 
 
+@pytest.mark.slow
 def test_the_gradients_of_frozen_parameters_count_as_nothing():
     checkpoint = next(make_loop(Norms("stem/.*", ".*"), freeze="stem/.*"))
     assert checkpoint.metrics["grad_norm/stem/.*"] == 0
@@ -75,6 +76,7 @@ def test_a_pattern_that_matches_nothing_lists_the_parameters():
         make_loop(Norms("body/.*"))
 
 
+@pytest.mark.slow
 def test_setting_them_within_a_span_restarts_its_count(capsys):
     loop = make_loop(stdout=True)
     next(loop)
@@ -92,6 +94,7 @@ def test_a_task_names_them_too():
         make_loop(norms="body/.*")
 
 
+@pytest.mark.slow
 def test_fit_reports_them_in_its_history():
     model = ff.Model(MLP(), optax.sgd(0.1), "mse")
     history = model.fit(X, X[:, :1], epochs=2, callbacks=[Norms("head/.*")], verbose=0)

@@ -59,6 +59,7 @@ def definition(rate):
     return ff.optim.OptimizerDef(optax.sgd, learning_rate=rate)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("kind", [thorough("constant"), thorough("schedule"), "groups"])
 def test_a_rate_that_was_set_stays_when_the_state_goes_back(kind, is_first):
@@ -133,6 +134,7 @@ def test_each_event_is_in_the_history_of_fit():
     assert [np.isfinite(loss) for loss in history["loss"]] == [True, False, True]
 
 
+@pytest.mark.slow
 def test_what_was_put_back_is_what_is_saved(tmp_path):
     for _ in make_loop({5}, [Rollback(), CheckpointFileWriter(tmp_path)], n_steps=6):
         pass

@@ -161,6 +161,7 @@ def test_a_signal_that_comes_after_the_last_step_is_not_lost(tmp_path):
     assert list_steps(tmp_path)[-1] == 12
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_step_ends_with_its_code_and_nothing_is_lost(tmp_path, capfd):
     for step in (0, 3):
         init = CheckpointFileReader(tmp_path, nn.Dense(1).init)
@@ -174,6 +175,7 @@ def test_a_signal_before_the_first_step_ends_with_its_code_and_nothing_is_lost(t
         save(tmp_path, loop.state.replace_step(3))
 
 
+@pytest.mark.slow
 def test_other_signals_and_a_writer_of_its_own(tmp_path):
     save = guard(writer=CheckpointFileWriter(tmp_path), signals=(signal.SIGUSR1,))
     loop = make_loop(None, [SignalAt(4, signal.SIGUSR1), save])
@@ -187,6 +189,7 @@ def test_other_signals_and_a_writer_of_its_own(tmp_path):
 ERRORS = [slow(ValueError("mine")), KeyboardInterrupt(), slow(SystemExit(3))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", ERRORS)
 def test_an_exception_saves_where_that_is_asked_for(tmp_path, error):
     whole = results(make_loop(None, ()))

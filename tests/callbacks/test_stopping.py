@@ -238,6 +238,7 @@ def test_a_resumed_run_says_that_the_best_weights_are_elsewhere(make_loop, check
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["stopped", "out of steps", "out of data", "interrupted"])
 def test_a_real_loop_ends_with_its_best_weights_however_it_ends(end):
     # The weight moves towards 1 for two steps, and away from it in those that follow.

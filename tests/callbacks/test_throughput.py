@@ -61,6 +61,7 @@ def test_utilisation_is_that_of_all_devices(strategy):
         np.testing.assert_allclose(c.metrics["mfu"], flops / (1e9 * len(strategy.devices)))
 
 
+@pytest.mark.slow
 def test_what_the_user_knows_better_is_used():
     _, (c, _) = run(Throughput(tokens_per_example=3, flops_per_example=1e6))
     speed = c.metrics["examples_per_second"]
@@ -80,6 +81,7 @@ def test_operations_can_be_counted_for_batches_that_parts_do_not_divide():
     assert c.metrics["flops_per_second"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [None, 1e6])
 def test_recomputation_is_no_work_of_the_model(given):
     def classify(v, x, **_):

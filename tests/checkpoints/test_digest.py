@@ -94,6 +94,7 @@ class Programs:
         return self._results[-1]
 
 
+@pytest.mark.slow
 def test_2000_small_sharded_arrays_take_a_few_programs(monkeypatch):
     programs = Programs(monkeypatch)
     rows = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec("data"))

@@ -65,6 +65,7 @@ def test_a_sharded_state_is_restored_on_other_devices(tmp_path):
     np.testing.assert_array_equal(found, values)
 
 
+@pytest.mark.slow
 def test_unusual_leaves_survive(tmp_path):
     params = {
         "empty": jnp.zeros((0, 3)),

@@ -67,6 +67,7 @@ def test_a_step_that_is_asked_for_must_be_there(tmp_path):
         CheckpointFileReader(tmp_path, which=99).read(SMALL)
 
 
+@pytest.mark.slow
 def test_a_state_as_target_says_what_to_expect_and_starts_the_run(tmp_path, tools):
     task = TrainTask(DENSE.apply, optax.adam(0.05), "mse", (np.ones((4, 3)), np.ones((4, 2))))
     state = init_state(DENSE.init, task.optimizer, 3, (np.ones((4, 3), np.float32),))
@@ -252,6 +253,7 @@ def test_damage_in_every_step_is_an_error_that_names_them_and_nothing_is_deleted
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_before, n_after", [thorough(1, 4), (4, 2)])
 def test_a_run_goes_on_with_another_number_of_devices(tmp_path, n_before, n_after):
     init = DENSE.init

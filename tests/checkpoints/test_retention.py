@@ -42,6 +42,7 @@ def test_a_checkpoint_without_the_monitored_metric_is_saved_and_announced(tmp_pa
     assert "lacks the monitored metric 'val_loss' (it holds loss)" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_from_an_earlier_step_supersedes_the_later_steps(tmp_path, tools, capfd):
     for step in (10, 20, 30):
         save(tmp_path, tools.make_checkpoint(step))
@@ -61,6 +62,7 @@ def save_losses(folder, tools, losses, first=1, **options):
     return list_steps(folder)
 
 
+@pytest.mark.slow
 def test_keep_best_keeps_the_best_ones_of_val_loss_and_the_last(tmp_path, tools):
     losses = [0.5, 0.2, 0.9, 0.3, 0.8, float("nan")]
     assert save_losses(tmp_path, tools, losses, keep=1, keep_best=3) == [1, 2, 4, 6]

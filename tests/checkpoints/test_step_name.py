@@ -38,6 +38,7 @@ def save_losses(folder, tools, losses, **options):
             writer(tools.make_checkpoint(step, val_loss=loss))
 
 
+@pytest.mark.slow
 def test_steps_of_fit_are_named_as_in_keras_and_those_within_an_epoch_too(tmp_path):
     writer = CheckpointFileWriter(tmp_path, keep=None, save_freq=3, name=KERAS)
     losses = fit(make_model(), callbacks=[writer])["val_loss"]
@@ -46,6 +47,7 @@ def test_steps_of_fit_are_named_as_in_keras_and_those_within_an_epoch_too(tmp_pa
     assert names(tmp_path) == sorted(whole + within)
 
 
+@pytest.mark.slow
 def test_named_steps_are_kept_ranked_and_read_as_others(tmp_path, tools):
     losses = [0.5, 0.2, 0.9, 0.2, 0.8]
     save_losses(tmp_path, tools, losses, keep=1, keep_best=2, monitor="val_loss", name="{val_loss}")

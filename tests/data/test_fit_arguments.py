@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import struct
-from marks import thorough
+from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit.data._batch import normalize
@@ -160,6 +160,7 @@ def test_a_structure_is_fitted_evaluated_and_predicted_alike(kind):
         ff.Model(Moves(), optax.sgd(0.1), "mse").fit(kind(X, X), verbose=0)
 
 
+@pytest.mark.slow
 def test_a_list_of_arrays_is_several_inputs_in_fit_evaluate_and_predict():
     class Two(nn.Module):
         @nn.compact
@@ -202,6 +203,7 @@ def test_integers_of_less_than_a_byte_are_widened(dtype):
     assert losses == [losses[0]] * 5
 
 
+@pytest.mark.slow
 def test_sparse_and_ragged_arrays_are_refused_in_words():
     sparse = pytest.importorskip("scipy.sparse", reason="scipy is not installed")
     from jax.experimental.sparse import BCOO
@@ -254,7 +256,7 @@ def test_sparse_and_nested_tensors_of_torch_are_refused_in_words():
 
 @pytest.mark.parametrize(
     "data",
-    [thorough(((X, Y),)), ({"x": X, "y": Y},), (X.tolist(), list(Y)), thorough(([(X, Y)],))],
+    [thorough(((X, Y),)), slow(({"x": X, "y": Y},)), (X.tolist(), list(Y)), thorough(([(X, Y)],))],
     ids=["pair", "mapping", "lists", "batches"],
 )
 def test_a_model_is_fitted_and_evaluated_on_each_form_alike(data):
@@ -267,6 +269,7 @@ def test_a_model_is_fitted_and_evaluated_on_each_form_alike(data):
     assert model.evaluate(*data) == pytest.approx(expected.evaluate(X, Y), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_list_of_targets_is_the_targets_of_several_outputs():
     class Two(nn.Module):
         @nn.compact

@@ -38,6 +38,7 @@ def test_a_missing_file_is_named(path):
         export.load(path)
 
 
+@pytest.mark.slow
 def test_a_later_format_asks_for_a_later_flaxfit(module, path, monkeypatch):
     monkeypatch.setattr(_archive, "VERSION", 2)
     export.save(module, path)

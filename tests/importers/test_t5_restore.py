@@ -42,6 +42,7 @@ def test_a_train_state_takes_weights_statistics_and_step(state, kept, truth):
 FACTORED = {"static_args": ("min_dim_size_to_factor",)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -57,7 +57,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", quick("mapping", "batches", "stream", of=FORMS))
+@pytest.mark.parametrize("form", quick("mapping", of=FORMS))
 def test_every_form_of_data_trains_as_in_pairs(form):
     by_name, in_parts = FORMS[form]
     n = 4 if form in ("batches", "prefetched", "callable") else 6
@@ -115,6 +115,7 @@ def test_a_sample_of_the_inputs_may_have_columns():
     assert_equal([loop.state for loop in loops[1:]], [loops[0].state] * 2)
 
 
+@pytest.mark.slow
 def test_inputs_by_the_names_of_the_call():
     class TwoInputs(nn.Module):
         @nn.compact
@@ -142,11 +143,11 @@ def test_inputs_by_the_names_of_the_call():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: nn.Dense(1),
+        slow(lambda: nn.Dense(1)),
         slow(lambda: nn.Sequential([nn.Dense(1)])),
         lambda: nnx.Linear(5, 1, rngs=nnx.Rngs(0)),
         slow(lambda: nnx.Sequential(nnx.Linear(5, 1, rngs=nnx.Rngs(0)))),
-        lambda: lambda rngs: nnx.Linear(5, 1, rngs=rngs),
+        slow(lambda: lambda rngs: nnx.Linear(5, 1, rngs=rngs)),
     ],
 )
 def test_usual_names_need_no_word(make):
@@ -162,7 +163,7 @@ def test_usual_names_need_no_word(make):
     assert loss == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("form", quick("mapping", "batches", "stream", of=FORMS))
+@pytest.mark.parametrize("form", quick("batches", of=FORMS))
 def test_evaluation_takes_them(form):
     state = ff.InferenceState(np.int32(0), init_of(Regressor())(None, X)["params"], {})
     by_name, in_parts = FORMS[form]
@@ -174,6 +175,7 @@ def test_evaluation_takes_them(form):
         assert evaluate.measure(state, by_name(COLUMNS)) == expected.measure(state)
 
 
+@pytest.mark.slow
 def test_tasks_that_take_turns_have_columns_of_their_own():
     def apply(variables, x, **_):
         return variables["params"] * x, {}
@@ -218,6 +220,7 @@ def test_a_step_of_ones_own_gets_the_columns_as_before_or_by_name():
     assert len(seen[-1].inputs) == len(seen[-1].targets) == 1
 
 
+@pytest.mark.slow
 def test_an_objective_gets_the_columns_as_before_or_by_name():
     seen = []
 

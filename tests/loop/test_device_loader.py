@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from loops import X, Y, assert_equal, make_loop
-from marks import thorough
+from marks import slow, thorough
 
 import flaxfit as ff
 
@@ -90,7 +90,9 @@ def test_a_stream_that_broke_is_not_taken_for_its_end():
         next(loop)
 
 
-@pytest.mark.parametrize("form", [thorough("list"), "dict", "weights", thorough("named"), "jax"])
+@pytest.mark.parametrize(
+    "form", [thorough("list"), "dict", slow("weights"), thorough("named"), slow("jax")]
+)
 def test_batches_come_in_many_forms(form):
     x, y = X[:16], Y[:16]
     forms = {

@@ -33,6 +33,7 @@ def make_eval(data=(X, Y), **options):
     return ff.EvalLoop(ff.EvalTask(apply, ["mae"], data, loss="mse"), **options)
 
 
+@pytest.mark.slow
 def test_as_a_callback_it_adds_metrics_under_its_name():
     loop = make_loop(callbacks=[make_eval(), make_eval((X[:5], Y[:5]), name="first")])
     metrics = loop.next_step().metrics
@@ -98,6 +99,7 @@ def test_weights_weigh_the_metrics():
     assert measured["mae"] == pytest.approx(np.average(np.abs(X[:, 0] - Y), weights=weights))
 
 
+@pytest.mark.slow
 def test_a_stochastic_evaluation_is_given_its_keys():
     def noisy(variables, x, *, rngs):
         return x[:, 0] + jax.random.normal(rngs["sample"], x.shape[:1])
@@ -155,6 +157,7 @@ def test_a_collected_metric_is_that_of_all_rows_in_order(name, rows):
     assert ff.EvalLoop(task, strategy=strategy).measure(STATE) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_collected_metric_stands_beside_others_and_is_exact_where_auc_is_binned():
     def area(scores, labels, weights):
         return sklearn.metrics.roc_auc_score(labels, scores, sample_weight=weights)
@@ -252,6 +255,7 @@ def test_virtual_replicas_draw_the_same_noise_on_any_number_of_devices():
     assert_same(one.predict(X[:10], batch_size=4), four.predict(X[:10], batch_size=4))
 
 
+@pytest.mark.slow
 def test_evaluation_without_a_stream_says_where_to_name_it():
     model = ff.Model(Noisy(), optax.sgd(0.0), "mse", rngs="noise")
     model.fit(X, Y, verbose=0)

@@ -168,6 +168,7 @@ def test_every_step_of_an_epoch_has_the_gradient_of_its_own_examples(n_devices, 
         assert len(checkpoints) == -(-n // BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_devices", devices(3))
 def test_predictions_come_in_order_and_without_padding(n_devices):
     model = ff.Model((init, apply), optax.sgd(0.0), "mse", strategy=strategy(n_devices))
@@ -177,6 +178,7 @@ def test_predictions_come_in_order_and_without_padding(n_devices):
         np.testing.assert_array_equal(model.predict(X[:n], batch_size=24), whole[:n])
 
 
+@pytest.mark.slow
 def test_prediction_compiles_once_for_all_sizes():
     model = ff.Model((init, apply), optax.sgd(0.0), "mse")
     model.fit(X, Y, verbose=0)
@@ -192,6 +194,7 @@ def test_an_epoch_with_a_remainder_compiles_once():
     assert len(programs_of(loop)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resident", [True, thorough(False)])
 def test_whole_batches_are_trained_on_as_those_that_could_be_padded(resident):
     def losses(*data):
@@ -219,7 +222,7 @@ class Shortened(ff.ArrayStream):
         return (x, y, np.arange(8, dtype=np.float32)) if self.has_weights else (x[:5], y[:5])
 
 
-@pytest.mark.parametrize("has_weights", [False, True])
+@pytest.mark.parametrize("has_weights", [False, slow(True)])
 def test_a_class_of_the_users_own_may_change_its_batches(has_weights):
     def losses(data):
         task = ff.TrainTask(apply, optax.sgd(0.1), "mse", data)
@@ -288,7 +291,7 @@ def test_less_data_than_a_batch_is_a_remainder_where_it_cannot_be_padded(n):
         )
 
 
-@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("resident", [slow(True), False])
 @pytest.mark.parametrize("weights", [thorough(None, id="equal"), pytest.param(W, id="weighted")])
 @pytest.mark.parametrize("n_devices", [thorough(1), 3])
 def test_sixty_four_bits_are_kept_where_they_are_switched_on(n_devices, weights, resident):

@@ -18,11 +18,13 @@ def test_a_fresh_start_needs_a_key():
         make_loop(rnkey=None)
 
 
+@pytest.mark.slow
 def test_a_given_state_needs_no_key():
     loop = ff.TrainLoop(make_loop().state, make_task(), stdout=False)
     assert loop.next_step().step == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [thorough(jax.random.key(3)), jax.random.PRNGKey(3), slow(3)])
 def test_a_key_is_typed_or_raw_or_a_seed(key):
     expected = make_loop(rnkey=jax.random.key(3)).next_step()

@@ -71,6 +71,7 @@ def test_a_rate_that_is_set_between_steps_acts_without_a_new_program(n_devices):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("borrows", [thorough(False), True])
 def test_a_rate_that_a_callback_sets_is_not_put_on_a_state_of_another_step(borrows):
     seen = {}
@@ -100,6 +101,7 @@ def test_a_rate_that_a_callback_sets_is_not_put_on_a_state_of_another_step(borro
     assert loop.step == 1 and loop.hyperparams["learning_rate"] == pytest.approx(0.1)
 
 
+@pytest.mark.slow
 def test_an_override_beats_a_schedule_until_it_is_cleared():
     loop = make_loop(adam(optax.linear_schedule(0.6, 0.0, 6)))
     rates = []
@@ -202,6 +204,7 @@ def is_adam(state):
     return isinstance(state, optax.ScaleByAdamState)
 
 
+@pytest.mark.slow
 def test_freezing_on_the_way_stops_there():
     loop = make_loop(optax.adam(0.01))
     before = next(loop).state

@@ -5,6 +5,7 @@ import optax
 import pytest
 from flax import linen as nn
 from loops import init_of
+from marks import quick
 
 import flaxfit as ff
 
@@ -42,7 +43,7 @@ def test_it_is_the_step_that_a_stream_of_these_batches_would_take():
     )
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", quick("arrays on the host", of=FORMS))
 def test_the_data_stays_where_it_is(form):
     given = (X[:5], Y[:5])
     loop = make_loop(FORMS[form](), n_steps=5)
@@ -58,6 +59,7 @@ def test_the_data_stays_where_it_is(form):
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_given_step_knows_the_position_in_the_data():
     loop = make_loop(ff.ArrayStream(X, Y, batch_size=8, shuffle=True))
     loop.next_step()
@@ -80,6 +82,7 @@ def test_it_goes_on_after_the_data_has_ended_and_past_the_last_step():
         loop.next_step()
 
 
+@pytest.mark.slow
 def test_a_batch_that_cannot_be_padded_runs_on_the_devices_that_divide_it():
     def loss(outputs, targets):
         return ((outputs - targets) ** 2).mean()

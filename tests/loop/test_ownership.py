@@ -86,6 +86,7 @@ class Reads:
         float(checkpoint.state.params["layers_0"]["bias"][0])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_copied_once_for_all_who_do_not_borrow(copies):
     loop = loop_with(callbacks=[Reads(), lambda c: None, every(1, lambda c: None)])
     list(loop)
@@ -99,6 +100,7 @@ def test_a_checkpoint_that_is_only_borrowed_is_not_copied(wrapped, copies):
     assert copies == []
 
 
+@pytest.mark.slow
 def test_what_is_borrowed_can_be_read_until_the_next_step():
     loop = loop_with(snapshot="none", keep_grads=True)
     checkpoint = loop.next_checkpoint()
@@ -202,6 +204,7 @@ def pickled(checkpoint):
     return copy.deepcopy(copy.copy(checkpoint)).replace(stop=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "read",
     [slow(read_in_a_trace), read_in_a_mesh, slow(read_behind_a_guard), slow(pickled)],
@@ -214,6 +217,7 @@ def test_a_state_is_whole_wherever_it_is_looked_at_first(read):
     jax.tree.map(np.testing.assert_array_equal, *map(plain, parts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [thorough("device"), "host"])
 def test_the_state_of_a_loop_is_whole_if_a_traced_function_asks_for_it(where):
     loop = loop_with(devices=jax.devices()[:1], snapshot=where)
@@ -236,6 +240,7 @@ def test_a_step_in_a_mesh_copies_what_is_held(devices):
     jax.tree.map(np.testing.assert_array_equal, plain(checkpoint.state.params), expected)
 
 
+@pytest.mark.slow
 def test_a_snapshot_that_is_taken_while_a_batch_is_fetched_stays_what_it_was():
     snapshots = []
 
@@ -253,6 +258,7 @@ def test_a_snapshot_that_is_taken_while_a_batch_is_fetched_stays_what_it_was():
     jax.tree.map(np.testing.assert_array_equal, plain(snapshot.state.params), steps[4])
 
 
+@pytest.mark.slow
 def test_fit_copies_no_state_that_nobody_keeps(copies):
     model = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse")
     model.fit(X, Y, batch_size=8, epochs=3, verbose=0, validation_data=(X, Y))

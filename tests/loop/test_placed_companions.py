@@ -109,6 +109,7 @@ def test_the_rest_of_the_data_is_computed_on_fewer_devices():
     assert found["loss"] == loss_of(1.0, X[:10])
 
 
+@pytest.mark.slow
 def test_they_are_not_saved_unless_asked_for(tmp_path):
     with loop_of(task_of(1.0), callbacks=[CheckpointFileWriter(tmp_path)], **ONE) as loop:
         assert loop.next_step().companions is None
@@ -178,6 +179,7 @@ def model_of(teacher):
     )
 
 
+@pytest.mark.slow
 def test_a_model_loads_those_that_it_has_saved(tmp_path):
     model, other = model_of((MODULE, variables(1.0))), model_of((MODULE, variables(2.0)))
     model.fit(X, (), verbose=0, checkpoint_dir=tmp_path / "fit")

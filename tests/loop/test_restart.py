@@ -123,6 +123,7 @@ def test_a_loop_that_is_started_again_ends_as_the_whole_one(tmp_path, whole, ins
     assert run(tmp_path) == whole[1]
 
 
+@pytest.mark.slow
 def test_a_loop_that_was_stopped_stays_stopped_with_the_best_weights(whole):
     folder, result = whole
     steps = list_steps(folder)
@@ -159,6 +160,7 @@ def test_what_is_best_right_now_is_not_written_twice(tmp_path):
         np.testing.assert_array_equal(kept, best.state.params["kernel"])
 
 
+@pytest.mark.slow
 def test_states_are_found_by_type_and_what_finds_none_is_said(tmp_path, capsys):
     def loop(callbacks, init=None, n_steps=4):
         data = ff.ArrayStream(X, Y, batch_size=8)

@@ -292,6 +292,7 @@ def _set(name, value):
     return lambda loop: setattr(loop, name, value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "meddle",
     [

@@ -168,6 +168,7 @@ def test_no_batch_is_fetched_ahead_of_steps_that_are_taken_one_by_one():
     assert [each.step for each in found] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ON_CPU, reason="about XLA's loops on a CPU")
 @pytest.mark.parametrize(("features", "longest"), [((3, 3), 1), ((), 6)])
 def test_own_steps_with_convolutions_are_taken_one_by_one_too(features, longest):
@@ -199,6 +200,7 @@ def test_own_steps_with_convolutions_are_taken_one_by_one_too(features, longest)
     assert max(np.diff(dispatched)) == longest
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ON_CPU, reason="about XLA's loops on a CPU")
 def test_of_several_tasks_those_with_convolutions_are_stepped_one_by_one():
     optimizer, images = optax.sgd(0.1), np.ones((8, 4, 4, 1), np.float32)

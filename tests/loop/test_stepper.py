@@ -50,6 +50,7 @@ def halving(learning_rate):
     return optax.GradientTransformation(inner.init, update)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [thorough(1), 2])
 @pytest.mark.parametrize("make", [None, thorough(lambda: ff.Sharded(devices=jax.devices()[:2]))])
 def test_a_hyperparameter_without_a_schedule_may_move(k, make):
@@ -108,6 +109,7 @@ def test_an_array_that_a_rate_is_set_to_stays_the_users():
     assert float(rate) == 0.5
 
 
+@pytest.mark.slow
 def test_a_step_of_ones_own_may_change_the_key():
     @jax.jit
     def step(state, batch):

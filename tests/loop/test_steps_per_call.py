@@ -62,6 +62,7 @@ def test_small_steps_go_together_in_numbers_that_divide_the_spacing(
     assert automatic_number(work, spacing, n_total, platform) == expected
 
 
+@pytest.mark.slow
 def test_a_loop_takes_what_divides_its_spacing_and_compiles_once(capsys):
     loop = make_loop(n_steps=36, stdout=True)
     assert dispatches(loop) == [12, 12, 12] and loop.steps_per_call == 12
@@ -121,6 +122,7 @@ def test_models_with_convolutions_take_one_step_per_dispatch_on_a_cpu():
     assert dispatches(loop) == [1] * 24 and loop.steps_per_call == 1
 
 
+@pytest.mark.slow
 def test_fit_takes_several_steps_and_compiles_once(capsys):
     model = ff.Model(MODULE, OPTIMIZER, "mse")
     model.fit(X, Y, batch_size=2, epochs=3, verbose=2)

@@ -147,6 +147,7 @@ def measured(metric, targets, weights, n_devices=1):
     return ff.EvalLoop(task, strategy=strategy).measure(ff.InferenceState(np.int32(0), KERNEL, {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [slow(1), 4])
 @pytest.mark.parametrize("form", ["weights", slow("ignored label")])
 def test_metrics_count_tokens(form, devices):
@@ -204,6 +205,7 @@ def test_targets_without_weight_may_be_missing(devices):
     assert all(np.isfinite(each).all() for each in jax.tree.leaves(last.state.params))
 
 
+@pytest.mark.slow
 def test_weights_of_classes_apply_to_tokens():
     def params_after_fit(**weights):
         model = ff.Model(MODULE, optax.sgd(LR), "crossentropy")
@@ -216,6 +218,7 @@ def test_weights_of_classes_apply_to_tokens():
     jax.tree.map(np.testing.assert_array_equal, found, weighted)
 
 
+@pytest.mark.slow
 def test_a_batch_without_any_label_changes_nothing_but_the_step():
     data = [(X[:BATCH], np.full((BATCH, T), -100, np.int32))]
     task = ff.TrainTask(MODULE, optax.adam(LR), IGNORING, data)

@@ -30,6 +30,7 @@ def test_a_last_step_on_the_grid_is_yielded_once():
     assert [c.step for c in make_loop(n_steps=6, n_steps_per_checkpoint=5)] == [1, 6]
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_in_the_middle_keeps_the_grid():
     state = make_loop(n_steps=7).state.replace_step(7)
     loop = ff.TrainLoop(state, make_task(), n_steps=12, n_steps_per_checkpoint=5, stdout=False)
@@ -161,6 +162,7 @@ def test_the_users_own_state_survives_training():
     assert_equal(state, before)
 
 
+@pytest.mark.slow
 def test_gradients_are_kept_on_request():
     loop = make_loop(data=[(X, Y)], keep_grads=True)
     params = loop.state.params

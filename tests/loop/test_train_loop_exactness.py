@@ -142,6 +142,7 @@ def test_no_more_than_so_many_steps_are_under_way(n_devices, expected, monkeypat
     assert waited == expected
 
 
+@pytest.mark.slow
 def test_a_long_run_over_several_devices_does_not_abort():
     loop = make_loop(n_steps=400, n_steps_per_checkpoint=399, devices=jax.devices())
     assert [c.step for c in loop] == [1, 400]

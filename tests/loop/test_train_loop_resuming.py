@@ -46,6 +46,7 @@ def test_a_run_in_two_parts_equals_the_whole_bit_for_bit(n_devices):
     assert resumed.metrics == whole.metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [3, thorough(4)])
 def test_several_steps_in_one_dispatch_change_nothing(steps_per_call):
     options = {"n_steps": 10, "n_steps_per_checkpoint": 4}
@@ -106,6 +107,7 @@ def test_a_loop_that_is_dropped_frees_its_state_at_once(resident):
         gc.enable()
 
 
+@pytest.mark.slow
 def test_an_inspection_that_failed_is_not_said_to_be_under_way():
     fails = [True]
 
@@ -124,6 +126,7 @@ def test_an_inspection_that_failed_is_not_said_to_be_under_way():
     assert next(loop).step == 1 and phases == ["training"]
 
 
+@pytest.mark.slow
 def test_data_that_sets_norms_while_it_is_read_does_no_harm():
     def batches():
         for i in range(4):
@@ -212,6 +215,7 @@ def test_what_fails_beside_a_step_loses_no_batch_either(n, monkeypatch):
         assert_equal(last.state.params, whole.state.params)
 
 
+@pytest.mark.slow
 def test_batches_are_alike_whose_structures_are_equal():
     class Label:
         def __eq__(self, other):

@@ -190,7 +190,7 @@ def test_a_run_over_graphs_resumes_at_its_position():
     [
         ({"pad": True}, {}),
         ({"accumulate": 2}, {}),
-        ({}, {"devices": jax.devices()[:2]}),
+        slow({}, {"devices": jax.devices()[:2]}),
         ({}, {"devices": None, "strategy": ff.DataParallel(virtual_replicas=8)}),
     ],
     ids=["padding", "parts", "data-parallel", "virtual replicas"],

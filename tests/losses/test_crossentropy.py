@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from marks import slow
 
 from flaxfit import losses
 
@@ -24,7 +25,7 @@ def test_losses_by_token_keep_their_axes():
     assert jax.eval_shape(losses.binary_crossentropy, logits, logits).shape == (4, 6, 9)
 
 
-@pytest.mark.parametrize("shape", [(5,), (4, 3)])
+@pytest.mark.parametrize("shape", [slow((5,)), (4, 3)])
 def test_crossentropy_and_its_gradient_are_those_of_optax(shape):
     logits = GENERATOR.normal(size=(*shape, 7)).astype(np.float32) * 30
     labels = GENERATOR.integers(0, 7, shape)
@@ -56,6 +57,7 @@ def test_wide_labels_are_not_cut_to_a_class():
         assert np.isnan(values).tolist() == [True, True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "n_classes"), [("uint8", 256), ("uint8", 300), ("int8", 1000), ("uint16", 65_536)]
 )
@@ -121,7 +123,7 @@ def test_large_logits_leave_all_digits_of_the_loss(large):
     ("loss", "outputs", "labels", "label"),
     [
         (losses.crossentropy, LOGITS, LABELS, -100),
-        (losses.crossentropy, LOGITS, LABELS, 0),
+        slow(losses.crossentropy, LOGITS, LABELS, 0),
         (losses.binary_crossentropy, SCORES, (TARGETS > 0).astype(np.int32), -1),
     ],
     ids=["outside", "a class", "binary"],

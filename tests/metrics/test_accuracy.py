@@ -1,7 +1,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow
+from marks import slow, thorough
 from measuring import value_of
 from sklearn.metrics import accuracy_score, top_k_accuracy_score
 
@@ -207,7 +207,7 @@ def test_logits_are_not_taken_for_probabilities():
             assert np.isnan(value_of(metric(from_logits=False), ONE_SCORE, np.zeros(4)))
 
 
-@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int32, jnp.bool_])
+@pytest.mark.parametrize("dtype", [jnp.uint8, thorough(jnp.int32), jnp.bool_])
 def test_labels_may_be_of_any_whole_dtype(dtype):
     labels = jnp.asarray([0, 1, 1, 0]).astype(dtype)
     assert value_of(accuracy, ONE_SCORE, labels) == 0.5

@@ -30,6 +30,7 @@ def test_a_loss_is_a_metric_by_its_name():
     assert ignoring.compute(ignoring.measure(logits, np.array([0, -1]))) == pytest.approx(np.log(4))
 
 
+@pytest.mark.slow
 def test_an_average_may_be_a_part_of_the_name():
     logits, labels = np.eye(3)[[0, 1, 1, 2]], np.array([0, 1, 2, 2])
     by_name = as_metrics(["f1_micro", "jaccard_macro"])

@@ -10,6 +10,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from flaxfit.metrics import auc, average_precision
 
 
+@pytest.mark.slow
 def test_the_area_agrees_with_scikit_learn_to_four_digits(tumours, measured):
     scores, labels, weights = tumours
     expected = roc_auc_score(labels, scores, sample_weight=weights)

@@ -39,6 +39,7 @@ def test_concordance_is_less_than_correlation_where_means_or_spreads_differ(meas
         assert measured(concordance, moved, TARGETS) < 0.5
 
 
+@pytest.mark.slow
 def test_constants_have_no_correlation():
     ones, numbers = np.ones(4, np.float32), np.arange(4, dtype=np.float32)
     assert np.isnan(value_of(pearson, ones, numbers))

@@ -130,6 +130,7 @@ def test_a_metric_may_be_given_a_name():
     assert f1(name="of_all")(average="micro").name == "of_all"
 
 
+@pytest.mark.slow
 def test_options_add_to_those_that_a_metric_has():
     outputs, targets = np.eye(3, dtype=np.float32)[[0, 1, 2, 2, 1]], np.array([0, 1, 2, 0, 0])
     both = fbeta(beta=2.0, average="micro", zero_division=1.0)

@@ -52,6 +52,7 @@ def evaluation(measured=(), **options):
     return ff.EvalLoop(task, **options)
 
 
+@pytest.mark.slow
 def test_values_of_a_collected_metric_by_name_can_be_monitored():
     both = metrics.collected(lambda o, t: {"f1": 0.5, "regret": 1.0}, name="both")
     for monitor in ("val_f1", "val_regret"):
@@ -186,6 +187,7 @@ def test_what_callbacks_and_steps_of_the_users_own_add_is_not_refused(tmp_path):
         make_loop(callbacks.EarlyStopping("reward"), step=lambda state, batch: (state, {}))
 
 
+@pytest.mark.slow
 def test_modes_of_the_task_come_with_each_checkpoint():
     measured = {"size": optax.huber_loss, "x": score, "accuracy": score}
     history, validate = ff.History(), evaluation({"size": optax.huber_loss}, name="test")
@@ -213,6 +215,7 @@ def test_the_metrics_of_several_outputs_have_modes():
     assert known_mode("a_loss", modes) == "min"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "values"), [("val_crossentropy", [0.9, 0.2, 0.5]), ("val_accuracy", [0.1, 0.8, 0.5])]
 )

@@ -137,6 +137,7 @@ def test_a_maker_of_metrics_that_is_not_called_is_refused():
     assert list(as_metrics([accuracy])) == ["accuracy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [

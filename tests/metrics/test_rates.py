@@ -148,6 +148,7 @@ def by_hand(tp, fp, fn, tn, name):
     }[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "metric",
     [dice, false_negative_rate, false_positive_rate, iou, negative_predictive_value, specificity],

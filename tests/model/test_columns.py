@@ -51,7 +51,15 @@ def torch():
     return torch.utils.data.DataLoader(rows(), batch_size=8)
 
 
-SOURCES = [lambda: COLUMNS, batches, lambda: batches, hugging_face, tensorflow, grain, torch]
+SOURCES = [
+    lambda: COLUMNS,
+    slow(batches),
+    slow(lambda: batches),
+    hugging_face,
+    tensorflow,
+    grain,
+    torch,
+]
 IDS = ["mapping", "list", "callable", "datasets", "tf.data", "grain", "torch"]
 
 
@@ -86,6 +94,7 @@ def test_usual_names_need_no_word(expected):
     np.testing.assert_array_equal(model.predict({"image": X}, batch_size=8), expected[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [slow(COLUMNS), batches()], ids=["mapping", "batches"])
 def test_a_fresh_model_evaluates_and_predicts_them(data):
     named, plain = make_model(**NAMED), make_model()

@@ -25,6 +25,7 @@ def model():
     return model
 
 
+@pytest.mark.slow
 def test_the_first_inputs_make_the_parameters_that_fit_would(model):
     other = make_model()
     outputs = other.predict(X)
@@ -50,6 +51,7 @@ def test_predictions_are_those_of_predict_one_batch_after_another(model):
     assert [batch.targets[0].shape for batch, _ in found] == [(8, 1), (5, 1)]
 
 
+@pytest.mark.slow
 def test_one_batch_is_trained_and_measured_as_by_fit():
     weights = np.linspace(0, 1, 13).astype(np.float32)
     one, other = make_model(), make_model()
@@ -75,6 +77,7 @@ def test_a_model_without_an_optimizer_measures_and_says_what_it_lacks():
     assert model.step == 1
 
 
+@pytest.mark.slow
 def test_compile_keeps_the_weights_and_a_state_that_fits(capsys):
     model = make_model(optimizer=optax.adam(0.1))
     model.fit(X, Y, verbose=0)

@@ -86,6 +86,7 @@ def test_the_default_batch_size_and_order_may_be_given_as_none():
     assert fit(BATCHES) == fit(BATCHES, batch_size=None) == fit(BATCHES, shuffle=False)
 
 
+@pytest.mark.slow
 def test_none_stands_for_no_metrics_and_no_callbacks():
     model = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse", None)
     assert set(model.fit(X, Y, callbacks=None, verbose=0)) == {"loss"}
@@ -126,6 +127,7 @@ def test_a_stream_that_shuffles_is_not_put_in_order():
         fit(stream, shuffle=False)
 
 
+@pytest.mark.slow
 def test_evaluate_predict_and_find_lr_refuse_a_batch_size_of_batches():
     model = make_model()
     model.fit(X, Y, verbose=0)
@@ -153,6 +155,7 @@ def test_more_steps_per_epoch_than_a_pass_has_go_on_into_the_next(data):
     )
 
 
+@pytest.mark.slow
 def test_a_generator_that_ends_before_its_epochs_is_an_error():
     with pytest.raises(ValueError, match="ended after 5 batches, but more were requested"):
         fit(iter(BATCHES), steps_per_epoch=50)
@@ -212,6 +215,7 @@ def test_endless_data_is_refused_where_a_pass_is_needed():
 # A run is resumed on the same batches.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["unsized", thorough("sized")])
 @pytest.mark.parametrize("n_epochs", [thorough(1), 2])
 def test_data_with_an_order_of_its_own_resumes_on_the_same_batches(tmp_path, data, n_epochs):
@@ -277,6 +281,7 @@ def test_a_folder_for_checkpoints_needs_a_name(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_seed_that_is_set_before_fit_counts():
     model, same, other = make_model(), make_model(seed=7), make_model()
     model.seed = 7
@@ -296,6 +301,7 @@ def test_batch_size_epochs_and_verbose_go_by_position():
     assert history.params == {"verbose": 0, "epochs": 3, "steps": 3}
 
 
+@pytest.mark.slow
 def test_epochs_count_from_the_initial_one_in_the_order_of_their_data():
     one, two = make_model(), make_model()
     assert one.fit(X, Y, 8, 4, 0).epoch == [0, 1, 2, 3]

@@ -79,6 +79,7 @@ def test_evaluate_and_predict_agree_with_the_module_itself(n_devices):
     assert model.evaluate(X_TEST, Y_TEST)["accuracy"] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_fit_again_continues():
     once, twice = make_model(MLP(dropout=0.2)), make_model(MLP(dropout=0.2))
     fit(once, epochs=4)
@@ -120,6 +121,7 @@ def test_a_model_is_traced_once_for_each_shape():
     assert traces == []
 
 
+@pytest.mark.slow
 def test_what_was_traced_before_is_still_checked():
     model = make_model()
     fit(model, validation_data=(X_TEST, Y_TEST))
@@ -147,6 +149,7 @@ def test_fit_has_the_result_of_the_loop_that_a_user_would_write():
     assert_equal(model.state.params, last.state.params)
 
 
+@pytest.mark.slow
 def test_validation_split_takes_a_random_part_away_from_training():
     model = make_model()
     history = fit(model, validation_split=0.25, batch_size=225)
@@ -229,6 +232,7 @@ def test_a_pair_of_functions_can_be_trained():
     assert fit(model, epochs=5)["accuracy"][-1] > 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [thorough("list"), thorough("known length"), "unknown length"])
 def test_batches_of_any_kind_can_be_fitted(kind):
     batches = [(X[i : i + 64], Y[i : i + 64]) for i in range(0, 256, 64)]
@@ -289,6 +293,7 @@ def test_several_steps_per_execution_change_nothing():
     assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_several_inputs_and_outputs():
     class Two(nn.Module):
         @nn.compact
@@ -307,6 +312,7 @@ def test_several_inputs_and_outputs():
     assert logits.shape == (7, 10) and values.shape == (7,)
 
 
+@pytest.mark.slow
 def test_named_inputs_are_keyword_arguments():
     class Named(nn.Module):
         @nn.compact
@@ -381,6 +387,7 @@ def test_a_saved_model_is_loaded_without_a_fit_and_goes_on(tmp_path):
     assert model.step == 10
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     class Wider(nn.Module):
         @nn.compact
@@ -494,6 +501,7 @@ def test_a_missing_random_stream_is_named():
     assert fit(make_model(Noisy(), rngs=("noise",)))["loss"][0] > 0
 
 
+@pytest.mark.slow
 def test_fit_leaves_no_thread_behind():
     before = threading.active_count()
     batches = [(X[i : i + 64], Y[i : i + 64]) for i in range(0, 256, 64)]
@@ -531,6 +539,7 @@ def test_an_autoencoder_is_fitted_to_inputs_alone():
     )
 
 
+@pytest.mark.slow
 def test_a_state_that_is_set_is_gone_on_from():
     x = np.linspace(-1, 1, 16)[:, None]
     models = [ff.Model(nn.Dense(1), optax.adam(0.1), "mse") for _ in range(2)]
@@ -544,6 +553,7 @@ def test_a_state_that_is_set_is_gone_on_from():
     assert models[0].step == 7
 
 
+@pytest.mark.slow
 def test_a_state_that_is_set_is_where_a_run_with_checkpoints_begins(tmp_path):
     x = np.linspace(-1, 1, 16)[:, None]
     first = ff.Model(nn.Dense(1), optax.adam(0.1), "mse")

@@ -59,6 +59,7 @@ def fit(model, **options):
     return model.fit(X, Y, **{"batch_size": 16, "shuffle": False, "verbose": 0} | options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [thorough(STRATEGIES[0]), STRATEGIES[1], thorough(STRATEGIES[2])],
@@ -118,6 +119,7 @@ def test_a_pair_of_outputs_that_is_taken_for_updates_is_said(capsys):
     assert "leaves values in attention" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_class_whose_modules_keep_their_streams_and_have_a_switch_is_trained():
     class Noisy(nnx.Module):
         def __init__(self, rngs):

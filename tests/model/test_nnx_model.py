@@ -101,6 +101,7 @@ def test_it_holds_them_when_fit_is_interrupted(error):
     assert_predicts(model, net)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [MLP, slow(lambda rngs: MLP(rngs))], ids=["class", "factory"])
 def test_the_trained_module_of_a_class_or_a_factory(make):
     model = make_model(make)
@@ -164,6 +165,7 @@ def test_weights_of_a_type_are_loaded_alone(tmp_path):
     np.testing.assert_array_equal(params["hidden"]["kernel"], second.hidden.kernel[...])
 
 
+@pytest.mark.slow
 def test_a_type_of_variables_is_frozen():
     class Adapted(nnx.Module):
         def __init__(self, rngs):

@@ -246,6 +246,7 @@ def test_a_run_that_was_complete_before_is_not_deleted(tmp_path):
     assert backed_up(tmp_path) == [6, 8]
 
 
+@pytest.mark.slow
 def test_other_data_is_refused(tmp_path):
     train(tmp_path, epochs=1)
     with pytest.raises(ValueError, match="Cannot resume in other data"):
@@ -301,6 +302,7 @@ def test_a_killed_process_loses_no_finished_epoch(tmp_path, run_child, data):
     assert fingerprint(*train(tmp_path / "run", DATA[data]())) == whole
 
 
+@pytest.mark.slow
 def test_a_run_without_a_display_is_resumed_with_one_and_back(tmp_path, capsys):
     for epochs, verbose in (1, 0), (2, 2), (3, 0):
         train(tmp_path, epochs=epochs, verbose=verbose)

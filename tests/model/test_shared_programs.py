@@ -51,6 +51,7 @@ def trained(module, n=46, seed=0, rate=0.1, loss="mse"):
 SLOW = [pytest.param(make, marks=pytest.mark.slow) for make in (Linen, lambda: Net)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: Net(nnx.Rngs(0)), *SLOW])
 def test_a_fold_after_the_first_compiles_nothing_and_gives_the_same(make, keys):
     first, n = trained(make()), len(keys)

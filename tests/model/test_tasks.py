@@ -29,6 +29,7 @@ def fit(model, **options):
     return model.fit(X, Y, **options)
 
 
+@pytest.mark.slow
 def test_a_collected_metric_is_measured_on_validation_data_and_by_evaluate():
     model = make_model(["mae", collected(rho, mode="max")])
     history = fit(model, epochs=2)
@@ -57,6 +58,7 @@ def test_values_by_name_are_reported_as_those_of_compute_metrics():
     assert "val_all_rho" in fit(make_model({"all": collected(compute_metrics)}))
 
 
+@pytest.mark.slow
 def test_early_stopping_and_the_best_checkpoint_see_it(tmp_path):
     values = iter([0.1, 0.5, 0.3, 0.2, 0.4])
 
@@ -72,6 +74,7 @@ def test_early_stopping_and_the_best_checkpoint_see_it(tmp_path):
     assert best.metrics["val_drawn"] == 0.5
 
 
+@pytest.mark.slow
 def test_it_works_over_a_mesh():
     strategy = ff.Sharded.fsdp(jax.devices()[:4])
     model = make_model([collected(rho)], strategy=strategy)

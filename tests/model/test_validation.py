@@ -34,6 +34,7 @@ def test_a_frequency_is_a_number_or_numbers():
             epochs_of(wrong)
 
 
+@pytest.mark.slow
 def test_callbacks_and_the_history_do_without_the_other_epochs():
     stopping = ff.callbacks.EarlyStopping("val_loss", patience=1)
     losses = val_loss(validation_freq=2, callbacks=[stopping])

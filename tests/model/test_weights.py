@@ -207,6 +207,7 @@ def make_zero_statistics():
     return {"norm": {"mean": np.zeros(5), "var": np.ones(5)}}
 
 
+@pytest.mark.slow
 def test_statistics_that_are_missing_are_listed(trained, write):
     model = make_model()
     names = collection_names(trained.state)
@@ -281,6 +282,7 @@ def test_shapes_are_asked_for_where_there_are_none_yet(trained, write):
         _ = model.state
 
 
+@pytest.mark.slow
 def test_a_part_of_a_model_is_taken_from_the_file_of_that_part(write):
     body = ff.Model(Body(), optax.adam(0.05), "mse")
     body.fit(X, np.tile(Y, 5), batch_size=8, verbose=0)
@@ -402,6 +404,7 @@ def test_weights_of_a_second_file_are_added_to_those_of_the_first(parts, between
     np.testing.assert_array_equal(model.predict(ONE), EXPECTED)
 
 
+@pytest.mark.slow
 def test_a_part_is_added_to_a_whole_file_and_to_another_part(parts, tmp_path):
     model = pair()
     model.load_weights(parts(1))
@@ -456,6 +459,7 @@ def test_weights_are_added_to_a_loaded_state_which_keeps_its_step(parts, tmp_pat
     assert_equal(model.state.params["a"], a)
 
 
+@pytest.mark.slow
 def test_a_fit_that_failed_keeps_the_loaded_weights(parts, tmp_path):
     model = pair()
     model.load_weights(parts(1), partial="a/.*")

@@ -424,6 +424,7 @@ def test_the_types_that_losses_names_are_terms_of_the_loss_and_belong_to_a_call(
         )
 
 
+@pytest.mark.slow
 def test_a_class_may_keep_plain_arrays_as_its_instances_do():
     class Plain(nnx.Module):
         def __init__(self, rngs):
@@ -541,6 +542,7 @@ def test_streams_of_a_call_are_not_those_of_the_module():
         assert not any((mask == other).all() for other in masks[:i])
 
 
+@pytest.mark.slow
 def test_a_sequence_of_layers_hands_the_streams_on():
     net = nnx.Sequential(nnx.Linear(4, 64, rngs=nnx.Rngs(0)), nnx.Dropout(0.5))
     init, apply = from_nnx(net, train=True)

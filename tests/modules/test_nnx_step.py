@@ -196,6 +196,7 @@ def test_states_of_its_optimizers_lie_where_their_parameters_do():
     assert_equal(last(loop).state.params, expected.params, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_model_and_optimizer_in_one_is_split():
     def step(optimizer, batch):
         (x,), (y,) = batch.inputs, batch.targets
@@ -218,6 +219,7 @@ def test_a_model_and_optimizer_in_one_is_split():
     )
 
 
+@pytest.mark.slow
 def test_one_module_is_evaluated_and_returned_as_ever():
     objects = make()
     model = objects["model"]
@@ -254,6 +256,7 @@ def test_a_model_is_fitted_by_it_and_holds_the_weights_when_fit_ends():
     np.testing.assert_array_equal(weights, model.state.params["hidden"]["kernel"])
 
 
+@pytest.mark.slow
 def test_hyperparameters_of_its_optimizers_are_read_and_set():
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
     loop = make_loop(nnx_step(train_step, **make(tx)))
@@ -283,6 +286,7 @@ def test_masked_optimizers_and_those_of_a_part_are_split():
     np.testing.assert_allclose(moved, 0.1, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_module_and_a_part_of_it_are_one_in_the_state():
     def step(model, part, optimizer, batch):
         assert model.hidden is part

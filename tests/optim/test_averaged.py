@@ -109,6 +109,7 @@ def test_it_is_so_under_every_strategy(strategy, tmp_path):
     check(fitted(free(0.3), strategy=strategy()), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_saved_state_is_used_in_the_same_way_before_a_fit(plainly_fitted, tmp_path):
     model = plainly_fitted
     model.save(tmp_path)
@@ -125,6 +126,7 @@ def test_weights_that_were_saved_are_used_to_the_bit(plainly_fitted, tmp_path):
     np.testing.assert_array_equal(other.predict(X), model.predict(X))
 
 
+@pytest.mark.slow
 def test_an_eval_loop_measures_the_average_if_asked(plainly_fitted):
     model = plainly_fitted
     task = ff.EvalTask(nn.Dense(1).apply, [], (X, Y), loss="mse")
@@ -160,6 +162,7 @@ def test_a_state_that_cannot_be_swapped_says_what_to_use(plainly_fitted):
         averaged(ff.TrainState.create(optax.sgd(0.1), {"params": state.params}))
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_reshaped_parameters_is_refused():
     with pytest.raises(ValueError, match="Leave out what reshapes"):
         fitted(optax.flatten(free(0.3)))

@@ -63,6 +63,7 @@ def trajectory(rule, rates, name):
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_the_trajectory_is_that_of_the_published_rule_with_overrides_per_step(name):
     rule, definition = RULES[name]
@@ -133,6 +134,7 @@ def test_static_arguments_stay_plain_numbers():
         jax.jit(unknown.update)(params, unknown.init(params), params)
 
 
+@pytest.mark.slow
 def test_states_keep_their_dtypes_beside_precise_hyperparameters():
     params = {"half": jnp.ones(2, jnp.bfloat16), "full": jnp.ones(2)}
     optimizer = OptimizerDef(optax.adam, learning_rate=1e-3, b1=0.9).create(params)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from marks import usual
+from marks import slow, usual
 
 import flaxfit as ff
 from flaxfit.data._batch import Batch
@@ -170,7 +170,12 @@ def test_no_other_optimizer_is_refused():
 TYPICAL = (*REFUSED, *PASSED, "adamw", "chain", "contrib.muon", "inject_hyperparams", "partition")
 
 
-@pytest.mark.parametrize("name", usual(*TYPICAL, of=FACTORIES))
+COSTLY = ("contrib.muon", "contrib.sophia", "lbfgs", "scale_by_zoom_linesearch")
+
+
+@pytest.mark.parametrize(
+    "name", [slow(case) if case in COSTLY else case for case in usual(*TYPICAL, of=FACTORIES)]
+)
 def test_an_optimizer_trains_or_is_refused(name):
     optimizer = made(name)
     if name in REFUSED:

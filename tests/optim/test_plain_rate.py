@@ -92,6 +92,7 @@ def test_a_rate_is_told_through_what_wraps_an_optimizer():
     assert told_rate(one, ()) == 0.25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [optax.adam, optax.adafactor, optax.rmsprop])
 def test_a_schedule_tells_the_rate_of_the_latest_step(make):
     optimizer = make(optax.linear_schedule(1.0, 0.0, 4))

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen
+from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit import losses
@@ -76,9 +77,13 @@ def test_one_that_sets_by_the_number_of_the_row_does_so_too(reduce):
             check_by_row("The loss", each, (LOGITS,), (LABELS,))
 
 
-@pytest.mark.parametrize("n_devices", [1, 4])
+def by_index(o, t):
+    return -jax.nn.log_softmax(o)[jnp.arange(len(t)), t]
+
+
 @pytest.mark.parametrize(
-    "nll", [by_scatter, lambda o, t: -jax.nn.log_softmax(o)[jnp.arange(len(t)), t]]
+    ("nll", "n_devices"),
+    [(by_index, 1), slow(by_scatter, 4), thorough(by_scatter, 1), thorough(by_index, 4)],
 )
 def test_a_usual_cross_entropy_by_index_trains_as_that_by_name(nll, n_devices):
     strategy = ff.DataParallel(jax.devices()[:n_devices])

@@ -138,6 +138,7 @@ def function_of(companion, **options):
     return functions_of(task)["teacher"]
 
 
+@pytest.mark.slow
 def test_it_is_called_in_evaluation_mode():
     found = function_of((Teacher(train=True), VARIABLES))(X)
     expected = Teacher(train=False).apply(VARIABLES, X)
@@ -179,6 +180,7 @@ def first_step(objective, companions, **options):
     return ff.TrainLoop(state, task, stdout=False, devices=DEVICES[:1]).next_step()
 
 
+@pytest.mark.slow
 def test_it_stands_beside_the_average_of_the_model():
     def objective(apply, batch, rngs, teacher, ema):
         (x,) = batch.inputs
@@ -200,6 +202,7 @@ def test_variables_that_do_not_fit_the_model_are_refused_by_name():
         first_step(distilled, {"teacher": (lambda v, x: x @ v["kernels"], {"params": PARAMS})})
 
 
+@pytest.mark.slow
 def test_wide_variables_are_narrowed_without_a_warning():
     wide = jax.tree.map(np.float64, VARIABLES)
     found, expected = (

@@ -29,6 +29,7 @@ def test_a_matrix_product_counts_two_operations_per_multiplication():
     assert cost_of(jnp.dot, a, b).flops == 2 * 16 * 32 * 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_recomputation_is_found_inside_of_a_scan(remat):
     body = jax.checkpoint(jnp.sin) if remat else jnp.sin
@@ -74,6 +75,7 @@ def test_accumulation_and_devices_do_not_change_the_count_by_much(options):
     np.testing.assert_allclose(found, expected, rtol=0.15)
 
 
+@pytest.mark.slow
 def test_the_count_is_that_of_the_asked_batch_size():
     loop = make_loop(nn.Dense(128))
     np.testing.assert_allclose(loop.step_flops(320), 10 * loop.step_flops(32), rtol=0.1)
@@ -95,6 +97,7 @@ def test_memory_grows_with_the_batch_which_need_not_exist():
     assert large - small > ((1 << 20) - 32) * (64 + 128) * 4  # Inputs and outputs at least.
 
 
+@pytest.mark.slow
 def test_asking_trains_nothing_and_loses_no_batch():
     seen = []
 

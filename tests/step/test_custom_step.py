@@ -138,6 +138,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_same_end():
     jax.tree.map(np.testing.assert_array_equal, *(end.state.params for end in ends))
 
 
+@pytest.mark.slow
 def test_a_remainder_is_not_padded():
     sizes = []
 
@@ -277,6 +278,7 @@ def test_what_is_no_step_is_named(step, error, message):
         loop.next_step()
 
 
+@pytest.mark.slow
 def test_a_loss_that_a_step_does_not_report_is_asked_for_by_name():
     checkpoint = make_gan().next_step()
     with pytest.raises(KeyError, match="no metric 'loss'; it has d_loss, g_loss. A step of your"):

@@ -161,6 +161,7 @@ class TooLarge(nn.Module):
         return nn.Dense(1)(x) + sorted_rows[5:6, 3:4]
 
 
+@pytest.mark.slow
 def test_a_step_that_runs_out_of_memory_names_what_takes_less():
     error = error_of_fit(module=TooLarge())
     assert isinstance(error, MemoryError)

@@ -92,6 +92,7 @@ def test_each_gradient_is_clipped_and_weighed_by_its_tokens(strategy, accumulate
     assert_same(checkpoint.state.params, by_hand())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("freeze", ["b", ()])
 def test_a_hook_that_changes_nothing_leaves_the_step_as_it_is(freeze):
     batch = ff.Batch((X,), (Y,), TOKENS)
@@ -113,6 +114,7 @@ def test_the_gradients_of_a_hook_that_rounds_are_added_in_their_own_dtype():
     assert {leaf.dtype.name for leaf in jax.tree.leaves(grads)} == {"float32"}
 
 
+@pytest.mark.slow
 def test_dropout_of_each_example_is_its_own():
     model = nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
     seen = []
@@ -180,7 +182,7 @@ def test_an_option_that_does_not_go_with_it_is_refused(options, words):
         ({"loss": lambda y, t: jnp.mean((y - t) ** 2)}, "the loss is one number"),
         ({"loss": lambda y, t: (jnp.mean((y - t) ** 2, (1, 2)), y.sum())}, "has a penalty"),
         ({"apply": Counting()}, "changes counts/n in training"),
-        ({"apply": WithStatistics()}, "changes batch_stats/.*/mean, batch_stats/.*/var in"),
+        slow({"apply": WithStatistics()}, "changes batch_stats/.*/mean, batch_stats/.*/var in"),
         ({"hook": lambda grads: {"w": grads["w"]}}, "example_grads_hook must return gradients of"),
     ],
 )

@@ -269,6 +269,7 @@ def test_the_scale_of_a_loss_that_overflows_is_halved_and_the_step_skipped(n_dev
     assert np.all(np.isfinite(loop.state.params["head"]["kernel"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_devices", [thorough(1), 2])
 def test_the_average_follows_its_formula(n_devices):
     loop, checkpoints = train(n_devices=n_devices, ema=0.75, freeze="stem/bias")
@@ -338,6 +339,7 @@ def test_parts_of_a_batch_need_less_memory_than_the_whole():
     assert bytes_of(8) < 0.5 * bytes_of(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_devices", [1, 2])
 def test_a_custom_derivative_may_close_over_arrays_of_the_call(n_devices):
     """JAX runs it when it differentiates: by then a jaxpr of the model alone has lost them."""

@@ -110,6 +110,7 @@ def test_a_frozen_parameter_is_left_out_of_gradients_and_state():
     assert_same(state.params, {"b": PARAMS["b"], "w": expected})
 
 
+@pytest.mark.slow
 def test_the_hook_comes_before_clipping():
     state, metrics = step_of(lambda grads, *_: jax.tree.map(lambda g: 100 * g, grads), clip_norm=1)
     grads = jax.jit(jax.grad(loss))(PARAMS, *ROWS)

@@ -100,6 +100,7 @@ def test_it_calls_a_model_of_low_precision_with_inputs_of_its_own(precision):
     assert low.state.params["kernel"].dtype == np.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "accumulate"), list(cases()))
 def test_preferences_are_trained_as_by_hand_on_every_strategy(strategy, accumulate):
     (checkpoint,) = loop_of(preference, strategy, accumulate=accumulate, **FROZEN)
@@ -163,6 +164,7 @@ def consistency(apply, batch, rngs):
     return values, {"distance": jnp.abs(first - second).max(-1)}
 
 
+@pytest.mark.slow
 def test_each_call_has_its_own_dropout_and_the_state_that_the_one_before_left():
     def first_step(objective):
         data = ff.ArrayStream(CHOSEN, LABELS, batch_size=BATCH)
@@ -192,6 +194,7 @@ def test_own_keys_make_two_calls_equal():
     assert ff.TrainLoop(Dropping(), task, 0, stdout=False).next_step().metrics["d"] == 0
 
 
+@pytest.mark.slow
 def test_weights_of_its_own_count_over_all_replicas():
     def masked(apply, batch, rngs):
         (labels,) = batch.targets
@@ -213,6 +216,7 @@ def test_weights_of_its_own_count_over_all_replicas():
     )
 
 
+@pytest.mark.slow
 def test_fit_and_evaluate_report_the_objective():
     module = nnx.Linear(5, 3, rngs=nnx.Rngs(0))
 
@@ -269,6 +273,7 @@ def test_what_is_no_objective_is_refused_in_words(objective, error, message):
         loop_of(objective).next_step()
 
 
+@pytest.mark.slow
 def test_one_that_compares_examples_needs_a_whole_batch():
     def centred(apply, batch, rngs):
         values = apply(batch.inputs[0])[:, 0]
@@ -408,6 +413,7 @@ def test_results_are_weighted_as_its_values():
     assert first_of(masked).metrics["is_counted"] == 1
 
 
+@pytest.mark.slow
 def test_a_slope_over_the_inputs_may_be_a_term():
     def smooth(apply, batch, rngs):
         (x,) = batch.inputs
@@ -502,6 +508,7 @@ def test_the_average_is_a_fixed_target_on_every_strategy(strategy, accumulate):
     assert found.metrics == pytest.approx(one.metrics, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_first_average_is_the_model_itself_and_gives_no_gradient():
     def drift(apply, batch, rngs, ema):
         return apply(*batch.inputs)[:, 0] - ema(*batch.inputs)[:, 0]

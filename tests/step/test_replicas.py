@@ -115,6 +115,7 @@ def test_a_tree_is_reduced_at_once_and_to_the_same_bits_as_leaf_by_leaf(reduce, 
         assert is_one[0] and not is_one[1]
 
 
+@pytest.mark.slow
 def test_one_device_reduces_nothing():
     x = np.ones((8, 2), np.float32)
     task = ff.TrainTask(lambda v, x, **_: (x @ v["params"], {}), optax.sgd(0.1), "mse", (x, x))

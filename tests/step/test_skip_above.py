@@ -130,6 +130,7 @@ def test_empty_batches_leave_the_ring_alone():
     assert int(loop.state.step) == 4 and int(loop.state.opt_state.recent.n_steps) == 3
 
 
+@pytest.mark.slow
 def test_a_gradient_that_stands_out_is_a_spike_though_the_loss_is_not():
     def steep(outputs, targets):
         """A thousand times as steep where the target is 1, at the same value."""

@@ -146,6 +146,7 @@ def reference(name, n):
 NAMES = usual("weighted values", "weighted contrastive", of=CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["data-parallel", thorough("FSDP")])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loss_has_the_numbers_of_one_device(name, strategy):
@@ -213,6 +214,7 @@ def test_evaluation_in_virtual_replicas_is_refused_too(name):
         evaluate.measure(ff.InferenceState(np.int32(0), PARAMS, {}))
 
 
+@pytest.mark.slow
 def test_a_loss_that_gathers_over_the_replicas_by_itself_is_left_alone():
     def gathering(a, b, scale):
         every = jax.lax.all_gather(b, "replica", tiled=True)

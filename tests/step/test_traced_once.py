@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit.data._batch import normalize
@@ -52,7 +53,7 @@ STRATEGIES = {
     "one device": lambda: ff.DataParallel(jax.devices()[:1]),
     "sharded": ff.Sharded.fsdp,
 }
-models = pytest.mark.parametrize("name", MODELS)
+models = pytest.mark.parametrize("name", ["nnx instance", slow("linen"), thorough("nnx factory")])
 
 
 def make_loop(model, strategy="one device", **options):
@@ -61,8 +62,17 @@ def make_loop(model, strategy="one device", **options):
     return ff.TrainLoop(model, task, 0, n_steps=4, stdout=False, strategy=STRATEGIES[strategy]())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@models
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("nnx instance", "one device"),
+        slow("linen", "sharded"),
+        slow("nnx factory", "one device"),
+        thorough("linen", "one device"),
+        thorough("nnx instance", "sharded"),
+        thorough("nnx factory", "sharded"),
+    ],
+)
 def test_the_code_of_a_model_runs_once_for_all_programs_that_train_it(name, strategy):
     loop = make_loop(MODELS[name](), strategy)
     CALLS.clear()
@@ -85,6 +95,7 @@ def test_fit_evaluation_and_prediction_run_it_once_each(name):
     assert CALLS == ["call"]
 
 
+@pytest.mark.slow
 def test_its_code_runs_again_for_other_shapes_and_after_a_change_of_what_is_frozen():
     loop = make_loop(Nnx(nnx.Rngs(0)))
     loop.next_step()
@@ -133,6 +144,7 @@ def loop_of(apply):
     return ff.TrainLoop(weights, task, 0, stdout=False, strategy=strategy)
 
 
+@pytest.mark.slow
 def test_a_model_that_keeps_arrays_is_traced_again_and_refused_where_it_uses_one():
     apply = Keeps()
     loop_of(apply).next_step()

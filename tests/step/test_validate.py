@@ -58,6 +58,7 @@ def test_weights_that_are_no_weights_are_found(value):
         check_weights_of(Batch((X,), (Y,), spoilt(np.ones(20), value)), "The data")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_data", [lambda *parts: [parts], lambda *parts: ff.ArrayStream(*parts)])
 @pytest.mark.parametrize(
     ("parts", "message"),
@@ -126,6 +127,7 @@ def masked(outputs, targets):
     return (outputs - jnp.where(is_there, targets, 0)) ** 2, is_there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [lambda *parts: parts, slow(lambda *parts: [parts])])
 def test_missing_labels_may_be_nan_where_the_task_says_so(data):
     labels = np.where(np.arange(20)[:, None] % 3 == 0, np.nan, Y).astype(np.float32)
@@ -172,8 +174,8 @@ DISTINCT = np.arange(20, dtype=np.float32)[:, None]
     ("options", "way_out"),
     [
         ({"pad": False}, "across='batch'"),
-        ({"pad": False, "strategy": ff.Sharded()}, "across='batch'"),
-        ({"pad": False, "run_eagerly": True}, "across='batch'"),
+        slow({"pad": False, "strategy": ff.Sharded()}, "across='batch'"),
+        slow({"pad": False, "run_eagerly": True}, "across='batch'"),
         ({"across": "batch", "strategy": ff.Sharded()}, "one weight per example"),
     ],
     ids=["devices", "sharded", "eager", "by output"],
@@ -197,6 +199,7 @@ def test_targets_of_weight_0_are_compared_with_where_the_loss_is_across_the_batc
     assert history["loss"] == pytest.approx([DISTINCT.mean()])
 
 
+@pytest.mark.slow
 def test_an_objective_that_compares_targets_is_given_all_of_them():
     class First(nn.Module):
         @nn.compact

@@ -186,7 +186,7 @@ def test_options_of_a_task_give_the_same_in_parts(options):
     )
 
 
-@pytest.mark.parametrize("loss", [info_nce, "info_nce"])
+@pytest.mark.parametrize("loss", [slow(info_nce), "info_nce"])
 def test_without_saying_so_it_is_refused_and_the_way_is_named(loss):
     data = ff.ArrayStream((IMAGES, TEXTS), (), batch_size=BATCH)
     task = ff.TrainTask(Towers(), optax.sgd(0.1), loss, data)
@@ -340,6 +340,7 @@ def test_pairs_within_a_batch_are_found_and_prototypes_are_no_examples(strategy,
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["one", "data parallel"])
 def test_undeclared_pairs_are_refused(strategy):
     with pytest.raises(ValueError, match="depends on the other examples of its batch"):

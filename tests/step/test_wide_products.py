@@ -44,6 +44,7 @@ def test_products_in_float32_are_counted_and_said_once(strategy, capsys):
     assert "in float32. Where it sets dtype=float32, set dtype=None or jnp.bfloat16" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "precision"),
     [

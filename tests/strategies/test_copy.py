@@ -42,6 +42,7 @@ def test_a_large_array_may_be_changed_once_it_is_placed(strategy):
         np.testing.assert_array_equal(placed["x"], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_a_source_may_write_each_batch_into_the_memory_of_the_one_before(steps_per_call):
     batches = np.random.default_rng(0).normal(size=(16, 512, 8)).astype(np.float32)

@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import linen as nn
 from jax.sharding import Mesh
-from marks import thorough
+from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit.strategies import DataParallel
@@ -77,8 +77,17 @@ def assert_same(found, expected):
         assert np.array_equal(a, b), name
 
 
-@pytest.mark.parametrize("out_axes", [None, 0, (None, 0)])
-@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize(
+    ("n", "out_axes"),
+    [
+        (4, (None, 0)),
+        slow(4, None),
+        slow(4, 0),
+        slow(1, (None, 0)),
+        thorough(1, None),
+        thorough(1, 0),
+    ],
+)
 def test_both_lower_to_the_same_program_and_results(n, out_axes):
     mesh = Mesh(np.array(jax.devices()[:n]), ("replica",))
 
@@ -168,6 +177,7 @@ def test_a_narrower_strategy_and_the_repr_keep_the_implementation():
     assert chosen("auto", 2) == "pmap"
 
 
+@pytest.mark.slow
 def test_jax_keeps_nothing_of_a_loop_that_is_gone():
     def train():
         def apply(variables, x, **_):

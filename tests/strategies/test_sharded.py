@@ -270,6 +270,7 @@ def test_accumulated_and_resident_batches_agree_with_one_device():
     close(found.state.params, expected.state.params)
 
 
+@pytest.mark.slow
 def test_the_state_and_the_gradients_that_a_checkpoint_holds_are_copies_in_parts():
     loop, checkpoint = loop_of(four(fsdp=True), None, keep_grads=True)
     before = ff.gather(checkpoint.state.params)

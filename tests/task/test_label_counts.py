@@ -93,6 +93,7 @@ def test_it_goes_on_with_other_data():
     assert next(loop).step == 4
 
 
+@pytest.mark.slow
 def test_rows_of_weight_zero_may_hold_any_label():
     weights = np.ones(32, np.float32)
     weights[[3, 19, 20]] = 0
@@ -130,6 +131,7 @@ def test_soft_labels_may_be_rounded():
     assert not out_of_range(ff.losses.onehot_crossentropy, y, y).any()
 
 
+@pytest.mark.slow
 def test_evaluation_refuses_them():
     model = ff.Model(MODULE, optax.sgd(0.1), "crossentropy", ["accuracy"])
     model.fit(X, Y, verbose=0)

@@ -51,6 +51,7 @@ def last(loop):
     return checkpoint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [lambda: Net(nnx.Rngs(0)), slow(lambda: Net), slow(Linen)],
@@ -77,6 +78,7 @@ def test_a_module_is_measured_in_evaluation_mode():
     assert measured["mse"] == pytest.approx(float(error), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_gives_the_module_of_its_step():
     net = Net(nnx.Rngs(0))
     modules = [c.module() for c in make_loop(net, make_task(net, ema=0.5))]
@@ -85,11 +87,13 @@ def test_a_checkpoint_gives_the_module_of_its_step():
     assert (first != second).any()  # It is a copy, which further steps do not use up.
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_linen_gives_a_bound_module():
     checkpoint = last(make_loop(Linen(), make_task(Linen())))
     assert checkpoint.module()(X, train=False).shape == (32, 1)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_a_loop_has_no_module():
     with pytest.raises(ValueError, match="does not come from a loop"):
         ff.Checkpoint(step=0, state=None, metrics={}).module()
@@ -173,6 +177,7 @@ def test_a_filter_within_another_transformation_is_refused():
         last(make_loop(net, make_task(net, optimizer)))
 
 
+@pytest.mark.slow
 def test_frozen_types_can_be_changed_between_steps():
     net = Net(nnx.Rngs(0))
     loop = make_loop(net, make_task(net), n_steps=None)

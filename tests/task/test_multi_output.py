@@ -221,6 +221,7 @@ def test_a_batch_without_any_weight_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, first.state.params, last.state.params)
 
 
+@pytest.mark.slow
 def test_metrics_see_the_targets_that_have_no_weight():
     def error(outputs, targets):
         return abs(outputs["size"] - targets["size"]).mean(-1)
@@ -375,6 +376,7 @@ def test_none_is_the_loss_of_an_output_without_one(targets):
     np.testing.assert_allclose(again(*TWO, *targets), 32)
 
 
+@pytest.mark.slow
 def test_an_output_without_a_loss_is_measured_and_weighed_by_its_name():
     loss = {"kind": None, "size": "mse"}
     model = ff.Model(TwoHeads(tuple), optax.sgd(0.1), loss, {"kind": "accuracy"})
@@ -456,6 +458,7 @@ def test_a_label_that_is_out_of_range_is_found_with_its_output():
         model.fit(X, {"kind": CLASSES + 1, "size": NUMBERS}, verbose=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("squared", "target"),
     [

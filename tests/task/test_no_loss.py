@@ -218,6 +218,7 @@ def test_what_does_not_go_with_the_penalty_in_the_loss_is_refused(options, error
         ff.Model(Regular(), optax.sgd(0.1), **{"loss": "mse", **options})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [None, "mse"])
 def test_a_penalty_is_the_mean_over_examples_where_batches_differ_in_size(loss):
     """As in evaluation, and in the loss: the last of these batches has 6 rows, not 8."""

@@ -47,6 +47,7 @@ def average_or_none(apply, batch, rngs, ema=None):
     return outputs, {"is_given": 0 * outputs + (ema is not None)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ema", "is_given"), [(None, 0), (0.9, 1)])
 def test_an_average_that_is_kept_is_given_in_the_place_of_a_default(ema, is_given):
     model = ff.Model(MODULE, optax.sgd(0.1), objective=average_or_none, ema=ema)

@@ -38,6 +38,7 @@ def trained(module, strategy, folder):
     return {**history}, model.evaluate(X, target), model.predict(X), jax.device_get(restored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module, strategy, kind, n",
     [

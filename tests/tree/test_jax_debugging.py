@@ -93,6 +93,7 @@ def test_a_nan_of_a_compiled_step_names_the_debug_mode(debug_nans):
         next(loop)
 
 
+@pytest.mark.slow
 def test_a_nan_of_a_compiled_measurement_names_it(debug_nans):
     task = ff.EvalTask(lambda v, x: x @ v["params"], {"log": logarithm}, (X, Y))
     evaluate = ff.EvalLoop(task, strategy=ff.DataParallel(jax.devices()[:1]))
