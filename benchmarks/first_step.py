@@ -1,15 +1,16 @@
 """From the start of a process to its first finished step, beside a hand-written script.
 
     python -m benchmarks.first_step [--quick] [--rounds 5] [--models mlp ...]
+        [--contenders TrainLoop ...] [--caches no warm]
 
 Each start is a process of its own, in turn: without a compilation cache, and with one that an
-earlier process has filled. Tracing, lowering and compiling are what JAX reports of itself, in
+earlier process has filled. `cpu` is the processor time of all threads, which other programs disturb
+less than the time that passes. Tracing, lowering and compiling are what JAX reports of itself, in
 seconds; compiling includes the reading of a cache, and `programs` is how many were compiled. The
 least of all rounds counts, and ratios are those of the least: a busy machine only ever adds time.
 """
 
 import argparse
-import collections
 import dataclasses
 import itertools
 import json
@@ -26,7 +27,9 @@ import jax
 from benchmarks import contenders, workloads
 from benchmarks.workloads import Workload
 
-BASE, RIVALS = "hand-written", ("TrainLoop", "Model.fit")
+BASE = "hand-written"
+NAMES = BASE, "TrainLoop", "Model.fit"
+CACHES = "no", "warm"
 PARTS = {
     "jaxpr_trace_duration": "tracing",
     "jaxpr_to_mlir_module_duration": "lowering",
@@ -53,38 +56,48 @@ def main(arguments: list[str] | None = None) -> None:
     """Prints a table, or trains one step where that is asked of a child."""
     parser = argparse.ArgumentParser("python -m benchmarks.first_step", description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--contenders", nargs="+", default=list(NAMES), choices=NAMES)
+    parser.add_argument("--caches", nargs="+", default=list(CACHES), choices=CACHES)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="small models, one round")
     parser.add_argument("--child", metavar="NAME", help=argparse.SUPPRESS)
     settings = parser.parse_args(arguments)
     if settings.child:
         _train(settings.child, MODELS[settings.models[0]](settings.quick))
+    rounds = 1 if settings.quick else settings.rounds
     for model in settings.models:
-        for line in _compared(model, 1 if settings.quick else settings.rounds, settings.quick):
+        for line in _compared(
+            model, settings.contenders, settings.caches, rounds, quick=settings.quick
+        ):
             print(line, flush=True)
 
 
-def _compared(model: str, rounds: int, quick: bool) -> Iterator[str]:
-    names = (BASE, *RIVALS)
-    least: dict[tuple[bool, str], dict[str, float]] = {}
+def _compared(
+    model: str, names: list[str], caches: list[str], rounds: int, *, quick: bool
+) -> Iterator[str]:
+    least: dict[tuple[str, str], dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        caches = {name: os.path.join(folder, name) for name in names}
-        # The first with a cache fills it.
-        for i, is_warm, name in itertools.product(range(rounds + 1), (False, True), names):
-            found = _start(name, model, caches[name] if is_warm else None, quick)
+        for i, cache, name in itertools.product(range(rounds + 1), caches, names):
+            is_warm = cache == "warm"
+            if not i and not is_warm:  # The first with a cache fills it.
+                continue
+            found = _start(name, model, os.path.join(folder, name) if is_warm else None, quick)
             if i:
-                best = least.setdefault((is_warm, name), found)
+                best = least.setdefault((cache, name), found)
                 best |= {each: min(best[each], value) for each, value in found.items()}
-    for is_warm in (False, True):
-        yield f"{model}, {'warm' if is_warm else 'no'} cache"
-        base = least[is_warm, BASE]["seconds"]
+    for cache in caches:
+        yield f"{model}, {cache} cache"
+        base = least.get((cache, BASE))
         for name in names:
-            found = least[is_warm, name]
+            found = least[cache, name]
+            times = ", ".join(_time(found, base, each) for each in ("seconds", "cpu"))
             parts = ", ".join(f"{part} {found[part]:.2f}" for part in PARTS.values())
-            yield (
-                f"  {name:13} {found['seconds']:6.2f} s  {found['seconds'] / base:5.2f} x  "
-                f"{parts}, programs {found['programs']:.0f}"
-            )
+            yield f"  {name:13} {times}, {parts}, programs {found['programs']:.0f}"
+
+
+def _time(found: dict[str, float], base: dict[str, float] | None, name: str) -> str:
+    ratio = "" if base is None else f" {found[name] / base[name]:5.2f} x"
+    return f"{name} {found[name]:6.2f}{ratio}"
 
 
 def _start(name: str, model: str, cache: str | None, quick: bool) -> dict[str, float]:
@@ -113,7 +126,7 @@ def _start(name: str, model: str, cache: str | None, quick: bool) -> dict[str, f
 
 def _train(name: str, workload: Workload) -> None:
     """Trains one step, prints what it took, and ends the process."""
-    took: dict[str, Any] = collections.Counter(dict.fromkeys((*PARTS.values(), "programs"), 0))
+    took: dict[str, Any] = dict.fromkeys((*PARTS.values(), "programs"), 0)
 
     def hear(event: str, seconds: float, **_: Any) -> None:
         part = PARTS.get(event.rsplit("/", 1)[-1])
@@ -128,8 +141,8 @@ def _train(name: str, workload: Workload) -> None:
     jax.monitoring.register_event_listener(count)
     with contenders.unseen_terminal():
         contenders.make(name, workload.cut(1)).train(1)
-        done = time.time()
-    print(json.dumps({**took, "time": done}), flush=True)
+        took |= {"time": time.time(), "cpu": time.process_time()}
+    print(json.dumps(took), flush=True)
     os._exit(0)  # What libraries do at their exit is not measured.
 
 

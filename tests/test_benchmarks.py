@@ -250,7 +250,7 @@ def test_first_steps_are_measured_and_a_warm_cache_leaves_nothing_to_compile(run
     done = run_child(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     cold, warm = done.stdout.split("mlp, warm cache")
-    programs = r"(hand-written|TrainLoop|Model.fit) .* x  tracing .* programs (\d+)$"
+    programs = r"(hand-written|TrainLoop|Model.fit) .* x, cpu .* x, tracing .* programs (\d+)$"
     for text, expected in (cold, False), (warm, True):
         found = re.findall(programs, text, re.MULTILINE)
         assert len(found) == 3
