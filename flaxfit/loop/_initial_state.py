@@ -27,8 +27,8 @@ def start(
     sample: Callable[[], PyTree],
     say: Callable[[str], None],
     shardings: Callable[[PyTree], PyTree] | None = None,
-) -> tuple[TrainState, Any]:
-    """Creates or restores the initial state; returns it with the file that held it, or None.
+) -> tuple[TrainState, Any, bool]:
+    """Creates or restores the initial state.
 
     Args:
       init: a module, an `init` function, a `TrainState`, or a reader: an object with `target` (one
@@ -38,6 +38,10 @@ def start(
       sample: returns the inputs of a batch.
       say: prints a line.
       shardings: maps an abstract state to the shardings of its arrays.
+
+    Returns:
+      The state; the file that held it, or None; and whether nobody else holds its arrays, so that
+      steps may use them up.
     """
     init = as_init("TrainLoop", init, task.apply)
     streams = ("params", *task.rngs)
@@ -53,11 +57,11 @@ def start(
         found = _read_file(init.read, template, task)
         if found is not None:
             say(f"restored step {int(found.state.step):,} from {found.path}")
-            return found.state, found
+            return found.state, found, False
         say("no checkpoint found, starting fresh")
         init = target
     if isinstance(init, TrainState):
-        return _prepared(init, task), None
+        return _prepared(init, task), None, False
     if not callable(init):
         raise TypeError(
             "TrainLoop needs an init function, a TrainState or a CheckpointFileReader, got "
@@ -70,7 +74,9 @@ def start(
     state = init_state(
         init, task.optimizer, key, sample(), collections=streams, shardings=shardings
     )
-    return state, None
+    # Results of a program are new arrays; weights that are read, or an eager init, may not be.
+    is_own = not getattr(init, "gives_weights", False) and not jax.config.jax_disable_jit
+    return state, None, is_own
 
 
 def _template(

@@ -61,9 +61,13 @@ class PlacedState:
 
     # What can be set.
 
-    def place(self, state: TrainState) -> None:
-        """Replaces the state by a copy of another one, keeping the structure if the paths agree."""
-        self.hold(self._strategy.place(self.layout.restructured(state)))
+    def place(self, state: TrainState, *, is_own: bool = False) -> None:
+        """Replaces the state by a copy of another one, keeping the structure if the paths agree.
+
+        A state that `is_own`, whose arrays nobody else holds, is not copied.
+        """
+        put = self._strategy.share if is_own else self._strategy.place
+        self.hold(put(self.layout.restructured(state)))
 
     def set_hyperparams(self, group: str | int | None, values: dict[str, ArrayLike]) -> None:
         """Sets hyperparameters; nothing is recompiled."""

@@ -131,12 +131,12 @@ class RunState:
         epoch = None if self.epoch_number is None else self.epoch_number()
         return checkpoint.replace(epoch=epoch)
 
-    def _resume(self, state: TrainState, checkpoint: Any) -> None:
+    def _resume(self, state: TrainState, checkpoint: Any, *, is_own: bool = False) -> None:
         """Continues from a state, and from the position and counts of its checkpoint, if any."""
         self._companions.restore(getattr(checkpoint, "companions", None))
         with quiet(not self._is_talking):
             self._stepper.cursor.move_to(getattr(checkpoint, "data_state", None))
-        self._stepper.set_state(match(self._stepper, state))
+        self._stepper.set_state(match(self._stepper, state), is_own=is_own)
         self._forget_delivery()
         self._last, self._is_at_start = None, False
         self._reset()

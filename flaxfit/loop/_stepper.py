@@ -119,12 +119,12 @@ class Stepper:
         self.cursor = Cursor(data, self.task.roles)
         self.loader.take_from(self.cursor)
 
-    def set_state(self, state: TrainState) -> None:
-        """Continues from another state."""
+    def set_state(self, state: TrainState, *, is_own: bool = False) -> None:
+        """Continues from another state; from a copy unless its arrays are the loop's own."""
         self.consistency.state(int(state.step), (state, self.companions.states))
         before = self.state
         check_norms(self.task, state.params)
-        self.placed.place(state)
+        self.placed.place(state, is_own=is_own)
         self.step = int(state.step)
         self._n_set += 1
         if shapes_of(before) != shapes_of(self.state):

@@ -133,12 +133,14 @@ class TrainLoop(Checkpointing):
 
         CallbackList(callbacks).attach_first(self)
         with eagerly(strategy), without_mesh():
-            state, self.start = start(init, task, rnkey, sample, self.say, strategy.shardings)
+            state, self.start, is_own = start(
+                init, task, rnkey, sample, self.say, strategy.shardings
+            )
         if task.step is None:
             check_trains(state, self.say)
         if self.start is not None or strategy.virtual_replicas:
             say_if_inexact(self.say, strategy.devices[0].platform)
-        self._resume(state, self.start)
+        self._resume(state, self.start, is_own=is_own)
         self._first_step = self.step
         self._last = as_checkpoint(self.start)
         self._is_at_start = True

@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from loops import Normalized, Regressor, X, assert_equal, make_loop, make_task
+from loops import (
+    Normalized,
+    Regressor,
+    X,
+    assert_equal,
+    given,
+    make_loop,
+    make_task,
+    make_weight_loop,
+)
 from marks import slow, thorough
 
 import flaxfit as ff
@@ -29,6 +38,16 @@ def test_a_given_state_needs_no_key():
 def test_a_key_is_typed_or_raw_or_a_seed(key):
     expected = make_loop(rnkey=jax.random.key(3)).next_step()
     assert make_loop(rnkey=key).next_step().loss == expected.loss
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("marked", [given, lambda init: init])
+def test_arrays_that_an_init_returns_stay_valid(marked, debug):
+    weight = jnp.ones(1)
+    init = marked(lambda rngs, x: {"params": weight})
+    loop = ff.TrainLoop(init, make_weight_loop().task, 0, stdout=False, debug=debug)
+    loop.next_step()
+    assert weight == 1 and loop.state.params != 1
 
 
 def test_an_input_sample_stands_in_for_the_first_batch():

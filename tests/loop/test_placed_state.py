@@ -28,6 +28,14 @@ def test_it_holds_a_copy_of_what_it_was_given():
     np.testing.assert_array_equal(params["a"], 1)
 
 
+def test_it_takes_over_a_state_of_its_own_without_a_copy():
+    held = PlacedState(DataParallel(FIRST))
+    state = TrainState.create(optax.sgd(0.1), {"params": {"a": jnp.ones(2)}}, key=0)
+    held.place(state, is_own=True)
+    ours, given = held.value.params["a"], state.params["a"]
+    assert ours.unsafe_buffer_pointer() == given.unsafe_buffer_pointer()
+
+
 def test_what_is_lent_can_be_read_until_it_is_taken_back():
     held = placed()
     state, grads = held.lend()
