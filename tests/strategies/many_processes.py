@@ -162,13 +162,17 @@ def trained(strategy, folder):
     return loop, {"params": ff.gather(loop.state.params), "metrics": metrics}
 
 
-def predict(strategy, state=None):
-    """The outputs for all examples; without a state, those of a model that is fitted a little."""
+def fitted(strategy):
+    """A model that is fitted a little."""
     model = ff.Model(Net(), OPTIMIZER, "crossentropy", strategy=strategy)
-    if state is None:
-        model.fit(X, Y, batch_size=16, epochs=1, verbose=0)
-    else:
-        model.state = state
+    model.fit(X, Y, batch_size=16, epochs=1, verbose=0)
+    return model
+
+
+def predict(strategy, state):
+    """The outputs for all examples."""
+    model = ff.Model(Net(), OPTIMIZER, "crossentropy", strategy=strategy)
+    model.state = state
     return model.predict(X, batch_size=8)
 
 
@@ -205,16 +209,18 @@ def distilled(strategy, folder=None):
     return {name: np.array(history[name]) for name in ("loss", "val_loss")}
 
 
-def everything(strategy, folder):
-    """All results of one strategy, by name, and a model that is fitted."""
+def everything(strategy, folder, *, is_whole):
+    """All results of one strategy, or those of usual tests, by name, and a model that is fitted."""
     loop, results = trained(strategy, folder)
     results["predictions"] = predict(strategy, loop.state)
     mapped, _ = train(strategy, arrays(resident=False), 6)
     results["assembled"] = ff.gather(mapped.state.params)
+    results["stopped"] = stop_one(strategy)
+    if not is_whole:
+        return results, fitted(strategy)
     own, _ = train(strategy, own_parts(), None, steps_per_call=2)
     results["own"] = ff.gather(own.state.params)
     results["distilled"] = distilled(strategy, f"{folder}-distilled")
-    results["stopped"] = stop_one(strategy)
     model = warm(strategy, folder)
     results["warm"] = ff.gather(model.state.params)
     return results, model
@@ -271,11 +277,11 @@ def refusals(use, data):
     return found
 
 
-def main(folder):
-    """Leaves all results of this process in the folder."""
+def main(folder, *, is_thorough):
+    """Leaves all results of this process in the folder, or those that usual tests need."""
     for name, make in STRATEGIES.items():
         strategy, path = make(), f"{folder}/{name}"
-        results, model = everything(strategy, path)
+        results, model = everything(strategy, path, is_whole=is_thorough or name == "fsdp")
         leave(path, results)
         said = disagreements(strategy) | {"undivided": undivided(strategy, model)}
         Path(f"{path}-{ff.process_index()}.json").write_text(json.dumps(said))
@@ -283,7 +289,8 @@ def main(folder):
     mapped = ff.DataParallel(implementation="shard_map")
     loop, results = trained(mapped, f"{folder}/mapped")
     leave(f"{folder}/mapped", results | {"predictions": predict(mapped, loop.state)})
-    leave(f"{folder}/fitted", {"predictions": predict(ff.DataParallel())})
+    model = fitted(ff.DataParallel())
+    leave(f"{folder}/fitted", {"predictions": model.predict(X, batch_size=8)})
     if HAS_GRAIN:
         leave(f"{folder}/grain", with_grain(ff.DataParallel(), folder))
 
@@ -307,7 +314,8 @@ def leave(path, results):
 
 
 if __name__ == "__main__":
-    if sys.argv[2:]:
-        only_bits(sys.argv[1], sys.argv[2:])
+    folder, *names = sys.argv[1:]
+    if names in ([], ["thorough"]):
+        main(folder, is_thorough=bool(names))
     else:
-        main(sys.argv[1])
+        only_bits(folder, names)
