@@ -1,4 +1,4 @@
-"""The tests of uneven data, and of losses of every kind, once more on eight simulated devices."""
+"""The tests of uneven data, of losses of every kind and of `Sharded` on eight simulated devices."""
 
 import os
 import sys
@@ -12,18 +12,27 @@ PATTERNS = {
     "checkpoints/test_digest.py": "shard",
     "importers/test_placement.py": "",
     "loop/test_exact.py": "-8",
+    "strategies/test_sharded.py": "fifty_steps or any_number or each_device or born",
     "step/test_strategy_invariance.py": "test_a_loss_has and data-parallel",
     "step/test_divided_batch.py": "data-parallel",
     "step/test_whole_batch.py": "contrastive and values and (data or fsdp)",
 }
+USUAL = PATTERNS | {
+    "step/test_strategy_invariance.py": "test_a_loss_has and data-parallel and (mask or contrast)",
+    "step/test_divided_batch.py": "a_line_search and data-parallel",
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["not thorough", thorough("")], ids=["usual", "all"])
-def test_files_of_tests_pass_on_eight_devices(run_child, which):
+@pytest.mark.parametrize(
+    ("patterns", "which"),
+    [(USUAL, "not thorough"), thorough(PATTERNS, "")],
+    ids=["usual", "all"],
+)
+def test_files_of_tests_pass_on_eight_devices(run_child, patterns, which):
     of_files = [
         f"({Path(file).name} and ({pattern}))" if pattern else Path(file).name
-        for file, pattern in PATTERNS.items()
+        for file, pattern in patterns.items()
     ]
     command = [sys.executable, "-m", "pytest", "-v", "-k", " or ".join(of_files), "-m", which]
     done = run_child(

@@ -9,12 +9,12 @@ import optax
 import pytest
 from flax import linen as nn
 from flax.linen.spmd import with_logical_constraint
-from marks import thorough
+from marks import usual
 
 import flaxfit as ff
 from flaxfit import checkpoints
 
-# test_sharded_on_eight.py runs the first tests once more, on eight devices.
+# test_eight_devices.py runs the first tests, on eight devices.
 N = len(jax.devices())
 VOCAB, WIDTH = 64, 64
 STRATEGIES = {
@@ -26,8 +26,9 @@ STRATEGIES = {
 
 
 def names(*left_out):
-    """Those to try, which is thorough: `test_sharded_on_eight.py` tries them on more devices."""
-    return [thorough(name) for name in STRATEGIES if name not in left_out]
+    """Those to try: all but one, on the eight devices of `test_eight_devices.py`, are thorough."""
+    kept = ("tensor",) if N == 8 else ()
+    return usual(*kept, of=[name for name in STRATEGIES if name not in left_out])
 
 
 def named(*names):
