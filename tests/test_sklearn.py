@@ -36,13 +36,14 @@ CANNOT_APPLY = {
 
 
 def checks():
-    """scikit-learn's; of those that both take, those of the classifier are enough."""
+    """scikit-learn's; of those that both take, and of several forms, the first is enough."""
+    seen = set()
     for kind in (FlaxClassifier, FlaxRegressor):
         given: Any = estimator_checks_generator(kind(**QUICK))
         for estimator, check in given:
             name = check.func.__name__
-            is_own = kind is FlaxClassifier or "regress" in name
-            marks = [pytest.mark.slow if is_own else pytest.mark.thorough]
+            marks = [pytest.mark.thorough if name in seen else pytest.mark.slow]
+            seen.add(name)
             if name in CANNOT_APPLY:
                 marks.append(pytest.mark.xfail(reason=CANNOT_APPLY[name], strict=True))
             yield pytest.param(estimator, check, id=f"{kind.__name__}-{name}", marks=marks)
