@@ -200,7 +200,7 @@ def test_the_costs_of_objectives_are_measured(run_child):
     assert memory and int(memory[1]) <= 12
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # Of each form it compiles nothing, as `model/test_shared_programs.py` tests.
 def test_what_a_further_fold_compiles_is_measured(environment, run_child):
     pytest.importorskip("sklearn", reason="needs the digits that scikit-learn brings")
     done = run_child(
@@ -215,11 +215,23 @@ def test_what_a_further_fold_compiles_is_measured(environment, run_child):
     assert all(float(first) > float(further) for first, further in found.values())
 
 
+GROWTH = {
+    "arrays": [[10, 100]],
+    "checkpoints": [[1, 2]],
+    "restores": [[1, 8]],
+    "epochs": [[1_000, 10_000]],
+    "steps": [[*range(100, 1_001, 100)]],
+    "fits": 2 * [[*range(2, 21, 2)]],
+}
+
+
 @pytest.mark.slow
-def test_growth_of_costs_is_measured(environment, run_child, tmp_path):
+@pytest.mark.parametrize("names", [("epochs", "steps", "fits"), thorough(tuple(GROWTH))], ids=len)
+def test_growth_of_costs_is_measured(names, environment, run_child, tmp_path):
     output = tmp_path / "growth.json"
+    command = [sys.executable, "-m", "benchmarks.growth", "--quick", "--output", str(output)]
     done = run_child(
-        [sys.executable, "-m", "benchmarks.growth", "--quick", "--output", str(output)],
+        [*command, "--sections", *names],
         cwd=ROOT,
         env={**environment, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
     )
@@ -227,9 +239,7 @@ def test_growth_of_costs_is_measured(environment, run_child, tmp_path):
     content = json.loads(output.read_text())
     assert content["environment"]["versions"]["jax"]
     sizes = [[row[each["work"]] for row in each["rows"]] for each in content["growth"]]
-    assert sizes[:4] == [[10, 100], [1, 2], [1, 8], [1_000, 10_000]]
-    assert sizes[4] == [*range(100, 1_001, 100)]
-    assert sizes[5] == sizes[6] == [*range(2, 21, 2)]
+    assert sizes == [each for name in names for each in GROWTH[name]]
     assert len(re.findall("^### ", done.stdout, re.MULTILINE)) == len(sizes)
 
 
@@ -244,6 +254,24 @@ def test_growth_that_must_not_be_is_named(monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_first_step_with_a_warm_cache_compiles_nothing(tmp_path, run_child):
+    pytest.importorskip("sklearn", reason="needs the digits that scikit-learn brings")
+    own = {name: value for name, value in os.environ.items() if "COMPILATION_CACHE" not in name}
+    own |= {"XDG_CACHE_HOME": str(tmp_path), "FLAXFIT_COMPILATION_CACHE": "auto"}
+    command = [sys.executable, "-m", "benchmarks.first_step", "--quick", "--models", "mlp"]
+    found = []
+    for _ in range(2):
+        done = run_child(
+            [*command, "--child", "TrainLoop"], cwd=ROOT, env={**own, "PYTHONPATH": str(ROOT)}
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    cold, warm = found
+    assert cold["programs"] > 0 and cold["tracing"] > 0 and cold["compiling"] > 0
+    assert warm["programs"] == 0
+
+
+@pytest.mark.thorough
 def test_first_steps_are_measured_and_a_warm_cache_leaves_nothing_to_compile(run_child):
     pytest.importorskip("sklearn", reason="needs the digits that scikit-learn brings")
     command = [sys.executable, "-m", "benchmarks.first_step", "--quick", "--models", "mlp"]
