@@ -21,8 +21,8 @@ def _benchmarks(monkeypatch):
 @pytest.mark.parametrize(
     "sections",
     [
-        ["correctness", "saving", "trace"],
-        thorough(["steps", "calls", "data", "loader", "memory"]),
+        ["correctness", "trace"],
+        thorough(["steps", "calls", "data", "loader", "saving", "memory"]),
     ],
     ids=["checks", "figures"],
 )
