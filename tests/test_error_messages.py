@@ -72,6 +72,20 @@ def test_a_loss_that_broadcasts():
     assert "(32, 32)" in message and "(32, 1)" in message and "reshape one of them" in message
 
 
+@pytest.mark.parametrize(
+    ("loss", "dtype"),
+    [
+        (lambda outputs, targets: (outputs.argmax(-1) != targets).astype(int), "int32"),
+        (lambda outputs, targets: outputs.argmax(-1) != targets, "bool"),
+        (lambda outputs, targets: 1j * outputs.sum(-1), "complex64"),
+    ],
+)
+def test_a_loss_without_a_gradient(loss, dtype):
+    kind, message = answer(lambda: fit(X, LABELS, loss=loss))
+    assert kind is TypeError
+    assert f"The loss returned {dtype} values; expected floating-point numbers" in message
+
+
 def test_more_inputs_than_targets():
     kind, message = answer(lambda: fit(X, LABELS[:20]))
     assert kind is ValueError and "32 rows" in message and "20" in message
@@ -82,6 +96,12 @@ def test_batches_without_targets():
     assert kind is TypeError
     assert "must be (inputs, targets) or a mapping" in message
     assert "(8, 4)" in message and "yield x, y" in message
+
+
+def test_validation_data_without_targets():
+    kind, message = answer(lambda: fit(X, LABELS, validation_data=(X,)))
+    assert kind is TypeError
+    assert "A batch from the validation or evaluation data must be (inputs, targets)" in message
 
 
 def test_a_loss_that_becomes_nan():

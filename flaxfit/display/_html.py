@@ -55,11 +55,17 @@ def of_state(state: PyTree) -> str:
     trees = {name: getattr(state, name, {}) for name in fields}
     facts = [f"{count(n_numbers(state.params))} params"]
     facts += [f"{name} {size(_n_bytes(tree))}" for name, tree in trees.items() if flat(tree)]
-    try:
-        title = f"{type(state).__name__} at step {count(int(state.step))}"
-    except (TypeError, RuntimeError):  # It is abstract, or was donated.
-        title = type(state).__name__
+    step, title = step_of(state), type(state).__name__
+    title += "" if step is None else f" at step {count(step)}"
     return card(title, facts, *(arrays(name, tree, state.axes) for name, tree in trees.items()))
+
+
+def step_of(state: PyTree) -> int | None:
+    """The step of a state; None if it is abstract or was donated."""
+    try:
+        return int(state.step)
+    except (TypeError, RuntimeError):
+        return None
 
 
 def of_model(

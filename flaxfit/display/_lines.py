@@ -55,17 +55,19 @@ def progress_line(
     *,
     width: int = WIDTH,
 ) -> str:
-    """The text beside a live bar; the last metrics are left out if they do not fit."""
-    parts = [plural(n, "step") if total is None else place(n, total)]
+    """The text beside a live bar. If it does not fit, the last metrics are left out, then the speed
+    and at last the first metric."""
+    where = plural(n, "step") if total is None else place(n, total)
+    speed = left = ""
     if steps_per_second:
-        parts.append(rate(steps_per_second))
+        speed = rate(steps_per_second)
         if total is not None:
-            parts.append(f"ETA {duration(max(total - n, 0) / steps_per_second, decimals=0)}")
-    line = " · ".join(filter(None, (*parts, metric_line(metrics))))
-    if metrics and len(line) > width:
-        fewer = dict(list(metrics.items())[:-1])
-        return progress_line(n, total, steps_per_second, fewer, width=width)
-    return line
+            left = f"ETA {duration(max(total - n, 0) / steps_per_second, decimals=0)}"
+    shown = [metric_line(dict(list(metrics.items())[:k])) for k in range(len(metrics), 0, -1)]
+    tries = [(where, speed, left, each) for each in shown]
+    tries += [(where, left, each) for each in shown[-1:]] + [(where, speed, left), (where, left)]
+    lines = [" · ".join(filter(None, parts)) for parts in tries]
+    return next((line for line in lines if len(line) <= width), where)
 
 
 def final_lines(

@@ -132,9 +132,11 @@ def check_callback(callback: object) -> None:
             "lambda checkpoint: print(checkpoint.step, checkpoint.metrics)."
         )
     if not callable(callback):
+        hook = next((name for name in dir(callback) if name.startswith("on_")), None)
+        advice = f" Pass flaxfit.callbacks.Events({hook}=...), or define __call__." if hook else ""
         raise TypeError(
             "A callback must be a function Checkpoint -> Checkpoint | None, got "
-            f"{type(callback).__name__}: {callback!r:.60}."
+            f"{type(callback).__name__}: {callback!r:.60}.{advice}"
         )
     if any(test(each) for test in _DEFERRED for each in (callback, type(callback).__call__)):
         raise TypeError(

@@ -126,6 +126,9 @@ class EvalLoop:
         if own and is_in_place and are_same(own, loop.task.companions):
             self._placed = loop._companions
 
+    def __repr__(self) -> str:
+        return f"EvalLoop({self.task}, name={self.name!r})"
+
     @property
     def adds(self) -> dict[str, str | None]:
         """The metrics that are added to a checkpoint: name -> "min", "max" or None."""

@@ -89,7 +89,7 @@ def resolve(loss: str | Loss) -> Loss:
 
     Raises:
       ValueError: no loss has that name.
-      TypeError: it is neither a name nor a function, or a function that takes the targets first.
+      TypeError: it is neither a name nor a function, is a class, or takes the targets first.
     """
     if isinstance(loss, str):
         known = _OF_OPTAX | _ALIASES | _LOSSES
@@ -103,6 +103,11 @@ def resolve(loss: str | Loss) -> Loss:
             f"{type(loss).__name__}: {loss!r:.60}"
         )
     refuse_keras(loss, _LOSSES)
+    if isinstance(loss, type):
+        raise TypeError(
+            "A loss must be a function (*outputs, *targets) -> values, got the class "
+            f"{loss.__name__}: make one, {loss.__name__}(...)."
+        )
     check_order("loss", loss)
     try:
         return _CHECKED.get(loss, loss)

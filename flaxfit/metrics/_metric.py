@@ -73,6 +73,9 @@ class Metric:
         if self.mode is None:
             object.__setattr__(self, "mode", mode_of(self.values, self.name))
 
+    def __repr__(self) -> str:
+        return f"Metric({self.name or getattr(self.measure, '__name__', 'measure')})"
+
     def __call__(self, *given: object, **options: Any) -> "Metric":
         """Makes the same metric with other options, beside those that it has."""
         if given:

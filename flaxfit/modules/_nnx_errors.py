@@ -35,8 +35,8 @@ def misfits_explained(module: nnx.Module, inputs: PyTree) -> Iterator[None]:
             raise
         given = ", ".join(str(tuple(x.shape)) for x in jax.tree.leaves(inputs))
         raise ValueError(
-            f"The model cannot take inputs of shape {given}: its {_described(layer, module)} was "
-            f"made for others. Pass inputs that fit it, or build the layer for these. {error}"
+            f"The model cannot take inputs of shape {given}: its {_described(layer, module)} "
+            f"expects other shapes. Pass inputs that fit it, or build the layer for these. {error}"
         ) from error
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -225,6 +225,14 @@ def _borrowable(name: str) -> property:
     return property(read, write)
 
 
+def _refuse(checkpoint: Checkpoint, name: str, value: PyTree) -> NoReturn:
+    raise dataclasses.FrozenInstanceError(
+        f"cannot assign to field {name!r}: a checkpoint never changes. Return a changed copy, "
+        f"checkpoint.replace({name}=...)."
+    )
+
+
+type.__setattr__(Checkpoint, "__setattr__", _refuse)
 _BORROWABLE = ("state", "last_grads")
 for _name in _BORROWABLE:
     # Not in the class: a dataclass would take it for the default.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from flaxfit.display import _html
+from flaxfit.display import _html, count
 from flaxfit.state import _logical_axes
 from flaxfit.tree import _plain
 from flaxfit.tree._types import ArrayLike, Json, Params, PyTree
@@ -16,7 +16,7 @@ from flaxfit.tree._types import ArrayLike, Json, Params, PyTree
 # state of the optimizer comes before them.
 
 
-class State(struct.PyTreeNode):
+class State(struct.PyTreeNode, repr=False):
     """The protocol of T5X's train states, as far as it needs no optimizer."""
 
     step: jax.Array
@@ -106,12 +106,17 @@ class State(struct.PyTreeNode):
         """
         return self.replace(model_state=flax_mutables)
 
+    def __repr__(self) -> str:
+        step = _html.step_of(self)
+        at = "" if step is None else f"step={step}, "
+        return f"{type(self).__name__}({at}{count(_html.n_numbers(self.params))} params)"
+
     def _repr_html_(self) -> str:
         """The step, the sizes and the arrays as a notebook shows them."""
         return _html.of_state(self)
 
 
-class InferenceState(State):
+class InferenceState(State, repr=False):
     """Holds a trained model's parameters and state, without the optimizer.
 
     It has the protocol of `TrainState` without the methods that need an optimizer.

@@ -15,7 +15,7 @@ from flaxfit.state._optimizer_axes import with_optimizer, without_optimizer
 from flaxfit.tree._types import ArrayLike, OptState, PyTree, Transformation
 
 
-class TrainState(State):
+class TrainState(State, repr=False):
     """Holds the state of a training run. Functions (apply, loss, optimizer) live in the task.
 
     >>> params, optimizer = jnp.ones(2), optax.sgd(0.5)

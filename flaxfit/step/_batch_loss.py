@@ -187,6 +187,11 @@ def _evaluate_loss(
             "tuple (values, weights), (values, penalty) or (values, weights, penalty)."
         )
     values, *rest = in_float32((jnp.asarray(parts[0]), *parts[1:]))
+    if isinstance(task, TrainTask) and not jnp.issubdtype(values.dtype, jnp.floating):
+        raise TypeError(
+            f"The loss returned {values.dtype} values; expected floating-point numbers, which have "
+            "a gradient. Do not round, compare or take the argmax of outputs in a loss."
+        )
     penalty = None
     if rest and not isinstance(rest[-1], Mapping) and not jnp.ndim(rest[-1]):
         penalty = rest.pop()

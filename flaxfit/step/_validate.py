@@ -205,8 +205,10 @@ def streams_explained(owner: str, rngs: Sequence[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def _explained(task: TrainTask | EvalTask, batch: Batch) -> Iterator[None]:
     """Explains the errors of a model or a loss that lacks random streams or targets."""
-    owner = "EvalTask(..., rngs=...) or Model(..., eval_rngs=...)"
-    owner = owner if isinstance(task, EvalTask) else f"TrainTask(..., rngs={task.rngs})"
+    owner, source = f"TrainTask(..., rngs={task.rngs})", "'data'"
+    if isinstance(task, EvalTask):
+        owner = "EvalTask(..., rngs=...) or Model(..., eval_rngs=...)"
+        source = "the validation or evaluation data"
     try:
         with tracers_explained(), streams_explained(owner, task.rngs):
             yield
@@ -214,8 +216,8 @@ def _explained(task: TrainTask | EvalTask, batch: Batch) -> Iterator[None]:
         if not batch.targets and "argument" in str(error):
             shapes = [str(leaf.shape) for leaf in jax.tree.leaves(batch.inputs)]
             raise TypeError(
-                "A batch from 'data' must be (inputs, targets) or a mapping for a loss that needs "
-                f"targets, got only inputs of shape {', '.join(shapes)}. Give targets too: "
+                f"A batch from {source} must be (inputs, targets) or a mapping for a loss that "
+                f"needs targets, got only inputs of shape {', '.join(shapes)}. Give targets too: "
                 "fit(x, y), evaluate(x, y), validation_data=(x, y), or batches that yield x, y; "
                 "or name the columns of mappings, as targets='label'."
             ) from error

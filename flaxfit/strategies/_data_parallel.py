@@ -93,7 +93,8 @@ class DataParallel:
             more = f", axis_name={self._axis!r}"
         if self.implementation != chosen("auto", self.n_processes):
             more += f", implementation={self.implementation!r}"
-        return f"DataParallel({len(self.devices)} {self.devices[0].platform} devices{more})"
+        n, kind = len(self.devices), self.devices[0].platform
+        return f"DataParallel({n} {kind} {'device' if n == 1 else 'devices'}{more})"
 
     @property
     def axis_name(self) -> str | None:

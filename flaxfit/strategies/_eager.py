@@ -18,7 +18,7 @@ class Eager:
     `Model(..., run_eagerly=True)` and `TrainLoop(..., debug=True)` use it.
 
     >>> Eager()
-    Eager(DataParallel(1 cpu devices))
+    Eager(DataParallel(1 cpu device))
 
     Args:
       strategy: of one device, whose axis models may name; None: the first local device.

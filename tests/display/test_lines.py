@@ -40,7 +40,19 @@ def test_metrics_that_do_not_fit_beside_the_bar_are_left_out_from_the_last_and_n
     metrics = {"loss": 0.429, "accuracy": 0.8897}
     line = display.progress_line(28, 44, 4.0, metrics, width=45)
     assert line == "28/44 · 4 steps/s · ETA 4s · loss 0.4290"
-    assert display.progress_line(28, 44, 4.0, metrics, width=10) == "28/44 · 4 steps/s · ETA 4s"
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (39, "28/44 · ETA 4s · loss 0.4290"),
+        (27, "28/44 · 4 steps/s · ETA 4s"),
+        (20, "28/44 · ETA 4s"),
+        (10, "28/44"),
+    ],
+)
+def test_a_narrow_progress_line_leaves_out_the_speed_before_the_first_metric(width, line):
+    assert display.progress_line(28, 44, 4.0, {"loss": 0.429, "f1": 0.5}, width=width) == line
 
 
 @pytest.mark.parametrize("width", [20, 30, 45, 60, 80])

@@ -192,6 +192,15 @@ def test_an_order_that_there_is_not_is_refused():
         CallbackList(Callback())
 
 
+def test_an_object_with_methods_of_keras_is_told_what_runs_them():
+    class Mine:
+        def on_epoch_end(self, epoch, logs=None):
+            pass
+
+    with pytest.raises(TypeError, match=r"Events\(on_epoch_end=...\), or define __call__"):
+        check_callback(Mine())
+
+
 def test_a_callback_of_keras_is_refused_by_name():
     class TerminateOnNaN:
         def set_model(self, model): ...

@@ -33,6 +33,11 @@ def make_eval(data=(X, Y), **options):
     return ff.EvalLoop(ff.EvalTask(apply, ["mae"], data, loss="mse"), **options)
 
 
+def test_the_repr_of_an_eval_loop_shows_its_task_and_its_name():
+    loop = make_eval(name="test")
+    assert repr(loop) == f"EvalLoop({loop.task}, name='test')"
+
+
 @pytest.mark.slow
 def test_as_a_callback_it_adds_metrics_under_its_name():
     loop = make_loop(callbacks=[make_eval(), make_eval((X[:5], Y[:5]), name="first")])

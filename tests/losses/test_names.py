@@ -50,6 +50,8 @@ def test_what_is_no_loss_is_refused():
     number: Any = 0.5
     with pytest.raises(TypeError, match="must be a name or a function.*got float: 0.5"):
         losses.resolve(number)
+    with pytest.raises(TypeError, match=r"got the class Mine: make one, Mine\(...\)"):
+        losses.resolve(type("Mine", (), {}))
 
 
 @pytest.mark.parametrize(

@@ -154,3 +154,8 @@ def test_words_of_keras_are_taken_for_options_that_have_another_name():
         precision(thresholds=1.0, threshold=0.5)
     with pytest.raises(TypeError, match="has no option dtype"):
         precision(dtype="float16")
+
+
+def test_the_repr_of_a_metric_is_its_name():
+    assert repr(precision(threshold=0.5)) == "Metric(precision)"
+    assert repr(Metric(np.argmax, np.sum)) == "Metric(argmax)"

@@ -31,7 +31,7 @@ def test_inputs_of_another_width_are_refused_by_the_layer_that_cannot_take_them(
     data = (X,) if call == "predict" else (X, X[:, :1])
     expected = (
         r"cannot take inputs of shape \(8, 5\): its Linear at layers/0 \(bias \(3,\), "
-        r"kernel \(4, 3\)\) was made for others. .* got \(5,\) and \(4,\)"
+        r"kernel \(4, 3\)\) expects other shapes. .* got \(5,\) and \(4,\)"
     )
     with pytest.raises(ValueError, match=expected) as caught:
         getattr(model, call)(*data, batch_size=8)
@@ -52,7 +52,7 @@ def test_inputs_of_another_width_are_refused_by_the_layer_that_cannot_take_them(
 def test_layers_of_each_kind_are_named(kind, arguments, shape):
     layer = kind(*arguments, rngs=nnx.Rngs(0))
     init, apply = from_nnx(layer, train=True)
-    with pytest.raises(ValueError, match=rf"its {type(layer).__name__} \(.*\) was made for others"):
+    with pytest.raises(ValueError, match=rf"its {type(layer).__name__} \(.*\) expects other"):
         apply(init(None), jnp.ones(shape))
 
 

@@ -26,7 +26,7 @@ def test_its_parts_have_the_names_of_the_field():
 
 def test_it_is_changed_by_copies_only():
     checkpoint = make_checkpoint()
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match=r"changed copy, checkpoint.replace\(stop=...\)"):
         checkpoint.stop = True
     assert checkpoint.replace(stop=True).stop and not checkpoint.stop
     added = checkpoint.with_metrics({"mae": 1.0}, "val_")

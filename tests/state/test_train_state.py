@@ -29,6 +29,13 @@ def make_state(optimizer=None):
     return ff.init_state(Net().init, optimizer or optax.adam(0.1), jax.random.key(0), (X,))
 
 
+def test_the_repr_of_a_state_tells_its_size_and_shows_no_arrays():
+    state = ff.TrainState.create(optax.adam(0.1), {"params": {"w": jnp.ones((3, 4))}})
+    assert repr(state) == "TrainState(step=0, 12 params)"
+    assert repr(state.replace_step(1200).for_inference()) == "InferenceState(step=1200, 12 params)"
+    assert repr(jax.eval_shape(lambda: state)) == "TrainState(12 params)"
+
+
 def test_init_state_splits_parameters_from_other_collections():
     state = make_state()
     assert state.params["Dense_0"]["kernel"].shape == (3, 4)
