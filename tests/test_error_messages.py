@@ -142,7 +142,7 @@ def fitted():
     return model
 
 
-OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "were made for others", "(4, 3)"
+OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "expect other shapes", "(4, 3)"
 
 
 @pytest.mark.parametrize(
@@ -153,6 +153,11 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "were made for others", "(
             lambda: fit(X, LABELS, steps_per_execution="fast"),
             TypeError,
             ["steps_per_execution must be a whole number or 'auto', got 'fast'"],
+        ),
+        (
+            lambda: ff.Model(nn.Dense(3), optax.constant_schedule(0.1), "mse"),
+            TypeError,
+            ["an optax transformation", "Pass a schedule as the rate of an optimizer"],
         ),
         (
             lambda: fit([(X, LABELS)], LABELS),
@@ -240,6 +245,7 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "were made for others", "(
     ids=[
         "a count as text",
         "several steps",
+        "a schedule for an optimizer",
         "targets beside batches",
         "a loss of the outputs alone",
         "inputs too many",

@@ -11,6 +11,7 @@ from flaxfit.checkpoints._seal import Damaged
 from flaxfit.display import say
 from flaxfit.metrics._monitor import Monitor, check_mode, is_better
 from flaxfit.state._checkpoint import Checkpoint
+from flaxfit.tree._checks import whole_number
 
 
 def intact_records(folder: Path, steps: Iterable[int]) -> dict[int, Record]:
@@ -55,10 +56,8 @@ class Retention:
         initial_value_threshold: float | None,
     ) -> None:
         for name, value in {"keep": keep, "keep_best": keep_best}.items():
-            if value is not None and value < 1:
-                raise ValueError(
-                    f"Cannot keep {value} checkpoints: {name} must be at least 1, or None."
-                )
+            if value is not None:
+                whole_number(name, value, other=None)
         if keep is None and keep_best is not None:
             raise ValueError(f"keep=None keeps all checkpoints: leave out keep_best={keep_best}.")
         if initial_value_threshold is not None and not save_best_only:

@@ -64,7 +64,7 @@ def _refuse(self: object, name: str) -> NoReturn:
     owner = type(self).__name__
     words = f"{owner!r} object has no attribute {name!r}"
     if name in _ADVICE:
-        words = f"{owner} has no {name!r}: {_ADVICE[name]}."
+        words = f"{owner} has no {name!r}: {_ADVICE[name]}"  # Python may add ". Did you mean: ...?"
     raise AttributeError(words, name=name, obj=self)
 
 

@@ -205,7 +205,7 @@ def _check_callable(module: object) -> None:
     if not callable(module):
         name = type(module).__name__
         raise TypeError(
-            f"{name} has no __call__: name the method to call, as in from_nnx(module, "
+            f"{name} has no __call__: rename the method to call, or name it: from_nnx(module, "
             f"call={name}.forward, train=True) for training and train=False for evaluation."
         )
 

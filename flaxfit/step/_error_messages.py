@@ -5,7 +5,7 @@ import functools
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +92,8 @@ def calls_explained(inputs: PyTree, targets: PyTree = ()) -> Iterator[None]:
         yield
     except ScopeParamShapeError as error:
         raise ValueError(
-            f"The model cannot take inputs of {_shapes(inputs)}: its parameters were made for "
-            "others. Pass inputs of the original shape, or create a new model. "
+            f"The model cannot take inputs of {_shapes(inputs)}: its parameters expect other "
+            "shapes. Pass inputs of the original shape, or create a new model. "
             + (
                 "Of one example make a batch, x[None]. "
                 if any(x.ndim == 1 for x in jax.tree.leaves(inputs))
@@ -122,9 +122,16 @@ def calls_explained(inputs: PyTree, targets: PyTree = ()) -> Iterator[None]:
             raise TypeError(
                 f"The model, the loss or a metric got the wrong arguments: {error}. {called}."
             ) from error
-        if not _is_own(error):
+        if not _is_own(error) and not _is_of_a_name(error):
             error.add_note(f"{called}.")
         raise
+
+
+def _is_of_a_name(error: Exception) -> bool:
+    """Whether a name is missing that no argument could have: the shapes have no part in it."""
+    given = getattr(error, "obj", None)  # None: not said, as by a tracer.
+    is_other = not hasattr(given, "shape") and not isinstance(given, Mapping | Sequence)
+    return isinstance(error, NameError) or (given is not None and is_other)
 
 
 def explained(method: Function) -> Function:

@@ -232,6 +232,8 @@ def _extended_optimizer(
             advice = " Optimizers have no names here: write the call."
         elif callable(given) and hasattr(given, "__name__"):
             advice = f" Call it: {given.__name__}(learning_rate)."
+            if "schedule" in given.__qualname__:
+                advice = " Pass a schedule as the rate of an optimizer: optax.adam(schedule)."
         raise TypeError(
             "The optimizer must be an optax transformation, such as optax.adam(1e-3), got "
             f"{given!r:.80}.{advice}"

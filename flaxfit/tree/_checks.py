@@ -20,7 +20,7 @@ _NOT_JAX = ("sklearn", "tensorflow", "torch", "torchmetrics")
 _KERAS = ("keras", "tf_keras")
 
 
-def whole_number(name: str, value: PyTree, *, least: int = 1, other: str = "") -> int:
+def whole_number(name: str, value: PyTree, *, least: int = 1, other: str | None = "") -> int:
     """Checks that an argument is a whole number, not below `least`, and returns it as an `int`.
 
     >>> whole_number("n_steps", 3.0)
@@ -38,7 +38,7 @@ def whole_number(name: str, value: PyTree, *, least: int = 1, other: str = "") -
     except TypeError:
         number = None
     if number is None:
-        kinds = f"a whole number or {other!r}" if other else "a whole number"
+        kinds = f"a whole number or {other!r}" if other != "" else "a whole number"
         raise TypeError(f"{name} must be {kinds}, got {value!r:.60}.")
     if number < least:
         raise ValueError(f"{name} must be {least} or more, got {number}.")

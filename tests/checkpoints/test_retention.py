@@ -1,5 +1,7 @@
 """Which steps a writer keeps."""
 
+from typing import Any
+
 import pytest
 from checkpoint_files import read
 
@@ -100,7 +102,7 @@ def test_save_best_only_needs_the_metric_but_save_does_not(tmp_path, tools):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"keep_best": 0}, "keep_best must be at least 1"),
+        ({"keep_best": 0}, "keep_best must be 1 or more"),
         ({"keep": None, "keep_best": 2}, "keep=None keeps all checkpoints"),
         ({"initial_value_threshold": 0.5}, "needs save_best_only=True"),
         ({"mode": "best"}, "mode must be"),
@@ -110,3 +112,5 @@ def test_options_that_cannot_be_meant_are_refused(tmp_path, options, words):
     with pytest.raises(ValueError, match=words):
         CheckpointFileWriter(tmp_path / "new", **options)
     assert not (tmp_path / "new").exists()
+    with pytest.raises(TypeError, match="keep_best must be a whole number, got 'val_loss'"):
+        CheckpointFileWriter(tmp_path / "new", **dict[str, Any](keep_best="val_loss"))

@@ -9,6 +9,7 @@ from flax import linen as nn
 from marks import thorough, usual
 
 import flaxfit as ff
+from flaxfit.step._error_messages import calls_explained
 
 X, Y = np.ones((8, 2), np.float32), np.ones((8, 1), np.float32)
 STRATEGIES = {
@@ -186,6 +187,17 @@ def test_other_errors_are_left_as_they_are():
 
     error = error_of_fit(refuses)
     assert str(error) == "mine" and error.__cause__ is None
+
+
+def test_the_shapes_follow_an_error_that_they_may_explain_and_no_other():
+    def notes_of(loss):
+        with pytest.raises(AttributeError) as info, calls_explained((X,), (X,)):
+            loss(X)
+        return getattr(info.value, "__notes__", [])
+
+    assert "outputs first" in notes_of(lambda x: x.reduce())[0]
+    assert "outputs first" in notes_of(jax.jit(lambda x: x.reduce()))[-1]
+    assert notes_of(lambda x: notes_of.other) == []
 
 
 @pytest.mark.parametrize(
