@@ -161,7 +161,7 @@ class FlaxClassifier(ClassifierMixin, _FlaxEstimator):
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike = None) -> Self:
         """Trains from the beginning.
 
-        >>> FlaxClassifier(epochs=1).fit(x, y).classes_
+        >>> classifier.fit(x, y).classes_
         array([0, 1, 2])
         """
         X, y = validate_data(self, X, y, allow_nd=True)
@@ -227,8 +227,8 @@ class FlaxRegressor(RegressorMixin, _FlaxEstimator):
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike = None) -> Self:
         """Trains from the beginning.
 
-        >>> FlaxRegressor(epochs=1).fit(x, x).predict(x).shape
-        (64, 1)
+        >>> regressor.fit(x, x[:, 0] ** 2).predict(x).shape
+        (64,)
         """
         X, y = validate_data(self, X, y, allow_nd=True, multi_output=True, y_numeric=True)
         self._shape = y.shape[1:]

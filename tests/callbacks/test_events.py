@@ -131,6 +131,7 @@ def test_without_a_loop_it_is_a_function_of_a_checkpoint(checkpoint_at):
     assert Events(on_epoch_end=print)(checkpoint) is checkpoint
 
 
+@pytest.mark.slow
 def test_validation_evaluation_and_prediction_begin_and_end():
     calls, y = [], 3 * x
     events = Events(**recorder(calls, [*AROUND_PASSES, "on_epoch_end"]))

@@ -35,6 +35,7 @@ def test_the_rate_of_a_plain_optimizer_is_lowered_as_that_of_an_optimizer_def(ca
     assert capsys.readouterr().err.count("learning rate lowered to 0.0625") == 2
 
 
+@pytest.mark.slow
 def test_it_is_silent_on_request(capsys):
     rates_of(optax.sgd(0.125), verbose=0)
     assert capsys.readouterr().err == ""

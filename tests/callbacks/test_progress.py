@@ -170,6 +170,7 @@ def test_a_resumed_run_counts_on_from_its_start(checkpoint_at):
     assert file.getvalue().splitlines()[1].startswith(" 7/10")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_knows_the_best_value_of_earlier_checkpoints(tmp_path):
     values = [0.5, 0.9, 0.6, 0.8, 0.95]
     x = np.ones((4, 1), np.float32)

@@ -54,6 +54,7 @@ def model():
     return ff.Model(nn.Dense(1), optax.sgd(0.5), "mse")
 
 
+@pytest.mark.slow
 def test_epochs_are_counted_from_0_in_each_fit_and_steps_go_on(model):
     epochs, steps = [], []
     for _ in range(2):

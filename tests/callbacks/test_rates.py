@@ -235,6 +235,7 @@ def halving(calls):
     return LearningRateScheduler(schedule)
 
 
+@pytest.mark.slow
 def test_a_relative_rule_goes_on_after_a_restart_as_if_uninterrupted(tmp_path):
     calls, resumed = [], []
     whole = rates_of(make_loop(halving(calls), n_steps=4))

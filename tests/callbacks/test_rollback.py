@@ -35,6 +35,7 @@ def make_loop(bad, callbacks, *, init=None, **options):
     return ff.TrainLoop(init or init_of(Net(), 3), task, 0, callbacks=callbacks, **options)
 
 
+@pytest.mark.slow
 def test_the_run_goes_on_from_the_last_good_state():
     rollback = Rollback()
     loop = make_loop({5, 9}, [rollback])

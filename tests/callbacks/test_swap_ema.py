@@ -24,6 +24,7 @@ def assert_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.slow
 def test_the_average_is_in_place_when_training_has_ended_and_only_then():
     plain, loop = make_loop([]), make_loop([SwapEMA()])
     for a, b in zip(plain, loop, strict=True):

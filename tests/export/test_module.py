@@ -19,6 +19,7 @@ def affine(params, x):
     return x * params.factor + params.offset
 
 
+@pytest.mark.slow
 def test_a_single_function_is_the_default_method(module, net, variables, x):
     method = module.jax_methods[JaxModule.DEFAULT_METHOD_KEY]
     np.testing.assert_allclose(method(x), net.apply(variables, x), rtol=1e-5, atol=1e-6)

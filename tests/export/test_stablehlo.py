@@ -107,6 +107,7 @@ def test_gradients_may_be_left_out(module, path, x):
         jax.grad(lambda p: loaded.apply(p, x).sum())(loaded.params)
 
 
+@pytest.mark.slow
 def test_integers_halves_and_several_dimensions_go_through(path):
     params = {"table": jnp.arange(12, dtype=jnp.bfloat16).reshape(4, 3), "count": np.int32(7)}
     module = JaxModule(

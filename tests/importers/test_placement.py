@@ -95,6 +95,7 @@ def test_a_checkpoint_is_restored_straight_into_its_sharding(rows, tmp_path, mon
     np.testing.assert_array_equal(found.state.params["kernel"], KERNEL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_state", [False, True], ids=["fresh", "trained"])
 def test_the_weights_of_a_sharded_model_go_straight_into_place(has_state, tmp_path, monkeypatch):
     x = np.ones((8, 512), np.float32)

@@ -90,6 +90,7 @@ def test_only_collected_metrics_have_rows():
     assert [*of_rows(metrics)] == ["keep"]
 
 
+@pytest.mark.slow
 def test_a_million_rows_of_two_floats_take_at_most_100_mb():
     n = 1_000_000
     data = {"x": np.ones(n, np.float32), "y": np.zeros(n, np.float32)}

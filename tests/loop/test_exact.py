@@ -241,6 +241,7 @@ def scalar_loss(outputs, targets):
     return jnp.mean((outputs - targets) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_devices", devices(3))
 def test_a_scalar_loss_runs_the_remainder_at_its_own_size(n_devices):
     data = ff.ArrayStream(X, Y, batch_size=12, epochs=1)

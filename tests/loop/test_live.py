@@ -52,6 +52,7 @@ def assert_equal(tree, other):
     jax.tree.map(np.testing.assert_array_equal, tree, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_devices", [thorough(1), 2])
 def test_a_rate_that_is_set_between_steps_acts_without_a_new_program(n_devices):
     loop = make_loop(adam(), n_devices)

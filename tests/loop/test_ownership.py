@@ -174,6 +174,7 @@ def test_a_rate_that_a_callback_sets_is_in_the_checkpoint_that_is_saved(tmp_path
             assert float(ff.optim.hyperparams(saved.opt_state)["learning_rate"]) == rate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [thorough(1), 4])
 def test_checkpoints_stay_those_of_their_steps(devices):
     at_once, late = (loop_with(devices=jax.devices()[:devices], keep_grads=True) for _ in range(2))

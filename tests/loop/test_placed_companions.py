@@ -47,6 +47,7 @@ def loss_of(factor, x=X[:8]):
     return pytest.approx(float(((x @ variables(factor)["params"]["kernel"]) ** 2).mean()), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["one", thorough("fsdp")])
 def test_other_values_take_effect_without_a_compilation(strategy):
     strategies = {"one": ONE, "fsdp": {"strategy": ff.Sharded.fsdp(devices=DEVICES)}}

@@ -99,6 +99,7 @@ def test_a_state_of_plain_dicts_in_another_order_is_gone_on_from():
     assert len(programs_of(loop)) == 1
 
 
+@pytest.mark.slow
 def test_an_array_that_a_rate_is_set_to_stays_the_users():
     decaying = OptimizerDef(optax.sgd, learning_rate=decay)
     loop = loop_of(MultiOptimizer(("layers_0/.*", SGD), ("layers_2/.*", decaying)))

@@ -88,6 +88,7 @@ def test_the_results_are_those_of_single_steps(n_devices):
         jax.tree.map(near, a.state.params, b.state.params)
 
 
+@pytest.mark.slow
 def test_batches_that_are_not_rows_of_arrays_are_stepped_one_by_one():
     assert dispatches(make_loop([(X[:8], Y[:8])] * 20)) == [1] * 20
     stream = ff.ArrayStream(X, Y, batch_size=8, resident=False)

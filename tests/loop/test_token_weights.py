@@ -190,6 +190,7 @@ def test_a_metric_may_return_its_own_weights():
     assert found["sequences"] == pytest.approx(np.average(right.any(-1), weights=W.any(-1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [slow(1), 4])
 def test_targets_without_weight_may_be_missing(devices):
     targets = np.where(W[..., None] > 0, X[..., :CLASSES], np.nan).astype(np.float32)

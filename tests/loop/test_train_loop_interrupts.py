@@ -145,6 +145,7 @@ def test_finish_in_the_for_itself_takes_no_further_step():
     assert loop.step == 4
 
 
+@pytest.mark.slow
 def test_finish_with_several_steps_per_call_ends_with_the_call_and_counts_its_examples():
     loop = make_loop(Regressor(0.2), n_steps=40, first_checkpoint=20, steps_per_call=4)
     finishing(loop, at=8)

@@ -90,6 +90,7 @@ def test_several_steps_in_one_dispatch_reach_over_the_end_of_an_epoch(
     assert_equal([c.state.params for c in one], [c.state.params for c in many])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resident", [thorough(False), True])
 def test_a_loop_that_is_dropped_frees_its_state_at_once(resident):
     loop = make_loop(data=ff.ArrayStream(X, Y, batch_size=16, resident=resident))

@@ -82,6 +82,7 @@ def test_embeddings_may_be_taken_as_they_are():
     np.testing.assert_allclose(jax.jit(plain)(2 * units[0], units[1] / 2), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_each_replica_compares_its_own_rows_with_all_in_value_and_gradient():
     weights = RNG.uniform(size=8)
 

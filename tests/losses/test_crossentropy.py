@@ -147,6 +147,7 @@ def softmax(logits):
     return np.asarray(jax.nn.softmax(logits))
 
 
+@pytest.mark.slow
 def test_a_label_to_ignore_is_that_of_keras_by_its_name():
     labels = np.where(LABELS == 3, -1, LABELS)
     ours = losses.crossentropy(ignore_label=-1)(LOGITS, labels)

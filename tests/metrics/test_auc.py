@@ -121,6 +121,7 @@ OF_SEVERAL = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @OF_SEVERAL
 def test_classes_are_ranked_one_against_the_others(digits, measured, metric, reference):
     logits, labels, weights = digits

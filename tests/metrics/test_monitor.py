@@ -175,6 +175,7 @@ def test_only_those_that_save_see_what_callbacks_behind_them_add(tmp_path):
         make_loop([callbacks.EarlyStopping(), evaluation()])
 
 
+@pytest.mark.slow
 def test_what_callbacks_and_steps_of_the_users_own_add_is_not_refused(tmp_path):
     make_loop([lambda checkpoint: None, callbacks.EarlyStopping("val_loss")])
     make_loop(callbacks.EarlyStopping("td_loss"), step=lambda state, batch: (state, {}))

@@ -41,6 +41,7 @@ def test_what_as_metrics_gives_it_also_takes():
     assert as_metrics(metrics) == metrics
 
 
+@pytest.mark.slow
 def test_the_k_of_top_k_is_read_from_the_name():
     assert compute(as_metrics(["top_2"])["top_2"], LOGITS, LABELS) == 0.5
     assert compute(as_metrics(["top_3"])["top_3"], LOGITS, LABELS) == 1.0

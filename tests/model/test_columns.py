@@ -129,6 +129,7 @@ def test_a_resumed_fit_continues_at_its_position(tmp_path):
     np.testing.assert_array_equal(fit(2, tmp_path / "a"), fit(2, tmp_path / "b"))
 
 
+@pytest.mark.slow
 def test_searches_and_summaries_take_them(capsys):
     optimizer = ff.optim.OptimizerDef(optax.sgd, learning_rate=0.1)
     module = nnx.Linear(3, 2, rngs=nnx.Rngs(0))

@@ -11,6 +11,7 @@ import flaxfit as ff
 X = np.full((8, 3), 0.125, np.float32)
 
 
+@pytest.mark.slow
 def test_the_repr_of_a_model_is_one_line_without_data_or_weights():
     model = ff.Model(nn.Dense(2), optax.sgd(0.1), "mse", metrics=["mae"])
     assert repr(model) == "Model(Dense, loss=mse, metrics=[mae], step=0)"

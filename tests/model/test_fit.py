@@ -324,6 +324,7 @@ def test_a_run_that_began_at_an_epoch_resumes_to_the_same_end(tmp_path):
         make_model().fit(X, Y, 8, 5, 0, initial_epoch=3, checkpoint_dir=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_generator_of_several_epochs_is_refused_and_an_iterator_that_begins_again_is_read():
     class Again:
         def __iter__(self):

@@ -329,6 +329,7 @@ def test_weights_are_written_back_to_where_they_were():
     assert net.out.kernel[...].devices() == {device}
 
 
+@pytest.mark.slow
 def test_a_summary_of_a_call_that_needs_rngs(capsys):
     class Needs(nnx.Module):
         def __init__(self, rngs):

@@ -49,6 +49,7 @@ def test_that_it_is_measured_in_evaluation_only_is_said_once(capsys):
     assert capsys.readouterr().err.count("rank: measured on validation data and by evaluate") == 1
 
 
+@pytest.mark.slow
 def test_values_by_name_are_reported_as_those_of_compute_metrics():
     def compute_metrics(outputs, targets):
         return {"rho": rho(outputs, targets), "size": len(outputs)}

@@ -42,6 +42,7 @@ def test_callbacks_and_the_history_do_without_the_other_epochs():
     assert stopping.best_value == losses[3]
 
 
+@pytest.mark.slow
 def test_a_number_of_batches_is_measured_from_the_beginning_each_time():
     model = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse")
     losses = val_loss(model=model, epochs=2, validation_steps=2, validation_batch_size=4)

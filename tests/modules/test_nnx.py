@@ -168,6 +168,7 @@ def test_layers_repeated_by_scan_draw_masks_of_their_own():
     assert_equal(from_nnx(Deep, train=False).apply({}, X), np.stack([X] * 3))
 
 
+@pytest.mark.slow
 def test_tied_weights_stay_one_leaf_with_the_gradients_of_both_uses():
     class Tied(nnx.Module):
         def __init__(self, rngs):

@@ -300,6 +300,7 @@ def test_a_module_and_a_part_of_it_are_one_in_the_state():
     assert {*state.params} == {"model"}
 
 
+@pytest.mark.slow
 def test_what_layers_sow_is_no_part_of_the_state():
     class Sowing(nnx.Module):
         def __init__(self, rngs):

@@ -118,6 +118,7 @@ def test_a_saved_state_is_used_in_the_same_way_before_a_fit(plainly_fitted, tmp_
     np.testing.assert_array_equal(other.predict(X), model.predict(X))
 
 
+@pytest.mark.slow
 def test_weights_that_were_saved_are_used_to_the_bit(plainly_fitted, tmp_path):
     model = plainly_fitted
     model.save_weights(tmp_path / "w.safetensors")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from marks import slow, usual
+from marks import quick, slow, usual
 
 import flaxfit as ff
 from flaxfit.data._batch import Batch
@@ -206,7 +206,10 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("wrapped", WRAPPED)
+@pytest.mark.parametrize(
+    "wrapped",
+    quick("chain", "definition", "injected", "masked", "partition", "schedule-free", of=WRAPPED),
+)
 def test_wrappers_pass_on_what_is_taken_within(wrapped):
     optimizer = WRAPPED[wrapped]()
     expected = trained_by_hand(optimizer, ["value"])

@@ -131,6 +131,7 @@ def test_a_group_may_have_a_plain_transformation_of_optax():
     np.testing.assert_array_equal(moved["head"]["kernel"], PARAMS["head"]["kernel"])
 
 
+@pytest.mark.slow
 def test_the_value_of_a_box_is_named_as_the_box():
     model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
     params = nnx.state(model, nnx.Param)

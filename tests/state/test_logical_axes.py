@@ -157,6 +157,7 @@ def test_a_state_with_axes_trains_like_one_without(module):
     assert last.state.axes == state.axes and last.state.as_logical_axes().step == P()
 
 
+@pytest.mark.slow
 def test_axes_survive_checkpoint_files(tmp_path):
     state = boxed_state(optax.adam(0.1))
     ff.checkpoints.save(tmp_path, state)

@@ -91,6 +91,7 @@ def test_memory_is_that_of_the_program_that_runs(strategy):
     assert loop.step_memory() == memory_of(compiled)
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_batch_which_need_not_exist():
     loop = make_loop(nn.Dense(128))
     small, large = loop.step_memory(32), loop.step_memory(1 << 20)

@@ -87,6 +87,7 @@ class Sums:
 jax.tree_util.register_pytree_node(Sums, lambda s: ((s.values,), None), lambda _, s: Sums(*s))
 
 
+@pytest.mark.slow
 def test_other_data_may_give_sums_of_the_same_names_and_other_shapes():
     def step(state, batch):
         (x,) = batch.inputs

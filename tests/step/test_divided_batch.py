@@ -130,6 +130,7 @@ def test_a_loss_that_compares_examples_is_passed_with_all_of_them(strategy):
     assert_same((seen.value_there, seen.grad_there), (seen.value, seen.grad))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "accumulate"), [("data-parallel", 2), thorough("FSDP", 1)])
 def test_an_objective_is_passed_as_a_loss_is(strategy, accumulate):
     def objective(apply, batch, rngs):

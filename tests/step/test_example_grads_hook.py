@@ -132,6 +132,7 @@ def test_dropout_of_each_example_is_its_own():
     assert len(np.unique(np.stack(seen), axis=0)) > 2
 
 
+@pytest.mark.slow
 def test_an_objective_has_a_gradient_of_each_example():
     def objective(apply, batch, rngs):
         return ff.losses.mse(apply(*batch.inputs), *batch.targets), {"bias": apply(*batch.inputs)}

@@ -159,6 +159,7 @@ def test_no_gradient_is_computed_for_a_frozen_stem():
     assert flops(freeze="stem/.*") < 0.75 * flops()
 
 
+@pytest.mark.slow
 def test_a_gradient_of_what_is_trained_only_is_clipped():
     loop, checkpoints = train(1, optimizer=optax.sgd(1.0), freeze=["stem/.*"], clip_norm=0.01)
     start, _ = train(0)

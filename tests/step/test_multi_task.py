@@ -161,6 +161,7 @@ def test_tasks_that_cannot_share_a_state_are_refused(change, message):
         change(tasks)
 
 
+@pytest.mark.slow
 def test_targets_of_weight_zero_may_be_anything():
     sizes, weights = SIZES.copy(), np.arange(24) % 4
     sizes[::4] = np.nan

@@ -404,6 +404,7 @@ def test_one_that_never_calls_the_model_is_refused():
         first_of(lambda apply, batch, rngs: batch.inputs[0].sum(-1))
 
 
+@pytest.mark.slow
 def test_results_are_weighted_as_its_values():
     def masked(apply, batch, rngs):
         (labels,) = batch.targets

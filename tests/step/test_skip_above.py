@@ -114,6 +114,7 @@ def test_a_run_that_resumes_before_the_spike_skips_it(tmp_path):
     assert_same(resumed.state.opt_state, straight.state.opt_state, rtol=0)
 
 
+@pytest.mark.slow
 def test_steps_that_are_not_finite_are_skipped_too_and_leave_the_ring_alone():
     loop = loop_of(batches(spike=1, value=np.inf))
     checkpoints = list(loop)

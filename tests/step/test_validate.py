@@ -192,6 +192,7 @@ def test_a_loss_that_compares_targets_is_given_all_of_them(options, way_out):
         model.fit(X, y, 20, sample_weight=weights, verbose=0)
 
 
+@pytest.mark.slow
 def test_targets_of_weight_0_are_compared_with_where_the_loss_is_across_the_batch():
     module = nn.Dense(1, kernel_init=nn.initializers.zeros)
     model = ff.Model(module, optax.sgd(0.0), spread, across="batch")

@@ -157,6 +157,7 @@ def test_the_layout_prints_as_a_table():
     assert re.search(r"state 133.1 kB, on each device 67.6 kB, of these 2.1 kB", text)
 
 
+@pytest.mark.slow
 def test_names_of_nnx_are_followed():
     def make(rngs):
         init = nnx.with_partitioning(nnx.initializers.ones, ("embed", "mlp"))

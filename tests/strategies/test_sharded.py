@@ -357,6 +357,7 @@ def test_a_restored_state_is_never_whole_on_a_device(tmp_path):
 # Pieces.
 
 
+@pytest.mark.slow
 def test_names_of_activations_act_within_a_step_in_any_layer():
     seen = []
 
