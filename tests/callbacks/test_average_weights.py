@@ -85,7 +85,7 @@ def test_small_steps_in_bfloat16_are_not_lost():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [None, thorough(ff.DataParallel()), ff.Sharded()])
+@pytest.mark.parametrize("strategy", [thorough(None), ff.Sharded()])
 def test_a_model_ends_with_the_mean_of_its_epochs(strategy):
     model = ff.Model(Net(), optax.sgd(0.1), "mse", strategy=strategy)
     states = []

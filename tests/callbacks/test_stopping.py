@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from loops import given
+from marks import thorough
 
 from flaxfit import Model, TrainLoop, TrainTask
 from flaxfit.callbacks import EarlyStopping, StopOnNaN, Unfreeze, every
@@ -137,7 +138,7 @@ def test_close_puts_the_best_weights_and_statistics_back_and_leaves_the_rest(
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [
-        (optax.sgd(1.5), {"ema": 0.5}),
+        thorough(optax.sgd(1.5), {"ema": 0.5}),
         (optax.sgd(1.5), {"ema": 0.5, "freeze": ["bias"]}),
         (optax.contrib.schedule_free_sgd(1.5), {}),
     ],

@@ -25,7 +25,7 @@ from flaxfit.model._resume import RunFolder
 @pytest.mark.parametrize(
     "ending",
     [
-        "",
+        thorough(""),
         thorough("raise KeyError('of the user')"),
         "sys.exit(3)",
     ],

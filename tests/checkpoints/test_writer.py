@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_files import SMALL, read
+from marks import thorough
 
 from flaxfit.checkpoints import (
     CheckpointFileWriter,
@@ -253,7 +254,7 @@ def can_mount():
 if can_mount():
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("asynchronous", ["async", "sync"])
+    @pytest.mark.parametrize("asynchronous", ["async", thorough("sync")])
     def test_a_full_disk_loses_no_checkpoint_and_a_run_may_go_on(tmp_path, asynchronous, run_child):
         program = tmp_path / "program.py"
         program.write_text(textwrap.dedent(FULL_DISK))

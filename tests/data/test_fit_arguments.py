@@ -191,7 +191,7 @@ def test_tables_with_columns_of_numbers_and_of_truth_values_are_arrays():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+@pytest.mark.parametrize("dtype", ["int4", thorough("uint4")])
 def test_integers_of_less_than_a_byte_are_widened(dtype):
     small = np.abs(np.arange(20) % 4).astype(jnp.dtype(dtype))[:, None]
     wide = small.astype(np.int8)

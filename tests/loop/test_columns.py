@@ -72,7 +72,7 @@ STRATEGIES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [slow("sharded"), "data-parallel"])
+@pytest.mark.parametrize("strategy", ["sharded", thorough("data-parallel")])
 def test_every_strategy_takes_them(strategy):
     loops = {"devices": None, "strategy": STRATEGIES[strategy](), "n": 4}
     expected = states(make_task(cut((X, Y, W), 20)), **loops)

@@ -61,7 +61,7 @@ def reference(n, weights):
     }
 
 
-@pytest.mark.parametrize("weights", [slow(None, id="equal"), pytest.param(W, id="weighted")])
+@pytest.mark.parametrize("weights", [thorough(None, id="equal"), pytest.param(W, id="weighted")])
 @pytest.mark.parametrize("n_devices", devices(1, 3))
 def test_evaluation_is_that_of_the_whole_data_set(n_devices, weights):
     state = ff.InferenceState(np.int32(0), PARAMS, {})
@@ -126,7 +126,7 @@ def sums_by_row(name, is_weighted):
     "is_weighted",
     [thorough(False, id="equal"), pytest.param(True, id="weighted")],
 )
-@pytest.mark.parametrize("n_devices", devices(3))
+@pytest.mark.parametrize("n_devices", [n if n == 3 else thorough(n) for n in DEVICES])
 @pytest.mark.parametrize("name", [slow("classes"), slow("two classes"), slow("numbers")])
 def test_every_metric_is_that_of_the_whole_data_set(name, n_devices, is_weighted):
     model, targets, chosen = TASKS[name]
@@ -270,7 +270,7 @@ def test_a_scalar_loss_is_evaluated_exactly_too():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [thorough(1), 3, 6, thorough(7)])
+@pytest.mark.parametrize("n", [thorough(1), thorough(3), 6, thorough(7)])
 def test_less_data_than_a_batch_is_a_remainder_where_it_cannot_be_padded(n):
     data = ff.ArrayStream(X[:n], Y[:n], batch_size=8, epochs=1)
     state = ff.InferenceState(np.int32(0), PARAMS, {})

@@ -1,11 +1,13 @@
 """evaluate, predict, predictions and single batches of a Model, and compile between them."""
 
+import itertools
+
 import jax
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from marks import diagonal
+from marks import thorough
 
 import flaxfit as ff
 
@@ -108,7 +110,7 @@ def moments(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_loaded", [False, True])
+@pytest.mark.parametrize("is_loaded", [False, thorough(True)])
 def test_compile_keeps_what_a_rate_was_set_to(is_loaded, tmp_path, capsys):
     model = make_tuned(optax.adam(0.1))
     before = moments(model)
@@ -232,7 +234,13 @@ WAYS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "is_by_output"), diagonal(WAYS, (False, True)))
+@pytest.mark.parametrize(
+    ("way", "is_by_output"),
+    [
+        case if case in {("accumulate", False), ("sharded", True)} else thorough(*case)
+        for case in itertools.product(WAYS, (False, True))
+    ],
+)
 def test_weights_that_are_all_0_give_the_loss_0_and_change_nothing(way, is_by_output):
     options = WAYS[way]
     module, loss, y, metrics = nn.Dense(1), "mse", Y, {"mae": "mae"}

@@ -346,7 +346,9 @@ def test_an_epoch_that_is_longer_than_a_pass_is_said(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"steps_per_execution": 2}, {"class_weight": {0: 1.0}}])
+@pytest.mark.parametrize(
+    "options", [thorough({}), {"steps_per_execution": 2}, thorough({"class_weight": {0: 1.0}})]
+)
 def test_an_epoch_that_is_longer_than_a_pass_of_unknown_length_is_said_once(capsys, options):
     labels = np.zeros((4, 1), np.int32)
     data, notice = lambda: ((x, labels) for x, _ in BATCHES), "ended before steps_per_epoch="

@@ -87,7 +87,7 @@ def test_an_instance_holds_the_trained_weights_when_fit_has_ended():
     assert_predicts(model, net)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, slow(ValueError)])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, thorough(ValueError)])
 def test_it_holds_them_when_fit_is_interrupted(error):
     def stop(checkpoint):
         raise error

@@ -6,6 +6,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.tree import _shared_programs
@@ -48,11 +49,8 @@ def trained(module, n=46, seed=0, rate=0.1, loss="mse"):
     return dict(history), model.predict(X).tolist()
 
 
-SLOW = [pytest.param(make, marks=pytest.mark.slow) for make in (Linen, lambda: Net)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [lambda: Net(nnx.Rngs(0)), *SLOW])
+@pytest.mark.parametrize("make", [lambda: Net(nnx.Rngs(0)), Linen, thorough(lambda: Net)])
 def test_a_fold_after_the_first_compiles_nothing_and_gives_the_same(make, keys):
     first, n = trained(make()), len(keys)
     assert n >= 3  # Steps of training, of validation, of prediction; the first weights of some.

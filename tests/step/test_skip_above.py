@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from marks import quick, thorough
+from marks import slow, thorough
 from strategies import strategies
 
 import flaxfit as ff
@@ -71,7 +71,10 @@ def expected():
 
 
 @pytest.mark.parametrize("accumulate", [1, thorough(2)])
-@pytest.mark.parametrize("strategy", quick("data-parallel", of=STRATEGIES))
+@pytest.mark.parametrize(
+    "strategy",
+    ["data-parallel", slow("FSDP"), slow("virtual replicas"), thorough("one device")],
+)
 def test_a_spike_leaves_all_but_the_step_and_the_ring(strategy, accumulate):
     loop = loop_of(batches(), strategy, task_options={"accumulate": accumulate})
     checkpoints = list(loop)
