@@ -24,6 +24,9 @@ x = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
 y = x.sum(1, keepdims=True)
 
 
+evaluated = jax.jit(functools.partial(Net().apply, train=False))
+
+
 @pytest.mark.slow
 def test_fit_leaves_the_best_model_in_the_file(tmp_path):
     exporting = Export(tmp_path / "best", monitor="val_loss")
@@ -38,7 +41,7 @@ def test_fit_leaves_the_best_model_in_the_file(tmp_path):
     best = min(seen, key=lambda step: seen[step][0])
     assert exporting.best_step == best
     assert exporting.best_value == seen[best][0]
-    want = Net().apply(seen[best][1], x, train=False)
+    want = evaluated(seen[best][1], x)
     np.testing.assert_allclose(ff.export.load(tmp_path / "best")(x), want, rtol=1e-4, atol=1e-5)
 
 
@@ -97,7 +100,7 @@ def test_a_loop_needs_to_be_told_the_model_in_evaluation(tmp_path):
     exporting = Export(path, None, apply=functools.partial(Net().apply, train=False))
     loop = ff.TrainLoop(init, task, 0, callbacks=every(2, exporting), stdout=False)
     *_, last = loop
-    want = Net().apply(last.state.variables, x, train=False)
+    want = evaluated(last.state.variables, x)
     np.testing.assert_allclose(ff.export.load(path)(x), want, rtol=1e-4, atol=1e-5)
 
 

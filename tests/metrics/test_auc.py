@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from marks import quick, slow
+from marks import quick, slow, thorough
 from measuring import value_of
 from sklearn.metrics import average_precision_score, roc_auc_score
 
@@ -65,12 +65,12 @@ def test_the_area_is_within_a_thousandth_whatever_the_size_and_spread_of_scores(
 def test_float64_scores_are_ranked_by_all_their_digits():
     scores = 1e9 + 1e-4 * NORMAL[:999]
     with jax.enable_x64(True):
-        value = auc.compute(jax.device_get(auc.measure(scores, LABELS[:999])))
+        value = value_of(auc, scores, LABELS[:999])
     assert value == pytest.approx(roc_auc_score(LABELS[:999], scores), abs=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, thorough(jnp.float16)])
 def test_half_precision_scores_of_two_classes_are_subtracted_in_single_precision(dtype):
     scores = jnp.stack([jnp.zeros(999), 100 + NORMAL[:999]], 1).astype(dtype)
     value = value_of(auc, scores, LABELS[:999])
@@ -157,7 +157,7 @@ def test_labels_are_ranked_each_by_its_own_score(measured, metric, reference):
     assert np.isnan(value_of(metric(multilabel=True), scores, labels))
 
 
-@pytest.mark.parametrize("metric", [slow(auc), average_precision])
+@pytest.mark.parametrize("metric", [thorough(auc), average_precision])
 def test_certain_logits_are_ranked_and_probabilities_are_not_taken_for_logits(metric):
     logits = np.float32([[40, 0, 0], [30, 0, 0], [20, 0, 0], [0, 1, 2]])
     value = value_of(metric(multi_class="ovr", average=None), logits, np.array([0, 0, 1, 2]))

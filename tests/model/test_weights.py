@@ -35,13 +35,18 @@ def fitted(**options):
     return model
 
 
+@pytest.fixture(scope="module")
+def trained():
+    return fitted()
+
+
 def assert_equal(tree, other):
     jax.tree.map(np.testing.assert_array_equal, tree, other)
 
 
 @pytest.mark.slow
-def test_weights_are_used_in_a_fresh_model_and_trained_on(tmp_path):
-    model = fitted()
+def test_weights_are_used_in_a_fresh_model_and_trained_on(trained, tmp_path):
+    model = trained
     model.save_weights(tmp_path / "weights.safetensors")
     other = make_model(seed=1)
     other.load_weights(tmp_path / "weights.safetensors")
@@ -55,14 +60,13 @@ def test_weights_are_used_in_a_fresh_model_and_trained_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_some_of_the_weights_leave_the_others_as_they_begin(tmp_path):
-    model = fitted()
-    model.save_weights(tmp_path / "weights.safetensors")
+def test_some_of_the_weights_leave_the_others_as_they_begin(trained, tmp_path):
+    trained.save_weights(tmp_path / "weights.safetensors")
     model, untouched = (make_model(seed=1, freeze="(stem|norm)/.*") for _ in range(2))
     model.load_weights(tmp_path / "weights.safetensors", partial="(stem|norm)/.*")
     for each in (model, untouched):
         each.fit(X, Y, batch_size=24, verbose=0)
-    stem = fitted().state.params["stem"]
+    stem = trained.state.params["stem"]
     assert_equal(model.state.params["stem"], stem)
     assert np.any(untouched.state.params["stem"]["kernel"] != stem["kernel"])
     assert (
@@ -86,8 +90,8 @@ def test_a_trained_model_takes_weights_over_and_begins_its_optimizer_afresh(tmp_
 
 
 @pytest.mark.slow
-def test_an_interrupted_fit_of_a_warm_model_goes_on_from_its_folder(tmp_path):
-    fitted().save_weights(tmp_path / "weights.safetensors")
+def test_an_interrupted_fit_of_a_warm_model_goes_on_from_its_folder(trained, tmp_path):
+    trained.save_weights(tmp_path / "weights.safetensors")
     whole = make_model(seed=1)
     whole.load_weights(tmp_path / "weights.safetensors")
     whole.fit(X, Y, epochs=4, batch_size=8, verbose=0)
@@ -107,8 +111,8 @@ def test_weights_of_another_model_are_refused_with_the_names_of_both(tmp_path):
 
 
 @pytest.mark.slow
-def test_weights_under_other_names_are_translated(tmp_path):
-    source = fitted().state.params
+def test_weights_under_other_names_are_translated(trained, tmp_path):
+    source = trained.state.params
     names = {"a.weight": source["stem"]["kernel"].T, "a.bias": source["stem"]["bias"]}
     np.savez(tmp_path / "other.npz", **{name: np.asarray(x) for name, x in names.items()})
     translator = ff.importers.CheckpointTranslator()
@@ -163,11 +167,6 @@ def collection_names(state):
     return {name: np.asarray(leaf) for name, leaf in flatten_dict(state.variables, sep="/").items()}
 
 
-@pytest.fixture(scope="module")
-def trained():
-    return fitted()
-
-
 @pytest.fixture(params=[thorough("npz"), "safetensors"])
 def write(request, tmp_path):
     """Writes arrays under their names in a file of either format."""
@@ -218,7 +217,7 @@ def test_statistics_that_are_missing_are_listed(trained, write):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use", ["predict", thorough("evaluate"), "fit"])
+@pytest.mark.parametrize("use", [thorough("predict"), thorough("evaluate"), "fit"])
 def test_the_first_inputs_complete_a_model_in_the_same_way(trained, tmp_path, use):
     trained.save_weights(tmp_path / "weights.safetensors")
     models = [ff.Model(MLP(), optax.sgd(0.0), "mse", seed=1, ema=0.9) for _ in range(2)]
