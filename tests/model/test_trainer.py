@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from marks import diagonal, usual
+from marks import diagonal, thorough, usual
 
 import flaxfit as ff
 from flaxfit.metrics import collected
@@ -95,7 +95,14 @@ def test_a_checkpoint_of_another_optimizer_is_frozen_too(loaded, capfd):
     assert "compiled at step 1" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("options", [{"optimizer": optax.sgd(0.1, momentum=0.9)}, {"ema": 0.9}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": optax.sgd(0.1, momentum=0.9), "ema": 0.9},
+        thorough({"optimizer": optax.sgd(0.1, momentum=0.9)}),
+        thorough({"ema": 0.9}),
+    ],
+)
 def test_a_loaded_model_is_saved_as_it_was_compiled(loaded, tmp_path, options):
     model = loaded()
     model.compile(**options)

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
@@ -171,7 +172,15 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_same_bits(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"steps_per_call": 3}, {"devices": None}], ids=["scan", "4"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        thorough({"steps_per_call": 3}),
+        thorough({"devices": None}),
+        {"steps_per_call": 3, "devices": None},
+    ],
+    ids=["scan", "4", "both"],
+)
 def test_it_runs_in_one_program_of_several_steps_and_over_several_devices(options):
     expected = last(make_loop(nnx_step(train_step, **make())))
     loop = make_loop(nnx_step(train_step, **make()), first_checkpoint=6, **options)

@@ -50,12 +50,17 @@ def assert_same(found, expected):
     "options",
     [
         thorough({}),
-        {"accumulate": 2},
-        {"data": (X, Y, WEIGHTS), "clip_norm": 0.1},
         {"loop": {"steps_per_call": 2, "n_steps_per_checkpoint": 3}},
-        {"pad": False, "skip_nonfinite": True, "ema": 0.9},
+        {
+            "accumulate": 2,
+            "data": (X, Y, WEIGHTS),
+            "clip_norm": 0.1,
+            "pad": False,
+            "skip_nonfinite": True,
+            "ema": 0.9,
+        },
     ],
-    ids=["plain", "accumulate", "weights", "steps_per_call", "others"],
+    ids=["plain", "steps_per_call", "others"],
 )
 def test_a_run_gives_the_numbers_of_compiled_steps(options):
     loop = dict(options.pop("loop", {}))
