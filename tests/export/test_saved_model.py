@@ -165,11 +165,12 @@ def test_it_is_fine_tuned_in_tensorflow(written, x):
 
 
 @pytest.mark.slow
-def test_it_is_fine_tuned_in_keras(written, run_child):
+def test_it_is_fine_tuned_in_keras_and_becomes_a_lite_model(written, net, variables, x, run_child):
     script = (
+        "import warnings; warnings.simplefilter('ignore')\n"
         "import os, sys\nos.environ['KERAS_BACKEND'] = 'tensorflow'\n"
         "for name in ('jax', 'flax', 'flaxfit'): sys.modules[name] = None\n"
-        "import keras, numpy as np\n"
+        "import json, keras, numpy as np, tensorflow as tf\n"
         f"layer = keras.layers.TFSMLayer({str(written)!r}, call_endpoint='serving_default')\n"
         "inputs = keras.Input((3,))\n"
         "model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)['outputs']))\n"
@@ -179,11 +180,20 @@ def test_it_is_fine_tuned_in_keras(written, run_child):
         "history = model.fit(x, x[:, :1] ** 2, epochs=15, verbose=0).history['loss']\n"
         "changed = sum(bool((a != b.numpy()).any()) "
         "for a, b in zip(before, layer.trainable_weights))\n"
-        "print(len(before), changed, history[-1] < 0.7 * history[0])\n"
+        "tuned = [len(before), changed, history[-1] < 0.7 * history[0]]\n"
+        f"made = tf.lite.TFLiteConverter.from_saved_model({str(written)!r}).convert()\n"
+        "run = tf.lite.Interpreter(model_content=made).get_signature_runner('serving_default')\n"
+        f"x = np.array({x.tolist()}, np.float32)\n"
+        "lite = [run(inputs=x[:n])['outputs'].tolist() for n in (1, 4)]\n"
+        "print(json.dumps([tuned, lite]))\n"
     )
     done = run_child([sys.executable, "-c", script])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["6", "6", "True"]
+    tuned, lite = json.loads(done.stdout.splitlines()[-1])
+    assert tuned == [6, 6, True]
+    for outputs in lite:
+        want = net.apply(variables, x[: len(outputs)])
+        np.testing.assert_allclose(outputs, want, rtol=1e-4, atol=1e-5)
 
 
 class Tokens(nn.Module):
@@ -258,23 +268,6 @@ def test_a_saved_model_is_replaced_and_nothing_else_is(module, path, capsys):
     assert report.max_error < 1e-6
     assert [p.name for p in path.parent.iterdir()] == ["saved"]
     assert str(report) in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_saved_model_becomes_a_lite_model(written, net, variables, x, run_child):
-    script = (
-        "import warnings; warnings.simplefilter('ignore')\n"
-        "import json, numpy as np, tensorflow as tf\n"
-        f"made = tf.lite.TFLiteConverter.from_saved_model({str(written)!r}).convert()\n"
-        "run = tf.lite.Interpreter(model_content=made).get_signature_runner('serving_default')\n"
-        f"x = np.array({x.tolist()}, np.float32)\n"
-        "print(json.dumps([run(inputs=x[:n])['outputs'].tolist() for n in (1, 4)]))\n"
-    )
-    done = run_child([sys.executable, "-c", script])
-    assert done.returncode == 0, done.stderr
-    for outputs in json.loads(done.stdout.splitlines()[-1]):
-        want = net.apply(variables, x[: len(outputs)])
-        np.testing.assert_allclose(outputs, want, rtol=1e-4, atol=1e-5)
 
 
 def test_a_state_is_exported_with_its_parameters_trainable(path, net, variables, x):

@@ -132,4 +132,5 @@ def test_a_model_gives_the_embeddings_without_a_fit(imported, folder, bert, embe
     model = ff.Model(body, optax.sgd(0.1), "mse", strategy=ff.DataParallel(jax.devices()[:1]))
     n_heads = body.sizes.num_attention_heads
     model.load_weights(folder, translator=bert.bert_translator, n_heads=n_heads)
-    np.testing.assert_allclose(model.predict(tokens), embeddings, atol=1e-5)
+    found = model.predict(tokens, batch_size=len(tokens))
+    np.testing.assert_allclose(found, embeddings, atol=1e-5)
