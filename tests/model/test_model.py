@@ -281,8 +281,9 @@ def test_data_without_end_needs_steps_per_epoch():
 
 
 @pytest.mark.slow
-def test_steps_per_epoch_sets_the_length_of_an_epoch():
+def test_steps_per_epoch_sets_the_length_of_an_epoch_and_verbose_0_says_nothing(capsys):
     assert fit(make_model(), epochs=3, steps_per_epoch=2).steps == [2, 4, 6]
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.slow
@@ -413,12 +414,6 @@ def test_lines_tell_how_training_goes(capsys):
     assert "compiled the training step in" in lines[2]
     assert [line.split()[0] for line in lines[-4:]] == ["epoch", "1/2", "2/2", "done"]
     assert "\r" not in "".join(lines)
-
-
-@pytest.mark.slow
-def test_verbose_0_says_nothing(capsys):
-    fit(make_model(), epochs=2)
-    assert capsys.readouterr() == ("", "")
 
 
 # What cannot be done, and what it says.

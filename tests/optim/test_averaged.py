@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from marks import slow, thorough, usual
+from marks import thorough, usual
 
 import flaxfit as ff
 from flaxfit.optim import MultiOptimizer, OptimizerDef, averaged, eval_params
@@ -62,13 +62,6 @@ def loss_of(params):
     return float(np.mean((X @ params["kernel"] + params["bias"] - Y) ** 2))
 
 
-def cases():
-    """Each kind of wrapping; further optimizers, and those without one, are thorough."""
-    for name in WRAPPED:
-        mark = thorough if name in ("bare", "adamw", "injected", "chain", "definition") else slow
-        yield name if name == "groups" else mark(name)
-
-
 def check(model, tmp_path):
     state = model.state
     expected = expected_params(state)
@@ -84,7 +77,7 @@ def check(model, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrapped", list(cases()))
+@pytest.mark.parametrize("wrapped", usual("groups", "steps", of=WRAPPED))
 def test_a_model_uses_the_average_of_a_schedule_free_optimizer(wrapped, tmp_path):
     check(fitted(WRAPPED[wrapped]()), tmp_path)
 

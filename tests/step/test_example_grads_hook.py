@@ -70,7 +70,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize(
     ("strategy", "accumulate"),
     [
-        slow("one device", 2),
+        thorough("one device", 2),
         ("data-parallel", 1),
         thorough("FSDP", 1),
         slow("FSDP", 2),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from marks import slow, thorough
+from marks import thorough
 from strategies import strategies
 
 import flaxfit as ff
@@ -65,7 +65,7 @@ def assert_same(found, expected, rtol=2e-5, atol=1e-6):
 @pytest.mark.parametrize(
     ("strategy", "accumulate"),
     [
-        slow("one device", 1),
+        thorough("one device", 1),
         ("data-parallel", 2),
         thorough("FSDP", 1),
         thorough("virtual replicas", 2),

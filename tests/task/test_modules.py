@@ -8,7 +8,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from marks import slow
+from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit.callbacks import Norms
@@ -54,7 +54,7 @@ def last(loop):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
-    [lambda: Net(nnx.Rngs(0)), slow(lambda: Net), slow(Linen)],
+    [lambda: Net(nnx.Rngs(0)), thorough(lambda: Net), slow(Linen)],
     ids=["instance", "class", "linen"],
 )
 def test_a_loop_of_a_module_equals_that_of_its_functions(make):
