@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-"""A case that takes seconds, of which the quick cases of the same test do not hold all."""
+"""A costly case, of which the quick cases of the same test do not hold all."""
 
 thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 """A case of a guarantee that other cases of the same test keep, too."""
