@@ -40,10 +40,15 @@ class TwoHeads(nn.Module):
         return nn.Dense(3)(h), nn.Dense(1)(h)
 
 
-@pytest.fixture(params=usual("parallel", "sharded", of=STRATEGIES))
+@pytest.fixture
 def strategy(request, monkeypatch):
     monkeypatch.setattr(_specs, "SMALL", 0)  # Else no array of these models is split.
     return STRATEGIES[request.param]()
+
+
+def under(*names):
+    """Runs a test under these strategies, and thoroughly under all."""
+    return pytest.mark.parametrize("strategy", usual(*names, of=STRATEGIES), indirect=True)
 
 
 def classifier(strategy=None, **options):
@@ -70,6 +75,7 @@ def assert_same_weights(one, other):
         np.testing.assert_allclose(some, others, rtol=1e-4, atol=1e-5)
 
 
+@under("parallel")
 def test_a_batch_is_trained_as_by_fit(strategy):
     model = classifier(strategy, accumulate=2)
     model.build(X)
@@ -110,6 +116,7 @@ def test_balanced_classes_of_one_batch_are_refused():
         classifier(one_device()).train_on_batch(X, LABELS, class_weight="balanced")
 
 
+@under("parallel")
 def test_a_batch_of_several_outputs_is_trained_and_measured(strategy):
     model, other = two_heads(strategy, accumulate=2), two_heads(one_device())
     weights = [WEIGHTS, OTHERS]
@@ -129,6 +136,7 @@ def test_a_batch_of_several_outputs_is_trained_and_measured(strategy):
     assert model.metrics_names == list(found)
 
 
+@under("parallel")
 def test_a_batch_whose_loss_sees_all_of_it_has_any_size(strategy):
     embedded = [
         ff.Model(nn.Dense(3), optax.adam(0.1), "triplet", across="batch", strategy=each)
@@ -141,6 +149,7 @@ def test_a_batch_whose_loss_sees_all_of_it_has_any_size(strategy):
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@under("sharded")
 def test_steps_are_measured_and_predicted(strategy):
     model = classifier(strategy)
     model.build(X)
@@ -161,6 +170,7 @@ def test_steps_are_measured_and_predicted(strategy):
         np.testing.assert_allclose(single, outputs[:size], rtol=1e-4, atol=1e-5)
 
 
+@under("sharded")
 def test_weights_are_read_and_set_whole(strategy):
     model, other = classifier(strategy), classifier(one_device())
     other.fit(X, LABELS, verbose=0)
@@ -183,6 +193,7 @@ def test_weights_are_read_and_set_whole(strategy):
     assert any(np.abs(each).max() > 0 for each in map(np.asarray, held[1:]))
 
 
+@under("sharded")
 def test_compile_continues_as_on_one_device(strategy):
     model, other = (classifier(each, accumulate=2) for each in (strategy, one_device()))
     for each in model, other:

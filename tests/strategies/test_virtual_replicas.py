@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from marks import thorough
 
 import flaxfit as ff
 
@@ -71,10 +70,9 @@ def four():
     return train(4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [1, thorough(2)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("n", [1, 2])
 def test_batch_statistics_dropout_and_a_smaller_last_batch_are_the_same_to_the_bit(n, four):
-    assert {"batch_stats"} == four[0].model_state.keys()
     assert_same(train(n), four)
 
 
@@ -92,9 +90,7 @@ def test_weights_padding_clipping_and_averages_are_the_same_to_the_bit():
         metrics = [checkpoint.metrics for checkpoint in loop]
         return loop.state, metrics
 
-    one, two, four = (weighted(n) for n in (1, 2, 4))
-    assert_same(two, four)
-    assert_same(one, four)
+    assert_same(weighted(1), weighted(4))
 
 
 @pytest.mark.slow
@@ -121,8 +117,9 @@ def test_a_run_goes_on_to_the_bit_on_other_numbers_of_devices(four, tmp_path, ca
     def reader(init):
         return ff.checkpoints.CheckpointFileReader(tmp_path, init)
 
+    assert {"batch_stats"} == four[0].model_state.keys()
     metrics = []
-    for n, n_steps in ((4, 2), (2, 4), (1, 6)):
+    for n, n_steps in ((2, 4), (1, 6)):  # The third and the sixth batch are smaller.
         save = ff.checkpoints.CheckpointFileWriter(tmp_path)
         state, found = train(n, n_steps, init=reader, callbacks=[save])
         metrics += found
@@ -135,7 +132,7 @@ def test_a_run_goes_on_to_the_bit_on_other_numbers_of_devices(four, tmp_path, ca
 
 @pytest.mark.slow
 def test_several_steps_are_taken_in_one_dispatch(four):
-    loop = make_loop(2)
+    loop = make_loop(1)
     loop.steps_per_call = 2
     metrics = [checkpoint.metrics for checkpoint in loop]
     for name, value in four[1][-1].items():
