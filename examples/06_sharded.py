@@ -2,7 +2,7 @@
 
     python examples/06_sharded.py
 
-On a machine without accelerators the eight devices are simulated. What changes from one run to
+On a machine without accelerators the four devices are simulated. What changes from one run to
 the other is a single argument, `strategy`.
 """
 
@@ -65,13 +65,13 @@ def train(strategy, x, y):
 
 
 def main():
-    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_num_cpu_devices", 4)
     x, y = read_text()
 
-    # A copy of the model on each of eight devices, and an eighth of each batch.
+    # A copy of the model on each of four devices, and a quarter of each batch.
     _, expected = train(ff.DataParallel(), x, y)
 
-    # Two devices share the heads and the feed-forward layers of the block; four such pairs share
+    # Two devices share the heads and the feed-forward layers of the block; two such pairs share
     # each batch and what is left of every array. No device ever holds the whole model.
     strategy = ff.Sharded.tensor_parallel(2, fsdp=True)
     model, loss = train(strategy, x, y)
