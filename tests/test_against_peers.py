@@ -293,7 +293,7 @@ def test_losses_and_gradients_are_those_of_torch(name, torch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_devices", [1, 4])
+@pytest.mark.parametrize("n_devices", [thorough(1), 4])
 def test_a_step_takes_the_weighted_mean_of_losses_and_gradients(n_devices):
     """Each loss is that of an output whose parameter scales it; 27 rows do not divide."""
     rows = np.arange(27)
@@ -610,27 +610,28 @@ def tolerance_of(name):
     return {"rtol": 0, "atol": 1e-3} if name.startswith("auc") else TOLERANCE
 
 
-def assert_metrics(kind, peer, cases=CASES, but=()):
+def assert_metrics(kind, peer, cases=CASES, but=(), n_devices=4):
     apart = []
     for case in cases:
         arrays, weights = CASES[case]
         counts = weights > 0
         theirs = peer(kind, *(array[counts] for array in arrays[kind]), weights[counts])
         names = {name for name in METRICS[kind].keys() & theirs.keys() if (case, name) not in but}
-        for n_devices, name in itertools.product((1, 4), names):
+        for name in names:
             value, expected = measured(case, n_devices)[f"{kind} {name}"], theirs[name]
             if not np.allclose(value, expected, **tolerance_of(name), equal_nan=True):
-                apart.append(f"{case}, {n_devices} devices: {name} {value} for {expected}")
+                apart.append(f"{case}: {name} {value} for {expected}")
     assert not apart, "\n".join(apart)
 
 
 TIED = [("tied", name) for name in ("top_2", "top_4")]
 
 
-@pytest.mark.slow  # It compiles every metric, for one device and for four.
+@pytest.mark.slow  # It compiles every metric.
+@pytest.mark.parametrize("n_devices", [thorough(1), 4])
 @pytest.mark.parametrize("kind", DATA)
-def test_metrics_are_those_of_scikit_learn(kind):
-    assert_metrics(kind, of_sklearn, but=TIED)
+def test_metrics_are_those_of_scikit_learn(kind, n_devices):
+    assert_metrics(kind, of_sklearn, but=TIED, n_devices=n_devices)
 
 
 def of_keras_metrics(keras):
@@ -740,7 +741,7 @@ def test_metrics_are_those_of_torchmetrics(kind, torch, torchmetrics):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_devices", [1, 4])
+@pytest.mark.parametrize("n_devices", [thorough(1), 4])
 def test_metrics_of_nothing_are_not_numbers(n_devices):
     values = measured("no weight", n_devices)
     matrices = {name for name in values if name.endswith("confusion_matrix")}
@@ -749,7 +750,7 @@ def test_metrics_of_nothing_are_not_numbers(n_devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_devices", [1, 4])
+@pytest.mark.parametrize("n_devices", [thorough(1), 4])
 def test_metrics_of_an_output_that_is_nan_are_not_numbers(n_devices):
     """An output of weight 0 leaves no mark: see "idle rows"."""
     values = measured("NaN", n_devices)
@@ -763,7 +764,8 @@ TYPES = [
     *diagonal(("column", "tokens"), HALVES, ["int8"]),
     *((kind, half, half) for kind, half in zip(SAME_TYPE, 2 * HALVES, strict=False)),
     *(thorough(kind, half, half) for kind, half in zip(SAME_TYPE, HALVES[::-1] * 2, strict=False)),
-    *diagonal(("score", "classes", "number"), ["float32"], INTEGERS),
+    *diagonal(("classes", "number"), ["float32"], INTEGERS),
+    *(thorough("score", "float32", of_targets) for of_targets in INTEGERS),
     *((kind, "float32", "bool") for kind in ("score", "onehot", "labels", "number")),
     ("score", "float32", "float32"),
 ]
