@@ -5,14 +5,24 @@ leaves it out; `<!-- needs torch, grain -->` leaves it out where one of these is
 """
 
 import codeop
+import os
 import re
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from marks import slow, thorough
 
 ROOT = Path(__file__).parents[1]
+
+
+def name_of(path):
+    """The name of a page, such as "docs/faq.md"."""
+    return str(path.relative_to(ROOT))
+
+
 PAGES = [
     path
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
@@ -83,19 +93,30 @@ def test_notes_leave_blocks_out():
     assert run(page, Path("page.md")) == ["no_such_package"]
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_a_block_that_is_not_run_says_why(path):
     silent = [b.line for b in blocks(path.read_text()) if b.kind == "not run" and not b.words]
     assert not silent
 
 
 QUICK = ("README.md", "CONTRIBUTING.md")
-TO_RUN = [
-    pytest.param(path, marks=() if path.name in QUICK else pytest.mark.slow) for path in PAGES
+ON_FOUR_DEVICES = ("data.md", "scaling.md")
+ON_THE_SITE = ("getting-started.md", "digits.md", "gan.md")
+"""The pages that `test_site.py` runs, and fails if they warn."""
+ON_ONE_DEVICE = [
+    name_of(path) for path in PAGES if path.name not in (*QUICK, *ON_FOUR_DEVICES, *ON_THE_SITE)
 ]
+"""Where programs compile in half the time."""
 
 
-@pytest.mark.parametrize("path", TO_RUN, ids=lambda path: str(path.relative_to(ROOT)))
+def mark(path):
+    """When a page runs on as many devices as other tests have."""
+    if path.name in QUICK:
+        return path
+    return (slow if path.name in ON_FOUR_DEVICES else thorough)(path)
+
+
+@pytest.mark.parametrize("path", [mark(path) for path in PAGES], ids=name_of)
 def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
@@ -103,6 +124,21 @@ def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
     lacking = run(path.read_text(), path)
     if lacking:
         pytest.skip(f"some blocks need {', '.join(lacking)}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [0, 1])
+def test_the_code_of_every_other_page_runs_on_one_device(start, run_child):
+    names = [f"{__file__}::test_the_code_of_a_page_runs[{n}]" for n in ON_ONE_DEVICE[start::2]]
+    done = run_child(
+        [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "", *names],
+        env={**os.environ, "FLAXFIT_TEST_DEVICES": "1", "FLAXFIT_TEST_PASSED": ""},
+        cwd=ROOT,
+        seconds=900,
+    )
+    assert done.returncode == 0, done.stdout
+    if "SKIPPED" in done.stdout:
+        pytest.skip(done.stdout)
 
 
 def statements_at_the_prompt(code: str) -> list[str]:

@@ -125,6 +125,7 @@ def test_a_newcomer_sees_what_the_first_pages_print_and_draw(site):
     for page in ("getting-started", "tutorials/digits", "tutorials/gan"):
         text = (site / f"{page}.html").read_text()
         assert 'class="output' in text
+        assert "stderr" not in text and "Warning" not in text
         assert "_images/" in text
     assert "<polyline" in (site / "getting-started.html").read_text()
 
