@@ -309,9 +309,26 @@ OPTIONAL = (
 )
 
 
+# Files of few tests that take long, most of them in processes of their own: were they the last, the
+# other workers would wait for them.
+LONG = {
+    "test_accelerator_benchmark",
+    "test_against_peers",
+    "test_benchmarks",
+    "test_docs",
+    "test_eight_devices",
+    "test_examples",
+    "test_faults",
+    "test_many_processes",
+    "test_process_faults",
+    "test_site",
+}
+
+
 def pytest_collection_modifyitems(config, items):
-    """Skips the doctests whose own lines import an optional package that is not installed."""
+    """Puts long files first, and skips doctests that import a package that is not installed."""
     _deselect_passed(config, items)
+    items.sort(key=lambda item: item.path.stem not in LONG)
     missing = {name for name in OPTIONAL if find_spec(name) is None}
     for item in items:
         if isinstance(item, pytest.DoctestItem):

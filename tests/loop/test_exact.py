@@ -126,7 +126,7 @@ def sums_by_row(name, is_weighted):
     "is_weighted",
     [thorough(False, id="equal"), pytest.param(True, id="weighted")],
 )
-@pytest.mark.parametrize("n_devices", [n if n == 3 else thorough(n) for n in DEVICES])
+@pytest.mark.parametrize("n_devices", devices(3))
 @pytest.mark.parametrize("name", [slow("classes"), slow("two classes"), slow("numbers")])
 def test_every_metric_is_that_of_the_whole_data_set(name, n_devices, is_weighted):
     model, targets, chosen = TASKS[name]

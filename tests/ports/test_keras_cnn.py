@@ -127,6 +127,7 @@ def logged(folder):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.optimized
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_images_are_learned_as_in_keras(keras, tmp_path):
