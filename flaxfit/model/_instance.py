@@ -32,7 +32,7 @@ class Instance:
         self._written: list[Any] | None = None
         """The arrays that the last `fit` has written."""
         self._attributes: Any = None
-        self._is_changed = self._is_fitted = False
+        self._is_changed = self._is_fitting = False
         self._note_shared()
         self._remember()
 
@@ -75,7 +75,7 @@ class Instance:
         """
         if self._attributes is not None and self._attributes.were_changed():
             self._is_changed = True
-        if self._is_changed and self._is_fitted:
+        if self._is_changed and self._is_fitting:
             raise ValueError(
                 f"The attributes of this {self._name} were changed during fit, whose programs "
                 "cannot follow: change them between two calls of the model."
@@ -89,11 +89,11 @@ class Instance:
         Args:
           is_watched: whether there is code of the user's that may change attributes.
         """
-        self._is_fitted = True
+        self._is_fitting = True
         try:
             yield
         finally:
-            self._is_fitted = False
+            self._is_fitting = False
         if is_watched and self.is_changed():
             display.say(
                 f"attributes of this {self._name} were changed during fit: they hold from the next "

@@ -44,7 +44,7 @@ def main(folder, *faults):
             os.kill(os.getpid(), signal.SIGTERM)
             threading.Event().wait()
 
-    # The processes agree on where to end when they are told to, which takes them a moment.
+    # A run that is told to end takes some more steps, since its processes agree on the last one.
     n_batches = 5 if is_harmed and fault == "out of data" else N_STEPS
     rows = np.random.default_rng(ff.process_index())
     batches = [(rows.normal(size=(4, 3)).astype(np.float32),) * 2 for _ in range(n_batches)]
