@@ -137,8 +137,9 @@ def _rows_of(
         if line.endswith("}"):  # Not one that was cut off.
             yield json.loads(line)
     if why:
-        last = errors.read_text("utf-8", "replace").strip().splitlines()[-1:]
-        yield {"broken": ": ".join(["The rest is missing", why, *last]), "is_failure": is_failure}
+        said = errors.read_text("utf-8", "replace").strip()
+        broken = ": ".join(["The rest is missing", why, *said.splitlines()[-1:]])
+        yield {"broken": broken, "output": said[-4000:], "is_failure": is_failure}
 
 
 if __name__ == "__main__":

@@ -180,8 +180,8 @@ def steps(emit: Emit, name: str, quick: bool, clock: Clock) -> None:
 
 
 def calls(emit: Emit, name: str, quick: bool, clock: Clock) -> None:
-    """Several steps a call, beside the best hand-written scan."""
-    share = clock.left() / 6
+    """Several steps a call beside the best hand-written scan, and both forms of a step."""
+    share = clock.left() / 8
     rivals = Rivals(emit, JOBS["mlp"](quick), quick, clock)
     scans = {
         "hand-written scan of 32": _of_scan(),
@@ -192,6 +192,10 @@ def calls(emit: Emit, name: str, quick: bool, clock: Clock) -> None:
     for n in (1, 32, "auto"):
         make = functools.partial(loops.train_loop, steps_per_call=n)
         rivals.add(f"TrainLoop, steps_per_call={n!r}", make, share)
+    rivals.set_base("hand-written", loops.hand_written)
+    for name in ("pmap", "shard_map"):
+        make = functools.partial(loops.train_loop, implementation=name)
+        rivals.add(f"TrainLoop, {name}", make, share)
 
 
 def data(emit: Emit, name: str, quick: bool, clock: Clock) -> None:

@@ -121,6 +121,7 @@ def train_loop(
     prefetch: int = 0,
     data: Any = None,
     snapshot: str = "device",
+    implementation: str = "auto",
 ) -> Contender:
     """A TrainLoop with a metric and a checkpoint each epoch."""
     model, optimizer = build(job), optax.adam(job.learning_rate)
@@ -137,7 +138,7 @@ def train_loop(
         n_steps_per_checkpoint=job.n_steps,
         first_checkpoint=job.n_steps,
         steps_per_call=steps_per_call,
-        devices=jax.devices()[:1],
+        strategy=ff.DataParallel(jax.devices()[:1], implementation=implementation),
         grad_norm=False,
         snapshot=snapshot,
         stdout=False,
