@@ -38,7 +38,7 @@ class _Known(NamedTuple):
 class Assembler:
     """Assembles batches from fetched items.
 
-    Items of NumPy arrays of known structure, shapes and dtypes are neither normalized nor padded
+    Items of arrays of known structure, shapes and dtypes are neither normalized nor padded
     again, which would take as long as dispatching a small step.
     """
 
@@ -81,13 +81,13 @@ def _loaded(portions: Sequence[Portion]) -> Loaded:
     portion, n = portions[0], len(portions)
     if n == 1:
         return Loaded(portion, portion.strategy.split(portion.batch), 1, portion.n_examples)
-    batch = jax.tree.map(lambda *leaves: np.stack(leaves), *(each.batch for each in portions))
+    batch = jax.tree.map(lambda *leaves: _stacked(leaves), *(each.batch for each in portions))
     n_examples = sum(each.n_examples for each in portions)
     return Loaded(portion, portion.strategy.split(batch, n), n, n_examples)
 
 
 def _key_of(item: PyTree) -> tuple[Hashable, list[PyTree]]:
-    """Returns the structure, shapes and dtypes of NumPy arrays, and these; None for other items."""
+    """Returns the structure, shapes and dtypes of arrays, and these; None for other items."""
     if type(item) is np.ndarray:
         return (item.shape, item.dtype), [item]
     try:
@@ -96,7 +96,7 @@ def _key_of(item: PyTree) -> tuple[Hashable, list[PyTree]]:
         return None, []
     key = [structure]
     for leaf in leaves:
-        if type(leaf) is not np.ndarray:
+        if type(leaf) is not np.ndarray and not isinstance(leaf, jax.Array):
             return None, []
         key += leaf.shape, leaf.dtype
     return tuple(key), leaves
@@ -110,11 +110,17 @@ def _key_of_several(items: Sequence[PyTree]) -> tuple[Hashable, list[PyTree]]:
     return (len(items), keys[0]), [*zip(*leaves, strict=True)]
 
 
-def _stacked(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """As `np.stack`, which takes twice as long for small arrays."""
+def _stacked(arrays: Sequence[Array]) -> Array:
+    """As `np.stack`, which takes twice as long for small arrays; on the devices that hold them."""
+    places = {getattr(array, "sharding", None) for array in arrays}
+    if len(places) == 1 and None not in places:
+        return _stack(arrays)
     if not arrays[0].shape:
         return np.array(arrays)
     return np.concatenate(arrays).reshape(len(arrays), *arrays[0].shape)
+
+
+_stack = jax.jit(jnp.stack)
 
 
 def _takes_arrays(item: PyTree, portion: Portion) -> bool:

@@ -83,6 +83,8 @@ class DataParallel:
         here = Mesh(np.array(self._local), (self._axis,))
         self._whole = NamedSharding(here, PartitionSpec())
         self._parts = NamedSharding(here, PartitionSpec(self._axis))
+        self._only = set(self._local)
+        self._with_axis = jax.jit(lambda x: x[None], out_shardings=self._parts)
         self._narrowed: dict[int, DataParallel] = {}
 
     def __repr__(self) -> str:
@@ -141,19 +143,23 @@ class DataParallel:
 
     def _split_leaf(self, x: Array, n_stacked: int) -> Array:
         n = len(self._local)
-        if n_stacked:
-            parts = (n, x.shape[1] // n, *x.shape[2:]) if n > 1 else (1, *x.shape[1:])
-            x = x.reshape(n_stacked, *parts).swapaxes(0, 1)
-        else:
-            is_host = isinstance(x, np.ndarray)
-            x = unaliased(x, self.devices[0].platform) if is_host else x
-            # An index is faster in NumPy, and slower in JAX.
-            if n == 1:
-                x = x[None] if is_host else x.reshape(1, *x.shape)
-            else:
-                x = x.reshape(n, x.shape[0] // n, *x.shape[1:])
         # To ask whether it is a `jax.Array` would take as long as all the rest.
-        return x if isinstance(x, np.ndarray) else jax.device_put(x, self._parts)
+        is_host = isinstance(x, np.ndarray)
+        if is_host and not n_stacked:
+            x = unaliased(x, self.devices[0].platform)
+        if n == 1:
+            return x[None] if is_host else self._as_only_part(x)
+        if n_stacked:
+            parts = x.reshape(n_stacked, n, x.shape[1] // n, *x.shape[2:]).swapaxes(0, 1)
+        else:
+            parts = x.reshape(n, x.shape[0] // n, *x.shape[1:])
+        return parts if is_host else jax.device_put(parts, self._parts)
+
+    def _as_only_part(self, x: jax.Array) -> jax.Array:
+        """Adds the axis of a single device; compiled, as two calls of JAX take ten times as long."""
+        if x.devices() != self._only:
+            x = jax.device_put(x, self._whole)
+        return self._with_axis(x)
 
     def join(self, outputs: PyTree) -> PyTree:
         """Returns NumPy arrays of all examples in order, from outputs of a split batch."""

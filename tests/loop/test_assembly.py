@@ -52,6 +52,27 @@ def test_several_items_are_stacked_and_only_the_first_if_their_programs_differ(l
     assert (other.n_steps, other.n_examples) == (1, 4)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_arrays_on_devices_are_known_stay_there_and_come_to_the_one_that_computes(n):
+    first, other = jax.devices()[:2]
+    feed, assemble, n_normalized = Padder(DataParallel([first]), pad=True), Assembler(), 0
+
+    def portion(item):
+        nonlocal n_normalized
+        n_normalized += 1
+        return feed(item)
+
+    for shift, device in enumerate((first, first, other)):
+        items = [jax.device_put((X + shift + i, Y), device) for i in range(n)]
+        (inputs,) = assemble(items, portion).batch.inputs
+        assert isinstance(inputs, jax.Array) and inputs.devices() == {first}
+        expected = np.stack([X + shift + i for i in range(n)])
+        np.testing.assert_array_equal(inputs[0], expected if n > 1 else expected[0])
+    assert n_normalized == 1 and assemble([(X, Y)] * n, portion).n_steps == n
+    mixed = [(X, Y), jax.device_put((X, Y), other), jax.device_put((X, Y), first)]
+    assert assemble(mixed, feed).batch.inputs[0].shape == (1, 3, 4, 2)
+
+
 def test_parts_by_name_stay_apart_though_the_first_batch_has_one_array_for_all(load):
     for targets in (X, X + 1, X + 1):
         batch = load(OrderedDict(y=targets, x=X)).batch
