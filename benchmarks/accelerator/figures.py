@@ -3,6 +3,7 @@
 import functools
 import gc
 import math
+import shutil
 import statistics
 import tempfile
 import time
@@ -199,22 +200,24 @@ def calls(emit: Emit, name: str, quick: bool, clock: Clock) -> None:
 
 
 def data(emit: Emit, name: str, quick: bool, clock: Clock) -> None:
-    """Host-fed and resident data."""
-    share = clock.left() / 4
-    rivals = Rivals(emit, JOBS["cnn"](quick), quick, clock)
+    """Host-fed data, batches that are on the device already, and resident data."""
+    share = clock.left() / 5
+    rivals = Rivals(emit, job := JOBS["cnn"](quick), quick, clock)
     fed = functools.partial(loops.train_loop, resident=False)
     rivals.set_base("hand-written", loops.hand_written)
     rivals.add("TrainLoop, host-fed", fed, share)
     rivals.add("TrainLoop, host-fed, prefetch", functools.partial(fed, prefetch=4), share)
+    ahead = loops.put_ahead(Batches(job), jax.devices()[0])
+    rivals.add("TrainLoop, put ahead", functools.partial(loops.train_loop, data=ahead), share)
     rivals.set_base("hand-written, resident", BY_HAND["hand-written, resident"])
     resident = functools.partial(loops.train_loop, resident=True)
     rivals.add("TrainLoop, resident", resident, share)
 
 
-class Spiky:
-    """Endless batches, one of every so many of which takes 20 ms."""
+class Batches:
+    """Endless batches; one of every so many takes 20 ms."""
 
-    def __init__(self, job: Job, every: int):
+    def __init__(self, job: Job, every: int = 0):
         self._job, self._every = job, every
 
     def __iter__(self) -> Iterator[Any]:
@@ -222,7 +225,7 @@ class Spiky:
         while True:
             for start in range(0, len(job.x), job.batch_size):
                 n += 1
-                if n % self._every == 0:
+                if self._every and n % self._every == 0:
                     time.sleep(SPIKE)
                 rows = slice(start, start + job.batch_size)
                 yield job.x[rows], job.y[rows]
@@ -238,7 +241,7 @@ def loader(emit: Emit, name: str, quick: bool, clock: Clock) -> None:
     step = (time.perf_counter() - began) / job.n_steps
     ahead = min(256, math.ceil(SPIKE / step) + 1)
     emit(note=f"20 ms each {2 * ahead} batches, at most {ahead} read ahead")
-    spiky = Spiky(job, 2 * ahead)
+    spiky = Batches(job, 2 * ahead)
 
     def by_hand(job: Job, params: Any, n: int = 0) -> Contender:
         batches = loops.read_ahead(spiky, n) if n else spiky
@@ -271,6 +274,10 @@ def saving(emit: Emit, name: str, quick: bool, clock: Clock) -> None:
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
     emit(note=f"a state of {sum(a.nbytes for a in arrays) / 1e6:,.1f} MB, {len(arrays)} arrays")
 
+    def save(folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)  # Files of the same arrays are not written again.
+        checkpoints.save(folder, state)
+
     def by_hand(file: Path) -> None:  # Without digests, and without waiting for the disk.
         with file.open("wb") as opened:
             for array in jax.device_get(arrays):
@@ -292,7 +299,7 @@ def saving(emit: Emit, name: str, quick: bool, clock: Clock) -> None:
                 lambda: [np.array(array) for array in arrays],
                 lambda: to_host.state,
             ),
-            "save": (lambda: by_hand(file), lambda: checkpoints.save(ours, state)),
+            "save": (lambda: by_hand(file), lambda: save(ours)),
             "restore": (
                 lambda: read_by_hand(file),
                 lambda: jax.block_until_ready(checkpoints.restore(ours, state)),
@@ -323,16 +330,21 @@ def memory(emit: Emit, name: str, quick: bool, clock: Clock) -> None:
 
 def trace(emit: Emit, name: str, quick: bool, clock: Clock) -> None:
     """The idle time of the device in an epoch, by JAX's profiler."""
-    job = JOBS["cnn"](quick)
+    job = JOBS[name](quick)
     fed = functools.partial(loops.train_loop, resident=False)
-    makes: dict[str, loops.Make] = {
-        **BY_HAND,
+    makes: dict[str, loops.Make] = {  # Those first that other parts have compiled.
+        "hand-written": loops.hand_written,
+        "TrainLoop, resident": functools.partial(loops.train_loop, resident=True),
         "TrainLoop, host-fed": fed,
         "TrainLoop, host-fed, prefetch": functools.partial(fed, prefetch=4),
-        "TrainLoop, resident": functools.partial(loops.train_loop, resident=True),
+        "hand-written, resident": BY_HAND["hand-written, resident"],
     }
-    params = initial_params(job)
+    params, longest = initial_params(job), 0.0
     for name, make in makes.items():
+        began = time.monotonic()
+        if not quick and clock.left() < longest:
+            emit(note=f"{name}: no time left")
+            continue
         contender = make(job, params)
         contender.train(2)
         try:
@@ -341,3 +353,4 @@ def trace(emit: Emit, name: str, quick: bool, clock: Clock) -> None:
             emit(note=f"{name}: {error}")
         else:
             emit(name=name, **vars(found))
+        longest = max(longest, time.monotonic() - began)
