@@ -20,6 +20,7 @@ class StateReader:
 
     Args:
       reader: reads the checkpoint.
+      loaded: its state, whose optimizer's state has no types yet.
       task: the task to continue with, if it is another one than what wrote the checkpoint.
       writers: tasks that may have written it.
       is_same, quiet: as in `continued`.
@@ -28,12 +29,13 @@ class StateReader:
     def __init__(
         self,
         reader: checkpoints.CheckpointFileReader,
+        loaded: TrainState,
         task: TrainTask | None = None,
         writers: Sequence[TrainTask] = (),
         is_same: bool = True,
         quiet: bool = True,
     ):
-        self.target = reader.target
+        self.target, self.loaded = reader.target, loaded
         self._reader, self._task, self._writers = reader, task, writers
         self._is_same, self._quiet = is_same, quiet
         self._state: TrainState | None = None
@@ -43,7 +45,8 @@ class StateReader:
     ) -> "StateReader":
         """Returns a reader for a task that takes the place of the one before."""
         is_same, quiet = self._is_same and is_same, self._quiet and quiet
-        return StateReader(self._reader, task, [*self._writers, before], is_same, quiet)
+        writers = [*self._writers, before]
+        return StateReader(self._reader, self.loaded, task, writers, is_same, quiet)
 
     def read(self, template: PyTree) -> checkpoints.CheckpointFile | None:
         """Reads the checkpoint without its history, position and callbacks."""
@@ -57,18 +60,16 @@ class StateReader:
             step=found.step, state=state, metrics=found.metrics, path=found.path
         )
 
-    def state(self, loaded: TrainState) -> TrainState:
-        """The state that a run will begin with.
-
-        Args:
-          loaded: the state of the checkpoint, whose optimizer's state has no types yet.
-        """
+    @property
+    def state(self) -> TrainState:
+        """The state that a run will begin with."""
         if self._task is None:
-            return loaded
+            return self.loaded
         if self._state is None:
-            quiet = StateReader(self._reader, self._task, self._writers, self._is_same)
-            found = quiet.read(loaded.replace_optimizer(self._task.optimizer))
-            self._state = loaded if found is None else found.state
+            template = self.loaded.replace_optimizer(self._task.optimizer)
+            quiet = StateReader(self._reader, self.loaded, self._task, self._writers, self._is_same)
+            found = quiet.read(template)
+            self._state = self.loaded if found is None else found.state
         return self._state
 
     def _read(self, template: PyTree) -> checkpoints.CheckpointFile | None:

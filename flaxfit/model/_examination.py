@@ -160,6 +160,7 @@ def trial(
     """
     sizes = {"batch_size": batch_size, "of_arrays": of_arrays}
     x = trainer.task.roles.of_data_set(x) if y is None else x
-    with borrowed(x, y, sample_weight, **sizes, seed=trainer.seed, owner=owner) as stream:
-        init = trainer.init if trainer.loop is None else trainer.loop.state
+    start = trainer.starting_point
+    with borrowed(x, y, sample_weight, **sizes, seed=start.seed, owner=owner) as stream:
+        init = start.init if trainer.loop is None else trainer.loop.state
         yield trainer.make_loop(init, stream, stdout=False)

@@ -92,7 +92,7 @@ def fit(
             data,
             batch_size=batch_size,
             shuffle=shuffle,
-            seed=trainer.seed,
+            seed=trainer.starting_point.seed,
             epochs=n_left,
             steps_per_epoch=steps_per_epoch,
             n_before=trainer.n_epochs,
@@ -116,7 +116,7 @@ def fit(
     first_epoch_of_data = trainer.n_epochs
     users = as_tuple(callbacks)
     # What `load` has read is the start of this model, not of an interrupted call.
-    is_fresh, init, folder = trainer.is_fresh, trainer.init, None
+    is_fresh, init, folder = trainer.is_fresh, trainer.starting_point.init, None
     if checkpoint_dir is not None:
         folder = RunFolder(checkpoint_dir, resume if is_fresh else "auto")
         init = folder.reader(init) if is_fresh else init

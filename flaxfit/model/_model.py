@@ -257,11 +257,11 @@ class Model(Examination, AnswersOtherNames):
     @property
     def seed(self) -> int:
         """The seed of initial parameters, shuffling and dropout; can be set before `fit`."""
-        return self._trainer.seed
+        return self._trainer.starting_point.seed
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        self._trainer.seed = seed
+        self._trainer.starting_point.seed = seed
 
     @property
     def optimizer(self) -> Any:

@@ -11,7 +11,7 @@ from flaxfit.callbacks._callback import Callback
 from flaxfit.callbacks._history import History
 from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter, latest, list_steps
 from flaxfit.loop._train_loop import TrainLoop
-from flaxfit.model._trainer import Init
+from flaxfit.model._starting_point import Init
 from flaxfit.tree._functions import owner_of
 
 

@@ -28,16 +28,18 @@ class WarmStart:
     gives_weights = True
     """It is not traced: the weights would be constants of a program."""
 
-    def __init__(self, fresh: InitFn, *loads: Load):
+    def __init__(self, fresh: InitFn, *loads: Load, loaded: TrainState | None = None):
         self.fresh = fresh
+        """The `init` of the model."""
+        self.loaded = loaded
+        """The state that the last file holds, if that is known without the model."""
         self._loads = loads
         self._misfit: Load | None = None
 
-    def then(self, load: Load) -> "WarmStart":
+    def then(self, load: Load, loaded: TrainState | None) -> "WarmStart":
         """Adds further weights, which replace those that were found not to fit."""
-        return WarmStart(
-            self.fresh, *(each for each in self._loads if each is not self._misfit), load
-        )
+        kept = [each for each in self._loads if each is not self._misfit]
+        return WarmStart(self.fresh, *kept, load, loaded=loaded)
 
     def __call__(self, rngs: Rngs, *inputs: PyTree, **named: PyTree) -> Variables:
         """Returns the variables with the weights."""
@@ -64,10 +66,11 @@ def open_weights(
     translator: Any = None,
     prefix: str = "",
     **opts: Any,
-) -> Load:
+) -> tuple[Load, bool]:
     """Opens a file of weights, with the arguments of `Model.load_weights`.
 
-    The function that it returns raises a ValueError if the weights do not fit the variables.
+    The function that it returns raises a ValueError if the weights do not fit the variables. Also
+    returns whether all variables of the file are taken, by names of the model: see `state_alone`.
     """
     from flaxfit import importers  # Not before it is used: `import flaxfit` stays quick.
     from flaxfit.importers._fill import fill_from
@@ -124,7 +127,7 @@ def open_weights(
             return merged
         return target.replace(params=merged.pop("params"), model_state=merged)
 
-    return put
+    return put, is_plain and partial is None
 
 
 def state_alone(path: str | os.PathLike[str], seed: int) -> TrainState | None:

@@ -2,12 +2,11 @@
 
 import math
 
-import jax
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from marks import diagonal, thorough, usual
+from marks import diagonal, usual
 
 import flaxfit as ff
 from flaxfit.metrics import collected
@@ -95,29 +94,6 @@ def test_a_checkpoint_of_another_optimizer_is_frozen_too(loaded, capfd):
     assert "compiled at step 1" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"optimizer": optax.sgd(0.1, momentum=0.9), "ema": 0.9},
-        thorough({"optimizer": optax.sgd(0.1, momentum=0.9)}),
-        thorough({"ema": 0.9}),
-    ],
-)
-def test_a_loaded_model_is_saved_as_it_was_compiled(loaded, tmp_path, options):
-    model = loaded()
-    model.compile(**options)
-    model.save(tmp_path / "compiled")
-    again = make_model()
-    again.compile(**options)
-    again.load(tmp_path / "compiled")
-    for each in (model, again):
-        each.fit(X, Y, verbose=0)
-    for state in (model.state, again.state):
-        assert state.step == 2
-    for one, other in zip(jax.tree.leaves(model.state), jax.tree.leaves(again.state), strict=True):
-        assert np.all(one == other)
-
-
 def test_patterns_that_are_refused_change_nothing(make):
     model = make(freeze=["kernel"])
     with pytest.raises(ValueError, match="'nope' matches no parameter"):
@@ -153,15 +129,6 @@ def test_a_model_without_weights_can_be_made_untrainable():
         model.fit(X, Y, verbose=0)
     model.compile(freeze=["kernel"])
     assert model.trainable
-
-
-def test_predictions_notice_weights_that_a_model_without_a_loop_is_given():
-    model = built()
-    predictions = model.predictions(X, 8)
-    next(predictions)
-    model.set_weights([each + 1 for each in model.get_weights()])
-    with pytest.raises(RuntimeError, match="given other weights"):
-        next(predictions)
 
 
 @pytest.mark.parametrize("is_evaluated", [False, True])

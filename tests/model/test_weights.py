@@ -435,41 +435,6 @@ def test_a_file_that_did_not_fit_is_replaced_by_the_next(parts, tmp_path):
 
 
 @pytest.mark.slow
-def test_weights_are_added_to_a_loaded_state_which_keeps_its_step(parts, tmp_path):
-    model = ff.Model(Pair(), optax.adam(0.1), "mse")
-    model.fit(ONE, TWO, epochs=3, verbose=0)
-    model.save(tmp_path / "run")
-    a = model.state.params["a"]
-    model = ff.Model(Pair(), optax.adam(0.1), "mse")
-    model.load(tmp_path / "run")
-    model.load_weights(parts(2), partial="b/.*")
-    assert model.step == 3
-    assert_equal(model.state.params["a"], a)
-    assert np.all(model.state.params["b"]["kernel"] == 2)
-    model.freeze = "b/.*"
-    # The folder it was loaded from is not read again.
-    model.fit(ONE, TWO, verbose=0, checkpoint_dir=tmp_path / "run")
-    assert model.step == 4
-    assert np.all(model.state.params["b"]["kernel"] == 2)
-    # A state that is loaded replaces the weights.
-    model = ff.Model(Pair(), optax.adam(0.1), "mse")
-    model.load_weights(parts(2))
-    model.load(tmp_path / "run", which=3)
-    assert_equal(model.state.params["a"], a)
-
-
-@pytest.mark.slow
-def test_a_fit_that_failed_keeps_the_loaded_weights(parts, tmp_path):
-    model = pair()
-    model.load_weights(parts(1), partial="a/.*")
-    with pytest.raises(ValueError, match=r"."):
-        model.fit(ONE, np.zeros((1, 3)), verbose=0, checkpoint_dir=tmp_path / "run")
-    model.load_weights(parts(2), partial="b/.*")
-    model.fit(ONE, TWO, verbose=0, checkpoint_dir=tmp_path / "run")
-    np.testing.assert_array_equal(model.predict(ONE), EXPECTED)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [thorough("one"), "fsdp", "data_parallel", thorough("virtual")]
 )
@@ -510,27 +475,6 @@ class Other(nn.Module):
     @nn.compact
     def __call__(self, x):
         return nn.Dense(2, name="c")(nn.Dense(2, name="a")(x))
-
-
-@pytest.mark.parametrize("use", ["predict", thorough("evaluate"), thorough("export"), "fit"])
-def test_a_loaded_state_of_another_model_is_refused_at_the_first_use(tmp_path, use):
-    model = pair()
-    model.fit(ONE, TWO, verbose=0)
-    model.save(tmp_path / "run")
-    other = ff.Model(Other(), optax.sgd(0.0), "mse")
-    other.load(tmp_path / "run")
-    uses = {
-        "predict": lambda: other.predict(iter([ONE])),
-        "evaluate": lambda: other.evaluate(ONE, TWO),
-        "export": lambda: other.export(tmp_path / "x", input_spec=ff.export.InputSpec((1, 4))),
-        "fit": lambda: other.fit(ONE, TWO, verbose=0),
-    }
-    with pytest.raises(ValueError, match=r"run(/1)? does not fit this model(?s:.)*params/b/kernel"):
-        uses[use]()
-    other = pair()
-    other.load(tmp_path / "run")
-    both = (each.predict(iter([ONE, ONE])) for each in (other, model))
-    np.testing.assert_array_equal(*both)
 
 
 def test_a_new_head_is_told_of_partial(parts):

@@ -1,0 +1,176 @@
+"""StartingPoint: what a model trains from while it has no loop, and how that is made or loaded."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from flaxfit import checkpoints
+from flaxfit.checkpoints._compare import check_params
+from flaxfit.loop._placed_companions import PlacedCompanions
+from flaxfit.loop._train_loop import TrainLoop
+from flaxfit.model._continued import StateReader, continued
+from flaxfit.model._weights import Load, WarmStart
+from flaxfit.state._train_state import TrainState
+from flaxfit.step._init_state import init_state
+from flaxfit.step._validate import shapes_of
+from flaxfit.strategies import Strategy
+from flaxfit.strategies._eager import eagerly
+from flaxfit.task._companions import are_same
+from flaxfit.task._task import TrainTask
+from flaxfit.tree._context_mesh import without_mesh
+from flaxfit.tree._types import InitFn, PyTree
+
+Init = InitFn | TrainState | checkpoints.CheckpointFileReader | StateReader
+"""What a `TrainLoop` begins with."""
+
+
+class StartingPoint:
+    """The task, the seed, and the parameters that the next loop of a model begins with.
+
+    Its state is read and replaced as that of a `TrainLoop`, by members of the same names.
+
+    Args:
+      fresh: returns the variables of a model that was given none.
+      task: what to train.
+      strategy: where arrays live.
+      seed: the seed of fresh parameters and of the run.
+    """
+
+    def __init__(self, fresh: InitFn, task: TrainTask, strategy: Strategy, seed: int):
+        self.fresh, self.task, self.seed = fresh, task, seed
+        self.is_continued = False
+        """Whether it was loaded by `load` or comes from a loop: no saved run takes its place."""
+        self.input_shapes: PyTree = None
+        """The shapes and dtypes of the inputs that made the parameters; None before."""
+        self.revision = 0
+        """How often a state was given."""
+        self._strategy = strategy
+        self._given: WarmStart | StateReader | TrainState | None = None
+        """The weights of files, or a state, that take the place of fresh parameters."""
+        self._placed: PlacedCompanions | None = None
+        """The companions of the task, or of a loaded checkpoint."""
+        self._unchecked: str | os.PathLike[str] | None = None
+        """The folder of a loaded state whose shapes are not yet compared with the model."""
+
+    @property
+    def init(self) -> Init:
+        """What the loop begins with."""
+        return self.fresh if self._given is None else self._given
+
+    @property
+    def known(self) -> TrainState | None:
+        """The state that was given or read, if any; that of a file may lack the optimizer's."""
+        return self._given if isinstance(self._given, TrainState | None) else self._given.loaded
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is a state, of which weights are a part."""
+        return isinstance(self._given, StateReader | TrainState)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether a state can be made without inputs."""
+        return self.known is not None or self._gives_weights
+
+    @property
+    def _gives_weights(self) -> bool:
+        return getattr(self.fresh, "gives_weights", False)
+
+    @property
+    def step(self) -> int:
+        """The number of completed updates."""
+        return 0 if self.known is None else int(self.known.step)
+
+    @property
+    def state(self) -> TrainState:
+        """The training state.
+
+        Raises:
+          RuntimeError: there is none yet.
+        """
+        if isinstance(self._given, StateReader):
+            return self._given.state
+        if self.known is not None:
+            return self.known
+        if self._gives_weights:
+            with eagerly(self._strategy):
+                return self._make(self.init, self.task.optimizer, ())
+        raise RuntimeError(
+            "This model has no weights yet: call build(x), fit, evaluate, predict or load before "
+            "save or state."
+            if self._given is None
+            else "The shapes that the loaded weights have to fit are not known yet: call predict, "
+            "evaluate or fit before save or state."
+        )
+
+    @property
+    def _companions(self) -> PlacedCompanions:
+        self._placed = self._placed or PlacedCompanions(self.task, self._strategy)
+        return self._placed
+
+    def restore(self, state: TrainState) -> None:
+        """Begins with another state."""
+        self._given = state
+        self.revision += 1
+
+    def load(self, found: checkpoints.CheckpointFile, folder: str | os.PathLike[str]) -> None:
+        """Begins with the state of a checkpoint, and with companions that it holds."""
+        placed = PlacedCompanions(self.task, self._strategy)
+        placed.restore(found.companions)
+        # Read again by the first `fit`, which knows what the optimizer's state looks like.
+        step = int(found.state.step)
+        reader = checkpoints.CheckpointFileReader(folder, self.fresh, which=step)
+        self.restore(found.state)
+        self._given = StateReader(reader, found.state)
+        self._placed, self._unchecked, self.is_continued = placed, folder, True
+
+    def add_weights(self, load: Load, loaded: TrainState | None) -> None:
+        """Puts weights of a file into fresh parameters; `loaded` is as in `WarmStart`."""
+        warm = self._given if isinstance(self._given, WarmStart) else WarmStart(self.fresh)
+        self._given = warm.then(load, loaded)
+
+    def begin(self, inputs: Callable[[], PyTree], *, notes_shapes: bool = False) -> None:
+        """Makes the state, with loaded weights if there are any; see `Trainer.begin`."""
+        with eagerly(self._strategy), without_mesh():
+            if isinstance(self._given, WarmStart) or not self.has_weights:
+                given, shardings = inputs(), self._strategy.shardings
+                made = self._make(self.init, self.task.optimizer, given, shardings=shardings)
+                self.restore(made)
+                self.input_shapes = shapes_of(given)
+            elif self.known is not None and self._unchecked is not None:
+                given, none = inputs(), optax.identity()
+                fresh = jax.eval_shape(lambda: self._make(self.fresh, none, given))
+                check_params(self.known.params, fresh.params, self._unchecked)
+                self._unchecked = None
+            elif notes_shapes:
+                self.input_shapes = shapes_of(inputs())
+
+    def _make(
+        self, init: Any, optimizer: optax.GradientTransformation, inputs: PyTree, **options: Any
+    ) -> TrainState:
+        streams = ("params", *self.task.rngs)
+        return init_state(init, optimizer, self.seed, inputs, collections=streams, **options)
+
+    def continue_with(
+        self, task: TrainTask, loop: TrainLoop | None, *, is_same: bool, quiet: bool
+    ) -> None:
+        """Begins with another task of the same model, from the state of a loop if there is one."""
+        if isinstance(self._given, StateReader):
+            self._given = self._given.followed_by(task, self.task, is_same, quiet)
+        elif loop is not None or isinstance(self._given, TrainState):
+            state = self.state if loop is None else loop.state
+            self._given = continued(state, task, is_same=is_same, quiet=quiet)
+        if loop is not None:
+            shapes = loop.input_shapes
+            self.input_shapes = self.input_shapes if shapes is None else shapes
+            self._placed, self.is_continued = loop._companions, True
+        if not are_same(task.companions, self.task.companions):
+            self._placed = None
+        self.task = task
+
+    def release(self) -> None:
+        """Releases the state, once a loop has begun with its own copy."""
+        self._given = self._placed = self._unchecked = None
