@@ -198,7 +198,7 @@ def steps(quick: bool) -> Iterator[Growth]:
 
 def fits(quick: bool) -> Iterator[Growth]:
     """Calls of `fit`, with validation and a history."""
-    n = 20 if quick else 1_000
+    n_warm, n = (5, 10) if quick else (40, 1_000)
     x = np.ones((32, 2), np.float32)
 
     def new() -> ff.Model:
@@ -213,7 +213,7 @@ def fits(quick: bool) -> Iterator[Growth]:
         "Calls of fit of new models": lambda: fit(new()),
     }
     for name, call in contenders.items():
-        for _ in range(40):
+        for _ in range(n_warm):
             call()  # Fills what is bounded, such as the results in flight.
         read, rows = _Reading(), []
         for i in range(1, n + 1):

@@ -1,6 +1,8 @@
 """Checkpoints that TensorFlow wrote: small ones that are kept here, and fresh ones."""
 
+import fcntl
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +33,14 @@ def written(tmp_path_factory):
     """A folder of checkpoints that TensorFlow has just written."""
     if importlib.util.find_spec("tensorflow") is None:
         pytest.skip("tensorflow is not installed")
-    folder = tmp_path_factory.mktemp("tensorflow")
-    subprocess.run([sys.executable, str(SCRIPT), str(folder)], check=True, capture_output=True)
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # The first of the workers writes for all.
+        shared = shared.parent
+    folder, unfinished = shared / "tensorflow", shared / "tensorflow-unfinished"
+    with open(shared / "tensorflow.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            command = [sys.executable, str(SCRIPT), str(unfinished)]
+            subprocess.run(command, check=True, capture_output=True)
+            unfinished.rename(folder)
     return folder
