@@ -762,24 +762,28 @@ SAME_TYPE = ("onehot", "number", "deep")
 TYPES = [
     *diagonal(("score", "two", "classes", "labels"), HALVES, ["uint8"]),
     *diagonal(("column", "tokens"), HALVES, ["int8"]),
+    ("column", "float32", "bool"),
+    ("column", "float32", "float32"),
     *((kind, half, half) for kind, half in zip(SAME_TYPE, 2 * HALVES, strict=False)),
     *(thorough(kind, half, half) for kind, half in zip(SAME_TYPE, HALVES[::-1] * 2, strict=False)),
-    *diagonal(("classes", "number"), ["float32"], INTEGERS),
-    *(thorough("score", "float32", of_targets) for of_targets in INTEGERS),
-    *((kind, "float32", "bool") for kind in ("score", "onehot", "labels", "number")),
-    ("score", "float32", "float32"),
+    *diagonal(("two", "number"), ["float32"], INTEGERS),
+    *(thorough("classes", "float32", of_targets) for of_targets in INTEGERS),
+    *(thorough("score", "float32", of_targets) for of_targets in [*INTEGERS, "bool", "float32"]),
+    *((kind, "float32", "bool") for kind in ("onehot", "labels", "number")),
 ]
 
 
 def assert_by_loop(named, outputs, targets, expected, devices=(1, 4), weights=SOME):
     """Metrics of a loop on these numbers of devices are those of a peer that knows them."""
-    data = ff.ArrayStream(outputs, targets, weights, batch_size=BATCH_SIZE)
     for n_devices in devices:
-        values = evaluator(named, n_devices).measure(STATE, data)
-        for name in named.keys() & expected.keys():
-            np.testing.assert_allclose(
-                values[name], expected[name], **tolerance_of(name), err_msg=name
-            )
+        assert_measures(evaluator(named, n_devices), outputs, targets, expected, weights)
+
+
+def assert_measures(loop, outputs, targets, expected, weights=SOME):
+    values = loop.measure(STATE, ff.ArrayStream(outputs, targets, weights, batch_size=BATCH_SIZE))
+    assert values.keys() & expected.keys()
+    for name in values.keys() & expected.keys():
+        np.testing.assert_allclose(values[name], expected[name], **tolerance_of(name), err_msg=name)
 
 
 @pytest.mark.slow
@@ -834,13 +838,19 @@ def probabilities(kind):
     return scipy.special.softmax(logits, -1)
 
 
+@functools.cache
+def evaluator_of_probabilities(kind, n_devices):
+    return evaluator(OF_PROBABILITIES[kind], n_devices)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("n_devices", [thorough(1), 4])
 @pytest.mark.parametrize("kind", OF_PROBABILITIES)
 def test_metrics_of_probabilities_are_those_of_scikit_learn(kind, n_devices):
     logits, targets = DATA[kind]
     expected = of_sklearn(kind, logits, targets, SOME)
-    assert_by_loop(OF_PROBABILITIES[kind], probabilities(kind), targets, expected, [n_devices])
+    loop = evaluator_of_probabilities(kind, n_devices)
+    assert_measures(loop, probabilities(kind), targets, expected)
 
 
 def of_keras_by_probability(keras, kind):
@@ -868,7 +878,7 @@ def test_metrics_of_probabilities_are_those_of_keras(kind, n_devices, keras):
         value = float(metric.result())
         expected[name] = np.exp(value) if name == "perplexity" else value
     assert expected.keys() <= OF_PROBABILITIES[kind].keys()
-    assert_by_loop(OF_PROBABILITIES[kind], outputs, targets, expected, [n_devices])
+    assert_measures(evaluator_of_probabilities(kind, n_devices), outputs, targets, expected)
 
 
 # The other metrics, each with what a peer says of the same weighted rows.

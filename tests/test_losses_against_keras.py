@@ -1,7 +1,6 @@
 """The losses of Keras and their options: values and gradients, on ordinary and awkward inputs."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
@@ -97,13 +96,13 @@ def of_keras(keras, name, options, takes_logits):
 def with_gradient(loss, outputs, targets):
     """The values by row, and the gradient of their sum."""
 
-    def total(outputs):
-        found = loss(outputs, jnp.asarray(targets))
+    def total(outputs, targets):
+        found = loss(outputs, targets)
         values = found[0] if isinstance(found, tuple) else found
         values = values.reshape(N, -1).mean(-1)
         return values.sum(), values
 
-    (_, values), gradient = jax.value_and_grad(total, has_aux=True)(jnp.asarray(outputs))
+    (_, values), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(outputs, targets)
     return np.asarray(values), np.asarray(gradient)
 
 

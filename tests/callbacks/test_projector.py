@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
+from marks import diagonal
 
 import flaxfit as ff
 from flaxfit.callbacks import TensorBoardLogger
@@ -73,8 +74,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize(("strategy", "kind"), diagonal(STRATEGIES, MAKE))
 def test_tables_are_those_of_the_last_epoch_by_the_paths_of_layers(tmp_path, kind, strategy):
     log = TensorBoardLogger(tmp_path, embeddings_freq=1, embeddings_metadata={"word": WORDS})
     params = fit(MAKE[kind](), log, strategy=STRATEGIES[strategy]())

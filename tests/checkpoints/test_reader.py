@@ -1,5 +1,4 @@
 import shutil
-import sys
 
 import flax.linen as nn
 import jax
@@ -219,12 +218,6 @@ def test_a_damaged_best_gives_way_to_the_next_best(tmp_path, capfd):
     assert best(tmp_path) == 0
     assert int(restore(tmp_path, SMALL, which="best").step) == 0
     assert "corrupt-2-0" in capfd.readouterr().err
-
-
-@pytest.mark.slow
-def test_importing_checkpoints_does_not_import_orbax(run_child):
-    program = "import sys, flaxfit.checkpoints; sys.exit('orbax.checkpoint' in sys.modules)"
-    assert run_child([sys.executable, "-c", program], seconds=120).returncode == 0
 
 
 @pytest.mark.parametrize("content", [None, "notes.txt", "foreign/file"])

@@ -126,10 +126,9 @@ def test_the_imported_model_is_fine_tuned_with_fit(imported, folder, bert):
     assert 0 < max(jax.tree.leaves(moved)) < 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # As a small one does, in `model/test_weights.py`.
 def test_a_model_gives_the_embeddings_without_a_fit(imported, folder, bert, embeddings):
     body, _, tokens = imported
-    tokens, embeddings = tokens[:2], embeddings[:2]
     model = ff.Model(body, optax.sgd(0.1), "mse", strategy=ff.DataParallel(jax.devices()[:1]))
     n_heads = body.sizes.num_attention_heads
     model.load_weights(folder, translator=bert.bert_translator, n_heads=n_heads)

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax.traverse_util import flatten_dict
-from marks import slow, usual
+from marks import slow
 from t5_models import FIRST, LARGE, MIDDLE, SMALL, T5, create, variables
 
 import flaxfit as ff
@@ -217,7 +217,7 @@ def reverse_task(model, optimizer, vocab):
     )
 
 
-@pytest.mark.thorough  # As is one that TensorFlow has just written, below.
+@pytest.mark.thorough  # `examples/07_import_t5.py` trains one, too.
 def test_an_imported_model_is_trained_on_from_its_step(state, kept):
     model, optimizer = T5(**SMALL), optax.adafactor(0.03)
     restored = restore_from_t5(state, kept / "small_t5")
@@ -263,8 +263,8 @@ def test_what_tensorflow_wrote_is_imported(restored_from, written, truth, name):
     assert load_tf_ckpt(written / name)["global_step"].get() == restored.step == 1000
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", usual("factored", of=("factored", "bfloat16", "per_layer")))
+@pytest.mark.thorough  # As above.
+@pytest.mark.parametrize("name", ["factored", "bfloat16", "per_layer"])
 def test_what_tensorflow_wrote_is_trained_on(restored_from, name):
     model, optimizer, _, restored = restored_from(name)
     task = reverse_task(model, optimizer, 64)

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from by_hand import assert_agree, drawn
-from marks import slow
+from marks import thorough
 from sklearn.datasets import load_digits
 
 import flaxfit as ff
@@ -78,7 +78,7 @@ SHARDED = {"strategy": ff.Sharded.fsdp(devices=jax.devices()[:4])}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [ONE, slow(SHARDED)], ids=["one", "sharded"])
+@pytest.mark.parametrize("options", [thorough(ONE), SHARDED], ids=["one", "sharded"])
 def test_a_network_learns_from_its_average_as_in_a_loop_by_hand(options):
     data = ff.ArrayStream(tuple(VIEWS), (), batch_size=BATCH)
     task = ff.TrainTask(Network(), OPTIMIZER, objective=byol, data=data, ema=DECAY, pad=False)

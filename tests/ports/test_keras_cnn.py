@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from keras_scripts import N_LINES, n_changed_lines, with_weights_of
+from keras_scripts import N_LINES, n_changed_lines, seed_weights, with_weights_of
 
 import flaxfit as ff
 
@@ -131,7 +131,7 @@ def logged(folder):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_images_are_learned_as_in_keras(keras, tmp_path):
-    keras.utils.set_random_seed(0)
+    seed_weights()
     original = keras_model(keras)
     network = with_weights_of(original, Network(nnx.Rngs(0)))
     folders = tmp_path / "keras", tmp_path / "flaxfit"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from flax import nnx
-from keras_scripts import N_LINES, n_changed_lines, with_weights_of
+from keras_scripts import N_LINES, n_changed_lines, seed_weights, with_weights_of
 
 import flaxfit as ff
 
@@ -98,7 +98,7 @@ class Network(nnx.Module):
 
 @pytest.mark.slow
 def test_a_rare_class_is_learned_as_in_keras(keras):
-    keras.utils.set_random_seed(0)
+    seed_weights()
     original = keras_model(keras)
     network = with_weights_of(original, Network(nnx.Rngs(0)))
     expected, of_keras, outputs = in_keras(original)

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from by_hand import assert_agree, drawn, n_lines
-from marks import slow
+from marks import thorough
 from poles import drawn_poles, pushed
 
 import flaxfit as ff
@@ -120,11 +120,12 @@ def port(init, **options):
     return losses, loop.state.params
 
 
+ONE = {"devices": jax.devices()[:1]}
 SHARDED = {"strategy": ff.Sharded(devices=jax.devices()[:4])}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"devices": jax.devices()[:1]}, slow(SHARDED)], ids=[1, 4])
+@pytest.mark.parametrize("options", [thorough(ONE), SHARDED], ids=[1, 4])
 def test_a_policy_trains_on_what_it_meets_as_in_a_loop_by_hand(options):
     init = drawn(ActorCritic(), np.zeros((1, 4), np.float32))
     losses, params = by_hand(init(None)["params"])

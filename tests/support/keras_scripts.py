@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import random
 
 import jax.numpy as jnp
 
@@ -27,6 +28,14 @@ def n_changed_lines(script, port):
     ]
     signs = [line[0] for line in difflib.ndiff(*bodies)]
     return max(signs.count("-"), signs.count("+"))
+
+
+def seed_weights():
+    """Lets layers of Keras draw the same weights each time.
+
+    `keras.utils.set_random_seed` imports TensorFlow for this, which takes seconds.
+    """
+    random.seed(0)
 
 
 def with_weights_of(model, module):
