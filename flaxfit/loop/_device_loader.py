@@ -16,8 +16,9 @@ from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._cursor import Cursor
 from flaxfit.loop._local_rows import check_divided, knows_rows, local_examples, local_rows
 from flaxfit.loop._padding import Padder, Portion
-from flaxfit.step._validate import check_weights_of, shapes_of
+from flaxfit.step._validate import check_weights_of
 from flaxfit.strategies import Strategy
+from flaxfit.tree._shapes import shapes_of
 from flaxfit.tree._types import PyTree
 
 _MOST_TO_COPY = 2**28  # Bytes.

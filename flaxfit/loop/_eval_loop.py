@@ -25,13 +25,14 @@ from flaxfit.step._error_messages import calls_explained
 from flaxfit.step._eval_step import evaluated, make_eval_step
 from flaxfit.step._metric_totals import compute
 from flaxfit.step._traced_once import TracedOnce
-from flaxfit.step._validate import inspect, structure_of
+from flaxfit.step._validate import inspect
 from flaxfit.strategies import DataParallel, Strategy
 from flaxfit.task._companions import are_same
 from flaxfit.task._task import EvalTask
 from flaxfit.tree._checks import whole_number
 from flaxfit.tree._context_mesh import without_mesh
 from flaxfit.tree._jax_debugging import debugging_explained
+from flaxfit.tree._shapes import structure_of
 from flaxfit.tree._types import Data, Function, PyTree, Sums
 
 _ENDLESS = (

@@ -13,11 +13,12 @@ from flaxfit.step._error_messages import calls_explained
 from flaxfit.step._scan import make_step
 from flaxfit.step._traced_once import TracedOnce
 from flaxfit.step._train_step import more_sums
-from flaxfit.step._validate import Traced, inspect, inspect_step, shapes_of, trace
+from flaxfit.step._validate import Traced, inspect, inspect_step, trace
 from flaxfit.step._wide_products import why_wide
 from flaxfit.strategies import Strategy
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._functions import runs_eagerly
+from flaxfit.tree._shapes import shapes_of
 from flaxfit.tree._types import Sums
 
 

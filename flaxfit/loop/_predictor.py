@@ -17,11 +17,13 @@ from flaxfit.loop._padding import may_be_whole
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._eval_step import evaluated, make_predict_step
 from flaxfit.step._traced_once import TracedOnce
-from flaxfit.step._validate import check_rows, streams_explained, structure_of, trace
+from flaxfit.step._validate import streams_explained, trace
 from flaxfit.strategies import Strategy
 from flaxfit.task._task import EvalTask
 from flaxfit.tree._context_mesh import without_mesh
 from flaxfit.tree._jax_debugging import debugging_explained
+from flaxfit.tree._paths import flat
+from flaxfit.tree._shapes import structure_of
 from flaxfit.tree._types import Data, Function, PyTree
 
 # While these are computed and copied, others are prepared; no more of them wait on the devices.
@@ -101,7 +103,7 @@ class Predictor:
             streams_explained("Model(..., eval_rngs=...)", self.task.rngs),
         ):
             result = trace(strategy.bind(self._make()), arguments[0], batch).shapes
-        check_rows(result, n_examples(batch) if has_rows(batch) else None)
+        _check_rows(result, n_examples(batch) if has_rows(batch) else None)
         step = self._make(axis_name=strategy.axis_name, virtual_replicas=strategy.virtual_replicas)
 
         def predict(state: PyTree, *positioned: PyTree) -> PyTree:
@@ -180,6 +182,18 @@ class Predictions(Iterator[tuple[Batch, Any]]):
         except ValueError:  # Its columns of targets are missing, as they may be.
             item = roles.inputs_of(item)
         return normalize(item, is_whole=self._batches.is_whole)
+
+
+def _check_rows(outputs: PyTree, n: int | None) -> None:
+    """Checks that predictions have a row for each of `n` examples; None: that they have rows."""
+    for path, leaf in flat(outputs).items():
+        if leaf.shape[:1] != (n,) and (n is not None or not leaf.shape):
+            size = "any number of" if n is None else n
+            raise ValueError(
+                f"predict joins the rows of batches, and output {path or 0} has shape {leaf.shape} "
+                f"for a batch of {size} examples. Return one row per example, or apply the module "
+                "itself: module.apply(model.state.variables, x)."
+            )
 
 
 def _joined(outputs: list[PyTree]) -> PyTree:

@@ -8,8 +8,8 @@ from flaxfit.loop._stepper import Stepper
 from flaxfit.step._companions import taking_states
 from flaxfit.step._cost import StepCost, cost_of, memory_of
 from flaxfit.step._scan import make_step
-from flaxfit.step._validate import shapes_of
 from flaxfit.tree._functions import runs_eagerly
+from flaxfit.tree._shapes import shapes_of
 
 
 def step_cost(stepper: Stepper, n: int | None) -> StepCost:

@@ -23,10 +23,10 @@ from flaxfit.loop._tally import Tally
 from flaxfit.optim._freeze import check_matches
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._error_messages import explain, explained
-from flaxfit.step._validate import shapes_of
 from flaxfit.strategies import Strategy
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._functions import runs_eagerly
+from flaxfit.tree._shapes import shapes_of
 from flaxfit.tree._types import Data, Params, PyTree
 
 

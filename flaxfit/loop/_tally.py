@@ -8,7 +8,7 @@ import numpy as np
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.step import _metric_totals
 from flaxfit.step._metric_totals import compute
-from flaxfit.step._validate import structure_of
+from flaxfit.tree._shapes import structure_of
 from flaxfit.tree._types import Array, PyTree
 
 

@@ -16,8 +16,8 @@ from flaxfit.model._find_batch_size import find_batch_size
 from flaxfit.model._find_lr import LearningRateRange, check_range, find_lr
 from flaxfit.model._trainer import Trainer
 from flaxfit.step._cost import cost_of
-from flaxfit.step._validate import shapes_of
 from flaxfit.task._repr import describe_loss
+from flaxfit.tree._shapes import shapes_of
 from flaxfit.tree._types import Data, PyTree
 
 

@@ -15,12 +15,12 @@ from flaxfit.model._continued import StateReader, continued
 from flaxfit.model._weights import Load, WarmStart
 from flaxfit.state._train_state import TrainState
 from flaxfit.step._init_state import init_state
-from flaxfit.step._validate import shapes_of
 from flaxfit.strategies import Strategy
 from flaxfit.strategies._eager import eagerly
 from flaxfit.task._companions import are_same
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._context_mesh import without_mesh
+from flaxfit.tree._shapes import shapes_of
 from flaxfit.tree._types import InitFn, PyTree
 
 Init = InitFn | TrainState | checkpoints.CheckpointFileReader | StateReader

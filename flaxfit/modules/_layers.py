@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import linen as nn
 
+from flaxfit.tree._shapes import shapes_of
 from flaxfit.tree._types import Function, PyTree
 
 
@@ -38,8 +39,7 @@ def layers_of(module: Any, call: Function, *shapes: PyTree) -> tuple[list[Layer]
             found[path] = Layer(path, kind, ())
         output = function()
         if path is not None and is_new:
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), output)
-            found[path] = Layer(path, kind, shapes)
+            found[path] = Layer(path, kind, shapes_of(output))
         return output
 
     watch = _watching_linen if isinstance(module, nn.Module) else _watching_nnx

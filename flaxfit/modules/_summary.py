@@ -11,6 +11,7 @@ from flaxfit.data._batch import call
 from flaxfit.modules._layers import Layer, layers_of
 from flaxfit.modules._switch import functions_of
 from flaxfit.tree._paths import flat, match
+from flaxfit.tree._shapes import shapes_of
 from flaxfit.tree._single_replica import single_replica_of_any_axis
 from flaxfit.tree._types import PyTree, Variables
 
@@ -57,7 +58,7 @@ def summarize(
     if isinstance(module, tuple):
         raise TypeError("summary() shows the layers of a linen or nnx module, not of functions.")
     functions = functions_of(module, train=False)
-    shapes = _shapes_of(inputs)
+    shapes = shapes_of(inputs)
     streams = {"params", "dropout", *rngs} if isinstance(module, nn.Module) else set(rngs)
     key = jax.random.key(0)
     if variables is None:
@@ -69,7 +70,7 @@ def summarize(
         keys = dict.fromkeys(streams, key) or None
         return call(single_replica_of_any_axis(functions.apply), variables, inputs, rngs=keys)
 
-    held: dict[str, PyTree] = dict(_shapes_of(variables))
+    held: dict[str, PyTree] = dict(shapes_of(variables))
     layers, output = layers_of(module, evaluate, held, shapes)
     kind = layers[0].kind if layers else type(module).__name__
     if not layers or layers[0].path:
@@ -123,10 +124,6 @@ def _title(layer: Layer, paths: Iterable[str]) -> str:
     name = layer.path.removeprefix(max(holders, key=len, default="")).removeprefix("/")
     title = name if name.startswith(f"{layer.kind}_") else f"{name} ({layer.kind})"
     return "  " * (len(holders) + 1) + title
-
-
-def _shapes_of(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def _shapes(output: PyTree) -> str:

@@ -31,6 +31,7 @@ from flaxfit.task._precision import in_float32
 from flaxfit.task._task import EvalTask, TrainTask
 from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._paths import flat
+from flaxfit.tree._shapes import shapes_of, structure_of
 from flaxfit.tree._types import Array, Function, PyTree, Sums
 from flaxfit.tree._weights import which_count
 
@@ -325,26 +326,3 @@ def _rows_not_finite(leaf: Array, weights: Array | None) -> np.ndarray | bool:
     if weights is not None and weights.shape[:1] == bad.shape[:1]:
         bad &= which_count(np.asarray(weights), leaf.shape)
     return bad.reshape(len(bad), -1).any(1)
-
-
-def check_rows(outputs: PyTree, n: int | None) -> None:
-    """Checks that predictions have a row for each of `n` examples; None: that they have rows."""
-    for path, leaf in flat(outputs).items():
-        if leaf.shape[:1] != (n,) and (n is not None or not leaf.shape):
-            size = "any number of" if n is None else n
-            raise ValueError(
-                f"predict joins the rows of batches, and output {path or 0} has shape {leaf.shape} "
-                f"for a batch of {size} examples. Return one row per example, or apply the module "
-                "itself: module.apply(model.state.variables, x)."
-            )
-
-
-def structure_of(tree: PyTree) -> tuple[Hashable, ...]:
-    """The structure of a tree with the shapes and dtypes of its leaves, as a key."""
-    leaves, structure = jax.tree.flatten(tree)
-    return (structure, *((leaf.shape, leaf.dtype) for leaf in leaves))
-
-
-def shapes_of(tree: PyTree) -> PyTree:
-    """The shapes and dtypes of the arrays of a tree."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

@@ -11,9 +11,9 @@ from flaxfit.data._batch import Batch
 from flaxfit.step._jaxpr import equations
 from flaxfit.step._model_call import apply_model
 from flaxfit.step._random import rngs_of
-from flaxfit.step._validate import shapes_of
 from flaxfit.task._task import TrainTask
 from flaxfit.tree._functions import runs_eagerly
+from flaxfit.tree._shapes import shapes_of
 from flaxfit.tree._types import Function, PyTree
 
 _PRODUCTS = ("conv_general_dilated", "dot_general")
