@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from flaxfit.strategies._compilation import can_call, compiled
 from flaxfit.strategies._copy import copied, placed_copy, unaliased
 from flaxfit.strategies._devices import given_devices, local_devices
-from flaxfit.strategies._mapped import Implementation, by_axis, chosen, mapped
+from flaxfit.strategies._mapped import Implementation, by_axis, chosen, is_whole, mapped
 from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica, without_axis
 from flaxfit.tree._types import Array, Device, Function, PyTree
 
@@ -83,8 +83,8 @@ class DataParallel:
         here = Mesh(np.array(self._local), (self._axis,))
         self._whole = NamedSharding(here, PartitionSpec())
         self._parts = NamedSharding(here, PartitionSpec(self._axis))
-        self._only = set(self._local)
-        self._with_axis = jax.jit(lambda x: x[None], out_shardings=self._parts)
+        self._here = set(self._local)
+        self._is_whole = is_whole(self._everywhere, self.implementation)
         self._narrowed: dict[int, DataParallel] = {}
 
     def __repr__(self) -> str:
@@ -133,7 +133,8 @@ class DataParallel:
     def split(self, batch: PyTree, n_stacked: int = 0) -> PyTree:
         """Reshapes leaves `(n, ...)` to `(devices, n / devices, ...)`; NumPy stays on the host.
 
-        The devices are those of this process.
+        The devices are those of this process. A single one takes the leaves as they are, unless it
+        is for `jax.pmap`: there, to add an axis would take as long as dispatching a step.
         """
         if isinstance(batch, np.ndarray):
             return self._split_leaf(batch, n_stacked)
@@ -142,24 +143,20 @@ class DataParallel:
         return structure.unflatten([self._split_leaf(leaf, n_stacked) for leaf in leaves])
 
     def _split_leaf(self, x: Array, n_stacked: int) -> Array:
-        n = len(self._local)
         # To ask whether it is a `jax.Array` would take as long as all the rest.
         is_host = isinstance(x, np.ndarray)
         if is_host and not n_stacked:
             x = unaliased(x, self.devices[0].platform)
-        if n == 1:
-            return x[None] if is_host else self._as_only_part(x)
+        if self._is_whole:
+            is_usable = isinstance(x, np.ndarray) or x.devices() == self._here
+            return x if is_usable else jax.device_put(x, self._whole)
+        n = len(self._local)
         if n_stacked:
-            parts = x.reshape(n_stacked, n, x.shape[1] // n, *x.shape[2:]).swapaxes(0, 1)
+            parts = (n, x.shape[1] // n, *x.shape[2:]) if n > 1 else (1, *x.shape[1:])
+            x = x.reshape(n_stacked, *parts).swapaxes(0, 1)
         else:
-            parts = x.reshape(n, x.shape[0] // n, *x.shape[1:])
-        return parts if is_host else jax.device_put(parts, self._parts)
-
-    def _as_only_part(self, x: jax.Array) -> jax.Array:
-        """Adds the axis of a single device; compiled, as two calls of JAX take ten times as long."""
-        if x.devices() != self._only:
-            x = jax.device_put(x, self._whole)
-        return self._with_axis(x)
+            x = x.reshape(n, x.shape[0] // n, *x.shape[1:]) if n > 1 else x.reshape(1, *x.shape)
+        return x if is_host else jax.device_put(x, self._parts)
 
     def join(self, outputs: PyTree) -> PyTree:
         """Returns NumPy arrays of all examples in order, from outputs of a split batch."""

@@ -22,12 +22,14 @@ def mapped(
     """Maps `function(whole, ..., part)` over the devices of a mesh with one axis.
 
     Each device gets all of the first arguments, and its element of the leaves `(devices, ...)` of
-    the last one. Both implementations lower to the same program.
+    the last one; the leaves as they are if `is_whole`. Both implementations lower to the same
+    program, but for that.
 
-    >>> mesh, batch = Mesh(jax.devices()[:1], ("replica",)), jax.numpy.ones((1, 2))
+    >>> mesh, batch = Mesh(jax.devices()[:2], ("replica",)), jax.numpy.ones((2, 1))
     >>> double = mapped(lambda x, part: x * part, mesh, 2, 0, implementation="shard_map")
     >>> double(2.0, batch)
-    Array([[2., 2.]], dtype=float32)
+    Array([[2.],
+           [2.]], dtype=float32)
 
     Args:
       out_axes: 0 for results that keep the axis of devices, None for those that all agree on; for
@@ -44,14 +46,17 @@ def mapped(
             donate_argnums=donated,
         )
 
+    is_alone = is_whole(mesh, implementation)
+
     def replica(*arguments: PyTree) -> PyTree:
-        *whole, parts = arguments
-        part = jax.tree.map(lambda x: jax.lax.squeeze(x, [0]), parts)
+        *whole, part = arguments
+        if not is_alone:
+            part = jax.tree.map(lambda x: jax.lax.squeeze(x, [0]), part)
         return by_axis(_expand, function(*whole, part), out_axes)
 
     whole, parts = PartitionSpec(), PartitionSpec(axis)
     specs = (
-        (whole,) * (n_arguments - 1) + (parts,),
+        (whole,) * (n_arguments - 1) + (whole if is_alone else parts,),
         by_axis(lambda _, axis: whole if axis is None else parts, out_axes, out_axes),
     )
     in_shardings, out_shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
@@ -60,6 +65,11 @@ def mapped(
     return jax.jit(
         each, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donated
     )
+
+
+def is_whole(mesh: Mesh, implementation: Implementation) -> bool:
+    """Whether a mapped function takes a batch without an axis of devices: there is only one."""
+    return mesh.size == 1 and implementation == "shard_map"
 
 
 def by_axis(function: Function, results: PyTree, out_axes: PyTree) -> PyTree:

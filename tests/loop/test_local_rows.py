@@ -30,7 +30,7 @@ def test_a_single_process_computes_with_every_row():
     assert not knows_rows(stream)
     batches, feed = LocalBatches(stream, strategy), Padder(strategy, pad=True)
     loaded = [batches.load(item, feed) for item in batches]
-    np.testing.assert_array_equal([each.batch.inputs[0][0] for each in loaded], X.reshape(2, 4))
+    np.testing.assert_array_equal([each.batch.inputs[0] for each in loaded], X.reshape(2, 4))
     assert not batches.is_own and batches.batch_size == 4
 
 
