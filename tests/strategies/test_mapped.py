@@ -16,7 +16,7 @@ from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit.strategies import DataParallel
-from flaxfit.strategies._mapped import chosen, mapped
+from flaxfit.strategies._mapped import chosen, is_whole, mapped
 
 pytestmark = pytest.mark.optimized
 BOTH = ("pmap", "shard_map")
