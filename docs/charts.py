@@ -41,9 +41,25 @@ def steps() -> str:
     )
 
 
-def bars(title: str, values: Mapping[str, float]) -> str:
-    """A panel of horizontal bars with their values."""
-    scale = 150 / 3.4
+def accelerator() -> str:
+    """The time of a step on a GPU, a panel for each model."""
+    table = read_table("performance", "on an H100")
+    models = next(iter(table.values()))
+    times = {
+        model: {name: float(of[model]) for name, of in table.items() if of.get(model)}
+        for model in models
+    }
+    return figure(
+        "chart",
+        "The time of a training step on an H100, as a multiple of that of the best hand-written "
+        "loop. Shorter is faster.",
+        [bars(model, times[model], most=9) for model in models],
+    )
+
+
+def bars(title: str, values: Mapping[str, float], *, most: float = 3.4) -> str:
+    """A panel of horizontal bars with their values, on a scale up to `most`."""
+    scale = 150 / most
     parts = [text(0, 14, title, "title")]
     for i, (name, value) in enumerate(values.items()):
         y = 30 + 24 * i
@@ -191,7 +207,7 @@ def figure(kind: str, caption: str, drawings: Iterable[str]) -> str:
     return f'<figure class="{kind}">\n{inside}\n<figcaption>{caption}</figcaption>\n</figure>\n'
 
 
-CHARTS = {"steps": steps, "memory": memory, "growth": growth}
+CHARTS = {"steps": steps, "accelerator": accelerator, "memory": memory, "growth": growth}
 
 if __name__ == "__main__":
     for name, draw in CHARTS.items():

@@ -44,7 +44,7 @@ def test_links_to_files_lead_somewhere(page):
     assert not [link for link in links if not (ROOT / link).exists()]
 
 
-@pytest.mark.parametrize("chart", ["growth", "memory", "steps"])
+@pytest.mark.parametrize("chart", ["accelerator", "growth", "memory", "steps"])
 def test_charts_show_the_numbers_of_their_pages(chart):
     draw = runpy.run_path(str(DOCS / "charts.py"))["CHARTS"][chart]
     drawn = (DOCS / "_static" / f"{chart}.html").read_text()
