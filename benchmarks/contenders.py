@@ -59,6 +59,9 @@ RECIPES = {
         _HAND, {"resident": False, **_SEVERAL}, is_rival=True, is_scan=True
     ),
     "TrainLoop": Recipe("benchmarks.with_flaxfit:train_loop", spreads=True),
+    "TrainLoop, borrowed": Recipe(
+        "benchmarks.with_flaxfit:train_loop", {"snapshot": "none"}, models=("leaves",)
+    ),
     "TrainLoop, host-fed": Recipe("benchmarks.with_flaxfit:train_loop", {"resident": False}),
     "TrainLoop, 32 a call": Recipe(
         "benchmarks.with_flaxfit:train_loop", _SEVERAL, is_scan=True, spreads=True

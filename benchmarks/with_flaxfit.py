@@ -35,6 +35,7 @@ def train_loop(
     resident: bool | str = "auto",
     steps_per_call: Any = 1,
     n_devices: int = 1,
+    snapshot: str = "device",
 ) -> Contender:
     """A TrainLoop with a metric, a bar and a callback, and a checkpoint each epoch."""
     model, optimizer = model or build(workload), optax.adam(workload.learning_rate)
@@ -52,6 +53,7 @@ def train_loop(
         steps_per_call=steps_per_call,
         callbacks=[lambda checkpoint: seen.append(checkpoint.step), ff.callbacks.ProgressBar()],
         grad_norm=False,
+        snapshot=snapshot,
     )
     evaluator = ff.EvalLoop(
         ff.EvalTask(model.apply, task.metrics, stream.one_epoch(), loss=task.loss),
