@@ -65,7 +65,7 @@ class PrefetchedStream:
             # Nothing is read ahead of the first batch: `set_state` may then continue after it
             # without opening the data again, which may change its order.
             try:
-                batch = next(self._stream)
+                batch = _next(self._stream)
             finally:
                 self._state, self.epoch = _position(self._stream)
             self._is_begun = True
@@ -123,14 +123,17 @@ class PrefetchedStream:
 def _assemble(
     stream: Any, batches: queue.SimpleQueue, slots: threading.Semaphore, stopped: threading.Event
 ) -> None:
-    # Batches of arrays do not share memory with later ones.
-    keep = (lambda item: item) if isinstance(stream, ArrayStream) else detached
     while slots.acquire() and not stopped.is_set():
         try:
-            batches.put((keep(next(stream)), None, _position(stream)))
+            batches.put((_next(stream), None, _position(stream)))
         except BaseException as error:  # Raised by `next`.
             batches.put((None, error, _position(stream)))
             return
+
+
+def _next(stream: Any) -> PyTree:
+    """The next batch, which the stream does not write to afterwards."""
+    return next(stream) if type(stream) is ArrayStream else detached(next(stream))
 
 
 def _stop(thread: threading.Thread, slots: threading.Semaphore, stopped: threading.Event) -> None:

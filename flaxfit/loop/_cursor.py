@@ -3,8 +3,12 @@
 import contextlib
 from typing import Any
 
+import jax
+import numpy as np
+
 from flaxfit.data import ArrayStream, as_stream
 from flaxfit.data._batch import detached
+from flaxfit.data._prefetch import PrefetchedStream
 from flaxfit.data._roles import NO_ROLES, Roles
 from flaxfit.loop._local_rows import knows_rows
 from flaxfit.tree._types import Data, Json, PyTree
@@ -27,6 +31,8 @@ class Cursor:
         """Whether fetched items are indices of rows, not examples."""
         self._is_own = type(self.stream) is ArrayStream
         """Whether no method of the stream is the user's own."""
+        self._never_writes = self._is_own or type(self.stream) is PrefetchedStream
+        """Whether the stream leaves the arrays of batches that it has delivered as they are."""
         self.ended = False
         """Whether there are no more batches."""
         self.is_resumed = False
@@ -109,4 +115,17 @@ class Cursor:
         return None if whole is None else self._roles(whole)
 
     def _next(self) -> PyTree:
-        return self.stream.next_rows() if self.takes_rows else self._roles(next(self.stream))
+        if self.takes_rows:
+            return self.stream.next_rows()
+        item = next(self.stream)
+        if self._never_writes:
+            _make_read_only(item)
+        return self._roles(item)
+
+
+def _make_read_only(item: PyTree) -> None:
+    """Tells strategies that they need not copy the arrays of an item."""
+    with contextlib.suppress(ValueError):  # JAX cannot sort its keys.
+        for leaf in jax.tree.leaves(item):
+            if isinstance(leaf, np.ndarray):
+                leaf.flags.writeable = False

@@ -77,3 +77,26 @@ def test_items_that_are_kept_are_copies_where_their_source_may_write_again():
     assert [item.item() for item in cursor.fetch(3)] == [0.0, 1.0, 2.0]
     cursor.stepped(2)
     assert [item.item() for item in cursor.fetch(2)] == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_arrays_that_no_source_writes_again_are_not_copied_for_the_devices(shuffle):
+    x, strategy = np.arange(40, dtype=np.float32).reshape(20, 2), ff.DataParallel()
+    stream = ff.ArrayStream(x, batch_size=4, shuffle=shuffle, resident=False)
+    for data in (stream, ff.data.prefetch(stream), ff.data.prefetch([(x[:4], x[4:8])])):
+        (item,) = Cursor(data).fetch(1)
+        assert all(np.shares_memory(strategy.split(x), x) for x in item if len(x))
+    assert x.flags.writeable and next(stream)[0].flags.writeable
+
+
+def test_a_source_may_write_again_to_what_was_read_ahead():
+    buffer = np.zeros((4, 2), np.float32)
+
+    def reusing():
+        for i in range(4):
+            buffer[:] = i
+            yield buffer
+
+    cursor = Cursor(ff.data.prefetch(reusing()))
+    items = [cursor.fetch(1)[0], *(cursor.stepped(1) or cursor.fetch(1)[0] for _ in range(3))]
+    assert [item[0, 0] for item in items] == [0, 1, 2, 3] and buffer.flags.writeable
