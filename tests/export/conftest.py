@@ -44,6 +44,12 @@ def variables(net):
     return {"params": variables["params"], "batch_stats": stats}
 
 
+@pytest.fixture(scope="session")
+def apply(net):
+    """The network compiled, for what is expected: as single operations it compiles for longer."""
+    return jax.jit(net.apply)
+
+
 @pytest.fixture
 def module(net, variables):
     return JaxModule(variables, net.apply, input_spec=InputSpec(("batch", 3)))

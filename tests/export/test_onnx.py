@@ -28,12 +28,12 @@ def session(path):
     return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
 
-def test_onnxruntime_computes_the_same(module, path, net, variables, x, capsys):
+def test_onnxruntime_computes_the_same(module, path, apply, variables, x, capsys):
     report = save_onnx(module, path)
     run = session(path)
     for n in (1, 4):
         (got,) = run.run(["outputs"], {"inputs": x[:n]})
-        np.testing.assert_allclose(got, net.apply(variables, x[:n]), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(got, apply(variables, x[:n]), rtol=1e-4, atol=1e-6)
     assert report.max_error < 1e-5
     assert str(report) in capsys.readouterr().err
     assert run.get_inputs()[0].shape == ["batch", 3]
@@ -50,10 +50,10 @@ def test_a_convolutional_net_goes_through(path):
             return nn.Dense(2)(x.mean((1, 2)))
 
     x = np.random.default_rng(0).standard_normal((2, 8, 8, 1)).astype(np.float32)
-    variables = Conv().init(jax.random.key(0), x)
+    variables = jax.jit(Conv().init)(jax.random.key(0), x)
     save_onnx(JaxModule(variables, Conv().apply, input_spec=InputSpec(("batch", 8, 8, 1))), path)
     (got,) = session(path).run(None, {"inputs": x})
-    np.testing.assert_allclose(got, Conv().apply(variables, x), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got, jax.jit(Conv().apply)(variables, x), rtol=1e-4, atol=1e-5)
 
 
 def test_nested_integers_and_several_outputs_have_names(path):

@@ -46,10 +46,10 @@ def written(trainable, tmp_path_factory):
     return path
 
 
-def test_methods_compute_the_same_in_tensorflow(module, net, variables, x):
+def test_methods_compute_the_same_in_tensorflow(module, apply, variables, x):
     for n in (1, 4):
         got = module.methods[DEFAULT](x[:n]).numpy()
-        np.testing.assert_allclose(got, net.apply(variables, x[:n]), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(got, apply(variables, x[:n]), rtol=1e-5, atol=1e-6)
 
 
 def test_variables_are_named_by_their_paths(trainable):
@@ -81,25 +81,25 @@ def test_nothing_is_trainable_unless_asked(module):
     assert module.tensorflow.trainable_variables == []
 
 
-def test_gradients_in_tensorflow_are_those_of_jax(trainable, net, variables, x):
+def test_gradients_in_tensorflow_are_those_of_jax(trainable, apply, variables, x):
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(trainable.methods[DEFAULT](x) ** 2)
     got = tape.gradient(loss, trainable.tensorflow.trainable_variables)
 
     def jax_loss(params):
-        return (net.apply({**variables, "params": params}, x) ** 2).sum()
+        return (apply({**variables, "params": params}, x) ** 2).sum()
 
     want = jax.tree.leaves(jax.grad(jax_loss)(variables["params"]))
     for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
 
 
-def test_an_update_reaches_tensorflow_and_jax(module, net, variables, x):
+def test_an_update_reaches_tensorflow_and_jax(module, apply, variables, x):
     method = module.methods[DEFAULT]
     method(x)
     doubled = jax.tree.map(lambda a: 2 * a, variables)
     module.update_variables(doubled)
-    want = net.apply(doubled, x)
+    want = apply(doubled, x)
     np.testing.assert_allclose(method(x).numpy(), want, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="shapes or dtypes differ"):
         module.update_variables(jax.tree.map(lambda a: a[..., :1], variables))
@@ -112,9 +112,9 @@ def test_inputs_of_another_structure_are_refused(module, x):
         module.methods[DEFAULT](x, x)
 
 
-def test_what_is_loaded_computes_the_same(written, net, variables, x):
+def test_what_is_loaded_computes_the_same(written, apply, variables, x):
     loaded = tf.saved_model.load(str(written))
-    want = net.apply(variables, x)
+    want = apply(variables, x)
     np.testing.assert_allclose(loaded(tf.constant(x)).numpy(), want, rtol=1e-5, atol=1e-6)
     served = loaded.signatures["serving_default"](inputs=tf.constant(x))["outputs"]
     np.testing.assert_allclose(served.numpy(), want, rtol=1e-5, atol=1e-6)
@@ -139,7 +139,7 @@ def test_it_is_fine_tuned_in_tensorflow(written, x):
 
 @pytest.mark.slow
 def test_it_is_served_tuned_in_keras_and_made_a_lite_model_without_jax(
-    written, trainable, net, variables, x, run_child
+    written, trainable, apply, variables, x, run_child
 ):
     script = (
         "import warnings; warnings.simplefilter('ignore')\n"
@@ -171,8 +171,8 @@ def test_it_is_served_tuned_in_keras_and_made_a_lite_model_without_jax(
     done = run_child([sys.executable, "-c", script])
     assert done.returncode == 0, done.stderr
     outputs, grads, tuned, lite = json.loads(done.stdout.splitlines()[-1])
-    np.testing.assert_allclose(outputs, net.apply(variables, x), rtol=1e-5, atol=1e-6)
-    want = jax.grad(lambda p: (net.apply({**variables, "params": p}, x) ** 2).sum())(
+    np.testing.assert_allclose(outputs, apply(variables, x), rtol=1e-5, atol=1e-6)
+    want = jax.grad(lambda p: (apply({**variables, "params": p}, x) ** 2).sum())(
         variables["params"]
     )
     assert sorted(grads) == [n for n, on in trainable.trainable.items() if on]
@@ -180,7 +180,7 @@ def test_it_is_served_tuned_in_keras_and_made_a_lite_model_without_jax(
         np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5, err_msg=name)
     assert tuned == [6, 6, True]
     for outputs in lite:
-        want = net.apply(variables, x[: len(outputs)])
+        want = apply(variables, x[: len(outputs)])
         np.testing.assert_allclose(outputs, want, rtol=1e-4, atol=1e-5)
 
 
@@ -258,7 +258,7 @@ def test_a_saved_model_is_replaced_and_nothing_else_is(module, path, capsys):
     assert str(report) in capsys.readouterr().err
 
 
-def test_a_state_is_exported_with_its_parameters_trainable(path, net, variables, x):
+def test_a_state_is_exported_with_its_parameters_trainable(path, net, apply, variables, x):
     from flaxfit import InferenceState
 
     stats = {"batch_stats": variables["batch_stats"]}
@@ -269,7 +269,7 @@ def test_a_state_is_exported_with_its_parameters_trainable(path, net, variables,
     )
     export.write(module, path, "saved_model")
     loaded = tf.saved_model.load(str(path))
-    want = net.apply({**stats, "params": average}, x)
+    want = apply({**stats, "params": average}, x)
     np.testing.assert_allclose(loaded(tf.constant(x)).numpy(), want, rtol=1e-5, atol=1e-6)
     assert len(loaded.trainable_variables) == 6
 

@@ -19,11 +19,11 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.slow
-def test_what_is_loaded_computes_the_same(module, path, net, variables, x, capsys):
+def test_what_is_loaded_computes_the_same(module, path, apply, variables, x, capsys):
     report = export.save(module, path)
     loaded = export.load(path)
     for n in (1, 2, 4):
-        np.testing.assert_allclose(loaded(x[:n]), net.apply(variables, x[:n]), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(loaded(x[:n]), apply(variables, x[:n]), rtol=1e-5, atol=1e-6)
     assert report.max_error < 1e-6
     assert report.inputs == ("batch=1", "batch=5")
     assert str(report) in capsys.readouterr().err
