@@ -72,7 +72,7 @@ def main():
     loader = torch.utils.data.DataLoader(Shifted(*train), batch_size=BATCH, shuffle=True)
     for name, data in (("grain", grain_pipeline(*train)), ("torch", loader)):
         model = ff.Model(CNN(), optax.adam(3e-3), "crossentropy", metrics=["accuracy"])
-        model.fit(data, epochs=3, validation_data=test)
+        model.fit(data, epochs=2, validation_data=test)
         print(f"{name} test accuracy {model.evaluate(*test)['accuracy']:.4f}")
 
 

@@ -61,7 +61,7 @@ def report(checkpoint):
 
 
 def main():
-    pretrained = train(Classifier().init, optax.adam(3e-3), load_small(), 8)
+    pretrained = train(Classifier().init, optax.adam(3e-3), load_small(), 6)
 
     digits, test = load_mnist()
     # Small steps for what is pretrained, larger ones for the new head; the stem stays as it is.
@@ -73,7 +73,7 @@ def main():
     task = ff.TrainTask(Classifier().apply, optimizer, "crossentropy", **frozen)
     fresh = ff.init_state(Classifier().init, task.optimizer, 1, (digits[0][:1],))
     start = fresh.replace_params({**fresh.params, "encoder": pretrained.params["encoder"]})
-    tuned = train(start, optimizer, digits, 8, **frozen)
+    tuned = train(start, optimizer, digits, 6, **frozen)
 
     stem = tuned.params["encoder"]["stem"]["kernel"]
     assert np.array_equal(stem, pretrained.params["encoder"]["stem"]["kernel"])

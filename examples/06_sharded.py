@@ -17,7 +17,7 @@ import flaxfit as ff
 
 LENGTH, VOCAB, WIDTH, N_HEADS = 32, 128, 64, 4
 split = nn.with_logical_partitioning
-normal, glorot = nn.initializers.normal(0.02), nn.initializers.glorot_normal()
+normal, glorot = nn.initializers.normal(0.25), nn.initializers.glorot_normal()
 
 
 class Block(nn.Module):
@@ -60,7 +60,7 @@ def train(strategy, x, y):
     model = ff.Model(
         Transformer(), optax.adamw(5e-3), "crossentropy", ["accuracy"], strategy=strategy
     )
-    history = model.fit(x[512:8192], y[512:8192], batch_size=32, verbose=2)
+    history = model.fit(x[512:3072], y[512:3072], batch_size=16, verbose=2)
     return model, history["loss"][-1]
 
 

@@ -53,7 +53,7 @@ def train(init, order, n_steps):
 
 def main():
     print("a small T5 learns to sort")
-    sorting = train(T5(SIZES).init, order=1, n_steps=300)
+    sorting = train(T5(SIZES).init, order=1, n_steps=200)
 
     # Exported under the old names: the rules of `t5_translator` run backwards.
     flat = flatten_dict({"target": sorting.state.params}, sep="/")
@@ -69,7 +69,7 @@ def main():
     state = importers.restore_from_t5(fresh, "t5.npz", optimizer_state=False)
 
     print("fine-tuned to sort downwards")
-    tuned = train(state, order=-1, n_steps=int(state.step) + 200)
+    tuned = train(state, order=-1, n_steps=int(state.step) + 150)
 
     # Exported: a file that runs without this code, for batches and sentences of any size.
     specs = (ff.export.InputSpec(("batch", "length"), "int32"),) * 2

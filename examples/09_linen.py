@@ -26,7 +26,7 @@ class Net(nn.Module):
 
 def main():
     images, labels = load_digits(return_X_y=True)
-    x, x_test, y, y_test = train_test_split(images / 16, labels, test_size=0.2, random_state=0)
+    x, x_test, y, y_test = train_test_split(images / 16, labels, test_size=357, random_state=0)
 
     # The weights are made at the first batch, of the seed.
     model = ff.Model(Net(), optax.adam(3e-3), "crossentropy", metrics=["accuracy"], seed=0)
@@ -39,7 +39,7 @@ def main():
 
     # A task and a loop take the module, too, or its functions: `Net().apply`, `Net().init`.
     stream = ff.ArrayStream(x, y, batch_size=32, shuffle=True)
-    task = ff.TrainTask(Net(), optax.adam(3e-3), "crossentropy", stream)
+    task = ff.TrainTask(Net(), optax.adam(3e-3), "crossentropy", stream, ["accuracy"])
     measure = ff.EvalLoop(ff.EvalTask(Net(), ["accuracy"], (x_test, y_test)), name="test")
     loop = ff.TrainLoop(Net(), task, 0, n_steps=200, n_steps_per_checkpoint=50, callbacks=[measure])
     for checkpoint in loop:
