@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import struct
-from marks import slow, thorough
+from marks import thorough
 
 import flaxfit as ff
 from flaxfit.data._batch import normalize
@@ -18,6 +18,7 @@ from flaxfit.data._fit_arguments import prepare, prepare_inputs
 X = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
 Y = (X.sum(1) > 0).astype(np.int32)
 W = np.linspace(0.5, 1.5, 20, dtype=np.float32)
+ONE = ff.DataParallel(jax.devices()[:1])
 
 
 def assert_same(data, expected):
@@ -27,7 +28,7 @@ def assert_same(data, expected):
 
 
 def make_model(outputs=2, loss="crossentropy", metrics=()):
-    return ff.Model(nn.Dense(outputs), optax.sgd(0.1), loss, metrics)
+    return ff.Model(nn.Dense(outputs), optax.sgd(0.1), loss, metrics, strategy=ONE)
 
 
 @pytest.mark.parametrize(
@@ -143,10 +144,10 @@ class Moves(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [State, Record])
+@pytest.mark.parametrize("kind", [State, thorough(Record)])
 def test_a_structure_is_fitted_evaluated_and_predicted_alike(kind):
     targets = X.sum(1, keepdims=True)
-    model = ff.Model(Moves(), optax.sgd(0.1), "mse")
+    model = ff.Model(Moves(), optax.sgd(0.1), "mse", strategy=ONE)
     model.fit(kind(X, X), targets, batch_size=10, shuffle=False, verbose=0)
     outputs = model.predict(kind(X, X))
     assert model.predict([(kind(X, X),)]).tolist() == outputs.tolist()
@@ -155,7 +156,7 @@ def test_a_structure_is_fitted_evaluated_and_predicted_alike(kind):
     assert model.evaluate([(kind(X, X), targets)])["loss"] == pytest.approx(loss, rel=1e-5)
     for data in ((kind(X, X), targets), [(kind(X, X), targets)]):
         task = ff.TrainTask(Moves().apply, optax.sgd(0.1), "mse", data)
-        assert next(ff.TrainLoop(Moves().init, task, 0, stdout=False)).loss > 0
+        assert next(ff.TrainLoop(Moves().init, task, 0, stdout=False, strategy=ONE)).loss > 0
     with pytest.raises(TypeError, match="a loss that needs targets, got only inputs"):
         ff.Model(Moves(), optax.sgd(0.1), "mse").fit(kind(X, X), verbose=0)
 
@@ -168,7 +169,7 @@ def test_a_list_of_arrays_is_several_inputs_in_fit_evaluate_and_predict():
             return nn.Dense(1)(a) - nn.Dense(1)(b)
 
     targets = X.sum(1, keepdims=True)
-    model = ff.Model(Two(), optax.sgd(0.1), "mse")
+    model = ff.Model(Two(), optax.sgd(0.1), "mse", strategy=ONE)
     model.fit([X, 2 * X], targets, verbose=0)
     np.testing.assert_array_equal(model.predict([X, 2 * X]), model.predict((X, 2 * X)))
     loss = model.evaluate([X, 2 * X], targets)["loss"]
@@ -256,7 +257,12 @@ def test_sparse_and_nested_tensors_of_torch_are_refused_in_words():
 
 @pytest.mark.parametrize(
     "data",
-    [thorough(((X, Y),)), slow(({"x": X, "y": Y},)), (X.tolist(), list(Y)), thorough(([(X, Y)],))],
+    [
+        thorough(((X, Y),)),
+        thorough(({"x": X, "y": Y},)),
+        (X.tolist(), list(Y)),
+        thorough(([(X, Y)],)),
+    ],
     ids=["pair", "mapping", "lists", "batches"],
 )
 def test_a_model_is_fitted_and_evaluated_on_each_form_alike(data):
@@ -281,7 +287,7 @@ def test_a_list_of_targets_is_the_targets_of_several_outputs():
 
     targets = X.sum(1, keepdims=True)
     losses = [
-        ff.Model(Two(), optax.sgd(0.1), loss).fit(X, y, verbose=0)["loss"]
+        ff.Model(Two(), optax.sgd(0.1), loss, strategy=ONE).fit(X, y, verbose=0)["loss"]
         for y in ([targets, -targets], (targets, -targets))
     ]
     assert losses[0] == losses[1]

@@ -329,13 +329,15 @@ def test_columns_and_transforms_chosen_in_hugging_face_are_kept(datasets):
 
 
 @pytest.mark.slow
-def test_no_library_is_imported_for_data_of_another(run_child):
+def test_no_library_is_imported_for_data_or_models_of_another(run_child):
     code = """
-import sys, numpy as np
+import sys, flaxfit.modules, numpy as np
+from flax import linen as nn
 from flaxfit.data import as_stream, one_pass, prefetch
 for data in (np.zeros(3), [np.zeros(3)], lambda: [np.zeros(3)], (x for x in [np.zeros(3)])):
     list(prefetch(one_pass(data)))
-foreign = {"torch", "tensorflow", "grain", "datasets", "pandas"} & set(sys.modules)
+flaxfit.modules.train_and_eval(nn.Dense(1))
+foreign = {"torch", "tensorflow", "grain", "datasets", "pandas", "flax.nnx"} & set(sys.modules)
 sys.exit(f"imported {foreign}" if foreign else 0)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow
+from marks import slow, thorough
 from sklearn.metrics.pairwise import paired_cosine_distances
 
 from flaxfit import losses
@@ -150,8 +150,16 @@ def every_loss():
     yield "dice", LOGITS, BITS.astype(np.float32)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
-@pytest.mark.parametrize(("name", "outputs", "targets"), list(every_loss()))
+TYPICAL = ("mse", "crossentropy", "binary_crossentropy", "categorical_focal_crossentropy")
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs", "targets", "dtype"),
+    [
+        *((*each, "bfloat16") for each in every_loss()),
+        *((slow if each[0] in TYPICAL else thorough)(*each, "float16") for each in every_loss()),
+    ],
+)
 def test_16_bits_are_computed_in_float32(name, outputs, targets, dtype):
     loss = losses.resolve(name)
     outputs = (10 * outputs).astype(dtype)
@@ -217,5 +225,5 @@ def test_classes_may_lie_along_another_axis(name):
     logits = LOGITS.reshape(8, 4, 10)
     labels = LABELS.reshape(8, 4) if name == "crossentropy" else ONEHOT.reshape(8, 4, 10)
     moved = labels if name == "crossentropy" else np.moveaxis(labels, -1, 1)
-    values = loss(axis=1)(np.moveaxis(logits, -1, 1), moved)
-    np.testing.assert_allclose(values, loss(logits, labels), rtol=1e-6)
+    values = jax.jit(loss(axis=1))(np.moveaxis(logits, -1, 1), moved)
+    np.testing.assert_allclose(values, jax.jit(loss)(logits, labels), rtol=1e-6)

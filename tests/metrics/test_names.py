@@ -3,6 +3,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from measuring import value_of
 
 from flaxfit.metrics import Metric, accuracy, as_metrics, auc, confusion_matrix, mse, on, top_k
 
@@ -150,7 +151,7 @@ def test_areas_of_several_classes_have_the_names_of_scikit_learn(name, options):
     outputs = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
     labels = np.arange(20) % 7 % 3
     found = as_metrics([name])[name]
-    assert compute(found, outputs, labels) == compute(auc(**options), outputs, labels)
+    assert value_of(found, outputs, labels) == value_of(auc(**options), outputs, labels)
     with pytest.raises(ValueError, match="must be 'ovr' .* got 'ovo'"):
         as_metrics(["roc_auc_ovo"])
 

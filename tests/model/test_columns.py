@@ -1,5 +1,6 @@
 """Columns by name in `fit`, `evaluate` and `predict`, from every kind of data."""
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -17,6 +18,7 @@ NAMED = {"inputs": "image", "targets": "label"}
 
 def make_model(**options):
     module = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    options = {"strategy": ff.DataParallel(jax.devices()[:1]), **options}
     return ff.Model(module, optax.sgd(0.5), "crossentropy", ["accuracy"], **options)
 
 

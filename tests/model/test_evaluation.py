@@ -7,17 +7,20 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from loops import waves
 from marks import thorough
 
 import flaxfit as ff
 
 X = np.random.default_rng(0).normal(size=(13, 3)).astype(np.float32)
 Y = X.sum(1, keepdims=True)
+ONE = ff.DataParallel(jax.devices()[:1])
+LAYER = nn.Dense(1, kernel_init=waves)
 
 
 def make_model(**options):
     given = {"optimizer": optax.sgd(0.1), "loss": "mse", "metrics": ["mae"], **options}
-    return ff.Model(nn.Dense(1), given.pop("optimizer"), given.pop("loss"), **given)
+    return ff.Model(LAYER, given.pop("optimizer"), given.pop("loss"), strategy=ONE, **given)
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +115,9 @@ def moments(model):
 @pytest.mark.slow
 @pytest.mark.parametrize("is_loaded", [False, thorough(True)])
 def test_compile_keeps_what_a_rate_was_set_to(is_loaded, tmp_path, capsys):
-    model = make_tuned(optax.adam(0.1))
-    before = moments(model)
-    model.save(tmp_path)
+    tuned = make_tuned(optax.adam(0.1))
+    before = moments(tuned)
+    tuned.save(tmp_path)
 
     def compiled(**changes):
         other = make_tuned(optax.adam(0.1)) if not is_loaded else make_model(optimizer=other_adam)
@@ -136,7 +139,7 @@ def test_compile_keeps_what_a_rate_was_set_to(is_loaded, tmp_path, capsys):
     assert is_kept and rate_of(other) == 0.5
     other, is_kept = compiled(optimizer=optax.sgd(0.01))
     assert not is_kept and rate_of(other) == 0.01
-    kernel = make_tuned(optax.adam(0.1)).get_weights()[1]
+    kernel = tuned.get_weights()[1]
     other, is_kept = compiled(freeze="kernel")
     assert is_kept and np.array_equal(other.get_weights()[1], kernel)
 
@@ -153,12 +156,12 @@ def test_compile_of_the_same_optimizer_keeps_its_hyperparameters():
 def test_a_loaded_model_is_compiled_with_an_optimizer_that_did_not_write_it(tmp_path):
     make_tuned(optax.adam(0.1)).save(tmp_path)
     for optimizer, rate in (optax.sgd(0.01), 0.01), (optax.adam(0.02), 0.02):
-        model = ff.Model(nn.Dense(1))
+        model = ff.Model(LAYER, strategy=ONE)
         model.load(tmp_path)
         model.compile(optimizer, "mse")
         model.fit(X, Y, verbose=0)
         assert model.step == 2 and rate_of(model) == rate
-    model = ff.Model(nn.Dense(2))
+    model = ff.Model(nn.Dense(2), strategy=ONE)
     model.load(tmp_path)
     model.compile(optax.sgd(0.01), "mse")
     with pytest.raises(ValueError, match=r"does not fit this model \(2 differences\)"):
@@ -194,13 +197,13 @@ def test_weights_are_a_list_of_arrays(model):
 class TwoHeads(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return {name: nn.Dense(1, name=name)(x) for name in ("price", "count")}
+        return {name: nn.Dense(1, kernel_init=waves, name=name)(x) for name in ("price", "count")}
 
 
 @pytest.mark.slow
 def test_weights_in_a_list_are_those_of_the_losses_by_name_in_order():
     losses = {"price": "mse", "count": "mae"}
-    model = ff.Model(TwoHeads(), optax.sgd(0.1), losses)
+    model = ff.Model(TwoHeads(), optax.sgd(0.1), losses, strategy=ONE)
     y, weights = {"price": Y, "count": -Y}, np.arange(13, dtype=np.float32)
     listed, named = [weights, None], {"price": weights}
     assert model.evaluate(X, y, sample_weight=listed) == model.evaluate(X, y, sample_weight=named)
@@ -209,7 +212,7 @@ def test_weights_in_a_list_are_those_of_the_losses_by_name_in_order():
     assert one_batch(X, y, listed) == one_batch(X, y, named)
     batches = [(X, y, listed)] * 2
     assert model.evaluate(batches) == model.evaluate([(X, y, named)] * 2)
-    one, other = (ff.Model(TwoHeads(), optax.sgd(0.1), losses) for _ in range(2))
+    one, other = (ff.Model(TwoHeads(), optax.sgd(0.1), losses, strategy=ONE) for _ in range(2))
     assert one.train_on_batch(X, y, listed) == other.train_on_batch(X, y, named)
     by_name = other.fit([(X, y, named)] * 2, verbose=0)
     assert one.fit(iter(batches), verbose=0)["loss"] == by_name["loss"]

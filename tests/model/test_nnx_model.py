@@ -282,7 +282,7 @@ def on_another_mesh():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [without_a_mesh, thorough(on_a_mesh), on_another_mesh])
+@pytest.mark.parametrize("make", [thorough(without_a_mesh), thorough(on_a_mesh), on_another_mesh])
 def test_an_instance_with_named_dimensions_is_taken_as_it_is(make):
     sharded = ff.Sharded({"data": 2, "model": 2}, rules=[("model", "model")])
     models = [make_model(make(), strategy=each) for each in (FIRST, sharded)]

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from internals import loop_of_model, programs_of
+from loops import waves
 from marks import thorough, usual
 
 import flaxfit as ff
@@ -20,6 +21,7 @@ from flaxfit.checkpoints import CheckpointFileWriter, latest, list_steps
 rng = np.random.default_rng(0)
 X = rng.normal(size=(50, 4)).astype(np.float32)
 Y = X.sum(1, keepdims=True)
+ONE = ff.DataParallel(jax.devices()[:1])
 
 
 class Net(nn.Module):
@@ -42,8 +44,18 @@ def interrupt_at(step):
     return callback
 
 
-def train(folder, data=(X, Y), callbacks=(), **options):
-    model = ff.Model(Net(), optax.adam(1e-2), "mse", ["mae"])
+def network():
+    """A model with every kind of state that a run has to resume, on several devices."""
+    return ff.Model(Net(), optax.adam(1e-2), "mse", ["mae"])
+
+
+def layer():
+    module = nn.Dense(1, kernel_init=waves)
+    return ff.Model(module, optax.sgd(1e-2), "mse", ["mae"], strategy=ONE)
+
+
+def train(folder, data=(X, Y), callbacks=(), *, make=layer, **options):
+    model = make()
     x, y = data if isinstance(data, tuple) else (data, None)
     size = {"batch_size": 16} if isinstance(data, tuple) else {}
     options = {"epochs": 5, "verbose": 0, **size, **options}
@@ -73,12 +85,13 @@ class Loader:
         thorough((X, Y), {"steps_per_execution": 2}),
         thorough(list(Loader()), {}),
         thorough(list(Loader()), {"steps_per_execution": 2}),
-        (Loader(), {}),
+        (Loader(), {"make": layer}),
         thorough(Loader(), {"steps_per_execution": 2}),
     ],
     ids=["arrays", "arrays-several", "list", "list-several", "loader", "loader-several"],
 )
 def test_an_interrupted_call_ends_as_the_whole_one(tmp_path, data, options):
+    options = {"make": network, **options}
     whole = fingerprint(*train(tmp_path / "whole", data, **options))
     folder, n = tmp_path / "run", 4 if isinstance(data, tuple) else 3
     for epoch in (2, 4):
@@ -220,9 +233,13 @@ def test_a_backup_is_deleted_when_training_has_succeeded_and_not_before(tmp_path
     assert not folder.exists()
 
 
+def linear(rate=0.01):
+    return ff.Model(nn.Dense(1, kernel_init=waves), optax.sgd(rate), "mse", strategy=ONE)
+
+
 def backed_up(folder, callback=None, rate=0.01):
     """Trains a linear model with a backup in a folder; returns the steps that stay there."""
-    model = ff.Model(nn.Dense(1), optax.sgd(rate), "mse")
+    model = linear(rate)
     with CheckpointFileWriter(folder, delete_checkpoint=True) as writer:
         given = [] if callback is None else [callback]
         options = {"epochs": 4, "batch_size": 25, "verbose": 0}
@@ -242,7 +259,7 @@ def test_a_backup_is_deleted_only_when_training_came_to_its_end(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_was_complete_before_is_not_deleted(tmp_path):
-    model = ff.Model(nn.Dense(1), optax.sgd(0.01), "mse")
+    model = linear()
     model.fit(X, Y, batch_size=25, epochs=4, verbose=0, checkpoint_dir=tmp_path)
     assert backed_up(tmp_path) == [6, 8]
 

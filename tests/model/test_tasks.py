@@ -6,6 +6,7 @@ import optax
 import pytest
 import scipy.stats
 from flax import linen as nn
+from loops import waves
 
 import flaxfit as ff
 from flaxfit.callbacks import EarlyStopping
@@ -21,7 +22,8 @@ def rho(outputs, targets):
 
 
 def make_model(metrics, **options):
-    return ff.Model(nn.Dense(1), optax.sgd(0.05), "mse", metrics, **options)
+    options = {"strategy": ff.DataParallel(jax.devices()[:1]), **options}
+    return ff.Model(nn.Dense(1, kernel_init=waves), optax.sgd(0.05), "mse", metrics, **options)
 
 
 def fit(model, **options):

@@ -2,10 +2,12 @@
 
 import math
 
+import jax
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from loops import waves
 from marks import diagonal, usual
 
 import flaxfit as ff
@@ -16,10 +18,12 @@ pytestmark = pytest.mark.slow
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 4)).astype(np.float32)
 Y = RNG.integers(0, 3, 16)
+ONE = ff.DataParallel(jax.devices()[:1])
 
 
 def make_model(**options):
-    return ff.Model(nn.Dense(3), optax.adam(1e-2), "crossentropy", ["accuracy"], **options)
+    module, optimizer = nn.Dense(3, kernel_init=waves), optax.adam(1e-2)
+    return ff.Model(module, optimizer, "crossentropy", ["accuracy"], strategy=ONE, **options)
 
 
 def fitted(**options):
@@ -135,7 +139,8 @@ def test_a_model_without_weights_can_be_made_untrainable():
 def test_a_step_lists_its_numbers_under_the_names_of_evaluate(is_evaluated):
     metrics = [collected(lambda outputs, labels: 1.0, name="rank"), "accuracy"]
     model, other = (
-        ff.Model(nn.Dense(3), optax.adam(1e-2), "crossentropy", metrics) for _ in range(2)
+        ff.Model(nn.Dense(3), optax.adam(1e-2), "crossentropy", metrics, strategy=ONE)
+        for _ in range(2)
     )
     expected = (model if is_evaluated else other).evaluate(X, Y, verbose=0)
     assert model.metrics_names == list(expected)

@@ -1,6 +1,3 @@
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -341,17 +338,6 @@ def test_variables_that_lack_a_part_are_named():
     del params["out"]["bias"]
     with pytest.raises(ValueError, match="at batch_stats/norm/mean, .*params/out/bias"):
         apply({"params": params}, X)
-
-
-@pytest.mark.slow
-def test_importing_the_modules_does_not_import_nnx():
-    code = (
-        "import sys, flaxfit.modules as m; from flax import linen as nn\n"
-        "m.train_and_eval(nn.Dense(1))\n"
-        "print('flax.nnx' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
 
 
 class Noisy(nnx.Module):

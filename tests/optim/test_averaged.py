@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from loops import waves
 from marks import thorough, usual
 
 import flaxfit as ff
@@ -14,6 +15,7 @@ from flaxfit.optim._averaged import schedule_free_states
 free = optax.contrib.schedule_free_sgd
 X = np.linspace(-1, 1, 16, dtype=np.float32).reshape(8, 2)
 Y = X.sum(1, keepdims=True)
+ONE = ff.DataParallel(jax.devices()[:1])
 WRAPPED = {
     "bare": lambda: free(0.3),
     "adamw": lambda: optax.contrib.schedule_free_adamw(0.1),
@@ -34,7 +36,9 @@ OPTIONS = {
 
 
 def model_of(optimizer, **options):
-    return ff.Model(nn.Dense(1), optimizer, "mse", **options)
+    return ff.Model(
+        nn.Dense(1, kernel_init=waves), optimizer, "mse", **{"strategy": ONE, **options}
+    )
 
 
 def fitted(optimizer, **options):

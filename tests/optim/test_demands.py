@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from marks import quick, slow, usual
+from marks import slow, thorough, usual
 
 import flaxfit as ff
 from flaxfit.data._batch import Batch
@@ -129,22 +129,27 @@ def loss(params):
     return jnp.mean((apply({"params": params}, *BATCH.inputs)[0] - BATCH.targets[0]) ** 2)
 
 
-def trained_by_hand(optimizer, names=(), n_steps=2):
+def trained_by_hand(optimizer, names=(), n_steps=2, compiled=lambda step: step):
     """The parameters after steps with the arguments of these names."""
-    params, state = PARAMS, optimizer.init(PARAMS)
-    for _ in range(n_steps):
+
+    @compiled
+    def step(params, state):
         value, grad = jax.value_and_grad(loss)(params)
         known = {"value": value, "grad": grad, "value_fn": loss, "obj_fn": loss}
         known["grad_fn"] = lambda params, i: jax.grad(loss)(params)
         extra = {name: known[name] for name in names}
         updates, state = optimizer.update(grad, state, params, **extra)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state
+
+    params, state = PARAMS, optimizer.init(PARAMS)
+    for _ in range(n_steps):
+        params, state = step(params, state)
     return params
 
 
-def trained(task, n_steps=2):
-    """The parameters after as many steps of a task, which are not compiled."""
-    step = make_train_step(task)
+def trained(task, n_steps=2, compiled=lambda step: step):
+    """The parameters after as many steps of a task."""
+    step = compiled(make_train_step(task))
     state = ff.TrainState.create(task.optimizer, {"params": PARAMS})
     for _ in range(n_steps):
         state, _ = step(state, BATCH)
@@ -182,7 +187,9 @@ def test_an_optimizer_trains_or_is_refused(name):
         with pytest.raises(ValueError, match=f"TrainTask cannot train.* needs {REFUSED[name]}"):
             task_of(optimizer)
         return
-    assert_same(trained(task_of(optimizer)), trained_by_hand(optimizer, PASSED.get(name, ())))
+    compiled = {"compiled": jax.jit} if name in COSTLY else {}
+    found = trained(task_of(optimizer), **compiled)
+    assert_same(found, trained_by_hand(optimizer, PASSED.get(name, ()), **compiled))
 
 
 def test_all_that_is_refused_or_passed_more_is_known():
@@ -204,11 +211,13 @@ WRAPPED = {
     "flatten": lambda: optax.flatten(polyak()),
     "schedule-free": lambda: optax.contrib.schedule_free(polyak(), 0.1),
 }
+QUICK = ("chain", "definition", "injected", "masked", "partition", "schedule-free")
+SLOW = ("steps", "if finite", "flatten")
 
 
 @pytest.mark.parametrize(
     "wrapped",
-    quick("chain", "definition", "injected", "masked", "partition", "schedule-free", of=WRAPPED),
+    [case if case in QUICK else slow(case) if case in SLOW else thorough(case) for case in WRAPPED],
 )
 def test_wrappers_pass_on_what_is_taken_within(wrapped):
     optimizer = WRAPPED[wrapped]()

@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from loops import init_of
 from marks import thorough
 
 import flaxfit as ff
@@ -12,10 +13,11 @@ from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
 from flaxfit.optim import swap_ema
 
 X = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
-NET = nn.Sequential([nn.Dense(4), nn.Dense(1)])
+NET = nn.Sequential((nn.Dense(4), nn.Dense(1)))
+INIT = init_of(NET, 3)
 
 
-def loop_of(init=NET.init, n_steps=4, callbacks=(), devices=1, **options):
+def loop_of(init=INIT, n_steps=4, callbacks=(), devices=1, **options):
     task = ff.TrainTask(
         NET.apply, optax.adam(0.1), "mse", (X, X[:, :1]), ema=0.9, freeze="layers_1/bias", **options
     )
@@ -59,7 +61,7 @@ def test_a_resumed_run_overwrites_at_the_same_steps(tmp_path):
         list(loop_of(n_steps=1, callbacks=[writer], **frequent))
     whole, resumed = (
         loop_of(**frequent),
-        loop_of(CheckpointFileReader(tmp_path, NET.init), **frequent),
+        loop_of(CheckpointFileReader(tmp_path, INIT), **frequent),
     )
     for loop in (whole, resumed):
         list(loop)

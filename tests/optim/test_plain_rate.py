@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from marks import usual
 
 import flaxfit as ff
 from flaxfit.optim import set_hyperparams
@@ -37,6 +38,13 @@ def factories():
     return found
 
 
+# The usual ones, and those that use their rate in a form of their own.
+TYPICAL = (
+    *("adafactor", "adam", "adamw", "lamb", "lars", "lbfgs", "lion", "muon", "noisy_sgd"),
+    *("rmsprop", "sgd", "sm3", "sophia"),
+)
+
+
 def moved(optimizer, state, n_steps=3):
     params = PARAMS
     for i in range(n_steps):
@@ -47,7 +55,7 @@ def moved(optimizer, state, n_steps=3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(factories().keys() - REFUSED))
+@pytest.mark.parametrize("name", usual(*TYPICAL, of=sorted(factories().keys() - REFUSED)))
 def test_a_rate_that_is_set_moves_parameters_as_one_that_was_given(name):
     make = factories()[name]
     with warnings.catch_warnings():  # noisy_sgd will need a key.

@@ -6,6 +6,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from loops import init_of
 from marks import thorough
 from sklearn.datasets import load_digits
 
@@ -14,7 +15,8 @@ from flaxfit.optim import MultiOptimizer, OptimizerDef, hyperparams, set_hyperpa
 
 IMAGES, LABELS = load_digits(return_X_y=True)
 DATA = ((IMAGES[:256] / 16).astype(np.float32), LABELS[:256].astype(np.int32))
-MODEL = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(10)])
+MODEL = nn.Sequential((nn.Dense(8), nn.relu, nn.Dense(10)))
+INIT = init_of(MODEL, 64)
 
 
 def two_groups():
@@ -26,11 +28,12 @@ def two_groups():
     )
 
 
-def loop_with(optimizer, init=MODEL.init, apply=MODEL.apply, **options):
+def loop_with(optimizer, init=INIT, apply=MODEL.apply, **options):
     """A quiet loop over 64 digits at a time, in order."""
     stream = ff.ArrayStream(*DATA, batch_size=64, shuffle=True)
     task = ff.TrainTask(apply, optimizer, "crossentropy", stream)
-    return ff.TrainLoop(init, task, 0, n_steps_per_checkpoint=3, stdout=False, **options)
+    options = {"devices": jax.devices()[:1], "stdout": False, **options}
+    return ff.TrainLoop(init, task, 0, n_steps_per_checkpoint=3, **options)
 
 
 @pytest.mark.slow
@@ -89,7 +92,7 @@ def test_a_run_that_is_resumed_from_disk_keeps_overrides_and_ends_bit_for_bit(tm
     with ff.checkpoints.CheckpointFileWriter(tmp_path) as writer:
         interrupted = with_override(loop_with(two_groups(), callbacks=[writer]))
         list(interrupted.run_until(5))
-    resumed = loop_with(two_groups(), ff.checkpoints.CheckpointFileReader(tmp_path, MODEL.init))
+    resumed = loop_with(two_groups(), ff.checkpoints.CheckpointFileReader(tmp_path, INIT))
     assert resumed.step == 5
     rates = hyperparams(resumed.state.opt_state)
     assert float(rates["layers_0/kernel"]["learning_rate"]) == 0.5

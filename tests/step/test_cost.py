@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from internals import programs_of
+from loops import init_of
 from marks import thorough
 
 import flaxfit as ff
@@ -21,7 +22,7 @@ def make_loop(module, *, batch_size=32, strategy=None, data=None, **options):
     data = ff.ArrayStream(x, y, batch_size=batch_size, epochs=2) if data is None else data
     task = ff.TrainTask(module.apply, optax.sgd(0.1), "mse", data, **options)
     strategy = strategy or ff.DataParallel(ONE)
-    return ff.TrainLoop(module.init, task, 0, strategy=strategy, stdout=False)
+    return ff.TrainLoop(init_of(module, 64), task, 0, strategy=strategy, stdout=False)
 
 
 def test_a_matrix_product_counts_two_operations_per_multiplication():
@@ -63,7 +64,9 @@ def test_a_step_counts_forward_and_both_backward_products():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"accumulate": 4}, {"accumulate": 2, "skip_nonfinite": True}])
+@pytest.mark.parametrize(
+    "options", [thorough({"accumulate": 4}), {"accumulate": 2, "skip_nonfinite": True}]
+)
 def test_accumulation_and_devices_do_not_change_the_count_by_much(options):
     module = nn.Dense(128)
     expected = make_loop(module).step_flops()

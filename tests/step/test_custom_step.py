@@ -8,16 +8,12 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from loops import waves
 
 import flaxfit as ff
 
 RNG = np.random.default_rng(0)
 REAL = (RNG.normal(size=(40, 2)) * 0.5 + np.array([2.0, -1.0])).astype("f4")
-
-
-def waves(key, shape, dtype):
-    """Weights without a random draw, which takes longer to compile than what is tested here."""
-    return np.sin(np.arange(np.prod(shape)), dtype=dtype).reshape(shape)
 
 
 GENERATOR = nn.Dense(2, kernel_init=waves)
@@ -95,7 +91,9 @@ def test_other_data_may_give_sums_of_the_same_names_and_other_shapes():
 
     columns = ff.metrics.Metric(lambda *_: None, lambda sums: np.asarray(sums.values))
     task = ff.TrainTask(step=step, data=[REAL], metrics={"columns": columns})
-    loop = ff.TrainLoop(lambda *_: {"params": np.zeros(2)}, task, 0, stdout=False)
+    loop = ff.TrainLoop(
+        lambda *_: {"params": np.zeros(2)}, task, 0, stdout=False, devices=jax.devices()[:1]
+    )
     for data in (REAL, REAL, np.hstack([REAL, REAL])):
         loop.data = [data]
         found = loop.next_checkpoint().metrics["columns"]
@@ -131,9 +129,9 @@ def test_it_runs_on_one_device_and_several_steps_per_call_alike():
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_to_the_same_end():
-    loop = make_gan()
+    loop = make_gan(devices=jax.devices()[:1])
     loop.next_step()
-    other = make_gan()
+    other = make_gan(devices=jax.devices()[:1])
     other.restore(loop.next_step())
     ends = [list(each)[-1] for each in (loop, other)]
     jax.tree.map(np.testing.assert_array_equal, *(end.state.params for end in ends))
@@ -216,7 +214,7 @@ def test_reinforce_learns_from_batches_that_it_made_itself():
 
     task = ff.TrainTask(step=step, optimizer=optimizer)
     seen = np.ones((32, 1), "f4")
-    loop = ff.TrainLoop(policy.init, task, 0, seen, stdout=False)
+    loop = ff.TrainLoop(policy.init, task, 0, seen, stdout=False, devices=jax.devices()[:1])
     rng, rewards = np.random.default_rng(0), []
     for _ in range(30):
         logits = np.asarray(policy.apply(loop.state.variables, seen[:1]))[0]
@@ -281,7 +279,7 @@ def test_what_is_no_step_is_named(step, error, message):
 
 @pytest.mark.slow
 def test_a_loss_that_a_step_does_not_report_is_asked_for_by_name():
-    checkpoint = make_gan().next_step()
+    checkpoint = make_gan(devices=jax.devices()[:1]).next_step()
     with pytest.raises(KeyError, match="no metric 'loss'; it has d_loss, g_loss. A step of your"):
         print(checkpoint.loss)
 

@@ -118,14 +118,13 @@ def test_microbatches_differ_in_their_dropout():
     task = ff.TrainTask(Noise().apply, optax.sgd(0.1), "mse", data, accumulate=2)
     loop = ff.TrainLoop(Noise().init, task, 0, devices=jax.devices()[:1])
     key = ff.step_key(loop.state.key, 0)
-    parts = [
-        Noise().apply(
-            {"params": {"w": 1.0}},
-            ones,
-            rngs={"dropout": jax.random.fold_in(jax.random.fold_in(key, i), 0)},
-        )
-        for i in range(2)
-    ]
+
+    @jax.jit
+    def part(i):
+        key_of_part = jax.random.fold_in(jax.random.fold_in(key, i), 0)
+        return Noise().apply({"params": {"w": 1.0}}, ones, rngs={"dropout": key_of_part})
+
+    parts = [part(i) for i in range(2)]
     assert np.any(parts[0] != parts[1])
     expected = np.mean(np.square(parts))
     assert next(loop).loss == pytest.approx(float(expected), rel=1e-6)
@@ -240,7 +239,8 @@ def test_sixteen_bits_train_about_as_thirty_two_do(precision, accumulate):
         precision=precision,
         accumulate=accumulate,
     )
-    loop = ff.TrainLoop(module.init, task, 0, n_steps=20, n_steps_per_checkpoint=19)
+    options = {"n_steps": 20, "n_steps_per_checkpoint": 19, "devices": jax.devices()[:1]}
+    loop = ff.TrainLoop(init_of(module, 5), task, 0, **options)
     checkpoints = list(loop)
     other, expected = train(20, loss=small_loss)
     assert {str(dtype) for pair in seen for dtype in pair} == {precision}
@@ -308,7 +308,7 @@ def test_several_steps_in_a_call_give_what_single_ones_give():
         skip_nonfinite=True,
     )
     other = ff.TrainLoop(
-        module.init,
+        init_of(module, 5),
         task,
         0,
         n_steps=6,
@@ -332,12 +332,13 @@ def test_the_sums_of_a_count_are_not_divided():
 @pytest.mark.slow
 def test_parts_of_a_batch_need_less_memory_than_the_whole():
     def bytes_of(accumulate):
-        module = nn.Sequential([nn.Dense(64), nn.tanh, nn.Dense(64), nn.tanh, nn.Dense(1)])
+        module = nn.Sequential((nn.Dense(64), nn.tanh, nn.Dense(64), nn.tanh, nn.Dense(1)))
         x = np.ones((1024, 8), np.float32)
         task = ff.TrainTask(
             module.apply, optax.sgd(0.1), "mse", [(x, x[:, :1])], accumulate=accumulate
         )
-        return ff.TrainLoop(module.init, task, 0, stdout=False).step_memory()
+        options = {"devices": jax.devices()[:1], "stdout": False}
+        return ff.TrainLoop(init_of(module, 8), task, 0, **options).step_memory()
 
     assert bytes_of(8) < 0.5 * bytes_of(1)
 

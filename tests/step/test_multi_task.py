@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from loops import waves
 
 import flaxfit as ff
 
@@ -14,11 +15,6 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(24, 4)).astype("f4")
 KINDS, SIZES = RNG.integers(0, 3, 24), RNG.normal(size=(24, 2)).astype("f4")
 SGD = optax.sgd(0.1)
-
-
-def waves(key, shape, dtype):
-    """Weights without a random draw, which takes longer to compile than what is tested here."""
-    return np.sin(np.arange(np.prod(shape)), dtype=dtype).reshape(shape)
 
 
 class TwoHeads(nn.Module):
@@ -61,7 +57,7 @@ def make_tasks(**options):
 
 def make_loop(tasks=None, weights=None, **options):
     task = ff.MultiTask(tasks or make_tasks(), weights=weights)
-    options = {"n_steps": 6, "stdout": False, **options}
+    options = {"n_steps": 6, "stdout": False, "devices": jax.devices()[:1], **options}
     return ff.TrainLoop(MODULE.init, task, 0, **options)
 
 
@@ -75,7 +71,7 @@ def close(one, other):
 
 @pytest.mark.slow
 def test_turns_are_the_steps_of_each_task_by_hand():
-    loop = make_loop(n_steps_per_checkpoint=3, first_checkpoint=3)
+    loop = make_loop(n_steps_per_checkpoint=3, first_checkpoint=3, devices=None)
     state, tasks = loop.state, make_tasks()
     steps = {name: jax.jit(ff.make_train_step(task)) for name, task in tasks.items()}
     values = {}

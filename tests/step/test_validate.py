@@ -84,7 +84,8 @@ def test_labels_of_weight_zero_may_be_anything_and_leave_no_mark():
     inputs = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
 
     def trained_on(y):
-        model = ff.Model(nn.Dense(3), optax.sgd(0.1), "crossentropy", ["accuracy"])
+        parts = (nn.Dense(3), optax.sgd(0.1), "crossentropy", ["accuracy"])
+        model = ff.Model(*parts, strategy=ff.DataParallel(jax.devices()[:1]))
         history = model.fit(inputs, y, sample_weight=weights, verbose=0)
         return dict(history), model.evaluate(inputs, y, sample_weight=weights)
 
@@ -134,9 +135,9 @@ def test_missing_labels_may_be_nan_where_the_task_says_so(data):
 
     def losses(targets, loss, w=None, **options):
         given = data(X, targets) if w is None else data(X, targets, w)
-        task = ff.TrainTask(nn.Dense(1), optax.sgd(0.1), loss, given, **options)
-        evaluate = ff.EvalLoop(ff.EvalTask(nn.Dense(1), [], given, loss=loss, **options))
-        loop = ff.TrainLoop(nn.Dense(1), task, 0, stdout=False)
+        task = ff.TrainTask(ZEROS, optax.sgd(0.1), loss, given, **options)
+        evaluate = ff.EvalLoop(ff.EvalTask(ZEROS, [], given, loss=loss, **options))
+        loop = ff.TrainLoop(ZEROS, task, 0, stdout=False)
         measured = evaluate.measure(loop.state)["loss"]
         return measured, loop.next_step().loss, jax.tree.leaves(loop.state.params)
 
@@ -166,6 +167,7 @@ class Pair(nn.Module):
         return {"a": nn.Dense(1)(x), "b": nn.Dense(1)(x)}
 
 
+ZEROS = nn.Dense(1, kernel_init=nn.initializers.zeros)
 HALF = (np.arange(20) % 2).astype(np.float32)
 DISTINCT = np.arange(20, dtype=np.float32)[:, None]
 
@@ -182,7 +184,7 @@ DISTINCT = np.arange(20, dtype=np.float32)[:, None]
 )
 def test_a_loss_that_compares_targets_is_given_all_of_them(options, way_out):
     is_by_output = way_out.startswith("one")
-    module, loss, y, weights = nn.Dense(1), spread, DISTINCT, HALF
+    module, loss, y, weights = ZEROS, spread, DISTINCT, HALF
     if is_by_output:
         module, loss = Pair(), {"a": spread, "b": "mse"}
         y, weights = {"a": DISTINCT, "b": DISTINCT}, {"a": HALF, "b": HALF}
@@ -194,8 +196,7 @@ def test_a_loss_that_compares_targets_is_given_all_of_them(options, way_out):
 
 @pytest.mark.slow
 def test_targets_of_weight_0_are_compared_with_where_the_loss_is_across_the_batch():
-    module = nn.Dense(1, kernel_init=nn.initializers.zeros)
-    model = ff.Model(module, optax.sgd(0.0), spread, across="batch")
+    model = ff.Model(ZEROS, optax.sgd(0.0), spread, across="batch")
     history = model.fit(X, DISTINCT, 20, sample_weight=HALF, verbose=0)
     assert history["loss"] == pytest.approx([DISTINCT.mean()])
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from by_hand import drawn
 from marks import thorough
 
 import flaxfit as ff
@@ -29,7 +30,7 @@ def squared(outputs, targets):  # Its own product is in float32 on purpose.
 def make_loop(dtype, precision, strategy):
     module, data = Net(dtype), [(X, X[:, 0, 0, 0])]
     task = ff.TrainTask(module.apply, optax.sgd(0.1), squared, data, precision=precision)
-    return ff.TrainLoop(module.init, task, 0, strategy=strategy)
+    return ff.TrainLoop(drawn(module, X), task, 0, strategy=strategy)
 
 
 @pytest.mark.slow

@@ -16,6 +16,11 @@ Y = X.sum(1)
 OPTIMIZER = optax.adamw(1e-2, weight_decay=0.1)
 
 
+def waves(key, shape, dtype=np.float32):
+    """Weights without a random draw, which takes longer to compile than what is tested here."""
+    return np.sin(np.arange(np.prod(shape)), dtype=dtype).reshape(shape)
+
+
 class Regressor(nn.Module):
     dropout: float = 0.0
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from loops import init_of
+from loops import init_of, waves
 from marks import thorough
 
 import flaxfit as ff
@@ -21,11 +21,6 @@ X = RNG.normal(size=(22, 3)).astype("f4")
 CLASSES = RNG.integers(0, 4, 22)
 NUMBERS = RNG.normal(size=(22, 2)).astype("f4")
 LOSS = {"kind": "crossentropy", "size": "mse"}
-
-
-def waves(key, shape, dtype):
-    """Weights without a random draw, which takes longer to compile than what is tested here."""
-    return np.sin(np.arange(np.prod(shape)), dtype=dtype).reshape(shape)
 
 
 class TwoHeads(nn.Module):
@@ -122,7 +117,7 @@ def test_each_output_may_have_weights_of_its_own(form, n_devices):
         verbose=0,
     )
     assert {name: history[name][0] for name in expected} == pytest.approx(expected, rel=1e-4)
-    after = model.evaluate(X, targets, sample_weight=weights)
+    after = model.evaluate(X, targets, batch_size=5, sample_weight=weights)
     assert history["val_loss"][0] == pytest.approx(after["loss"], rel=1e-5)
     assert after["loss"] < found["loss"]
 
@@ -132,7 +127,7 @@ def test_weights_of_an_output_act_as_they_would_for_it_alone():
     """One head whose other has no weight trains as a model of one output does."""
     weights = RNG.uniform(0, 3, 22)
     targets = {"kind": CLASSES, "size": NUMBERS}
-    both = ff.Model(TwoHeads(), optax.sgd(0.1), LOSS)
+    both = ff.Model(TwoHeads(), optax.sgd(0.1), LOSS, strategy=one_device())
 
     class Alone(nn.Module):
         @nn.compact
@@ -142,7 +137,8 @@ def test_weights_of_an_output_act_as_they_would_for_it_alone():
     def init(rngs, x):
         return {"params": {"heads": TwoHeads().init(rngs, x)["params"]}}
 
-    alone = ff.Model((init, Alone().apply), optax.sgd(0.1), "crossentropy")
+    pair = (init, Alone().apply)
+    alone = ff.Model(pair, optax.sgd(0.1), "crossentropy", strategy=one_device())
     given = {"kind": weights, "size": np.zeros(22)}
     both.fit(X, targets, batch_size=5, epochs=3, sample_weight=given, verbose=0)
     alone.fit(X, CLASSES, batch_size=5, epochs=3, sample_weight=weights, verbose=0)
@@ -381,7 +377,8 @@ def test_none_is_the_loss_of_an_output_without_one(targets):
 @pytest.mark.slow
 def test_an_output_without_a_loss_is_measured_and_weighed_by_its_name():
     loss = {"kind": None, "size": "mse"}
-    model = ff.Model(TwoHeads(tuple), optax.sgd(0.1), loss, {"kind": "accuracy"})
+    options = {"metrics": {"kind": "accuracy"}, "strategy": one_device()}
+    model = ff.Model(TwoHeads(tuple), optax.sgd(0.1), loss, **options)
     weights = [(np.arange(22) < 10).astype(float), np.ones(22)]
     history = model.fit(X, (CLASSES, NUMBERS), batch_size=22, sample_weight=weights, verbose=0)
     assert history.keys() >= {"loss", "size_loss", "kind_accuracy"}

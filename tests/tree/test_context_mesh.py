@@ -46,7 +46,7 @@ def trained(module, strategy, folder):
         thorough(factory, ONE, AxisType.Explicit, 2),
         thorough(linen, sharded, AxisType.Auto, 2),
         slow(factory, sharded, AxisType.Explicit, 4),
-        slow(linen, ONE, AxisType.Explicit, 4),
+        thorough(linen, ONE, AxisType.Explicit, 4),
     ],
 )
 def test_a_model_is_trained_as_it_is_without_a_mesh(tmp_path, module, strategy, kind, n):
