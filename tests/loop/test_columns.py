@@ -57,7 +57,14 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", quick("mapping", of=FORMS))
+@pytest.mark.parametrize(
+    "form",
+    [
+        "mapping",
+        *(slow(name) for name in ("batches", "stream", "not resident")),
+        *(thorough(name) for name in ("prefetched", "callable")),  # They resume or measure, below.
+    ],
+)
 def test_every_form_of_data_trains_as_in_pairs(form):
     by_name, in_parts = FORMS[form]
     n = 4 if form in ("batches", "prefetched", "callable") else 6

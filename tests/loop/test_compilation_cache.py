@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import jax
@@ -148,44 +147,8 @@ def test_the_folder_is_another_for_another_processor(monkeypatch):
     assert own._own_folder() != here
 
 
-SCRIPT = """
-import collections, json, sys
-import jax, numpy as np, optax
-from flax import linen as nn
-import flaxfit as ff
-
-events = collections.Counter()
-jax.monitoring.register_event_listener(lambda name, **_: events.update([name.split("/")[-1]]))
-x = np.ones((64, 64), np.float32)
-module = nn.Sequential([nn.Dense(128), nn.relu, nn.Dense(10)])
-task = ff.TrainTask(
-    module.apply, optax.adam(1e-3), "crossentropy", (x, np.zeros(64, np.int32)), ["accuracy"]
-)
-loop = ff.TrainLoop(module.init, task, 0, compilation_cache=sys.argv[1], stdout=False)
-checkpoint = next(loop)
-print(json.dumps({"loss": checkpoint.loss, **events}))
-"""
-
-
-@pytest.mark.slow
-def test_a_second_start_compiles_nothing(tmp_path):
-    def start():
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(tmp_path)],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return json.loads(done.stdout.splitlines()[-1])
-
-    first, second = start(), start()
-    assert second["loss"] == first["loss"]
-    assert first["cache_misses"] > 0 and "cache_misses" not in second
-    assert second["cache_hits"] == second["compile_requests_use_cache"]
-
-
 STARTS = """
-import collections, json
+import collections, json, sys
 import jax
 events = collections.Counter()
 jax.monitoring.register_event_listener(lambda name, **_: events.update([name.split("/")[-1]]))
@@ -193,24 +156,36 @@ import numpy as np, optax
 from flax import linen as nn
 import flaxfit as ff
 
+def leave(loss):
+    print(json.dumps({"loss": loss, **events}))
+    events.clear()
+
 x = np.ones((64, 16), np.float32)
 module = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(3)])
 model = ff.Model(module, optax.adam(1e-3), "crossentropy")
 model.fit(x, np.zeros(64, np.int32), batch_size=16, epochs=2, verbose=0)
-print(json.dumps({"loss": model.history["loss"][-1], **events}))
+leave(model.history["loss"][-1])
+
+task = ff.TrainTask(
+    module.apply, optax.adam(1e-3), "crossentropy", (x, np.zeros(64, np.int32)), ["accuracy"]
+)
+loop = ff.TrainLoop(module.init, task, 0, compilation_cache=sys.argv[1], stdout=False)
+leave(next(loop).loss)
 """
 
 
 @pytest.mark.slow
-def test_a_second_process_compiles_nothing_by_default(tmp_path, run_child):
+def test_a_second_process_compiles_nothing_by_default_and_with_a_given_folder(tmp_path, run_child):
     env = {k: v for k, v in os.environ.items() if "COMPILATION_CACHE" not in k}
-    env["XDG_CACHE_HOME"] = str(tmp_path)
+    env["XDG_CACHE_HOME"] = str(tmp_path / "user")
     found = []
     for _ in range(2):
-        done = run_child([sys.executable, "-W", "error", "-c", STARTS], env=env)
+        command = [sys.executable, "-W", "error", "-c", STARTS, str(tmp_path / "given")]
+        done = run_child(command, env=env)
         assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout))
-    first, second = found
-    assert first["cache_misses"] > 2 and "cache_misses" not in second
-    assert second["cache_hits"] == second["compile_requests_use_cache"]
-    assert second["loss"] == first["loss"]
+        found.append([json.loads(line) for line in done.stdout.splitlines()])
+    for first, second in zip(*found, strict=True):
+        assert first["cache_misses"] > 2 and "cache_misses" not in second
+        assert second["cache_hits"] == second["compile_requests_use_cache"]
+        assert second["loss"] == first["loss"]
+    assert any((tmp_path / "given").iterdir())

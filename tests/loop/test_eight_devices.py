@@ -13,13 +13,16 @@ PATTERNS = {
     "importers/test_placement.py": "",
     "loop/test_exact.py": "-8",
     "strategies/test_sharded.py": "fifty_steps or any_number or each_device or born",
-    "step/test_strategy_invariance.py": "test_a_loss_has and data-parallel",
+    "step/test_strategy_invariance.py": "(test_a_loss_has or contrastive) and data-parallel",
     "step/test_divided_batch.py": "data-parallel",
     "step/test_whole_batch.py": "contrastive and values and (data or fsdp)",
 }
 USUAL = PATTERNS | {
-    "step/test_strategy_invariance.py": "test_a_loss_has and data-parallel and (mask or contrast)",
-    "step/test_divided_batch.py": "a_line_search and data-parallel",
+    "checkpoints/test_digest.py": "does_not_depend_on_the_sharding",
+    "loop/test_exact.py": "numbers-8",
+    "strategies/test_sharded.py": "fifty_steps or any_number or each_device",
+    "step/test_strategy_invariance.py": "uneven_rest and contrastive and data-parallel",
+    "step/test_divided_batch.py": "the_functions_give and data-parallel",
 }
 
 

@@ -78,7 +78,7 @@ class Wide(nn.Module):
     @nn.compact
     def __call__(self, x):
         for _ in range(3):
-            x = nn.tanh(nn.Dense(self.width)(x))
+            x = nn.tanh(nn.Dense(self.width, kernel_init=nn.initializers.constant(0.01))(x))
         return nn.Dense(1)(x)
 
 

@@ -236,8 +236,8 @@ def test_a_model_forwards_the_options_of_its_task():
     assert model.freeze == ("stem/.*",)
     averaged = ff.optim.swap_ema(model.state).params
     # As many rows at a time as each device gets: others round otherwise.
-    parts = np.split(X, len(jax.devices()))
-    expected = np.concatenate([jax.jit(MLP().apply)({"params": averaged}, x) for x in parts])
+    apply, parts = jax.jit(MLP().apply), np.split(X, len(jax.devices()))
+    expected = np.concatenate([apply({"params": averaged}, x) for x in parts])
     np.testing.assert_allclose(model.predict(X), expected, rtol=1e-5)
     loss = float(np.mean((expected - Y) ** 2))
     assert model.evaluate(X, Y)["loss"] == pytest.approx(loss, rel=1e-5)
@@ -358,7 +358,7 @@ def test_trials_leave_a_stream_of_the_user_where_it_stands():
     next(stream)
     position = stream.get_state()
     model = ff.Model(MLP(), adam(), "mse")
-    model.find_lr(stream, lowest=1e-3, n_steps=40)
+    model.find_lr(stream, lowest=1e-3, n_steps=20)
     assert stream.get_state() == position
     model.find_batch_size(stream, limit=1e9, largest=16)
     assert stream.get_state() == position

@@ -20,8 +20,8 @@ ONE = jax.devices()[:1]
 
 
 class Convolutions(nn.Module):
-    features: tuple[int, ...] = (8, 16)
-    width: int = 32
+    features: tuple[int, ...] = (4,)
+    width: int = 8
 
     @nn.compact
     def __call__(self, x):

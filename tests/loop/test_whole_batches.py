@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from by_hand import assert_agree
-from loops import assert_equal
+from loops import assert_equal, given, small_waves
 from marks import diagonal, slow, thorough
 
 import flaxfit as ff
@@ -39,11 +39,14 @@ class GraphNet(nn.Module):
 
     @nn.compact
     def __call__(self, graph):
-        sent = nn.Dense(8)(graph.nodes)[graph.senders]
+        sent = nn.Dense(8, kernel_init=small_waves)(graph.nodes)[graph.senders]
         n = graph.nodes.shape[0]
-        nodes = nn.relu(jax.ops.segment_sum(sent, graph.receivers, n)) + nn.Dense(8)(graph.nodes)
+        own = nn.Dense(8, kernel_init=small_waves)(graph.nodes)
+        nodes = nn.relu(jax.ops.segment_sum(sent, graph.receivers, n)) + own
         owner = jnp.repeat(jnp.arange(len(graph.n_node)), graph.n_node, total_repeat_length=n)
-        return nn.Dense(2)(jax.ops.segment_sum(nodes, owner, len(graph.n_node)))
+        return nn.Dense(2, kernel_init=small_waves)(
+            jax.ops.segment_sum(nodes, owner, len(graph.n_node))
+        )
 
 
 SIZES = [(3, 5, 2), (4, 4, 2), (1, 6, 6), (2, 2, 9)]
@@ -96,19 +99,39 @@ def assert_close(params, others):
 DEVICES = {
     "one device": {},
     "sharded": {"strategy": lambda: ff.Sharded.fsdp(devices=jax.devices()[:4]), "devices": None},
-    "debug": {"debug": True, "n_steps": 2},  # Of one size, for which each operation is compiled.
 }
 
 
-@pytest.mark.parametrize("case", [slow("one device"), thorough("sharded"), slow("debug")])
+@pytest.mark.parametrize("case", [slow("one device"), thorough("sharded")])
 def test_graphs_train_as_in_a_loop_by_hand(case):
     options = dict(DEVICES[case])
     if "strategy" in options:
         options["strategy"] = options["strategy"]()
     loop = make_loop(**options)
-    losses, params = by_hand(loop.state, options.get("n_steps", 4))
+    losses, params = by_hand(loop.state, 4)
     assert [checkpoint.loss for checkpoint in loop] == pytest.approx(losses, rel=1e-5)
     assert_close(loop.state.params, params)
+
+
+@pytest.mark.slow
+def test_graphs_train_in_debug_mode_as_in_compiled_steps():
+    """A model of few operations, as each is compiled for each size."""
+
+    @given
+    def init(rngs, graph):
+        return {"params": np.ones(1, np.float32)}
+
+    def apply(variables, graph, **_):
+        sent = variables["params"] * graph.nodes[graph.senders, :2]
+        return jax.ops.segment_sum(sent, graph.receivers, 3), {}
+
+    def losses(**options):
+        task = ff.TrainTask(apply, OPTIMIZER, "mse", BATCHES[:2], pad=False)
+        options |= {"devices": jax.devices()[:1], "stdout": False}
+        loop = ff.TrainLoop(init, task, 0, **options)
+        return [checkpoint.loss for checkpoint in loop]
+
+    assert losses(debug=True) == pytest.approx(losses(), rel=1e-5)
 
 
 @pytest.mark.slow

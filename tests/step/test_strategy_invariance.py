@@ -143,13 +143,9 @@ def reference(name, n):
     return run(CASES[name], STRATEGIES["one device"](), n=n)
 
 
-# Each needs programs of its own, which take a second to compile.
-NAMES = usual("weighted values", "weighted contrastive", of=CASES)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["data-parallel", thorough("FSDP")])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.thorough  # The epochs with an uneven rest begin with such batches.
+@pytest.mark.parametrize("strategy", ["data-parallel", "FSDP"])
+@pytest.mark.parametrize("name", CASES)
 def test_a_loss_has_the_numbers_of_one_device(name, strategy):
     n = 2 * BATCH
     assert_same(run(CASES[name], STRATEGIES[strategy](), n=n), reference(name, n))
@@ -172,6 +168,7 @@ def uneven_cases():
         "masked mean": "scalar, with a penalty",
         "penalty": "weighted, with a penalty",
         "contrastive values": "weighted contrastive",
+        "contrastive scalar": "weighted contrastive and scalar, with a penalty",
     }
     both = ["data-parallel", "FSDP"]
     yield from diagonal([name for name in CASES if name not in held], both)
@@ -188,18 +185,16 @@ def test_the_uneven_rest_of_an_epoch_has_the_numbers_of_one_device(name, strateg
 @pytest.mark.slow
 def test_masked_steps_have_the_mean_over_all_steps():
     _, params, measured = reference("masked steps", len(X))
-    values = np.asarray(ce(token_logits(params, jnp.asarray(X)), STEPS))
+    values = np.asarray(jax.jit(lambda x: ce(token_logits(params, x), STEPS))(X))
     assert measured["loss"] == pytest.approx((values * STEP_MASK).sum() / STEP_MASK.sum(), rel=1e-6)
 
 
 # By strategy, into how many parts a batch is divided.
 IN_TURN = {"one device": 4, "data-parallel": 4, "FSDP": 4, "virtual replicas": 1}
 BY_EXAMPLE = [name for name, case in CASES.items() if case.divides]
-IN_TURN_KEPT = [
+IN_TURN_KEPT = [  # test_token_weights.py has others, on every strategy.
     ("masked steps", "one device"),
     ("several outputs", "data-parallel"),
-    ("weighted values", "FSDP"),
-    ("masked by weights", "virtual replicas"),
 ]
 
 

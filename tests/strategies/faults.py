@@ -1,6 +1,6 @@
 """What `test_process_faults` runs: a job of two processes, the second of which comes to harm.
 
-Each attempt has a fault of its own, the last one none.
+Each attempt has a fault of its own, the last one none. That one then trains an unharmed run, too.
 """
 
 import os
@@ -19,14 +19,21 @@ N_STEPS = 60
 
 
 def main(folder, *faults):
-    """Trains sixty steps; a fault comes at the first checkpoint from step 5 on."""
+    """Trains a run, perhaps with a fault; and after the last attempt another one, without."""
     attempt = int(os.environ["FLAXFIT_ATTEMPT"])
     fault = faults[attempt] if attempt < len(faults) else None
     heartbeat = 10 if fault == "stopped" else 60
     ff.initialize(heartbeat_seconds=heartbeat, shutdown_seconds=20, patience_seconds=5)
-    is_harmed = fault is not None and ff.process_index() == 1
     if attempt and ff.is_main():
         (folder / f"restarted-{attempt}").write_text(str(time.time()))
+    params = train(folder, folder / "run", attempt, fault)
+    unharmed = train(folder, folder / "unharmed", attempt, None)
+    np.savez(folder / f"params-{ff.process_index()}.npz", resumed=params, unharmed=unharmed)
+
+
+def train(folder, run, attempt, fault):
+    """The parameters after sixty steps; a fault comes at the first checkpoint from step 5 on."""
+    is_harmed = fault is not None and ff.process_index() == 1
 
     def harm(checkpoint):
         if not is_harmed or checkpoint.step < 5:
@@ -49,7 +56,7 @@ def main(folder, *faults):
     rows = np.random.default_rng(ff.process_index())
     batches = [(rows.normal(size=(4, 3)).astype(np.float32),) * 2 for _ in range(n_batches)]
     grace = 2 if fault == "hanging when told" else 60
-    save = ff.checkpoints.CheckpointFileWriter(folder / "run")
+    save = ff.checkpoints.CheckpointFileWriter(run)
     task = ff.TrainTask(
         lambda v, x, **_: (x * v["params"], {}),
         optax.adam(0.1),
@@ -58,7 +65,7 @@ def main(folder, *faults):
         ff.data.as_stream(lambda: batches, shared=False),
     )
     loop = ff.TrainLoop(
-        ff.checkpoints.CheckpointFileReader(folder / "run", init),
+        ff.checkpoints.CheckpointFileReader(run, init),
         task,
         0,
         n_steps_per_checkpoint=2,
@@ -66,7 +73,7 @@ def main(folder, *faults):
     )
     for _ in loop:
         pass
-    np.save(folder / f"params-{ff.process_index()}.npy", loop.state.params)
+    return loop.state.params
 
 
 def init(rngs, x):

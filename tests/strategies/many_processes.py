@@ -33,6 +33,15 @@ class Net(nn.Module):
         return nn.Dense(3)(nn.relu(nn.Dense(512)(x)))
 
 
+class GivenWeights:
+    """Weights that no program draws, unlike those of `fitted` and `distilled`."""
+
+    gives_weights = True
+
+    def __call__(self, rngs, x):
+        return {"params": weights()}
+
+
 def in_order(logits, labels):
     """What depends on the order of the rows: the labels by position, and their number."""
     return {"labels": labels @ np.arange(21.0), "n": len(logits)}
@@ -40,15 +49,14 @@ def in_order(logits, labels):
 
 def train(strategy, data, n_steps, folder=None, *, measured=False, steps_per_call=1, **options):
     """Trains, perhaps measures and saves; the loop, and the metrics of its checkpoints."""
-    net = Net()
-    init, callbacks = net.init, []
+    net, init, callbacks = Net(), GivenWeights(), []
     if measured:
         metrics = ["accuracy", ff.metrics.collected(in_order, name="in_order")]
         task = ff.EvalTask(net.apply, metrics, (X[:21], Y[:21]), loss="crossentropy")
         callbacks.append(ff.EvalLoop(task))
     if folder is not None:
         callbacks.append(ff.checkpoints.CheckpointFileWriter(folder))
-        init = ff.checkpoints.CheckpointFileReader(folder, net.init)
+        init = ff.checkpoints.CheckpointFileReader(folder, init)
     task = ff.TrainTask(
         net.apply, OPTIMIZER, "crossentropy", data, ["accuracy"], rngs=(), **options
     )
@@ -143,12 +151,18 @@ def stop_one(strategy):
     return {"seen": seen, "saved": np.array(saved)}
 
 
-def virtual(folder=None, n_steps=6):
-    """Results that are to be the same to the bit, with a smaller last batch."""
+def train_virtual(folder=None, n_steps=6):
+    """A run whose numbers are to be the same to the bit, with a padded batch."""
     strategy = ff.DataParallel(virtual_replicas=8)
-    loop, metrics = train(strategy, arrays(), n_steps, folder, measured=True, pad=False)
-    padded, _ = train(strategy, arrays(), 5)
-    return {"state": part_of(loop), "metrics": metrics, "padded": part_of(padded)}
+    return train(strategy, arrays(), n_steps, folder, measured=True)
+
+
+def virtual(folder=None, n_steps=6):
+    """Its results, and those of a smaller batch."""
+    loop, metrics = train_virtual(folder, n_steps)
+    rest = ff.ArrayStream(X[48:], Y[48:], batch_size=16)
+    smaller, _ = train(ff.DataParallel(virtual_replicas=8), rest, 2, pad=False)
+    return {"state": part_of(loop), "metrics": metrics, "smaller": part_of(smaller)}
 
 
 def part_of(loop):
@@ -215,9 +229,12 @@ def everything(strategy, folder, *, is_whole):
     results["predictions"] = predict(strategy, loop.state)
     mapped, _ = train(strategy, arrays(resident=False), 6)
     results["assembled"] = ff.gather(mapped.state.params)
+    if isinstance(strategy, ff.DataParallel):
+        model = fitted(strategy)
+        results["fitted"] = model.predict(X, batch_size=8)
+        if not is_whole:
+            return results, model
     results["stopped"] = stop_one(strategy)
-    if not is_whole:
-        return results, fitted(strategy)
     own, _ = train(strategy, own_parts(), None, steps_per_call=2)
     results["own"] = ff.gather(own.state.params)
     results["distilled"] = distilled(strategy, f"{folder}-distilled")
@@ -289,8 +306,6 @@ def main(folder, *, is_thorough):
     mapped = ff.DataParallel(implementation="shard_map")
     loop, results = trained(mapped, f"{folder}/mapped")
     leave(f"{folder}/mapped", results | {"predictions": predict(mapped, loop.state)})
-    model = fitted(ff.DataParallel())
-    leave(f"{folder}/fitted", {"predictions": model.predict(X, batch_size=8)})
     if HAS_GRAIN:
         leave(f"{folder}/grain", with_grain(ff.DataParallel(), folder))
 

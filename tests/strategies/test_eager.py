@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from loops import small_waves
 from marks import thorough
 
 import flaxfit as ff
@@ -50,8 +51,8 @@ def assert_same(found, expected):
     "options",
     [
         thorough({}),
-        {"loop": {"steps_per_call": 2, "n_steps_per_checkpoint": 3}},
         {
+            "loop": {"steps_per_call": 2, "n_steps_per_checkpoint": 3},
             "accumulate": 2,
             "data": (X, Y, WEIGHTS),
             "clip_norm": 0.1,
@@ -60,7 +61,7 @@ def assert_same(found, expected):
             "ema": 0.9,
         },
     ],
-    ids=["plain", "steps_per_call", "others"],
+    ids=["plain", "all"],
 )
 def test_a_run_gives_the_numbers_of_compiled_steps(options):
     loop = dict(options.pop("loop", {}))
@@ -72,12 +73,14 @@ class Net(nn.Module):
     @nn.compact
     def __call__(self, x, train=False):
         assert not isinstance(x, jax.core.Tracer)
-        x = nn.Dense(2)(x)
+        x = nn.Dense(2, kernel_init=small_waves)(x)
         if x.mean() > 1e6:  # A condition on values, which a step that is traced cannot have.
             raise ValueError("The activations are too large.")
         np.asarray(jax.lax.stop_gradient(x))
         x = nn.BatchNorm(use_running_average=not train, axis_name="replica")(x)
-        return nn.Dense(1)(nn.Dropout(0.5, deterministic=not train)(x))[:, 0]
+        return nn.Dense(1, kernel_init=small_waves)(nn.Dropout(0.5, deterministic=not train)(x))[
+            :, 0
+        ]
 
 
 def absolute(outputs, targets):
@@ -111,7 +114,7 @@ def test_what_an_eager_model_has_trained_is_used_by_a_compiled_one():
     class Plain(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.Dense(1)(x)[:, 0]
+            return nn.Dense(1, kernel_init=small_waves)(x)[:, 0]
 
     eager = ff.Model(Plain(), optax.sgd(0.01), "mse", strategy=Eager(Sharded(devices=ONE.devices)))
     eager.fit(X, Y, verbose=0)

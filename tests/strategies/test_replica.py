@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import linen as nn
 from jax import lax
+from loops import small_waves
 from marks import thorough
 
 import flaxfit as ff
@@ -28,7 +29,7 @@ class Net(nn.Module):
     @nn.compact
     def __call__(self, x, train=False):
         axis, n = self.axis, lax.psum(1, self.axis)
-        x = nn.Dense(4)(x)
+        x = nn.Dense(4, kernel_init=small_waves)(x)
         x = nn.BatchNorm(use_running_average=not train, axis_name=axis)(x)
         everyone = lax.all_gather(x, axis, tiled=True)
         own = lax.dynamic_slice_in_dim(everyone, lax.axis_index(axis) * x.shape[0], x.shape[0])
@@ -42,7 +43,9 @@ class Net(nn.Module):
             lax.pmean(moved, axis),
             (everyone**2).mean(0),
         ]
-        return nn.Dense(1)(sum(jnp.sin((i + 1) * term) for i, term in enumerate(terms)))[:, 0]
+        return nn.Dense(1, kernel_init=small_waves)(
+            sum(jnp.sin((i + 1) * term) for i, term in enumerate(terms))
+        )[:, 0]
 
 
 def differences(axis):

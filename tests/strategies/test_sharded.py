@@ -240,10 +240,9 @@ def test_batchnorm_under_pmap_is_that_of_each_replica_unless_it_names_the_axis()
     expected = on_one()
     _, apart = loop_of(ff.DataParallel(jax.devices()[:2]))
     assert abs(apart.loss - expected.loss) > 1e-3
-    for strategy in (ff.DataParallel(jax.devices()[:2]), four(fsdp=True)):
-        _, together = loop_of(strategy, "everywhere")
-        assert together.metrics == pytest.approx(expected.metrics, rel=1e-4)
-        close(together.state.params, expected.state.params)
+    _, together = loop_of(ff.DataParallel(jax.devices()[:2]), "everywhere")
+    assert together.metrics == pytest.approx(expected.metrics, rel=1e-4)
+    close(together.state.params, expected.state.params)
 
 
 @pytest.mark.slow
@@ -314,7 +313,8 @@ def test_a_given_state_is_spread_and_stays_valid():
 @pytest.mark.slow
 def test_a_run_goes_on_under_another_strategy(tmp_path):
     def run(strategy, n_steps, init):
-        task = ff.TrainTask(Net(None).apply, optax.adam(0.01), "mse", ff.ArrayStream(X, Y))
+        data = ff.ArrayStream(X, Y, batch_size=16)
+        task = ff.TrainTask(Net(None).apply, optax.sgd(0.02, momentum=0.9), "mse", data)
         writer = checkpoints.CheckpointFileWriter(tmp_path, asynchronous=False)
         loop = ff.TrainLoop(
             init,

@@ -1,11 +1,15 @@
 """Virtual replicas: training gives the same bits on any number of devices, and goes on so."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from loops import init_of
+from marks import thorough
 
 import flaxfit as ff
 
@@ -22,30 +26,35 @@ class Net(nn.Module):
     """
 
     train: bool = True
+    attends: bool = True
 
     @nn.compact
     def __call__(self, x):
         x = nn.BatchNorm(use_running_average=not self.train, momentum=0.9)(nn.Dense(12)(x))
         x = x.reshape(-1, 3, 4)
-        x = nn.softmax(x @ x.swapaxes(1, 2)) @ x
+        if self.attends:
+            x = nn.softmax(x @ x.swapaxes(1, 2)) @ x
         return nn.Dense(3)(nn.Dropout(0.3, deterministic=not self.train)(nn.relu(x.sum(1))))
 
 
-def make_loop(n, n_steps=6, *, init=None, callbacks=(), virtual_replicas=8):
-    """A run on the first `n` devices, measured at each checkpoint."""
-    net, measured = Net(), Net(train=False)
-    evaluate = ff.EvalTask(measured.apply, ["accuracy"], (X[:21], Y[:21]), loss="crossentropy")
+def make_loop(n, n_steps=6, *, init=None, callbacks=(), virtual_replicas=8, is_small=False):
+    """A run on the first `n` devices, measured at each checkpoint unless it is to be small."""
+    net, held = Net(attends=not is_small), (X[:21], Y[:21])
+    fresh = init_of(net, 12)
+    if not is_small:
+        task = ff.EvalTask(Net(train=False).apply, ["accuracy"], held, loss="crossentropy")
+        callbacks = [ff.EvalLoop(task), *callbacks]
     stream = ff.ArrayStream(X, Y, batch_size=16, shuffle=True)
     task = ff.TrainTask(net.apply, optax.adamw(0.01), "crossentropy", stream, ["recall"])
     return ff.TrainLoop(
-        net.init if init is None else init(net.init),
+        fresh if init is None else init(fresh),
         task,
         0,
         n_steps=n_steps,
         n_steps_per_checkpoint=2,
         first_checkpoint=2,
         strategy=ff.DataParallel(jax.devices()[:n], virtual_replicas=virtual_replicas),
-        callbacks=[ff.EvalLoop(evaluate), *callbacks],
+        callbacks=callbacks,
     )
 
 
@@ -65,31 +74,42 @@ def assert_same(found, expected):
         assert np.array_equal(a, b), name
 
 
-@pytest.fixture(scope="module")
-def four():
-    return train(4)
+@functools.cache
+def whole(n, virtual_replicas=8, *, is_small=False):
+    return train(n, virtual_replicas=virtual_replicas, is_small=is_small)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("n", [1, 2])
-def test_batch_statistics_dropout_and_a_smaller_last_batch_are_the_same_to_the_bit(n, four):
-    assert_same(train(n), four)
+def test_batch_statistics_dropout_and_a_smaller_last_batch_are_the_same_to_the_bit(n):
+    assert_same(whole(n), whole(4))
+
+
+@functools.cache
+def weighted(n, steps_per_call=1):
+    """The state and the metrics of a run whose batches are padded, with many options."""
+    stream = ff.ArrayStream(X, Y, W, batch_size=13, shuffle=True)
+    options = {"clip_norm": 0.1, "ema": 0.9, "skip_nonfinite": True, "accumulate": 2}
+    net = nn.Dense(3)
+    task = ff.TrainTask(
+        net.apply, optax.adam(0.1), "crossentropy", stream, rngs=(), freeze="bias", **options
+    )
+    loop = ff.TrainLoop(
+        init_of(net, 12),
+        task,
+        0,
+        n_steps=5,
+        n_steps_per_checkpoint=2,
+        steps_per_call=steps_per_call,
+        strategy=ff.DataParallel(jax.devices()[:n], virtual_replicas=4),
+        stdout=False,
+    )
+    metrics = [checkpoint.metrics for checkpoint in loop]
+    return loop.state, metrics
 
 
 @pytest.mark.slow
 def test_weights_padding_clipping_and_averages_are_the_same_to_the_bit():
-    def weighted(n):
-        stream = ff.ArrayStream(X, Y, W, batch_size=13, shuffle=True)
-        options = {"clip_norm": 0.1, "ema": 0.9, "skip_nonfinite": True, "accumulate": 2}
-        net = nn.Dense(3)
-        task = ff.TrainTask(
-            net.apply, optax.adam(0.1), "crossentropy", stream, rngs=(), freeze="bias", **options
-        )
-        strategy = ff.DataParallel(jax.devices()[:n], virtual_replicas=4)
-        loop = ff.TrainLoop(net.init, task, 0, n_steps=5, strategy=strategy, stdout=False)
-        metrics = [checkpoint.metrics for checkpoint in loop]
-        return loop.state, metrics
-
     assert_same(weighted(1), weighted(4))
 
 
@@ -113,30 +133,34 @@ def test_dropout_is_that_of_a_replica_wherever_it_runs():
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_to_the_bit_on_other_numbers_of_devices(four, tmp_path, capfd):
+@pytest.mark.parametrize(("devices", "replicas"), [((2, 1), 2), thorough((4, 2, 1), 8)])
+def test_a_run_goes_on_to_the_bit_on_other_numbers_of_devices(devices, replicas, tmp_path, capfd):
     def reader(init):
         return ff.checkpoints.CheckpointFileReader(tmp_path, init)
 
-    assert {"batch_stats"} == four[0].model_state.keys()
-    metrics = []
-    for n, n_steps in ((2, 4), (1, 6)):  # The third and the sixth batch are smaller.
+    is_small = len(devices) == 2
+    expected, metrics = whole(devices[0], replicas, is_small=is_small)
+    assert {"batch_stats"} == expected.model_state.keys()
+    state, found = None, []
+    # The third and the sixth batch are smaller.
+    for n, n_steps in zip(devices, (2, 4, 6)[-len(devices) :], strict=True):
+        options = {"virtual_replicas": replicas, "is_small": is_small}
         save = ff.checkpoints.CheckpointFileWriter(tmp_path)
-        state, found = train(n, n_steps, init=reader, callbacks=[save])
-        metrics += found
-    assert_same((state, metrics), four)
+        state, of_part = train(n, n_steps, init=reader, callbacks=[save], **options)
+        found += of_part
+    assert_same((state, found), (expected, metrics))
     assert "bit for bit" not in capfd.readouterr().err
-    make_loop(4, init=reader, virtual_replicas=4)
+    make_loop(4, init=reader, virtual_replicas=4, is_small=is_small)
     said = capfd.readouterr().err
-    assert "virtual_replicas was 8, now is 4" in said
+    assert f"virtual_replicas was {replicas}, now is 4" in said
 
 
 @pytest.mark.slow
-def test_several_steps_are_taken_in_one_dispatch(four):
-    loop = make_loop(1)
-    loop.steps_per_call = 2
-    metrics = [checkpoint.metrics for checkpoint in loop]
-    for name, value in four[1][-1].items():
-        assert metrics[-1][name] == pytest.approx(value, rel=1e-4), name
+def test_several_steps_are_taken_in_one_dispatch():
+    (_, single), (_, several) = weighted(1), weighted(1, steps_per_call=2)
+    assert len(several) == len(single) == 3
+    for name, value in single[-1].items():
+        assert several[-1][name] == pytest.approx(value, rel=1e-4), name
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,11 @@ def waves(key, shape, dtype=np.float32):
     return np.sin(np.arange(np.prod(shape)), dtype=dtype).reshape(shape)
 
 
+def small_waves(key, shape, dtype=np.float32):
+    """Smaller ones."""
+    return 0.1 * waves(key, shape, dtype)
+
+
 class Regressor(nn.Module):
     dropout: float = 0.0
 
