@@ -132,7 +132,7 @@ def _assemble(
 
 
 def _next(stream: Any) -> PyTree:
-    """The next batch, which the stream does not write to afterwards."""
+    """The next batch; the stream itself does not write to its arrays afterwards."""
     return next(stream) if type(stream) is ArrayStream else detached(next(stream))
 
 

@@ -116,7 +116,7 @@ def _stacked(arrays: Sequence[Array]) -> Array:
     if len(places) == 1 and None not in places:
         return _stack(arrays)
     if not arrays[0].shape:
-        return np.array(arrays)
+        return np.stack(arrays)
     return np.concatenate(arrays).reshape(len(arrays), *arrays[0].shape)
 
 

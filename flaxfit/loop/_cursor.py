@@ -31,8 +31,8 @@ class Cursor:
         """Whether fetched items are indices of rows, not examples."""
         self._is_own = type(self.stream) is ArrayStream
         """Whether no method of the stream is the user's own."""
-        self._never_writes = self._is_own or type(self.stream) is PrefetchedStream
-        """Whether the stream leaves the arrays of batches that it has delivered as they are."""
+        self._makes_arrays = self._is_own or type(self.stream) is PrefetchedStream
+        """Whether the arrays of a batch are new ones, or views of the user's."""
         self.ended = False
         """Whether there are no more batches."""
         self.is_resumed = False
@@ -118,14 +118,14 @@ class Cursor:
         if self.takes_rows:
             return self.stream.next_rows()
         item = next(self.stream)
-        if self._never_writes:
+        if self._makes_arrays:
             _make_read_only(item)
         return self._roles(item)
 
 
 def _make_read_only(item: PyTree) -> None:
-    """Tells strategies that they need not copy the arrays of an item."""
+    """Tells strategies that they need not copy the new arrays of an item, as nobody writes there."""
     with contextlib.suppress(ValueError):  # JAX cannot sort its keys.
         for leaf in jax.tree.leaves(item):
-            if isinstance(leaf, np.ndarray):
+            if isinstance(leaf, np.ndarray) and leaf.base is None:
                 leaf.flags.writeable = False

@@ -46,7 +46,7 @@ class DataParallel:
       axis_name: what models call the axis of the replicas, as in `nn.BatchNorm(axis_name="batch")`.
         It exists on a single device too, but not with virtual replicas.
       implementation: "pmap", or "shard_map" for `jax.jit` of `jax.shard_map`, on which JAX 0.8 and
-        later build `jax.pmap`. Both compile the same program: states, metrics and checkpoints have
+        later build `jax.pmap`. Both give the same results: states, metrics and checkpoints have
         the same bits and layout, and a run can resume with the other. "auto": "shard_map" in one
         process, where JAX keeps all that "pmap" has mapped for good; "pmap" in several, where it
         passes the state to the program faster.
@@ -83,7 +83,7 @@ class DataParallel:
         here = Mesh(np.array(self._local), (self._axis,))
         self._whole = NamedSharding(here, PartitionSpec())
         self._parts = NamedSharding(here, PartitionSpec(self._axis))
-        self._here = set(self._local)
+        self._first = SingleDeviceSharding(self._local[0])
         self._is_whole = is_whole(self._everywhere, self.implementation)
         self._narrowed: dict[int, DataParallel] = {}
 
@@ -148,7 +148,7 @@ class DataParallel:
         if is_host and not n_stacked:
             x = unaliased(x, self.devices[0].platform)
         if self._is_whole:
-            is_usable = isinstance(x, np.ndarray) or x.devices() == self._here
+            is_usable = isinstance(x, np.ndarray) or x.sharding == self._first
             return x if is_usable else jax.device_put(x, self._whole)
         n = len(self._local)
         if n_stacked:

@@ -22,8 +22,8 @@ def mapped(
     """Maps `function(whole, ..., part)` over the devices of a mesh with one axis.
 
     Each device gets all of the first arguments, and its element of the leaves `(devices, ...)` of
-    the last one; the leaves as they are if `is_whole`. Both implementations lower to the same
-    program, but for that.
+    the last one; the leaves as they are if `is_whole`. Both implementations lower to programs that
+    differ in that alone.
 
     >>> mesh, batch = Mesh(jax.devices()[:2], ("replica",)), jax.numpy.ones((2, 1))
     >>> double = mapped(lambda x, part: x * part, mesh, 2, 0, implementation="shard_map")
@@ -86,8 +86,8 @@ def chosen(given: Implementation | Literal["auto"], n_processes: int) -> Impleme
     if given == "pmap" or given == "shard_map":
         return given
     raise ValueError(
-        f'implementation must be "auto", "pmap" or "shard_map", got {given!r:.60}: all compile the '
-        "same program."
+        f'implementation must be "auto", "pmap" or "shard_map", got {given!r:.60}: all give the '
+        "same results."
     )
 
 

@@ -5,6 +5,7 @@ from collections import OrderedDict
 import jax
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from flaxfit import DataParallel
 from flaxfit.loop._assembly import Assembler
@@ -71,6 +72,8 @@ def test_arrays_on_devices_are_known_stay_there_and_come_to_the_one_that_compute
     assert n_normalized == 1 and assemble([(X, Y)] * n, portion).n_steps == n
     mixed = [(X, Y), jax.device_put((X, Y), other), jax.device_put((X, Y), first)]
     assert assemble(mixed, feed).batch.inputs[0].shape == (3, 4, 2)
+    pinned = jax.device_put((X, Y), SingleDeviceSharding(first, memory_kind="pinned_host"))
+    assert assemble([pinned] * n, feed).batch.inputs[0].sharding.memory_kind == "device"
 
 
 def test_parts_by_name_stay_apart_though_the_first_batch_has_one_array_for_all(load):
