@@ -124,7 +124,7 @@ class Cursor:
 
 
 def _make_read_only(item: PyTree) -> None:
-    """Tells strategies that they need not copy the new arrays of an item, as nobody writes there."""
+    """Tells strategies not to copy the new arrays of an item, as nobody writes to them."""
     with contextlib.suppress(ValueError):  # JAX cannot sort its keys.
         for leaf in jax.tree.leaves(item):
             if isinstance(leaf, np.ndarray) and leaf.base is None:
