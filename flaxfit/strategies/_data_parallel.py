@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from flaxfit.strategies._compilation import can_call, compiled
 from flaxfit.strategies._copy import copied, placed_copy, unaliased
 from flaxfit.strategies._devices import given_devices, local_devices
-from flaxfit.strategies._mapped import Implementation, by_axis, chosen, is_whole, mapped
+from flaxfit.strategies._mapped import Implementation, by_axis, chosen, is_unsplit, mapped
 from flaxfit.strategies._replica import REPLICA, check_axis_name, only_replica, without_axis
 from flaxfit.tree._types import Array, Device, Function, PyTree
 
@@ -84,7 +84,7 @@ class DataParallel:
         self._whole = NamedSharding(here, PartitionSpec())
         self._parts = NamedSharding(here, PartitionSpec(self._axis))
         self._first = SingleDeviceSharding(self._local[0])
-        self._is_whole = is_whole(self._everywhere, self.implementation)
+        self._is_unsplit = is_unsplit(self._everywhere, self.implementation)
         self._narrowed: dict[int, DataParallel] = {}
 
     def __repr__(self) -> str:
@@ -147,7 +147,7 @@ class DataParallel:
         is_host = isinstance(x, np.ndarray)
         if is_host and not n_stacked:
             x = unaliased(x, self.devices[0].platform)
-        if self._is_whole:
+        if self._is_unsplit:
             is_usable = isinstance(x, np.ndarray) or x.sharding == self._first
             return x if is_usable else jax.device_put(x, self._whole)
         n = len(self._local)

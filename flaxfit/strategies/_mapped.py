@@ -22,7 +22,7 @@ def mapped(
     """Maps `function(whole, ..., part)` over the devices of a mesh with one axis.
 
     Each device gets all of the first arguments, and its element of the leaves `(devices, ...)` of
-    the last one; the leaves as they are if `is_whole`. Both implementations lower to programs that
+    the last one; the leaves as they are if `is_unsplit`. Both implementations lower to programs that
     differ in that alone.
 
     >>> mesh, batch = Mesh(jax.devices()[:2], ("replica",)), jax.numpy.ones((2, 1))
@@ -46,17 +46,17 @@ def mapped(
             donate_argnums=donated,
         )
 
-    is_alone = is_whole(mesh, implementation)
+    is_one = is_unsplit(mesh, implementation)
 
     def replica(*arguments: PyTree) -> PyTree:
         *whole, part = arguments
-        if not is_alone:
+        if not is_one:
             part = jax.tree.map(lambda x: jax.lax.squeeze(x, [0]), part)
         return by_axis(_expand, function(*whole, part), out_axes)
 
     whole, parts = PartitionSpec(), PartitionSpec(axis)
     specs = (
-        (whole,) * (n_arguments - 1) + (whole if is_alone else parts,),
+        (whole,) * (n_arguments - 1) + (whole if is_one else parts,),
         by_axis(lambda _, axis: whole if axis is None else parts, out_axes, out_axes),
     )
     in_shardings, out_shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
@@ -67,8 +67,8 @@ def mapped(
     )
 
 
-def is_whole(mesh: Mesh, implementation: Implementation) -> bool:
-    """Whether a mapped function takes a batch without an axis of devices: there is only one."""
+def is_unsplit(mesh: Mesh, implementation: Implementation) -> bool:
+    """Whether a mapped function takes a batch without an axis of devices, as there is only one."""
     return mesh.size == 1 and implementation == "shard_map"
 
 

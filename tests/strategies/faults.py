@@ -51,7 +51,7 @@ def train(folder, run, attempt, fault):
             os.kill(os.getpid(), signal.SIGTERM)
             threading.Event().wait()
 
-    # A run that is told to end takes some more steps, since its processes agree on the last one.
+    # When told to end, the processes first agree on a last step, which is some steps later.
     n_batches = 5 if is_harmed and fault == "out of data" else N_STEPS
     rows = np.random.default_rng(ff.process_index())
     batches = [(rows.normal(size=(4, 3)).astype(np.float32),) * 2 for _ in range(n_batches)]

@@ -16,7 +16,7 @@ from marks import slow, thorough
 
 import flaxfit as ff
 from flaxfit.strategies import DataParallel
-from flaxfit.strategies._mapped import chosen, is_whole, mapped
+from flaxfit.strategies._mapped import chosen, is_unsplit, mapped
 
 pytestmark = pytest.mark.optimized
 BOTH = ("pmap", "shard_map")
@@ -101,7 +101,7 @@ def test_both_lower_to_the_same_program_and_results(n, out_axes):
     def arguments(implementation):
         state = {"w": jnp.arange(3.0), "b": jnp.float32(2)}
         batch = {"x": np.ones((n, 2, 3), np.float32), "n": np.arange(n)}
-        if is_whole(mesh, implementation):
+        if is_unsplit(mesh, implementation):
             batch = jax.tree.map(lambda x: x[0], batch)
         return state, jax.random.key(1), batch
 
