@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from marks import slow, thorough
+from marks import slow
 
 import flaxfit as ff
 from flaxfit.data._class_weights import (
@@ -185,7 +185,7 @@ def test_labels_that_cannot_be_counted_without_effect_are_refused(data):
 
 @pytest.mark.parametrize(
     "strategy",
-    [lambda: ff.DataParallel(jax.devices()[:1]), thorough(ff.DataParallel), slow(ff.Sharded)],
+    [lambda: ff.DataParallel(jax.devices()[:1]), slow(ff.DataParallel), slow(ff.Sharded)],
     ids=["one device", "data parallel", "sharded"],
 )
 def test_fit_on_batches_is_that_with_the_weights_by_hand_and_resumes(tmp_path, strategy):

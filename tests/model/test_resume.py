@@ -21,7 +21,6 @@ from flaxfit.checkpoints import CheckpointFileWriter, latest, list_steps
 rng = np.random.default_rng(0)
 X = rng.normal(size=(50, 4)).astype(np.float32)
 Y = X.sum(1, keepdims=True)
-ONE = ff.DataParallel(jax.devices()[:1])
 
 
 class Net(nn.Module):
@@ -51,7 +50,7 @@ def network():
 
 def layer():
     module = nn.Dense(1, kernel_init=waves)
-    return ff.Model(module, optax.sgd(1e-2), "mse", ["mae"], strategy=ONE)
+    return ff.Model(module, optax.sgd(1e-2), "mse", ["mae"])
 
 
 def train(folder, data=(X, Y), callbacks=(), *, make=layer, **options):
@@ -234,7 +233,7 @@ def test_a_backup_is_deleted_when_training_has_succeeded_and_not_before(tmp_path
 
 
 def linear(rate=0.01):
-    return ff.Model(nn.Dense(1, kernel_init=waves), optax.sgd(rate), "mse", strategy=ONE)
+    return ff.Model(nn.Dense(1, kernel_init=waves), optax.sgd(rate), "mse")
 
 
 def backed_up(folder, callback=None, rate=0.01):
