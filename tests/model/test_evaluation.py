@@ -14,13 +14,12 @@ import flaxfit as ff
 
 X = np.random.default_rng(0).normal(size=(13, 3)).astype(np.float32)
 Y = X.sum(1, keepdims=True)
-ONE = ff.DataParallel(jax.devices()[:1])
 LAYER = nn.Dense(1, kernel_init=waves)
 
 
 def make_model(**options):
     given = {"optimizer": optax.sgd(0.1), "loss": "mse", "metrics": ["mae"], **options}
-    return ff.Model(LAYER, given.pop("optimizer"), given.pop("loss"), strategy=ONE, **given)
+    return ff.Model(LAYER, given.pop("optimizer"), given.pop("loss"), **given)
 
 
 @pytest.fixture(scope="module")
@@ -156,12 +155,12 @@ def test_compile_of_the_same_optimizer_keeps_its_hyperparameters():
 def test_a_loaded_model_is_compiled_with_an_optimizer_that_did_not_write_it(tmp_path):
     make_tuned(optax.adam(0.1)).save(tmp_path)
     for optimizer, rate in (optax.sgd(0.01), 0.01), (optax.adam(0.02), 0.02):
-        model = ff.Model(LAYER, strategy=ONE)
+        model = ff.Model(LAYER)
         model.load(tmp_path)
         model.compile(optimizer, "mse")
         model.fit(X, Y, verbose=0)
         assert model.step == 2 and rate_of(model) == rate
-    model = ff.Model(nn.Dense(2), strategy=ONE)
+    model = ff.Model(nn.Dense(2))
     model.load(tmp_path)
     model.compile(optax.sgd(0.01), "mse")
     with pytest.raises(ValueError, match=r"does not fit this model \(2 differences\)"):
@@ -203,7 +202,7 @@ class TwoHeads(nn.Module):
 @pytest.mark.slow
 def test_weights_in_a_list_are_those_of_the_losses_by_name_in_order():
     losses = {"price": "mse", "count": "mae"}
-    model = ff.Model(TwoHeads(), optax.sgd(0.1), losses, strategy=ONE)
+    model = ff.Model(TwoHeads(), optax.sgd(0.1), losses)
     y, weights = {"price": Y, "count": -Y}, np.arange(13, dtype=np.float32)
     listed, named = [weights, None], {"price": weights}
     assert model.evaluate(X, y, sample_weight=listed) == model.evaluate(X, y, sample_weight=named)
@@ -212,7 +211,7 @@ def test_weights_in_a_list_are_those_of_the_losses_by_name_in_order():
     assert one_batch(X, y, listed) == one_batch(X, y, named)
     batches = [(X, y, listed)] * 2
     assert model.evaluate(batches) == model.evaluate([(X, y, named)] * 2)
-    one, other = (ff.Model(TwoHeads(), optax.sgd(0.1), losses, strategy=ONE) for _ in range(2))
+    one, other = (ff.Model(TwoHeads(), optax.sgd(0.1), losses) for _ in range(2))
     assert one.train_on_batch(X, y, listed) == other.train_on_batch(X, y, named)
     by_name = other.fit([(X, y, named)] * 2, verbose=0)
     assert one.fit(iter(batches), verbose=0)["loss"] == by_name["loss"]

@@ -1,6 +1,5 @@
 """What `fit`, `evaluate` and `predict` make of their data: how it is cut, ordered and ended."""
 
-import jax
 import numpy as np
 import optax
 import pytest
@@ -11,12 +10,11 @@ import flaxfit as ff
 
 X = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
 Y = X.sum(1, keepdims=True)
-ONE = ff.DataParallel(jax.devices()[:1])
 BATCHES = [(X[i : i + 4], Y[i : i + 4]) for i in range(0, 20, 4)]
 
 
 def make_model(**options):
-    return ff.Model(nn.Dense(1), optax.sgd(0.1), "mse", strategy=ONE, **options)
+    return ff.Model(nn.Dense(1), optax.sgd(0.1), "mse", **options)
 
 
 def fit(data, y=None, **options):
@@ -90,7 +88,7 @@ def test_the_default_batch_size_and_order_may_be_given_as_none():
 
 @pytest.mark.slow
 def test_none_stands_for_no_metrics_and_no_callbacks():
-    model = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse", None, strategy=ONE)
+    model = ff.Model(nn.Dense(1), optax.sgd(0.1), "mse", None)
     assert set(model.fit(X, Y, callbacks=None, verbose=0)) == {"loss"}
     assert not ff.TrainTask(lambda v, x: x, optax.sgd(0.1), "mse", metrics=None).metrics
 
@@ -250,7 +248,7 @@ def test_a_loop_that_prints_nothing_skips_in_silence(stdout, capsys):
 
 @pytest.mark.parametrize("verbose", [0, 2])
 def test_a_loss_that_is_not_finite_is_said_at_once_and_in_the_end(verbose, capsys):
-    model = ff.Model(nn.Dense(1), optax.sgd(1e30), "mse", strategy=ONE)
+    model = ff.Model(nn.Dense(1), optax.sgd(1e30), "mse")
     model.fit(X, Y, batch_size=4, epochs=3, verbose=verbose)
     said = capsys.readouterr().err
     assert said.count("warning: the loss is nan at step 5. Lower the") == (verbose == 2)

@@ -165,9 +165,7 @@ def test_the_penalty_counts_in_the_loss_of_functions_and_of_losses_with_one():
     module = Regular()
     pair = (lambda k, x: module.init(k, x), lambda v, x, **options: module.apply(v, x, **options))
     parts = (pair, optax.sgd(0.01), penalized)
-    models = [
-        ff.Model(*parts, penalty_in_loss=each, strategy=one_device()) for each in (False, True)
-    ]
+    models = [ff.Model(*parts, penalty_in_loss=each) for each in (False, True)]
     apart, joined = (each.fit(X, ONES, verbose=0) for each in models)
     assert joined["loss"][0] == pytest.approx(apart["loss"][0] + apart["penalty"][0], rel=1e-6)
     own, measured = (each.evaluate(X, ONES) for each in models)
@@ -185,7 +183,7 @@ def test_the_loss_with_the_penalty_is_that_of_keras(keras):
     regularizer = keras.regularizers.L2(0.1)
     theirs = keras.Sequential([keras.layers.Dense(1, kernel_regularizer=regularizer, **options)])
     theirs.compile(keras.optimizers.SGD(0.1), "mse")
-    own = {"penalty_in_loss": True, "strategy": one_device()}
+    own = {"penalty_in_loss": True}
     ours = ff.Model(Regular(), optax.sgd(0.1), "mse", **own)
     given = {"batch_size": 8, "epochs": 3, "shuffle": False, "verbose": 0}
     held_out = {"validation_data": (X[:16], ONES[:16])}
