@@ -33,14 +33,12 @@ if os.environ.get("FLAXFIT_TEST_COMPILATION") != "default" and quick_flags not i
 
 jax.config.update("jax_num_cpu_devices", int(os.environ.get("FLAXFIT_TEST_DEVICES", "4")))
 
-# Tests build the same small programs over and over: each is compiled once in a session. A folder
-# named by FLAXFIT_TEST_PROGRAMS hands them on to later sessions. It is not used directly: processes
-# that write and read one folder at once would read half a program.
+# Tests build the same small programs over and over: each is compiled once in a process, and once in
+# all those that tests start, which share a folder.
 SCRATCH = Path(tempfile.mkdtemp(prefix="flaxfit-tests-"))
 atexit.register(shutil.rmtree, SCRATCH, ignore_errors=True)
 PROGRAMS = SCRATCH / "programs"
 PROGRAMS.mkdir()
-SHARED_PROGRAMS = os.environ.get("FLAXFIT_TEST_PROGRAMS")
 jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -50,8 +48,8 @@ jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 # Processes that tests start write nothing into the caches of the user.
 os.environ["FLAXFIT_COMPILATION_CACHE"] = "off"
 
-# To load a program from its file takes half as long as to compile it, so those of this process are
-# kept. No setting does this: it replaces two functions of JAX 0.10.
+# To write a program and load it again takes half as long as to compile it, so this process keeps
+# its own in memory. No setting does this: it replaces two functions of JAX.
 LOADED = {}
 
 
@@ -65,24 +63,19 @@ def _keep_loaded_programs():
         return jax.config.jax_compilation_cache_dir == str(PROGRAMS)
 
     def get_executable_and_time(key, *args):
-        if not is_ours():
-            return read(key, *args)
-        if key not in LOADED:
-            LOADED[key] = read(key, *args)
-            if LOADED[key][0] is None:
-                return LOADED.pop(key)
-        return LOADED[key]
+        return LOADED.get(key, (None, None)) if is_ours() else read(key, *args)
 
     def put_executable_and_time(key, name, executable, backend, seconds):
-        write(key, name, executable, backend, seconds)
         if is_ours():
             LOADED[key] = executable, seconds
+        else:
+            write(key, name, executable, backend, seconds)
 
     compilation_cache.get_executable_and_time = get_executable_and_time
     compilation_cache.put_executable_and_time = put_executable_and_time
 
 
-if jax.__version_info__[:2] == (0, 10):
+if jax.__version_info__[:2] in QUICK_COMPILATION:
     _keep_loaded_programs()
 
 # Keras chooses its backend when it is imported first, which other libraries do, too.
@@ -107,26 +100,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # A shell starts it so in
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _link_all(source, target):
-    target.mkdir(parents=True, exist_ok=True)
-    for file in source.iterdir():
-        try:
-            os.link(file, target / file.name)
-        except FileExistsError:
-            continue
-        except OSError:  # On another disk.
-            shutil.copyfile(file, target / file.name)
-
-
 def pytest_configure(config):
     config.pluginmanager.register(ContinuedExamples())
-    if SHARED_PROGRAMS and Path(SHARED_PROGRAMS).is_dir():
-        _link_all(Path(SHARED_PROGRAMS), PROGRAMS)
 
 
-def pytest_unconfigure():
-    if SHARED_PROGRAMS:
-        _link_all(PROGRAMS, Path(SHARED_PROGRAMS))
+@pytest.fixture(scope="session", autouse=True)
+def _keep_free_memory():
+    """The memory of each compiler is taken up by the next: to give it back takes milliseconds."""
+    from flaxfit.strategies import _compilation
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_compilation, "give_back_free_memory", lambda: None)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -147,8 +132,7 @@ def environment():
 @pytest.fixture
 def own_environment(environment, tmp_path):
     """Likewise for those that are killed between steps: the programs so far, and their own."""
-    programs = tmp_path / "programs"
-    _link_all(PROGRAMS, programs)
+    programs = shutil.copytree(PROGRAMS, tmp_path / "programs")
     return {**environment, "JAX_COMPILATION_CACHE_DIR": str(programs)}
 
 

@@ -2,6 +2,7 @@
 
 import sys
 import types
+from importlib.util import find_spec
 
 import flax.linen as nn
 import jax
@@ -15,7 +16,10 @@ from marks import diagonal
 import flaxfit as ff
 from flaxfit.callbacks import TensorBoardLogger
 
-pytest.importorskip("tensorboardX", reason="tensorboardX is not installed")
+# Not imported yet, as it imports torch.
+pytestmark = pytest.mark.skipif(
+    find_spec("tensorboardX") is None, reason="tensorboardX is not installed"
+)
 
 tokens = np.arange(8, dtype=np.int32).reshape(4, 2) % 3
 y = np.ones((4, 1), np.float32)

@@ -67,9 +67,13 @@ def given(init):
 
 @functools.cache
 def init_of(module, width=X.shape[1]):
-    """An `init` of weights that are drawn once, for inputs of that width."""
-    variables = jax.device_get(jax.jit(module.init)(jax.random.key(0), np.zeros((1, width))))
-    return given(lambda rngs, x: variables)
+    """An `init` of weights that are drawn once, when first used, for inputs of that width."""
+
+    @functools.cache
+    def variables():
+        return jax.device_get(jax.jit(module.init)(jax.random.key(0), np.zeros((1, width))))
+
+    return given(lambda rngs, x: variables())
 
 
 def make_loop(module=None, data=None, *, optimizer=None, task=None, **options):
