@@ -147,7 +147,7 @@ class Moves(nn.Module):
 @pytest.mark.parametrize("kind", [State, thorough(Record)])
 def test_a_structure_is_fitted_evaluated_and_predicted_alike(kind):
     targets = X.sum(1, keepdims=True)
-    model = ff.Model(Moves(), optax.sgd(0.1), "mse", strategy=ONE)
+    model = ff.Model(Moves(), optax.sgd(0.1), "mse")
     model.fit(kind(X, X), targets, batch_size=10, shuffle=False, verbose=0)
     outputs = model.predict(kind(X, X))
     assert model.predict([(kind(X, X),)]).tolist() == outputs.tolist()

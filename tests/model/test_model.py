@@ -280,7 +280,7 @@ def fit_named(model):
 @pytest.mark.slow
 def test_early_stopping_restores_the_best_weights():
     stop = EarlyStopping("val_loss", patience=1, restore_best=True)
-    model = make_model(nn.Dense(10), optax.adam(1.0), strategy=ONE)
+    model = make_model(nn.Dense(10), optax.adam(1.0))
     history = fit(model, epochs=20, validation_data=(X_TEST, Y_TEST), callbacks=stop)
     assert len(history.steps) < 20
     best = min(history["val_loss"])

@@ -14,7 +14,6 @@ from flaxfit.modules import from_nnx, nnx_step
 
 X = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
 Y = X.sum(1, keepdims=True)
-ONE = ff.DataParallel(jax.devices()[:1])
 
 
 class Net(nnx.Module):
@@ -258,8 +257,7 @@ def test_of_several_modules_each_is_evaluated_by_its_name():
 @pytest.mark.slow
 def test_a_model_is_fitted_by_it_and_holds_the_weights_when_fit_ends():
     objects = make(optax.adam(0.05))
-    options = {"step": nnx_step(train_step, **objects), "strategy": ONE}
-    model = ff.Model(objects["model"], None, "mse", **options)
+    model = ff.Model(objects["model"], None, "mse", step=nnx_step(train_step, **objects))
     history = model.fit(X, Y, batch_size=16, epochs=3, verbose=0)
     assert history["loss"][-1] < history["loss"][0]
     np.testing.assert_allclose(model.predict(X), model.trained()(X), rtol=1e-5, atol=1e-6)

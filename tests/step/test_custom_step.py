@@ -129,9 +129,9 @@ def test_it_runs_on_one_device_and_several_steps_per_call_alike():
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_to_the_same_end():
-    loop = make_gan(devices=jax.devices()[:1])
+    loop = make_gan()
     loop.next_step()
-    other = make_gan(devices=jax.devices()[:1])
+    other = make_gan()
     other.restore(loop.next_step())
     ends = [list(each)[-1] for each in (loop, other)]
     jax.tree.map(np.testing.assert_array_equal, *(end.state.params for end in ends))
@@ -279,7 +279,7 @@ def test_what_is_no_step_is_named(step, error, message):
 
 @pytest.mark.slow
 def test_a_loss_that_a_step_does_not_report_is_asked_for_by_name():
-    checkpoint = make_gan(devices=jax.devices()[:1]).next_step()
+    checkpoint = make_gan().next_step()
     with pytest.raises(KeyError, match="no metric 'loss'; it has d_loss, g_loss. A step of your"):
         print(checkpoint.loss)
 

@@ -239,7 +239,7 @@ def test_sixteen_bits_train_about_as_thirty_two_do(precision, accumulate):
         precision=precision,
         accumulate=accumulate,
     )
-    options = {"n_steps": 20, "n_steps_per_checkpoint": 19, "devices": jax.devices()[:1]}
+    options = {"n_steps": 20, "n_steps_per_checkpoint": 19, "devices": jax.devices()[:2]}
     loop = ff.TrainLoop(init_of(module, 5), task, 0, **options)
     checkpoints = list(loop)
     other, expected = train(20, loss=small_loss)

@@ -57,7 +57,7 @@ def make_tasks(**options):
 
 def make_loop(tasks=None, weights=None, **options):
     task = ff.MultiTask(tasks or make_tasks(), weights=weights)
-    options = {"n_steps": 6, "stdout": False, "devices": jax.devices()[:1], **options}
+    options = {"n_steps": 6, "stdout": False, **options}
     return ff.TrainLoop(MODULE.init, task, 0, **options)
 
 
@@ -71,7 +71,7 @@ def close(one, other):
 
 @pytest.mark.slow
 def test_turns_are_the_steps_of_each_task_by_hand():
-    loop = make_loop(n_steps_per_checkpoint=3, first_checkpoint=3, devices=None)
+    loop = make_loop(n_steps_per_checkpoint=3, first_checkpoint=3)
     state, tasks = loop.state, make_tasks()
     steps = {name: jax.jit(ff.make_train_step(task)) for name, task in tasks.items()}
     values = {}

@@ -454,12 +454,11 @@ def test_two_calls_in_evaluation_have_two_dropouts_and_keys_are_asked_for():
         noise = jax.random.normal(rngs["dropout"], batch.inputs[0].shape)
         return losses.crossentropy(apply(batch.inputs[0] + noise), *batch.targets)
 
-    one = ff.DataParallel(DEVICES[:1])
-    options = {"objective": consistency, "eval_rngs": ("dropout",), "strategy": one}
+    options = {"objective": consistency, "eval_rngs": ("dropout",)}
     model = ff.Model(Always(), optax.sgd(0.1), None, **options)
-    model.fit(CHOSEN, LABELS, verbose=0)
+    assert model.fit(CHOSEN, LABELS, verbose=0)["distance"][0] > 0
     assert model.evaluate(CHOSEN, LABELS)["distance"] > 0
-    model = ff.Model(Dropping(), optax.sgd(0.1), None, objective=uses_keys, strategy=one)
+    model = ff.Model(Dropping(), optax.sgd(0.1), None, objective=uses_keys)
     model.fit(CHOSEN, LABELS, verbose=0)
     with pytest.raises(KeyError) as raised:
         model.evaluate(CHOSEN, LABELS)
@@ -552,7 +551,7 @@ def test_in_evaluation_the_average_is_the_model_that_is_measured():
         goals = ema(*batch.inputs)
         return jnp.square(apply(*batch.inputs) - 1 - goals), {"goal": goals}
 
-    options = {"objective": drift, "ema": 0.5, "strategy": ff.DataParallel(DEVICES[:1])}
+    options = {"objective": drift, "ema": 0.5}
     model = ff.Model(nn.Dense(3, kernel_init=waves), optax.sgd(0.1), None, **options)
     model.fit(CHOSEN, (), epochs=2, verbose=0)
     found = model.evaluate(CHOSEN, ())

@@ -171,8 +171,7 @@ def test_outputs_are_counted_each_with_its_weights():
     data = (jax.tree.map(lambda a, i=i: a[i : i + 8], (X, y, weights)) for i in range(0, 32, 8))
     loss = {"kind": "crossentropy", "is_large": "binary_crossentropy"}
     task = ff.TrainTask(module.apply, optax.sgd(0.1), loss, data)
-    options = {"first_checkpoint": 4, "stdout": False, "strategy": one_device()}
-    loop = ff.TrainLoop(init_of(module, 4), task, 0, None, 4, 4, **options)
+    loop = ff.TrainLoop(init_of(module, 4), task, 0, None, 4, 4, first_checkpoint=4, stdout=False)
     with pytest.raises(ValueError, match=r"Met 1 label .* 0..1 .* \(output 'is_large'\)"):
         next(loop)
 
