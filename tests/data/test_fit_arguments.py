@@ -169,7 +169,7 @@ def test_a_list_of_arrays_is_several_inputs_in_fit_evaluate_and_predict():
             return nn.Dense(1)(a) - nn.Dense(1)(b)
 
     targets = X.sum(1, keepdims=True)
-    model = ff.Model(Two(), optax.sgd(0.1), "mse", strategy=ONE)
+    model = ff.Model(Two(), optax.sgd(0.1), "mse")
     model.fit([X, 2 * X], targets, verbose=0)
     np.testing.assert_array_equal(model.predict([X, 2 * X]), model.predict((X, 2 * X)))
     loss = model.evaluate([X, 2 * X], targets)["loss"]
@@ -287,7 +287,7 @@ def test_a_list_of_targets_is_the_targets_of_several_outputs():
 
     targets = X.sum(1, keepdims=True)
     losses = [
-        ff.Model(Two(), optax.sgd(0.1), loss, strategy=ONE).fit(X, y, verbose=0)["loss"]
+        ff.Model(Two(), optax.sgd(0.1), loss).fit(X, y, verbose=0)["loss"]
         for y in ([targets, -targets], (targets, -targets))
     ]
     assert losses[0] == losses[1]

@@ -214,7 +214,7 @@ def test_reinforce_learns_from_batches_that_it_made_itself():
 
     task = ff.TrainTask(step=step, optimizer=optimizer)
     seen = np.ones((32, 1), "f4")
-    loop = ff.TrainLoop(policy.init, task, 0, seen, stdout=False, devices=jax.devices()[:1])
+    loop = ff.TrainLoop(policy.init, task, 0, seen, stdout=False)
     rng, rewards = np.random.default_rng(0), []
     for _ in range(30):
         logits = np.asarray(policy.apply(loop.state.variables, seen[:1]))[0]

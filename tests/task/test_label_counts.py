@@ -183,8 +183,7 @@ def test_tasks_that_take_turns_are_named():
         ff.TrainTask(MODULE.apply, sgd, "crossentropy", batches(X, y)) for y in (Y, spoilt(9, 4))
     )
     task = ff.MultiTask({"good": good, "wrong": wrong})
-    options = {"first_checkpoint": 8, "stdout": False, "strategy": one_device()}
-    loop = ff.TrainLoop(init_of(MODULE, 4), task, 0, X[:1], 8, 8, **options)
+    loop = ff.TrainLoop(init_of(MODULE, 4), task, 0, X[:1], 8, 8, first_checkpoint=8, stdout=False)
     with pytest.raises(ValueError, match="Met 1 label of task 'wrong' out of range in steps 1 to"):
         next(loop)
 
