@@ -35,8 +35,8 @@ def steps() -> str:
     models = next(iter(table.values()))
     return figure(
         "chart",
-        "The time of a training step, as a multiple of that of the best hand-written loop. Shorter "
-        "is faster.",
+        "The time of a training step, as a multiple of that of the best hand-written loop of "
+        "single steps. Shorter is faster.",
         [
             bars(model, {name: float(table[name][model]) for name in SHOWN}, most=4.8)
             for model in models

@@ -33,8 +33,8 @@ if os.environ.get("FLAXFIT_TEST_COMPILATION") != "default" and quick_flags not i
 
 jax.config.update("jax_num_cpu_devices", int(os.environ.get("FLAXFIT_TEST_DEVICES", "4")))
 
-# Tests build the same small programs over and over: each is compiled once in a process, and once in
-# all those that tests start, which share a folder.
+# Tests build the same small programs over and over: each is compiled once in this process, and once
+# in all those that tests start, which share a folder.
 SCRATCH = Path(tempfile.mkdtemp(prefix="flaxfit-tests-"))
 atexit.register(shutil.rmtree, SCRATCH, ignore_errors=True)
 PROGRAMS = SCRATCH / "programs"
@@ -49,7 +49,7 @@ jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 os.environ["FLAXFIT_COMPILATION_CACHE"] = "off"
 
 # To write a program and load it again takes half as long as to compile it, so this process keeps
-# its own in memory. No setting does this: it replaces two functions of JAX.
+# its own in memory. No setting does this: it replaces two functions of JAX where they are known.
 LOADED = {}
 
 
@@ -62,8 +62,11 @@ def _keep_loaded_programs():
     def is_ours():  # Not the folder of a test.
         return jax.config.jax_compilation_cache_dir == str(PROGRAMS)
 
-    def get_executable_and_time(key, *args):
-        return LOADED.get(key, (None, None)) if is_ours() else read(key, *args)
+    def get_executable_and_time(key, options, backend, devices, *host_callbacks):
+        if not is_ours():
+            return read(key, options, backend, devices, *host_callbacks)
+        # The key does not tell the functions that a program calls back, which are part of it.
+        return (None, None) if any(host_callbacks) else LOADED.get(key, (None, None))
 
     def put_executable_and_time(key, name, executable, backend, seconds):
         if is_ours():
@@ -131,7 +134,7 @@ def environment():
 
 @pytest.fixture
 def own_environment(environment, tmp_path):
-    """Likewise for those that are killed between steps: the programs so far, and their own."""
+    """Likewise for those that are killed between steps, which get a folder of their own."""
     programs = shutil.copytree(PROGRAMS, tmp_path / "programs")
     return {**environment, "JAX_COMPILATION_CACHE_DIR": str(programs)}
 

@@ -164,9 +164,9 @@ class TwoHeads(nn.Module):
 @pytest.mark.slow
 def test_outputs_are_counted_each_with_its_weights():
     module, large = TwoHeads(), (Y > 1).astype(np.float32)
-    large[[9, 10]] = 5
+    large[[14, 15]] = 5  # Of the last device.
     by_output = np.ones(32, np.float32)
-    by_output[10] = 0
+    by_output[15] = 0
     y, weights = {"kind": Y, "is_large": large}, {"is_large": by_output}
     data = (jax.tree.map(lambda a, i=i: a[i : i + 8], (X, y, weights)) for i in range(0, 32, 8))
     loss = {"kind": "crossentropy", "is_large": "binary_crossentropy"}
