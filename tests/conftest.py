@@ -24,7 +24,7 @@ from continued_examples import ContinuedExamples
 _UNOPTIMIZED = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 QUICK_COMPILATION = {
     (0, 10): f"{_UNOPTIMIZED} --xla_cpu_use_fusion_emitters=false",
-    (0, 12): _UNOPTIMIZED,
+    (0, 12): f"{_UNOPTIMIZED} --xla_cpu_emitter_verification_level=0",
 }
 xla_flags = os.environ.get("XLA_FLAGS", "")  # Those that come later win.
 quick_flags = QUICK_COMPILATION.get(jax.__version_info__[:2], "")

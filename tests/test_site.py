@@ -13,6 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PUBLIC = runpy.run_path(str(ROOT / "tests" / "test_public_api.py"))["PUBLIC"]
+SPHINX = """
+import gc, runpy
+gc.set_threshold(50_000, 20, 20)  # As the tests do.
+runpy.run_module("sphinx", run_name="__main__")
+"""
 PAGES = {str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglob("*.md")}
 
 
@@ -61,10 +66,9 @@ def build(folder, environment, run_child, *options):
     for name in ("sphinx", "sphinx_book_theme", "sphinx_copybutton", "sphinx_design", "myst_nb"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", *options]
-    command.append("docs")
+    command = [sys.executable, "-c", SPHINX, "-q", "-W", "--keep-going", "-b", "html", *options]
     done = run_child(
-        [*command, str(folder)],
+        [*command, "docs", str(folder)],
         seconds=1800,
         cwd=ROOT,
         env={**environment, "JAX_PLATFORMS": "cpu"},
