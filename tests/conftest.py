@@ -134,7 +134,7 @@ def environment():
 
 @pytest.fixture
 def own_environment(environment, tmp_path):
-    """Likewise for those that are killed between steps, which get a folder of their own."""
+    """The same for processes that are killed between steps: the programs are copied for them."""
     programs = shutil.copytree(PROGRAMS, tmp_path / "programs")
     return {**environment, "JAX_COMPILATION_CACHE_DIR": str(programs)}
 

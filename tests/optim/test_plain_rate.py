@@ -14,12 +14,7 @@ import flaxfit as ff
 from flaxfit.optim import set_hyperparams
 from flaxfit.optim._plain_rate import LiveRate, live_rate, matched, plain_rate, told_rate
 
-PARAMS = jax.device_put(
-    {
-        "w": np.arange(1, 13, dtype=np.float32).reshape(3, 4) / 10,
-        "b": np.ones(3, np.float32),
-    }
-)
+PARAMS = {"w": jnp.arange(1.0, 13.0).reshape(3, 4) / 10, "b": jnp.ones(3)}
 
 REFUSED = {
     # A rate that acts otherwise than by one factor; see `plain_rate`.

@@ -105,6 +105,17 @@ def test_calls_of_what_the_text_does_not_hold_are_never_shared(function):
     assert key_of(lowered(function), None) is None
 
 
+@pytest.mark.slow  # Newer versions of JAX keep such programs: it is to run on the newest, too.
+def test_equal_programs_call_back_functions_of_their_own():
+    def result_of(number):
+        shape = jax.ShapeDtypeStruct((2, 3), "float32")
+        function = lowered(lambda x: jax.pure_callback(lambda x: np.full_like(x, number), shape, x))
+        return shared(function, None, function.compile)(np.zeros((2, 3), np.float32))
+
+    for number in (1, 2, 1):
+        np.testing.assert_array_equal(result_of(number), number)
+
+
 def test_linear_algebra_and_random_bits_are_shared():
     def function(x):
         return jnp.linalg.qr(x)[0] + jax.random.normal(jax.random.key(0), (2, 1))
