@@ -232,4 +232,4 @@ def _own_slice(rows: slice) -> slice:
 
 
 def _row_dtype(n: int) -> type[np.signedinteger]:
-    return np.int32 if n <= np.iinfo(np.int32).max else np.int64
+    return np.int32 if n < 2**31 else np.int64

@@ -17,10 +17,6 @@ def as_tuple(callbacks: Any) -> tuple[Any, ...]:
     return (callbacks,) if callable(callbacks) else tuple(() if callbacks is None else callbacks)
 
 
-# Callbacks that save the state are closed before those that change it when they are closed.
-_CLOSED = ("last", "normal", "first")
-
-
 class CallbackList:
     """The callbacks that a loop was given, each of them checked.
 
@@ -30,15 +26,16 @@ class CallbackList:
 
     def __init__(self, callbacks: Any = ()):
         self.given = as_tuple(callbacks)
+        self.by_order: dict[str, list[Any]] = {"first": [], "normal": [], "last": []}
+        """The callbacks by when they get a checkpoint."""
         for callback in self.given:
             check_callback(callback)
-            order_of(callback)  # Which checks it.
+            self.by_order[order_of(callback)].append(callback)
 
     def attach_first(self, loop: Any) -> None:
         """Attaches the callbacks of order "first", before the loop fetches a batch."""
-        for callback in self.given:
-            if order_of(callback) == "first":
-                callback.attach(loop)
+        for callback in self.by_order["first"]:
+            callback.attach(loop)
 
     def attach(self, loop: Any) -> None:
         """Attaches all callbacks to their loop."""
@@ -56,9 +53,11 @@ class CallbackList:
 
     def close(self) -> None:
         """Closes all of them, even if one fails."""
-        given = sorted(self.given, key=lambda each: _CLOSED.index(order_of(each)))
+        first, normal, last = self.by_order.values()
         with contextlib.ExitStack() as stack:
-            for callback in reversed(given):
+            # Those that save the state are closed before those that change it when closed. The
+            # stack calls the latest first.
+            for callback in reversed([*last, *normal, *first]):
                 if hasattr(callback, "close"):
                     stack.callback(callback.close)
 
@@ -83,10 +82,8 @@ class Delivery:
         self._checkpoint, self._settle = checkpoint, settle
         self.tuned: list[tuple[str | int | None, dict[str, ArrayLike]]] = []
         """Hyperparameters that callbacks have set, by group; the checkpoint does not have them."""
-        called = {order: [] for order in ("first", "normal", "last")}
-        for callback in callbacks.given:
-            called[order_of(callback)].append(callback)
-        self._waiting = [*called["first"], *called["normal"], settle, *called["last"]]
+        first, normal, last = callbacks.by_order.values()
+        self._waiting = [*first, *normal, settle, *last]
 
     def keep(self, callbacks: CallbackList) -> None:
         """Leaves out callbacks that the loop no longer has."""

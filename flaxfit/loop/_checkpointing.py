@@ -24,7 +24,9 @@ class Checkpointing(Settings):
         """Makes the checkpoint of the steps since the previous one, and starts a new count."""
         stepper = self._stepper
         stepper.consistency.checkpoint(stepper.step)
-        checkpoint = self._numbered(make_checkpoint(stepper, self._watch, stop=self._is_finishing))
+        checkpoint = make_checkpoint(
+            stepper, self._watch, epoch=self._epoch, stop=self._is_finishing
+        )
         self._warn_of_loss(checkpoint)
         stepper.interrupts.hold()
         self._due = Delivery(checkpoint, self._callbacks, self._settle)
@@ -35,8 +37,11 @@ class Checkpointing(Settings):
         """Shows the checkpoint to the callbacks; after an exception, to those still waiting."""
         if self._due is None:
             return None
-        with self.in_phase("callbacks"):
+        before, self._phase = self._phase, "callbacks"
+        try:
             checkpoint = self._due.finish(self.owned, lambda: self.revision)
+        finally:
+            self._phase = before
         self._due = None
         self._last = checkpoint.replace(state=None, last_grads=None)
         self.stopped = checkpoint.stop

@@ -85,16 +85,17 @@ def build_update(
     n_steps: int,
     **options: bool,
 ) -> Function:
-    """Compiles `(leaves, totals, *batch) -> (leaves, totals, grads)` for batches like a portion.
+    """Compiles `(leaves, totals, *data, arrays) -> (leaves, totals, grads)` for such batches.
 
-    The state crosses the call as the flat leaves of its layout, which are donated. Companions come
-    before the batch. The options are those of `make_update`.
+    State and batch cross the call as flat leaves; those of the state are donated. Companions come
+    before the data. The options are those of `make_update`.
     """
     # Not the portion: the compiled update would keep its data.
     strategy, skip_empty = portion.strategy, portion.is_weighted
+    structure = jax.tree.structure(portion.batch)
 
     def update_leaves(leaves: PyTree, totals: PyTree, *others: PyTree) -> tuple[PyTree, ...]:
-        bound, batch = companions.bound(task, others)
+        bound, (*data, arrays) = companions.bound(task, others)
         update = make_update(
             bound,
             axis_name=strategy.axis_name,
@@ -104,7 +105,8 @@ def build_update(
             **options,
         )
         state = layout.unflatten(leaves)
-        results = strategy.constrain(update(state, totals, *batch), state)
+        batch = structure.unflatten(arrays)
+        results = strategy.constrain(update(state, totals, *data, batch), state)
         return layout.flatten(results[0]), *results[1:]
 
     return strategy.compile(update_leaves, arguments, n_donated=1)

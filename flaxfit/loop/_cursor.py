@@ -68,7 +68,7 @@ class Cursor:
                 item, position = self._fetched[-1]
                 self._fetched[-1] = detached(item), position
             try:
-                item = self._next()
+                item = self.stream.next_rows() if self.takes_rows else self._next()
             except StopIteration:
                 self._has_run_out = True
                 break
@@ -83,12 +83,12 @@ class Cursor:
         return self.fetch(1, is_ahead=True)
 
     def stepped(self, n: int) -> None:
-        """Commits the first `n` fetched items: devices train on them.
-
-        While they do, the next epoch is shuffled.
-        """
+        """Commits the first `n` fetched items: devices train on them."""
         self._position = self._fetched[n - 1][1]
         del self._fetched[:n]
+
+    def prepare(self) -> None:
+        """Shuffles an epoch that is about to begin, for which the devices need not wait then."""
         if self._is_own and not self._fetched:
             self.stream.order_ahead()
 
@@ -115,8 +115,6 @@ class Cursor:
         return None if whole is None else self._roles(whole)
 
     def _next(self) -> PyTree:
-        if self.takes_rows:
-            return self.stream.next_rows()
         item = next(self.stream)
         if self._makes_arrays:
             _make_read_only(item)

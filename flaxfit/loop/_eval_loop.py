@@ -205,13 +205,14 @@ class EvalLoop:
         totals, shapes = _metric_totals.zero_totals(sums), structure_of(state)
         companions = self._companions.arguments
         for n, item in enumerate(itertools.chain(first, items), 1):
-            portion, batch, *_ = batches.load(item, feed)
+            loaded = batches.load(item, feed)
+            portion = loaded.portion
             if portion.strategy is not strategy:
                 strategy = portion.strategy
                 state, totals = strategy.share((state, totals))
                 companions = self._companions.moved(strategy)
             position = (np.uint32(n - 1),) if self.task.rngs else ()
-            arguments = (state, totals, *companions, *position, batch)
+            arguments = (state, totals, *companions, *position, loaded.batch)
             key = (portion.signature, shapes)
             update = self._programs.get(key)
             if update is None:

@@ -166,7 +166,8 @@ class Predictions(Iterator[tuple[Batch, Any]]):
         return item, rows if n is None else self._batches.without_padding(rows, n)
 
     def _dispatch(self, number: int, given: PyTree, item: PyTree) -> None:
-        portion, batch, *_ = self._batches.load(item, self._feed)
+        loaded = self._batches.load(item, self._feed)
+        portion, batch = loaded.portion, loaded.batch
         position = (np.uint32(number),) if self._predictor.task.rngs else ()
         arguments = (self._state, *position, batch._replace(targets=(), weights=None))
         key = (portion.strategy, portion.signature, self._shapes)

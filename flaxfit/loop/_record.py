@@ -17,36 +17,45 @@ from flaxfit.tree._types import Json
 
 
 def make_checkpoint(
-    stepper: Stepper, watch: Stopwatch, *, stop: bool = False, between: bool = False
+    stepper: Stepper,
+    watch: Stopwatch,
+    *,
+    epoch: int | None,
+    stop: bool = False,
+    between: bool = False,
 ) -> Checkpoint:
     """The checkpoint of the steps since the count began; it borrows its arrays.
 
     Args:
       stepper: the stepper.
       watch: the time of these steps, with preparation.
+      epoch: the number of the epoch of `fit`.
       stop: whether the run ends here.
       between: whether the count continues after it, so that its sums are recorded.
     """
-    # Work that does not wait for the devices comes before the metrics.
+    # While the devices are at work, all that does not wait for them.
+    stepper.cursor.prepare()
     state, grads = stepper.placed.lend()
-    position = stepper.cursor.position()
-    metrics = stepper.metrics() | learning_rates(stepper)
+    fields = {
+        "step": stepper.step,
+        "state": state,
+        "modes": modes_of(stepper.task.metrics),
+        "epoch": epoch,
+        "n_completed_steps": stepper.tally.n_steps,
+        "n_examples": stepper.tally.n_examples,
+        "compile_time": stepper.programs.watch.seconds,
+        "stop": stop,
+        "data_state": stepper.cursor.position(),
+        "running": get_running(stepper),
+        "last_grads": grads,
+        "companions": stepper.companions.saved,
+        "module_of": functools.partial(module_of, stepper.task),
+    }
     return Checkpoint(
-        step=stepper.step,
-        state=state,
-        metrics=metrics,
-        modes=modes_of(stepper.task.metrics),
-        n_completed_steps=stepper.tally.n_steps,
-        n_examples=stepper.tally.n_examples,
-        elapsed_time=watch.seconds - stepper.preparation_time,  # After the devices are done.
-        compile_time=stepper.programs.watch.seconds,
-        stop=stop,
-        data_state=position,
-        running=get_running(stepper),
+        metrics=stepper.metrics() | learning_rates(stepper),
+        elapsed_time=watch.seconds - stepper.preparation_time,
         sums=jax.tree.map(np.array, stepper.tally.totals) if between else None,
-        last_grads=grads,
-        companions=stepper.companions.saved,
-        module_of=functools.partial(module_of, stepper.task),
+        **fields,
     )
 
 

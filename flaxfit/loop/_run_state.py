@@ -9,6 +9,7 @@ import jax
 from flaxfit.display import quiet
 from flaxfit.loop._callback_list import Delivery
 from flaxfit.loop._initial_state import check_same_arrays
+from flaxfit.loop._interrupts import Interrupts
 from flaxfit.loop._ownership import Copier, owned
 from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.loop._record import make_checkpoint, set_running
@@ -71,6 +72,11 @@ class RunState:
         """The companions of the task, in place on the devices."""
         return self._stepper.companions
 
+    @property
+    def _interrupts(self) -> Interrupts:
+        """Replaces the handler of Ctrl-C within a `with`, once for all checkpoints."""
+        return self._stepper.interrupts
+
     def owned(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint with copies of what it borrows; itself with `snapshot="none"`.
 
@@ -123,13 +129,12 @@ class RunState:
             return None
         if not self.n_completed_steps and self._last is not None:
             return self._last.replace(state=self.state, companions=self._companions.saved)
-        now = make_checkpoint(stepper, self._watch, between=True)
-        return self._numbered(self.owned(now.replace(last_grads=None)))
+        now = make_checkpoint(stepper, self._watch, epoch=self._epoch, between=True)
+        return self.owned(now.replace(last_grads=None))
 
-    def _numbered(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Adds the number of the epoch of `fit`."""
-        epoch = None if self.epoch_number is None else self.epoch_number()
-        return checkpoint.replace(epoch=epoch)
+    @property
+    def _epoch(self) -> int | None:
+        return None if self.epoch_number is None else self.epoch_number()
 
     def _resume(self, state: TrainState, checkpoint: Any, *, is_own: bool = False) -> None:
         """Continues from a state, and from the position and counts of its checkpoint, if any."""

@@ -2,6 +2,8 @@
 
 import math
 
+import jax
+
 from flaxfit.data._batch import Batch
 from flaxfit.loop._compiled_steps import build_update
 from flaxfit.loop._stepper import Stepper
@@ -26,9 +28,9 @@ def step_cost(stepper: Stepper, n: int | None) -> StepCost:
 def step_memory(stepper: Stepper, n: int | None) -> int:
     """The bytes of a step on `n` examples, on each device; compiles it, and runs nothing."""
     portion = stepper.loader.as_regular(_example(stepper, n))
-    batch = portion.strategy.split(portion.batch)
+    arrays = portion.strategy.split(jax.tree.leaves(portion.batch))
     placed, companions = stepper.placed, stepper.companions
-    arguments = (placed.leaves, stepper.tally.totals, *companions.arguments, batch)
+    arguments = (placed.leaves, stepper.tally.totals, *companions.arguments, arrays)
     options = stepper.step_options
     return memory_of(
         build_update(stepper.task, placed.layout, companions, portion, arguments, 1, **options)

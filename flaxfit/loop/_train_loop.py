@@ -274,7 +274,7 @@ class TrainLoop(Checkpointing):
                         start(stepper.step)
                     # With "auto" a watcher sees each step.
                     is_watched = self.watchers or self.step_starters
-                    spacing = 1 if is_watched else self.n_steps_per_checkpoint
+                    spacing = 1 if is_watched else self.schedule.every
                     if stepper.advance(n_left, batch, spacing=spacing, n_total=end):
                         for watch in (*self.watchers, *self.dispatch_watchers):
                             watch(stepper.step)

@@ -42,11 +42,15 @@ def reader(like: PyTree) -> Callable[[Totals], PyTree]:
     The sums are float64 (or integer) arrays on the host. Reading waits for the device.
     """
     structure, places = _layout(like)
+    floats = {dtype for dtype, _, _ in places if jnp.issubdtype(dtype, jnp.floating)}
+
+    def whole(dtype: str, high: np.ndarray, low: np.ndarray) -> np.ndarray:
+        return np.add(high, low, dtype=np.float64) if dtype in floats else high
 
     def read(totals: Totals) -> PyTree:
         # `jax.device_get` would begin a copy in the background, which takes longer than a few
         # numbers.
-        sums = {dtype: _whole(*np.asarray(x)) for dtype, x in totals.items()}
+        sums = {dtype: whole(dtype, *np.asarray(x)) for dtype, x in totals.items()}
         return structure.unflatten([sums[d][place].reshape(shape) for d, place, shape in places])
 
     return read
@@ -125,11 +129,6 @@ def _two_sum(high: jax.Array, low: jax.Array, x: jax.Array) -> tuple[jax.Array, 
     error = (high - (total - part)) + (x - part)
     # Sums that have overflowed have no error worth keeping (inf - inf is nan).
     return total, low + jnp.where(jnp.isfinite(total), error, 0)
-
-
-def _whole(high: np.ndarray, low: np.ndarray) -> np.ndarray:
-    is_floating = jnp.issubdtype(high.dtype, jnp.floating)
-    return np.add(high, low, dtype=np.float64) if is_floating else high
 
 
 def _mean(total: ArrayLike, weight: ArrayLike) -> ArrayLike:

@@ -15,7 +15,8 @@ def owner_of(callback: Function) -> PyTree:
     Other callables are returned as they are.
     """
     # A bound method whose function is wrapped has a `__wrapped__` too, that of its function.
-    callback = inspect.unwrap(callback, stop=lambda each: hasattr(each, "__self__"))
+    if not hasattr(callback, "__self__"):
+        callback = inspect.unwrap(callback, stop=lambda each: hasattr(each, "__self__"))
     return getattr(callback, "__self__", callback)
 
 
