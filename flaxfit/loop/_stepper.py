@@ -201,7 +201,7 @@ class Stepper:
         Apart from `advance`, since the traceback of an interrupt would keep the arrays here.
         """
         if loaded is None:
-            self.consistency.end("training", self.step, self._in_flight)
+            self.consistency.end("training", self.step, [self.tally.totals])
             self.cursor.ended = True
             return False
         portion, arrays, n, n_examples = loaded

@@ -1,5 +1,7 @@
 """A TrainLoop gives the numbers of a hand-written loop on any number of devices, and as fast."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,10 +125,8 @@ def test_nothing_is_read_back_between_checkpoints(monkeypatch):
     assert len(reads) == 2  # The count works.
 
 
-@pytest.mark.parametrize(
-    "n_devices, expected", [(1, [25, 32, 39, 46]), thorough(2, [*range(3, 49)])]
-)
-def test_no_more_than_so_many_steps_are_under_way(n_devices, expected, monkeypatch):
+@pytest.mark.parametrize("n_devices, farthest, least", [(1, 24, 2), thorough(2, 3, 46)])
+def test_no_more_than_so_many_steps_are_under_way(n_devices, farthest, least, monkeypatch):
     array_class, waited = type(jnp.zeros(())), []
     original = array_class.block_until_ready
     stream = ff.ArrayStream(X, Y, batch_size=16)
@@ -139,7 +139,10 @@ def test_no_more_than_so_many_steps_are_under_way(n_devices, expected, monkeypat
 
     monkeypatch.setattr(array_class, "block_until_ready", block_until_ready)
     loop.next_checkpoint()
-    assert waited == expected
+    # More often where something else has stopped the process for a while.
+    steps = [0, *waited, 48]
+    assert max(after - before for before, after in itertools.pairwise(steps)) <= farthest
+    assert least <= len(waited) < 48
 
 
 @pytest.mark.slow
