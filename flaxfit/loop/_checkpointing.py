@@ -37,11 +37,8 @@ class Checkpointing(Settings):
         """Shows the checkpoint to the callbacks; after an exception, to those still waiting."""
         if self._due is None:
             return None
-        before, self._phase = self._phase, "callbacks"
-        try:
+        with self.in_phase("callbacks"):
             checkpoint = self._due.finish(self.owned, lambda: self.revision)
-        finally:
-            self._phase = before
         self._due = None
         self._last = checkpoint.replace(state=None, last_grads=None)
         self.stopped = checkpoint.stop

@@ -87,8 +87,8 @@ class Cursor:
         self._position = self._fetched[n - 1][1]
         del self._fetched[:n]
 
-    def prepare(self) -> None:
-        """Shuffles an epoch that is about to begin, for which the devices need not wait then."""
+    def shuffle_ahead(self) -> None:
+        """Shuffles the next epoch while the devices compute."""
         if self._is_own and not self._fetched:
             self.stream.order_ahead()
 

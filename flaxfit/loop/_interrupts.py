@@ -14,7 +14,7 @@ class Interrupts:
     """Defers the first SIGINT that arrives while they are held; a second one is passed on at once.
 
     The handler is replaced within a `with` over this, in the main thread only, and only if it is a
-    Python function, so that `SIG_IGN` and foreign handlers stay in force. Blocks may nest.
+    Python function, so that `SIG_IGN` and foreign handlers stay in force.
     """
 
     def __init__(self) -> None:
@@ -43,8 +43,7 @@ class Interrupts:
 
     def __exit__(self, *error: object) -> None:
         present = self._replaced.pop()
-        # Unless a callback has installed another handler.
-        if present is not None and signal.getsignal(signal.SIGINT) == self._on_signal:
+        if present is not None:
             signal.signal(signal.SIGINT, present)
 
     def hold(self) -> None:

@@ -33,29 +33,27 @@ def make_checkpoint(
       stop: whether the run ends here.
       between: whether the count continues after it, so that its sums are recorded.
     """
-    # While the devices are at work, all that does not wait for them.
-    stepper.cursor.prepare()
+    # Do what needs no results first, while the devices compute.
+    stepper.cursor.shuffle_ahead()
     state, grads = stepper.placed.lend()
-    fields = {
-        "step": stepper.step,
-        "state": state,
-        "modes": modes_of(stepper.task.metrics),
-        "epoch": epoch,
-        "n_completed_steps": stepper.tally.n_steps,
-        "n_examples": stepper.tally.n_examples,
-        "compile_time": stepper.programs.watch.seconds,
-        "stop": stop,
-        "data_state": stepper.cursor.position(),
-        "running": get_running(stepper),
-        "last_grads": grads,
-        "companions": stepper.companions.saved,
-        "module_of": functools.partial(module_of, stepper.task),
-    }
     return Checkpoint(
+        step=stepper.step,
+        state=state,
+        modes=modes_of(stepper.task.metrics),
+        epoch=epoch,
+        n_completed_steps=stepper.tally.n_steps,
+        n_examples=stepper.tally.n_examples,
+        compile_time=stepper.programs.watch.seconds,
+        stop=stop,
+        data_state=stepper.cursor.position(),
+        running=get_running(stepper),
+        last_grads=grads,
+        companions=stepper.companions.saved,
+        module_of=functools.partial(module_of, stepper.task),
+        # From here on it waits.
         metrics=stepper.metrics() | learning_rates(stepper),
         elapsed_time=watch.seconds - stepper.preparation_time,
         sums=jax.tree.map(np.array, stepper.tally.totals) if between else None,
-        **fields,
     )
 
 

@@ -9,7 +9,6 @@ import jax
 from flaxfit.display import quiet
 from flaxfit.loop._callback_list import Delivery
 from flaxfit.loop._initial_state import check_same_arrays
-from flaxfit.loop._interrupts import Interrupts
 from flaxfit.loop._ownership import Copier, owned
 from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.loop._record import make_checkpoint, set_running
@@ -71,11 +70,6 @@ class RunState:
     def _companions(self) -> PlacedCompanions:
         """The companions of the task, in place on the devices."""
         return self._stepper.companions
-
-    @property
-    def _interrupts(self) -> Interrupts:
-        """Replaces the handler of Ctrl-C within a `with`, once for all checkpoints."""
-        return self._stepper.interrupts
 
     def owned(self, checkpoint: Checkpoint) -> Checkpoint:
         """The checkpoint with copies of what it borrows; itself with `snapshot="none"`.

@@ -174,7 +174,6 @@ def fit(
             if bar is not None:
                 bar.recall(history)
             n_left = folder.epochs_left(loop, history, epochs, initial_epoch, n_steps)
-        stack.enter_context(loop._interrupts)
         if n_steps is None:
             _train_passes(trainer, loop, n_left)
             return history

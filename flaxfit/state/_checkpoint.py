@@ -92,12 +92,8 @@ class Checkpoint:
         """
         if type(self) is not Checkpoint:
             return dataclasses.replace(self, **changes)
-        if unknown := changes.keys() - self.__dict__.keys():
-            raise TypeError(f"A Checkpoint has no field {', '.join(sorted(unknown))}.")
         # Not `dataclasses.replace`, which would read the values that are borrowed.
-        changed = object.__new__(Checkpoint)
-        changed.__dict__.update(self.__dict__, **changes)
-        return changed
+        return Checkpoint(**{**self.__dict__, **changes})
 
     def __getstate__(self) -> dict[str, PyTree]:
         own = {name: getattr(self, name) for name in _BORROWABLE}

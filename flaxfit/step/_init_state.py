@@ -116,8 +116,8 @@ def _put_part(sharding: jax.sharding.Sharding, part: PyTree) -> PyTree:
 def _compiler_options() -> dict[str, int] | None:
     """Options for a program that runs once: on a CPU, compiling it takes most of the time.
 
-    With fewer passes of LLVM it takes a half to a third, with the older emitters of JAX 0.10 a
-    quarter, and draws the same numbers.
+    With fewer passes of LLVM it takes a half to a third of the time, and less with the older
+    emitters that JAX 0.10 has. The initializers of JAX draw the same numbers.
     """
     if jax.default_backend() != "cpu":
         return None

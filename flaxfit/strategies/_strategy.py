@@ -64,7 +64,7 @@ class Strategy(Protocol):
         ...
 
     def split(self, batch: PyTree, n_stacked: int = 0) -> PyTree:
-        """Splits the leaves `(n, ...)` of a batch over the devices.
+        """Splits the leaves `(n, ...)` of a batch, or a list of leaves, over the devices.
 
         Each of several processes splits its own `rows`. With `n_stacked` the leaves are
         `(n_stacked, n, ...)`: several batches, one per step.

@@ -15,8 +15,7 @@ def owner_of(callback: Function) -> PyTree:
     Other callables are returned as they are.
     """
     # A bound method whose function is wrapped has a `__wrapped__` too, that of its function.
-    if not hasattr(callback, "__self__"):
-        callback = inspect.unwrap(callback, stop=lambda each: hasattr(each, "__self__"))
+    callback = inspect.unwrap(callback, stop=lambda each: hasattr(each, "__self__"))
     return getattr(callback, "__self__", callback)
 
 
