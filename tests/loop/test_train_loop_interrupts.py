@@ -72,6 +72,21 @@ def test_the_handler_of_the_user_is_put_back():
     assert signal.getsignal(signal.SIGINT) is present
 
 
+def test_a_callback_of_fit_may_handle_interrupts_until_it_is_closed():
+    class Handling:
+        def __call__(self, checkpoint):
+            if checkpoint.step == 2:
+                self.before = signal.signal(signal.SIGINT, lambda *_: None)
+
+        def close(self):
+            signal.signal(signal.SIGINT, self.before)
+
+    before = signal.getsignal(signal.SIGINT)
+    model = ff.Model(Regressor(), OPTIMIZER, "mse")
+    model.fit(X, Y, batch_size=32, epochs=2, verbose=0, callbacks=[Handling()])
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_a_loop_trains_in_another_thread():
     steps = []
     thread = threading.Thread(target=lambda: steps.extend(c.step for c in make_loop(n_steps=2)))
