@@ -55,6 +55,11 @@ class Cursor:
 
         Positions are read only if items may not be trained on at once: of several, or `is_ahead`.
         """
+        if not self.has_data:
+            raise ValueError(
+                "The task has no data: give TrainTask(data=...), or train on batches of your own, "
+                "TrainLoop(..., input_sample=x) and loop.next_step(batch)."
+            )
         if n > 1 and self.gathers and self._is_own and not self._fetched:
             with contextlib.suppress(StopIteration):  # Raised again by what follows.
                 self._fetched = self.stream.next_rows_of(n)
@@ -63,13 +68,8 @@ class Cursor:
                 item, position = self._fetched[-1]
                 self._fetched[-1] = detached(item), position
             try:
-                item = self.stream.next_rows() if self.takes_rows else self._next()
+                item = self._next()
             except StopIteration:
-                if not self.has_data:
-                    raise ValueError(
-                        "The task has no data: give TrainTask(data=...), or train on batches of "
-                        "your own, TrainLoop(..., input_sample=x) and loop.next_step(batch)."
-                    ) from None
                 self._has_run_out = True
                 break
             is_known = is_ahead or n > 1
@@ -115,6 +115,8 @@ class Cursor:
         return None if whole is None else self._roles(whole)
 
     def _next(self) -> PyTree:
+        if self.takes_rows:
+            return self.stream.next_rows()
         item = next(self.stream)
         if self._makes_arrays:
             _make_read_only(item)

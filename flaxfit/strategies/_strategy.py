@@ -105,8 +105,9 @@ class Strategy(Protocol):
     ) -> Function:
         """Compiles `function(state, ..., batch)` for these arguments; results are whole.
 
-        The function itself lays out its results, by `constrain`. With `has_rows` it returns a pair
-        `(results, rows)`, of which the rows are split like the batch.
+        The batch may be a list of its leaves. The function itself lays out its results, by
+        `constrain`. With `has_rows` it returns a pair `(results, rows)`, of which the rows are
+        split like the batch.
         """
         ...
 
