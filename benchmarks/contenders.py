@@ -74,6 +74,9 @@ RECIPES = {
     "Model.fit, 32 a call": Recipe(
         "benchmarks.with_flaxfit:fit", {"steps_per_execution": 32}, is_scan=True, spreads=True
     ),
+    "Model.fit, auto": Recipe(
+        "benchmarks.with_flaxfit:fit", {"steps_per_execution": "auto"}, is_scan=True
+    ),
     "Keras": Recipe("benchmarks.with_keras:make", needs="keras"),
     "Keras, 32 a call": Recipe(
         "benchmarks.with_keras:make",

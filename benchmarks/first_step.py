@@ -1,17 +1,23 @@
 """From the start of a process to its first finished step, beside a hand-written script.
 
     python -m benchmarks.first_step [--quick] [--rounds 5] [--models mlp ...]
-        [--contenders TrainLoop ...] [--caches no warm]
+        [--contenders TrainLoop ...] [--caches no warm] [--epochs 714]
 
 Each start is a process of its own, in turn: without a compilation cache, and with one that an
 earlier process has filled. `cpu` is the processor time of all threads, which other programs disturb
 less than the time that passes. Tracing, lowering and compiling are what JAX reports of itself, in
 seconds; compiling includes the reading of a cache, and `programs` is how many were compiled. The
-least of all rounds counts, and ratios are those of the least: a busy machine only ever adds time.
+least of all rounds counts, and ratios are those of the least, to the first contender: a busy
+machine only ever adds time. With `--epochs` it trains these instead of one step; `training` leaves
+out the start of Python and imports. This measures 20,000 steps of `fit`, compiling included:
+
+    python -m benchmarks.first_step --models mlp --caches no --epochs 714
+        --contenders "hand-written, with a bar" "Model.fit, auto"
 """
 
 import argparse
 import dataclasses
+import importlib
 import itertools
 import json
 import os
@@ -29,6 +35,7 @@ from benchmarks.workloads import Workload
 
 BASE = "hand-written"
 NAMES = BASE, "TrainLoop", "Model.fit"
+OTHERS = "hand-written, with a bar", "hand-written, 32 a call", "Model.fit, auto"
 CACHES = "no", "warm"
 PARTS = {
     "jaxpr_trace_duration": "tracing",
@@ -56,24 +63,24 @@ def main(arguments: list[str] | None = None) -> None:
     """Prints a table, or trains one step where that is asked of a child."""
     parser = argparse.ArgumentParser("python -m benchmarks.first_step", description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--contenders", nargs="+", default=list(NAMES), choices=NAMES)
+    parser.add_argument("--contenders", nargs="+", default=list(NAMES), choices=NAMES + OTHERS)
     parser.add_argument("--caches", nargs="+", default=list(CACHES), choices=CACHES)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=0, help="to train; 0: a single step")
     parser.add_argument("--quick", action="store_true", help="small models, one round")
     parser.add_argument("--child", metavar="NAME", help=argparse.SUPPRESS)
     settings = parser.parse_args(arguments)
     if settings.child:
-        _train(settings.child, MODELS[settings.models[0]](settings.quick))
+        _train(settings.child, MODELS[settings.models[0]](settings.quick), settings.epochs)
     rounds = 1 if settings.quick else settings.rounds
+    options = ["--epochs", str(settings.epochs), *["--quick"] * settings.quick]
     for model in settings.models:
-        for line in _compared(
-            model, settings.contenders, settings.caches, rounds, quick=settings.quick
-        ):
+        for line in _compared(model, settings.contenders, settings.caches, rounds, options):
             print(line, flush=True)
 
 
 def _compared(
-    model: str, names: list[str], caches: list[str], rounds: int, *, quick: bool
+    model: str, names: list[str], caches: list[str], rounds: int, options: list[str]
 ) -> Iterator[str]:
     least: dict[tuple[str, str], dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -81,29 +88,27 @@ def _compared(
             is_warm = cache == "warm"
             if not i and not is_warm:  # The first with a cache fills it.
                 continue
-            found = _start(name, model, os.path.join(folder, name) if is_warm else None, quick)
+            found = _start(name, model, os.path.join(folder, name) if is_warm else None, options)
             if i:
                 best = least.setdefault((cache, name), found)
                 best |= {each: min(best[each], value) for each, value in found.items()}
     for cache in caches:
         yield f"{model}, {cache} cache"
-        base = least.get((cache, BASE))
+        base = least[cache, names[0]]
         for name in names:
             found = least[cache, name]
-            times = ", ".join(_time(found, base, each) for each in ("seconds", "cpu"))
+            times = ", ".join(
+                f"{each} {found[each]:6.2f} {found[each] / base[each]:5.2f} x"
+                for each in ("seconds", "cpu", "training")
+            )
             parts = ", ".join(f"{part} {found[part]:.2f}" for part in PARTS.values())
-            yield f"  {name:13} {times}, {parts}, programs {found['programs']:.0f}"
+            yield f"  {name:24} {times}, {parts}, programs {found['programs']:.0f}"
 
 
-def _time(found: dict[str, float], base: dict[str, float] | None, name: str) -> str:
-    ratio = "" if base is None else f" {found[name] / base[name]:5.2f} x"
-    return f"{name} {found[name]:6.2f}{ratio}"
-
-
-def _start(name: str, model: str, cache: str | None, quick: bool) -> dict[str, float]:
-    """Starts a process that trains one step; returns what it took."""
+def _start(name: str, model: str, cache: str | None, options: list[str]) -> dict[str, float]:
+    """Starts a process that trains; returns what it took."""
     settings: dict[str, str] = {"FLAXFIT_COMPILATION_CACHE": "off"}
-    if cache is not None and name == BASE:
+    if cache is not None and name.startswith(BASE):
         settings = {
             "JAX_COMPILATION_CACHE_DIR": cache,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -114,7 +119,7 @@ def _start(name: str, model: str, cache: str | None, quick: bool) -> dict[str, f
     command = [sys.executable, "-m", "benchmarks.first_step", "--child", name, "--models", model]
     began = time.time()
     done = subprocess.run(
-        [*command, *["--quick"] * quick],
+        [*command, *options],
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -124,8 +129,9 @@ def _start(name: str, model: str, cache: str | None, quick: bool) -> dict[str, f
     return found | {"seconds": found.pop("time") - began}
 
 
-def _train(name: str, workload: Workload) -> None:
-    """Trains one step, prints what it took, and ends the process."""
+def _train(name: str, workload: Workload, epochs: int) -> None:
+    """Trains these epochs, or one step; prints what that took, and ends the process."""
+    importlib.import_module(contenders.RECIPES[name].maker.partition(":")[0])
     took: dict[str, Any] = dict.fromkeys((*PARTS.values(), "programs"), 0)
 
     def hear(event: str, seconds: float, **_: Any) -> None:
@@ -140,8 +146,10 @@ def _train(name: str, workload: Workload) -> None:
     jax.monitoring.register_event_duration_secs_listener(hear)
     jax.monitoring.register_event_listener(count)
     with contenders.unseen_terminal():
-        contenders.make(name, workload.cut(1)).train(1)
+        began = time.perf_counter()
+        contenders.make(name, workload if epochs else workload.cut(1)).train(epochs or 1)
         took |= {"time": time.time(), "cpu": time.process_time()}
+        took["training"] = time.perf_counter() - began
     print(json.dumps(took), flush=True)
     os._exit(0)  # What libraries do at their exit is not measured.
 

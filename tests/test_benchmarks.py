@@ -269,6 +269,7 @@ def test_a_first_step_is_measured(tmp_path, run_child):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["programs"] > 0 and found["tracing"] > 0 and found["compiling"] > 0
+    assert found["training"] >= found["compiling"]
 
 
 @pytest.mark.thorough
