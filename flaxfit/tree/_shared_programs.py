@@ -95,6 +95,7 @@ def key_of(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None) -> Ha
     key = (
         hashlib.sha256(text.encode()).digest(),
         lowered.in_tree,
+        tuple(jax.tree.leaves(lowered.in_avals)),  # The text leaves out what is not used.
         lowered.out_tree,
         _hashable(details),
         _hashable(chosen),

@@ -116,6 +116,15 @@ def test_equal_programs_call_back_functions_of_their_own():
         np.testing.assert_array_equal(result_of(number), number)
 
 
+def test_arguments_that_are_not_used_count_with_their_shapes():
+    def key_with(*shapes):
+        arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+        return key_of(jax.jit(lambda x, unused: x + 1).lower(1.0, arrays), None)
+
+    assert key_with((2,), (3,)) == key_with((2,), (3,)) is not None
+    assert key_with((2,), (3,)) != key_with((3,), (2,))
+
+
 def test_linear_algebra_and_random_bits_are_shared():
     def function(x):
         return jnp.linalg.qr(x)[0] + jax.random.normal(jax.random.key(0), (2, 1))
