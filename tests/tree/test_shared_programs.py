@@ -116,6 +116,7 @@ def test_equal_programs_call_back_functions_of_their_own():
         np.testing.assert_array_equal(result_of(number), number)
 
 
+@pytest.mark.slow  # So that the newest JAX runs it, too.
 def test_arguments_that_are_not_used_count_with_their_shapes():
     def key_with(*shapes):
         arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
