@@ -154,7 +154,7 @@ class ProgressBar:
         self._bar_start = checkpoint.step
         is_finite = math.isfinite(metrics.get("loss", 0.0))
         self._not_finite_since = None if is_finite else self._not_finite_since or self._n
-        is_best = self._is_best(checkpoint)
+        is_best = self._is_best(checkpoint, metrics)
         self._close_bar()  # The next step that is due draws another below the line.
         stream, monitor = self._stream, self._monitor and self._monitor.name
         lines = self._table.rows(
@@ -169,9 +169,9 @@ class ProgressBar:
         display.write("\n".join(lines), stream, fold=False)
         return checkpoint
 
-    def _is_best(self, checkpoint: Checkpoint) -> bool:
+    def _is_best(self, checkpoint: Checkpoint, metrics: Mapping[str, float]) -> bool:
         if self._monitor is None:
-            name = default_monitor(checkpoint.scalars, checkpoint.modes)
+            name = default_monitor(metrics, checkpoint.modes)
             self._monitor = None if name is None else Monitor(name, self._mode, "ProgressBar")
         if self._monitor is None or self._monitor.name not in checkpoint.metrics:
             return False

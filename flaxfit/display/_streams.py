@@ -81,7 +81,11 @@ def write(text: str, file: TextIO | None = None, end: str = "\n", *, fold: bool 
     if fold and file.isatty():
         width = columns(file)
         text = "\n".join(folded(line, width) for line in text.split("\n"))
-    tqdm.write(printable(text, file), file=file, end=end)
+    text = printable(text, file)
+    if getattr(tqdm, "_instances", True):
+        tqdm.write(text, file=file, end=end)
+    else:  # No bar is on the screen: the lock and the search for one take longer than the line.
+        file.write(text + end)
     file.flush()
 
 

@@ -37,8 +37,9 @@ class Checkpointing(Settings):
         """Shows the checkpoint to the callbacks; after an exception, to those still waiting."""
         if self._due is None:
             return None
+        stepper = self._stepper
         with self.in_phase("callbacks"):
-            checkpoint = self._due.finish(self.owned, lambda: self.revision)
+            checkpoint = self._due.finish(self.owned, lambda: stepper.revision)
         self._due = None
         self._last = checkpoint.replace(state=None, last_grads=None)
         self.stopped = checkpoint.stop
