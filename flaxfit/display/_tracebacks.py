@@ -112,7 +112,9 @@ def short(function: Any) -> Any:
 def _takes_only_self(function: FunctionType) -> bool:
     code = function.__code__
     has_more = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
-    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] == ("self",) and not has_more
+    return (
+        code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] == ("self",) and not has_more
+    )
 
 
 def shorten(error: BaseException) -> None:

@@ -27,6 +27,8 @@ class RunState:
 
     epoch_number: Callable[[], int] | None = None
     """Returns the number of the present epoch of `fit`."""
+    fit_steps: int | None = None
+    """The steps of the call of `fit`, those before it was resumed included, if they are known."""
     say: Callable[[str], None]
     """Prints a notice, unless the loop was made with `stdout=False`."""
     _stepper: Stepper

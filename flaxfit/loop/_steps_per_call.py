@@ -1,7 +1,6 @@
 """How many steps to take in one dispatch: a number that the user gave, or "auto"."""
 
 import functools
-import math
 from typing import Any
 
 from flaxfit.tree._checks import whole_number
@@ -35,13 +34,13 @@ class StepsPerCall:
           stepper: the `Stepper` that takes them.
           n_left: the steps up to the next checkpoint.
           spacing: the steps between checkpoints.
-          n_total: the steps of the run; None: not known.
+          n_total: the steps of the run, those before it was resumed included; None: not known.
         """
         if self._is_auto:
             can_take_several = stepper.cursor.takes_rows and not next_is_slow(stepper)
             devices = stepper.strategy.devices
             work = stepper.inspection.work / len(devices)
-            args = work, spacing, n_total or math.inf, devices[0].platform
+            args = work, spacing, n_total or 0, devices[0].platform
             self.number = automatic_number(*args) if can_take_several else 1
             return self.number if self.number <= n_left else 1
         n = self.number if self.number <= n_left else n_left  # Faster than `min`, at each step.
@@ -70,7 +69,7 @@ def next_is_slow(stepper: Any) -> bool:
 
 
 @functools.lru_cache
-def automatic_number(work: float, spacing: int, n_total: float, platform: str) -> int:
+def automatic_number(work: float, spacing: int, n_total: int, platform: str) -> int:
     """The number of steps that "auto" takes in one dispatch.
 
     A dispatch costs some tens of microseconds, however little there is to compute. It lasts a tenth
@@ -86,7 +85,7 @@ def automatic_number(work: float, spacing: int, n_total: float, platform: str) -
     Args:
       work: the operations of a step on each device.
       spacing: the steps between checkpoints.
-      n_total: the steps of the run.
+      n_total: the steps of the run; 0: not known, so that few are counted on.
       platform: of the devices, as JAX names it.
     """
     most_work = _MOST_WORK_ON_CPU if platform == "cpu" else _MOST_WORK

@@ -163,7 +163,7 @@ class TrainLoop(Checkpointing):
             self._end()
         # Steps past an end that was set to an earlier step are still to be shown.
         target = (lambda: self.step) if is_done else self._next_target()
-        checkpoint = self._train_to(target, end=self.n_steps)
+        checkpoint = self._train_to(target, n_total=self.n_steps)
         if checkpoint is None and self.n_steps is not None and self.step < self.n_steps:
             self.say(f"the data ended after step {self.step:,}, before n_steps={self.n_steps:,}")
         return self._end() if checkpoint is None else self.owned(checkpoint)
@@ -234,8 +234,9 @@ class TrainLoop(Checkpointing):
         if self.stopped and self._is_at_start:
             self._say_if_complete()
             return self.close()
+        n_total = self.fit_steps or step
         while self.step < step or (self.step == step and self.n_completed_steps):
-            checkpoint = self._train_to(self._next_target(last=step), end=step)
+            checkpoint = self._train_to(self._next_target(last=step), n_total=n_total)
             if checkpoint is None:
                 return self.close()
             yield self.owned(checkpoint) if copy else checkpoint
@@ -246,12 +247,12 @@ class TrainLoop(Checkpointing):
     # How it trains.
 
     def _train_to(
-        self, target: Callable[[], int], batch: PyTree = None, *, end: int | None = None
+        self, target: Callable[[], int], batch: PyTree = None, *, n_total: int | None = None
     ) -> Checkpoint | None:
         """Trains to the step `target()`, which may change on the way, or to the end of the data.
 
         Returns None if no step was left. With a `batch` it trains on that, not on the stream's.
-        `end` is the last step of the run, if it is known.
+        `n_total` is the number of steps of the run, if it is known.
         """
         if self._is_at_start and self._not_taken_over:
             self.say(f"from {self.start.path}: {'; '.join(self._not_taken_over)}")
@@ -275,7 +276,7 @@ class TrainLoop(Checkpointing):
                     # With "auto" a watcher sees each step.
                     is_watched = self.watchers or self.step_starters
                     spacing = 1 if is_watched else self.schedule.every
-                    if stepper.advance(n_left, batch, spacing=spacing, n_total=end):
+                    if stepper.advance(n_left, batch, spacing=spacing, n_total=n_total):
                         for watch in (*self.watchers, *self.dispatch_watchers):
                             watch(stepper.step)
                 if self._due is None and stepper.tally.n_steps:

@@ -169,6 +169,7 @@ def fit(
         stack.push(lambda kind, error, where: _say_if_interrupted(error, loop, every, verbose))
         loop.first_epoch, loop.callbacks = initial_epoch, every
         loop.epoch_number = lambda: history.n_epochs
+        loop.fit_steps = n_steps and n_left * n_steps
         if folder is not None and found is not None:
             trainer.n_epochs = history.n_epochs
             if bar is not None:

@@ -47,12 +47,12 @@ def dispatches(loop):
         (1e6, 31 * 37, 49_999, "cpu", 31),
         (1e6, 37, 49_999, "cpu", 1),
         (1e6, 37, 50_000, "cpu", 32),
-        (1e6, 37, math.inf, "cpu", 32),
+        (1e6, 37, 0, "cpu", 1),
         (1e8, 40, 1000, "cpu", 20),
         (1e8, 40, 1000, "gpu", 20),
         (1.1e9, 40, 1000, "cpu", 1),
         (1.1e9, 40, 1000, "tpu", 20),
-        (math.inf, 40, math.inf, "gpu", 1),
+        (math.inf, 40, 50_000, "gpu", 1),
         (0, 40, 1000, "cpu", 20),
     ],
 )
@@ -131,3 +131,17 @@ def test_fit_takes_several_steps_and_compiles_once(capsys):
     assert loop_of_model(model).steps_per_call == 12
     model.fit(X, Y, batch_size=2, verbose=0, steps_per_execution=1)
     assert loop_of_model(model).steps_per_call == 1
+
+
+@pytest.mark.slow
+def test_no_second_program_is_compiled_for_the_few_steps_that_are_left(capsys):
+    x, y = np.tile(X, (4, 1))[:74], np.tile(Y, (4, 1))[:74]
+    model = ff.Model(MODULE, OPTIMIZER, "mse")
+    model.build(x)
+    model.state = model.state.replace(step=np.int32(60_000))
+    model.fit(x, y, batch_size=2, verbose=2)  # 37 steps.
+    assert model.state.step == 60_037
+    assert capsys.readouterr().err.count("compiled the") == 1
+    options = {"n_steps_per_checkpoint": 37, "first_checkpoint": 37, "stdout": True}
+    list(make_loop(ff.ArrayStream(x, y, batch_size=2, epochs=1), **options))
+    assert capsys.readouterr().err.count("compiled the") == 1
