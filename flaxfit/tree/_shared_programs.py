@@ -82,6 +82,8 @@ def key_of(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None) -> Ha
         has_more = lowering.const_args or any(arguments[name] for name in _EMPTY)
         details = [arguments[name] for name in _EQUAL]
         details += [lowering._donated_invars, lowering._compiler_options_kvs, devices]
+        # The text leaves out arguments that are not used; the call still checks them.
+        inputs = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(lowered.args_info))
         settings = sorted((name, repr(value)) for name, value in jax.config.values.items())
     except (AttributeError, KeyError, TypeError):
         return None
@@ -92,8 +94,6 @@ def key_of(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None) -> Ha
     if len(text) > _LONGEST or not all(map(_KNOWN_CALL.fullmatch, _CALL.findall(text))):
         return None
     chosen = sorted((options or {}).items())
-    # The text leaves out arguments that are not used; the call still checks them.
-    inputs = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(lowered.args_info))
     key = (
         hashlib.sha256(text.encode()).digest(),
         lowered.in_tree,

@@ -8,6 +8,7 @@ import pytest
 from flaxfit.tree import _shared_programs
 from flaxfit.tree._shared_programs import key_of, shared
 
+pytestmark = pytest.mark.optimized  # For both versions of JAX, whose private names are read.
 X = np.ones((2, 3), np.float32)
 
 
@@ -105,7 +106,6 @@ def test_calls_of_what_the_text_does_not_hold_are_never_shared(function):
     assert key_of(lowered(function), None) is None
 
 
-@pytest.mark.slow  # Newer versions of JAX keep such programs: it is to run on the newest, too.
 def test_equal_programs_call_back_functions_of_their_own():
     def result_of(number):
         shape = jax.ShapeDtypeStruct((2, 3), "float32")
@@ -116,7 +116,6 @@ def test_equal_programs_call_back_functions_of_their_own():
         np.testing.assert_array_equal(result_of(number), number)
 
 
-@pytest.mark.slow  # So that the newest JAX runs it, too.
 def test_arguments_that_are_not_used_count_with_their_shapes():
     def key_with(*shapes):
         arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
