@@ -81,11 +81,7 @@ def write(text: str, file: TextIO | None = None, end: str = "\n", *, fold: bool 
     if fold and file.isatty():
         width = columns(file)
         text = "\n".join(folded(line, width) for line in text.split("\n"))
-    text = printable(text, file)
-    if getattr(tqdm, "_instances", True):
-        tqdm.write(text, file=file, end=end)
-    else:  # No bar is on the screen: the lock and the search for one take longer than the line.
-        file.write(text + end)
+    tqdm.write(printable(text, file), file=file, end=end)
     file.flush()
 
 
