@@ -17,7 +17,6 @@ from flaxfit.step._validate import Traced, inspect, inspect_step, trace
 from flaxfit.step._wide_products import why_wide
 from flaxfit.strategies import Strategy
 from flaxfit.task._task import TrainTask
-from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._shapes import shapes_of
 from flaxfit.tree._types import Sums
 
@@ -42,7 +41,7 @@ class Inspection:
         # microbatches are loops themselves.
         is_on_cpu = strategy.devices[0].platform == "cpu"
         is_flat = strategy.virtual_replicas is None and task.accumulate == 1
-        self._may_be_slow = is_on_cpu and is_flat and not runs_eagerly(strategy)
+        self._may_be_slow = is_on_cpu and is_flat and not strategy.runs_eagerly
         self._is_slow: dict[Hashable, bool] = {}
         self.is_slow_in_loops = False
         """Whether several steps in one program would be much slower than one by one."""

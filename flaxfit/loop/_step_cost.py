@@ -10,13 +10,12 @@ from flaxfit.loop._stepper import Stepper
 from flaxfit.step._companions import taking_states
 from flaxfit.step._cost import StepCost, cost_of, memory_of
 from flaxfit.step._scan import make_step
-from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._shapes import shapes_of
 
 
 def step_cost(stepper: Stepper, n: int | None) -> StepCost:
     """The operations of a step on `n` examples, on all devices together; `nan` if eager."""
-    if runs_eagerly(stepper.strategy):
+    if stepper.strategy.runs_eagerly:
         return StepCost(math.nan, recomputes=False)
     batch = shapes_of(_example(stepper, n))  # First, as it inspects the task.
     has_weights = stepper.inspection.loss_has_weights

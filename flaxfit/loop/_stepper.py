@@ -25,7 +25,6 @@ from flaxfit.state._train_state import TrainState
 from flaxfit.step._error_messages import explain, explained
 from flaxfit.strategies import Strategy
 from flaxfit.task._task import TrainTask
-from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._shapes import shapes_of
 from flaxfit.tree._types import Data, Params, PyTree
 
@@ -64,7 +63,7 @@ class Stepper:
             is_mixed=is_mixed,
             is_whole=may_be_whole(task, strategy),
         )
-        is_eager = runs_eagerly(strategy)
+        is_eager = strategy.runs_eagerly
         self.programs = CompiledSteps(self.consistency, (lambda text: None) if is_eager else say)
         self.inspection = Inspection(task, strategy, say)
         self.steps_per_call = StepsPerCall()

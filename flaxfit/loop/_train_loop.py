@@ -23,7 +23,6 @@ from flaxfit.strategies import Strategy
 from flaxfit.strategies._eager import eagerly
 from flaxfit.task._task import TrainTask, with_collections
 from flaxfit.tree._context_mesh import without_mesh
-from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._jax_debugging import check_jit
 from flaxfit.tree._types import PyTree
 
@@ -114,7 +113,7 @@ class TrainLoop(Checkpointing):
         self.schedule = Schedule(first_checkpoint, n_steps_per_checkpoint, n_steps)
         self._is_talking = stdout
         self.say = say if stdout else lambda text: None
-        if runs_eagerly(strategy):
+        if strategy.runs_eagerly:
             self.say("debug mode: nothing is compiled, which is slow; it runs on one device")
         else:
             check_jit()

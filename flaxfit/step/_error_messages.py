@@ -14,7 +14,6 @@ from flax.errors import ScopeParamShapeError
 
 from flaxfit.data._batch import n_examples
 from flaxfit.display import count, plural, size
-from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._jax_debugging import explain_debugging
 from flaxfit.tree._types import Function, PyTree
 
@@ -175,7 +174,7 @@ def explain(error: Exception, stepper: Any) -> None:
 
 def _advice_on_values(stepper: Any) -> str:
     """Advice for a step that needs the value of a traced array."""
-    if not runs_eagerly(stepper.strategy):
+    if not stepper.strategy.runs_eagerly:
         return _TRACED
     return _IN_THE_GRADIENT if stepper.task.example_grads_hook is None else _OF_AN_EXAMPLE
 

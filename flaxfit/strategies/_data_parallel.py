@@ -59,6 +59,7 @@ class DataParallel:
 
     shardings: None = None
     """A state may be created anywhere, as each device gets all of it."""
+    runs_eagerly = False
 
     def __init__(
         self,

@@ -6,7 +6,6 @@ import jax
 
 from flaxfit.strategies._data_parallel import DataParallel
 from flaxfit.strategies._strategy import Strategy
-from flaxfit.tree._functions import runs_eagerly
 from flaxfit.tree._types import Function, PyTree
 
 
@@ -32,7 +31,6 @@ class Eager:
     n_devices = n_processes = 1
     virtual_replicas: int | None = None
     shardings: None = None
-
     runs_eagerly = True
 
     def __init__(self, strategy: Strategy | None = None):
@@ -94,7 +92,7 @@ class Eager:
 
 def eagerly(strategy: Strategy) -> contextlib.AbstractContextManager[None]:
     """Keeps JAX from compiling and tracing in a `with` block, if the strategy runs eagerly."""
-    return jax.disable_jit() if runs_eagerly(strategy) else contextlib.nullcontext()
+    return jax.disable_jit() if strategy.runs_eagerly else contextlib.nullcontext()
 
 
 def _check_alone(strategy: Strategy) -> None:

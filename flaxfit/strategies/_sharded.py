@@ -60,6 +60,7 @@ class Sharded:
 
     axis_name: str | None = None
     """None, as a step is written for the whole batch."""
+    runs_eagerly = False
     virtual_replicas: int | None = None
 
     def __init__(

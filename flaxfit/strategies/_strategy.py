@@ -39,6 +39,11 @@ class Strategy(Protocol):
         ...
 
     @property
+    def runs_eagerly(self) -> bool:
+        """Whether functions run operation by operation, not compiled."""
+        ...
+
+    @property
     def shardings(self) -> Callable[[PyTree], PyTree] | None:
         """Maps an abstract state to the shardings to create its arrays in; None: anywhere."""
         ...

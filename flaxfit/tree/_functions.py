@@ -30,9 +30,9 @@ def order_of(callback: object) -> str:
     return order
 
 
-def runs_eagerly(runner: object) -> bool:
-    """Whether a strategy, or a function that one has bound, runs operation by operation."""
-    return getattr(runner, "runs_eagerly", False)
+def runs_eagerly(function: Function) -> bool:
+    """Whether a strategy has bound a function to run operation by operation."""
+    return getattr(function, "runs_eagerly", False)
 
 
 def by_row(function: F) -> F:
