@@ -61,7 +61,7 @@ class History(Mapping[str, list[float]]):
         self.compile_time = 0.0
         """Seconds of compilation."""
         self.params: dict[str, int | str | None] = {}
-        """What `fit` was called with: "verbose", "epochs" and the "steps" of each, if known."""
+        """Arguments of `fit`: "verbose", "epochs" and the "steps" of each, if known."""
         self.modes: dict[str, str | None] = {}
         """"min" or "max" by metric, where that is known."""
         self._values: dict[str, list[float]] = {}
@@ -234,7 +234,7 @@ class History(Mapping[str, list[float]]):
 
     @property
     def _places(self) -> tuple[str, list[int]]:
-        """What entries are numbered by, and their numbers: epochs from 1 for `fit`, else steps."""
+        """The unit and the numbers of the entries: epochs from 1 for `fit`, else steps."""
         if self.unit == "epoch":
             return "epoch", [n + 1 for n in self.epoch]
         return "step", self.steps

@@ -56,7 +56,7 @@ class LearningRateScheduler:
         group: str | int | None = None,
     ) -> None:
         self.unit, self._takes_rate = _read(schedule, unit)
-        """What the function counts: "epoch" or "step"."""
+        """The unit that the function counts: "epoch" or "step"."""
         if per_step and self.unit == "epoch":
             raise ValueError(
                 "LearningRateScheduler(per_step=True) needs a function of the step, such as "
@@ -139,7 +139,7 @@ class LearningRateScheduler:
 
 
 def _read(schedule: Callable[..., float], unit: str | None) -> tuple[str, bool]:
-    """What a schedule counts, and whether it takes the present rate."""
+    """The unit that a schedule counts, and whether it takes the present rate."""
     if unit not in (None, *_UNITS):
         raise ValueError(f"unit must be 'epoch', 'step' or None, got {unit!r}.")
     names, takes_rate = _arguments(schedule)

@@ -10,7 +10,7 @@ def take_rates(loop: Loop, group: str | int | None, owner: str) -> None:
     """Checks that a callback can set the rates, which from now on can be set without compiling.
 
     Raises:
-      ValueError: the optimizer has a schedule, or a rate that cannot be told.
+      ValueError: the optimizer has a schedule, or a rate that cannot be determined.
     """
     found = rates_of(loop, group, owner)
     if loop.follows_schedule("learning_rate", group=group):

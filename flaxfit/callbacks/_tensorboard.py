@@ -115,7 +115,7 @@ class TensorBoardLogger:
         return checkpoint
 
     def attach(self, loop: Loop) -> None:
-        """Checks the embeddings, and looks at the steps of a loop, if asked to."""
+        """Checks the embeddings, and watches the steps of a loop, if asked to."""
         if self._projector.every:
             self._projector.check(self._folder / self._main, loop.state.params)
         if self._update_freq:

@@ -1,4 +1,4 @@
-"""What a writer stores of a checkpoint: its arrays by path, and the record of all the rest."""
+"""The contents of a checkpoint file: arrays by path, and the record of all the rest."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.tree._types import Array, Json, PyTree
 
 CALLBACKS, COMPANIONS = "callbacks", "companions"
-"""What the paths of arrays begin with that are not the state's."""
+"""The first parts of the paths of arrays outside of the state."""
 
 
 def contents(

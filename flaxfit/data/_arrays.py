@@ -32,7 +32,7 @@ class ArrayStream:
 
     Args:
       x: the inputs: an array, or a (nested) tuple or mapping of arrays.
-      y: the targets, in the same forms; None for none.
+      y: the targets, in the same forms; None if there are none.
       w: weights of examples or tokens, or a mapping of such by output, see `Batch`.
       batch_size: the number of examples in a batch.
       shuffle: whether each epoch has its own random order.

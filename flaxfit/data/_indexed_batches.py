@@ -117,7 +117,7 @@ class IndexedPass(Iterator[PyTree]):
             return read(order[self._n_read])
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._batches.n_threads, "flaxfit-read")
-            # A pass that is given up, such as a look at the first batch, reads no further.
+            # An abandoned pass, such as one that fetches only the first batch, reads no further.
             weakref.finalize(self, self._threads.shutdown, wait=False, cancel_futures=True)
         done = self._n_read + len(self._ahead)
         for index in order[done : self._n_read + self._batches.n_ahead]:

@@ -65,7 +65,7 @@ def printable(text: str, file: TextIO) -> str:
 
 
 _notices: list[Callable[[str], None]] = []
-"""What changes the passing notice in the output of a cell."""
+"""Functions that change the passing notice in the output of a cell."""
 
 
 def write(text: str, file: TextIO | None = None, end: str = "\n", *, fold: bool = True) -> None:

@@ -38,7 +38,7 @@ class Table:
         self._unit, self._expected = unit, tuple(expected)
         self._names: list[str] = []
         self._layout: tuple[object, ...] | None = None
-        """What the header was written for."""
+        """The number of columns and the width that the header was written for."""
         self._first, self._widths = 0, dict[str, int]()
 
     def rows(

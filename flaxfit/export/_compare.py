@@ -22,7 +22,7 @@ RTOL = 1e-4
 
 @dataclasses.dataclass(frozen=True)
 class ExportReport:
-    """What was written, and how far off its source it was when it was read again.
+    """The file that was written, and its distance from the source when it was read again.
 
     >>> print(ExportReport(Path("digits.ff"), "StableHLO", 23_000, 1.2e-7, ("batch=1", "batch=5")))
     digits.ff: StableHLO, 23.0 kB, at most 1.2e-07 off its source on batch=1; batch=5

@@ -48,7 +48,7 @@ class InputSpec:
     dtype: Any = "float32"
     """A NumPy dtype or its name; 64 bits are narrowed as JAX does."""
     constraints: tuple[str, ...] = ()
-    """What the caller promises of the names: comparisons by "==", ">=" or "<="."""
+    """The promises of the caller about the names: comparisons by "==", ">=" or "<="."""
 
     def __post_init__(self) -> None:
         shape = self.shape

@@ -184,7 +184,7 @@ _SAME = ("EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler", "CSVLogg
 
 
 def _counterpart(callback: object) -> str:
-    """What flaxfit has for a callback of Keras, or of a class derived from one."""
+    """The counterpart in flaxfit of a callback of Keras, or of a class derived from one."""
     for kind in type(callback).__mro__:
         if kind.__name__ in _OF_KERAS:
             return f"flaxfit's {_OF_KERAS[kind.__name__]}"

@@ -8,7 +8,7 @@ _unsaid = [
     "the GPU may not repeat a run bit for bit: set XLA_FLAGS=--xla_gpu_deterministic_ops=true "
     "before JAX is imported, in this run and in those that resume it"
 ]
-# They exclude what adds in any order, and the choice of kernels by timing them.
+# They exclude kernels that add in any order, and the choice of kernels by timing them.
 _PARTS = {"xla_gpu_exclude_nondeterministic_ops": "true", "xla_gpu_autotune_level": "0"}
 
 

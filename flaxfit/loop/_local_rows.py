@@ -118,7 +118,7 @@ class LocalBatches:
         return None if whole is None else self._form(whole)
 
     def padder(self, *, pad: bool = True, why_not: str = "") -> Padder:
-        """Returns a padder of the batches, to which the arguments belong."""
+        """Returns a padder of the batches, made with these arguments."""
         return Padder(
             self._strategy,
             pad=pad,

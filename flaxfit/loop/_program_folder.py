@@ -16,7 +16,7 @@ _HOUR = 3600
 
 
 class ProgramFolder:
-    """What JAX reads and writes compiled programs by, in place of its own `LRUCache`.
+    """A cache of compiled programs for JAX, in place of its own `LRUCache`.
 
     A program appears under its name when it is whole, and a damaged one counts as absent, so that
     processes may write at once and be killed. What was used least recently is deleted.

@@ -58,9 +58,9 @@ def make_checkpoint(
 
 
 def get_running(stepper: Stepper) -> dict[str, Json]:
-    """What a run needs beside state, position and sums to continue exactly, as JSON.
+    """The facts that a run needs beside state, position and sums to continue exactly, as JSON.
 
-    That is the size of the batches, as the next one may be a remainder.
+    They include the size of the batches, as the next one may be a remainder.
     """
     running: dict[str, Json] = {"batch_size": stepper.loader.batch_size}
     if (n_virtual := stepper.strategy.virtual_replicas) is not None:

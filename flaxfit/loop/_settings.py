@@ -65,7 +65,7 @@ class Settings(RunState):
 
     @property
     def task(self) -> TrainTask:
-        """What is trained, with the present `freeze` and `norms`."""
+        """The task that is trained, with the present `freeze` and `norms`."""
         return self._stepper.task
 
     @property
@@ -74,7 +74,7 @@ class Settings(RunState):
 
         An `OptimizerDef`, a `MultiOptimizer` and `optax.inject_hyperparams` have them. A scheduled
         one has the value of the latest step. Of a plain optimizer, such as `optax.adam(1e-3)`,
-        it is the learning rate, if that can be told.
+        it is the learning rate, if that can be determined.
         """
         return present_hyperparams(self._stepper)
 
@@ -176,7 +176,7 @@ class Settings(RunState):
 
     @property
     def steps_per_call(self) -> int:
-        """The steps per dispatch, with "auto" the number that it has chosen; can be set."""
+        """The number of steps per dispatch, for "auto" the chosen one; can be set."""
         return self._stepper.steps_per_call.number
 
     @steps_per_call.setter

@@ -1,4 +1,4 @@
-"""What a training step of a run needs: operations, and memory of a device."""
+"""The cost of a training step of a run: operations, and memory of a device."""
 
 import math
 

@@ -263,7 +263,7 @@ class TrainLoop(Checkpointing):
                 if self._due is None and not stepper.tally.n_steps and not stepper.cursor.ended:
                     for start in self.starters:
                         start(stepper.step)
-                # Several processes may be told at different steps: a checkpoint settles it.
+                # Processes may be asked to finish at different steps: a checkpoint decides for all.
                 is_alone = not stepper.consistency.is_needed
                 while self._due is None and (n_left := target() - stepper.step) > 0:
                     if stepper.cursor.ended and batch is None:

@@ -40,7 +40,7 @@ class Labels(NamedTuple):
     allowed: str
     """Which, in words."""
     owner: str
-    """What takes them, in words."""
+    """The loss that takes them, in words."""
     are_wrong: Callable[[Array], Array]
     """Marks the other labels, by element."""
     stand_in: int

@@ -115,7 +115,7 @@ def supervised_contrastive(
 
 
 def _scale(log_scale: ArrayLike | None, temperature: float | None) -> ArrayLike:
-    """What the products of embeddings are multiplied by."""
+    """The factor of the products of embeddings."""
     _check_temperature("info_nce", temperature)
     if log_scale is None:
         return 1 / (0.07 if temperature is None else temperature)

@@ -1,4 +1,4 @@
-"""What the losses share: their options, casts, and checks of shapes."""
+"""Shared parts of the losses: options, casts, and checks of shapes."""
 
 import functools
 import inspect

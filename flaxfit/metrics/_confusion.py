@@ -1,4 +1,4 @@
-"""The confusion matrix, by which all metrics of predicted classes can be told, and its picture."""
+"""The confusion matrix, from which all metrics of predicted classes follow, and its picture."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -13,7 +13,7 @@ _SEVERAL = (
     "example, multilabel=True."
 )
 BY_CLASS = dict.fromkeys(["auc", "average_precision", "pr_auc"], _SEVERAL)
-"""What metrics of a single score have for several classes."""
+"""The counterparts for several classes of metrics of a single score."""
 
 
 class Answers(NamedTuple):
@@ -121,7 +121,7 @@ def one_class_scores(logits: jax.Array) -> jax.Array:
     log = jax.nn.log_softmax(logits)
     is_highest = jax.nn.one_hot(logits.argmax(-1), logits.shape[-1], dtype=bool)
     others = jax.nn.logsumexp(jnp.where(is_highest, -jnp.inf, logits), -1, keepdims=True)
-    # Of the highest, 1 - p may be too small to be told from 0.
+    # For the highest, 1 - p may be too small to distinguish from 0.
     return jnp.where(is_highest, logits - others, log - jnp.log1p(-jnp.exp(log)))
 
 

@@ -107,7 +107,7 @@ class Ranked(NamedTuple):
     def averaged(self, values: ArrayLike, positives: ArrayLike) -> ArrayLike:
         """The value of the values by column, of which those that are NaN are left out.
 
-        The weight of what has the class is NaN where something was invalid; then the value is, too.
+        The weight of a class is NaN where an example was invalid; the value is then NaN, too.
         """
         values, positives = np.asarray(values), np.asarray(positives)
         if len(values) == 1:

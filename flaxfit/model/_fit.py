@@ -156,7 +156,7 @@ def fit(
     first_step, end = loop.step, None
 
     def finish_writers() -> None:
-        # Without a length, a pass that was cut short could not be told from a whole one.
+        # Without a length, a pass that was cut short is not distinguishable from a whole one.
         is_complete = not loop.stopped if end is None else loop.step >= end
         finish(every, history, trained=loop.step > first_step, complete=is_complete)
 

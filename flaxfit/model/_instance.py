@@ -14,7 +14,7 @@ from flaxfit.tree._paths import flat
 from flaxfit.tree._types import Function, Variables
 
 _OWNERS: weakref.WeakValueDictionary[int, "Instance"] = weakref.WeakValueDictionary()
-"""What the latest model has made of each nnx instance, by its `id`."""
+"""The `Instance` of the latest model with each nnx instance, by the `id` of the latter."""
 
 
 class Instance:

@@ -24,7 +24,7 @@ from flaxfit.tree._shapes import shapes_of
 from flaxfit.tree._types import InitFn, PyTree
 
 Init = InitFn | TrainState | checkpoints.CheckpointFileReader | StateReader
-"""What a `TrainLoop` begins with."""
+"""The first argument of a `TrainLoop`."""
 
 
 class StartingPoint:
@@ -57,7 +57,7 @@ class StartingPoint:
 
     @property
     def init(self) -> Init:
-        """What the loop begins with."""
+        """The first argument of the loop."""
         return self.fresh if self._given is None else self._given
 
     @property

@@ -20,7 +20,7 @@ from flaxfit.tree._types import Array, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What a model was made of, of which `compile` replaces a part; see `Model`."""
+    """The arguments that a model was made of; `compile` replaces some of them. See `Model`."""
 
     module: Any
     losses: Any
@@ -35,7 +35,7 @@ class Recipe:
 
     @property
     def lacks(self) -> list[str]:
-        """What must be given before the model can be trained."""
+        """The parts that must be given before the model can be trained."""
         if self.optimizer is not None or self.options.get("step") is not None:
             return []  # A task says by itself what else it needs.
         has_loss = self.loss is not None or self.options.get("objective") is not None

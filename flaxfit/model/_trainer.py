@@ -49,7 +49,7 @@ class Trainer:
         """The class of the module."""
         self.strategy = strategy
         self.starting_point = StartingPoint(init, task, strategy, seed)
-        """What the loop begins with; while there is one, it holds no state."""
+        """The start of the loop; while there is a loop, it holds no state."""
         self.loop: TrainLoop | None = None
         self.history: History | None = None
         """The history of the latest `fit`, also when it was interrupted."""
@@ -58,7 +58,7 @@ class Trainer:
         self.trainable = True
         """Whether the model may be trained; `freeze` says which of its parameters are."""
         self.lacks: list[str] = []
-        """What the model was not given and cannot be trained without."""
+        """The missing parts that the model cannot be trained without."""
         self.instance = Instance(task.apply, name)
         self._snapshot = snapshot
         self._no_data: object = None
@@ -66,12 +66,12 @@ class Trainer:
 
     @property
     def task(self) -> TrainTask:
-        """What is trained; the data of a `fit` is not a part of it."""
+        """The task that is trained, without the data of `fit`."""
         return self.starting_point.task
 
     @property
     def _present(self) -> TrainLoop | StartingPoint:
-        """What holds the state."""
+        """The holder of the state."""
         return self.starting_point if self.loop is None else self.loop
 
     @property

@@ -12,7 +12,7 @@ _NAME = "_flaxfit_module"
 
 
 class ModuleHandle(NamedTuple):
-    """What is known of the module that an `apply` belongs to.
+    """The known facts about the module that an `apply` belongs to.
 
     JAX keeps the functions that it has traced, so this must not keep the arrays of an instance.
     """

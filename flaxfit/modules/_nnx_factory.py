@@ -1,4 +1,4 @@
-"""What counts as an NNX model: an instance, or a factory, and the module that one makes."""
+"""NNX models: instances and factories, and the modules that factories make."""
 
 import functools
 import inspect

@@ -23,7 +23,7 @@ from flaxfit.tree._types import Function, PyTree, Rngs, Variables
 _TRANSIENT = ("intermediates", "losses")
 
 _OF_CALL = 2**31
-"""What a key is folded with for a call that takes `rngs`."""
+"""The number that a key is folded with for a call that takes `rngs`."""
 
 Place = tuple[str, ...]
 """The path of a variable in a dict of variables: its collection, then its path in the module."""

@@ -23,7 +23,7 @@ _SCALE = "scale.<locals>.update_fn"
 _SCHEDULE = "scale_by_schedule.<locals>.update_fn"
 _CHAIN = "chain.<locals>.update_fn"
 _LINEAR = ("scale_by_learning_rate", "scale_by_param_block_", "scale_by_polyak")
-"""What scales updates by a factor that does not depend on their size."""
+"""Transformations that scale updates by a factor that does not depend on their size."""
 _OTHERS = ("scale_by_schedule.", "inject_hyperparams.")
 _lock = threading.RLock()
 

@@ -27,7 +27,7 @@ Outputs = tuple[PyTree, ...]
 
 
 class LossResult(NamedTuple):
-    """What a loss returned for the examples of a replica."""
+    """The results of a loss for the examples of a replica."""
 
     values: Any = None
     """`(batch, ...)`, or a scalar; None if there is no loss."""
@@ -161,7 +161,7 @@ def sees_replicas(function: Function, outputs: Outputs, targets: PyTree) -> bool
 
 
 def how_divided(replicas: AnyReplicas, n_parts: int) -> str:
-    """What divides a batch into parts; "" if it is computed as a whole."""
+    """The option that divides a batch into parts; "" if it is computed as a whole."""
     if n_parts > 1:
         return f"accumulate={n_parts}"
     if isinstance(replicas, VirtualReplicas):

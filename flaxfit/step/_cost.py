@@ -1,4 +1,4 @@
-"""What a training step costs, by XLA's own analysis: operations, and memory on a device."""
+"""The cost of a training step by XLA's own analysis: operations, and memory on a device."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from flaxfit.tree._types import Function, PyTree
 
 
 class StepCost(NamedTuple):
-    """What a training step asks for, counted without compiling or running it."""
+    """The operations of a training step, counted without compiling or running it."""
 
     flops: float
     """The floating-point operations on all devices; see `TrainLoop.step_flops`."""

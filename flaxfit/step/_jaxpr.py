@@ -1,4 +1,4 @@
-"""What a jaxpr holds: its inner programs, certain operations, and the number of operations."""
+"""The contents of a jaxpr: inner programs, certain operations, and the number of operations."""
 
 import math
 from collections.abc import Iterator

@@ -32,7 +32,7 @@ _Found = tuple[PyTree, Mapping[str, PyTree], PyTree]
 
 
 class ObjectiveResult(NamedTuple):
-    """What an objective returned for the examples of a replica."""
+    """The results of an objective for the examples of a replica."""
 
     values: jax.Array
     """`(batch, ...)`."""

@@ -1,4 +1,4 @@
-"""What the values of a jaxpr stem from: its inputs, a softmax, a sigmoid; and its look-ups."""
+"""The origins of the values of a jaxpr: its inputs, a softmax, a sigmoid; and its look-ups."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ class LookUp(NamedTuple):
 
 
 class Origins(NamedTuple):
-    """What is known about a program."""
+    """The known facts about a program."""
 
     outputs: list[Origin]
     """Of each output."""

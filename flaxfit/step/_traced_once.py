@@ -97,7 +97,7 @@ class TracedOnce:
 
 @dataclasses.dataclass
 class _Kind:
-    """What calls have in common that one trace serves."""
+    """The common properties of calls that one trace serves."""
 
     function: Function
     structure: Any
@@ -121,7 +121,7 @@ class _Known:
 
 
 class _Other:
-    """What a result holds besides arrays, as a part of its structure."""
+    """A part of a result that is no array, as a part of its structure."""
 
     def __init__(self, value: Any):
         self.value = value

@@ -163,7 +163,7 @@ def _judged(
 
 
 def _arguments(value: jax.Array, grads: Params, loss: Function) -> dict[str, PyTree]:
-    """What an optimizer may be passed, by the names of `OPTAX_ARGUMENTS`."""
+    """The further arguments of an optimizer, by the names of `OPTAX_ARGUMENTS`."""
 
     def grad_fn(params: Params, *_: PyTree) -> Params:
         return jax.grad(loss)(params)

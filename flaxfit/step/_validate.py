@@ -43,7 +43,7 @@ _COUPLES = (
 
 
 class Traced(NamedTuple):
-    """What tracing has found out about a function."""
+    """The results of tracing a function."""
 
     shapes: PyTree
     """The shapes and dtypes of what it returns."""
@@ -51,11 +51,11 @@ class Traced(NamedTuple):
     n_operations: float
     """An estimate, see `n_operations`."""
     values: PyTree = None
-    """What it returned, where it was run instead of traced."""
+    """Its results, where it was run instead of traced."""
     program: Any = None
     """Its jaxpr, where it was traced."""
     hints: Sequence[str] = ()
-    """What is probably meant otherwise, in words."""
+    """Sentences about probable mistakes."""
 
 
 def inspect(

@@ -17,7 +17,7 @@ from flaxfit.tree._types import Function, Variables
 
 _POSITIONAL = ("apply", "batch", "rngs")
 _RESERVED = (*_POSITIONAL, "ema")
-"""What an objective is called with beside companions."""
+"""The arguments of an objective beside companions."""
 
 
 class Companion(NamedTuple):

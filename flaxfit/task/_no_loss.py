@@ -36,7 +36,7 @@ def with_penalty(task: Any, sums: dict[str, Sums]) -> dict[str, Sums]:
 
 
 _PENALTY = ""
-"""What no output is called."""
+"""A name that no output has."""
 
 
 def check_adds_loss(task: object, penalty: object) -> None:

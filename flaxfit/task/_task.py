@@ -174,7 +174,7 @@ class TrainTask:
 
     @functools.cached_property
     def roles(self) -> Roles:
-        """What the columns of a batch are, that is a mapping."""
+        """The roles of the columns of a batch that is a mapping."""
         is_called = self.step is None and self.objective is None
         return _roles_of(self, is_called)
 
@@ -250,7 +250,7 @@ class EvalTask:
 
     @functools.cached_property
     def roles(self) -> Roles:
-        """What the columns of a batch are, that is a mapping."""
+        """The roles of the columns of a batch that is a mapping."""
         return _roles_of(self, self.objective is None)
 
 

@@ -74,7 +74,7 @@ def shared(
 
 
 def key_of(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None) -> Hashable | None:
-    """What equal programs have in common; None for one that is not to be shared."""
+    """The key that equal programs have in common; None for one that is not to be shared."""
     # JAX has no public form of what it compiles with: a version that renames it shares nothing.
     try:
         lowering: Any = lowered._lowering
