@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from flaxfit.state._checkpoint import Checkpoint
+from flaxfit import Checkpoint
 
 
 class FakeLoop:

@@ -9,9 +9,9 @@ import pytest
 from marks import thorough
 
 import flaxfit as ff
+from flaxfit import Checkpoint
 from flaxfit.callbacks import AverageWeights, EarlyStopping
 from flaxfit.checkpoints import CheckpointFileReader, CheckpointFileWriter
-from flaxfit.state._checkpoint import Checkpoint
 
 x = np.linspace(-1, 1, 16, dtype=np.float32)[:, None]
 

@@ -9,8 +9,8 @@ import pytest
 from loops import make_weight_loop
 
 import flaxfit as ff
+from flaxfit import Checkpoint
 from flaxfit.callbacks import Events, every
-from flaxfit.state._checkpoint import Checkpoint
 
 x = np.ones((8, 1), np.float32)
 NAMES = [

@@ -5,8 +5,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from flaxfit import Checkpoint
 from flaxfit.callbacks._history import History
-from flaxfit.state._checkpoint import Checkpoint
 
 NAN = math.nan
 

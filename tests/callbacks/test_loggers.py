@@ -8,8 +8,8 @@ import optax
 import pytest
 
 import flaxfit as ff
+from flaxfit import Checkpoint
 from flaxfit.callbacks import CSVLogger, JSONLogger, every
-from flaxfit.state._checkpoint import Checkpoint
 
 
 def rows_of(path):

@@ -9,10 +9,8 @@ import pytest
 from loops import given
 from marks import thorough
 
-from flaxfit import Model, TrainLoop, TrainTask
+from flaxfit import Checkpoint, Model, TrainLoop, TrainTask, init_state
 from flaxfit.callbacks import EarlyStopping, StopOnNaN, Unfreeze, every
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.step._init_state import init_state
 
 
 def stops(stopping, values, name="val_loss"):

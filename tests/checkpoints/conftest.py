@@ -11,8 +11,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.step._init_state import init_state
+from flaxfit import Checkpoint, init_state
 
 ADAMW = optax.adamw(optax.linear_schedule(1e-2, 0.0, 100))
 

@@ -34,8 +34,8 @@ def test_a_process_that_ends_without_close_loses_nothing(tmp_path, ending, run_c
     program = f"""
         import sys
         import jax.numpy as jnp, optax
-        from flaxfit.state._checkpoint import Checkpoint
-        from flaxfit.step._init_state import init_state
+        from flaxfit import Checkpoint
+        from flaxfit import init_state
         from flaxfit.checkpoints import CheckpointFileWriter
 
         init = lambda rngs, x: {{"params": {{"w": jnp.ones((1000, 500))}}}}
@@ -58,8 +58,8 @@ def test_a_save_that_fails_when_the_process_ends_shows_in_its_exit_code(tmp_path
     program = f"""
         import atexit, sys
         import jax, jax.numpy as jnp
-        from flaxfit.state._checkpoint import Checkpoint
-        from flaxfit.state._train_state import TrainState
+        from flaxfit import Checkpoint
+        from flaxfit import TrainState
         from flaxfit.checkpoints import CheckpointFileWriter, _folder
 
         def fail(*arguments):

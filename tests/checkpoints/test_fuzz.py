@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flaxfit import TrainState
 from flaxfit.checkpoints import _seal, load_weights, restore, save, save_weights
-from flaxfit.state._train_state import TrainState
 
 WEIGHTS = {
     "encoder": {"kernel": np.arange(6, dtype=np.float32).reshape(2, 3), "bias": np.zeros(3)},

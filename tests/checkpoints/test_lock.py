@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from flaxfit import Checkpoint
 from flaxfit.checkpoints import CheckpointFileWriter, _lock, list_steps, restore, save
-from flaxfit.state._checkpoint import Checkpoint
 
 PROGRAM = """
 import fcntl, os, sys

@@ -10,10 +10,8 @@ import pytest
 import tensorstore
 from marks import slow
 
-from flaxfit import Sharded
+from flaxfit import Checkpoint, Sharded, TrainState
 from flaxfit.checkpoints import CheckpointFileWriter, _orbax, _seal, restore, save
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.state._train_state import TrainState
 
 STATE = TrainState(
     step=jnp.int32(1),

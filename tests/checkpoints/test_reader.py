@@ -9,7 +9,7 @@ import pytest
 from checkpoint_files import SMALL, data_files, fill, read
 from marks import thorough
 
-from flaxfit import Model
+from flaxfit import Checkpoint, Model, TrainLoop, TrainTask, init_state
 from flaxfit.checkpoints import (
     CheckpointFileReader,
     CheckpointFileWriter,
@@ -22,10 +22,6 @@ from flaxfit.checkpoints import (
     save,
 )
 from flaxfit.data import ArrayStream
-from flaxfit.loop._train_loop import TrainLoop
-from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.step._init_state import init_state
-from flaxfit.task._task import TrainTask
 
 DENSE = nn.Dense(2, kernel_init=nn.initializers.ones)
 

@@ -14,6 +14,7 @@ import pytest
 from checkpoint_files import SMALL, read
 from marks import thorough
 
+from flaxfit import Checkpoint
 from flaxfit.checkpoints import (
     CheckpointFileWriter,
     _contents,
@@ -23,7 +24,6 @@ from flaxfit.checkpoints import (
     restore,
     save,
 )
-from flaxfit.state._checkpoint import Checkpoint
 
 
 def test_the_writer_returns_the_checkpoint_untouched(tmp_path, tools):
@@ -209,8 +209,8 @@ FULL_DISK = """
     import os, sys
     from pathlib import Path
     import jax, jax.numpy as jnp
-    from flaxfit.state._checkpoint import Checkpoint
-    from flaxfit.state._train_state import TrainState
+    from flaxfit import Checkpoint
+    from flaxfit import TrainState
     from flaxfit.checkpoints import CheckpointFileWriter, list_steps, restore
 
     def checkpoint(step, n=100_000):

@@ -8,9 +8,9 @@ import pytest
 from loops import given
 
 import flaxfit as ff
+from flaxfit import Checkpoint
 from flaxfit.callbacks import every
 from flaxfit.loop._callback_list import CallbackList, Delivery, as_tuple, check_callback
-from flaxfit.state._checkpoint import Checkpoint
 
 X = np.ones((4, 1), np.float32)
 

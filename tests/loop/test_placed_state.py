@@ -4,9 +4,9 @@ import numpy as np
 import optax
 import pytest
 
+from flaxfit import TrainState
 from flaxfit.loop._placed_state import PlacedState
 from flaxfit.optim._extended import extend
-from flaxfit.state._train_state import TrainState
 from flaxfit.strategies import DataParallel
 
 FIRST = jax.devices()[:1]

@@ -4,8 +4,8 @@ import numpy as np
 import optax
 import pytest
 
+from flaxfit import TrainState
 from flaxfit.loop._state_layout import StateLayout
-from flaxfit.state._train_state import TrainState
 
 
 def state_of(params, key=0):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from flaxfit import Checkpoint
 from flaxfit.loop._tally import Tally
-from flaxfit.state._checkpoint import Checkpoint
 
 SUMS = {"loss": (np.float32(0), np.float32(0)), "n": (np.int32(0),)}
 # Two of them: a sum, and what rounding has cut off of it.

@@ -186,7 +186,7 @@ def test_outputs_without_rows_are_no_predictions():
         return {"params": np.ones(1)}
 
     model = ff.Model((init, apply), OPTIMIZER, None, pad=False, step=lambda s, b: (s, {}))
-    model.state = ff.init_state(init, model._trainer.task.optimizer, 0, (BATCHES[0][0],))
+    model.state = ff.init_state(init, OPTIMIZER, 0, (BATCHES[0][0],))
     with pytest.raises(ValueError, match="output 0 has shape .. for a batch of any number"):
         model.predict([BATCHES[0][:1]])
 

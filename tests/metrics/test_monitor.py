@@ -10,13 +10,12 @@ import pytest
 from flax import linen as nn
 
 import flaxfit as ff
-from flaxfit import callbacks, checkpoints, losses, metrics
+from flaxfit import Checkpoint, callbacks, checkpoints, losses, metrics
 from flaxfit.losses._names import _ALIASES as LOSS_ALIASES
 from flaxfit.losses._names import _LOSSES
 from flaxfit.metrics._aliases import aliases, known_as
 from flaxfit.metrics._monitor import Monitor, default_monitor, is_better, known_mode, resolve_mode
 from flaxfit.metrics._names import _BUILT_IN, as_metric
-from flaxfit.state._checkpoint import Checkpoint
 
 HIGHER = ["accuracy", "binary_accuracy", "precision", "recall", "f1", "auc", "r2"]
 HIGHER += ["acc", "f1_score", "roc_auc", "r2_score", "top_5", "top_10"]

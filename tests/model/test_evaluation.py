@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from internals import loop_of_model
 from loops import waves
 from marks import thorough
 
@@ -96,7 +97,7 @@ def test_compile_keeps_the_weights_and_a_state_that_fits(capsys):
 
 
 def rate_of(model):
-    return pytest.approx(model._trainer.loop.hyperparams["learning_rate"])
+    return pytest.approx(loop_of_model(model).hyperparams["learning_rate"])
 
 
 def make_tuned(optimizer):

@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from internals import loop_of_model
 from loops import waves
 from marks import usual
 
@@ -174,7 +175,7 @@ def test_weights_are_read_and_set_whole(strategy):
         model.set_weights(other.get_weights())
         assert_same_weights(model, other)
     assert all(isinstance(each, np.ndarray) for each in model.get_weights())
-    kernel = model._trainer.state_in_place.params["kernel"]
+    kernel = loop_of_model(model).state_in_place.params["kernel"]
     assert kernel.sharding.is_fully_replicated == (not isinstance(strategy, ff.Sharded))
     single = classifier(one_device())
     single.build(X)

@@ -11,10 +11,10 @@ import pytest
 from marks import slow, thorough, usual
 
 import flaxfit as ff
+from flaxfit import make_train_step
 from flaxfit.data._batch import Batch
 from flaxfit.optim import MultiOptimizer, OptimizerDef
 from flaxfit.step._scan import make_step
-from flaxfit.step._train_step import make_train_step
 
 # What is refused, and what it is said to need.
 REFUSED = {

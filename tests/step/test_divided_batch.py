@@ -13,8 +13,8 @@ from marks import slow, thorough
 from strategies import strategies
 
 import flaxfit as ff
+from flaxfit import make_train_step
 from flaxfit.optim import MultiOptimizer, OptimizerDef
-from flaxfit.step._train_step import make_train_step
 
 # test_eight_devices.py runs this file once more, on eight devices.
 N = min(len(jax.devices()), 8)

@@ -11,7 +11,7 @@ from marks import slow, thorough
 from strategies import strategies
 
 import flaxfit as ff
-from flaxfit.step._train_step import make_train_step
+from flaxfit import make_train_step
 
 N = min(len(jax.devices()), 4)
 BATCH = 8

@@ -9,8 +9,8 @@ from marks import thorough
 from strategies import strategies
 
 import flaxfit as ff
+from flaxfit import make_train_step
 from flaxfit.step._metric_totals import compute
-from flaxfit.step._train_step import make_train_step
 
 N = min(len(jax.devices()), 8)
 BATCH = 16

@@ -14,9 +14,9 @@ from flax import nnx
 from marks import slow, thorough
 
 import flaxfit as ff
+from flaxfit import make_train_step
 from flaxfit.data._batch import normalize
 from flaxfit.step._traced_once import TracedOnce
-from flaxfit.step._train_step import make_train_step
 
 X, Y = np.ones((8, 6), np.float32), np.ones((8, 4), np.float32)
 CALLS = []

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from flaxfit import TrainState
 from flaxfit.checkpoints import CheckpointFileReader, save
-from flaxfit.state._train_state import TrainState
 
 SMALL = TrainState(
     step=jnp.int32(0),
