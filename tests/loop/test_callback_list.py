@@ -3,9 +3,8 @@
 import functools
 
 import numpy as np
-import optax
 import pytest
-from loops import given
+from loops import make_weight_loop
 
 import flaxfit as ff
 from flaxfit import Checkpoint
@@ -18,14 +17,6 @@ X = np.ones((4, 1), np.float32)
 class Keras:
     def on_epoch_end(self, epoch, logs):
         """As Keras calls it."""
-
-
-def make_loop(*callbacks):
-    task = ff.TrainTask(
-        lambda v, x, **_: (v["params"] * x, {}), optax.sgd(0.1), "mse", [(X, 2 * X)] * 4
-    )
-    init = given(lambda rngs, x: {"params": np.zeros(1, np.float32)})
-    return ff.TrainLoop(init, task, 0, n_steps=2, callbacks=callbacks, stdout=False)
 
 
 def test_none_is_no_callback():
@@ -43,7 +34,7 @@ def test_none_is_no_callback():
 )
 def test_a_callback_of_other_arguments_is_refused_before_the_first_step(callback, shown):
     with pytest.raises(TypeError, match=f"one argument, a Checkpoint, {shown}"):
-        make_loop(callback)
+        make_weight_loop(callback)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +49,7 @@ def test_a_callback_of_other_arguments_is_refused_before_the_first_step(callback
 def test_a_function_with_the_arguments_of_keras_is_refused_by_name(callback, shown):
     advice = r"a function of a checkpoint, .* Or wrap it: flaxfit\.callbacks\.Events\(on_"
     with pytest.raises(TypeError, match=f"{shown}: .*{advice}"):
-        make_loop(callback)
+        make_weight_loop(callback)
 
 
 class Awaits:
@@ -108,9 +99,9 @@ def test_callbacks_that_take_a_checkpoint_are_taken():
 
 def test_a_bool_that_is_returned_is_refused_with_what_ends_training():
     with pytest.raises(TypeError, match=r"<lambda> returned bool; .* checkpoint\.replace\(stop="):
-        next(make_loop(lambda checkpoint: checkpoint.loss < 1))
+        next(make_weight_loop(lambda checkpoint: checkpoint.loss < 1))
     with pytest.raises(TypeError, match=r"<lambda> returned float; .*with_metrics"):
-        next(make_loop(every(1, lambda checkpoint: 1.0)))
+        next(make_weight_loop(every(1, lambda checkpoint: 1.0)))
 
 
 def test_another_training_state_that_is_returned_is_refused():
@@ -119,7 +110,7 @@ def test_another_training_state_that_is_returned_is_refused():
 
     for callback in (zero, every(1, zero)):
         with pytest.raises(RuntimeError, match=r"callback zero .* loop\.restore\(state\)"):
-            next(make_loop(callback))
+            next(make_weight_loop(callback))
 
 
 def test_a_state_that_was_restored_or_that_keeps_less_may_be_returned():
@@ -134,7 +125,8 @@ def test_a_state_that_was_restored_or_that_keeps_less_may_be_returned():
     def keep_less(checkpoint):
         return checkpoint.replace(state=checkpoint.state.for_inference())
 
-    last = list(make_loop(Reset(), lambda c: c.replace(state=c.state), keep_less))[-1]
+    callbacks = Reset(), lambda c: c.replace(state=c.state), keep_less
+    last = list(make_weight_loop(callbacks, [(X, 2 * X)] * 4))[-1]
     assert (float(last.state.params[0]), last.loss) == (0, 4)
 
 
