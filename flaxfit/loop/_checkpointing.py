@@ -28,7 +28,7 @@ class Checkpointing(Settings):
             stepper, self._watch, epoch=self._epoch, stop=self._is_finishing
         )
         self._warn_of_loss(checkpoint)
-        stepper.interrupts.hold()
+        stepper.interrupts.is_held = True
         self._due = Delivery(checkpoint, self._callbacks, self._settle)
         self._reset()
         stepper.interrupts.release()

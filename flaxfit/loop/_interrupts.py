@@ -21,7 +21,7 @@ class Interrupts:
         self._handler: Handler = signal.default_int_handler
         self._replaced: list[Handler | None] = []
         self.is_held = False
-        """Whether interrupts are deferred; set directly by an inner loop, which then releases."""
+        """Whether interrupts are deferred; who sets it calls `release` afterwards."""
         self.is_pending = False
         """Whether a deferred interrupt has arrived."""
 
@@ -45,10 +45,6 @@ class Interrupts:
         present = self._replaced.pop()
         if present is not None:
             signal.signal(signal.SIGINT, present)
-
-    def hold(self) -> None:
-        """Defers interrupts from here on."""
-        self.is_held = True
 
     def release(self) -> None:
         """Stops deferring; an interrupt that has arrived takes effect now."""

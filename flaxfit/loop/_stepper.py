@@ -204,9 +204,9 @@ class Stepper:
             self.cursor.ended = True
             return False
         portion, arrays, n, n_examples = loaded
-        placed, is_whole = self.placed, portion.strategy is self.strategy
+        placed, is_on_all = self.placed, portion.strategy is self.strategy
         leaves, totals, companions = placed.leaves, self.tally.totals, self.companions.arguments
-        if not is_whole:
+        if not is_on_all:
             leaves, totals = placed.moved(portion.strategy, leaves, totals)
             companions = self.companions.moved(portion.strategy)
         arguments = (leaves, totals, *companions, *portion.data, arrays)
@@ -228,7 +228,7 @@ class Stepper:
             self._in_flight.expect(n_bytes // len(portion.strategy.devices))
         placed.take_back()
         leaves, totals, placed.grads = update(*arguments)
-        if not is_whole:
+        if not is_on_all:
             leaves, totals = placed.moved(self.strategy, leaves, totals)
         placed.leaves = leaves
         self.step += n

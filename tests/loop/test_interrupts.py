@@ -87,7 +87,7 @@ def test_interrupts_at_random_moments_lose_nothing(n):
 def test_what_is_held_back_takes_effect_at_the_release():
     interrupts, reached = Interrupts(), []
     with pytest.raises(KeyboardInterrupt), interrupts:
-        interrupts.hold()
+        interrupts.is_held = True
         signal.raise_signal(signal.SIGINT)
         reached.append("held")
         interrupts.release()
