@@ -7,7 +7,7 @@ from flaxfit.checkpoints import CheckpointFile
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
 from flaxfit.strategies import Strategy
-from flaxfit.tree._types import ArrayLike, PyTree
+from flaxfit.tree._types import ApplyFn, ArrayLike, PyTree
 
 
 class Callback(Protocol):
@@ -104,6 +104,8 @@ class Loop(Protocol):
     """Functions without arguments, called before each validation."""
     first_epoch: int | None
     """The number of the first epoch of `fit`, from 0; None in a loop of its own."""
+    eval_apply: Callable[[], ApplyFn] | None
+    """Returns the model in evaluation mode, in `fit`; None in a loop of its own."""
 
     @property
     def callbacks(self) -> Iterable[Any]: ...

@@ -13,7 +13,7 @@ from flaxfit.optim._averaged import has_average
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.strategies import gather
 from flaxfit.tree._checks import local_path
-from flaxfit.tree._types import Function, Json, PyTree
+from flaxfit.tree._types import Json, PyTree
 
 
 class Export:
@@ -81,14 +81,12 @@ class Export:
         """The step of the file."""
 
     def attach(self, loop: Loop) -> None:
-        """Uses the shapes of the inputs of a loop, which must report the metric."""
+        """Uses the inputs of a loop, which must report the metric, and the model of `fit`."""
         self._loop = loop
+        if self._apply is None and loop.eval_apply is not None:
+            self._apply = loop.eval_apply()
         if self._monitor is not None:
             self._monitor.attach(loop, self)
-
-    def attach_apply(self, apply: Function) -> None:
-        """Uses the model in evaluation mode, unless `apply` was given."""
-        self._apply = self._apply or apply
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:
         """Writes the model if it is the best so far."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from flaxfit.callbacks._callback import Loop
 from flaxfit.optim import swap_ema
 from flaxfit.state._checkpoint import Checkpoint
-from flaxfit.tree._types import Function, Json
+from flaxfit.tree._types import Json
 
 
 class SwapEMA:
@@ -34,16 +34,14 @@ class SwapEMA:
         self._loop: Loop | None = None
         self._is_due = False
 
-    def attach_apply(self, apply: Function) -> None:
-        """Refuses to work in `fit`, whose model uses the average already."""
-        raise ValueError(
-            "SwapEMA is for loops: Model(ema=...) already evaluates, predicts and exports with the "
-            "moving average. Remove SwapEMA; flaxfit.optim.swap_ema(model.state).params is "
-            "the average."
-        )
-
     def attach(self, loop: Loop) -> None:
-        """Checks that the loop keeps an average."""
+        """Checks that the loop keeps an average, and is not of `fit`, which uses it already."""
+        if loop.first_epoch is not None:
+            raise ValueError(
+                "SwapEMA is for loops: Model(ema=...) already evaluates, predicts and exports with "
+                "the moving average. Remove SwapEMA; flaxfit.optim.swap_ema(model.state).params is "
+                "the average."
+            )
         swap_ema(loop.state)
         self._loop, self._is_due = loop, False
 

@@ -14,7 +14,7 @@ from flaxfit.loop._tuning import follows_schedule, freeze, present_hyperparams, 
 from flaxfit.optim._hyperparams import group_name
 from flaxfit.task._repr import describe_loss
 from flaxfit.task._task import TrainTask
-from flaxfit.tree._types import ArrayLike, Data
+from flaxfit.tree._types import ApplyFn, ArrayLike, Data
 
 _FIELDS = ("params", "model_state", "opt_state")
 
@@ -30,6 +30,8 @@ class Settings(RunState):
     """The checkpoint file that the run was restored from, or None."""
     first_epoch: int | None = None
     """The number of the first epoch of `fit`, from 0; None: there are no epochs."""
+    eval_apply: Callable[[], ApplyFn] | None = None
+    """Returns the model in evaluation mode, in `fit`; None: the loop does not know it."""
     _callbacks: CallbackList
     _is_finishing: bool = False
     _not_taken_over: Sequence[str] = ()

@@ -135,9 +135,7 @@ def fit(
     lines = _first_lines(trainer.name, loop, stream, validation, n_steps)
     history.facts = " · ".join(lines)
     trainer.history = history
-    for callback in users:
-        if hasattr(callback, "attach_apply"):
-            callback.attach_apply(apply_to_export(evaluator.task))
+    loop.eval_apply = lambda: apply_to_export(evaluator.task)
     every = [*users, history.append]
     if validation is not None:
         every.insert(0, validation)

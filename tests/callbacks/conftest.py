@@ -13,7 +13,7 @@ class FakeLoop:
     def __init__(self, n_steps=None, n_steps_per_checkpoint=1, step=0, state=None):
         self.n_steps, self.n_steps_per_checkpoint = n_steps, n_steps_per_checkpoint
         self.step, self.state = step, state
-        self.callbacks, self.first_epoch = (), None
+        self.callbacks, self.first_epoch, self.eval_apply = (), None, None
         self.watchers, self.dispatch_watchers = [], []
         self.restored = []
         self.metrics = {"loss": 0.5}
