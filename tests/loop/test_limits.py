@@ -85,7 +85,7 @@ class Wide(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_devices", "resident", "most"),
-    [(1, True, 31), thorough(1, False, 2), thorough(2, True, 2), (2, False, 2)],
+    [(1, True, 24), thorough(1, False, 24), thorough(2, True, 2), (2, False, 2)],
 )
 def test_no_more_dispatches_wait_than_that(n_devices, resident, most):
     if len(jax.devices()) < n_devices:
