@@ -145,7 +145,7 @@ class ClassWeightedStream:
         return None if whole is None else self._weighted(whole)
 
     def __getattr__(self, name: str) -> Any:
-        """The attributes of the stream that a loop reads, but its rows, which have no weights."""
+        """Returns an attribute of the stream that a loop reads; rows have no weights."""
         if name not in ("get_state", "set_state", "epoch", "shared", "is_repeatable", "close"):
             raise AttributeError(name)
         return getattr(self._stream, name)

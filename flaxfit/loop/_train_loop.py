@@ -177,7 +177,7 @@ class TrainLoop(Checkpointing):
         Args:
           copy: as in `run_until`.
         """
-        checkpoint = self._train_to(self._next_target()) or self._no_data()
+        checkpoint = self._train_to(self._next_target(), n_total=self.n_steps) or self._no_data()
         return self.owned(checkpoint) if copy else checkpoint
 
     def next_step(self, batch: PyTree = None, *, copy: bool = True) -> Checkpoint:

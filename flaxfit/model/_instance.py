@@ -14,7 +14,7 @@ from flaxfit.tree._paths import flat
 from flaxfit.tree._types import Function, Variables
 
 _OWNERS: weakref.WeakValueDictionary[int, "Instance"] = weakref.WeakValueDictionary()
-"""The `Instance` of the latest model with each nnx instance, by the `id` of the latter."""
+"""By the `id` of an nnx instance, the `Instance` of the latest model made of it."""
 
 
 class Instance:

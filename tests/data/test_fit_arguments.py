@@ -201,11 +201,12 @@ def test_integers_of_less_than_a_byte_are_widened(dtype):
     def losses_on(*data):
         return [make_model(1, "mse").fit(*each, verbose=0)["loss"][0] for each in data]
 
-    for losses in (
+    arrays, batches = (
         losses_on(*((x, wide) for x in forms)),
-        losses_on(*([[(x, wide)]] for x in forms)),  # A program of its own.
-    ):
-        assert losses == [losses[0]] * 3
+        losses_on(*([[(x, wide)]] for x in forms)),
+    )
+    assert arrays == [arrays[0]] * 3 and batches == [batches[0]] * 3
+    assert arrays == pytest.approx(batches, rel=1e-6)  # Batches have a program of their own.
 
 
 @pytest.mark.slow
