@@ -21,7 +21,7 @@ class Interrupts:
         self._handler: Handler = signal.default_int_handler
         self._replaced: list[Handler | None] = []
         self.is_held = False
-        """Whether interrupts are deferred; who sets it calls `release` afterwards."""
+        """Whether interrupts are deferred; code that sets it calls `release` afterwards."""
         self.is_pending = False
         """Whether a deferred interrupt has arrived."""
 
