@@ -147,7 +147,7 @@ def noise(step):
     return Checkpoint(step=step, state=SMALL.replace(params=params), metrics={})
 
 
-# After a failure, what Orbax still had under way complains that its event loop is closed.
+# After a failure, writes that Orbax still had under way complain that its event loop is closed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_failed_save_is_raised_by_the_next_call_or_close_and_harms_nothing(tmp_path):
     writer = CheckpointFileWriter(tmp_path)
