@@ -236,7 +236,7 @@ class EarlyStopping:
 
 
 class StopOnNaN:
-    """Raises a FloatingPointError when the loss or the gradients are no longer finite.
+    """Raises a FloatingPointError when the loss, or a reported `grad_norm`, is not finite.
 
     >>> check = StopOnNaN()
     >>> checkpoint = check(Checkpoint(step=9, state=None, metrics={"loss": 0.5}))

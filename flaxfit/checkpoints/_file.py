@@ -43,40 +43,43 @@ class CheckpointFile:
 
     >>> CheckpointFile(step=3, state=None, metrics={"loss": 0.5}, path=Path("run/3")).metrics
     {'loss': 0.5}
+
+    Args:
+      step: the number of updates since the start of training.
+      state: the training state after that step.
+      metrics: the metrics of the checkpoint.
+      history: the metrics of the run up to the step, if the writer was given them; JSON.
+      data_state: the position of the data stream; JSON.
+      running: the size of the batches and the number of virtual replicas; JSON.
+      n_completed_steps: the number of updates since the previous checkpoint.
+      n_examples: the number of examples trained on since the previous checkpoint.
+      sums: the sums of the metrics so far, if the count of steps continues after this checkpoint.
+      callback_states: the states of callbacks by their names; JSON.
+      callback_arrays: arrays in the states of callbacks, by their names: fields such as the best
+        `params`.
+      companions: the variables of companions by name, as nested dicts; empty if none were saved.
+      stop: whether a callback ended the run with this checkpoint.
+      versions: the packages that wrote the file.
+      environment: the facts about the machine and its settings on which bits may depend.
+      path: the folder of the step.
     """
 
     step: int
-    """How many updates were done since the very first."""
     state: TrainState
-    """The training state after that step."""
     metrics: Mapping[str, float]
-    """The metrics of the checkpoint."""
     history: Json = None
-    """The metrics of the run up to the step, if the writer was given them; JSON."""
     data_state: Json = None
-    """The position of the data stream; JSON."""
     running: Json = None
-    """The size of the batches and the number of virtual replicas; JSON."""
     n_completed_steps: int = 0
-    """The number of updates since the checkpoint before."""
     n_examples: int = 0
-    """The number of examples trained on since the checkpoint before."""
     sums: Mapping[str, np.ndarray] | None = None
-    """The sums of the metrics so far, if the count of steps continues after this checkpoint."""
     callback_states: Mapping[str, Json] = dataclasses.field(default_factory=dict)
-    """The states of callbacks by their names; JSON."""
     callback_arrays: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
-    """Arrays in the states of callbacks, by their names: fields such as the best `params`."""
     companions: Mapping[str, PyTree] = dataclasses.field(default_factory=dict)
-    """The variables of companions by name, as nested dicts; empty if none were saved."""
     stop: bool = False
-    """Whether a callback ended the run with this checkpoint."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """The packages that wrote the file."""
     environment: Mapping[str, Json] = dataclasses.field(default_factory=dict)
-    """The facts about the machine and its settings on which bits may depend."""
     path: Path
-    """The folder of the step."""
 
 
 def read(

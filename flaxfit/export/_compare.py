@@ -26,18 +26,20 @@ class ExportReport:
 
     >>> print(ExportReport(Path("digits.ff"), "StableHLO", 23_000, 1.2e-7, ("batch=1", "batch=5")))
     digits.ff: StableHLO, 23.0 kB, at most 1.2e-07 off its source on batch=1; batch=5
+
+    Args:
+      path: the file or folder.
+      format: "StableHLO", "SavedModel" or "ONNX".
+      n_bytes: its size.
+      max_error: the largest difference of an output, relative to the largest value of that output.
+      inputs: the inputs that were compared on; none if the file does not run on this machine.
     """
 
     path: Path
-    """The file or folder."""
     format: str
-    """Its format."""
     n_bytes: int
-    """Its size."""
     max_error: float
-    """The largest difference of an output, relative to the largest value of that output."""
     inputs: tuple[str, ...]
-    """The inputs that were compared on; none if the file does not run on this machine."""
 
     def __str__(self) -> str:
         off = f"at most {self.max_error:.1e} off" if self.max_error else "equal to"

@@ -38,17 +38,19 @@ class InputSpec:
     >>> InputSpec(("b", "2*t"), constraints=("t >= 4", "mod(t, 2) == 0")).shape
     ('b', '2*t')
 
+    Args:
+      shape: sizes, and names or expressions of dimensions whose size the caller chooses; a name
+        means the same size in every input of a method.
+      dtype: a NumPy dtype or its name; 64 bits are narrowed as JAX does.
+      constraints: the promises of the caller about the names: comparisons by "==", ">=" or "<=".
+
     Raises:
       ValueError: a dimension is neither a size nor a string.
     """
 
     shape: tuple[int | str, ...]
-    """Sizes, and names or expressions of dimensions whose size the caller chooses; a name means
-    the same size in every input of a method."""
     dtype: Any = "float32"
-    """A NumPy dtype or its name; 64 bits are narrowed as JAX does."""
     constraints: tuple[str, ...] = ()
-    """The promises of the caller about the names: comparisons by "==", ">=" or "<="."""
 
     def __post_init__(self) -> None:
         shape = self.shape

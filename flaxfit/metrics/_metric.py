@@ -48,24 +48,26 @@ class Metric:
     >>> sums = largest_score.measure(np.eye(2), np.zeros(2), weights=np.array([1.0, 3.0]))
     >>> largest_score.compute(sums)
     1.0
+
+    Args:
+      measure: `(*outputs, *targets, weights=None) -> sums`.
+      compute: `sums -> value`.
+      name: the name of the metric in a list of metrics.
+      configure: makes the metric with other options.
+      values: the function that the metric is the mean of, if it is one.
+      mode: "min" or "max" if lower or higher values are known to be better; by default as for a
+        loss of flaxfit or Optax in `values`, or for `name`.
+      max_rows: the most rows that are kept on the host of a metric of all outputs at once, which
+        is measured in evaluation only; None: the metric is computed from sums.
     """
 
     measure: Function
-    """`(*outputs, *targets, weights=None) -> sums`."""
     compute: Callable[[Sums], ArrayLike]
-    """`sums -> value`."""
     name: str | None = None
-    """The name of the metric in a list of metrics."""
     configure: Callable[..., "Metric"] | None = None
-    """Makes the metric with other options."""
     values: Function | None = None
-    """The function that the metric is the mean of, if it is one."""
     mode: str | None = None
-    """"min" or "max" if lower or higher values are known to be better; by default as for a loss of
-    flaxfit or Optax in `values`, or for `name`."""
     max_rows: int | None = None
-    """The most rows that are kept on the host of a metric of all outputs at once, which is measured
-    in evaluation only; None: the metric is computed from sums."""
 
     def __post_init__(self) -> None:
         if self.mode not in (None, "min", "max"):

@@ -118,7 +118,12 @@ def fit(
     # What `load` has read is the start of this model, not of an interrupted call.
     is_fresh, init, folder = trainer.is_fresh, trainer.starting_point.init, None
     if checkpoint_dir is not None:
-        folder = RunFolder(checkpoint_dir, resume if is_fresh else "auto")
+        if resume is True and not is_fresh:
+            raise ValueError(
+                "resume=True, but this model has been trained or loaded already, and goes on from "
+                "there. Resume with a new Model, or use resume='auto' to save into the folder."
+            )
+        folder = RunFolder(checkpoint_dir, resume)
         init = folder.reader(init) if is_fresh else init
     loop = trainer.loop_over(
         init,

@@ -199,9 +199,10 @@ class Model(Examination, AnswersOtherNames):
           checkpoint_dir: a folder to save each epoch in, with the history, the position in the data
             and the states of callbacks. Or a `CheckpointFileWriter`, to choose what is kept
             (`keep`, `monitor`) and whether a failed save ends the run (`on_error`).
-          resume: "auto": a model without weights resumes from the newest checkpoint of that
-            folder, to `epochs` epochs in all, and ends as if it had never been interrupted; a
-            finished call returns at once. True: there must be a checkpoint; False: nothing.
+          resume: "auto": a model that has not been trained or loaded resumes from the newest
+            checkpoint in that folder, up to `epochs` in total; if they are done, it returns at
+            once. True: raise if there is nothing to resume. False: raise if the folder is not
+            empty.
 
         Returns:
           The metrics of each epoch, including those before a resume.

@@ -21,13 +21,15 @@ class ModelFunctions(NamedTuple):
     >>> init, apply = ModelFunctions(lambda rngs, x: {"params": 2.0}, lambda v, x: v["params"] * x)
     >>> apply(init(None, 3.0), 3.0)
     6.0
+
+    Args:
+      init: `init(rngs, *inputs) -> variables`, a dict with `"params"` and other collections.
+      apply: `apply(variables, *inputs, rngs=None, mutable=False) -> outputs`, or `(outputs,
+        updates)` where `mutable` is not False.
     """
 
     init: Function
-    """`init(rngs, *inputs) -> variables`, a dict with `"params"` and other collections."""
     apply: Function
-    """`apply(variables, *inputs, rngs=None, mutable=False) -> outputs`, or `(outputs, updates)`
-    where `mutable` is not False."""
 
 
 def with_losses(

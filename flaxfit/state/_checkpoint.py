@@ -44,45 +44,50 @@ class Checkpoint:
 
     Its arrays are unreplicated copies, which stay valid during further training, unless they are
     borrowed from the loop (see `TrainLoop(snapshot=...)`).
-    A dataclass, not a tuple, so that `redex.combinator.serial` passes it on whole.
 
     >>> checkpoint = Checkpoint(step=3, state=None, metrics={"loss": 0.5})
     >>> checkpoint.loss
     0.5
+
+    Args:
+      step: the number of updates since the start of training.
+      state: the training state after that step.
+      metrics: means over the examples since the previous checkpoint, and metrics that callbacks
+        added.
+      modes: "min" or "max" by metric: whether lower or higher values are better, where that is
+        known.
+      epoch: the number of the epoch, from 0 as in Keras; None outside of `fit`.
+      n_completed_steps: the number of updates since the previous checkpoint.
+      n_examples: the number of examples trained on since the previous checkpoint.
+      elapsed_time: seconds of training since the previous checkpoint, excluding compilation.
+      compile_time: seconds of compilation since the previous checkpoint.
+      data_state: the position of the data stream, if it has one, as JSON.
+      stop: whether the loop ends after this checkpoint; a callback may set it.
+      running: the size of the batches and the number of virtual replicas, as JSON.
+      sums: the sums of the metrics so far, for a checkpoint between two that the loop yields.
+      last_grads: the gradients of the last step; see `grads`.
+      companions: the variables of the task's companions by name, with
+        `TrainTask(save_companions=True)`.
+      module_of: a function from a state to its module; see `module`.
     """
 
+    # Not a tuple, so that `redex.combinator.serial` passes it on whole.
     step: int
-    """The number of updates since the start of training."""
     state: TrainState
-    """The training state after that step."""
     metrics: Mapping[str, float]
-    """Means over the examples since the previous checkpoint, and metrics that callbacks added."""
     modes: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
-    """"min" or "max" by metric: whether lower or higher values are better, if that is known."""
     epoch: int | None = None
-    """The number of its epoch, from 0 as in Keras; None outside of `fit`."""
     n_completed_steps: int = 0
-    """The number of updates since the previous checkpoint."""
     n_examples: int = 0
-    """The number of examples trained on since the previous checkpoint."""
     elapsed_time: float = 0.0
-    """Seconds of training since the previous checkpoint, compilation excluded."""
     compile_time: float = 0.0
-    """Seconds of compilation since the previous checkpoint."""
     data_state: Json = None
-    """The position of the data stream, if it has one; JSON-able."""
     stop: bool = False
-    """Set by a callback to end the loop after this checkpoint."""
     running: Json = None
-    """The size of the batches and the number of virtual replicas; JSON."""
     sums: Mapping[str, np.ndarray] | None = None
-    """The sums of the metrics so far, if the count of steps continues after this checkpoint."""
     last_grads: PyTree = None
-    """The gradients of the last step; see `grads`."""
     companions: Mapping[str, PyTree] | None = None
-    """The variables of the task's companions by name, with `TrainTask(save_companions=True)`."""
     module_of: Callable[[PyTree], PyTree] | None = None
-    """Makes the module of a state; see `module`."""
 
     def replace(self, **changes: PyTree) -> "Checkpoint":
         """Returns a copy with some fields changed.

@@ -27,11 +27,7 @@ def init_state(
     collections: Sequence[str] = ("params", "dropout"),
     shardings: PyTree = None,
 ) -> TrainState:
-    """Initialises a model and its optimizer in one jitted call.
-
-    An `init` that says `gives_weights` is not traced, since its weights would be constants. One
-    with `fresh`, an init without weights, and `load`, which replaces variables, is traced with
-    `shardings`: its weights are read into variables that are in place.
+    """Initializes a model and its optimizer in one jitted call.
 
     >>> import optax
     >>> init = lambda rngs, x: {"params": jnp.ones(x.shape[1])}
@@ -39,10 +35,10 @@ def init_state(
     (3,)
 
     Args:
-      init: a linen or nnx module, or a function `init(rngs, *inputs) -> variables`.
-      optimizer: an optax transformation.
+      init: a Linen or NNX module, or a function `init(rngs, *inputs) -> variables`.
+      optimizer: an Optax transformation.
       key: a random key or an integer seed.
-      inputs: the model's input, or a tuple (or a dict of keyword inputs) of such: arrays or
+      inputs: the model's input, or a tuple or a dict of keyword inputs: arrays or
         `jax.ShapeDtypeStruct`s; only shapes and dtypes matter.
       collections: the random streams to pass to `init`.
       shardings: where the state is created: a pytree of `jax.sharding.Sharding`s (or one for
@@ -53,9 +49,14 @@ def init_state(
       The state at step 0. Boxes of logical axis names are removed; the names are its `axes`.
 
     Raises:
-      TypeError: `init` is a module.
+      TypeError: `init` is neither a module nor a function.
     """
     init = as_init("init_state", init)
+    if not callable(init):
+        raise TypeError(
+            "init_state needs a module or a function init(rngs, *inputs) -> variables, got "
+            f"{type(init).__name__}: {init!r:.60}"
+        )
     key = as_key(key)
     inputs = (inputs,) if hasattr(inputs, "shape") else inputs
     # 64 bits become 32 without a message, as in every batch.
@@ -72,6 +73,8 @@ def init_state(
             variables = call(single_replica_of_any_axis(init), rngs, zeros)
         return at_start(optimizer, variables, train_key)
 
+    # Weights that an `init` has would be constants of a program, so it isn't traced. One that can
+    # initialize without them (`fresh`) and replace variables (`load`) reads them into their places.
     if _gives_weights(init):
         given: Any = init
         fresh = getattr(given, "fresh", given)

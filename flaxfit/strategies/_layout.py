@@ -41,14 +41,16 @@ class Layout:
     >>> array = Placed((8, 2), np.dtype("float32"), PartitionSpec("data"), 4)
     >>> Layout({"data": 4}, ("data",), {"params/w": array}).bytes_per_device
     16
+
+    Args:
+      mesh: the axes of the mesh and their sizes.
+      batch_axes: the axes that batches are split over.
+      arrays: the arrays of the state by path.
     """
 
     mesh: Mapping[str, int]
-    """The axes of the mesh and their sizes."""
     batch_axes: tuple[str, ...]
-    """The axes that batches are split over."""
     arrays: Mapping[str, Placed]
-    """The arrays of the state by path."""
 
     @property
     def n_bytes(self) -> int:

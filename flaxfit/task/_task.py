@@ -28,12 +28,100 @@ from flaxfit.tree._types import Data, Function, PyTree, Variables
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TrainTask:
-    """What to train: a model, an optimizer, a loss and data; or a step of your own, and data.
+    """Describes what to train: a model, an optimizer, a loss and data, or a custom step and data.
 
     >>> import optax
     >>> task = TrainTask(lambda v, x, **_: x, optax.sgd(0.1), "mse", [([1.0], [1.0])])
     >>> task.rngs
     ('dropout',)
+
+    Args:
+      apply: `apply(variables, *inputs, rngs=, mutable=)`, or a Linen or NNX module, whose
+        train/eval flags are set for training.
+      optimizer: an Optax transformation, whose `update` receives the parameters, or an `Optimizer`,
+        whose definition is taken. Clipping, freezing, averaging and loss scaling are wrapped around
+        it; the states are those of `task.optimizer`.
+      loss: `loss(*outputs, *targets)` or a name. It returns values of shape `(batch, ...)`
+        (preferred: weights and padding are then exact), `(values, weights)`, either of these with
+        an unweighted scalar penalty appended, or a scalar. Scalars are computed over the batch of
+        all devices. A model with several outputs has one loss for each, by name or in their order:
+        their weighted sum is trained, and each is reported as "<name>_loss". None: the model adds
+        its own loss.
+      data: anything that `flaxfit.data.as_stream` takes.
+      metrics: metrics by name, or a sequence of names; measured on the outputs of the training
+        step. For several outputs, a mapping from the name of an output to its metrics.
+      loss_weights: the weights of the losses of several outputs, by name or in their order; 1 by
+        default. A number multiplies every loss.
+      inputs: the columns that the model is called with, for batches that are mappings: a name,
+        several in the order of the call, or `{argument: column}`. None: the arguments of the call.
+        Columns without a role are ignored.
+      targets: the columns that are targets, in order, or by the names of outputs; `()` for none.
+        None: the column with a usual name, such as "label".
+      weights: the column of example or token weights, or a mapping from outputs to such columns.
+      rngs: the random streams that `apply` receives, each with its own key in every step.
+      mutable: the collections that a step may change; None: all but the parameters.
+      pad: whether a batch may be padded with rows of weight 0. False for a loss that compares the
+        examples of a batch with one another; it then receives the batch of all devices. If such a
+        loss takes weights and targets, it needs `across="batch"`, as targets of weight 0 are
+        otherwise replaced.
+      objective: a loss that calls the model itself, in place of `loss`: `f(apply, batch, rngs)`,
+        where `apply(*inputs)` is the model in training mode, which may be called any number of
+        times, and `rngs` are the keys of the first call, which `apply(*inputs, rngs=rngs)` repeats.
+        It returns values of shape `(batch, ...)`, `(values, aux)`, `(values, weights)` or `(values,
+        weights, aux)`, where aux maps names to further numbers to report: values by example, with
+        the weights of the objective, or pairs `(sum, weight)`. It replaces `loss`, `metrics` and
+        `across`; all other options apply. An objective with a parameter `ema` receives the model
+        with the average that the option `ema` keeps: it is called like `apply`, and no gradient
+        flows through it, not even to its inputs. In evaluation, which measures one set of weights,
+        it is the model with these.
+      companions: frozen models that the objective receives by keyword, as functions `(*inputs) ->
+        outputs` in evaluation mode: `{"teacher": (apply, variables)}`, `(Linen module, variables)`
+        or an NNX module. The strategy places their variables once, like parameters; they are not
+        constants of the compiled step, and are not trained, averaged or counted. Gradients flow
+        through their inputs only.
+      save_companions: whether checkpoints hold the variables of the companions. A loop that resumes
+        from such a checkpoint takes these variables, else those of the task.
+      across: "batch" for a loss that compares the examples of a batch with one another, such as a
+        contrastive one: it sees the outputs and targets of all devices and of all `accumulate`
+        parts at once, with a gradient to each. Implies `pad=False`.
+      penalty_in_loss: whether the reported loss includes the penalty of the loss or of the model,
+        as in Keras. The penalty is trained, and reported as "penalty", in any case.
+      check_finite: whether NaN and infinite inputs and targets raise an error. False where they
+        have a meaning, such as a missing label, that the model, the loss and the metrics handle.
+      freeze: patterns of the paths of parameters that are not trained, or NNX filters, such as
+        `nnx.Not(nnx.LoRAParam)`. No gradient is computed for them, and the optimizer never sees
+        them.
+      accumulate: the number of parts that each batch is computed in, one after another. The result
+        is that of the whole batch, with the activations of only one part in memory. The loss must
+        be one value per example that depends on that example alone; any other loss needs
+        `across="batch"`, which computes the outputs twice.
+      precision: the dtype that the model computes in: "bfloat16", or "float16" with dynamic loss
+        scaling. Parameters, loss and metrics stay float32.
+      clip_norm: the largest global norm of the gradients; larger gradients are scaled down to it.
+      ema: the decay of an exponential moving average of the parameters, kept beside them: after
+        each step `average = ema * average + (1 - ema) * params`. See `flaxfit.optim.swap_ema`.
+      ema_overwrite_frequency: with `ema`: set the parameters to their average every this many
+        steps.
+      skip_nonfinite: whether a step with a loss or gradients that are not finite leaves the whole
+        state unchanged, and is counted in `metrics["skipped_steps"]`. Always so with float16.
+      skip_above: how many standard deviations the loss of a step, or the norm of its gradients, may
+        exceed the mean of the last 128 steps, such as 6.0. A step above this, or one that is not
+        finite, leaves the state unchanged and is counted in `metrics["skipped_steps"]`.
+      grads_hook: a pure function `(grads, state, sums) -> grads` between the gradients of the whole
+        batch and the optimizer, for custom clipping, noise or projection. `grads` and
+        `state.params` leave out frozen parameters; `sums` are those of the loss and the metrics.
+        The norm of the result is reported as "hooked_grad_norm".
+      example_grads_hook: a pure function `grads -> grads` on the gradient of each example, before
+        their weighted mean is taken, such as the clipping of DP-SGD. The gradient of an example is
+        that of the mean of its values. The gradients of all examples in one part of a batch on a
+        device are in memory at once.
+      norms: patterns of the paths of parameters, or NNX filters. The norms of their gradients and
+        values in each step are reported as "grad_norm/<pattern>" and "param_norm/<pattern>".
+      step: a pure function `(state, batch) -> (state, sums)` that replaces the step made of model,
+        loss and optimizer. It sees the whole `Batch`, as on one device. `sums` maps names to
+        numbers (their mean over the steps is reported), to pairs `(sum, weight)`, or to what a
+        metric of that name computes with. The optimizer, if any, is what new states are made for.
+        For NNX: `flaxfit.modules.nnx_step`.
 
     Raises:
       TypeError: `apply` is not a function or `optimizer` is not an optax transformation.
@@ -41,118 +129,36 @@ class TrainTask:
     """
 
     apply: Any = None
-    """`apply(variables, *inputs, rngs=, mutable=)`, or a linen or nnx module, whose switches are
-    set for training."""
     optimizer: Any = None
-    """An optax transformation, whose `update` is given the parameters, or an `Optimizer`, whose
-    definition is taken. Clipping, freezing, averaging
-    and loss scaling are put around it here: the states are those of `task.optimizer`."""
     loss: Any = None
-    """`loss(*outputs, *targets)` or a name. It returns values `(batch, ...)` (preferred: weights
-    and padding are then exact), `(values, weights)`, or these with an unweighted scalar penalty
-    as the last, or a scalar. Scalars are computed over the batch of all devices. A model with
-    several outputs has one for each, by name or in their order: their weighted sum is trained, and
-    each is reported as "<name>_loss". None: what the model adds by itself is the loss."""
     data: Data = None
-    """Anything that `flaxfit.data.as_stream` takes."""
     metrics: Any = dataclasses.field(default_factory=dict)
-    """Metrics by name, or a sequence of names; measured on the outputs of the training step.
-    Under the name of one of several outputs: those of that output."""
     _: dataclasses.KW_ONLY
     loss_weights: Any = None
-    """The weights of the losses of several outputs, by name or in their order; 1 where none is.
-    A number multiplies the only loss, or those of all outputs."""
     inputs: Names = None
-    """The columns of a batch that the model is called with, for batches that are mappings: a name,
-    several in the order of the call, or `{name in the call: column}`. None: those that the call
-    takes. The columns without a role are passed by."""
     targets: Names = None
-    """The columns that are targets, in order, or by the names of outputs; `()` for none. None: the
-    one with a usual name, such as "label"."""
     weights: str | Mapping[str, str] | None = None
-    """The column that weighs examples or tokens, or such columns by the names of outputs."""
     rngs: Sequence[str] = ("dropout",)
-    """The random streams that `apply` is given, each with a key of its own in every step."""
     mutable: Any = None
-    """The collections that a step may change; None: all but the parameters."""
     pad: bool = True
-    """Whether a batch may be padded with rows of weight 0; False for a loss that compares the
-    examples of a batch with one another, which is then given the batch of all devices. With weights
-    such a loss of targets needs `across="batch"`, as targets of weight 0 are replaced otherwise."""
     objective: Function | None = None
-    """A loss that calls the model by itself, in place of `loss`: `f(apply, batch, rngs)`, where
-    `apply(*inputs)` is the model in training, to be called as often as needed, and `rngs` are the
-    keys of the first call, which `apply(*inputs, rngs=rngs)` repeats. It returns values `(batch,
-    ...)`, `(values, aux)`, `(values, weights)` or `(values, weights, aux)`; aux has by name what is
-    reported, too: values by example, with the weights of the objective's, or pairs `(sum,
-    weight)`. It takes the place of `loss`, `metrics` and `across`; all other options apply. An
-    objective with a parameter `ema` is given the model with the average that the option `ema`
-    keeps: it is called like `apply`, and gives no gradient, of its inputs neither. In evaluation,
-    where one set of weights is measured, it is the model with these."""
     companions: Any = None
-    """Frozen models that the objective is given by keyword, as functions `(*inputs) -> outputs` in
-    evaluation mode: `{"teacher": (apply, variables)}`, `(linen module, variables)` or an nnx
-    module. The strategy places their variables like parameters, once; they are no constants of the
-    compiled step, and nothing trains, averages or counts them. Gradients pass through their inputs
-    only."""
     save_companions: bool = False
-    """Whether checkpoints hold the variables of the companions. A loop that resumes from one takes
-    these; from any other, those of the task."""
     across: str | None = None
-    """"batch" for a loss that compares the examples of a batch with one another, such as a
-    contrastive one: it sees the outputs and targets of all devices and of all `accumulate` parts
-    at once, with a gradient to each. Implies `pad=False`."""
     penalty_in_loss: bool = False
-    """Whether the reported loss includes the penalty, that of the loss or of what the model adds,
-    as in Keras. The penalty is trained, and reported as "penalty", in any case."""
     check_finite: bool = True
-    """Whether NaN and infinite values among inputs and targets are refused; False where they stand
-    for something, such as a missing label, and the model, the loss and metrics leave them out."""
     freeze: Any = ()
-    """Patterns of the paths of parameters that are not trained, or NNX filters, such as
-    `nnx.Not(nnx.LoRAParam)`. No gradient is computed for them, and the optimizer never sees
-    them."""
     accumulate: int = 1
-    """The number of parts that each batch is computed in, one after the other. The result is
-    that of the whole batch; the activations of only one part are in memory. The loss must be one
-    value per example, which depends on that example alone; any other needs `across="batch"`, which
-    then computes the outputs twice."""
     precision: str | None = None
-    """What the model computes in: "bfloat16", or "float16" with dynamic loss scaling. Parameters,
-    loss and metrics stay float32."""
     clip_norm: float | None = None
-    """The largest global norm that gradients may have; longer ones are scaled down to it."""
     ema: float | None = None
-    """The decay of an exponential moving average of the parameters, kept beside them: after each
-    step `average = ema * average + (1 - ema) * params`. See `flaxfit.optim.swap_ema`."""
     ema_overwrite_frequency: int | None = None
-    """With `ema`: after how many steps each time the parameters are set to their average."""
     skip_nonfinite: bool = False
-    """Whether a step whose loss or gradients are not finite leaves the whole state as it was, and
-    is counted in `metrics["skipped_steps"]`. Always so with float16."""
     skip_above: float | None = None
-    """How many standard deviations the loss of a step, or the norm of its gradient, may lie above
-    the mean of the last 128 steps, such as 6.0. A step beyond leaves the state as it was, and so
-    does one that is not finite; both are counted in `metrics["skipped_steps"]`."""
     grads_hook: Function | None = None
-    """A pure function `(grads, state, sums) -> grads` between the gradient of the whole batch and
-    the optimizer, for a clipping, noise or projection of your own. Frozen parameters are left out
-    of `grads` and of `state.params`; `sums` are those of the loss and the metrics. The norm of what
-    it returns is reported as "hooked_grad_norm"."""
     example_grads_hook: Function | None = None
-    """A pure function `grads -> grads` on the gradient of each example, before their weighted mean
-    is taken, such as the clipping of DP-SGD. It is that of the mean of the example's values; the
-    gradients of as many examples as one part of a batch on one device has are in memory."""
     norms: Any = ()
-    """Patterns of paths of parameters, or NNX filters. The norms of their gradients and values in
-    each step are reported as "grad_norm/<pattern>" and "param_norm/<pattern>"."""
-
     step: Function | None = None
-    """A pure function `(state, batch) -> (state, sums)` in the place of the step that is made of
-    model, loss and optimizer. It sees the whole `Batch`, as on one device; sums are numbers by name
-    (their mean over the steps is reported), pairs `(sum, weight)`, or what a metric of that name
-    computes with. The optimizer, if any, is what new states are made for. In the idiom of NNX:
-    `flaxfit.modules.nnx_step`."""
 
     def __post_init__(self) -> None:
         self.__dict__.update(resolved(self))
@@ -181,48 +187,51 @@ class TrainTask:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class EvalTask:
-    """What to measure: a model, metrics and data.
+    """Describes what to measure: a model, metrics and data.
 
     >>> EvalTask(lambda v, x, **_: x, ["mse"], [([1.0], [1.0])]).loss is None
     True
+
+    Args:
+      apply: `apply(variables, *inputs)`, or a Linen or NNX module, whose train/eval flags are set
+        for evaluation.
+      metrics: metrics by name, or a sequence of names.
+      data: anything that can be iterated over repeatedly: arrays, a list of batches, a loader.
+      loss: a loss to report as well, or its name; for several outputs, one for each.
+      loss_weights: the weights of the losses of several outputs, as in `TrainTask`.
+      inputs: the columns that the model is called with, as in `TrainTask`.
+      targets: the columns that are targets, as in `TrainTask`.
+      weights: the column of weights, as in `TrainTask`.
+      objective: an objective to report, as in `TrainTask`; it calls the model in evaluation mode.
+      companions: the frozen models that the objective calls, as in `TrainTask`. An `EvalLoop` among
+        the callbacks of a loop shares the arrays of that loop if both tasks have the same
+        companions.
+      rngs: the random streams of a stochastic evaluation; none by default.
+      precision: the dtype that the model computes in, as in `TrainTask`.
+      pad: whether a batch may be padded with rows of weight 0, as in `TrainTask`.
+      across: "batch" for a loss that compares the examples of a batch, as in `TrainTask`.
+      penalty_in_loss: whether the reported loss includes the penalty, as in `TrainTask`. What a
+        function adds is measured if it takes `mutable`, as in training.
+      check_finite: whether NaN and infinite values raise an error, as in `TrainTask`.
     """
 
     apply: Any
-    """`apply(variables, *inputs)`, or a linen or nnx module, whose switches are set for
-    evaluation."""
     metrics: Any
-    """Metrics by name, or a sequence of names."""
     data: Data = None
-    """Anything that can be passed over again and again: arrays, a list of batches, a loader."""
     _: dataclasses.KW_ONLY
     loss: Any = None
-    """A loss to report as well, or its name; of several outputs one for each."""
     loss_weights: Any = None
-    """The weights of the losses of several outputs, as of a `TrainTask`."""
     inputs: Names = None
-    """The columns that the model is called with, as of a `TrainTask`."""
     targets: Names = None
-    """The columns that are targets, as of a `TrainTask`."""
     weights: str | Mapping[str, str] | None = None
-    """The column of weights, as of a `TrainTask`."""
     objective: Function | None = None
-    """An objective to report, as of a `TrainTask`; it calls the model in evaluation."""
     companions: Any = None
-    """The frozen models that the objective calls, as of a `TrainTask`. An `EvalLoop` among the
-    callbacks of a loop shares the arrays of that loop if its task was given the same ones."""
     rngs: Sequence[str] = ()
-    """The random streams of a stochastic evaluation; none by default."""
     precision: str | None = None
-    """What the model computes in, as of a `TrainTask`."""
     pad: bool = True
-    """Whether a batch may be padded with rows of weight 0, as of a `TrainTask`."""
     across: str | None = None
-    """"batch" for a loss that compares the examples of a batch, as of a `TrainTask`."""
     penalty_in_loss: bool = False
-    """Whether the reported loss includes the penalty, as of a `TrainTask`. What a function adds is
-    measured if it takes `mutable`, as in training."""
     check_finite: bool = True
-    """Whether NaN and infinite values are refused, as of a `TrainTask`."""
 
     def __post_init__(self) -> None:
         apply = as_apply("EvalTask", self.apply, train=False)

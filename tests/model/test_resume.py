@@ -165,6 +165,12 @@ def test_a_later_fit_of_the_same_model_saves_on(tmp_path):
     model, _ = train(tmp_path, epochs=2)
     history = model.fit(X, Y, batch_size=16, epochs=1, verbose=0, checkpoint_dir=tmp_path)
     assert history.steps == [12] and list_steps(tmp_path)[-1] == 12
+    for resume, message in {
+        True: "trained or loaded already",
+        False: "holds the checkpoints",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            model.fit(X, Y, verbose=0, checkpoint_dir=tmp_path, resume=resume)
 
 
 @pytest.mark.slow

@@ -119,6 +119,11 @@ def test_readers_states_and_exports_take_modules(tmp_path):
     np.testing.assert_allclose(method(X), net(X), atol=1e-6)
 
 
+def test_what_initializes_nothing_is_refused():
+    with pytest.raises(TypeError, match="init_state needs a module or a function .*, got int: 3"):
+        ff.init_state(3, optax.sgd(0.1), 0, X)
+
+
 @pytest.mark.slow
 def test_groups_and_norms_are_chosen_by_type():
     rate = OptimizerDef(optax.sgd, learning_rate=0.1)
