@@ -15,7 +15,7 @@ from flaxfit.data._stream import pass_length
 from flaxfit.loop._collected_rows import CollectedRows, check_bounds, of_rows
 from flaxfit.loop._consistency import Consistency
 from flaxfit.loop._local_rows import LocalBatches
-from flaxfit.loop._padding import Padder, may_be_whole, why_not_pad
+from flaxfit.loop._padding import Padder, check_undivided, may_be_whole, why_not_pad
 from flaxfit.loop._placed_companions import PlacedCompanions
 from flaxfit.metrics._monitor import modes_of
 from flaxfit.optim import averaged
@@ -296,8 +296,11 @@ class EvalLoop:
         whole = None if whole is None else normalize(whole)
         if whole is not None and not is_cut:
             check_bounds(self._collecting, whole)
-        result = inspect(self._once(self.task), state, batch, whole, bind, self._traced).shapes
-        why_not = why_not_pad(self.task, result.values, result.penalty)
+        traced = inspect(self._once(self.task), state, batch, whole, bind, self._traced)
+        result = traced.shapes
+        if traced.mixes_rows:
+            check_undivided(self.strategy)
+        why_not = why_not_pad(self.task, result.values, result.penalty, traced.mixes_rows)
         feed = batches.padder(pad=not why_not, why_not=why_not)
         return feed, {k: each for k, each in result.sums.items() if k not in self._collecting}
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Hashable, Iterable
 import jax
 
 from flaxfit.data._batch import Batch
-from flaxfit.loop._padding import Portion, why_not_pad
+from flaxfit.loop._padding import Portion, check_undivided, why_not_pad
 from flaxfit.state._train_state import TrainState
-from flaxfit.step._compare import ForwardPass
 from flaxfit.step._error_messages import calls_explained
 from flaxfit.step._scan import make_step
 from flaxfit.step._traced_once import TracedOnce
@@ -31,7 +30,7 @@ class Inspection:
     """
 
     def __init__(self, task: TrainTask, strategy: Strategy, say: Callable[[str], None]):
-        self._bind, self._say = strategy.bind, say
+        self._strategy, self._bind, self._say = strategy, strategy.bind, say
         self._n_devices = len(strategy.devices)
         self.once = TracedOnce()
         """Makes a task whose model is traced once, for the inspection and for all programs."""
@@ -86,7 +85,15 @@ class Inspection:
             if "products" not in self._said:
                 self._say_once("products", why_wide(task, state, batch, self._bind))
             sums = result.sums | more_sums(task, result, grad_norm=grad_norm)
-            why_not = _why_not_pad(task, state, result)
+            has_statistics = bool(
+                jax.tree.leaves(state.model_state) and task.mutable not in (False, (), [])
+            )
+            mixes_rows = traced.mixes_rows and not has_statistics
+            if mixes_rows:
+                check_undivided(self._strategy, task.accumulate)
+            why_not = why_not_pad(task, result.values, result.penalty, mixes_rows)
+            if not why_not and has_statistics:
+                why_not = "the model keeps statistics of its inputs, such as BatchNorm's"
             # The gradient takes twice as much again, and an optimizer some for each parameter.
             n_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
             self.work = 3 * traced.n_operations + 20 * n_params * self._n_devices
@@ -128,11 +135,3 @@ class Inspection:
         if text and topic not in self._said:
             self._say(text)
         self._said.add(topic)
-
-
-def _why_not_pad(task: TrainTask, state: TrainState, result: ForwardPass) -> str:
-    if reason := why_not_pad(task, result.values, result.penalty):
-        return reason
-    if jax.tree.leaves(state.model_state) and task.mutable not in (False, (), []):
-        return "the model keeps statistics of its inputs, such as BatchNorm's"
-    return ""

@@ -13,9 +13,10 @@ from flaxfit.data import one_pass
 from flaxfit.data._batch import Batch, has_rows, n_examples, normalize
 from flaxfit.data._stream import pass_length
 from flaxfit.loop._local_rows import LocalBatches
-from flaxfit.loop._padding import may_be_whole
+from flaxfit.loop._padding import MIXES, Padder, check_undivided, may_be_whole
 from flaxfit.step._error_messages import calls_explained, tracers_explained
 from flaxfit.step._eval_step import evaluated, make_predict_step
+from flaxfit.step._row_mixing import mixes_rows
 from flaxfit.step._traced_once import TracedOnce
 from flaxfit.step._validate import streams_explained, trace
 from flaxfit.strategies import Strategy
@@ -41,6 +42,7 @@ class Predictor:
             make_predict_step, TracedOnce()(task).apply, precision=task.precision, rngs=task.rngs
         )
         self._programs: dict[Hashable, Function] = {}
+        self._traced: dict[Hashable, bool] = {}
 
     @debugging_explained()
     @without_mesh()
@@ -93,17 +95,27 @@ class Predictor:
           arguments: the state, the position in the data if there are random streams, the batch.
         """
         if key not in self._programs:
-            self._programs[key] = self._compile(strategy, batch, arguments)
+            self.mixes_rows(strategy, arguments[0], batch)
+            self._programs[key] = self._compile(strategy, arguments)
         return self._programs[key](*arguments)
 
-    def _compile(self, strategy: Strategy, batch: Batch, arguments: tuple[PyTree, ...]) -> Function:
-        with (
-            calls_explained(batch.inputs),
-            tracers_explained(),
-            streams_explained("Model(..., eval_rngs=...)", self.task.rngs),
-        ):
-            result = trace(strategy.bind(self._make()), arguments[0], batch).shapes
-        _check_rows(result, n_examples(batch) if has_rows(batch) else None)
+    def mixes_rows(self, strategy: Strategy, state: PyTree, batch: Batch) -> bool:
+        """Checks the outputs for a batch; whether the model computes one from several rows."""
+        key = structure_of((state, batch.inputs))
+        if key not in self._traced:
+            with (
+                calls_explained(batch.inputs),
+                tracers_explained(),
+                streams_explained("Model(..., eval_rngs=...)", self.task.rngs),
+            ):
+                traced = trace(strategy.bind(self._make()), state, batch)
+            result, program = traced.shapes, traced.program
+            _check_rows(result, n_examples(batch) if has_rows(batch) else None)
+            is_known = program is not None
+            self._traced[key] = is_known and mixes_rows(program, (state, batch), result, result)
+        return self._traced[key]
+
+    def _compile(self, strategy: Strategy, arguments: tuple[PyTree, ...]) -> Function:
         step = self._make(axis_name=strategy.axis_name, virtual_replicas=strategy.virtual_replicas)
 
         def predict(state: PyTree, *positioned: PyTree) -> PyTree:
@@ -128,7 +140,8 @@ class Predictions(Iterator[tuple[Batch, Any]]):
             pass_length(stream, _ENDLESS)
         is_whole = may_be_whole(task, strategy)
         self._batches = LocalBatches(stream, strategy, task.roles.inputs_of, is_whole=is_whole)
-        self._feed = self._batches.padder()
+        self._feed: Padder | None = None
+        self._strategy = strategy
         self._predictor = predictor
         self._items = enumerate(itertools.islice(self._batches.pairs(), n))
         owner = f"Predictor(rngs={task.rngs})"
@@ -166,14 +179,30 @@ class Predictions(Iterator[tuple[Batch, Any]]):
         return item, rows if n is None else self._batches.without_padding(rows, n)
 
     def _dispatch(self, number: int, given: PyTree, item: PyTree) -> None:
+        if self._feed is None:
+            self._feed = self._padder(item)
         loaded = self._batches.load(item, self._feed)
         portion, batch = loaded.portion, loaded.batch
         position = (np.uint32(number),) if self._predictor.task.rngs else ()
-        arguments = (self._state, *position, batch._replace(targets=(), weights=None))
+        state = self._state  # Fewer devices hold what cannot be divided by all.
+        state = state if portion.strategy is self._strategy else portion.strategy.share(state)
+        arguments = (state, *position, batch._replace(targets=(), weights=None))
         key = (portion.strategy, portion.signature, self._shapes)
         output = self._predictor.run(portion.strategy, portion.batch, key, arguments)
         n = portion.n_examples if has_rows(portion.batch) else None
         self._in_flight.append((given, portion.strategy, output, n))
+
+    def _padder(self, item: PyTree) -> Padder:
+        """Makes the padder for batches like this first one."""
+        task, padder = self._predictor.task, self._batches.padder()
+        batch = padder(self._batches.examples(item)).batch
+        if self._predictor.mixes_rows(self._strategy, self._state, batch):
+            check_undivided(self._strategy)
+            return self._batches.padder(pad=False, why_not=MIXES)
+        # Rows that only the loss combines (`across`) do not depend on one another here.
+        if not task.pad and task.across is None:
+            return self._batches.padder(pad=False, why_not="the task has pad=False")
+        return padder
 
     def _batch(self, item: PyTree) -> Batch:
         """Returns the batch of an item, with the targets and weights that it has."""

@@ -24,6 +24,7 @@ from flaxfit.step._idle_targets import check_keeps_targets
 from flaxfit.step._jaxpr import holds, n_operations
 from flaxfit.step._own_weights import check_own_weights
 from flaxfit.step._regression_targets import check_classes
+from flaxfit.step._row_mixing import mixes_rows
 from flaxfit.task._multi_output import check_outputs, check_values, targets_with_weights
 from flaxfit.task._no_loss import check_adds_loss
 from flaxfit.task._one_for_all import for_all_outputs
@@ -56,6 +57,8 @@ class Traced(NamedTuple):
     """Its jaxpr, where it was traced."""
     hints: Sequence[str] = ()
     """Sentences about probable mistakes."""
+    mixes_rows: bool = False
+    """Whether the model computes an output from several rows of the batch."""
 
 
 def inspect(
@@ -124,10 +127,13 @@ def inspect(
             if task.pad:
                 _check_alone(task, traced.values, batch, bind)
             check_keeps_targets(task, traced.values, batch, bind, couples_values)
-        if traced.program is not None and isinstance(task, TrainTask):
-            arguments = state, batch, states_of(task)
-            hints = hints_of(traced.program, arguments, result, task.loss, batch, data or batch)
-            traced = traced._replace(hints=hints)
+        if traced.program is not None:
+            program, arguments = traced.program, (state, batch, states_of(task))
+            mixes = mixes_rows(program, arguments, result, result.outputs)
+            traced = traced._replace(mixes_rows=mixes)
+            if isinstance(task, TrainTask):
+                hints = hints_of(program, arguments, result, task.loss, batch, data or batch)
+                traced = traced._replace(hints=hints)
         known[key] = traced = traced._replace(values=None, program=None)
     return traced
 
