@@ -2,7 +2,7 @@
 
     python examples/02_loop.py
 
-`Model.fit` is a few lines over what happens here, and can do nothing more.
+`Model.fit` is a thin layer over what happens here, and can do nothing more.
 """
 
 import optax
