@@ -94,14 +94,14 @@ def test_more_inputs_than_targets():
 def test_batches_without_targets():
     kind, message = answer(lambda: fit([X[:8], X[8:16]], loss="mse"))
     assert kind is TypeError
-    assert "must be (inputs, targets) or a mapping" in message
-    assert "(8, 4)" in message and "yield x, y" in message
+    assert "The loss needs targets, but the data holds only inputs" in message
+    assert "(8, 4)" in message and "batches (x, y)" in message
 
 
 def test_validation_data_without_targets():
     kind, message = answer(lambda: fit(X, LABELS, validation_data=(X,)))
     assert kind is TypeError
-    assert "A batch from the validation or evaluation data must be (inputs, targets)" in message
+    assert "but the validation or evaluation data holds only inputs of shape" in message
 
 
 def test_a_loss_that_becomes_nan():
@@ -148,11 +148,11 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "expect other shapes", "(4
 @pytest.mark.parametrize(
     ("call", "kind", "parts"),
     [
-        (lambda: fit(X, LABELS, epochs="3"), TypeError, ["epochs must be a whole number, got '3'"]),
+        (lambda: fit(X, LABELS, epochs="3"), TypeError, ["epochs must be an integer, got '3'"]),
         (
             lambda: fit(X, LABELS, steps_per_execution="fast"),
             TypeError,
-            ["steps_per_execution must be a whole number or 'auto', got 'fast'"],
+            ["steps_per_execution must be an integer or 'auto', got 'fast'"],
         ),
         (
             lambda: ff.Model(nn.Dense(3), optax.constant_schedule(0.1), "mse"),

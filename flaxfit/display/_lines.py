@@ -38,7 +38,7 @@ def start_lines(
     if batch_size is not None:
         data.append(f"batch {count(batch_size)}")
     if steps_per_epoch is not None:
-        data.append(f"{count(steps_per_epoch)} steps/epoch")
+        data.append(f"{plural(steps_per_epoch, 'step')}/epoch")
     return [" · ".join(parts) for parts in (model, data) if parts]
 
 

@@ -28,7 +28,7 @@ def number(value: float, width: int | None = None) -> str:
 
 
 def count(n: float) -> str:
-    """A whole number with separators of thousands."""
+    """An integer with thousands separators."""
     return f"{round(n):,}"
 
 

@@ -157,7 +157,7 @@ def _number(variable: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{variable} must be a whole number, got {text!r}.") from None
+        raise ValueError(f"{variable} must be an integer, got {text!r}.") from None
 
 
 def _check_same(found: Identity) -> None:

@@ -62,7 +62,7 @@ class ExportedModel:
         """Returns the outputs for other weights; differentiable if it was saved with gradients.
 
         Inputs may be arrays or nested lists of numbers. They are cast to the dtypes that the
-        method takes: whole numbers to real ones, and whole numbers of any width that fit.
+        method takes: integers to floats, and integers of any width that fit.
 
         >>> double.apply({"w": np.float32(3)}, np.float32([1, 2]))
         Array([3., 6.], dtype=float32)

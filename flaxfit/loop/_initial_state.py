@@ -69,7 +69,8 @@ def start(
         )
     if key is None:
         raise ValueError(
-            "A fresh start needs a random key: TrainLoop(..., rnkey=jax.random.key(0))."
+            "TrainLoop needs a random key to initialize the model: pass rnkey=0 or "
+            "rnkey=jax.random.key(0)."
         )
     state = init_state(
         init, task.optimizer, key, sample(), collections=streams, shardings=shardings

@@ -109,7 +109,7 @@ def check_values(loss: str | Loss, outputs: PyTree, targets: PyTree) -> None:
 
     >>> check_values("crossentropy", np.ones((2, 10)), np.array([3, 12]))
     Traceback (most recent call last):
-    ValueError: label 12 is out of range for 10 outputs (labels must be 0..9): 1 of 2 are.
+    ValueError: label 12 is out of range for 10 outputs (labels must be 0..9). Out of range: 1 of 2 labels.
 
     Raises:
       ValueError: labels are out of range, with how many, and the lowest or highest of them.
@@ -127,8 +127,8 @@ def check_values(loss: str | Loss, outputs: PyTree, targets: PyTree) -> None:
     if label < 0 and lowest == highest and _is_one_of((crossentropy, binary_crossentropy), loss):
         advice = f" To leave them out: flaxfit.losses.{loss.__name__}(ignore_label={label})."
     raise ValueError(
-        f"label {label} is out of range for {known.owner} (labels must be {known.allowed}): "
-        f"{wrong.sum():,} of {labels.size:,} are.{advice}"
+        f"label {label} is out of range for {known.owner} (labels must be {known.allowed}). "
+        f"Out of range: {wrong.sum():,} of {labels.size:,} labels.{advice}"
     )
 
 
@@ -154,7 +154,7 @@ def check_loss_shape(
     for shape, other in itertools.product(shapes, others):
         if _broadcasts_to(values_shape, shape, other):
             raise ValueError(
-                f"{received} A {shape} output against {other} targets broadcasts: reshape one of "
+                f"{received} Outputs {shape} broadcast against targets {other}: reshape one of "
                 "them."
             )
     if values_shape and values_shape[0] != batch_size:

@@ -75,10 +75,10 @@ def check_same_shape(
     if received == (*shape, 1):
         advice = f"Squeeze the {what} (y[..., 0])."
     elif shape == (*received, 1):
-        advice = f"Give the {what} a last axis (y[..., None]), or squeeze the outputs."
+        advice = f"Add an axis to the {what} (y[..., None]), or squeeze the outputs."
     raise ValueError(
-        f"loss {name!r} expects {what} of the shape of the outputs, got outputs {shape} and {what} "
-        f"{received}. {advice}"
+        f"loss {name!r} expects {what} and outputs of the same shape, got outputs {shape} and "
+        f"{what} {received}. {advice}"
     )
 
 
@@ -117,7 +117,7 @@ def check_share(name: str, option: str, value: float) -> None:
 def with_axis_last(name: str, axis: int, *arrays: ArrayLike) -> tuple[ArrayLike, ...]:
     """Arrays whose axis of classes is moved to the end."""
     if isinstance(axis, bool) or not isinstance(axis, int):
-        raise TypeError(f"loss {name!r}: axis must be a whole number, got {axis!r}.")
+        raise TypeError(f"loss {name!r}: axis must be an integer, got {axis!r}.")
     if axis == -1:
         return arrays
     n = np.ndim(arrays[0])

@@ -250,8 +250,8 @@ def _by_name(given: str) -> Metric:
         own = match[1]
         _by_name(own)  # It may be unknown, too.
         raise ValueError(
-            f"There is no metric {given!r}: no metric is negated. Use {own!r}, of which lower is "
-            f"better: callbacks monitor 'val_{own}' with mode='min'."
+            f"There is no metric {given!r}: flaxfit does not negate metrics. Use {own!r} (lower is "
+            f"better); callbacks monitor 'val_{own}' with mode='min'."
         )
     if name in ("mean", "sum"):
         raise ValueError(

@@ -44,7 +44,7 @@ def warn_of(doubts: dict[str, ArrayLike], name: str) -> None:
     """Warns of the invalid labels and outputs that `counted_weights` counted for a metric."""
     if doubts["labels"]:
         _warn(
-            f"The metric {name!r} is NaN: it got labels that name no class. Integer labels count "
+            f"The metric {name!r} is NaN: some labels are not valid classes. Integer labels count "
             "the classes from 0, the labels of a single score lie between 0 and 1, and one-hot "
             "labels add up to 1 for each example. Give an example that has no label the weight 0, "
             f"or leave out the label that marks it: {name}(ignore_label=-100). "

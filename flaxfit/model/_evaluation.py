@@ -154,7 +154,7 @@ class Evaluation(Persistence):
                 if trainer.revision != revision:
                     raise RuntimeError(
                         "The model was trained or given other weights while its predictions were "
-                        "being read, which uses up the weights: read them first, "
+                        "being read, which donates the weights to the step: read them first, "
                         "list(model.predictions(x))."
                     )
                 if (each := next(found, None)) is None:

@@ -39,9 +39,9 @@ def training_stream(
         raise ValueError(f"shuffle must be True, False or None, got {shuffle!r:.60}.")
     if steps_per_epoch is None and epochs > 1 and is_read_once(data):
         raise ValueError(
-            f"A {type(data).__name__} can be iterated only once, but epochs={epochs} iterate over "
-            "it as many times: pass a list of batches, a loader, or a callable that returns a new "
-            "one (lambda: batches()). Or pass steps_per_epoch and one with enough batches."
+            f"A {type(data).__name__} can be iterated only once, but epochs={epochs} needs "
+            f"{epochs} passes: pass a list of batches, a loader, or a callable that returns a new "
+            "one (lambda: batches()). Or pass steps_per_epoch, and enough batches for all epochs."
         )
     options: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed}
     stream = _passes(data, epochs, steps_per_epoch, n_before, **options)

@@ -63,8 +63,8 @@ def assign(filters: Sequence[Filter], names: Sequence[str], params: Params) -> P
         # optax finds parameters in a state by initializing a tree without any.
         if paths and not any(selected) and not _may_be_frozen(filter, params):
             raise ValueError(
-                f"Group {name!r} matches no parameter (patterns match whole paths, so that "
-                f"'encoder/.*' is all of encoder). The parameters are:{listing(paths)}"
+                f"Group {name!r} matches no parameter (patterns match whole paths: use "
+                f"'encoder/.*' for all of encoder). The parameters are:{listing(paths)}"
             )
     groups = [
         [i for i, selected in enumerate(chosen) if selected[leaf]] for leaf in range(len(paths))

@@ -62,8 +62,8 @@ def check_matches(owner: str, pattern: str, params: Params) -> None:
     """Checks that a pattern matches the path of a parameter."""
     if not any(flat(label([(pattern, True)], params, False)).values()):
         raise ValueError(
-            f"{owner}: {label_of(pattern)!r} matches no parameter (patterns match whole paths, so "
-            f"that 'stem/.*' is all of stem). The parameters are:{listing(list(flat(params)))}"
+            f"{owner}: {label_of(pattern)!r} matches no parameter (patterns match whole paths: "
+            f"use 'stem/.*' for all of stem). The parameters are:{listing(list(flat(params)))}"
         )
 
 

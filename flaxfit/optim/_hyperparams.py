@@ -306,7 +306,7 @@ def _like(old: PyTree, value: ArrayLike, name: str) -> PyTree:
     is_whole = jnp.issubdtype(old.dtype, jnp.integer)
     if is_whole and isinstance(value, float) and not value.is_integer():
         raise ValueError(
-            f"{name} was made as a whole number and stays one, got {value}. Make the optimizer "
+            f"{name} was made as an integer and stays one, got {value}. Make the optimizer "
             "with a float, such as 1.0 instead of 1."
         )
     if not isinstance(old, jax.Array):

@@ -26,10 +26,10 @@ class Borrowed:
 
     @property
     def value(self) -> PyTree:
-        """The value, until a later step uses it up."""
+        """The value, until it is donated to a later step."""
         if self.is_over:
             raise RuntimeError(
-                "The arrays of this checkpoint were used up by a later training step, as it had "
+                "The arrays of this checkpoint were donated to a later training step, because it "
                 "only borrowed them. Copy what you need before the next step, with "
                 "loop.owned(checkpoint), or train with snapshot='device', which copies them."
             )
@@ -232,7 +232,7 @@ def _borrowable(name: str) -> property:
 
 def _refuse(checkpoint: Checkpoint, name: str, value: PyTree) -> NoReturn:
     raise dataclasses.FrozenInstanceError(
-        f"cannot assign to field {name!r}: a checkpoint never changes. Return a changed copy, "
+        f"cannot assign to field {name!r}: checkpoints are immutable. Return a changed copy, "
         f"checkpoint.replace({name}=...)."
     )
 

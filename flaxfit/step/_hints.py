@@ -103,7 +103,7 @@ def _of_look_ups(origins: Origins, paths: dict[int, str], inputs: PyTree) -> Ite
 
 
 def _of_convolutions(program: Jaxpr, batch: Batch) -> Iterator[str]:
-    """Whether a convolution takes the examples of a batch for the rows of one image."""
+    """Whether a convolution treats the examples of a batch as the rows of one image."""
     n = n_examples(batch) if has_rows(batch) else 1
     for equation in equations(program):
         if equation.primitive.name != "conv_general_dilated":
@@ -113,7 +113,7 @@ def _of_convolutions(program: Jaxpr, batch: Batch) -> Iterator[str]:
         images: Any = equation.invars[0].aval
         if images.shape[axis] == 1 and n > 1 and not is_grouped:
             yield (
-                f"a convolution takes the batch of {n:,} examples for one image and mixes them: "
+                f"a convolution treats the batch of {n:,} examples as one image and mixes them: "
                 "its inputs have no channel axis. Add one, x[..., None]"
             )
             return
@@ -128,7 +128,7 @@ def _of_scales(inputs: PyTree) -> Iterator[str]:
         if _LARGE < largest < np.inf:
             yield (
                 f"input {path!r} has values up to {largest:,.6g}, but models train best on values "
-                "near 1: scale it, such as (x - x.mean(0)) / x.std(0)"
+                "near 1: scale them, for example (x - x.mean(0)) / x.std(0)"
             )
 
 

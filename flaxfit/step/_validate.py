@@ -212,7 +212,7 @@ def streams_explained(owner: str, rngs: Sequence[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def _explained(task: TrainTask | EvalTask, batch: Batch) -> Iterator[None]:
     """Explains the errors of a model or a loss that lacks random streams or targets."""
-    owner, source = f"TrainTask(..., rngs={task.rngs})", "'data'"
+    owner, source = f"TrainTask(..., rngs={task.rngs})", "the data"
     if isinstance(task, EvalTask):
         owner = "EvalTask(..., rngs=...) or Model(..., eval_rngs=...)"
         source = "the validation or evaluation data"
@@ -223,10 +223,10 @@ def _explained(task: TrainTask | EvalTask, batch: Batch) -> Iterator[None]:
         if not batch.targets and "argument" in str(error):
             shapes = [str(leaf.shape) for leaf in jax.tree.leaves(batch.inputs)]
             raise TypeError(
-                f"A batch from {source} must be (inputs, targets) or a mapping for a loss that "
-                f"needs targets, got only inputs of shape {', '.join(shapes)}. Give targets too: "
-                "fit(x, y), evaluate(x, y), validation_data=(x, y), or batches that yield x, y; "
-                "or name the columns of mappings, as targets='label'."
+                f"The loss needs targets, but {source} holds only inputs of shape "
+                f"{', '.join(shapes)}. Pass targets as well: fit(x, y), evaluate(x, y), "
+                "validation_data=(x, y), or batches (x, y); for mappings, name the column: "
+                "targets='label'."
             ) from error
         raise
 

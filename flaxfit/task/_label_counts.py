@@ -48,7 +48,7 @@ def check_counts(sums: Mapping[str, Sums], where: str = "") -> dict[str, Sums]:
 
     >>> check_counts({"a/labels out of range: they must be 0..2": (3,)}, " in step 7")
     Traceback (most recent call last):
-    ValueError: Met 3 labels of task 'a' out of range in step 7: they must be 0..2. Correct ...
+    ValueError: Found 3 labels of task 'a' out of range in step 7: they must be 0..2. Correct ...
     """
     rest = {}
     for name, value in sums.items():
@@ -64,7 +64,7 @@ def check_counts(sums: Mapping[str, Sums], where: str = "") -> dict[str, Sums]:
         elif n := int(value[0]):
             of_task = f" of task {task.removesuffix('/')!r}" if task else ""
             raise ValueError(
-                f"Met {plural(n, 'label')}{of_task} out of range{where}: {allowed}. Correct the "
+                f"Found {plural(n, 'label')}{of_task} out of range{where}: {allowed}. Correct the "
                 "data, or give these examples a weight of 0. They were left out: the state is as "
                 "if their loss were 0."
             )

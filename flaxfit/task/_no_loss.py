@@ -50,8 +50,8 @@ def check_adds_loss(task: object, penalty: object) -> None:
             "alone: EvalLoop(EvalTask(apply, metrics, data))."
         )
     raise TypeError(
-        "A task needs a loss, such as 'crossentropy' or a function (*outputs, *targets) -> "
-        "values; or objective=, which calls the model by itself; or step=. Without any, a "
-        "model adds its loss itself, and this one adds none: a linen module does so by "
-        "self.sow('losses', name, value), an nnx module by a variable of a type in losses=."
+        "A task needs loss= (such as 'crossentropy' or a function (*outputs, *targets) -> "
+        "values), objective= or step=. Otherwise the model must add its own loss, and this one "
+        "adds none: a Linen module does so by self.sow('losses', name, value), an NNX module by a "
+        "variable of a type in losses=."
     )

@@ -229,7 +229,7 @@ def _extended_optimizer(
     if not is_optimizer and not isinstance(given, Optimizer):
         advice = ""
         if isinstance(given, str):
-            advice = " Optimizers have no names here: write the call."
+            advice = " Strings do not name optimizers: pass the object."
         elif callable(given) and hasattr(given, "__name__"):
             advice = f" Call it: {given.__name__}(learning_rate)."
             if "schedule" in given.__qualname__:

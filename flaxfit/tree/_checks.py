@@ -21,11 +21,11 @@ _KERAS = ("keras", "tf_keras")
 
 
 def whole_number(name: str, value: PyTree, *, least: int = 1, other: str | None = "") -> int:
-    """Checks that an argument is a whole number, not below `least`, and returns it as an `int`.
+    """Checks that an argument is an integer, not below `least`, and returns it as an `int`.
 
     >>> whole_number("n_steps", 3.0)
     Traceback (most recent call last):
-    TypeError: n_steps must be a whole number, got 3.0.
+    TypeError: n_steps must be an integer, got 3.0.
 
     Args:
       name: of the argument, for messages.
@@ -38,7 +38,7 @@ def whole_number(name: str, value: PyTree, *, least: int = 1, other: str | None 
     except TypeError:
         number = None
     if number is None:
-        kinds = f"a whole number or {other!r}" if other != "" else "a whole number"
+        kinds = f"an integer or {other!r}" if other != "" else "an integer"
         raise TypeError(f"{name} must be {kinds}, got {value!r:.60}.")
     if number < least:
         raise ValueError(f"{name} must be {least} or more, got {number}.")

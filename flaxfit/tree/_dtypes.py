@@ -115,7 +115,7 @@ def narrow_dtype(dtype: np.dtype) -> np.dtype:
         if dtype.kind == "O":
             advice = " Pad rows of different lengths to one."
         elif dtype.kind in "US":
-            advice = " Of labels: np.unique(labels, return_inverse=True)[1]."
+            advice = " For labels: np.unique(labels, return_inverse=True)[1]."
         raise TypeError(
             f"Cannot train on an array of dtype {dtype}: encode it as numbers first.{advice}"
         )

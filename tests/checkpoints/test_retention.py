@@ -112,5 +112,5 @@ def test_options_that_cannot_be_meant_are_refused(tmp_path, options, words):
     with pytest.raises(ValueError, match=words):
         CheckpointFileWriter(tmp_path / "new", **options)
     assert not (tmp_path / "new").exists()
-    with pytest.raises(TypeError, match="keep_best must be a whole number or None, got 'val_loss'"):
+    with pytest.raises(TypeError, match="keep_best must be an integer or None, got 'val_loss'"):
         CheckpointFileWriter(tmp_path / "new", **dict[str, Any](keep_best="val_loss"))

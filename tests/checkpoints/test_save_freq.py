@@ -63,7 +63,7 @@ def test_the_best_is_an_epoch_and_steps_within_are_not_told_of(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"save_freq": "batch"}, TypeError, "save_freq must be a whole number or 'epoch'"),
+        ({"save_freq": "batch"}, TypeError, "save_freq must be an integer or 'epoch'"),
         ({"save_freq": 0}, ValueError, "save_freq must be 1 or more"),
         ({"save_freq": 5, "save_best_only": True}, ValueError, "needs save_freq='epoch', got 5"),
     ],

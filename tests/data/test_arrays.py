@@ -248,8 +248,8 @@ def test_data_frames_are_arrays():
             "from 0 to 1099511627776, which do not fit int32",
         ),
         ((X,), {"batch_size": 0}, ValueError, "batch_size must be 1 or more, got 0."),
-        ((X,), {"batch_size": 2.5}, TypeError, "batch_size must be a whole number, got 2.5."),
-        ((X,), {"batch_size": True}, TypeError, "batch_size must be a whole number, got True."),
+        ((X,), {"batch_size": 2.5}, TypeError, "batch_size must be an integer, got 2.5."),
+        ((X,), {"batch_size": True}, TypeError, "batch_size must be an integer, got True."),
         ((X,), {"epochs": -1}, ValueError, "epochs must be 1 or more, got -1."),
         ((X,), {"seed": -1}, ValueError, "seed must be 0 or more, got -1."),
         (

@@ -67,7 +67,7 @@ def test_an_attribute_that_is_read_does_too():
 def test_a_generator_that_is_run_does_too():
     task = ff.TrainTask(nn.Dense(1), optax.sgd(0.1), "mse", (np.ones((4, 2)), np.ones(4)))
     loop = ff.TrainLoop(nn.Dense(1), task, 0, stdout=False)
-    with pytest.raises(ValueError, match="targets of the shape") as caught:
+    with pytest.raises(ValueError, match="of the same shape") as caught:
         list(loop.run_until(2))
     assert files_in(caught.value) == {__file__}
 
@@ -252,5 +252,6 @@ def test_a_script_ends_with_the_sentence(tmp_path):
         "Traceback (most recent call last):",
         f'  File "{script}", line 5, in <module>',
         "    model.fit(np.ones((8, 2)), np.full(8, 3), verbose=0)",
-        "ValueError: label 3 is out of range for 3 outputs (labels must be 0..2): 8 of 8 are.",
+        "ValueError: label 3 is out of range for 3 outputs (labels must be 0..2). Out of "
+        "range: 8 of 8 labels.",
     ]

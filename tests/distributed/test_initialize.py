@@ -133,7 +133,7 @@ def test_called_again_it_does_nothing_unless_it_says_something_else(joined, monk
 
 def test_a_number_that_is_none_is_named(monkeypatch):
     monkeypatch.setenv("FLAXFIT_PROCESS_ID", "first")
-    with pytest.raises(ValueError, match="FLAXFIT_PROCESS_ID must be a whole number, got 'first'"):
+    with pytest.raises(ValueError, match="FLAXFIT_PROCESS_ID must be an integer, got 'first'"):
         initialize()
 
 

@@ -109,7 +109,7 @@ def test_what_is_borrowed_can_be_read_until_the_next_step():
     kept = checkpoint.with_metrics({"a": 1.0})
     loop.next_step()
     for read in (lambda: checkpoint.state, lambda: kept.state, lambda: kept.grads):
-        with pytest.raises(RuntimeError, match=r"used up by a later .* loop.owned\(checkpoint\)"):
+        with pytest.raises(RuntimeError, match=r"donated to a later .* loop.owned\(checkpoint\)"):
             read()
     assert "params" not in repr(checkpoint) and checkpoint.loss
 

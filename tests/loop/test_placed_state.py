@@ -42,7 +42,7 @@ def test_what_is_lent_can_be_read_until_it_is_taken_back():
     assert grads is None
     np.testing.assert_array_equal(state.value.params["a"], 1)
     held.take_back()
-    with pytest.raises(RuntimeError, match="used up by a later training step"):
+    with pytest.raises(RuntimeError, match="donated to a later training step"):
         _ = state.value
 
 

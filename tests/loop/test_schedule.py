@@ -44,7 +44,7 @@ def test_a_checkpoint_that_was_not_shown_yet_may_be_due_at_the_very_step():
     ("change", "error", "match"),
     [
         ({"first": 0}, ValueError, "first_checkpoint must be 1 or more, got 0"),
-        ({"every": 2.5}, TypeError, "n_steps_per_checkpoint must be a whole number, got 2.5"),
+        ({"every": 2.5}, TypeError, "n_steps_per_checkpoint must be an integer, got 2.5"),
         ({"last": -1}, ValueError, "n_steps must be 0 or more, got -1"),
     ],
 )

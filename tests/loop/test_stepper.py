@@ -1,4 +1,4 @@
-"""The stepper: what a step changes, what it uses up, and what may be set between two steps."""
+"""The stepper: what a step changes, what it donates, and what may be set between two steps."""
 
 import jax
 import jax.numpy as jnp

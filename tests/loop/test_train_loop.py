@@ -118,7 +118,7 @@ def test_a_spacing_of_zero_is_refused(name):
 
 
 def test_steps_per_call_is_a_number_or_auto():
-    with pytest.raises(TypeError, match="must be a whole number or 'auto', got 'fast'"):
+    with pytest.raises(TypeError, match="must be an integer or 'auto', got 'fast'"):
         make_loop(steps_per_call="fast")
 
 

@@ -438,7 +438,7 @@ def test_loaded_weights_are_used_where_there_is_no_average_of_them(tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"accumulate": 1.5}, TypeError, "accumulate must be a whole number, got 1.5"),
+        ({"accumulate": 1.5}, TypeError, "accumulate must be an integer, got 1.5"),
         ({"accumulate": True}, TypeError, "got True"),
         ({"accumulate": 0}, ValueError, "accumulate must be 1 or more, got 0"),
         ({"clip_norm": "1"}, ValueError, "clip_norm must be more than 0, or None, got '1'"),

@@ -55,8 +55,8 @@ def test_a_loss_that_broadcast_is_refused_with_both_shapes():
     with pytest.raises(ValueError) as error:
         losses.check_loss_shape(values.shape, (np.zeros((32, 1)),), (np.zeros(32),), 32)
     assert str(error.value) == (
-        "the loss returned shape (32, 32); expected () or (32,). A (32, 1) output against (32,) "
-        "targets broadcasts: reshape one of them."
+        "the loss returned shape (32, 32); expected () or (32,). Outputs (32, 1) broadcast "
+        "against targets (32,): reshape one of them."
     )
 
 
@@ -85,7 +85,7 @@ def test_values_that_are_not_by_example_are_refused(values):
 def test_an_ignored_label_is_in_range_and_others_are_not():
     loss = losses.crossentropy(ignore_label=-100)
     losses.check_values(loss, LOGITS, np.where(LABELS > 4, -100, LABELS))
-    with pytest.raises(ValueError, match=r"label -1 is .*must be 0..9 or -100\): 1 of 33"):
+    with pytest.raises(ValueError, match=r"label -1 is .*must be 0..9 or -100\). Out of range: 1 of 33"):
         losses.check_values(loss, LOGITS, np.append(LABELS, -1))
 
 

@@ -98,7 +98,7 @@ def test_answers_of_an_example_are_right_one_by_one_or_all_together(measured):
         assert measured(metric(from_logits=False), shares, labels) == measured(
             metric, logits, labels
         )
-        with pytest.warns(UserWarning, match="labels that name no class"):
+        with pytest.warns(UserWarning, match="labels are not valid classes"):
             assert np.isnan(value_of(metric, logits, labels + (logits == logits.max())))
     assert (hamming_loss.mode, exact_match.mode) == ("min", "max")
     with pytest.raises(ValueError, match=r"several answers per example.*outputs of shape \(4,\)"):
@@ -160,7 +160,7 @@ def test_a_label_that_names_no_class_makes_the_value_nan_unless_it_has_no_weight
     assert value_of(metric, outputs, labels, weights=weights) == value_of(
         metric, outputs[:3], labels[:3]
     )
-    with pytest.warns(UserWarning, match=f"{metric.name!r} is NaN.*labels that name no class"):
+    with pytest.warns(UserWarning, match=f"{metric.name!r} is NaN.*labels are not valid classes"):
         assert np.isnan(value_of(metric, outputs, labels))
 
 

@@ -19,7 +19,7 @@ def test_labels_out_of_range_are_no_other_class(label):
     matrix, weights = confusion_matrix(3), np.array([1.0, 1, 1, 0])
     np.testing.assert_array_equal(value_of(matrix, logits, labels, weights=weights), np.eye(3))
     for metric in matrix, precision, recall, f1(average="micro"), f1(average="weighted"):
-        with pytest.warns(UserWarning, match="labels that name no class.*the weight 0"):
+        with pytest.warns(UserWarning, match="labels are not valid classes.*the weight 0"):
             assert np.isnan(value_of(metric, logits, labels)).all()
 
 

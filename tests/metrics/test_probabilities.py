@@ -60,7 +60,7 @@ def test_confidence_is_compared_with_accuracy_by_bin():
 @pytest.mark.parametrize("metric", [slow(log_loss), slow(brier), calibration_error])
 def test_invalid_labels_and_outputs_are_not_numbers_unless_they_have_no_weight(metric):
     logits, labels = np.log(SHARES), np.array([0, 2, 3])
-    with pytest.warns(UserWarning, match=f"{metric.name!r} is NaN.*labels that name no class"):
+    with pytest.warns(UserWarning, match=f"{metric.name!r} is NaN.*labels are not valid classes"):
         assert np.isnan(value_of(metric, logits, labels))
     idle = np.float32([1, 1, 0])
     expected = value_of(metric, logits[:2], LABELS[:2])

@@ -147,7 +147,7 @@ def test_setting_works_inside_jit_and_on_numpy_leaves():
             optax.inject_hyperparams(optax.sgd)(learning_rate=1),
             {"learning_rate": 0.5},
             ValueError,
-            "whole number",
+            "integer",
         ),
     ],
 )

@@ -115,7 +115,7 @@ def test_a_convolution_that_takes_the_batch_for_an_image_is_named():
     x = X.reshape(4, 4, 2)
     kernel = {"bias": np.zeros(3, np.float32), "kernel": np.ones((3, 3, 2, 3), np.float32)}
     (hint,) = hints(convolve, kernel, x=x)
-    assert "batch of 4 examples for one image" in hint and "x[..., None]" in hint
+    assert "batch of 4 examples as one image" in hint and "x[..., None]" in hint
     assert not hints(convolve, kernel, x=np.stack([x, x], -1)[..., 0, :].reshape(4, 2, 2, 2))
     assert not hints(convolve, kernel, x=x[:1].reshape(1, 2, 2, 2), y=LABELS[:1])
 

@@ -68,7 +68,7 @@ def test_a_later_batch_is_refused_at_the_next_checkpoint_and_its_labels_are_left
     with pytest.raises(ValueError) as error:
         next(loop)
     message = str(error.value)
-    assert "Met 2 labels out of range in steps 1 to 4: they must be 0..2 for 3 outputs" in message
+    assert "Found 2 labels out of range in steps 1 to 4: they must be 0..2 for 3 outputs" in message
     assert not seen
     # What it trained on are the same rows with a loss of 0.
     kept = np.where(np.isin(np.arange(32), [17, 30]), 0, 1).astype(np.float32)
@@ -87,7 +87,7 @@ def test_it_goes_on_with_other_data():
     loop = make_loop(batches(X, spoilt(20, -1)), n=1)
     assert [next(loop).step, next(loop).step] == [1, 2]
     for _ in range(2):  # No checkpoint passes it by.
-        with pytest.raises(ValueError, match=r"Met 1 label out of range in step 3: .*0..2"):
+        with pytest.raises(ValueError, match=r"Found 1 label out of range in step 3: .*0..2"):
             next(loop)
     loop.data = batches(X, Y)
     assert next(loop).step == 4
@@ -107,7 +107,7 @@ def test_rows_of_weight_zero_may_hold_any_label():
 def test_padding_is_not_counted():
     x, y = np.concatenate([X, X[:3]]), np.concatenate([spoilt([], 0), spoilt(0, -1)[:3]])
     loop = make_loop(batches(x, y), n=5, n_steps=5)
-    with pytest.raises(ValueError, match="Met 1 label out of range in steps 1 to 5"):
+    with pytest.raises(ValueError, match="Found 1 label out of range in steps 1 to 5"):
         next(loop)
 
 
@@ -122,7 +122,7 @@ def test_padding_is_not_counted():
 def test_labels_of_other_losses_are_counted(loss, labels, message):
     y = np.full((32, 3), labels[0], np.float32)
     y[17, 1] = labels[1]
-    with pytest.raises(ValueError, match=f"Met 1 label out of range.*{message}"):
+    with pytest.raises(ValueError, match=f"Found 1 label out of range.*{message}"):
         next(make_loop(batches(X, y), loss=loss, metrics=()))
 
 
@@ -136,7 +136,7 @@ def test_evaluation_refuses_them():
     model = ff.Model(MODULE, optax.sgd(0.1), "crossentropy", ["accuracy"], strategy=one_device())
     model.fit(X, Y, verbose=0)
     wrong = list(batches(X, spoilt(20, 3)))
-    message = "Met 1 label out of range in the data that was measured: they must be 0..2"
+    message = "Found 1 label out of range in the data that was measured: they must be 0..2"
     with pytest.raises(ValueError, match=message):
         model.evaluate(wrong)
     with pytest.raises(ValueError, match=message):
@@ -148,7 +148,7 @@ def test_evaluation_refuses_them():
 
 def test_a_model_goes_on_after_them():
     model = ff.Model(MODULE, optax.sgd(0.1), "crossentropy")
-    with pytest.raises(ValueError, match="Met 1 label out of range in steps 1 to 4"):
+    with pytest.raises(ValueError, match="Found 1 label out of range in steps 1 to 4"):
         model.fit(list(batches(X, spoilt(20, 3))), verbose=0)
     model.fit(list(batches(X, Y)), verbose=0)
     assert model.step == 8
@@ -172,7 +172,7 @@ def test_outputs_are_counted_each_with_its_weights():
     loss = {"kind": "crossentropy", "is_large": "binary_crossentropy"}
     task = ff.TrainTask(module.apply, optax.sgd(0.1), loss, data)
     loop = ff.TrainLoop(init_of(module, 4), task, 0, None, 4, 4, first_checkpoint=4, stdout=False)
-    with pytest.raises(ValueError, match=r"Met 1 label .* 0..1 .* \(output 'is_large'\)"):
+    with pytest.raises(ValueError, match=r"Found 1 label .* 0..1 .* \(output 'is_large'\)"):
         next(loop)
 
 
@@ -184,7 +184,9 @@ def test_tasks_that_take_turns_are_named():
     )
     task = ff.MultiTask({"good": good, "wrong": wrong})
     loop = ff.TrainLoop(init_of(MODULE, 4), task, 0, X[:1], 8, 8, first_checkpoint=8, stdout=False)
-    with pytest.raises(ValueError, match="Met 1 label of task 'wrong' out of range in steps 1 to"):
+    with pytest.raises(
+        ValueError, match="Found 1 label of task 'wrong' out of range in steps 1 to"
+    ):
         next(loop)
 
 
@@ -207,5 +209,5 @@ def test_a_step_of_ones_own_reports_them():
     task = ff.TrainTask(MODULE.apply, optax.sgd(0.1), "crossentropy")
     state = make_loop(batches(X, Y), one_device()).state
     _, sums = jax.jit(ff.make_train_step(task))(state, ff.Batch((X,), (spoilt([1, 2], 3),)))
-    with pytest.raises(ValueError, match="Met 2 labels out of range: they must be 0..2"):
+    with pytest.raises(ValueError, match="Found 2 labels out of range: they must be 0..2"):
         compute(sums, task.metrics)

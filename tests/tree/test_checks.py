@@ -30,7 +30,7 @@ def test_whole_numbers_of_any_kind_become_int(value):
 
 @pytest.mark.parametrize("value", ["3", 3.0, None, True, [3]])
 def test_what_is_no_whole_number_is_refused(value):
-    with pytest.raises(TypeError, match="epochs must be a whole number, got"):
+    with pytest.raises(TypeError, match="epochs must be an integer, got"):
         whole_number("epochs", value)
 
 

@@ -16,7 +16,7 @@ def test_the_narrow_dtype_is_the_one_that_jax_gives(dtype):
 
 @pytest.mark.parametrize(
     ("dtype", "advice"),
-    [("U3", " Of labels: np.unique"), ("S3", " Of labels"), ("O", " Pad rows"), ("M8[s]", "$")],
+    [("U3", " For labels: np.unique"), ("S3", " For labels"), ("O", " Pad rows"), ("M8[s]", "$")],
 )
 def test_arrays_that_hold_no_numbers_are_refused(dtype, advice):
     with pytest.raises(TypeError, match=f"encode it as numbers first\\.{advice}"):
