@@ -1,6 +1,6 @@
 """Draws the charts of the site: `python docs/charts.py`.
 
-They are parts of HTML pages, in whose colours they are drawn. Their numbers are those of tables of
+They are parts of HTML pages, in whose colors they are drawn. Their numbers are those of tables of
 the pages, and of `growth.json`, which `benchmarks.growth` writes. A test compares them.
 """
 
@@ -134,7 +134,7 @@ def growth() -> str:
         curves("Memory of a process (MiB), calls of fit", rows[FITS], "MiB"),
     ]
     caption = (
-        "Costs (upwards) as the work grows (to the right), on logarithmic scales. Grey: the faster "
+        "Costs (upwards) as the work grows (to the right), on logarithmic scales. Gray: the faster "
         "of two hand-written loops; for saving, how long training waits."
     )
     return figure("chart", caption, drawings)

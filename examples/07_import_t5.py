@@ -3,7 +3,7 @@
     pip install 'flaxfit[export]'
     python examples/07_import_t5.py
 
-Real ones are large, so the example first makes a small stand-in: a T5 that has learnt to sort,
+Real ones are large, so the example first makes a small stand-in: a T5 that has learned to sort,
 under the names that mesh-TensorFlow gave to T5's variables, in an .npz file. The folder of a real
 T5 v1.1, as TensorFlow wrote it, takes the place of "t5.npz" as it is, with the sizes of that
 model. T5 v1.0 is `Sizes(..., gated=False, tied_logits=True)`.

@@ -80,7 +80,7 @@ class _FlaxEstimator(BaseEstimator):
             self.model_.state = trained.replace(key=jax.random.wrap_key_data(trained.key))
 
     def _make_model(self) -> _model.Model:
-        # Training writes into an instance of nnx, and a parameter must stay as it is.
+        # Training writes into an NNX instance, and a parameter must stay as it is.
         module = copy.deepcopy(self.module)
         if module is None:
             module = _MLP((*self.hidden_layer_sizes, self._n_outputs))
@@ -127,7 +127,7 @@ class _FlaxEstimator(BaseEstimator):
 
 
 class FlaxClassifier(ClassifierMixin, _FlaxEstimator):
-    """Classifies: `fit`, `predict`, `predict_proba` and `score` on labels of any kind.
+    """Trains a classifier with the methods of scikit-learn, for labels of any kind.
 
     >>> from sklearn.datasets import load_iris
     >>> x, y = load_iris(return_X_y=True)
@@ -136,18 +136,19 @@ class FlaxClassifier(ClassifierMixin, _FlaxEstimator):
     True
 
     Args:
-      module: as of `Model`, with one logit per class as output; None: a perceptron.
-      optimizer: the name of an optimizer of optax; a function of the learning rate, such as
+      module: as in `Model`, with one logit per class as output; None: a multilayer perceptron
+        (MLP).
+      optimizer: the name of an Optax optimizer; a function of the learning rate, such as
         `optax.adamw`; or a transformation, which has its own learning rate.
       loss: a name, or a function `(logits, labels) -> values` of the labels 0, 1, ..., which index
         `classes_`; None: "crossentropy", unless `model_options` has an objective.
       learning_rate: a number or a schedule.
-      hidden_layer_sizes: those of the perceptron.
+      hidden_layer_sizes: the widths of the hidden layers of the MLP.
       batch_size: examples per step, over all devices.
       epochs: passes over the data.
-      random_state: of the initial parameters, of shuffling and of dropout.
+      random_state: the seed for parameter initialization, shuffling and dropout.
       n_devices: the number of local devices to use; None: all.
-      verbose: as of `Model.fit`.
+      verbose: as in `Model.fit`.
       model_options: more arguments of `Model`, such as `{"clip_norm": 1.0}`.
       fit_options: more arguments of `Model.fit`, such as `{"callbacks": [EarlyStopping("loss")]}`.
 
@@ -198,7 +199,7 @@ class FlaxClassifier(ClassifierMixin, _FlaxEstimator):
 
 
 class FlaxRegressor(RegressorMixin, _FlaxEstimator):
-    """Regresses: `fit`, `predict` and `score` on one or several numbers per example.
+    """Trains a regressor with the methods of scikit-learn, for one or more targets per example.
 
     >>> x = np.linspace(-1, 1, 64)[:, None]
     >>> regressor = FlaxRegressor(learning_rate=1e-2).fit(x, x[:, 0] ** 2)
@@ -206,12 +207,12 @@ class FlaxRegressor(RegressorMixin, _FlaxEstimator):
     True
 
     Args:
-      module: as of `Model`, with outputs of the shape of `y`, or with one output per example;
-        None: a perceptron.
+      module: as in `Model`, with outputs of the shape of `y`, or with one output per example; None:
+        a multilayer perceptron (MLP).
       loss: a name, or a function `(outputs, targets) -> values`; None: "mse", unless
         `model_options` has an objective.
-      optimizer, learning_rate, hidden_layer_sizes, batch_size, epochs: as of a `FlaxClassifier`.
-      random_state, n_devices, verbose, model_options, fit_options: as of a `FlaxClassifier`.
+      optimizer, learning_rate, hidden_layer_sizes, batch_size, epochs: as in `FlaxClassifier`.
+      random_state, n_devices, verbose, model_options, fit_options: as in `FlaxClassifier`.
 
     Attributes:
       model_: the trained `Model`.
@@ -236,7 +237,7 @@ class FlaxRegressor(RegressorMixin, _FlaxEstimator):
         return self._fit(X, y.ravel() if n_outputs == 1 else y, sample_weight, n_outputs)
 
     def predict(self, X: ArrayLike) -> np.ndarray:
-        """Returns the expected numbers, in the shape of `y`.
+        """Returns the predictions, in the shape of `y`.
 
         >>> regressor.predict(x).shape
         (64,)
@@ -250,7 +251,7 @@ class FlaxRegressor(RegressorMixin, _FlaxEstimator):
 
 
 class _MLP(nn.Module):
-    """A perceptron on flattened inputs."""
+    """A multilayer perceptron on flattened inputs."""
 
     features: tuple[int, ...]
 

@@ -35,7 +35,7 @@ class History(Mapping[str, list[float]]):
     Best(value=0.4, epoch=2, step=2)
 
     Args:
-      name: of the model; the title of what is shown.
+      name: the name of the model, used as the title.
       unit: the word for one entry ("epoch").
       facts: a line about the run, shown in notebooks.
       initial_epoch: the number of epochs before the first entry.

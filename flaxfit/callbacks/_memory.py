@@ -15,9 +15,9 @@ _GB = 1e9
 class MemoryReport:
     """Adds to each checkpoint the memory in use, in GB (1e9 bytes).
 
-    `host_memory_gb`: of this process, resident. `device_memory_gb` and `device_memory_peak_gb`:
-    of the fullest local device, now and at most so far; missing where the backend does not report
-    them, such as the CPU.
+    `host_memory_gb` is the resident memory of this process. `device_memory_gb` and
+    `device_memory_peak_gb` are the current and the peak memory of the fullest local device, if the
+    backend reports them (the CPU does not).
 
     >>> report = MemoryReport()
     >>> checkpoint = report(Checkpoint(step=1, state=None, metrics={}))

@@ -41,7 +41,7 @@ class EarlyStopping:
 
     Args:
       monitor: the metric to watch.
-      min_delta: an improvement must be larger than this; a tie is not one.
+      min_delta: the change that an improvement must exceed; a tie is never an improvement.
       patience: the number of checkpoints without improvement that end training; 0 means 1.
       verbose: 1 prints when it stops and what it restores.
       mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.

@@ -48,13 +48,12 @@ PEAK_FLOPS = {
 class Throughput:
     """Adds the speed of its steps to each checkpoint.
 
-    `examples_per_second`; `tokens_per_second` if examples are sequences; `flops_per_second`,
-    the operations of the step (`TrainLoop.step_flops`) on all devices; and `mfu`, the model FLOPs
-    utilisation: their share of the peak of the devices, if that is known. A step that recomputes
-    parts of the forward pass (`jax.checkpoint`) has `hfu` instead, the hardware FLOPs
-    utilisation, which counts that as well: give `flops_per_example` for its `mfu`. The time
-    includes neither compilation, callbacks nor your own code. Nothing is done per step; operations
-    are counted once, on the host.
+    `examples_per_second`; `tokens_per_second` if examples are sequences; `flops_per_second`, the
+    operations of the step (`TrainLoop.step_flops`) on all devices; and `mfu`, the model FLOPs
+    utilization: the fraction of the devices' peak, if known. A step that recomputes parts of the
+    forward pass (`jax.checkpoint`) has `hfu` instead, the hardware FLOPs utilization, which counts
+    that as well: give `flops_per_example` for its `mfu`. The time includes neither compilation,
+    callbacks nor your own code. Nothing is done per step; operations are counted once, on the host.
 
     >>> throughput = Throughput(peak_flops=989e12)
 

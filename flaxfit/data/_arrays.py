@@ -31,9 +31,9 @@ class ArrayStream:
     [[0.0, 1.0], [2.0, 3.0], [4.0]]
 
     Args:
-      x: the inputs: an array, or a (nested) tuple or mapping of arrays.
+      x: the inputs: an array `(n, ...)`, or a (nested) tuple or mapping of arrays.
       y: the targets, in the same forms; None if there are none.
-      w: weights of examples or tokens, or a mapping of such by output, see `Batch`.
+      w: weights `(n,)` or `(n, tokens)`, or a mapping from outputs to weights; see `Batch`.
       batch_size: the number of examples in a batch.
       shuffle: whether each epoch has its own random order.
       seed: the seed of the random orders.
@@ -47,6 +47,10 @@ class ArrayStream:
       batch_size: the number of examples in a batch; the last of an epoch may be smaller.
       epoch: the number of complete passes.
       resident: whether a training loop keeps the arrays on the devices and gathers batches there.
+
+    Raises:
+      ValueError: the lengths differ, there is no example, or an option is out of range.
+      TypeError: an array is not numeric.
     """
 
     shared = False

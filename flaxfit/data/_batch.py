@@ -38,7 +38,7 @@ _FORMS = "x, (x, y), ((x, ...), (y, ...)), (x, y, weights) or a mapping of these
 
 
 class Batch(NamedTuple):
-    """One batch in normal form.
+    """Holds one batch in normal form.
 
     >>> Batch((np.ones((2, 3)),), (np.zeros(2),)).weights is None
     True
@@ -46,9 +46,8 @@ class Batch(NamedTuple):
     Attributes:
       inputs: positional inputs of the model, or a dict of keyword inputs.
       targets: the targets of the loss and the metrics; may be empty.
-      weights: one weight per example, shape `(batch,)`, or per token or other value of the loss,
-        with the leading axes of these values; or a mapping of such by the names of outputs; None
-        for equal weights.
+      weights: weights of shape `(batch,)`, or with more leading axes of the loss values, such as
+        `(batch, tokens)`; or a mapping from output names to these; None for equal weights.
     """
 
     inputs: tuple[PyTree, ...] | dict[str, PyTree]

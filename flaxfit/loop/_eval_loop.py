@@ -247,10 +247,10 @@ class EvalLoop:
           state: as in `measure`.
           data: as in `measure`.
           n_steps: as in `measure`.
-          in_phase: that of the loop to which this work belongs.
+          in_phase: the phases of the loop to which this work belongs.
 
         Raises:
-          ValueError: labels, weights or the shape of the loss do not fit.
+          ValueError: labels, weights or the shape of the loss are invalid.
         """
         data, n_steps = self._given(data), self.n_steps if n_steps is None else n_steps
         batches, is_cut = self._pass(data, n_steps), n_steps is not None

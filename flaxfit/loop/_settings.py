@@ -235,7 +235,7 @@ class Settings(RunState):
         self._callbacks.close()
 
     def finish(self) -> None:
-        """Ends the run with the step that is being taken, whatever `n_steps` says.
+        """Ends the run after the current step, whatever `n_steps` is.
 
         That step yields the last checkpoint, with `stop=True`. It can be called from a watcher, a
         callback, another thread, or the `for` over the loop, where no step is being taken and no

@@ -38,8 +38,8 @@ class EndOfData(Exception):
 class TrainLoop(Checkpointing):
     """Trains a task, yielding a checkpoint at step 1, 1 + n, 1 + 2n, ... and at the last step.
 
-    The user's own `for` drives it; between two checkpoints nothing is read from the device.
-    After an exception, including Ctrl-C, the loop continues where it was. There is one run per
+    Your `for` drives it; between checkpoints nothing is read from the device. After an exception,
+    including Ctrl-C, the loop continues where it was. There is one run per
     loop: a second `iter(loop)` continues it.
 
     >>> import numpy as np, optax
@@ -51,7 +51,7 @@ class TrainLoop(Checkpointing):
     [1, 6, 10]
 
     Args:
-      init: a linen or nnx module, an `init(rngs, *inputs) -> variables`, a `TrainState`, or a
+      init: a Linen or NNX module, an `init(rngs, *inputs) -> variables`, a `TrainState`, or a
         `CheckpointFileReader`.
       task: what to train.
       rnkey: a random key or an integer seed; not needed if `init` holds a state.
@@ -75,11 +75,14 @@ class TrainLoop(Checkpointing):
       grad_norm: whether to report the norm of the gradients as a metric, which takes some
         microseconds of each step.
       snapshot: where the arrays of your checkpoints live: "device"; "host", as NumPy arrays, which
-        take no device memory; or "none": they are the loop's own, and can be read until the next
-        step.
-      compilation_cache: a folder where JAX keeps all programs that this process compiles; later
-        processes read them instead of compiling. "auto": one of this user, see `Model`.
+        take no device memory; or "none": not copied; the next step donates them, so read them
+        before it.
+      compilation_cache: a folder for JAX's persistent compilation cache, as in `Model`.
       stdout: whether to print notices (to stderr).
+
+    Raises:
+      ValueError: there is no random key, or an option is out of range.
+      TypeError: `init`, `task` or a callback is of the wrong type.
     """
 
     def __init__(
@@ -181,11 +184,11 @@ class TrainLoop(Checkpointing):
         return self.owned(checkpoint) if copy else checkpoint
 
     def next_step(self, batch: PyTree = None, *, copy: bool = True) -> Checkpoint:
-        """Trains a single step: on the next batch of the data, or on one that is given.
+        """Trains a single step, on the next batch of the data or on `batch`.
 
-        A given batch may have any form that a stream may yield, and any size. The data stays
-        where it is, so the two can be mixed. A task that is only trained on given batches needs no
-        data, but its loop needs an `input_sample`. With several processes, each gives its part.
+        The batch may have any form that a stream yields, and any size. It does not advance the
+        data, so you can mix both. A task that is only trained on given batches needs no data, but
+        its loop needs an `input_sample`. With several processes, each passes its part.
 
         After an exception in a callback, the next call only finishes that step.
 

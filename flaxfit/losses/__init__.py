@@ -2,7 +2,7 @@
 
 Every loss takes `(outputs, targets)` and returns values of shape `(batch, ...)`; flaxfit takes
 their weighted mean. Classification losses take logits. Optax broadcasts in silence where shapes
-differ; the losses here refuse, with the shapes that they got.
+differ; the losses here raise an error with both shapes.
 
 >>> import numpy as np
 >>> crossentropy(np.array([[2.0, 0.0], [2.0, 0.0]]), np.array([0, 1])) > 1

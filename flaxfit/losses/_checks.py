@@ -109,7 +109,7 @@ def check_values(loss: str | Loss, outputs: PyTree, targets: PyTree) -> None:
 
     >>> check_values("crossentropy", np.ones((2, 10)), np.array([3, 12]))
     Traceback (most recent call last):
-    ValueError: label 12 is out of range for 10 outputs (labels must be 0..9). Out of range: 1 of 2 labels.
+    ValueError: label 12 is out of range for 10 outputs (labels must be 0..9). Out of range: 1 ...
 
     Raises:
       ValueError: labels are out of range, with how many, and the lowest or highest of them.

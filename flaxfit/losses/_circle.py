@@ -16,20 +16,26 @@ def circle(
     margin: float = 0.4,
     remove_diagonal: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gives the circle loss of embeddings among those of the batch: it needs `across="batch"`.
+    """Computes the circle loss of embeddings within the batch: it needs `across="batch"`.
 
-    Y. Sun et al., "Circle Loss: A Unified Perspective of Pair Similarity Optimization", 2020. As in
-    Keras, examples whose value is 0 do not count: such as those that are alone with their label.
+    It is `log(1 + sum_n exp(gamma max(s_n + m, 0) (s_n - m)) * sum_p exp(-gamma (1 + m - s_p)
+    (s_p - 1 + m)))`, with s the cosine similarities to the examples of other labels (n) and of the
+    same label (p), and m the margin. Y. Sun et al., "Circle Loss: A Unified Perspective of Pair
+    Similarity Optimization", 2020. As in Keras, examples of value 0 do not count, such as those
+    with a label that no other example has.
 
     Args:
       embeddings: `(batch, features)`, of length 1.
       labels: integers of shape `(batch,)`.
       gamma: the scale.
-      margin: the relaxation.
-      remove_diagonal: whether an example is no pair with itself.
+      margin: the margin of the similarities.
+      remove_diagonal: whether to exclude pairs of an example with itself.
 
     Returns:
       Values, and weights that are 0 where the value is; both of shape `(batch,)`.
+
+    Raises:
+      ValueError: the shapes do not match, or the labels are floats.
 
     >>> import numpy as np
     >>> values, _ = circle(np.eye(2)[[0, 0, 1, 1]], np.array([0, 0, 1, 1]), gamma=1.0)

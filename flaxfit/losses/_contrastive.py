@@ -23,10 +23,10 @@ def info_nce(
     normalize: bool = True,
     axis_name: str = "replica",
 ) -> jax.Array:
-    """Gives the symmetric InfoNCE loss of each pair, all other pairs of the batch as negatives.
+    """Computes the symmetric InfoNCE loss of each pair, with all other pairs as negatives.
 
-    It is the mean of two crossentropies: of `second[i]` among all of `second` for `first[i]`, and
-    of `first[i]` among all of `first` for `second[i]`. The logits are products of embeddings,
+    It is the mean of two cross-entropies: of `second[i]` among all of `second` for `first[i]`, and
+    of `first[i]` among all of `first` for `second[i]`. The logits are dot products of embeddings,
     divided by the temperature.
 
     van den Oord, Li, Vinyals, "Representation Learning with Contrastive Predictive Coding", 2018;
@@ -44,15 +44,15 @@ def info_nce(
       temperature: what the logits are divided by; None: 0.07 without `log_scale`, as in CLIP.
         `info_nce(temperature=0.1)` is the loss with it.
       normalize: whether to scale the embeddings to length 1.
-      axis_name: as of the strategy. Under another name the loss is the same, but each replica
-        computes that of the whole batch.
+      axis_name: the axis of the strategy's replicas. Under another name the loss is the same, but
+        each replica computes that of the whole batch.
 
     Returns:
       One value per pair, of shape `(batch,)`.
 
     Raises:
-      ValueError: the shapes differ, the temperature is not positive, or `log_scale` is no scalar or
-        is given with a temperature.
+      ValueError: the shapes differ, the temperature is not positive, or `log_scale` is not a scalar
+        or is given with a temperature.
     """
     if len(np.shape(first)) != 2 or np.shape(first) != np.shape(second):
         raise ValueError(
@@ -77,11 +77,12 @@ def supervised_contrastive(
     temperature: float = 0.1,
     normalize: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gives the supervised contrastive loss of each example: it needs `across="batch"`.
+    """Computes the supervised contrastive loss of each example: it needs `across="batch"`.
 
-    It is the mean crossentropy of the examples with the same label among all others, whose logits
-    are products of embeddings divided by the temperature (Khosla et al., "Supervised Contrastive
-    Learning", 2020, equation 2). Of several views of an example, stack the embeddings and labels.
+    It is the mean cross-entropy of the examples with the same label among all others. The logits
+    are dot products of embeddings, divided by the temperature (Khosla et al., "Supervised
+    Contrastive Learning", 2020, equation 2). For several views of an example, stack the embeddings
+    and the labels.
 
     Args:
       embeddings: `(batch, features)`.
@@ -93,7 +94,7 @@ def supervised_contrastive(
       Values, and weights that are 0 where no other example has the label; both of shape `(batch,)`.
 
     Raises:
-      ValueError: the shapes do not fit, or the temperature is not positive.
+      ValueError: the shapes do not match, or the temperature is not positive.
 
     >>> values, _ = supervised_contrastive(np.eye(2)[[0, 0, 1, 1]], np.array([0, 0, 1, 1]))
     >>> np.asarray(values, float).round(5)
@@ -115,7 +116,7 @@ def supervised_contrastive(
 
 
 def _scale(log_scale: ArrayLike | None, temperature: float | None) -> ArrayLike:
-    """The factor of the products of embeddings."""
+    """The factor of the dot products of embeddings."""
     _check_temperature("info_nce", temperature)
     if log_scale is None:
         return 1 / (0.07 if temperature is None else temperature)

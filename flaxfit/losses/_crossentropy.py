@@ -34,17 +34,20 @@ def crossentropy(
     from_logits: bool = True,
     axis: int = -1,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Gives the negative log-likelihood of integer labels under the softmax of the logits.
+    """Computes the cross-entropy of integer labels, `-log(softmax(logits)[label])`.
 
     Args:
       logits: `(batch, ..., classes)`.
       labels: integers of shape `(batch, ...)`. A label outside `0..classes - 1` gives NaN.
       ignore_label: a label that does not count, such as -100. The loss is then `(values, weights)`,
         with the weight 0 where it stands. `crossentropy(ignore_label=-100)` is the loss with it.
-      label_smoothing: the share of the labels that is spread evenly over all classes.
+      label_smoothing: the fraction of each label that is spread evenly over all classes.
       from_logits: False for outputs that are probabilities. As in Keras they are divided by their
         sum, and below 1e-7 they count as 1e-7.
-      axis: that of the classes.
+      axis: the axis of the classes.
+
+    Raises:
+      ValueError: the labels are not integers of shape `(batch, ...)`, or an option is out of range.
 
     >>> crossentropy(np.zeros((3, 4)), np.array([0, 1, 3])).shape
     (3,)
@@ -114,12 +117,15 @@ def onehot_crossentropy(
     from_logits: bool = True,
     axis: int = -1,
 ) -> jax.Array:
-    """Gives the cross-entropy between label distributions (one-hot or soft) and the softmax.
+    """Computes the cross-entropy of one-hot or soft labels, `-sum(labels log(softmax(logits)))`.
 
     Args:
       logits: `(batch, ..., classes)`.
-      labels: of the same shape, in 0..1.
-      label_smoothing, from_logits, axis: as of `crossentropy`.
+      labels: in 0..1, of the same shape.
+      label_smoothing, from_logits, axis: as in `crossentropy`.
+
+    Raises:
+      ValueError: the labels are not of the shape of the logits, or an option is out of range.
 
     >>> onehot_crossentropy(np.zeros((3, 4)), np.eye(4)[:3]).shape
     (3,)
@@ -133,7 +139,7 @@ def onehot_crossentropy(
 
 
 def smoothed(name: str, labels: ArrayLike, label_smoothing: float) -> jax.Array:
-    """One-hot labels of which a share is spread evenly over all classes."""
+    """One-hot labels of which a fraction is spread evenly over all classes."""
     check_share(name, "label_smoothing", label_smoothing)
     labels = floating(labels)
     return optax.smooth_labels(labels, label_smoothing) if label_smoothing else labels
@@ -149,14 +155,17 @@ def binary_crossentropy(
     label_smoothing: float = 0.0,
     from_logits: bool = True,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Gives the cross-entropy between labels in 0..1 and the sigmoid of the logits, by element.
+    """Computes the elementwise binary cross-entropy, `-y log(p) - (1 - y) log(1 - p)`.
 
     Args:
-      logits: of any shape.
-      labels: of the same shape.
-      ignore_label: as of `crossentropy`.
-      label_smoothing: how far labels are drawn towards 1/2: 0.1 makes 0.05 of 0, and 0.95 of 1.
+      logits: outputs of any shape; p is their sigmoid.
+      labels: y, in 0..1, of the same shape.
+      ignore_label: as in `crossentropy`.
+      label_smoothing: how far labels move toward 1/2: 0.1 turns 0 into 0.05 and 1 into 0.95.
       from_logits: False for outputs that are probabilities, which are clipped to 1e-7..1 - 1e-7.
+
+    Raises:
+      ValueError: the shapes differ, or `label_smoothing` is outside 0..1.
 
     >>> binary_crossentropy(np.zeros(3), np.array([0, 1, 1])).shape
     (3,)
@@ -184,13 +193,16 @@ def of_probabilities(probabilities: jax.Array, labels: jax.Array) -> jax.Array:
 def kl_divergence(
     logits: ArrayLike, probabilities: ArrayLike, *, from_logits: bool = True
 ) -> jax.Array:
-    """Gives the Kullback-Leibler divergence of the softmax of the logits from given probabilities.
+    """Computes the Kullback-Leibler divergence `sum(q (log(q) - log(p)))`, p the softmax.
 
     Args:
-      logits: `(batch, ..., classes)`.
-      probabilities: of the same shape.
+      logits: `(batch, ..., classes)`; p is their softmax.
+      probabilities: q, of the same shape.
       from_logits: False for outputs that are probabilities. As in Keras, all are clipped to
         1e-7..1 then.
+
+    Raises:
+      ValueError: the shapes differ.
 
     >>> kl_divergence(np.zeros((2, 4)), np.full((2, 4), 0.25))
     Array([0., 0.], dtype=float32)

@@ -13,15 +13,18 @@ from flaxfit.tree._types import ArrayLike
 @public
 @by_row
 def ctc(logits: ArrayLike, labels: ArrayLike) -> jax.Array:
-    """Gives the negative log-likelihood of sequences of labels, over all alignments, by example.
+    """Computes the CTC loss per example: the negative log-likelihood of labels over all alignments.
 
     A. Graves et al., "Connectionist Temporal Classification", 2006, as `optax.ctc_loss` with the
-    conventions of Keras: class 0 is the blank, and zeros behind the labels of an example are
-    padding. All steps of the outputs count; where some do not, call `optax.ctc_loss` with paddings.
+    conventions of Keras: class 0 is the blank, and zeros after an example's labels are padding. All
+    output steps count; to mask some, call `optax.ctc_loss` with paddings.
 
     Args:
       logits: `(batch, steps, classes)`.
       labels: integers of shape `(batch, length)`.
+
+    Raises:
+      ValueError: the shapes do not match, or the labels are not integers.
 
     >>> np.asarray(ctc(np.zeros((1, 2, 2)), np.array([[1, 0]])), float).round(3)
     array([0.288])

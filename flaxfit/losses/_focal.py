@@ -41,17 +41,20 @@ def binary_focal_crossentropy(
     from_logits: bool = True,
     label_smoothing: float = 0.0,
 ) -> jax.Array:
-    """Gives the binary cross-entropy, times the probability of the other class to some power.
+    """Computes the binary focal loss, `-(1 - p)**gamma log(p)`, p the true class's probability.
 
     T.-Y. Lin et al., "Focal Loss for Dense Object Detection", 2017.
 
     Args:
-      logits: of any shape.
+      logits: outputs of any shape.
       labels: in 0..1, of the same shape.
       alpha: the weight of class 1, with `apply_class_balancing`; class 0 has 1 - alpha.
-      gamma: the power; 0 makes it the cross-entropy.
-      apply_class_balancing: whether to weigh the classes.
-      from_logits, label_smoothing: as of `binary_crossentropy`.
+      gamma: the exponent; 0 makes it the cross-entropy.
+      apply_class_balancing: whether to weight the classes.
+      from_logits, label_smoothing: as in `binary_crossentropy`.
+
+    Raises:
+      ValueError: the shapes differ, or `alpha` or `label_smoothing` is outside 0..1.
 
     >>> values = binary_focal_crossentropy(np.array([0.0, 1.0]), np.array([0, 1]))
     >>> np.asarray(values, float).round(4)
@@ -83,16 +86,20 @@ def categorical_focal_crossentropy(
     label_smoothing: float = 0.0,
     axis: int = -1,
 ) -> jax.Array:
-    """Gives the cross-entropy of one-hot labels whose terms are weighted by `alpha (1 - p)**gamma`.
+    """Computes the focal loss of one-hot labels, `-sum(labels alpha (1 - p)**gamma log(p))`.
 
     T.-Y. Lin et al., "Focal Loss for Dense Object Detection", 2017.
 
     Args:
       logits: `(batch, ..., classes)`.
-      labels: of the same shape, in 0..1.
-      alpha: the weight of all classes, or of each.
-      gamma: the power.
-      from_logits, label_smoothing, axis: as of `onehot_crossentropy`.
+      labels: in 0..1, of the same shape.
+      alpha: the weight of all classes, or one for each.
+      gamma: the exponent.
+      from_logits, label_smoothing, axis: as in `onehot_crossentropy`.
+
+    Raises:
+      ValueError: the labels are not of the shape of the logits, or `label_smoothing` is outside
+        0..1.
 
     >>> categorical_focal_crossentropy(np.zeros((1, 2)), np.eye(2)[:1]).round(4)
     Array([0.0433], dtype=float32)
@@ -111,9 +118,9 @@ def categorical_focal_crossentropy(
 def generalized_crossentropy(
     logits: ArrayLike, labels: ArrayLike, *, q: float = 0.5, from_logits: bool = True
 ) -> jax.Array:
-    """Gives `(1 - p**q) / q` of the probability p of integer labels, which bears wrong labels.
+    """Computes `(1 - p**q) / q`, with p the label's probability; it tolerates label noise.
 
-    It lies between the cross-entropy (q towards 0) and the absolute error (q towards 1). Z. Zhang,
+    It lies between the cross-entropy (q near 0) and the absolute error (q near 1). Z. Zhang,
     M. Sabuncu, "Generalized Cross Entropy Loss for Training Deep Neural Networks with Noisy
     Labels", 2018.
 
@@ -122,6 +129,9 @@ def generalized_crossentropy(
       labels: integers of shape `(batch, ...)`.
       q: between 0 and 1.
       from_logits: False for outputs that are probabilities.
+
+    Raises:
+      ValueError: `q` is not in (0, 1), or the labels are not integers of shape `(batch, ...)`.
 
     >>> generalized_crossentropy(np.zeros((1, 4)), np.array([2]))
     Array([1.], dtype=float32)

@@ -12,7 +12,14 @@ from flaxfit.tree._types import ArrayLike
 @public
 @by_row
 def hinge(scores: ArrayLike, labels: ArrayLike) -> jax.Array:
-    """Gives the shortfall of scores to a margin of 1, by element; labels are -1 or 1.
+    """Computes the elementwise hinge loss, `max(0, 1 - label * score)`.
+
+    Args:
+      scores: outputs of any shape.
+      labels: -1 or 1, of the same shape.
+
+    Raises:
+      ValueError: the shapes differ.
 
     >>> import numpy as np
     >>> hinge(np.array([0.5, 5.0]), np.array([-1, 1]))
@@ -25,7 +32,14 @@ def hinge(scores: ArrayLike, labels: ArrayLike) -> jax.Array:
 @public
 @by_row
 def squared_hinge(scores: ArrayLike, labels: ArrayLike) -> jax.Array:
-    """Gives the square of `hinge`, by element; labels are -1 or 1.
+    """Computes the elementwise squared hinge loss, `max(0, 1 - label * score)**2`.
+
+    Args:
+      scores: outputs of any shape.
+      labels: -1 or 1, of the same shape.
+
+    Raises:
+      ValueError: the shapes differ.
 
     >>> import numpy as np
     >>> squared_hinge(np.array([0.5, 5.0]), np.array([-1, 1]))
@@ -38,10 +52,16 @@ def squared_hinge(scores: ArrayLike, labels: ArrayLike) -> jax.Array:
 @public
 @by_row
 def categorical_hinge(scores: ArrayLike, labels: ArrayLike) -> jax.Array:
-    """Gives the shortfall of the score of the class to that of the best other one plus 1.
+    """Computes the categorical hinge loss, `max(0, 1 + best other score - true class's score)`.
 
-    Labels are one-hot, of the shape of the scores. As in Keras the other one counts with 0 at
-    least.
+    As in Keras, the best other score is at least 0.
+
+    Args:
+      scores: `(batch, ..., classes)`.
+      labels: one-hot, of the same shape.
+
+    Raises:
+      ValueError: the labels are not of the shape of the scores.
 
     >>> import numpy as np
     >>> categorical_hinge(np.array([[0.5, 0.25], [3.0, 1.0]]), np.eye(2)[[0, 0]])

@@ -19,15 +19,18 @@ def dice(
     axis: int | Sequence[int] | None = None,
     from_logits: bool = True,
 ) -> jax.Array:
-    """Gives `1 - 2 sum(p y) / (sum(p) + sum(y))` of each example, p the sigmoid of the logits.
+    """Computes `1 - 2 sum(p y) / (sum(p) + sum(y))` per example, p the sigmoid of the logits.
 
     F. Milletari, N. Navab, S.-A. Ahmadi, "V-Net", 2016, with the sums of Keras.
 
     Args:
       logits: `(batch, ...)`.
       labels: in 0..1, of the same shape.
-      axis: the axes to sum over; None: all but that of the examples. Those left are averaged.
+      axis: the axes to sum over; None: all but the batch axis. The loss averages over the others.
       from_logits: False for outputs that are probabilities, such as those of a softmax.
+
+    Raises:
+      ValueError: the shapes differ, or `axis` is not among the axes after the first.
 
     >>> dice(np.array([[9.0, 9.0, -9.0]]), np.array([[1, 0, 0]])).item() < 0.34
     True
@@ -48,7 +51,7 @@ def tversky(
     axis: int | Sequence[int] | None = None,
     from_logits: bool = True,
 ) -> jax.Array:
-    """Gives `1 - s / (s + alpha sum((1 - p) y) + beta sum(p (1 - y)))`, `s = sum(p y)`.
+    """Computes `1 - s / (s + alpha sum((1 - p) y) + beta sum(p (1 - y)))`, `s = sum(p y)`.
 
     S. Salehi, D. Erdogmus, A. Gholipour, "Tversky loss function for image segmentation using 3D
     fully convolutional deep networks", 2017.
@@ -56,9 +59,12 @@ def tversky(
     Args:
       logits: `(batch, ...)`.
       labels: in 0..1, of the same shape.
-      alpha: the weight of what is missed.
-      beta: the weight of what is wrongly found.
-      axis, from_logits: as of `dice`, which it is with the defaults.
+      alpha: the weight of false negatives.
+      beta: the weight of false positives.
+      axis, from_logits: as in `dice`, which it is with the defaults.
+
+    Raises:
+      ValueError: the shapes differ, or `axis` is not among the axes after the first.
 
     >>> tversky(np.array([[9.0, 9.0, -9.0]]), np.array([[1, 0, 0]])).item() < 0.34
     True

@@ -1,4 +1,4 @@
-"""The losses of numbers and of vectors."""
+"""The losses of regression, and those of vectors."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,14 @@ from flaxfit.tree._types import ArrayLike
 @public
 @by_row
 def mse(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
-    """Gives the squared differences, by element.
+    """Computes the elementwise squared error, `(outputs - targets)**2`.
+
+    Args:
+      outputs: predictions of any shape.
+      targets: values of the same shape.
+
+    Raises:
+      ValueError: the shapes differ.
 
     >>> import numpy as np
     >>> mse(np.array([1.0, 5.0]), np.array([1.0, 3.0]))
@@ -25,7 +32,14 @@ def mse(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
 @public
 @by_row
 def mae(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
-    """Gives the absolute differences, by element.
+    """Computes the elementwise absolute error, `|outputs - targets|`.
+
+    Args:
+      outputs: predictions of any shape.
+      targets: values of the same shape.
+
+    Raises:
+      ValueError: the shapes differ.
 
     >>> import numpy as np
     >>> mae(np.array([1.0, 5.0]), np.array([1.0, 3.0]))
@@ -38,9 +52,14 @@ def mae(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
 @public
 @by_row
 def mape(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
-    """Gives the absolute differences in percent of the targets, by element.
+    """Computes the elementwise absolute percentage error, `100 |o - t| / max(|t|, 1e-7)`.
 
-    Targets of less than 1e-7 count as 1e-7.
+    Args:
+      outputs: predictions of any shape.
+      targets: values of the same shape.
+
+    Raises:
+      ValueError: the shapes differ.
 
     >>> import numpy as np
     >>> mape(np.array([1.0, 5.0]), np.array([1.0, 4.0]))
@@ -54,9 +73,16 @@ def mape(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
 @public
 @by_row
 def smape(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
-    """Gives the absolute differences in percent of the mean of both sizes, by element: 0 to 200.
+    """Computes the elementwise symmetric MAPE, `200 |o - t| / (|o| + |t|)`, from 0 to 200.
 
-    Two zeros differ by 0.
+    It is 0 if both are 0.
+
+    Args:
+      outputs: predictions of any shape.
+      targets: values of the same shape.
+
+    Raises:
+      ValueError: the shapes differ.
 
     >>> import numpy as np
     >>> smape(np.array([1.0, 5.0, 0.0]), np.array([1.0, 3.0, 0.0]))
@@ -70,9 +96,16 @@ def smape(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
 @public
 @by_row
 def msle(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
-    """Gives the squared differences of `log(1 + x)`, by element.
+    """Computes the elementwise squared logarithmic error, `(log(1 + o) - log(1 + t))**2`.
 
-    As in Keras, numbers below 1e-7 count as 1e-7, negative ones too.
+    As in Keras, values below 1e-7, negative ones included, count as 1e-7.
+
+    Args:
+      outputs: predictions of any shape.
+      targets: values of the same shape.
+
+    Raises:
+      ValueError: the shapes differ.
 
     >>> import numpy as np
     >>> values = msle(np.array([0.0, 5.0]), np.array([0.0, 2.0]))
@@ -87,10 +120,17 @@ def msle(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
 @public
 @by_row
 def poisson(rates: ArrayLike, counts: ArrayLike) -> jax.Array:
-    """Gives the negative log-likelihood of counts under rates, less what the rates do not change.
+    """Computes the elementwise Poisson negative log-likelihood, up to a constant.
 
-    It is `rate - count * log(rate + 1e-7)`, by element. Rates are positive, such as those of
-    `jax.nn.softplus`; they are no logarithms.
+    It is `rate - count * log(rate + 1e-7)`.
+
+    Args:
+      rates: outputs of any shape. They are positive, for example from `jax.nn.softplus`, and are
+        not logarithms.
+      counts: targets of the same shape.
+
+    Raises:
+      ValueError: the shapes differ.
 
     >>> import numpy as np
     >>> poisson(np.array([1.0, 2.0]), np.array([3.0, 0.0])).round(3)
@@ -104,7 +144,18 @@ def poisson(rates: ArrayLike, counts: ArrayLike) -> jax.Array:
 @public
 @by_row
 def huber(outputs: ArrayLike, targets: ArrayLike, *, delta: float = 1.0) -> jax.Array:
-    """Gives half the squared error up to a difference of `delta`, a line beyond, by element.
+    """Computes the elementwise Huber loss, quadratic up to an error of `delta` and linear beyond.
+
+    With `e = |outputs - targets|` it is `e**2 / 2` if `e <= delta`, else `delta (e - delta / 2)`.
+    P. Huber, "Robust Estimation of a Location Parameter", 1964.
+
+    Args:
+      outputs: predictions of any shape.
+      targets: values of the same shape.
+      delta: the error at which the loss becomes linear, in the unit of the targets.
+
+    Raises:
+      ValueError: the shapes differ, or `delta` is not positive.
 
     >>> import numpy as np
     >>> huber(np.array([1.0, 5.0]), np.array([1.0, 3.0]))
@@ -119,7 +170,14 @@ def huber(outputs: ArrayLike, targets: ArrayLike, *, delta: float = 1.0) -> jax.
 @public
 @by_row
 def log_cosh(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
-    """Gives the logarithm of the hyperbolic cosine of the differences, by element.
+    """Computes the elementwise log-cosh loss, `log(cosh(outputs - targets))`.
+
+    Args:
+      outputs: predictions of any shape.
+      targets: values of the same shape.
+
+    Raises:
+      ValueError: the shapes differ.
 
     >>> import numpy as np
     >>> log_cosh(np.array([1.0, 5.0]), np.array([1.0, 3.0])).round(3)
@@ -131,7 +189,15 @@ def log_cosh(outputs: ArrayLike, targets: ArrayLike) -> jax.Array:
 
 @public
 def cosine_distance(outputs: ArrayLike, targets: ArrayLike, *, axis: int = -1) -> jax.Array:
-    """Gives one minus the cosine of the angle between vectors along an axis.
+    """Computes the cosine distance of vectors along an axis, `1 - o . t / (|o| |t|)`.
+
+    Args:
+      outputs: vectors, `(batch, ..., features)`.
+      targets: vectors of the same shape.
+      axis: the axis of the features, which the values do not have.
+
+    Raises:
+      ValueError: the shapes differ.
 
     >>> import numpy as np
     >>> cosine_distance(np.array([[0.0, 1.0]]), np.array([[2.0, 0.0]]))
@@ -143,9 +209,17 @@ def cosine_distance(outputs: ArrayLike, targets: ArrayLike, *, axis: int = -1) -
 
 @public
 def cosine_similarity(outputs: ArrayLike, targets: ArrayLike, *, axis: int = -1) -> jax.Array:
-    """Gives minus the cosine of the angle between vectors along an axis: -1 where they agree.
+    """Computes the negative cosine similarity of vectors along an axis: -1 where they agree.
 
-    It is `cosine_distance` less 1, as Keras has it, and has the same gradient.
+    It is `cosine_distance - 1`, as in Keras, and has the same gradient.
+
+    Args:
+      outputs: vectors, `(batch, ..., features)`.
+      targets: vectors of the same shape.
+      axis: the axis of the features, which the values do not have.
+
+    Raises:
+      ValueError: the shapes differ.
 
     >>> import numpy as np
     >>> cosine_similarity(np.array([[0.0, 1.0]]), np.array([[0.0, 2.0]]))
@@ -156,5 +230,5 @@ def cosine_similarity(outputs: ArrayLike, targets: ArrayLike, *, axis: int = -1)
 
 
 def _size(numbers: jax.Array) -> jax.Array:
-    """Absolute values, with a slope of 0 at 0: that of JAX's abs is 1 there."""
+    """Absolute values, with a gradient of 0 at 0: that of JAX's abs is 1 there."""
     return jnp.where(numbers == 0, 0, jnp.abs(numbers))

@@ -98,7 +98,7 @@ def check_embeddings(name: str, embeddings: ArrayLike, labels: ArrayLike) -> Non
 
 
 def check_onehot(name: str, outputs: ArrayLike, labels: ArrayLike, integers: str) -> None:
-    """Checks that labels have one number for each of several classes, as the outputs."""
+    """Checks that labels have one value for each of several classes, as the outputs."""
     shape = np.shape(outputs)
     if np.shape(labels) != shape or len(shape) < 2 or shape[-1] == 1:
         raise ValueError(
@@ -140,11 +140,11 @@ def clipped(probabilities: jax.Array) -> jax.Array:
 
 
 def smoothed_bits(labels: jax.Array, label_smoothing: float) -> jax.Array:
-    """Labels in 0..1 that are drawn towards 1/2."""
+    """Labels in 0..1 that are moved toward 1/2."""
     return labels * (1 - label_smoothing) + label_smoothing / 2
 
 
 def power(base: jax.Array, exponent: float) -> jax.Array:
-    """A power of numbers that are not negative, whose slope at 0 is a number."""
+    """A power of values that are not negative, whose gradient at 0 is finite."""
     is_positive = base > 0
     return jnp.where(is_positive, jnp.where(is_positive, base, 1) ** exponent, 0.0**exponent)

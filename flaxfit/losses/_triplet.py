@@ -15,7 +15,7 @@ def triplet(
     margin: float = 1.0,
     mining: str = "semi_hard",
 ) -> tuple[jax.Array, jax.Array]:
-    """Gives the triplet loss of each example as the anchor: it needs `across="batch"`.
+    """Computes the triplet loss of each example as the anchor: it needs `across="batch"`.
 
     The loss of a triplet is `max(d(anchor, positive) - d(anchor, negative) + margin, 0)`, where d
     is the Euclidean distance. The negative of a pair is, with "semi_hard", the nearest one that is
@@ -26,9 +26,9 @@ def triplet(
     Person Re-Identification", 2017, "batch hard").
 
     Args:
-      embeddings: `(batch, features)`; scale them to length 1 in the model if they are to be.
+      embeddings: `(batch, features)`; they are not normalized.
       labels: integers of shape `(batch,)`.
-      margin: how much farther a negative must be for a loss of 0.
+      margin: how much farther a negative must be for a loss of 0, as a Euclidean distance.
       mining: "semi_hard" or "hard".
 
     Returns:
@@ -36,7 +36,7 @@ def triplet(
       `(batch,)`.
 
     Raises:
-      ValueError: the shapes do not fit, or there is no such mining.
+      ValueError: the shapes do not match, or `mining` is unknown.
 
     >>> import numpy as np
     >>> values, weights = triplet(np.float32([[0], [1], [3]]), np.array([0, 0, 1]), mining="hard")
@@ -71,7 +71,7 @@ def triplet(
 
 
 def _distances(x: jax.Array) -> jax.Array:
-    """The Euclidean distances of rows, whose slope at 0 is a number."""
+    """The Euclidean distances of rows, whose gradient at 0 is finite."""
     products = jnp.matmul(x, x.T, precision="highest")
     lengths = jnp.diagonal(products)
     squares = jnp.maximum(lengths[:, None] + lengths - 2 * products, 0)

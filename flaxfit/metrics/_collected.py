@@ -17,8 +17,8 @@ def collected(
 ) -> Metric:
     """Makes a metric of a function of all outputs and targets at once, on the host.
 
-    For what is no sum over examples: rank correlations, average precision, BLEU, an own
-    `compute_metrics`. The outputs and targets of every example are kept in NumPy arrays, in the
+    For metrics that are not sums over examples: rank correlations, average precision, BLEU, or your
+    own `compute_metrics`. The outputs and targets of every example are kept in NumPy arrays, in the
     order of the data, and the function is called once, at the end. Examples of weight 0 are left
     out. It is measured in evaluation only: by `EvalLoop`, `Model.evaluate` and on validation data.
 
@@ -34,10 +34,10 @@ def collected(
 
     Args:
       f: `(*outputs, *targets) -> value`, of NumPy arrays with a row for each example. It returns a
-        number, an array, or a mapping of such. A mapping gives several metrics, called by its keys;
-        of a metric in a mapping, `{"ner": collected(f)}`, by its name and the key: "ner_f1". If it
-        has a parameter `weights`, it is given those of the examples; otherwise all count the same.
-        Or a metric class of clu or metrax, which gets all rows at once.
+        number, an array, or a mapping of these. A mapping gives several metrics, named by its keys;
+        for a metric in a mapping, `{"ner": collected(f)}`, by its name and the key: "ner_f1". If it
+        has a parameter `weights`, it receives the weights of the examples; otherwise all examples
+        count equally. Or a metric class of clu or metrax, which receives all rows at once.
       max_rows: the most rows to keep; more are an error.
       name: the name of the metric in a list; by default that of the function.
       mode: "min" or "max" if lower or higher values of the number are better.

@@ -43,7 +43,7 @@ Modes = Mapping[str, str | None]
 def mode_of(values: Function | None, name: str | None) -> str | None:
     """Returns "min" or "max" for a metric whose better values are known, else None.
 
-    The mean of a loss of flaxfit or Optax is minimised, whatever the metric is called.
+    The mean of a loss of flaxfit or Optax is minimized, whatever the metric is called.
 
     >>> mode_of(optax.huber_loss, "size"), mode_of(None, "top_3"), mode_of(None, "length")
     ('min', 'max', None)

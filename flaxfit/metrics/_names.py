@@ -261,7 +261,7 @@ def _by_name(given: str) -> Metric:
     known = [*_BUILT_IN, *aliases(), "top_5", "confusion_matrix"]
     nearest = difflib.get_close_matches(name.lower(), known, cutoff=0.5)
     if not nearest and (stem := name.lower().partition("_")[0]) in _BUILT_IN:
-        nearest = [stem]  # The average may be misspelt, as in "f1_wieghted".
+        nearest = [stem]  # The average may be misspelled, as in "f1_wieghted".
     advice = f"Did you mean {', '.join(nearest)}?" if nearest else _LISTED
     raise ValueError(f"There is no metric {given!r}. {advice}")
 

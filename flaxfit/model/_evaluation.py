@@ -49,7 +49,7 @@ class Evaluation(Persistence):
     ) -> Any:
         """Measures the loss and the metrics, exactly for any number of examples and devices.
 
-        A model without weights gets them as `fit` would give them.
+        A model without weights is initialized first, as by `fit`.
 
         >>> model.evaluate(x, y)["loss"] < 0.1
         True
@@ -60,11 +60,16 @@ class Evaluation(Persistence):
             second; 1: also a line at the end; 2: only that line; 0: nothing.
           steps: the number of batches to measure; None: all of one pass.
           callbacks: functions `Checkpoint -> Checkpoint | None`, called once with the metrics.
-          return_dict: whether to return a mapping by name; False: the numbers in the order of
-            `metrics_names`, a single one by itself.
+          return_dict: whether to return a dict; False: a list in the order of `metrics_names`, or a
+            single number if there is only one.
+
+        Returns:
+          The means over all examples, by name.
 
         Raises:
-          ValueError: there is neither a loss nor a metric, or the data does not fit.
+          ValueError: there is no loss and no metric, or the data does not match the model or the
+            loss.
+          TypeError: the data is not numeric, or targets are missing.
         """
         users = _checked("evaluate", callbacks)
         if not self.metrics_names:
@@ -96,16 +101,20 @@ class Evaluation(Persistence):
     ) -> PyTree:
         """Returns the model's outputs as NumPy arrays, one row per example of `x`, in order.
 
-        A list of arrays is several inputs, as in `fit`. Batches may also contain targets, which are
-        ignored.
+        A list of arrays passes several inputs, as in `fit`. Batches may also contain targets, which
+        are ignored.
 
         >>> model.predict(x).shape
         (64, 1)
 
         Args:
           x: inputs, or anything that yields batches.
-          batch_size: examples per step, over all devices; None: 32. Given batches are not cut.
-          verbose, steps, callbacks: as in `evaluate`; callbacks get a checkpoint without metrics.
+          batch_size: examples per step, over all devices; None: 32. Batches keep their size.
+          verbose, steps, callbacks: as in `evaluate`; callbacks receive a checkpoint without
+            metrics.
+
+        Returns:
+          The outputs, `(examples, ...)`, in the structure that the model returns.
 
         Raises:
           ValueError: the outputs of the batches have shapes that cannot be joined.
@@ -146,7 +155,7 @@ class Evaluation(Persistence):
     def _while_unchanged(
         self, found: Iterator[tuple[Batch, PyTree]]
     ) -> Iterator[tuple[Batch, PyTree]]:
-        """The items of an iterator that reads the present state, which a step uses up."""
+        """The items of an iterator that reads the current state, which a step donates."""
         trainer, revision = self._trainer, self._trainer.revision
 
         def items() -> Iterator[tuple[Batch, PyTree]]:
@@ -173,16 +182,18 @@ class Evaluation(Persistence):
     ) -> Any:
         """Trains one step on one batch of any size; you can alternate it with `fit`.
 
-        It counts as a step of `fit` does. An nnx instance gets the weights when a `fit` ends.
+        It counts as a step, as in `fit`. An NNX instance receives the weights when a `fit` ends.
 
         >>> model.train_on_batch(x, y) < 0.1
         True
 
         Args:
           x, y, sample_weight, class_weight: arrays, as in `fit`.
-          return_dict: whether to return all numbers of the step by name. False, as in Keras: the
-            loss, or a list of the loss and the metrics, of this batch alone; metrics of
-            `metrics.collected` are nan there.
+          return_dict: whether to return a dict of all values of the step.
+
+        Returns:
+          As in Keras: the loss, or a list of the loss and the metrics, of this batch alone. Metrics
+          of `metrics.collected` are nan in it.
         """
         self._follow_module()
         found = self._prepared(x, y, sample_weight)
@@ -204,7 +215,7 @@ class Evaluation(Persistence):
         sample_weight: PyTree = None,
         return_dict: bool = False,
     ) -> Any:
-        """Measures one batch of any size, as `evaluate` does; by default without names, as Keras.
+        """Evaluates one batch of any size; returns numbers without names by default, as in Keras.
 
         >>> model.test_on_batch(x, y) < 0.1
         True

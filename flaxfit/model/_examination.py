@@ -81,6 +81,9 @@ class Examination(Evaluation):
           highest: the last rate.
           n_steps: the number of rates.
 
+        Returns:
+          The rates, their losses, and the suggested rate.
+
         Raises:
           ValueError: the optimizer's learning rate cannot be set.
         """
@@ -110,6 +113,9 @@ class Examination(Evaluation):
           x, y, sample_weight: as in `fit`; the data can be passed over repeatedly.
           limit: bytes on each device; None: nine tenths of the smallest device's memory.
           largest: the largest size to try.
+
+        Returns:
+          The number of examples per step, over all devices.
 
         Raises:
           ValueError: not even the smallest batch fits, or the backend reports no limit (a CPU).

@@ -35,29 +35,30 @@ class Model(Examination, AnswersOtherNames):
     (2, 1)
 
     Args:
-      module: an nnx module or a factory of one, a linen module, or an `(init, apply)` pair. Its
-        switch between training and evaluation (a field or an argument of the call, such as
-        `train`, `deterministic` or `use_running_average`) is set as needed. The weights are written
-        into an nnx instance when `fit` ends or is interrupted, not before; those that you change in
-        it after the first `fit` have no effect. Other attributes that you change between two calls,
-        such as the rate of a dropout, hold from the next call on; variables must stay the same.
-      optimizer: an optax transformation.
-      loss: a function `(*outputs, *targets) -> values` or a name, such as "crossentropy"; for
-        several outputs one for each, by name or in their order; None with `objective` or `step`.
+      module: an NNX module or a factory of one, a Linen module, or an `(init, apply)` pair. Its
+        train/eval flag (a field or an argument of the call, such as `train`, `deterministic` or
+        `use_running_average`) is set as needed. `fit` writes the weights into an NNX instance only
+        when it ends or is interrupted; weights that you change there after the first `fit` have no
+        effect. Changes to other attributes, such as a dropout rate, take effect at the next call.
+        Do not add or remove variables.
+      optimizer: an Optax transformation.
+      loss: a function `(*outputs, *targets) -> values` of shape `(batch, ...)`, or a name, such as
+        "crossentropy"; for several outputs a dict or list of these; None with `objective` or
+        `step`.
       metrics: names, functions or `Metric`s, in a sequence or by name in a mapping. Those of
         `metrics.collected` are measured on validation data and by `evaluate` only.
       strategy: where arrays live; None: data-parallel over all local devices.
       run_eagerly: whether to run operation by operation, on one device: prints and breakpoints in
         the model, the loss and the metrics see values. It is many times slower.
-      seed: of the initial parameters, of shuffling and of dropout.
-      compilation_cache: a folder in which JAX keeps all programs that this process compiles;
-        later processes read them instead of compiling. "auto": one of this user, with a bound of
-        1 GiB, unless JAX has a folder already; None: no such folder.
-      snapshot: where checkpoints have their arrays: "device", "host" or "none"; see `TrainLoop`.
+      seed: the seed for parameter initialization, shuffling and dropout.
+      compilation_cache: a folder for JAX's persistent compilation cache, which saves later
+        processes from compiling. "auto": a per-user folder of at most 1 GiB, unless JAX has one
+        configured; None: no change.
+      snapshot: where checkpoints store their arrays: "device", "host" or "none"; see `TrainLoop`.
       eval_rngs: the random streams of `evaluate`, `predict` and validation. Their keys depend on
         the key and the step of the state and on the position of the batch in the data.
-      losses: the collections, besides "losses", whose values the model adds to the loss; of nnx,
-        types of variables or their names.
+      losses: collections, besides "losses", whose values are added to the loss; for NNX, variable
+        types or their names.
       **options: fields of `TrainTask`: `loss_weights`, `inputs`, `targets`, `weights`, `rngs`,
         `mutable`, `pad`, `objective`, `companions`, `save_companions`, `across`, `penalty_in_loss`,
         `check_finite`, `freeze`, `accumulate`, `precision`, `clip_norm`, `ema`,
@@ -117,12 +118,12 @@ class Model(Examination, AnswersOtherNames):
 
         Args:
           optimizer, loss, metrics: as in `Model`; None keeps the current ones.
-          loss_weights: those of a new loss; None: all are 1.
+          loss_weights: the weights of the new losses; None: all are 1.
           **options: as in `Model`, fields of `TrainTask`; the others stay.
 
         Raises:
           TypeError: there is no such option.
-          ValueError: the options do not fit together; nothing has changed then.
+          ValueError: the options are inconsistent; nothing has changed then.
         """
         if loss_weights is not None:
             options["loss_weights"] = loss_weights
@@ -158,7 +159,7 @@ class Model(Examination, AnswersOtherNames):
         checkpoint_dir: str | os.PathLike[str] | checkpoints.CheckpointFileWriter | None = None,
         resume: bool | str = "auto",
     ) -> History:
-        """Trains for a number of passes over the data; another call continues.
+        """Trains for `epochs` passes over the data; another call continues training.
 
         >>> history = model.fit(x, y, epochs=2, verbose=0)
         >>> history.epoch
@@ -168,29 +169,29 @@ class Model(Examination, AnswersOtherNames):
           x: inputs: arrays (64-bit ones are narrowed), a data set `(x, y)` or `{"x": .., "y": ..}`,
             or anything that yields batches.
           y: targets, if `x` is arrays; a list or a tuple of several.
-          batch_size: examples per step, over all devices; None: 32. Given batches are not cut.
-          epochs: the number of passes, those before `initial_epoch` included.
-          verbose: "auto" or 1: a bar on a terminal or in a notebook, else a line per epoch;
-            2: lines; 0: nothing.
+          batch_size: examples per step, over all devices; None: 32. Batches keep their size.
+          epochs: the epoch to stop at, as in Keras: `epochs - initial_epoch` epochs are trained.
+          verbose: "auto" or 1: a row per epoch, with a bar below on a terminal or in a notebook; 2:
+            rows only; 0: nothing.
           callbacks: functions `Checkpoint -> Checkpoint | None`, called after each epoch.
           validation_split: the fraction of the arrays to validate on, chosen at random by the seed.
           validation_data: `(x, y)`, `(x, y, weights)` or batches to measure after each epoch.
           shuffle: whether each epoch has its own random order; None: data sets (arrays, a Hugging
             Face dataset) are shuffled; batches and what a callable returns keep their order.
-          class_weight: weights by integer label, in training only; 1 for labels not named. Or
-            "balanced": `n / (classes * count)`, as in scikit-learn, counted in a pass of its own
-            over batches in a list, by index, of an `ArrayStream` or a Hugging Face dataset. One-hot
-            rows in batches must be floats.
-          sample_weight: weights of examples or tokens, see `Batch`; of several outputs also a
-            list in their order, or a mapping by name.
+          class_weight: weights by integer label (default 1), in training only; or "balanced": `n /
+            (classes * count)`, as in scikit-learn. For a list of batches, batches by index, an
+            `ArrayStream` or a Hugging Face dataset, counting takes an extra pass. One-hot rows in
+            batches must be floats.
+          sample_weight: weights of examples or tokens, see `Batch`; for several outputs also a list
+            in their order, or a mapping by name.
           initial_epoch: the number of the first epoch, from 0: `epochs - initial_epoch` are
             trained, in the order of the data of these epochs if they are whole passes. A data set's
             end-of-epoch hooks are not replayed.
-          steps_per_epoch: the steps of a pass, for which the data is repeated as often as needed;
-            None: one pass over the data.
+          steps_per_epoch: steps per epoch; the data repeats as needed. None: one pass over the
+            data.
           validation_steps: the number of batches to validate on; None: all. A generator continues
             where it stopped.
-          validation_batch_size: of `validation_data`; None: `batch_size`.
+          validation_batch_size: examples per validation batch; None: `batch_size`.
           validation_freq: validates every n-th epoch, or the epochs in a collection, from 1. The
             history has nan for the others.
           steps_per_execution: steps per dispatch to the device. "auto" takes up to 32 where steps
@@ -205,12 +206,14 @@ class Model(Examination, AnswersOtherNames):
             empty.
 
         Returns:
-          The metrics of each epoch, including those before a resume.
+          The `History`: the metrics of each epoch, including those before a resume.
 
         Raises:
-          ValueError: the data does not fit together, the loss or a checkpoint; it ended too early;
-            a batch size or an order was given with batches; or options of validation without data
-            to validate on.
+          ValueError: the data is inconsistent, does not match the loss or a checkpoint, or ends too
+            early; `batch_size` or `shuffle` was given for batches; or validation options were
+            given without validation data.
+          TypeError: the data is not numeric, or targets or a loss are missing.
+          FileNotFoundError: `resume=True`, and the folder holds no checkpoint.
         """
         check_arguments(
             verbose,
@@ -266,12 +269,12 @@ class Model(Examination, AnswersOtherNames):
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer that was given; `compile` changes it."""
+        """The current optimizer; `compile` changes it."""
         return self._recipe.optimizer
 
     @property
     def loss(self) -> Any:
-        """The loss that was given; `compile` changes it."""
+        """The current loss; `compile` changes it."""
         return self._recipe.loss
 
     @property
@@ -280,7 +283,7 @@ class Model(Examination, AnswersOtherNames):
         return list(self._evaluator.task.metrics.values())
 
     def build(self, x: Data) -> None:
-        """Makes the parameters for inputs like these, as the first `fit` would.
+        """Initializes the parameters for inputs like `x`, as the first `fit` would.
 
         >>> model = Model(nn.Dense(1))
         >>> model.build((None, 3))
@@ -290,6 +293,9 @@ class Model(Examination, AnswersOtherNames):
         Args:
           x: inputs, or anything that yields batches; only shapes and dtypes matter. Or the shape
             of one input, such as `(None, 784)`.
+
+        Raises:
+          TypeError: `x` is not numeric, or has no batch axis.
         """
         is_shape = isinstance(x, tuple) or isinstance(x, list) and None in x
         if is_shape and all(isinstance(n, int | None) for n in x):

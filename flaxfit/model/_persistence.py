@@ -104,9 +104,9 @@ class Persistence(Programs):
     def trained(self) -> Any:
         """Returns the module with its present weights, in evaluation mode.
 
-        That is a new nnx module, or a bound linen module. Its calls return what `predict` returns,
-        without `precision`; if the switch between training and evaluation is an argument of the
-        call, pass it. An nnx instance that the model was made of has these weights after `fit`.
+        It is a new NNX module, or a bound Linen module. Its calls return what `predict` returns,
+        without `precision`; if the train/eval flag is an argument of the call, pass it. An NNX
+        instance given to `Model` also holds these weights after `fit`.
 
         >>> model.trained()(x[:2]).shape
         (2, 1)
@@ -182,9 +182,9 @@ class Persistence(Programs):
         >>> model.load_weights(path)
 
         Args:
-          path: a file of `save_weights`, or any that `flaxfit.importers.load` reads. Names with a
-            collection ("params/...", "batch_stats/...") are of all variables of the model, others
-            of the parameters alone.
+          path: a file of `save_weights`, or any that `flaxfit.importers.load` reads. Names that
+            begin with a collection ("params/...", "batch_stats/...") address all variables; other
+            names address parameters only.
           partial: patterns of the paths to load ("encoder/.*"), or NNX filters; the others stay as
             they are.
           translator: a `CheckpointTranslator` from the names of the file to those of the model.

@@ -20,9 +20,9 @@ from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
 class MultiOptimizer(Adjustable):
     """Updates each group of parameters with an optimizer of its own.
 
-    A parameter of no group has no moments, no decay and no update. A group is named by its
-    pattern, or by its position where its filter is not a pattern, and has its own
-    hyperparameters. An override by name applies to all groups that have the hyperparameter.
+    A parameter in no group is never updated and has no optimizer state. A group is named by its
+    pattern, or by its position where its filter is not a pattern, and has its own hyperparameters.
+    An override by name applies to all groups that have the hyperparameter.
 
     >>> import jax.numpy as jnp
     >>> from flaxfit.optim import OptimizerDef

@@ -28,7 +28,7 @@ class TrainState(State, repr=False):
       params: the model's trainable parameters.
       opt_state: the optimizer's state.
       model_state: every other collection of the model, such as `batch_stats`.
-      key: a typed random key; the key of a step is `fold_in(key, step)`, so it never changes.
+      key: a typed random key. It never changes: a step uses `flaxfit.step_key(key, step, replica)`.
       axes: logical axis names of the arrays by path ("params/Dense_0/kernel"), or None.
     """
 

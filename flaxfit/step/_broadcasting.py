@@ -37,7 +37,7 @@ def check_by_row(
 def couples_rows(function: Function, outputs: PyTree, targets: PyTree) -> bool:
     """Whether a value of `function(*outputs, *targets)` depends on other rows, or their number.
 
-    The batch axis is recognised by its size, a prime. A program couples rows where it reduces,
+    The batch axis is recognized by its size, a prime. A program couples rows where it reduces,
     sorts or reorders along that axis, or pairs it with itself; a scalar does so by its nature. One
     with other numbers for another size, such as a divisor, depends on that. Of a pair of results,
     the first is examined. In the debug mode, where nothing is traced, see `couples_values`.

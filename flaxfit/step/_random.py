@@ -12,9 +12,9 @@ _EVALUATION = 2**31
 
 
 def step_key(key: jax.Array, step: ArrayLike, replica: ArrayLike = 0) -> jax.Array:
-    """Derives the random key of a step on a replica: a function of its position.
+    """Derives the random key of a step on a replica, `fold_in(fold_in(key, step), replica)`.
 
-    Stream number `i` of a task's `rngs` is given `fold_in(step_key(...), i)`.
+    Stream `i` of a task's `rngs` receives `fold_in(step_key(...), i)`.
 
     >>> step_key(jax.random.key(0), step=3, replica=1).shape
     ()

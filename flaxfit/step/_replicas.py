@@ -191,7 +191,7 @@ class VirtualReplicas:
 
 
 def _in_pairs(parts: jax.Array) -> jax.Array:
-    """Sums over the first axis: neighbours, then neighbouring sums, and so on."""
+    """Sums over the first axis: neighbors, then neighboring sums, and so on."""
     while len(parts) > 1:
         parts = parts[0::2] + parts[1::2]
     return parts[0]

@@ -27,12 +27,12 @@ from flaxfit.tree._types import Array, Device, Function, PyTree
 class Sharded:
     """Splits the state and the batches over a named mesh; the compiler adds the communication.
 
-    The state is created and kept in parts: `gather` returns whole arrays. Batches are split
-    over the axes "data" and "fsdp" of the mesh, or those of the rule "batch". Parameters are split
-    by the names of their dimensions (`nn.with_logical_partitioning`, `nnx.with_partitioning`),
-    which rules map to axes of the mesh, or by patterns of their paths; the optimizer's state is
-    split like them. Of the rules of a name, the first whose axes are free applies. A name without a
-    rule that is itself an axis of the mesh is split over it; else that dimension stays whole.
+    The state is created and kept in parts: `gather` returns whole arrays. Batches are split over
+    the axes "data" and "fsdp" of the mesh, or those of the rule "batch". Parameters are split by
+    the names of their dimensions (`nn.with_logical_partitioning`, `nnx.with_partitioning`), which
+    rules map to axes of the mesh, or by patterns of their paths; the optimizer's state is split
+    like them. For each name, the first rule whose axes are free applies. A name without a rule that
+    is itself an axis of the mesh is split over it; else that dimension stays whole.
 
     A step sees the whole batch: losses, BatchNorm and random streams are those of one device.
 
@@ -56,6 +56,9 @@ class Sharded:
       devices: the devices to use; None: all devices, of all processes.
       axis_name: what models call the axis of replicas, as in `nn.BatchNorm(axis_name="batch")`:
         here the whole batch is one replica. It is not an axis of the mesh.
+
+    Raises:
+      ValueError: the sizes do not multiply to the number of devices, or `fsdp` names no axis.
     """
 
     axis_name: str | None = None
@@ -94,7 +97,7 @@ class Sharded:
 
     @classmethod
     def fsdp(cls, devices: Sequence[Device] | None = None) -> "Sharded":
-        """Makes each device hold a part of every array of any model: fully sharded data parallel.
+        """Shards every large array over all devices: fully sharded data parallelism (FSDP).
 
         >>> Sharded.fsdp(jax.devices()[:2])
         Sharded(data=2, fsdp='data')

@@ -29,7 +29,7 @@ from flaxfit.tree._selection import label_of
 
 
 def resolved(task: Any) -> dict[str, Any]:
-    """Checks the fields of a task and returns the normalised ones."""
+    """Checks the fields of a task and returns the normalized ones."""
     has_own_step, apply = task.step is not None, task.apply
     if has_own_step:
         _check_own_step(task)

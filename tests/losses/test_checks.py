@@ -85,7 +85,9 @@ def test_values_that_are_not_by_example_are_refused(values):
 def test_an_ignored_label_is_in_range_and_others_are_not():
     loss = losses.crossentropy(ignore_label=-100)
     losses.check_values(loss, LOGITS, np.where(LABELS > 4, -100, LABELS))
-    with pytest.raises(ValueError, match=r"label -1 is .*must be 0..9 or -100\). Out of range: 1 of 33"):
+    with pytest.raises(
+        ValueError, match=r"label -1 is .*must be 0..9 or -100\). Out of range: 1 of 33"
+    ):
         losses.check_values(loss, LOGITS, np.append(LABELS, -1))
 
 
