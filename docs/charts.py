@@ -134,7 +134,7 @@ def growth() -> str:
         curves("Memory of a process (MiB), calls of fit", rows[FITS], "MiB"),
     ]
     caption = (
-        "Costs (upwards) as the work grows (to the right), on logarithmic scales. Gray: the faster "
+        "Costs (upwards) as the work grows (to the right), on logarithmic scales. Grey: the faster "
         "of two hand-written loops; for saving, how long training waits."
     )
     return figure("chart", caption, drawings)

@@ -2,7 +2,7 @@
 
     python examples/01_digits.py
 
-The 1,797 images come with scikit-learn: nothing is downloaded. `09_linen.py` does it in linen.
+The 1,797 images come with scikit-learn: nothing is downloaded. `09_linen.py` does it in Linen.
 """
 
 import optax

@@ -1,4 +1,4 @@
-"""Own the loop: train the digits with a `for` of your own, evaluate, stop, and go on.
+"""Own the loop: train the digits with your own `for`, evaluate, stop, and go on.
 
     python examples/02_loop.py
 

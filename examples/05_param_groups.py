@@ -1,4 +1,4 @@
-"""Fine-tune a pretrained digit encoder: a frozen stem, and two groups with rates of their own.
+"""Fine-tune a pretrained digit encoder: a frozen stem, and two groups with their own rates.
 
     python examples/05_param_groups.py
 

@@ -1,8 +1,8 @@
-"""Train a linen module: with `Model.fit`, and then with a loop of your own.
+"""Train a Linen module: with `Model.fit`, and then with your own loop.
 
     python examples/09_linen.py
 
-Everything that the other examples do with NNX is done in the same words with linen.
+Everything that the other examples do with NNX is done in the same words with Linen.
 """
 
 import optax
@@ -32,12 +32,12 @@ def main():
     model = ff.Model(Net(), optax.adam(3e-3), "crossentropy", metrics=["accuracy"], seed=0)
     model.fit(x, y, epochs=5, validation_data=(x_test, y_test))
 
-    # A linen module holds no weights: this one is bound to those that were trained.
+    # A Linen module holds no weights: this one is bound to those that were trained.
     trained = model.trained()
     print("predicted", *trained(x_test[:10], train=False).argmax(-1))
     print("labels   ", *y_test[:10])
 
-    # A task and a loop take the module, too, or its functions: `Net().apply`, `Net().init`.
+    # A task and a loop also take the module, or its functions: `Net().apply`, `Net().init`.
     stream = ff.ArrayStream(x, y, batch_size=32, shuffle=True)
     task = ff.TrainTask(Net(), optax.adam(3e-3), "crossentropy", stream, ["accuracy"])
     measure = ff.EvalLoop(ff.EvalTask(Net(), ["accuracy"], (x_test, y_test)), name="test")

@@ -1,4 +1,4 @@
-"""Trains Flax models: `Model` fits, evaluates and predicts; `TrainLoop` is for loops of your own.
+"""Trains Flax models: `Model` fits, evaluates and predicts; `TrainLoop` is for your own loops.
 
 The sub-packages `callbacks`, `checkpoints`, `data`, `export`, `importers`, `launch`, `losses`,
 `metrics`, `modules`, `optim`, `sklearn` and `strategies` are imported when they are first used.

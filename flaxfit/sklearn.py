@@ -287,7 +287,7 @@ def _optimizer_of(optimizer: object, learning_rate: float | optax.Schedule) -> o
     make = getattr(optax, optimizer, None) if isinstance(optimizer, str) else optimizer
     if isinstance(optimizer, str) and not callable(make):
         raise ValueError(
-            f"There is no optimizer {optimizer!r} in optax: give a name such as 'adam', a "
+            f"There is no optimizer {optimizer!r} in Optax: give a name such as 'adam', a "
             "function of the learning rate, or a transformation."
         )
     return make(learning_rate) if callable(make) else make

@@ -157,7 +157,7 @@ OTHER_INPUTS = "cannot take inputs of shape (32, 3)", "expect other shapes", "(4
         (
             lambda: ff.Model(nn.Dense(3), optax.constant_schedule(0.1), "mse"),
             TypeError,
-            ["an optax transformation", "Pass a schedule as the rate of an optimizer"],
+            ["an Optax transformation", "Pass a schedule as the rate of an optimizer"],
         ),
         (
             lambda: fit([(X, LABELS)], LABELS),

@@ -187,7 +187,7 @@ def test_a_callback_begins_anew_with_each_fit():
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"optimizer": "adamm"}, "no optimizer 'adamm' in optax"),
+        ({"optimizer": "adamm"}, "no optimizer 'adamm' in Optax"),
         ({"n_devices": 99}, "n_devices must be 1 to"),
         ({"loss": "crossentrpy"}, "Did you mean crossentropy"),
     ],

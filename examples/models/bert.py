@@ -98,7 +98,7 @@ class SentenceBert(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and a perceptron, each normalized together with its residual."""
+    """Attention and an MLP, each normalized together with its residual."""
 
     sizes: Sizes
 

@@ -53,7 +53,7 @@ class Encoder(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention and a perceptron, each around a residual."""
+    """Attention and an MLP, each around a residual."""
 
     sizes: Sizes
 
@@ -83,7 +83,7 @@ class Decoder(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention to what is before, attention to the encoder's outputs, and a perceptron."""
+    """Attention to what is before, attention to the encoder's outputs, and an MLP."""
 
     sizes: Sizes
 

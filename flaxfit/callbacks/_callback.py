@@ -13,16 +13,16 @@ from flaxfit.tree._types import ApplyFn, ArrayLike, PyTree
 class Callback(Protocol):
     """Anything that takes a checkpoint and returns it, a changed copy, or None (unchanged).
 
-    Callbacks run in order; the next one, and then the user, get what one returns. Those that return
-    the checkpoint, as the built-in ones do, also compose with `redex.combinator.serial`.
+    Callbacks run in order; the next one, and then the user, receive what one returns. Those that
+    return the checkpoint, as the built-in ones do, also compose with `redex.combinator.serial`.
 
     A callback may have two more methods. `attach(loop)` is called once when a loop with it in its
     `callbacks` is built. `close()` is called when training ends, for whatever reason. A callback
     whose state affects training is a `StatefulCallback`.
 
-    A callback with the attribute `order = "last"` gets a checkpoint after the others, and is closed
-    before them; one with `order = "first"` gets it before the others, is attached before the first
-    batch is fetched, and is closed after them.
+    A callback with the attribute `order = "last"` receives a checkpoint after the others, and is
+    closed before them; one with `order = "first"` receives it before the others, is attached before
+    the first batch is fetched, and is closed after them.
 
     A callback that ends training can say why in `endings`, a list of lines that `ProgressBar` shows
     at the end.
@@ -103,9 +103,9 @@ class Loop(Protocol):
     test_starters: list[Callable[[], None]]
     """Functions without arguments, called before each validation."""
     first_epoch: int | None
-    """The number of the first epoch of `fit`, from 0; None in a loop of its own."""
+    """The number of the first epoch of `fit`, from 0; None in your own loop."""
     eval_apply: Callable[[], ApplyFn] | None
-    """Returns the model in evaluation mode, in `fit`; None in a loop of its own."""
+    """Returns the model in evaluation mode, in `fit`; None in your own loop."""
 
     @property
     def callbacks(self) -> Iterable[Any]: ...

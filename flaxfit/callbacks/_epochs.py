@@ -7,7 +7,7 @@ from flaxfit.tree._types import Json
 
 
 class Epochs:
-    """Counts the epochs of `fit`, or the checkpoints of a loop of its own, as they begin.
+    """Counts the epochs of `fit`, or the checkpoints of your own loop, as they begin.
 
     >>> epochs = Epochs()
     >>> epochs.set_state({"n_begun": 3, "begun_at": 20})

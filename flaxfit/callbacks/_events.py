@@ -23,7 +23,7 @@ _ARGUMENTS = {
 class Events:
     """Calls functions when training, an epoch or a batch begins and ends, as Keras does.
 
-    `evaluate` and `predict` take it in `callbacks`, too, for their own events.
+    `evaluate` and `predict` also take it in `callbacks`, for their own events.
 
     `logs` is a new dict of the scalar metrics, empty when something begins; epochs count from 0 or
     `initial_epoch`, batches from 0 in each epoch. In a `TrainLoop` an epoch lasts from one

@@ -46,7 +46,7 @@ class Export:
       input_spec: `flaxfit.export.InputSpec`s; None: those of the batches of the loop, of any size.
       ema: whether to write the average of the parameters; None: if there is one, of `ema=` or
         of a schedule-free optimizer.
-      **options: those of `flaxfit.export.save`, `save_saved_model` or `save_onnx`.
+      **options: options of `flaxfit.export.save`, `save_saved_model` or `save_onnx`.
     """
 
     borrows = True

@@ -112,7 +112,7 @@ class CSVLogger(_RowLogger):
     Args:
       path: the file.
       separator: the character between two columns.
-      append: True keeps all rows of an existing file, and refuses a file with other columns;
+      append: True keeps all rows of an existing file, and raises an error if it has other columns;
         False overwrites it; None, the default, keeps the rows of earlier steps. A resumed run
         always continues after its own rows.
       filename: Keras's name of `path`.

@@ -24,7 +24,7 @@ class MLflowLogger(TrackedRun):
       run_name: the name of the run.
       params: the settings to record with the run.
       tracking_uri: the address of the store; None: the one in MLflow's settings.
-      run_id: of a run to continue; None: a new one.
+      run_id: the id of a run to continue; None: a new run.
 
     Raises:
       ImportError: MLflow is not installed.

@@ -14,7 +14,7 @@ class Norms:
     ('encoder/.*', 'head/.*')
 
     Args:
-      *patterns: of the whole paths of the parameters, one for each group.
+      *patterns: patterns of whole parameter paths, one for each group.
     """
 
     borrows = True

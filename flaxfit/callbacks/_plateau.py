@@ -16,7 +16,7 @@ class ReduceLROnPlateau:
     """Lowers the learning rate when a metric no longer improves, as in Keras.
 
     The rate must be a number, `optax.adam(1e-3)`, or a hyperparameter, `OptimizerDef(optax.adam,
-    learning_rate=1e-3)`. Schedules are refused.
+    learning_rate=1e-3)`. Schedules raise an error.
 
     >>> plateau = ReduceLROnPlateau("val_loss", factor=0.5, patience=3)
     >>> plateau.get_state()["n_waited"]

@@ -18,13 +18,13 @@ _UNITS = {"epoch": r"ep(och)?s?(_.*)?", "step": r"(.*_)?(steps?|updates?|iterati
 class LearningRateScheduler:
     """Sets the learning rate for the steps up to the next checkpoint: for an epoch, in `fit`.
 
-    What it counts follows from the name of its first argument. A function `(epoch)` or
-    `(epoch, lr)` gets the number of the epoch, from 0, as in Keras (in a loop, the number of
-    checkpoints before). A function `(step)` or `(step, rate)`, also an optax schedule `(count)`,
-    gets the number of completed steps. The second argument is the present rate.
+    What it counts follows from the name of its first argument. A function `(epoch)` or `(epoch,
+    lr)` receives the number of the epoch, from 0, as in Keras (in a loop, the number of checkpoints
+    before). A function `(step)` or `(step, rate)`, also an Optax schedule `(count)`, receives the
+    number of completed steps. The second argument is the current rate.
 
     The rate must be a number, `optax.adam(1e-3)`, or a hyperparameter, `OptimizerDef(optax.adam,
-    learning_rate=1e-3)`. Schedules are refused. A function of the step alone is cheapest as the
+    learning_rate=1e-3)`. Schedules raise an error. A function of the step alone is cheapest as the
     optimizer's own schedule, `optax.adam(schedule)`.
 
     >>> LearningRateScheduler(lambda epoch, lr: 0.1 if epoch < 10 else 0.9 * lr).unit
@@ -83,7 +83,7 @@ class LearningRateScheduler:
             raise ValueError(
                 "LearningRateScheduler(per_step=True) sets the rate of every step, but "
                 f"{loop.steps_per_call} run per dispatch: remove steps_per_execution (in a loop, "
-                "steps_per_call), or give the optimizer an optax schedule."
+                "steps_per_call), or give the optimizer an Optax schedule."
             )
         (loop.step_starters if self._per_step else loop.starters).append(self._start)
 

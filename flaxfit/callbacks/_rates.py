@@ -31,7 +31,7 @@ def rates_of(loop: Loop, group: str | int | None, owner: str) -> dict[str | None
         raise ValueError(
             f"{owner} cannot set the learning rate: the optimizer holds none{where} that can be "
             "set. Make it with flaxfit.optim.OptimizerDef(optax.adam, learning_rate=1e-3), or use "
-            "an optax schedule."
+            "an Optax schedule."
         )
     return found
 

@@ -19,7 +19,7 @@ class Scheduled:
             raise TypeError(f"{owner} needs a callable of a checkpoint, got {callback!r}.")
         self._is_due = is_due
         self._callback = callback
-        # As of a wrapped function: the state of the callback is saved by its own name.
+        # As for a wrapped function: the state of the callback is saved by its own name.
         self.__wrapped__ = callback
 
     def __call__(self, checkpoint: Checkpoint) -> Checkpoint:

@@ -24,7 +24,7 @@ class TensorBoardLogger:
     """Writes the metrics of each checkpoint for TensorBoard: `tensorboard --logdir folder`.
 
     Each folder has one event file, or two with `split`. A resumed run appends to it, and
-    TensorBoard drops the steps after the one it resumed from. Give each run a folder of its own.
+    TensorBoard drops the steps after the one it resumed from. Give each run its own folder.
     Failures to write never stop training.
 
     >>> import tensorboardX  # It is written with this package.
@@ -46,7 +46,7 @@ class TensorBoardLogger:
       update_freq: "epoch", or a number of steps: after so many each time it also writes the means
         of the metrics since the last checkpoint, as "batch_loss" and so on, for which it waits for
         the device; "batch" is 1.
-      write_images: whether to write parameters of one or two axes as images, too, whenever
+      write_images: whether to also write parameters of one or two axes as images, whenever
         histograms are written: black is the lowest value, white the highest.
       embeddings_freq: n, to write the tables of `Embed` layers, for the projector, at every n-th
         checkpoint in place of earlier ones; 0: never.

@@ -21,8 +21,8 @@ class WandbLogger(TrackedRun):
     Args:
       project: the project of the run.
       config: the settings to record with the run.
-      run_id: of a run to continue; None: a new one.
-      **options: those of `wandb.init`, such as `name`, `entity`, `group`, `mode`, `dir`.
+      run_id: the id of a run to continue; None: a new run.
+      **options: options of `wandb.init`, such as `name`, `entity`, `group`, `mode`, `dir`.
 
     Raises:
       ImportError: wandb is not installed.

@@ -17,10 +17,10 @@ class Watchdog:
     Its thread checks the loop a few times per allowance, at no cost per step. Only the loop's own
     work counts (fetching batches, stepping, making a checkpoint), not your code between
     checkpoints, nor a stopped process. Compilation, the inspection of the first batch and the
-    callbacks (evaluation, saving) have an allowance of their own. The exit code is `ExitCode.HUNG`.
+    callbacks (evaluation, saving) have their own allowance. The exit code is `ExitCode.HUNG`.
 
     Given to a `TrainLoop` or to `fit`, it guards the very first batch as well, that of the
-    validation data included. Code that never releases Python's lock stops the watchdog, too.
+    validation data included. Code that never releases Python's lock also stops the watchdog.
 
     >>> watchdog = Watchdog(300, slow_seconds=3600)
 

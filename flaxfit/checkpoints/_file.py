@@ -125,7 +125,7 @@ def read(
 
 
 def _metrics(found: Mapping[str, Json]) -> dict[str, PyTree]:
-    """The metrics of a record; those that are no single numbers are arrays again."""
+    """The metrics of a record; those that are not single numbers are arrays again."""
     return {
         name: np.asarray(value) if isinstance(value, list) else value
         for name, value in found.items()

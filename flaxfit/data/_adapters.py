@@ -63,9 +63,9 @@ def as_stream(
       seed: the seed of the random orders.
       epochs: the number of passes; None: a data set repeats forever, batches end once.
       drop_remainder: whether to leave out a smaller last batch of a data set.
-      shared: whether every process is given the same data. False: you have divided the batches,
-        so that each process brings its own share of every step. Several processes refuse to train
-        on shared batches, since all of them would train on the same rows.
+      shared: whether every process is given the same data. False: you have divided the batches, so
+        that each process brings its own part of every step. Several processes refuse to train on
+        shared batches, since all of them would train on the same rows.
 
     Raises:
       TypeError: the data has none of these forms.
@@ -153,7 +153,7 @@ def _parts(data: Data) -> tuple[PyTree, ...]:
     if not 1 <= len(parts) <= 3:
         raise TypeError(
             f"A data set is x, (x, y) or (x, y, weights); got {len(parts)} parts. "
-            "Put several inputs into a tuple of their own: ((x1, x2), y)."
+            "Put several inputs into their own tuple: ((x1, x2), y)."
         )
     for leaf in jax.tree.leaves(parts, is_leaf=is_sparse):
         check_dense(leaf)

@@ -131,7 +131,7 @@ def _arrays_of(
         if not 1 <= len(parts) <= 3:
             raise ValueError(
                 f"{owner} must be (x, y) or (x, y, weights), got {len(parts)} parts. Put several "
-                "inputs into a tuple of their own: ((x1, x2), y)."
+                "inputs into their own tuple: ((x1, x2), y)."
             )
         for part in parts:
             if not _is_none(part) and not _holds_arrays(part):

@@ -43,9 +43,9 @@ def pack(
       targets: the target of each token, in the form of the sequences; None: the next token.
       weights: the weight of each token as a target, in the form of the sequences; None: 1.
       split: whether a sequence that is longer than a row is divided into several independent
-        segments. False: it is refused.
-      options: those of `ArrayStream`, such as `batch_size`. `shuffle` changes the order of the rows
-        in each epoch, not their contents.
+        segments. False: it raises an error.
+      options: options of `ArrayStream`, such as `batch_size`. `shuffle` changes the order of the
+        rows in each epoch, not their contents.
 
     Raises:
       TypeError: a sequence does not hold token ids.

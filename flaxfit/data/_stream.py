@@ -17,8 +17,8 @@ class DataStream(Protocol):
 
     A stream may also have `get_state() -> state` and `set_state(state)`, where the state is
     JSON-able and describes the batches delivered so far; `epoch`, the number of completed passes;
-    and `shared`, False if each process gets its own share of every batch (default: True). Streams
-    made by `as_stream` have all four.
+    and `shared`, False if each process receives its own part of every batch (default: True).
+    Streams made by `as_stream` have all four.
 
     >>> isinstance(iter([1, 2]), DataStream)
     True

@@ -1,4 +1,4 @@
-"""Static HTML for notebooks, in the colours of the page."""
+"""Static HTML for notebooks, in the colors of the page."""
 
 import html
 import math

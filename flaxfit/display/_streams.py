@@ -40,7 +40,7 @@ def is_live(file: TextIO) -> bool:
 
 
 def has_colour(file: TextIO) -> bool:
-    """Whether the stream is a terminal that shows colours, and `NO_COLOR` is not set."""
+    """Whether the stream is a terminal that shows colors, and `NO_COLOR` is not set."""
     is_terminal = file.isatty() and os.environ.get("TERM") != "dumb"
     return is_terminal and not os.environ.get("NO_COLOR")
 

@@ -60,7 +60,7 @@ class Table:
           metrics: its metrics, single numbers.
           best: the metric of which this is the best value so far.
           monitor: the metric whose column is left out last.
-          width: of the terminal; None: any.
+          width: the width of the terminal; None: any.
           colour: whether to paint the best value green and validation metrics dim.
         """
         new = [name for name in metrics if name not in self._names]

@@ -37,7 +37,7 @@ _IS_WORDED, _NOTICE = "_flaxfit_is_worded", "_flaxfit_notice"
 def hide_internals(module: str) -> None:
     """Makes what a public module exports raise short worded errors.
 
-    A function is replaced where it is defined, too: pickle looks it up there.
+    A function is also replaced where it is defined: pickle looks it up there.
     """
     public = sys.modules[module]
     for name in public.__all__:

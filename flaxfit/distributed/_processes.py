@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 
 # JAX has no public way to ask whether it detects SLURM, Open MPI or another cluster, and none to
-# the service that connects its processes. Orbax uses the latter, too.
+# the service that connects its processes. Orbax also uses the latter.
 from jax._src.clusters import ClusterEnv
 from jax._src.distributed import global_state
 
@@ -59,7 +59,7 @@ def exchange(topic: str, value: Json = None, *, seconds: float | None = None) ->
 
     Args:
       topic: what the values are about; part of the message when a process does not arrive.
-      value: of this process.
+      value: the value of this process.
       seconds: how long to wait; None: the patience given to `initialize`.
 
     Raises:

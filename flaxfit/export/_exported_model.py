@@ -17,7 +17,7 @@ _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 class ExportedModel:
     """The methods of a saved module and its weights, as `load` returns them.
 
-    Calling it calls its default or only method. Neither the model's code nor flax is needed.
+    Calling it calls its default or only method. Neither the model's code nor Flax is needed.
 
     >>> import tempfile
     >>> from flaxfit import export
@@ -69,7 +69,7 @@ class ExportedModel:
 
         Args:
           params: the weights by name.
-          *inputs: those of the method.
+          *inputs: the inputs of the method.
           method: its name; None: the default or only one.
           **named: the inputs of a method that takes them by keyword.
 

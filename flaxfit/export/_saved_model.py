@@ -50,7 +50,7 @@ def save_saved_model(
       path: the folder; an existing SavedModel is replaced.
       platforms: those that can run it, of "cpu", "cuda", "rocm" and "tpu".
       gradients: whether the loaded model can be differentiated.
-      stablehlo_version: of the programs; TensorFlow must know it.
+      stablehlo_version: the version of the programs; TensorFlow must know it.
       samples: inputs to compare on, each a tuple, if random ones make no sense.
       rtol: how far an output may be off, relative to its largest value.
 

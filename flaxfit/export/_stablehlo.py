@@ -48,8 +48,8 @@ def save(
       path: the file; an existing one is replaced.
       platforms: those that can run it, of "cpu", "cuda", "rocm" and "tpu".
       gradients: whether the loaded model can be differentiated (once).
-      stablehlo_version: of the programs, an old one by default so that older JAX reads them too;
-        None: JAX's own.
+      stablehlo_version: the version of the programs, by default an old one that older JAX also
+        reads; None: JAX's own.
       samples: inputs to compare on, each a tuple, if random ones make no sense.
       rtol: how far an output may be off, relative to its largest value.
 

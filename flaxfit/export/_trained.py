@@ -40,7 +40,7 @@ def from_state(
       state: a `TrainState`, an `InferenceState` or a `Checkpoint`.
       apply: a module, or its `apply(variables, *inputs)` in evaluation mode: dropout off,
         statistics frozen.
-      input_spec: of the inputs, as `JaxModule` takes it.
+      input_spec: the spec of the inputs, as in `JaxModule`.
       params: parameters to export in place of the state's, such as their moving average.
       trainable: whether TensorFlow may train the parameters (never the other collections).
     """
@@ -67,7 +67,7 @@ def write(
       module: what to write.
       path: the file, or the folder of a SavedModel.
       format: "stablehlo", "saved_model" or "onnx".
-      **options: those of `save`, `save_saved_model` or `save_onnx`.
+      **options: options of `save`, `save_saved_model` or `save_onnx`.
     """
     check_format(format)
     return _WRITERS[format](module, path, **options)

@@ -21,7 +21,7 @@ def load_npz(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     """Opens the arrays of an `.npz` file that `np.savez` or `np.savez_compressed` wrote.
 
     A dtype of two bytes and unknown kind is bfloat16, which NumPy saves like that. Arrays of
-    objects are refused: reading them would run code in the file.
+    objects raise an error: reading them would run code in the file.
 
     >>> import tempfile
     >>> path = tempfile.mkdtemp() + "/weights.npz"

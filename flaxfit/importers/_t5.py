@@ -151,7 +151,7 @@ def _swap_square_statistics(opts: object, values: Arrays) -> Arrays:
     """Swaps the statistics of rows and columns of square matrices.
 
     mesh-TensorFlow's `vr` lacks the largest dimension, of two equal ones the first; the `v_row` of
-    T5X and optax lacks the second. Their shapes are equal, so no other check would notice.
+    T5X and Optax lacks the second. Their shapes are equal, so no other check would notice.
     """
     swapped = dict(values)
     for name, value in values.items():

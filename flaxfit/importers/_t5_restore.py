@@ -25,7 +25,7 @@ Target = TypeVar("Target", TrainState, InferenceState, dict[str, PyTree])
 _KEPT = "hyperparams|hyperparams_states|mini_step|skip_state|acc_grads|loss_scale"
 """Parts of an optimizer's state that no checkpoint has, as they are not statistics."""
 _SLOTS = {"v": "v", "v_row": "v_row", "v_col": "v_col", "ema": "m"}
-"""T5X's names of statistics by optax's."""
+"""T5X's names of statistics by Optax's."""
 
 
 def restore_from_t5(
@@ -60,7 +60,7 @@ def restore_from_t5(
       lazy: whether to leave `LazyArray`s in the result instead of reading them.
       translator: the rules; None is `t5_translator`.
       optimizer_state: whether to import Adafactor's statistics as well; the optimizer must then be
-        optax's Adafactor (or keep no statistics). Its counts become the step; hyperparameters and
+        Optax's Adafactor (or keep no statistics). Its counts become the step; hyperparameters and
         accumulated gradients stay. False keeps the target's optimizer state. In either case, a
         moving average of the parameters starts at the imported ones.
       dtype: the dtype to cast floating arrays to; None is that of the target.
@@ -130,9 +130,9 @@ def _relative_bias(names: Iterable[str]) -> dict[str, str]:
 
 
 def _rename_statistics(translation: Translation, leaves: Mapping[str, ArrayLike]) -> Translation:
-    """Gives the statistics the names of a target: T5X's, or those of optax's state.
+    """Gives the statistics the names of a target: T5X's, or those of Optax's state.
 
-    optax keeps one tree for each kind of statistic, somewhere in its state, and counts its steps
+    Optax keeps one tree for each kind of statistic, somewhere in its state, and counts its steps
     there; a moving average of the parameters becomes the parameters. A target that keeps no
     statistics takes none.
     """

@@ -87,7 +87,7 @@ class CheckpointTranslator:
 
     @property
     def inverse(self) -> "CheckpointTranslator":
-        """The translator for the opposite direction, with rules of its own.
+        """The translator for the opposite direction, with its own rules.
 
         `@translator.inverse.add(...)` adds a rule that undoes one; `translator.inverse.apply(...)`
         restores the old names, for export.

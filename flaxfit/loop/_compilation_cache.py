@@ -26,11 +26,11 @@ _in_use: list[Path | None] = []
 
 
 def use_compilation_cache(folder: str | os.PathLike[str] | None) -> None:
-    """Sets the folder of compiled programs, for all programs of this process, small ones too.
+    """Sets the folder of JAX's persistent compilation cache for all programs of this process.
 
     Args:
-      folder: of JAX's own cache; "auto" for one of this user, with a bound, unless JAX has a folder
-        already; None to leave all as it is.
+      folder: the folder of the cache; "auto": a per-user folder of at most 1 GiB, unless JAX has
+        one configured; None: no change.
 
     Raises:
       ValueError: nothing can be written to the folder, or it is a URL.

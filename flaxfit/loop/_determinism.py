@@ -28,7 +28,7 @@ def is_inexact(platform: str, flags: str) -> bool:
     False
 
     Args:
-      platform: of the devices, as JAX names it.
+      platform: the platform of the devices, as JAX names it.
       flags: the value of `XLA_FLAGS`; of a flag that is given twice, the last one counts.
     """
     if platform not in ("gpu", "cuda", "rocm"):

@@ -30,7 +30,7 @@ class InFlight:
     >>> in_flight.add({"float32": jax.numpy.ones(2)}, [])
 
     Args:
-      platform: that of the devices, as JAX names it.
+      platform: the platform of the devices, as JAX names it.
       n_devices: their number.
       clock: returns the time in seconds.
     """
@@ -50,7 +50,7 @@ class InFlight:
         self._spacing = 1
 
     def add(self, totals: Mapping[str, Array], leaves: Sequence[Array]) -> None:
-        """Adds what a dispatch returned: totals, which stay, and leaves, which the next uses up."""
+        """Adds what a dispatch returned: totals, which stay, and leaves, which the next donates."""
         if not totals:  # A step of the user's own that reports nothing.
             jax.block_until_ready(leaves)
             return

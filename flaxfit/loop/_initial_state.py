@@ -41,7 +41,7 @@ def start(
 
     Returns:
       The state; the file that held it, or None; and whether nobody else holds its arrays, so that
-      steps may use them up.
+      steps may donate them.
     """
     init = as_init("TrainLoop", init, task.apply)
     streams = ("params", *task.rngs)

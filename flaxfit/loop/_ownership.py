@@ -1,4 +1,4 @@
-"""Copies of what the next step uses up, for checkpoints that own their arrays."""
+"""Copies of what the next step donates, for checkpoints that own their arrays."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias

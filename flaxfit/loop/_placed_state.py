@@ -31,7 +31,7 @@ class PlacedState:
 
     @property
     def value(self) -> Any:
-        """The state; the next step uses it up."""
+        """The state; the next step donates it."""
         return self.layout.unflatten(self.leaves)
 
     def hold(self, state: TrainState) -> None:
@@ -49,7 +49,7 @@ class PlacedState:
         return state, grads
 
     def take_back(self) -> None:
-        """Invalidates what was lent: a step is about to use it up."""
+        """Invalidates what was lent: a step is about to donate it."""
         for each in self._lent:
             each.end()
         self._lent.clear()
@@ -75,7 +75,7 @@ class PlacedState:
         new = set_hyperparams(old.opt_state, group=group, **values)
 
         def placed(x: ArrayLike, before: ArrayLike) -> ArrayLike:
-            return before if x is before else self._strategy.place(x)  # A copy: steps use it up.
+            return before if x is before else self._strategy.place(x)  # A copy: steps donate it.
 
         self.hold(old.replace(opt_state=jax.tree.map(placed, new, old.opt_state)))
 

@@ -65,7 +65,7 @@ class RunState:
 
     @property
     def state_in_place(self) -> TrainState:
-        """The training state in place on the devices, not copied: the next step uses it up."""
+        """The training state in place on the devices, not copied: the next step donates it."""
         return self._stepper.state
 
     @property

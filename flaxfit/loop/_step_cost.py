@@ -37,7 +37,7 @@ def step_memory(stepper: Stepper, n: int | None) -> int:
 
 
 def _example(stepper: Stepper, n: int | None) -> Batch:
-    """A batch of `n` examples; the time of an inspection of the data is no time of training."""
+    """A batch of `n` examples; the time of an inspection of the data does not count as training."""
     loader = stepper.loader
     before = loader.seconds
     example = loader.example(n, stepper.inspect)

@@ -78,7 +78,7 @@ class Stepper:
 
     @property
     def state(self) -> Any:
-        """The training state, in its places on the devices; the next step uses it up."""
+        """The training state, in its places on the devices; the next step donates it."""
         return self.placed.value
 
     @property

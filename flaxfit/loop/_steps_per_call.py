@@ -86,7 +86,7 @@ def automatic_number(work: float, spacing: int, n_total: int, platform: str) -> 
       work: the operations of a step on each device.
       spacing: the steps between checkpoints.
       n_total: the steps of the run; 0: not known, so that few are counted on.
-      platform: of the devices, as JAX names it.
+      platform: the platform of the devices, as JAX names it.
     """
     most_work = _MOST_WORK_ON_CPU if platform == "cpu" else _MOST_WORK
     most = max(1, int(min(_MOST_STEPS, spacing, most_work / max(work, 1))))

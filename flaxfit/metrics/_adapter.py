@@ -46,9 +46,9 @@ def _reads_loss(metric_class: type[Any]) -> bool:
 def from_metric_class(metric_class: type[Any]) -> Metric:
     """Makes a `Metric` of a class whose states merge by addition.
 
-    The class gets one example at a time, so that weights and padding work without its support, and
-    the value does not depend on how the data is cut into batches. It gets the outputs and the
-    targets by position, or as `logits` and `labels` if its parameters have these names.
+    The class receives one example at a time, so that weights and padding work without its support,
+    and the value does not depend on how the data is cut into batches. It receives the outputs and
+    the targets by position, or as `logits` and `labels` if its parameters have these names.
     """
     name = metric_class.__name__
 

@@ -60,7 +60,7 @@ def aliases() -> dict[str, str]:
 
 
 def known_as(name: str) -> str:
-    """The name here of what a user calls a metric; classes of Keras by their names, too.
+    """The name here of what a user calls a metric; classes of Keras also by their names.
 
     >>> known_as("SparseCategoricalAccuracy"), known_as("MeanIoU"), known_as("jaccard_macro")
     ('accuracy', 'mean_iou', 'iou_macro')

@@ -11,9 +11,9 @@ def arranged(measure: Function, name: str, num_classes: int | None, axis: int) -
 
     Args:
       measure: `(outputs, targets, weights=None) -> sums`.
-      name: of the metric, for messages.
+      name: the name of the metric, for messages.
       num_classes: how many there are; None: as many as the outputs tell.
-      axis: that of the classes.
+      axis: the axis of the classes.
     """
     if num_classes is None and axis == -1:
         return measure

@@ -66,7 +66,7 @@ def confusion_matrix(
 def plot_confusion_matrix(matrix: ArrayLike, names: Sequence[str] | None = None) -> Any:
     """Draws the weights of the examples by actual class (rows) and predicted class (columns).
 
-    Colours show shares of the row, so that classes with few examples are visible.
+    Colors show fractions of the row, so that classes with few examples are visible.
 
     >>> import matplotlib
     >>> matplotlib.use("agg")

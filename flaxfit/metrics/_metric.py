@@ -34,7 +34,7 @@ class Metric:
     of the values, such as `(batch, tokens)`, or is None; an example of weight 0 is padding and must
     not affect the sums, even if it holds NaN.
 
-    `compute(sums)` gets the added sums as NumPy arrays and returns a number or an array. It
+    `compute(sums)` receives the added sums as NumPy arrays and returns a number or an array. It
     divides, so it runs once, at the end.
 
     With `max_rows`, `measure` returns rows instead, which are not added but joined on the host:
@@ -144,7 +144,7 @@ def mean(values: Function, *, name: str | None = None) -> Metric:
     Args:
       values: `(*outputs, *targets) -> values` of shape `(batch, ...)`. All elements of an example
         count with the weight of the example, or each with its own. Or `(values, weights)`: then
-        these weights count, too, such as a mask of the tokens.
+        these weights also count, such as a mask of the tokens.
       name: the name of the metric; by default that of the function.
 
     >>> bias = mean(lambda outputs, targets: outputs - targets)
@@ -164,7 +164,7 @@ def sum(values: Function, *, name: str | None = None, mode: str | None = None) -
     8.0
 
     Args:
-      values: as of `mean`.
+      values: as in `mean`.
       name: the name of the metric; by default that of the function.
       mode: "min" or "max" if lower or higher values are better.
     """

@@ -13,7 +13,7 @@ from flaxfit.metrics._aliases import known_as
 from flaxfit.tree._functions import order_of, owner_of
 from flaxfit.tree._types import Function
 
-# The metrics whose name tells which values are better; that of a loss does, too.
+# The metrics whose name tells which values are better; that of a loss also does.
 _HIGHER = re.compile(
     r"(binary_|balanced_)?accuracy|exact_match|precision|recall|specificity|negative_predictive_value"
     r"|f1|fbeta|dice|(mean_|binary_)?iou|mcc|cohen_kappa|true_(positives|negatives)|(pr_)?auc"

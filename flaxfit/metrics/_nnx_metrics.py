@@ -12,8 +12,8 @@ from flaxfit.tree._types import Array
 
 
 def is_nnx_metric(metric: object) -> bool:
-    """Whether this is a metric of nnx, or its class."""
-    # A user of nnx has imported it; nobody else should pay for its import.
+    """Whether this is a metric of NNX, or its class."""
+    # A user of NNX has imported it; nobody else should pay for its import.
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return False
@@ -37,7 +37,7 @@ def from_nnx_metric(metric: Any) -> Metric:
     """Makes a `Metric` of an `nnx.metrics.Accuracy`, with weights; the object is not updated.
 
     Raises:
-      TypeError: it is another metric of nnx.
+      TypeError: it is another metric of NNX.
     """
     from flax.nnx import metrics as nnx_metrics
 
@@ -65,7 +65,7 @@ def from_nnx_metric(metric: Any) -> Metric:
             "one value per example, or flaxfit.metrics.Metric(measure, compute), where measure "
             "returns what update adds"
         )
-    raise TypeError(f"Cannot use this metric of nnx: {what}.")
+    raise TypeError(f"Cannot use this metric of NNX: {what}.")
 
 
 def _averages_loss(metric: Any) -> bool:

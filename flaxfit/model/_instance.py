@@ -1,4 +1,4 @@
-"""The nnx instance that a model was made of: what `fit` writes into it, and what users change."""
+"""The NNX instance that a model was made of: what `fit` writes into it, and what users change."""
 
 import contextlib
 import weakref
@@ -14,16 +14,16 @@ from flaxfit.tree._paths import flat
 from flaxfit.tree._types import Function, Variables
 
 _OWNERS: weakref.WeakValueDictionary[int, "Instance"] = weakref.WeakValueDictionary()
-"""By the `id` of an nnx instance, the `Instance` of the latest model made of it."""
+"""By the `id` of an NNX instance, the `Instance` of the latest model made of it."""
 
 
 class Instance:
-    """Writes weights into the nnx instance of an `apply`, and watches what users change in it.
+    """Writes weights into the NNX instance of an `apply`, and watches what users change in it.
 
     Without an instance it does nothing.
 
     Args:
-      apply: that of the task.
+      apply: the `apply` of the task.
       name: the class of the module, for notices.
     """
 
@@ -105,7 +105,7 @@ class Instance:
 
         Args:
           init: returns those of the instance.
-          variables: those of the model.
+          variables: the variables of the model.
 
         Raises:
           ValueError: some were added or removed, or have other shapes.

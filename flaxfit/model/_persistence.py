@@ -121,7 +121,7 @@ class Persistence(Programs):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Saves the training state and the history as the checkpoint of the present step.
 
-        With `save_companions` it saves the companions, too.
+        With `save_companions` it also saves the companions.
 
         >>> import tempfile
         >>> folder = tempfile.mkdtemp()
@@ -229,7 +229,7 @@ class Persistence(Programs):
             of any size.
           params: parameters to write instead of the present ones.
           trainable: whether TensorFlow may train the parameters of a SavedModel.
-          **options: those of `flaxfit.export.save`, `save_saved_model` or `save_onnx`.
+          **options: options of `flaxfit.export.save`, `save_saved_model` or `save_onnx`.
 
         Returns:
           The size of the file, and its largest difference from the model.

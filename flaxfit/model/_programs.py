@@ -1,4 +1,4 @@
-"""Programs: the tasks and loops of a model, and how they follow changes of its nnx instance."""
+"""Programs: the tasks and loops of a model, and how they follow changes of its NNX instance."""
 
 from flaxfit.loop._eval_loop import EvalLoop
 from flaxfit.loop._predictor import Predictor
@@ -25,7 +25,7 @@ class Programs:
         self._names = None
 
     def _follow_module(self) -> None:
-        """Makes all programs again if attributes of the nnx instance were changed.
+        """Makes all programs again if attributes of the NNX instance were changed.
 
         Raises:
           ValueError: the instance has other variables now, or a `fit` is running.

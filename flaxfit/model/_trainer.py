@@ -100,7 +100,7 @@ class Trainer:
 
     @property
     def state_in_place(self) -> TrainState:
-        """The training state, not copied: the next step uses it up."""
+        """The training state, not copied: the next step donates it."""
         return self.state if self.loop is None else self.loop.state_in_place
 
     @property
@@ -120,7 +120,7 @@ class Trainer:
 
     @property
     def revision(self) -> object:
-        """Identifies the present state in place, which a step uses up."""
+        """Identifies the current state in place, which a step donates."""
         return id(self._present), self._present.revision
 
     def averaged(self, state: TrainState) -> TrainState:
@@ -137,7 +137,7 @@ class Trainer:
         return variables if self.loop is None else self.strategy.collect(variables)
 
     def write_back(self, error: BaseException | None) -> None:
-        """Writes the weights into an nnx instance that was given; `error` has ended the `fit`."""
+        """Writes the weights into an NNX instance that was given; `error` has ended the `fit`."""
         self.instance.write(lambda: self.variables, error)
 
     def freeze(self, patterns: Any) -> None:

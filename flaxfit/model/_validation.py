@@ -40,8 +40,8 @@ class Validation:
       evaluator: measures.
       averaged: returns the state with the weights to measure.
       data: what `prepare` returned.
-      batch_size: of arrays and data sets.
-      is_given: whether the batch size was given for this data, and so is to be refused for batches.
+      batch_size: the batch size of arrays and data sets.
+      is_given: whether the batch size was given for this data, which is an error for batches.
       n_steps: how many batches to measure; None: all of them.
       is_due: whether the present epoch is validated.
     """

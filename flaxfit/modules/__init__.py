@@ -1,4 +1,4 @@
-"""Model families as pairs `(init, apply)` in the one convention that the core knows, linen's."""
+"""Model families as pairs `(init, apply)` in the one convention that the core knows, Linen's."""
 
 from flaxfit.modules._functions import ModelFunctions as ModelFunctions
 from flaxfit.modules._functions import from_function as from_function

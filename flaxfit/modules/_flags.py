@@ -18,7 +18,7 @@ _IN_TRAINING = {
 # Arguments of a call or an `apply` that are not inputs either.
 _OF_FLAX = frozenset(("rngs", "rng", "mutable"))
 
-# Other common names of such a switch: unset, it would be wrong in training or in evaluation.
+# Other common names of such a flag: unset, it would be wrong in training or in evaluation.
 _UNKNOWN = frozenset(
     ("eval", "eval_mode", "evaluation", "in_training", "inference", "inference_mode", "is_eval")
     + ("is_evaluation", "is_inference", "is_test", "is_testing", "is_train", "test", "test_mode")
@@ -34,7 +34,7 @@ def switches(train: bool) -> dict[str, bool]:
 def flags(values: Mapping[str, object], train: bool) -> dict[str, bool]:
     """The switches among named values, set for training or for evaluation.
 
-    A value that is neither a bool nor None is no switch, such as a `training` that holds settings.
+    A value that is neither a bool nor None is not a flag, such as a `training` that holds settings.
     """
     found = [name for name in values if isinstance(values[name], bool | None)]
     return {name: value for name, value in switches(train).items() if name in found}

@@ -12,11 +12,11 @@ from flaxfit.modules._handle import attached, with_handle
 from flaxfit.tree._types import Function, Params, PyTree, Rngs, Variables
 
 Names = str | type | Iterable[str | type]
-"""Collections by name, or types of nnx variables."""
+"""Collections by name, or types of NNX variables."""
 
 
 class ModelFunctions(NamedTuple):
-    """A model in the linen convention; unpacks as `(init, apply)`.
+    """A model in the Linen convention; unpacks as `(init, apply)`.
 
     >>> init, apply = ModelFunctions(lambda rngs, x: {"params": 2.0}, lambda v, x: v["params"] * x)
     >>> apply(init(None, 3.0), 3.0)
@@ -105,7 +105,7 @@ def from_function(
     `params, static = eqx.partition(model, eqx.is_inexact_array)`.
 
     An argument of the function that is named `train`, `is_training`, `deterministic` or the like
-    is set by `Model`, as it is for linen modules.
+    is set by `Model`, as it is for Linen modules.
 
     >>> init, apply = from_function(lambda w, x: w * x, 2.0)
     >>> float(apply(init(None, 3.0), 3.0))

@@ -26,7 +26,7 @@ class ModuleHandle(NamedTuple):
     inputs: Callable[[], tuple[str, ...] | None]
     """Returns the names of the inputs of its call; None if it takes any, or they are unknown."""
     assign: Callable[[Variables], list[Any]] | None = None
-    """Writes variables into an nnx instance, if it still exists, and returns the arrays that it
+    """Writes variables into an NNX instance, if it still exists, and returns the arrays that it
     now holds; None for other modules."""
     paths: Callable[[Any], dict[str, bool]] | None = None
     """Maps the paths of all variables to whether an NNX filter selects them; None for linen."""
@@ -46,10 +46,10 @@ def attached(apply: object) -> ModuleHandle | None:
 
 
 def is_module(given: object) -> bool:
-    """Whether this is a linen module, an nnx module, or a class of nnx modules."""
+    """Whether this is a Linen module, an NNX module, or a class of NNX modules."""
     if isinstance(given, nn.Module):
         return True
-    # A user of nnx has imported it; nobody else should pay for its import.
+    # A user of NNX has imported it; nobody else should pay for its import.
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return False

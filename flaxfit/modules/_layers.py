@@ -1,4 +1,4 @@
-"""The layers that a call of a linen or nnx module runs, and the shapes of their outputs."""
+"""The layers that a call of a Linen or NNX module runs, and the shapes of their outputs."""
 
 import contextlib
 import functools
@@ -27,7 +27,7 @@ def layers_of(module: Any, call: Function, *shapes: PyTree) -> tuple[list[Layer]
     """Returns the layers that a call runs, in the order in which they begin, and its outputs.
 
     Args:
-      module: the linen or nnx module that is called.
+      module: the Linen or NNX module that is called.
       call: calls it; it is traced, not run.
       *shapes: its arguments.
     """

@@ -1,4 +1,4 @@
-"""from_nnx: an nnx module as `(init, apply)`, its variables as plain dicts of arrays."""
+"""from_nnx: an NNX module as `(init, apply)`, its variables as plain dicts of arrays."""
 
 import contextlib
 import functools
@@ -32,11 +32,11 @@ def from_nnx(
     losses: Names = (),
     **modes: Any,
 ) -> ModelFunctions:
-    """Makes a model of an nnx module, or of a factory `(rngs) -> module`.
+    """Makes a model of an NNX module, or of a factory `(rngs) -> module`.
 
     Its variables become `{"params": ..., "batch_stats": ..., ...}`, one collection per type of
     variable. A shared variable is held once; arrays that are not variables are "constants". Random
-    states are not among them: every call gets its keys by `rngs`, and each stream of each layer
+    states are not among them: every call receives its keys by `rngs`, and each stream of each layer
     draws its own numbers. A call that has an argument `rngs` is given an `nnx.Rngs` of these keys,
     or None without keys, as in evaluation. Names of axes (`nnx.with_partitioning`) become
     collections `params_axes` and so on, which `init_state` splits off.
@@ -61,7 +61,7 @@ def from_nnx(
       **modes: further switches to set in the layers, such as `decode`.
 
     Raises:
-      TypeError: it is neither an nnx module nor a function that makes one of its rngs alone; its
+      TypeError: it is neither an NNX module nor a function that makes one of its rngs alone; its
         variables are references; its call takes `rngs` as the first or a positional-only argument.
         When `apply` is called: the call returns a module.
       ValueError: no part of the module has a mode. When `apply` is called: the model draws random
@@ -169,7 +169,7 @@ def from_nnx(
 
 
 def update_nnx(model: Any, variables: PyTree, *, losses: Names = ()) -> None:
-    """Writes copies of trained variables into an nnx instance, such as the one that you trained.
+    """Writes copies of trained variables into an NNX instance, such as the one that you trained.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -184,7 +184,7 @@ def update_nnx(model: Any, variables: PyTree, *, losses: Names = ()) -> None:
       losses: as passed to `from_nnx`; such variables are not changed.
 
     Raises:
-      TypeError: the model is not an instance of an nnx module; the variables are no mapping.
+      TypeError: the model is not an instance of an NNX module; the variables are not a mapping.
       ValueError: the variables do not fit the model, which is not changed then.
     """
     from flax import nnx
@@ -192,7 +192,7 @@ def update_nnx(model: Any, variables: PyTree, *, losses: Names = ()) -> None:
     from flaxfit.modules import _nnx_state as states
 
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"update_nnx needs an instance of an nnx module, got {model!r:.60}.")
+        raise TypeError(f"update_nnx needs an instance of an NNX module, got {model!r:.60}.")
     if not isinstance(variables, Mapping):
         raise TypeError(
             "update_nnx needs variables by collection, such as model.state.variables, got "
@@ -262,7 +262,7 @@ def _explained(position: int | None, n_inputs: int, is_keyless: bool) -> Iterato
             raise
         raise ValueError(
             f"The call failed where it is given no rngs, as in evaluation: {error}. To draw random "
-            "numbers in evaluation, too, name the streams: Model(..., eval_rngs=('noise',)) or "
+            "numbers in evaluation as well, name the streams: Model(..., eval_rngs=('noise',)) or "
             "EvalTask(..., rngs=('noise',)). Else test `rngs is None` in the call."
         ) from error
 

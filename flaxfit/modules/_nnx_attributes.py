@@ -1,6 +1,6 @@
-"""Attributes: what an nnx instance holds besides the values of its variables, and its changes.
+"""Attributes: what an NNX instance holds besides the values of its variables, and its changes.
 
-This imports nnx, so it is imported only where a model is an nnx module.
+This imports NNX, so it is imported only where a model is an NNX module.
 """
 
 import functools
@@ -25,7 +25,7 @@ Parts = Mapping[Any, Any]
 
 
 class Attributes:
-    """Remembers the attributes of an nnx instance, to find out whether they were changed.
+    """Remembers the attributes of an NNX instance, to find out whether they were changed.
 
     Modules, containers and objects of the user's classes are taken apart, so that a change in
     place is found. Values of variables and arrays do not count, nor what calls leave by `sow`, nor

@@ -1,6 +1,6 @@
-"""Explains errors of a call of an nnx module by the layer that raised them.
+"""Explains errors of a call of an NNX module by the layer that raised them.
 
-This imports nnx, so it is imported only where a model is an nnx module.
+This imports NNX, so it is imported only where a model is an NNX module.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _MISFIT = (
 
 @contextlib.contextmanager
 def misfits_explained(module: nnx.Module, inputs: PyTree) -> Iterator[None]:
-    """Explains that a layer of flax was made for arrays of other shapes.
+    """Explains that a layer of Flax was made for arrays of other shapes.
 
     Raises:
       ValueError: such an error was raised, which is its cause.
@@ -41,7 +41,7 @@ def misfits_explained(module: nnx.Module, inputs: PyTree) -> Iterator[None]:
 
 
 def _layer_of(error: Exception) -> Any:
-    """The module whose method has raised an error, if it is one of flax's own."""
+    """The module whose method has raised an error, if it is one of Flax's own."""
     owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     module = next((x for x in reversed(owners) if isinstance(x, nnx.Module)), None)
     return module if type(module).__module__.startswith("flax.") else None

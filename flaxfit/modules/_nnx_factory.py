@@ -10,8 +10,8 @@ from flaxfit.tree._types import Function, Rngs
 
 
 def is_nnx(model: object) -> bool:
-    """Whether a model is an nnx module or may be a factory of one, a function of its rngs alone."""
-    # A user of nnx has imported it; nobody else should pay for its import.
+    """Whether a model is an NNX module or may be a factory of one, a function of its rngs alone."""
+    # A user of NNX has imported it; nobody else should pay for its import.
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or isinstance(model, nnx.Module):
         return nnx is not None
@@ -27,7 +27,7 @@ def is_nnx(model: object) -> bool:
 
 
 def is_factory(given: object) -> bool:
-    """Whether this makes an nnx module, and cannot be an `init` or an `apply`.
+    """Whether this makes an NNX module, and cannot be an `init` or an `apply`.
 
     That is a `functools.partial` of a class, or a function with one argument, `rngs`.
     """
@@ -47,14 +47,14 @@ def make(model: Any, rngs: Rngs) -> Any:
     made = model
     if is_nnx(model) and not isinstance(model, nnx.Module):
         is_named = "rngs" in parameters(_maker(model))
-        # A strategy shards by names of dimensions later; nnx would ask for a mesh now.
+        # A strategy shards by names of dimensions later; NNX would ask for a mesh now.
         with nnx.use_eager_sharding(False):
             made = model(rngs=rngs) if is_named else model(rngs)
     if isinstance(made, nnx.Module):
         states.mark_arrays(made)
         return made
     raise TypeError(
-        "from_nnx needs an instance of an nnx module, or a function that makes one of its rngs "
+        "from_nnx needs an instance of an NNX module, or a function that makes one of its rngs "
         f"alone, got {model!r:.60}: pass `lambda rngs: Module(..., rngs=rngs)`."
     )
 

@@ -1,6 +1,6 @@
-"""The modes of an nnx module, such as `train`: found in its parts, and set in those of a copy.
+"""The modes of an NNX module, such as `train`: found in its parts, and set in those of a copy.
 
-This imports nnx, so it is imported only where a model is an nnx module.
+This imports NNX, so it is imported only where a model is an NNX module.
 """
 
 import functools
@@ -73,7 +73,7 @@ def _is_node(x: object) -> bool:
 
 @functools.cache
 def _is_subclass(kind: type, *classes: type) -> bool:
-    # Kept, since nnx answers in Python, and a large module has many thousand attributes.
+    # Kept, since NNX answers in Python, and a large module has many thousand attributes.
     return issubclass(kind, classes)
 
 

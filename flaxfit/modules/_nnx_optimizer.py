@@ -1,6 +1,6 @@
-"""The state of an `nnx.Optimizer`, split into arrays in dicts and classes of optax.
+"""The state of an `nnx.Optimizer`, split into arrays in dicts and classes of Optax.
 
-This imports nnx, so it is imported only where a step has nnx optimizers.
+This imports NNX, so it is imported only where a step has NNX optimizers.
 """
 
 import copy
@@ -17,7 +17,7 @@ from flaxfit.tree._types import PyTree
 
 
 class SplitOptimizer(NamedTuple):
-    """An optimizer as a graph, and the nnx form of its state, whose values do not matter."""
+    """An optimizer as a graph, and the NNX form of its state, whose values do not matter."""
 
     graph: nnx.GraphDef[Any]
     form: dict[str, PyTree]
@@ -48,7 +48,7 @@ def merged(
 
 
 def values_of(optimizer: nnx.Optimizer[Any]) -> dict[str, PyTree]:
-    """The state of an optimizer without types of nnx: that of optax is "opt_state"."""
+    """The state of an optimizer without types of NNX: that of Optax is "opt_state"."""
     return jax.tree.map(_plain, _form(optimizer), is_leaf=_is_nnx)
 
 
@@ -86,7 +86,7 @@ def _plain(node: PyTree) -> PyTree:
 
 
 def _replaced(form: PyTree, values: PyTree) -> PyTree:
-    """The nnx form with these plain values."""
+    """The NNX form with these plain values."""
 
     def replace(node: PyTree, value: PyTree) -> PyTree:
         if isinstance(node, nnx.State):

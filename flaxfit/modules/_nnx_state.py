@@ -1,6 +1,6 @@
-"""The state of an nnx module, split into plain dicts of arrays and merged again.
+"""The state of an NNX module, split into plain dicts of arrays and merged again.
 
-This imports nnx, so it is imported only where a model is an nnx module.
+This imports NNX, so it is imported only where a model is an NNX module.
 """
 
 import functools
@@ -33,7 +33,7 @@ Leaf = nnx.Variable | PyTree
 
 
 def variables_of(module: nnx.Module, losses: Sequence[str] = ()) -> Variables:
-    """The variables of a module without random states, by collection as in linen.
+    """The variables of a module without random states, by collection as in Linen.
 
     Those of the types named by `losses` are in the collection "losses".
     """
@@ -52,7 +52,7 @@ def persistent(variables: Variables) -> Variables:
 
 
 def axes_of(state: nnx.State, losses: Sequence[str] = ()) -> Variables:
-    """The names of axes given by `nnx.with_partitioning`, as in linen: collections `params_axes`,
+    """The names of axes given by `nnx.with_partitioning`, as in Linen: collections `params_axes`,
     and so on."""
     named = {}
     for _, (collection, *parents, name), leaf in _leaves(state, losses):
@@ -63,7 +63,7 @@ def axes_of(state: nnx.State, losses: Sequence[str] = ()) -> Variables:
 
 
 def mark_arrays(module: nnx.Module) -> None:
-    """Marks the plain arrays of a module made under a trace as data; nnx takes them for static."""
+    """Marks the plain arrays of a module made under a trace as data; NNX takes them for static."""
     for _, part in list(nnx.iter_graph(module)):
         for name, value in list(vars(part).items()) if isinstance(part, nnx.Pytree) else ():
             if isinstance(value, Tracer):

@@ -14,7 +14,7 @@ from flaxfit.tree._types import Function, PyTree, Sums
 
 
 def nnx_step(function: Function, **objects: Any) -> "NNXStep":
-    """Makes the `step` of a task of a function that updates nnx modules and optimizers in place.
+    """Makes the `step` of a task of a function that updates NNX modules and optimizers in place.
 
     The function is called with the modules and the optimizers by the names given here, with
     `batch`, and with `rngs`, an `nnx.Rngs` of the step, if it has such an argument. It returns what
@@ -41,7 +41,7 @@ def nnx_step(function: Function, **objects: Any) -> "NNXStep":
     Args:
       function: `(..., batch)` or `(..., batch, rngs)`, which returns the sums of a step; see
         `TrainTask.step`.
-      **objects: instances of nnx modules, `nnx.Optimizer`s and `nnx.ModelAndOptimizer`s. The
+      **objects: instances of NNX modules, `nnx.Optimizer`s and `nnx.ModelAndOptimizer`s. The
         state of one module is that of the module, so that an `EvalTask` of it measures the state;
         of several modules it has their names at the top.
 
@@ -155,7 +155,7 @@ def _check_kinds(objects: Mapping[str, Any]) -> None:
     for name, given in objects.items():
         if isinstance(given, nnx.Module | nnx.Optimizer):
             continue
-        advice = "pass an instance of an nnx module, or an nnx.Optimizer"
+        advice = "pass an instance of an NNX module, or an nnx.Optimizer"
         if isinstance(given, nnx.Rngs):
             advice = "a function with an argument rngs is given an nnx.Rngs of the step"
         elif isinstance(given, nnx.metrics.Metric):

@@ -17,15 +17,15 @@ def as_patterns(
     ('encoder/.*',)
 
     Args:
-      name: of the argument, for messages.
+      name: the name of the argument, for messages.
       given: a pattern or an NNX filter (a type of variables, `nnx.All(...)` and the like, or a
         predicate of the path, a tuple, and the variable), or several of them.
       apply: the function whose module the filters are of.
       collection: the collection whose paths are meant; None: those of all.
 
     Raises:
-      ValueError: a pattern is no regular expression; a filter selects nothing.
-      TypeError: a filter was given for a model that is no nnx module.
+      ValueError: a pattern is not a regular expression, or a filter selects nothing.
+      TypeError: a filter was given for a model that is not an NNX module.
     """
     is_one = isinstance(given, str) or not isinstance(given, Iterable)
     several: Any = [given] if is_one else given
@@ -58,7 +58,7 @@ def select(name: str, filter: Any, apply: object, *, collection: str | None) -> 
     handle = handle_of(apply)
     if handle is None or handle.paths is None:
         raise TypeError(
-            f"{name}: {label} is a filter of NNX variables, and the model is not an nnx module. "
+            f"{name}: {label} is a filter of NNX variables, and the model is not an NNX module. "
             "Give patterns of paths, such as 'encoder/.*'."
         )
     found = handle.paths(filter)

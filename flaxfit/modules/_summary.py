@@ -43,7 +43,7 @@ def summarize(
     9 trained · 0 frozen
 
     Args:
-      module: a linen or nnx module.
+      module: a Linen or NNX module.
       inputs: the model's inputs, a tuple or a dict; only shapes and dtypes matter.
       name: what to call the module; None: its class.
       variables: its variables by collection; None: those that it makes for these inputs.
@@ -56,7 +56,7 @@ def summarize(
       TypeError: the model is a pair of functions, which has no layers to show.
     """
     if isinstance(module, tuple):
-        raise TypeError("summary() shows the layers of a linen or nnx module, not of functions.")
+        raise TypeError("summary() shows the layers of a Linen or NNX module, not of functions.")
     functions = functions_of(module, train=False)
     shapes = shapes_of(inputs)
     streams = {"params", "dropout", *rngs} if isinstance(module, nn.Module) else set(rngs)

@@ -33,9 +33,9 @@ def train_and_eval(module: Any, *, losses: Names = ()) -> tuple[ModelFunctions, 
     3.0
 
     Args:
-      module: a linen module, an nnx module or a factory `(rngs) -> module`, or an
+      module: a Linen module, an NNX module or a factory `(rngs) -> module`, or an
         `(init, apply)` pair.
-      losses: collections whose values are terms of the loss, besides "losses"; of nnx, types of
+      losses: collections whose values are terms of the loss, besides "losses"; of NNX, types of
         variables or their names.
 
     Raises:
@@ -71,7 +71,7 @@ def functions_of(module: Any, *, train: bool, losses: Names = ()) -> ModelFuncti
     elif callable(module):
         hint = " A function or another family's model: wrap it by flaxfit.modules.from_function."
     raise TypeError(
-        "A model must be a linen module, an nnx module, a factory of one that takes rngs, or an "
+        "A model must be a Linen module, an NNX module, a factory of one that takes rngs, or an "
         f"(init, apply) pair; got {module!r:.80}.{hint}"
     )
 
@@ -94,7 +94,7 @@ def as_apply(owner: str, given: Any, *, train: bool) -> Function:
 
 
 def check_streams(owner: str, names: Sequence[str], apply: object) -> None:
-    """Checks that an nnx module has the random streams of these names.
+    """Checks that an NNX module has the random streams of these names.
 
     "dropout" and "params" may be named for every module, as they are by default.
     """
@@ -126,9 +126,9 @@ def as_init(owner: str, given: Any, apply: object = None) -> Any:
 
 
 def switched(module: nn.Module, train: bool) -> tuple[nn.Module, dict[str, bool]]:
-    """A linen module with its fields set, and the switches to pass to its call.
+    """A Linen module with its fields set, and the switches to pass to its call.
 
-    A switch that is both a field and an argument is passed if the field is None, as linen does.
+    A switch that is both a field and an argument is passed if the field is None, as Linen does.
     """
     values = {name: getattr(module, name, None) for name in module.__dataclass_fields__}
     check_switches({**values, **call_defaults(module.__call__)}, type(module).__name__)

@@ -1,4 +1,4 @@
-"""Optimizers: optax transformations with adjustable hyperparameters, groups and options."""
+"""Optimizers: Optax transformations with adjustable hyperparameters, groups and options."""
 
 from flaxfit.optim._averaged import averaged as averaged
 from flaxfit.optim._averaged import eval_params as eval_params

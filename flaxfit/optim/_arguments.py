@@ -10,7 +10,7 @@ from flaxfit.optim._freeze import merge
 from flaxfit.tree._types import Function, Params, PyTree
 
 OPTAX_ARGUMENTS = frozenset(("grad", "grad_fn", "obj_fn", "value", "value_fn"))
-"""Arguments of an update that transformations of optax take, and are not hyperparameters."""
+"""Arguments of an update that transformations of Optax take, and are not hyperparameters."""
 
 
 def named_arguments(update: Function) -> frozenset[str]:

@@ -83,7 +83,7 @@ def swap_ema(state: PyTree) -> PyTree:
 
 
 def with_average_of(state: PyTree, earlier: Mapping[str, PyTree]) -> PyTree | None:
-    """Gives a state the average of earlier "params" and "opt_state", beside the earlier params.
+    """Adds to a state the average of earlier "params" and "opt_state", beside the earlier params.
 
     Returns None if that is impossible, because a schedule-free optimizer trains others now.
     """

@@ -1,4 +1,4 @@
-"""OptimizerDef: an optax transformation whose hyperparameters stay adjustable."""
+"""OptimizerDef: an Optax transformation whose hyperparameters stay adjustable."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from flaxfit.tree._types import Array, ArrayLike, Function, OptState, Params, Py
 
 
 class OptimizerDef(Adjustable):
-    """Keeps the hyperparameters of an optax transformation in its state.
+    """Keeps the hyperparameters of an Optax transformation in its state.
 
     They can be read (`hyperparams(state)`), set (`set_hyperparams(state, learning_rate=0.1)`),
     and overridden for one step (`update(grads, state, params, learning_rate=0.1)`). A set value
@@ -33,16 +33,16 @@ class OptimizerDef(Adjustable):
     >>> optimizer
     OptimizerDef(adam, learning_rate)
 
-    A subclass defines an optimizer of your own. It passes its hyperparameters to
-    `super().__init__`, by name or as one dataclass, and has two methods: `init_param_state(param)`
-    returns the state of a parameter, `apply_param_gradient(step, hyper_params, param, state, grad)`
-    the new parameter and its new state. As everywhere in optax, the update that is applied is the
-    difference between the new parameter and the old one.
+    A subclass defines your own optimizer. It passes its hyperparameters to `super().__init__`, by
+    name or as one dataclass, and has two methods: `init_param_state(param)` returns the state of a
+    parameter, `apply_param_gradient(step, hyper_params, param, state, grad)` the new parameter and
+    its new state. As everywhere in Optax, the update that is applied is the difference between the
+    new parameter and the old one.
 
     Args:
-      optax_factory: a function that makes an optax transformation, such as `optax.adam`.
-      static: names of arguments that the factory gets unchanged, such as numbers that it needs as
-        Python numbers, and functions that are not schedules.
+      optax_factory: a function that makes an Optax transformation, such as `optax.adam`.
+      static: names of arguments that the factory receives unchanged, such as numbers that it needs
+        as Python numbers, and functions that are not schedules.
       **hyperparams: arguments of the factory; the numbers and the schedules among them become
         hyperparameters.
 
@@ -85,7 +85,7 @@ class OptimizerDef(Adjustable):
             return factory(**others, **values)
 
         self._make_unadjusted = tuple if is_own else functools.partial(optax_factory, **given)
-        # optax injects the arguments that the signature names.
+        # Optax injects the arguments that the signature names.
         names = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self._live]
         vars(make)["__signature__"] = inspect.Signature(names)
         dtype = jnp.result_type(float)
@@ -134,7 +134,7 @@ class OptimizerDef(Adjustable):
 
         Args:
           target: the parameters.
-          focus: a filter, as of `MultiOptimizer`: only these parameters are updated.
+          focus: a filter, as in `MultiOptimizer`: only these parameters are updated.
         """
         if focus is not None:
             return MultiOptimizer((focus, self)).create(target)
@@ -150,7 +150,7 @@ class OptimizerDef(Adjustable):
         return str(list(self._live))
 
     def _init(self, params: Params) -> OptState:
-        # Without optax's step count, which nothing reads: each array in a state costs about a
+        # Without Optax's step count, which nothing reads: each array in a state costs about a
         # microsecond per step.
         with self._explained():
             return self._injected.init(params)._replace(count=())
@@ -281,7 +281,7 @@ def _check_names(given: Mapping[str, PyTree]) -> None:
 def _check_factory(factory: object, given: Mapping[str, PyTree], static: Iterable[str]) -> None:
     if isinstance(factory, optax.GradientTransformation) or not callable(factory):
         raise TypeError(
-            "OptimizerDef needs a function that makes an optax transformation, and its arguments "
+            "OptimizerDef needs a function that makes an Optax transformation, and its arguments "
             f"by name, such as OptimizerDef(optax.adam, learning_rate=1e-3), got {factory!r:.80}."
         )
     if unknown := [name for name in static if name not in given]:

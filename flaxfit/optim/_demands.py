@@ -26,7 +26,7 @@ _IGNORES = "sam.<locals>.transparent_update_fn"
 def check_demands(owner: str, optimizer: object) -> None:
     """Checks that an optimizer needs no more than what a step passes to it.
 
-    Inspects closures, where optax's chains, groups and wrappers keep their parts.
+    Inspects closures, where Optax's chains, groups and wrappers keep their parts.
     """
     found = {}
     for function in _updates(optimizer):

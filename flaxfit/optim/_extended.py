@@ -24,7 +24,7 @@ class ExtendedState(NamedTuple):
     average: Params = ()
     """The exponential moving average of the trained parameters."""
     scale: PyTree = ()
-    """flax's `DynamicScale` of the loss, for float16."""
+    """Flax's `DynamicScale` of the loss, for float16."""
     recent: Recent | tuple[()] = ()
     """The loss and the norm of the gradient in recent steps, for `skip_above`."""
     n_steps: ArrayLike | tuple[()] = ()
@@ -33,7 +33,7 @@ class ExtendedState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ExtendedOptimizer:
-    """Wraps an optax transformation, which does not see the frozen parameters."""
+    """Wraps an Optax transformation, which does not see the frozen parameters."""
 
     user: optax.GradientTransformation
     """The optimizer that was passed."""

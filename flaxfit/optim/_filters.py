@@ -60,7 +60,7 @@ def assign(filters: Sequence[Filter], names: Sequence[str], params: Params) -> P
     paths = [path for path, _ in _parameters(params)]
     chosen = [_select(filter, params) for filter in filters]
     for name, filter, selected in zip(names, filters, chosen, strict=True):
-        # optax finds parameters in a state by initializing a tree without any.
+        # Optax finds parameters in a state by initializing a tree without any.
         if paths and not any(selected) and not _may_be_frozen(filter, params):
             raise ValueError(
                 f"Group {name!r} matches no parameter (patterns match whole paths: use "
@@ -89,7 +89,7 @@ def _select(filter: Filter, params: Params) -> list[bool]:
         return [re.fullmatch(filter, path) is not None for path, _ in _parameters(params)]
     if is_nnx_filter(filter):
         raise TypeError(
-            f"{filter!r} is a filter of NNX variables, which only a task with an nnx module can "
+            f"{filter!r} is a filter of NNX variables, which only a task with an NNX module can "
             "resolve: give the MultiOptimizer to TrainTask or Model, and not within another "
             "transformation. Or choose the group by a pattern of paths."
         )
@@ -125,7 +125,7 @@ def _collapsed(labels: PyTree) -> PyTree:
 
 
 def _parameters(params: Params) -> list[tuple[str, ArrayLike]]:
-    """Returns paths and leaves; a value in a box (nnx variable, linen metadata) has its path."""
+    """Returns paths and leaves; a value in a box (NNX variable, Linen metadata) has its path."""
     leaves = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         is_boxed = path and path[-1] == jax.tree_util.GetAttrKey("value")

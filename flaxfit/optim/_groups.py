@@ -18,7 +18,7 @@ from flaxfit.tree._types import ArrayLike, OptState, Params, PyTree
 
 
 class MultiOptimizer(Adjustable):
-    """Updates each group of parameters with an optimizer of its own.
+    """Updates each group of parameters with its own optimizer.
 
     A parameter in no group is never updated and has no optimizer state. A group is named by its
     pattern, or by its position where its filter is not a pattern, and has its own hyperparameters.
@@ -37,9 +37,9 @@ class MultiOptimizer(Adjustable):
     Args:
       *groups: pairs of a filter and an optimizer. A filter is a pattern that matches whole paths
         ("encoder/.*"), an NNX filter such as `nnx.LoRAParam` or `nnx.All(...)` if the task has
-        an nnx module, a function `(path, value) -> bool` of the path as text ("encoder/kernel")
+        an NNX module, a function `(path, value) -> bool` of the path as text ("encoder/kernel")
         and the array, or an object with `iterate` and `update`, such as a
-        `flax.traverse_util.ModelParamTraversal`. An optimizer is an `OptimizerDef` or any optax
+        `flax.traverse_util.ModelParamTraversal`. An optimizer is an `OptimizerDef` or any Optax
         transformation.
 
     Raises:

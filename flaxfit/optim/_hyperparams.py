@@ -25,7 +25,7 @@ class GroupsState(NamedTuple):
 def hyperparams(opt_state: OptState, group: str | int | None = None) -> dict[str, PyTree]:
     """Reads the hyperparameters in an optimizer state: by name, those of groups by group and name.
 
-    Searches the whole tree: the states of `OptimizerDef`s, of groups, and of optax's own
+    Searches the whole tree: the states of `OptimizerDef`s, of groups, and of Optax's own
     `inject_hyperparams`. A scheduled value is that of the latest step, or of the first step before
     any was taken. Under `jit` the values are traced.
 

@@ -29,7 +29,7 @@ class Optimizer(struct.PyTreeNode):
     Array([1., 1.], dtype=float32)
 
     Attributes:
-      optimizer_def: the optax transformation.
+      optimizer_def: the Optax transformation.
       state: its state.
       target: the parameters.
     """
@@ -109,7 +109,7 @@ class Optimizer(struct.PyTreeNode):
 
 
 class Adjustable(optax.GradientTransformationExtraArgs, abc.ABC):
-    """An optax transformation that knows its hyperparameters.
+    """An Optax transformation that knows its hyperparameters.
 
     Subclasses implement `_init` and `_update` in place of a pair of functions.
     """
@@ -120,7 +120,7 @@ class Adjustable(optax.GradientTransformationExtraArgs, abc.ABC):
         cls.__signature__ = inspect.Signature(arguments)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Makes the pair of functions that optax unpacks."""
+        """Makes the pair of functions that Optax unpacks."""
 
         def init(params: Params) -> OptState:
             return made._init(params)

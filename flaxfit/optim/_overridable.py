@@ -13,7 +13,7 @@ class OverrideState(NamedTuple):
     """The state of a scheduled hyperparameter."""
 
     schedule: PyTree
-    """The state of the schedule, which advances under an override, too."""
+    """The state of the schedule, which also advances under an override."""
     value: ArrayLike
     """The override."""
     is_set: ArrayLike

@@ -1,4 +1,4 @@
-"""The learning rate of a plain optax optimizer, such as `optax.adam(1e-3)`: read and set."""
+"""The learning rate of a plain Optax optimizer, such as `optax.adam(1e-3)`: read and set."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ _lock = threading.RLock()
 
 
 class PlainRate(NamedTuple):
-    """Where optax has put the number that it was given as the learning rate."""
+    """Where Optax has put the number that it was given as the learning rate."""
 
     value: float
     cells: tuple[CellType, ...]

@@ -106,7 +106,7 @@ class Checkpoint:
 
     @property
     def is_borrowed(self) -> bool:
-        """Whether its arrays belong to the loop, whose next step uses them up."""
+        """Whether its arrays belong to the loop, whose next step donates them."""
         return any(isinstance(self.__dict__[name], Borrowed) for name in _BORROWABLE)
 
     def with_metrics(self, metrics: Mapping[str, float], prefix: str = "") -> "Checkpoint":
@@ -137,7 +137,7 @@ class Checkpoint:
         if "loss" not in self.metrics:
             raise KeyError(
                 f"This checkpoint has no metric 'loss'; it has {', '.join(self.metrics) or 'none'}."
-                " A step of your own reports one if it returns it: (state, {'loss': value})."
+                " A custom step reports one if it returns it: (state, {'loss': value})."
             )
         return self.metrics["loss"]
 
@@ -167,7 +167,7 @@ class Checkpoint:
         return self.last_grads
 
     def module(self) -> Any:
-        """Returns the trained module, in evaluation mode: an nnx module, or a bound linen module.
+        """Returns the trained module, in evaluation mode: an NNX module, or a bound Linen module.
 
         Its weights are their average where one is kept, and copies in any case.
 

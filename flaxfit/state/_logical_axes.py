@@ -104,7 +104,7 @@ def _of_collection(place: str, tree: PyTree) -> Iterator[tuple[str, PartitionSpe
 
 
 def _holds_names(tree: PyTree) -> bool:
-    """Whether a collection holds only names: one of arrays may be called `..._axes`, too."""
+    """Whether a collection holds only names: one of arrays may also be called `..._axes`."""
     return all(map(_is_names, jax.tree.leaves(tree, is_leaf=_is_names)))
 
 

@@ -49,7 +49,7 @@ def specs_by_parameter(
     Args:
       state: `{"opt_state": ...}`.
       params: `{"params": ...}`; the outer keys are not part of the paths that are compared.
-      specs: of the parameters, by path. Arrays of a parameter without a spec get none.
+      specs: the specs of the parameters, by path. Arrays of a parameter without a spec have none.
     """
     parameters = {p[1:]: (path_of(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)}
     found = {}
@@ -94,7 +94,7 @@ def _derived(path: KeyPath, shape: Shape, whole: Shape, spec: PartitionSpec) -> 
 def _factor(path: KeyPath, whole: Shape, names: Names) -> set[Names]:
     """Names Adafactor's factors: `v_row` lacks the largest dimension, `v_col` the next.
 
-    Among equal dimensions optax decides by this very call of `argsort`.
+    Among equal dimensions Optax decides by this very call of `argsort`.
     """
     words = path_of(path).split("/")
     ordered = np.argsort(whole)

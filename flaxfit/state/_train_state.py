@@ -51,7 +51,7 @@ class TrainState(State, repr=False):
         {'w': 1.0}
 
         Args:
-          optimizer: an optax transformation.
+          optimizer: an Optax transformation.
           variables: `{"params": ...}` and other collections, with or without names of axes.
           key: a random key or an integer seed.
 
@@ -76,7 +76,7 @@ class TrainState(State, repr=False):
         Array(1, dtype=int32)
 
         Args:
-          optimizer: the optax transformation that made `opt_state`.
+          optimizer: the Optax transformation that made `opt_state`.
           grads: gradients, shaped like `params`.
           model_state: the model's new state; None keeps the present one.
           group: the name or the position of a group of a `MultiOptimizer`, to update it alone: the
@@ -88,7 +88,7 @@ class TrainState(State, repr=False):
             that it does not have.
         """
         if "learning_rate" in hyperparams:
-            # optax silently ignores what none of its transformations takes.
+            # Optax silently ignores what none of its transformations takes.
             check_known(["learning_rate"], names_of(self.opt_state), describe(self.opt_state))
         if group is not None:
             hyperparams["group"] = group_named(self.opt_state, group)

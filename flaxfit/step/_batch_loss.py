@@ -50,7 +50,7 @@ def loss_of(
     """The loss of the examples of this replica.
 
     The mean over parts of a batch is the loss of the batch only if each example has its own value.
-    Any other loss gets the outputs and targets of all replicas. `rows_of()` returns which
+    Any other loss receives the outputs and targets of all replicas. `rows_of()` returns which
     outputs have an axis of examples; without it, the size of the first axis decides.
 
     Raises:

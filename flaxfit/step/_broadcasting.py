@@ -127,7 +127,7 @@ def _takes_any_number(function: Function, outputs: PyTree, targets: PyTree) -> b
         closed = jax.make_jaxpr(function)(*outputs, *targets)
     except Exception:  # It takes equal numbers only, as it should.
         return False
-    # An index beyond the rows is no error in JAX: outputs[jnp.arange(len(targets)), targets].
+    # An index beyond the rows is not an error in JAX: outputs[jnp.arange(len(targets)), targets].
     is_in_order = any(picks_in_order(closed, *each) for each in itertools.permutations(_NUMBERS))
     if is_in_order and not pairs_rows(closed, *_NUMBERS):
         return False

@@ -90,7 +90,7 @@ def weights_of(batch: Batch, loss: Any = None) -> PyTree:
     """The weights of a batch, of examples or tokens, or by output; 1 where it has none."""
     if batch.weights is None:
         return jnp.ones(n_examples(batch))
-    # In the default dtype: with 64 bits enabled, their sum has 64 bits, too.
+    # In the default dtype: with 64 bits enabled, their sum also has 64 bits.
     weights = jax.tree.map(lambda each: jnp.asarray(each, float), batch.weights)
     if isinstance(loss, LossByOutput) and not isinstance(weights, Mapping) and weights.ndim > 1:
         return {OTHER_OUTPUTS: weights}  # The outputs may differ in the values for each weight.

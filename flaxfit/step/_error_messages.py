@@ -57,7 +57,7 @@ parameters and optimizer state. To save memory:
   a smaller batch, such as batch_size={half} (Model.find_batch_size finds the largest that fits)
   accumulate=2: the same update, computed in two halves of each batch
   precision='bfloat16'
-  rematerialisation of the large layers: nn.remat(Layer), nnx.remat, jax.checkpoint
+  rematerialization of the large layers: nn.remat(Layer), nnx.remat, jax.checkpoint
   strategy=Sharded.fsdp(): parameters and optimizer state divided between the devices
 On a GPU, JAX takes three quarters of the memory; XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 lets it \
 have more."""

@@ -32,7 +32,7 @@ def make_eval_step(
     Args:
       task: an `EvalTask`.
       axis_name: the mapped axis to reduce over, where the step runs once per replica.
-      virtual_replicas: as of `make_train_step`.
+      virtual_replicas: as in `make_train_step`.
     """
 
     collecting = [name for name, metric in task.metrics.items() if metric.max_rows is not None]
@@ -69,10 +69,10 @@ def make_predict_step(
 
     Args:
       apply: `apply(variables, *inputs)`, such as the `apply` of a module in evaluation mode.
-      precision: what to compute in, as of a `TrainTask`.
-      rngs: the random streams to supply, as of an `EvalTask`.
+      precision: the dtype to compute in, as in `TrainTask`.
+      rngs: the random streams to supply, as in `EvalTask`.
       axis_name: the mapped axis, where the step runs once per replica; it matters to `rngs` alone.
-      virtual_replicas: as of `make_train_step`; they matter to `rngs` alone.
+      virtual_replicas: as in `make_train_step`; they matter only for `rngs`.
     """
     apply = in_precision(apply, precision)
 

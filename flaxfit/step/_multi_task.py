@@ -28,9 +28,9 @@ def MultiTask(
 
     A task's `apply` uses the parameters that it needs. Each task has its own data, loss and
     metrics, reported as "<task>/<metric>" (`nan` for a task without a step since the last
-    checkpoint); "loss" is the mean over the examples of all tasks. Checkpoints hold the position
-    of each task in its data. The run ends when the data of any task ends. Parameters that a task
-    does not use get a gradient of zero, on which an optimizer with moments still acts.
+    checkpoint); "loss" is the mean over the examples of all tasks. Checkpoints hold the position of
+    each task in its data. The run ends when the data of any task ends. Parameters that a task does
+    not use have a gradient of zero, on which an optimizer with moments still acts.
 
     >>> import optax
     >>> x, w = np.ones((8, 1), np.float32), np.zeros(1, np.float32)
@@ -45,7 +45,7 @@ def MultiTask(
       tasks: by name; they share one optimizer object.
       weights: the relative frequency of each task, by name: turns are then drawn by the seed and
         the step. None: one after the other.
-      seed: of the draws.
+      seed: the seed of the draws.
 
     Raises:
       ValueError: the tasks have different optimizers, or weights name other tasks.
@@ -215,7 +215,7 @@ def _check(tasks: dict[str, TrainTask], weights: Mapping[str, float] | None) -> 
     if given := [name for name, task in tasks.items() if task.companions]:
         raise ValueError(
             f"The tasks {', '.join(map(repr, given))} have companions, which would be constants of "
-            "the step: train such a task in a loop of its own."
+            "the step: train such a task in its own loop."
         )
     if unknown := [name for name in weights or () if name not in tasks]:
         raise ValueError(

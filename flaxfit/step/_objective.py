@@ -251,7 +251,7 @@ def _sums_of_aux(
 ) -> dict[str, Sums]:
     """The sums of the further results of an objective: `(sum, weight)` by name.
 
-    Values are weighted as those of the objective, by its `own` weights where these fit, too.
+    Values are weighted as those of the objective, also by its `own` weights where these fit.
     """
     found = {}
     check_names(aux)

@@ -121,7 +121,7 @@ class _Known:
 
 
 class _Other:
-    """A part of a result that is no array, as a part of its structure."""
+    """A part of a result that is not an array, as a part of its structure."""
 
     def __init__(self, value: Any):
         self.value = value

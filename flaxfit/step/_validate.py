@@ -78,7 +78,7 @@ def inspect(
       state: the training state, or that to measure.
       batch: the first batch, as the user passed it.
       data: all of the data, if available, whose values are checked; else the batch's are.
-      bind: of the strategy, to trace as it does.
+      bind: the `bind` of the strategy, to trace as it does.
       known: what was traced before of this task, by shapes; it is added to.
       is_resumed: whether the run began before this batch. Its values are not checked then, as they
         would not have been without the interruption.

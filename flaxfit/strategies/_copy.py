@@ -44,7 +44,7 @@ def unaliased(x: np.ndarray, platform: str) -> np.ndarray:
     share memory that is aligned to 64 bytes; elsewhere the transfer goes on in the background.
 
     Args:
-      platform: that of the devices, as JAX names it.
+      platform: the platform of the devices, as JAX names it.
     """
     if not x.flags.writeable:
         return x

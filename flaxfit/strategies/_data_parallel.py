@@ -58,7 +58,7 @@ class DataParallel:
     """
 
     shardings: None = None
-    """A state may be created anywhere, as each device gets all of it."""
+    """A state may be created anywhere, as each device holds all of it."""
     runs_eagerly = False
 
     def __init__(

@@ -20,7 +20,7 @@ class Eager:
     Eager(DataParallel(1 cpu device))
 
     Args:
-      strategy: of one device, whose axis models may name; None: the first local device.
+      strategy: a strategy of one device, whose axis models may name; None: the first local device.
 
     Raises:
       ValueError: the strategy has several devices or virtual replicas, or there are several

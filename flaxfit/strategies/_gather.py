@@ -11,7 +11,7 @@ from flaxfit.tree._types import ArrayLike, PyTree
 def gather(tree: PyTree) -> PyTree:
     """Gathers a tree of arrays that are spread over devices into NumPy arrays on the host.
 
-    With several processes all of them must call it, and each gets all of the arrays. Moves one
+    With several processes all of them must call it, and each receives all of the arrays. Moves one
     array at a time. Random keys stay keys.
 
     >>> gather({"w": jnp.ones(2)})

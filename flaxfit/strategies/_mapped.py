@@ -21,8 +21,8 @@ def mapped(
 ) -> jax.stages.Wrapped:
     """Maps `function(whole, ..., part)` over the devices of a mesh with one axis.
 
-    Each device gets all of the first arguments, and its element of the leaves `(devices, ...)` of
-    the last one; the leaves as they are if `is_unsplit`. The programs of both implementations
+    Each device receives all of the first arguments, and its element of the leaves `(devices, ...)`
+    of the last one; the leaves as they are if `is_unsplit`. The programs of both implementations
     differ in that alone.
 
     >>> mesh, batch = Mesh(jax.devices()[:2], ("replica",)), jax.numpy.ones((2, 1))

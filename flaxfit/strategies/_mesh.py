@@ -54,7 +54,7 @@ def fsdp_axis(fsdp: bool | str, sizes: Mapping[str, int]) -> str | None:
 def within(
     mesh: Mesh, rules: Rules, batch_axes: tuple[str, ...], dropped: Collection[str]
 ) -> Iterator[None]:
-    """Shows flax the mesh and the rules for names of dimensions, while a function is traced.
+    """Shows Flax the mesh and the rules for names of dimensions, while a function is traced.
 
     The rule "batch" comes from `batch_axes`. An axis is a rule for its own name, unless `dropped`.
     """

@@ -115,7 +115,7 @@ class Sharded:
     ) -> "Sharded":
         """Splits the arrays of a model with named dimensions over `size` devices.
 
-        The remaining devices split the batch, and with `fsdp` the rest of the arrays, too.
+        The remaining devices split the batch, and with `fsdp` also the rest of the arrays.
 
         >>> Sharded.tensor_parallel(2, fsdp=True, devices=jax.devices()[:4])
         Sharded(data=2, model=2, fsdp='data')

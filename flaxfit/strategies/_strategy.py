@@ -79,7 +79,7 @@ class Strategy(Protocol):
     def join(self, outputs: PyTree) -> PyTree:
         """Joins outputs computed from a split batch into NumPy leaves `(n, ...)`, in order.
 
-        Every process calls it, and gets the rows of all of them.
+        Every process calls it, and receives the rows of all of them.
         """
         ...
 

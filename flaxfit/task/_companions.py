@@ -41,7 +41,7 @@ def as_companions(owner: str, task: Any) -> Mapping[str, Companion]:
     """Checks the companions of a task against its objective; returns them in one form.
 
     Raises:
-      TypeError: one is neither `(apply, variables)` nor an nnx module.
+      TypeError: one is neither `(apply, variables)` nor an NNX module.
       ValueError: a name does not fit, there is no objective, or it takes other keywords.
     """
     given = {} if task.companions is None else task.companions
@@ -84,8 +84,8 @@ def _as_companion(owner: str, given: Any) -> Companion:
         if hasattr(given, "module") and hasattr(type(given), "state"):
             hint = " Give the module of a Model: (model.module, model.state.variables)."
         raise TypeError(
-            f"{owner} must be (apply, variables), (linen module, variables), (nnx class, "
-            f"variables) or an nnx module, got {given!r:.80}.{hint}"
+            f"{owner} must be (apply, variables), (Linen module, variables), (NNX class, "
+            f"variables) or an NNX module, got {given!r:.80}.{hint}"
         )
     apply, variables = given
     if not isinstance(variables, Mapping) or "params" not in variables:

@@ -221,7 +221,7 @@ def _extended_optimizer(
         given = optax.identity() if own is None else own
     if own is not None and given is not own:
         raise ValueError(
-            "The step has optimizers of its own, those of nnx_step: leave the optimizer out."
+            "The step has its own optimizers, those of nnx_step: leave the optimizer out."
         )
     if hasattr(given, "tx") and hasattr(given, "wrt"):
         given = _transformation_of(given)
@@ -229,13 +229,13 @@ def _extended_optimizer(
     if not is_optimizer and not isinstance(given, Optimizer):
         advice = ""
         if isinstance(given, str):
-            advice = " Strings do not name optimizers: pass the object."
+            advice = " Strings are not accepted: call the function."
         elif callable(given) and hasattr(given, "__name__"):
             advice = f" Call it: {given.__name__}(learning_rate)."
             if "schedule" in given.__qualname__:
                 advice = " Pass a schedule as the rate of an optimizer: optax.adam(schedule)."
         raise TypeError(
-            "The optimizer must be an optax transformation, such as optax.adam(1e-3), got "
+            "The optimizer must be an Optax transformation, such as optax.adam(1e-3), got "
             f"{given!r:.80}.{advice}"
         )
     user = getattr(given, "optimizer_def", given)

@@ -61,7 +61,7 @@ def _is_list(given: object) -> bool:
 
 
 def _by_output(given: Any, names: list[str]) -> Any:
-    """Lists of metrics in the order of the outputs, as Keras takes them, by the names of these."""
+    """Lists of metrics in the order of the outputs, as Keras takes them, by output name."""
     if isinstance(given, str):
         given = [given]
     if not isinstance(given, list | tuple) or not given:

@@ -59,7 +59,7 @@ def _is_default(field: dataclasses.Field, value: Any) -> bool:
 
 def _in_words(name: str, value: Any) -> str:
     """Returns a short text of the value of a field; "" if it has none."""
-    if name == "optimizer":  # Those of optax are functions without a name.
+    if name == "optimizer":  # Those of Optax are functions without a name.
         return repr(value) if isinstance(value, Adjustable) else ""
     if name == "loss":
         return describe_loss(value)

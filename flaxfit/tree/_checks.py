@@ -28,7 +28,7 @@ def whole_number(name: str, value: PyTree, *, least: int = 1, other: str | None 
     TypeError: n_steps must be an integer, got 3.0.
 
     Args:
-      name: of the argument, for messages.
+      name: the name of the argument, for messages.
       value: the argument.
       least: the smallest number allowed.
       other: what else the caller takes, for messages.
@@ -46,7 +46,7 @@ def whole_number(name: str, value: PyTree, *, least: int = 1, other: str | None 
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """Expands "~" in a path, and refuses URLs.
+    """Expands "~" in a path, and raises an error for URLs.
 
     >>> local_path("gs://bucket/run")
     Traceback (most recent call last):

@@ -38,8 +38,8 @@ def label_of(pattern: object) -> str:
 
 
 def is_nnx_filter(given: object) -> bool:
-    """Whether this is a type of nnx variables, or a filter made of such, as `nnx.All(...)`."""
-    # A user of nnx has imported it; nobody else should pay for its import.
+    """Whether this is a type of NNX variables, or a filter made of these, as `nnx.All(...)`."""
+    # A user of NNX has imported it; nobody else should pay for its import.
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return False

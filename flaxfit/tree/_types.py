@@ -53,7 +53,7 @@ Rngs: TypeAlias = Any
 
 
 class Transformation(Protocol):
-    """An optax transformation, or another object with the same two functions."""
+    """An Optax transformation, or another object with the same two functions."""
 
     @property
     def init(self) -> Function:

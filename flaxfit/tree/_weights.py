@@ -9,7 +9,7 @@ Shape = tuple[int, ...]
 
 
 def beside(weights: Array, shape: Shape, owner: str = "An array") -> Array:
-    """Gives weights the number of axes of values, to which they then broadcast from the left.
+    """Adds axes to weights, so that they broadcast to values from the left.
 
     >>> beside(jnp.ones((4, 3)), (4, 3, 2)).shape, beside(jnp.ones((4, 1)), (4,)).shape
     ((4, 3, 1), (4,))

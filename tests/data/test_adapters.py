@@ -121,7 +121,7 @@ def test_one_pass_over_an_ended_stream_of_another_kind_is_an_error():
         (dict, TypeError, "Cannot read batches from <class 'dict'>"),
         ({"x": [1, 2]}, TypeError, "must hold arrays, got int: 1. Give arrays"),
         ({"train": "a"}, TypeError, "must hold arrays, got str: 'a'"),
-        ((X, Y, W, W), TypeError, "got 4 parts. Put several inputs into a tuple of their own"),
+        ((X, Y, W, W), TypeError, "got 4 parts. Put several inputs into their own tuple"),
         ([1.0, 2.0], TypeError, "got a list of float: convert it with np.asarray"),
         ([], ValueError, "The list of batches is empty."),
         ((X, Y[:3]), ValueError, "x has 10 rows but y has 3."),

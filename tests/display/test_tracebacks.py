@@ -38,7 +38,7 @@ def make_model(**options):
 
 
 def test_a_worded_error_shows_the_frame_of_the_caller_alone():
-    with pytest.raises(TypeError, match="optax transformation") as caught:
+    with pytest.raises(TypeError, match="Optax transformation") as caught:
         ff.Model(nn.Dense(1), "adam", "mse")
     assert names_in(caught.value) == ["test_a_worded_error_shows_the_frame_of_the_caller_alone"]
     assert is_worded(caught.value)
@@ -83,7 +83,7 @@ def test_a_generator_that_is_run_does_too():
         (lambda: ff.losses.mse(np.zeros(3), np.zeros((3, 1))), "Squeeze the targets"),
         (lambda: ff.losses.huber(delta=2.0)(np.zeros(3), np.zeros(4)), "Reshape one of them"),
         (lambda: ff.losses.resolve("entropy"), "There is no loss 'entropy'"),
-        (lambda: ff.modules.from_nnx(3), "needs an instance of an nnx module"),
+        (lambda: ff.modules.from_nnx(3), "needs an instance of an NNX module"),
         (lambda: ff.DataParallel(devices=3), "a sequence of devices"),
         (lambda: ff.ArrayStream(3, batch_size=4), "x must be an array"),
         (lambda: ff.History()["loss"], "The history has no 'loss'"),
@@ -208,7 +208,7 @@ def test_a_call_with_other_arguments_ends_at_the_call():
 @pytest.mark.parametrize("name", ["FLAXFIT_FULL_TRACEBACKS", "JAX_TRACEBACK_FILTERING"])
 def test_a_variable_of_the_environment_shows_all_frames(monkeypatch, name):
     monkeypatch.setenv(name, "1" if name.startswith("FLAXFIT") else "off")
-    with pytest.raises(TypeError, match="optax transformation") as caught:
+    with pytest.raises(TypeError, match="Optax transformation") as caught:
         ff.Model(nn.Dense(1), "adam", "mse")
     assert len(names_in(caught.value)) > 3
 

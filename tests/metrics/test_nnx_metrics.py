@@ -59,7 +59,7 @@ class Precise(nnx.metrics.Accuracy):
 )
 def test_others_are_refused_with_what_to_use(given, message):
     for metrics in ([given], {"it": given}):
-        with pytest.raises(TypeError, match=f"Cannot use this metric of nnx: .*{message}"):
+        with pytest.raises(TypeError, match=f"Cannot use this metric of NNX: .*{message}"):
             as_metrics(metrics)
-    with pytest.raises(TypeError, match="Cannot use this metric of nnx"):
+    with pytest.raises(TypeError, match="Cannot use this metric of NNX"):
         as_metrics(nnx.MultiMetric(it=given))

@@ -276,7 +276,7 @@ def test_update_nnx_writes_all_variables_or_none_and_names_what_does_not_fit():
     with pytest.raises(ValueError, match="lack .* at batch_stats/norm/mean, batch_stats/norm/var"):
         update_nnx(net, {"params": other["params"]})
     assert_equal(from_nnx(net).init(None), variables)
-    with pytest.raises(TypeError, match="instance of an nnx module"):
+    with pytest.raises(TypeError, match="instance of an NNX module"):
         update_nnx(Net, variables)
 
 

@@ -331,8 +331,8 @@ OTHER = nnx.Optimizer(Net(nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param)
 @pytest.mark.parametrize(
     ("objects", "error", "message"),
     [
-        ({"model": 3}, TypeError, "cannot use model=3: pass an instance of an nnx module"),
-        ({"model": Net}, TypeError, "pass an instance of an nnx module"),
+        ({"model": 3}, TypeError, "cannot use model=3: pass an instance of an NNX module"),
+        ({"model": Net}, TypeError, "pass an instance of an NNX module"),
         ({"model": MODEL, "optimizer": optax.sgd(0.1)}, TypeError, r"wrap it: nnx.Optimizer\("),
         ({"model": MODEL, "optimizer": nnx.metrics.Average()}, TypeError, "return what it meas"),
         ({"model": MODEL, "rngs": nnx.Rngs(0)}, TypeError, "given an nnx.Rngs of the step"),
@@ -360,7 +360,7 @@ def test_a_step_without_modules_or_sums_is_named():
 
 def test_optimizers_and_states_of_others_are_refused():
     step = nnx_step(train_step, **make())
-    with pytest.raises(ValueError, match="The step has optimizers of its own"):
+    with pytest.raises(ValueError, match="The step has its own optimizers"):
         ff.TrainTask(step=step, optimizer=optax.sgd(0.1))
     state = ff.TrainState.create(optax.sgd(0.1), step.init(None))
     with pytest.raises(ValueError, match=r"TrainLoop\(step.init"):

@@ -58,7 +58,7 @@ def test_it_is_shown_by_its_name_and_can_be_resolved_again():
 
 @pytest.mark.parametrize("apply", [nn.Dense(2).apply, lambda v, x: x, None])
 def test_a_filter_needs_an_nnx_module(apply):
-    with pytest.raises(TypeError, match="freeze: LoRAParam is a filter .* is not an nnx module"):
+    with pytest.raises(TypeError, match="freeze: LoRAParam is a filter .* is not an NNX module"):
         as_patterns("freeze", nnx.LoRAParam, apply)
 
 

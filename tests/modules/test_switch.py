@@ -188,7 +188,7 @@ class Mlp(nn.Module):
     ],
 )
 def test_anything_else_is_a_worded_error(model, advice):
-    with pytest.raises(TypeError, match=f"(?s)A model must be a linen module.*{advice}"):
+    with pytest.raises(TypeError, match=f"(?s)A model must be a Linen module.*{advice}"):
         train_and_eval(model)
 
 

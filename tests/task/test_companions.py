@@ -37,8 +37,8 @@ def task_of(companions, objective=objective, **options):
         ({"ema": PAIR}, ValueError, "No companion can be called 'ema'"),
         ({"teacher": PAIR, "judge": PAIR}, ValueError, "no parameter for the companions judge"),
         ({}, ValueError, "parameters for the companions teacher, but there is none"),
-        ({"teacher": MODULE}, TypeError, "'teacher' must be .apply, variables., .linen module"),
-        ({"teacher": nnx.Linear}, TypeError, "'teacher' must be .apply, variables., .linen module"),
+        ({"teacher": MODULE}, TypeError, "'teacher' must be .apply, variables., .Linen module"),
+        ({"teacher": nnx.Linear}, TypeError, "'teacher' must be .apply, variables., .Linen module"),
         ({"teacher": (3, VARIABLES)}, TypeError, "companion 'teacher' needs a module or an apply"),
         (
             {"teacher": (MODULE, VARIABLES["params"])},
@@ -68,7 +68,7 @@ def task_of(companions, objective=objective, **options):
         (
             {"teacher": ff.Model(MODULE, optax.sgd(0.1), "mse")},
             TypeError,
-            "'teacher' must be .*nnx class, variables.*model.module, model.state.variables",
+            "'teacher' must be .*NNX class, variables.*model.module, model.state.variables",
         ),
     ],
 )

@@ -171,13 +171,13 @@ def test_filters_of_a_task_whose_module_is_replaced_select_in_the_new_one():
     plain = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="freeze: .*LoRAParam.* selects no parameter"):
         dataclasses.replace(make_task(other, freeze=nnx.LoRAParam), apply=plain)
-    with pytest.raises(TypeError, match="freeze: .*LoRAParam.* and the model is not an nnx module"):
+    with pytest.raises(TypeError, match="freeze: .*LoRAParam.* and the model is not an NNX module"):
         dataclasses.replace(task, apply=nn.Dense(1))
 
 
 def test_a_filter_within_another_transformation_is_refused():
     optimizer = optax.chain(MultiOptimizer((nnx.LoRAParam, optax.sgd(0.1))))
-    with pytest.raises(TypeError, match="LoRAParam.*only a task with an nnx module can resolve"):
+    with pytest.raises(TypeError, match="LoRAParam.*only a task with an NNX module can resolve"):
         net = Net(nnx.Rngs(0))
         last(make_loop(net, make_task(net, optimizer)))
 

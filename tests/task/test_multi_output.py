@@ -436,7 +436,10 @@ ONE = np.ones((4, 2), "f4")
         ((ONE, ONE, ONE), r"a tuple of 2; got outputs and targets of shapes \(4, 2\), \(4, 2\)"),
         (({"a": ONE}, {"a": ONE, "b": ONE}), "a loss for 'b', but no such output: there are 'a'"),
         (({"a": ONE, "b": ONE}, {"a": ONE}), "a loss for 'b', but no such target"),
-        ((ONE, ONE, ONE, ONE[:, 0]), "output 'b': loss 'mse' expects targets of the shape"),
+        (
+            (ONE, ONE, ONE, ONE[:, 0]),
+            "output 'b': loss 'mse' expects targets and outputs of the same",
+        ),
     ],
     ids=["three", "output", "target", "shape"],
 )

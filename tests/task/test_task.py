@@ -31,13 +31,13 @@ def test_a_task_or_model_without_a_loss_is_told_what_takes_its_place():
         return apply(*batch.inputs)[..., 0]
 
     apply, x = nn.Dense(1), np.ones((4, 2), "f4")
-    with pytest.raises(TypeError, match="needs a loss, such as 'crossentropy'.*objective="):
+    with pytest.raises(TypeError, match="needs loss= .such as 'crossentropy'.*objective="):
         ff.Model(apply, optax.sgd(0.1)).fit(x, verbose=0)
     for make in (ff.TrainTask, ff.Model):
         make(apply, optax.sgd(0.1), objective=objective)
 
 
 def test_an_optimizer_by_name_or_uncalled_is_answered_with_a_call():
-    for optimizer, advice in ("adam", "write the call"), (optax.adam, r"adam\(learning_rate\)"):
-        with pytest.raises(TypeError, match=rf"optax transformation, such as .*{advice}"):
+    for optimizer, advice in ("adam", "call the function"), (optax.adam, r"adam\(learning_rate\)"):
+        with pytest.raises(TypeError, match=rf"Optax transformation, such as .*{advice}"):
             ff.Model(nn.Dense(1), optimizer, "mse")
