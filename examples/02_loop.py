@@ -54,7 +54,7 @@ def main():
 
     # A checkpoint gives its network, trained and in evaluation mode.
     right = (last.module()(x_test).argmax(-1) == y_test).sum()
-    print(f"{right} of {len(y_test)} are right")
+    print(f"{right} of {len(y_test)} are correct")
     print(f"stopped at step {last.step}, test accuracy {last.metrics['test_accuracy']:.4f}")
 
 

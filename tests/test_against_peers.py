@@ -27,11 +27,11 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 DIFFERENCES = {  # What: in Keras, in flaxfit.
     "`kl_divergence`": ("probabilities below 1e-7 count as 1e-7", "exact, from logits"),
     "focal losses of logits": (
-        "probabilities below 1e-7 count as 1e-7, with a slope of 0",
+        "probabilities below 1e-7 count as 1e-7, with a gradient of 0",
         "exact",
     ),
-    "slope of `mae` at an error of 0": ("-1 on JAX, 0 on TensorFlow", "0"),
-    "slope of `cosine_distance` at a vector of zeros": ("`nan` on JAX", "a number"),
+    "gradient of `mae` at error 0": ("-1 on JAX, 0 on TensorFlow", "0"),
+    "gradient of `cosine_distance` at a zero vector": ("`nan` on JAX", "finite"),
     "`auc`": ("200 thresholds", "all scores, to 0.001"),
     "`top_k` of equal scores": ("all are among the highest", "the first is"),
     "metrics, if all weights are 0": ("0", "`nan`"),

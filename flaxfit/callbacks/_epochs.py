@@ -39,7 +39,7 @@ class Epochs:
 
     @property
     def number(self) -> int:
-        """The number of the present epoch, from 0 or from `initial_epoch`."""
+        """The number of the current epoch, from 0 or from `initial_epoch`."""
         return self._first + max(self._n_begun - 1, 0)
 
     def _begin(self, step: int) -> None:

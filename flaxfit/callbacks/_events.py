@@ -39,9 +39,9 @@ class Events:
 
     Args:
       on_epoch_begin: a function `(epoch, logs)`.
-      on_epoch_end: a function `(epoch, logs)`, with those of validation.
+      on_epoch_end: a function `(epoch, logs)`, whose logs include validation.
       on_train_begin: a function `(logs)`.
-      on_train_end: a function `(logs)`, with those of the last epoch.
+      on_train_end: a function `(logs)`, with the logs of the last epoch.
       on_train_batch_begin: a function `(batch, logs)`. This and the next event run one step per
         dispatch.
       on_train_batch_end: a function `(batch, logs)`, with the means of the epoch so far, for which
@@ -53,7 +53,7 @@ class Events:
       on_predict_end: a function `(logs)`, after it.
 
     Raises:
-      TypeError: a function does not take these arguments, or there is no such event.
+      TypeError: a function does not take these arguments, or an event is unknown.
     """
 
     borrows = True

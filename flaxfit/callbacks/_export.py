@@ -43,7 +43,7 @@ class Export:
       format: "stablehlo", "saved_model" or "onnx".
       mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
       apply: a module, or `apply(variables, *inputs)` in evaluation mode; None: the model of `fit`.
-      input_spec: `flaxfit.export.InputSpec`s; None: those of the batches of the loop, of any size.
+      input_spec: `flaxfit.export.InputSpec`s; None: the specs of the loop's batches, of any size.
       ema: whether to write the average of the parameters; None: if there is one, of `ema=` or
         of a schedule-free optimizer.
       **options: options of `flaxfit.export.save`, `save_saved_model` or `save_onnx`.

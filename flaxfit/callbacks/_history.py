@@ -121,7 +121,7 @@ class History(Mapping[str, list[float]]):
           mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
 
         Raises:
-          KeyError: there is no such metric.
+          KeyError: the metric is unknown.
           ValueError: no value is finite, or it is not known which values of the metric are better.
         """
         values, best = self[name], None

@@ -29,7 +29,8 @@ class ReduceLROnPlateau:
       verbose: 0 prints nothing.
       mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
       min_delta: an improvement is larger than this.
-      cooldown: the number of checkpoints, including that of the reduction, before it counts again.
+      cooldown: the number of checkpoints, including the one of the reduction, before it counts
+        again.
       min_lr: the rate is not lowered below this.
       group: the group of a `MultiOptimizer`; None: all of them.
     """

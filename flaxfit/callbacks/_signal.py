@@ -1,4 +1,4 @@
-"""SaveOnSignal: saves after the present dispatch when a signal asks the process to end."""
+"""SaveOnSignal: saves after the current dispatch when a signal asks the process to end."""
 
 import queue
 import signal

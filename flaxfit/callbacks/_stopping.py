@@ -46,7 +46,7 @@ class EarlyStopping:
       verbose: 1 prints when it stops and what it restores.
       mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
       baseline: a value to beat; only improvements beyond it reset `patience`.
-      restore_best_weights: Keras's name of `restore_best`.
+      restore_best_weights: Keras's name for `restore_best`.
       start_from_epoch: the number of initial checkpoints (epochs, in `fit`) to ignore: they neither
         end training nor are the best.
       restore_best: whether to restore the best weights when training ends; None: yes.

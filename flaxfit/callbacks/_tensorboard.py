@@ -40,12 +40,12 @@ class TensorBoardLogger:
         checkpoints hold them (`TrainLoop(keep_grads=True)`); a number n: at every n-th checkpoint
         (epoch, in `fit`).
       hparams: the settings of the run, for the table of hyperparameters.
-      split: whether to write the metrics of validation to `folder/validation`, without the `val_`
-        of their names, and all else to `folder/train`, so that TensorBoard draws both in one chart.
-      histogram_freq: Keras's name of `histograms`.
-      update_freq: "epoch", or a number of steps: after so many each time it also writes the means
-        of the metrics since the last checkpoint, as "batch_loss" and so on, for which it waits for
-        the device; "batch" is 1.
+      split: whether to write the metrics of validation to `folder/validation`, without the prefix
+        `val_`, and everything else to `folder/train`, so that TensorBoard draws both in one chart.
+      histogram_freq: Keras's name for `histograms`.
+      update_freq: "epoch", or a number of steps: every this many steps it also writes the means of
+        the metrics since the last checkpoint, as "batch_loss" and so on, for which it waits for the
+        device; "batch" is 1.
       write_images: whether to also write parameters of one or two axes as images, whenever
         histograms are written: black is the lowest value, white the highest.
       embeddings_freq: n, to write the tables of `Embed` layers, for the projector, at every n-th
@@ -53,11 +53,12 @@ class TensorBoardLogger:
       embeddings_metadata: a label for each row of these tables, or the name of a file of them in
         the folder of events (`folder/train` with `split`), which may begin with a line of names of
         columns; a mapping gives them by the path of the layer.
-      log_dir: Keras's name of `folder`.
+      log_dir: Keras's name for `folder`.
 
     Raises:
-      TypeError: there is no such option.
-      ValueError: when a loop takes it, the model has no `Embed` layer, or labels do not fit.
+      TypeError: an option is unknown.
+      ValueError: when a loop takes it, the model has no `Embed` layer, or labels do not match its
+        rows.
       ImportError: tensorboardX is not installed.
     """
 
@@ -146,7 +147,7 @@ class TensorBoardLogger:
           name: the name to show it under.
           image: an array `(height, width)` or `(height, width, channels)`; floats from 0 to 1, or
             uint8.
-          step: None: that of the latest checkpoint.
+          step: the step to log at; None: the step of the latest checkpoint.
         """
         image = np.asarray(image)
         layout = "HW" if image.ndim == 2 else "HWC"

@@ -58,13 +58,13 @@ class Throughput:
     >>> throughput = Throughput(peak_flops=989e12)
 
     Args:
-      tokens_per_example: None: the length of the first input if that is integers
-        `(batch, length)`, else tokens are not reported.
+      tokens_per_example: the tokens of an example. None: the length of the first input if that is
+        integers `(batch, length)`, else tokens are not reported.
       flops_per_example: operations for an example, forward and backward; None: as XLA counts
         them. Give them for models with kernels or `while` loops that XLA cannot count.
-      peak_flops: the peak operations per second of one device; None: the maker's figure for
-        16-bit numbers, if the kind of device is known; else there is neither `mfu` nor `hfu`.
-        Give that of float32 for a model that computes in float32.
+      peak_flops: the peak operations per second of one device; None: the maker's figure for 16-bit
+        numbers, if the kind of device is known; else there is neither `mfu` nor `hfu`. For a model
+        that computes in float32, give the float32 peak.
     """
 
     borrows = True

@@ -1,4 +1,4 @@
-"""TrackedRun: a run of a tracking service, from its first numbers to the end of training."""
+"""TrackedRun: a run of a tracking service, from its first metrics to the end of training."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ Run: TypeAlias = Any
 
 
 class TrackedRun(ABC):
-    """Base of the loggers of tracking services: opens a run, sends numbers, and ends it."""
+    """Base of the loggers of tracking services: opens a run, sends metrics, and ends it."""
 
     borrows = True
 

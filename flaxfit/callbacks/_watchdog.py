@@ -19,8 +19,8 @@ class Watchdog:
     checkpoints, nor a stopped process. Compilation, the inspection of the first batch and the
     callbacks (evaluation, saving) have their own allowance. The exit code is `ExitCode.HUNG`.
 
-    Given to a `TrainLoop` or to `fit`, it guards the very first batch as well, that of the
-    validation data included. Code that never releases Python's lock also stops the watchdog.
+    Given to a `TrainLoop` or to `fit`, it also guards the very first batch, including the first one
+    of the validation data. Code that never releases Python's lock also stops the watchdog.
 
     >>> watchdog = Watchdog(300, slow_seconds=3600)
 

@@ -83,8 +83,8 @@ class CheckpointFileReader:
 
         Raises:
           TypeError: the template is not a state.
-          ValueError: the checkpoint does not fit the template (every difference is listed);
-            there is no such step; all checkpoints are damaged.
+          ValueError: the checkpoint does not match the template (every difference is listed), the
+            step does not exist, or all checkpoints are damaged.
         """
         if template is None and isinstance(self.target, TrainState):
             template = self.target
@@ -220,7 +220,7 @@ def restore(
 
     Raises:
       FileNotFoundError: the folder holds no checkpoint.
-      ValueError: the checkpoint does not fit the target or `partial`; all checkpoints are damaged.
+      ValueError: the checkpoint does not match the target or `partial`, or all are damaged.
     """
     reader = CheckpointFileReader(folder, which=which, strict=strict)
     found = reader.read(target, partial=partial)

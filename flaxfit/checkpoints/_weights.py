@@ -97,7 +97,7 @@ def load_weights(
       The weights, or the state with them.
 
     Raises:
-      ValueError: the file is damaged; it does not fit the target (every difference is listed);
+      ValueError: the file is damaged; it does not match the target (every difference is listed);
         `partial` matches nothing.
     """
     if partial is not None and target is None:

@@ -59,16 +59,16 @@ class CheckpointFileWriter:
 
     Args:
       output_dir: the folder of the run; made if it does not exist.
-      keep: how many of the last steps to keep, at least 1; None keeps all.
+      keep: the number of last steps to keep, at least 1; None keeps all.
       monitor: a metric whose best step is kept as well; of equal ones, the last is the best. None:
         none, or "val_loss" if an option below asks for the best.
       mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the losses
         of Optax; other metrics need "min" or "max".
-      keep_best: how many of the best steps to keep; None: one, if a metric is monitored.
+      keep_best: the number of best steps to keep; None: one, if a metric is monitored.
       save_best_only: whether to save only a checkpoint that is better than all before it in this
         folder; `save` saves any. A run that resumes from the folder begins at the last one saved.
-      initial_value_threshold: with `save_best_only`, a value that the metric has to beat as well.
-      save_freq: "epoch", or a number of steps, every so many of which a writer in `callbacks` also
+      initial_value_threshold: with `save_best_only`, a value that the metric must also beat.
+      save_freq: "epoch", or a number of steps: every this many steps a writer in `callbacks` also
         saves; a resumed run then continues within the epoch.
       name: a template of what follows the number of a step in the name of its folder: "120@03-0.25"
         by "{epoch:02d}-{val_loss:.2f}". Its fields are "step", "epoch" (from 1 as in Keras, in
@@ -169,10 +169,10 @@ class CheckpointFileWriter:
 
         Args:
           checkpoint: what to save.
-          history: the metrics of the run so far; JSON. None: those of a `History` among the
+          history: the metrics of the run so far; JSON. None: the metrics of a `History` among the
             callbacks of the loop.
-          callback_states: the states of callbacks by their names; JSON. None: those of the loop's
-            callbacks.
+          callback_states: the states of callbacks by their names; JSON. None: the states of the
+            loop's callbacks.
 
         Returns:
           The folder of the step, which exists once the save is complete.

@@ -25,7 +25,7 @@ class DataStream(Protocol):
     """
 
     def __iter__(self) -> Self:
-        """Returns the stream itself: iterating continues at the present position."""
+        """Returns the stream itself: iterating continues at the current position."""
         ...
 
     def __next__(self) -> PyTree:

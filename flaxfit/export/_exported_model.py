@@ -74,8 +74,8 @@ class ExportedModel:
           **named: the inputs of a method that takes them by keyword.
 
         Raises:
-          TypeError: an input cannot be cast without loss, such as real numbers to whole ones.
-          ValueError: there is no such method, or it takes other inputs.
+          TypeError: an input cannot be cast without loss, such as floats to integers.
+          ValueError: the method does not exist, or takes other inputs.
         """
         name = self._default if method is None else method
         if name not in self._compiled:

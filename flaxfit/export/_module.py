@@ -130,7 +130,7 @@ class JaxModule:
         {'w': Array([0., 0., 0.], dtype=float32)}
 
         Args:
-          params: a pytree like the present one, of the same shapes and dtypes.
+          params: a pytree like the current one, of the same shapes and dtypes.
 
         Raises:
           ValueError: it differs; every difference is listed, and nothing has changed.

@@ -43,7 +43,7 @@ def save_onnx(
     [2.0, 4.0]
 
     Args:
-      module: what to write.
+      module: the module to write.
       path: the file; an existing one is replaced.
       method: the method to write; None: the default or only one.
       opset: the version of ONNX's operators.

@@ -46,9 +46,9 @@ def save_saved_model(
     [2.0, 4.0]
 
     Args:
-      module: what to write; its `trainable` parameters can be trained in TensorFlow.
+      module: the module to write; its `trainable` parameters can be trained in TensorFlow.
       path: the folder; an existing SavedModel is replaced.
-      platforms: those that can run it, of "cpu", "cuda", "rocm" and "tpu".
+      platforms: the platforms that can run it, of "cpu", "cuda", "rocm" and "tpu".
       gradients: whether the loaded model can be differentiated.
       stablehlo_version: the version of the programs; TensorFlow must know it.
       samples: inputs to compare on, each a tuple, if random ones make no sense.

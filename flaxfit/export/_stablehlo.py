@@ -44,9 +44,9 @@ def save(
     0.0
 
     Args:
-      module: what to write.
+      module: the module to write.
       path: the file; an existing one is replaced.
-      platforms: those that can run it, of "cpu", "cuda", "rocm" and "tpu".
+      platforms: the platforms that can run it, of "cpu", "cuda", "rocm" and "tpu".
       gradients: whether the loaded model can be differentiated (once).
       stablehlo_version: the version of the programs, by default an old one that older JAX also
         reads; None: JAX's own.
@@ -92,7 +92,7 @@ def load(path: str | os.PathLike[str]) -> ExportedModel:
     FileNotFoundError: [Errno 2] No such file or directory: 'no/such/file'
 
     Raises:
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: the file does not exist.
       ValueError: `save` did not write it, it is damaged, or this JAX is too old for it.
       ImportError: flatbuffers is not installed.
     """

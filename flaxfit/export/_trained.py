@@ -64,7 +64,7 @@ def write(
     ValueError: format must be one of 'stablehlo', 'saved_model', 'onnx', got 'tflite'.
 
     Args:
-      module: what to write.
+      module: the module to write.
       path: the file, or the folder of a SavedModel.
       format: "stablehlo", "saved_model" or "onnx".
       **options: options of `save`, `save_saved_model` or `save_onnx`.

@@ -46,12 +46,12 @@ def fill(
         relaxes nothing else.
       partial: whether leaves that the checkpoint lacks keep their values: True, or a pattern that
         matches their whole paths, such as "head/.*".
-      dtype: the dtype to cast floating arrays to; None is that of the leaf.
+      dtype: the dtype to cast floating arrays to; None: the dtype of the leaf.
       lazy: whether to leave `LazyArray`s in the tree instead of reading them.
       **opts: passed to the rules.
 
     Raises:
-      ValueError: the checkpoint and the tree do not fit.
+      ValueError: the checkpoint and the tree do not match.
     """
     if translator is None:
         translation = Translation(checkpoint, {}, [], [], {})

@@ -37,7 +37,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
         of Orbax; or the folder or prefix of a TensorFlow checkpoint.
 
     Raises:
-      FileNotFoundError: there is no such checkpoint.
+      FileNotFoundError: the checkpoint does not exist.
       UnreadableFile: it is damaged, or of an unsupported kind.
     """
     path = local_path(path)

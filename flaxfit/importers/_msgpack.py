@@ -25,7 +25,7 @@ def load_msgpack(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     {'dense/bias': LazyThreadPoolArray(shape=(3,), dtype=float64)}
 
     Raises:
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: the file does not exist.
       UnreadableFile: it is damaged or another kind of MessagePack file.
     """
     path = local_path(path)

@@ -30,7 +30,7 @@ def load_npz(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
     {'dense/kernel': LazyThreadPoolArray(shape=(2, 3), dtype=float64)}
 
     Raises:
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: the file does not exist.
       UnreadableFile: it is damaged, or holds more than numbers.
     """
     path = local_path(path)

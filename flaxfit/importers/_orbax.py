@@ -36,7 +36,7 @@ def load_orbax(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
       path: the folder of a tree, or of a step that contains one tree.
 
     Raises:
-      FileNotFoundError: there is no such checkpoint.
+      FileNotFoundError: the checkpoint does not exist.
       UnreadableFile: it is damaged or in an unsupported format.
     """
     path = local_path(path)

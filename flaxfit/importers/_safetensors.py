@@ -24,7 +24,7 @@ def load_safetensors(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
       path: a file, an index (`model.safetensors.index.json`), or a folder with either.
 
     Raises:
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: the file does not exist.
       UnreadableFile: it is damaged or in an unsupported format.
     """
     path = local_path(path)

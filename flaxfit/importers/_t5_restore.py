@@ -63,11 +63,11 @@ def restore_from_t5(
         Optax's Adafactor (or keep no statistics). Its counts become the step; hyperparameters and
         accumulated gradients stay. False keeps the target's optimizer state. In either case, a
         moving average of the parameters starts at the imported ones.
-      dtype: the dtype to cast floating arrays to; None is that of the target.
+      dtype: the dtype to cast floating arrays to; None: the dtype of the target.
       **opts: passed to the rules. Unless given, `relative_bias` is as in the target.
 
     Raises:
-      ValueError: lists all names and shapes that do not fit.
+      ValueError: names or shapes do not match; it lists all of them.
       UnreadableFile: the checkpoint is damaged.
     """
     tree = _layout(target, optimizer_state)
@@ -130,7 +130,7 @@ def _relative_bias(names: Iterable[str]) -> dict[str, str]:
 
 
 def _rename_statistics(translation: Translation, leaves: Mapping[str, ArrayLike]) -> Translation:
-    """Gives the statistics the names of a target: T5X's, or those of Optax's state.
+    """Renames the statistics as in a target: T5X's names, or those of Optax's state.
 
     Optax keeps one tree for each kind of statistic, somewhere in its state, and counts its steps
     there; a moving average of the parameters becomes the parameters. A target that keeps no

@@ -43,7 +43,7 @@ def load_t5x(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
       path: the folder of one step, or a checkpoint in a single file.
 
     Raises:
-      FileNotFoundError: there is no such checkpoint.
+      FileNotFoundError: the checkpoint does not exist.
       UnreadableFile: it is damaged or in an unsupported format.
     """
     path = local_path(path)

@@ -55,7 +55,7 @@ def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
         even if that file names another one, from which they were copied.
 
     Raises:
-      FileNotFoundError: there is no such checkpoint.
+      FileNotFoundError: the checkpoint does not exist.
       UnreadableFile: it is damaged, or of an unsupported kind.
     """
     prefix = _prefix(local_path(path))

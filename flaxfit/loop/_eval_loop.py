@@ -60,10 +60,10 @@ class EvalLoop:
       task: what to measure, on one pass over its data.
       name: the prefix of the metrics that are added to a checkpoint.
       n_steps: the number of batches to measure; None: all of one pass.
-      ema: whether to measure the average of the parameters, that of `ema=` or of a schedule-free
+      ema: whether to measure the average of the parameters, from `ema=` or a schedule-free
         optimizer.
-      strategy: where arrays live; None: that of the loop whose callback this is, else all local
-        devices.
+      strategy: where arrays live; None: the strategy of the loop whose callback this is, else all
+        local devices.
     """
 
     borrows = True
@@ -174,7 +174,7 @@ class EvalLoop:
         Args:
           state: a state with the parameters to measure.
           data: anything that `as_stream` takes, instead of the data of the task.
-          n_steps: the number of batches to measure; None: that of the loop.
+          n_steps: the number of batches to measure; None: the loop's `n_steps`.
           watch: a function of the number of measured batches, called after each of them.
 
         Raises:

@@ -202,7 +202,7 @@ class RunState:
         True
 
         Args:
-          batch_size: examples in the step; None: those of a regular batch of the data.
+          batch_size: examples in the step; None: the size of a regular batch of the data.
         """
         return self.step_cost(batch_size).flops
 

@@ -14,7 +14,7 @@ class Schedule:
     [1, 6, 6, 10, 10]
 
     Raises:
-      TypeError: one of the numbers is not whole.
+      TypeError: one of the numbers is not an integer.
       ValueError: one of them is too small.
     """
 

@@ -67,12 +67,12 @@ class Settings(RunState):
 
     @property
     def task(self) -> TrainTask:
-        """The task that is trained, with the present `freeze` and `norms`."""
+        """The task that is trained, with the current `freeze` and `norms`."""
         return self._stepper.task
 
     @property
     def hyperparams(self) -> dict[str, Any]:
-        """The optimizer's hyperparameters by name, those of groups by group and name.
+        """The optimizer's hyperparameters by name, or for groups by group and name.
 
         An `OptimizerDef`, a `MultiOptimizer` and `optax.inject_hyperparams` have them. A scheduled
         one has the value of the latest step. Of a plain optimizer, such as `optax.adam(1e-3)`,
@@ -84,7 +84,7 @@ class Settings(RunState):
         """The name of a group of the optimizer, given by name or position.
 
         Raises:
-          ValueError: there is no such group; the error lists the groups.
+          ValueError: the group does not exist; the error lists the groups.
         """
         return group_name(self._stepper.state.opt_state, group)
 

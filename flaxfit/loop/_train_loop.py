@@ -55,8 +55,8 @@ class TrainLoop(Checkpointing):
         `CheckpointFileReader`.
       task: what to train.
       rnkey: a random key or an integer seed; not needed if `init` holds a state.
-      input_sample: the inputs of a batch, for their shapes; None: those of the first batch, which
-        is then trained on.
+      input_sample: the inputs of a batch, for their shapes; None: the inputs of the first batch,
+        which is then trained on.
       n_steps_per_checkpoint: steps from one checkpoint to the next.
       n_steps: the step to end at, counted from step 0; None: until the data ends.
       collections: names of random streams, instead of the task's `rngs`.

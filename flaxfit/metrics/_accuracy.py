@@ -1,4 +1,4 @@
-"""Accuracy and its relatives: how often the outputs name the right class."""
+"""Accuracy and its relatives: how often the outputs name the correct class."""
 
 import dataclasses
 import functools

@@ -39,7 +39,7 @@ def collected(
         has a parameter `weights`, it receives the weights of the examples; otherwise all examples
         count equally. Or a metric class of clu or metrax, which receives all rows at once.
       max_rows: the most rows to keep; more are an error.
-      name: the name of the metric in a list; by default that of the function.
+      name: the name of the metric in a list; by default the function's name.
       mode: "min" or "max" if lower or higher values of the number are better.
 
     Raises:

@@ -145,7 +145,7 @@ def mean(values: Function, *, name: str | None = None) -> Metric:
       values: `(*outputs, *targets) -> values` of shape `(batch, ...)`. All elements of an example
         count with the weight of the example, or each with its own. Or `(values, weights)`: then
         these weights also count, such as a mask of the tokens.
-      name: the name of the metric; by default that of the function.
+      name: the name of the metric; by default the function's name.
 
     >>> bias = mean(lambda outputs, targets: outputs - targets)
     >>> bias.compute(bias.measure(np.array([1.0, 5.0]), np.array([0.0, 1.0])))
@@ -165,7 +165,7 @@ def sum(values: Function, *, name: str | None = None, mode: str | None = None) -
 
     Args:
       values: as in `mean`.
-      name: the name of the metric; by default that of the function.
+      name: the name of the metric; by default the function's name.
       mode: "min" or "max" if lower or higher values are better.
     """
     name = name or getattr(values, "__name__", None)

@@ -126,7 +126,7 @@ def as_metrics(
     ['accuracy', 'top_3']
 
     Raises:
-      ValueError: a name is unknown, missing, taken twice or kept for the loop's own numbers.
+      ValueError: a name is unknown, missing, duplicate or reserved for the loop's own values.
       TypeError: something is not a metric.
     """
     if is_collection_class(metrics):

@@ -122,7 +122,7 @@ class Model(Examination, AnswersOtherNames):
           **options: as in `Model`, fields of `TrainTask`; the others stay.
 
         Raises:
-          TypeError: there is no such option.
+          TypeError: an option is unknown.
           ValueError: the options are inconsistent; nothing has changed then.
         """
         if loss_weights is not None:

@@ -60,7 +60,7 @@ class Persistence(Programs):
         return sum(math.prod(np.shape(each)) for each in self._weights())
 
     def get_weights(self) -> list[np.ndarray]:
-        """Returns the present weights, not their average, as copies on the host.
+        """Returns the current weights, not their average, as copies on the host.
 
         The parameters come first, then the other collections by name; the arrays of each are in the
         order of their sorted paths.
@@ -102,7 +102,7 @@ class Persistence(Programs):
         return jax.tree.leaves((self.state.params, self.state.model_state))
 
     def trained(self) -> Any:
-        """Returns the module with its present weights, in evaluation mode.
+        """Returns the module with its current weights, in evaluation mode.
 
         It is a new NNX module, or a bound Linen module. Its calls return what `predict` returns,
         without `precision`; if the train/eval flag is an argument of the call, pass it. An NNX
@@ -119,7 +119,7 @@ class Persistence(Programs):
         return module_with(self._trainer.task, self._trainer.variables)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Saves the training state and the history as the checkpoint of the present step.
+        """Saves the training state and the history as the checkpoint of the current step.
 
         With `save_companions` it also saves the companions.
 
@@ -146,7 +146,7 @@ class Persistence(Programs):
 
         Raises:
           FileNotFoundError: the folder holds no checkpoint.
-          ValueError: the checkpoint does not fit this model.
+          ValueError: the checkpoint does not match this model.
         """
         self._trainer.load(folder, which)
 
@@ -192,7 +192,7 @@ class Persistence(Programs):
           **opts: options of the translator's rules.
 
         Raises:
-          FileNotFoundError: there is no such file.
+          FileNotFoundError: the file does not exist.
           ValueError: the file is damaged, or the rules do not fit it; or the weights do not fit
             this model: every difference is listed.
         """
@@ -225,9 +225,9 @@ class Persistence(Programs):
         Args:
           path: the file, or the folder of a SavedModel.
           format: "stablehlo", "saved_model" or "onnx".
-          input_spec: `flaxfit.export.InputSpec`s of the inputs; None: those of `fit`, in batches
-            of any size.
-          params: parameters to write instead of the present ones.
+          input_spec: `flaxfit.export.InputSpec`s of the inputs; None: the inputs of `fit`, in
+            batches of any size.
+          params: parameters to write instead of the current ones.
           trainable: whether TensorFlow may train the parameters of a SavedModel.
           **options: options of `flaxfit.export.save`, `save_saved_model` or `save_onnx`.
 

@@ -45,7 +45,7 @@ class Recipe:
         """Returns a copy with these options, and those of the other changes that are not None.
 
         Raises:
-          TypeError: there is no such option.
+          TypeError: an option is unknown.
         """
         given = {name: value for name, value in changes.items() if value is not None}
         own = dict(self.options)
@@ -120,7 +120,7 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options that are given, of those that a `TrainTask` has.
 
     Raises:
-      TypeError: there is no such option.
+      TypeError: an option is unknown.
     """
     known = [field.name for field in dataclasses.fields(TrainTask) if field.kw_only]
     unknown = [name for name in options if name not in known]

@@ -1,4 +1,4 @@
-"""The switches between training and evaluation: their names and values."""
+"""The train/eval flags: their names and values."""
 
 import inspect
 from collections.abc import Mapping
@@ -27,12 +27,12 @@ _UNKNOWN = frozenset(
 
 
 def switches(train: bool) -> dict[str, bool]:
-    """All switches by name, set for training or for evaluation."""
+    """All flags by name, set for training or for evaluation."""
     return {name: train == in_training for name, in_training in _IN_TRAINING.items()}
 
 
 def flags(values: Mapping[str, object], train: bool) -> dict[str, bool]:
-    """The switches among named values, set for training or for evaluation.
+    """The flags among named values, set for training or for evaluation.
 
     A value that is neither a bool nor None is not a flag, such as a `training` that holds settings.
     """
@@ -41,7 +41,7 @@ def flags(values: Mapping[str, object], train: bool) -> dict[str, bool]:
 
 
 def call_flags(function: Function, train: bool) -> dict[str, bool]:
-    """The switches among the arguments of a function, set for training or for evaluation."""
+    """The flags among the arguments of a function, set for training or for evaluation."""
     return flags(call_defaults(function), train)
 
 
@@ -64,11 +64,11 @@ def input_names(function: Any) -> tuple[str, ...] | None:
 
 
 def check_switches(values: Mapping[str, object], owner: str) -> None:
-    """Refuses a switch between training and evaluation that has another name."""
+    """Raises an error for a train/eval flag that has another name."""
     found = [name for name in values if name in _UNKNOWN and isinstance(values[name], bool | None)]
     if found:
         raise ValueError(
-            f"{owner} has a switch named {', '.join(found)}, which flaxfit does not set: call it "
+            f"{owner} has a flag named {', '.join(found)}, which flaxfit does not set: call it "
             f"one of {', '.join(_IN_TRAINING)}. Or pass Model a pair (module.init, apply) with "
             "`def apply(variables, *inputs, train, **options)`."
         )

@@ -37,7 +37,7 @@ def from_nnx(
     Its variables become `{"params": ..., "batch_stats": ..., ...}`, one collection per type of
     variable. A shared variable is held once; arrays that are not variables are "constants". Random
     states are not among them: every call receives its keys by `rngs`, and each stream of each layer
-    draws its own numbers. A call that has an argument `rngs` is given an `nnx.Rngs` of these keys,
+    draws its own numbers. A call that has an argument `rngs` receives an `nnx.Rngs` of these keys,
     or None without keys, as in evaluation. Names of axes (`nnx.with_partitioning`) become
     collections `params_axes` and so on, which `init_state` splits off.
 
@@ -50,15 +50,15 @@ def from_nnx(
     (1, 3)
 
     Args:
-      model: an instance, whose present weights `init` returns, or a factory. Other attributes of
-        an instance are those at this call: a loop does not follow later changes, as a Model does.
-      train: True or False sets the switches named `train`, `training`, `is_training`,
-        `deterministic` or `use_running_average`: those of layers, attributes of your own modules
-        that are a bool or None, and an argument of the model's call.
+      model: an instance, whose current weights `init` returns, or a factory. Other attributes of an
+        instance are those at this call: a loop does not follow later changes, as a Model does.
+      train: True or False sets the flags named `train`, `training`, `is_training`, `deterministic`
+        or `use_running_average`: those of layers, attributes of your own modules that are a bool or
+        None, and an argument of the model's call.
       call: `(module, *inputs) -> outputs`, to call instead of the module itself.
       losses: types of variables, or their names, whose values are terms of the loss, besides
         the type named "losses".
-      **modes: further switches to set in the layers, such as `decode`.
+      **modes: further flags to set in the layers, such as `decode`.
 
     Raises:
       TypeError: it is neither an NNX module nor a function that makes one of its rngs alone; its
@@ -185,7 +185,7 @@ def update_nnx(model: Any, variables: PyTree, *, losses: Names = ()) -> None:
 
     Raises:
       TypeError: the model is not an instance of an NNX module; the variables are not a mapping.
-      ValueError: the variables do not fit the model, which is not changed then.
+      ValueError: the variables do not match the model, which is not changed then.
     """
     from flax import nnx
 

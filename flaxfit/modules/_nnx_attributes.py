@@ -27,9 +27,9 @@ Parts = Mapping[Any, Any]
 class Attributes:
     """Remembers the attributes of an NNX instance, to find out whether they were changed.
 
-    Modules, containers and objects of the user's classes are taken apart, so that a change in
-    place is found. Values of variables and arrays do not count, nor what calls leave by `sow`, nor
-    switches such as `deterministic`, which are set for each use.
+    Modules, containers and objects of the user's classes are taken apart, so that a change in place
+    is found. Values of variables and arrays do not count, nor what calls leave by `sow`, nor flags
+    such as `deterministic`, which are set for each use.
 
     >>> layer = nnx.Dropout(0.5)
     >>> attributes = Attributes(layer)

@@ -21,7 +21,7 @@ def as_patterns(
       given: a pattern or an NNX filter (a type of variables, `nnx.All(...)` and the like, or a
         predicate of the path, a tuple, and the variable), or several of them.
       apply: the function whose module the filters are of.
-      collection: the collection whose paths are meant; None: those of all.
+      collection: the collection whose paths are meant; None: all collections.
 
     Raises:
       ValueError: a pattern is not a regular expression, or a filter selects nothing.

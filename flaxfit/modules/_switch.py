@@ -35,7 +35,7 @@ def train_and_eval(module: Any, *, losses: Names = ()) -> tuple[ModelFunctions, 
     Args:
       module: a Linen module, an NNX module or a factory `(rngs) -> module`, or an
         `(init, apply)` pair.
-      losses: collections whose values are terms of the loss, besides "losses"; of NNX, types of
+      losses: collections whose values are terms of the loss, besides "losses"; for NNX, types of
         variables or their names.
 
     Raises:
@@ -126,9 +126,9 @@ def as_init(owner: str, given: Any, apply: object = None) -> Any:
 
 
 def switched(module: nn.Module, train: bool) -> tuple[nn.Module, dict[str, bool]]:
-    """A Linen module with its fields set, and the switches to pass to its call.
+    """A Linen module with its fields set, and the flags to pass to its call.
 
-    A switch that is both a field and an argument is passed if the field is None, as Linen does.
+    A flag that is both a field and an argument is passed if the field is None, as in Linen.
     """
     values = {name: getattr(module, name, None) for name in module.__dataclass_fields__}
     check_switches({**values, **call_defaults(module.__call__)}, type(module).__name__)

@@ -41,7 +41,7 @@ class OptimizerDef(Adjustable):
 
     Args:
       optax_factory: a function that makes an Optax transformation, such as `optax.adam`.
-      static: names of arguments that the factory receives unchanged, such as numbers that it needs
+      static: names of arguments that the factory receives unchanged, such as values that it needs
         as Python numbers, and functions that are not schedules.
       **hyperparams: arguments of the factory; the numbers and the schedules among them become
         hyperparameters.

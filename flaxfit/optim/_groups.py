@@ -43,7 +43,7 @@ class MultiOptimizer(Adjustable):
         transformation.
 
     Raises:
-      TypeError: a group is not such a pair.
+      TypeError: a group is not a pair of a filter and an optimizer.
       ValueError: there is no group, or two have the same name.
     """
 

@@ -23,7 +23,7 @@ class GroupsState(NamedTuple):
 
 
 def hyperparams(opt_state: OptState, group: str | int | None = None) -> dict[str, PyTree]:
-    """Reads the hyperparameters in an optimizer state: by name, those of groups by group and name.
+    """Reads the hyperparameters in an optimizer state: by name, or for groups by group and name.
 
     Searches the whole tree: the states of `OptimizerDef`s, of groups, and of Optax's own
     `inject_hyperparams`. A scheduled value is that of the latest step, or of the first step before
@@ -68,7 +68,7 @@ def set_hyperparams(
 
     Raises:
       TypeError: a value is not a number.
-      ValueError: there is no such hyperparameter or group, or it cannot be set.
+      ValueError: the hyperparameter or the group does not exist or cannot be set.
     """
     name = None if group is None else group_name(opt_state, group)
     chosen = [opt_state] if name is None else [s for own, s in _groups(opt_state) if own == name]
@@ -187,7 +187,7 @@ def group_named(state: OptState, group: str | int) -> str:
     """Returns the name of a group of a `MultiOptimizer`, anywhere in a state.
 
     Raises:
-      ValueError: there is no such group.
+      ValueError: the group does not exist.
     """
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, GroupsState))
     found = next((node for node in nodes if isinstance(node, GroupsState)), None)

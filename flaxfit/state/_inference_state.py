@@ -143,7 +143,7 @@ class InferenceState(State, repr=False):
         {'w': 1.0}
 
         Raises:
-          ValueError: the variables have no "params", or names that do not fit the arrays.
+          ValueError: the variables have no "params", or names that do not match the arrays.
         """
         _logical_axes.check_has_params(variables)
         fields, axes = _logical_axes.take_apart(variables)

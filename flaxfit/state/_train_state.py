@@ -56,7 +56,7 @@ class TrainState(State, repr=False):
           key: a random key or an integer seed.
 
         Raises:
-          ValueError: the variables have no "params", or names that do not fit the arrays.
+          ValueError: the variables have no "params", or names that do not match the arrays.
         """
         _logical_axes.check_has_params(variables)
         return at_start(optimizer, variables, as_key(key))
@@ -78,7 +78,7 @@ class TrainState(State, repr=False):
         Args:
           optimizer: the Optax transformation that made `opt_state`.
           grads: gradients, shaped like `params`.
-          model_state: the model's new state; None keeps the present one.
+          model_state: the model's new state; None keeps the current one.
           group: the name or the position of a group of a `MultiOptimizer`, to update it alone: the
             parameters and the optimizer states of the others stay.
           **hyperparams: passed on to `optimizer.update` (such as `value=loss`).

@@ -32,7 +32,7 @@ class DataParallel:
     1
 
     With `virtual_replicas` a batch is divided among that many replicas, and each device computes
-    its share of them one after the other. Their results are added in an order that does not depend
+    its part of them one after the other. Their results are added in an order that does not depend
     on the devices: on 1, 2, 4, ... of them, in one process or several, training gives the same
     parameters and metrics to the bit, and resumes from checkpoints of any other number of devices
     without a difference.

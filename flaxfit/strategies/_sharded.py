@@ -154,7 +154,7 @@ class Sharded:
           state: a `TrainState` or `InferenceState`, of arrays or of `jax.ShapeDtypeStruct`s.
 
         Raises:
-          ValueError: every rule and array that do not fit together.
+          ValueError: rules and arrays do not match; it lists every case.
         """
         return layout(state, self._specs(state), self._sizes, self._batch_axes)
 
@@ -162,7 +162,7 @@ class Sharded:
         """Returns a sharding for each array of a state.
 
         Raises:
-          ValueError: every rule and array that do not fit together.
+          ValueError: rules and arrays do not match; it lists every case.
         """
         specs = self._specs(state)
         at = jax.tree_util.tree_map_with_path

@@ -47,7 +47,7 @@ def state_specs(
       fsdp: the axis that splits the largest free dimension of every array that is not small.
 
     Raises:
-      ValueError: rules and arrays do not fit together; lists every case.
+      ValueError: rules and arrays do not match; it lists every case.
     """
     names, arrays = state.axes or {}, flat(state)
     problems = list(_unknown_axes(names, arrays, sizes, rules))

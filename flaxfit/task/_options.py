@@ -144,7 +144,7 @@ def check_across(across: str | None) -> None:
 
 
 def check_reports_penalty(penalty_in_loss: object) -> None:
-    """Checks that the switch of the reported loss is True or False."""
+    """Checks that the flag of the reported loss is True or False."""
     if not isinstance(penalty_in_loss, bool):
         raise TypeError(f"penalty_in_loss must be True or False, got {penalty_in_loss!r:.60}.")
 

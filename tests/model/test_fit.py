@@ -266,7 +266,7 @@ def test_the_end_does_not_speak_of_a_loss_that_is_finite_again(capsys):
 
 def test_validation_data_without_targets_is_refused_in_words():
     for data in (X, (X,)):
-        with pytest.raises(TypeError, match=r"got only inputs of .* validation_data=\(x, y\)"):
+        with pytest.raises(TypeError, match=r"holds only inputs of .* validation_data=\(x, y\)"):
             fit(X, Y, validation_data=data)
 
 

@@ -241,14 +241,14 @@ def test_a_mode_is_set_in_the_layers_that_have_it_or_is_an_error():
 def test_a_switch_of_another_name_is_an_error_that_lists_the_names(base, default):
     call = eval(f"lambda self, x, is_train{default}: x")
     module = type("Odd", (base,), {"__call__": call})()
-    with pytest.raises(ValueError, match="Odd has a switch named is_train.*training, is_training"):
+    with pytest.raises(ValueError, match="Odd has a flag named is_train.*training, is_training"):
         train_and_eval(module)
     if base is nnx.Module:
         assert from_nnx(module, train=False, call=lambda m, x: x).apply({}, X) is X
 
 
 def test_a_pair_whose_switch_has_another_name_is_an_error():
-    with pytest.raises(ValueError, match="A function of the pair has a switch named is_train"):
+    with pytest.raises(ValueError, match="A function of the pair has a flag named is_train"):
         train_and_eval((lambda key, x: {}, lambda variables, x, is_train, **_: x))
 
 
