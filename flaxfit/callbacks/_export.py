@@ -20,8 +20,8 @@ class Export:
     """Writes the model to a file whenever a checkpoint is the best so far.
 
     The file is replaced atomically, so it always holds the best model so far. With several
-    processes, the first writes it. `Model.fit` passes the model in evaluation mode; for a loop of
-    your own pass it as `apply`.
+    processes, the first writes it. `Model.fit` passes the model in evaluation mode; in your own
+    loop, pass it as `apply`.
 
     >>> import tempfile
     >>> import numpy as np
@@ -44,8 +44,8 @@ class Export:
       mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
       apply: a module, or `apply(variables, *inputs)` in evaluation mode; None: the model of `fit`.
       input_spec: `flaxfit.export.InputSpec`s; None: the specs of the loop's batches, of any size.
-      ema: whether to write the average of the parameters; None: if there is one, of `ema=` or
-        of a schedule-free optimizer.
+      ema: whether to write the average of the parameters; None: if there is one, from `ema=` or a
+        schedule-free optimizer.
       **options: options of `flaxfit.export.save`, `save_saved_model` or `save_onnx`.
     """
 

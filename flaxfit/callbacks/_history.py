@@ -22,7 +22,7 @@ class Best(NamedTuple):
 
 
 class History(Mapping[str, list[float]]):
-    """The metrics of a run: name -> one value per checkpoint, nan if it had none.
+    """Holds the metrics of a run: name -> one value per checkpoint, nan if it had none.
 
     `append` is also a callback: `TrainLoop(..., callbacks=[history.append])`.
 

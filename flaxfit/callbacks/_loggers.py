@@ -89,7 +89,7 @@ class _RowLogger(ABC):
 
 
 class CSVLogger(_RowLogger):
-    """Writes the step, the training time and the metrics of each checkpoint as a row of CSV.
+    """Writes the step, the training seconds and the metrics of each checkpoint as a row of CSV.
 
     In `fit` the first column is `epoch`, from 0 as in Keras. Rows are flushed at each checkpoint; a
     full disk is reported once and does not stop training. A metric that appears later adds a
@@ -115,7 +115,7 @@ class CSVLogger(_RowLogger):
       append: True keeps all rows of an existing file, and raises an error if it has other columns;
         False overwrites it; None, the default, keeps the rows of earlier steps. A resumed run
         always continues after its own rows.
-      filename: Keras's name of `path`.
+      filename: Keras's name for `path`.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class CSVLogger(_RowLogger):
 
 
 class JSONLogger(_RowLogger):
-    """Writes the step, the training time and the metrics of each checkpoint as a line of JSON.
+    """Writes the step, the training seconds and the metrics of each checkpoint as a line of JSON.
 
     In `fit` it begins with the epoch. A value that is not finite is null. Rows are flushed at each
     checkpoint; a file that exists is continued as by `CSVLogger`.

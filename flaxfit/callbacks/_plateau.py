@@ -28,7 +28,7 @@ class ReduceLROnPlateau:
       patience: the number of checkpoints without improvement after which it is lowered.
       verbose: 0 prints nothing.
       mode: "min", "max", or "auto", for the metrics and losses of flaxfit and of Optax.
-      min_delta: an improvement is larger than this.
+      min_delta: the change that an improvement must exceed.
       cooldown: the number of checkpoints, including the one of the reduction, before it counts
         again.
       min_lr: the rate is not lowered below this.

@@ -49,8 +49,8 @@ def every(
     """Runs a callback every `n` steps: at checkpoints whose step is divisible by `n`.
 
     If there is no checkpoint at a multiple of `n`, it runs at the next one after it. With
-    `seconds`, it runs at the first checkpoint and then whenever so many have passed since it last
-    ran. Other checkpoints pass unchanged. The loop decides where checkpoints are:
+    `seconds`, it runs at the first checkpoint and then whenever this many seconds have passed since
+    it last ran. Other checkpoints pass unchanged. The loop decides where checkpoints are:
     `first_checkpoint=n_steps_per_checkpoint` puts them at multiples. Without a callback it is a
     decorator: `every(10)(callback)`.
 

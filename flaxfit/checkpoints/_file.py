@@ -39,7 +39,7 @@ Value = TypeVar("Value")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointFile:
-    """The content of a checkpoint on disk, as `CheckpointFileReader.read` returns it.
+    """Holds the content of a checkpoint on disk, as `CheckpointFileReader.read` returns it.
 
     >>> CheckpointFile(step=3, state=None, metrics={"loss": 0.5}, path=Path("run/3")).metrics
     {'loss': 0.5}

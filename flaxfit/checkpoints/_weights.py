@@ -44,7 +44,7 @@ def save_weights(path: str | os.PathLike[str], weights: PyTree) -> Path:
 
     Args:
       path: the file; its folder is made when it does not exist.
-      weights: a tree of arrays, or a state. Of a state the parameters and the model's other
+      weights: a tree of arrays, or a state. For a state, the parameters and the model's other
         collections are saved, under `params/...` and `<collection>/...`; not the optimizer's.
 
     Returns:
@@ -88,7 +88,7 @@ def load_weights(
     Args:
       path: the file.
       target: a tree, or a state, that says what to expect and where to put it; its leaves may be
-        `jax.ShapeDtypeStruct`s, and dtypes are never changed. Of a state the parameters and the
+        `jax.ShapeDtypeStruct`s, and dtypes are never changed. In a state, the parameters and the
         model's other collections are replaced. Without a target, nested dicts are returned.
       partial: patterns of the weights to read from the file; the rest are the target's. They match
         whole "/"-joined paths within the model, without the name of the collection.

@@ -61,7 +61,7 @@ class CheckpointFileWriter:
       output_dir: the folder of the run; made if it does not exist.
       keep: the number of last steps to keep, at least 1; None keeps all.
       monitor: a metric whose best step is kept as well; of equal ones, the last is the best. None:
-        none, or "val_loss" if an option below asks for the best.
+        no metric, or "val_loss" if an option below needs one.
       mode: "min", "max", or "auto", which knows the metrics and losses of flaxfit and the losses
         of Optax; other metrics need "min" or "max".
       keep_best: the number of best steps to keep; None: one, if a metric is monitored.

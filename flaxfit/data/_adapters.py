@@ -45,7 +45,7 @@ def as_stream(
 
     Arrays, a tuple or mapping of arrays and a Hugging Face dataset are data sets, which are cut
     into batches. A list or any other iterable is a sequence of batches, which are used unchanged:
-    `batch_size`, `shuffle` and `drop_remainder` are refused. Batches by index, such as a
+    `batch_size`, `shuffle` and `drop_remainder` raise an error. Batches by index, such as a
     `keras.utils.PyDataset`, can be shuffled. A callable is called for each pass. A stream that has
     `get_state` and `set_state` is returned unchanged.
 
@@ -63,7 +63,7 @@ def as_stream(
       seed: the seed of the random orders.
       epochs: the number of passes; None: a data set repeats forever, batches end once.
       drop_remainder: whether to leave out a smaller last batch of a data set.
-      shared: whether every process is given the same data. False: you have divided the batches, so
+      shared: whether every process receives the same data. False: you have divided the batches, so
         that each process brings its own part of every step. Several processes refuse to train on
         shared batches, since all of them would train on the same rows.
 

@@ -49,8 +49,8 @@ def pack(
 
     Raises:
       TypeError: a sequence does not hold token ids.
-      ValueError: a sequence is too long, its targets or weights are not as many as its tokens, or
-        no sequence has a target.
+      ValueError: a sequence is too long, its targets or weights differ in number from its tokens,
+        or no sequence has a target.
     """
     length = whole_number("length", length)
     parts = _parts(sequences, targets, weights)

@@ -15,7 +15,7 @@ _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
 class ExportedModel:
-    """The methods of a saved module and its weights, as `load` returns them.
+    """Holds the methods and the weights of a saved module, as `load` returns them.
 
     Calling it calls its default or only method. Neither the model's code nor Flax is needed.
 

@@ -20,7 +20,7 @@ DEFAULT_METHOD_KEY = "jax_module_default_method"
 
 
 class JaxModule:
-    """Parameters and functions of them, to be exported together.
+    """Combines parameters and functions of them for export.
 
     The parameters are copied; `update_variables` replaces them, in all formats at once.
 

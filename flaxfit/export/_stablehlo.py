@@ -84,7 +84,7 @@ def save(
 def load(path: str | os.PathLike[str]) -> ExportedModel:
     """Reads what `save` wrote; call it, or one of its `methods`.
 
-    Reading runs nothing, and the file holds no pickle; but a program is code, and XLA does not
+    Loading runs no code, and the file holds no pickle; but a program is code, and XLA does not
     defend itself against a crafted one: load only files you trust.
 
     >>> load("no/such/file")

@@ -30,8 +30,8 @@ def fill(
 ) -> PyTree:
     """Returns a copy of a tree whose leaves are the arrays of a checkpoint, by "/"-joined path.
 
-    Compares everything before it reads anything: names that are missing, extra or taken twice and
-    shapes and kinds of numbers that differ are listed in one error.
+    Compares everything before it reads anything: names that are missing, extra or duplicate, and
+    shapes and kinds of dtypes that differ, are listed in one error.
 
     >>> params = {"Dense_0": {"kernel": jnp.zeros((2, 3)), "bias": jnp.zeros(3)}}
     >>> checkpoint = {"Dense_0/kernel": np.ones((2, 3)), "Dense_0/bias": np.ones(3)}

@@ -64,6 +64,10 @@ class EvalLoop:
         optimizer.
       strategy: where arrays live; None: the strategy of the loop whose callback this is, else all
         local devices.
+
+    Raises:
+      TypeError: `task` is not an `EvalTask`.
+      ValueError: `n_steps` is less than 1.
     """
 
     borrows = True

@@ -39,8 +39,8 @@ class TrainLoop(Checkpointing):
     """Trains a task, yielding a checkpoint at step 1, 1 + n, 1 + 2n, ... and at the last step.
 
     Your `for` drives it; between checkpoints nothing is read from the device. After an exception,
-    including Ctrl-C, the loop continues where it was. There is one run per
-    loop: a second `iter(loop)` continues it.
+    including Ctrl-C, the loop continues where it was. There is one run per loop: a second
+    `iter(loop)` continues it.
 
     >>> import numpy as np, optax
     >>> x = np.ones((8, 1), np.float32)

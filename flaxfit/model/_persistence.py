@@ -71,7 +71,7 @@ class Persistence(Programs):
         return [np.asarray(each) for each in self._weights()]
 
     def set_weights(self, weights: Sequence[ArrayLike]) -> None:
-        """Replaces the weights by a list like that of `get_weights`.
+        """Replaces the weights by a list as `get_weights` returns it.
 
         The optimizer's state is initialized again, as by `load_weights`.
 
@@ -170,7 +170,7 @@ class Persistence(Programs):
         prefix: str = "",
         **opts: Any,
     ) -> None:
-        """Loads weights from a file; the optimizer state is initialized again.
+        """Loads weights from a file and reinitializes the optimizer state.
 
         Weights that are not in the file stay as they were trained or loaded before. The file is
         opened at once. If the model has no state, it is compared with the model by the first `fit`,

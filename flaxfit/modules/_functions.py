@@ -16,7 +16,7 @@ Names = str | type | Iterable[str | type]
 
 
 class ModelFunctions(NamedTuple):
-    """A model in the Linen convention; unpacks as `(init, apply)`.
+    """Holds a model in the Linen convention; unpacks as `(init, apply)`.
 
     >>> init, apply = ModelFunctions(lambda rngs, x: {"params": 2.0}, lambda v, x: v["params"] * x)
     >>> apply(init(None, 3.0), 3.0)

@@ -50,8 +50,8 @@ def nnx_step(function: Function, **objects: Any) -> "NNXStep":
       `write_back(state)`, which writes a state into the objects that were given.
 
     Raises:
-      TypeError: an object is neither module nor optimizer, or the function does not take them.
-        When the step is taken: the function returns no mapping.
+      TypeError: an object is neither a module nor an optimizer, or the function does not take them.
+        When the step is taken: the function does not return a mapping.
       ValueError: there is no module, or an optimizer keeps states for none of the modules.
     """
     return NNXStep(function, objects)

@@ -25,7 +25,7 @@ from flaxfit.tree._types import Function
 def train_and_eval(module: Any, *, losses: Names = ()) -> tuple[ModelFunctions, ModelFunctions]:
     """Makes the functions of a model for training, and those for evaluation.
 
-    The switch is a field of the module or an argument of its call, named `train`, `training`,
+    The flag is a field of the module or an argument of its call, named `train`, `training`,
     `is_training`, `deterministic` or `use_running_average`.
 
     >>> training, evaluation = train_and_eval(nn.Dropout(0.5, deterministic=None))

@@ -26,8 +26,8 @@ def hyperparams(opt_state: OptState, group: str | int | None = None) -> dict[str
     """Reads the hyperparameters in an optimizer state: by name, or for groups by group and name.
 
     Searches the whole tree: the states of `OptimizerDef`s, of groups, and of Optax's own
-    `inject_hyperparams`. A scheduled value is that of the latest step, or of the first step before
-    any was taken. Under `jit` the values are traced.
+    `inject_hyperparams`. A scheduled value is the one of the latest step, or of the first step
+    before any was taken. Under `jit` the values are traced.
 
     >>> optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=0.5)
     >>> float(hyperparams(optimizer.init(jnp.ones(2)))["learning_rate"])

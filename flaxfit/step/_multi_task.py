@@ -42,7 +42,7 @@ def MultiTask(
     (1.0, 1.44)
 
     Args:
-      tasks: by name; they share one optimizer object.
+      tasks: the tasks by name; they share one optimizer object.
       weights: the relative frequency of each task, by name: turns are then drawn by the seed and
         the step. None: one after the other.
       seed: the seed of the draws.
