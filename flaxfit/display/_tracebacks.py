@@ -160,7 +160,7 @@ def _shows_all() -> bool:
 
 
 def _tidy(error: BaseException, *seen: int) -> None:
-    """Removes internal frames from an error and its causes, and contexts of such frames alone."""
+    """Removes internal frames from an error and its causes, and contexts of only these frames."""
     error.with_traceback(_without_internals(error.__traceback__))  # An error may be frozen.
     notes = getattr(error, "__notes__", None)
     if notes is not None:
