@@ -18,10 +18,10 @@ _UNITS = {"epoch": r"ep(och)?s?(_.*)?", "step": r"(.*_)?(steps?|updates?|iterati
 class LearningRateScheduler:
     """Sets the learning rate for the steps up to the next checkpoint: for an epoch, in `fit`.
 
-    What it counts follows from the name of its first argument. A function `(epoch)` or `(epoch,
-    lr)` receives the number of the epoch, from 0, as in Keras (in a loop, the number of checkpoints
-    before). A function `(step)` or `(step, rate)`, also an Optax schedule `(count)`, receives the
-    number of completed steps. The second argument is the current rate.
+    What it counts follows from the name of its first argument. A function `(epoch)` or
+    `(epoch, lr)` receives the number of the epoch, from 0, as in Keras (in a loop, the number of
+    checkpoints before). A function `(step)` or `(step, rate)`, also an Optax schedule `(count)`,
+    receives the number of completed steps. The second argument is the current rate.
 
     The rate must be a number, `optax.adam(1e-3)`, or a hyperparameter, `OptimizerDef(optax.adam,
     learning_rate=1e-3)`. Schedules raise an error. A function of the step alone is cheapest as the

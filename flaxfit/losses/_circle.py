@@ -18,11 +18,11 @@ def circle(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the circle loss of embeddings within the batch: it needs `across="batch"`.
 
-    It is `log(1 + sum_n exp(gamma max(s_n + m, 0) (s_n - m)) * sum_p exp(-gamma (1 + m - s_p)
-    (s_p - 1 + m)))`, with s the cosine similarities to the examples of other labels (n) and of the
-    same label (p), and m the margin. Y. Sun et al., "Circle Loss: A Unified Perspective of Pair
-    Similarity Optimization", 2020. As in Keras, examples of value 0 do not count, such as those
-    with a label that no other example has.
+    It is `log(1 + N P)`, with s the cosine similarity, m the margin,
+    `N = sum(exp(gamma max(s + m, 0) (s - m)))` over the examples of other labels and
+    `P = sum(exp(-gamma (1 + m - s) (s - 1 + m)))` over those of the same label. Y. Sun et al.,
+    "Circle Loss: A Unified Perspective of Pair Similarity Optimization", 2020. As in Keras,
+    examples of value 0 do not count, such as those with a label that no other example has.
 
     Args:
       embeddings: `(batch, features)`, of length 1.

@@ -171,15 +171,15 @@ class Model(Examination, AnswersOtherNames):
           y: targets, if `x` is arrays; a list or a tuple of several.
           batch_size: examples per step, over all devices; None: 32. Batches keep their size.
           epochs: the epoch to stop at, as in Keras: `epochs - initial_epoch` epochs are trained.
-          verbose: "auto" or 1: a row per epoch, with a bar below on a terminal or in a notebook; 2:
-            rows only; 0: nothing.
+          verbose: "auto" or 1: a row per epoch, and a bar on a terminal or in a notebook; 2: only
+            the rows; 0: nothing.
           callbacks: functions `Checkpoint -> Checkpoint | None`, called after each epoch.
           validation_split: the fraction of the arrays to validate on, chosen at random by the seed.
           validation_data: `(x, y)`, `(x, y, weights)` or batches to measure after each epoch.
           shuffle: whether each epoch has its own random order; None: data sets (arrays, a Hugging
             Face dataset) are shuffled; batches and what a callable returns keep their order.
-          class_weight: weights by integer label (default 1), in training only; or "balanced": `n /
-            (classes * count)`, as in scikit-learn. For a list of batches, batches by index, an
+          class_weight: weights by integer label (default 1), in training only; or "balanced":
+            `n / (classes * count)`, as in scikit-learn. For a list of batches, batches by index, an
             `ArrayStream` or a Hugging Face dataset, counting takes an extra pass. One-hot rows in
             batches must be floats.
           sample_weight: weights of examples or tokens, see `Batch`; for several outputs also a list
