@@ -157,7 +157,7 @@ def test_a_structure_is_fitted_evaluated_and_predicted_alike(kind):
     for data in ((kind(X, X), targets), [(kind(X, X), targets)]):
         task = ff.TrainTask(Moves().apply, optax.sgd(0.1), "mse", data)
         assert next(ff.TrainLoop(Moves().init, task, 0, stdout=False, strategy=ONE)).loss > 0
-    with pytest.raises(TypeError, match="a loss that needs targets, got only inputs"):
+    with pytest.raises(TypeError, match="loss needs targets, but the data holds only inputs"):
         ff.Model(Moves(), optax.sgd(0.1), "mse").fit(kind(X, X), verbose=0)
 
 
