@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any, get_origin
 
@@ -128,9 +129,11 @@ def check_callback(callback: object) -> None:
             f"{_counterpart(callback)}, or a function of a checkpoint instead of on_epoch_end, "
             "lambda checkpoint: print(checkpoint.step, checkpoint.metrics)."
         )
-    if not callable(callback):
-        hook = next((name for name in dir(callback) if name.startswith("on_")), None)
-        advice = f" Pass flaxfit.callbacks.Events({hook}=...), or define __call__." if hook else ""
+    hook = hook_of(type(callback))
+    # One that the library calls has no use for a hook; a `__call__` of the user's may call it.
+    module = getattr(type(callback).__call__, "__module__", None)
+    if not callable(callback) or (hook and str(module).startswith("flaxfit.")):
+        advice = f" Pass {hook}, or define __call__." if hook else ""
         raise TypeError(
             "A callback must be a function Checkpoint -> Checkpoint | None, got "
             f"{type(callback).__name__}: {callback!r:.60}.{advice}"
@@ -164,6 +167,19 @@ def check_callback(callback: object) -> None:
     if inspect.isfunction(callback) and any(kind is each for each in _NEVER_RETURNED):
         raise _wrong_return(callback, f"is annotated to return {kind.__name__}", kind)
 
+
+def hook_of(kind: type) -> str:
+    """The `Events` to use in place of a hook that a class has, as in Keras; "" if it has none."""
+    found = next((name for name in dir(kind) if _HOOK.fullmatch(name)), "")
+    event = found
+    if found and not _EVENT.fullmatch(found):
+        event = f"on_{'train_batch' if re.search('step|batch', found) else 'epoch'}_end"
+    return event and f"flaxfit.callbacks.Events({event}=...)"
+
+
+_HOOK = re.compile(r"on_(\w+_(begin|end|start)|log|save|evaluate)")
+"""The hooks of Keras, Lightning and Hugging Face."""
+_EVENT = re.compile(r"on_(epoch|train|train_batch|test|predict)_(begin|end)")
 
 _DEFERRED = (
     inspect.iscoroutinefunction,

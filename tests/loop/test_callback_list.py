@@ -8,7 +8,7 @@ from loops import make_weight_loop
 
 import flaxfit as ff
 from flaxfit import Checkpoint
-from flaxfit.callbacks import every
+from flaxfit.callbacks import Callback, EarlyStopping, StatefulCallback, every
 from flaxfit.loop._callback_list import CallbackList, Delivery, as_tuple, check_callback
 
 X = np.ones((4, 1), np.float32)
@@ -191,6 +191,33 @@ def test_an_object_with_methods_of_keras_is_told_what_runs_them():
 
     with pytest.raises(TypeError, match=r"Events\(on_epoch_end=...\), or define __call__"):
         check_callback(Mine())
+
+
+@pytest.mark.parametrize("base", [Callback, StatefulCallback, EarlyStopping])
+@pytest.mark.parametrize(
+    ("hook", "event"),
+    [
+        ("on_epoch_end", "on_epoch_end"),
+        ("on_train_epoch_end", "on_epoch_end"),
+        ("on_step_end", "on_train_batch_end"),
+        ("on_log", "on_epoch_end"),
+    ],
+)
+def test_hooks_beside_a_call_of_the_library_are_refused(base, hook, event):
+    mine = type("Mine", (base,), {hook: lambda self, *arguments: None})
+    with pytest.raises(TypeError, match=rf"got Mine: .*Events\({event}=...\), or define __call__"):
+        check_callback(mine())
+
+
+def test_a_call_of_ones_own_may_call_hooks():
+    class Mine(Callback):
+        def __call__(self, checkpoint):
+            return self.on_epoch_end(checkpoint)
+
+        def on_epoch_end(self, checkpoint):
+            return checkpoint
+
+    check_callback(Mine())
 
 
 def test_a_callback_of_keras_is_refused_by_name():
