@@ -261,3 +261,20 @@ class Settings(RunState):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+_OPTIONS = {field.name for field in dataclasses.fields(TrainTask)}
+_RATES = ("lr", "learning_rate")
+
+
+def _set(self: object, name: str, value: Any) -> None:
+    if (name in _OPTIONS or name in _RATES) and not hasattr(type(self), name):
+        advice = f"use TrainLoop(loop.state, dataclasses.replace(loop.task, {name}=...))"
+        if name in _RATES:
+            advice = "use loop.set_hyperparams(learning_rate=...)"
+        raise AttributeError(f"A TrainLoop has no {name} to set: {advice}.", name=name, obj=self)
+    object.__setattr__(self, name, value)
+
+
+# In the class, it would tell type checkers that a loop has any attribute.
+setattr(Settings, "__setattr__", _set)  # noqa: B010

@@ -1,7 +1,11 @@
 """What other libraries call the parts of a model, and what to use in their place."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, NoReturn
+
+from flaxfit.loop._callback_list import hook_of
+from flaxfit.task._task import TrainTask
 
 _WEIGHTS = (
     "the parameters are model.state.params, other variables model.state.model_state, and "
@@ -20,12 +24,40 @@ _FIT = "fit, evaluate and predict take generators and loaders"
 _LOSSES = "the module adds to the loss by self.sow('losses', name, value)"
 
 _STEP = (
-    "pass Model(..., step=...), a pure function (state, batch) -> (state, sums), to train with; "
-    "pass metrics for what evaluate is to measure"
+    "pass Model(..., step=...), a pure function (state, batch) -> (state, sums), or objective=..., "
+    "a loss that calls the model, to train with; pass metrics for what evaluate is to measure"
 )
+_LOSS = (
+    "pass a loss, (*outputs, *targets) -> values, or Model(..., objective=...), which calls the "
+    "model by itself"
+)
+_MODULE = "write a Flax module, and pass it: Model(module, ...)"
+_LOADERS = "pass the data to fit, evaluate and predict"
+
+_METHODS: Mapping[str, str] = {
+    **dict.fromkeys(["train_step", "test_step", "predict_step"], _STEP),
+    **dict.fromkeys(["training_step", "validation_step", "prediction_step"], _STEP),
+    **dict.fromkeys([f"make_{each}_function" for each in ("train", "test", "predict")], _STEP),
+    **dict.fromkeys(["call", "forward"], _MODULE),
+    **dict.fromkeys(["train_dataloader", "val_dataloader", "test_dataloader"], _LOADERS),
+    "compute_loss": _LOSS,
+    "compute_metrics": "pass metrics to Model or compile",
+    "configure_optimizers": "pass an optimizer, such as optax.adam(schedule)",
+}
+"""What the models of other libraries override."""
+
 _BUILT = "build(x) or the first data makes the parameters, and compile is not needed"
 
+_RATE = (
+    "model.compile(optimizer=optax.adam(0.01)) sets it and keeps the state of the optimizer; while "
+    "fit runs, callbacks.LearningRateScheduler does"
+)
+_OPTIONS = {field.name for field in dataclasses.fields(TrainTask) if field.kw_only}
+
 _ADVICE: Mapping[str, str] = {
+    **{name: f"model.compile({name}=...) sets it" for name in _OPTIONS - {"freeze", "step"}},
+    **{name: f"pass Model(..., {name}=...)" for name in ("eval_rngs", "snapshot")},
+    **{name: f"pass it to fit, {name}=..." for name in ("callbacks", "class_weight")},
     **dict.fromkeys(["layers", "get_layer"], _LAYERS),
     **dict.fromkeys(["weights", "variables", "params", "parameters", "state_dict"], _WEIGHTS),
     **dict.fromkeys(["trainable_variables", "trainable_weights"], _WEIGHTS),
@@ -36,8 +68,9 @@ _ADVICE: Mapping[str, str] = {
     **dict.fromkeys(["train", "eval"], _SWITCH),
     **dict.fromkeys(["fit_generator", "evaluate_generator", "predict_generator"], _FIT),
     **dict.fromkeys(["losses", "add_loss"], _LOSSES),
-    **dict.fromkeys(["train_step", "test_step", "predict_step"], _STEP),
     **dict.fromkeys(["built", "compiled"], _BUILT),
+    **dict.fromkeys(["lr", "learning_rate"], _RATE),
+    **_METHODS,
     "call": "use predict(x), or trained()(x), which can be differentiated",
     "jit_compile": "steps are always compiled, unless Model(..., run_eagerly=True) is given",
     "add_metric": "pass metrics to Model or compile",
@@ -52,6 +85,15 @@ _ADVICE: Mapping[str, str] = {
 
 class AnswersOtherNames:
     """Answers the names of other libraries with what to use in their place."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        never = f"{cls.__name__} defines {{}}, which a Model never calls: {{}}."
+        for name in _METHODS:
+            if hasattr(cls, name):
+                raise TypeError(never.format(name, _METHODS[name]))
+        if event := hook_of(cls):
+            raise TypeError(never.format("a hook", f"pass callbacks=[{event}] to fit"))
 
     def __call__(self, *inputs: Any, **options: Any) -> NoReturn:
         raise TypeError(
@@ -69,7 +111,7 @@ def _refuse(self: object, name: str) -> NoReturn:
 
 
 def _set(self: object, name: str, value: Any) -> None:
-    if name in _ADVICE:
+    if name in _ADVICE and not hasattr(type(self), name):
         _refuse(self, name)
     object.__setattr__(self, name, value)
 

@@ -37,3 +37,47 @@ def test_other_names_are_unknown_as_usual():
         _ = MODEL.fitt
     with pytest.raises(TypeError, match=r"cannot be called: use model.predict\(x\)"):
         MODEL(np.ones((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("clip_norm", r"model.compile\(clip_norm=...\) sets it"),
+        ("ema", r"model.compile\(ema=...\)"),
+        ("precision", r"model.compile\(precision=...\)"),
+        ("companions", r"model.compile\(companions=...\)"),
+        ("loss_weights", r"model.compile\(loss_weights=...\)"),
+        ("callbacks", r"pass it to fit, callbacks=..."),
+        ("eval_rngs", r"pass Model\(..., eval_rngs=...\)"),
+        ("lr", r"model.compile\(optimizer=optax.adam\(0.01\)\) sets it"),
+    ],
+)
+def test_an_option_is_not_set_by_assignment(name, words):
+    with pytest.raises(AttributeError, match=f"^Model has no '{name}': {words}"):
+        setattr(MODEL, name, 1)
+
+
+def test_a_subclass_may_have_attributes_of_its_own():
+    class Mine(ff.Model):
+        precision = "of my sensors"
+
+    model = Mine(nn.Dense(1), optax.sgd(0.1), "mse")
+    model.precision, model.notes = "0.1 mm", ["ours"]
+    assert (model.precision, model.notes) == ("0.1 mm", ["ours"])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("train_step", r"pass Model\(..., step=...\)"),
+        ("test_step", "pass metrics for what evaluate is to measure"),
+        ("training_step", r"objective=..., a loss that calls the model"),
+        ("compute_loss", "pass a loss"),
+        ("compute_metrics", "pass metrics"),
+        ("call", "write a Flax module"),
+        ("on_epoch_end", r"pass callbacks=\[flaxfit.callbacks.Events\(on_epoch_end=...\)\]"),
+    ],
+)
+def test_a_method_that_is_never_called_is_refused_where_it_is_defined(name, words):
+    with pytest.raises(TypeError, match=f"^Mine defines .*, which a Model never calls: .*{words}"):
+        type("Mine", (ff.Model,), {name: lambda self, data: None})
