@@ -58,3 +58,24 @@ def test_plain_dicts_of_something_else_are_refused():
     other = OptimizerDef(optax.adam, learning_rate=0.1).create({"w": jnp.ones(5)})
     with pytest.raises(ValueError, match=r"target/w is float32 \(5,\), not float32 \(2,\)"):
         optimizer.restore_state(other.state_dict())
+
+
+@pytest.mark.parametrize("definition", [DEFINITION, GROUPS])
+@pytest.mark.parametrize("name", ["learning_rate", "lr"])
+def test_a_hyperparameter_is_not_set_by_assignment(definition, name):
+    words = r"keeps learning_rate in its state: .*loop.set_hyperparams\(learning_rate=...\)"
+    with pytest.raises(AttributeError, match=words):
+        setattr(definition, name, 0.5)
+
+
+def test_an_optimizer_of_ones_own_may_keep_what_it_was_given():
+    class Descent(OptimizerDef):
+        def __init__(self, learning_rate):
+            super().__init__(learning_rate=learning_rate)
+            self.learning_rate = learning_rate
+
+        def init_param_state(self, param): ...
+
+        def apply_param_gradient(self, step, hyper_params, param, state, grad): ...
+
+    assert Descent(0.1).learning_rate == 0.1
