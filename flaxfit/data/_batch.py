@@ -66,7 +66,7 @@ def normalize(item: PyTree, *, is_whole: bool = False) -> Batch:
     its arrays may have any lengths, and numbers may be among them.
     """
     if isinstance(item, Batch) and (item.weights is None or hasattr(item.weights, "dtype")):
-        return item
+        return checked_batch(item)
     if item is None:
         raise TypeError(f"A batch must be made of arrays, {_FORMS}; got None.")
     parts = parts_of(item)
@@ -83,6 +83,19 @@ def normalize(item: PyTree, *, is_whole: bool = False) -> Batch:
     if not is_whole or not jax.tree.leaves(batch):
         _check_lengths(batch)
     return batch
+
+
+def checked_batch(item: Any) -> Batch:
+    """Returns a batch that is in normal form already.
+
+    Raises:
+      TypeError: it is not a `Batch`, or holds an array in place of a tuple.
+    """
+    if not isinstance(item, Batch):
+        raise TypeError(f"A step takes a Batch, Batch((x,), (y,)), got {type(item).__name__}.")
+    if hasattr(item.inputs, "shape") or hasattr(item.targets, "shape"):
+        raise TypeError("A Batch holds tuples of arrays, got an array: write Batch((x,), (y,)).")
+    return item
 
 
 def detached(item: PyTree) -> PyTree:

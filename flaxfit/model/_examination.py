@@ -38,6 +38,11 @@ class Examination(Evaluation):
         """
         self._follow_module()
         inputs = self._trainer.input_shapes
+        if isinstance(x, tuple | list) and x and all(isinstance(n, int | None) for n in x):
+            raise TypeError(
+                f"summary() takes inputs, such as x[:1], got the shape {x}. model.build((None, "
+                "...)) takes a shape, with None as the size of the batch; call it before summary()."
+            )
         if x is not None:
             roles = self._trainer.task.roles
             first = next(as_stream(prepare_inputs(roles.inputs_of_data_set(x))))

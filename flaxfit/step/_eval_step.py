@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from flaxfit.data._batch import Batch, call
+from flaxfit.data._batch import Batch, call, checked_batch
 from flaxfit.step._forward import forward_eval
 from flaxfit.step._model_call import as_outputs
 from flaxfit.step._random import eval_key, rngs_of
@@ -38,6 +38,7 @@ def make_eval_step(
     collecting = [name for name, metric in task.metrics.items() if metric.max_rows is not None]
 
     def eval_step(state: PyTree, batch: Batch, position: ArrayLike = 0) -> dict[str, Sums]:
+        checked_batch(batch)
         replicas = replicas_of(axis_name, virtual_replicas, state.step)
 
         def sums_of(replica: ArrayLike, part: Batch) -> dict[str, Sums]:
@@ -77,6 +78,8 @@ def make_predict_step(
     apply = in_precision(apply, precision)
 
     def predict_step(state: PyTree, batch: Batch, position: ArrayLike = 0) -> PyTree:
+        checked_batch(batch)
+
         def outputs_of(replica: ArrayLike, inputs: PyTree) -> PyTree:
             options = {"rngs": rngs_of(rngs, eval_key(state, position, replica))} if rngs else {}
             outputs = call(apply, state.variables, inputs, **options)

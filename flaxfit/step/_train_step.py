@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from flaxfit.data._batch import Batch
+from flaxfit.data._batch import Batch, checked_batch
 from flaxfit.optim._arguments import with_arguments
 from flaxfit.optim._demands import arguments_of
 from flaxfit.optim._freeze import mask, merge
@@ -68,6 +68,7 @@ def make_train_step(
     optimizer, taken = with_arguments(task.optimizer), arguments_of(task.optimizer)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, PyTree]:
+        checked_batch(batch)
         replicas = replicas_of(axis_name, virtual_replicas, state.step)
         has_weights = loss_has_weights
         if has_weights is None:

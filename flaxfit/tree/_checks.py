@@ -16,6 +16,7 @@ _TARGETS = {"actual", "expected", "ground_truth", "label", "labels", "target", "
 _TARGETS |= {"true", "truth", "y", "y_true"}
 _OUTPUTS = {"logit", "logits", "output", "outputs", "pred", "predicted", "prediction"}
 _OUTPUTS |= {"predictions", "preds", "score", "scores", "y_hat", "y_pred", "y_score", "yhat"}
+_MODELS = {"model", "params", "variables"}
 _NOT_JAX = ("sklearn", "tensorflow", "torch", "torchmetrics")
 _KERAS = ("keras", "tf_keras")
 
@@ -100,6 +101,12 @@ def check_argument_order(kind: str, function: PyTree) -> None:
 
 
 def _check_names(kind: str, names: Sequence[str]) -> None:
+    if names and names[0] in _MODELS and names[1] == "batch":
+        raise TypeError(
+            f"flaxfit calls {kind}(outputs, targets), but this one takes ({', '.join(names)}). "
+            "A loss that calls the model is an objective: objective=f, f(apply, batch, rngs) -> "
+            "values."
+        )
     if names and names[0] in _TARGETS and (names[0] == "y_true" or names[1] in _OUTPUTS):
         raise TypeError(
             f"flaxfit calls {kind}(outputs, targets), but this one takes ({', '.join(names)}). "

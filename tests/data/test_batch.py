@@ -187,3 +187,8 @@ def test_a_whole_batch_may_be_any_tree_of_arrays_and_numbers():
 )
 def test_the_examples_of_a_whole_batch_are_those_of_its_weights_or_targets(batch, n):
     assert n_examples(batch) == n
+
+
+def test_a_batch_of_arrays_in_place_of_tuples_is_refused():
+    with pytest.raises(TypeError, match=r"write Batch\(\(x,\), \(y,\)\)"):
+        normalize(Batch(X, Y))

@@ -27,3 +27,9 @@ def test_a_module_with_weights_of_its_own_is_summarized_after_build(capsys):
     model.build([None, 3])
     model.summary()
     assert "8 params" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shape", [(8, 3), (None, 3), [8, 3]])
+def test_a_shape_in_place_of_inputs_is_refused_with_what_takes_it(shape):
+    with pytest.raises(TypeError, match=r"takes inputs, such as x\[:1\], got the shape .*build"):
+        ff.Model(nn.Dense(2)).summary(shape)

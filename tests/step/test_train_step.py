@@ -218,3 +218,14 @@ def test_an_apply_may_return_outputs_alone_or_a_pair_of_them_and_a_mapping(retur
     state, metrics = run(make_task(loss, apply), ff.Batch((X,), (Y,)))
     assert metrics["loss"] == pytest.approx(np.mean((X @ PARAMS - Y) ** 2), rel=1e-5)
     assert seen[0] == n_outputs
+
+
+@pytest.mark.parametrize(
+    "make", [ff.make_train_step, ff.make_eval_step, lambda task: ff.make_predict_step(task.apply)]
+)
+def test_a_batch_that_is_not_in_normal_form_is_refused(make):
+    step, state = make(make_task()), make_state(make_task())
+    with pytest.raises(TypeError, match=r"takes a Batch, Batch\(\(x,\), \(y,\)\), got tuple"):
+        step(state, (X, Y))
+    with pytest.raises(TypeError, match=r"holds tuples of arrays, got an array: write Batch\("):
+        step(state, ff.Batch(X, Y))

@@ -115,9 +115,16 @@ def test_targets_first_are_refused_by_their_names(function):
         ff.EvalTask(apply, {"shift": function})
 
 
+@pytest.mark.parametrize("function", [lambda params, batch: 0.0, lambda model, batch, rng: 0.0])
+def test_a_loss_that_calls_the_model_is_an_objective(function):
+    with pytest.raises(TypeError, match=r"takes \((params|model), batch\)\. A .*objective=f"):
+        losses.resolve(function)
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        lambda params, x: params,  # Of a distribution, as its model returns them.
         lambda outputs, targets: outputs,
         lambda y_pred, y_true: y_pred,
         lambda o, t: o,
