@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from flaxfit.tree._checks import whole_number
+from flaxfit.tree._dtypes import of_torch
 from flaxfit.tree._types import ArrayLike, Data, Json, PyTree
 
 OpenPass = Callable[[int], Iterator[PyTree]]
@@ -74,15 +75,7 @@ def describe(data: Data, *, batch_size: int | None, **options: Any) -> dict[str,
 
 
 def _from_torch(leaf: ArrayLike) -> ArrayLike:
-    """A tensor as an array, over the same memory if it lies on the host."""
-    if not comes_from(leaf, "torch"):
-        return leaf
-    import torch
-
-    tensor = leaf.detach().cpu()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(jax.numpy.bfloat16)
-    return tensor.numpy()
+    return of_torch(leaf) if comes_from(leaf, "torch") else leaf
 
 
 def _hugging_face_batches(

@@ -78,7 +78,12 @@ def _made_dense_by(leaf: ArrayLike) -> str | None:
 
 def to_numpy(leaf: ArrayLike) -> np.ndarray:
     """Converts to NumPy; columns of a table that differ in their types get a common one."""
-    array = np.asarray(leaf)
+    try:
+        array = np.asarray(leaf)
+    except (TypeError, RuntimeError):  # Of torch: bfloat16, or with a gradient.
+        if not hasattr(leaf, "detach"):
+            raise
+        return of_torch(leaf)
     if array.dtype != object or np.ndim(getattr(leaf, "dtypes", None)) != 1:
         return array
     try:
@@ -90,6 +95,16 @@ def to_numpy(leaf: ArrayLike) -> np.ndarray:
             f"{_not_numbers(leaf, array)}. Encode them, such as with pandas.get_dummies, fill what "
             "is missing, or leave them out."
         ) from None
+
+
+def of_torch(tensor: ArrayLike) -> np.ndarray:
+    """A tensor as an array, over the same memory if it lies on the host."""
+    import torch
+
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
+    return tensor.numpy()
 
 
 def _not_numbers(table: ArrayLike, array: np.ndarray) -> str:

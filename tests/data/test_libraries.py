@@ -217,6 +217,14 @@ def test_torch_tensors_are_a_data_set(torch):
     assert_same_batches(stream, [(X, Y)])
 
 
+def test_torch_tensors_that_numpy_refuses_become_arrays(torch):
+    x, y = torch.ones((8, 3), dtype=torch.bfloat16), torch.ones(8, requires_grad=True)
+    for batch in next(as_stream((x, y), batch_size=8)), normalize((x, y)):
+        inputs, targets = jax.tree.leaves(batch)
+        assert (inputs.dtype, targets.dtype) == (jnp.bfloat16, np.float32)
+        np.testing.assert_array_equal(inputs.astype(np.float32), np.ones((8, 3)))
+
+
 def test_a_torch_loader_resumes_by_skipping(torch, capsys):
     first, second = as_stream(torch_loader(torch)), as_stream(torch_loader(torch))
     list(itertools.islice(first, 3))
