@@ -1,5 +1,6 @@
 """Unfreeze: starts to train frozen parameters at later checkpoints."""
 
+import numbers
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -27,7 +28,8 @@ class Unfreeze:
     borrows = True
 
     def __init__(self, schedule: Mapping[int, str | Sequence[str]]) -> None:
-        if not schedule or min(schedule) < 1:
+        are_numbers = all(isinstance(n, numbers.Integral) for n in schedule)
+        if not are_numbers or not all(schedule.values()) or min(schedule, default=0) < 1:
             raise ValueError(
                 "Unfreeze needs patterns by a number of checkpoints of 1 or more, such as "
                 f"{{2: 'encoder/.*'}}, got {dict(schedule)}."

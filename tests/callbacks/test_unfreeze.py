@@ -87,7 +87,7 @@ def test_a_fit_that_is_killed_after_the_first_unfreezing_is_resumed(tmp_path):
     assert fit([]).step == 12
 
 
-@pytest.mark.parametrize("schedule", [{}, {0: ".*"}])
+@pytest.mark.parametrize("schedule", [{}, {0: ".*"}, {"1": ".*"}, {1: []}, {1: ""}])
 def test_a_schedule_that_can_never_act_is_refused(schedule):
     with pytest.raises(ValueError, match="Unfreeze needs patterns"):
         Unfreeze(schedule)
