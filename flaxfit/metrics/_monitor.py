@@ -195,6 +195,8 @@ class Monitor:
         advice = ""
         if self.name.startswith("val_") and not is_validated:
             advice = " Validation metrics need validation_data in fit, or an EvalLoop before it."
+        elif self.name == "val_loss":
+            advice = " Give the task of the EvalLoop a loss: EvalTask(..., loss=...)."
         elif near := difflib.get_close_matches(self.name, names, 1, 0.5):
             advice = f" Did you mean {near[0]!r}?"
         return ValueError(

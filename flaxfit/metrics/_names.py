@@ -150,6 +150,7 @@ def as_metrics(
             raise ValueError(
                 f"A metric cannot be called {name!r}: the loop reports its own number under that "
                 "name. Pass a mapping with another name."
+                + (f" {_OF_LOSS}" if name == "loss" else "")
             )
         if names.count(name) > 1:
             raise ValueError(f"Two metrics are called {name!r}: pass a mapping with two names.")
@@ -253,6 +254,8 @@ def _by_name(given: str) -> Metric:
             f"There is no metric {given!r}: flaxfit does not negate metrics. Use {own!r} (lower is "
             f"better); callbacks monitor 'val_{own}' with mode='min'."
         )
+    if name == "loss":
+        raise ValueError(f"There is no metric 'loss'. {_OF_LOSS}")
     if name in ("mean", "sum"):
         raise ValueError(
             f"There is no metric {given!r} of outputs and targets: say of what, by a function "
@@ -266,6 +269,7 @@ def _by_name(given: str) -> Metric:
     raise ValueError(f"There is no metric {given!r}. {advice}")
 
 
+_OF_LOSS = "The loss is reported where it is given as such: EvalTask(..., loss=...)."
 _LISTED = "Usual names are accuracy, f1, auc, mse, mae, r2; the page on metrics lists all."
 
 

@@ -167,6 +167,12 @@ def test_a_metric_that_will_not_be_there_is_told_before_the_first_step(watching)
         make_loop([evaluation(["mae"]), callbacks.every(2, watching("val_acc"))])
 
 
+def test_a_loss_of_validation_that_is_missing_is_asked_of_the_task(watching):
+    unmeasured = ff.EvalLoop(ff.EvalTask(lambda v, x: v["params"] * x, ["mae"], (X, X)))
+    with pytest.raises(ValueError, match=r"'val_loss': .* val_mae\. .*EvalTask\(\.\.\., loss="):
+        make_loop([unmeasured, watching("val_loss")])
+
+
 def test_only_those_that_save_see_what_callbacks_behind_them_add(tmp_path):
     writer = checkpoints.CheckpointFileWriter(tmp_path, monitor="val_loss")
     make_loop([writer, evaluation()])

@@ -81,6 +81,12 @@ def test_the_names_of_the_loops_own_numbers_are_refused(name):
         as_metrics({name: "mse"})
 
 
+@pytest.mark.parametrize("named", [["loss"], {"loss": "mse"}])
+def test_the_loss_is_no_metric_but_given_as_such(named):
+    with pytest.raises(ValueError, match=r"given as such: EvalTask\(\.\.\., loss=\.\.\.\)"):
+        as_metrics(named)
+
+
 def test_a_metric_without_a_name_is_refused_in_a_list():
     for nameless in (lambda outputs, targets: outputs, Metric(jnp.sum, float)):
         with pytest.raises(ValueError, match="has no name: pass a mapping"):
