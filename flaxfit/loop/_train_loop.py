@@ -26,6 +26,8 @@ from flaxfit.tree._context_mesh import without_mesh
 from flaxfit.tree._jax_debugging import check_jit
 from flaxfit.tree._types import PyTree
 
+_REPEATED = "flaxfit.data.as_stream(data, epochs=n) repeats a loader or a list of batches"
+
 
 class EndOfData(Exception):
     """Raised by `next_step` and `next_checkpoint` when the data has no further batch.
@@ -167,7 +169,10 @@ class TrainLoop(Checkpointing):
         target = (lambda: self.step) if is_done else self._next_target()
         checkpoint = self._train_to(target, n_total=self.n_steps)
         if checkpoint is None and self.n_steps is not None and self.step < self.n_steps:
-            self.say(f"the data ended after step {self.step:,}, before n_steps={self.n_steps:,}")
+            self.say(
+                f"the data ended after step {self.step:,}, before n_steps={self.n_steps:,}; "
+                f"{_REPEATED}"
+            )
         return self._end() if checkpoint is None else self.owned(checkpoint)
 
     def next_checkpoint(self, *, copy: bool = True) -> Checkpoint:
@@ -297,6 +302,6 @@ class TrainLoop(Checkpointing):
 
     def _no_data(self) -> Any:
         raise EndOfData(
-            f"The data ended after step {self.step:,}. Set loop.data to continue with more, or "
-            "build the stream with epochs=None to repeat it."
+            f"The data ended after step {self.step:,}. Set loop.data to continue with more; "
+            f"{_REPEATED}."
         )

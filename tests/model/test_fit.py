@@ -1,5 +1,7 @@
 """What `fit`, `evaluate` and `predict` make of their data: how it is cut, ordered and ended."""
 
+import dataclasses
+
 import numpy as np
 import optax
 import pytest
@@ -195,7 +197,10 @@ def test_a_stream_of_unknown_length_that_ends_is_an_error():
 def test_a_loop_says_that_the_data_ended_before_its_steps(capsys):
     task = ff.TrainTask(nn.Dense(1).apply, optax.sgd(0.1), "mse", BATCHES)
     list(ff.TrainLoop(nn.Dense(1).init, task, 0, n_steps=9))
-    assert "the data ended after step 5, before n_steps=9" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "the data ended after step 5, before n_steps=9; flaxfit.data.as_stream(data" in said
+    task = dataclasses.replace(task, data=ff.data.as_stream(BATCHES, epochs=2))  # As it says.
+    assert [*ff.TrainLoop(nn.Dense(1).init, task, 0, n_steps=9)][-1].step == 9
 
 
 def test_endless_data_is_refused_where_a_pass_is_needed():
