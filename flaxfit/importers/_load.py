@@ -45,7 +45,13 @@ def load(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
         if not path.exists():
             raise FileNotFoundError(f"There is no checkpoint {path}.")
         return _BY_SUFFIX[path.suffix](path)
-    if path.is_file() and not Path(f"{path}.index").is_file():
+    is_bundle = Path(f"{path}.index").is_file()
+    if path.suffix in (".h5", ".hdf5", ".keras") and not is_bundle and not path.is_dir():
+        raise (UnreadableFile if path.exists() else FileNotFoundError)(
+            f"Cannot read {path}, a name of HDF5: weights are saved as safetensors, such as "
+            f"{path.name.partition('.')[0]}.safetensors."
+        )
+    if path.is_file() and not is_bundle:
         raise UnreadableFile(
             f"Cannot tell by its name what {path} holds: files are called {', '.join(_BY_SUFFIX)}, "
             "and a TensorFlow checkpoint is given by its folder or prefix. Rename it, or call the "

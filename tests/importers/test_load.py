@@ -28,3 +28,13 @@ def test_a_file_of_unknown_kind_or_none_is_told_from_a_damaged_one(tmp_path):
         load(other)
     with pytest.raises(FileNotFoundError, match=r"There is no checkpoint .*weights.npz"):
         load(tmp_path / "weights.npz")
+
+
+@pytest.mark.parametrize("name", ["m.h5", "m.weights.h5", "m.keras"])
+def test_a_name_of_hdf5_is_answered_with_safetensors(tmp_path, name):
+    advice = r"a name of HDF5: weights are saved as safetensors, such as m\.safetensors"
+    with pytest.raises(FileNotFoundError, match=advice):
+        load(tmp_path / name)
+    (tmp_path / name).write_bytes(b"\x89HDF")
+    with pytest.raises(UnreadableFile, match=advice):
+        load(tmp_path / name)
