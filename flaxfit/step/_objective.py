@@ -160,15 +160,7 @@ def objective_measured(
 
     # The weights that are measured are one set: here they are the average as well.
     calls = Calls(run, ((), ()), (), functools.partial(_rngs_of_call, task.rngs, key))
-    try:
-        result = _objective_sums(task, calls, batch, options.get("rngs", {}), replicas, 1)
-    except KeyError as error:
-        if not task.rngs:
-            error.add_note(
-                "Evaluation has no random keys unless their streams are named: "
-                "Model(..., eval_rngs=('dropout',)), or EvalTask(..., rngs=('dropout',))."
-            )
-        raise
+    result = _objective_sums(task, calls, batch, options.get("rngs", {}), replicas, 1)
     if not task.metrics:
         return result
     outputs = call(apply, state.variables, batch.inputs, **options)
@@ -191,7 +183,16 @@ def _objective_sums(
     if takes_ema(task):
         named["ema"] = calls.ema
     objective: Any = task.objective
-    found = _called(functools.partial(objective, **named), calls, batch, rngs)
+    try:
+        found = _called(functools.partial(objective, **named), calls, batch, rngs)
+    except KeyError as error:
+        if (name := error.args[0]) not in rngs and isinstance(name, str):
+            streams = ", ".join(rngs) or "none"
+            option = f"rngs={(*rngs, name)} of the Model or TrainTask names more"
+            if isinstance(task, EvalTask):
+                option = f"eval_rngs={(*rngs, name)} of the Model, rngs= of an EvalTask, names more"
+            error.add_note(f"The random streams of the objective are {streams}: {option}.")
+        raise
     outputs = tuple(calls.outputs)
     if not calls.is_called:
         raise ValueError(

@@ -50,7 +50,8 @@ def resolved(task: Any) -> dict[str, Any]:
         loss = as_loss(no_loss if loss is None else loss, task.loss_weights)
     metrics, rngs = as_metrics(task.metrics, loss), names_of(task.rngs)
     _check_collected(metrics)
-    check_streams("TrainTask", rngs, apply)
+    if task.objective is None:  # Which may draw from streams of its own.
+        check_streams("TrainTask", rngs, apply)
     companions = as_companions("TrainTask", task)
     _check_saved(task.save_companions, companions)
     return {

@@ -241,7 +241,8 @@ class EvalTask:
         companions = as_companions("EvalTask", self)
         loss = None if self.loss is None else as_loss(self.loss, self.loss_weights)
         metrics, rngs = as_metrics(self.metrics, loss), names_of(self.rngs)
-        check_streams("EvalTask", rngs, apply)
+        if self.objective is None:
+            check_streams("EvalTask", rngs, apply)
         check_across(self.across)
         check_reports_penalty(self.penalty_in_loss)
         pad = self.pad and self.across is None

@@ -566,3 +566,26 @@ def test_one_that_asks_for_an_average_needs_one_and_calls_the_model_itself():
         first_of(lambda apply, batch, rngs, ema: ema(*batch.inputs)[:, 0], ema=0.5)
     bound = functools.partial(lambda apply, batch, rngs, ema: apply(*batch.inputs) * ema, ema=0)
     assert first_of(bound).loss == 0
+
+
+def denoise(apply, batch, rngs):
+    (x,) = batch.inputs
+    return ((apply(x + jax.random.normal(rngs["noise"], x.shape)) - x) ** 2).mean(-1)
+
+
+@slow
+def test_an_objective_names_streams_that_an_nnx_module_does_not_have():
+    options = {"objective": denoise, "eval_rngs": "noise"}
+    net = nnx.Linear(5, 5, rngs=nnx.Rngs(0))
+    with pytest.raises(KeyError) as raised:
+        ff.Model(net, optax.sgd(0.1), **options).fit(CHOSEN, (), verbose=0)
+    assert "streams of the objective are dropout: rngs=('dropout', 'noise') of" in str(
+        raised.value.__notes__
+    )
+    model = ff.Model(net, optax.sgd(0.1), rngs="noise", **options)
+    model.fit(CHOSEN, (), verbose=0)
+    assert np.isfinite(model.evaluate(CHOSEN, (), verbose=0)["loss"])
+    measured = ff.Model(net, optax.sgd(0.1), rngs="noise", objective=denoise)
+    with pytest.raises(KeyError) as raised:
+        measured.evaluate(CHOSEN, (), verbose=0)
+    assert "are none: eval_rngs=('noise',) of the Model" in str(raised.value.__notes__)
