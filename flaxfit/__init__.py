@@ -6,6 +6,7 @@ The sub-packages `callbacks`, `checkpoints`, `data`, `export`, `importers`, `lau
 
 import importlib
 import importlib.util
+import sys
 from typing import Any
 
 from flaxfit.callbacks._history import History as History
@@ -95,11 +96,19 @@ _SUBPACKAGES = frozenset(
     )
 )
 
+_COUNTERPARTS = {
+    "Trainer": "Model, or TrainLoop in a loop of your own",
+    "load_model": "Model(...), as it was made, and its load(folder)",
+    "seed_everything": "Model(..., seed=...), or rnkey of TrainLoop",
+}
+
 
 def __getattr__(name: str) -> Any:
     if name in _SUBPACKAGES:
         return importlib.import_module(f"flaxfit.{name}")
-    raise AttributeError(f"module 'flaxfit' has no attribute {name!r}")
+    advice = f": use {_COUNTERPARTS[name]}" if name in _COUNTERPARTS else ""
+    words = f"module {__name__!r} has no attribute {name!r}{advice}"
+    raise AttributeError(words, name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

@@ -455,3 +455,24 @@ def test_importing_costs_at_most_a_tenth_of_a_second_over_the_dependencies(fresh
     )
     # The first run may have to compile the files.
     assert any(fresh(script) <= 0.1 for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "words"),
+    [
+        ("flaxfit.callbacks", "ModelCheckpoint", "use flaxfit's checkpoints.CheckpointFileWriter"),
+        ("flaxfit.callbacks", "TensorBoard", "use flaxfit's callbacks.TensorBoardLogger"),
+        ("flaxfit", "load_model", r"use Model\(...\), as it was made, and its load\(folder\)"),
+        ("flaxfit", "Trainer", "use Model, or TrainLoop"),
+    ],
+)
+def test_a_name_of_another_library_is_answered_with_what_to_use(module, name, words):
+    with pytest.raises(AttributeError, match=f"^module '{module}' has no attribute .*{words}"):
+        getattr(importlib.import_module(module), name)
+
+
+def test_a_name_that_is_nearly_right_is_left_to_python_to_suggest():
+    for module, name in ("flaxfit.callbacks", "EarlyStoping"), ("flaxfit", "TrainLop"):
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}'$") as raised:
+            getattr(importlib.import_module(module), name)
+        assert (raised.value.name, raised.value.obj) == (name, importlib.import_module(module))

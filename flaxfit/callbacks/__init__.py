@@ -1,5 +1,7 @@
 """Callbacks: what happens at a checkpoint, `Checkpoint -> Checkpoint | None`."""
 
+import sys as _sys
+
 from flaxfit.callbacks._average_weights import AverageWeights as AverageWeights
 from flaxfit.callbacks._callback import Callback as Callback
 from flaxfit.callbacks._callback import StatefulCallback as StatefulCallback
@@ -32,6 +34,7 @@ from flaxfit.callbacks._timer import Timer as Timer
 from flaxfit.callbacks._unfreeze import Unfreeze as Unfreeze
 from flaxfit.callbacks._wandb import WandbLogger as WandbLogger
 from flaxfit.callbacks._watchdog import Watchdog as Watchdog
+from flaxfit.tree._other_callbacks import COUNTERPARTS as _COUNTERPARTS
 
 __all__ = [
     "AverageWeights",
@@ -67,3 +70,13 @@ __all__ = [
     "every",
     "when",
 ]
+
+
+def _refuse(name: str) -> object:
+    advice = f": use flaxfit's {_COUNTERPARTS[name]}" if name in _COUNTERPARTS else ""
+    words = f"module {__name__!r} has no attribute {name!r}{advice}"
+    raise AttributeError(words, name=name, obj=_sys.modules[__name__])
+
+
+# Under its name, it would tell type checkers that the module has any attribute.
+globals()["__getattr__"] = _refuse

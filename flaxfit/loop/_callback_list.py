@@ -10,6 +10,7 @@ from flaxfit.state import _callback_states
 from flaxfit.state._checkpoint import Checkpoint
 from flaxfit.state._train_state import TrainState
 from flaxfit.tree._functions import order_of, owner_of
+from flaxfit.tree._other_callbacks import COUNTERPARTS
 from flaxfit.tree._types import ArrayLike, Function
 
 
@@ -188,22 +189,14 @@ _DEFERRED = (
 )
 _NEVER_RETURNED = (bool, int, float, str, dict, list, tuple)
 
-_OF_KERAS = {
-    "ModelCheckpoint": "checkpoints.CheckpointFileWriter",
-    "BackupAndRestore": "fit(checkpoint_dir=...)",
-    "LambdaCallback": "callbacks.Events",
-    "TensorBoard": "callbacks.TensorBoardLogger",
-    "TerminateOnNaN": "callbacks.StopOnNaN",
-    "SwapEMAWeights": "Model(ema=...)",
-}
 _SAME = ("EarlyStopping", "ReduceLROnPlateau", "LearningRateScheduler", "CSVLogger")
 
 
 def _counterpart(callback: object) -> str:
     """The counterpart in flaxfit of a callback of Keras, or of a class derived from one."""
     for kind in type(callback).__mro__:
-        if kind.__name__ in _OF_KERAS:
-            return f"flaxfit's {_OF_KERAS[kind.__name__]}"
+        if kind.__name__ in COUNTERPARTS:
+            return f"flaxfit's {COUNTERPARTS[kind.__name__]}"
         if kind.__name__ in _SAME:
             return f"flaxfit.callbacks.{kind.__name__}"
     return "that of flaxfit.callbacks (the page on Keras names each)"
