@@ -116,7 +116,7 @@ class Delivery:
         return self._checkpoint
 
 
-def check_callback(callback: object) -> None:
+def check_callback(callback: Any) -> None:
     """Checks that a callback can be called with a checkpoint."""
     if isinstance(callback, type):
         raise TypeError(
@@ -130,14 +130,15 @@ def check_callback(callback: object) -> None:
             f"{_counterpart(callback)}, or a function of a checkpoint instead of on_epoch_end, "
             "lambda checkpoint: print(checkpoint.step, checkpoint.metrics)."
         )
-    hook = hook_of(type(callback))
+    owner = type(inspect.unwrap(callback))  # In `every(...)` that of the callback.
+    hook = hook_of(owner)
     # One that the library calls has no use for a hook; a `__call__` of the user's may call it.
-    module = getattr(type(callback).__call__, "__module__", None)
+    module = getattr(owner.__call__, "__module__", None)
     if not callable(callback) or (hook and str(module).startswith("flaxfit.")):
         advice = f" Pass {hook}, or define __call__." if hook else ""
         raise TypeError(
             "A callback must be a function Checkpoint -> Checkpoint | None, got "
-            f"{type(callback).__name__}: {callback!r:.60}.{advice}"
+            f"{owner.__name__}: {callback!r:.60}.{advice}"
         )
     if any(test(each) for test in _DEFERRED for each in (callback, type(callback).__call__)):
         raise TypeError(

@@ -207,6 +207,8 @@ def test_hooks_beside_a_call_of_the_library_are_refused(base, hook, event):
     mine = type("Mine", (base,), {hook: lambda self, *arguments: None})
     with pytest.raises(TypeError, match=rf"got Mine: .*Events\({event}=...\), or define __call__"):
         check_callback(mine())
+    with pytest.raises(TypeError, match="got Mine: .*or define __call__"):
+        check_callback(every(2, mine()))
 
 
 def test_a_call_of_ones_own_may_call_hooks():
