@@ -72,11 +72,7 @@ __all__ = [
 ]
 
 
-def _refuse(name: str) -> object:
+def __getattr__(name: str) -> object:
     advice = f": use flaxfit's {_COUNTERPARTS[name]}" if name in _COUNTERPARTS else ""
     words = f"module {__name__!r} has no attribute {name!r}{advice}"
     raise AttributeError(words, name=name, obj=_sys.modules[__name__])
-
-
-# Under its name, it would tell type checkers that the module has any attribute.
-globals()["__getattr__"] = _refuse

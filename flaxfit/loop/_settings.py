@@ -17,6 +17,8 @@ from flaxfit.task._task import TrainTask
 from flaxfit.tree._types import ApplyFn, ArrayLike, Data
 
 _FIELDS = ("params", "model_state", "opt_state")
+_OPTIONS = {field.name for field in dataclasses.fields(TrainTask)}
+_RATES = ("lr", "learning_rate")
 
 
 class Settings(RunState):
@@ -262,19 +264,11 @@ class Settings(RunState):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-
-_OPTIONS = {field.name for field in dataclasses.fields(TrainTask)}
-_RATES = ("lr", "learning_rate")
-
-
-def _set(self: object, name: str, value: Any) -> None:
-    if (name in _OPTIONS or name in _RATES) and not hasattr(type(self), name):
-        advice = f"use TrainLoop(loop.state, dataclasses.replace(loop.task, {name}=...))"
-        if name in _RATES:
-            advice = "use loop.set_hyperparams(learning_rate=...)"
-        raise AttributeError(f"A TrainLoop has no {name} to set: {advice}.", name=name, obj=self)
-    object.__setattr__(self, name, value)
-
-
-# In the class, it would tell type checkers that a loop has any attribute.
-setattr(Settings, "__setattr__", _set)  # noqa: B010
+    def __setattr__(self, name: str, value: object) -> None:
+        if (name in _OPTIONS or name in _RATES) and not hasattr(type(self), name):
+            advice = f"use TrainLoop(loop.state, dataclasses.replace(loop.task, {name}=...))"
+            if name in _RATES:
+                advice = "use loop.set_hyperparams(learning_rate=...)"
+            words = f"A TrainLoop has no {name} to set: {advice}."
+            raise AttributeError(words, name=name, obj=self)
+        super().__setattr__(name, value)

@@ -133,6 +133,20 @@ class Adjustable(optax.GradientTransformationExtraArgs, abc.ABC):
         made = super().__new__(cls, init, update)
         return made
 
+    def __setattr__(self, name: str, value: object) -> None:
+        # A subclass of the user's may keep what it was given.
+        is_own = type(self).__module__.startswith("flaxfit.")
+        if is_own and not name.startswith("_") and name in (*self.known, "lr"):
+            name = "learning_rate" if name == "lr" else name
+            raise AttributeError(
+                f"{self!r} keeps {name} in its state: use model.compile(optimizer=...) in a "
+                f"Model, loop.set_hyperparams({name}=...) in a TrainLoop, and else "
+                f"flaxfit.optim.set_hyperparams(state, {name}=...).",
+                name=name,
+                obj=self,
+            )
+        super().__setattr__(name, value)
+
     @abc.abstractmethod
     def _init(self, params: Params) -> OptState:
         """Returns the state before the first step."""
@@ -168,22 +182,3 @@ class Adjustable(optax.GradientTransformationExtraArgs, abc.ABC):
     def check(self, overrides: Iterable[str]) -> None:
         """Checks that the arguments of an update are hyperparameters, or taken by optax."""
         check_known(set(overrides) - OPTAX_ARGUMENTS, self.known, self.describe())
-
-
-def _set(self: Adjustable, name: str, value: object) -> None:
-    # A subclass of the user's may keep what it was given.
-    is_own = type(self).__module__.startswith("flaxfit.")
-    if is_own and not name.startswith("_") and name in (*self.known, "lr"):
-        name = "learning_rate" if name == "lr" else name
-        raise AttributeError(
-            f"{self!r} keeps {name} in its state: use model.compile(optimizer=...) in a Model, "
-            f"loop.set_hyperparams({name}=...) in a TrainLoop, and else "
-            f"flaxfit.optim.set_hyperparams(state, {name}=...).",
-            name=name,
-            obj=self,
-        )
-    object.__setattr__(self, name, value)
-
-
-# In the class, it would tell type checkers that an optimizer has any attribute.
-setattr(Adjustable, "__setattr__", _set)  # noqa: B010

@@ -168,7 +168,7 @@ def _multiplied(numbers: Any, shapes: list[tuple[int, ...]], operands: list[_Row
     before = n_batched
     for shape, rows, along, beside in zip(shapes, operands, contracted, batched, strict=True):
         free = [axis for axis in range(len(shape)) if axis not in (*along, *beside)]
-        if rows.axis in along and shape[rows.axis] > 1:
+        if rows.axis is not None and rows.axis in along and shape[rows.axis] > 1:
             return _Rows(mixed=True)
         if rows.axis in beside:
             found.append(_Rows(list(beside).index(rows.axis)))
