@@ -207,6 +207,7 @@ class EvalLoop:
         is_cut = n_steps is not None
         feed, sums = self._inspect(batches.examples(first[0]), state, batches, data, is_cut)
         totals, shapes = _metric_totals.zero_totals(sums), structure_of(state)
+        self._companions.refresh()
         companions = self._companions.arguments
         for n, item in enumerate(itertools.chain(first, items), 1):
             loaded = batches.load(item, feed)

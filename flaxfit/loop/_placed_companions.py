@@ -25,6 +25,8 @@ class PlacedCompanions:
     def __init__(self, task: TrainTask | EvalTask, strategy: Strategy):
         self._strategy = strategy
         self._keeps = getattr(task, "save_companions", False)
+        self._readers = {n: each.read for n, each in task.companions.items() if each.read}
+        self._seen = {n: jax.tree.leaves(task.companions[n].variables) for n in self._readers}
         self._hold(states_of(task))
 
     def _hold(self, states: dict[str, InferenceState]) -> None:
@@ -72,13 +74,31 @@ class PlacedCompanions:
         Raises:
           ValueError: they differ in names, shapes or dtypes from those of the task.
         """
-        if not self.states or not saved or saved is self.saved:
-            return
+        if self.states and saved and saved is not self.saved:
+            self._replace(saved, "the checkpoint", "Give the task the companions that were saved.")
+
+    def refresh(self) -> None:
+        """Takes over what was written into companions that are NNX modules, such as a target.
+
+        Raises:
+          ValueError: a variable has another shape or dtype than before.
+        """
+        for name, read in self._readers.items():
+            variables = read()
+            leaves, seen = jax.tree.leaves(variables), self._seen[name]
+            if len(leaves) != len(seen) or any(
+                a is not b for a, b in zip(leaves, seen, strict=True)
+            ):
+                now = {**self.variables, name: variables}
+                self._replace(now, "the module now", "Make a new task of the changed module.")
+                self._seen[name] = leaves
+
+    def _replace(self, variables: Mapping[str, Variables], source: str, advice: str) -> None:
         own = self.variables
-        here, there = ({p: _kind(x) for p, x in flat(tree).items()} for tree in (own, saved))
+        here, there = ({p: _kind(x) for p, x in flat(tree).items()} for tree in (own, variables))
         if here != there:
-            _refuse(here, there)
-        arrays = flat(saved)
+            _refuse(here, there, source, advice)
+        arrays = flat(variables)
         same = jax.tree_util.tree_map_with_path(lambda path, _: arrays[path_of(path)], own)
         states = {}
         for name, state in self.states.items():
@@ -98,15 +118,14 @@ def _kind(x: ArrayLike) -> str:
     return f"{x.dtype}{list(x.shape)}"
 
 
-def _refuse(here: Mapping[str, str], there: Mapping[str, str]) -> None:
+def _refuse(here: Mapping[str, str], there: Mapping[str, str], source: str, advice: str) -> None:
     paths = [path for path in {**here, **there} if here.get(path) != there.get(path)]
     lines = "".join(
         f"\n  companion {name!r}, {path}: {here.get(full, '-')} in the task, "
-        f"{there.get(full, '-')} in the checkpoint"
+        f"{there.get(full, '-')} in {source}"
         for full in paths[:20]
         for name, _, path in [full.partition("/")]
     )
     raise ValueError(
-        f"The companions of the checkpoint are not those of the task; {len(paths)} arrays differ:"
-        f"{lines}\nGive the task the companions that were saved."
+        f"The companions are not those of the task; {len(paths)} arrays differ:{lines}\n{advice}"
     )

@@ -265,6 +265,7 @@ class TrainLoop(Checkpointing):
             self.say(f"from {self.start.path}: {'; '.join(self._not_taken_over)}")
         self._is_at_start = False
         stepper, before = self._stepper, self._phase
+        stepper.companions.refresh()
         self._phase = "training"
         try:
             with self._watch, stepper.interrupts, without_mesh():

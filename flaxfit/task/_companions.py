@@ -2,7 +2,7 @@
 
 import inspect
 import keyword
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,8 @@ class Companion(NamedTuple):
     variables: Variables
     given: tuple[Any, ...]
     """The objects that it was made of."""
+    read: Callable[[], Variables] | None = None
+    """Returns the present variables of an nnx module, which may change."""
 
 
 def are_same(some: Mapping[str, Companion], others: Mapping[str, Companion]) -> bool:
@@ -78,7 +80,9 @@ def _as_companion(owner: str, given: Any) -> Companion:
         return given
     if is_module(given) and not isinstance(given, nn.Module | type):
         functions = functions_of(given, train=False)
-        return Companion(functions.apply, functions.init(None), (given,))
+        return Companion(
+            functions.apply, functions.init(None), (given,), lambda: functions.init(None)
+        )
     if not isinstance(given, tuple) or len(given) != 2:
         hint = ""
         if hasattr(given, "module") and hasattr(type(given), "state"):

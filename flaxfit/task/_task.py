@@ -77,8 +77,9 @@ class TrainTask:
       companions: frozen models that the objective receives by keyword, as functions `(*inputs) ->
         outputs` in evaluation mode: `{"teacher": (apply, variables)}`, `(Linen module, variables)`
         or an NNX module. The strategy places their variables once, like parameters; they are not
-        constants of the compiled step, and are not trained, averaged or counted. Gradients flow
-        through their inputs only.
+        constants of the compiled step, and are not trained, averaged or counted. What you write
+        into an NNX module takes effect at the next checkpoint. Gradients flow through their inputs
+        only.
       save_companions: whether checkpoints hold the variables of the companions. A loop that resumes
         from such a checkpoint takes these variables, else those of the task.
       across: "batch" for a loss that compares the examples of a batch with one another, such as a

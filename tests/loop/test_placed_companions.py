@@ -61,6 +61,21 @@ def test_other_values_take_effect_without_a_compilation(strategy):
     assert programs_of(loop) == programs
 
 
+def test_what_is_written_into_a_module_takes_effect_at_the_next_checkpoint():
+    target = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(0))
+    task = task_of(companions={"teacher": target})
+    target.kernel.set_value(variables(1.0)["params"]["kernel"])
+    loop = loop_of(task)
+    assert loop.next_step().loss == loss_of(1.0)
+    programs = dict(programs_of(loop))
+    nnx.update(target, {"kernel": variables(2.0)["params"]["kernel"]})
+    assert loop.next_step().loss == loss_of(2.0, X[8:])
+    assert programs_of(loop) == programs
+    target.kernel.set_value(variables(1.0, (WIDTH, 1))["params"]["kernel"])
+    with pytest.raises(ValueError, match="kernel: .* in the task, .* in the module now"):
+        loop.next_step()
+
+
 def test_they_are_placed_once_and_outlive_what_their_owner_writes():
     given = variables(1.0)
     loop = loop_of(task_of(companions={"teacher": (MODULE, given)}))
